@@ -1,0 +1,328 @@
+"""The schema of the one configuration file that both daemons read.
+
+Guarantee: a `RunConfig` that exists is complete and consistent; every value that follows from others is a property here
+and cannot be set. The sections `engine`, `lora` and `trainer` keep the names of the library they belong to (vLLM engine
+arguments, peft.LoraConfig, trl.GRPOConfig) and are validated by that library when its daemon starts; here only the keys
+that Slipstream sets itself are refused.
+"""
+
+import os
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+SERVABLE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The LoRA ranks that vLLM has kernels for; an adapter is served by the smallest that holds it."""
+
+Positive = Annotated[int, Field(ge=1)]
+PositiveSeconds = Annotated[float, Field(gt=0)]
+
+_ENGINE_RESERVED = {
+    "model": "model.path",
+    "revision": "model.revision",
+    "tokenizer": "model.path",
+    "dtype": "model.dtype",
+    "seed": "seed",
+    "tensor_parallel_size": "--gpu 0,1",
+    "enable_lora": None,
+    "logprobs_mode": None,
+    "max_loras": "pipeline.max_staleness",
+    "max_cpu_loras": "pipeline.max_staleness",
+    "max_lora_rank": "lora.r",
+}
+_TRAINER_RESERVED = {
+    "output_dir": "run_dir",
+    "seed": "seed",
+    "num_generations": "sampling.num_generations",
+    "max_completion_length": "sampling.max_completion_length",
+    "temperature": "sampling.temperature",
+    "top_p": "sampling.top_p",
+    "top_k": "sampling.top_k",
+    "min_p": "sampling.min_p",
+    "reward_weights": "rewards.functions[].weight",
+    "gradient_accumulation_steps": "pipeline.groups_per_step and trainer.per_device_train_batch_size",
+    "generation_batch_size": "pipeline.groups_per_step",
+    "steps_per_generation": "pipeline.groups_per_step",
+    "chat_template_kwargs": "dataset.chat_template_kwargs",
+    "repetition_penalty": None,
+    "generation_kwargs": None,
+    "use_vllm": None,
+    "disable_tqdm": "observability.progress",
+    "remove_unused_columns": None,
+    "ignore_data_skip": None,
+    "auto_find_batch_size": None,
+}
+_LORA_UNSERVABLE: dict[str, tuple[Any, ...]] = {
+    "use_dora": (False,),
+    "bias": ("none",),
+    "modules_to_save": (None, []),
+    "use_rslora": (True, False),
+}
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class ModelSection(Section):
+    path: str = Field(description="Base model: a local folder or a hub name, in transformers format.")
+    revision: str | None = Field(None, description="Hub revision (branch, tag or commit).")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        "bfloat16",
+        description="Dtype of the base weights, in the engine and in the trainer. LoRA weights train in fp32.",
+    )
+
+
+class DatasetSection(Section):
+    path: str = Field(
+        description="Anything `datasets.load_dataset` takes: a hub name, or a local .jsonl, .json, .csv or .parquet file, "
+        "or a folder written by `save_to_disk`."
+    )
+    name: str | None = Field(None, description="Configuration of a hub dataset, e.g. `main` for openai/gsm8k.")
+    split: str = Field("train", description="Split to train on.")
+    prompt_column: str = Field(
+        "prompt",
+        description="Column with the prompt: a string, or a list of chat messages. All other columns reach the "
+        "reward functions.",
+    )
+    transform: str | None = Field(
+        None,
+        description="`module:function` or `file.py:function` applied to every row (dict -> dict) before the prompt "
+        "column is looked up.",
+    )
+    shuffle: bool = Field(True, description="Shuffle the prompts anew every epoch, from `seed`.")
+    chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="Extra arguments of the chat template, e.g. `enable_thinking: false`."
+    )
+
+
+class RewardFunction(Section):
+    function: str = Field(
+        description="`module:function` or `file.py:function` with TRL's signature: "
+        "`def reward(prompts, completions, completion_ids, **columns) -> list[float | None]`."
+    )
+    weight: float = Field(1.0, description="Weight in the sum of rewards.")
+
+    @field_validator("function")
+    @classmethod
+    def _has_both_parts(cls, value: str) -> str:
+        place, _, name = value.rpartition(":")
+        if not place or not name.isidentifier():
+            raise ValueError("expected `module:function` or `path/to/file.py:function`")
+        return value
+
+    @property
+    def name(self) -> str:
+        return self.function.rpartition(":")[2]
+
+
+class RewardsSection(Section):
+    functions: list[RewardFunction] = Field(min_length=1, description="The reward functions.")
+    timeout_s: PositiveSeconds = Field(
+        30.0, description="Hard limit of one call of one function on one group; the worker is then killed and replaced."
+    )
+    num_workers: Positive = Field(2, description="Reward worker processes of a producer.")
+
+    @field_validator("functions")
+    @classmethod
+    def _names_differ(cls, functions: list[RewardFunction]) -> list[RewardFunction]:
+        names = [f.name for f in functions]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"two reward functions are called {name!r}: metrics need different names")
+        return functions
+
+
+class SamplingSection(Section):
+    num_generations: Annotated[int, Field(ge=2, le=4096)] = Field(8, description="Completions per prompt (the group).")
+    max_completion_length: Positive = Field(256, description="Longest completion, in tokens.")
+    temperature: Annotated[float, Field(gt=0, le=100)] = Field(1.0, description="Applied on both sides.")
+    top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="Nucleus sampling; see accept_biased_ratios.")
+    top_k: Annotated[int, Field(ge=0)] = Field(0, description="Top-k sampling, 0 is off; see accept_biased_ratios.")
+    min_p: Annotated[float, Field(ge=0, le=1)] = Field(0.0, description="Min-p sampling; see accept_biased_ratios.")
+    accept_biased_ratios: bool = Field(
+        False,
+        description="Accept top_p, top_k or min_p although the trainer cannot reproduce their renormalized "
+        "distribution, which biases every importance ratio.",
+    )
+
+    @model_validator(mode="after")
+    def _ratios_exact(self) -> "SamplingSection":
+        changed = [
+            f"{key}={getattr(self, key)}"
+            for key, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0))
+            if getattr(self, key) != off
+        ]
+        if changed and not self.accept_biased_ratios:
+            raise ValueError(
+                f"{', '.join(changed)} changes the sampling distribution in a way the trainer does not reproduce, so "
+                "importance ratios would be biased. Remove it, or set sampling.accept_biased_ratios=true"
+            )
+        return self
+
+
+class PipelineSection(Section):
+    groups_per_step: Positive = Field(16, description="Groups with signal that make one optimizer step.")
+    max_staleness: Annotated[int, Field(ge=0, le=64)] = Field(
+        1, description="Oldest policy a group may come from when it is trained, in versions. 0 is exactly on-policy."
+    )
+    sync_interval: Positive = Field(1, description="Optimizer steps per published policy version.")
+    lease_timeout_s: PositiveSeconds = Field(
+        600.0, description="A prompt whose group has not come back by then is leased again."
+    )
+    max_attempts: Positive = Field(3, description="Leases of one prompt per epoch before it is skipped and counted.")
+    max_failed_share: Annotated[float, Field(gt=0, le=1)] = Field(
+        0.5, description="The run stops when more than this share of the last 64 answered prompts failed."
+    )
+    stall_timeout_s: PositiveSeconds = Field(
+        1800.0, description="The trainer stops when connected producers deliver nothing for so long."
+    )
+
+
+class CorrectionSection(Section):
+    mode: Literal["token_truncate", "none"] = Field(
+        "token_truncate",
+        description="Importance correction from sampling log-probs: per-token ratio cut from above "
+        "(truncated importance sampling), or none.",
+    )
+    ratio_max: Annotated[float, Field(gt=0)] = Field(3.0, description="Upper bound of the ratio.")
+
+
+class TransportSection(Section):
+    endpoint: str | None = Field(
+        None,
+        description="Control channel, `ipc:///path` or `tcp://127.0.0.1:PORT`. Default: `ipc://RUN_DIR/control.ipc`.",
+    )
+    blob_endpoint: str | None = Field(
+        None, description="Channel for adapters. Default: the ipc path with `.blobs`, or the next tcp port."
+    )
+    heartbeat_interval_s: PositiveSeconds = Field(1.0, description="How often a producer reports.")
+    heartbeat_timeout_s: PositiveSeconds = Field(6.0, description="Silence after which the other side counts as gone.")
+    max_message_bytes: Annotated[int, Field(ge=65_536, le=2**31 - 1)] = Field(
+        64 * 2**20, description="Largest frame accepted or sent."
+    )
+    blob_chunk_bytes: Annotated[int, Field(ge=1024, le=2**26)] = Field(2**20, description="Adapter bytes per message.")
+
+    @field_validator("endpoint", "blob_endpoint")
+    @classmethod
+    def _private(cls, value: str | None) -> str | None:
+        if value is None or value.startswith("ipc://"):
+            return value
+        host, separator, port = value.removeprefix("tcp://").rpartition(":")
+        if not value.startswith("tcp://") or not separator or not port.isdigit() or not 0 < int(port) < 65_535:
+            raise ValueError("expected `ipc:///path` or `tcp://HOST:PORT`")
+        if host not in ("127.0.0.1", "localhost", "[::1]"):
+            raise ValueError(
+                f"{host} can be reached from other hosts and this release has no authentication, so it is refused. "
+                "Use 127.0.0.1 (and an SSH tunnel between hosts)"
+            )
+        return value
+
+    @model_validator(mode="after")
+    def _timeout_above_interval(self) -> "TransportSection":
+        if self.heartbeat_timeout_s < 2 * self.heartbeat_interval_s:
+            raise ValueError("heartbeat_timeout_s must be at least twice heartbeat_interval_s")
+        if self.max_message_bytes < 2 * self.blob_chunk_bytes:
+            raise ValueError("max_message_bytes must be at least twice blob_chunk_bytes")
+        return self
+
+
+class ObservabilitySection(Section):
+    progress: bool = Field(True, description="Progress bar on a terminal; one line per step elsewhere.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Level of the daemons' logs.")
+
+
+class RunConfig(Section):
+    """One run. See docs/configuration.md, which is generated from this schema."""
+
+    run_dir: str = Field(description="Folder of the run: checkpoints, logs, sockets.")
+    seed: int = Field(42, description="Seed of prompt order, sampling, LoRA initialization and torch.")
+    model: ModelSection
+    dataset: DatasetSection
+    rewards: RewardsSection
+    sampling: SamplingSection = SamplingSection()  # type: ignore[call-arg]
+    pipeline: PipelineSection = PipelineSection()  # type: ignore[call-arg]
+    correction: CorrectionSection = CorrectionSection()  # type: ignore[call-arg]
+    transport: TransportSection = TransportSection()  # type: ignore[call-arg]
+    observability: ObservabilitySection = ObservabilitySection()  # type: ignore[call-arg]
+    lora: dict[str, Any] = Field(
+        default_factory=lambda: {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"},
+        description="peft.LoraConfig. DoRA, biases and modules_to_save are refused: vLLM cannot serve them.",
+    )
+    engine: dict[str, Any] = Field(default_factory=dict, description="vLLM engine arguments.")
+    trainer: dict[str, Any] = Field(default_factory=dict, description="trl.GRPOConfig.")
+
+    @field_validator("engine", "trainer")
+    @classmethod
+    def _not_reserved(cls, value: dict[str, Any], info: Any) -> dict[str, Any]:
+        reserved = _ENGINE_RESERVED if info.field_name == "engine" else _TRAINER_RESERVED
+        for key in value:
+            if key in reserved or (info.field_name == "trainer" and key.startswith("vllm_")):
+                owner = reserved.get(key)
+                raise ValueError(
+                    f"`{key}` is set by Slipstream and cannot be given here"
+                    + (f"; set {owner} instead" if owner else "")
+                )
+        return value
+
+    @field_validator("lora")
+    @classmethod
+    def _servable(cls, value: dict[str, Any]) -> dict[str, Any]:
+        rank = value.get("r", 8)
+        if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+            raise ValueError(f"`r` must be a positive integer, got {rank!r}")
+        if rank > SERVABLE_RANKS[-1]:
+            raise ValueError(f"`r: {rank}` cannot be served: vLLM's largest LoRA rank is {SERVABLE_RANKS[-1]}")
+        for key, allowed in _LORA_UNSERVABLE.items():
+            if key in value and value[key] not in allowed:
+                raise ValueError(f"`{key}: {value[key]}` cannot be served by vLLM; remove it")
+        return value
+
+    @model_validator(mode="after")
+    def _micro_batches_divide(self) -> "RunConfig":
+        size = self.trainer.get("per_device_train_batch_size")
+        if isinstance(size, int) and (size < 1 or self.completions_per_step % size):
+            raise ValueError(
+                f"trainer.per_device_train_batch_size={size} must divide the {self.completions_per_step} completions of a "
+                "step (pipeline.groups_per_step x sampling.num_generations)"
+            )
+        return self
+
+    # What follows from the above, and therefore cannot be set.
+
+    @property
+    def completions_per_step(self) -> int:
+        return self.pipeline.groups_per_step * self.sampling.num_generations
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Completions per forward and backward pass."""
+        return int(self.trainer.get("per_device_train_batch_size", self.completions_per_step))
+
+    @property
+    def max_lora_rank(self) -> int:
+        """The smallest rank that vLLM serves and that holds `lora.r`."""
+        return min(rank for rank in SERVABLE_RANKS if rank >= self.lora.get("r", 8))
+
+    @property
+    def max_loras(self) -> int:
+        """Adapters that may be needed at once: every version that a live request can name, and the one being loaded."""
+        return self.pipeline.max_staleness + 2
+
+    @property
+    def control_endpoint(self) -> str:
+        return self.transport.endpoint or f"ipc://{os.path.abspath(self.run_dir)}/control.ipc"
+
+    @property
+    def blob_endpoint(self) -> str:
+        if self.transport.blob_endpoint:
+            return self.transport.blob_endpoint
+        if self.control_endpoint.startswith("ipc://"):
+            return f"{self.control_endpoint}.blobs"
+        host, _, port = self.control_endpoint.rpartition(":")
+        return f"{host}:{int(port) + 1}"
+
+    @property
+    def checkpoints_dir(self) -> Path:
+        return Path(self.run_dir) / "checkpoints"

@@ -1,0 +1,127 @@
+"""From a YAML file and `--set` overrides to a `RunConfig`.
+
+Guarantee: every refusal names the file, the line, the key and the value, and where a name is close to a valid one, says
+which. All problems of a file are reported at once.
+"""
+
+import difflib
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from protocol.config import RunConfig
+from protocol.errors import ConfigError
+
+
+def load_config(path: str, overrides: list[str] | None = None) -> RunConfig:
+    """Reads `path`, applies overrides such as `pipeline.max_staleness=2`, and validates.
+
+    Raises:
+        ConfigError: the file or an override is not valid.
+    """
+    text = _read(path)
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not valid YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: expected a mapping with sections such as `model:` and `dataset:`")
+    overridden = set()
+    for override in overrides or []:
+        overridden.add(_apply(values, override))
+    try:
+        return RunConfig.model_validate(values)
+    except ValidationError as error:
+        lines = [_explain(problem, path, node, overridden) for problem in error.errors()]
+        raise ConfigError("\n".join(lines)) from error
+
+
+def dump_config(config: RunConfig) -> str:
+    """The resolved file, with the derived values as comments."""
+    derived = {
+        "completions per step": config.completions_per_step,
+        "micro-batch": f"{config.micro_batch_size} completions",
+        "control endpoint": config.control_endpoint,
+        "blob endpoint": config.blob_endpoint,
+        "engine max_loras": config.max_loras,
+        "engine max_lora_rank": config.max_lora_rank,
+    }
+    body = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    return body + "".join(f"# {name}: {value}\n" for name, value in derived.items())
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file. Give one with --config; examples/ has some to start from") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
+
+
+def _apply(values: dict[str, Any], override: str) -> str:
+    key, separator, text = override.partition("=")
+    if not separator or not all(key.split(".")):
+        raise ConfigError(f"--set {override}: expected section.key=value, e.g. --set pipeline.max_staleness=2")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--set {override}: the value is not valid YAML: {error}") from error
+    *parents, leaf = key.split(".")
+    place = values
+    for parent in parents:
+        place = place.setdefault(parent, {})
+        if not isinstance(place, dict):
+            raise ConfigError(f"--set {override}: `{parent}` is not a section")
+    place[leaf] = value
+    return key
+
+
+def _explain(problem: Any, path: str, node: Any, overridden: set[str]) -> str:
+    """One line for one pydantic error."""
+    location = [part for part in problem["loc"] if part != "[key]"]
+    key = ".".join(str(part) for part in location)
+    where = f"--set {key}" if key in overridden else f"{path}:{_line(node, location)}: {key}".rstrip(": ")
+    if problem["type"] == "extra_forbidden":
+        close = difflib.get_close_matches(str(location[-1]), _valid_names(location[:-1]), n=1)
+        hint = f"did you mean `{close[0]}`?" if close else f"valid: {', '.join(_valid_names(location[:-1]))}"
+        return f"{where}: unknown key `{location[-1]}`; {hint}"
+    if problem["type"] == "missing":
+        return f"{where}: required, but not given"
+    message = problem["msg"].removeprefix("Value error, ")
+    shown = problem["input"]
+    if isinstance(shown, (str, int, float, bool)) or shown is None:
+        return f"{where}: {message} (got {shown!r})"
+    return f"{where}: {message}"
+
+
+def _line(node: Any, location: list[Any]) -> int:
+    """Line of the deepest part of `location` that the file has, from 1."""
+    line = 1
+    for part in location:
+        if isinstance(node, yaml.MappingNode):
+            found = [(key, value) for key, value in node.value if key.value == part]
+            if not found:
+                return line
+            line, node = found[0][0].start_mark.line + 1, found[0][1]
+        elif isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
+            node = node.value[part]
+            line = node.start_mark.line + 1
+        else:
+            return line
+    return line
+
+
+def _valid_names(location: list[Any]) -> list[str]:
+    """Field names of the section at `location`."""
+    model: Any = RunConfig
+    for part in location:
+        if isinstance(part, int):
+            continue
+        annotation = model.model_fields[part].annotation
+        candidates = [annotation, *get_args(annotation)]
+        model = next(c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel))
+    return list(model.model_fields)

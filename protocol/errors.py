@@ -1,0 +1,62 @@
+"""Errors that a user can act on, and the exit code each of them ends the process with.
+
+Guarantee: a daemon that stops on purpose stops with one of these codes, and the message says what was wrong, where,
+and how to mend it. Anything else that escapes is a bug and exits with `ExitCode.BUG`.
+"""
+
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """Process exit codes, documented in docs/operations.md. Values follow sysexits.h where it has a name."""
+
+    OK = 0
+    USAGE = 2  # argparse: unknown flag
+    DATASET = 65  # dataset missing, empty, or without the named column
+    DATA_FAILURES = 66  # too large a share of prompts failed (reward raises, prompts too long, ...)
+    ENGINE = 69  # the generation engine died or cannot serve what was asked
+    BUG = 70  # an exception nobody expected; the traceback is printed
+    DEVICE = 71  # a GPU index that does not exist
+    ENDPOINT_IN_USE = 73  # another process is bound to the endpoint
+    STALLED = 75  # no progress within pipeline.stall_timeout_s
+    INCOMPATIBLE_PEER = 76  # the handshake refused: other model, schema, dtype, ...
+    CONFIG = 78  # configuration refused, by us or by the library that owns the section
+    INTERRUPTED = 130  # a second Ctrl-C: stopped at once, without a final checkpoint
+
+
+class SlipstreamError(Exception):
+    """An error for the user. `str(error)` is the whole message; `exit_code` ends the process."""
+
+    exit_code = ExitCode.BUG
+
+
+class ConfigError(SlipstreamError):
+    exit_code = ExitCode.CONFIG
+
+
+class DatasetError(SlipstreamError):
+    exit_code = ExitCode.DATASET
+
+
+class DataFailuresError(SlipstreamError):
+    exit_code = ExitCode.DATA_FAILURES
+
+
+class EngineError(SlipstreamError):
+    exit_code = ExitCode.ENGINE
+
+
+class DeviceError(SlipstreamError):
+    exit_code = ExitCode.DEVICE
+
+
+class EndpointInUseError(SlipstreamError):
+    exit_code = ExitCode.ENDPOINT_IN_USE
+
+
+class StalledError(SlipstreamError):
+    exit_code = ExitCode.STALLED
+
+
+class IncompatiblePeerError(SlipstreamError):
+    exit_code = ExitCode.INCOMPATIBLE_PEER

@@ -1,0 +1,79 @@
+"""Sections that belong to a library are validated by that library.
+
+Guarantee: `build` returns an instance of the library's own class or raises `ConfigError` naming the section, the key, the
+value and, for an unknown key, the nearest name that the installed release knows.
+"""
+
+import difflib
+import inspect
+import typing
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
+
+from protocol.errors import ConfigError
+
+Built = TypeVar("Built")
+
+
+def build(section: str, factory: Callable[..., Built], values: dict[str, Any], **ours: Any) -> Built:
+    """Calls `factory(**values, **ours)` after checking names and types against its signature and type hints.
+
+    Args:
+        section: name of the section in the configuration file, for messages.
+        factory: the library's class, such as `trl.GRPOConfig`.
+        values: what the user wrote.
+        ours: what Slipstream adds.
+
+    Raises:
+        ConfigError: the library does not know a key or refuses a value.
+    """
+    names = list(inspect.signature(factory).parameters)
+    hints = _type_hints(factory)
+    checked = {}
+    for key, value in values.items():
+        if key not in names:
+            close = difflib.get_close_matches(key, names, n=1)
+            hint = f"did you mean `{close[0]}`?" if close else f"see the documentation of {_name(factory)}"
+            raise ConfigError(f"{section}.{key}: unknown to {_name(factory)}; {hint}")
+        checked[key] = _coerce(section, factory, key, value, hints.get(key, Any))
+    try:
+        return factory(**checked, **ours)
+    except Exception as error:
+        raise ConfigError(f"{section}: refused by {_name(factory)}: {_first_lines(error)}") from error
+
+
+def _name(factory: Callable[..., Any]) -> str:
+    return f"{factory.__module__.partition('.')[0]}.{getattr(factory, '__name__', factory)}"
+
+
+def _type_hints(factory: Callable[..., Any]) -> dict[str, Any]:
+    try:
+        return typing.get_type_hints(factory)
+    except (NameError, TypeError):  # a hint that only exists while type checking: that library checks by itself
+        return {}
+
+
+def _coerce(section: str, factory: Callable[..., Any], key: str, value: Any, hint: Any) -> Any:
+    """Checks and converts one value, e.g. the YAML string `1e-5` to a float."""
+    try:
+        adapter: TypeAdapter[Any] = TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True))
+    except (PydanticSchemaGenerationError, PydanticUserError):
+        try:
+            adapter = TypeAdapter(hint)
+        except Exception:  # a type pydantic has no schema for: left to the library
+            return value
+    except Exception:
+        return value
+    try:
+        return adapter.validate_python(value)
+    except ValidationError as error:
+        problem = error.errors()[0]["msg"]
+        raise ConfigError(f"{section}.{key}: {problem} (got {value!r}), says {_name(factory)}") from error
+
+
+def _first_lines(error: Exception) -> str:
+    text = str(error) or type(error).__name__
+    return "\n".join(text.splitlines()[:6])
