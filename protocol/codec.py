@@ -45,7 +45,7 @@ def encode(message: Message, *, schema_version: int = SCHEMA_VERSION) -> bytes:
     """
     try:
         body = _encoder.encode(message)
-    except (TypeError, OverflowError, ValueError) as error:
+    except (TypeError, OverflowError, ValueError, RecursionError) as error:
         raise CodecError(f"cannot encode {type(message).__name__}: {error}") from error
     version = _VERSION.pack(_MAGIC, schema_version)
     return version + _CRC.pack(zlib.crc32(body, zlib.crc32(version))) + body

@@ -20,7 +20,7 @@ Name = Annotated[str, Meta(min_length=1, max_length=128)]
 Text = Annotated[str, Meta(max_length=65_536)]
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
-Sha256 = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}$")]
+Sha256 = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 LeaseIds = Annotated[list[Name], Meta(max_length=65_536)]
 Version = Annotated[int, Meta(ge=0, le=2**31)]
 
@@ -140,7 +140,7 @@ class Policy(Struct, frozen=True, forbid_unknown_fields=True, tag="policy"):
 class Heartbeat(Struct, frozen=True, forbid_unknown_fields=True, tag="heartbeat"):
     """Sent by the producer once per interval. Counters are totals since the producer started."""
 
-    policy_version: int  # -1 while no policy is loaded
+    policy_version: Annotated[int, Meta(ge=-1, le=2**31)]  # -1 while no policy is loaded
     capacity: Count
     held: LeaseIds
     tokens_generated: Count

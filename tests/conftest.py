@@ -1,0 +1,30 @@
+"""Shared by all tests: hypothesis settings and short socket paths.
+
+Tests that start real engines, trainers or daemons are marked `integration`.
+"""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+settings.register_profile(
+    "house", deadline=None, database=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile("search", parent=settings.get_profile("house"), derandomize=False, max_examples=2000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "house"))
+
+
+@pytest.fixture
+def short_dir() -> Iterator[Path]:
+    """A folder whose path leaves room for a socket name (ipc paths end at 107 bytes; pytest's own can be longer)."""
+    folder = tempfile.mkdtemp(prefix="sl-", dir="/tmp")
+    yield Path(folder)
+    shutil.rmtree(folder, ignore_errors=True)

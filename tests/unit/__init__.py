@@ -1,0 +1,1 @@
+"""Fast tests without models: the unit part stays under a minute."""

@@ -1,0 +1,52 @@
+"""One small message of every type."""
+
+from protocol import messages as m
+
+SHA = "0123456789abcdef" * 4
+POLICY = m.PolicyInfo(version=3, digest=SHA, num_bytes=70_000)
+FACTS = m.EngineFacts(
+    base_model_digest=SHA,
+    tokenizer_digest=SHA,
+    dtype="float32",
+    logprobs_mode="processed_logprobs",
+    max_lora_rank=16,
+    max_loras=3,
+    max_model_len=512,
+    reward_names=["exact"],
+)
+
+SAMPLES = [
+    m.Hello(producer="host-1", facts=FACTS, capacity=64, held=["7.0"]),
+    m.Welcome(run_id="run", session="s1", policy=POLICY, heartbeat_interval_s=1.0),
+    m.Reject(problems=["another base model: give both the same model.path"]),
+    m.Lease(
+        lease_id="7.0",
+        prompt_id=7,
+        attempt=0,
+        prompt=[{"role": "user", "content": "1+1="}],
+        columns={"answer": 2, "tags": ["sum", None]},
+        sampling=m.Sampling(num_generations=2, max_completion_length=8, temperature=0.7),
+        policy_floor=2,
+        timeout_s=600.0,
+    ),
+    m.Group(
+        lease_id="7.0",
+        policy_version=3,
+        prompt_ids=b"\x01\x00\x00\x00",
+        completion_lengths=b"\x01\x00\x00\x00" * 2,
+        completion_ids=b"\x05\x00\x00\x00" * 2,
+        logprobs=b"\x00\x00\x80\xbf" * 2,
+        rewards=b"\x00\x00\x80?" * 2,
+        truncated=b"\x00\x01",
+        generation_s=0.5,
+        reward_s=0.25,
+    ),
+    m.Ack(lease_id="7.0", outcome="accepted", policy=POLICY),
+    m.Nack(lease_id="7.0", reason="reward_failed", detail="exact raised KeyError: 'answer'"),
+    m.Policy(policy=POLICY),
+    m.Heartbeat(policy_version=-1, capacity=64, held=["7.0", "8.0"], tokens_generated=123_456, busy_s=9.5),
+    m.Bye(reason="finished"),
+    m.BlobRequest(digest=SHA, offset=2**20, length=2**20),
+    m.BlobChunk(digest=SHA, offset=2**20, data=bytes(range(32))),
+    m.BlobMissing(digest=SHA),
+]
