@@ -1,0 +1,221 @@
+"""The life of an `rl-producer` process: wiring and order, nothing else.
+
+Guarantee: it starts in the order in which mistakes are cheapest (reward functions, then vLLM's configuration, then
+weights, then the wire) and ends in the reverse one. The first SIGTERM or Ctrl-C hands unfinished leases back and exits
+with 0, the second exits at once; an exception in any task or thread ends the process.
+"""
+
+import asyncio
+import logging
+import os
+import secrets
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Coroutine
+from contextlib import AsyncExitStack
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from producer.adapters import AdapterRegistry
+from producer.generation import Generation
+from producer.interfaces import Counters
+from producer.link import Identity, Link
+from producer.prompts import PromptFormat, load_tokenizer
+from producer.rewards import RewardPool
+from producer.timeline import Timeline
+from protocol.config import RunConfig
+from protocol.errors import EngineError, ExitCode
+from protocol.messages import Lease, Nack, PolicyInfo
+from protocol.zmq_channel import ZmqClient
+
+if TYPE_CHECKING:
+    from producer.engine import Engine
+
+logger = logging.getLogger(__name__)
+
+_FLUSH_S = 5.0  # for delivering finished groups when asked to stop
+_SIGNAL_GRACE_S = 1.0
+_STATS_EVERY_S = 1.0
+
+
+def run(config: RunConfig, gpus: list[int]) -> ExitCode:
+    """Runs until the trainer has finished or a signal comes.
+
+    Raises:
+        SlipstreamError: every problem a user can act on.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _leave_while_starting)
+    asyncio.run(_Producer(config, gpus).live())
+    return ExitCode.OK
+
+
+def _leave_while_starting(_number: int, _frame: FrameType | None) -> None:
+    """Before there is work to hand back."""
+    sys.exit(ExitCode.OK)
+
+
+class _Producer:
+    """The parts, and the link's events brought over to the asyncio loop."""
+
+    def __init__(self, config: RunConfig, gpus: list[int]) -> None:
+        self._config = config
+        self._gpus = gpus
+        self._name = f"{socket.gethostname()[:64]}-{os.getpid()}-{secrets.token_hex(2)}"
+        self._counters = Counters()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._idle_s = 0.0
+
+    async def live(self) -> None:
+        config = self._config
+        async with AsyncExitStack() as stack:
+            timeline = stack.enter_context(Timeline(Path(config.run_dir) / f"producer-{self._name}.jsonl"))
+            rewards = RewardPool(config.rewards)
+            stack.push_async_callback(rewards.close)
+            await rewards.start()
+            logger.info("loading the engine for %s ...", config.model.path)
+            started = time.monotonic()
+            from producer.engine import Engine  # vLLM takes seconds to import
+
+            engine = Engine(config, len(self._gpus))
+            stack.callback(engine.shutdown)
+            logger.info("engine ready after %.0f s", time.monotonic() - started)
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="slipstream-adapters-")))
+            self._wire(engine, rewards, folder, timeline)
+            timeline.record("start", name=self._name, engine_start_s=round(time.monotonic() - started, 3))
+            try:
+                await self._serve(timeline)
+            finally:
+                timeline.record("stop", **self._totals())
+
+    def _wire(self, engine: "Engine", rewards: RewardPool, folder: Path, timeline: Timeline) -> None:
+        config = self._config
+        self._loop = asyncio.get_running_loop()
+        self._outcome: asyncio.Future[None] = self._loop.create_future()
+        self._stop = asyncio.Event()
+        # One group more than fits, so that places freed by short completions are filled at once.
+        max_groups = engine.max_num_seqs // config.sampling.num_generations + 1
+        channel = ZmqClient(
+            self._name, config.control_endpoint, config.blob_endpoint, config.transport.max_message_bytes
+        )
+        self._adapters = AdapterRegistry(engine, folder, self._counters, timeline)
+        self._generation = Generation(
+            engine,
+            self._adapters,
+            PromptFormat(
+                load_tokenizer(engine.folder), engine.facts.max_model_len, config.dataset.chat_template_kwargs
+            ),
+            rewards,
+            self._counters,
+            max_groups,
+            self._spawn,
+            lambda message: self._link.answer(message),
+        )
+        self._link = Link(
+            channel,
+            Identity(self._name, engine.facts, capacity=2 * max_groups),
+            config.transport,
+            config.control_endpoint,
+            self,
+            self._counters,
+            self._generation.clock.busy_s,
+        )
+
+    async def _serve(self, timeline: Timeline) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._loop.add_signal_handler(number, self._on_signal, signal.Signals(number).name)
+        self._spawn(self._adapters.run())
+        self._spawn(self._record_stats(timeline))
+        self._link.start()
+        asked = self._loop.create_task(self._stop.wait())
+        try:
+            waited: list[asyncio.Future[Any]] = [asked, self._outcome]
+            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+            if self._outcome.done() and isinstance(self._outcome.exception(), EngineError):
+                # The engine core may have got the same signal, and be faster.
+                await asyncio.wait({asked}, timeout=_SIGNAL_GRACE_S)
+            if not asked.done():
+                self._outcome.result()
+        finally:
+            asked.cancel()
+            await self._hand_back()
+            if self._outcome.done():
+                self._outcome.exception()  # seen; asyncio would complain of one that nobody asked for
+
+    async def _hand_back(self) -> None:
+        """Nothing more is begun; what is finished is delivered, what is not is returned."""
+        for lease_id in self._generation.abandon_all():
+            self._link.answer(Nack(lease_id, "returned"))
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._link.stop(_FLUSH_S)
+        await asyncio.to_thread(self._link.join, _FLUSH_S + 5)
+
+    def _on_signal(self, name: str) -> None:
+        if self._stop.is_set():
+            os._exit(ExitCode.INTERRUPTED)
+        logger.info("%s: handing leases back and stopping (once more to stop at once)", name)
+        self._stop.set()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._finish_task)
+        return task
+
+    def _finish_task(self, task: "asyncio.Task[None]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            self._settle(task.exception(), finished=False)
+
+    def _settle(self, error: BaseException | None, finished: bool) -> None:
+        if self._outcome.done() or (error is None and not finished):
+            return
+        if error is not None:
+            self._outcome.set_exception(error)
+        else:
+            self._outcome.set_result(None)
+
+    async def _record_stats(self, timeline: Timeline) -> None:
+        now, busy_s = time.monotonic(), self._generation.clock.busy_s()
+        while True:
+            await asyncio.sleep(_STATS_EVERY_S)
+            before, busy_before_s = now, busy_s
+            now, busy_s = time.monotonic(), self._generation.clock.busy_s()
+            if self._link.connected:
+                self._idle_s += max(0.0, (now - before) - (busy_s - busy_before_s))
+                timeline.record("stats", **self._totals())
+
+    def _totals(self) -> dict[str, Any]:
+        counters = self._counters
+        return {
+            "tokens": counters.tokens,
+            "busy_s": round(self._generation.clock.busy_s(), 3),
+            "idle_s": round(self._idle_s, 3),
+            "groups": counters.groups,
+            "failed": counters.failed,
+            "abandoned": counters.abandoned,
+        }
+
+    # LinkEvents: called on the link's thread
+
+    def session_began(self, policy: PolicyInfo) -> None:
+        self._loop.call_soon_threadsafe(self._generation.abandon_all)
+        self._loop.call_soon_threadsafe(self._adapters.follow, policy)
+
+    def leased(self, lease: Lease) -> None:
+        self._loop.call_soon_threadsafe(self._generation.start, lease)
+
+    def abandoned(self, lease_id: str) -> None:
+        self._loop.call_soon_threadsafe(self._generation.abandon, lease_id)
+
+    def policy_arrived(self, policy: PolicyInfo, blob: bytes, announced_at: float) -> None:
+        self._loop.call_soon_threadsafe(self._adapters.offer, policy, blob, announced_at)
+
+    def ended(self, error: BaseException | None) -> None:
+        self._loop.call_soon_threadsafe(self._settle, error, True)
