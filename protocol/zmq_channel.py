@@ -8,6 +8,7 @@ Guarantee: a message is sent whole or `send` says False; nothing waits in a queu
 import fcntl
 import os
 import stat
+import threading
 from pathlib import Path
 
 import zmq
@@ -31,21 +32,39 @@ def _lock_ipc(endpoint: str) -> int | None:
     path = _ipc_path(endpoint)
     if path is None:
         return None
-    if len(os.fsencode(path)) > _IPC_PATH_LIMIT:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        descriptor = os.open(f"{path}.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(f"transport.endpoint: cannot create {error.filename or path}: {error.strerror}") from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _remove_stale_socket(path)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise EndpointInUseError(_in_use(endpoint)) from error
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _remove_stale_socket(path: Path) -> None:
+    """Removes what a dead owner left behind. ZeroMQ unlinks whatever it finds at the path, so a file is refused here."""
+    if not path.exists():
+        return
+    if not stat.S_ISSOCK(path.stat().st_mode):
+        raise ConfigError(f"transport.endpoint: {path} exists and is not a socket; name another path")
+    path.unlink()
+
+
+def _check_path_length(endpoint: str) -> None:
+    path = _ipc_path(endpoint)
+    if path is not None and len(os.fsencode(path)) > _IPC_PATH_LIMIT:
         raise ConfigError(
             f"transport.endpoint: the socket path {path} is longer than {_IPC_PATH_LIMIT} bytes. "
             "Set a shorter one, e.g. transport.endpoint=tcp://127.0.0.1:5557 or ipc:///tmp/NAME/control.ipc"
         )
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    descriptor = os.open(f"{path}.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(descriptor)
-        raise EndpointInUseError(_in_use(endpoint)) from error
-    if path.exists() and stat.S_ISSOCK(path.stat().st_mode):
-        path.unlink()
-    return descriptor
 
 
 def _in_use(endpoint: str) -> str:
@@ -55,7 +74,9 @@ def _in_use(endpoint: str) -> str:
     )
 
 
-def _configure(socket: zmq.Socket[bytes], max_message_bytes: int) -> None:
+def _configure(socket: zmq.Socket[bytes], endpoint: str, max_message_bytes: int) -> None:
+    _check_path_length(endpoint)
+    socket.setsockopt(zmq.IPV6, int("[" in endpoint))
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
     socket.setsockopt(zmq.SNDHWM, _SEND_HWM)
@@ -76,20 +97,27 @@ def _decoded(parts: list[bytes]) -> Message | BadFrame:
 class _Sockets:
     """The two sockets, the wake-up descriptor and the poller that both ends share."""
 
-    def __init__(self, max_message_bytes: int) -> None:
+    def __init__(self, control_endpoint: str, blob_endpoint: str, max_message_bytes: int) -> None:
+        self.endpoints = (control_endpoint, blob_endpoint)
         self.context = zmq.Context()
         self.max_message_bytes = max_message_bytes
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wake_lock = threading.Lock()
+        self._closed = False
         self._poller = zmq.Poller()
         self._poller.register(self._wake_fd, zmq.POLLIN)
         self.control: zmq.Socket[bytes] | None = None
         self.blob: zmq.Socket[bytes] | None = None
 
-    def open(self, kind: int) -> None:
+    def open(self, kind: int) -> list[tuple["zmq.Socket[bytes]", str]]:
+        """Opens both sockets and returns them with their endpoints, not bound or connected yet."""
         self.control, self.blob = (self.context.socket(kind) for _ in range(2))
-        for socket in (self.control, self.blob):
-            _configure(socket, self.max_message_bytes)
+        opened = list(zip((self.control, self.blob), self.endpoints, strict=True))
+        for socket, _ in opened:
             self._poller.register(socket, zmq.POLLIN)
+        for socket, endpoint in opened:
+            _configure(socket, endpoint, self.max_message_bytes)
+        return opened
 
     def shut(self) -> None:
         for socket in (self.control, self.blob):
@@ -129,12 +157,18 @@ class _Sockets:
         return received
 
     def wake(self) -> None:
-        os.eventfd_write(self._wake_fd, 1)
+        with self._wake_lock:
+            if not self._closed:
+                os.eventfd_write(self._wake_fd, 1)
 
     def close(self) -> None:
+        """May be called twice. A later `wake` does nothing: its descriptor may belong to somebody else by then."""
         self.shut()
         self.context.term()
-        os.close(self._wake_fd)
+        with self._wake_lock:
+            if not self._closed:
+                self._closed = True
+                os.close(self._wake_fd)
 
 
 class ZmqServer:
@@ -146,18 +180,16 @@ class ZmqServer:
     """
 
     def __init__(self, control_endpoint: str, blob_endpoint: str, max_message_bytes: int) -> None:
-        self._sockets = _Sockets(max_message_bytes)
+        self._sockets = _Sockets(control_endpoint, blob_endpoint, max_message_bytes)
         self._locks: list[int] = []
         try:
-            self._bind(control_endpoint, blob_endpoint)
+            self._bind()
         except BaseException:
             self.close()
             raise
 
-    def _bind(self, control_endpoint: str, blob_endpoint: str) -> None:
-        self._sockets.open(zmq.ROUTER)
-        for socket, endpoint in ((self._sockets.control, control_endpoint), (self._sockets.blob, blob_endpoint)):
-            assert socket is not None
+    def _bind(self) -> None:
+        for socket, endpoint in self._sockets.open(zmq.ROUTER):
             socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
             lock = _lock_ipc(endpoint)
             if lock is not None:
@@ -184,31 +216,39 @@ class ZmqServer:
 
     def close(self) -> None:
         self._sockets.close()
-        for descriptor in self._locks:
-            os.close(descriptor)
+        while self._locks:
+            os.close(self._locks.pop())
 
 
 class ZmqClient:
-    """A `ClientChannel` connected to the two endpoints of a trainer, which need not be there yet."""
+    """A `ClientChannel` connected to the two endpoints of a trainer, which need not be there yet.
+
+    Raises:
+        ConfigError: an endpoint that nobody can connect to.
+    """
 
     def __init__(self, name: str, control_endpoint: str, blob_endpoint: str, max_message_bytes: int) -> None:
         self._name = name
-        self._endpoints = (control_endpoint, blob_endpoint)
-        self._sockets = _Sockets(max_message_bytes)
+        self._sockets = _Sockets(control_endpoint, blob_endpoint, max_message_bytes)
         self._resets = 0
-        self.reset()
+        try:
+            self.reset()
+        except BaseException:
+            self.close()
+            raise
 
     def reset(self) -> None:
         self._sockets.shut()
         self._resets += 1
-        self._sockets.open(zmq.DEALER)
-        for socket, endpoint in zip((self._sockets.control, self._sockets.blob), self._endpoints, strict=True):
-            assert socket is not None
+        for socket, endpoint in self._sockets.open(zmq.DEALER):
             socket.setsockopt(zmq.IMMEDIATE, 1)
             socket.setsockopt(zmq.ROUTING_ID, f"{self._name}/{self._resets}".encode())
             socket.setsockopt(zmq.RECONNECT_IVL, 100)
             socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-            socket.connect(endpoint)
+            try:
+                socket.connect(endpoint)
+            except zmq.ZMQError as error:
+                raise ConfigError(f"transport.endpoint: cannot connect to {endpoint}: {error}") from error
 
     def send(self, message: Message) -> bool:
         try:

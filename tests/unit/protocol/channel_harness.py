@@ -1,0 +1,77 @@
+"""One way to set up loopback, ipc and tcp channels, so that they share their tests."""
+
+import socket
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from protocol.loopback import LoopbackServer
+from protocol.zmq_channel import ZmqClient, ZmqServer
+
+LIMIT = 4 * 2**20
+PATIENCE_S = 20.0  # for things that must happen; none of them takes that long
+
+
+def reserve_port(stack: ExitStack) -> int:
+    """A loopback port that stays ours: bound, but not listening, so that ZeroMQ (SO_REUSEADDR) can still bind it."""
+    holder = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("127.0.0.1", 0))
+    port: int = holder.getsockname()[1]
+    return port
+
+
+def eventually(condition: Callable[[], Any], what: str) -> Any:
+    deadline = time.monotonic() + PATIENCE_S
+    while not (result := condition()):
+        assert time.monotonic() < deadline, f"waited {PATIENCE_S} s for {what}"
+        time.sleep(0.005)
+    return result
+
+
+def receive(channel: Any, count: int) -> list[Any]:
+    """The next `count` things that arrive."""
+    received: list[Any] = []
+    deadline = time.monotonic() + PATIENCE_S
+    while len(received) < count:
+        assert time.monotonic() < deadline, f"{len(received)} of {count} arrived: {received[-3:]}"
+        received += channel.poll(0.2)
+    return received
+
+
+class Harness:
+    """Makes the two ends of one transport and closes them all at the end."""
+
+    def __init__(self, transport: str, folder: Path, stack: ExitStack) -> None:
+        self.transport = transport
+        self.stack = stack
+        if transport == "ipc":
+            self.endpoints = (f"ipc://{folder}/control.ipc", f"ipc://{folder}/control.ipc.blobs")
+        elif transport == "tcp":
+            ports = [reserve_port(stack) for _ in range(2)]
+            self.endpoints = (f"tcp://127.0.0.1:{ports[0]}", f"tcp://127.0.0.1:{ports[1]}")
+
+    def server(self, limit: int = LIMIT) -> Any:
+        made = LoopbackServer() if self.transport == "loopback" else ZmqServer(*self.endpoints, limit)
+        self.stack.callback(made.close)
+        return made
+
+    def client(self, server: Any, name: str = "producer", limit: int = LIMIT) -> Any:
+        made = server.connect(name) if self.transport == "loopback" else ZmqClient(name, *self.endpoints, limit)
+        self.stack.callback(made.close)
+        return made
+
+    def inject_to_server(self, client: Any, frame: bytes) -> None:
+        """Sends a frame past the codec."""
+        if self.transport == "loopback":
+            assert client.send_frame(frame)
+        else:
+            client._sockets.control.send(frame)
+
+    def inject_to_client(self, server: Any, peer: bytes, frame: bytes) -> None:
+        if self.transport == "loopback":
+            server.clients[peer].put(b"", frame)
+        else:
+            server._sockets.control.send_multipart([peer, frame])
