@@ -7,6 +7,7 @@ that Slipstream sets itself are refused.
 """
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,7 +17,7 @@ SERVABLE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The LoRA ranks that vLLM has kernels for; an adapter is served by the smallest that holds it."""
 
 Positive = Annotated[int, Field(ge=1)]
-PositiveSeconds = Annotated[float, Field(gt=0)]
+PositiveSeconds = Annotated[float, Field(gt=0, le=1e9)]
 
 _ENGINE_RESERVED = {
     "model": "model.path",
@@ -56,13 +57,29 @@ _TRAINER_RESERVED = {
 _LORA_UNSERVABLE: dict[str, tuple[Any, ...]] = {
     "use_dora": (False,),
     "bias": ("none",),
+    "lora_bias": (False,),
     "modules_to_save": (None, []),
-    "use_rslora": (True, False),
+    "trainable_token_indices": (None,),
+    "rank_pattern": (None, {}),
+    "alpha_pattern": (None, {}),
+    "layer_replication": (None,),
+    "alora_invocation_tokens": (None,),
+    "use_bdlora": (None,),
+    "use_qalora": (False,),
+    "init_lora_weights": (True, False, "gaussian", "orthogonal"),  # the others change the base weights or need data
 }
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
+
+    @field_validator("*", mode="wrap")
+    @classmethod
+    def _no_switch_for_number(cls, value: Any, validate: Callable[[Any], Any]) -> Any:
+        result = validate(value)
+        if isinstance(value, bool) and not isinstance(result, bool):
+            raise ValueError("expected a number, not a switch")
+        return result
 
 
 class ModelSection(Section):
@@ -136,7 +153,9 @@ class RewardsSection(Section):
 
 class SamplingSection(Section):
     num_generations: Annotated[int, Field(ge=2, le=4096)] = Field(8, description="Completions per prompt (the group).")
-    max_completion_length: Positive = Field(256, description="Longest completion, in tokens.")
+    max_completion_length: Annotated[int, Field(ge=1, le=2**24)] = Field(
+        256, description="Longest completion, in tokens."
+    )
     temperature: Annotated[float, Field(gt=0, le=100)] = Field(1.0, description="Applied on both sides.")
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="Nucleus sampling; see accept_biased_ratios.")
     top_k: Annotated[int, Field(ge=0)] = Field(0, description="Top-k sampling, 0 is off; see accept_biased_ratios.")
@@ -207,7 +226,7 @@ class TransportSection(Section):
     @field_validator("endpoint", "blob_endpoint")
     @classmethod
     def _private(cls, value: str | None) -> str | None:
-        if value is None or value.startswith("ipc://"):
+        if value is None or (value.startswith("ipc://") and value != "ipc://"):
             return value
         host, separator, port = value.removeprefix("tcp://").rpartition(":")
         if not value.startswith("tcp://") or not separator or not port.isdigit() or not 0 < int(port) < 65_535:
@@ -281,11 +300,21 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _micro_batches_divide(self) -> "RunConfig":
-        size = self.trainer.get("per_device_train_batch_size")
-        if isinstance(size, int) and (size < 1 or self.completions_per_step % size):
+        size = self.trainer.get("per_device_train_batch_size", self.completions_per_step)
+        if not isinstance(size, int) or isinstance(size, bool):
+            raise ValueError(f"trainer.per_device_train_batch_size: expected a whole number (got {size!r})")
+        if size < 1 or self.completions_per_step % size:
             raise ValueError(
                 f"trainer.per_device_train_batch_size={size} must divide the {self.completions_per_step} completions of a "
                 "step (pipeline.groups_per_step x sampling.num_generations)"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _endpoints_differ(self) -> "RunConfig":
+        if self.control_endpoint == self.blob_endpoint:
+            raise ValueError(
+                f"transport.endpoint and transport.blob_endpoint are both {self.blob_endpoint}; change one"
             )
         return self
 

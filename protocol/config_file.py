@@ -5,6 +5,7 @@ which. All problems of a file are reported at once.
 """
 
 import difflib
+import re
 from pathlib import Path
 from typing import Any, get_args
 
@@ -24,11 +25,13 @@ def load_config(path: str, overrides: list[str] | None = None) -> RunConfig:
     text = _read(path)
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
+        _refuse_duplicate_keys(path, node)
         values = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, AttributeError, RecursionError) as error:  # PyYAML raises all four
         raise ConfigError(f"{path}: not valid YAML: {error}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: expected a mapping with sections such as `model:` and `dataset:`")
+    values = {key: value for key, value in values.items() if value is not None}  # `engine:` with nothing below it
     overridden = set()
     for override in overrides or []:
         overridden.add(_apply(values, override))
@@ -62,18 +65,35 @@ def _read(path: str) -> str:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
 
 
+def _refuse_duplicate_keys(path: str, node: Any) -> None:
+    """YAML would keep the last of two equal keys without a word."""
+    if isinstance(node, yaml.MappingNode):
+        lines: dict[str, int] = {}
+        for key, value in node.value:
+            line = key.start_mark.line + 1
+            if isinstance(key, yaml.ScalarNode) and key.value in lines and key.value != "<<":
+                raise ConfigError(f"{path}:{line}: `{key.value}` is given twice, first in line {lines[key.value]}")
+            lines[str(key.value)] = line
+            _refuse_duplicate_keys(path, value)
+    elif isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            _refuse_duplicate_keys(path, item)
+
+
 def _apply(values: dict[str, Any], override: str) -> str:
     key, separator, text = override.partition("=")
     if not separator or not all(key.split(".")):
         raise ConfigError(f"--set {override}: expected section.key=value, e.g. --set pipeline.max_staleness=2")
     try:
         value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, AttributeError, RecursionError) as error:
         raise ConfigError(f"--set {override}: the value is not valid YAML: {error}") from error
     *parents, leaf = key.split(".")
     place = values
     for parent in parents:
-        place = place.setdefault(parent, {})
+        if place.get(parent) is None:
+            place[parent] = {}
+        place = place[parent]
         if not isinstance(place, dict):
             raise ConfigError(f"--set {override}: `{parent}` is not a section")
     place[leaf] = value
@@ -82,16 +102,22 @@ def _apply(values: dict[str, Any], override: str) -> str:
 
 def _explain(problem: Any, path: str, node: Any, overridden: set[str]) -> str:
     """One line for one pydantic error."""
+    message = problem["msg"].removeprefix("Value error, ")
     location = [part for part in problem["loc"] if part != "[key]"]
+    if named := re.match(r"`(\w+)[`:]", message):  # a key inside a section that belongs to a library
+        location.append(named[1])
     key = ".".join(str(part) for part in location)
-    where = f"--set {key}" if key in overridden else f"{path}:{_line(node, location)}: {key}".rstrip(": ")
-    if problem["type"] == "extra_forbidden":
+    unknown = problem["type"] == "extra_forbidden"
+    given_by_override = any(
+        key == name or key.startswith(f"{name}.") or (unknown and name.startswith(f"{key}.")) for name in overridden
+    )
+    where = f"--set {key}" if given_by_override else f"{path}:{_line(node, location)}: {key}".rstrip(": ")
+    if unknown:
         close = difflib.get_close_matches(str(location[-1]), _valid_names(location[:-1]), n=1)
         hint = f"did you mean `{close[0]}`?" if close else f"valid: {', '.join(_valid_names(location[:-1]))}"
         return f"{where}: unknown key `{location[-1]}`; {hint}"
     if problem["type"] == "missing":
         return f"{where}: required, but not given"
-    message = problem["msg"].removeprefix("Value error, ")
     shown = problem["input"]
     if isinstance(shown, (str, int, float, bool)) or shown is None:
         return f"{where}: {message} (got {shown!r})"
@@ -103,7 +129,7 @@ def _line(node: Any, location: list[Any]) -> int:
     line = 1
     for part in location:
         if isinstance(node, yaml.MappingNode):
-            found = [(key, value) for key, value in node.value if key.value == part]
+            found = [(key, value) for key, value in node.value if key.value == str(part)]
             if not found:
                 return line
             line, node = found[0][0].start_mark.line + 1, found[0][1]
