@@ -8,6 +8,7 @@ timeout.
 import threading
 from collections import Counter, deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from protocol.errors import DataFailuresError
@@ -20,6 +21,18 @@ Outcome = Literal["accepted", "no_signal", "stale", "duplicate"]
 PERMANENT_FAILURES = ("prompt_too_long", "bad_prompt")
 FAILURE_WINDOW = 64
 """Answers over which the share of failures is judged."""
+
+
+_REMEMBERED_ARRIVALS = 4096  # groups kept for statistics while no batch is cut
+
+
+@dataclass(frozen=True)
+class CutBatch:
+    """The groups of one optimizer step, and everything that arrived since the batch before, for statistics."""
+
+    step: int
+    groups: list[RolloutGroup]
+    arrivals: list[tuple[RolloutGroup, Outcome]]
 
 
 class RolloutBuffer:
@@ -48,6 +61,7 @@ class RolloutBuffer:
         self._keys: dict[str, tuple[int, int]] = {}  # group id -> ledger key, for groups in the table
         self._answers: deque[bool] = deque(maxlen=FAILURE_WINDOW)  # True: failed
         self._last_failure = ""
+        self._arrivals: deque[tuple[RolloutGroup, Outcome]] = deque(maxlen=_REMEMBERED_ARRIVALS)
         self._next_step = 0
         self._version = -1  # nothing is published yet
         self.counts: Counter[str] = Counter()
@@ -76,6 +90,7 @@ class RolloutBuffer:
             self.counts[outcome] += 1
             if outcome != "duplicate":
                 self._answers.append(False)
+                self._arrivals.append((group, outcome))
             self._changed.notify_all()
             return outcome
 
@@ -108,22 +123,26 @@ class RolloutBuffer:
 
     # The main thread's side.
 
-    def next_batch(self, timeout_s: float) -> list[RolloutGroup] | None:
-        """Cuts the batch of the next step: `groups_per_step` groups with signal, none too stale. None on timeout.
+    def next_batch(self, timeout_s: float) -> CutBatch | None:
+        """Cuts the batch of the next step: `groups_per_step` groups with signal, none too stale. None if there is none
+        within the timeout (or a little earlier, when something arrived that did not complete one).
 
         Raises:
             DataFailuresError: too many of the last answers were failures.
         """
         with self._changed:
-            batch = self._cut()
-            if batch is None:
+            groups = self._cut()
+            if groups is None:
                 self._changed.wait(timeout_s)
-                batch = self._cut()
-            if batch is not None:
-                for group in batch:
-                    self._ledger.settle(self._keys.pop(group.group_id))
-                self.counts["trained"] += len(batch)
-                self._next_step += self._budget.num_iterations
+                groups = self._cut()
+            if groups is None:
+                return None
+            for group in groups:
+                self._ledger.settle(self._keys.pop(group.group_id))
+            batch = CutBatch(self._next_step, groups, list(self._arrivals))
+            self._arrivals.clear()
+            self.counts["trained"] += len(groups)
+            self._next_step += self._budget.num_iterations
             return batch
 
     def published(self, version: int) -> None:

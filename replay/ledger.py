@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-_REMEMBERED_EXPIRED = 4096  # expired leases whose late results are still recognized
+_REMEMBERED_LEASES = 8192  # ended leases whose late or repeated results are still recognized
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class PromptLedger:
         self._open: dict[tuple[int, int], WorkItem] = {}  # leased or going out again: unanswered
         self._held: dict[tuple[int, int], WorkItem] = {}  # answered, not yet settled
         self._leases: dict[str, LeaseRecord] = {}
-        self._expired: OrderedDict[str, LeaseRecord] = OrderedDict()
+        self._ended: OrderedDict[str, LeaseRecord] = OrderedDict()
         self._num_given = 0
 
     @property
@@ -190,10 +190,17 @@ class PromptLedger:
         return np.random.default_rng([self._seed, epoch]).permutation(self._num_prompts)
 
     def _close(self, lease_id: str) -> LeaseRecord:
-        record = self._leases.pop(lease_id, None) or self._expired.pop(lease_id, None)
+        record = self._leases.get(lease_id) or self._ended.get(lease_id)
         if record is None:
             raise UnknownLeaseError(lease_id)
+        self._end(record)
         return record
+
+    def _end(self, record: LeaseRecord) -> None:
+        self._leases.pop(record.lease_id, None)
+        self._ended[record.lease_id] = record
+        while len(self._ended) > _REMEMBERED_LEASES:
+            self._ended.popitem(last=False)
 
     def _is_leased(self, key: tuple[int, int]) -> bool:
         return any(record.item.key == key for record in self._leases.values())
@@ -204,8 +211,6 @@ class PromptLedger:
 
     def _take_back(self, records: list[LeaseRecord]) -> list[LeaseRecord]:
         for record in records:
-            self._expired[record.lease_id] = self._leases.pop(record.lease_id)
+            self._end(record)
             self._send_out_again(record.item.key)
-        while len(self._expired) > _REMEMBERED_EXPIRED:
-            self._expired.popitem(last=False)
         return records

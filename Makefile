@@ -1,0 +1,48 @@
+# One virtual environment for everything; `make demo` and `make test` create it when it is missing or out of date.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+SEED ?= 1
+BACKEND := $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)
+STAMP := $(VENV)/.installed-$(BACKEND)
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help demo test unit check docs clean
+
+help: ## show this
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
+
+demo: $(STAMP) ## teach a small model arithmetic with a real vLLM producer and a real TRL trainer (SEED=1)
+	$(BIN)/python -m examples.arithmetic.demo --seed $(SEED)
+
+test: $(STAMP) ## run every test
+	$(BIN)/python -m pytest tests
+
+unit: $(STAMP) ## run the unit tests only
+	$(BIN)/python -m pytest tests/unit
+
+check: $(STAMP) ## lint, format, types, import rules, generated files
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python docs/generate_configuration.py --check
+
+docs: $(STAMP) ## regenerate docs/configuration.md from the schema
+	$(BIN)/python docs/generate_configuration.py
+
+clean: ## remove the virtual environment and the demo's files
+	rm -rf $(VENV) runs/demo runs/demo-base
+
+# vLLM's CPU build asks for CPU builds of torch. Where pip's indexes have none, uv knows where PyTorch keeps them.
+# torchvision, torchaudio and torchcodec come along as CUDA builds, which break transformers beside a CPU torch; text
+# needs none of them.
+$(STAMP): pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Slipstream needs Python 3.11 or newer; try make PYTHON=python3.11")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing ($(BACKEND) build; a few minutes, about 4 GB) ..."
+	$(BIN)/python -m pip install --quiet -e '.[$(BACKEND),demo,dev]' \
+	  || { $(BIN)/python -m pip install --quiet uv && UV_TORCH_BACKEND=auto $(BIN)/uv pip install --python $(BIN)/python -e '.[$(BACKEND),demo,dev]'; }
+	test $(BACKEND) = gpu || $(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@

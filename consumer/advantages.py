@@ -1,0 +1,72 @@
+"""Rewards to advantages. Pure functions of tensors.
+
+Conventions: N = groups x num_generations completions, a group's completions adjacent; F reward functions; NaN in a reward
+means "this function gave none" and is left out of every mean and standard deviation. Names and formulas are TRL's
+(`scale_rewards`, `multi_objective_aggregation`), so a run moves between the two without surprises.
+"""
+
+import torch
+
+EPSILON = 1e-4
+"""Added to every standard deviation, as TRL does."""
+
+
+def combined_rewards(rewards: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Weighted sum over the functions: (N, F), (F,) -> (N,); NaN where no function gave a reward."""
+    total = (rewards * weights).nansum(dim=1)
+    return total.masked_fill(rewards.isnan().all(dim=1), torch.nan)
+
+
+def nanstd(values: torch.Tensor, dim: int) -> torch.Tensor:
+    """Sample standard deviation (n - 1) over the non-NaN values of `dim`, kept as a dimension of size 1."""
+    count = (~values.isnan()).sum(dim=dim, keepdim=True)
+    deviations = values - values.nanmean(dim=dim, keepdim=True)
+    return (deviations.square().nansum(dim=dim, keepdim=True) / (count - 1)).sqrt()
+
+
+def advantages(
+    rewards: torch.Tensor,
+    weights: torch.Tensor,
+    num_generations: int,
+    *,
+    scale_rewards: str = "group",
+    aggregation: str = "sum_then_normalize",
+) -> torch.Tensor:
+    """Group-relative advantages (GRPO, arXiv:2402.03300, section 4.1.2).
+
+    `sum_then_normalize`: A = (R - mean_group R) / (std R + eps), R the weighted sum; std over the group, over the batch
+    (`scale_rewards="batch"`, arXiv:2508.08221), or no division at all (`"none"`, Dr. GRPO, arXiv:2503.20783).
+    `normalize_then_sum`: every function is normalized within its group first, then weighted, summed and normalized over
+    the batch (GDPO, arXiv:2601.05242).
+
+    Args:
+        rewards: float (N, F).
+        weights: float (F,).
+
+    Returns:
+        float (N,), 0 for a completion without any reward.
+    """
+    if aggregation == "normalize_then_sum":
+        grouped = rewards.view(-1, num_generations, rewards.shape[1])
+        normalized = (grouped - grouped.nanmean(dim=1, keepdim=True)) / (nanstd(grouped, dim=1) + EPSILON)
+        total = combined_rewards(normalized.view(rewards.shape), weights)
+        result = (total - total.nanmean()) / (nanstd(total, dim=0) + EPSILON)
+        return result.nan_to_num(nan=0.0)
+    total = combined_rewards(rewards, weights)
+    grouped = total.view(-1, num_generations)
+    result = grouped - grouped.nanmean(dim=1, keepdim=True)
+    if scale_rewards == "group":
+        result = result / (nanstd(grouped, dim=1) + EPSILON)
+    elif scale_rewards == "batch":
+        result = result / (nanstd(total, dim=0) + EPSILON)
+    return result.flatten().nan_to_num(nan=0.0)
+
+
+def has_signal(rewards: torch.Tensor, weights: torch.Tensor, *, aggregation: str = "sum_then_normalize") -> bool:
+    """Whether a group's rewards, float (n, F), differ from each other at all, i.e. give an advantage that is not zero."""
+    if aggregation == "normalize_then_sum":
+        columns = [column[~column.isnan()] for column in rewards[:, weights != 0].T]
+    else:
+        total = combined_rewards(rewards, weights)
+        columns = [total[~total.isnan()]]
+    return any(len(c) > 1 and not torch.isclose(c.max(), c.min(), rtol=1e-5, atol=1e-8) for c in columns)

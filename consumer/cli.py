@@ -1,0 +1,32 @@
+"""The `rl-trainer` command. Parses and checks first, imports the heavy libraries after."""
+
+import sys
+
+from protocol.command_line import main as run_command
+from protocol.command_line import parser
+from protocol.config import RunConfig
+from protocol.errors import ExitCode
+
+
+def main() -> None:
+    arguments_parser = parser("rl-trainer", "Trains a LoRA adapter with GRPO on groups that rl-producer generates.")
+    arguments_parser.add_argument(
+        "--resume", action="store_true", help="go on from the newest checkpoint in run_dir, if there is one"
+    )
+    arguments = arguments_parser.parse_args()
+
+    def check_libraries(config: RunConfig) -> None:
+        from consumer.daemon import check_libraries
+
+        check_libraries(config)
+
+    def run(config: RunConfig, gpus: list[int]) -> ExitCode:
+        from consumer.daemon import run
+
+        return run(config, gpus, resume=arguments.resume)
+
+    sys.exit(run_command(arguments, "rl-trainer", check_libraries, run))
+
+
+if __name__ == "__main__":
+    main()

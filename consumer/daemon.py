@@ -1,0 +1,219 @@
+"""The trainer's life: wiring, start, run, stop. No logic of its own.
+
+Start: configuration of the libraries, dataset, checkpoint, endpoint, model; then version v is published and the doors
+open. Stop, in this order: the step in progress ends, a checkpoint is committed, the final adapter is written, producers
+are told, sockets close.
+"""
+
+import json
+import logging
+import os
+import secrets
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import datasets
+import torch
+import transformers
+from transformers import AutoConfig
+
+from consumer import checkpoints
+from consumer.advantages import has_signal
+from consumer.feed import BatchFeed, StopRequested
+from consumer.intake import Intake
+from consumer.progress import StepReport
+from consumer.prompts import PromptDataset
+from consumer.run_control import RunControl
+from consumer.trainer import SlipstreamTrainer, build_arguments, build_lora
+from protocol.config import RunConfig
+from protocol.digests import base_model_digest, resolve_model, tokenizer_digest
+from protocol.errors import DeviceError, ExitCode
+from protocol.handshake import TrainerNeeds
+from protocol.messages import Sampling
+from protocol.zmq_channel import ZmqServer
+from replay.buffer import RolloutBuffer
+from replay.groups import GroupShape, RolloutGroup
+from replay.ledger import PromptLedger
+from replay.staleness import StalenessBudget
+from replay.table import FifoTable
+
+logger = logging.getLogger(__name__)
+
+
+def check_libraries(config: RunConfig) -> None:
+    """Validates the `trainer` and `lora` sections by TRL and PEFT, without loading a model."""
+    build_lora(config)
+    build_arguments(config, on_gpu=False, num_prompts=1)
+
+
+def run(config: RunConfig, gpus: list[int], *, resume: bool) -> ExitCode:
+    """Trains until done or told to stop.
+
+    Raises:
+        SlipstreamError: what ended the run, for the user.
+    """
+    stop = _StopFlag()
+    datasets.disable_progress_bars()
+    transformers.utils.logging.disable_progress_bar()
+    _prepare_device(gpus)
+    lora = build_lora(config)
+    prompts = PromptDataset(config.dataset)
+    arguments = build_arguments(config, on_gpu=bool(gpus), num_prompts=len(prompts))
+    start = checkpoints.starting_point(config.checkpoints_dir, resume)
+    model_folder = resolve_model(config.model.path, config.model.revision)
+    weights = torch.tensor([function.weight for function in config.rewards.functions])
+    session = secrets.token_hex(4)
+    pipeline = config.pipeline
+
+    budget = StalenessBudget(
+        pipeline.groups_per_step, pipeline.max_staleness, pipeline.sync_interval, arguments.num_iterations
+    )
+    ledger = PromptLedger(
+        len(prompts),
+        seed=config.seed,
+        shuffle=config.dataset.shuffle,
+        max_attempts=pipeline.max_attempts,
+        session=session,
+    )
+
+    def moves_policy(group: RolloutGroup) -> bool:
+        return has_signal(torch.tensor(group.rewards), weights, aggregation=arguments.multi_objective_aggregation)
+
+    buffer = RolloutBuffer(
+        ledger, budget, FifoTable(), has_signal=moves_policy, max_failed_share=pipeline.max_failed_share
+    )
+    first_step, run_id = 0, secrets.token_hex(8)
+    if start is not None:
+        first_step, run_id = start[1]["step"], start[1]["run_id"]
+        buffer.restore(start[1], step=first_step)
+        logger.info("resuming at step %d from %s", first_step, start[0])
+
+    channel = ZmqServer(config.control_endpoint, config.blob_endpoint, config.transport.max_message_bytes)
+    intake = Intake(
+        channel,
+        buffer,
+        prompts,
+        needs=_needs(config, model_folder),
+        shape=GroupShape(
+            config.sampling.num_generations,
+            len(config.rewards.functions),
+            config.sampling.max_completion_length,
+            AutoConfig.from_pretrained(model_folder).get_text_config().vocab_size,
+        ),
+        sampling=_sampling(config),
+        run_id=run_id,
+        session=session,
+        lease_timeout_s=pipeline.lease_timeout_s,
+        heartbeat_interval_s=config.transport.heartbeat_interval_s,
+        heartbeat_timeout_s=config.transport.heartbeat_timeout_s,
+        keep_blobs=config.max_loras,
+    )
+    report = StepReport(
+        Path(config.run_dir),
+        buffer,
+        max_steps=arguments.max_steps,
+        first_step=first_step,
+        show_bar=config.observability.progress,
+    )
+    feed = BatchFeed(buffer, intake, stop_requested=stop, say=report.say, stall_timeout_s=pipeline.stall_timeout_s)
+    control = RunControl(
+        buffer,
+        budget,
+        intake,
+        feed,
+        report,
+        sync_interval=pipeline.sync_interval,
+        run_id=run_id,
+        stop_requested=stop,
+    )
+    trainer = SlipstreamTrainer(
+        config, arguments, lora, model_folder, (batch.groups for batch in feed), callbacks=[control]
+    )
+    control.trainer = trainer
+    if start is not None:
+        trainer._load_from_checkpoint(str(start[0]))
+    control.publish(first_step)
+    intake.start()
+    report.say(f"rl-trainer: listening at {config.control_endpoint}; waiting for producers")
+    finished = False
+    started = time.time()
+    try:
+        trainer.train(resume_from_checkpoint=str(start[0]) if start else None)
+        finished = trainer.state.global_step >= arguments.max_steps
+    except StopRequested:
+        if trainer.state.global_step > first_step:
+            trainer._save_checkpoint(trainer.model, trial=None)
+            trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
+    finally:
+        intake.stop("finished" if finished else "stopping")
+        report.close()
+    if finished:
+        trainer.save_model(str(Path(config.run_dir) / "adapter"))
+    _write_summary(config, trainer, buffer, intake, time.time() - started, finished)
+    print(  # noqa: T201
+        f"rl-trainer: {'finished' if finished else 'stopped'} at step {trainer.state.global_step} of {arguments.max_steps}"
+        + ("" if finished else "; go on with --resume")
+    )
+    return ExitCode.OK
+
+
+class _StopFlag:
+    """Set by the first SIGTERM or SIGINT; the second one ends the process at once."""
+
+    def __init__(self) -> None:
+        self._requested = False
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._handle)
+
+    def __call__(self) -> bool:
+        return self._requested
+
+    def _handle(self, number: int, frame: Any) -> None:
+        if self._requested:
+            os._exit(ExitCode.INTERRUPTED)
+        self._requested = True
+
+
+def _prepare_device(gpus: list[int]) -> None:
+    if not gpus:
+        # One core is the engine's when both daemons share a machine.
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or max(1, (os.cpu_count() or 2) - 1)))
+    elif torch.cuda.device_count() < len(gpus):
+        raise DeviceError(
+            f"--gpu {','.join(map(str, gpus))}: torch {torch.__version__} sees {torch.cuda.device_count()} CUDA devices; "
+            "install a CUDA build of torch that fits the driver, or use --gpu cpu"
+        )
+    elif len(gpus) > 1:
+        raise DeviceError("rl-trainer takes one GPU: LoRA steps fit one; give the others to producers")
+
+
+def _needs(config: RunConfig, model_folder: Path) -> TrainerNeeds:
+    return TrainerNeeds(
+        base_model_digest=base_model_digest(model_folder),
+        tokenizer_digest=tokenizer_digest(model_folder),
+        dtype=config.model.dtype,
+        lora_rank=config.lora.get("r", 8),
+        max_loras=config.max_loras,
+        max_completion_length=config.sampling.max_completion_length,
+        reward_names=tuple(function.name for function in config.rewards.functions),
+    )
+
+
+def _sampling(config: RunConfig) -> Sampling:
+    s = config.sampling
+    return Sampling(s.num_generations, s.max_completion_length, s.temperature, s.top_p, s.top_k, s.min_p)
+
+
+def _write_summary(
+    config: RunConfig, trainer: SlipstreamTrainer, buffer: RolloutBuffer, intake: Intake, wall_s: float, finished: bool
+) -> None:
+    summary = {
+        "finished": finished,
+        "steps": trainer.state.global_step,
+        "wall_s": wall_s,
+        "tokens_generated": intake.tokens_generated,
+        "counts": dict(buffer.counts),
+    }
+    (Path(config.run_dir) / "trainer.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")

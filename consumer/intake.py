@@ -1,0 +1,333 @@
+"""The trainer's I/O thread: it owns the sockets, lets producers in, leases prompts and takes groups.
+
+Guarantee: every group is answered exactly once (Ack or Nack) per delivery; a producer that is silent for
+`heartbeat_timeout_s` is given up and its leases go out again; nothing a peer sends ends the thread. Ticks are short, so
+the thread never needs the main thread and the main thread never waits for it, except in `stop`.
+"""
+
+import logging
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from protocol.channel import BadFrame, ServerChannel
+from protocol.codec import CodecError
+from protocol.errors import DatasetError
+from protocol.handshake import TrainerNeeds, problems
+from protocol.messages import (
+    Ack,
+    BlobChunk,
+    BlobMissing,
+    BlobRequest,
+    Bye,
+    Group,
+    Heartbeat,
+    Hello,
+    Lease,
+    Message,
+    Nack,
+    Policy,
+    PolicyInfo,
+    Reject,
+    Sampling,
+    Welcome,
+)
+from replay.buffer import RolloutBuffer
+from replay.groups import GroupShape, InvalidGroupError
+from replay.ledger import UnknownLeaseError
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 0.2
+_WARNINGS_PER_KIND = 5  # then one in a hundred
+
+
+@dataclass
+class ProducerSession:
+    """One producer that said hello, as last heard of."""
+
+    name: str
+    capacity: int
+    last_heard: float
+    leases: set[str] = field(default_factory=set)
+    policy_version: int = -1
+    tokens_generated: int = 0
+    busy_s: float = 0.0
+
+
+class Intake:
+    """See the module's guarantee.
+
+    Args:
+        prompts: prompt id -> (prompt, columns); raises DatasetError for a row without a usable prompt.
+        keep_blobs: adapter versions that producers can still download.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        channel: ServerChannel,
+        buffer: RolloutBuffer,
+        prompts: Sequence[tuple[Any, dict[str, Any]]] | Any,
+        *,
+        needs: TrainerNeeds,
+        shape: GroupShape,
+        sampling: Sampling,
+        run_id: str,
+        session: str,
+        lease_timeout_s: float,
+        heartbeat_interval_s: float,
+        heartbeat_timeout_s: float,
+        keep_blobs: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._channel = channel
+        self._buffer = buffer
+        self._prompts = prompts
+        self._needs = needs
+        self._shape = shape
+        self._sampling = sampling
+        self._run_id = run_id
+        self._session = session
+        self._lease_timeout_s = lease_timeout_s
+        self._heartbeat_interval_s = heartbeat_interval_s
+        self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._keep_blobs = keep_blobs
+        self._clock = clock
+        self._lock = threading.Lock()  # guards _policy and _blobs
+        self._policy: PolicyInfo | None = None
+        self._announced: PolicyInfo | None = None
+        self._blobs: OrderedDict[str, bytes] = OrderedDict()
+        self._producers: dict[bytes, ProducerSession] = {}
+        self._warned: Counter[str] = Counter()
+        self._bye: Literal["finished", "stopping"] | None = None
+        self._thread = threading.Thread(target=self._run, name="intake", daemon=True)
+        self.error: BaseException | None = None
+        self.tokens_generated = 0  # by all producers, since this trainer started
+
+    # Called by the main thread.
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def publish(self, version: int, data: bytes, digest: str) -> None:
+        """Makes the adapter in `data` the current policy: announced, downloadable, and counted in every lease."""
+        with self._lock:
+            self._blobs[digest] = data
+            self._blobs.move_to_end(digest)
+            while len(self._blobs) > self._keep_blobs:
+                self._blobs.popitem(last=False)
+            self._policy = PolicyInfo(version, digest, len(data))
+        self._buffer.published(version)
+        self._channel.wake()
+
+    def wake(self) -> None:
+        """The staleness budget may have changed: look for leases to give."""
+        self._channel.wake()
+
+    def stop(self, reason: Literal["finished", "stopping"], timeout_s: float = 5.0) -> None:
+        """Says goodbye to every producer, closes the sockets and ends the thread."""
+        self._bye = reason
+        self._channel.wake()
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+
+    def check(self) -> None:
+        """Raises what ended the thread, if anything did."""
+        if self.error is not None:
+            raise self.error
+
+    def describe(self) -> str:
+        """Who waits for whom, in words."""
+        sessions = list(self._producers.values())
+        if not sessions:
+            return "no producer is connected; start one with: rl-producer --config FILE"
+        depth = self._buffer.depth()
+        versions = sorted({session.policy_version for session in sessions})
+        return (
+            f"{len(sessions)} producer(s) on policy {', '.join(map(str, versions))}, {depth['leased']} leases out, "
+            f"{depth['ready']} groups ready"
+        )
+
+    @property
+    def num_producers(self) -> int:
+        return len(self._producers)
+
+    # The thread.
+
+    def _run(self) -> None:
+        try:
+            while self._bye is None:
+                self.tick(TICK_S)
+            for peer in self._producers:
+                self._channel.send(peer, Bye(self._bye))
+            self._channel.poll(0.1)
+        except BaseException as error:
+            self.error = error
+        finally:
+            self._channel.close()
+
+    def tick(self, timeout_s: float) -> None:
+        """One round: everything received, then everything due."""
+        for peer, message in self._channel.poll(timeout_s):
+            self._receive(peer, message)
+        now = self._clock()
+        for record in self._buffer.expire(now):
+            self._warn("expired", f"lease {record.lease_id} of {record.producer} expired; its prompt goes out again")
+            self._forget_lease(record.lease_id)
+        for peer, session in list(self._producers.items()):
+            if now - session.last_heard > self._heartbeat_timeout_s:
+                self._lose(peer, f"silent for {now - session.last_heard:.1f} s")
+        self._announce()
+        self._give_leases(now)
+
+    def _receive(self, peer: bytes, message: Message | BadFrame) -> None:
+        if isinstance(message, BadFrame):
+            self._buffer.counts["bad_frames"] += 1
+            self._warn("bad_frame", f"refused a frame: {message.reason}")
+            if message.peer_schema is not None:
+                self._channel.send(peer, Reject([f"{message.reason}: install the same release on both sides"]))
+            return
+        if isinstance(message, BlobRequest):
+            self._serve_blob(peer, message)
+            return
+        if isinstance(message, Hello):
+            self._let_in(peer, message)
+            return
+        session = self._producers.get(peer)
+        if session is None:
+            if not isinstance(message, Bye):
+                self._channel.send(peer, Bye("unknown_session"))
+            return
+        session.last_heard = self._clock()
+        match message:
+            case Group():
+                self._take(peer, session, message)
+            case Nack():
+                self._take_failure(session, message)
+            case Heartbeat():
+                self._note(peer, session, message)
+            case Bye():
+                self._lose(peer, "it said goodbye")
+            case _:
+                self._buffer.counts["bad_frames"] += 1
+                self._warn("bad_frame", f"{session.name} sent {type(message).__name__}, which only a trainer sends")
+
+    def _let_in(self, peer: bytes, hello: Hello) -> None:
+        found = problems(self._needs, hello.facts)
+        if found:
+            logger.warning("refused producer %s: %s", hello.producer, "; ".join(found))
+            self._channel.send(peer, Reject(found))
+            return
+        if self._policy is None:  # the first policy is published before the thread starts
+            return
+        for other, session in list(self._producers.items()):
+            if session.name == hello.producer:
+                del self._producers[other]
+        held = frozenset(hello.held)
+        self._buffer.release(hello.producer, keep=held)
+        self._producers[peer] = ProducerSession(hello.producer, hello.capacity, self._clock(), set(held))
+        logger.info("producer %s joined (up to %d groups at once)", hello.producer, hello.capacity)
+        self._channel.send(peer, Welcome(self._run_id, self._session, self._policy, self._heartbeat_interval_s))
+
+    def _take(self, peer: bytes, session: ProducerSession, message: Group) -> None:
+        session.leases.discard(message.lease_id)
+        assert self._policy is not None
+        try:
+            if message.policy_version > self._policy.version:
+                raise InvalidGroupError(f"policy version {message.policy_version} was never published")
+            outcome = self._buffer.offer(self._shape.parse(message))
+        except InvalidGroupError as error:
+            self._warn("invalid", f"group {message.lease_id} of {session.name} is invalid: {error}")
+            self._fail(message.lease_id, "invalid", str(error))
+            self._channel.send(peer, Nack(message.lease_id, "invalid", str(error)))
+        except UnknownLeaseError:
+            self._buffer.counts["unknown_lease"] += 1
+            self._channel.send(peer, Nack(message.lease_id, "unknown_lease", "not a lease of this trainer"))
+        else:
+            self._channel.send(peer, Ack(message.lease_id, outcome, self._policy))
+
+    def _take_failure(self, session: ProducerSession, message: Nack) -> None:
+        session.leases.discard(message.lease_id)
+        if message.reason != "returned":
+            self._warn(message.reason, f"{session.name} could not answer a prompt: {message.reason}: {message.detail}")
+        self._fail(message.lease_id, message.reason, message.detail)
+
+    def _fail(self, lease_id: str, reason: str, detail: str) -> None:
+        try:
+            self._buffer.fail(lease_id, reason, detail)
+        except UnknownLeaseError:
+            self._buffer.counts["unknown_lease"] += 1
+
+    def _note(self, peer: bytes, session: ProducerSession, message: Heartbeat) -> None:
+        self.tokens_generated += max(0, message.tokens_generated - session.tokens_generated)
+        session.capacity = message.capacity
+        session.policy_version = message.policy_version
+        session.tokens_generated, session.busy_s = message.tokens_generated, message.busy_s
+        assert self._policy is not None
+        self._channel.send(peer, Policy(self._policy))
+
+    def _serve_blob(self, peer: bytes, request: BlobRequest) -> None:
+        with self._lock:
+            data = self._blobs.get(request.digest)
+        if data is None or request.offset >= len(data):
+            self._channel.send(peer, BlobMissing(request.digest))
+        else:
+            chunk = data[request.offset : request.offset + request.length]
+            self._channel.send(peer, BlobChunk(request.digest, request.offset, chunk))
+
+    def _announce(self) -> None:
+        policy = self._policy
+        if policy is not None and policy is not self._announced:
+            self._announced = policy
+            for peer in self._producers:
+                self._channel.send(peer, Policy(policy))
+
+    def _give_leases(self, now: float) -> None:
+        """One lease at a time to the producer with the most room, so that several share the work."""
+        while self._producers:
+            peer, session = max(self._producers.items(), key=lambda entry: entry[1].capacity - len(entry[1].leases))
+            if session.capacity <= len(session.leases):
+                return
+            record = self._buffer.lease(session.name, now=now, timeout_s=self._lease_timeout_s)
+            if record is None:
+                return
+            try:
+                prompt, columns = self._prompts[record.item.prompt_id]
+                lease = Lease(
+                    lease_id=record.lease_id,
+                    prompt_id=record.item.prompt_id,
+                    attempt=record.item.attempt,
+                    prompt=prompt,
+                    columns=columns,
+                    sampling=self._sampling,
+                    policy_floor=record.policy_floor,
+                    timeout_s=self._lease_timeout_s,
+                )
+                sent = self._channel.send(peer, lease)
+            except (DatasetError, CodecError) as error:
+                self._warn("bad_prompt", str(error))
+                self._fail(record.lease_id, "bad_prompt", str(error))
+                continue
+            session.leases.add(record.lease_id)
+            if not sent:
+                self._lose(peer, "it cannot be reached")
+
+    def _lose(self, peer: bytes, why: str) -> None:
+        session = self._producers.pop(peer)
+        released = self._buffer.release(session.name)
+        logger.warning("producer %s left (%s); %d prompts go out again", session.name, why, len(released))
+
+    def _forget_lease(self, lease_id: str) -> None:
+        for session in self._producers.values():
+            session.leases.discard(lease_id)
+
+    def _warn(self, kind: str, text: str) -> None:
+        """The first few of a kind, then one in a hundred."""
+        self._warned[kind] += 1
+        count = self._warned[kind]
+        if count <= _WARNINGS_PER_KIND or count % 100 == 0:
+            logger.warning("%s%s", text, f" ({count} of this kind so far)" if count > _WARNINGS_PER_KIND else "")

@@ -1,0 +1,98 @@
+"""What a run says about itself while it runs: a progress bar, one line per step in `steps.jsonl`, and TRL's metrics.
+
+Guarantee: every optimizer step leaves exactly one line in `RUN_DIR/steps.jsonl`, flushed when the step ends.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+from tqdm import tqdm
+
+from replay.buffer import CutBatch, RolloutBuffer
+
+
+def batch_metrics(batch: CutBatch, version: int, weights: np.ndarray, names: list[str]) -> dict[str, float]:
+    """Numbers about the rollouts of one step, under TRL's names where TRL has the number.
+
+    Rewards and lengths are of everything that arrived since the last step, so that they describe the policy and not the
+    selection for training; staleness is of the groups that are trained.
+    """
+    groups = [group for group, _ in batch.arrivals] or batch.groups
+    rewards = np.concatenate([group.rewards for group in groups])
+    scored = ~np.isnan(rewards).all(axis=1)
+    total = np.nansum(rewards * weights, axis=1)[scored]
+    lengths = np.concatenate([group.completion_lengths for group in groups])
+    staleness = [version - group.policy_version for group in batch.groups]
+    metrics = {
+        "reward": float(total.mean()) if len(total) else float("nan"),
+        "reward_std": float(total.std(ddof=1)) if len(total) > 1 else 0.0,
+        "frac_reward_zero_std": sum(outcome == "no_signal" for _, outcome in batch.arrivals) / len(groups),
+        "completions/mean_length": float(lengths.mean()),
+        "completions/max_length": float(lengths.max()),
+        "completions/clipped_ratio": float(np.concatenate([group.truncated for group in groups]).mean()),
+        "staleness/mean": float(np.mean(staleness)),
+        "staleness/max": float(max(staleness)),
+        "policy_version": float(version),
+    }
+    for column, name in enumerate(names):
+        values = rewards[:, column][~np.isnan(rewards[:, column])]
+        if len(values):
+            metrics[f"rewards/{name}/mean"] = float(values.mean())
+            metrics[f"rewards/{name}/std"] = float(values.std(ddof=1)) if len(values) > 1 else 0.0
+    return metrics
+
+
+class StepReport:
+    """Writes `steps.jsonl` and moves the bar."""
+
+    def __init__(
+        self, run_dir: Path, buffer: RolloutBuffer, *, max_steps: int, first_step: int, show_bar: bool
+    ) -> None:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self._stream: TextIO = (run_dir / "steps.jsonl").open("a", encoding="utf-8")
+        self._buffer = buffer
+        self._max_steps = max_steps
+        self._show_lines = show_bar and not sys.stderr.isatty()
+        self._bar = tqdm(
+            total=max_steps,
+            initial=first_step,
+            unit="step",
+            dynamic_ncols=True,
+            disable=not show_bar or self._show_lines,
+        )
+
+    def step(self, step: int, metrics: dict[str, float], *, wait_s: float, step_s: float, tokens: int) -> None:
+        """Records optimizer step `step`, counted from 1.
+
+        Args:
+            wait_s: seconds the trainer waited for this batch.
+            step_s: seconds it spent on it.
+            tokens: completion tokens trained.
+        """
+        line: dict[str, Any] = {"step": step, "t": time.time(), "wait_s": wait_s, "step_s": step_s, "tokens": tokens}
+        counts = dict(self._buffer.counts)
+        self._stream.write(json.dumps(line | metrics | {"counts": counts}) + "\n")
+        self._stream.flush()
+        shown = {
+            "reward": f"{metrics['reward']:.3f}",
+            "staleness": f"{metrics['staleness/mean']:.2f}",
+            "tok/s": f"{tokens / max(1e-9, wait_s + step_s):.0f}",
+            "wait": f"{wait_s / max(1e-9, wait_s + step_s):.0%}",
+        }
+        self._bar.update(step - self._bar.n)
+        self._bar.set_postfix(shown, refresh=False)
+        if self._show_lines:
+            numbers = "  ".join(f"{name} {value}" for name, value in shown.items())
+            print(f"step {step}/{self._max_steps}  {numbers}", file=sys.stderr, flush=True)  # noqa: T201
+
+    def say(self, text: str) -> None:
+        """A message that does not tear the bar."""
+        tqdm.write(text, file=sys.stderr)
+
+    def close(self) -> None:
+        self._bar.close()
+        self._stream.close()

@@ -1,0 +1,221 @@
+"""The GRPO trainer: TRL's, with three seams overridden.
+
+Guarantee: loss, metrics, callbacks, checkpointing and every option of `trl.GRPOConfig` that is not generation are TRL's
+own; this module only says where a batch comes from, when log-probs of fixed policies are computed, and what the
+importance ratio is. With one update per batch the proximal policy is the current one, detached, so the ratio comes out
+of the loss's own forward pass and costs nothing extra.
+
+Private names of TRL 1.16.0 used here, each with a test in tests/contract: `_prepare_inputs`, `_compute_loss`,
+`_get_per_token_logps_and_entropies`, `_metrics`, `_logs`, `_tokenizer`, `vllm_importance_sampling_correction`.
+"""
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
+
+from consumer.batches import BatchRecipe, MicroBatch
+from consumer.importance import ratio_statistics, truncated_ratio
+from protocol.config import RunConfig
+from protocol.errors import ConfigError
+from protocol.library_section import build
+from replay.groups import RolloutGroup
+
+
+@contextlib.contextmanager
+def _without_vllm() -> Iterator[None]:
+    """TRL imports vLLM where it is installed, which costs seconds and memory that a trainer has no use for."""
+    present = sys.modules.get("vllm")
+    sys.modules["vllm"] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules["vllm"]
+        if present is not None:
+            sys.modules["vllm"] = present
+
+
+with _without_vllm():
+    from trl import GRPOConfig, GRPOTrainer
+
+
+def build_arguments(config: RunConfig, *, on_gpu: bool, num_prompts: int) -> GRPOConfig:
+    """The run's GRPOConfig: the `trainer` section plus what follows from the others.
+
+    Raises:
+        ConfigError: TRL does not know a key or refuses a value.
+    """
+    values = {"logging_steps": 1, "per_device_train_batch_size": config.micro_batch_size} | config.trainer
+    if values.get("max_steps", -1) <= 0:
+        groups = values.pop("num_train_epochs", 1) * num_prompts
+        values["max_steps"] = max(1, int(groups) // config.pipeline.groups_per_step)
+    ours = {
+        "output_dir": str(config.checkpoints_dir),
+        "seed": config.seed,
+        "use_cpu": not on_gpu,
+        "num_generations": config.sampling.num_generations,
+        "max_completion_length": config.sampling.max_completion_length,
+        "temperature": config.sampling.temperature,
+        "gradient_accumulation_steps": config.completions_per_step // config.micro_batch_size,
+        "ignore_data_skip": True,
+        "disable_tqdm": True,
+        "model_init_kwargs": {"dtype": config.model.dtype} | dict(values.pop("model_init_kwargs", None) or {}),
+    }
+    values.setdefault("bf16", on_gpu and config.model.dtype == "bfloat16" and not values.get("fp16"))
+    values.setdefault("report_to", "none")
+    arguments = build("trainer", GRPOConfig, values, **ours)
+    if arguments.world_size > 1:
+        raise ConfigError("one trainer process per run: start rl-trainer without accelerate launch or torchrun")
+    if arguments.eval_strategy != "no":
+        raise ConfigError("trainer.eval_strategy: held-out evaluation is not part of this release; remove it")
+    return arguments
+
+
+def build_lora(config: RunConfig) -> LoraConfig:
+    """The run's LoraConfig.
+
+    Raises:
+        ConfigError: PEFT does not know a key or refuses a value.
+    """
+    return build("lora", LoraConfig, {"task_type": "CAUSAL_LM"} | config.lora)
+
+
+class SlipstreamTrainer(GRPOTrainer):
+    """`trl.GRPOTrainer` fed with groups that were generated elsewhere.
+
+    Args:
+        batches: iterating it yields the groups of one optimizer step at a time, and blocks while there are none.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        arguments: GRPOConfig,
+        lora: LoraConfig,
+        model_folder: Path,
+        batches: Iterable[list[RolloutGroup]],
+        callbacks: list[TrainerCallback],
+    ) -> None:
+        tokenizer = AutoTokenizer.from_pretrained(model_folder, padding_side="left", truncation_side="left")
+        super().__init__(
+            model=str(model_folder),
+            reward_funcs=[_scored_elsewhere(function.name) for function in config.rewards.functions],
+            args=arguments,
+            train_dataset=Dataset.from_dict({"prompt": [""]}),  # TRL wants one; the prompts live in the ledger
+            processing_class=tokenizer,
+            peft_config=lora,
+            callbacks=callbacks,
+        )
+        self.remove_callback(PrinterCallback)  # the progress report shows the same numbers in one line
+        self._batches = batches
+        self._correction = config.correction
+        # The loss multiplies by `importance_sampling_ratio` when both flags are set. Set here, not in the arguments,
+        # where `use_vllm` would start an engine.
+        self.use_vllm = True
+        self.vllm_importance_sampling_correction = config.correction.mode != "none"
+        self._inputs: MicroBatch | None = None
+        self.recipe = BatchRecipe(
+            weights=torch.tensor([function.weight for function in config.rewards.functions]),
+            num_generations=config.sampling.num_generations,
+            micro_batch_size=config.micro_batch_size,
+            pad_token_id=self._tokenizer.pad_token_id,
+            scale_rewards=arguments.scale_rewards,
+            aggregation=arguments.multi_objective_aggregation,
+            mask_truncated=arguments.mask_truncated_completions,
+        )
+
+    def get_train_dataloader(self) -> Iterable[MicroBatch]:
+        return _MicroBatches(self)
+
+    def micro_batches(self) -> Iterator[MicroBatch]:
+        """The micro-batches of every step to come; a batch is trained `num_iterations` times."""
+        for groups in self._batches:
+            tensors = self.recipe.tensors(groups)
+            if self.log_completions:
+                self._remember_completions(groups, tensors)
+            for _ in range(self.num_iterations):
+                yield from tensors
+
+    def record_metric(self, name: str, value: float) -> None:
+        """Adds to TRL's metrics, which are averaged over `logging_steps` and go to every tracker."""
+        self._metrics["train"][name].append(value)
+
+    def _prepare_inputs(self, generation_batch: MicroBatch) -> MicroBatch:
+        """To the device, with the log-probs of fixed policies, computed once per batch and kept for its iterations."""
+        inputs = {name: tensor.to(self.accelerator.device) for name, tensor in generation_batch.items()}
+        if self.num_iterations > 1 and "old_per_token_logps" not in inputs:
+            inputs["old_per_token_logps"] = self._fixed_logprobs(inputs)
+        if self.beta != 0.0 and "ref_per_token_logps" not in inputs:
+            with self.accelerator.unwrap_model(self.model).disable_adapter():
+                inputs["ref_per_token_logps"] = self._fixed_logprobs(inputs)
+        generation_batch.update(inputs)
+        return inputs
+
+    def _fixed_logprobs(self, inputs: MicroBatch) -> torch.Tensor:
+        input_ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+        attention_mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+        with torch.no_grad():
+            logprobs, _, _ = super()._get_per_token_logps_and_entropies(
+                self.model, input_ids, attention_mask, inputs["completion_ids"].size(1)
+            )
+        return logprobs
+
+    def _compute_loss(self, model: Any, inputs: MicroBatch) -> torch.Tensor:
+        self._inputs = inputs
+        try:
+            return super()._compute_loss(model, inputs)
+        finally:
+            self._inputs = None
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any, Any]:
+        result: tuple[torch.Tensor, Any, Any] = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        if self._inputs is not None:
+            self._correct(self._inputs, result[0].detach())
+        return result
+
+    def _correct(self, inputs: MicroBatch, current: torch.Tensor) -> None:
+        """Puts the importance ratio where TRL's loss looks for it, and records how far off-policy the batch is."""
+        proximal = inputs.get("old_per_token_logps", current)
+        behaviour, mask = inputs["sampling_per_token_logps"], inputs["completion_mask"]
+        ratio_max = self._correction.ratio_max
+        if self._correction.mode == "token_truncate":
+            inputs["importance_sampling_ratio"] = truncated_ratio(proximal, behaviour, mask, ratio_max)
+        for name, value in ratio_statistics(proximal, behaviour, mask, ratio_max).items():
+            self.record_metric(f"sampling/importance_sampling_ratio/{name}", value)
+
+    def _remember_completions(self, groups: list[RolloutGroup], tensors: list[MicroBatch]) -> None:
+        """Fills the table that TRL prints and sends to trackers under `log_completions`."""
+        for group in groups:
+            ids = torch.tensor(group.completion_ids).split(group.completion_lengths.tolist())
+            prompt = self._tokenizer.decode(group.prompt_ids)
+            self._logs["prompt"].extend([prompt] * group.num_completions)
+            self._logs["completion"].extend(self._tokenizer.batch_decode(ids))
+            for column, name in enumerate(self.reward_func_names):
+                self._logs["rewards"][name].extend(group.rewards[:, column].tolist())
+        self._logs["advantages"].extend(torch.cat([t["advantages"] for t in tensors]).tolist())
+
+
+def _scored_elsewhere(name: str) -> Callable[..., list[float]]:
+    """TRL wants reward functions and takes their names for its metrics; ours have run in the producers by then."""
+
+    def reward(**_: Any) -> list[float]:
+        raise AssertionError("rewards arrive with the groups")
+
+    reward.__name__ = name
+    return reward
+
+
+class _MicroBatches:
+    """What transformers iterates as the data loader. It has no length: `max_steps` bounds the run."""
+
+    def __init__(self, trainer: SlipstreamTrainer) -> None:
+        self._trainer = trainer
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        return self._trainer.micro_batches()

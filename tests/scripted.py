@@ -1,0 +1,137 @@
+"""A producer without an engine, for tests: it speaks the real protocol and answers every lease with made-up completions.
+
+The completions depend on the lease alone (seeded by prompt and attempt), so a run against it is reproducible.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from protocol.messages import (
+    Ack,
+    Bye,
+    EngineFacts,
+    Group,
+    Heartbeat,
+    Hello,
+    Lease,
+    Nack,
+    Policy,
+    Reject,
+    Welcome,
+)
+
+Answer = Callable[[Lease, int], Group | Nack]
+
+
+def facts(**changes: object) -> EngineFacts:
+    values = {
+        "base_model_digest": "0" * 64,
+        "tokenizer_digest": "1" * 64,
+        "dtype": "float32",
+        "logprobs_mode": "processed_logprobs",
+        "max_lora_rank": 64,
+        "max_loras": 64,
+        "max_model_len": 1024,
+        "reward_names": ["reward"],
+    }
+    return EngineFacts(**(values | changes))  # type: ignore[arg-type]
+
+
+def made_up_group(lease: Lease, policy_version: int, *, vocab_size: int = 12, rewards: list[float] | None = None) -> Group:
+    """A group of random tokens whose rewards are 0, 1, 0, 1, ... unless given."""
+    rng = np.random.default_rng([lease.prompt_id, lease.attempt])
+    n = lease.sampling.num_generations
+    lengths = rng.integers(1, lease.sampling.max_completion_length + 1, n)
+    total = int(lengths.sum())
+    values = rewards if rewards is not None else [float(i % 2) for i in range(n)]
+    return Group(
+        lease_id=lease.lease_id,
+        policy_version=policy_version,
+        prompt_ids=rng.integers(1, vocab_size, 5).astype("<i4").tobytes(),
+        completion_lengths=lengths.astype("<i4").tobytes(),
+        completion_ids=rng.integers(1, vocab_size, total).astype("<i4").tobytes(),
+        logprobs=np.log(rng.uniform(0.02, 0.2, total)).astype("<f4").tobytes(),
+        rewards=np.array(values, "<f4").tobytes(),
+        truncated=(lengths == lease.sampling.max_completion_length).astype("u1").tobytes(),
+        generation_s=0.0,
+        reward_s=0.0,
+    )
+
+
+class ScriptedProducer:
+    """Runs on a thread over any `ClientChannel` until the trainer says goodbye or `stop` is called."""
+
+    def __init__(self, channel, engine: EngineFacts, *, name: str = "scripted", capacity: int = 64, answer: Answer = made_up_group):
+        self.channel = channel
+        self.engine = engine
+        self.name = name
+        self.capacity = capacity
+        self.answer = answer
+        self.acks: list[Ack] = []
+        self.nacks: list[Nack] = []
+        self.versions: list[int] = []
+        self.rejected: Reject | None = None
+        self.farewell: str | None = None
+        self._policy_version = -1
+        self._stopping = False
+        self._waiting: list[Lease] = []
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def start(self) -> "ScriptedProducer":
+        self._thread.start()
+        return self
+
+    def join(self, timeout_s: float) -> None:
+        self._thread.join(timeout_s)
+        assert not self._thread.is_alive(), "the scripted producer is still running"
+
+    def stop(self) -> None:
+        self._stopping = True
+        self._thread.join(10)
+
+    def _run(self) -> None:
+        said_hello = last_beat = 0.0
+        while not self._stopping and self.farewell is None and self.rejected is None:
+            now = time.monotonic()
+            if self._policy_version < 0 and now - said_hello > 0.5:
+                self.channel.send(Hello(self.name, self.engine, self.capacity))
+                said_hello = now
+            elif self._policy_version >= 0 and now - last_beat > 0.3:
+                self.channel.send(Heartbeat(self._policy_version, self.capacity, [], 0, 0.0))
+                last_beat = now
+            for message in self.channel.poll(0.05):
+                self._receive(message)
+            self._answer_ready()
+        self.channel.close()
+
+    def _receive(self, message) -> None:
+        match message:
+            case Welcome() | Policy():
+                self._saw(message.policy.version)
+            case Ack():
+                self.acks.append(message)
+                self._saw(message.policy.version)
+            case Nack():
+                self.nacks.append(message)
+            case Lease():
+                self._waiting.append(message)
+            case Reject():
+                self.rejected = message
+            case Bye(reason="unknown_session"):
+                self._policy_version = -1
+            case Bye():
+                self.farewell = message.reason
+
+    def _saw(self, version: int) -> None:
+        if version != self._policy_version:
+            self.versions.append(version)
+        self._policy_version = version
+
+    def _answer_ready(self) -> None:
+        ready = [lease for lease in self._waiting if lease.policy_floor <= self._policy_version]
+        self._waiting = [lease for lease in self._waiting if lease.policy_floor > self._policy_version]
+        for lease in ready:
+            self.channel.send(self.answer(lease, self._policy_version))
