@@ -6,7 +6,7 @@ was sampled from; an engine that died is an `EngineError`, everything else that 
 
 import os
 
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; only the CPU build reads it, its default is half the memory
 
@@ -148,7 +148,10 @@ class Engine:
             raise EngineError(f"the engine failed to unload {adapter.name}: {error}") from error
 
     def shutdown(self) -> None:
-        self._llm.shutdown()
+        """Ends the engine core. Idempotent."""
+        if hasattr(self, "_llm"):
+            self._llm.shutdown()
+            del self._llm  # its __del__ must not run when the interpreter is half gone
 
     def _raise_if_dead(self, error: Exception) -> None:
         if self._llm.errored:

@@ -1,0 +1,123 @@
+"""Small random models of several families, built locally, and random adapters for them.
+
+Guarantee: equal arguments give equal files, so digests agree between processes and runs. Weights are drawn wider than
+transformers does, so that distributions are far from uniform and a wrong adapter shows.
+"""
+
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+from transformers.utils import logging as transformers_logging
+
+from protocol.adapter_blob import AdapterBlob, pack
+
+transformers_logging.disable_progress_bar()
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+_CHARACTERS = "0123456789+-*/= abcdefghijklmnopqrstuvwxyz.,?!"
+_SHAPE = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 512,
+}
+
+
+def char_tokenizer() -> PreTrainedTokenizerFast:
+    vocab = {token: index for index, token in enumerate(["<pad>", "<eos>", "<unk>", *_CHARACTERS])}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
+
+
+def byte_bpe_tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level BPE trained on a few sentences, with a chat template."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<pad>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    corpus = ["What is the sum of two and three?", "The sum is five.", "Wie heißt du? 你好, 世界! 🙂"] * 20
+    tokenizer.train_from_iterator(corpus, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<|end|>", chat_template=CHAT_TEMPLATE
+    )
+
+
+def build_model(family: str, folder: Path, seed: int = 0) -> Path:
+    """Writes a model of `family` (qwen2, llama or gemma3) with its tokenizer to `folder`, in float32."""
+    tokenizer = byte_bpe_tokenizer() if family == "llama" else char_tokenizer()
+    tokens = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
+    torch.manual_seed(seed)
+    embedding_std = 0.06 if family == "gemma3" else 0.5  # Gemma multiplies embeddings by sqrt(hidden_size)
+    match family:
+        case "qwen2":
+            model = Qwen2ForCausalLM(Qwen2Config(**_SHAPE, **tokens, bos_token_id=None, tie_word_embeddings=True))
+        case "llama":
+            model = LlamaForCausalLM(LlamaConfig(**_SHAPE, **tokens, bos_token_id=None, tie_word_embeddings=False))
+        case "gemma3":
+            model = Gemma3ForCausalLM(
+                Gemma3TextConfig(**_SHAPE, **tokens, bos_token_id=None, head_dim=32, sliding_window=64, query_pre_attn_scalar=32)
+            )
+        case _:
+            raise ValueError(family)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 2:
+                parameter.normal_(0.0, embedding_std if "embed" in name else 0.15)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def random_adapter(model_folder: Path, folder: Path, *, rank: int = 8, seed: int = 0) -> tuple[bytes, str]:
+    """Writes a LoRA adapter whose matrices are all non-zero to `folder`; returns it as blob and sha256."""
+    torch.manual_seed(seed)
+    base = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = get_peft_model(base, config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(0.0, 0.1)
+    model.save_pretrained(folder)
+    return pack(
+        AdapterBlob(
+            (folder / "adapter_config.json").read_bytes(), (folder / "adapter_model.safetensors").read_bytes()
+        )
+    )
+
+
+def reference_logprobs(
+    model_folder: Path, adapter_folder: Path | None, prompt_ids: list[int], completion_ids: list[int], temperature: float
+) -> torch.Tensor:
+    """Log-probs of the completion's tokens under transformers + PEFT, loaded from disk."""
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    if adapter_folder is not None:
+        model = PeftModel.from_pretrained(model, adapter_folder)
+    ids = torch.tensor([prompt_ids + completion_ids])
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits[0, len(prompt_ids) - 1 : -1]
+    return torch.log_softmax(logits / temperature, -1).gather(1, torch.tensor(completion_ids)[:, None])[:, 0]
