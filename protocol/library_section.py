@@ -5,6 +5,7 @@ value and, for an unknown key, the nearest name that the installed release knows
 """
 
 import difflib
+import enum
 import inspect
 import typing
 from collections.abc import Callable
@@ -31,14 +32,13 @@ def build(section: str, factory: Callable[..., Built], values: dict[str, Any], *
         ConfigError: the library does not know a key or refuses a value.
     """
     names = list(inspect.signature(factory).parameters)
-    hints = _type_hints(factory)
     checked = {}
     for key, value in values.items():
         if key not in names:
             close = difflib.get_close_matches(key, names, n=1)
             hint = f"did you mean `{close[0]}`?" if close else f"see the documentation of {_name(factory)}"
             raise ConfigError(f"{section}.{key}: unknown to {_name(factory)}; {hint}")
-        checked[key] = _coerce(section, factory, key, value, hints.get(key, Any))
+        checked[key] = _coerce(section, factory, key, value, _type_hint(factory, key))
     try:
         return factory(**checked, **ours)
     except Exception as error:
@@ -49,11 +49,17 @@ def _name(factory: Callable[..., Any]) -> str:
     return f"{factory.__module__.partition('.')[0]}.{getattr(factory, '__name__', factory)}"
 
 
-def _type_hints(factory: Callable[..., Any]) -> dict[str, Any]:
-    try:
-        return typing.get_type_hints(factory)
-    except (NameError, TypeError):  # a hint that only exists while type checking: that library checks by itself
-        return {}
+def _type_hint(factory: Callable[..., Any], key: str) -> Any:
+    """The type of one argument. One at a time, because vLLM has hints that only resolve while type checking."""
+    for owner in inspect.getmro(factory) if inspect.isclass(factory) else (factory,):
+        annotation = inspect.get_annotations(owner).get(key)
+        if annotation is not None:
+            alone = type("Alone", (), {"__annotations__": {key: annotation}, "__module__": owner.__module__})
+            try:
+                return typing.get_type_hints(alone, include_extras=True)[key]
+            except (NameError, TypeError):
+                return Any
+    return Any
 
 
 def _coerce(section: str, factory: Callable[..., Any], key: str, value: Any, hint: Any) -> Any:
@@ -68,10 +74,16 @@ def _coerce(section: str, factory: Callable[..., Any], key: str, value: Any, hin
     except Exception:
         return value
     try:
-        return adapter.validate_python(value)
+        result = adapter.validate_python(value)
     except ValidationError as error:
+        for kind in (hint, *typing.get_args(hint)):  # vLLM names its enum members in its own messages and flags
+            if isinstance(kind, enum.EnumMeta) and isinstance(value, str) and value in kind.__members__:
+                return kind[value]
         problem = error.errors()[0]["msg"]
         raise ConfigError(f"{section}.{key}: {problem} (got {value!r}), says {_name(factory)}") from error
+    if isinstance(value, bool) and not isinstance(result, bool):
+        raise ConfigError(f"{section}.{key}: expected a number, not a switch (got {value!r}), says {_name(factory)}")
+    return result
 
 
 def _first_lines(error: Exception) -> str:
