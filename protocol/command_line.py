@@ -120,5 +120,8 @@ def select_gpus(choice: str) -> list[int]:
 def _gpu_count() -> int:
     if shutil.which("nvidia-smi") is None:
         return 0
-    listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False)
+    try:
+        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise DeviceError(f"nvidia-smi does not answer: {error}. Is the driver in order? Or use --gpu cpu") from error
     return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())

@@ -82,6 +82,13 @@ class Section(BaseModel):
         return result
 
 
+def _place_and_name(value: str) -> str:
+    place, _, name = value.rpartition(":")
+    if not place or not name.isidentifier():
+        raise ValueError("expected `module:function` or `path/to/file.py:function`")
+    return value
+
+
 class ModelSection(Section):
     path: str = Field(description="Base model: a local folder or a hub name, in transformers format.")
     revision: str | None = Field(None, description="Hub revision (branch, tag or commit).")
@@ -113,6 +120,11 @@ class DatasetSection(Section):
         default_factory=dict, description="Extra arguments of the chat template, e.g. `enable_thinking: false`."
     )
 
+    @field_validator("transform")
+    @classmethod
+    def _has_both_parts(cls, value: str | None) -> str | None:
+        return None if value is None else _place_and_name(value)
+
 
 class RewardFunction(Section):
     function: str = Field(
@@ -124,10 +136,7 @@ class RewardFunction(Section):
     @field_validator("function")
     @classmethod
     def _has_both_parts(cls, value: str) -> str:
-        place, _, name = value.rpartition(":")
-        if not place or not name.isidentifier():
-            raise ValueError("expected `module:function` or `path/to/file.py:function`")
-        return value
+        return _place_and_name(value)
 
     @property
     def name(self) -> str:

@@ -7,6 +7,7 @@ one. Weights are sampled (16 evenly spaced MiB per file, with its size), so a 70
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 from protocol.errors import ConfigError
 
@@ -19,6 +20,16 @@ _TOKENIZER_FILES = (
     "merges.txt",
     "chat_template.jinja",
     "special_tokens_map.json",
+)
+_TOKENIZER_CONFIG_KEYS = (  # older models keep the chat template and the special tokens here
+    "add_bos_token",
+    "add_eos_token",
+    "add_prefix_space",
+    "added_tokens_decoder",
+    "bos_token",
+    "chat_template",
+    "eos_token",
+    "unk_token",
 )
 _VOLATILE_CONFIG_KEYS = ("transformers_version", "_name_or_path", "torch_dtype", "dtype")
 
@@ -53,7 +64,7 @@ def resolve_model(path: str, revision: str | None = None) -> Path:
 def base_model_digest(folder: Path) -> str:
     """sha256 over the configuration and samples of every weight file, as 64 hex digits."""
     digest = hashlib.sha256()
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = _json_object(folder / "config.json")
     for key in _VOLATILE_CONFIG_KEYS:
         config.pop(key, None)
     digest.update(json.dumps(config, sort_keys=True).encode())
@@ -77,4 +88,19 @@ def tokenizer_digest(folder: Path) -> str:
         file = folder / name
         if file.is_file():
             digest.update(name.encode() + b"\0" + file.read_bytes())
+    file = folder / "tokenizer_config.json"
+    if file.is_file():
+        config = _json_object(file)
+        chosen = {key: config[key] for key in _TOKENIZER_CONFIG_KEYS if key in config}
+        digest.update(json.dumps(chosen, sort_keys=True).encode())
     return digest.hexdigest()
+
+
+def _json_object(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"model.path: {file} cannot be read as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"model.path: {file} is not a JSON object")
+    return value

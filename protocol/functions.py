@@ -16,10 +16,10 @@ from protocol.errors import ConfigError
 def load_function(spec: str, key: str) -> Callable[..., Any]:
     """Imports the function `spec` of configuration key `key`. Modules are looked up from the working directory too."""
     place, _, name = spec.rpartition(":")
+    if place.endswith(".py") and not Path(place).is_file():
+        raise ConfigError(f"{key}: {spec}: there is no file {place} (looked from {Path.cwd()})")
     try:
         module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
-    except FileNotFoundError:
-        raise ConfigError(f"{key}: {spec}: there is no file {place} (looked from {Path.cwd()})") from None
     except Exception as error:
         raise ConfigError(f"{key}: {spec}: importing {place} failed: {type(error).__name__}: {error}") from error
     function = getattr(module, name, None)
@@ -31,8 +31,6 @@ def load_function(spec: str, key: str) -> Callable[..., Any]:
 
 
 def _load_file(path: Path) -> Any:
-    if not path.is_file():
-        raise FileNotFoundError(path)
     spec = importlib.util.spec_from_file_location(f"slipstream_user_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None

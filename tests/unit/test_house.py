@@ -1,0 +1,77 @@
+"""Rules of the house that no linter checks."""
+
+import ast
+import importlib.metadata
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+PACKAGES = ("protocol", "replay", "producer", "consumer")
+MODULES = sorted(file for package in PACKAGES for file in (REPOSITORY / package).rglob("*.py"))
+LONGEST_MODULE = 400
+FORBIDDEN_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve"}
+FORBIDDEN_CALLS = {"eval", "exec"}
+UNPICKLING = {("allow_pickle", True), ("weights_only", False)}  # of numpy.load and torch.load
+
+every_module = pytest.mark.parametrize("file", MODULES, ids=lambda file: str(file.relative_to(REPOSITORY)))
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_dependency_shadows_our_generic_package_names(package: str) -> None:
+    owners = set(importlib.metadata.packages_distributions().get(package, ()))
+    assert owners <= {"slipstream"}, f"{owners} also installs `{package}`; one of the two would never be imported"
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_packages_under_test_are_the_ones_of_this_checkout(package: str) -> None:
+    spec = importlib.util.find_spec(package)
+    assert spec is not None
+    assert [Path(place).resolve() for place in spec.submodule_search_locations or ()] == [REPOSITORY / package]
+
+
+def violations(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import(names=names):
+                found = {alias.name.partition(".")[0] for alias in names}
+            case ast.ImportFrom(module=str(module)):
+                found = {module.partition(".")[0]}
+            case ast.Call(func=ast.Name(id=name)) if name in FORBIDDEN_CALLS:
+                yield f"line {node.lineno}: {name}()"
+                continue
+            case ast.keyword(arg=str(switch), value=ast.Constant(value=bool(value))) if (switch, value) in UNPICKLING:
+                yield f"line {node.lineno}: {switch}={value}"
+                continue
+            case _:
+                continue
+        for module in sorted(found & FORBIDDEN_MODULES):
+            yield f"line {node.lineno}: import of {module}"
+
+
+@every_module
+def test_nothing_unpickles_or_evaluates(file: Path) -> None:
+    assert list(violations(ast.parse(file.read_text()))) == []
+
+
+def test_the_scan_sees_what_it_forbids() -> None:
+    bad = "import pickle\nfrom marshal import loads\nx = eval('1')\nexec('y = 1')\nspec.loader.exec_module(m)\n"
+    bad += "load(f, weights_only=False)\n"
+    assert list(violations(ast.parse(bad))) == [
+        "line 1: import of pickle",
+        "line 2: import of marshal",
+        "line 3: eval()",
+        "line 4: exec()",
+        "line 6: weights_only=False",
+    ]
+
+
+@every_module
+def test_modules_stay_readable(file: Path) -> None:
+    text = file.read_text()
+    assert text.count("\n") <= LONGEST_MODULE
+    docstring = ast.get_docstring(ast.parse(text))
+    assert docstring, "a module opens with what it guarantees"
+    assert len(docstring.splitlines()[0]) > 20
