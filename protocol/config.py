@@ -54,6 +54,9 @@ _TRAINER_RESERVED = {
     "ignore_data_skip": None,
     "auto_find_batch_size": None,
 }
+LORA_DEFAULTS: dict[str, Any] = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
+"""Where the file leaves one of these out, so that `--set lora.r=8` does not also change the target modules."""
+
 _LORA_UNSERVABLE: dict[str, tuple[Any, ...]] = {
     "use_dora": (False,),
     "bias": ("none",),
@@ -275,7 +278,7 @@ class RunConfig(Section):
     transport: TransportSection = TransportSection()  # type: ignore[call-arg]
     observability: ObservabilitySection = ObservabilitySection()  # type: ignore[call-arg]
     lora: dict[str, Any] = Field(
-        default_factory=lambda: {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"},
+        default_factory=lambda: dict(LORA_DEFAULTS),
         description="peft.LoraConfig. DoRA, biases and modules_to_save are refused: vLLM cannot serve them.",
     )
     engine: dict[str, Any] = Field(default_factory=dict, description="vLLM engine arguments.")
@@ -297,7 +300,8 @@ class RunConfig(Section):
     @field_validator("lora")
     @classmethod
     def _servable(cls, value: dict[str, Any]) -> dict[str, Any]:
-        rank = value.get("r", 8)
+        value = LORA_DEFAULTS | value
+        rank = value["r"]
         if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
             raise ValueError(f"`r` must be a positive integer, got {rank!r}")
         if rank > SERVABLE_RANKS[-1]:
@@ -341,7 +345,7 @@ class RunConfig(Section):
     @property
     def max_lora_rank(self) -> int:
         """The smallest rank that vLLM serves and that holds `lora.r`."""
-        return min(rank for rank in SERVABLE_RANKS if rank >= self.lora.get("r", 8))
+        return min(rank for rank in SERVABLE_RANKS if rank >= self.lora["r"])
 
     @property
     def max_loras(self) -> int:

@@ -93,8 +93,11 @@ def test_max_lora_rank(run_yaml: Path, rank: int, served: int) -> None:
     assert load(run_yaml, overrides=[f"lora.r={rank}"]).max_lora_rank == served
 
 
-def test_the_rank_is_pefts_default_where_lora_does_not_say(run_yaml: Path) -> None:
-    assert load(run_yaml, MINIMAL + "lora: {target_modules: [q_proj]}\n").max_lora_rank == 8
+def test_what_lora_leaves_out_keeps_our_default(run_yaml: Path) -> None:
+    config = load(run_yaml, MINIMAL + "lora: {target_modules: [q_proj]}\n")
+    assert config.lora == {"r": 16, "lora_alpha": 32, "target_modules": ["q_proj"]}
+    assert config.max_lora_rank == 16
+    assert load(run_yaml, overrides=["lora.r=8"]).lora == {"r": 8, "lora_alpha": 32, "target_modules": "all-linear"}
 
 
 @pytest.mark.parametrize(("staleness", "slots"), [(0, 2), (1, 3), (4, 6), (64, 66)])
@@ -388,7 +391,7 @@ def test_lora_options_that_vllm_can_serve_are_kept(run_yaml: Path) -> None:
         "lora_dropout": 0.0,
     }
     options |= {"init_lora_weights": "gaussian", "rank_pattern": {}, "target_modules": ["q_proj", "v_proj"]}
-    assert load(run_yaml, MINIMAL + yaml.safe_dump({"lora": options})).lora == options
+    assert load(run_yaml, MINIMAL + yaml.safe_dump({"lora": options})).lora == {"lora_alpha": 32} | options
 
 
 def test_sampling_that_biases_ratios_needs_its_switch(run_yaml: Path) -> None:
@@ -512,7 +515,7 @@ def test_overrides_of_library_sections_go_deep_and_the_last_wins(run_yaml: Path)
         "report_to": ["tensorboard"],
     }
     assert config.engine == {"max_model_len": 128}
-    assert config.lora == {"r": 4}
+    assert config.lora == {"r": 4, "lora_alpha": 32, "target_modules": "all-linear"}
     assert [(f.name, f.weight) for f in config.rewards.functions] == [("c", 2.0)]
 
 

@@ -1,0 +1,59 @@
+"""Generated pages are current, and what they claim about the schema holds."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from protocol import config as schema
+from protocol.config_file import load_config
+
+REPOSITORY = Path(__file__).parents[2]
+PAGE = REPOSITORY / "docs" / "configuration.md"
+
+
+@pytest.mark.parametrize("command", [["docs/generate_configuration.py"], ["-m", "docs.generate_configuration"]])
+def test_the_configuration_page_is_current(command: list[str]) -> None:
+    checked = subprocess.run(
+        [sys.executable, *command, "--check"], cwd=REPOSITORY, capture_output=True, text=True, timeout=60
+    )
+    assert (checked.returncode, checked.stderr) == (0, ""), "run `python docs/generate_configuration.py`"
+
+
+def test_an_outdated_page_is_noticed(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    for name in ("generate_configuration.py", "configuration.md"):
+        (tmp_path / "docs" / name).write_text((REPOSITORY / "docs" / name).read_text())
+    (tmp_path / "protocol").symlink_to(REPOSITORY / "protocol")
+    command = [sys.executable, "docs/generate_configuration.py"]
+
+    def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run([*command, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+
+    assert run("--check").returncode == 0
+    (tmp_path / "docs" / "configuration.md").write_text("old")
+    checked = run("--check")
+    assert (checked.returncode, checked.stderr) == (
+        1,
+        "docs/configuration.md is out of date: run `python docs/generate_configuration.py`\n",
+    )
+    assert run().returncode == 0
+    assert (tmp_path / "docs" / "configuration.md").read_text() == PAGE.read_text()
+
+
+def test_every_key_of_the_schema_is_on_the_page() -> None:
+    text = PAGE.read_text()
+    for name, field in schema.RunConfig.model_fields.items():
+        inner = getattr(field.annotation, "model_fields", {})
+        for key in inner:
+            assert f"| `{name}.{key}` |" in text
+        assert f"`{name}`" in text
+
+
+def test_the_example_on_the_page_loads(tmp_path: Path) -> None:
+    example = PAGE.read_text().split("```yaml\n")[1].split("```")[0]
+    (tmp_path / "run.yaml").write_text(example)
+    assert load_config(str(tmp_path / "run.yaml")).run_dir == "runs/gsm8k"
+    assert set(yaml.safe_load(example)) == {"run_dir", "model", "dataset", "rewards"}
