@@ -45,6 +45,15 @@ with _without_vllm():
     from trl import GRPOConfig, GRPOTrainer
 
 
+_CHOICES = {
+    "loss_type": ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"),
+    "importance_sampling_level": ("token", "sequence"),
+    "scale_rewards": ("group", "batch", "none"),
+    "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
+}
+"""Options that TRL only looks at in the middle of a step."""
+
+
 def build_arguments(config: RunConfig, *, on_gpu: bool, num_prompts: int) -> GRPOConfig:
     """The run's GRPOConfig: the `trainer` section plus what follows from the others.
 
@@ -70,6 +79,10 @@ def build_arguments(config: RunConfig, *, on_gpu: bool, num_prompts: int) -> GRP
     values.setdefault("bf16", on_gpu and config.model.dtype == "bfloat16" and not values.get("fp16"))
     values.setdefault("report_to", "none")
     arguments = build("trainer", GRPOConfig, values, **ours)
+    for key, choices in _CHOICES.items():
+        value = getattr(arguments, key)
+        if value not in choices:
+            raise ConfigError(f"trainer.{key}: {value!r} is not one that TRL knows: {', '.join(choices)}")
     if arguments.world_size > 1:
         raise ConfigError("one trainer process per run: start rl-trainer without accelerate launch or torchrun")
     if arguments.eval_strategy != "no":

@@ -1,0 +1,138 @@
+"""Build the demo's base model: a tiny Qwen2, briefly pre-trained on careless sums.
+
+    python build_model.py OUTPUT_DIR [--seed 0]
+
+Writes a Hugging Face model folder (safetensors, float32, character tokenizer) and in it
+train.jsonl and eval.jsonl: rows {"prompt": "37+45=", "answer": "82"} of two-digit sums. The
+500 eval rows are used neither for the pre-training here nor in train.jsonl.
+
+The corpus is careless: where a sum carries from the ones to the tens, it forgets the carry
+most of the time (37+45=72). So the base model writes every sum well, has seen carries done
+right, but mostly answers without: it is right on about 55 % of the sums. Reinforcement
+learning, whose reward knows the true answer, has to teach it to carry. Nothing is downloaded.
+"""
+
+import argparse
+import json
+import os
+import random
+import time
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+VOCAB = {token: i for i, token in enumerate(["<pad>", "<eos>", "<unk>", *"0123456789+="])}
+PAD, EOS = VOCAB["<pad>"], VOCAB["<eos>"]
+PROMPT, LENGTH = 6, 10  # "99+99=", and with it "198" and <eos>
+EVAL_ROWS = 500
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    core = Tokenizer(models.WordLevel(VOCAB, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    core.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        padding_side="left",
+        model_max_length=64,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def make_pairs(seed: int) -> tuple[list, list]:
+    """All two-digit pairs in a random order: those to train on, those to evaluate on."""
+    pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
+    random.Random(seed).shuffle(pairs)
+    return pairs[EVAL_ROWS:], pairs[:EVAL_ROWS]
+
+
+def careless(a: int, b: int) -> int:
+    """a + b without the carry from the ones to the tens."""
+    return (a // 10 + b // 10) * 10 + (a + b) % 10
+
+
+def encode(pairs: list, answer) -> torch.Tensor:
+    ids = torch.full((len(pairs), LENGTH), PAD)
+    for i, (a, b) in enumerate(pairs):
+        tokens = [VOCAB[c] for c in f"{a}+{b}={answer(a, b)}"] + [EOS]
+        ids[i, : len(tokens)] = torch.tensor(tokens)
+    return ids
+
+
+@torch.no_grad()
+def greedy_accuracy(model, ids: torch.Tensor) -> float:
+    """Share of rows answered right greedily (the argmax is right at every answer place)."""
+    guess = model(ids[:, :-1], use_cache=False).logits[:, PROMPT - 1 :].argmax(-1)
+    want = ids[:, PROMPT:]
+    return ((guess == want) | (want == PAD)).all(1).float().mean().item()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--careless", type=float, default=0.65, help="share of forgotten carries")
+    args = parser.parse_args()
+
+    started = time.monotonic()
+    torch.set_num_threads(1)
+    torch.manual_seed(args.seed)
+    train, evaluation = make_pairs(args.seed)
+    tokenizer = make_tokenizer()
+    model = Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=len(VOCAB),
+            hidden_size=128,
+            intermediate_size=384,
+            num_hidden_layers=2,
+            num_attention_heads=4,  # head_dim 32, the smallest that vLLM's CPU backend takes
+            num_key_value_heads=4,
+            max_position_embeddings=64,
+            initializer_range=0.06,
+            tie_word_embeddings=True,
+            pad_token_id=PAD,
+            eos_token_id=EOS,
+            bos_token_id=None,
+        )
+    )
+    right, wrong = encode(train, lambda a, b: a + b), encode(train, careless)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.98), weight_decay=0.1, fused=True)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: min(1.0, (i + 1) / 50, 2 * (1 - i / args.steps)))
+    for step in range(1, args.steps + 1):
+        pick = torch.randint(len(train), (128,))
+        forget = torch.rand(len(pick), 1) < args.careless
+        ids = torch.where(forget, wrong[pick], right[pick])
+        logits = model(ids[:, :-1], use_cache=False).logits[:, PROMPT - 1 :]
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, PROMPT:].flatten(), ignore_index=PAD)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        if step % 100 == 0:
+            print(f"step {step}: loss {loss.item():.3f}", flush=True)
+
+    truth, habit = encode(evaluation, lambda a, b: a + b), encode(evaluation, careless)
+    args.output.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(args.output)
+    tokenizer.save_pretrained(args.output)
+    for name, pairs in (("train", train), ("eval", evaluation)):
+        rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in pairs]
+        (args.output / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    print(
+        f"{args.output}: {model.num_parameters():,} parameters; on {len(evaluation)} held-out "
+        f"sums the greedy answer is right for {greedy_accuracy(model, truth):.3f}, carelessly "
+        f"so for {greedy_accuracy(model, habit):.3f}; {time.monotonic() - started:.1f} s"
+    )
+
+
+if __name__ == "__main__":
+    main()
