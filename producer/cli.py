@@ -1,20 +1,17 @@
 """The `rl-producer` command.
 
-Guarantee: heavy libraries are imported after the configuration was accepted. multiprocessing imports this module first
-in every process it spawns, so the engine core is tied to the daemon's life before it does anything.
+Guarantee: heavy libraries are imported after the configuration was accepted. Where vLLM spawns its engine core instead of
+forking it, multiprocessing imports this module first, so that the core is tied to the daemon's life from the start.
 """
 
-import multiprocessing
 import sys
 
-from producer.lifeline import die_with_parent, leave_ctrl_c_to_parent
+from producer.lifeline import follow_parent_if_tied
 from protocol import command_line
 from protocol.config import RunConfig
 from protocol.errors import ExitCode
 
-if (_parent := multiprocessing.parent_process()) is not None and _parent.pid is not None:
-    die_with_parent(_parent.pid)
-    leave_ctrl_c_to_parent()
+follow_parent_if_tied()
 
 
 def _check_libraries(config: RunConfig) -> None:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from producer.adapters import AdapterRegistry
 from producer.generation import Generation
 from producer.interfaces import Counters
+from producer.lifeline import tie_children
 from producer.link import Identity, Link
 from producer.prompts import PromptFormat, load_tokenizer
 from producer.rewards import RewardPool
@@ -48,6 +49,7 @@ def run(config: RunConfig, gpus: list[int]) -> ExitCode:
     Raises:
         SlipstreamError: every problem a user can act on.
     """
+    tie_children()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _leave_while_starting)
     asyncio.run(_Producer(config, gpus).live())
@@ -57,6 +59,11 @@ def run(config: RunConfig, gpus: list[int]) -> ExitCode:
 def _leave_while_starting(_number: int, _frame: FrameType | None) -> None:
     """Before there is work to hand back."""
     sys.exit(ExitCode.OK)
+
+
+def _leave_at_once(_number: int, _frame: FrameType | None) -> None:
+    """Also while the loop is blocked, as it is when the engine shuts down. Children follow (`producer.lifeline`)."""
+    os._exit(ExitCode.INTERRUPTED)
 
 
 class _Producer:
@@ -83,6 +90,7 @@ class _Producer:
 
             engine = Engine(config, len(self._gpus))
             stack.callback(engine.shutdown)
+            await engine.warm_up()
             logger.info("engine ready after %.0f s", time.monotonic() - started)
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="slipstream-adapters-")))
             self._wire(engine, rewards, folder, timeline)
@@ -157,8 +165,9 @@ class _Producer:
         await asyncio.to_thread(self._link.join, _FLUSH_S + 5)
 
     def _on_signal(self, name: str) -> None:
-        if self._stop.is_set():
-            os._exit(ExitCode.INTERRUPTED)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._loop.remove_signal_handler(number)
+            signal.signal(number, _leave_at_once)
         logger.info("%s: handing leases back and stopping (once more to stop at once)", name)
         self._stop.set()
 

@@ -12,7 +12,7 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; only the CPU build 
 
 import itertools
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -91,6 +91,11 @@ class Engine:
             reward_names=[function.name for function in config.rewards.functions],
         )
 
+    async def warm_up(self) -> None:
+        """One token on the base model: the first request compiles kernels for seconds, and no swap shall wait for that."""
+        async for _ in self._llm.generate(_prompt([0]), SamplingParams(max_tokens=1, logprobs=0), "warm-up"):
+            pass
+
     async def generate(self, prompt_ids: list[int], sampling: Sampling, adapter: Adapter) -> list[Completion]:
         """Samples one group.
 
@@ -110,10 +115,9 @@ class Engine:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        prompt = cast(Any, {"type": "token", "prompt_token_ids": prompt_ids})
         request_id = f"group-{next(self._request_ids)}"
         try:
-            stream = self._llm.generate(prompt, params, request_id, lora_request=_lora_request(adapter))
+            stream = self._llm.generate(_prompt(prompt_ids), params, request_id, lora_request=_lora_request(adapter))
             (output,) = [output async for output in stream]
         except EngineDeadError as error:
             raise EngineError("the engine died while generating (its own messages are above)") from error
@@ -156,6 +160,10 @@ class Engine:
     def _raise_if_dead(self, error: Exception) -> None:
         if self._llm.errored:
             raise EngineError(f"the engine died: {error}") from error
+
+
+def _prompt(token_ids: list[int]) -> Any:
+    return {"type": "token", "prompt_token_ids": token_ids}
 
 
 def _lora_request(adapter: Adapter) -> LoRARequest:

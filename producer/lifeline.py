@@ -8,6 +8,7 @@ import os
 import signal
 
 _PR_SET_PDEATHSIG = 1
+_TIED = "SLIPSTREAM_FOLLOW_PARENT"
 
 
 def die_with_parent(parent_pid: int) -> None:
@@ -19,6 +20,22 @@ def die_with_parent(parent_pid: int) -> None:
         os._exit(1)
 
 
-def leave_ctrl_c_to_parent() -> None:
-    """The terminal sends Ctrl-C to the whole process group; the parent decides when this child ends."""
+def tie_children() -> None:
+    """Whatever this process or a child of it forks, or spawns with multiprocessing, from now on follows its parent.
+
+    vLLM forks its engine core on some platforms and spawns it on others. A spawned process runs none of our code but
+    `producer.cli`, which multiprocessing imports first and which calls `follow_parent_if_tied`.
+    """
+    os.environ[_TIED] = "1"
+    os.register_at_fork(after_in_child=_follow_parent)
+
+
+def follow_parent_if_tied() -> None:
+    if _TIED in os.environ:
+        _follow_parent()
+
+
+def _follow_parent() -> None:
+    """In the daemon's process group Ctrl-C reaches everybody; the parent decides when this child ends."""
+    die_with_parent(os.getppid())
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
