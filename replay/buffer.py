@@ -104,9 +104,10 @@ class RolloutBuffer:
             again = self._ledger.fail(lease_id, permanent=reason in PERMANENT_FAILURES)
             self.counts[f"failed_{reason}"] += 1
             self.counts["prompts_skipped"] += again is False
-            self._answers.append(True)
-            self._last_failure = f"{reason}: {detail}"
-            self._changed.notify_all()
+            if again is not None:
+                self._answers.append(True)
+                self._last_failure = f"{reason}: {detail}"
+                self._changed.notify_all()
             return again
 
     def expire(self, now: float) -> list[LeaseRecord]:
@@ -149,10 +150,6 @@ class RolloutBuffer:
         """From now on producers can generate with `version`."""
         with self._changed:
             self._version = version
-
-    def staleness(self, group: RolloutGroup, step: int) -> int:
-        """Versions between the policy that trains at `step` and the one that generated `group`."""
-        return self._budget.version_at(step) - group.policy_version
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint needs: a run that restores it trains every prompt that was not trained before it."""

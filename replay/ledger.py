@@ -2,7 +2,8 @@
 
 Guarantee: every prompt of an epoch is leased to one producer at a time and settled exactly once (trained, dropped or
 skipped); a lease that expires or whose producer leaves goes out again, before any fresh prompt, and the first result to
-arrive wins. The order is a function of the seed and the epoch alone.
+arrive wins. A lease is answered once: what comes again for it changes nothing. The order is a function of the seed and
+the epoch alone.
 
     fresh -> leased -> held -> settled          leased -> again: expired, released, failed, given back
                ^        |                       held -> again: the group went stale
@@ -71,7 +72,7 @@ class PromptLedger:
         self._open: dict[tuple[int, int], WorkItem] = {}  # leased or going out again: unanswered
         self._held: dict[tuple[int, int], WorkItem] = {}  # answered, not yet settled
         self._leases: dict[str, LeaseRecord] = {}
-        self._ended: OrderedDict[str, LeaseRecord] = OrderedDict()
+        self._ended: OrderedDict[str, LeaseRecord | None] = OrderedDict()  # None: answered, not only taken back
         self._num_given = 0
 
     @property
@@ -93,13 +94,14 @@ class PromptLedger:
         return record
 
     def complete(self, lease_id: str) -> WorkItem | None:
-        """A result arrived. Returns its item, now held until settled, or None if another result came first.
+        """A result arrived. Returns its item, now held until settled, or None if another result (or this one) came
+        first.
 
         Raises:
             UnknownLeaseError: not a lease of this ledger.
         """
-        key = self._close(lease_id).item.key
-        if key not in self._open:
+        key = self._close(lease_id)
+        if key is None or key not in self._open:
             return None
         if key in self._again:
             self._again.remove(key)
@@ -108,7 +110,7 @@ class PromptLedger:
 
     def fail(self, lease_id: str, *, permanent: bool = False) -> bool | None:
         """The producer could not answer. Returns True if the prompt goes out again, False if it is skipped for this
-        epoch, and None if it makes no difference because the prompt was answered or leased again meanwhile.
+        epoch, and None if it makes no difference: the prompt was answered, leased again or taken back meanwhile.
 
         Args:
             permanent: the prompt can never be answered (too long, malformed).
@@ -116,8 +118,8 @@ class PromptLedger:
         Raises:
             UnknownLeaseError: not a lease of this ledger.
         """
-        key = self._close(lease_id).item.key
-        if key not in self._open or key in self._again or self._is_leased(key):
+        key = self._close(lease_id)
+        if key is None or key not in self._open or key in self._again or self._is_leased(key):
             return None
         item = replace(self._open[key], failures=self._open[key].failures + 1)
         if permanent or item.failures >= self._max_attempts:
@@ -133,7 +135,7 @@ class PromptLedger:
         Raises:
             UnknownLeaseError: not a lease of this ledger.
         """
-        self._send_out_again(self._close(lease_id).item.key)
+        self._send_out_again(self._close(lease_id))
 
     def expire(self, now: float) -> list[LeaseRecord]:
         """Takes back every lease whose deadline has passed."""
@@ -148,9 +150,10 @@ class PromptLedger:
         del self._held[key]
 
     def requeue(self, key: tuple[int, int]) -> None:
-        """The held item's group is unusable through no fault of the prompt (stale): it goes out again."""
+        """The held item's group is unusable through no fault of the prompt (stale): it goes out again, unless it is
+        out already (its result was a late one)."""
         self._open[key] = self._held.pop(key)
-        self._again.append(key)
+        self._send_out_again(key)
 
     def state(self) -> dict[str, Any]:
         """Everything unsettled, as plain data; `restore` makes it go out again."""
@@ -189,28 +192,29 @@ class PromptLedger:
             return range(self._num_prompts)
         return np.random.default_rng([self._seed, epoch]).permutation(self._num_prompts)
 
-    def _close(self, lease_id: str) -> LeaseRecord:
-        record = self._leases.get(lease_id) or self._ended.get(lease_id)
-        if record is None:
+    def _close(self, lease_id: str) -> tuple[int, int] | None:
+        """Ends a lease as answered and returns its key; None if it was answered before."""
+        if lease_id not in self._leases and lease_id not in self._ended:
             raise UnknownLeaseError(lease_id)
-        self._end(record)
-        return record
+        record = self._leases.get(lease_id) or self._ended[lease_id]
+        self._end(lease_id, None)
+        return None if record is None else record.item.key
 
-    def _end(self, record: LeaseRecord) -> None:
-        self._leases.pop(record.lease_id, None)
-        self._ended[record.lease_id] = record
+    def _end(self, lease_id: str, record: LeaseRecord | None) -> None:
+        self._leases.pop(lease_id, None)
+        self._ended[lease_id] = record
         while len(self._ended) > _REMEMBERED_LEASES:
             self._ended.popitem(last=False)
 
     def _is_leased(self, key: tuple[int, int]) -> bool:
         return any(record.item.key == key for record in self._leases.values())
 
-    def _send_out_again(self, key: tuple[int, int]) -> None:
-        if key in self._open and key not in self._again and not self._is_leased(key):
+    def _send_out_again(self, key: tuple[int, int] | None) -> None:
+        if key is not None and key in self._open and key not in self._again and not self._is_leased(key):
             self._again.append(key)
 
     def _take_back(self, records: list[LeaseRecord]) -> list[LeaseRecord]:
         for record in records:
-            self._end(record)
+            self._end(record.lease_id, record)
             self._send_out_again(record.item.key)
         return records
