@@ -243,7 +243,7 @@ def test_restore_refuses_a_dataset_of_another_size() -> None:
 class LedgerMachine(RuleBasedStateMachine):
     """Any order of events, against a model that only keeps sets."""
 
-    @initialize(num_prompts=st.integers(1, 5), max_attempts=st.integers(1, 3), shuffle=st.booleans())
+    @initialize(num_prompts=st.integers(1, 3), max_attempts=st.integers(1, 3), shuffle=st.booleans())
     def start(self, num_prompts: int, max_attempts: int, shuffle: bool) -> None:
         self.arguments: dict[str, Any] = {"seed": 5, "shuffle": shuffle, "max_attempts": max_attempts}
         self.num_prompts = num_prompts
@@ -279,7 +279,7 @@ class LedgerMachine(RuleBasedStateMachine):
         lease_id = data.draw(st.sampled_from(candidates))
         return next(place[lease_id] for place in places if lease_id in place)
 
-    @rule(producer=st.sampled_from("ab"), patience=st.integers(1, 10))
+    @rule(producer=st.sampled_from("ab"), patience=st.integers(1, 4))
     def lease(self, producer: str, patience: int) -> None:
         record = self.book.lease(producer, policy_floor=0, deadline=self.now + patience)
         key = record.item.key
@@ -301,9 +301,9 @@ class LedgerMachine(RuleBasedStateMachine):
         self.taken_back.pop(record.lease_id, None)
         self.answered.add(record.lease_id)
 
-    @rule(data=st.data())
-    def result(self, data: st.DataObject) -> None:
-        record = self.any_lease(data, self.live, self.taken_back)
+    @rule(data=st.data(), late=st.booleans(), stale=st.booleans())
+    def result(self, data: st.DataObject, late: bool, stale: bool) -> None:
+        record = self.any_lease(data, self.taken_back if late else self.live)
         if record is None:
             return
         item = self.book.complete(record.lease_id)
@@ -312,8 +312,12 @@ class LedgerMachine(RuleBasedStateMachine):
         assert (item is not None) == (key not in self.held and not self.settled[key])
         if item is not None:
             assert item.key == key
-            self.held.add(key)
             self.waiting.discard(key)
+            if stale:
+                self.book.requeue(key)
+                self.sends_out_again(key)
+            else:
+                self.held.add(key)
 
     @rule(data=st.data(), permanent=st.booleans())
     def failure(self, data: st.DataObject, permanent: bool) -> None:
@@ -356,7 +360,7 @@ class LedgerMachine(RuleBasedStateMachine):
         for lease_id in expected:
             self.sends_out_again(self.taken_back[lease_id].item.key)
 
-    @rule(seconds=st.integers(0, 6))
+    @rule(seconds=st.integers(1, 4))
     def time_passes(self, seconds: int) -> None:
         self.now += seconds
         due = {lease_id for lease_id, record in self.live.items() if record.deadline <= self.now}
@@ -407,5 +411,5 @@ class LedgerMachine(RuleBasedStateMachine):
         assert {(epoch, prompt) for epoch, prompt, _, _ in self.book.state()["unsettled"]} == self.seen - settled
 
 
-LedgerMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
+LedgerMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=40)
 TestLedgerMachine = LedgerMachine.TestCase
