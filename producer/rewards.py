@@ -27,6 +27,7 @@ from protocol.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 _START_TIMEOUT_S = 120.0  # imports of the user's modules included
+_EXIT_GRACE_S = 1.0
 _Frame = TypeVar("_Frame", Ready, Scores)
 
 
@@ -62,6 +63,15 @@ class _Worker:
     async def receive(self, kind: type[_Frame]) -> _Frame:
         (size,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
         return msgspec.msgpack.decode(await self._reader.readexactly(size), type=kind)
+
+    async def end(self) -> int:
+        """For a worker that closed its socket: lets it exit with its own status, briefly, then kills what is left."""
+        deadline = time.monotonic() + _EXIT_GRACE_S
+        while not os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):  # noqa: ASYNC222
+            if time.monotonic() > deadline:
+                break
+            await asyncio.sleep(0.01)
+        return await self.kill()
 
     async def kill(self) -> int:
         """Ends the worker and whatever it started, and returns its exit status."""
@@ -141,7 +151,7 @@ class RewardPool:
                 "give it a deadline of its own, or raise rewards.timeout_s",
             ) from None
         except (asyncio.IncompleteReadError, ConnectionError):
-            ending = _describe(await self._discard(worker))
+            ending = _describe(await worker.end())
             raise LeaseFailure(
                 "reward_failed", f"{self._specs[len(answers)]} ended its worker process ({ending})"
             ) from None
@@ -160,7 +170,7 @@ class RewardPool:
                 f"rewards.functions: importing {', '.join(self._specs)} took more than {_START_TIMEOUT_S:g} seconds"
             )
         except (asyncio.IncompleteReadError, ConnectionError):
-            ending = _describe(await self._discard(worker))
+            ending = _describe(await worker.end())
             problem = f"rewards.functions: importing {', '.join(self._specs)} ended the worker process ({ending})"
         finally:
             if not usable:
@@ -169,9 +179,9 @@ class RewardPool:
             raise LeaseFailure("reward_failed", problem)
         return worker
 
-    async def _discard(self, worker: _Worker) -> int:
+    async def _discard(self, worker: _Worker) -> None:
         self._alive.discard(worker)
-        return await worker.kill()
+        await worker.kill()
 
 
 def _describe(status: int) -> str:

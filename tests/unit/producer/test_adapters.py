@@ -1,0 +1,187 @@
+"""Versions are pinned, superseded, unloaded and deleted in an order that never starves the engine of a folder."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from producer.adapters import AdapterRegistry
+from producer.interfaces import Adapter, AdapterRefusedError, Completion, Counters
+from producer.timeline import Timeline
+from protocol.adapter_blob import AdapterBlob, pack
+from protocol.messages import PolicyInfo, Sampling
+
+
+def blob(version: int) -> tuple[PolicyInfo, bytes]:
+    data, digest = pack(AdapterBlob(b"{}", b"weights %d" % version))
+    return PolicyInfo(version, digest, len(data)), data
+
+
+class FakeEngine:
+    """Keeps the rules of vLLM: a loaded adapter's folder must exist until it is unloaded, names and ids are unique."""
+
+    def __init__(self) -> None:
+        self.loaded: dict[int, Adapter] = {}
+        self.names: list[str] = []
+        self.refuses = False
+        self.slow = asyncio.Event()
+        self.slow.set()
+
+    async def generate(self, prompt_ids: list[int], sampling: Sampling, adapter: Adapter) -> list[Completion]:
+        raise NotImplementedError
+
+    async def load_adapter(self, adapter: Adapter) -> None:
+        await self.slow.wait()
+        if self.refuses:
+            raise AdapterRefusedError("rank 512 is too large")
+        assert (adapter.path / "adapter_model.safetensors").is_file()
+        assert adapter.id not in self.loaded
+        assert adapter.name not in self.names
+        self.loaded[adapter.id] = adapter
+        self.names.append(adapter.name)
+
+    async def unload_adapter(self, adapter: Adapter) -> None:
+        await asyncio.sleep(0)
+        assert adapter.path.is_dir(), "the folder went before the adapter"
+        del self.loaded[adapter.id]
+
+    @property
+    def versions(self) -> list[int]:
+        return [adapter.version for adapter in self.loaded.values()]
+
+
+class Setup:
+    def __init__(self, folder: Path) -> None:
+        self.engine = FakeEngine()
+        self.folder = folder / "adapters"
+        self.counters = Counters()
+        self.timeline_path = folder / "timeline.jsonl"
+        self.timeline = Timeline(self.timeline_path)
+        self.registry = AdapterRegistry(self.engine, self.folder, self.counters, self.timeline)
+
+    async def publish(self, version: int) -> bool:
+        policy, data = blob(version)
+        return await self.registry.publish(policy, data, 0.0)
+
+    def folders(self) -> int:
+        return len(list(self.folder.iterdir()))
+
+
+@pytest.fixture
+def setup(tmp_path):
+    made = Setup(tmp_path)
+    with made.timeline:
+        yield made
+
+
+def test_a_superseded_version_goes_at_once_when_nothing_pins_it(setup):
+    async def body():
+        for version in range(10):
+            assert await setup.publish(version)
+            assert setup.engine.versions == [version]
+            assert setup.folders() == 1
+
+    asyncio.run(body())
+    assert setup.counters.policy_version == 9
+    events = [json.loads(line) for line in setup.timeline_path.read_text().splitlines()]
+    assert [event["version"] for event in events] == list(range(10))
+    assert all(event["event"] == "swap" and event["ms"] > 0 and event["bytes"] > 0 for event in events)
+
+
+def test_pinned_versions_stay_until_their_last_request_is_done(setup):
+    async def body():
+        await setup.publish(0)
+        async with setup.registry.pin() as first:
+            async with setup.registry.pin() as second:
+                await setup.publish(1)
+                async with setup.registry.pin() as newest:
+                    await setup.publish(2)
+                    assert (first.version, second.version, newest.version) == (0, 0, 1)
+                    assert setup.engine.versions == [0, 1, 2]
+                assert setup.engine.versions == [0, 2]
+            assert setup.engine.versions == [0, 2]
+            assert first.path.is_dir()
+        assert setup.engine.versions == [2]
+        assert setup.folders() == 1
+
+    asyncio.run(body())
+
+
+def test_a_version_that_cannot_be_loaded_leaves_the_old_one_current(setup, caplog):
+    async def body():
+        await setup.publish(0)
+        setup.engine.refuses = True
+        assert not await setup.publish(1)
+        setup.engine.refuses = False
+        policy, data = blob(2)
+        assert not await setup.registry.publish(policy, data[:-1], 0.0)
+        async with setup.registry.pin() as adapter:
+            assert adapter.version == 0
+        assert setup.folders() == 1
+        assert await setup.publish(3)
+        assert setup.engine.versions == [3]
+
+    asyncio.run(body())
+    assert setup.counters.failed_swaps == 2
+    assert "policy v1 could not be loaded, v0 stays: rank 512 is too large" in caplog.text
+    assert "policy v2 could not be loaded, v0 stays: checksum mismatch" in caplog.text
+
+
+def test_wait_for_returns_when_the_floor_is_reached(setup):
+    async def body():
+        waiter = asyncio.create_task(setup.registry.wait_for(2))
+        for version in range(3):
+            await asyncio.sleep(0)
+            assert not waiter.done()
+            await setup.publish(version)
+        await asyncio.wait_for(waiter, 1)
+
+    asyncio.run(body())
+
+
+def test_only_the_newest_offer_is_published(setup):
+    async def body():
+        runner = asyncio.create_task(setup.registry.run())
+        setup.engine.slow.clear()
+        for version in range(5):
+            setup.registry.offer(*blob(version), 0.0)
+            await asyncio.sleep(0.05)
+        setup.engine.slow.set()
+        await asyncio.wait_for(setup.registry.wait_for(4), 5)
+        runner.cancel()
+        assert [name.split("-")[0] for name in setup.engine.names] == ["v0", "v4"]
+
+    asyncio.run(body())
+
+
+def test_a_new_trainer_voids_versions_that_it_does_not_serve(setup):
+    async def body():
+        await setup.publish(7)
+        setup.registry.follow(blob(7)[0])
+        assert setup.counters.policy_version == 7
+        setup.registry.follow(blob(5)[0])
+        assert setup.counters.policy_version == -1
+        waiter = asyncio.create_task(setup.registry.wait_for(5))
+        await asyncio.sleep(0)
+        assert not waiter.done()
+        await setup.publish(5)
+        await asyncio.wait_for(waiter, 1)
+        assert setup.engine.versions == [5]
+
+    asyncio.run(body())
+
+
+def test_a_version_of_a_trainer_that_died_while_it_was_loaded_never_goes_live(setup):
+    async def body():
+        setup.engine.slow.clear()
+        loading = asyncio.create_task(setup.publish(9))
+        await asyncio.sleep(0.05)
+        setup.registry.follow(blob(3)[0])
+        setup.engine.slow.set()
+        assert not await loading
+        assert setup.counters.policy_version == -1
+        assert setup.engine.versions == []
+        assert setup.folders() == 0
+
+    asyncio.run(body())

@@ -1,0 +1,56 @@
+"""A blob arrives whole and once, whatever happens to its chunks."""
+
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from producer.download import BlobDownload
+from protocol.messages import BlobChunk, PolicyInfo
+
+DIGEST = "a" * 64
+
+
+def download(data: bytes, chunk_bytes: int) -> BlobDownload:
+    return BlobDownload(PolicyInfo(3, DIGEST, len(data)), chunk_bytes, 0.0)
+
+
+def test_requests_keep_a_window_and_are_repeated_when_unanswered():
+    started = download(bytes(100), 10)
+    assert [(r.offset, r.length) for r in started.due_requests(0.0)] == [(0, 10), (10, 10), (20, 10), (30, 10)]
+    assert started.due_requests(1.0) == []
+    assert started.receive(BlobChunk(DIGEST, 10, bytes(10))) is None
+    assert [r.offset for r in started.due_requests(1.0)] == [40]
+    assert [r.offset for r in started.due_requests(2.5)] == [0, 20, 30]
+
+
+def test_after_a_reconnect_only_what_is_missing_is_asked_for():
+    started = download(bytes(35), 10)
+    started.due_requests(0.0)
+    started.receive(BlobChunk(DIGEST, 20, bytes(10)))
+    started.forget_requests()
+    assert [(r.offset, r.length) for r in started.due_requests(0.1)] == [(0, 10), (10, 10), (30, 5)]
+
+
+def test_chunks_of_another_blob_or_size_are_ignored():
+    started = download(b"abcdef", 4)
+    assert started.receive(BlobChunk("b" * 64, 0, b"abcd")) is None
+    assert started.receive(BlobChunk(DIGEST, 0, b"abc")) is None
+    assert started.receive(BlobChunk(DIGEST, 2, b"cdef")) is None
+    assert started.receive(BlobChunk(DIGEST, 4, b"ef")) is None
+    assert started.receive(BlobChunk(DIGEST, 0, b"abcd")) == b"abcdef"
+
+
+@given(data=st.binary(min_size=1, max_size=200), chunk_bytes=st.integers(1, 50), seed=st.integers(0, 2**32))
+def test_any_order_with_losses_and_repetitions_gives_the_blob_once(data, chunk_bytes, seed):
+    chance = random.Random(seed)
+    started = download(data, chunk_bytes)
+    now, whole = 0.0, []
+    while not whole:
+        now += 0.7
+        chunks = [BlobChunk(DIGEST, r.offset, data[r.offset : r.offset + r.length]) for r in started.due_requests(now)]
+        chance.shuffle(chunks)
+        for chunk in chunks:
+            if chance.random() < 0.75:  # else lost
+                whole += [blob for blob in [started.receive(chunk), started.receive(chunk)] if blob is not None]
+    assert whole == [data]

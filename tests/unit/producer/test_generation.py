@@ -1,0 +1,228 @@
+"""Every lease is answered exactly once, with what the engine sampled or with the reason why not."""
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from producer.adapters import AdapterRegistry
+from producer.generation import Generation
+from producer.interfaces import Adapter, Completion, Counters, LeaseFailure
+from producer.timeline import Timeline
+from protocol.errors import EngineError
+from protocol.messages import Group, Nack, Sampling
+from tests.scripted_trainer import lease
+from tests.unit.producer.test_adapters import FakeEngine, blob
+
+
+class SlowEngine(FakeEngine):
+    """Holds requests until released."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.release = asyncio.Event()
+        self.running = self.most_running = 0
+        self.error: Exception | None = None
+        self.started_on: list[int] = []
+
+    async def generate(self, prompt_ids: list[int], sampling: Sampling, adapter: Adapter) -> list[Completion]:
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        self.started_on.append(adapter.version)
+        try:
+            await self.release.wait()
+            if self.error:
+                raise self.error
+            assert adapter.id in self.loaded
+            return [
+                Completion([i, 2][: 1 + i % 2], [-0.5, -1.5][: 1 + i % 2], bool(i % 2))
+                for i in range(sampling.num_generations)
+            ]
+        finally:
+            self.running -= 1
+
+
+class Prompts:
+    def encode(self, prompt, max_completion_length):
+        if prompt == "bad":
+            raise LeaseFailure("bad_prompt", "it is bad")
+        return [7, 8, 9]
+
+    def decode(self, prompt, completions):
+        return [str(ids) for ids in completions]
+
+
+class Rewards:
+    async def score(self, prompt, completions, completion_ids, columns):
+        if prompt == "unscorable":
+            raise LeaseFailure("reward_failed", "it raised")
+        return np.array([[float(len(ids)), np.nan] for ids in completion_ids], dtype=np.float32), 0.25
+
+
+class Setup:
+    def __init__(self, folder: Path, max_groups: int, timeline: Timeline) -> None:
+        self.engine = SlowEngine()
+        self.counters = Counters()
+        self.answers: list[Group | Nack] = []
+        self.registry = AdapterRegistry(self.engine, folder, self.counters, timeline)
+        self.tasks: list[asyncio.Task[None]] = []
+        self.generation = Generation(
+            self.engine, self.registry, Prompts(), Rewards(), self.counters, max_groups, self.spawn, self.answers.append
+        )
+
+    def spawn(self, work):
+        self.tasks.append(asyncio.create_task(work))
+        return self.tasks[-1]
+
+    async def publish(self, version: int) -> None:
+        policy, data = blob(version)
+        await self.registry.publish(policy, data, 0.0)
+
+    async def settle(self) -> None:
+        await asyncio.wait_for(asyncio.gather(*self.tasks, return_exceptions=True), 5)
+
+
+@pytest.fixture
+def run(tmp_path):
+    def runner(body, max_groups=2):
+        async def main():
+            with Timeline(tmp_path / "timeline.jsonl") as timeline:
+                await body(Setup(tmp_path / "adapters", max_groups, timeline))
+
+        asyncio.run(main())
+
+    return runner
+
+
+def test_a_group_carries_everything_in_the_documented_layout(run):
+    async def body(setup):
+        await setup.publish(3)
+        setup.engine.release.set()
+        setup.generation.start(lease(1))
+        await setup.settle()
+        (group,) = setup.answers
+        assert (group.lease_id, group.policy_version, group.reward_s) == ("lease-1", 3, 0.25)
+        assert np.frombuffer(group.prompt_ids, "<i4").tolist() == [7, 8, 9]
+        assert np.frombuffer(group.completion_lengths, "<i4").tolist() == [1, 2, 1, 2]
+        assert np.frombuffer(group.completion_ids, "<i4").tolist() == [0, 1, 2, 2, 3, 2]
+        assert np.frombuffer(group.logprobs, "<f4").tolist() == [-0.5, -0.5, -1.5, -0.5, -0.5, -1.5]
+        assert np.frombuffer(group.truncated, "u1").tolist() == [0, 1, 0, 1]
+        rewards = np.frombuffer(group.rewards, "<f4").reshape(4, 2)
+        np.testing.assert_array_equal(rewards, [[1, np.nan], [2, np.nan], [1, np.nan], [2, np.nan]])
+        assert (setup.counters.tokens, setup.counters.groups, setup.counters.failed) == (6, 1, 0)
+
+    run(body)
+
+
+def test_no_more_groups_than_places_are_in_the_engine_and_late_ones_get_the_newest_policy(run):
+    async def body(setup):
+        await setup.publish(0)
+        for number in range(5):
+            setup.generation.start(lease(number))
+        await asyncio.sleep(0.05)
+        assert setup.engine.running == 2
+        await setup.publish(1)
+        setup.engine.release.set()
+        await setup.settle()
+        assert setup.engine.most_running == 2
+        assert setup.engine.started_on == [0, 0, 1, 1, 1]
+        assert sorted(group.policy_version for group in setup.answers) == [0, 0, 1, 1, 1]
+        assert setup.engine.versions == [1]
+
+    run(body)
+
+
+def test_a_lease_waits_for_its_policy_floor(run):
+    async def body(setup):
+        setup.engine.release.set()
+        setup.generation.start(lease(0, policy_floor=2))
+        for version in (0, 1):
+            await setup.publish(version)
+            await asyncio.sleep(0.01)
+            assert setup.answers == []
+        await setup.publish(2)
+        await setup.settle()
+        assert [group.policy_version for group in setup.answers] == [2]
+
+    run(body)
+
+
+def test_failures_are_answers(run):
+    async def body(setup):
+        await setup.publish(0)
+        setup.engine.release.set()
+        setup.generation.start(lease(0, prompt="bad"))
+        setup.generation.start(lease(1, prompt="unscorable"))
+        await setup.settle()
+        assert setup.answers == [
+            Nack("lease-0", "bad_prompt", "it is bad"),
+            Nack("lease-1", "reward_failed", "it raised"),
+        ]
+        assert setup.counters.failed == 2
+
+    run(body)
+
+
+@pytest.mark.parametrize(
+    ("floor", "reason", "said"), [(5, "no_policy", "waiting for policy v5"), (0, "generation_failed", "generating")]
+)
+def test_a_lease_past_its_deadline_is_answered(run, floor, reason, said):
+    async def body(setup):
+        await setup.publish(0)
+        setup.generation.start(lease(0, policy_floor=floor, timeout_s=0.05))
+        await setup.settle()
+        (nack,) = setup.answers
+        assert (nack.lease_id, nack.reason) == ("lease-0", reason)
+        assert said in nack.detail
+        assert setup.engine.running == 0
+
+    run(body)
+
+
+def test_abandoned_leases_are_not_answered_and_free_their_places(run):
+    async def body(setup):
+        await setup.publish(0)
+        for number in range(4):
+            setup.generation.start(lease(number))
+        await asyncio.sleep(0.02)
+        setup.generation.abandon("lease-0")
+        setup.generation.abandon("no such lease")
+        await asyncio.sleep(0.02)
+        assert setup.engine.running == 2
+        assert setup.generation.abandon_all() == ["lease-1", "lease-2", "lease-3"]
+        await setup.settle()
+        assert (setup.answers, setup.engine.running) == ([], 0)
+        await setup.publish(1)
+        assert setup.engine.versions == [1]
+
+    run(body)
+
+
+def test_a_dead_engine_is_no_answer_but_an_error(run):
+    async def body(setup):
+        await setup.publish(0)
+        setup.engine.error = EngineError("the engine died")
+        setup.engine.release.set()
+        setup.generation.start(lease(0))
+        await setup.settle()
+        assert setup.answers == []
+        assert isinstance(setup.tasks[0].exception(), EngineError)
+
+    run(body)
+
+
+def test_busy_time_is_the_union_of_running_requests(run):
+    async def body(setup):
+        await setup.publish(0)
+        for number in range(2):
+            setup.generation.start(lease(number))
+        await asyncio.sleep(0.2)
+        assert 0.15 < setup.generation.clock.busy_s() < 0.35
+        setup.engine.release.set()
+        await setup.settle()
+        busy_s = setup.generation.clock.busy_s()
+        await asyncio.sleep(0.05)
+        assert setup.generation.clock.busy_s() == busy_s
+
+    run(body)
