@@ -29,7 +29,7 @@ from consumer.run_control import RunControl
 from consumer.trainer import SlipstreamTrainer, build_arguments, build_lora
 from protocol.config import RunConfig
 from protocol.digests import base_model_digest, resolve_model, tokenizer_digest
-from protocol.errors import DeviceError, ExitCode
+from protocol.errors import ConfigError, DeviceError, ExitCode
 from protocol.handshake import TrainerNeeds
 from protocol.messages import Sampling
 from protocol.zmq_channel import ZmqServer
@@ -128,9 +128,12 @@ def run(config: RunConfig, gpus: list[int], *, resume: bool) -> ExitCode:
         run_id=run_id,
         stop_requested=stop,
     )
-    trainer = SlipstreamTrainer(
-        config, arguments, lora, model_folder, (batch.groups for batch in feed), callbacks=[control]
-    )
+    try:
+        trainer = SlipstreamTrainer(
+            config, arguments, lora, model_folder, (batch.groups for batch in feed), callbacks=[control]
+        )
+    except (ValueError, TypeError, NotImplementedError, ImportError, RuntimeError) as error:
+        raise ConfigError(f"TRL or PEFT refused to build the trainer: {error}") from error
     control.trainer = trainer
     if start is not None:
         trainer._load_from_checkpoint(str(start[0]))

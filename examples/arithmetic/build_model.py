@@ -17,6 +17,7 @@ import json
 import os
 import random
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -46,7 +47,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def make_pairs(seed: int) -> tuple[list, list]:
+def make_pairs(seed: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     """All two-digit pairs in a random order: those to train on, those to evaluate on."""
     pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
     random.Random(seed).shuffle(pairs)
@@ -58,7 +59,8 @@ def careless(a: int, b: int) -> int:
     return (a // 10 + b // 10) * 10 + (a + b) % 10
 
 
-def encode(pairs: list, answer) -> torch.Tensor:
+def encode(pairs: list[tuple[int, int]], answer: Callable[[int, int], int]) -> torch.Tensor:
+    """Token ids of whole sums, right-padded: (len(pairs), LENGTH)."""
     ids = torch.full((len(pairs), LENGTH), PAD)
     for i, (a, b) in enumerate(pairs):
         tokens = [VOCAB[c] for c in f"{a}+{b}={answer(a, b)}"] + [EOS]
@@ -67,7 +69,7 @@ def encode(pairs: list, answer) -> torch.Tensor:
 
 
 @torch.no_grad()
-def greedy_accuracy(model, ids: torch.Tensor) -> float:
+def greedy_accuracy(model: Qwen2ForCausalLM, ids: torch.Tensor) -> float:
     """Share of rows answered right greedily (the argmax is right at every answer place)."""
     guess = model(ids[:, :-1], use_cache=False).logits[:, PROMPT - 1 :].argmax(-1)
     want = ids[:, PROMPT:]
@@ -78,8 +80,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("output", type=Path)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--careless", type=float, default=0.65, help="share of forgotten carries")
+    parser.add_argument("--steps", type=int, default=900)
+    parser.add_argument("--careless", type=float, default=0.6, help="share of forgotten carries")
     args = parser.parse_args()
 
     started = time.monotonic()
@@ -107,7 +109,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.98), weight_decay=0.1, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: min(1.0, (i + 1) / 50, 2 * (1 - i / args.steps)))
     for step in range(1, args.steps + 1):
-        pick = torch.randint(len(train), (128,))
+        pick = torch.randint(len(train), (96,))
         forget = torch.rand(len(pick), 1) < args.careless
         ids = torch.where(forget, wrong[pick], right[pick])
         logits = model(ids[:, :-1], use_cache=False).logits[:, PROMPT - 1 :]
@@ -117,7 +119,7 @@ def main() -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-        if step % 100 == 0:
+        if step % 150 == 0:
             print(f"step {step}: loss {loss.item():.3f}", flush=True)
 
     truth, habit = encode(evaluation, lambda a, b: a + b), encode(evaluation, careless)

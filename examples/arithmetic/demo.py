@@ -54,14 +54,16 @@ def main() -> None:
 
 
 def build_base_model() -> None:
-    """Builds the base model unless this very script has built it before."""
+    """Builds the base model unless this very script has built it before. It appears complete or not at all."""
     script = Path(__file__).with_name("build_model.py").read_bytes()
     stamp = BASE / "built_by.py"
     if stamp.is_file() and stamp.read_bytes() == script:
         return
+    partial = BASE.with_name(f"{BASE.name}.{os.getpid()}")
+    subprocess.run([sys.executable, "-m", "examples.arithmetic.build_model", str(partial)], check=True)
+    (partial / stamp.name).write_bytes(script)
     shutil.rmtree(BASE, ignore_errors=True)
-    subprocess.run([sys.executable, "-m", "examples.arithmetic.build_model", str(BASE)], check=True)
-    stamp.write_bytes(script)
+    partial.rename(BASE)
 
 
 def default_gpus() -> list[str]:

@@ -1,0 +1,75 @@
+"""The two daemons as processes, for tests: started, watched through their logs, killed and started again."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+START_S = 120.0
+
+
+class Daemon:
+    """One `rl-producer` or `rl-trainer` process whose output goes to a file."""
+
+    def __init__(self, module: str, log: Path, *arguments: str) -> None:
+        self._log = log
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+        with log.open("ab") as stream:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", module, "--gpu", "cpu", *arguments],
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+            )
+
+    @property
+    def output(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def wait_for(self, pattern: str, timeout_s: float = START_S) -> re.Match[str]:
+        """Until the log matches; fails if the process ends or the time is over first."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            ended = self.process.poll() is not None
+            found = re.search(pattern, self.output)
+            if found:
+                return found
+            assert not ended, f"{self._log.name} ended with {self.process.returncode}:\n{self.output[-3000:]}"
+            time.sleep(0.1)
+        raise AssertionError(f"{self._log.name}: no {pattern!r} within {timeout_s} s:\n{self.output[-3000:]}")
+
+    def family(self) -> list[psutil.Process]:
+        """The process and everything it started."""
+        me = psutil.Process(self.process.pid)
+        return [me, *me.children(recursive=True)]
+
+    def kill(self) -> None:
+        """SIGKILL to this one process, as the kernel's out-of-memory killer would."""
+        self.process.kill()
+        self.process.wait(10)
+
+    def end(self, timeout_s: float = 60.0) -> int:
+        """Waits for the process to end by itself and returns its exit code."""
+        return self.process.wait(timeout_s)
+
+    def close(self) -> None:
+        """Whatever state it is in, nothing of it stays."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(20)
+            except subprocess.TimeoutExpired:
+                os.killpg(self.process.pid, signal.SIGKILL)
+                self.process.wait(10)
+
+
+def gone(processes: list[psutil.Process], timeout_s: float = 15.0) -> bool:
+    """Whether all of these have ended within the time."""
+    _, alive = psutil.wait_procs(processes, timeout=timeout_s)
+    return not [process for process in alive if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]

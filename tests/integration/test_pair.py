@@ -1,0 +1,131 @@
+"""The real pair: real vLLM, real TRL, real sockets, two processes."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.integration.models import build_model
+from tests.integration.pair import Daemon, gone
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
+
+REWARD = "def ones(completions, **_):\n    return [float(text.count('1')) for text in completions]\n"
+CHAT_REWARD = "def length(completions, **_):\n    return [float(len(c[0]['content'])) for c in completions]\n"
+
+
+@pytest.fixture
+def daemons() -> Iterator[list[Daemon]]:
+    started: list[Daemon] = []
+    yield started
+    for daemon in started:
+        daemon.close()
+
+
+def write_run(folder: Path, family: str, rows: list[dict], reward: str, **sections: dict) -> Path:
+    """A complete run in `folder`; returns its configuration file."""
+    build_model(family, folder / "model")
+    (folder / "rewards.py").write_text(reward)
+    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    name = reward.split("(")[0].removeprefix("def ")
+    config = {
+        "run_dir": str(folder / "run"),
+        "seed": 3,
+        "model": {"path": str(folder / "model"), "dtype": "float32"},
+        "dataset": {"path": str(folder / "data.jsonl")},
+        "rewards": {"functions": [{"function": f"{folder}/rewards.py:{name}"}], "num_workers": 1},
+        "sampling": {"num_generations": 4, "max_completion_length": 8},
+        "pipeline": {"groups_per_step": 4, "max_staleness": 2},
+        "transport": {"heartbeat_interval_s": 0.5, "heartbeat_timeout_s": 3.0},
+        "lora": {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"},
+        "engine": {"max_model_len": 128, "max_num_seqs": 32, "enforce_eager": True},
+        "trainer": {"max_steps": 30, "learning_rate": 1e-3, "gradient_checkpointing": False, "save_steps": 5},
+    }
+    for section, values in sections.items():
+        config[section] = config.get(section, {}) | values
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def read_steps(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "run" / "steps.jsonl").read_text().splitlines()]
+
+
+def test_each_waits_for_the_other_and_training_goes_on(short_dir: Path, daemons: list[Daemon]) -> None:
+    rows = [{"prompt": f"{i}+1="} for i in range(40)]
+    config = str(write_run(short_dir, "qwen2", rows, REWARD, trainer={"max_steps": 1_000_000}))
+
+    producer = Daemon("producer.cli", short_dir / "producer-1.log", "--config", config)
+    daemons.append(producer)
+    trainer = Daemon("consumer.cli", short_dir / "trainer-1.log", "--config", config)
+    daemons.append(trainer)
+    trainer.wait_for(r"no producer is connected")
+    trainer.wait_for(r"step 8/")
+    producer.wait_for(r"policy v5 is live")
+
+    family = producer.family()
+    assert len(family) >= 3, "engine core and reward worker are processes of their own"
+    producer.kill()
+    assert gone(family), "the engine core and the reward worker end with their daemon"
+    trainer.wait_for(r"producer \S+ left \(silent for .*prompts go out again")
+    assert trainer.process.poll() is None
+
+    producer = Daemon("producer.cli", short_dir / "producer-2.log", "--config", config)
+    daemons.append(producer)
+    producer.wait_for(r"connected to the trainer")
+    before = len(read_steps(short_dir))
+    trainer.wait_for(rf"step {before + 5}/")
+
+    trainer.kill()
+    producer.wait_for(r"(?i)trainer.*(silent|lost|gone)")
+    assert producer.process.poll() is None
+    committed = max(
+        int(path.parent.name.rpartition("-")[2])
+        for path in (short_dir / "run").glob("checkpoints/*/pipeline_state.json")
+    )
+    refused = Daemon("consumer.cli", short_dir / "trainer-refused.log", "--config", config)
+    assert refused.end() == 78
+    assert "--resume" in refused.output
+
+    resumed = Daemon(
+        "consumer.cli",
+        short_dir / "trainer-2.log",
+        *("--config", config, "--resume", "--set", f"trainer.max_steps={committed + 20}"),
+    )
+    daemons.append(resumed)
+    assert resumed.end(120) == 0, resumed.output[-3000:]
+    assert producer.end() == 0, producer.output[-3000:]
+    steps = [line["step"] for line in read_steps(short_dir)]
+    assert steps[-20:] == list(range(committed + 1, committed + 21)), "it went on from the checkpoint, one by one"
+    assert (short_dir / "run" / "adapter" / "adapter_model.safetensors").is_file()
+
+
+def test_without_staleness_the_run_is_on_policy(short_dir: Path, daemons: list[Daemon]) -> None:
+    """A Llama with byte-level BPE and a chat template; every group is trained on the version that generated it."""
+    rows = [{"prompt": [{"role": "user", "content": f"What is {i} and three?"}]} for i in range(20)]
+    config = str(
+        write_run(
+            short_dir,
+            "llama",
+            rows,
+            CHAT_REWARD,
+            pipeline={"max_staleness": 0},
+            trainer={"max_steps": 8},
+            correction={"ratio_max": 100.0},
+        )
+    )
+    for module, name in (("producer.cli", "producer"), ("consumer.cli", "trainer")):
+        daemons.append(Daemon(module, short_dir / f"{name}.log", "--config", config))
+    producer, trainer = daemons
+    assert trainer.end(180) == 0, trainer.output[-3000:]
+    assert producer.end() == 0, producer.output[-3000:]
+    steps = read_steps(short_dir)
+    assert [line["policy_version"] for line in steps] == list(range(8))
+    for line in steps:
+        assert line["staleness/max"] == line["staleness/mean"] == 0.0
+        assert line["sampling/importance_sampling_ratio/min"] == pytest.approx(1.0, abs=2e-4)
+        assert line["sampling/importance_sampling_ratio/max"] == pytest.approx(1.0, abs=2e-4)
+    assert steps[-1]["counts"]["trained"] == 8 * 4
