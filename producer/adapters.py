@@ -91,7 +91,7 @@ class AdapterRegistry:
             return False
         self._pins[adapter] = 0
         if session != self._session:  # its trainer died meanwhile
-            await self._unload_idle()
+            await self.unload_idle()
             return False
         self._flip(adapter, policy)
         now = time.monotonic()
@@ -100,7 +100,7 @@ class AdapterRegistry:
             "swap", version=policy.version, ms=round(swap_ms, 3), load_ms=round(load_ms, 3), bytes=len(blob)
         )
         logger.info("policy v%d is live (%.0f ms after its announcement)", policy.version, swap_ms)
-        await self._unload_idle()
+        await self.unload_idle()
         return True
 
     @asynccontextmanager
@@ -113,7 +113,7 @@ class AdapterRegistry:
             yield adapter
         finally:
             self._pins[adapter] -= 1
-            await self._unload_idle()
+            await self.unload_idle()
 
     async def wait_for(self, floor: int) -> None:
         """Returns once the current version is `floor` or newer. The caller sets the deadline."""
@@ -126,7 +126,8 @@ class AdapterRegistry:
         self._flipped.set()
         self._flipped = asyncio.Event()
 
-    async def _unload_idle(self) -> None:
+    async def unload_idle(self) -> None:
+        """Unloads what is neither current nor pinned, then deletes its folder."""
         for adapter in [a for a, pins in self._pins.items() if pins == 0 and a is not self._current]:
             if self._pins.pop(adapter, None) is None:
                 continue  # another task was faster while this one awaited

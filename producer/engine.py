@@ -78,6 +78,7 @@ class Engine:
         except Exception as error:
             raise EngineError(f"the engine did not start: {error} (its own messages are above)") from error
         self._request_ids = itertools.count()
+        self._loaded_ids: set[int] = set()
         self.folder = folder
         self.max_num_seqs: int = vllm_config.scheduler_config.max_num_seqs
         self.facts = EngineFacts(
@@ -134,6 +135,7 @@ class Engine:
             AdapterRefusedError: vLLM cannot load it.
             EngineError: the engine is dead.
         """
+        assert adapter.id not in self._loaded_ids, "vLLM would go on serving the weights that it knows under this id"
         try:
             loaded = await self._llm.add_lora(_lora_request(adapter))
         except EngineDeadError as error:
@@ -143,6 +145,7 @@ class Engine:
             raise AdapterRefusedError(str(error)) from error
         if not loaded:
             raise AdapterRefusedError(f"vLLM did not load {adapter.name} and gives no reason")
+        self._loaded_ids.add(adapter.id)
 
     async def unload_adapter(self, adapter: Adapter) -> None:
         """Only for an adapter that no request names; vLLM would read it again, or die."""
@@ -150,6 +153,7 @@ class Engine:
             await self._llm.remove_lora(adapter.id)
         except Exception as error:
             raise EngineError(f"the engine failed to unload {adapter.name}: {error}") from error
+        self._loaded_ids.remove(adapter.id)
 
     def shutdown(self) -> None:
         """Ends the engine core. Idempotent."""

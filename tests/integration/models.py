@@ -45,9 +45,7 @@ def char_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
 
 
 def byte_bpe_tokenizer() -> PreTrainedTokenizerFast:
@@ -57,7 +55,10 @@ def byte_bpe_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.ByteLevel()
     special = ["<pad>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"]
     trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=400,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     corpus = ["What is the sum of two and three?", "The sum is five.", "Wie heißt du? 你好, 世界! 🙂"] * 20
     tokenizer.train_from_iterator(corpus, trainer)
@@ -69,7 +70,11 @@ def byte_bpe_tokenizer() -> PreTrainedTokenizerFast:
 def build_model(family: str, folder: Path, seed: int = 0) -> Path:
     """Writes a model of `family` (qwen2, llama or gemma3) with its tokenizer to `folder`, in float32."""
     tokenizer = byte_bpe_tokenizer() if family == "llama" else char_tokenizer()
-    tokens = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
+    tokens = {
+        "vocab_size": len(tokenizer),
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+    }
     torch.manual_seed(seed)
     embedding_std = 0.06 if family == "gemma3" else 0.5  # Gemma multiplies embeddings by sqrt(hidden_size)
     match family:
@@ -79,7 +84,9 @@ def build_model(family: str, folder: Path, seed: int = 0) -> Path:
             model = LlamaForCausalLM(LlamaConfig(**_SHAPE, **tokens, bos_token_id=None, tie_word_embeddings=False))
         case "gemma3":
             model = Gemma3ForCausalLM(
-                Gemma3TextConfig(**_SHAPE, **tokens, bos_token_id=None, head_dim=32, sliding_window=64, query_pre_attn_scalar=32)
+                Gemma3TextConfig(
+                    **_SHAPE, **tokens, bos_token_id=None, head_dim=32, sliding_window=64, query_pre_attn_scalar=32
+                )
             )
         case _:
             raise ValueError(family)
@@ -104,14 +111,16 @@ def random_adapter(model_folder: Path, folder: Path, *, rank: int = 8, seed: int
                 parameter.normal_(0.0, 0.1)
     model.save_pretrained(folder)
     return pack(
-        AdapterBlob(
-            (folder / "adapter_config.json").read_bytes(), (folder / "adapter_model.safetensors").read_bytes()
-        )
+        AdapterBlob((folder / "adapter_config.json").read_bytes(), (folder / "adapter_model.safetensors").read_bytes())
     )
 
 
 def reference_logprobs(
-    model_folder: Path, adapter_folder: Path | None, prompt_ids: list[int], completion_ids: list[int], temperature: float
+    model_folder: Path,
+    adapter_folder: Path | None,
+    prompt_ids: list[int],
+    completion_ids: list[int],
+    temperature: float,
 ) -> torch.Tensor:
     """Log-probs of the completion's tokens under transformers + PEFT, loaded from disk."""
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)

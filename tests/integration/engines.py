@@ -1,0 +1,84 @@
+"""Real engines for tests: one per module, on an asyncio loop of its own, with tiny local models."""
+
+import asyncio
+from collections.abc import Coroutine
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from producer.interfaces import Adapter
+from protocol.adapter_blob import unpack
+from protocol.config import RunConfig
+from protocol.messages import PolicyInfo
+from tests.integration.models import random_adapter
+
+Result = TypeVar("Result")
+
+
+def run_config(model: Path, run_dir: Path, **sections: Any) -> RunConfig:
+    values: dict[str, Any] = {
+        "run_dir": str(run_dir),
+        "model": {"path": str(model), "dtype": "float32"},
+        "dataset": {"path": "unused"},
+        "rewards": {"functions": [{"function": "unused:reward"}]},
+        "sampling": {"num_generations": 4, "max_completion_length": 16},
+        "lora": {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"},
+        "engine": {"enforce_eager": True, "max_model_len": 256, "max_num_seqs": 64},
+    }
+    return RunConfig.model_validate(values | sections)
+
+
+class LiveEngine:
+    """A started engine and random adapters for its model. `run` executes coroutines on the engine's loop."""
+
+    def __init__(self, model: Path, folder: Path, **sections: Any) -> None:
+        from producer.engine import Engine
+
+        self.model = model
+        self.folder = folder
+        self.config = run_config(model, folder / "run", **sections)
+        self.loop = asyncio.new_event_loop()
+        self.engine = self.run(self._start(Engine))
+        self._published: dict[int, tuple[Path, bytes, str]] = {}
+
+    async def _start(self, factory: Any) -> Any:
+        engine = factory(self.config, 0)
+        await engine.warm_up()
+        return engine
+
+    def run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        return self.loop.run_until_complete(work)
+
+    def peft_folder(self, version: int) -> Path:
+        return self._made(version)[0]
+
+    def policy(self, version: int) -> tuple[PolicyInfo, bytes]:
+        _, blob, digest = self._made(version)
+        return PolicyInfo(version, digest, len(blob)), blob
+
+    def adapter(self, version: int, number: int) -> Adapter:
+        """Version `version`, unpacked from its blob as adapter `number` of the engine, not loaded yet."""
+        _, blob, digest = self._made(version)
+        path = self.folder / f"adapter-{number}"
+        unpack(blob, digest, path)
+        return Adapter(version, f"v{version}-{number}", number, path)
+
+    def _made(self, version: int) -> tuple[Path, bytes, str]:
+        if version not in self._published:
+            folder = self.folder / f"peft-{version}"
+            self._published[version] = (folder, *random_adapter(self.model, folder, seed=version))
+        return self._published[version]
+
+    def close(self) -> None:
+        self.engine.shutdown()
+        self.run(asyncio.sleep(0.1))
+        self.loop.close()
+
+
+@contextmanager
+def live_engine(model: Path, folder: Path, **sections: Any):
+    engine = LiveEngine(model, folder, **sections)
+    try:
+        yield engine
+    finally:
+        engine.close()

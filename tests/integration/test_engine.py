@@ -1,0 +1,204 @@
+"""The real vLLM engine under the real adapter registry: swaps are exact, cost no pause, and leak nothing."""
+
+import asyncio
+import shutil
+
+import pytest
+import torch
+
+from producer.adapters import AdapterRegistry
+from producer.interfaces import AdapterRefusedError, Counters, LeaseFailure
+from producer.timeline import Timeline
+from protocol.errors import ConfigError
+from protocol.messages import PolicyInfo, Sampling
+from tests.integration.engines import LiveEngine, live_engine, run_config
+from tests.integration.models import build_model, random_adapter, reference_logprobs
+
+pytestmark = pytest.mark.integration
+
+PROMPT = [5, 6, 7, 8, 9]
+
+
+def sampling(length: int = 24, temperature: float = 1.0, n: int = 4) -> Sampling:
+    return Sampling(num_generations=n, max_completion_length=length, temperature=temperature)
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("engine")
+    with live_engine(build_model("qwen2", folder / "model"), folder) as engine:
+        yield engine
+
+
+@pytest.fixture
+def registry(live: LiveEngine, tmp_path):
+    with Timeline(tmp_path / "timeline.jsonl") as timeline:
+        made = AdapterRegistry(live.engine, tmp_path / "adapters", Counters(), timeline)
+        yield made
+        made.follow(PolicyInfo(0, "0" * 64, 0))
+        live.run(made.unload_idle())
+
+
+def worst_difference(live: LiveEngine, completions, version: int, temperature: float) -> float:
+    return max(
+        (
+            torch.tensor(completion.logprobs)
+            - reference_logprobs(live.model, live.peft_folder(version), PROMPT, completion.token_ids, temperature)
+        )
+        .abs()
+        .max()
+        .item()
+        for completion in completions
+    )
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_after_a_swap_are_those_of_transformers_and_peft(live, registry, temperature):
+    async def body():
+        for version in (1, 2):
+            assert await registry.publish(*live.policy(version), 0.0)
+        async with registry.pin() as adapter:
+            return adapter.version, await live.engine.generate(PROMPT, sampling(temperature=temperature), adapter)
+
+    version, completions = live.run(body())
+    assert version == 2
+    assert len(completions) == 4
+    assert worst_difference(live, completions, 2, temperature) < 1e-3
+    assert worst_difference(live, completions, 1, temperature) > 0.1, "the swap changed nothing"
+
+
+def test_requests_in_flight_finish_on_their_adapter_and_new_ones_start_on_the_new(live, registry):
+    async def generate():
+        async with registry.pin() as adapter:
+            return adapter.version, await live.engine.generate(PROMPT, sampling(200, n=8), adapter)
+
+    async def body():
+        await registry.publish(*live.policy(3), 0.0)
+        old = asyncio.create_task(generate())
+        await asyncio.sleep(0.1)
+        await registry.publish(*live.policy(4), 0.0)
+        assert not old.done(), "the request was over before the swap; make it longer"
+        new = asyncio.create_task(generate())
+        return await old, await new
+
+    for version in (3, 4):
+        live.policy(version)  # built beforehand: that takes longer than the swap
+    for version, completions in live.run(body()):
+        assert worst_difference(live, completions, version, 1.0) < 1e-3
+        assert worst_difference(live, completions, 7 - version, 1.0) > 0.1
+
+
+def test_many_swaps_under_load_leave_the_engine_alive_and_one_folder(live, registry, tmp_path):
+    versions = []
+
+    async def keep_generating(stop: asyncio.Event):
+        while not stop.is_set():
+            async with registry.pin() as adapter:
+                completions = await live.engine.generate(PROMPT, sampling(12), adapter)
+                versions.append(adapter.version)
+                assert all(len(c.token_ids) == len(c.logprobs) for c in completions)
+
+    async def body():
+        await registry.publish(*live.policy(10), 0.0)
+        stop = asyncio.Event()
+        workers = [asyncio.create_task(keep_generating(stop)) for _ in range(6)]
+        for version in range(11, 22):
+            await asyncio.sleep(0.15)
+            assert await registry.publish(*live.policy(version), 0.0)
+        await asyncio.sleep(0.3)
+        stop.set()
+        await asyncio.gather(*workers)
+
+    for version in range(10, 22):
+        live.policy(version)  # built beforehand: that takes longer than a swap
+    live.run(body())
+    assert versions[0] == 10
+    assert versions[-1] == 21
+    assert len(set(versions)) >= 8
+    assert len(list((tmp_path / "adapters").iterdir())) == 1
+
+
+def test_a_refused_adapter_or_request_leaves_the_engine_alive(live, registry, tmp_path):
+    async def body():
+        await registry.publish(*live.policy(1), 0.0)
+        broken = live.adapter(2, 9001)
+        shutil.rmtree(broken.path)
+        with pytest.raises(AdapterRefusedError):
+            await live.engine.load_adapter(broken)
+        random_adapter(live.model, tmp_path / "rank16", rank=16, seed=5)
+        too_large = live.adapter(2, 9002)
+        shutil.copytree(tmp_path / "rank16", too_large.path, dirs_exist_ok=True)
+        with pytest.raises(AdapterRefusedError, match="rank"):
+            await live.engine.load_adapter(too_large)
+        async with registry.pin() as adapter:
+            with pytest.raises(LeaseFailure) as caught:
+                await live.engine.generate([5] * 300, sampling(), adapter)
+            assert caught.value.reason == "generation_failed"
+            return await live.engine.generate(PROMPT, sampling(), adapter)
+
+    assert worst_difference(live, live.run(body()), 1, 1.0) < 1e-3
+
+
+def test_truncation_is_told(live, registry):
+    async def body():
+        await registry.publish(*live.policy(1), 0.0)
+        async with registry.pin() as adapter:
+            return await live.engine.generate(PROMPT, sampling(40, n=64), adapter)
+
+    completions = live.run(body())
+    ended = [c for c in completions if not c.truncated]
+    assert ended, "no completion of 64 sampled the end-of-sequence token"
+    assert all(c.token_ids[-1] == 1 and 1 not in c.token_ids[:-1] for c in ended)
+    assert all(len(c.token_ids) == 40 for c in completions if c.truncated)
+
+
+def test_abandoned_requests_leave_the_engine(live, registry):
+    async def body():
+        await registry.publish(*live.policy(1), 0.0)
+
+        async def generate():
+            async with registry.pin() as adapter:
+                await live.engine.generate(PROMPT, sampling(200), adapter)
+
+        task = asyncio.create_task(generate())
+        await asyncio.sleep(0.05)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await registry.publish(*live.policy(2), 0.0)
+        async with registry.pin() as adapter:
+            return await live.engine.generate(PROMPT, sampling(), adapter)
+
+    assert worst_difference(live, live.run(body()), 2, 1.0) < 1e-3
+
+
+def test_the_facts_for_the_handshake(live):
+    facts = live.engine.facts
+    assert (facts.dtype, facts.logprobs_mode) == ("float32", "processed_logprobs")
+    assert (facts.max_lora_rank, facts.max_loras, facts.max_model_len) == (8, 3, 256)
+    assert facts.reward_names == ["reward"]
+    assert live.engine.max_num_seqs == 64
+
+
+@pytest.mark.parametrize(
+    ("engine", "said"),
+    [
+        (
+            {"max_modle_len": 256},
+            "engine.max_modle_len: unknown to vllm.AsyncEngineArgs; did you mean `max_model_len`?",
+        ),
+        ({"max_num_seqs": "many"}, "engine.max_num_seqs"),
+        ({"max_model_len": 100_000}, "engine: refused by vLLM"),
+    ],
+)
+def test_what_vllm_refuses_is_a_configuration_error(live, tmp_path, engine, said):
+    from producer.engine import check_engine_section
+
+    with pytest.raises(ConfigError) as caught:
+        check_engine_section(run_config(live.model, tmp_path, engine=engine))
+    assert said in str(caught.value)
+
+
+def test_a_sound_engine_section_is_accepted(live, tmp_path):
+    from producer.engine import check_engine_section
+
+    check_engine_section(run_config(live.model, tmp_path, engine={"max_model_len": 128, "enforce_eager": True}))

@@ -1,0 +1,47 @@
+"""Other families than the demo's: vLLM serves them, chat templates work, log-probs agree with transformers + PEFT."""
+
+import pytest
+import torch
+
+from producer.prompts import PromptFormat, load_tokenizer
+from protocol.messages import Sampling
+from tests.integration.engines import live_engine
+from tests.integration.models import build_model, reference_logprobs
+
+pytestmark = pytest.mark.integration
+
+MESSAGES = [{"role": "user", "content": "What is the sum of two and three? 你好 🙂"}]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_family(family, tmp_path):
+    model = build_model(family, tmp_path / "model")
+    tokenizer = load_tokenizer(model)
+    prompts = PromptFormat(tokenizer, 256, {})
+    prompt = MESSAGES if family == "llama" else "12+30="
+    prompt_ids = prompts.encode(prompt, 16)
+    sampling = Sampling(num_generations=8, max_completion_length=16, temperature=0.9)
+
+    with live_engine(model, tmp_path) as live:
+
+        async def body():
+            adapter = live.adapter(1, 1)
+            await live.engine.load_adapter(adapter)
+            return await live.engine.generate(prompt_ids, sampling, adapter)
+
+        completions = live.run(body())
+        assert len({tuple(completion.token_ids) for completion in completions}) > 1, "sampling is degenerate"
+        for completion in completions:
+            expected = reference_logprobs(model, live.peft_folder(1), prompt_ids, completion.token_ids, 0.9)
+            without = reference_logprobs(model, None, prompt_ids, completion.token_ids, 0.9)
+            actual = torch.tensor(completion.logprobs)
+            assert (actual - expected).abs().max() < 1e-3
+            assert (actual - without).abs().max() > 0.05, "the adapter is not applied"
+
+    decoded = prompts.decode(prompt, [completion.token_ids for completion in completions])
+    if family == "llama":
+        rendered = tokenizer.decode(prompt_ids)
+        assert rendered == "<|user|>What is the sum of two and three? 你好 🙂<|end|><|assistant|>"
+        assert all(message["role"] == "assistant" and "<|end|>" not in message["content"] for (message,) in decoded)
+    else:
+        assert all(isinstance(text, str) for text in decoded)
