@@ -57,7 +57,8 @@ def _vllm_config(config: RunConfig, folder: Path, num_gpus: int) -> Any:
     try:
         return arguments.create_engine_config()
     except Exception as error:
-        raise ConfigError(f"engine: refused by vLLM: {error}") from error
+        said = str(error).partition(" [type=")[0]  # pydantic goes on with a dump of all arguments
+        raise ConfigError(f"engine: refused by vLLM: {said}") from error
 
 
 class Engine:
