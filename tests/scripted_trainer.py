@@ -20,7 +20,6 @@ from protocol.messages import (
     Hello,
     Lease,
     Message,
-    Nack,
     Policy,
     PolicyInfo,
     Reject,
@@ -33,7 +32,9 @@ Kind = TypeVar("Kind")
 class ScriptedTrainer:
     """Welcomes every producer, answers heartbeats, serves blobs and acknowledges groups, as far as the switches allow."""
 
-    def __init__(self, channel: ServerChannel, policy: PolicyInfo, *, session: str = "session-1", heartbeat_s: float = 0.1):
+    def __init__(
+        self, channel: ServerChannel, policy: PolicyInfo, *, session: str = "session-1", heartbeat_s: float = 0.1
+    ):
         self.channel = channel
         self.policy = policy
         self.session = session
@@ -103,7 +104,9 @@ class ScriptedTrainer:
                 self._reply(peer, Ack(lease_id, "accepted", self.policy))
             case BlobRequest(digest, offset, length) if not self.loses_chunk(message):
                 blob = self.blobs.get(digest)
-                answer = BlobMissing(digest) if blob is None else BlobChunk(digest, offset, blob[offset : offset + length])
+                answer = (
+                    BlobMissing(digest) if blob is None else BlobChunk(digest, offset, blob[offset : offset + length])
+                )
                 self._reply(peer, answer)
 
     def _reply(self, peer: bytes, message: Message) -> None:
@@ -125,6 +128,3 @@ def lease(number: int, prompt="1+1=", **changes) -> Lease:
         "timeout_s": 60.0,
     }
     return Lease(**(values | changes))
-
-
-__all__ = ["Nack", "ScriptedTrainer", "lease"]
