@@ -1,0 +1,1 @@
+"""What we rely on in the libraries that we pin, so that an upgrade fails here first."""

@@ -1,0 +1,202 @@
+"""Loss and gradients equal those of TRL's own GRPOTrainer, for every loss type and option that changes the arithmetic.
+
+The reference is TRL beside vLLM: it spends an extra forward pass on the old log-probs and cuts the ratio itself.
+"""
+
+import dataclasses
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from consumer.batches import MicroBatch
+from consumer.trainer import GRPOTrainer, SlipstreamTrainer
+from protocol.config import RunConfig
+from replay.groups import RolloutGroup
+
+from .builders import rollout_group, run_config
+from .trl_reference import loss_and_gradients, perturb, slipstream_trainer, trl_inputs, trl_trainer
+
+LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
+TOLERANCE = 1e-6  # float32
+EOS = 1
+
+
+def some_groups(num_groups: int = 2, *, seed: int = 0) -> list[RolloutGroup]:
+    """Mixed lengths, one completion of one token, one that was cut."""
+    draw = np.random.default_rng(seed)
+    groups = []
+    for index in range(num_groups):
+        lengths = [1, 6, 3, 5] if index == 0 else draw.integers(2, 7, 4).tolist()
+        completions = [[*draw.integers(3, 40, n - 1).tolist(), EOS] for n in lengths]
+        completions[1][-1] = 7  # cut: the last token is no end
+        groups.append(
+            rollout_group(
+                completions,
+                prompt=draw.integers(3, 40, 2 + 3 * index).tolist(),
+                rewards=draw.normal(size=4).round(2).tolist(),
+                truncated=[False, True, False, False],
+                group_id=f"s-{index}",
+            )
+        )
+    return groups
+
+
+def on_policy(trainer: SlipstreamTrainer, groups: list[RolloutGroup]) -> list[RolloutGroup]:
+    """The same groups with the log-probs of the trainer's own policy, each sequence computed alone and unpadded."""
+    result = []
+    for group in groups:
+        ids = torch.tensor(group.completion_ids).long().split(group.completion_lengths.tolist())
+        logprobs = []
+        for completion in ids:
+            tokens = torch.cat([torch.tensor(group.prompt_ids).long(), completion])[None]
+            with torch.no_grad():
+                alone, _, _ = trainer._get_per_token_logps_and_entropies(
+                    trainer.model, tokens, torch.ones_like(tokens), len(completion)
+                )
+            logprobs.append(alone[0])
+        result.append(dataclasses.replace(group, logprobs=torch.cat(logprobs).numpy()))
+    return result
+
+
+def off_policy(trainer: SlipstreamTrainer, groups: list[RolloutGroup]) -> list[RolloutGroup]:
+    """Sampled by something else: log-ratios of standard deviation 0.7, and one token that the sampler did not score."""
+    draw = np.random.default_rng(9)
+    result = []
+    for group in on_policy(trainer, groups):
+        logprobs = np.minimum(0, group.logprobs + draw.normal(0, 0.7, group.num_tokens)).astype(np.float32)
+        logprobs[2] = np.nan
+        result.append(dataclasses.replace(group, logprobs=logprobs))
+    return result
+
+
+def pair(
+    tmp_path: Path, model: Path, *, ratio_max: float = 1.5, **options: Any
+) -> tuple[SlipstreamTrainer, GRPOTrainer]:
+    config = configured(tmp_path, model, ratio_max=ratio_max, **options)
+    return slipstream_trainer(config, model), trl_trainer(config, model)
+
+
+def configured(tmp_path: Path, model: Path, *, ratio_max: float = 1.5, **options: Any) -> RunConfig:
+    return run_config(tmp_path, model, trainer=options, correction={"ratio_max": ratio_max})
+
+
+def our_inputs(trainer: SlipstreamTrainer, groups: list[RolloutGroup]) -> list[MicroBatch]:
+    return [trainer._prepare_inputs(batch) for batch in trainer.recipe.tensors(groups)]
+
+
+def assert_equal(ours: tuple[float, torch.Tensor], theirs: tuple[float, torch.Tensor]) -> None:
+    (our_loss, our_gradient), (their_loss, their_gradient) = ours, theirs
+    assert their_gradient.abs().max() > 1e-4, "the comparison must compare something"
+    assert our_loss == pytest.approx(their_loss, abs=TOLERANCE, rel=TOLERANCE)
+    scale = max(1.0, their_gradient.abs().max().item())
+    torch.testing.assert_close(our_gradient / scale, their_gradient / scale, atol=TOLERANCE, rtol=0)
+
+
+VARIATIONS: list[dict[str, Any]] = [
+    {},
+    {"beta": 0.1},
+    {"importance_sampling_level": "sequence"},
+    {"importance_sampling_level": "sequence", "beta": 0.1},
+    {"off_policy_mask_threshold": 0.5},
+    {"top_entropy_quantile": 0.4},
+    {"mask_truncated_completions": True},
+    {"temperature": 0.7, "beta": 0.1, "use_bias_correction_kl": True, "delta": 1.5, "epsilon_high": 0.28},
+    {"scale_rewards": "none", "entropy_coef": 0.05},
+]
+
+
+@pytest.mark.parametrize("variation", VARIATIONS, ids=lambda v: ",".join(v) or "plain")
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_one_update_per_batch(tmp_path: Path, tiny_model: Path, loss_type: str, variation: dict[str, Any]) -> None:
+    options = {"loss_type": loss_type, **variation}
+    temperature = options.pop("temperature", 1.0)
+    config = run_config(
+        tmp_path, tiny_model, trainer=options, sampling={"temperature": temperature}, correction={"ratio_max": 1.5}
+    )
+    ours, theirs = slipstream_trainer(config, tiny_model), trl_trainer(config, tiny_model)
+    groups = off_policy(ours, some_groups())
+    assert_equal(
+        loss_and_gradients(ours, *our_inputs(ours, groups)), loss_and_gradients(theirs, trl_inputs(theirs, groups))
+    )
+    ratio = ours._metrics["train"]["sampling/importance_sampling_ratio/clipped_share"][-1]
+    assert 0 < ratio < 1, "some ratios must be cut and some not"
+
+
+@pytest.mark.parametrize("variation", [{}, {"beta": 0.1, "importance_sampling_level": "sequence"}], ids=["token", "kl"])
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_the_second_of_two_updates_per_batch(
+    tmp_path: Path, tiny_model: Path, loss_type: str, variation: dict[str, Any]
+) -> None:
+    """The proximal policy is the one at the cut: its log-probs are kept while the weights move."""
+    ours, theirs = pair(tmp_path, tiny_model, loss_type=loss_type, num_iterations=2, **variation)
+    groups = off_policy(ours, some_groups())
+    batches = ours.recipe.tensors(groups)
+    first = [ours._prepare_inputs(batch) for batch in batches]
+    reference = trl_inputs(theirs, groups)
+    assert_equal(loss_and_gradients(ours, *first), loss_and_gradients(theirs, reference))
+    for trainer in (ours, theirs):
+        perturb(trainer, seed=4)
+    second = [ours._prepare_inputs(batch) for batch in batches]
+    ours_moved, theirs_moved = loss_and_gradients(ours, *second), loss_and_gradients(theirs, reference)
+    assert_equal(ours_moved, theirs_moved)
+    torch.testing.assert_close(second[0]["old_per_token_logps"], reference["old_per_token_logps"])
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_on_policy_the_ratio_is_one_and_the_loss_is_plain_trl(tmp_path: Path, tiny_model: Path, loss_type: str) -> None:
+    config = configured(tmp_path, tiny_model, loss_type=loss_type)
+    ours, plain = slipstream_trainer(config, tiny_model), trl_trainer(config, tiny_model, correction=False)
+    groups = on_policy(ours, some_groups())
+    inputs = our_inputs(ours, groups)
+    loss, gradient = loss_and_gradients(ours, *inputs)
+    torch.testing.assert_close(inputs[0]["importance_sampling_ratio"], torch.ones(8, 6), atol=1e-5, rtol=0)
+    without = trl_inputs(plain, groups)
+    assert "importance_sampling_ratio" not in without
+    plain_loss, plain_gradient = loss_and_gradients(plain, without)
+    assert loss == pytest.approx(plain_loss, abs=1e-5)
+    torch.testing.assert_close(gradient, plain_gradient, atol=1e-4 * plain_gradient.abs().max().item(), rtol=0)
+
+
+def test_correction_none_leaves_the_ratio_out(tmp_path: Path, tiny_model: Path) -> None:
+    config = run_config(tmp_path, tiny_model, correction={"mode": "none"})
+    ours, plain = slipstream_trainer(config, tiny_model), trl_trainer(config, tiny_model, correction=False)
+    groups = off_policy(ours, some_groups())
+    assert_equal(
+        loss_and_gradients(ours, *our_inputs(ours, groups)), loss_and_gradients(plain, trl_inputs(plain, groups))
+    )
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "cispo", "vespo", "dr_grpo", "grpo", "luspo", "sapo"])
+def test_micro_batches_accumulate_the_gradient_of_the_whole_batch(
+    tmp_path: Path, tiny_model: Path, loss_type: str
+) -> None:
+    """All but `bnpo`, which TRL normalizes by the tokens of each micro-batch."""
+    results = []
+    for size in (16, 4, 2):
+        config = run_config(
+            tmp_path,
+            tiny_model,
+            pipeline={"groups_per_step": 4},
+            trainer={"loss_type": loss_type, "per_device_train_batch_size": size},
+        )
+        trainer = slipstream_trainer(config, tiny_model)
+        batches = our_inputs(trainer, off_policy(trainer, some_groups(4)))
+        assert [len(batch["advantages"]) for batch in batches] == [size] * (16 // size)
+        results.append(loss_and_gradients(trainer, *batches)[1])
+    assert results[0].abs().max() > 1e-4
+    for accumulated in results[1:]:
+        scale = max(1.0, results[0].abs().max().item())
+        torch.testing.assert_close(accumulated / scale, results[0] / scale, atol=2e-5, rtol=0)
+
+
+def test_every_loss_type_of_trl_is_compared() -> None:
+    source = inspect.getsource(GRPOTrainer._compute_loss)
+    named = set()
+    for one, several in re.findall(r'self\.loss_type (?:== "(\w+)"|in \[([^\]]+)\])', source):
+        named |= {one} - {""} | set(re.findall(r'"(\w+)"', several))
+    assert named == set(LOSS_TYPES)

@@ -1,0 +1,103 @@
+"""TRL's own GRPOTrainer on groups that were generated elsewhere: the second implementation that ours is compared with.
+
+Only generation and the reward call are replaced. Padding, truncation masks, advantages, old and reference log-probs, the
+importance ratio (as TRL computes it beside vLLM) and the loss are TRL's.
+"""
+
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+from transformers import AutoTokenizer
+
+from consumer.batches import MicroBatch
+from consumer.trainer import GRPOConfig, GRPOTrainer, SlipstreamTrainer, build_arguments, build_lora
+from protocol.config import RunConfig
+from replay.groups import RolloutGroup
+
+LORA_STD = 0.1
+
+
+def slipstream_trainer(config: RunConfig, model: Path) -> SlipstreamTrainer:
+    """Ours, with LoRA weights that all matter (PEFT starts half of them at zero), ready for `_compute_loss`."""
+    arguments = build_arguments(config, on_gpu=False, num_prompts=8)
+    return _ready(SlipstreamTrainer(config, arguments, build_lora(config), model, [], []))
+
+
+def trl_trainer(config: RunConfig, model: Path, *, correction: bool = True) -> GRPOTrainer:
+    """TRL's, of the same configuration and weights."""
+    arguments: GRPOConfig = build_arguments(config, on_gpu=False, num_prompts=8)
+    names = [function.name for function in config.rewards.functions]
+    trainer = GRPOTrainer(
+        model=str(model),
+        reward_funcs=[_named(name) for name in names],
+        args=arguments,
+        train_dataset=Dataset.from_dict({"prompt": [""]}),
+        processing_class=AutoTokenizer.from_pretrained(model, padding_side="left"),
+        peft_config=build_lora(config),
+    )
+    trainer.reward_weights = torch.tensor([function.weight for function in config.rewards.functions])
+    trainer.use_vllm = True
+    trainer.vllm_importance_sampling_correction = correction
+    trainer.vllm_importance_sampling_mode = "token_truncate"
+    trainer.vllm_importance_sampling_clip_min = None
+    trainer.vllm_importance_sampling_clip_max = config.correction.ratio_max
+    return _ready(trainer)
+
+
+def trl_inputs(trainer: GRPOTrainer, groups: list[RolloutGroup]) -> MicroBatch:
+    """What TRL's `_generate_and_score_completions` makes of these groups."""
+    prompts = [group.prompt_ids.tolist() for group in groups for _ in range(group.num_completions)]
+    completions: list[list[int]] = []
+    logprobs: list[list[float]] = []
+    for group in groups:
+        lengths = group.completion_lengths.tolist()
+        completions += [part.tolist() for part in torch.tensor(group.completion_ids).split(lengths)]
+        logprobs += [part.tolist() for part in torch.tensor(group.logprobs).split(lengths)]
+    rewards = torch.cat([torch.tensor(group.rewards) for group in groups])
+    texts = ["" for _ in completions]
+    trainer._generate = lambda _: (prompts, completions, None, texts, logprobs, {}, None, None)
+    trainer._calculate_rewards = lambda *_: rewards
+    return trainer._generate_and_score_completions([{"prompt": ""} for _ in completions])
+
+
+def perturb(trainer: GRPOTrainer, seed: int, std: float = 0.02) -> None:
+    """Moves the LoRA weights a little, as an optimizer step would; equal seeds move them equally."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in lora_parameters(trainer):
+            parameter += std * torch.randn(parameter.shape, generator=generator)
+
+
+def lora_parameters(trainer: GRPOTrainer) -> list[torch.nn.Parameter]:
+    return [parameter for _, parameter in sorted(trainer.model.named_parameters()) if parameter.requires_grad]
+
+
+def loss_and_gradients(trainer: GRPOTrainer, *batches: MicroBatch) -> tuple[float, torch.Tensor]:
+    """The losses of the micro-batches summed, and the gradient they accumulate, as one vector."""
+    trainer.model.zero_grad()
+    trainer.current_gradient_accumulation_steps = len(batches)
+    total = 0.0
+    for batch in batches:
+        loss = trainer.compute_loss(trainer.model, batch)
+        loss.backward()
+        total += loss.item()
+    return total, torch.cat([parameter.grad.flatten() for parameter in lora_parameters(trainer)])
+
+
+def _ready(trainer: GRPOTrainer) -> GRPOTrainer:
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in lora_parameters(trainer):
+            parameter.copy_(LORA_STD * torch.randn(parameter.shape, generator=generator))
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 1
+    return trainer
+
+
+def _named(name: str):
+    def reward(**_):
+        raise AssertionError("rewards come with the groups")
+
+    reward.__name__ = name
+    return reward
