@@ -199,7 +199,6 @@ class Link(threading.Thread):
     def _say_goodbye(self) -> None:
         if self.connected:
             self._channel.send(Bye("stopping"))
-            time.sleep(_TICK_S)  # `close` drops what ZeroMQ has not yet put on the wire
 
     # Sending
 
@@ -269,8 +268,10 @@ class Link(threading.Thread):
                 raise IncompatiblePeerError("the trainer refused this producer:\n  " + "\n  ".join(problems))
             case Bye("finished"):
                 logger.info("the trainer has finished")
+                self._say_goodbye()
                 return True
             case Bye(reason):
+                self._say_goodbye()
                 why = "is stopping" if reason == "stopping" else "does not know this session"
                 self._lose(f"the trainer {why}; waiting for it at {self._endpoint}")
             case _ if not self.connected:

@@ -20,6 +20,7 @@ from protocol.messages import BLOB_MESSAGES, Message
 
 _BURST = 256  # frames taken from one socket before the other gets its turn
 _SEND_HWM = 4096  # messages queued for one live peer before it counts as unreachable
+_FAREWELL_MS = 2000  # for the last control messages, such as Bye, when a connection is closed
 _IPC_PATH_LIMIT = 107  # bytes, sizeof(sockaddr_un.sun_path) - 1
 
 
@@ -123,7 +124,7 @@ class _Sockets:
         for socket in (self.control, self.blob):
             if socket is not None:
                 self._poller.unregister(socket)
-                socket.close(linger=0)
+                socket.close(linger=_FAREWELL_MS if socket is self.control else 0)
         self.control = self.blob = None
 
     def lane(self, message: Message) -> "zmq.Socket[bytes]":

@@ -316,6 +316,18 @@ def test_a_full_control_lane_says_false_instead_of_blocking(ipc: Harness) -> Non
     eventually(lambda: client.send(LEASE), "room in the queue")
 
 
+def test_what_a_client_sent_before_close_still_arrives(harness: Harness) -> None:
+    """A producer that stops delivers its last groups and its goodbye, then closes."""
+    server = harness.server()
+    client = harness.client(server)
+    peer = introduce(server, client)
+    for number in range(500):
+        assert client.send(Nack(str(number), "returned", "x" * 2048))
+    assert client.send(Bye("stopping"))
+    client.close()
+    assert receive(server, 501)[-1] == (peer, Bye("stopping"))
+
+
 def test_one_poll_takes_a_bounded_burst_of_each_lane(ipc: Harness) -> None:
     server = ipc.server()
     client = ipc.client(server)
