@@ -6,6 +6,7 @@ atomically; what `latest` returns can always be resumed from.
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +30,23 @@ def commit(folder: Path, state: dict[str, Any]) -> None:
         os.close(descriptor)
 
 
+def is_committed(folder: Path) -> bool:
+    return (folder / _STATE_FILE).is_file()
+
+
+def prune(checkpoints_dir: Path, keep: int) -> None:
+    """Deletes all but the newest `keep` checkpoints that count. Each stops counting before its files go."""
+    for folder in _committed(checkpoints_dir)[:-keep]:
+        (folder / _STATE_FILE).unlink()
+        shutil.rmtree(folder)
+
+
 def latest(checkpoints_dir: Path) -> tuple[Path, dict[str, Any]] | None:
     """The newest checkpoint that counts and its pipeline state; None if there is none."""
-    complete = [folder for folder in checkpoints_dir.glob("checkpoint-*") if (folder / _STATE_FILE).is_file()]
-    if not complete:
+    committed = _committed(checkpoints_dir)
+    if not committed:
         return None
-    newest = max(complete, key=lambda folder: int(folder.name.rpartition("-")[2]))
-    return newest, json.loads((newest / _STATE_FILE).read_text(encoding="utf-8"))
+    return committed[-1], json.loads((committed[-1] / _STATE_FILE).read_text(encoding="utf-8"))
 
 
 def starting_point(checkpoints_dir: Path, resume: bool) -> tuple[Path, dict[str, Any]] | None:
@@ -51,3 +62,13 @@ def starting_point(checkpoints_dir: Path, resume: bool) -> tuple[Path, dict[str,
             "choose another run_dir"
         )
     return found
+
+
+def _committed(checkpoints_dir: Path) -> list[Path]:
+    """The checkpoints that count, oldest first."""
+    steps = {
+        int(folder.name.removeprefix("checkpoint-")): folder
+        for folder in checkpoints_dir.glob("checkpoint-*")
+        if folder.name.removeprefix("checkpoint-").isdigit() and is_committed(folder)
+    }
+    return [steps[step] for step in sorted(steps)]

@@ -125,6 +125,7 @@ def run(config: RunConfig, gpus: list[int], *, resume: bool) -> ExitCode:
         feed,
         report,
         sync_interval=pipeline.sync_interval,
+        keep_checkpoints=arguments.save_total_limit,
         run_id=run_id,
         stop_requested=stop,
     )
@@ -146,7 +147,8 @@ def run(config: RunConfig, gpus: list[int], *, resume: bool) -> ExitCode:
         trainer.train(resume_from_checkpoint=str(start[0]) if start else None)
         finished = trainer.state.global_step >= arguments.max_steps
     except StopRequested:
-        if trainer.state.global_step > first_step:
+        step = trainer.state.global_step
+        if step > first_step and not checkpoints.is_committed(config.checkpoints_dir / f"checkpoint-{step}"):
             trainer._save_checkpoint(trainer.model, trial=None)
             trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
     finally:

@@ -42,6 +42,7 @@ from replay.ledger import UnknownLeaseError
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.2
+_FAREWELL_S = 5.0
 _WARNINGS_PER_KIND = 5  # then one in a hundred
 
 
@@ -54,8 +55,6 @@ class ProducerSession:
     last_heard: float
     leases: set[str] = field(default_factory=set)
     policy_version: int = -1
-    tokens_generated: int = 0
-    busy_s: float = 0.0
 
 
 class Intake:
@@ -102,6 +101,7 @@ class Intake:
         self._announced: PolicyInfo | None = None
         self._blobs: OrderedDict[str, bytes] = OrderedDict()
         self._producers: dict[bytes, ProducerSession] = {}
+        self._tokens_seen: dict[str, int] = {}  # by producer, as last reported; outlives its sessions
         self._warned: Counter[str] = Counter()
         self._bye: Literal["finished", "stopping"] | None = None
         self._thread = threading.Thread(target=self._run, name="intake", daemon=True)
@@ -128,7 +128,7 @@ class Intake:
         """The staleness budget may have changed: look for leases to give."""
         self._channel.wake()
 
-    def stop(self, reason: Literal["finished", "stopping"], timeout_s: float = 5.0) -> None:
+    def stop(self, reason: Literal["finished", "stopping"], timeout_s: float = _FAREWELL_S + 5.0) -> None:
         """Says goodbye to every producer, closes the sockets and ends the thread."""
         self._bye = reason
         self._channel.wake()
@@ -162,13 +162,22 @@ class Intake:
         try:
             while self._bye is None:
                 self.tick(TICK_S)
-            for peer in self._producers:
-                self._channel.send(peer, Bye(self._bye))
-            self._channel.poll(0.1)
+            self._farewell(self._bye)
         except BaseException as error:
             self.error = error
         finally:
             self._channel.close()
+
+    def _farewell(self, reason: Literal["finished", "stopping"]) -> None:
+        """Says goodbye and waits for the same from every producer: ZeroMQ drops what a peer has not read when its
+        connection ends, and a producer that missed the end of the run would wait for this trainer for ever."""
+        for peer in self._producers:
+            self._channel.send(peer, Bye(reason))
+        deadline = time.monotonic() + _FAREWELL_S
+        while self._producers and time.monotonic() < deadline:
+            for peer, message in self._channel.poll(TICK_S):
+                if isinstance(message, Bye):
+                    self._producers.pop(peer, None)
 
     def tick(self, timeout_s: float) -> None:
         """One round: everything received, then everything due."""
@@ -217,6 +226,9 @@ class Intake:
                 self._warn("bad_frame", f"{session.name} sent {type(message).__name__}, which only a trainer sends")
 
     def _let_in(self, peer: bytes, hello: Hello) -> None:
+        former = self._producers.get(peer)
+        if former is not None and former.name != hello.producer:
+            self._lose(peer, f"it calls itself {hello.producer} now")
         found = problems(self._needs, hello.facts)
         if found:
             logger.warning("refused producer %s: %s", hello.producer, "; ".join(found))
@@ -263,21 +275,25 @@ class Intake:
             self._buffer.counts["unknown_lease"] += 1
 
     def _note(self, peer: bytes, session: ProducerSession, message: Heartbeat) -> None:
-        self.tokens_generated += max(0, message.tokens_generated - session.tokens_generated)
+        before = self._tokens_seen.setdefault(session.name, message.tokens_generated)  # its first words after Welcome
+        self.tokens_generated += max(0, message.tokens_generated - before)
+        self._tokens_seen[session.name] = message.tokens_generated
         session.capacity = message.capacity
         session.policy_version = message.policy_version
-        session.tokens_generated, session.busy_s = message.tokens_generated, message.busy_s
         assert self._policy is not None
         self._channel.send(peer, Policy(self._policy))
 
     def _serve_blob(self, peer: bytes, request: BlobRequest) -> None:
         with self._lock:
             data = self._blobs.get(request.digest)
-        if data is None or request.offset >= len(data):
-            self._channel.send(peer, BlobMissing(request.digest))
-        else:
+        if data is not None and request.offset < len(data):
             chunk = data[request.offset : request.offset + request.length]
-            self._channel.send(peer, BlobChunk(request.digest, request.offset, chunk))
+            try:
+                self._channel.send(peer, BlobChunk(request.digest, request.offset, chunk))
+                return
+            except CodecError as error:  # it asks for chunks that our max_message_bytes forbids
+                self._warn("blob", f"a producer asks for too much at once (transport.blob_chunk_bytes): {error}")
+        self._channel.send(peer, BlobMissing(request.digest))
 
     def _announce(self) -> None:
         policy = self._policy
@@ -288,7 +304,7 @@ class Intake:
 
     def _give_leases(self, now: float) -> None:
         """One lease at a time to the producer with the most room, so that several share the work."""
-        while self._producers:
+        while self._producers and self._bye is None:
             peer, session = max(self._producers.items(), key=lambda entry: entry[1].capacity - len(entry[1].leases))
             if session.capacity <= len(session.leases):
                 return

@@ -1,6 +1,7 @@
 """What a run says about itself while it runs: a progress bar, one line per step in `steps.jsonl`, and TRL's metrics.
 
-Guarantee: every optimizer step leaves exactly one line in `RUN_DIR/steps.jsonl`, flushed when the step ends.
+Guarantee: every optimizer step leaves exactly one line in `RUN_DIR/steps.jsonl`, flushed when the step ends; steps that
+a crash undid leave none.
 """
 
 import json
@@ -53,7 +54,7 @@ class StepReport:
         self, run_dir: Path, buffer: RolloutBuffer, *, max_steps: int, first_step: int, show_bar: bool
     ) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
-        self._stream: TextIO = (run_dir / "steps.jsonl").open("a", encoding="utf-8")
+        self._stream = _open_steps(run_dir / "steps.jsonl", first_step)
         self._buffer = buffer
         self._max_steps = max_steps
         self._show_lines = show_bar and not sys.stderr.isatty()
@@ -96,3 +97,14 @@ class StepReport:
     def close(self) -> None:
         self._bar.close()
         self._stream.close()
+
+
+def _open_steps(path: Path, first_step: int) -> TextIO:
+    """Opens the file for appending, without the lines of steps after `first_step` (trained, but not in the checkpoint)."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
+    kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= first_step]
+    if kept != lines:
+        partial = path.with_name(f"{path.name}.partial")
+        partial.write_text("".join(kept), encoding="utf-8")
+        partial.replace(path)
+    return path.open("a", encoding="utf-8")

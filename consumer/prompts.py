@@ -29,7 +29,7 @@ class PromptDataset:
         self._rows = _load(section)
         self._transform = load_function(section.transform, "dataset.transform") if section.transform else None
         if len(self._rows) == 0:
-            raise DatasetError(f"dataset.path: {section.path}, split {section.split}, has no rows")
+            raise _no_rows(section)
         self[0]
 
     def __len__(self) -> int:
@@ -78,6 +78,10 @@ def _load(section: DatasetSection) -> Dataset:
     builder = _BUILDERS.get(path.suffix)
     if builder and not path.is_file():
         raise DatasetError(f"dataset.path: there is no file {section.path} (looked from {Path.cwd()})")
+    if path.is_file() and not builder:
+        raise DatasetError(f"dataset.path: {section.path} must end in one of {', '.join(_BUILDERS)}")
+    if path.is_file() and path.stat().st_size == 0:
+        raise _no_rows(section)
     try:
         if builder:
             return load_dataset(builder, data_files=str(path), split="train")
@@ -86,6 +90,14 @@ def _load(section: DatasetSection) -> Dataset:
             return loaded if isinstance(loaded, Dataset) else loaded[section.split]
         return load_dataset(section.path, section.name, split=section.split)
     except Exception as error:
+        if "corresponds to no data" in str(error):  # what `datasets` says of a file with a header only
+            raise _no_rows(section) from error
+        reason = error.__cause__ or error
         raise DatasetError(
-            f"dataset.path: {section.path} (split {section.split}) could not be loaded: {type(error).__name__}: {error}"
+            f"dataset.path: {section.path} (split {section.split}) could not be loaded: "
+            f"{type(reason).__name__}: {reason}"
         ) from error
+
+
+def _no_rows(section: DatasetSection) -> DatasetError:
+    return DatasetError(f"dataset.path: {section.path}, split {section.split}, has no rows")

@@ -37,6 +37,7 @@ class RunControl(TrainerCallback):
         report: StepReport,
         *,
         sync_interval: int,
+        keep_checkpoints: int | None,
         run_id: str,
         stop_requested: Callable[[], bool],
     ) -> None:
@@ -46,6 +47,7 @@ class RunControl(TrainerCallback):
         self._feed = feed
         self._report = report
         self._sync_interval = sync_interval
+        self._keep_checkpoints = keep_checkpoints
         self._run_id = run_id
         self._stop_requested = stop_requested
         self._began = time.monotonic()
@@ -58,6 +60,7 @@ class RunControl(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._began = time.monotonic()
+        self._seen = {name: len(values) for name, values in self.trainer._metrics["train"].items()}
         batch = self._feed.last
         assert batch is not None
         version = self._budget.version_at(state.global_step)
@@ -72,7 +75,11 @@ class RunControl(TrainerCallback):
             self.publish(state.global_step)
         batch = self._feed.last
         assert batch is not None
-        latest = {name: values[-1] for name, values in self.trainer._metrics["train"].items() if values}
+        recorded = {
+            name: _over_micro_batches(name, values[self._seen.get(name, 0) :])
+            for name, values in self.trainer._metrics["train"].items()
+        }
+        latest = {name: value for name, value in recorded.items() if value is not None}
         self._report.step(
             state.global_step,
             latest | self._metrics,
@@ -89,3 +96,14 @@ class RunControl(TrainerCallback):
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         pipeline = self._buffer.state() | {"step": state.global_step, "run_id": self._run_id}
         checkpoints.commit(folder, pipeline)
+        if self._keep_checkpoints:
+            checkpoints.prune(Path(args.output_dir), self._keep_checkpoints)
+
+
+def _over_micro_batches(name: str, values: list[float]) -> float | None:
+    """One number for the step: the largest of what is called max, the smallest min, the mean of all else."""
+    known = [value for value in values if not np.isnan(value)]
+    if not known:
+        return None
+    combine = {"max": max, "min": min}.get(name.rpartition("/")[2], np.mean)
+    return float(combine(known))

@@ -60,10 +60,11 @@ def build_arguments(config: RunConfig, *, on_gpu: bool, num_prompts: int) -> GRP
     Raises:
         ConfigError: TRL does not know a key or refuses a value.
     """
-    values = {"logging_steps": 1, "per_device_train_batch_size": config.micro_batch_size} | config.trainer
-    if values.get("max_steps", -1) <= 0:
-        groups = values.pop("num_train_epochs", 1) * num_prompts
-        values["max_steps"] = max(1, int(groups) // config.pipeline.groups_per_step)
+    defaults = {"logging_steps": 1, "num_train_epochs": 1, "per_device_train_batch_size": config.micro_batch_size}
+    values = defaults | config.trainer
+    model_options = values.pop("model_init_kwargs", None) or {}
+    if not isinstance(model_options, dict):
+        raise ConfigError(f"trainer.model_init_kwargs: expected a mapping (got {model_options!r})")
     ours = {
         "output_dir": str(config.checkpoints_dir),
         "seed": config.seed,
@@ -74,11 +75,14 @@ def build_arguments(config: RunConfig, *, on_gpu: bool, num_prompts: int) -> GRP
         "gradient_accumulation_steps": config.completions_per_step // config.micro_batch_size,
         "ignore_data_skip": True,
         "disable_tqdm": True,
-        "model_init_kwargs": {"dtype": config.model.dtype} | dict(values.pop("model_init_kwargs", None) or {}),
+        "model_init_kwargs": {"dtype": config.model.dtype} | model_options,
     }
     values.setdefault("bf16", on_gpu and config.model.dtype == "bfloat16" and not values.get("fp16"))
     values.setdefault("report_to", "none")
     arguments = build("trainer", GRPOConfig, values, **ours)
+    if arguments.max_steps <= 0:
+        num_batches = int(arguments.num_train_epochs * num_prompts) // config.pipeline.groups_per_step
+        arguments.max_steps = max(1, num_batches) * arguments.num_iterations
     for key, choices in _CHOICES.items():
         value = getattr(arguments, key)
         if value not in choices:
@@ -126,6 +130,7 @@ class SlipstreamTrainer(GRPOTrainer):
             callbacks=callbacks,
         )
         self.remove_callback(PrinterCallback)  # the progress report shows the same numbers in one line
+        self.args.save_total_limit = None  # transformers would delete before the new checkpoint counts; see RunControl
         self._batches = batches
         self._correction = config.correction
         # The loss multiplies by `importance_sampling_ratio` when both flags are set. Set here, not in the arguments,

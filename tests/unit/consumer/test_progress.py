@@ -1,0 +1,99 @@
+"""One line per optimizer step, and numbers that describe what arrived."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from consumer.progress import StepReport, batch_metrics
+from replay.buffer import CutBatch
+from tests.unit.replay.builders import buffer
+
+from .builders import rollout_group
+
+METRICS = {"reward": 0.5, "staleness/mean": 1.0}
+
+
+def report(folder: Path, *, first_step: int = 0, show_bar: bool = False) -> StepReport:
+    return StepReport(folder, buffer(), max_steps=9, first_step=first_step, show_bar=show_bar)
+
+
+def steps(folder: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in (folder / "steps.jsonl").read_text().splitlines()]
+
+
+def write(place: StepReport, *numbers: int) -> None:
+    for number in numbers:
+        place.step(number, METRICS, wait_s=0.5, step_s=1.5, tokens=40)
+
+
+def test_metrics_by_hand() -> None:
+    used = rollout_group([[3], [4, 5]], rewards=[[1.0, 2.0], [0.0, math.nan]], truncated=[False, True], version=3)
+    dull = rollout_group([[3, 4, 5], [4]], rewards=[[1.0, math.nan], [math.nan, math.nan]], version=5)
+    batch = CutBatch(5, [used], [(used, "accepted"), (dull, "no_signal")])
+    metrics = batch_metrics(batch, 5, np.array([1.0, 0.5]), ["first", "second"])
+    # weighted sums 2, 0, 1; the completion without any reward is left out
+    assert metrics == pytest.approx(
+        {
+            "reward": 1.0,
+            "reward_std": 1.0,
+            "frac_reward_zero_std": 0.5,
+            "completions/mean_length": 7 / 4,
+            "completions/max_length": 3.0,
+            "completions/clipped_ratio": 0.25,
+            "staleness/mean": 2.0,
+            "staleness/max": 2.0,
+            "policy_version": 5.0,
+            "rewards/first/mean": 2 / 3,
+            "rewards/first/std": math.sqrt(1 / 3),
+            "rewards/second/mean": 2.0,
+            "rewards/second/std": 0.0,
+        }
+    )
+
+
+def test_metrics_when_nothing_was_scored() -> None:
+    group = rollout_group([[3], [4]], rewards=[math.nan, math.nan])
+    metrics = batch_metrics(CutBatch(0, [group], []), 0, np.array([1.0]), ["first"])
+    assert math.isnan(metrics["reward"])
+    assert "rewards/first/mean" not in metrics
+
+
+def test_every_step_is_one_line_at_once(tmp_path: Path) -> None:
+    place = report(tmp_path / "new" / "run")
+    write(place, 1)
+    line = json.loads((tmp_path / "new" / "run" / "steps.jsonl").read_text())  # before anything is closed
+    assert line.pop("t") > 1e9
+    assert line == {"step": 1, "wait_s": 0.5, "step_s": 1.5, "tokens": 40, "counts": {}} | METRICS
+    place.close()
+
+
+def test_a_resumed_run_forgets_the_steps_that_the_crash_undid(tmp_path: Path) -> None:
+    place = report(tmp_path)
+    write(place, 1, 2, 3, 4)
+    place.close()
+    with (tmp_path / "steps.jsonl").open("a") as stream:
+        stream.write('{"step": 5, "t')  # killed while it wrote
+    resumed = report(tmp_path, first_step=2)
+    write(resumed, 3)
+    resumed.close()
+    assert steps(tmp_path) == [1, 2, 3]
+
+
+def test_a_run_from_scratch_forgets_one_that_never_came_to_a_checkpoint(tmp_path: Path) -> None:
+    for _ in range(2):
+        place = report(tmp_path)
+        write(place, 1, 2)
+        place.close()
+    assert steps(tmp_path) == [1, 2]
+
+
+def test_elsewhere_than_on_a_terminal_a_step_is_one_readable_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = report(tmp_path, show_bar=True)
+    write(place, 1)
+    place.close()
+    assert capsys.readouterr().err == "step 1/9  reward 0.500  staleness 1.00  tok/s 20  wait 25%\n"
