@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 from producer.adapters import AdapterRegistry
 from producer.generation import Generation
-from producer.interfaces import Counters
+from producer.interfaces import Counters, Identity
 from producer.lifeline import tie_children
-from producer.link import Identity, Link
+from producer.link import Link
 from producer.prompts import PromptFormat, load_tokenizer
 from producer.rewards import RewardPool
 from producer.timeline import Timeline

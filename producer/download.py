@@ -1,9 +1,10 @@
-"""One adapter blob on its way, as a state machine without sockets.
+"""The newest adapter on its way, as state machines without sockets.
 
-Guarantee: `receive` returns the blob exactly once, with every byte in its place, whichever chunks were lost, repeated or
-reordered; what has arrived is not asked for again, also after a reconnect.
+Guarantee: every policy announced is handed over exactly once, with every byte in its place, whichever chunks were lost,
+repeated or reordered, unless a newer one supersedes it; what has arrived is not asked for again, also after a reconnect.
 """
 
+import time
 from itertools import islice
 
 from protocol.messages import BlobChunk, BlobRequest, PolicyInfo
@@ -53,3 +54,45 @@ class BlobDownload:
         if len(self._chunks) < len(self._lengths):
             return None
         return b"".join(self._chunks[offset] for offset in self._lengths)
+
+
+class PolicyDownload:
+    """Follows the announced policies and downloads the newest."""
+
+    def __init__(self, chunk_bytes: int) -> None:
+        self._chunk_bytes = chunk_bytes
+        self._announced: PolicyInfo | None = None
+        self._download: BlobDownload | None = None
+
+    def announce(self, policy: PolicyInfo) -> None:
+        """The newest policy; said again and again, so only a change counts."""
+        if policy != self._announced:
+            self._announced = policy
+            self._download = BlobDownload(policy, self._chunk_bytes, time.monotonic())
+
+    def due_requests(self, now: float) -> list[BlobRequest]:
+        return self._download.due_requests(now) if self._download is not None else []
+
+    def receive(self, chunk: BlobChunk) -> tuple[PolicyInfo, bytes, float] | None:
+        """Policy, blob and time of the announcement, when this chunk was the last one missing."""
+        if self._download is None:
+            return None
+        blob = self._download.receive(chunk)
+        if blob is None:
+            return None
+        download, self._download = self._download, None
+        return download.policy, blob, download.announced_at
+
+    def give_up(self, digest: str) -> None:
+        """The trainer has this blob no more; the next announcement names one that exists."""
+        if self._download is not None and self._download.policy.digest == digest:
+            self._announced = self._download = None
+
+    def forget_requests(self) -> None:
+        """The connection is gone, and with it every request in flight."""
+        if self._download is not None:
+            self._download.forget_requests()
+
+    def forget_policy(self) -> None:
+        """Another trainer process may give the same version another meaning."""
+        self._announced = self._download = None

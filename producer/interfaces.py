@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from protocol.messages import FailureReason, Sampling
+from protocol.messages import EngineFacts, FailureReason, Lease, PolicyInfo, Sampling
 
 
 @dataclass(frozen=True)
@@ -62,3 +62,29 @@ class GenerationEngine(Protocol):
     async def load_adapter(self, adapter: Adapter) -> None: ...
 
     async def unload_adapter(self, adapter: Adapter) -> None: ...
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What the trainer is told about this producer."""
+
+    name: str
+    facts: EngineFacts
+    capacity: int
+
+
+class LinkEvents(Protocol):
+    """What the link tells the rest of the producer. Called on the link's thread."""
+
+    def session_began(self, policy: PolicyInfo) -> None:
+        """A trainer process that this producer has not served before; leases of the one before are void."""
+
+    def leased(self, lease: Lease) -> None: ...
+
+    def abandoned(self, lease_id: str) -> None:
+        """The trainer does not want this lease's group any more."""
+
+    def policy_arrived(self, policy: PolicyInfo, blob: bytes, announced_at: float) -> None: ...
+
+    def ended(self, error: BaseException | None) -> None:
+        """The last call. None: the trainer has finished, or `stop` was called."""

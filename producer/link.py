@@ -15,11 +15,11 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
 
-from producer.download import BlobDownload
-from producer.interfaces import Counters
+from producer.connection import REMIND_EVERY_S, Connection
+from producer.download import PolicyDownload
+from producer.interfaces import Counters, Identity, LinkEvents
+from producer.outbox import Outbox
 from protocol.channel import BadFrame, ClientChannel
 from protocol.codec import CodecError
 from protocol.config import TransportSection
@@ -29,7 +29,6 @@ from protocol.messages import (
     BlobChunk,
     BlobMissing,
     Bye,
-    EngineFacts,
     Group,
     Heartbeat,
     Hello,
@@ -37,7 +36,6 @@ from protocol.messages import (
     Message,
     Nack,
     Policy,
-    PolicyInfo,
     Reject,
     Welcome,
 )
@@ -45,35 +43,6 @@ from protocol.messages import (
 logger = logging.getLogger(__name__)
 
 _TICK_S = 0.1
-_RECONNECT_AFTER_S = 0.3
-_REMIND_EVERY_S = 10.0
-_RESEND_AFTER_S = 15.0  # a group that was neither settled nor lost with its connection
-
-
-class LinkEvents(Protocol):
-    """What the link tells the rest of the producer. Called on the link's thread."""
-
-    def session_began(self, policy: PolicyInfo) -> None:
-        """A trainer process that this producer has not served before; leases of the one before are void."""
-
-    def leased(self, lease: Lease) -> None: ...
-
-    def abandoned(self, lease_id: str) -> None:
-        """The trainer does not want this lease's group any more."""
-
-    def policy_arrived(self, policy: PolicyInfo, blob: bytes, announced_at: float) -> None: ...
-
-    def ended(self, error: BaseException | None) -> None:
-        """The last call. None: the trainer has finished, or `stop` was called."""
-
-
-@dataclass(frozen=True)
-class Identity:
-    """What the trainer is told about this producer."""
-
-    name: str
-    facts: EngineFacts
-    capacity: int
 
 
 class Link(threading.Thread):
@@ -94,8 +63,6 @@ class Link(threading.Thread):
         self._identity = identity
         self._timeout_s = transport.heartbeat_timeout_s
         self._interval_s = transport.heartbeat_interval_s
-        self._chunk_bytes = transport.blob_chunk_bytes
-        self._endpoint = endpoint
         self._events = events
         self._counters = counters
         self._busy_s = busy_s
@@ -105,19 +72,16 @@ class Link(threading.Thread):
         self._closing = threading.Lock()
         self._closed = False
 
+        self._connection = Connection(endpoint, transport.heartbeat_timeout_s)
+        self._outbox = Outbox()
+        self._download = PolicyDownload(transport.blob_chunk_bytes)
         self._session: str | None = None
-        self.connected = False
-        self._heard_at = 0.0
-        self._hello_at: float | None = None
-        self._hello_after = 0.0
         self._heartbeat_at = 0.0
-        self._waiting_since = self._reminded_at = 0.0
-        self._working: set[str] = set()
-        self._outbox: dict[str, Group] = {}
-        self._sent_at: dict[str, float] = {}
-        self._policy: PolicyInfo | None = None
-        self._download: BlobDownload | None = None
         self._last_bad_frame_at = float("-inf")
+
+    @property
+    def connected(self) -> bool:
+        return self._connection.connected
 
     def answer(self, message: Group | Nack) -> None:
         """Settles a lease from this side. Never blocks."""
@@ -137,7 +101,7 @@ class Link(threading.Thread):
     def run(self) -> None:
         error: BaseException | None = None
         try:
-            self._await_trainer(f"waiting for the trainer at {self._endpoint}")
+            self._connection.await_trainer(time.monotonic())
             while not self._step():
                 pass
         except BaseException as problem:
@@ -151,17 +115,17 @@ class Link(threading.Thread):
         """One round: say what is due, listen briefly. Returns True when the thread has nothing more to do."""
         now = time.monotonic()
         self._take_answers()
-        if self._stop_by is not None and (not self._outbox or not self.connected or now >= self._stop_by):
+        if self._stop_by is not None and (self._outbox.all_settled or not self.connected or now >= self._stop_by):
             self._say_goodbye()
             return True
-        if self.connected and now - self._heard_at > self._timeout_s:
-            self._lose(f"the trainer has been silent for {self._timeout_s:g} s; waiting for it at {self._endpoint}")
+        if self._connection.is_silent(now):
+            self._lose(f"the trainer has been silent for {self._timeout_s:g} s")
         if self.connected:
             self._send_due(now)
         else:
             self._greet(now)
         for message in self._channel.poll(_TICK_S):
-            self._heard_at = time.monotonic()
+            self._connection.note_message(time.monotonic())
             if isinstance(message, BadFrame):
                 self._refuse(message)
             elif self._receive(message):
@@ -170,31 +134,23 @@ class Link(threading.Thread):
 
     # Connecting
 
-    def _await_trainer(self, text: str) -> None:
-        self._waiting_since = self._reminded_at = time.monotonic()
-        logger.info("%s", text)
-
     def _greet(self, now: float) -> None:
-        if now - self._reminded_at >= _REMIND_EVERY_S:
-            self._reminded_at = now
-            logger.info("waiting for the trainer at %s (%.0f s)", self._endpoint, now - self._waiting_since)
-        if self._hello_at is not None and now - self._hello_at >= self._timeout_s:
+        self._connection.remind(now)
+        if self._connection.hello_unanswered(now):
             self._reconnect()
-        if self._hello_at is None and now >= self._hello_after:
-            hello = Hello(self._identity.name, self._identity.facts, self._identity.capacity, self._held())
+        if self._connection.hello_due(now):
+            hello = Hello(self._identity.name, self._identity.facts, self._identity.capacity, self._outbox.held())
             if self._channel.send(hello):
-                self._hello_at = now
+                self._connection.note_hello(now)
 
-    def _lose(self, text: str) -> None:
+    def _lose(self, reason: str) -> None:
         if self.connected:
-            self.connected = False
-            self._await_trainer(text)
+            self._connection.await_trainer(time.monotonic(), reason)
         self._reconnect()
 
     def _reconnect(self) -> None:
         self._channel.reset()
-        self._hello_at = None
-        self._hello_after = time.monotonic() + _RECONNECT_AFTER_S
+        self._connection.start_over(time.monotonic())
 
     def _say_goodbye(self) -> None:
         if self.connected:
@@ -202,21 +158,13 @@ class Link(threading.Thread):
 
     # Sending
 
-    def _held(self) -> list[str]:
-        return sorted(self._working) + list(self._outbox)
-
     def _take_answers(self) -> None:
         while True:
             try:
                 answer = self._answers.get_nowait()
             except queue.Empty:
                 return
-            if answer.lease_id not in self._working:
-                continue  # of a session that is over
-            self._working.remove(answer.lease_id)
-            if isinstance(answer, Group):
-                self._outbox[answer.lease_id] = answer
-            elif self.connected:
+            if self._outbox.finish(answer) and isinstance(answer, Nack) and self.connected:
                 self._channel.send(answer)
 
     def _send_due(self, now: float) -> None:
@@ -226,28 +174,23 @@ class Link(threading.Thread):
                 Heartbeat(
                     self._counters.policy_version,
                     self._identity.capacity,
-                    self._held(),
+                    self._outbox.held(),
                     self._counters.tokens,
                     self._busy_s(),
                 )
             )
-        for lease_id in [i for i in self._outbox if now - self._sent_at.get(i, float("-inf")) >= _RESEND_AFTER_S]:
-            self._send_group(lease_id, now)
-        if self._download is not None:
-            for request in self._download.due_requests(now):
-                self._channel.send(request)
+        for group in self._outbox.due(now):
+            self._send_group(group, now)
+        for request in self._download.due_requests(now):
+            self._channel.send(request)
 
-    def _send_group(self, lease_id: str, now: float) -> None:
+    def _send_group(self, group: Group, now: float) -> None:
         try:
-            if self._channel.send(self._outbox[lease_id]):
-                self._sent_at[lease_id] = now
+            if self._channel.send(group):
+                self._outbox.note_sent(group.lease_id, now)
         except CodecError as error:  # too large: no repetition will help
-            self._forget(lease_id)
-            self._channel.send(Nack(lease_id, "generation_failed", str(error)))
-
-    def _forget(self, lease_id: str) -> bool:
-        self._sent_at.pop(lease_id, None)
-        return self._outbox.pop(lease_id, None) is not None
+            self._outbox.settle(group.lease_id)
+            self._channel.send(Nack(group.lease_id, "generation_failed", str(error)))
 
     # Receiving
 
@@ -255,8 +198,9 @@ class Link(threading.Thread):
         if frame.peer_schema is not None:
             raise IncompatiblePeerError(f"{frame.reason}: install the same release of slipstream on both sides")
         logger.debug("frame refused: %s", frame.reason)
-        if self._heard_at - self._last_bad_frame_at >= _REMIND_EVERY_S:
-            self._last_bad_frame_at = self._heard_at
+        now = time.monotonic()
+        if now - self._last_bad_frame_at >= REMIND_EVERY_S:
+            self._last_bad_frame_at = now
             logger.warning("a frame from the trainer was refused: %s", frame.reason)
 
     def _receive(self, message: Message) -> bool:
@@ -272,71 +216,49 @@ class Link(threading.Thread):
                 return True
             case Bye(reason):
                 self._say_goodbye()
-                why = "is stopping" if reason == "stopping" else "does not know this session"
-                self._lose(f"the trainer {why}; waiting for it at {self._endpoint}")
+                self._lose(f"the trainer {'is stopping' if reason == 'stopping' else 'does not know this session'}")
             case _ if not self.connected:
                 pass  # left over from before the reset
             case Lease(lease_id):
-                if lease_id not in self._working and lease_id not in self._outbox:
-                    self._working.add(lease_id)
+                if self._outbox.begin(lease_id):
                     self._events.leased(message)
             case Ack(lease_id):
-                self._forget(lease_id)
-                self._announce(message.policy)
+                self._outbox.settle(lease_id)
+                self._download.announce(message.policy)
             case Policy(policy):
-                self._announce(policy)
-            case Nack(lease_id):
+                self._download.announce(policy)
+            case Nack():
                 self._drop(message)
             case BlobChunk():
-                self._take_chunk(message)
+                arrived = self._download.receive(message)
+                if arrived is not None:
+                    self._events.policy_arrived(*arrived)
             case BlobMissing(digest):
-                if self._download is not None and self._download.policy.digest == digest:
-                    self._download = self._policy = None  # the next announcement names one that exists
+                self._download.give_up(digest)
             case _:
                 logger.debug("unexpected %s ignored", type(message).__name__)
         return False
 
     def _begin_session(self, welcome: Welcome) -> None:
         if welcome.session != self._session:
-            if self._working or self._outbox:
-                logger.warning(
-                    "another trainer process: %d leases of the one before are void",
-                    len(self._working) + len(self._outbox),
-                )
-            self._counters.abandoned += len(self._working) + len(self._outbox)
-            self._working.clear()
-            self._outbox.clear()
-            self._policy = self._download = None
+            count = self._outbox.void()
+            if count:
+                logger.warning("another trainer process: %d leases of the one before are void", count)
+            self._counters.abandoned += count
+            self._download.forget_policy()
             self._events.session_began(welcome.policy)
         logger.info("connected to the trainer of run %s (policy v%d)", welcome.run_id, welcome.policy.version)
         self._session = welcome.session
         self._interval_s = welcome.heartbeat_interval_s
-        self.connected = True
+        self._connection.note_welcome()
         self._heartbeat_at = float("-inf")
-        self._sent_at.clear()
-        if self._download is not None:
-            self._download.forget_requests()
-        self._announce(welcome.policy)
-
-    def _announce(self, policy: PolicyInfo) -> None:
-        """The newest policy; said again and again, so only a change counts."""
-        if policy == self._policy:
-            return
-        self._policy = policy
-        self._download = BlobDownload(policy, self._chunk_bytes, time.monotonic())
-
-    def _take_chunk(self, chunk: BlobChunk) -> None:
-        if self._download is None:
-            return
-        blob = self._download.receive(chunk)
-        if blob is not None:
-            self._events.policy_arrived(self._download.policy, blob, self._download.announced_at)
-            self._download = None
+        self._outbox.forget_sends()
+        self._download.forget_requests()
+        self._download.announce(welcome.policy)
 
     def _drop(self, nack: Nack) -> None:
-        if nack.lease_id in self._working:
-            self._working.remove(nack.lease_id)
+        if self._outbox.abandon(nack.lease_id):
             self._counters.abandoned += 1
             self._events.abandoned(nack.lease_id)
-        elif self._forget(nack.lease_id) and nack.reason == "invalid":
+        elif self._outbox.settle(nack.lease_id) and nack.reason == "invalid":
             logger.warning("the trainer refused a group: %s", nack.detail)

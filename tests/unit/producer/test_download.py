@@ -5,7 +5,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from producer.download import BlobDownload
+from producer.download import BlobDownload, PolicyDownload
 from protocol.messages import BlobChunk, PolicyInfo
 
 DIGEST = "a" * 64
@@ -54,3 +54,31 @@ def test_any_order_with_losses_and_repetitions_gives_the_blob_once(data, chunk_b
             if chance.random() < 0.75:  # else lost
                 whole += [blob for blob in [started.receive(chunk), started.receive(chunk)] if blob is not None]
     assert whole == [data]
+
+
+def test_every_announced_policy_is_handed_over_once_unless_superseded():
+    following = PolicyDownload(10)
+    first, second = PolicyInfo(1, "a" * 64, 10), PolicyInfo(2, "b" * 64, 10)
+    following.announce(first)
+    assert [r.digest for r in following.due_requests(0.0)] == ["a" * 64]
+    following.announce(second)
+    assert following.receive(BlobChunk("a" * 64, 0, bytes(10))) is None
+    policy, blob, announced_at = following.receive(BlobChunk("b" * 64, 0, b"0123456789"))
+    assert (policy, blob) == (second, b"0123456789")
+    assert announced_at > 0
+    following.announce(second)
+    assert following.due_requests(100.0) == []
+
+
+def test_a_policy_is_fetched_again_after_its_blob_was_missing_or_the_trainer_changed():
+    following = PolicyDownload(10)
+    policy = PolicyInfo(1, "a" * 64, 10)
+    for forget in (lambda: following.give_up("a" * 64), following.forget_policy):
+        following.announce(policy)
+        following.give_up("b" * 64)
+        assert len(following.due_requests(0.0)) == 1
+        forget()
+        assert following.due_requests(100.0) == []
+        following.announce(policy)
+        assert len(following.due_requests(0.0)) == 1
+        forget()

@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from producer.interfaces import Counters
-from producer.link import Identity, Link
+from producer.interfaces import Counters, Identity
+from producer.link import Link
 from protocol.codec import encode
 from protocol.config import TransportSection
 from protocol.errors import IncompatiblePeerError
@@ -195,7 +195,7 @@ def test_a_silent_trainer_is_noticed_and_greeted_again_with_what_is_held(setup, 
 
 
 def test_an_unacknowledged_group_is_sent_again_and_an_acknowledged_one_is_not(setup, monkeypatch):
-    monkeypatch.setattr("producer.link._RESEND_AFTER_S", 0.2)
+    monkeypatch.setattr("producer.outbox._RESEND_AFTER_S", 0.2)
     setup.trainer.acknowledges = False
     setup.start()
     setup.trainer.wait_for_message(Hello)
@@ -322,7 +322,7 @@ def test_stopping_without_a_trainer_takes_no_time(setup):
 
 
 def test_the_wait_for_a_trainer_is_visible(setup, caplog, monkeypatch):
-    monkeypatch.setattr("producer.link._REMIND_EVERY_S", 0.2)
+    monkeypatch.setattr("producer.connection.REMIND_EVERY_S", 0.2)
     caplog.set_level("INFO", logger="producer")
     setup.client.online = False
     setup.link.start()
