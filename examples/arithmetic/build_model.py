@@ -8,7 +8,7 @@ train.jsonl and eval.jsonl: rows {"prompt": "37+45=", "answer": "82"} of two-dig
 
 The corpus is careless: where a sum carries from the ones to the tens, it forgets the carry
 most of the time (37+45=72). So the base model writes every sum well, has seen carries done
-right, but mostly answers without: it is right on about 55 % of the sums. Reinforcement
+right, but mostly answers without: it is right on about 60 % of the sums. Reinforcement
 learning, whose reward knows the true answer, has to teach it to carry. Nothing is downloaded.
 """
 
@@ -25,6 +25,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers.utils import logging
+
+logging.disable_progress_bar()
 
 VOCAB = {token: i for i, token in enumerate(["<pad>", "<eos>", "<unk>", *"0123456789+="])}
 PAD, EOS = VOCAB["<pad>"], VOCAB["<eos>"]

@@ -10,6 +10,9 @@ from pathlib import Path
 import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
+
+logging.disable_progress_bar()
 
 
 def greedy_accuracy(model_path: Path, data_path: Path, adapter: Path | None = None, batch_size: int = 250) -> float:
