@@ -64,7 +64,7 @@ class RunControl(TrainerCallback):
         batch = self._feed.last
         assert batch is not None
         version = self._budget.version_at(state.global_step)
-        weights = np.array(self.trainer.recipe.weights)
+        weights = self.trainer.recipe.weights.numpy()
         self._metrics = batch_metrics(batch, version, weights, self.trainer.reward_func_names)
         for name, value in self._metrics.items():
             self.trainer.record_metric(name, value)

@@ -1,0 +1,186 @@
+"""What the configuration makes of TRL's arguments, and the seams of the trainer that the loss does not show."""
+
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+
+from consumer.trainer import GRPOConfig, build_arguments, build_lora
+from protocol.errors import ConfigError
+
+from .builders import rollout_group, run_config
+from .trl_reference import loss_and_gradients, slipstream_trainer
+
+
+def arguments(tmp_path: Path, *, num_prompts: int = 100, pipeline: Any = None, **options: Any) -> GRPOConfig:
+    config = run_config(tmp_path, trainer=options, pipeline=pipeline or {"groups_per_step": 2})
+    return build_arguments(config, on_gpu=False, num_prompts=num_prompts)
+
+
+def refused(tmp_path: Path, **options: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        arguments(tmp_path, **options)
+    return str(caught.value)
+
+
+# Arguments.
+
+
+@pytest.mark.parametrize(
+    ("options", "num_prompts", "steps"),
+    [
+        ({}, 100, 50),  # one epoch, two groups a step
+        ({"num_train_epochs": 3}, 100, 150),
+        ({"num_train_epochs": 0.5}, 100, 25),
+        ({"num_train_epochs": 1}, 101, 50),  # what does not fill a step is left
+        ({}, 1, 1),
+        ({"num_iterations": 3}, 100, 150),  # every batch is trained three times
+        ({"max_steps": 7, "num_train_epochs": 3}, 100, 7),
+        ({"max_steps": -1, "num_train_epochs": 2}, 100, 100),
+    ],
+)
+def test_the_number_of_steps(tmp_path: Path, options: dict[str, Any], num_prompts: int, steps: int) -> None:
+    assert arguments(tmp_path, num_prompts=num_prompts, **options).max_steps == steps
+
+
+def test_what_follows_from_our_sections(tmp_path: Path) -> None:
+    config = run_config(
+        tmp_path,
+        seed=7,
+        sampling={"num_generations": 4, "max_completion_length": 9, "temperature": 0.7},
+        pipeline={"groups_per_step": 6},
+        trainer={"per_device_train_batch_size": 8},
+    )
+    result = build_arguments(config, on_gpu=False, num_prompts=100)
+    assert (result.num_generations, result.max_completion_length, result.temperature) == (4, 9, 0.7)
+    assert (result.per_device_train_batch_size, result.gradient_accumulation_steps) == (8, 3)
+    assert result.steps_per_generation == 3
+    assert result.seed == 7
+    assert Path(result.output_dir) == tmp_path / "checkpoints"
+    assert result.model_init_kwargs == {"dtype": "float32"}
+    assert not result.use_vllm
+    assert result.report_to == []
+
+
+def test_options_of_the_user_reach_trl(tmp_path: Path) -> None:
+    result = arguments(
+        tmp_path,
+        learning_rate="3e-5",  # YAML reads this as a string
+        beta=0.04,
+        loss_type="cispo",
+        lr_scheduler_type="cosine",
+        model_init_kwargs={"attn_implementation": "eager"},
+    )
+    assert (result.learning_rate, result.beta, result.loss_type) == (3e-5, 0.04, "cispo")
+    assert result.lr_scheduler_type == "cosine"
+    assert result.model_init_kwargs == {"dtype": "float32", "attn_implementation": "eager"}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"learning_rat": 1e-5}, "trainer.learning_rat: unknown to trl.GRPOConfig; did you mean `learning_rate`?"),
+        ({"learning_rate": "fast"}, "trainer.learning_rate: Input should be a valid number"),
+        ({"max_steps": "many"}, "trainer.max_steps: Input should be a valid integer"),
+        ({"num_train_epochs": "two"}, "trainer.num_train_epochs: Input should be a valid number"),
+        ({"model_init_kwargs": "eager"}, "trainer.model_init_kwargs: expected a mapping (got 'eager')"),
+        ({"loss_type": "ppo"}, "trainer.loss_type: 'ppo' is not one that TRL knows: grpo, dr_grpo, dapo"),
+        ({"importance_sampling_level": "turn"}, "trainer.importance_sampling_level: 'turn' is not one that TRL knows"),
+        ({"scale_rewards": "epoch"}, "trainer.scale_rewards: 'epoch' is not one that TRL knows: group, batch, none"),
+        ({"optim": "sgdd"}, "trainer: refused by trl.GRPOConfig: sgdd is not a valid OptimizerNames"),
+        ({"scale_rewards": True}, "trainer.scale_rewards: Input should be a valid string (got True)"),
+        ({"eval_strategy": "steps", "eval_steps": 5}, "trainer"),
+    ],
+)
+def test_what_trl_does_not_know_or_refuses(tmp_path: Path, options: dict[str, Any], words: str) -> None:
+    assert words in refused(tmp_path, **options)
+
+
+def test_several_trainer_processes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GRPOConfig, "world_size", 2)
+    monkeypatch.setattr("consumer.trainer.build", lambda *_, **__: GRPOConfig(str(tmp_path), use_cpu=True, bf16=False))
+    with pytest.raises(ConfigError, match="one trainer process per run"):
+        build_arguments(run_config(tmp_path), on_gpu=False, num_prompts=2)
+
+
+def test_lora_is_built_by_peft(tmp_path: Path) -> None:
+    lora = build_lora(run_config(tmp_path, lora={"r": 8, "target_modules": ["q_proj"], "lora_dropout": 0.1}))
+    assert (lora.r, lora.lora_dropout, lora.target_modules) == (8, 0.1, {"q_proj"})
+    assert lora.task_type == "CAUSAL_LM"
+    with pytest.raises(ConfigError, match=r"lora.lora_alfa: unknown to peft.LoraConfig; did you mean `lora_alpha`"):
+        build_lora(run_config(tmp_path, lora={"lora_alfa": 1}))
+
+
+# The trainer.
+
+
+def test_the_ratio_is_recomputed_for_every_iteration_and_never_kept(tmp_path: Path, tiny_model: Path) -> None:
+    trainer = slipstream_trainer(run_config(tmp_path, tiny_model, trainer={"num_iterations": 2}), tiny_model)
+    [batch] = trainer.recipe.tensors([rollout_group([[3, 4]] * 4), rollout_group([[5]] * 4)])
+    first = trainer._prepare_inputs(batch)
+    loss_and_gradients(trainer, first)
+    assert "importance_sampling_ratio" in first
+    assert "importance_sampling_ratio" not in trainer._prepare_inputs(batch)
+    assert trainer._prepare_inputs(batch)["old_per_token_logps"] is first["old_per_token_logps"]
+
+
+def test_log_probs_outside_the_loss_record_nothing(tmp_path: Path, tiny_model: Path) -> None:
+    trainer = slipstream_trainer(run_config(tmp_path, tiny_model, trainer={"beta": 0.1}), tiny_model)
+    [batch] = trainer.recipe.tensors([rollout_group([[3, 4]] * 4), rollout_group([[5]] * 4)])
+    inputs = trainer._prepare_inputs(batch)
+    assert not trainer._metrics["train"]
+    assert not inputs["ref_per_token_logps"].requires_grad
+    loss_and_gradients(trainer, inputs)
+    assert len(trainer._metrics["train"]["sampling/importance_sampling_ratio/mean"]) == 1
+    assert len(trainer._metrics["train"]["kl"]) == 1
+
+
+def test_the_reference_is_the_base_model(tmp_path: Path, tiny_model: Path) -> None:
+    trainer = slipstream_trainer(run_config(tmp_path, tiny_model, trainer={"beta": 0.1}), tiny_model)
+    [batch] = trainer.recipe.tensors([rollout_group([[3, 4]] * 4), rollout_group([[5]] * 4)])
+    reference = trainer._prepare_inputs(batch)["ref_per_token_logps"]
+    base = trainer.model.get_base_model()
+    tokens = torch.tensor([[3, 4, 3, 4]])
+    with torch.no_grad(), trainer.model.disable_adapter():
+        logits = base(input_ids=tokens).logits[0, 1:3]
+    expected = torch.log_softmax(logits, -1).gather(1, torch.tensor([[3], [4]]))[:, 0]
+    torch.testing.assert_close(reference[0], expected, atol=1e-5, rtol=1e-5)
+
+
+def test_batches_are_repeated_for_every_iteration_and_split(tmp_path: Path, tiny_model: Path) -> None:
+    config = run_config(tmp_path, tiny_model, trainer={"num_iterations": 2, "per_device_train_batch_size": 4})
+    trainer = slipstream_trainer(config, tiny_model)
+    groups = [[rollout_group([[n], [n], [n], [n]]) for n in pair] for pair in ((3, 4), (5, 6))]
+    trainer._batches = groups
+    seen = [batch["completion_ids"][0, 0].item() for batch in trainer.get_train_dataloader()]
+    assert seen == [3, 4, 3, 4, 5, 6, 5, 6]
+
+
+def test_completions_are_logged_as_trl_does(
+    tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = run_config(tmp_path, tiny_model, trainer={"log_completions": True})
+    trainer = slipstream_trainer(config, tiny_model)
+    trainer._batches = [[rollout_group([[3], [4, 5], [6], [7]], prompt=[8]), rollout_group([[9]] * 4, prompt=[8, 8])]]
+    next(iter(trainer.get_train_dataloader()))
+    trainer.log({"loss": 0.0})
+    table = pd.read_parquet(tmp_path / "checkpoints" / "completions" / "completions_00000.parquet")
+    decode = trainer._tokenizer.decode
+    assert table["prompt"].tolist() == [decode([8])] * 4 + [decode([8, 8])] * 4
+    assert table["completion"].tolist() == [decode(ids) for ids in ([3], [4, 5], [6], [7], *[[9]] * 4)]
+    assert table["first"].tolist() == [0.0, 1.0, 2.0, 3.0] * 2
+    assert table["advantage"].tolist() == pytest.approx([-1.1618, -0.3873, 0.3873, 1.1618] * 2, abs=1e-3)
+
+
+def test_metrics_reach_trl_under_the_names_of_the_reward_functions(tmp_path: Path, tiny_model: Path) -> None:
+    functions = [{"function": "r:exact", "weight": 1.0}, {"function": "some/file.py:style", "weight": 0.1}]
+    trainer = slipstream_trainer(run_config(tmp_path, tiny_model, rewards={"functions": functions}), tiny_model)
+    assert trainer.reward_func_names == ["exact", "style"]
+    assert trainer.recipe.weights.tolist() == pytest.approx([1.0, 0.1])
+    trainer.record_metric("reward", 1.0)
+    trainer.record_metric("reward", 3.0)
+    logs: dict[str, float] = {}
+    trainer.log(logs)
+    assert logs["reward"] == 2.0
