@@ -40,7 +40,9 @@ def facts(**changes: object) -> EngineFacts:
     return EngineFacts(**(values | changes))  # type: ignore[arg-type]
 
 
-def made_up_group(lease: Lease, policy_version: int, *, vocab_size: int = 12, rewards: list[float] | None = None) -> Group:
+def made_up_group(
+    lease: Lease, policy_version: int, *, vocab_size: int = 12, rewards: list[float] | None = None
+) -> Group:
     """A group of random tokens whose rewards are 0, 1, 0, 1, ... unless given."""
     rng = np.random.default_rng([lease.prompt_id, lease.attempt])
     n = lease.sampling.num_generations
@@ -64,7 +66,15 @@ def made_up_group(lease: Lease, policy_version: int, *, vocab_size: int = 12, re
 class ScriptedProducer:
     """Runs on a thread over any `ClientChannel` until the trainer says goodbye or `stop` is called."""
 
-    def __init__(self, channel, engine: EngineFacts, *, name: str = "scripted", capacity: int = 64, answer: Answer = made_up_group):
+    def __init__(
+        self,
+        channel,
+        engine: EngineFacts,
+        *,
+        name: str = "scripted",
+        capacity: int = 64,
+        answer: Answer = made_up_group,
+    ):
         self.channel = channel
         self.engine = engine
         self.name = name
@@ -123,6 +133,7 @@ class ScriptedProducer:
             case Bye(reason="unknown_session"):
                 self._policy_version = -1
             case Bye():
+                self.channel.send(Bye("stopping"))
                 self.farewell = message.reason
 
     def _saw(self, version: int) -> None:
