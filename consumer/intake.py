@@ -43,6 +43,7 @@ logger = logging.getLogger(__name__)
 
 TICK_S = 0.2
 _FAREWELL_S = 5.0
+_LEASES_PER_TICK = 256
 _WARNINGS_PER_KIND = 5  # then one in a hundred
 
 
@@ -304,7 +305,9 @@ class Intake:
 
     def _give_leases(self, now: float) -> None:
         """One lease at a time to the producer with the most room, so that several share the work."""
-        while self._producers and self._bye is None:
+        for _ in range(_LEASES_PER_TICK):
+            if not self._producers:
+                return
             peer, session = max(self._producers.items(), key=lambda entry: entry[1].capacity - len(entry[1].leases))
             if session.capacity <= len(session.leases):
                 return
@@ -331,6 +334,7 @@ class Intake:
             session.leases.add(record.lease_id)
             if not sent:
                 self._lose(peer, "it cannot be reached")
+        self._channel.wake()  # there is more to give, after a look at what has arrived
 
     def _lose(self, peer: bytes, why: str) -> None:
         session = self._producers.pop(peer)

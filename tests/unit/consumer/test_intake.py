@@ -277,7 +277,7 @@ def test_a_column_that_cannot_travel_is_a_bad_prompt(caplog: pytest.LogCaptureFi
     prompts = Prompts()
     trainer = Trainer(prompts=prompts)
     prompts.columns = {"image": object()}
-    trainer.intake.start()  # every prompt fails, so the round never fills: it must still be possible to stop
+    trainer.intake.start()  # every prompt fails, so there is no end of giving: it must still be possible to stop
     client = trainer.channel.connect("p")
     client.send(Hello("p", facts(), 8))
     deadline = time.monotonic() + 10

@@ -1,0 +1,239 @@
+"""TRL 1.16.0: everything that consumer/trainer.py and consumer/run_control.py take for granted about it.
+
+When TRL is upgraded and one of these fails, read consumer/trainer.py with TRL's new source beside it before changing the
+test; tests/unit/consumer/test_loss_parity.py then tells whether the arithmetic still agrees.
+"""
+
+import ast
+import importlib.metadata
+import inspect
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import transformers
+
+from consumer.trainer import _CHOICES, GRPOConfig, GRPOTrainer, SlipstreamTrainer
+
+PINNED = "1.16.0"
+
+
+def source(function: Callable[..., Any]) -> str:
+    """Without comments and docstrings, in a uniform layout."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
+    body = tree.body[0].body
+    if isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
+        del body[0]
+    return ast.unparse(tree)
+
+
+def requires(function: Callable[..., Any], *lines: str) -> None:
+    text = source(function)
+    missing = [line for line in lines if ast.unparse(ast.parse(line)) not in text]
+    assert not missing, (
+        f"TRL {importlib.metadata.version('trl')} changed GRPOTrainer.{function.__name__}: consumer/trainer.py relies on "
+        f"{missing}, which is no longer there"
+    )
+
+
+def test_the_pinned_release_is_installed() -> None:
+    assert importlib.metadata.version("trl") == PINNED, f"these tests and consumer/trainer.py were written for {PINNED}"
+
+
+def test_importing_the_trainer_does_not_import_vllm() -> None:
+    """TRL imports it where it is installed, which takes seconds, memory and, with another release, a warning."""
+    code = "import sys, consumer.trainer; print('vllm' in sys.modules)"
+    checked = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=120)
+    assert (checked.stdout, checked.returncode) == ("False\n", 0), checked.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("_prepare_inputs", ["self", "generation_batch"]),
+        ("compute_loss", ["self", "model", "inputs", "return_outputs", "num_items_in_batch"]),
+        ("_compute_loss", ["self", "model", "inputs"]),
+        (
+            "_get_per_token_logps_and_entropies",
+            ["self", "model", "input_ids", "attention_mask", "logits_to_keep", "batch_size", "compute_entropy"],
+        ),
+        ("get_train_dataloader", ["self"]),
+        ("_save_checkpoint", ["self", "model", "trial"]),
+        ("_load_from_checkpoint", ["self", "resume_from_checkpoint", "model"]),
+        ("_generate", ["self", "prompts"]),  # replaced by the parity tests
+        ("_generate_and_score_completions", ["self", "inputs"]),
+        ("_calculate_rewards", ["self", "inputs", "prompts", "completions", "completion_ids_list"]),
+    ],
+)
+def test_signatures(name: str, parameters: list[str]) -> None:
+    method = getattr(GRPOTrainer, name, None)
+    assert method is not None, f"GRPOTrainer.{name} is gone"
+    actual = list(inspect.signature(method).parameters)
+    assert actual[: len(parameters)] == parameters, f"GRPOTrainer.{name} takes other arguments now"
+
+
+def test_we_override_the_seams_and_nothing_else() -> None:
+    ours = {name for name, value in vars(SlipstreamTrainer).items() if inspect.isfunction(value)}
+    assert {name for name in ours if hasattr(GRPOTrainer, name)} == {
+        "__init__",
+        "get_train_dataloader",
+        "_prepare_inputs",
+        "_compute_loss",
+        "_get_per_token_logps_and_entropies",
+    }, "a new override of TRL needs a contract test; a new name of TRL may have become an override by accident"
+
+
+def test_compute_loss_is_the_whole_of_the_loss() -> None:
+    requires(GRPOTrainer.compute_loss, "return self._compute_loss(model, inputs)")
+
+
+def test_the_loss_reads_the_ratio_behind_both_flags_and_after_the_log_probs() -> None:
+    requires(
+        GRPOTrainer._compute_loss,
+        'per_token_loss = per_token_loss * inputs["importance_sampling_ratio"]',
+        'inputs.get("importance_sampling_ratio")',
+    )
+    text = source(GRPOTrainer._compute_loss)
+    assert "if self.use_vllm and self.vllm_importance_sampling_correction and (self.loss_type != 'vespo'):" in text
+    calls = text.index("self._get_per_token_logps_and_entropies(")
+    assert text.count("self._get_per_token_logps_and_entropies(") == 1, "the ratio is filled in during this one call"
+    assert calls < text.index("importance_sampling_ratio")
+
+
+def test_the_loss_falls_back_to_the_current_log_probs() -> None:
+    requires(
+        GRPOTrainer._compute_loss,
+        'old_per_token_logps = inputs.get("old_per_token_logps")',
+        "old_per_token_logps = per_token_logps.detach() if old_per_token_logps is None else old_per_token_logps",
+        'sampling_per_token_logps = inputs.get("sampling_per_token_logps", old_per_token_logps)',
+        'ref_per_token_logps = inputs["ref_per_token_logps"]',
+        'advantages = inputs["advantages"]',
+        'prompt_ids, prompt_mask = inputs["prompt_ids"], inputs["prompt_mask"]',
+        'completion_ids, completion_mask = inputs["completion_ids"], inputs["completion_mask"]',
+    )
+
+
+def test_the_inputs_of_the_loss_are_those_that_we_make() -> None:
+    tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(GRPOTrainer._compute_loss))))
+    required = {
+        node.slice.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Subscript)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "inputs"
+        and isinstance(node.slice, ast.Constant)
+    }
+    assert required == {
+        "prompt_ids",
+        "prompt_mask",
+        "completion_ids",
+        "completion_mask",
+        "advantages",
+        "num_items_in_batch",
+        "importance_sampling_ratio",
+        "ref_per_token_logps",
+        "tool_mask",  # only where it is present
+    }, "TRL's loss wants other inputs: see consumer/batches.py"
+
+
+def test_the_token_normalizer_is_the_step() -> None:
+    requires(
+        GRPOTrainer._compute_loss,
+        'normalizer = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes',
+        "normalizer = normalizer * self.current_gradient_accumulation_steps / self.args.steps_per_generation",
+    )
+
+
+def test_the_correction_beside_vllm_is_the_one_that_the_parity_tests_compare() -> None:
+    requires(
+        GRPOTrainer._generate_and_score_completions,
+        "per_token_logps_diff = (old_per_token_logps - sampling_per_token_logps) * mask",
+        "per_token_logps_diff = torch.nan_to_num(per_token_logps_diff, nan=0.0)",
+        "vllm_importance_sampling_ratio = torch.exp(logps_diff)",
+    )
+
+
+def test_attributes_that_the_constructor_sets() -> None:
+    text = source(GRPOTrainer.__init__)
+    for name in (
+        "use_vllm",
+        "vllm_importance_sampling_correction",
+        "num_iterations",
+        "beta",
+        "log_completions",
+        "reward_func_names",
+        "_metrics",
+        "_logs",
+        "_tokenizer",
+    ):
+        assert f"self.{name} = " in text, f"GRPOTrainer.__init__ no longer sets {name}"
+    requires(GRPOTrainer.__init__, 'self._metrics = {"train": defaultdict(list), "eval": defaultdict(list)}')
+    for key in ("prompt", "completion", "rewards", "advantages", "extra"):
+        assert f"'{key}': " in text, f"GRPOTrainer._logs no longer has {key}"
+
+
+def test_metrics_are_averaged_and_cleared_after_the_end_of_the_step() -> None:
+    requires(GRPOTrainer.log, "self._metrics[mode].clear()")
+    epoch = source(transformers.Trainer._run_epoch)
+    assert epoch.index("on_step_begin") < epoch.index("training_step(") < epoch.index("on_step_end")
+    assert epoch.index("on_step_end") < epoch.index("_maybe_log_save_evaluate")
+
+
+def test_a_checkpoint_is_whole_before_on_save() -> None:
+    text = source(transformers.Trainer._maybe_log_save_evaluate)
+    assert text.index("self._save_checkpoint(") < text.index("on_save")
+
+
+def test_batches_are_fetched_when_they_are_trained_and_not_before() -> None:
+    """A batch fetched ahead would be settled in a checkpoint that comes before its training."""
+    text = source(transformers.Trainer.get_batch_samples)
+    assert "for _ in range(num_batches):" in text
+    assert "next(epoch_iterator)" in text
+    epoch = source(transformers.Trainer._run_epoch)
+    assert epoch.count("self.get_batch_samples(") == 1
+
+
+def test_vllm_is_only_started_by_the_argument() -> None:
+    text = source(GRPOTrainer.__init__)
+    assert "self.use_vllm = args.use_vllm" in text
+    assert text.index("self.use_vllm = args.use_vllm") < text.index("VLLMGeneration(")
+
+
+def test_choices_that_trl_only_looks_at_in_the_middle_of_a_step() -> None:
+    loss = source(GRPOTrainer._compute_loss)
+    scoring = source(GRPOTrainer._generate_and_score_completions)
+    for key, choices in _CHOICES.items():
+        assert hasattr(GRPOConfig("unused", use_cpu=True, bf16=False), key)
+        text = loss if key in ("loss_type", "importance_sampling_level") else scoring
+        for choice in choices:
+            assert f"'{choice}'" in text, f"TRL no longer knows {key}={choice}"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "num_generations",
+        "max_completion_length",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "reward_weights",
+        "generation_batch_size",
+        "steps_per_generation",
+        "chat_template_kwargs",
+        "repetition_penalty",
+        "generation_kwargs",
+        "use_vllm",
+        "model_init_kwargs",
+        "mask_truncated_completions",
+        "scale_rewards",
+        "multi_objective_aggregation",
+        "num_iterations",
+    ],
+)
+def test_options_that_we_set_refuse_or_read(name: str) -> None:
+    assert name in inspect.signature(GRPOConfig).parameters, f"trl.GRPOConfig has no {name} any more"
