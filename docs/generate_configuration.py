@@ -73,6 +73,11 @@ ENGINE = """\
 useful: `max_model_len`, `gpu_memory_utilization`, `max_num_seqs`, `enforce_eager`.
 """
 
+UNREPRODUCIBLE = """\
+Also refused, because vLLM's log-probs would not be those of the model that the trainer trains, and importance ratios
+would be wrong:
+"""
+
 LORA = """\
 ### `lora`
 
@@ -204,6 +209,13 @@ def reserved(keys: dict[str, str | None]) -> Iterator[str]:
     yield ""
 
 
+def refused(keys: dict[str, str]) -> Iterator[str]:
+    yield row("key", "it")
+    yield "|---|---|"
+    yield from (row(f"`{key}`", reason) for key, reason in keys.items())
+    yield ""
+
+
 def unservable(options: dict[str, tuple[Any, ...]]) -> Iterator[str]:
     yield row("key", "may only be")
     yield "|---|---|"
@@ -224,6 +236,7 @@ def page() -> str:
         if is_section(field.annotation):
             lines += [f"## `{name}`", "", *table(field.annotation, f"{name}.")]  # type: ignore[arg-type]
     lines += [LIBRARIES, ENGINE, *reserved(schema._ENGINE_RESERVED)]
+    lines += [UNREPRODUCIBLE, *refused(schema._ENGINE_UNREPRODUCIBLE)]
     lines += [LORA.format(default=default, largest=schema.SERVABLE_RANKS[-1]), *unservable(schema._LORA_UNSERVABLE)]
     lines += [TRAINER, *reserved(schema._TRAINER_RESERVED)]
     lines += [OVERRIDES, DERIVED.format(ranks=", ".join(map(str, schema.SERVABLE_RANKS)))]

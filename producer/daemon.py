@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 _FLUSH_S = 5.0  # for delivering finished groups when asked to stop
 _SIGNAL_GRACE_S = 1.0
-_STATS_EVERY_S = 1.0
+_WATCH_EVERY_S = 1.0
 
 
 def run(config: RunConfig, gpus: list[int]) -> ExitCode:
@@ -96,7 +96,7 @@ class _Producer:
             self._wire(engine, rewards, folder, timeline)
             timeline.record("start", name=self._name, engine_start_s=round(time.monotonic() - started, 3))
             try:
-                await self._serve(timeline)
+                await self._serve(engine, timeline)
             finally:
                 timeline.record("stop", **self._totals())
 
@@ -133,11 +133,11 @@ class _Producer:
             self._generation.clock.busy_s,
         )
 
-    async def _serve(self, timeline: Timeline) -> None:
+    async def _serve(self, engine: "Engine", timeline: Timeline) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             self._loop.add_signal_handler(number, self._on_signal, signal.Signals(number).name)
         self._spawn(self._adapters.run())
-        self._spawn(self._record_stats(timeline))
+        self._spawn(self._watch(engine, timeline))
         self._link.start()
         asked = self._loop.create_task(self._stop.wait())
         try:
@@ -190,10 +190,12 @@ class _Producer:
         else:
             self._outcome.set_result(None)
 
-    async def _record_stats(self, timeline: Timeline) -> None:
+    async def _watch(self, engine: "Engine", timeline: Timeline) -> None:
+        """Notes how busy the engine was, and notices that it died while it had nothing to do."""
         now, busy_s = time.monotonic(), self._generation.clock.busy_s()
         while True:
-            await asyncio.sleep(_STATS_EVERY_S)
+            await asyncio.sleep(_WATCH_EVERY_S)
+            engine.check_alive()
             before, busy_before_s = now, busy_s
             now, busy_s = time.monotonic(), self._generation.clock.busy_s()
             if self._link.connected:

@@ -55,10 +55,18 @@ def _vllm_config(config: RunConfig, folder: Path, num_gpus: int) -> Any:
         logprobs_mode=LOGPROBS_MODE,
     )
     try:
-        return arguments.create_engine_config()
+        vllm_config = arguments.create_engine_config()
     except Exception as error:
         said = str(error).partition(" [type=")[0]  # pydantic goes on with a dump of all arguments
         raise ConfigError(f"engine: refused by vLLM: {said}") from error
+    if vllm_config.load_config.load_format == "dummy":
+        raise ConfigError("engine.load_format: `dummy` weights are not those that the trainer trains; remove it")
+    if getattr(vllm_config.speculative_config, "rejection_sample_method", None) == "synthetic":
+        raise ConfigError(
+            "engine.speculative_config: with rejection_sample_method=synthetic tokens are not drawn from the "
+            "distribution whose log-probs are reported; use another method"
+        )
+    return vllm_config
 
 
 class Engine:
@@ -161,6 +169,15 @@ class Engine:
         if hasattr(self, "_llm"):
             self._llm.shutdown()
             del self._llm  # its __del__ must not run when the interpreter is half gone
+
+    def check_alive(self) -> None:
+        """Costs nothing: vLLM watches its core's process and notes its end.
+
+        Raises:
+            EngineError: the engine is dead, also while no request is in it.
+        """
+        if self._llm.errored:
+            raise EngineError("the engine core has ended (its own messages are above)")
 
     def _raise_if_dead(self, error: Exception) -> None:
         if self._llm.errored:

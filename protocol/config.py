@@ -31,7 +31,24 @@ _ENGINE_RESERVED = {
     "max_loras": "pipeline.max_staleness",
     "max_cpu_loras": "pipeline.max_staleness",
     "max_lora_rank": "lora.r",
+    "lora_target_modules": "lora.target_modules",
+    "override_generation_config": "sampling",
+    "runner": None,
+    "convert": None,
+    "skip_tokenizer_init": None,
 }
+_ENGINE_UNREPRODUCIBLE = {
+    "logits_processors": "edits what is sampled",
+    "watermark_config": "edits what is sampled",
+    "diffusion_config": "does not sample token by token",
+    "hf_overrides": "changes the model in the engine only; change the model's config.json",
+    "hf_config_path": "changes the model in the engine only; change the model's config.json",
+    "model_class_overrides": "changes the model in the engine only",
+    "model_weights": "changes the model in the engine only; set model.path",
+    "tokenizer_revision": "changes the tokenizer in the engine only; set model.revision",
+}
+"""Engine arguments with which vLLM's log-probs are not those of the trainer's model, and why."""
+
 _TRAINER_RESERVED = {
     "output_dir": "run_dir",
     "seed": "seed",
@@ -289,6 +306,10 @@ class RunConfig(Section):
     def _not_reserved(cls, value: dict[str, Any], info: Any) -> dict[str, Any]:
         reserved = _ENGINE_RESERVED if info.field_name == "engine" else _TRAINER_RESERVED
         for key in value:
+            if info.field_name == "engine" and key in _ENGINE_UNREPRODUCIBLE:
+                raise ValueError(
+                    f"`{key}` {_ENGINE_UNREPRODUCIBLE[key]}, so importance ratios would be wrong; remove it"
+                )
             if key in reserved or (info.field_name == "trainer" and key.startswith("vllm_")):
                 owner = reserved.get(key)
                 raise ValueError(

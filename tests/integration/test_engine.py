@@ -1,6 +1,7 @@
 """The real vLLM engine under the real adapter registry: swaps are exact, cost no pause, and leak nothing."""
 
 import asyncio
+import json
 import shutil
 
 import pytest
@@ -17,6 +18,16 @@ from tests.integration.models import build_model, random_adapter, reference_logp
 pytestmark = pytest.mark.integration
 
 PROMPT = [5, 6, 7, 8, 9]
+SAMPLING_OF_THE_MODEL = {  # as models come with; nothing of it but the end-of-sequence token may be applied
+    "do_sample": True,
+    "repetition_penalty": 1.5,
+    "top_k": 2,
+    "top_p": 0.5,
+    "temperature": 0.1,
+    "max_new_tokens": 3,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
 
 
 def sampling(length: int = 24, temperature: float = 1.0, n: int = 4) -> Sampling:
@@ -26,7 +37,9 @@ def sampling(length: int = 24, temperature: float = 1.0, n: int = 4) -> Sampling
 @pytest.fixture(scope="module")
 def live(tmp_path_factory):
     folder = tmp_path_factory.mktemp("engine")
-    with live_engine(build_model("qwen2", folder / "model"), folder) as engine:
+    model = build_model("qwen2", folder / "model")
+    (model / "generation_config.json").write_text(json.dumps(SAMPLING_OF_THE_MODEL))
+    with live_engine(model, folder) as engine:
         yield engine
 
 
@@ -65,6 +78,19 @@ def test_logprobs_after_a_swap_are_those_of_transformers_and_peft(live, registry
     assert len(completions) == 4
     assert worst_difference(live, completions, 2, temperature) < 1e-3
     assert worst_difference(live, completions, 1, temperature) > 0.1, "the swap changed nothing"
+
+
+def test_the_models_own_sampling_defaults_are_not_applied(live, registry):
+    async def body():
+        await registry.publish(*live.policy(1), 0.0)
+        async with registry.pin() as adapter:
+            return await live.engine.generate(PROMPT, sampling(24, n=64), adapter)
+
+    assert live.engine._llm.model_config.get_diff_sampling_param()["repetition_penalty"] == 1.5, "vLLM has read it"
+    completions = live.run(body())
+    assert max(len(completion.token_ids) for completion in completions) == 24
+    assert len({completion.token_ids[0] for completion in completions}) > 2
+    assert worst_difference(live, completions[:8], 1, 1.0) < 1e-3
 
 
 def test_requests_in_flight_finish_on_their_adapter_and_new_ones_start_on_the_new(live, registry):
@@ -188,6 +214,21 @@ def test_the_facts_for_the_handshake(live):
         ),
         ({"max_num_seqs": "many"}, "engine.max_num_seqs"),
         ({"max_model_len": 100_000}, "engine: refused by vLLM"),
+        ({"max_num_seqs": 0}, "engine: refused by vLLM"),
+        ({"quantization": "no-such-method"}, "Unknown quantization method: no-such-method"),
+        ({"load_format": "dummy"}, "engine.load_format: `dummy` weights are not those that the trainer trains"),
+        (
+            {
+                "speculative_config": {
+                    "method": "ngram",
+                    "num_speculative_tokens": 2,
+                    "prompt_lookup_max": 2,
+                    "rejection_sample_method": "synthetic",
+                    "synthetic_acceptance_length": 2.0,
+                }
+            },
+            "rejection_sample_method=synthetic",
+        ),
     ],
 )
 def test_what_vllm_refuses_is_a_configuration_error(live, tmp_path, engine, said):

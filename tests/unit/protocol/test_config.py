@@ -338,6 +338,10 @@ def test_all_problems_are_reported_at_once(run_yaml: Path) -> None:
         ("engine", "tensor_parallel_size", "; set --gpu 0,1 instead"),
         ("engine", "enable_lora", ""),
         ("engine", "logprobs_mode", ""),
+        ("engine", "lora_target_modules", "; set lora.target_modules instead"),
+        ("engine", "override_generation_config", "; set sampling instead"),
+        ("engine", "runner", ""),
+        ("engine", "skip_tokenizer_init", ""),
         ("trainer", "output_dir", "; set run_dir instead"),
         ("trainer", "num_generations", "; set sampling.num_generations instead"),
         ("trainer", "top_p", "; set sampling.top_p instead"),
@@ -352,6 +356,23 @@ def test_what_slipstream_sets_itself_is_refused(run_yaml: Path, section: str, ke
     text = MINIMAL + f"{section}:\n  # comment\n  {key}: 1\n"
     assert refusal(run_yaml, text) == f"run.yaml:{NEXT + 2}: {message}"
     assert refusal(run_yaml, overrides=[f"{section}.{key}=1"]) == f"--set {message}"
+
+
+@pytest.mark.parametrize(
+    ("key", "reason"),
+    [
+        ("logits_processors", "edits what is sampled"),
+        ("watermark_config", "edits what is sampled"),
+        ("diffusion_config", "does not sample token by token"),
+        ("hf_overrides", "changes the model in the engine only; change the model's config.json"),
+        ("model_weights", "changes the model in the engine only; set model.path"),
+        ("tokenizer_revision", "changes the tokenizer in the engine only; set model.revision"),
+    ],
+)
+def test_engine_arguments_that_falsify_log_probs_are_refused(run_yaml: Path, key: str, reason: str) -> None:
+    message = f"engine.{key}: `{key}` {reason}, so importance ratios would be wrong; remove it"
+    assert refusal(run_yaml, MINIMAL + f"engine:\n  # comment\n  {key}: 1\n") == f"run.yaml:{NEXT + 2}: {message}"
+    assert refusal(run_yaml, overrides=[f"engine.{key}=1"]) == f"--set {message}"
 
 
 @pytest.mark.parametrize(
