@@ -8,11 +8,27 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from protocol.errors import ConfigError
 
 _STATE_FILE = "pipeline_state.json"
+
+
+class Checkpoint(NamedTuple):
+    """A checkpoint that counts: its folder and the pipeline state in it."""
+
+    folder: Path
+    state: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken."""
+        return int(self.state["step"])
+
+    @property
+    def run_id(self) -> str:
+        return str(self.state["run_id"])
 
 
 def commit(folder: Path, state: dict[str, Any]) -> None:
@@ -41,15 +57,15 @@ def prune(checkpoints_dir: Path, keep: int) -> None:
         shutil.rmtree(folder)
 
 
-def latest(checkpoints_dir: Path) -> tuple[Path, dict[str, Any]] | None:
-    """The newest checkpoint that counts and its pipeline state; None if there is none."""
+def latest(checkpoints_dir: Path) -> Checkpoint | None:
+    """The newest checkpoint that counts; None if there is none."""
     committed = _committed(checkpoints_dir)
     if not committed:
         return None
-    return committed[-1], json.loads((committed[-1] / _STATE_FILE).read_text(encoding="utf-8"))
+    return Checkpoint(committed[-1], json.loads((committed[-1] / _STATE_FILE).read_text(encoding="utf-8")))
 
 
-def starting_point(checkpoints_dir: Path, resume: bool) -> tuple[Path, dict[str, Any]] | None:
+def starting_point(checkpoints_dir: Path, resume: bool) -> Checkpoint | None:
     """Where a run starts: the newest checkpoint with `--resume`, else from scratch.
 
     Raises:
@@ -58,7 +74,7 @@ def starting_point(checkpoints_dir: Path, resume: bool) -> tuple[Path, dict[str,
     found = latest(checkpoints_dir)
     if found is not None and not resume:
         raise ConfigError(
-            f"run_dir: {checkpoints_dir.parent} already holds a run ({found[0].name}). Go on with it by --resume, or "
+            f"run_dir: {checkpoints_dir.parent} already holds a run ({found.folder.name}). Go on with it by --resume, or "
             "choose another run_dir"
         )
     return found

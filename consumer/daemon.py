@@ -63,53 +63,21 @@ def run(config: RunConfig, gpus: list[int], *, resume: bool) -> ExitCode:
     arguments = build_arguments(config, on_gpu=bool(gpus), num_prompts=len(prompts))
     start = checkpoints.starting_point(config.checkpoints_dir, resume)
     model_folder = resolve_model(config.model.path, config.model.revision)
-    weights = torch.tensor([function.weight for function in config.rewards.functions])
-    session = secrets.token_hex(4)
-    pipeline = config.pipeline
+    session = secrets.token_hex(4)  # of this process; the run may outlive it
+    first_step, run_id = (start.step, start.run_id) if start else (0, secrets.token_hex(8))
 
     budget = StalenessBudget(
-        pipeline.groups_per_step, pipeline.max_staleness, pipeline.sync_interval, arguments.num_iterations
+        config.pipeline.groups_per_step,
+        config.pipeline.max_staleness,
+        config.pipeline.sync_interval,
+        arguments.num_iterations,
     )
-    ledger = PromptLedger(
-        len(prompts),
-        seed=config.seed,
-        shuffle=config.dataset.shuffle,
-        max_attempts=pipeline.max_attempts,
-        session=session,
-    )
-
-    def moves_policy(group: RolloutGroup) -> bool:
-        return has_signal(torch.tensor(group.rewards), weights, aggregation=arguments.multi_objective_aggregation)
-
-    buffer = RolloutBuffer(
-        ledger, budget, FifoTable(), has_signal=moves_policy, max_failed_share=pipeline.max_failed_share
-    )
-    first_step, run_id = 0, secrets.token_hex(8)
+    buffer = _buffer(config, budget, len(prompts), session, arguments.multi_objective_aggregation)
     if start is not None:
-        first_step, run_id = start[1]["step"], start[1]["run_id"]
-        buffer.restore(start[1], step=first_step)
-        logger.info("resuming at step %d from %s", first_step, start[0])
-
+        buffer.restore(start.state, step=first_step)
+        logger.info("resuming at step %d from %s", first_step, start.folder)
     channel = ZmqServer(config.control_endpoint, config.blob_endpoint, config.transport.max_message_bytes)
-    intake = Intake(
-        channel,
-        buffer,
-        prompts,
-        needs=_needs(config, model_folder),
-        shape=GroupShape(
-            config.sampling.num_generations,
-            len(config.rewards.functions),
-            config.sampling.max_completion_length,
-            AutoConfig.from_pretrained(model_folder).get_text_config().vocab_size,
-        ),
-        sampling=_sampling(config),
-        run_id=run_id,
-        session=session,
-        lease_timeout_s=pipeline.lease_timeout_s,
-        heartbeat_interval_s=config.transport.heartbeat_interval_s,
-        heartbeat_timeout_s=config.transport.heartbeat_timeout_s,
-        keep_blobs=config.max_loras,
-    )
+    intake = _intake(config, channel, buffer, prompts, model_folder, run_id, session)
     report = StepReport(
         Path(config.run_dir),
         buffer,
@@ -117,14 +85,16 @@ def run(config: RunConfig, gpus: list[int], *, resume: bool) -> ExitCode:
         first_step=first_step,
         show_bar=config.observability.progress,
     )
-    feed = BatchFeed(buffer, intake, stop_requested=stop, say=report.say, stall_timeout_s=pipeline.stall_timeout_s)
+    feed = BatchFeed(
+        buffer, intake, stop_requested=stop, say=report.say, stall_timeout_s=config.pipeline.stall_timeout_s
+    )
     control = RunControl(
         buffer,
         budget,
         intake,
         feed,
         report,
-        sync_interval=pipeline.sync_interval,
+        sync_interval=config.pipeline.sync_interval,
         keep_checkpoints=arguments.save_total_limit,
         run_id=run_id,
         stop_requested=stop,
@@ -137,31 +107,101 @@ def run(config: RunConfig, gpus: list[int], *, resume: bool) -> ExitCode:
         raise ConfigError(f"TRL or PEFT refused to build the trainer: {error}") from error
     control.trainer = trainer
     if start is not None:
-        trainer._load_from_checkpoint(str(start[0]))
+        trainer._load_from_checkpoint(str(start.folder))
     control.publish(first_step)
     intake.start()
     report.say(f"rl-trainer: listening at {config.control_endpoint}; waiting for producers")
-    finished = False
-    started = time.time()
+
+    started, finished = time.monotonic(), False
     try:
-        trainer.train(resume_from_checkpoint=str(start[0]) if start else None)
+        trainer.train(resume_from_checkpoint=str(start.folder) if start else None)
         finished = trainer.state.global_step >= arguments.max_steps
     except StopRequested:
-        step = trainer.state.global_step
-        if step > first_step and not checkpoints.is_committed(config.checkpoints_dir / f"checkpoint-{step}"):
-            trainer._save_checkpoint(trainer.model, trial=None)
-            trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
+        control.save_if_needed(first_step)
     finally:
         intake.stop("finished" if finished else "stopping")
         report.close()
     if finished:
         trainer.save_model(str(Path(config.run_dir) / "adapter"))
-    _write_summary(config, trainer, buffer, intake, time.time() - started, finished)
-    print(  # noqa: T201
-        f"rl-trainer: {'finished' if finished else 'stopped'} at step {trainer.state.global_step} of {arguments.max_steps}"
-        + ("" if finished else "; go on with --resume")
-    )
+    summary = {
+        "finished": finished,
+        "steps": trainer.state.global_step,
+        "wall_s": time.monotonic() - started,
+        "tokens_generated": intake.tokens_generated,
+        "counts": dict(buffer.counts),
+    }
+    (Path(config.run_dir) / "trainer.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
+    outcome = "finished" if finished else "stopped"
+    hint = "" if finished else "; go on with --resume"
+    report.say(f"rl-trainer: {outcome} at step {trainer.state.global_step} of {arguments.max_steps}{hint}")
     return ExitCode.OK
+
+
+def _buffer(
+    config: RunConfig, budget: StalenessBudget, num_prompts: int, session: str, aggregation: str
+) -> RolloutBuffer:
+    weights = torch.tensor([function.weight for function in config.rewards.functions])
+
+    def moves_policy(group: RolloutGroup) -> bool:
+        return has_signal(torch.tensor(group.rewards), weights, aggregation=aggregation)
+
+    ledger = PromptLedger(
+        num_prompts,
+        seed=config.seed,
+        shuffle=config.dataset.shuffle,
+        max_attempts=config.pipeline.max_attempts,
+        session=session,
+    )
+    return RolloutBuffer(
+        ledger, budget, FifoTable(), has_signal=moves_policy, max_failed_share=config.pipeline.max_failed_share
+    )
+
+
+def _intake(
+    config: RunConfig,
+    channel: ZmqServer,
+    buffer: RolloutBuffer,
+    prompts: PromptDataset,
+    model_folder: Path,
+    run_id: str,
+    session: str,
+) -> Intake:
+    sampling = config.sampling
+    names = tuple(function.name for function in config.rewards.functions)
+    return Intake(
+        channel,
+        buffer,
+        prompts,
+        needs=TrainerNeeds(
+            base_model_digest=base_model_digest(model_folder),
+            tokenizer_digest=tokenizer_digest(model_folder),
+            dtype=config.model.dtype,
+            lora_rank=config.lora.get("r", 8),
+            max_loras=config.max_loras,
+            max_completion_length=sampling.max_completion_length,
+            reward_names=names,
+        ),
+        shape=GroupShape(
+            sampling.num_generations,
+            len(names),
+            sampling.max_completion_length,
+            AutoConfig.from_pretrained(model_folder).get_text_config().vocab_size,
+        ),
+        sampling=Sampling(
+            sampling.num_generations,
+            sampling.max_completion_length,
+            sampling.temperature,
+            sampling.top_p,
+            sampling.top_k,
+            sampling.min_p,
+        ),
+        run_id=run_id,
+        session=session,
+        lease_timeout_s=config.pipeline.lease_timeout_s,
+        heartbeat_interval_s=config.transport.heartbeat_interval_s,
+        heartbeat_timeout_s=config.transport.heartbeat_timeout_s,
+        keep_blobs=config.max_loras,
+    )
 
 
 class _StopFlag:
@@ -192,33 +232,3 @@ def _prepare_device(gpus: list[int]) -> None:
         )
     elif len(gpus) > 1:
         raise DeviceError("rl-trainer takes one GPU: LoRA steps fit one; give the others to producers")
-
-
-def _needs(config: RunConfig, model_folder: Path) -> TrainerNeeds:
-    return TrainerNeeds(
-        base_model_digest=base_model_digest(model_folder),
-        tokenizer_digest=tokenizer_digest(model_folder),
-        dtype=config.model.dtype,
-        lora_rank=config.lora.get("r", 8),
-        max_loras=config.max_loras,
-        max_completion_length=config.sampling.max_completion_length,
-        reward_names=tuple(function.name for function in config.rewards.functions),
-    )
-
-
-def _sampling(config: RunConfig) -> Sampling:
-    s = config.sampling
-    return Sampling(s.num_generations, s.max_completion_length, s.temperature, s.top_p, s.top_k, s.min_p)
-
-
-def _write_summary(
-    config: RunConfig, trainer: SlipstreamTrainer, buffer: RolloutBuffer, intake: Intake, wall_s: float, finished: bool
-) -> None:
-    summary = {
-        "finished": finished,
-        "steps": trainer.state.global_step,
-        "wall_s": wall_s,
-        "tokens_generated": intake.tokens_generated,
-        "counts": dict(buffer.counts),
-    }
-    (Path(config.run_dir) / "trainer.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")

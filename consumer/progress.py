@@ -20,7 +20,7 @@ def batch_metrics(batch: CutBatch, version: int, weights: np.ndarray, names: lis
     """Numbers about the rollouts of one step, under TRL's names where TRL has the number.
 
     Rewards and lengths are of everything that arrived since the last step, so that they describe the policy and not the
-    selection for training; staleness is of the groups that are trained.
+    selection for training; staleness is of the groups that are trained, against `version`, the policy that cut them.
     """
     groups = [group for group, _ in batch.arrivals] or batch.groups
     rewards = np.concatenate([group.rewards for group in groups])
@@ -37,7 +37,6 @@ def batch_metrics(batch: CutBatch, version: int, weights: np.ndarray, names: lis
         "completions/clipped_ratio": float(np.concatenate([group.truncated for group in groups]).mean()),
         "staleness/mean": float(np.mean(staleness)),
         "staleness/max": float(max(staleness)),
-        "policy_version": float(version),
     }
     for column, name in enumerate(names):
         values = rewards[:, column][~np.isnan(rewards[:, column])]

@@ -63,9 +63,10 @@ class RunControl(TrainerCallback):
         self._seen = {name: len(values) for name, values in self.trainer._metrics["train"].items()}
         batch = self._feed.last
         assert batch is not None
-        version = self._budget.version_at(state.global_step)
+        cut_by = self._budget.version_at(batch.step)  # further iterations over the batch are some versions on
         weights = self.trainer.recipe.weights.numpy()
-        self._metrics = batch_metrics(batch, version, weights, self.trainer.reward_func_names)
+        self._metrics = batch_metrics(batch, cut_by, weights, self.trainer.reward_func_names)
+        self._metrics["policy_version"] = float(self._budget.version_at(state.global_step))
         for name, value in self._metrics.items():
             self.trainer.record_metric(name, value)
         self.trainer.record_metric("wait_s", self._feed.wait_s)
@@ -91,6 +92,14 @@ class RunControl(TrainerCallback):
         if self._stop_requested():
             control.should_save = True
             control.should_training_stop = True
+
+    def save_if_needed(self, first_step: int) -> None:
+        """Commits a checkpoint of this moment, unless nothing was trained since the last one."""
+        step = self.trainer.state.global_step
+        folder = Path(self.trainer.args.output_dir) / f"checkpoint-{step}"
+        if step > first_step and not checkpoints.is_committed(folder):
+            self.trainer._save_checkpoint(self.trainer.model, trial=None)
+            self.on_save(self.trainer.args, self.trainer.state, self.trainer.control)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"

@@ -45,7 +45,6 @@ def test_metrics_by_hand() -> None:
             "completions/clipped_ratio": 0.25,
             "staleness/mean": 2.0,
             "staleness/max": 2.0,
-            "policy_version": 5.0,
             "rewards/first/mean": 2 / 3,
             "rewards/first/std": math.sqrt(1 / 3),
             "rewards/second/mean": 2.0,

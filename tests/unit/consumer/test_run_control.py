@@ -150,7 +150,8 @@ def test_two_updates_per_batch(tmp_path: Path, tiny_model: Path) -> None:
     run = Run(tmp_path, tiny_model, trainer={"num_iterations": 2, "max_steps": 6})
     assert [version for version, _ in run.published] == [0, 1, 2, 3, 4, 5, 6]
     assert run.replay.counts["trained"] == 6, "three batches of two"
-    assert column(run, "staleness/max") == [0, 1, 0, 1, 0, 1]  # the second update is one version on
+    assert column(run, "staleness/max") == [0, 0, 0, 0, 0, 0]  # when the batch is cut
+    assert column(run, "policy_version") == [0, 1, 2, 3, 4, 5]  # the second update is one version on
     assert [wait > 0 for wait in column(run, "wait_s")] == [True, False] * 3
 
 
