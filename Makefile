@@ -39,10 +39,10 @@ clean: ## remove the virtual environment and the demo's files
 # torchvision, torchaudio and torchcodec come along as CUDA builds, which break transformers beside a CPU torch; text
 # needs none of them.
 $(STAMP): pyproject.toml
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Slipstream needs Python 3.11 or newer; try make PYTHON=python3.11")'
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Slipstream needs Python 3.11 or newer; try make PYTHON=python3.11")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing ($(BACKEND) build; a few minutes, about 4 GB) ..."
-	$(BIN)/python -m pip install --quiet -e '.[$(BACKEND),demo,dev]' \
+	@$(BIN)/python -m pip install --quiet -e '.[$(BACKEND),demo,dev]' \
 	  || { $(BIN)/python -m pip install --quiet uv && UV_TORCH_BACKEND=auto $(BIN)/uv pip install --python $(BIN)/python -e '.[$(BACKEND),demo,dev]'; }
-	test $(BACKEND) = gpu || $(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	touch $@
+	@test $(BACKEND) = gpu || $(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
