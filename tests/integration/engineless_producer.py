@@ -1,0 +1,40 @@
+"""`rl-producer` with a stand-in for vLLM: everything around the engine is real, and it starts within seconds.
+
+Run as `python -m tests.integration.engineless_producer` with the arguments of `rl-producer`. Leases are never answered.
+"""
+
+import asyncio
+import sys
+from pathlib import Path
+from types import ModuleType
+
+from producer import cli
+from tests.scripted import facts
+
+
+class Engine:
+    max_num_seqs = 8
+
+    def __init__(self, config, num_gpus) -> None:
+        self.folder = Path(config.model.path)
+        self.facts = facts()
+
+    async def warm_up(self) -> None: ...
+
+    async def generate(self, prompt_ids, sampling, adapter):
+        await asyncio.Event().wait()
+
+    async def load_adapter(self, adapter) -> None: ...
+
+    async def unload_adapter(self, adapter) -> None: ...
+
+    def check_alive(self) -> None: ...
+
+    def shutdown(self) -> None: ...
+
+
+if __name__ == "__main__":
+    stand_in = ModuleType("producer.engine")
+    stand_in.Engine = Engine  # type: ignore[attr-defined]
+    sys.modules["producer.engine"] = stand_in
+    sys.exit(cli.main())

@@ -1,0 +1,344 @@
+"""`rl-producer` as a process: what it refuses and how it ends, by exit code, message, and what is left behind.
+
+Four daemons with real vLLM, started together because each takes twenty seconds; where vLLM has no part in it, a stand-in.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import yaml
+import zmq
+
+from protocol.codec import encode
+from protocol.handshake import TrainerNeeds, problems
+from protocol.messages import Bye, Group, Heartbeat, Hello, Nack, PolicyInfo
+from protocol.zmq_channel import ZmqServer
+from tests.integration.models import build_model, random_adapter
+from tests.integration.pair import START_S, Daemon, gone
+from tests.scripted import facts
+from tests.scripted_trainer import ScriptedTrainer, lease
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+
+REWARDS = """
+import math, time
+
+def moody(completions, mood, **_):
+    match mood[0]:
+        case "raises":
+            raise ValueError("no digits")
+        case "hangs":
+            time.sleep(600)
+        case "short":
+            return [1.0]
+        case "none":
+            return [None, 1.0, 2.0, 3.0]
+        case "nan":
+            return [math.nan, 1.0, 2.0, 3.0]
+    return [0.0, 1.0, 2.0, 3.0]
+"""
+ENGINELESS = "tests.integration.engineless_producer"
+
+
+class Run:
+    """A folder with one small model and reward file, and any number of configurations."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.model = build_model("qwen2", folder / "model")
+        (folder / "rewards.py").write_text(REWARDS)
+        self.blob, digest = random_adapter(self.model, folder / "adapter")
+        self.policy = PolicyInfo(0, digest, len(self.blob))
+
+    def config(self, name: str, **sections: object) -> Path:
+        values = {
+            "run_dir": str(self.folder / name),
+            "model": {"path": str(self.model), "dtype": "float32"},
+            "dataset": {"path": "unused"},
+            "rewards": {
+                "functions": [{"function": f"{self.folder}/rewards.py:moody"}],
+                "num_workers": 1,
+                "timeout_s": 2.0,
+            },
+            "sampling": {"num_generations": 4, "max_completion_length": 8},
+            "transport": {"heartbeat_interval_s": 0.5, "heartbeat_timeout_s": 5.0},
+            "lora": {"r": 8, "lora_alpha": 16},
+            "engine": {
+                "max_model_len": 128,
+                "max_num_seqs": 16,
+                "enforce_eager": True,
+                "num_gpu_blocks_override": 64,  # vLLM would take a gigabyte of memory each
+            },
+        }
+        (self.folder / name).mkdir(exist_ok=True)
+        path = self.folder / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(values | sections))
+        return path
+
+    def start(self, name: str, module: str = "producer.cli", **sections: object) -> Daemon:
+        return Daemon(module, self.folder / f"{name}.log", "--config", str(self.config(name, **sections)))
+
+    def endpoints(self, name: str) -> tuple[str, str]:
+        return f"ipc://{self.folder}/{name}/control.ipc", f"ipc://{self.folder}/{name}/control.ipc.blobs"
+
+    @contextmanager
+    def trainer(self, name: str, **switches: object) -> Iterator[ScriptedTrainer]:
+        server = ZmqServer(*self.endpoints(name), 2**26)
+        trainer = ScriptedTrainer(server, self.policy)
+        trainer.blobs[self.policy.digest] = self.blob
+        for switch, value in switches.items():
+            setattr(trainer, switch, value)
+        trainer.start()
+        try:
+            yield trainer
+        finally:
+            trainer.stop()
+            server.close()
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Run]:
+    with tempfile.TemporaryDirectory(prefix="sl-", dir="/tmp") as folder:  # short, for the sockets
+        yield Run(Path(folder))
+
+
+def refuse(run: Run, name: str, arguments: tuple[str, ...] = (), **sections: object) -> tuple[int, str]:
+    """Exit code and messages of a start that must fail."""
+    ended = subprocess.run(
+        [sys.executable, "-m", "producer.cli", "--gpu", "cpu", "--config", run.config(name, **sections), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=START_S,
+        check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    return ended.returncode, ended.stderr
+
+
+# Refused before vLLM is imported.
+
+
+@pytest.mark.parametrize(
+    ("name", "function", "said"),
+    [
+        ("reward-module", "no_such_module:reward", "importing no_such_module failed: ModuleNotFoundError"),
+        ("reward-file", "/nowhere/rewards.py:reward", "there is no file /nowhere/rewards.py"),
+        ("reward-name", "math:rewrad", "math has no `rewrad`"),
+        ("reward-kind", "math:pi", "`pi` is not a function but float"),
+    ],
+)
+def test_reward_functions_are_refused_before_the_engine_is_loaded(run, name, function, said):
+    code, output = refuse(run, name, rewards={"functions": [{"function": function}], "num_workers": 1})
+    assert code == 78
+    assert f"rl-producer: error: rewards.functions: {function}: {said}" in output
+    assert "loading the engine" not in output
+    assert "Traceback" not in output
+
+
+@pytest.mark.parametrize(
+    ("gpu", "said"), [("99", "GPU 99 does not exist, this machine has"), ("x", "expected an index such as 0")]
+)
+def test_a_gpu_that_does_not_exist_is_refused(run, gpu, said):
+    code, output = refuse(run, f"gpu-{gpu}", ("--gpu", gpu))
+    assert code == 71
+    assert f"rl-producer: error: --gpu {gpu}: {said}" in output
+
+
+# Refused by vLLM, or before it is asked.
+
+
+def test_what_vllm_refuses_ends_a_check_and_a_start_before_weights_are_loaded(run):
+    values = [
+        ({"max_modle_len": 64}, "engine.max_modle_len: unknown to vllm.AsyncEngineArgs; did you mean `max_model_len`?"),
+        ({"max_model_len": -5}, "max_model_len\n  Input should be greater than or equal to -1"),
+        ({"gpu_memory_utilization": 3.0}, "gpu_memory_utilization\n  Input should be less than or equal to 1"),
+        ({"max_model_len": 1024}, "User-specified max_model_len (1024) is greater than the derived max_model_len"),
+    ]
+    starts = [
+        (f"vllm-{number}-{mode}", ("--check", "full") if mode == "check" else (), {"engine": engine}, said)
+        for number, (engine, said) in enumerate(values)
+        for mode in ("check", "start")
+        if (number, mode) != (0, "start")
+    ]
+    starts.append(("no-model", (), {"model": {"path": "/no/model/here"}}, "/no/model/here"))
+    with ThreadPoolExecutor(2) as pool:
+        ended = list(pool.map(lambda start: refuse(run, start[0], start[1], **start[2]), starts))
+    for (name, _, _, said), (code, output) in zip(starts, ended, strict=True):
+        assert code == 78, (name, output[-2000:])
+        assert said in output, (name, output[-2000:])
+        assert "rl-producer: error: " in output
+        assert "Traceback" not in output
+        assert "Loading safetensors" not in output
+
+
+# How it ends, around the engine.
+
+
+def test_a_trainer_that_refuses_ends_it_with_every_problem(run):
+    needs = TrainerNeeds("a" * 64, "b" * 64, "bfloat16", 128, 80, 2048, ("other",))
+    found = problems(needs, facts())
+    assert len(found) == 7
+    with run.trainer("rejected", problems=found):
+        daemon = run.start("rejected", ENGINELESS)
+        assert daemon.end() == 76, daemon.output
+    assert "rl-producer: error: the trainer refused this producer:" in daemon.output
+    for problem in found:
+        assert f"\n  {problem}" in daemon.output
+    assert "Traceback" not in daemon.output
+
+
+def test_a_trainer_of_another_release_ends_it(run):
+    daemon = run.start("schema", ENGINELESS)
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
+        socket.bind(run.endpoints("schema")[0])
+        assert socket.poll(30_000), daemon.output
+        peer, _ = socket.recv_multipart()
+        socket.send_multipart([peer, encode(Bye("finished"), schema_version=99)])
+        assert daemon.end() == 76, daemon.output
+    assert "peer speaks protocol schema 99, this process speaks" in daemon.output
+    assert "install the same release of slipstream on both sides" in daemon.output
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_it_waits_for_the_trainer_ends_it(run, number):
+    daemon = run.start(f"waits-{number}", ENGINELESS)
+    daemon.wait_for("waiting for the trainer at ipc://")
+    family = daemon.family()
+    assert len(family) == 2, "the daemon and one reward worker"
+    daemon.process.send_signal(number)
+    assert daemon.end(10) == 0, daemon.output
+    assert gone(family)
+
+
+# How it ends with a real engine.
+
+
+@pytest.fixture(scope="module")
+def fleet(run: Run) -> Iterator[dict[str, Daemon]]:
+    daemons = {name: run.start(name) for name in ("rewards", "stopped", "interrupted", "killed")}
+    yield daemons
+    for daemon in daemons.values():
+        daemon.close()
+
+
+def family_of(daemon: Daemon) -> list[psutil.Process]:
+    """The daemon and its children, once it is ready."""
+    daemon.wait_for("waiting for the trainer at ipc://", 240)
+    family = daemon.family()
+    assert engine_core(family).is_running()
+    assert [each for each in family if "producer.reward_worker" in " ".join(each.cmdline())]
+    return family
+
+
+def engine_core(family: list[psutil.Process]) -> psutil.Process:
+    (core,) = [each for each in family if "EngineCore" in " ".join(each.cmdline())]
+    return core
+
+
+def moody(number: int, mood: str, **changes: object):
+    return lease(number, columns={"mood": mood}, **changes)
+
+
+def answer_to(trainer: ScriptedTrainer, number: int) -> Group | Nack:
+    def answers() -> list[Group | Nack]:
+        return [each for kind in (Group, Nack) for each in trainer.all(kind) if each.lease_id == f"lease-{number}"]
+
+    trainer.wait_for(answers, 60)
+    return answers()[0]
+
+
+def test_every_reward_comes_back_typed_and_an_engine_that_dies_idle_ends_it(run, fleet):
+    daemon = fleet["rewards"]
+    family_of(daemon)
+    with run.trainer("rewards") as trainer:
+        trainer.wait_for_message(Hello, timeout_s=30)
+        for number, mood in enumerate(["fine", "raises", "hangs", "short", "none", "nan", "fine"]):
+            trainer.send(moody(number, mood))
+        trainer.send(moody(7, "fine", prompt="1" * 125))
+        trainer.send(moody(8, "fine", prompt=""))
+        for number, rewards in {0: [0, 1, 2, 3], 4: [np.nan, 1, 2, 3], 5: [np.nan, 1, 2, 3], 6: [0, 1, 2, 3]}.items():
+            group = answer_to(trainer, number)
+            assert isinstance(group, Group), group
+            np.testing.assert_array_equal(np.frombuffer(group.rewards, "<f4"), np.array(rewards, "<f4"))
+            assert group.policy_version == 0
+            assert np.frombuffer(group.completion_lengths, "<i4").sum() * 4 == len(group.logprobs)
+        for number, reason, said in [
+            (1, "reward_failed", "rewards.py:moody raised\n"),
+            (1, "reward_failed", "ValueError: no digits"),
+            (2, "reward_failed", "did not return within rewards.timeout_s=2 seconds and its worker was killed"),
+            (3, "reward_failed", "returned 1 rewards for 4 completions; return one per completion"),
+            (7, "prompt_too_long", ""),
+            (8, "bad_prompt", ""),
+        ]:
+            nack = answer_to(trainer, number)
+            assert isinstance(nack, Nack)
+            assert nack.reason == reason
+            assert said in nack.detail
+
+        trainer.wait_for(lambda: trainer.all(Heartbeat)[-1].held == [])
+        family = daemon.family()  # the worker that hung was replaced
+        engine_core(family).kill()
+        assert daemon.end(20) == 69, daemon.output[-3000:]
+        trainer.wait_for_message(Bye)
+    assert "rl-producer: error: the engine core has ended" in daemon.output
+    assert gone(family)
+
+
+def test_sigterm_hands_open_leases_back(run, fleet):
+    daemon = fleet["stopped"]
+    family = family_of(daemon)
+    with run.trainer("stopped") as trainer:
+        trainer.wait_for_message(Hello, timeout_s=30)
+        trainer.send(moody(1, "fine"))
+        assert isinstance(answer_to(trainer, 1), Group)
+        trainer.send(moody(2, "hangs"))
+        trainer.send(moody(3, "fine", policy_floor=5))
+        trainer.wait_for(lambda: trainer.all(Heartbeat)[-1].held == ["lease-2", "lease-3"])
+        daemon.process.send_signal(signal.SIGTERM)
+        trainer.wait_for_message(Bye)
+        handed_back = [each for each in trainer.received if isinstance(each, Nack | Bye)]
+        assert handed_back[-1] == Bye("stopping")
+        assert {each.lease_id for each in handed_back[:-1]} == {"lease-2", "lease-3"}
+        assert {each.reason for each in handed_back[:-1]} == {"returned"}
+    assert daemon.end(30) == 0, daemon.output[-3000:]
+    assert "SIGTERM: handing leases back and stopping" in daemon.output
+    assert "error" not in daemon.output.split("SIGTERM")[1].lower()
+    assert gone(family)
+
+
+def test_a_second_interrupt_ends_it_at_once(run, fleet):
+    """Both as a terminal sends them: to every process of the group."""
+    daemon = fleet["interrupted"]
+    family = family_of(daemon)
+    with run.trainer("interrupted", acknowledges=False) as trainer:
+        trainer.wait_for_message(Hello, timeout_s=30)
+        trainer.send(moody(1, "fine"))
+        answer_to(trainer, 1)
+        os.killpg(daemon.process.pid, signal.SIGINT)
+        daemon.wait_for("SIGINT: handing leases back and stopping", 5)
+        assert daemon.process.poll() is None, "it waits for the group to be acknowledged"
+        os.killpg(daemon.process.pid, signal.SIGINT)
+        assert daemon.end(3) == 130, daemon.output[-3000:]
+    assert gone(family)
+
+
+def test_no_child_survives_kill_9(run, fleet):
+    daemon = fleet["killed"]
+    family = family_of(daemon)
+    with run.trainer("killed") as trainer:
+        trainer.wait_for_message(Hello, timeout_s=30)
+        trainer.send(moody(1, "hangs"))
+        trainer.wait_for(lambda: trainer.all(Heartbeat) and trainer.all(Heartbeat)[-1].held == ["lease-1"])
+        daemon.kill()
+    assert len(family) >= 3
+    assert gone(family)
