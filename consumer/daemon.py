@@ -29,7 +29,7 @@ from consumer.run_control import RunControl
 from consumer.trainer import SlipstreamTrainer, build_arguments, build_lora
 from protocol.config import RunConfig
 from protocol.digests import base_model_digest, resolve_model, tokenizer_digest
-from protocol.errors import ConfigError, DeviceError, ExitCode
+from protocol.errors import ConfigError, DatasetError, DeviceError, ExitCode
 from protocol.handshake import TrainerNeeds
 from protocol.messages import Sampling
 from protocol.zmq_channel import ZmqServer
@@ -74,7 +74,10 @@ def run(config: RunConfig, gpus: list[int], *, resume: bool) -> ExitCode:
     )
     buffer = _buffer(config, budget, len(prompts), session, arguments.multi_objective_aggregation)
     if start is not None:
-        buffer.restore(start.state, step=first_step)
+        try:
+            buffer.restore(start.state, step=first_step)
+        except ValueError as error:
+            raise DatasetError(f"dataset.path: {error}; go on with the old one, or choose another run_dir") from error
         logger.info("resuming at step %d from %s", first_step, start.folder)
     channel = ZmqServer(config.control_endpoint, config.blob_endpoint, config.transport.max_message_bytes)
     intake = _intake(config, channel, buffer, prompts, model_folder, run_id, session)
@@ -107,14 +110,20 @@ def run(config: RunConfig, gpus: list[int], *, resume: bool) -> ExitCode:
         raise ConfigError(f"TRL or PEFT refused to build the trainer: {error}") from error
     control.trainer = trainer
     if start is not None:
-        trainer._load_from_checkpoint(str(start.folder))
+        try:
+            trainer._load_from_checkpoint(str(start.folder))
+        except (ValueError, RuntimeError) as error:
+            raise ConfigError(f"run_dir: {start.folder} does not fit model.path and lora: {error}") from error
     control.publish(first_step)
     intake.start()
     report.say(f"rl-trainer: listening at {config.control_endpoint}; waiting for producers")
 
     started, finished = time.monotonic(), False
     try:
-        trainer.train(resume_from_checkpoint=str(start.folder) if start else None)
+        if first_step < arguments.max_steps:
+            trainer.train(resume_from_checkpoint=str(start.folder) if start else None)
+        else:  # transformers would wait for one batch more
+            trainer.state.global_step = first_step
         finished = trainer.state.global_step >= arguments.max_steps
     except StopRequested:
         control.save_if_needed(first_step)

@@ -281,7 +281,7 @@ def test_a_column_that_cannot_travel_is_a_bad_prompt(caplog: pytest.LogCaptureFi
     client = trainer.channel.connect("p")
     client.send(Hello("p", facts(), 8))
     deadline = time.monotonic() + 10
-    while trainer.replay.counts["failed_bad_prompt"] < 100:
+    while trainer.replay.counts["failed_bad_prompt"] < 30:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     began = time.monotonic()
