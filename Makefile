@@ -17,10 +17,11 @@ demo: $(STAMP) ## teach a small model arithmetic with a real vLLM producer and a
 	$(BIN)/python -m examples.arithmetic.demo --seed $(SEED)
 
 test: $(STAMP) ## run every test
-	$(BIN)/python -m pytest tests
+	$(BIN)/python -m pytest -n 2 tests/unit tests/contract
+	$(BIN)/python -m pytest tests/integration
 
 unit: $(STAMP) ## run the unit tests only
-	$(BIN)/python -m pytest tests/unit
+	$(BIN)/python -m pytest -n 2 tests/unit tests/contract
 
 check: $(STAMP) ## lint, format, types, import rules, generated files
 	$(BIN)/ruff check .

@@ -79,7 +79,7 @@ def _coerce(section: str, factory: Callable[..., Any], key: str, value: Any, hin
         for kind in (hint, *typing.get_args(hint)):  # vLLM names its enum members in its own messages and flags
             if isinstance(kind, enum.EnumMeta) and isinstance(value, str) and value in kind.__members__:
                 return kind[value]
-        problem = error.errors()[0]["msg"]
+        problem = ", or: ".join(sorted({problem["msg"] for problem in error.errors()}))  # a union says one per member
         raise ConfigError(f"{section}.{key}: {problem} (got {value!r}), says {_name(factory)}") from error
     if isinstance(value, bool) and not isinstance(result, bool):
         raise ConfigError(f"{section}.{key}: expected a number, not a switch (got {value!r}), says {_name(factory)}")

@@ -1,0 +1,72 @@
+"""Sections of libraries, checked against the real vLLM."""
+
+import warnings
+from pathlib import Path
+
+import pytest
+
+from protocol.library_section import build
+from tests.unit.protocol.test_library_section import refusal
+
+
+@pytest.mark.integration
+@pytest.mark.filterwarnings("ignore")
+def test_vllm_engine_arguments(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from vllm.engine.arg_utils import AsyncEngineArgs
+
+    values = {
+        "max_model_len": 128,
+        "gpu_memory_utilization": "0.5",
+        "enforce_eager": True,
+        "kv_cache_dtype": "auto",
+        "quantization": "fp8",
+        "limit_mm_per_prompt": {"image": 0},
+        "hf_overrides": {"a": 1},
+        "compilation_config": {"cudagraph_capture_sizes": [1, 2]},
+        "load_format": "dummy",
+    }
+    built = build("engine", AsyncEngineArgs, values, model=str(tmp_path))
+    assert (built.max_model_len, built.gpu_memory_utilization, built.enforce_eager) == (128, 0.5, True)
+    assert (built.kv_cache_dtype, built.quantization, built.load_format) == ("auto", "fp8", "dummy")
+    assert (built.limit_mm_per_prompt, built.hf_overrides) == ({"image": 0}, {"a": 1})
+    assert built.compilation_config.cudagraph_capture_sizes == [1, 2]
+    assert built.model == str(tmp_path)
+    assert (
+        build(
+            "engine", AsyncEngineArgs, {"attention_backend": "FLASH_ATTN"}, model=str(tmp_path)
+        ).attention_backend.name
+        == "FLASH_ATTN"
+    )
+
+    for key, value, message in [
+        (
+            "max_model_length",
+            1,
+            "engine.max_model_length: unknown to vllm.AsyncEngineArgs; did you mean `max_model_len`?",
+        ),
+        (
+            "max_model_len",
+            "abc",
+            "engine.max_model_len: Input should be a valid integer, unable to parse string as an integer (got 'abc'), says "
+            "vllm.AsyncEngineArgs",
+        ),
+        (
+            "enforce_eager",
+            "perhaps",
+            "engine.enforce_eager: Input should be a valid boolean, unable to interpret input (got",
+        ),
+        (
+            "max_num_seqs",
+            1.5,
+            "engine.max_num_seqs: Input should be a valid integer, got a number with a fractional part",
+        ),
+        ("kv_cache_dtype", "int3", "engine.kv_cache_dtype: Input should be 'auto', "),
+        (
+            "compilation_config",
+            {"levle": 0},
+            "engine.compilation_config: Unexpected keyword argument (got {'levle': 0})",
+        ),
+    ]:
+        assert refusal("engine", AsyncEngineArgs, {key: value}, model=str(tmp_path)).startswith(message)
