@@ -257,6 +257,20 @@ def test_epochs_iterations_intervals_and_micro_batches_together(start: Callable[
     assert all(step["kl"] >= 0 for step in run.steps)
 
 
+def test_a_tracker_of_trl_gets_every_number_of_every_step(start: Callable[..., Run]) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = start(trainer={"report_to": "tensorboard", "max_steps": 3})
+    run.producer()
+    assert run.trainer().end() == 0
+    (events,) = Path(run.config.run_dir).rglob("*tfevents*")
+    accumulator = EventAccumulator(str(events.parent)).Reload()
+    for name in ("reward", "staleness/mean", "sampling/importance_sampling_ratio/mean", "loss", "grad_norm"):
+        scalars = accumulator.Scalars(f"train/{name}")
+        assert [scalar.step for scalar in scalars] == [1, 2, 3]
+    assert [scalar.value for scalar in accumulator.Scalars("train/reward")] == pytest.approx(run.column("reward"))
+
+
 def test_a_stop_before_the_first_step_leaves_nothing(start: Callable[..., Run]) -> None:
     run = start()
     trainer = run.trainer()
