@@ -101,22 +101,35 @@ VARIATIONS: list[dict[str, Any]] = [
     {},
     {"beta": 0.1},
     {"importance_sampling_level": "sequence"},
+    {"importance_sampling_level": "sequence", "beta": 0.1},
     {"off_policy_mask_threshold": 0.5},
     {"top_entropy_quantile": 0.4},
+    {"mask_truncated_completions": True},
     {"temperature": 0.7, "beta": 0.1, "use_bias_correction_kl": True, "delta": 1.5, "epsilon_high": 0.28},
-    {"mask_truncated_completions": True, "scale_rewards": "none", "entropy_coef": 0.05},
+    {"scale_rewards": "none", "entropy_coef": 0.05},
 ]
 
 
-@pytest.mark.parametrize("variation", VARIATIONS, ids=lambda v: ",".join(v) or "plain")
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_one_update_per_batch(tmp_path: Path, tiny_model: Path, loss_type: str, variation: dict[str, Any]) -> None:
-    options = {"loss_type": loss_type, **variation}
-    temperature = options.pop("temperature", 1.0)
+@pytest.fixture(scope="module", params=VARIATIONS, ids=lambda options: ",".join(options) or "plain")
+def trainers(
+    request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[SlipstreamTrainer, GRPOTrainer]:
+    """Ours and TRL's of one variation; the loss type is an attribute that both only look at in the loss."""
+    options = dict(request.param)
     config = run_config(
-        tmp_path, tiny_model, trainer=options, sampling={"temperature": temperature}, correction={"ratio_max": 1.5}
+        tmp_path_factory.mktemp("run"),
+        tiny_model,
+        sampling={"temperature": options.pop("temperature", 1.0)},
+        trainer=options,
+        correction={"ratio_max": 1.5},
     )
-    ours, theirs = slipstream_trainer(config, tiny_model), trl_trainer(config, tiny_model)
+    return slipstream_trainer(config, tiny_model), trl_trainer(config, tiny_model)
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_one_update_per_batch(trainers: tuple[SlipstreamTrainer, GRPOTrainer], loss_type: str) -> None:
+    ours, theirs = trainers
+    ours.loss_type = theirs.loss_type = loss_type
     groups = off_policy(ours, some_groups())
     assert_equal(
         loss_and_gradients(ours, *our_inputs(ours, groups)), loss_and_gradients(theirs, trl_inputs(theirs, groups))
