@@ -55,6 +55,7 @@ class ProducerSession:
     capacity: int
     last_heard: float
     leases: set[str] = field(default_factory=set)
+    absent: set[str] = field(default_factory=set)  # leases that its last heartbeat did not name
     policy_version: int = -1
 
 
@@ -279,10 +280,21 @@ class Intake:
         before = self._tokens_seen.setdefault(session.name, message.tokens_generated)  # its first words after Welcome
         self.tokens_generated += max(0, message.tokens_generated - before)
         self._tokens_seen[session.name] = message.tokens_generated
+        self._take_back_lost(session, frozenset(message.held))
         session.capacity = message.capacity
         session.policy_version = message.policy_version
         assert self._policy is not None
         self._channel.send(peer, Policy(self._policy))
+
+    def _take_back_lost(self, session: ProducerSession, held: frozenset[str]) -> None:
+        """A lease that two heartbeats in a row do not name was lost, or its answer was (one may still be under way)."""
+        absent = session.leases - held
+        lost = absent & session.absent
+        session.absent = absent - lost
+        if lost:
+            session.leases -= lost
+            self._buffer.release(session.name, keep=frozenset(session.leases))
+            self._warn("lost", f"{session.name} knows nothing of {len(lost)} leases; their prompts go out again")
 
     def _serve_blob(self, peer: bytes, request: BlobRequest) -> None:
         with self._lock:

@@ -219,7 +219,7 @@ class PipelineSection(Section):
     lease_timeout_s: PositiveSeconds = Field(
         600.0, description="A prompt whose group has not come back by then is leased again."
     )
-    max_attempts: Positive = Field(3, description="Leases of one prompt per epoch before it is skipped and counted.")
+    max_attempts: Positive = Field(3, description="Failures of one prompt per epoch before it is skipped and counted.")
     max_failed_share: Annotated[float, Field(gt=0, le=1)] = Field(
         0.5, description="The run stops when more than this share of the last 64 answered prompts failed."
     )

@@ -110,7 +110,9 @@ class ScriptedProducer:
                 self.channel.send(Hello(self.name, self.engine, self.capacity))
                 said_hello = now
             elif self._policy_version >= 0 and now - last_beat > 0.3:
-                self.channel.send(Heartbeat(self._policy_version, self.capacity, [], 0, 0.0))
+                self.channel.send(
+                    Heartbeat(self._policy_version, self.capacity, [lease.lease_id for lease in self._waiting], 0, 0.0)
+                )
                 last_beat = now
             for message in self.channel.poll(0.05):
                 self._receive(message)

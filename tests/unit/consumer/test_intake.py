@@ -123,8 +123,10 @@ class Producer:
     def leases(self) -> list[Lease]:
         return self.all(Lease)
 
-    def beat(self, tokens: int = 0, version: int = 0, capacity: int = 64) -> list[Any]:
-        return self.say(Heartbeat(version, capacity, [], tokens, 0.0))
+    def beat(self, tokens: int = 0, version: int = 0, capacity: int = 64, held: list[str] | None = None) -> list[Any]:
+        """By default it names all leases that it ever got."""
+        names = [lease.lease_id for lease in self.leases] if held is None else held
+        return self.say(Heartbeat(version, capacity, names, tokens, 0.0))
 
 
 def only(messages: list[Any], kind: type) -> Any:
@@ -251,12 +253,27 @@ def test_an_expired_lease_goes_to_somebody_else() -> None:
     assert (len(slow.leases), len(fast.leases)) == (1, 0)
     for _ in range(12):
         trainer.now += 5
-        slow.channel.send(Heartbeat(0, 0, [], 0, 0.0))  # alive, and wants nothing more
+        slow.beat(capacity=0)  # alive, and wants nothing more
         fast.beat(capacity=1)
     assert trainer.replay.counts["expired"] == 1
     assert [lease.prompt_id for lease in fast.leases] == [slow.leases[0].prompt_id] == [0]
     assert only(slow.say(answer(slow.leases[0])), Ack).outcome == "accepted"
     assert only(fast.say(answer(fast.leases[0])), Ack).outcome == "duplicate"
+
+
+def test_a_lease_that_two_heartbeats_do_not_name_goes_out_again() -> None:
+    """It was lost on the way; its deadline may be an hour away."""
+    trainer = Trainer(groups_per_step=2)
+    producer = trainer.producer(capacity=2)
+    kept, lost = (lease.lease_id for lease in producer.leases)
+    producer.beat(capacity=2, held=[kept])
+    assert len(producer.leases) == 2, "a heartbeat may cross a lease that is on its way"
+    producer.beat(capacity=2, held=[kept, lost])
+    producer.beat(capacity=2, held=[kept])
+    assert len(producer.leases) == 2, "not two in a row"
+    producer.beat(capacity=2, held=[kept])
+    assert [lease.prompt_id for lease in producer.leases] == [0, 1, 1]
+    assert trainer.replay.counts["released"] == 1
 
 
 def test_bad_prompts_are_skipped_and_counted_and_the_others_go_out() -> None:
