@@ -9,9 +9,9 @@ import logging
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from protocol.channel import BadFrame, ServerChannel
 from protocol.codec import CodecError
@@ -47,6 +47,12 @@ _LEASES_PER_TICK = 256
 _WARNINGS_PER_KIND = 5  # then one in a hundred
 
 
+class PromptSource(Protocol):
+    def __getitem__(self, prompt_id: int) -> tuple[Any, dict[str, Any]]:
+        """Prompt and columns of a row; raises DatasetError for one without a usable prompt."""
+        ...
+
+
 @dataclass
 class ProducerSession:
     """One producer that said hello, as last heard of."""
@@ -63,7 +69,6 @@ class Intake:
     """See the module's guarantee.
 
     Args:
-        prompts: prompt id -> (prompt, columns); raises DatasetError for a row without a usable prompt.
         keep_blobs: adapter versions that producers can still download.
         clock: monotonic seconds.
     """
@@ -72,7 +77,7 @@ class Intake:
         self,
         channel: ServerChannel,
         buffer: RolloutBuffer,
-        prompts: Sequence[tuple[Any, dict[str, Any]]] | Any,
+        prompts: PromptSource,
         *,
         needs: TrainerNeeds,
         shape: GroupShape,
@@ -241,9 +246,9 @@ class Intake:
         for other, session in list(self._producers.items()):
             if session.name == hello.producer:
                 del self._producers[other]
-        held = frozenset(hello.held)
-        self._buffer.release(hello.producer, keep=held)
-        self._producers[peer] = ProducerSession(hello.producer, hello.capacity, self._clock(), set(held))
+        self._buffer.release(hello.producer, keep=frozenset(hello.held))
+        leases = self._buffer.leased_to(hello.producer)  # of those it holds, the ones that this trainer gave out
+        self._producers[peer] = ProducerSession(hello.producer, hello.capacity, self._clock(), leases)
         logger.info("producer %s joined (up to %d groups at once)", hello.producer, hello.capacity)
         self._channel.send(peer, Welcome(self._run_id, self._session, self._policy, self._heartbeat_interval_s))
 

@@ -122,6 +122,11 @@ class RolloutBuffer:
             self.counts["released"] += len(released)
             return released
 
+    def leased_to(self, producer: str) -> set[str]:
+        """The leases that `producer` has now."""
+        with self._changed:
+            return self._ledger.leased_to(producer)
+
     # The main thread's side.
 
     def next_batch(self, timeout_s: float) -> CutBatch | None:

@@ -145,6 +145,9 @@ class PromptLedger:
         """Takes back the leases of a producer that left, except those it still holds."""
         return self._take_back([r for r in self._leases.values() if r.producer == producer and r.lease_id not in keep])
 
+    def leased_to(self, producer: str) -> set[str]:
+        return {record.lease_id for record in self._leases.values() if record.producer == producer}
+
     def settle(self, key: tuple[int, int]) -> None:
         """The held item was trained or dropped for good."""
         del self._held[key]

@@ -261,6 +261,12 @@ def test_an_expired_lease_goes_to_somebody_else() -> None:
     assert only(fast.say(answer(fast.leases[0])), Ack).outcome == "duplicate"
 
 
+def test_leases_of_a_trainer_that_is_gone_take_no_room() -> None:
+    trainer = Trainer(groups_per_step=4)
+    producer = trainer.producer(capacity=2, held=["dead-1", "dead-2"])
+    assert len(producer.leases) == 2
+
+
 def test_a_lease_that_two_heartbeats_do_not_name_goes_out_again() -> None:
     """It was lost on the way; its deadline may be an hour away."""
     trainer = Trainer(groups_per_step=2)
