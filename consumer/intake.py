@@ -8,18 +8,18 @@ the thread never needs the main thread and the main thread never waits for it, e
 import logging
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from consumer.policy_shelf import PolicyShelf
 from protocol.channel import BadFrame, ServerChannel
 from protocol.codec import CodecError
 from protocol.errors import DatasetError
 from protocol.handshake import TrainerNeeds, problems
 from protocol.messages import (
     Ack,
-    BlobChunk,
     BlobMissing,
     BlobRequest,
     Bye,
@@ -101,12 +101,9 @@ class Intake:
         self._lease_timeout_s = lease_timeout_s
         self._heartbeat_interval_s = heartbeat_interval_s
         self._heartbeat_timeout_s = heartbeat_timeout_s
-        self._keep_blobs = keep_blobs
         self._clock = clock
-        self._lock = threading.Lock()  # guards _policy and _blobs
-        self._policy: PolicyInfo | None = None
+        self._shelf = PolicyShelf(keep_blobs)
         self._announced: PolicyInfo | None = None
-        self._blobs: OrderedDict[str, bytes] = OrderedDict()
         self._producers: dict[bytes, ProducerSession] = {}
         self._tokens_seen: dict[str, int] = {}  # by producer, as last reported; outlives its sessions
         self._warned: Counter[str] = Counter()
@@ -122,12 +119,7 @@ class Intake:
 
     def publish(self, version: int, data: bytes, digest: str) -> None:
         """Makes the adapter in `data` the current policy: announced, downloadable, and counted in every lease."""
-        with self._lock:
-            self._blobs[digest] = data
-            self._blobs.move_to_end(digest)
-            while len(self._blobs) > self._keep_blobs:
-                self._blobs.popitem(last=False)
-            self._policy = PolicyInfo(version, digest, len(data))
+        self._shelf.publish(version, data, digest)
         self._buffer.published(version)
         self._channel.wake()
 
@@ -241,8 +233,6 @@ class Intake:
             logger.warning("refused producer %s: %s", hello.producer, "; ".join(found))
             self._channel.send(peer, Reject(found))
             return
-        if self._policy is None:  # the first policy is published before the thread starts
-            return
         for other, session in list(self._producers.items()):
             if session.name == hello.producer:
                 del self._producers[other]
@@ -250,13 +240,12 @@ class Intake:
         leases = self._buffer.leased_to(hello.producer)  # of those it holds, the ones that this trainer gave out
         self._producers[peer] = ProducerSession(hello.producer, hello.capacity, self._clock(), leases)
         logger.info("producer %s joined (up to %d groups at once)", hello.producer, hello.capacity)
-        self._channel.send(peer, Welcome(self._run_id, self._session, self._policy, self._heartbeat_interval_s))
+        self._channel.send(peer, Welcome(self._run_id, self._session, self._shelf.newest, self._heartbeat_interval_s))
 
     def _take(self, peer: bytes, session: ProducerSession, message: Group) -> None:
         session.leases.discard(message.lease_id)
-        assert self._policy is not None
         try:
-            if message.policy_version > self._policy.version:
+            if message.policy_version > self._shelf.newest.version:
                 raise InvalidGroupError(f"policy version {message.policy_version} was never published")
             outcome = self._buffer.offer(self._shape.parse(message))
         except InvalidGroupError as error:
@@ -267,7 +256,7 @@ class Intake:
             self._buffer.counts["unknown_lease"] += 1
             self._channel.send(peer, Nack(message.lease_id, "unknown_lease", "not a lease of this trainer"))
         else:
-            self._channel.send(peer, Ack(message.lease_id, outcome, self._policy))
+            self._channel.send(peer, Ack(message.lease_id, outcome, self._shelf.newest))
 
     def _take_failure(self, session: ProducerSession, message: Nack) -> None:
         session.leases.discard(message.lease_id)
@@ -288,8 +277,7 @@ class Intake:
         self._take_back_lost(session, frozenset(message.held))
         session.capacity = message.capacity
         session.policy_version = message.policy_version
-        assert self._policy is not None
-        self._channel.send(peer, Policy(self._policy))
+        self._channel.send(peer, Policy(self._shelf.newest))
 
     def _take_back_lost(self, session: ProducerSession, held: frozenset[str]) -> None:
         """A lease that two heartbeats in a row do not name was lost, or its answer was (one may still be under way)."""
@@ -302,20 +290,15 @@ class Intake:
             self._warn("lost", f"{session.name} knows nothing of {len(lost)} leases; their prompts go out again")
 
     def _serve_blob(self, peer: bytes, request: BlobRequest) -> None:
-        with self._lock:
-            data = self._blobs.get(request.digest)
-        if data is not None and request.offset < len(data):
-            chunk = data[request.offset : request.offset + request.length]
-            try:
-                self._channel.send(peer, BlobChunk(request.digest, request.offset, chunk))
-                return
-            except CodecError as error:  # it asks for chunks that our max_message_bytes forbids
-                self._warn("blob", f"a producer asks for too much at once (transport.blob_chunk_bytes): {error}")
-        self._channel.send(peer, BlobMissing(request.digest))
+        try:
+            self._channel.send(peer, self._shelf.chunk(request))
+        except CodecError as error:  # it asks for chunks that our max_message_bytes forbids
+            self._warn("blob", f"a producer asks for too much at once (transport.blob_chunk_bytes): {error}")
+            self._channel.send(peer, BlobMissing(request.digest))
 
     def _announce(self) -> None:
-        policy = self._policy
-        if policy is not None and policy is not self._announced:
+        policy = self._shelf.newest
+        if policy is not self._announced:
             self._announced = policy
             for peer in self._producers:
                 self._channel.send(peer, Policy(policy))
