@@ -82,11 +82,11 @@ def run_pair(run_dir: Path, settings: list[str], gpus: list[str]) -> None:
         "rl-producer": [sys.executable, "-m", "producer.cli", "--gpu", gpus[0], *settings],
         "rl-trainer": [sys.executable, "-m", "consumer.cli", "--gpu", gpus[1], *settings],
     }
+    if gpus[0] == gpus[1] != "cpu":  # one GPU for both: leave the trainer half of it
+        commands["rl-producer"] += ["--set", "engine.gpu_memory_utilization=0.4"]
     for name, command in commands.items():
         print(f"starting {name} {' '.join(command[3:])}", flush=True)
     print(f"the producer's messages go to {producer_log}; loading vLLM takes some 20 seconds", flush=True)
-    if gpus[0] == gpus[1] != "cpu":  # one GPU for both: leave the trainer half of it
-        commands["rl-producer"] += ["--set", "engine.gpu_memory_utilization=0.4"]
     with producer_log.open("wb") as log:
         processes = {
             "rl-producer": subprocess.Popen(commands["rl-producer"], stdout=log, stderr=subprocess.STDOUT),
