@@ -176,7 +176,7 @@ def _intake(
     session: str,
 ) -> Intake:
     sampling = config.sampling
-    names = tuple(function.name for function in config.rewards.functions)
+    names = config.rewards.names
     return Intake(
         channel,
         buffer,
@@ -185,7 +185,7 @@ def _intake(
             base_model_digest=base_model_digest(model_folder),
             tokenizer_digest=tokenizer_digest(model_folder),
             dtype=config.model.dtype,
-            lora_rank=config.lora.get("r", 8),
+            lora_rank=config.lora["r"],
             max_loras=config.max_loras,
             max_completion_length=sampling.max_completion_length,
             reward_names=names,

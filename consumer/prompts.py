@@ -12,6 +12,7 @@ from datasets import Dataset, load_dataset, load_from_disk
 from protocol.config import DatasetSection
 from protocol.errors import DatasetError
 from protocol.functions import load_function
+from protocol.prompts import is_conversational
 
 _BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 
@@ -55,22 +56,12 @@ class PromptDataset:
                 f"dataset.prompt_column: {self._section.path} has no column {column!r}; it has {', '.join(map(repr, row))}"
             )
         prompt = row.pop(column)
-        if not _is_prompt(prompt):
+        if not (prompt if isinstance(prompt, str) else is_conversational(prompt)):
             raise DatasetError(
                 f"row {prompt_id} of {self._section.path}: {column!r} must be a string that is not empty, or a list of "
                 f"messages with role and content, got {str(prompt)[:80]!r}"
             )
         return prompt, row
-
-
-def _is_prompt(value: Any) -> bool:
-    if isinstance(value, str):
-        return bool(value)
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(isinstance(message, dict) and {"role", "content"} <= message.keys() for message in value)
-    )
 
 
 def _load(section: DatasetSection) -> Dataset:

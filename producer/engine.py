@@ -98,7 +98,7 @@ class Engine:
             max_lora_rank=vllm_config.lora_config.max_lora_rank,
             max_loras=vllm_config.lora_config.max_loras,
             max_model_len=vllm_config.model_config.max_model_len,
-            reward_names=[function.name for function in config.rewards.functions],
+            reward_names=list(config.rewards.names),
         )
 
     async def warm_up(self) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from producer.interfaces import LeaseFailure
+from protocol.prompts import is_conversational
 
 Messages = list[dict[str, Any]]
 
@@ -78,11 +79,3 @@ class PromptFormat:
         if isinstance(prompt, str):
             return texts
         return [[{"role": "assistant", "content": text}] for text in texts]
-
-
-def is_conversational(prompt: Any) -> bool:
-    return (
-        isinstance(prompt, list)
-        and bool(prompt)
-        and all(isinstance(message, dict) and "role" in message and "content" in message for message in prompt)
-    )

@@ -179,6 +179,11 @@ class RewardsSection(Section):
                 raise ValueError(f"two reward functions are called {name!r}: metrics need different names")
         return functions
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the functions, in order: the columns of every reward array."""
+        return tuple(function.name for function in self.functions)
+
 
 class SamplingSection(Section):
     num_generations: Annotated[int, Field(ge=2, le=4096)] = Field(8, description="Completions per prompt (the group).")
