@@ -8,7 +8,7 @@ BACKEND := $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)
 STAMP := $(VENV)/.installed-$(BACKEND)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test unit check docs clean
+.PHONY: help demo test unit check docs chaos fuzz bench-journal clean
 
 help: ## show this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -18,7 +18,7 @@ demo: $(STAMP) ## teach a small model arithmetic with a real vLLM producer and a
 
 test: $(STAMP) ## run every test
 	$(BIN)/python -m pytest -n 2 tests/unit tests/contract
-	$(BIN)/python -m pytest tests/integration
+	$(BIN)/python -m pytest tests/integration tests/chaos tests/faults
 
 unit: $(STAMP) ## run the unit tests only
 	$(BIN)/python -m pytest -n 2 tests/unit tests/contract
@@ -32,6 +32,15 @@ check: $(STAMP) ## lint, format, types, import rules, generated files
 
 docs: $(STAMP) ## regenerate docs/configuration.md from the schema
 	$(BIN)/python docs/generate_configuration.py
+
+chaos: $(STAMP) ## kill real daemons some 200 times and check that nothing is lost or trained twice (SEED=1)
+	$(BIN)/python -m tests.chaos --kills 200 --seed $(SEED) --out runs/chaos/summary.json
+
+fuzz: $(STAMP) ## a million spoiled frames against the codec, about a minute (SEED=1)
+	$(BIN)/python -m tests.fuzz.frames --count 1000000 --seed $(SEED)
+
+bench-journal: $(STAMP) ## durable groups per second and latency of acknowledgements, beside raw appends
+	$(BIN)/python -m benchmarks.journal --out runs/bench/journal.json --plot runs/bench/journal.png
 
 clean: ## remove the virtual environment and the demo's files
 	rm -rf $(VENV) runs/demo runs/demo-base

@@ -1,7 +1,7 @@
 """Checkpoints: TRL's own folders plus the pipeline state.
 
-Guarantee: a checkpoint counts only once `pipeline_state.json` stands in its folder, which is written last and appears
-atomically; what `latest` returns can always be resumed from.
+Guarantee: a checkpoint is written under `checkpoints/.partial`, brought to the disk, and then appears under its own name
+in one rename; what `latest` returns is whole and can be resumed from, whenever the machine went down.
 """
 
 import json
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from protocol.errors import ConfigError
+from replay.disk import sync
 
 _STATE_FILE = "pipeline_state.json"
 
@@ -31,19 +32,32 @@ class Checkpoint(NamedTuple):
         return str(self.state["run_id"])
 
 
-def commit(folder: Path, state: dict[str, Any]) -> None:
-    """Writes the pipeline state into a checkpoint folder, which makes the checkpoint count."""
-    partial = folder / f"{_STATE_FILE}.partial"
-    with partial.open("w", encoding="utf-8") as stream:
-        json.dump(state, stream)
-        stream.flush()
-        os.fsync(stream.fileno())
-    partial.rename(folder / _STATE_FILE)
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def staging(checkpoints_dir: Path) -> Path:
+    """Where checkpoints are written before they count."""
+    return checkpoints_dir / ".partial"
+
+
+def clear_staging(checkpoints_dir: Path) -> None:
+    """Removes what a crash left half written."""
+    shutil.rmtree(staging(checkpoints_dir), ignore_errors=True)
+
+
+def commit(staged: Path, state: dict[str, Any]) -> None:
+    """Completes the checkpoint in `staging(...)/checkpoint-N` with the pipeline state, and makes it count. One that
+    counts already stays: it is of the same step, and from the same weights."""
+    (staged / _STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
+    for folder, _, names in os.walk(staged, topdown=False):
+        for name in names:
+            sync(Path(folder) / name)
+        sync(Path(folder))
+    final = staged.parents[1] / staged.name
+    if is_committed(final):
+        shutil.rmtree(staged)
+    else:
+        if final.exists():  # the rest of one that `prune` was deleting
+            shutil.rmtree(final)
+        staged.rename(final)
+    sync(final.parent)
 
 
 def is_committed(folder: Path) -> bool:
@@ -59,25 +73,36 @@ def prune(checkpoints_dir: Path, keep: int) -> None:
 
 def latest(checkpoints_dir: Path) -> Checkpoint | None:
     """The newest checkpoint that counts; None if there is none."""
-    committed = _committed(checkpoints_dir)
-    if not committed:
-        return None
-    return Checkpoint(committed[-1], json.loads((committed[-1] / _STATE_FILE).read_text(encoding="utf-8")))
+    return _load(_committed(checkpoints_dir)[-1:])
 
 
-def starting_point(checkpoints_dir: Path, resume: bool) -> Checkpoint | None:
+def oldest(checkpoints_dir: Path) -> Checkpoint | None:
+    """The oldest checkpoint that counts; None if there is none."""
+    return _load(_committed(checkpoints_dir)[:1])
+
+
+def starting_point(run_dir: Path, checkpoints_dir: Path, *, has_groups: bool, resume: bool) -> Checkpoint | None:
     """Where a run starts: the newest checkpoint with `--resume`, else from scratch.
+
+    Args:
+        has_groups: whether the journal holds any.
 
     Raises:
         ConfigError: there is a run to go on with, and nobody said to go on with it.
     """
     found = latest(checkpoints_dir)
-    if found is not None and not resume:
+    if (found is not None or has_groups) and not resume:
+        what = found.folder.name if found is not None else "groups in its journal"
         raise ConfigError(
-            f"run_dir: {checkpoints_dir.parent} already holds a run ({found.folder.name}). Go on with it by --resume, or "
-            "choose another run_dir"
+            f"run_dir: {run_dir} already holds a run ({what}). Go on with it by --resume, or choose another run_dir"
         )
     return found
+
+
+def _load(folders: list[Path]) -> Checkpoint | None:
+    if not folders:
+        return None
+    return Checkpoint(folders[0], json.loads((folders[0] / _STATE_FILE).read_text(encoding="utf-8")))
 
 
 def _committed(checkpoints_dir: Path) -> list[Path]:

@@ -1,6 +1,7 @@
 """The `rl-trainer` command. Parses and checks first, imports the heavy libraries after."""
 
 import sys
+from pathlib import Path
 
 from protocol.command_line import main as run_command
 from protocol.command_line import parser
@@ -11,7 +12,15 @@ from protocol.errors import ExitCode
 def main() -> None:
     arguments_parser = parser("rl-trainer", "Trains a LoRA adapter with GRPO on groups that rl-producer generates.")
     arguments_parser.add_argument(
-        "--resume", action="store_true", help="go on from the newest checkpoint in run_dir, if there is one"
+        "--resume",
+        action="store_true",
+        help="go on from what run_dir holds: the newest checkpoint and the journal; start anew if there is nothing",
+    )
+    arguments_parser.add_argument(
+        "--from-journal",
+        metavar="RUN_DIR",
+        type=Path,
+        help="train again, without producers, what the journal of that run recorded; the result goes to this run's run_dir",
     )
     arguments = arguments_parser.parse_args()
 
@@ -23,7 +32,7 @@ def main() -> None:
     def run(config: RunConfig, gpus: list[int]) -> ExitCode:
         from consumer.daemon import run
 
-        return run(config, gpus, resume=arguments.resume)
+        return run(config, gpus, resume=arguments.resume, source=arguments.from_journal)
 
     sys.exit(run_command(arguments, "rl-trainer", check_libraries, run))
 

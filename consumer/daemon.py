@@ -1,42 +1,47 @@
 """The trainer's life: wiring, start, run, stop. No logic of its own.
 
-Start: configuration of the libraries, dataset, checkpoint, endpoint, model; then version v is published and the doors
-open. Stop, in this order: the step in progress ends, a checkpoint is committed, the final adapter is written, producers
-are told, sockets close.
+Start: configuration of the libraries, dataset, journal, checkpoint, endpoint, model; then version v is published and the
+doors open. Stop, in this order: the step in progress ends, a checkpoint is committed, the final adapter is written,
+producers are told, sockets and journal close.
 """
 
-import json
+import errno
 import logging
 import os
 import secrets
 import signal
-import time
+from collections import Counter
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import datasets
 import torch
 import transformers
-from transformers import AutoConfig
 
 from consumer import checkpoints
 from consumer.advantages import has_signal
-from consumer.feed import BatchFeed, StopRequested
+from consumer.feed import BatchFeed
 from consumer.intake import Intake
-from consumer.progress import StepReport
-from consumer.prompts import PromptDataset
-from consumer.run_control import RunControl
-from consumer.trainer import SlipstreamTrainer, build_arguments, build_lora
+from consumer.leasing import LeaseDesk
+from consumer.loop import TrainingLoop
+from consumer.patience import Patience, StopRequested
+from consumer.pipeline import LivePipeline
+from consumer.retraining import RecordedFeed, RecordedRun, RetrainingPipeline
+from consumer.run_facts import comparable
+from consumer.setup import Setup
+from consumer.trainer import build_arguments, build_lora
 from protocol.config import RunConfig
-from protocol.digests import base_model_digest, resolve_model, tokenizer_digest
-from protocol.errors import ConfigError, DatasetError, DeviceError, ExitCode
+from protocol.errors import ConfigError, DatasetError, DeviceError, ExitCode, JournalError
 from protocol.handshake import TrainerNeeds
 from protocol.messages import Sampling
 from protocol.zmq_channel import ZmqServer
 from replay.buffer import RolloutBuffer
-from replay.groups import GroupShape, RolloutGroup
+from replay.disk import DiskGuard
+from replay.failures import RetryBudget
+from replay.groups import RolloutGroup
+from replay.journal import Journal
 from replay.ledger import PromptLedger
-from replay.staleness import StalenessBudget
 from replay.table import FifoTable
 
 logger = logging.getLogger(__name__)
@@ -48,8 +53,12 @@ def check_libraries(config: RunConfig) -> None:
     build_arguments(config, on_gpu=False, num_prompts=1)
 
 
-def run(config: RunConfig, gpus: list[int], *, resume: bool) -> ExitCode:
+def run(config: RunConfig, gpus: list[int], *, resume: bool, source: Path | None = None) -> ExitCode:
     """Trains until done or told to stop.
+
+    Args:
+        resume: go on from what run_dir holds.
+        source: run directory whose journal is trained again, without producers.
 
     Raises:
         SlipstreamError: what ended the run, for the user.
@@ -58,144 +67,141 @@ def run(config: RunConfig, gpus: list[int], *, resume: bool) -> ExitCode:
     datasets.disable_progress_bars()
     transformers.utils.logging.disable_progress_bar()
     _prepare_device(gpus)
-    lora = build_lora(config)
-    prompts = PromptDataset(config.dataset)
-    arguments = build_arguments(config, on_gpu=bool(gpus), num_prompts=len(prompts))
-    start = checkpoints.starting_point(config.checkpoints_dir, resume)
-    model_folder = resolve_model(config.model.path, config.model.revision)
-    session = secrets.token_hex(4)  # of this process; the run may outlive it
-    first_step, run_id = (start.step, start.run_id) if start else (0, secrets.token_hex(8))
+    setup = Setup.load(config, gpus, stop)
+    try:
+        return _train_live(setup, resume) if source is None else _train_again(setup, resume, source)
+    except OSError as error:
+        if error.errno in (errno.EIO, errno.EROFS):  # the second is how Linux answers after the first
+            fix = f"look at that of run_dir {config.run_dir}, then go on with --resume"
+            raise JournalError(f"a disk failed ({error}); {fix}") from error
+        raise
 
-    budget = StalenessBudget(
-        config.pipeline.groups_per_step,
-        config.pipeline.max_staleness,
-        config.pipeline.sync_interval,
-        arguments.num_iterations,
-    )
-    buffer = _buffer(config, budget, len(prompts), session, arguments.multi_objective_aggregation)
-    if start is not None:
+
+def _train_live(setup: Setup, resume: bool) -> ExitCode:
+    config = setup.config
+    with closing(Journal(config.journal_file)) as journal:
+        checkpoints.clear_staging(config.checkpoints_dir)
+        before = journal.facts()
+        start = checkpoints.starting_point(
+            Path(config.run_dir), config.checkpoints_dir, has_groups=journal.last_seq > 0, resume=resume
+        )
+        if start is not None and "ledger" not in start.state:
+            raise ConfigError(
+                f"run_dir: {config.run_dir} was trained with --from-journal; go on with that, or choose another"
+            )
+        run_id = start.run_id if start else before.get("run_id") or secrets.token_hex(8)
+        if before.get("run_id", run_id) != run_id:
+            raise ConfigError(f"run_dir: {journal.path} belongs to another run than {start.folder if start else ''}")
+        first_step = start.step if start else 0
+        facts = setup.facts(run_id)
+        same_shape = comparable(before, facts, journal.path)
+        journal.note_facts(facts)
+
+        session = secrets.token_hex(4)  # of this process; the run may outlive it
+        buffer = _buffer(setup, journal, session)
         try:
-            buffer.restore(start.state, step=first_step)
+            buffer.restore(start.state if start else None, step=first_step, shape=setup.shape, comparable=same_shape)
         except ValueError as error:
             raise DatasetError(f"dataset.path: {error}; go on with the old one, or choose another run_dir") from error
-        logger.info("resuming at step %d from %s", first_step, start.folder)
-    channel = ZmqServer(config.control_endpoint, config.blob_endpoint, config.transport.max_message_bytes)
-    intake = _intake(config, channel, buffer, prompts, model_folder, run_id, session)
-    report = StepReport(
-        Path(config.run_dir),
-        buffer,
-        max_steps=arguments.max_steps,
-        first_step=first_step,
-        show_bar=config.observability.progress,
-    )
-    feed = BatchFeed(
-        buffer, intake, stop_requested=stop, say=report.say, stall_timeout_s=config.pipeline.stall_timeout_s
-    )
-    control = RunControl(
-        buffer,
-        budget,
-        intake,
-        feed,
-        report,
-        sync_interval=config.pipeline.sync_interval,
-        keep_checkpoints=arguments.save_total_limit,
-        run_id=run_id,
-        stop_requested=stop,
-    )
-    try:
-        trainer = SlipstreamTrainer(
-            config, arguments, lora, model_folder, (batch.groups for batch in feed), callbacks=[control]
-        )
-    except (ValueError, TypeError, NotImplementedError, ImportError, RuntimeError) as error:
-        raise ConfigError(f"TRL or PEFT refused to build the trainer: {error}") from error
-    control.trainer = trainer
-    if start is not None:
-        try:
-            trainer._load_from_checkpoint(str(start.folder))
-        except (ValueError, RuntimeError) as error:
-            raise ConfigError(f"run_dir: {start.folder} does not fit model.path and lora: {error}") from error
-    control.publish(first_step)
-    intake.start()
-    report.say(f"rl-trainer: listening at {config.control_endpoint}; waiting for producers")
+        if start is not None:
+            logger.info("resuming at step %d from %s", first_step, start.folder)
+        disk = DiskGuard(Path(config.run_dir), config.replay.max_disk_used)
+        intake = _intake(setup, journal, buffer, disk, facts, session)
+        report = setup.report(buffer.counts, first_step)
 
-    started, finished = time.monotonic(), False
-    try:
-        if first_step < arguments.max_steps:
-            trainer.train(resume_from_checkpoint=str(start.folder) if start else None)
-        else:  # transformers would wait for one batch more
-            trainer.state.global_step = first_step
-        finished = trainer.state.global_step >= arguments.max_steps
-    except StopRequested:
-        control.save_if_needed(first_step)
-    finally:
-        intake.stop("finished" if finished else "stopping")
-        report.close()
-    if finished:
-        trainer.save_model(str(Path(config.run_dir) / "adapter"))
-    summary = {
-        "finished": finished,
-        "steps": trainer.state.global_step,
-        "wall_s": time.monotonic() - started,
-        "tokens_generated": intake.tokens_generated,
-        "counts": dict(buffer.counts),
-    }
-    (Path(config.run_dir) / "trainer.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
-    outcome = "finished" if finished else "stopped"
-    hint = "" if finished else "; go on with --resume"
-    report.say(f"rl-trainer: {outcome} at step {trainer.state.global_step} of {arguments.max_steps}{hint}")
+        def check() -> None:
+            if setup.stop():
+                raise StopRequested
+            intake.check()
+
+        patience = Patience(check=check, say=report.say, stall_timeout_s=config.pipeline.stall_timeout_s)
+        pipeline = LivePipeline(buffer, journal, intake, patience, disk, config.replay)
+        loop = TrainingLoop(setup, pipeline, BatchFeed(buffer, intake, patience), report, patience, start, run_id)
+        loop.control.publish(first_step)
+        intake.start()
+        report.say(f"rl-trainer: listening at {config.control_endpoint}; waiting for producers")
+        finished = False
+        try:
+            finished = loop.train()
+        finally:
+            intake.stop("finished" if finished else "stopping")
+            report.close()
+        loop.write_results(finished, {"tokens_generated": intake.tokens_generated, "counts": dict(buffer.counts)})
     return ExitCode.OK
 
 
-def _buffer(
-    config: RunConfig, budget: StalenessBudget, num_prompts: int, session: str, aggregation: str
-) -> RolloutBuffer:
+def _train_again(setup: Setup, resume: bool, source: Path) -> ExitCode:
+    """From the journal of `source` alone."""
+    config = setup.config
+    if Path(config.run_dir).resolve() == source.resolve():
+        raise ConfigError(f"--from-journal {source}: choose another run_dir for the result (--set run_dir=...)")
+    with closing(RecordedRun(source)) as recorded:
+        run_id = recorded.check(setup.facts("?"))
+        torch.set_num_threads(recorded.num_threads)
+        start = checkpoints.starting_point(
+            Path(config.run_dir), config.checkpoints_dir, has_groups=False, resume=resume
+        )
+        first_step = start.step if start else 0
+        counts: Counter[str] = Counter()
+        report = setup.report(counts, first_step)
+
+        def check() -> None:
+            if setup.stop():
+                raise StopRequested
+
+        patience = Patience(check=check, say=report.say, stall_timeout_s=config.pipeline.stall_timeout_s)
+        feed = RecordedFeed(recorded, setup.shape, check, first_step, counts)
+        loop = TrainingLoop(setup, RetrainingPipeline(), feed, report, patience, start, run_id)
+        finished = False
+        try:
+            finished = loop.train()
+        finally:
+            report.close()
+        loop.write_results(finished, {"counts": dict(counts)})
+    return ExitCode.OK
+
+
+def _buffer(setup: Setup, journal: Journal, session: str) -> RolloutBuffer:
+    config = setup.config
     weights = torch.tensor([function.weight for function in config.rewards.functions])
+    aggregation = setup.arguments.multi_objective_aggregation
 
     def moves_policy(group: RolloutGroup) -> bool:
         return has_signal(torch.tensor(group.rewards), weights, aggregation=aggregation)
 
+    pipeline = config.pipeline
     ledger = PromptLedger(
-        num_prompts,
+        len(setup.prompts),
         seed=config.seed,
         shuffle=config.dataset.shuffle,
-        max_attempts=config.pipeline.max_attempts,
+        budgets={
+            "data": RetryBudget(pipeline.max_data_attempts, pipeline.data_backoff_s),
+            "infra": RetryBudget(pipeline.max_infra_attempts, pipeline.infra_backoff_s),
+        },
         session=session,
     )
     return RolloutBuffer(
-        ledger, budget, FifoTable(), has_signal=moves_policy, max_failed_share=config.pipeline.max_failed_share
+        ledger,
+        setup.budget,
+        FifoTable(),
+        journal,
+        has_signal=moves_policy,
+        reward_weights=weights.numpy(),
+        max_failed_share=pipeline.max_failed_share,
     )
 
 
 def _intake(
-    config: RunConfig,
-    channel: ZmqServer,
-    buffer: RolloutBuffer,
-    prompts: PromptDataset,
-    model_folder: Path,
-    run_id: str,
-    session: str,
+    setup: Setup, journal: Journal, buffer: RolloutBuffer, disk: DiskGuard, facts: dict[str, str], session: str
 ) -> Intake:
+    config = setup.config
     sampling = config.sampling
-    names = config.rewards.names
-    return Intake(
+    channel = ZmqServer(config.control_endpoint, config.blob_endpoint, config.transport.max_message_bytes)
+    desk = LeaseDesk(
         channel,
         buffer,
-        prompts,
-        needs=TrainerNeeds(
-            base_model_digest=base_model_digest(model_folder),
-            tokenizer_digest=tokenizer_digest(model_folder),
-            dtype=config.model.dtype,
-            lora_rank=config.lora["r"],
-            max_loras=config.max_loras,
-            max_completion_length=sampling.max_completion_length,
-            reward_names=names,
-        ),
-        shape=GroupShape(
-            sampling.num_generations,
-            len(names),
-            sampling.max_completion_length,
-            AutoConfig.from_pretrained(model_folder).get_text_config().vocab_size,
-        ),
+        setup.prompts,
+        disk,
         sampling=Sampling(
             sampling.num_generations,
             sampling.max_completion_length,
@@ -204,9 +210,26 @@ def _intake(
             sampling.top_k,
             sampling.min_p,
         ),
-        run_id=run_id,
+        timeout_s=config.pipeline.lease_timeout_s,
+    )
+    return Intake(
+        channel,
+        buffer,
+        journal,
+        disk,
+        desk,
+        needs=TrainerNeeds(
+            base_model_digest=facts["base_model_digest"],
+            tokenizer_digest=facts["tokenizer_digest"],
+            dtype=config.model.dtype,
+            lora_rank=config.lora["r"],
+            max_loras=config.max_loras,
+            max_completion_length=sampling.max_completion_length,
+            reward_names=config.rewards.names,
+        ),
+        shape=setup.shape,
+        run_id=facts["run_id"],
         session=session,
-        lease_timeout_s=config.pipeline.lease_timeout_s,
         heartbeat_interval_s=config.transport.heartbeat_interval_s,
         heartbeat_timeout_s=config.transport.heartbeat_timeout_s,
         keep_blobs=config.max_loras,

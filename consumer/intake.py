@@ -1,22 +1,25 @@
 """The trainer's I/O thread: it owns the sockets, lets producers in, leases prompts and takes groups.
 
-Guarantee: every group is answered exactly once (Ack or Nack) per delivery; a producer that is silent for
-`heartbeat_timeout_s` is given up and its leases go out again; nothing a peer sends ends the thread. Ticks are short, so
-the thread never needs the main thread and the main thread never waits for it, except in `stop`.
+Guarantee: a group is acknowledged after it is in the journal and never before, and every delivery of it is answered; a
+producer that is silent for `heartbeat_timeout_s` is given up and its leases go out again; nothing a peer sends ends the
+thread, an error of the journal does. Ticks are short, so the thread never needs the main thread and the main thread never
+waits for it, except in `stop`.
 """
 
+import contextlib
 import logging
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from collections.abc import Callable, Iterable
+from typing import Literal
 
+from consumer.arrivals import Arrivals
+from consumer.leasing import LeaseDesk
 from consumer.policy_shelf import PolicyShelf
+from consumer.producers import ProducerSession
+from consumer.throttle import Throttle
 from protocol.channel import BadFrame, ServerChannel
-from protocol.codec import CodecError
-from protocol.errors import DatasetError
+from protocol.codec import CodecError, encode
 from protocol.handshake import TrainerNeeds, problems
 from protocol.messages import (
     Ack,
@@ -26,43 +29,24 @@ from protocol.messages import (
     Group,
     Heartbeat,
     Hello,
-    Lease,
-    Message,
     Nack,
     Policy,
     PolicyInfo,
+    ProducerMessage,
     Reject,
-    Sampling,
     Welcome,
 )
-from replay.buffer import RolloutBuffer
+from replay.buffer import Delivery, RolloutBuffer
+from replay.disk import DiskGuard
 from replay.groups import GroupShape, InvalidGroupError
-from replay.ledger import UnknownLeaseError
+from replay.journal import Journal, JournalFullError
+from replay.ledger import LeaseRecord
 
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.2
 _FAREWELL_S = 5.0
-_LEASES_PER_TICK = 256
-_WARNINGS_PER_KIND = 5  # then one in a hundred
-
-
-class PromptSource(Protocol):
-    def __getitem__(self, prompt_id: int) -> tuple[Any, dict[str, Any]]:
-        """Prompt and columns of a row; raises DatasetError for one without a usable prompt."""
-        ...
-
-
-@dataclass
-class ProducerSession:
-    """One producer that said hello, as last heard of."""
-
-    name: str
-    capacity: int
-    last_heard: float
-    leases: set[str] = field(default_factory=set)
-    absent: set[str] = field(default_factory=set)  # leases that its last heartbeat did not name
-    policy_version: int = -1
+_LOOK_AT_DISK_EVERY_S = 1.0
 
 
 class Intake:
@@ -77,14 +61,14 @@ class Intake:
         self,
         channel: ServerChannel,
         buffer: RolloutBuffer,
-        prompts: PromptSource,
+        journal: Journal,
+        disk: DiskGuard,
+        desk: LeaseDesk,
         *,
         needs: TrainerNeeds,
         shape: GroupShape,
-        sampling: Sampling,
         run_id: str,
         session: str,
-        lease_timeout_s: float,
         heartbeat_interval_s: float,
         heartbeat_timeout_s: float,
         keep_blobs: int,
@@ -92,21 +76,23 @@ class Intake:
     ) -> None:
         self._channel = channel
         self._buffer = buffer
-        self._prompts = prompts
+        self._disk = disk
+        self._desk = desk
         self._needs = needs
         self._shape = shape
-        self._sampling = sampling
         self._run_id = run_id
         self._session = session
-        self._lease_timeout_s = lease_timeout_s
         self._heartbeat_interval_s = heartbeat_interval_s
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._clock = clock
         self._shelf = PolicyShelf(keep_blobs)
         self._announced: PolicyInfo | None = None
         self._producers: dict[bytes, ProducerSession] = {}
+        self._warn = Throttle(logger)
+        self._arrivals = Arrivals(channel, buffer, journal, disk, self._shelf, self._warn, clock)
+        self._look_at_disk_at = 0.0
+        self._had_room = True
         self._tokens_seen: dict[str, int] = {}  # by producer, as last reported; outlives its sessions
-        self._warned: Counter[str] = Counter()
         self._bye: Literal["finished", "stopping"] | None = None
         self._thread = threading.Thread(target=self._run, name="intake", daemon=True)
         self.error: BaseException | None = None
@@ -145,11 +131,17 @@ class Intake:
         if not sessions:
             return "no producer is connected; start one with: rl-producer --config FILE"
         depth = self._buffer.depth()
-        versions = sorted({session.policy_version for session in sessions})
-        return (
-            f"{len(sessions)} producer(s) on policy {', '.join(map(str, versions))}, {depth['leased']} leases out, "
-            f"{depth['ready']} groups ready"
-        )
+        now = self._clock()
+        parts = [
+            f"{len(sessions)} producer(s), {depth['leased']} leases out, {depth['ready']} groups ready, "
+            f"newest policy v{self._shelf.newest.version}",
+            *(session.describe(now) for session in sessions),
+        ]
+        if not self._disk.has_room:
+            parts.append(
+                f"no leases are given: the disk of run_dir is {self._disk.used:.0%} full (replay.max_disk_used)"
+            )
+        return "; ".join(parts)
 
     @property
     def num_producers(self) -> int:
@@ -182,20 +174,28 @@ class Intake:
         """One round: everything received, then everything due."""
         for peer, message in self._channel.poll(timeout_s):
             self._receive(peer, message)
+            if self._arrivals.is_commit_due():
+                self._arrivals.commit()
+        self._arrivals.commit()
         now = self._clock()
+        self._look_at_disk(now)
         for record in self._buffer.expire(now):
             self._warn("expired", f"lease {record.lease_id} of {record.producer} expired; its prompt goes out again")
-            self._forget_lease(record.lease_id)
+            for session in self._producers.values():
+                session.leases.discard(record.lease_id)
         for peer, session in list(self._producers.items()):
             if now - session.last_heard > self._heartbeat_timeout_s:
                 self._lose(peer, f"silent for {now - session.last_heard:.1f} s")
         self._announce()
-        self._give_leases(now)
+        bad_prompts, unreachable = self._desk.give(self._producers.items(), now)
+        for problem in bad_prompts:
+            self._warn("bad_prompt", problem)
+        for peer in unreachable:
+            self._lose(peer, "it cannot be reached")
 
-    def _receive(self, peer: bytes, message: Message | BadFrame) -> None:
+    def _receive(self, peer: bytes, message: ProducerMessage | BadFrame) -> None:
         if isinstance(message, BadFrame):
-            self._buffer.counts["bad_frames"] += 1
-            self._warn("bad_frame", f"refused a frame: {message.reason}")
+            self._refuse("bad_frames", f"refused a frame: {message.reason}", message.reason, message.frame)
             if message.peer_schema is not None:
                 self._channel.send(peer, Reject([f"{message.reason}: install the same release on both sides"]))
             return
@@ -220,11 +220,17 @@ class Intake:
                 self._note(peer, session, message)
             case Bye():
                 self._lose(peer, "it said goodbye")
-            case _:
-                self._buffer.counts["bad_frames"] += 1
-                self._warn("bad_frame", f"{session.name} sent {type(message).__name__}, which only a trainer sends")
+
+    def _refuse(self, count: str, warning: str, reason: str, frame: bytes) -> None:
+        """Counts a frame that cannot be used, and keeps it for inspection (`rl-journal quarantine`)."""
+        self._buffer.counts[count] += 1
+        self._warn(count, warning)
+        self._arrivals.quarantine(reason, frame)
+
+    # Producers
 
     def _let_in(self, peer: bytes, hello: Hello) -> None:
+        now = self._clock()
         former = self._producers.get(peer)
         if former is not None and former.name != hello.producer:
             self._lose(peer, f"it calls itself {hello.producer} now")
@@ -236,58 +242,41 @@ class Intake:
         for other, session in list(self._producers.items()):
             if session.name == hello.producer:
                 del self._producers[other]
-        self._buffer.release(hello.producer, keep=frozenset(hello.held))
-        leases = self._buffer.leased_to(hello.producer)  # of those it holds, the ones that this trainer gave out
-        self._producers[peer] = ProducerSession(hello.producer, hello.capacity, self._clock(), leases)
+        self._release(hello.producer, keep=hello.held)
+        leases = self._buffer.leased_to(hello.producer)
+        answers = self._buffer.adopt(
+            hello.producer,
+            [lease_id for lease_id in hello.held if lease_id not in leases],
+            deadline=now + self._desk.timeout_s,
+        )
+        leases |= {lease_id for lease_id, wanted in answers.items() if wanted}
+        self._producers[peer] = ProducerSession(hello.producer, hello.capacity, now, leases - self._arrivals.waiting())
         logger.info("producer %s joined (up to %d groups at once)", hello.producer, hello.capacity)
         self._channel.send(peer, Welcome(self._run_id, self._session, self._shelf.newest, self._heartbeat_interval_s))
-
-    def _take(self, peer: bytes, session: ProducerSession, message: Group) -> None:
-        session.leases.discard(message.lease_id)
-        try:
-            if message.policy_version > self._shelf.newest.version:
-                raise InvalidGroupError(f"policy version {message.policy_version} was never published")
-            outcome = self._buffer.offer(self._shape.parse(message))
-        except InvalidGroupError as error:
-            self._warn("invalid", f"group {message.lease_id} of {session.name} is invalid: {error}")
-            self._fail(message.lease_id, "invalid", str(error))
-            self._channel.send(peer, Nack(message.lease_id, "invalid", str(error)))
-        except UnknownLeaseError:
-            self._buffer.counts["unknown_lease"] += 1
-            self._channel.send(peer, Nack(message.lease_id, "unknown_lease", "not a lease of this trainer"))
-        else:
-            self._channel.send(peer, Ack(message.lease_id, outcome, self._shelf.newest))
-
-    def _take_failure(self, session: ProducerSession, message: Nack) -> None:
-        session.leases.discard(message.lease_id)
-        if message.reason != "returned":
-            self._warn(message.reason, f"{session.name} could not answer a prompt: {message.reason}: {message.detail}")
-        self._fail(message.lease_id, message.reason, message.detail)
-
-    def _fail(self, lease_id: str, reason: str, detail: str) -> None:
-        try:
-            self._buffer.fail(lease_id, reason, detail)
-        except UnknownLeaseError:
-            self._buffer.counts["unknown_lease"] += 1
+        for lease_id, wanted in answers.items():
+            if wanted is None:
+                self._channel.send(peer, Ack(lease_id, "duplicate", self._shelf.newest))
+            elif not wanted:
+                self._channel.send(peer, Nack(lease_id, "unknown_lease", "its prompt is not wanted any more"))
 
     def _note(self, peer: bytes, session: ProducerSession, message: Heartbeat) -> None:
         before = self._tokens_seen.setdefault(session.name, message.tokens_generated)  # its first words after Welcome
         self.tokens_generated += max(0, message.tokens_generated - before)
         self._tokens_seen[session.name] = message.tokens_generated
-        self._take_back_lost(session, frozenset(message.held))
-        session.capacity = message.capacity
-        session.policy_version = message.policy_version
+        lost = session.note(message)
+        if lost:
+            self._release(session.name, keep=session.leases)
+            self._warn("lost", f"{session.name} knows nothing of {len(lost)} leases; their prompts go out again")
         self._channel.send(peer, Policy(self._shelf.newest))
 
-    def _take_back_lost(self, session: ProducerSession, held: frozenset[str]) -> None:
-        """A lease that two heartbeats in a row do not name was lost, or its answer was (one may still be under way)."""
-        absent = session.leases - held
-        lost = absent & session.absent
-        session.absent = absent - lost
-        if lost:
-            session.leases -= lost
-            self._buffer.release(session.name, keep=frozenset(session.leases))
-            self._warn("lost", f"{session.name} knows nothing of {len(lost)} leases; their prompts go out again")
+    def _lose(self, peer: bytes, why: str) -> None:
+        session = self._producers.pop(peer)
+        released = self._release(session.name)
+        logger.warning("producer %s left (%s); %d prompts go out again", session.name, why, len(released))
+
+    def _release(self, producer: str, keep: Iterable[str] = ()) -> list[LeaseRecord]:
+        """Takes back the leases of a producer, but those that it keeps and those whose groups have arrived."""
+        return self._buffer.release(producer, self._clock(), keep=frozenset(keep) | self._arrivals.waiting())
 
     def _serve_blob(self, peer: bytes, request: BlobRequest) -> None:
         try:
@@ -303,51 +292,44 @@ class Intake:
             for peer in self._producers:
                 self._channel.send(peer, Policy(policy))
 
-    def _give_leases(self, now: float) -> None:
-        """One lease at a time to the producer with the most room, so that several share the work."""
-        for _ in range(_LEASES_PER_TICK):
-            if not self._producers:
-                return
-            peer, session = max(self._producers.items(), key=lambda entry: entry[1].capacity - len(entry[1].leases))
-            if session.capacity <= len(session.leases):
-                return
-            record = self._buffer.lease(session.name, now=now, timeout_s=self._lease_timeout_s)
-            if record is None:
-                return
-            try:
-                prompt, columns = self._prompts[record.item.prompt_id]
-                lease = Lease(
-                    lease_id=record.lease_id,
-                    prompt_id=record.item.prompt_id,
-                    attempt=record.item.attempt,
-                    prompt=prompt,
-                    columns=columns,
-                    sampling=self._sampling,
-                    policy_floor=record.policy_floor,
-                    timeout_s=self._lease_timeout_s,
-                )
-                sent = self._channel.send(peer, lease)
-            except (DatasetError, CodecError) as error:
-                self._warn("bad_prompt", str(error))
-                self._fail(record.lease_id, "bad_prompt", str(error))
-                continue
-            session.leases.add(record.lease_id)
-            if not sent:
-                self._lose(peer, "it cannot be reached")
-        self._channel.wake()  # there is more to give, after a look at what has arrived
+    # Groups
 
-    def _lose(self, peer: bytes, why: str) -> None:
-        session = self._producers.pop(peer)
-        released = self._buffer.release(session.name)
-        logger.warning("producer %s left (%s); %d prompts go out again", session.name, why, len(released))
+    def _take(self, peer: bytes, session: ProducerSession, message: Group) -> None:
+        session.leases.discard(message.lease_id)
+        try:
+            if message.policy_version > max(self._shelf.newest.version, self._buffer.newest_version):
+                raise InvalidGroupError(f"policy version {message.policy_version} was never published")
+            group = self._shape.parse(message)
+        except InvalidGroupError as error:
+            warning = f"group {message.lease_id} of {session.name} is invalid: {error}"
+            self._refuse("invalid", warning, warning, encode(message))
+            self._end_lease(message.lease_id, "invalid", str(error))
+            self._channel.send(peer, Nack(message.lease_id, "invalid", str(error)))
+            return
+        self._arrivals.add(peer, Delivery(group, encode(message), session.name))
 
-    def _forget_lease(self, lease_id: str) -> None:
-        for session in self._producers.values():
-            session.leases.discard(lease_id)
+    def _take_failure(self, session: ProducerSession, message: Nack) -> None:
+        session.leases.discard(message.lease_id)
+        if message.reason == "returned":
+            self._buffer.give_back(message.lease_id)
+            return
+        self._warn(message.reason, f"{session.name} could not answer a prompt: {message.reason}: {message.detail}")
+        self._end_lease(message.lease_id, message.reason, message.detail)
 
-    def _warn(self, kind: str, text: str) -> None:
-        """The first few of a kind, then one in a hundred."""
-        self._warned[kind] += 1
-        count = self._warned[kind]
-        if count <= _WARNINGS_PER_KIND or count % 100 == 0:
-            logger.warning("%s%s", text, f" ({count} of this kind so far)" if count > _WARNINGS_PER_KIND else "")
+    def _end_lease(self, lease_id: str, reason: str, detail: str) -> None:
+        """On a full disk a lease may stay; it is lost with the heartbeats that do not name it."""
+        with contextlib.suppress(JournalFullError):
+            self._buffer.fail(lease_id, reason, detail, self._clock())
+
+    def _look_at_disk(self, now: float) -> None:
+        if now < self._look_at_disk_at:
+            return
+        self._look_at_disk_at = now + _LOOK_AT_DISK_EVERY_S
+        self._disk.look()
+        if self._disk.has_room is not self._had_room:
+            self._had_room = self._disk.has_room
+            full = f"the disk of run_dir is {self._disk.used:.0%} full"
+            if self._disk.has_room:
+                logger.info("%s: leases are given again", full)
+            else:
+                logger.warning("%s: no leases until there is room (replay.max_disk_used)", full)

@@ -1,19 +1,22 @@
 """What a run says about itself while it runs: a progress bar, one line per step in `steps.jsonl`, and TRL's metrics.
 
-Guarantee: every optimizer step leaves exactly one line in `RUN_DIR/steps.jsonl`, flushed when the step ends; steps that
-a crash undid leave none.
+Guarantee: every optimizer step leaves exactly one line in `RUN_DIR/steps.jsonl`, written when the step ends or, on a full
+disk, when there is room; steps that a crash undid leave none.
 """
 
+import errno
 import json
+import os
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
-from replay.buffer import CutBatch, RolloutBuffer
+from replay.buffer import CutBatch
 
 
 def batch_metrics(batch: CutBatch, version: int, weights: np.ndarray, names: list[str]) -> dict[str, float]:
@@ -50,11 +53,12 @@ class StepReport:
     """Writes `steps.jsonl` and moves the bar."""
 
     def __init__(
-        self, run_dir: Path, buffer: RolloutBuffer, *, max_steps: int, first_step: int, show_bar: bool
+        self, run_dir: Path, counts: Mapping[str, int], *, max_steps: int, first_step: int, show_bar: bool
     ) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
-        self._stream = _open_steps(run_dir / "steps.jsonl", first_step)
-        self._buffer = buffer
+        self._file = _open_steps(run_dir / "steps.jsonl", first_step)
+        self._unwritten = b""
+        self._counts = counts
         self._max_steps = max_steps
         self._show_lines = show_bar and not sys.stderr.isatty()
         self._bar = tqdm(
@@ -74,9 +78,8 @@ class StepReport:
             tokens: completion tokens trained.
         """
         line: dict[str, Any] = {"step": step, "t": time.time(), "wait_s": wait_s, "step_s": step_s, "tokens": tokens}
-        counts = dict(self._buffer.counts)
-        self._stream.write(json.dumps(line | metrics | {"counts": counts}) + "\n")
-        self._stream.flush()
+        self._unwritten += (json.dumps(line | metrics | {"counts": dict(self._counts)}) + "\n").encode()
+        self._write()
         shown = {
             "reward": f"{metrics['reward']:.3f}",
             "staleness": f"{metrics['staleness/mean']:.2f}",
@@ -95,10 +98,19 @@ class StepReport:
 
     def close(self) -> None:
         self._bar.close()
-        self._stream.close()
+        self._write()
+        os.close(self._file)
+
+    def _write(self) -> None:
+        try:
+            while self._unwritten:
+                self._unwritten = self._unwritten[os.write(self._file, self._unwritten) :]
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
 
 
-def _open_steps(path: Path, first_step: int) -> TextIO:
+def _open_steps(path: Path, first_step: int) -> int:
     """Opens the file for appending, without the lines of steps after `first_step` (trained, but not in the checkpoint)."""
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
     kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= first_step]
@@ -106,4 +118,4 @@ def _open_steps(path: Path, first_step: int) -> TextIO:
         partial = path.with_name(f"{path.name}.partial")
         partial.write_text("".join(kept), encoding="utf-8")
         partial.replace(path)
-    return path.open("a", encoding="utf-8")
+    return os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o644)

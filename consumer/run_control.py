@@ -1,7 +1,8 @@
 """What happens at the end of every optimizer step and checkpoint, as a transformers callback.
 
 Guarantee: when step n ends, version n / sync_interval is published before the next batch is cut, the step is reported
-once, and a checkpoint that transformers wrote is committed with the pipeline state that belongs to it.
+once, and a checkpoint counts only together with the pipeline state that belongs to it. Checkpoints and stops wait for the
+last iteration over a batch, checkpoints also for a step that publishes, so that a version means the same weights afterwards.
 """
 
 import time
@@ -13,12 +14,11 @@ import numpy as np
 from transformers import TrainerCallback
 
 from consumer import checkpoints
-from consumer.feed import BatchFeed
-from consumer.intake import Intake
+from consumer.patience import Patience, write_when_there_is_room
+from consumer.pipeline import Feed, Pipeline
 from consumer.progress import StepReport, batch_metrics
 from consumer.publisher import adapter_blob
 from protocol.adapter_blob import pack
-from replay.buffer import RolloutBuffer
 from replay.staleness import StalenessBudget
 
 if TYPE_CHECKING:
@@ -30,33 +30,32 @@ class RunControl(TrainerCallback):
 
     def __init__(
         self,
-        buffer: RolloutBuffer,
+        pipeline: Pipeline,
         budget: StalenessBudget,
-        intake: Intake,
-        feed: BatchFeed,
+        feed: Feed,
         report: StepReport,
+        patience: Patience,
         *,
-        sync_interval: int,
         keep_checkpoints: int | None,
         run_id: str,
         stop_requested: Callable[[], bool],
     ) -> None:
-        self._buffer = buffer
+        self._pipeline = pipeline
         self._budget = budget
-        self._intake = intake
         self._feed = feed
         self._report = report
-        self._sync_interval = sync_interval
+        self._patience = patience
         self._keep_checkpoints = keep_checkpoints
         self._run_id = run_id
         self._stop_requested = stop_requested
         self._began = time.monotonic()
+        self._save_due = False
         self.trainer: SlipstreamTrainer  # set once it exists; it takes this callback in its constructor
 
     def publish(self, step: int) -> None:
         """Publishes the weights that step `step` starts from."""
         blob, digest = pack(adapter_blob(self.trainer.accelerator.unwrap_model(self.trainer.model)))
-        self._intake.publish(self._budget.version_at(step), blob, digest)
+        self._pipeline.publish(step, self._budget.version_at(step), blob, digest)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._began = time.monotonic()
@@ -72,8 +71,10 @@ class RunControl(TrainerCallback):
         self.trainer.record_metric("wait_s", self._feed.wait_s)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step % self._sync_interval == 0:
+        if state.global_step % self._budget.sync_interval == 0:
             self.publish(state.global_step)
+        else:
+            self._pipeline.end_step(state.global_step)
         batch = self._feed.last
         assert batch is not None
         recorded = {
@@ -89,24 +90,44 @@ class RunControl(TrainerCallback):
             tokens=sum(group.num_tokens for group in batch.groups),
         )
         self._feed.wait_s = 0.0  # further iterations over the same batch do not wait
-        if self._stop_requested():
-            control.should_save = True
-            control.should_training_stop = True
+        self._save_due |= control.should_save
+        is_last = state.global_step >= state.max_steps
+        batch_ended = is_last or state.global_step >= batch.last_step
+        published = is_last or state.global_step % self._budget.sync_interval == 0
+        stop = batch_ended and self._stop_requested()
+        control.should_save = stop or (self._save_due and batch_ended and published)
+        control.should_training_stop |= stop
+        self._save_due &= not control.should_save
 
     def save_if_needed(self, first_step: int) -> None:
         """Commits a checkpoint of this moment, unless nothing was trained since the last one."""
         step = self.trainer.state.global_step
-        folder = Path(self.trainer.args.output_dir) / f"checkpoint-{step}"
-        if step > first_step and not checkpoints.is_committed(folder):
+        if step > first_step and not checkpoints.is_committed(self._checkpoints_dir / f"checkpoint-{step}"):
             self.trainer._save_checkpoint(self.trainer.model, trial=None)
-            self.on_save(self.trainer.args, self.trainer.state, self.trainer.control)
 
-    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        pipeline = self._buffer.state() | {"step": state.global_step, "run_id": self._run_id}
-        checkpoints.commit(folder, pipeline)
+    def save(self, staged: Path, write: Callable[[], None]) -> None:
+        """Makes a checkpoint of this moment count, once `write` has put transformers' part of it into `staged`. Waits
+        for room on a full disk."""
+        step = self.trainer.state.global_step
+        state = self._pipeline.state() | {"step": step, "run_id": self._run_id}
+
+        def whole() -> None:
+            checkpoints.clear_staging(self._checkpoints_dir)
+            try:
+                write()
+                checkpoints.commit(staged, state)
+            except BaseException:
+                checkpoints.clear_staging(self._checkpoints_dir)
+                raise
+
+        write_when_there_is_room(whole, self._patience, self._checkpoints_dir, "a checkpoint")
         if self._keep_checkpoints:
-            checkpoints.prune(Path(args.output_dir), self._keep_checkpoints)
+            checkpoints.prune(self._checkpoints_dir, self._keep_checkpoints)
+        self._pipeline.checkpointed(self._checkpoints_dir)
+
+    @property
+    def _checkpoints_dir(self) -> Path:
+        return Path(self.trainer.args.output_dir)
 
 
 def _over_micro_batches(name: str, values: list[float]) -> float | None:

@@ -5,8 +5,9 @@ own; this module only says where a batch comes from, when log-probs of fixed pol
 importance ratio is. With one update per batch the proximal policy is the current one, detached, so the ratio comes out
 of the loss's own forward pass and costs nothing extra.
 
-Private names of TRL 1.16.0 used here, each with a test in tests/contract: `_prepare_inputs`, `_compute_loss`,
-`_get_per_token_logps_and_entropies`, `_metrics`, `_logs`, `_tokenizer`, `vllm_importance_sampling_correction`.
+Private names of TRL 1.16.0 and transformers used here, each with a test in tests/contract: `_prepare_inputs`,
+`_compute_loss`, `_get_per_token_logps_and_entropies`, `_metrics`, `_logs`, `_tokenizer`,
+`vllm_importance_sampling_correction`, `_get_output_dir`, `_save_checkpoint`, `_load_from_checkpoint`.
 """
 
 import contextlib
@@ -20,11 +21,13 @@ from datasets import Dataset
 from peft import LoraConfig
 from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
 
+from consumer import checkpoints
 from consumer.batches import BatchRecipe, MicroBatch
 from consumer.importance import ratio_statistics, truncated_ratio
 from protocol.config import RunConfig
 from protocol.errors import ConfigError
 from protocol.library_section import build
+from replay.buffer import CutBatch
 from replay.groups import RolloutGroup
 
 
@@ -107,7 +110,8 @@ class SlipstreamTrainer(GRPOTrainer):
     """`trl.GRPOTrainer` fed with groups that were generated elsewhere.
 
     Args:
-        batches: iterating it yields the groups of one optimizer step at a time, and blocks while there are none.
+        batches: iterating it yields the groups of the next optimizer steps, and blocks while there are none.
+        save_checkpoint: called with the folder that transformers will write to and the call that writes; makes it count.
     """
 
     def __init__(
@@ -116,8 +120,9 @@ class SlipstreamTrainer(GRPOTrainer):
         arguments: GRPOConfig,
         lora: LoraConfig,
         model_folder: Path,
-        batches: Iterable[list[RolloutGroup]],
+        batches: Iterable[CutBatch],
         callbacks: list[TrainerCallback],
+        save_checkpoint: Callable[[Path, Callable[[], None]], None],
     ) -> None:
         tokenizer = AutoTokenizer.from_pretrained(model_folder, padding_side="left", truncation_side="left")
         super().__init__(
@@ -132,6 +137,7 @@ class SlipstreamTrainer(GRPOTrainer):
         self.remove_callback(PrinterCallback)  # the progress report shows the same numbers in one line
         self.args.save_total_limit = None  # transformers would delete before the new checkpoint counts; see RunControl
         self._batches = batches
+        self._make_count = save_checkpoint
         self._correction = config.correction
         # The loss multiplies by `importance_sampling_ratio` when both flags are set. Set here, not in the arguments,
         # where `use_vllm` would start an engine.
@@ -153,16 +159,25 @@ class SlipstreamTrainer(GRPOTrainer):
 
     def micro_batches(self) -> Iterator[MicroBatch]:
         """The micro-batches of every step to come; a batch is trained `num_iterations` times."""
-        for groups in self._batches:
-            tensors = self.recipe.tensors(groups)
+        for batch in self._batches:
+            tensors = self.recipe.tensors(batch.groups)
             if self.log_completions:
-                self._remember_completions(groups, tensors)
-            for _ in range(self.num_iterations):
+                self._remember_completions(batch.groups, tensors)
+            for _ in range(batch.num_iterations):
                 yield from tensors
 
     def record_metric(self, name: str, value: float) -> None:
         """Adds to TRL's metrics, which are averaged over `logging_steps` and go to every tracker."""
         self._metrics["train"][name].append(value)
+
+    def _get_output_dir(self, trial: Any) -> str:
+        """Where transformers writes checkpoints; they are moved from there when they are complete."""
+        return str(checkpoints.staging(Path(self.args.output_dir)))
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        staged = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
+        write = super()._save_checkpoint
+        self._make_count(staged, lambda: write(model, trial))
 
     def _prepare_inputs(self, generation_batch: MicroBatch) -> MicroBatch:
         """To the device, with the log-probs of fixed policies, computed once per batch and kept for its iterations."""

@@ -19,6 +19,7 @@ from pydantic import BaseModel  # noqa: E402
 from pydantic.fields import FieldInfo  # noqa: E402
 
 from protocol import config as schema  # noqa: E402
+from protocol import library_rules as rules  # noqa: E402
 
 PAGE = ROOT / "docs" / "configuration.md"
 LIBRARY_SECTIONS = ("engine", "lora", "trainer")
@@ -230,16 +231,16 @@ def unservable(options: dict[str, tuple[Any, ...]]) -> Iterator[str]:
 
 def page() -> str:
     fields = schema.RunConfig.model_fields
-    default = "`{" + ", ".join(f"{key}: {value}" for key, value in schema.LORA_DEFAULTS.items()) + "}`"
+    default = "`{" + ", ".join(f"{key}: {value}" for key, value in rules.LORA_DEFAULTS.items()) + "}`"
     lines = [INTRODUCTION, "## Top level", "", *table(schema.RunConfig, only_values=True)]
     for name, field in fields.items():
         if is_section(field.annotation):
             lines += [f"## `{name}`", "", *table(field.annotation, f"{name}.")]  # type: ignore[arg-type]
-    lines += [LIBRARIES, ENGINE, *reserved(schema._ENGINE_RESERVED)]
-    lines += [UNREPRODUCIBLE, *refused(schema._ENGINE_UNREPRODUCIBLE)]
-    lines += [LORA.format(default=default, largest=schema.SERVABLE_RANKS[-1]), *unservable(schema._LORA_UNSERVABLE)]
-    lines += [TRAINER, *reserved(schema._TRAINER_RESERVED)]
-    lines += [OVERRIDES, DERIVED.format(ranks=", ".join(map(str, schema.SERVABLE_RANKS)))]
+    lines += [LIBRARIES, ENGINE, *reserved(rules.ENGINE_RESERVED)]
+    lines += [UNREPRODUCIBLE, *refused(rules.ENGINE_UNREPRODUCIBLE)]
+    lines += [LORA.format(default=default, largest=rules.SERVABLE_RANKS[-1]), *unservable(rules.LORA_UNSERVABLE)]
+    lines += [TRAINER, *reserved(rules.TRAINER_RESERVED)]
+    lines += [OVERRIDES, DERIVED.format(ranks=", ".join(map(str, rules.SERVABLE_RANKS)))]
     return "\n".join(lines)
 
 

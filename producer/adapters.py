@@ -94,6 +94,7 @@ class AdapterRegistry:
             await self.unload_idle()
             return False
         self._flip(adapter, policy)
+        self._counters.swaps += 1
         now = time.monotonic()
         swap_ms, load_ms = (now - announced_at) * 1000, (now - started) * 1000
         self._timeline.record(

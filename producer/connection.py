@@ -56,5 +56,8 @@ class Connection:
     def note_message(self, now: float) -> None:
         self._heard_at = now
 
+    def heard_ago_s(self, now: float) -> float:
+        return now - self._heard_at
+
     def is_silent(self, now: float) -> bool:
-        return self.connected and now - self._heard_at > self._timeout_s
+        return self.connected and self.heard_ago_s(now) > self._timeout_s

@@ -12,7 +12,6 @@ import secrets
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
@@ -27,10 +26,12 @@ from producer.lifeline import tie_children
 from producer.link import Link
 from producer.prompts import PromptFormat, load_tokenizer
 from producer.rewards import RewardPool
+from producer.scratch import scratch_folder
 from producer.timeline import Timeline
+from producer.watchdog import Situation, Watchdog
 from protocol.config import RunConfig
-from protocol.errors import EngineError, ExitCode
-from protocol.messages import Lease, Nack, PolicyInfo
+from protocol.errors import EngineError, ExitCode, StalledError
+from protocol.messages import Lease, PolicyInfo
 from protocol.zmq_channel import ZmqClient
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _FLUSH_S = 5.0  # for delivering finished groups when asked to stop
+_UNWIND_S = 5.0  # for tasks to end when cancelled
 _SIGNAL_GRACE_S = 1.0
 _WATCH_EVERY_S = 1.0
 
@@ -90,15 +92,25 @@ class _Producer:
 
             engine = Engine(config, len(self._gpus))
             stack.callback(engine.shutdown)
-            await engine.warm_up()
+            await self._warm_up(engine)
             logger.info("engine ready after %.0f s", time.monotonic() - started)
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="slipstream-adapters-")))
+            folder = stack.enter_context(scratch_folder())
             self._wire(engine, rewards, folder, timeline)
             timeline.record("start", name=self._name, engine_start_s=round(time.monotonic() - started, 3))
             try:
-                await self._serve(engine, timeline)
+                await self._serve(engine, rewards, timeline)
             finally:
                 timeline.record("stop", **self._totals())
+
+    async def _warm_up(self, engine: "Engine") -> None:
+        limit_s = self._config.pipeline.stall_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                await engine.warm_up()
+        except TimeoutError as error:
+            raise StalledError(
+                f"the engine did not answer its first request within pipeline.stall_timeout_s={limit_s:g} seconds"
+            ) from error
 
     def _wire(self, engine: "Engine", rewards: RewardPool, folder: Path, timeline: Timeline) -> None:
         config = self._config
@@ -130,14 +142,15 @@ class _Producer:
             config.control_endpoint,
             self,
             self._counters,
-            self._generation.clock.busy_s,
+            self._generation.workload,
         )
+        self._watchdog = Watchdog(config.pipeline.stall_timeout_s)
 
-    async def _serve(self, engine: "Engine", timeline: Timeline) -> None:
+    async def _serve(self, engine: "Engine", rewards: RewardPool, timeline: Timeline) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             self._loop.add_signal_handler(number, self._on_signal, signal.Signals(number).name)
         self._spawn(self._adapters.run())
-        self._spawn(self._watch(engine, timeline))
+        self._spawn(self._watch(engine, rewards, timeline))
         self._link.start()
         asked = self._loop.create_task(self._stop.wait())
         try:
@@ -156,11 +169,11 @@ class _Producer:
 
     async def _hand_back(self) -> None:
         """Nothing more is begun; what is finished is delivered, what is not is returned."""
-        for lease_id in self._generation.abandon_all():
-            self._link.answer(Nack(lease_id, "returned"))
+        self._generation.hand_back_all()
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._tasks:  # an engine that hangs must not keep the process
+            await asyncio.wait(self._tasks, timeout=_UNWIND_S)
         self._link.stop(_FLUSH_S)
         await asyncio.to_thread(self._link.join, _FLUSH_S + 5)
 
@@ -190,23 +203,27 @@ class _Producer:
         else:
             self._outcome.set_result(None)
 
-    async def _watch(self, engine: "Engine", timeline: Timeline) -> None:
-        """Notes how busy the engine was, and notices that it died while it had nothing to do."""
-        now, busy_s = time.monotonic(), self._generation.clock.busy_s()
+    async def _watch(self, engine: "Engine", rewards: RewardPool, timeline: Timeline) -> None:
+        """Notes how busy the engine was, and notices that it died while idle or that nothing moves any more."""
+        now, busy_s = time.monotonic(), 0.0
         while True:
             await asyncio.sleep(_WATCH_EVERY_S)
             engine.check_alive()
+            work, delivery = self._generation.workload(), self._link.delivery()
             before, busy_before_s = now, busy_s
-            now, busy_s = time.monotonic(), self._generation.clock.busy_s()
-            if self._link.connected:
+            now, busy_s = time.monotonic(), work.busy_s
+            if delivery.connected:
                 self._idle_s += max(0.0, (now - before) - (busy_s - busy_before_s))
                 timeline.record("stats", **self._totals())
+            version, num_workers = self._counters.policy_version, self._config.rewards.num_workers
+            situation = Situation(work, delivery, version, num_workers, rewards.num_idle)
+            self._watchdog.check(now, self._counters, situation)
 
     def _totals(self) -> dict[str, Any]:
         counters = self._counters
         return {
             "tokens": counters.tokens,
-            "busy_s": round(self._generation.clock.busy_s(), 3),
+            "busy_s": round(self._generation.workload().busy_s, 3),
             "idle_s": round(self._idle_s, 3),
             "groups": counters.groups,
             "failed": counters.failed,
@@ -215,8 +232,12 @@ class _Producer:
 
     # LinkEvents: called on the link's thread
 
-    def session_began(self, policy: PolicyInfo) -> None:
+    def run_began(self, policy: PolicyInfo) -> None:
         self._loop.call_soon_threadsafe(self._generation.abandon_all)
+        self._loop.call_soon_threadsafe(self._adapters.follow, policy)
+
+    def session_began(self, policy: PolicyInfo) -> None:
+        self._loop.call_soon_threadsafe(self._generation.hand_back_above, policy.version)
         self._loop.call_soon_threadsafe(self._adapters.follow, policy)
 
     def leased(self, lease: Lease) -> None:
@@ -227,6 +248,9 @@ class _Producer:
 
     def policy_arrived(self, policy: PolicyInfo, blob: bytes, announced_at: float) -> None:
         self._loop.call_soon_threadsafe(self._adapters.offer, policy, blob, announced_at)
+
+    def outbox_full(self, full: bool) -> None:
+        self._loop.call_soon_threadsafe(self._generation.pause, full)
 
     def ended(self, error: BaseException | None) -> None:
         self._loop.call_soon_threadsafe(self._settle, error, True)

@@ -1,8 +1,8 @@
 """From a lease to a scored group.
 
 Guarantee: every lease that is not abandoned is answered exactly once, with a group or with the reason why not, before its
-deadline; no more groups are in the engine at once than keep it busy, so that each is sampled on the newest policy there
-is when its turn comes.
+deadline, also when its trainer is replaced by another process of the run meanwhile; no more groups are in the engine at
+once than keep it busy, so that each is sampled on the newest policy there is when its turn comes; none enters while paused.
 """
 
 import asyncio
@@ -10,13 +10,13 @@ import logging
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from producer.adapters import AdapterRegistry
-from producer.interfaces import Completion, Counters, GenerationEngine, LeaseFailure
+from producer.interfaces import Completion, Counters, GenerationEngine, LeaseFailure, Workload
 from producer.prompts import PromptFormat
 from producer.rewards import RewardPool
 from protocol.messages import FailureReason, Group, Lease, Nack
@@ -78,56 +78,92 @@ class Generation:
         self._places = asyncio.Semaphore(max_groups)
         self._spawn = spawn
         self._answer = answer
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._open = asyncio.Event()
+        self._open.set()
+        self._works: dict[str, _Work] = {}
         self._warned_at: dict[str, float] = {}
-        self.clock = BusyClock()
+        self._clock = BusyClock()
 
     def start(self, lease: Lease) -> None:
-        self._tasks[lease.lease_id] = self._spawn(self._fulfil(lease))
+        work = self._works[lease.lease_id] = _Work(lease)
+        work.task = self._spawn(self._fulfil(work))
+
+    def pause(self, paused: bool) -> None:
+        """While paused nothing enters the engine; what is in it goes on."""
+        if paused:
+            self._open.clear()
+        else:
+            self._open.set()
 
     def abandon(self, lease_id: str) -> None:
         """Stops work on a lease without an answer."""
-        task = self._tasks.pop(lease_id, None)
-        if task is not None:
-            task.cancel()
+        work = self._works.pop(lease_id, None)
+        if work is not None and work.task is not None:
+            work.task.cancel()
 
-    def abandon_all(self) -> list[str]:
-        """Stops all work and returns the leases that were not answered."""
-        lease_ids = list(self._tasks)
-        for lease_id in lease_ids:
+    def abandon_all(self) -> None:
+        for lease_id in list(self._works):
             self.abandon(lease_id)
-        return lease_ids
 
-    async def _fulfil(self, lease: Lease) -> None:
-        progress = _Progress()
+    def hand_back_all(self) -> None:
+        for lease_id in list(self._works):
+            self._hand_back(lease_id)
+
+    def hand_back_above(self, newest: int) -> None:
+        """Returns the leases that wait for a policy newer than `newest`, which may never come."""
+        for lease_id, work in list(self._works.items()):
+            if work.stage == "waiting" and work.lease.policy_floor > newest:
+                self._hand_back(lease_id)
+
+    def workload(self) -> Workload:
+        """May be called from any thread."""
+        works = list(self._works.values())
+        stages = [work.stage for work in works]
+        return Workload(
+            tuple(work.lease.policy_floor for work in works if work.stage == "waiting"),
+            stages.count("generating"),
+            stages.count("scoring"),
+            self._clock.busy_s(),
+        )
+
+    def _hand_back(self, lease_id: str) -> None:
+        self.abandon(lease_id)
+        self._answer(Nack(lease_id, "returned"))
+
+    async def _fulfil(self, work: "_Work") -> None:
+        lease = work.lease
         answer: Group | Nack
         try:
             async with asyncio.timeout(lease.timeout_s):
-                answer = await self._group(lease, progress)
+                answer = await self._group(work)
         except LeaseFailure as failure:
             answer = self._refusal(lease, failure.reason, failure.detail)
         except TimeoutError:
-            detail = f"not done within the lease's {lease.timeout_s:g} s, while {progress.stage}"
-            answer = self._refusal(
-                lease, progress.reason, f"{detail}; raise pipeline.lease_timeout_s if that is too short"
-            )
-        if self._tasks.pop(lease.lease_id, None) is not None:
+            self._counters.timed_out += 1
+            detail = f"not done within the lease's {lease.timeout_s:g} s, while {work.stage}{work.waits_for}"
+            answer = self._refusal(lease, work.reason, f"{detail}; raise pipeline.lease_timeout_s if that is too short")
+        if self._works.get(lease.lease_id) is work:
+            del self._works[lease.lease_id]
             self._answer(answer)
 
-    async def _group(self, lease: Lease, progress: "_Progress") -> Group:
+    async def _group(self, work: "_Work") -> Group:
+        lease = work.lease
         prompt_ids = self._prompts.encode(lease.prompt, lease.sampling.max_completion_length)
-        progress.enter(f"waiting for policy v{lease.policy_floor}", "no_policy")
         await self._adapters.wait_for(lease.policy_floor)
-        progress.enter("generating", "generation_failed")
+        work.enter("waiting", "generation_failed", " for room in the engine")
         async with self._places:
             await self._adapters.wait_for(lease.policy_floor)
+            while not self._open.is_set():
+                await self._open.wait()
+                await self._adapters.wait_for(lease.policy_floor)
             started = time.monotonic()
             async with self._adapters.pin() as adapter:
-                with self.clock.running():
+                work.enter("generating", "generation_failed")
+                with self._clock.running():
                     completions = await self._engine.generate(prompt_ids, lease.sampling, adapter)
         generation_s = time.monotonic() - started
         self._counters.tokens += sum(len(completion.token_ids) for completion in completions)
-        progress.enter("scoring", "reward_failed")
+        work.enter("scoring", "reward_failed")
         token_ids = [completion.token_ids for completion in completions]
         rewards, reward_s = await self._rewards.score(
             lease.prompt, self._prompts.decode(lease.prompt, token_ids), token_ids, lease.columns
@@ -147,15 +183,18 @@ class Generation:
         return Nack(lease.lease_id, reason, detail[:65_536])
 
 
-class _Progress:
-    """What a lease is waiting for, for the message when its deadline passes."""
+class _Work:
+    """One lease and where it is, for the heartbeat and for the message when its deadline passes."""
 
-    def __init__(self) -> None:
-        self.stage = "reading the prompt"
-        self.reason: FailureReason = "bad_prompt"
+    def __init__(self, lease: Lease) -> None:
+        self.lease = lease
+        self.task: asyncio.Task[None] | None = None
+        self.enter("waiting", "no_policy", f" for policy v{lease.policy_floor}")
 
-    def enter(self, stage: str, reason: FailureReason) -> None:
-        self.stage, self.reason = stage, reason
+    def enter(
+        self, stage: Literal["waiting", "generating", "scoring"], reason: FailureReason, waits_for: str = ""
+    ) -> None:
+        self.stage, self.reason, self.waits_for = stage, reason, waits_for
 
 
 def _group_message(

@@ -31,14 +31,17 @@ class Completion:
 
 @dataclass
 class Counters:
-    """Totals since the producer started. Written by the asyncio loop, read by any thread."""
+    """Totals since the producer started, and the version loaded. Each has one writer; any thread may read them."""
 
     policy_version: int = -1
     tokens: int = 0
     groups: int = 0
     failed: int = 0
-    abandoned: int = 0
+    timed_out: int = 0  # of the failed
+    swaps: int = 0
     failed_swaps: int = 0
+    abandoned: int = 0  # written by the link, as the next one
+    settled: int = 0
 
 
 class LeaseFailure(Exception):  # noqa: N818 - a result that travels to the trainer, not a defect
@@ -65,6 +68,28 @@ class GenerationEngine(Protocol):
 
 
 @dataclass(frozen=True)
+class Workload:
+    """Where the leases are that are worked on."""
+
+    waiting_floors: tuple[int, ...]  # one policy floor per lease that waits for that version, or for room in the engine
+    generating: int
+    scoring: int
+    busy_s: float  # time with a request in the engine, since the producer started
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """What the link holds, and for whom."""
+
+    connected: bool
+    heard_ago_s: float
+    held: int
+    unacked: int
+    unacked_bytes: int
+    full: bool
+
+
+@dataclass(frozen=True)
 class Identity:
     """What the trainer is told about this producer."""
 
@@ -76,8 +101,11 @@ class Identity:
 class LinkEvents(Protocol):
     """What the link tells the rest of the producer. Called on the link's thread."""
 
+    def run_began(self, policy: PolicyInfo) -> None:
+        """A run that this producer has not served before; every lease of the one before is void."""
+
     def session_began(self, policy: PolicyInfo) -> None:
-        """A trainer process that this producer has not served before; leases of the one before are void."""
+        """Another trainer process of the same run. Its leases go on, and its newest version may be an older one."""
 
     def leased(self, lease: Lease) -> None: ...
 
@@ -85,6 +113,9 @@ class LinkEvents(Protocol):
         """The trainer does not want this lease's group any more."""
 
     def policy_arrived(self, policy: PolicyInfo, blob: bytes, announced_at: float) -> None: ...
+
+    def outbox_full(self, full: bool) -> None:
+        """Said when it changes: while it is full, no generation may begin."""
 
     def ended(self, error: BaseException | None) -> None:
         """The last call. None: the trainer has finished, or `stop` was called."""

@@ -1,9 +1,8 @@
 """The producer's side of the wire: one thread that owns the channel.
 
 Guarantee: the trainer learns of every lease's fate: a finished group is kept and sent again until the trainer settles it,
-a failed lease is refused once (and left out of `held` when the connection is made anew). Leases and groups of a trainer
-process that is gone are dropped. A trainer that falls silent is noticed within `heartbeat_timeout_s` and waited for,
-visibly.
+also when that is another process of the same run; a failed lease is refused once. Only another run voids what is held. A
+trainer that falls silent is noticed within `heartbeat_timeout_s` and waited for, visibly.
 
     connecting --Hello--> greeting --Welcome--> connected --silence, Bye--> connecting
                              |                      |
@@ -18,10 +17,10 @@ from collections.abc import Callable
 
 from producer.connection import REMIND_EVERY_S, Connection
 from producer.download import PolicyDownload
-from producer.interfaces import Counters, Identity, LinkEvents
+from producer.interfaces import Counters, Delivery, Identity, LinkEvents, Workload
 from producer.outbox import Outbox
+from producer.sender import Sender
 from protocol.channel import BadFrame, ClientChannel
-from protocol.codec import CodecError
 from protocol.config import TransportSection
 from protocol.errors import IncompatiblePeerError
 from protocol.messages import (
@@ -30,13 +29,12 @@ from protocol.messages import (
     BlobMissing,
     Bye,
     Group,
-    Heartbeat,
     Hello,
     Lease,
-    Message,
     Nack,
     Policy,
     Reject,
+    TrainerMessage,
     Welcome,
 )
 
@@ -56,16 +54,14 @@ class Link(threading.Thread):
         endpoint: str,
         events: LinkEvents,
         counters: Counters,
-        busy_s: Callable[[], float],
+        workload: Callable[[], Workload],
     ) -> None:
         super().__init__(name="link", daemon=True)
         self._channel = channel
         self._identity = identity
         self._timeout_s = transport.heartbeat_timeout_s
-        self._interval_s = transport.heartbeat_interval_s
         self._events = events
         self._counters = counters
-        self._busy_s = busy_s
 
         self._answers: queue.SimpleQueue[Group | Nack] = queue.SimpleQueue()
         self._stop_by: float | None = None
@@ -73,15 +69,21 @@ class Link(threading.Thread):
         self._closed = False
 
         self._connection = Connection(endpoint, transport.heartbeat_timeout_s)
-        self._outbox = Outbox()
+        self._outbox = Outbox(transport.max_unacked_bytes)
+        self._was_full = False
         self._download = PolicyDownload(transport.blob_chunk_bytes)
-        self._session: str | None = None
-        self._heartbeat_at = 0.0
+        self._sender = Sender(channel, self._outbox, self._download, identity, counters, workload)
+        self._run_id = self._session = ""
         self._last_bad_frame_at = float("-inf")
 
     @property
     def connected(self) -> bool:
         return self._connection.connected
+
+    def delivery(self) -> Delivery:
+        """Read by another thread: each number is true, but not all at the same moment."""
+        box, heard_ago_s = self._outbox, self._connection.heard_ago_s(time.monotonic())
+        return Delivery(self.connected, heard_ago_s, box.num_held, box.num_groups, box.num_bytes, box.full)
 
     def answer(self, message: Group | Nack) -> None:
         """Settles a lease from this side. Never blocks."""
@@ -115,13 +117,16 @@ class Link(threading.Thread):
         """One round: say what is due, listen briefly. Returns True when the thread has nothing more to do."""
         now = time.monotonic()
         self._take_answers()
+        self._note_fullness()
         if self._stop_by is not None and (self._outbox.all_settled or not self.connected or now >= self._stop_by):
+            if self._outbox.num_groups:
+                logger.warning("%d finished groups were not acknowledged and are lost", self._outbox.num_groups)
             self._say_goodbye()
             return True
         if self._connection.is_silent(now):
             self._lose(f"the trainer has been silent for {self._timeout_s:g} s")
         if self.connected:
-            self._send_due(now)
+            self._sender.send_due(now)
         else:
             self._greet(now)
         for message in self._channel.poll(_TICK_S):
@@ -156,54 +161,31 @@ class Link(threading.Thread):
         if self.connected:
             self._channel.send(Bye("stopping"))
 
-    # Sending
+    # Answering
 
     def _take_answers(self) -> None:
-        while True:
-            try:
-                answer = self._answers.get_nowait()
-            except queue.Empty:
-                return
-            if self._outbox.finish(answer) and isinstance(answer, Nack) and self.connected:
-                self._channel.send(answer)
+        while not self._answers.empty():
+            self._outbox.finish(self._answers.get_nowait())
 
-    def _send_due(self, now: float) -> None:
-        if now - self._heartbeat_at >= self._interval_s:
-            self._heartbeat_at = now
-            self._channel.send(
-                Heartbeat(
-                    self._counters.policy_version,
-                    self._identity.capacity,
-                    self._outbox.held(),
-                    self._counters.tokens,
-                    self._busy_s(),
-                )
-            )
-        for group in self._outbox.due(now):
-            self._send_group(group, now)
-        for request in self._download.due_requests(now):
-            self._channel.send(request)
-
-    def _send_group(self, group: Group, now: float) -> None:
-        try:
-            if self._channel.send(group):
-                self._outbox.note_sent(group.lease_id, now)
-        except CodecError as error:  # too large: no repetition will help
-            self._outbox.settle(group.lease_id)
-            self._channel.send(Nack(group.lease_id, "generation_failed", str(error)))
+    def _note_fullness(self) -> None:
+        full = self._outbox.full
+        if full != self._was_full:
+            self._was_full = full
+            waiting = f"{self._outbox.num_groups} groups ({self._outbox.num_bytes} bytes) wait for acknowledgement"
+            logger.info("generation %s: %s (transport.max_unacked_bytes)", "pauses" if full else "resumes", waiting)
+            self._events.outbox_full(full)
 
     # Receiving
 
     def _refuse(self, frame: BadFrame) -> None:
         if frame.peer_schema is not None:
             raise IncompatiblePeerError(f"{frame.reason}: install the same release of slipstream on both sides")
-        logger.debug("frame refused: %s", frame.reason)
         now = time.monotonic()
         if now - self._last_bad_frame_at >= REMIND_EVERY_S:
             self._last_bad_frame_at = now
             logger.warning("a frame from the trainer was refused: %s", frame.reason)
 
-    def _receive(self, message: Message) -> bool:
+    def _receive(self, message: TrainerMessage) -> bool:
         """Returns True when the trainer has finished."""
         match message:
             case Welcome():
@@ -223,7 +205,7 @@ class Link(threading.Thread):
                 if self._outbox.begin(lease_id):
                     self._events.leased(message)
             case Ack(lease_id):
-                self._outbox.settle(lease_id)
+                self._counters.settled += self._outbox.settle(lease_id)
                 self._download.announce(message.policy)
             case Policy(policy):
                 self._download.announce(policy)
@@ -235,25 +217,23 @@ class Link(threading.Thread):
                     self._events.policy_arrived(*arrived)
             case BlobMissing(digest):
                 self._download.give_up(digest)
-            case _:
-                logger.debug("unexpected %s ignored", type(message).__name__)
         return False
 
     def _begin_session(self, welcome: Welcome) -> None:
-        if welcome.session != self._session:
-            count = self._outbox.void()
-            if count:
-                logger.warning("another trainer process: %d leases of the one before are void", count)
+        if welcome.run_id != self._run_id:
+            if count := self._outbox.void():
+                logger.warning("the trainer of another run: %d leases of run %s are void", count, self._run_id)
             self._counters.abandoned += count
+            self._download.forget_policy()
+            self._events.run_began(welcome.policy)
+        elif welcome.session != self._session:
+            logger.info("another process of the same run: %d leases go on", self._outbox.num_held)
             self._download.forget_policy()
             self._events.session_began(welcome.policy)
         logger.info("connected to the trainer of run %s (policy v%d)", welcome.run_id, welcome.policy.version)
-        self._session = welcome.session
-        self._interval_s = welcome.heartbeat_interval_s
+        self._run_id, self._session = welcome.run_id, welcome.session
         self._connection.note_welcome()
-        self._heartbeat_at = float("-inf")
-        self._outbox.forget_sends()
-        self._download.forget_requests()
+        self._sender.start_over(welcome.heartbeat_interval_s)
         self._download.announce(welcome.policy)
 
     def _drop(self, nack: Nack) -> None:

@@ -92,6 +92,10 @@ class RewardPool:
         self._slots: asyncio.Queue[_Worker | None] = asyncio.Queue()
         self._alive: set[_Worker] = set()
 
+    @property
+    def num_idle(self) -> int:
+        return self._slots.qsize()
+
     async def start(self) -> None:
         """Starts the workers.
 

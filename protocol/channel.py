@@ -5,18 +5,30 @@ as a `BadFrame` with its reason instead of an exception. All methods but `wake` 
 channel; `wake` may be called from any thread and makes a running `poll` return early.
 """
 
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
-from protocol.messages import Message
+from protocol.codec import CodecError, SchemaMismatchError, decode
+from protocol.messages import Message, ProducerMessage, TrainerMessage
 
 
 @dataclass(frozen=True)
 class BadFrame:
-    """A frame that was refused. `peer_schema` is set when the peer runs another release."""
+    """A frame that was refused. `peer_schema` is set when the peer runs another release; `frame` is what arrived."""
 
     reason: str
     peer_schema: int | None = None
+    frame: bytes = field(default=b"", compare=False, repr=False)
+
+
+def received(frame: bytes, kinds: Any) -> Any:
+    """The message in `frame`, one of `kinds`, or what is wrong with it as a `BadFrame`."""
+    try:
+        return decode(frame, kinds)
+    except SchemaMismatchError as error:
+        return BadFrame(str(error), error.peer_version, frame)
+    except CodecError as error:
+        return BadFrame(str(error), frame=frame)
 
 
 class ServerChannel(Protocol):
@@ -26,7 +38,7 @@ class ServerChannel(Protocol):
         """Returns False when the peer cannot be reached; the message is then dropped."""
         ...
 
-    def poll(self, timeout_s: float) -> list[tuple[bytes, Message | BadFrame]]: ...
+    def poll(self, timeout_s: float) -> list[tuple[bytes, ProducerMessage | BadFrame]]: ...
 
     def wake(self) -> None: ...
 
@@ -40,7 +52,7 @@ class ClientChannel(Protocol):
         """Returns False when nobody listens; the message is then dropped."""
         ...
 
-    def poll(self, timeout_s: float) -> list[Message | BadFrame]: ...
+    def poll(self, timeout_s: float) -> list[TrainerMessage | BadFrame]: ...
 
     def reset(self) -> None:
         """Drops the connection with everything queued in it and connects anew under a fresh routing id."""

@@ -7,14 +7,21 @@ flipped, any length, is refused. One message is one frame:
     2 bytes   schema version, little-endian
     4 bytes   CRC-32 of the first four bytes and the body, little-endian
     n bytes   body: a msgpack map, `type` names the message
+
+The time to decode grows with the length of the frame and with nothing else. Python does not randomize the hashes of
+numbers and tuples, so a map of them can be made to collide on every key, and takes the square of its length to build:
+a map of more than 15 entries must have text for keys, however deep in a prompt or a column it hides.
 """
 
 import struct
 import zlib
+from functools import cache, reduce
+from operator import or_
+from typing import Any, get_args
 
 import msgspec
 
-from protocol.messages import SCHEMA_VERSION, Message
+from protocol.messages import SCHEMA_VERSION, Lease, Message
 
 _MAGIC = b"SL"
 _VERSION = struct.Struct("<2sH")
@@ -22,7 +29,28 @@ _CRC = struct.Struct("<I")
 PREFIX_BYTES = _VERSION.size + _CRC.size
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Message)
+
+
+class _PackedLease(Lease, frozen=True, forbid_unknown_fields=True, tag="lease"):
+    """A lease whose free-form fields are still msgpack."""
+
+    prompt: msgspec.Raw
+    columns: dict[str, msgspec.Raw]
+
+
+@cache
+def _decoder(kinds: Any) -> msgspec.msgpack.Decoder[Any]:
+    return msgspec.msgpack.Decoder(reduce(or_, (_PackedLease if kind is Lease else kind for kind in get_args(kinds))))
+
+
+_anything = msgspec.msgpack.Decoder(Any)
+_items = msgspec.msgpack.Decoder(list[msgspec.Raw])
+_small_map = msgspec.msgpack.Decoder(dict[Any, msgspec.Raw])
+_large_map = msgspec.msgpack.Decoder(dict[str, msgspec.Raw])
+_LARGE_MAPS = (0xDE, 0xDF)  # headers of maps with a 16-bit and a 32-bit length; up to 15 entries need neither
+_SMALLEST_LARGE_MAP = 3 + 16 * 2  # bytes of a header, 16 keys and 16 values
+_ARRAYS = frozenset((*range(0x90, 0xA0), 0xDC, 0xDD))
+_MAX_NESTING = 64  # where it is unpacked level by level: every level reads what is inside it once more
 
 
 class CodecError(ValueError):
@@ -41,22 +69,30 @@ def encode(message: Message, *, schema_version: int = SCHEMA_VERSION) -> bytes:
     """Returns the frame of `message`.
 
     Raises:
-        CodecError: a free-form field (a prompt or a dataset column) holds a value that msgpack cannot carry.
+        CodecError: a free-form field (a prompt or a dataset column) holds a value that msgpack cannot carry, or that
+            the peer would refuse.
     """
     try:
         body = _encoder.encode(message)
+        if isinstance(message, Lease):
+            _decoded(
+                memoryview(body), Message
+            )  # what the peer would refuse must not leave: the lease would go out for ever
     except (TypeError, OverflowError, ValueError, RecursionError) as error:
         raise CodecError(f"cannot encode {type(message).__name__}: {error}") from error
     version = _VERSION.pack(_MAGIC, schema_version)
     return version + _CRC.pack(zlib.crc32(body, zlib.crc32(version))) + body
 
 
-def decode(frame: bytes | memoryview) -> Message:
+def decode(frame: bytes | memoryview, kinds: Any = Message) -> Any:
     """Returns the message in `frame`.
+
+    Args:
+        kinds: union of the messages that are accepted.
 
     Raises:
         SchemaMismatchError: the frame is intact, but of another schema version.
-        CodecError: the frame is anything else than one intact message.
+        CodecError: the frame is anything else than one intact message of these kinds.
     """
     if len(frame) < PREFIX_BYTES:
         raise CodecError(f"frame of {len(frame)} bytes is shorter than the {PREFIX_BYTES}-byte prefix")
@@ -70,7 +106,38 @@ def decode(frame: bytes | memoryview) -> Message:
     if schema_version != SCHEMA_VERSION:
         raise SchemaMismatchError(schema_version)
     try:
-        message: Message = _decoder.decode(body)
+        return _decoded(body, kinds)
     except (msgspec.DecodeError, RecursionError, ValueError, OverflowError) as error:
         raise CodecError(f"body refused: {error}") from error
-    return message
+
+
+def _decoded(body: memoryview, kinds: Any) -> Any:
+    message = _decoder(kinds).decode(body)
+    if not isinstance(message, _PackedLease):
+        return message
+    fields = msgspec.structs.asdict(message)
+    fields["prompt"] = _unpacked(message.prompt)
+    fields["columns"] = {name: _unpacked(packed) for name, packed in message.columns.items()}
+    return Lease(**fields)
+
+
+def _unpacked(packed: msgspec.Raw, nesting: int = 0) -> Any:
+    """The value in `packed`: in one go, or level by level where a byte could be the header of a large map."""
+    copy = bytes(packed)
+    if len(copy) < _SMALLEST_LARGE_MAP or not (_LARGE_MAPS[0] in copy or _LARGE_MAPS[1] in copy):
+        return _anything.decode(copy)
+    if nesting > _MAX_NESTING:
+        raise ValueError(f"nested more than {_MAX_NESTING} levels deep")
+    first = copy[0]
+    del copy  # or every level would keep one of everything below it
+    if first in _ARRAYS:
+        return [_unpacked(item, nesting + 1) for item in _items.decode(packed)]
+    if 0x80 <= first < 0x90:
+        return {key: _unpacked(value, nesting + 1) for key, value in _small_map.decode(packed).items()}
+    if first not in _LARGE_MAPS:
+        return _anything.decode(packed)
+    try:
+        entries = _large_map.decode(packed)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"a map of more than 15 entries needs text for keys: {error}") from error
+    return {key: _unpacked(value, nesting + 1) for key, value in entries.items()}

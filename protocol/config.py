@@ -13,81 +13,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-SERVABLE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""The LoRA ranks that vLLM has kernels for; an adapter is served by the smallest that holds it."""
+from protocol.library_rules import LORA_DEFAULTS, SERVABLE_RANKS, check_engine, check_lora, check_trainer
 
 Positive = Annotated[int, Field(ge=1)]
 PositiveSeconds = Annotated[float, Field(gt=0, le=1e9)]
-
-_ENGINE_RESERVED = {
-    "model": "model.path",
-    "revision": "model.revision",
-    "tokenizer": "model.path",
-    "dtype": "model.dtype",
-    "seed": "seed",
-    "tensor_parallel_size": "--gpu 0,1",
-    "enable_lora": None,
-    "logprobs_mode": None,
-    "max_loras": "pipeline.max_staleness",
-    "max_cpu_loras": "pipeline.max_staleness",
-    "max_lora_rank": "lora.r",
-    "lora_target_modules": "lora.target_modules",
-    "override_generation_config": "sampling",
-    "runner": None,
-    "convert": None,
-    "skip_tokenizer_init": None,
-}
-_ENGINE_UNREPRODUCIBLE = {
-    "logits_processors": "edits what is sampled",
-    "watermark_config": "edits what is sampled",
-    "diffusion_config": "does not sample token by token",
-    "hf_overrides": "changes the model in the engine only; change the model's config.json",
-    "hf_config_path": "changes the model in the engine only; change the model's config.json",
-    "model_class_overrides": "changes the model in the engine only",
-    "model_weights": "changes the model in the engine only; set model.path",
-    "tokenizer_revision": "changes the tokenizer in the engine only; set model.revision",
-}
-"""Engine arguments with which vLLM's log-probs are not those of the trainer's model, and why."""
-
-_TRAINER_RESERVED = {
-    "output_dir": "run_dir",
-    "seed": "seed",
-    "num_generations": "sampling.num_generations",
-    "max_completion_length": "sampling.max_completion_length",
-    "temperature": "sampling.temperature",
-    "top_p": "sampling.top_p",
-    "top_k": "sampling.top_k",
-    "min_p": "sampling.min_p",
-    "reward_weights": "rewards.functions[].weight",
-    "gradient_accumulation_steps": "pipeline.groups_per_step and trainer.per_device_train_batch_size",
-    "generation_batch_size": "pipeline.groups_per_step",
-    "steps_per_generation": "pipeline.groups_per_step",
-    "chat_template_kwargs": "dataset.chat_template_kwargs",
-    "repetition_penalty": None,
-    "generation_kwargs": None,
-    "use_vllm": None,
-    "disable_tqdm": "observability.progress",
-    "remove_unused_columns": None,
-    "ignore_data_skip": None,
-    "auto_find_batch_size": None,
-}
-LORA_DEFAULTS: dict[str, Any] = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
-"""Where the file leaves one of these out, so that `--set lora.r=8` does not also change the target modules."""
-
-_LORA_UNSERVABLE: dict[str, tuple[Any, ...]] = {
-    "use_dora": (False,),
-    "bias": ("none",),
-    "lora_bias": (False,),
-    "modules_to_save": (None, []),
-    "trainable_token_indices": (None,),
-    "rank_pattern": (None, {}),
-    "alpha_pattern": (None, {}),
-    "layer_replication": (None,),
-    "alora_invocation_tokens": (None,),
-    "use_bdlora": (None,),
-    "use_qalora": (False,),
-    "init_lora_weights": (True, False, "gaussian", "orthogonal"),  # the others change the base weights or need data
-}
 
 
 class Section(BaseModel):
@@ -224,12 +153,43 @@ class PipelineSection(Section):
     lease_timeout_s: PositiveSeconds = Field(
         600.0, description="A prompt whose group has not come back by then is leased again."
     )
-    max_attempts: Positive = Field(3, description="Failures of one prompt per epoch before it is skipped and counted.")
+    max_data_attempts: Positive = Field(
+        3,
+        description="Failures of a prompt's own making (its reward raises or times out) before it becomes a dead letter "
+        "for this epoch. A malformed or too long prompt becomes one at once.",
+    )
+    max_infra_attempts: Positive = Field(
+        10,
+        description="Failures that are not the prompt's (a lease expired, a producer died, the engine failed) before it "
+        "becomes a dead letter for this epoch.",
+    )
+    data_backoff_s: PositiveSeconds = Field(
+        1.0, description="Wait before a prompt goes out again after a data failure; doubles each time, up to 60 s."
+    )
+    infra_backoff_s: PositiveSeconds = Field(0.25, description="The same after an infrastructure failure.")
     max_failed_share: Annotated[float, Field(gt=0, le=1)] = Field(
-        0.5, description="The run stops when more than this share of the last 64 answered prompts failed."
+        0.5, description="The run stops when more than this share of the last 64 finished prompts are dead letters."
     )
     stall_timeout_s: PositiveSeconds = Field(
-        1800.0, description="The trainer stops when connected producers deliver nothing for so long."
+        1800.0, description="Either daemon stops when it had work to wait for and saw no progress for so long."
+    )
+
+
+class ReplaySection(Section):
+    keep_all: bool = Field(
+        False,
+        description="Never delete a group from the journal, so that `rl-trainer --from-journal` can retrain the run.",
+    )
+    keep_bytes: Annotated[int, Field(ge=0)] = Field(
+        2**30,
+        description="Groups that no checkpoint needs any more are kept for inspection up to so many bytes, newest first.",
+    )
+    keep_age_s: PositiveSeconds = Field(
+        7 * 86_400.0, description="Groups that no checkpoint needs any more are kept for inspection for so long."
+    )
+    max_disk_used: Annotated[float, Field(gt=0, le=1)] = Field(
+        0.9,
+        description="No leases are given while the disk of run_dir is fuller than this share; they resume by themselves.",
     )
 
 
@@ -256,6 +216,11 @@ class TransportSection(Section):
         64 * 2**20, description="Largest frame accepted or sent."
     )
     blob_chunk_bytes: Annotated[int, Field(ge=1024, le=2**26)] = Field(2**20, description="Adapter bytes per message.")
+    max_unacked_bytes: Annotated[int, Field(ge=0)] = Field(
+        256 * 2**20,
+        description="A producer begins no new generation while it holds more bytes of groups that the trainer has not "
+        "acknowledged.",
+    )
 
     @field_validator("endpoint", "blob_endpoint")
     @classmethod
@@ -296,6 +261,7 @@ class RunConfig(Section):
     rewards: RewardsSection
     sampling: SamplingSection = SamplingSection()  # type: ignore[call-arg]
     pipeline: PipelineSection = PipelineSection()  # type: ignore[call-arg]
+    replay: ReplaySection = ReplaySection()  # type: ignore[call-arg]
     correction: CorrectionSection = CorrectionSection()  # type: ignore[call-arg]
     transport: TransportSection = TransportSection()  # type: ignore[call-arg]
     observability: ObservabilitySection = ObservabilitySection()  # type: ignore[call-arg]
@@ -306,36 +272,11 @@ class RunConfig(Section):
     engine: dict[str, Any] = Field(default_factory=dict, description="vLLM engine arguments.")
     trainer: dict[str, Any] = Field(default_factory=dict, description="trl.GRPOConfig.")
 
-    @field_validator("engine", "trainer")
+    @field_validator("engine", "trainer", "lora")
     @classmethod
-    def _not_reserved(cls, value: dict[str, Any], info: Any) -> dict[str, Any]:
-        reserved = _ENGINE_RESERVED if info.field_name == "engine" else _TRAINER_RESERVED
-        for key in value:
-            if info.field_name == "engine" and key in _ENGINE_UNREPRODUCIBLE:
-                raise ValueError(
-                    f"`{key}` {_ENGINE_UNREPRODUCIBLE[key]}, so importance ratios would be wrong; remove it"
-                )
-            if key in reserved or (info.field_name == "trainer" and key.startswith("vllm_")):
-                owner = reserved.get(key)
-                raise ValueError(
-                    f"`{key}` is set by Slipstream and cannot be given here"
-                    + (f"; set {owner} instead" if owner else "")
-                )
-        return value
-
-    @field_validator("lora")
-    @classmethod
-    def _servable(cls, value: dict[str, Any]) -> dict[str, Any]:
-        value = LORA_DEFAULTS | value
-        rank = value["r"]
-        if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
-            raise ValueError(f"`r` must be a positive integer, got {rank!r}")
-        if rank > SERVABLE_RANKS[-1]:
-            raise ValueError(f"`r: {rank}` cannot be served: vLLM's largest LoRA rank is {SERVABLE_RANKS[-1]}")
-        for key, allowed in _LORA_UNSERVABLE.items():
-            if key in value and value[key] not in allowed:
-                raise ValueError(f"`{key}: {value[key]}` cannot be served by vLLM; remove it")
-        return value
+    def _check_library_section(cls, value: dict[str, Any], info: Any) -> dict[str, Any]:
+        check = {"engine": check_engine, "trainer": check_trainer, "lora": check_lora}[info.field_name]
+        return check(value)
 
     @model_validator(mode="after")
     def _micro_batches_divide(self) -> "RunConfig":
@@ -394,3 +335,7 @@ class RunConfig(Section):
     @property
     def checkpoints_dir(self) -> Path:
         return Path(self.run_dir) / "checkpoints"
+
+    @property
+    def journal_file(self) -> Path:
+        return Path(self.run_dir) / "journal.sqlite"

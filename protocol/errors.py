@@ -18,6 +18,7 @@ class ExitCode(IntEnum):
     BUG = 70  # an exception nobody expected; the traceback is printed
     DEVICE = 71  # a GPU index that does not exist
     ENDPOINT_IN_USE = 73  # another process is bound to the endpoint
+    JOURNAL = 74  # the journal cannot be written or read, or is damaged; what was acknowledged is in it
     STALLED = 75  # no progress within pipeline.stall_timeout_s
     INCOMPATIBLE_PEER = 76  # the handshake refused: other model, schema, dtype, ...
     CONFIG = 78  # configuration refused, by us or by the library that owns the section
@@ -52,6 +53,10 @@ class DeviceError(SlipstreamError):
 
 class EndpointInUseError(SlipstreamError):
     exit_code = ExitCode.ENDPOINT_IN_USE
+
+
+class JournalError(SlipstreamError):
+    exit_code = ExitCode.JOURNAL
 
 
 class StalledError(SlipstreamError):

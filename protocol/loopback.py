@@ -7,9 +7,9 @@ in order.
 import threading
 from collections import deque
 
-from protocol.channel import BadFrame
-from protocol.codec import CodecError, SchemaMismatchError, decode, encode
-from protocol.messages import Message
+from protocol.channel import BadFrame, received
+from protocol.codec import encode
+from protocol.messages import Message, ProducerMessage, TrainerMessage
 
 
 class _Mailbox:
@@ -37,15 +37,6 @@ class _Mailbox:
             return items
 
 
-def _decoded(frame: bytes) -> Message | BadFrame:
-    try:
-        return decode(frame)
-    except SchemaMismatchError as error:
-        return BadFrame(str(error), error.peer_version)
-    except CodecError as error:
-        return BadFrame(str(error))
-
-
 class LoopbackServer:
     """A `ServerChannel`. `connect` returns the client end of a new peer."""
 
@@ -63,8 +54,8 @@ class LoopbackServer:
         mailbox.put(b"", encode(message))
         return True
 
-    def poll(self, timeout_s: float) -> list[tuple[bytes, Message | BadFrame]]:
-        return [(peer, _decoded(frame)) for peer, frame in self.inbox.take_all(timeout_s)]
+    def poll(self, timeout_s: float) -> list[tuple[bytes, ProducerMessage | BadFrame]]:
+        return [(peer, received(frame, ProducerMessage)) for peer, frame in self.inbox.take_all(timeout_s)]
 
     def wake(self) -> None:
         self.inbox.wake()
@@ -97,8 +88,8 @@ class LoopbackClient:
         self._server.inbox.put(self.peer, frame)
         return True
 
-    def poll(self, timeout_s: float) -> list[Message | BadFrame]:
-        return [_decoded(frame) for _, frame in self._inbox.take_all(timeout_s)]
+    def poll(self, timeout_s: float) -> list[TrainerMessage | BadFrame]:
+        return [received(frame, TrainerMessage) for _, frame in self._inbox.take_all(timeout_s)]
 
     def reset(self) -> None:
         self._server.clients.pop(self.peer, None)

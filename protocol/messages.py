@@ -4,10 +4,8 @@ Guarantee: a decoded message has every field, of the declared type and within th
 `protocol.codec.decode`. Token ids, log-probs and rewards travel as raw little-endian buffers inside the msgpack map, so
 that any msgpack library can read a frame and no list of numbers is ever boxed.
 
-Direction:
-
-    producer -> trainer   Hello, Group, Nack (a lease that cannot be done), Heartbeat, Bye, BlobRequest
-    trainer -> producer   Welcome, Reject, Lease, Ack, Nack (a group refused), Policy, Bye, BlobChunk, BlobMissing
+`ProducerMessage` is what a producer sends, `TrainerMessage` what a trainer sends; neither accepts what it sends itself.
+A Nack says of a lease that it cannot be done, or of a group that it is refused.
 """
 
 from typing import Annotated, Any, Literal
@@ -138,13 +136,18 @@ class Policy(Struct, frozen=True, forbid_unknown_fields=True, tag="policy"):
 
 
 class Heartbeat(Struct, frozen=True, forbid_unknown_fields=True, tag="heartbeat"):
-    """Sent by the producer once per interval. Counters are totals since the producer started."""
+    """Sent by the producer once per interval. Counters are totals since the producer started; `waiting`, `generating`,
+    `scoring` and `unacked` say where the held leases are now."""
 
     policy_version: Annotated[int, Meta(ge=-1, le=2**31)]  # -1 while no policy is loaded
     capacity: Count
     held: LeaseIds
     tokens_generated: Count
     busy_s: Seconds
+    waiting: Count = 0  # for a policy, or for room in the engine
+    generating: Count = 0
+    scoring: Count = 0
+    unacked: Count = 0
 
 
 class Bye(Struct, frozen=True, forbid_unknown_fields=True, tag="bye"):
@@ -171,21 +174,9 @@ class BlobMissing(Struct, frozen=True, forbid_unknown_fields=True, tag="blob_mis
     digest: Sha256
 
 
-Message = (
-    Hello
-    | Welcome
-    | Reject
-    | Lease
-    | Group
-    | Ack
-    | Nack
-    | Policy
-    | Heartbeat
-    | Bye
-    | BlobRequest
-    | BlobChunk
-    | BlobMissing
-)
+ProducerMessage = Hello | Group | Nack | Heartbeat | Bye | BlobRequest
+TrainerMessage = Welcome | Reject | Lease | Ack | Nack | Policy | Bye | BlobChunk | BlobMissing
+Message = ProducerMessage | TrainerMessage
 
 BLOB_MESSAGES = (BlobRequest, BlobChunk, BlobMissing)
 """Messages that travel on their own socket, so that a large adapter never delays a lease or an acknowledgement."""

@@ -1,8 +1,9 @@
 """Channels over ZeroMQ: DEALER/ROUTER for control and a second pair for blobs.
 
 Guarantee: a message is sent whole or `send` says False; nothing waits in a queue for a peer that is not there
-(`IMMEDIATE`), no frame above `max_message_bytes` is accepted or sent, and an endpoint is served by one process at a time
-(ipc paths are locked, because ZeroMQ would otherwise let a second bind steal a live one).
+(`IMMEDIATE`), no frame above `max_message_bytes` is accepted or sent, none is accepted of a kind that the other side does
+not send, and an endpoint is served by one process at a time (ipc paths are locked, because ZeroMQ would otherwise let a
+second bind steal a live one).
 """
 
 import fcntl
@@ -10,13 +11,14 @@ import os
 import stat
 import threading
 from pathlib import Path
+from typing import Any
 
 import zmq
 
-from protocol.channel import BadFrame
-from protocol.codec import CodecError, SchemaMismatchError, decode, encode
+from protocol.channel import BadFrame, received
+from protocol.codec import CodecError, encode
 from protocol.errors import ConfigError, EndpointInUseError
-from protocol.messages import BLOB_MESSAGES, Message
+from protocol.messages import BLOB_MESSAGES, Message, ProducerMessage, TrainerMessage
 
 _BURST = 256  # frames taken from one socket before the other gets its turn
 _SEND_HWM = 4096  # messages queued for one live peer before it counts as unreachable
@@ -84,15 +86,10 @@ def _configure(socket: zmq.Socket[bytes], endpoint: str, max_message_bytes: int)
     socket.setsockopt(zmq.RCVHWM, _SEND_HWM)
 
 
-def _decoded(parts: list[bytes]) -> Message | BadFrame:
+def _received(parts: list[bytes], kinds: Any) -> Any:
     if len(parts) != 1:
-        return BadFrame(f"message of {len(parts)} frames, expected 1")
-    try:
-        return decode(parts[0])
-    except SchemaMismatchError as error:
-        return BadFrame(str(error), error.peer_version)
-    except CodecError as error:
-        return BadFrame(str(error))
+        return BadFrame(f"message of {len(parts)} frames, expected 1", frame=parts[0] if parts else b"")
+    return received(parts[0], kinds)
 
 
 class _Sockets:
@@ -209,8 +206,8 @@ class ZmqServer:
             return False
         return True
 
-    def poll(self, timeout_s: float) -> list[tuple[bytes, Message | BadFrame]]:
-        return [(parts[0], _decoded(parts[1:])) for parts in self._sockets.wait(timeout_s)]
+    def poll(self, timeout_s: float) -> list[tuple[bytes, ProducerMessage | BadFrame]]:
+        return [(parts[0], _received(parts[1:], ProducerMessage)) for parts in self._sockets.wait(timeout_s)]
 
     def wake(self) -> None:
         self._sockets.wake()
@@ -258,8 +255,8 @@ class ZmqClient:
             return False
         return True
 
-    def poll(self, timeout_s: float) -> list[Message | BadFrame]:
-        return [_decoded(parts) for parts in self._sockets.wait(timeout_s)]
+    def poll(self, timeout_s: float) -> list[TrainerMessage | BadFrame]:
+        return [_received(parts, TrainerMessage) for parts in self._sockets.wait(timeout_s)]
 
     def wake(self) -> None:
         self._sockets.wake()

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from protocol.codec import decode
 from protocol.messages import Group
 
 
@@ -36,6 +37,12 @@ class RolloutGroup:
     @property
     def num_tokens(self) -> int:
         return len(self.completion_ids)
+
+    def mean_reward(self, weights: NDArray[np.float32]) -> float:
+        """Mean over the scored completions of the sum of rewards, weighted by `weights` (F,); NaN if none is scored."""
+        scored = ~np.isnan(self.rewards).all(axis=1)
+        totals = np.nansum(self.rewards[scored] * weights, axis=1)
+        return float(totals.mean()) if len(totals) else float("nan")
 
 
 @dataclass(frozen=True)
@@ -76,6 +83,17 @@ class GroupShape:
             rewards=rewards.reshape(self.num_generations, self.num_rewards),
             truncated=_array(message.truncated, "u1", "truncated", self.num_generations).astype(np.bool_),
         )
+
+    def load(self, frame: bytes) -> RolloutGroup:
+        """The group in a frame that a journal kept.
+
+        Raises:
+            InvalidGroupError: as `parse`.
+            CodecError: the frame is not a message.
+        """
+        message = decode(frame)
+        assert isinstance(message, Group)
+        return self.parse(message)
 
     def _token_ids(self, data: bytes, name: str, count: int | None) -> NDArray[np.int32]:
         ids: NDArray[np.int32] = _array(data, "<i4", name, count)

@@ -1,36 +1,44 @@
 """The prompt ledger: which prompt goes out next, who holds it, and what became of it.
 
 Guarantee: every prompt of an epoch is leased to one producer at a time and settled exactly once (trained, dropped or
-skipped); a lease that expires or whose producer leaves goes out again, before any fresh prompt, and the first result to
-arrive wins. A lease is answered once: what comes again for it changes nothing. The order is a function of the seed and
-the epoch alone.
+given up); a lease that ends without a group goes out again, before any fresh prompt, and the first group to arrive wins.
+The order is a function of the seed and the epoch alone. A lease id says which prompt it is for, so that a lease given by
+a trainer process that is gone can still be answered.
 
-    fresh -> leased -> held -> settled          leased -> again: expired, released, failed, given back
+    fresh -> leased -> held -> settled          leased -> again: failed, expired, released, given back
                ^        |                       held -> again: the group went stale
-             again <----+
+             again <----+                       leased -> settled: its retry budget is spent
 """
 
-from collections import OrderedDict, deque
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-_REMEMBERED_LEASES = 8192  # ended leases whose late or repeated results are still recognized
+from replay.failures import FailureClass, RetryBudget, failure_class, is_hopeless
+
+Key = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class WorkItem:
-    """One prompt in one epoch. `attempt` counts its leases, `failures` the answers that were failures."""
+    """One prompt in one epoch. `attempt` counts its leases; the others, by class, those that failed."""
 
     epoch: int
     prompt_id: int
     attempt: int = 0
-    failures: int = 0
+    data_failures: int = 0
+    infra_failures: int = 0
 
     @property
-    def key(self) -> tuple[int, int]:
+    def key(self) -> Key:
         return (self.epoch, self.prompt_id)
+
+    def failures(self, of: FailureClass) -> int:
+        return self.data_failures if of == "data" else self.infra_failures
+
+    def failed(self, of: FailureClass) -> "WorkItem":
+        return replace(self, **{f"{of}_failures": self.failures(of) + 1})
 
 
 @dataclass(frozen=True)
@@ -43,37 +51,48 @@ class LeaseRecord:
 
 
 class UnknownLeaseError(KeyError):
-    """A lease id that this ledger never gave out, or has long forgotten."""
+    """Not the id of a lease that a trainer of this run can have given."""
+
+
+def parse_lease_id(lease_id: str) -> tuple[Key, int]:
+    """The prompt's key, and which of its leases it is.
+
+    Raises:
+        UnknownLeaseError: not of our making.
+    """
+    parts = lease_id.split("-")
+    if len(parts) != 4 or not all(part.isdecimal() and len(part) < 16 for part in parts[:3]):
+        raise UnknownLeaseError(lease_id)
+    epoch, prompt_id, attempt = map(int, parts[:3])
+    return (epoch, prompt_id), attempt
 
 
 class PromptLedger:
-    """See the module's guarantee.
+    """See the module's guarantee. Times are of the caller's clock, in seconds.
 
     Args:
         num_prompts: size of the dataset; prompt ids are 0..num_prompts-1.
         seed: decides the order of every epoch.
         shuffle: False keeps the dataset's order.
-        max_attempts: failures after which a prompt is skipped for this epoch.
-        session: prefix of lease ids, unique per trainer process.
+        budgets: attempts and backoff, by failure class.
+        session: part of every lease id, unique per trainer process.
     """
 
-    def __init__(self, num_prompts: int, *, seed: int, shuffle: bool, max_attempts: int, session: str) -> None:
+    def __init__(
+        self, num_prompts: int, *, seed: int, shuffle: bool, budgets: dict[FailureClass, RetryBudget], session: str
+    ) -> None:
         if num_prompts < 1:
             raise ValueError("a ledger needs at least one prompt")
         self._num_prompts = num_prompts
         self._seed = seed
         self._shuffle = shuffle
-        self._max_attempts = max_attempts
+        self._budgets = budgets
         self._session = session
-        self._epoch = 0
-        self._position = 0
-        self._order = self._epoch_order(0)
-        self._again: deque[tuple[int, int]] = deque()  # keys that go out again, in this order
-        self._open: dict[tuple[int, int], WorkItem] = {}  # leased or going out again: unanswered
-        self._held: dict[tuple[int, int], WorkItem] = {}  # answered, not yet settled
+        self._again: dict[Key, float] = {}  # what goes out again, in this order, and not before when
+        self._open: dict[Key, WorkItem] = {}  # leased or going out again: unanswered
+        self._held: dict[Key, WorkItem] = {}  # answered, not yet settled
         self._leases: dict[str, LeaseRecord] = {}
-        self._ended: OrderedDict[str, LeaseRecord | None] = OrderedDict()  # None: answered, not only taken back
-        self._num_given = 0
+        self._begin_epoch(0)
 
     @property
     def num_leased(self) -> int:
@@ -83,80 +102,101 @@ class PromptLedger:
     def epoch(self) -> int:
         return self._epoch
 
-    def lease(self, producer: str, *, policy_floor: int, deadline: float) -> LeaseRecord:
-        """Gives the next prompt to `producer`: one that goes out again if there is any, else the next fresh one."""
-        item = self._open[self._again.popleft()] if self._again else self._next_fresh()
-        item = replace(item, attempt=item.attempt + 1)
-        self._open[item.key] = item
-        self._num_given += 1
-        record = LeaseRecord(f"{self._session}-{self._num_given}", item, producer, policy_floor, deadline)
-        self._leases[record.lease_id] = record
-        return record
+    # Leases
 
-    def complete(self, lease_id: str) -> WorkItem | None:
-        """A result arrived. Returns its item, now held until settled, or None if another result (or this one) came
-        first.
+    def lease(self, producer: str, *, policy_floor: int, now: float, deadline: float) -> LeaseRecord:
+        """Gives the next prompt to `producer`: one that goes out again if one is due, else the next fresh one."""
+        due = next((key for key, not_before in self._again.items() if not_before <= now), None)
+        item = self._next_fresh() if due is None else self._open[due]
+        item = replace(item, attempt=item.attempt + 1)
+        lease_id = f"{item.epoch}-{item.prompt_id}-{item.attempt}-{self._session}"
+        return self._give(LeaseRecord(lease_id, item, producer, policy_floor, deadline))
+
+    def adopt(self, lease_id: str, producer: str, *, deadline: float) -> bool:
+        """A producer still works on a lease of the trainer process before this one. Returns whether it may go on: not
+        when the prompt is answered, or leased to somebody else by now.
 
         Raises:
-            UnknownLeaseError: not a lease of this ledger.
+            UnknownLeaseError: not a lease of this run.
         """
-        key = self._close(lease_id)
-        if key is None or key not in self._open:
-            return None
-        if key in self._again:
-            self._again.remove(key)
+        key = self.find(lease_id)
+        if key is None or self._is_leased(key):
+            return False
+        self._reach(key)
+        item = replace(self._open[key], attempt=max(self._open[key].attempt, self._parse(lease_id)[1]))
+        self._give(LeaseRecord(lease_id, item, producer, 0, deadline))
+        return True
+
+    def find(self, lease_id: str) -> Key | None:
+        """The prompt that a group with this id would answer; None if it is answered or given up.
+
+        Raises:
+            UnknownLeaseError: not a lease of this run.
+        """
+        key, _ = self._parse(lease_id)
+        return key if key in self._open or self._is_fresh(key) else None
+
+    def hold(self, lease_id: str) -> WorkItem:
+        """The prompt that `find` named has its group; held until settled or requeued."""
+        key, _ = self._parse(lease_id)
+        self._reach(key)
+        self._leases.pop(lease_id, None)
+        self._again.pop(key, None)
         self._held[key] = self._open.pop(key)
         return self._held[key]
 
-    def fail(self, lease_id: str, *, permanent: bool = False) -> bool | None:
-        """The producer could not answer. Returns True if the prompt goes out again, False if it is skipped for this
-        epoch, and None if it makes no difference: the prompt was answered, leased again or taken back meanwhile.
-
-        Args:
-            permanent: the prompt can never be answered (too long, malformed).
-
-        Raises:
-            UnknownLeaseError: not a lease of this ledger.
-        """
-        key = self._close(lease_id)
-        if key is None or key not in self._open or key in self._again or self._is_leased(key):
+    def fail(self, lease_id: str, reason: str, now: float) -> bool | None:
+        """The lease ended without a group. Returns True if the prompt goes out again, False if its budget is spent and
+        it is settled, and None if it makes no difference: the lease had ended before."""
+        record = self._leases.pop(lease_id, None)
+        if record is None or record.item.key not in self._open:
             return None
-        item = replace(self._open[key], failures=self._open[key].failures + 1)
-        if permanent or item.failures >= self._max_attempts:
+        key, of = record.item.key, failure_class(reason)
+        item = self._open[key].failed(of)
+        if self._is_spent(item, reason):
             del self._open[key]
             return False
         self._open[key] = item
-        self._again.append(key)
+        self._again[key] = now + self._budgets[of].delay_s(item.failures(of))
         return True
 
+    def spent_by(self, lease_id: str, reason: str) -> WorkItem | None:
+        """The item that `fail` with the same arguments would give up, with this failure counted; changes nothing."""
+        record = self._leases.get(lease_id)
+        if record is None or record.item.key not in self._open:
+            return None
+        item = self._open[record.item.key].failed(failure_class(reason))
+        return item if self._is_spent(item, reason) else None
+
     def give_back(self, lease_id: str) -> None:
-        """The producer hands the lease back unanswered; the prompt goes out again, and no failure is counted.
+        """The producer hands the lease back unanswered; the prompt goes out again, and no failure is counted."""
+        record = self._leases.pop(lease_id, None)
+        if record is not None and record.item.key in self._open:
+            self._again[record.item.key] = 0.0
 
-        Raises:
-            UnknownLeaseError: not a lease of this ledger.
-        """
-        self._send_out_again(self._close(lease_id))
+    def overdue(self, now: float) -> list[LeaseRecord]:
+        return [record for record in self._leases.values() if record.deadline <= now]
 
-    def expire(self, now: float) -> list[LeaseRecord]:
-        """Takes back every lease whose deadline has passed."""
-        return self._take_back([record for record in self._leases.values() if record.deadline <= now])
+    def leases_of(self, producer: str) -> list[LeaseRecord]:
+        return [record for record in self._leases.values() if record.producer == producer]
 
-    def release(self, producer: str, keep: frozenset[str] = frozenset()) -> list[LeaseRecord]:
-        """Takes back the leases of a producer that left, except those it still holds."""
-        return self._take_back([r for r in self._leases.values() if r.producer == producer and r.lease_id not in keep])
+    # Held prompts
 
-    def leased_to(self, producer: str) -> set[str]:
-        return {record.lease_id for record in self._leases.values() if record.producer == producer}
+    def is_held(self, key: Key) -> bool:
+        return key in self._held
 
-    def settle(self, key: tuple[int, int]) -> None:
+    def settle(self, key: Key) -> None:
         """The held item was trained or dropped for good."""
         del self._held[key]
 
-    def requeue(self, key: tuple[int, int]) -> None:
+    def requeue(self, key: Key) -> None:
         """The held item's group is unusable through no fault of the prompt (stale): it goes out again, unless it is
-        out already (its result was a late one)."""
+        out already (its group was a late one)."""
         self._open[key] = self._held.pop(key)
-        self._send_out_again(key)
+        if not self._is_leased(key):
+            self._again[key] = 0.0
+
+    # Checkpoints
 
     def state(self) -> dict[str, Any]:
         """Everything unsettled, as plain data; `restore` makes it go out again."""
@@ -165,7 +205,7 @@ class PromptLedger:
             "epoch": self._epoch,
             "position": self._position,
             "num_prompts": self._num_prompts,
-            "unsettled": [[i.epoch, i.prompt_id, i.attempt, i.failures] for i in unsettled],
+            "unsettled": [[i.epoch, i.prompt_id, i.attempt, i.data_failures, i.infra_failures] for i in unsettled],
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -178,46 +218,67 @@ class PromptLedger:
             raise ValueError(
                 f"the dataset has {self._num_prompts} prompts now and had {state['num_prompts']} at the checkpoint"
             )
-        self._epoch, self._position = state["epoch"], state["position"]
-        self._order = self._epoch_order(self._epoch)
+        self._begin_epoch(state["epoch"])
+        self._position = state["position"]
         self._open = {item.key: item for item in (WorkItem(*values) for values in state["unsettled"])}
-        self._again = deque(self._open)
+        self._again = dict.fromkeys(self._open, 0.0)
 
-    def _next_fresh(self) -> WorkItem:
-        if self._position == self._num_prompts:
-            self._epoch, self._position = self._epoch + 1, 0
-            self._order = self._epoch_order(self._epoch)
-        self._position += 1
-        return WorkItem(self._epoch, int(self._order[self._position - 1]))
+    def recall(self, key: Key) -> bool:
+        """The journal holds the fate of this prompt, which the restored state may not know: it is held from now on.
+        False if it was settled in that state, or is held already."""
+        self._reach(key)
+        if key not in self._open:
+            return False
+        self._again.pop(key, None)
+        self._held[key] = self._open.pop(key)
+        return True
+
+    # Underneath
+
+    def _give(self, record: LeaseRecord) -> LeaseRecord:
+        self._again.pop(record.item.key, None)
+        self._open[record.item.key] = record.item
+        self._leases[record.lease_id] = record
+        return record
+
+    def _is_spent(self, item: WorkItem, reason: str) -> bool:
+        of = failure_class(reason)
+        return is_hopeless(reason) or item.failures(of) >= self._budgets[of].max_attempts
+
+    def _is_leased(self, key: Key) -> bool:
+        return any(record.item.key == key for record in self._leases.values())
+
+    def _parse(self, lease_id: str) -> tuple[Key, int]:
+        """As `parse_lease_id`, for a lease that this ledger can have given: of an epoch up to the next one, because a
+        crash may have set its cursor back."""
+        (epoch, prompt_id), attempt = parse_lease_id(lease_id)
+        if prompt_id >= self._num_prompts or attempt < 1 or epoch > self._epoch + 1:
+            raise UnknownLeaseError(lease_id)
+        return (epoch, prompt_id), attempt
+
+    def _begin_epoch(self, epoch: int) -> None:
+        self._epoch, self._position = epoch, 0
+        self._order = self._epoch_order(epoch)
+        self._ranks = np.argsort(self._order)  # the place of every prompt in this epoch's order
 
     def _epoch_order(self, epoch: int) -> Any:
         if not self._shuffle:
-            return range(self._num_prompts)
+            return np.arange(self._num_prompts)
         return np.random.default_rng([self._seed, epoch]).permutation(self._num_prompts)
 
-    def _close(self, lease_id: str) -> tuple[int, int] | None:
-        """Ends a lease as answered and returns its key; None if it was answered before."""
-        if lease_id not in self._leases and lease_id not in self._ended:
-            raise UnknownLeaseError(lease_id)
-        record = self._leases.get(lease_id) or self._ended[lease_id]
-        self._end(lease_id, None)
-        return None if record is None else record.item.key
+    def _is_fresh(self, key: Key) -> bool:
+        epoch, prompt_id = key
+        return epoch > self._epoch or (epoch == self._epoch and int(self._ranks[prompt_id]) >= self._position)
 
-    def _end(self, lease_id: str, record: LeaseRecord | None) -> None:
-        self._leases.pop(lease_id, None)
-        self._ended[lease_id] = record
-        while len(self._ended) > _REMEMBERED_LEASES:
-            self._ended.popitem(last=False)
+    def _next_fresh(self) -> WorkItem:
+        if self._position == self._num_prompts:
+            self._begin_epoch(self._epoch + 1)
+        self._position += 1
+        return WorkItem(self._epoch, int(self._order[self._position - 1]))
 
-    def _is_leased(self, key: tuple[int, int]) -> bool:
-        return any(record.item.key == key for record in self._leases.values())
-
-    def _send_out_again(self, key: tuple[int, int] | None) -> None:
-        if key is not None and key in self._open and key not in self._again and not self._is_leased(key):
-            self._again.append(key)
-
-    def _take_back(self, records: list[LeaseRecord]) -> list[LeaseRecord]:
-        for record in records:
-            self._end(record.lease_id, record)
-            self._send_out_again(record.item.key)
-        return records
+    def _reach(self, key: Key) -> None:
+        """Moves the cursor past `key`; what it passes goes out again."""
+        while self._is_fresh(key):
+            item = self._next_fresh()
+            self._open[item.key] = item
+            self._again[item.key] = 0.0

@@ -1,10 +1,12 @@
 """The replay table, first form: a queue. Groups leave in the order they came and are trained once.
 
-Guarantee: `cut` returns a full batch or nothing, never a group older than asked for; what is too old comes out beside it
-and is never dropped silently.
+Guarantee: `first` returns a full batch or nothing, and takes nothing away; a group leaves by `remove` alone, after the
+journal knows why.
 """
 
+import itertools
 from collections import deque
+from collections.abc import Iterable
 
 from replay.groups import RolloutGroup
 
@@ -19,15 +21,14 @@ class FifoTable:
     def insert(self, group: RolloutGroup) -> None:
         self._groups.append(group)
 
-    def evict_older_than(self, version: int) -> list[RolloutGroup]:
-        """Removes and returns the groups of versions below `version`."""
-        stale = [group for group in self._groups if group.policy_version < version]
-        if stale:
-            self._groups = deque(group for group in self._groups if group.policy_version >= version)
-        return stale
+    def older_than(self, version: int) -> list[RolloutGroup]:
+        """The groups of versions below `version`."""
+        return [group for group in self._groups if group.policy_version < version]
 
-    def cut(self, num_groups: int) -> list[RolloutGroup] | None:
-        """Removes and returns the oldest `num_groups` groups; None if there are fewer."""
-        if len(self._groups) < num_groups:
-            return None
-        return [self._groups.popleft() for _ in range(num_groups)]
+    def first(self, num_groups: int) -> list[RolloutGroup] | None:
+        """The oldest `num_groups` groups; None if there are fewer."""
+        return list(itertools.islice(self._groups, num_groups)) if len(self._groups) >= num_groups else None
+
+    def remove(self, groups: Iterable[RolloutGroup]) -> None:
+        gone = {group.group_id for group in groups}
+        self._groups = deque(group for group in self._groups if group.group_id not in gone)

@@ -6,7 +6,7 @@ Every message that arrives is kept in `received`; nothing is answered but what `
 import threading
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from protocol.channel import ServerChannel
 from protocol.messages import (
@@ -20,6 +20,7 @@ from protocol.messages import (
     Hello,
     Lease,
     Message,
+    Nack,
     Policy,
     PolicyInfo,
     Reject,
@@ -33,16 +34,25 @@ class ScriptedTrainer:
     """Welcomes every producer, answers heartbeats, serves blobs and acknowledges groups, as far as the switches allow."""
 
     def __init__(
-        self, channel: ServerChannel, policy: PolicyInfo, *, session: str = "session-1", heartbeat_s: float = 0.1
+        self,
+        channel: ServerChannel,
+        policy: PolicyInfo,
+        *,
+        run_id: str = "run",
+        session: str = "session-1",
+        heartbeat_s: float = 0.1,
     ):
         self.channel = channel
         self.policy = policy
+        self.run_id = run_id
         self.session = session
         self.heartbeat_s = heartbeat_s
         self.blobs: dict[str, bytes] = {}
         self.problems: list[str] = []
         self.silent = False
         self.acknowledges = True
+        self.outcome: Literal["accepted", "no_signal", "stale", "duplicate"] = "accepted"
+        self.wants: Callable[[str], bool] = lambda lease_id: True  # of the leases that a producer holds when it joins
         self.loses_chunk: Callable[[BlobRequest], bool] = lambda request: False
         self.received: list[Message] = []
         self.peer = b""
@@ -97,11 +107,14 @@ class ScriptedTrainer:
                 self._reply(peer, Reject(self.problems))
             case Hello():
                 self.peer = peer
-                self._reply(peer, Welcome("run", self.session, self.policy, self.heartbeat_s))
+                self._reply(peer, Welcome(self.run_id, self.session, self.policy, self.heartbeat_s))
+                for lease_id in message.held:
+                    if not self.wants(lease_id):
+                        self._reply(peer, Nack(lease_id, "unknown_lease"))
             case Heartbeat():
                 self._reply(peer, Policy(self.policy) if peer == self.peer else Bye("unknown_session"))
             case Group(lease_id) if self.acknowledges:
-                self._reply(peer, Ack(lease_id, "accepted", self.policy))
+                self._reply(peer, Ack(lease_id, self.outcome, self.policy))
             case BlobRequest(digest, offset, length) if not self.loses_chunk(message):
                 blob = self.blobs.get(digest)
                 answer = (

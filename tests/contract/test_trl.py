@@ -10,13 +10,18 @@ import inspect
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 
-from consumer.trainer import _CHOICES, GRPOConfig, GRPOTrainer, SlipstreamTrainer
+from consumer.trainer import _CHOICES, GRPOConfig, GRPOTrainer, SlipstreamTrainer, build_arguments, build_lora
+from replay.buffer import CutBatch
+from tests.integration.models import build_model
+from tests.unit.consumer.builders import rollout_group, run_config
 
 PINNED = "1.16.0"
 
@@ -61,7 +66,9 @@ def test_importing_the_trainer_does_not_import_vllm() -> None:
             ["self", "model", "input_ids", "attention_mask", "logits_to_keep", "batch_size", "compute_entropy"],
         ),
         ("get_train_dataloader", ["self"]),
+        ("_get_output_dir", ["self", "trial"]),
         ("_save_checkpoint", ["self", "model", "trial"]),
+        ("_load_rng_state", ["self", "checkpoint"]),
         ("_load_from_checkpoint", ["self", "resume_from_checkpoint", "model"]),
         ("_generate", ["self", "prompts"]),  # replaced by the parity tests
         ("_generate_and_score_completions", ["self", "inputs"]),
@@ -83,6 +90,8 @@ def test_we_override_the_seams_and_nothing_else() -> None:
         "_prepare_inputs",
         "_compute_loss",
         "_get_per_token_logps_and_entropies",
+        "_get_output_dir",
+        "_save_checkpoint",
     }, "a new override of TRL needs a contract test; a new name of TRL may have become an override by accident"
 
 
@@ -187,6 +196,17 @@ def test_a_checkpoint_is_whole_before_on_save() -> None:
     assert text.index("self._save_checkpoint(") < text.index("on_save")
 
 
+def test_a_checkpoint_is_written_into_the_output_directory_that_we_override() -> None:
+    requires(
+        transformers.Trainer._save_checkpoint,
+        'checkpoint_folder = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"',
+        "run_dir = self._get_output_dir(trial=trial)",
+        "output_dir = os.path.join(run_dir, checkpoint_folder)",
+        "self._save_rng_state(output_dir)",
+    )
+    assert transformers.trainer_utils.PREFIX_CHECKPOINT_DIR == "checkpoint"
+
+
 def test_batches_are_fetched_when_they_are_trained_and_not_before() -> None:
     """A batch fetched ahead would be settled in a checkpoint that comes before its training."""
     text = source(transformers.Trainer.get_batch_samples)
@@ -194,6 +214,76 @@ def test_batches_are_fetched_when_they_are_trained_and_not_before() -> None:
     assert "next(epoch_iterator)" in text
     epoch = source(transformers.Trainer._run_epoch)
     assert epoch.count("self.get_batch_samples(") == 1
+
+
+class Interrupted(Exception):
+    """No more batches come."""
+
+
+class Trainings:
+    """Runs of four steps with dropout, over the same batches, that save after the second."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        self.folder, self.model = folder, model
+        self.checkpoint = folder / "checkpoint-2"
+
+    def train(self, num_batches: int = 4, resume: bool = False) -> torch.Tensor:
+        """The adapter after the batches up to this one, as one vector."""
+        config = run_config(
+            self.folder, self.model, lora={"lora_dropout": 0.5}, trainer={"max_steps": 4, "save_steps": 2}
+        )
+        trainer = SlipstreamTrainer(
+            config,
+            build_arguments(config, on_gpu=False, num_prompts=8),
+            build_lora(config),
+            self.model,
+            self.batches(2 if resume else 0, num_batches),
+            [],
+            self.keep,
+        )
+        if resume:
+            trainer._load_from_checkpoint(str(self.checkpoint))
+        try:
+            trainer.train(resume_from_checkpoint=str(self.checkpoint) if resume else None)
+        except Interrupted:
+            assert num_batches < 4
+        weights = sorted((name, value) for name, value in trainer.model.named_parameters() if value.requires_grad)
+        return torch.cat([value.detach().flatten() for _, value in weights])
+
+    def batches(self, first: int, last: int) -> Iterator[CutBatch]:
+        for number in range(first, last):
+            groups = [rollout_group([[3 + number], [4, 5], [6], [7, number]]) for _ in range(2)]
+            yield CutBatch(number, 1, number + 1, groups, [])
+        raise Interrupted
+
+    def keep(self, staged: Path, write: Callable[[], None]) -> None:
+        write()
+        if staged.name == self.checkpoint.name:
+            staged.rename(self.checkpoint)
+
+
+@pytest.fixture(scope="module")
+def trainings(tmp_path_factory: pytest.TempPathFactory) -> Iterable[Trainings]:
+    folder = tmp_path_factory.mktemp("resume")
+    return Trainings(folder, build_model("qwen2", folder / "model"))
+
+
+def test_a_resumed_run_goes_on_with_the_random_numbers_of_its_checkpoint(
+    trainings: Trainings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although it skips no data (`ignore_data_skip`): those come from the journal."""
+    whole = trainings.train()
+    checkpoint = trainings.checkpoint.rename(trainings.folder / "of the whole run")
+    interrupted = trainings.train(num_batches=2)
+    names = sorted(file.name for file in checkpoint.iterdir())
+    assert "rng_state.pth" in names
+    assert sorted(file.name for file in trainings.checkpoint.iterdir()) == names
+    torch.rand(7)
+    assert torch.equal(trainings.train(resume=True), whole)
+    assert not torch.equal(interrupted, whole)
+
+    monkeypatch.setattr(transformers.Trainer, "_load_rng_state", lambda self, checkpoint: None)
+    assert not torch.equal(trainings.train(resume=True), whole), "dropout makes these numbers matter"
 
 
 def test_vllm_is_only_started_by_the_argument() -> None:

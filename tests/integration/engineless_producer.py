@@ -1,14 +1,14 @@
 """`rl-producer` with a stand-in for vLLM: everything around the engine is real, and it starts within seconds.
 
-Run as `python -m tests.integration.engineless_producer` with the arguments of `rl-producer`. Leases are never answered.
+Run as `python -m tests.integration.engineless_producer` with the arguments of `rl-producer`. Every completion is one token.
 """
 
-import asyncio
 import sys
 from pathlib import Path
 from types import ModuleType
 
 from producer import cli
+from producer.interfaces import Completion
 from tests.scripted import facts
 
 
@@ -22,7 +22,7 @@ class Engine:
     async def warm_up(self) -> None: ...
 
     async def generate(self, prompt_ids, sampling, adapter):
-        await asyncio.Event().wait()
+        return [Completion([5], [-0.5], False) for _ in range(sampling.num_generations)]
 
     async def load_adapter(self, adapter) -> None: ...
 

@@ -43,7 +43,7 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(RUN))
     (tmp_path / "train.jsonl").write_text('{"prompt": "1+1=", "answer": 2}\n' * 8)
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen2"}')
     return tmp_path
 
 
@@ -157,21 +157,15 @@ def test_a_dataset_without_prompts(folder: Path, section: dict[str, Any], conten
     assert_refused(warm_rl_trainer(folder), 65, words)
 
 
-def test_a_dataset_that_changed_since_the_checkpoint(folder: Path) -> None:
-    ledger = {"epoch": 0, "position": 3, "num_prompts": 7, "unsettled": []}
-    checkpoint = folder / "run" / "checkpoints" / "checkpoint-3"
-    checkpoint.mkdir(parents=True)
-    state = {"step": 3, "run_id": "run", "ledger": ledger, "counts": {}}
-    (checkpoint / "pipeline_state.json").write_text(json.dumps(state))
-    assert_refused(
-        warm_rl_trainer(folder, "--resume"), 65, "the dataset has 8 prompts now and had 7 at the checkpoint; go on with"
-    )
-
-
 def test_a_model_folder_that_is_missing(folder: Path) -> None:
     assert_refused(
         warm_rl_trainer(folder, "--set", "model.path=/absent/model"), 78, "model.path: /absent/model does not exist"
     )
+
+
+def test_a_model_folder_that_holds_no_model(folder: Path) -> None:
+    (folder / "model" / "config.json").write_text("{}")
+    assert_refused(warm_rl_trainer(folder), 78, "model.path: transformers cannot read model/config.json: ")
 
 
 # With a model and a peer.
@@ -233,6 +227,18 @@ def test_target_modules_that_the_model_does_not_have(pair: Pair) -> None:
     assert "Traceback" not in trainer.output
 
 
+def test_a_dataset_that_changed_since_the_checkpoint(pair: Pair) -> None:
+    ledger = {"epoch": 0, "position": 3, "num_prompts": 7, "unsettled": []}
+    checkpoint = pair.folder / "run" / "checkpoints" / "checkpoint-3"
+    checkpoint.mkdir(parents=True)
+    state = {"step": 3, "run_id": "run", "ledger": ledger, "counts": {}, "journal_seq": 0}
+    (checkpoint / "pipeline_state.json").write_text(json.dumps(state))
+    trainer = pair.trainer("--resume")
+    assert trainer.end() == 65
+    assert "the dataset has 8 prompts now and had 7 at the checkpoint; go on with the old one" in trainer.output
+    assert "Traceback" not in trainer.output
+
+
 def test_another_base_model_is_refused_with_the_fix_and_the_trainer_goes_on(pair: Pair) -> None:
     trainer = pair.trainer()
     stranger = pair.producer("stranger", base_model_digest="a" * 64)
@@ -243,9 +249,12 @@ def test_another_base_model_is_refused_with_the_fix_and_the_trainer_goes_on(pair
     assert problem.endswith("): give both the same model.path and model.revision")
     trainer.wait_for("WARNING refused producer stranger: the producer serves another base model")
 
-    second = pair.trainer()  # on the same endpoint, while the first one waits
+    second = pair.trainer()  # while the first one waits
     assert second.end() == 73
-    assert "is in use by another process. Stop that trainer, or give this run an endpoint of its own" in second.output
+    assert f"another rl-trainer is at work in {pair.folder}/run; stop it, or choose another run_dir" in second.output
+    third = pair.trainer("--set", f"run_dir={pair.folder}/elsewhere")  # on the same endpoint
+    assert third.end() == 73
+    assert "is in use by another process. Stop that trainer, or give this run an endpoint of its own" in third.output
 
     pair.producer("fitting")
     assert trainer.end() == 0
@@ -260,7 +269,7 @@ def test_rewards_that_always_fail_end_the_run_with_the_last_reason(pair: Pair) -
     producer = pair.producer(answer=failing)
     assert trainer.end() == 66
     assert (
-        "rl-trainer: error: 64 of the last 64 answers of producers were failures, more than "
+        "rl-trainer: error: 64 of the last 64 prompts were given up, more than "
         "pipeline.max_failed_share=0.5 allows. The last one: reward_failed: reward: KeyError: 'answr'"
     ) in trainer.output
     assert "p could not answer a prompt: reward_failed: reward: KeyError: 'answr'" in trainer.output

@@ -70,7 +70,7 @@ def test_each_waits_for_the_other_and_training_goes_on(short_dir: Path, daemons:
     assert len(family) >= 3, "engine core and reward worker are processes of their own"
     producer.kill()
     assert gone(family), "the engine core and the reward worker end with their daemon"
-    trainer.wait_for(r"producer \S+ left \(silent for .*prompts go out again")
+    trainer.wait_for(r"producer \S+ left \((silent for|it cannot be reached).*prompts go out again")
     trainer.wait_for(r"no producer is connected")
 
     producer = Daemon("producer.cli", short_dir / "producer-2.log", "--config", config)

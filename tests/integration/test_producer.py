@@ -8,9 +8,9 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +21,7 @@ import zmq
 
 from protocol.codec import encode
 from protocol.handshake import TrainerNeeds, problems
-from protocol.messages import Bye, Group, Heartbeat, Hello, Nack, PolicyInfo
+from protocol.messages import Ack, Bye, Group, Heartbeat, Hello, Nack, PolicyInfo
 from protocol.zmq_channel import ZmqServer
 from tests.integration.models import build_model, random_adapter
 from tests.integration.pair import START_S, Daemon, gone
@@ -31,7 +31,7 @@ from tests.scripted_trainer import ScriptedTrainer, lease
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 REWARDS = """
-import math, time
+import math, os, time
 
 def moody(completions, mood, **_):
     match mood[0]:
@@ -45,6 +45,9 @@ def moody(completions, mood, **_):
             return [None, 1.0, 2.0, 3.0]
         case "nan":
             return [math.nan, 1.0, 2.0, 3.0]
+        case path if path.startswith("/"):
+            while not os.path.exists(path):
+                time.sleep(0.02)
     return [0.0, 1.0, 2.0, 3.0]
 """
 ENGINELESS = "tests.integration.engineless_producer"
@@ -220,6 +223,73 @@ def test_a_signal_while_it_waits_for_the_trainer_ends_it(run, number):
     assert gone(family)
 
 
+@pytest.fixture
+def start_quick(run: Run) -> Iterator[Callable[[str], Daemon]]:
+    """Starts engineless producers that notice an absent trainer soon."""
+    functions = [{"function": f"{run.folder}/rewards.py:moody"}]
+    sections = {
+        "transport": {"heartbeat_interval_s": 0.2, "heartbeat_timeout_s": 1.0},
+        "rewards": {"functions": functions, "num_workers": 2, "timeout_s": 60.0},
+    }
+    with ExitStack() as stack:
+        yield lambda name: stack.enter_context(closing(run.start(name, ENGINELESS, **sections)))
+
+
+def test_what_it_holds_survives_its_trainer_but_not_the_run(run, start_quick):
+    daemon = start_quick("restarts")
+    gate = run.folder / "gate"
+    with run.trainer("restarts", acknowledges=False) as trainer:
+        trainer.wait_for_message(Hello, timeout_s=30)
+        trainer.send(moody(1, "fine"))
+        trainer.send(moody(2, str(gate)))
+        trainer.send(moody(3, "fine", policy_floor=5))
+        assert isinstance(answer_to(trainer, 1), Group)
+        trainer.wait_for(lambda: where(trainer) == (1, 0, 1, 1))
+    daemon.wait_for("waiting for it at ipc://", 10)
+    with run.trainer("restarts", session="session-2", outcome="duplicate") as trainer:
+        assert trainer.wait_for_message(Hello)[0].held == ["lease-2", "lease-3", "lease-1"]
+        assert isinstance(answer_to(trainer, 1), Group)
+        assert answer_to(trainer, 3) == Nack("lease-3", "returned")
+        trainer.wait_for(lambda: where(trainer) == (0, 0, 1, 0))
+        trainer.acknowledges = False
+        gate.touch()
+        assert isinstance(answer_to(trainer, 2), Group)
+        assert [group.lease_id for group in trainer.all(Group)] == ["lease-1", "lease-2"]
+    with run.trainer("restarts", session="session-3", run_id="run-2") as trainer:
+        assert trainer.wait_for_message(Hello, timeout_s=15)[0].held == ["lease-2"]
+        trainer.send(moody(4, "fine"))
+        assert isinstance(answer_to(trainer, 4), Group)
+        trainer.wait_for(lambda: where(trainer) == (0, 0, 0, 0))
+        assert [group.lease_id for group in trainer.all(Group)] == ["lease-4"]
+
+        trainer.acknowledges = False
+        trainer.send(moody(5, "fine"))
+        assert isinstance(answer_to(trainer, 5), Group)
+        daemon.process.send_signal(signal.SIGTERM)
+        daemon.wait_for("SIGTERM: handing leases back and stopping", 5)
+        trainer.wait_for_message(Heartbeat, len(trainer.all(Heartbeat)) + 3)
+        assert daemon.process.poll() is None, "it waits for the group to be acknowledged"
+        trainer.send(Ack("lease-5", "accepted", trainer.policy))
+        trainer.wait_for(lambda: isinstance(trainer.received[-1], Bye))
+    assert daemon.end(10) == 0, daemon.output
+    assert daemon.output.count("another process of the same run: 3 leases go on") == 1
+    assert daemon.output.count("the trainer of another run: 1 leases of run run are void") == 1
+    assert "not acknowledged" not in daemon.output
+
+
+def test_a_trainer_that_went_away_does_not_hold_up_the_end(run, start_quick):
+    daemon = start_quick("left-alone")
+    with run.trainer("left-alone", acknowledges=False) as trainer:
+        trainer.wait_for_message(Hello, timeout_s=30)
+        trainer.send(moody(1, "fine"))
+        assert isinstance(answer_to(trainer, 1), Group)
+    family = daemon.family()
+    daemon.process.send_signal(signal.SIGTERM)
+    assert daemon.end(10) == 0, daemon.output
+    assert "1 finished groups were not acknowledged and are lost" in daemon.output
+    assert gone(family)
+
+
 # How it ends with a real engine.
 
 
@@ -247,6 +317,12 @@ def engine_core(family: list[psutil.Process]) -> psutil.Process:
 
 def moody(number: int, mood: str, **changes: object):
     return lease(number, columns={"mood": mood}, **changes)
+
+
+def where(trainer: ScriptedTrainer) -> tuple[int, int, int, int] | None:
+    """Where the leases are, as last reported: waiting, generating, scoring, unacked."""
+    beats = trainer.all(Heartbeat)
+    return (beats[-1].waiting, beats[-1].generating, beats[-1].scoring, beats[-1].unacked) if beats else None
 
 
 def answer_to(trainer: ScriptedTrainer, number: int) -> Group | Nack:

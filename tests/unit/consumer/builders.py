@@ -1,12 +1,25 @@
 """Small things that the tests of `consumer` need again and again."""
 
+import contextlib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import apsw
 import numpy as np
 
+from protocol.codec import encode
 from protocol.config import RunConfig
-from replay.groups import RolloutGroup
+from protocol.messages import Group
+from replay.buffer import Delivery, RolloutBuffer
+from replay.failures import RetryBudget
+from replay.groups import GroupShape, RolloutGroup
+from replay.journal import Entry, Journal, JournalFullError
+from replay.ledger import PromptLedger
+from replay.staleness import StalenessBudget
+from replay.table import FifoTable
+
+SHAPE = GroupShape(num_generations=4, num_rewards=1, max_completion_length=6, vocab_size=64)
 
 
 def run_config(run_dir: Path, model: Path | str = "model", **sections: Any) -> RunConfig:
@@ -51,3 +64,95 @@ def rollout_group(
         rewards=values.reshape(count, -1),
         truncated=np.array(truncated or [False] * count),
     )
+
+
+def message(group: RolloutGroup) -> Group:
+    """As a producer sends it."""
+    return Group(
+        lease_id=group.group_id,
+        policy_version=group.policy_version,
+        prompt_ids=group.prompt_ids.astype("<i4").tobytes(),
+        completion_lengths=group.completion_lengths.astype("<i4").tobytes(),
+        completion_ids=group.completion_ids.astype("<i4").tobytes(),
+        logprobs=group.logprobs.astype("<f4").tobytes(),
+        rewards=group.rewards.astype("<f4").tobytes(),
+        truncated=group.truncated.astype("u1").tobytes(),
+        generation_s=0.0,
+        reward_s=0.0,
+    )
+
+
+def delivery(group: RolloutGroup, producer: str = "p") -> Delivery:
+    return Delivery(group, encode(message(group)), producer)
+
+
+class FillableJournal(Journal):
+    """A journal whose disk is full when the test says so, and that counts the groups of every commit."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.full = False
+        self.refused = 0
+        self.commits: list[int] = []
+
+    def append(self, entries: Iterable[Entry]) -> None:
+        entries = list(entries)
+        super().append(entries)
+        self.commits.append(len(entries))
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[apsw.Connection]:
+        if self.full:
+            self.refused += 1
+            raise JournalFullError(f"the disk of {self.path} is full")
+        with super().transaction() as db:
+            yield db
+
+
+def live_buffer(
+    journal: Journal,
+    *,
+    num_prompts: int = 1000,
+    session: str = "s",
+    backoff_s: float = 0.0,
+    data_attempts: int = 3,
+    **budget: int,
+) -> RolloutBuffer:
+    """The buffer of a trainer process, unshuffled, with version 0 published. Two groups a step unless `budget` says more."""
+    budgets = {"data": RetryBudget(data_attempts, backoff_s), "infra": RetryBudget(10, backoff_s)}
+    result = RolloutBuffer(
+        PromptLedger(num_prompts, seed=0, shuffle=False, budgets=budgets, session=session),
+        StalenessBudget(**({"groups_per_step": 2, "max_staleness": 0} | budget)),
+        FifoTable(),
+        journal,
+        has_signal=lambda group: bool(np.ptp(group.rewards) > 0),
+        reward_weights=np.ones(1, np.float32),
+        max_failed_share=0.5,
+    )
+    result.published(0)
+    return result
+
+
+def fill(replay: RolloutBuffer, count: int = 2) -> list[str]:
+    """Leases and answers `count` prompts."""
+    lease_ids = []
+    for _ in range(count):
+        record = replay.lease("p", now=0.0, timeout_s=60.0)
+        assert record is not None
+        lease_ids.append(record.lease_id)
+    groups = [rollout_group([[3], [4], [5], [6]], group_id=lease_id) for lease_id in lease_ids]
+    assert replay.offer([delivery(group) for group in groups]) == ["accepted"] * count
+    return lease_ids
+
+
+class Clock:
+    """Stands in for the module `time`: it passes only in `sleep`."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds

@@ -1,12 +1,58 @@
-"""A small model and trainers on it, built once."""
+"""A small model, built once; a journal, a disk and a clock that do what the test says."""
 
+import gc
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from consumer import patience as patience_module
+from replay.disk import DiskGuard
 from tests.integration.models import build_model
+
+from .builders import Clock, FillableJournal
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _imports_are_no_garbage() -> Iterator[None]:
+    """transformers collects garbage at the end of every training, half a second each with all of torch to look at."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_model("qwen2", tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Iterator[FillableJournal]:
+    result = FillableJournal(tmp_path / "journal.sqlite")
+    yield result
+    result.close()
+
+
+@pytest.fixture
+def usage(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """What the disk says of itself: 1000 bytes, half of them used."""
+    result = SimpleNamespace(total=1000, used=500, free=500)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: result)
+    return result
+
+
+@pytest.fixture
+def disk(tmp_path: Path, usage: SimpleNamespace) -> DiskGuard:
+    """It has room until more than 90 % of `usage` are used."""
+    return DiskGuard(tmp_path, 0.9)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The time of the main thread's waits."""
+    result = Clock()
+    monkeypatch.setattr(patience_module, "time", result)
+    return result

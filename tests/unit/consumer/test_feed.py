@@ -1,47 +1,34 @@
-"""The wait for a batch: never silent, never endless, ended by whatever ended the run."""
+"""The wait for a batch: in order, measured, and ended by whatever ended the run."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from consumer import feed as feed_module
-from consumer.feed import BatchFeed, StopRequested
+from consumer.feed import BatchFeed
+from consumer.patience import Patience, StopRequested
 from protocol.errors import StalledError
 from replay.buffer import RolloutBuffer
-from tests.unit.replay.builders import buffer, group
+from replay.journal import Journal
 
-
-class Clock:
-    """Time that passes only in `next_batch`."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
+from .builders import Clock, FillableJournal, fill, live_buffer
 
 
 class FakeIntake:
     def __init__(self) -> None:
-        self.num_producers = 1
-        self.error: BaseException | None = None
         self.wakes = 0
-
-    def check(self) -> None:
-        if self.error is not None:
-            raise self.error
 
     def wake(self) -> None:
         self.wakes += 1
 
     def describe(self) -> str:
-        return "1 producer(s) on policy 3, 2 leases out, 0 groups ready"
+        return "1 producer(s), 2 leases out"
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(feed_module, "time", clock)
+@pytest.fixture(autouse=True)
+def polls(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time passes in `next_batch` alone."""
 
     def next_batch(self: RolloutBuffer, timeout_s: float) -> Any:
         clock.now += timeout_s
@@ -49,93 +36,92 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
     original = RolloutBuffer.next_batch
     monkeypatch.setattr(RolloutBuffer, "next_batch", next_batch)
-    return clock
+    monkeypatch.setattr(feed_module, "time", clock)
 
 
-def feed(replay: RolloutBuffer, intake: FakeIntake, said: list[str], stop: Any = lambda: False) -> BatchFeed:
-    return BatchFeed(replay, intake, stop_requested=stop, say=said.append, stall_timeout_s=60.0)
+def feed(
+    replay: RolloutBuffer,
+    intake: FakeIntake | None = None,
+    said: list[str] | None = None,
+    check: Callable[[], None] = lambda: None,
+) -> BatchFeed:
+    said = [] if said is None else said
+    waits = Patience(check=check, say=said.append, stall_timeout_s=60.0)
+    return BatchFeed(replay, intake or FakeIntake(), waits)
 
 
-def offer(replay: RolloutBuffer, count: int = 2) -> None:
-    for _ in range(count):
-        replay.offer(group(replay.lease("p", now=0.0, timeout_s=1.0).lease_id))
-
-
-def test_batches_come_in_order_and_the_intake_is_told_of_the_room(clock: Clock) -> None:
-    replay, intake = buffer(max_staleness=1), FakeIntake()
-    offer(replay, 4)
-    batches = iter(feed(replay, intake, []))
-    assert [g.group_id for g in next(batches).groups] == ["s-1", "s-2"]
-    assert [g.group_id for g in next(batches).groups] == ["s-3", "s-4"]
+def test_batches_come_in_order_and_the_intake_is_told_of_the_room(journal: Journal) -> None:
+    replay, intake = live_buffer(journal, max_staleness=1), FakeIntake()
+    lease_ids = fill(replay, 4)
+    batches = iter(feed(replay, intake))
+    assert [g.group_id for g in next(batches).groups] == lease_ids[:2]
+    assert intake.wakes == 1
+    assert [g.group_id for g in next(batches).groups] == lease_ids[2:]
     assert intake.wakes == 2
 
 
-def test_the_wait_of_a_batch_is_measured(clock: Clock) -> None:
-    replay = buffer()
+def test_the_wait_of_a_batch_is_measured(journal: Journal) -> None:
+    replay = live_buffer(journal, max_staleness=1)
     answers = iter([False] * 8)
 
-    def stop() -> bool:
-        if next(answers, None) is None:
-            offer(replay)
-        return False
+    def check() -> None:
+        if next(answers, None) is None and not replay.depth()["ready"]:
+            fill(replay, 4)
 
-    waiting = feed(replay, FakeIntake(), [], stop)
-    next(iter(waiting))
+    waiting = feed(replay, check=check)
+    batches = iter(waiting)
+    next(batches)
     assert waiting.wait_s == pytest.approx(9 * 0.25)
-    assert waiting.last is not None
+    batch = next(batches)
+    assert waiting.wait_s == pytest.approx(0.25)
+    assert waiting.last is batch
 
 
-def test_a_stop_request_ends_the_wait(clock: Clock) -> None:
+def test_a_stop_request_ends_the_wait(journal: Journal, clock: Clock) -> None:
+    def check() -> None:
+        if clock.now > 1005:
+            raise StopRequested
+
     with pytest.raises(StopRequested):
-        next(iter(feed(buffer(), FakeIntake(), [], lambda: clock.now > 1005)))
+        next(iter(feed(live_buffer(journal), check=check)))
     assert clock.now < 1006
 
 
-def test_a_stop_request_comes_before_a_batch_that_is_ready(clock: Clock) -> None:
-    replay = buffer()
-    offer(replay)
+def test_a_stop_request_comes_before_a_batch_that_is_ready(journal: Journal) -> None:
+    def check() -> None:
+        raise StopRequested
+
+    replay = live_buffer(journal)
+    fill(replay)
     with pytest.raises(StopRequested):
-        next(iter(feed(replay, FakeIntake(), [], lambda: True)))
+        next(iter(feed(replay, check=check)))
     assert replay.depth()["ready"] == 2
 
 
-def test_a_stall_names_who_waits_for_what(clock: Clock) -> None:
+def test_a_stall_names_who_waits_for_what(journal: Journal, clock: Clock) -> None:
     said: list[str] = []
+    replay = live_buffer(journal)
+    replay.lease("p", now=0.0, timeout_s=1.0)
     with pytest.raises(StalledError) as caught:
-        next(iter(feed(buffer(), FakeIntake(), said)))
+        next(iter(feed(replay, said=said)))
     assert 1060 < clock.now < 1061
-    assert str(caught.value) == (
-        "no batch for pipeline.stall_timeout_s=60 s: 1 producer(s) on policy 3, 2 leases out, 0 groups ready; so far {}"
-    )
-    assert caught.value.exit_code == 75
-    assert said[0] == "waiting for rollouts (10 s): 1 producer(s) on policy 3, 2 leases out, 0 groups ready"
+    words = "1 producer(s), 2 leases out; so far {'leased': 1}"
+    assert str(caught.value) == f"no rollouts for pipeline.stall_timeout_s=60 s: {words}"
+    assert said[0] == f"waiting for rollouts (10 s): {words}"
     assert len(said) == 5
 
 
-def test_without_a_producer_it_waits_for_ever_and_says_so(clock: Clock) -> None:
-    said: list[str] = []
-    intake = FakeIntake()
-    intake.num_producers = 0
-    with pytest.raises(StopRequested):
-        next(iter(feed(buffer(), intake, said, lambda: clock.now > 5000)))
-    assert len(said) > 300
+def test_a_batch_that_the_full_disk_cannot_note_is_cut_when_there_is_room(
+    journal: FillableJournal, clock: Clock
+) -> None:
+    replay = live_buffer(journal)
+    lease_ids = fill(replay)
+    journal.full = True
 
+    def check() -> None:
+        journal.full = clock.now < 1002
 
-def test_the_stall_is_counted_from_the_return_of_a_producer(clock: Clock) -> None:
-    intake = FakeIntake()
-    intake.num_producers = 0
-
-    def stop() -> bool:
-        intake.num_producers = int(clock.now > 1100)
-        return False
-
-    with pytest.raises(StalledError):
-        next(iter(feed(buffer(), intake, [], stop)))
-    assert 1160 < clock.now < 1161
-
-
-def test_what_ended_the_intake_ends_the_run(clock: Clock) -> None:
-    intake = FakeIntake()
-    intake.error = OSError("socket gone")
-    with pytest.raises(OSError, match="socket gone"):
-        next(iter(feed(buffer(), intake, [])))
+    batch = next(iter(feed(replay, check=check)))
+    assert [g.group_id for g in batch.groups] == lease_ids
+    assert clock.now == pytest.approx(1002.25)
+    assert journal.query("SELECT group_id, step FROM groups ORDER BY position") == [(lease, 1) for lease in lease_ids]

@@ -1,7 +1,10 @@
 """One line per optimizer step, and numbers that describe what arrived."""
 
+import errno
 import json
 import math
+import os
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -9,15 +12,16 @@ import pytest
 
 from consumer.progress import StepReport, batch_metrics
 from replay.buffer import CutBatch
-from tests.unit.replay.builders import buffer
 
 from .builders import rollout_group
 
 METRICS = {"reward": 0.5, "staleness/mean": 1.0}
 
 
-def report(folder: Path, *, first_step: int = 0, show_bar: bool = False) -> StepReport:
-    return StepReport(folder, buffer(), max_steps=9, first_step=first_step, show_bar=show_bar)
+def report(
+    folder: Path, counts: Counter[str] | None = None, *, first_step: int = 0, show_bar: bool = False
+) -> StepReport:
+    return StepReport(folder, counts or Counter(), max_steps=9, first_step=first_step, show_bar=show_bar)
 
 
 def steps(folder: Path) -> list[int]:
@@ -32,7 +36,7 @@ def write(place: StepReport, *numbers: int) -> None:
 def test_metrics_by_hand() -> None:
     used = rollout_group([[3], [4, 5]], rewards=[[1.0, 2.0], [0.0, math.nan]], truncated=[False, True], version=3)
     dull = rollout_group([[3, 4, 5], [4]], rewards=[[1.0, math.nan], [math.nan, math.nan]], version=5)
-    batch = CutBatch(5, [used], [(used, "accepted"), (dull, "no_signal")])
+    batch = CutBatch(5, 1, 6, [used], [(used, "accepted"), (dull, "no_signal")])
     metrics = batch_metrics(batch, 5, np.array([1.0, 0.5]), ["first", "second"])
     # weighted sums 2, 0, 1; the completion without any reward is left out
     assert metrics == pytest.approx(
@@ -55,17 +59,27 @@ def test_metrics_by_hand() -> None:
 
 def test_metrics_when_nothing_was_scored() -> None:
     group = rollout_group([[3], [4]], rewards=[math.nan, math.nan])
-    metrics = batch_metrics(CutBatch(0, [group], []), 0, np.array([1.0]), ["first"])
+    metrics = batch_metrics(CutBatch(0, 1, 1, [group], []), 0, np.array([1.0]), ["first"])
     assert math.isnan(metrics["reward"])
     assert "rewards/first/mean" not in metrics
 
 
+def test_metrics_of_a_batch_without_arrivals_are_of_the_batch() -> None:
+    """One that is trained again after a crash, or from a journal."""
+    group = rollout_group([[3], [4, 5, 6]], rewards=[0.0, 1.0], version=2)
+    metrics = batch_metrics(CutBatch(3, 1, 4, [group], []), 3, np.array([2.0]), ["first"])
+    numbers = (metrics["reward"], metrics["completions/mean_length"], metrics["staleness/max"])
+    assert numbers == (1.0, 2.0, 1.0)
+
+
 def test_every_step_is_one_line_at_once(tmp_path: Path) -> None:
-    place = report(tmp_path / "new" / "run")
+    counts = Counter(accepted=3)
+    place = report(tmp_path / "new" / "run", counts)
+    counts["accepted"] += 1
     write(place, 1)
     line = json.loads((tmp_path / "new" / "run" / "steps.jsonl").read_text())  # before anything is closed
     assert line.pop("t") > 1e9
-    assert line == {"step": 1, "wait_s": 0.5, "step_s": 1.5, "tokens": 40, "counts": {}} | METRICS
+    assert line == {"step": 1, "wait_s": 0.5, "step_s": 1.5, "tokens": 40, "counts": {"accepted": 4}} | METRICS
     place.close()
 
 
@@ -87,6 +101,77 @@ def test_a_run_from_scratch_forgets_one_that_never_came_to_a_checkpoint(tmp_path
         write(place, 1, 2)
         place.close()
     assert steps(tmp_path) == [1, 2]
+
+
+class Disk:
+    """Takes so many more bytes of `os.write`, then says ENOSPC."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.left = 10**9
+        self._write = os.write
+        monkeypatch.setattr(os, "write", self.write)
+
+    def write(self, descriptor: int, data: bytes) -> int:
+        if self.left == 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written = self._write(descriptor, data[: self.left])
+        self.left -= written
+        return written
+
+
+@pytest.mark.parametrize("room", [0, 1, 40, 150, 229])
+def test_a_disk_that_fills_up_in_the_middle_of_a_line_loses_and_repeats_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    place = report(tmp_path)
+    disk = Disk(monkeypatch)
+    write(place, 1)
+    disk.left = room
+    write(place, 2, 3)
+    assert len((tmp_path / "steps.jsonl").read_text().split("\n")[1]) <= room
+    disk.left = 7
+    write(place, 4)
+    disk.left = 10**9
+    write(place, 5)
+    assert steps(tmp_path) == [1, 2, 3, 4, 5]
+    place.close()
+    assert steps(tmp_path) == [1, 2, 3, 4, 5]
+
+
+def test_what_waits_for_room_is_written_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = report(tmp_path)
+    disk = Disk(monkeypatch)
+    disk.left = 30
+    write(place, 1, 2)
+    disk.left = 10**9
+    place.close()
+    assert steps(tmp_path) == [1, 2]
+
+
+def test_a_resumed_run_drops_the_line_that_the_full_disk_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = report(tmp_path)
+    disk = Disk(monkeypatch)
+    write(place, 1)
+    disk.left = 30
+    write(place, 2)
+    place.close()
+    disk.left = 10**9
+    resumed = report(tmp_path, first_step=1)
+    write(resumed, 2)
+    resumed.close()
+    assert steps(tmp_path) == [1, 2]
+
+
+def test_any_other_error_of_the_disk_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(descriptor: int, data: bytes) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    place = report(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", broken)
+        with pytest.raises(OSError, match="Input/output error"):
+            write(place, 1)
+    place.close()
 
 
 def test_elsewhere_than_on_a_terminal_a_step_is_one_readable_line(

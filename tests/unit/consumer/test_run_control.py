@@ -1,23 +1,30 @@
 """Whole runs of the real trainer in this process, with a producer that answers at once: what is published, reported and
-committed at the end of every step."""
+committed at the end of every step. Then `save` alone, on disks that fill up.
+"""
 
+import errno
 import json
-from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from consumer import checkpoints
+from consumer import run_control as run_control_module
 from consumer.feed import BatchFeed
+from consumer.patience import Patience, StopRequested
+from consumer.pipeline import LivePipeline
 from consumer.progress import StepReport
 from consumer.run_control import RunControl
 from consumer.trainer import SlipstreamTrainer, build_arguments, build_lora
-from replay.groups import RolloutGroup
+from protocol.errors import StalledError
+from replay.disk import DiskGuard
+from replay.journal import Journal
 from replay.staleness import StalenessBudget
-from tests.unit.replay.builders import buffer
 
-from .builders import rollout_group, run_config
+from .builders import SHAPE, Clock, delivery, live_buffer, rollout_group, run_config
 
 
 class Run:
@@ -39,7 +46,12 @@ class Run:
         self.behind = behind
         self.stop_at = stop_at
         self.published: list[tuple[int, str]] = []
+        self.state: dict[str, Any] = {}
         self.arguments = build_arguments(self.config, on_gpu=False, num_prompts=1000)
+        with closing(Journal(self.config.journal_file)) as journal:
+            self.train(journal, model, resume)
+
+    def train(self, journal: Journal, model: Path, resume: bool) -> None:
         pipeline = self.config.pipeline
         options = {
             "groups_per_step": pipeline.groups_per_step,
@@ -47,44 +59,38 @@ class Run:
             "sync_interval": pipeline.sync_interval,
             "num_iterations": self.arguments.num_iterations,
         }
-        self.replay = buffer(**options)
-        start = checkpoints.starting_point(self.config.checkpoints_dir, resume)
-        self.first_step = start[1]["step"] if start else 0
-        if start:
-            self.replay.restore(start[1], step=self.first_step)
-        self.report = StepReport(folder, self.replay, max_steps=99, first_step=self.first_step, show_bar=False)
-        self.feed = BatchFeed(self.replay, self, stop_requested=self.produce, say=print, stall_timeout_s=60.0)
-        self.control = RunControl(
-            self.replay,
+        self.replay = live_buffer(journal, **options)
+        run_dir, checkpoints_dir = Path(self.config.run_dir), self.config.checkpoints_dir
+        start = checkpoints.starting_point(run_dir, checkpoints_dir, has_groups=journal.last_seq > 0, resume=resume)
+        first_step = start.step if start else 0
+        self.replay.restore(start.state if start else None, step=first_step, shape=SHAPE)
+        report = StepReport(run_dir, self.replay.counts, max_steps=99, first_step=first_step, show_bar=False)
+        patience = Patience(check=self.produce, say=print, stall_timeout_s=60.0)
+        feed = BatchFeed(self.replay, self, patience)
+        control = RunControl(
+            LivePipeline(self.replay, journal, self, patience, DiskGuard(run_dir, 1.0), self.config.replay),
             StalenessBudget(**options),
-            self,
-            self.feed,
-            self.report,
-            sync_interval=pipeline.sync_interval,
+            feed,
+            report,
+            patience,
             keep_checkpoints=self.arguments.save_total_limit,
             run_id="run",
             stop_requested=lambda: self.stop_at is not None and self.trainer.state.global_step >= self.stop_at,
         )
         self.trainer = SlipstreamTrainer(
-            self.config, self.arguments, build_lora(self.config), model, self.batches(), [self.control]
+            self.config, self.arguments, build_lora(self.config), model, feed, [control], control.save
         )
-        self.control.trainer = self.trainer
+        control.trainer = self.trainer
         if start:
-            self.trainer._load_from_checkpoint(str(start[0]))
-        self.control.publish(self.first_step)
+            self.trainer._load_from_checkpoint(str(start.folder))
+        control.publish(first_step)
         try:
-            self.trainer.train(resume_from_checkpoint=str(start[0]) if start else None)
+            self.trainer.train(resume_from_checkpoint=str(start.folder) if start else None)
         finally:
-            self.report.close()
-
-    def batches(self) -> Iterator[list[RolloutGroup]]:
-        for batch in self.feed:
-            yield batch.groups
+            report.close()
+        self.state = self.replay.state()
 
     # The intake that the others see.
-    num_producers = 1
-
-    def check(self) -> None: ...
 
     def wake(self) -> None: ...
 
@@ -95,18 +101,16 @@ class Run:
         self.published.append((version, digest))
         self.replay.published(version)
 
-    def produce(self) -> bool:
+    def produce(self) -> None:
         while (record := self.replay.lease("p", now=0.0, timeout_s=1e9)) is not None:
             number = record.item.prompt_id
-            self.replay.offer(
-                rollout_group(
-                    [[3 + number % 7] * (1 + number % 3), [4], [5, 6], [7]],
-                    rewards=[0.0, 1.0, 1.0, float(number % 2)],
-                    group_id=record.lease_id,
-                    version=max(record.policy_floor, self.published[-1][0] - self.behind),
-                )
+            group = rollout_group(
+                [[3 + number % 7] * (1 + number % 3), [4], [5, 6], [7]],
+                rewards=[0.0, 1.0, 1.0, float(number % 2)],
+                group_id=record.lease_id,
+                version=max(record.policy_floor, self.published[-1][0] - self.behind),
             )
-        return False
+            self.replay.offer([delivery(group)])
 
     @property
     def steps(self) -> list[dict[str, Any]]:
@@ -176,29 +180,223 @@ def test_a_stop_request_ends_the_run_with_a_committed_checkpoint(tmp_path: Path,
 
 
 def test_a_resumed_run_goes_on_where_it_stopped(tmp_path: Path, tiny_model: Path) -> None:
-    whole = Run(tmp_path / "whole", tiny_model)
-    Run(tmp_path / "halves", tiny_model, stop_at=2)
-    second = Run(tmp_path / "halves", tiny_model, resume=True)
+    whole = Run(tmp_path / "whole", tiny_model, lora={"lora_dropout": 0.2})
+    Run(tmp_path / "halves", tiny_model, stop_at=2, lora={"lora_dropout": 0.2})
+    second = Run(tmp_path / "halves", tiny_model, resume=True, lora={"lora_dropout": 0.2})
     assert second.published == whole.published[2:], "same versions, and the very same weights"
     assert column(second, "step") == [1, 2, 3, 4]
     assert [step["reward"] for step in second.steps] == [step["reward"] for step in whole.steps]
-    assert second.replay.state() == whole.replay.state()
+    assert second.state == whole.state
 
 
-def test_old_checkpoints_go_only_after_the_new_one_counts(
+def test_checkpoints_and_stops_wait_for_the_last_iteration_over_a_batch(tmp_path: Path, tiny_model: Path) -> None:
+    run = Run(tmp_path, tiny_model, stop_at=7, trainer={"num_iterations": 3, "max_steps": 99, "save_steps": 4})
+    assert run.committed == ["checkpoint-6", "checkpoint-9"], "due at 4 and 8, and the request came after 7"
+    assert run.trainer.state.global_step == 9
+
+
+def test_checkpoints_wait_for_a_step_that_publishes_and_stops_do_not(tmp_path: Path, tiny_model: Path) -> None:
+    settings = {"pipeline": {"sync_interval": 3}, "trainer": {"max_steps": 99, "save_steps": 4}}
+    run = Run(tmp_path, tiny_model, stop_at=7, **settings)
+    assert run.committed == ["checkpoint-6", "checkpoint-7"], "due at 4; the request came after 7"
+
+
+def test_a_run_that_ends_between_iterations_ends_there_and_can_go_on(tmp_path: Path, tiny_model: Path) -> None:
+    trainer = {"num_iterations": 2, "save_steps": 2}
+    first = Run(tmp_path, tiny_model, trainer=trainer | {"max_steps": 5})
+    assert first.committed == ["checkpoint-2", "checkpoint-4", "checkpoint-5"]
+    second = Run(tmp_path, tiny_model, resume=True, trainer=trainer | {"max_steps": 8})
+    assert second.committed == ["checkpoint-2", "checkpoint-4", "checkpoint-5", "checkpoint-6", "checkpoint-8"]
+    assert column(second, "step") == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert [version for version, _ in second.published] == [5, 6, 7, 8]
+    with closing(Journal(second.config.journal_file)) as journal:
+        rows = journal.query("SELECT step, last_step FROM groups WHERE step IS NOT NULL ORDER BY step")
+    assert rows == [(1, 2), (1, 2), (3, 4), (3, 4), (5, 6), (5, 6), (7, 8), (7, 8)], "no batch is cut twice"
+
+
+def test_old_checkpoints_go_only_after_the_new_one_counts_and_old_groups_after_them(
     tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
 
-    def commit(folder: Path, state: dict[str, Any]) -> None:
-        seen.append(
-            sorted(place.name for place in folder.parent.glob("checkpoint-*") if checkpoints.is_committed(place))
-        )
-        original(folder, state)
+    def watch(name: str, owner: Any, function: str) -> None:
+        original = getattr(owner, function)
 
-    original = checkpoints.commit
-    monkeypatch.setattr(checkpoints, "commit", commit)
-    run = Run(tmp_path, tiny_model, trainer={"save_steps": 1, "save_total_limit": 1})
-    assert seen == [[], ["checkpoint-1"], ["checkpoint-2"], ["checkpoint-3"]]
+        def watched(*args: Any, **options: Any) -> Any:
+            steps = sorted(
+                folder.name.removeprefix("checkpoint-")
+                for folder in (tmp_path / "checkpoints").glob("checkpoint-*")
+                if checkpoints.is_committed(folder)
+            )
+            seen.append(f"{name} beside {','.join(steps)}")
+            return original(*args, **options)
+
+        monkeypatch.setattr(owner, function, watched)
+
+    watch("commit", checkpoints, "commit")
+    watch("prune", checkpoints, "prune")
+    watch("groups go", LivePipeline, "checkpointed")
+    run = Run(tmp_path, tiny_model, trainer={"save_steps": 2, "save_total_limit": 1})
+    assert seen == [
+        "commit beside ",
+        "prune beside 2",
+        "groups go beside 2",
+        "commit beside 2",
+        "prune beside 2,4",
+        "groups go beside 4",
+    ]
     assert run.committed == ["checkpoint-4"]
     assert [folder.name for folder in run.config.checkpoints_dir.glob("checkpoint-*")] == ["checkpoint-4"]
+
+
+# Saving.
+
+
+class Saving:
+    """`RunControl.save` with a checkpoint of step 3, and a disk that `write` fills until `room_at`."""
+
+    def __init__(self, folder: Path, clock: Clock) -> None:
+        self.clock = clock
+        self.checkpoints_dir = folder / "checkpoints"
+        self.checkpoints_dir.mkdir()
+        self.staged = checkpoints.staging(self.checkpoints_dir) / "checkpoint-3"
+        self.error: Exception | None = None
+        self.room_at = float("inf")
+        self.stop_at = float("inf")
+        self.attempts = 0
+        self.events: list[str] = []
+        self.said: list[str] = []
+        self.control = RunControl(
+            self,
+            StalenessBudget(2, 0),
+            None,
+            None,
+            Patience(check=self.check, say=self.said.append, stall_timeout_s=60.0),
+            keep_checkpoints=None,
+            run_id="run",
+            stop_requested=lambda: False,
+        )
+        self.control.trainer = SimpleNamespace(
+            state=SimpleNamespace(global_step=3), args=SimpleNamespace(output_dir=str(self.checkpoints_dir))
+        )
+
+    def check(self) -> None:
+        if self.clock.now >= self.stop_at:
+            raise StopRequested
+
+    def write(self) -> None:
+        assert not self.staged.exists(), "every attempt starts anew"
+        self.attempts += 1
+        self.staged.mkdir(parents=True)
+        (self.staged / "part").write_text("weights")
+        if self.error is not None and self.clock.now < self.room_at:
+            raise self.error
+
+    def save(self) -> None:
+        self.control.save(self.staged, self.write)
+
+    # The pipeline that it sees.
+
+    def state(self) -> dict[str, Any]:
+        return {"journal_seq": 7}
+
+    def checkpointed(self, checkpoints_dir: Path) -> None:
+        self.events.append("checkpointed")
+
+
+@pytest.fixture
+def saving(tmp_path: Path, clock: Clock) -> Saving:
+    return Saving(tmp_path, clock)
+
+
+ENOSPC = OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_checkpoint_holds_the_state_of_its_moment(saving: Saving) -> None:
+    saving.save()
+    assert checkpoints.latest(saving.checkpoints_dir) == (
+        saving.checkpoints_dir / "checkpoint-3",
+        {"journal_seq": 7, "step": 3, "run_id": "run"},
+    )
+    assert (saving.attempts, saving.events) == (1, ["checkpointed"])
+
+
+def test_a_full_disk_is_waited_for_and_the_checkpoint_written_anew(saving: Saving, usage: SimpleNamespace) -> None:
+    usage.free = 10**9
+    saving.error, saving.room_at = ENOSPC, 1011.0
+    saving.save()
+    assert saving.attempts == 45, "four times a second"
+    assert saving.said == ["waiting for room for a checkpoint (10 s): the disk of run_dir is full"]
+    assert checkpoints.is_committed(saving.checkpoints_dir / "checkpoint-3")
+    assert saving.events == ["checkpointed"]
+
+
+def test_the_error_of_a_library_on_a_full_disk_is_one_of_the_disk(saving: Saving, usage: SimpleNamespace) -> None:
+    usage.free = 2**20 - 1
+    saving.error, saving.room_at = RuntimeError("PytorchStreamWriter failed writing file"), 1001.0
+    saving.save()
+    assert saving.attempts == 5
+    assert checkpoints.is_committed(saving.checkpoints_dir / "checkpoint-3")
+
+
+def test_no_room_for_the_last_of_it_is_waited_for_too(saving: Saving, monkeypatch: pytest.MonkeyPatch) -> None:
+    original, refusals = checkpoints.commit, iter([ENOSPC, ENOSPC])
+
+    def commit(staged: Path, state: dict[str, Any]) -> None:
+        error = next(refusals, None)
+        if error is not None:
+            raise error
+        original(staged, state)
+
+    monkeypatch.setattr(run_control_module.checkpoints, "commit", commit)
+    saving.save()
+    assert saving.attempts == 3
+    assert checkpoints.is_committed(saving.checkpoints_dir / "checkpoint-3")
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a bug"), OSError(errno.EIO, "Input/output error")])
+def test_any_other_error_ends_the_run(saving: Saving, usage: SimpleNamespace, error: Exception) -> None:
+    usage.free = 2**20
+    saving.error = error
+    with pytest.raises(type(error)) as caught:
+        saving.save()
+    assert caught.value is error
+    assert (saving.attempts, saving.events) == (1, [])
+    assert checkpoints.latest(saving.checkpoints_dir) is None
+
+
+@pytest.mark.parametrize(
+    ("stop_at", "ending"), [(1005.0, StopRequested), (float("inf"), StalledError)], ids=["stop", "stall"]
+)
+def test_a_disk_that_stays_full_ends_in_a_stop_or_a_stall_and_leaves_nothing_behind(
+    saving: Saving, stop_at: float, ending: type[Exception]
+) -> None:
+    saving.error, saving.stop_at = ENOSPC, stop_at
+    with pytest.raises(ending):
+        saving.save()
+    assert saving.events == []
+    assert list(saving.checkpoints_dir.iterdir()) == []
+
+
+def test_what_another_process_left_in_staging_is_cleared_first(saving: Saving) -> None:
+    left = checkpoints.staging(saving.checkpoints_dir) / "checkpoint-2"
+    left.mkdir(parents=True)
+    saving.save()
+    assert not left.exists()
+
+
+def saves_at_the_end(saving: Saving, first_step: int) -> int:
+    """Attempts to write when the run, started at `first_step`, ends at step 3."""
+
+    def save(model: Any, trial: Any) -> None:
+        saving.save()
+
+    saving.control.trainer.model, saving.control.trainer._save_checkpoint = None, save
+    saving.control.save_if_needed(first_step)
+    return saving.attempts
+
+
+def test_a_run_that_is_stopped_saves_what_it_trained_since_the_last_checkpoint(saving: Saving) -> None:
+    assert saves_at_the_end(saving, 3) == 0, "nothing was trained"
+    assert saves_at_the_end(saving, 2) == 1
+    assert saves_at_the_end(saving, 2) == 1, "it counts already"

@@ -1,5 +1,6 @@
 """What the configuration makes of TRL's arguments, and the seams of the trainer that the loss does not show."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 
 from consumer.trainer import GRPOConfig, build_arguments, build_lora
 from protocol.errors import ConfigError
+from replay.buffer import CutBatch
 
 from .builders import rollout_group, run_config
 from .trl_reference import loss_and_gradients, slipstream_trainer
@@ -149,13 +151,13 @@ def test_the_reference_is_the_base_model(tmp_path: Path, tiny_model: Path) -> No
     torch.testing.assert_close(reference[0], expected, atol=1e-5, rtol=1e-5)
 
 
-def test_batches_are_repeated_for_every_iteration_and_split(tmp_path: Path, tiny_model: Path) -> None:
+def test_batches_are_repeated_for_every_iteration_that_is_left_and_split(tmp_path: Path, tiny_model: Path) -> None:
     config = run_config(tmp_path, tiny_model, trainer={"num_iterations": 2, "per_device_train_batch_size": 4})
     trainer = slipstream_trainer(config, tiny_model)
-    groups = [[rollout_group([[n], [n], [n], [n]]) for n in pair] for pair in ((3, 4), (5, 6))]
-    trainer._batches = groups
+    first, second = ([rollout_group([[n], [n], [n], [n]]) for n in pair] for pair in ((3, 4), (5, 6)))
+    trainer._batches = [CutBatch(0, 1, 2, first, []), CutBatch(2, 2, 4, second, [])]  # the first was begun before
     seen = [batch["completion_ids"][0, 0].item() for batch in trainer.get_train_dataloader()]
-    assert seen == [3, 4, 3, 4, 5, 6, 5, 6]
+    assert seen == [3, 4, 5, 6, 5, 6]
 
 
 def test_completions_are_logged_as_trl_does(
@@ -163,7 +165,8 @@ def test_completions_are_logged_as_trl_does(
 ) -> None:
     config = run_config(tmp_path, tiny_model, trainer={"log_completions": True})
     trainer = slipstream_trainer(config, tiny_model)
-    trainer._batches = [[rollout_group([[3], [4, 5], [6], [7]], prompt=[8]), rollout_group([[9]] * 4, prompt=[8, 8])]]
+    groups = [rollout_group([[3], [4, 5], [6], [7]], prompt=[8]), rollout_group([[9]] * 4, prompt=[8, 8])]
+    trainer._batches = [CutBatch(0, 1, 1, groups, [])]
     next(iter(trainer.get_train_dataloader()))
     trainer.log({"loss": 0.0})
     table = pd.read_parquet(tmp_path / "checkpoints" / "completions" / "completions_00000.parquet")
@@ -184,3 +187,27 @@ def test_metrics_reach_trl_under_the_names_of_the_reward_functions(tmp_path: Pat
     logs: dict[str, float] = {}
     trainer.log(logs)
     assert logs["reward"] == 2.0
+
+
+def test_checkpoints_are_written_where_they_do_not_count_and_handed_over(tmp_path: Path, tiny_model: Path) -> None:
+    trainer = slipstream_trainer(run_config(tmp_path, tiny_model), tiny_model)
+    handed_over: list[Path] = []
+
+    def make_count(staged: Path, write: Callable[[], None]) -> None:
+        assert not staged.exists()
+        write()
+        handed_over.append(staged)
+
+    trainer._make_count = make_count
+    trainer.create_optimizer_and_scheduler(4)
+    trainer.state.global_step = 3
+    trainer._save_checkpoint(trainer.model, trial=None)
+    [staged] = handed_over
+    assert staged == tmp_path / "checkpoints" / ".partial" / "checkpoint-3"
+    for name in ("adapter_model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"):
+        assert (staged / name).stat().st_size > 0
+
+
+def test_transformers_deletes_no_checkpoints(tmp_path: Path, tiny_model: Path) -> None:
+    config = run_config(tmp_path, tiny_model, trainer={"save_total_limit": 1})
+    assert slipstream_trainer(config, tiny_model).args.save_total_limit is None

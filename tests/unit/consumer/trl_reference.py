@@ -21,7 +21,9 @@ LORA_STD = 0.1
 def slipstream_trainer(config: RunConfig, model: Path) -> SlipstreamTrainer:
     """Ours, with LoRA weights that all matter (PEFT starts half of them at zero), ready for `_compute_loss`."""
     arguments = build_arguments(config, on_gpu=False, num_prompts=8)
-    return _ready(SlipstreamTrainer(config, arguments, build_lora(config), model, [], []))
+    return _ready(
+        SlipstreamTrainer(config, arguments, build_lora(config), model, [], [], lambda staged, write: write())
+    )
 
 
 def trl_trainer(config: RunConfig, model: Path, *, correction: bool = True) -> GRPOTrainer:

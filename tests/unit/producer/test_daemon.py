@@ -2,19 +2,21 @@
 
 import asyncio
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from producer import daemon
+from producer.interfaces import Completion
 from protocol.config import RunConfig
-from protocol.errors import ConfigError, EngineError, IncompatiblePeerError
-from protocol.messages import Bye, Hello, Nack, PolicyInfo
+from protocol.errors import ConfigError, EngineError, IncompatiblePeerError, StalledError
+from protocol.messages import Ack, Bye, Group, Heartbeat, Hello, Nack, PolicyInfo
 from protocol.zmq_channel import ZmqServer
 from tests.scripted import facts
 from tests.scripted_trainer import ScriptedTrainer, lease
-from tests.unit.producer.test_adapters import FakeEngine
+from tests.unit.producer.test_adapters import FakeEngine, blob
 
 
 class Engine(FakeEngine):
@@ -45,7 +47,28 @@ class Engine(FakeEngine):
         self.shut_down = True
 
 
+class Answering(Engine):
+    """Answers at once."""
+
+    async def generate(self, prompt_ids, sampling, adapter):
+        return [Completion([7, 8], [-0.5, -0.5], False) for _ in range(sampling.num_generations)]
+
+
+class Tokenizer:
+    def __call__(self, text):
+        return {"input_ids": [5, 6]}
+
+    def batch_decode(self, completions, skip_special_tokens):
+        return [str(ids) for ids in completions]
+
+
 made: list[Engine] = []
+
+
+def serve_blobs(trainer: ScriptedTrainer) -> None:
+    trainer.policy, data = blob(0)
+    trainer.blobs[trainer.policy.digest] = data
+    trainer.loses_chunk = lambda request: False
 
 
 @pytest.fixture
@@ -54,7 +77,7 @@ def config(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
     fake = ModuleType("producer.engine")
     fake.Engine = Engine  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "producer.engine", fake)
-    monkeypatch.setattr(daemon, "load_tokenizer", lambda folder: lambda text: {"input_ids": [5, 6]})
+    monkeypatch.setattr(daemon, "load_tokenizer", lambda folder: Tokenizer())
     monkeypatch.setattr(daemon, "_WATCH_EVERY_S", 0.05)
     monkeypatch.setattr(daemon, "_SIGNAL_GRACE_S", 0.05)
     (short_dir / "rewards.py").write_text("def reward(completions, **_):\n    return [1.0] * len(completions)\n")
@@ -113,6 +136,110 @@ def test_an_engine_that_dies_with_leases_open_hands_them_back(config, monkeypatc
     assert made[0].shut_down
 
 
+class Hanging(Engine):
+    """Answers nothing any more: neither requests nor the unloading of an adapter."""
+
+    async def generate(self, prompt_ids, sampling, adapter):
+        await asyncio.Event().wait()
+
+    async def unload_adapter(self, adapter):
+        await asyncio.Event().wait()
+
+
+def changed(config: RunConfig, section: str, **values: object) -> RunConfig:
+    return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
+
+
+def test_a_lease_whose_policy_never_comes_is_a_stall(config, trainer):
+    async def body() -> None:
+        producer = daemon._Producer(changed(config, "pipeline", stall_timeout_s=0.5), [])
+        running = asyncio.create_task(producer.live())
+        await asyncio.to_thread(trainer.wait_for_message, Hello)
+        trainer.send(lease(1, policy_floor=3))
+        await running
+
+    with pytest.raises(StalledError, match=r"with 1 leases in hand") as said:
+        asyncio.run(asyncio.wait_for(body(), 30))
+    assert "\n  leases waiting for policy v3 (none is loaded): 1\n" in str(said.value)
+    assert "reward workers: 0 busy, 1 idle" in str(said.value)
+    trainer.wait_for_message(Bye)
+    assert trainer.all(Nack) == [Nack("lease-1", "returned")]
+    assert made[0].shut_down
+
+
+def test_an_engine_that_hangs_with_its_adapters_does_not_keep_the_process(config, trainer, monkeypatch):
+    monkeypatch.setattr(sys.modules["producer.engine"], "Engine", Hanging)
+    monkeypatch.setattr(daemon, "_UNWIND_S", 0.2)
+    serve_blobs(trainer)
+
+    async def body() -> None:
+        producer = daemon._Producer(changed(config, "pipeline", stall_timeout_s=1.0), [])
+        running = asyncio.create_task(producer.live())
+        await asyncio.to_thread(trainer.wait_for_message, Hello)
+        trainer.send(lease(1))
+        await asyncio.to_thread(
+            trainer.wait_for, lambda: trainer.all(Heartbeat) and trainer.all(Heartbeat)[-1].generating == 1
+        )
+        trainer.publish(*blob(1))  # v0 is kept by its request until that is cancelled
+        await asyncio.to_thread(trainer.wait_for, lambda: trainer.all(Heartbeat)[-1].policy_version == 1)
+        await running
+
+    started = time.monotonic()
+    with pytest.raises(StalledError, match=r"leases generating: 1\n"):
+        asyncio.run(asyncio.wait_for(body(), 30))
+    assert time.monotonic() - started < 10
+    assert made[0].shut_down
+
+
+def test_an_outbox_that_nobody_empties_pauses_generation_and_is_a_stall(config, trainer, monkeypatch):
+    monkeypatch.setattr(sys.modules["producer.engine"], "Engine", Answering)
+    monkeypatch.setattr(daemon, "_FLUSH_S", 0.2)
+    serve_blobs(trainer)
+    trainer.acknowledges = False
+    config = changed(changed(config, "transport", max_unacked_bytes=0), "pipeline", stall_timeout_s=0.6)
+
+    async def body() -> None:
+        running = asyncio.create_task(daemon._Producer(config, []).live())
+        await asyncio.to_thread(trainer.wait_for_message, Hello)
+        trainer.send(lease(1))
+        await asyncio.to_thread(trainer.wait_for_message, Group)
+        trainer.send(lease(2))
+        await running
+
+    with pytest.raises(StalledError) as said:
+        asyncio.run(asyncio.wait_for(body(), 30))
+    assert "\n  leases waiting for acknowledgements: 1\n" in str(said.value)
+    assert "groups waiting for the trainer's acknowledgement: 1 (" in str(said.value)
+    assert "bytes, above transport.max_unacked_bytes" in str(said.value)
+    assert [group.lease_id for group in trainer.all(Group)] == ["lease-1"]
+    beats = trainer.all(Heartbeat)
+    assert (1, 0, 0, 1) in {(beat.waiting, beat.generating, beat.scoring, beat.unacked) for beat in beats}
+
+
+def test_generation_goes_on_by_itself_when_acknowledgements_come(config, trainer, monkeypatch):
+    monkeypatch.setattr(sys.modules["producer.engine"], "Engine", Answering)
+    serve_blobs(trainer)
+    trainer.acknowledges = False
+    config = changed(config, "transport", max_unacked_bytes=0)
+
+    async def body() -> None:
+        running = asyncio.create_task(daemon._Producer(config, []).live())
+        await asyncio.to_thread(trainer.wait_for_message, Hello)
+        trainer.send(lease(1))
+        await asyncio.to_thread(trainer.wait_for_message, Group)
+        trainer.send(lease(2))
+        await asyncio.to_thread(trainer.wait_for, lambda: trainer.all(Heartbeat)[-1].waiting == 1)
+        trainer.send(Ack("lease-1", "accepted", trainer.policy))
+        await asyncio.to_thread(trainer.wait_for_message, Group, 2)
+        trainer.acknowledges = True
+        trainer.send(Ack("lease-2", "accepted", trainer.policy))
+        trainer.send(Bye("finished"))
+        await running
+
+    asyncio.run(asyncio.wait_for(body(), 30))
+    assert [group.lease_id for group in trainer.all(Group)] == ["lease-1", "lease-2"]
+
+
 def test_a_refused_handshake_ends_the_producer(config, trainer):
     trainer.problems = ["another base model"]
     with pytest.raises(IncompatiblePeerError, match="another base model"):
@@ -135,6 +262,19 @@ def test_an_engine_that_fails_while_starting_is_closed(config, monkeypatch):
     monkeypatch.setattr(Engine, "dies_in_warm_up", True)
     with pytest.raises(EngineError, match="no warm-up"):
         live(config)
+    assert made[0].shut_down
+
+
+def test_an_engine_that_hangs_while_starting_is_closed(config, monkeypatch):
+    async def hang(engine: Engine) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(Engine, "warm_up", hang)
+    soon = config.model_copy(update={"pipeline": config.pipeline.model_copy(update={"stall_timeout_s": 0.05})})
+    with pytest.raises(
+        StalledError, match=r"did not answer its first request within pipeline\.stall_timeout_s=0\.05 s"
+    ):
+        live(soon)
     assert made[0].shut_down
 
 

@@ -54,7 +54,13 @@ class Prompts:
 
 
 class Rewards:
+    """Holds groups while `release` is an event that is not set."""
+
+    release: asyncio.Event | None = None
+
     async def score(self, prompt, completions, completion_ids, columns):
+        if self.release is not None:
+            await self.release.wait()
         if prompt == "unscorable":
             raise LeaseFailure("reward_failed", "it raised")
         return np.array([[float(len(ids)), np.nan] for ids in completion_ids], dtype=np.float32), 0.25
@@ -67,8 +73,16 @@ class Setup:
         self.answers: list[Group | Nack] = []
         self.registry = AdapterRegistry(self.engine, folder, self.counters, timeline)
         self.tasks: list[asyncio.Task[None]] = []
+        self.rewards = Rewards()
         self.generation = Generation(
-            self.engine, self.registry, Prompts(), Rewards(), self.counters, max_groups, self.spawn, self.answers.append
+            self.engine,
+            self.registry,
+            Prompts(),
+            self.rewards,
+            self.counters,
+            max_groups,
+            self.spawn,
+            self.answers.append,
         )
 
     def spawn(self, work):
@@ -174,7 +188,7 @@ def test_a_lease_past_its_deadline_is_answered(run, floor, reason, said):
         await setup.settle()
         (nack,) = setup.answers
         assert (nack.lease_id, nack.reason) == ("lease-0", reason)
-        assert said in nack.detail
+        assert f"while {said}" in nack.detail
         assert setup.engine.running == 0
 
     run(body)
@@ -190,7 +204,7 @@ def test_abandoned_leases_are_not_answered_and_free_their_places(run):
         setup.generation.abandon("no such lease")
         await asyncio.sleep(0.02)
         assert setup.engine.running == 2
-        assert setup.generation.abandon_all() == ["lease-1", "lease-2", "lease-3"]
+        setup.generation.abandon_all()
         await setup.settle()
         assert (setup.answers, setup.engine.running) == ([], 0)
         await setup.publish(1)
@@ -218,11 +232,160 @@ def test_busy_time_is_the_union_of_running_requests(run):
         for number in range(2):
             setup.generation.start(lease(number))
         await asyncio.sleep(0.2)
-        assert 0.15 < setup.generation.clock.busy_s() < 0.35
+        assert 0.15 < setup.generation.workload().busy_s < 0.35
         setup.engine.release.set()
         await setup.settle()
-        busy_s = setup.generation.clock.busy_s()
+        busy_s = setup.generation.workload().busy_s
         await asyncio.sleep(0.05)
-        assert setup.generation.clock.busy_s() == busy_s
+        assert setup.generation.workload().busy_s == busy_s
+
+    run(body)
+
+
+def test_leases_are_counted_where_they_are(run):
+    async def body(setup):
+        def stages():
+            work = setup.generation.workload()
+            return work.waiting_floors, work.generating, work.scoring
+
+        await setup.publish(1)
+        scored = setup.rewards.release = asyncio.Event()
+        for number in range(3):
+            setup.generation.start(lease(number, policy_floor=1))
+        setup.generation.start(lease(3, policy_floor=4))
+        assert stages() == ((1, 1, 1, 4), 0, 0)
+        await asyncio.sleep(0.02)
+        assert stages() == ((1, 4), 2, 0)
+        setup.engine.release.set()
+        await asyncio.sleep(0.02)
+        assert stages() == ((4,), 0, 3)
+        scored.set()
+        await asyncio.sleep(0.02)
+        assert stages() == ((4,), 0, 0)
+        setup.generation.hand_back_all()
+        assert stages() == ((), 0, 0)
+        await setup.settle()
+        assert sorted(answer.lease_id for answer in setup.answers) == [f"lease-{number}" for number in range(4)]
+
+    run(body)
+
+
+def test_while_paused_nothing_enters_the_engine_and_what_is_in_it_goes_on(run):
+    async def body(setup):
+        await setup.publish(0)
+        setup.generation.start(lease(0))
+        await asyncio.sleep(0.02)
+        setup.generation.pause(True)
+        for number in range(1, 4):
+            setup.generation.start(lease(number, policy_floor=1))
+        setup.engine.release.set()
+        await setup.publish(1)
+        await asyncio.sleep(0.05)
+        assert [group.lease_id for group in setup.answers] == ["lease-0"]
+        assert setup.generation.workload().waiting_floors == (1, 1, 1)
+        await setup.publish(2)
+        setup.generation.pause(False)
+        await setup.settle()
+        assert setup.engine.started_on == [0, 2, 2, 2]
+        assert len(setup.answers) == 4
+
+    run(body)
+
+
+def test_a_version_that_goes_while_paused_is_waited_for_again(run):
+    async def body(setup):
+        await setup.publish(3)
+        setup.engine.release.set()
+        setup.generation.pause(True)
+        setup.generation.start(lease(0, policy_floor=2))
+        await asyncio.sleep(0.02)
+        setup.registry.follow(blob(2)[0])
+        setup.generation.pause(False)
+        await asyncio.sleep(0.02)
+        assert setup.answers == []
+        await setup.publish(2)
+        await setup.settle()
+        assert [group.policy_version for group in setup.answers] == [2]
+
+    run(body)
+
+
+def test_another_process_of_the_run_lets_work_go_on_and_gets_back_what_might_wait_for_ever(run):
+    async def body(setup):
+        await setup.publish(5)
+        for number in range(2):
+            setup.generation.start(lease(number, policy_floor=5))  # in the engine, on v5
+        for number, floor in {2: 5, 3: 4, 4: 3, 5: 6}.items():
+            setup.generation.start(lease(number, policy_floor=floor))
+        await asyncio.sleep(0.02)
+        setup.generation.hand_back_above(4)
+        setup.registry.follow(blob(4)[0])
+        assert setup.answers == [Nack("lease-2", "returned"), Nack("lease-5", "returned")]
+        setup.generation.hand_back_above(4)
+        assert len(setup.answers) == 2
+        setup.engine.release.set()
+        await asyncio.sleep(0.05)
+        assert [(group.lease_id, group.policy_version) for group in setup.answers[2:]] == [
+            ("lease-0", 5),
+            ("lease-1", 5),
+        ]
+        await setup.publish(4)
+        await setup.settle()
+        assert [(group.lease_id, group.policy_version) for group in setup.answers[4:]] == [
+            ("lease-3", 4),
+            ("lease-4", 4),
+        ]
+        assert setup.engine.versions == [4]
+        assert (setup.counters.failed, setup.counters.groups) == (0, 4)
+
+    run(body)
+
+
+@pytest.mark.parametrize("rounds", range(6))
+def test_a_lease_handed_back_while_it_enters_the_engine_is_answered_once(run, rounds):
+    """However far its task has come when the trainer changes, there is one answer."""
+
+    async def body(setup):
+        setup.engine.release.set()
+        setup.generation.start(lease(0, policy_floor=1))
+        await asyncio.sleep(0)
+        await setup.publish(1)
+        for _ in range(rounds):
+            await asyncio.sleep(0)
+        setup.generation.hand_back_above(0)
+        setup.registry.follow(blob(0)[0])
+        await setup.settle()
+        (answer,) = setup.answers
+        assert isinstance(answer, Group) if rounds else answer == Nack("lease-0", "returned")
+        await setup.publish(0)
+        assert setup.engine.versions == [0]
+        assert setup.generation.workload().waiting_floors == ()
+
+    run(body)
+
+
+def test_a_lease_that_comes_again_is_not_answered_by_its_first_task(run):
+    async def body(setup):
+        await setup.publish(0)
+        setup.generation.start(lease(0))
+        await asyncio.sleep(0.02)
+        setup.generation.abandon("lease-0")
+        setup.generation.start(lease(0))
+        setup.engine.release.set()
+        await setup.settle()
+        assert len(setup.answers) == 1
+
+    run(body)
+
+
+def test_a_lease_that_finds_no_room_in_time_says_so(run):
+    async def body(setup):
+        await setup.publish(0)
+        setup.generation.pause(True)
+        setup.generation.start(lease(0, timeout_s=0.05))
+        await setup.settle()
+        (nack,) = setup.answers
+        assert (nack.reason, setup.engine.started_on) == ("generation_failed", [])
+        assert "while waiting for room in the engine" in nack.detail
 
     run(body)

@@ -5,9 +5,10 @@ import time
 
 import pytest
 
-from producer.interfaces import Counters, Identity
+from producer.interfaces import Counters, Identity, Workload
 from producer.link import Link
-from protocol.codec import encode
+from producer.outbox import num_bytes
+from protocol.codec import CodecError, encode
 from protocol.config import TransportSection
 from protocol.errors import IncompatiblePeerError
 from protocol.loopback import LoopbackServer
@@ -28,11 +29,16 @@ class Events:
     """Keeps what the link says."""
 
     def __init__(self) -> None:
+        self.runs: list[PolicyInfo] = []
         self.sessions: list[PolicyInfo] = []
         self.leases: list[Lease] = []
         self.abandoned_ids: list[str] = []
         self.blobs: list[tuple[int, bytes]] = []
+        self.fullness: list[bool] = []
         self.outcome: list[BaseException | None] = []
+
+    def run_began(self, policy: PolicyInfo) -> None:
+        self.runs.append(policy)
 
     def session_began(self, policy: PolicyInfo) -> None:
         self.sessions.append(policy)
@@ -46,18 +52,27 @@ class Events:
     def policy_arrived(self, policy: PolicyInfo, blob: bytes, announced_at: float) -> None:
         self.blobs.append((policy.version, blob))
 
+    def outbox_full(self, full: bool) -> None:
+        self.fullness.append(full)
+
     def ended(self, error: BaseException | None) -> None:
         self.outcome.append(error)
 
 
 class Setup:
-    def __init__(self) -> None:
+    def __init__(self, transport: TransportSection = TRANSPORT) -> None:
         self.server = LoopbackServer()
         self.client = self.server.connect("p")
         self.events = Events()
         self.counters = Counters()
         self.link = Link(
-            self.client, Identity("p", facts(), 8), TRANSPORT, "loopback", self.events, self.counters, lambda: 1.5
+            self.client,
+            Identity("p", facts(), 8),
+            transport,
+            "loopback",
+            self.events,
+            self.counters,
+            lambda: Workload((0, 0, 7), 2, 1, 1.5),
         )
         self.blob = bytes(range(256)) * 20
         self.trainer = ScriptedTrainer(self.server, policy(0, self.blob))
@@ -82,6 +97,13 @@ class Setup:
 
     def groups(self) -> list[str]:
         return [group.lease_id for group in self.trainer.all(Group)]
+
+    def restart_trainer(self, newest: PolicyInfo, blob: bytes) -> None:
+        """Another process, which knows nothing of the connection."""
+        self.trainer.session += "+"
+        self.trainer.policy = newest
+        self.trainer.blobs[newest.digest] = blob
+        self.trainer.send(Bye("unknown_session"))
 
     def end(self) -> None:
         self.link.stop(0.0)
@@ -163,7 +185,7 @@ def test_heartbeats_carry_the_counters_and_the_held_leases(setup):
     beats = len(setup.trainer.all(Heartbeat))
     setup.trainer.wait_for_message(Heartbeat, beats + 2)
     last = setup.trainer.all(Heartbeat)[-1]
-    assert last == Heartbeat(4, 8, ["lease-1", "lease-2"], 99, 1.5)
+    assert last == Heartbeat(4, 8, ["lease-1", "lease-2"], 99, 1.5, waiting=3, generating=2, scoring=1, unacked=1)
 
 
 def test_a_duplicate_lease_is_worked_on_once(setup):
@@ -190,7 +212,7 @@ def test_a_silent_trainer_is_noticed_and_greeted_again_with_what_is_held(setup, 
     assert setup.trainer.all(Hello)[-1].held == ["lease-2", "lease-1"]
     setup.finish(2)
     setup.wait_for(lambda: "lease-2" in setup.groups())
-    assert len(setup.events.sessions) == 1
+    assert (len(setup.events.runs), setup.events.sessions) == (1, [])
     assert setup.counters.abandoned == 0
 
 
@@ -211,7 +233,35 @@ def test_an_unacknowledged_group_is_sent_again_and_an_acknowledged_one_is_not(se
     assert set(setup.groups()) == {"lease-1"}
 
 
-def test_another_trainer_process_voids_all_leases(setup):
+def test_another_process_of_the_same_run_gets_what_is_finished_and_what_goes_on(setup):
+    setup.trainer.acknowledges = False
+    setup.start()
+    setup.trainer.wait_for_message(Hello)
+    setup.take_leases(1, 2, 3, 4)
+    setup.finish(1)
+    setup.finish(4)
+    setup.trainer.wait_for_message(Group, 2)
+    setup.wait_for(lambda: setup.events.blobs)
+    sent = len(setup.groups())
+    setup.trainer.wants = lambda lease_id: lease_id not in ("lease-3", "lease-4")
+    setup.restart_trainer(policy(0, b"other"), b"other")
+    setup.wait_for(lambda: setup.events.sessions == [policy(0, b"other")])
+    setup.wait_for(lambda: setup.events.blobs[1:] == [(0, b"other")])
+    assert setup.trainer.all(Hello)[-1].held == ["lease-2", "lease-3", "lease-1", "lease-4"]
+    setup.wait_for(lambda: setup.events.abandoned_ids == ["lease-3"])
+    setup.finish(2)
+    setup.finish(3)  # its task had not noticed yet
+    setup.trainer.acknowledges, setup.trainer.outcome = True, "duplicate"
+    setup.wait_for(lambda: "lease-2" in setup.groups())
+    setup.trainer.send(Ack("lease-1", "duplicate", setup.trainer.policy))
+    setup.wait_for(lambda: setup.trainer.all(Heartbeat)[-1].held == [])
+    assert setup.groups()[sent:].count("lease-1") == 1
+    assert "lease-3" not in setup.groups()
+    assert len(setup.events.runs) == 1
+    assert (setup.counters.abandoned, setup.counters.settled) == (1, 2)
+
+
+def test_a_trainer_of_another_run_voids_all_leases(setup):
     setup.trainer.acknowledges = False
     setup.start()
     setup.trainer.wait_for_message(Hello)
@@ -219,19 +269,81 @@ def test_another_trainer_process_voids_all_leases(setup):
     setup.finish(1)
     setup.trainer.wait_for_message(Group)
     sent = len(setup.groups())
-    setup.trainer.session = "session-2"
-    setup.trainer.policy = policy(7, b"other")
-    setup.trainer.blobs[setup.trainer.policy.digest] = b"other"
-    setup.trainer.send(Bye("unknown_session"))
-    setup.wait_for(lambda: len(setup.events.sessions) == 2)
-    assert setup.events.sessions[1] == setup.trainer.policy
+    setup.trainer.run_id = "run-2"
+    setup.restart_trainer(policy(7, b"other"), b"other")
+    setup.wait_for(lambda: setup.events.runs[1:] == [setup.trainer.policy])
     setup.wait_for(lambda: setup.events.blobs and setup.events.blobs[-1] == (7, b"other"))
     setup.finish(2)  # its task had not noticed yet
     setup.take_leases(3)
     setup.finish(3)
     setup.wait_for(lambda: "lease-3" in setup.groups())
     assert setup.groups()[sent:] == ["lease-3"]
+    assert setup.events.sessions == []
     assert setup.counters.abandoned == 2
+
+
+def test_what_ends_between_hello_and_welcome_is_told_once_after_it(setup):
+    setup.start()
+    setup.trainer.wait_for_message(Hello)
+    setup.take_leases(1, 2, 3)
+    setup.trainer.silent = True
+    setup.trainer.wait_for_message(Hello, 2)
+    setup.finish(1)
+    setup.link.answer(Nack("lease-2", "reward_failed", "it raised"))
+    setup.trainer.session = "session-2"
+    setup.trainer.silent = False
+    setup.trainer.wait_for_message(Nack)
+    setup.wait_for(lambda: setup.trainer.all(Heartbeat)[-1].held == ["lease-3"])
+    assert setup.groups() == ["lease-1"]
+    assert setup.trainer.all(Nack) == [Nack("lease-2", "reward_failed", "it raised")]
+
+
+def test_the_outbox_says_when_it_is_full_and_when_it_is_not(caplog):
+    caplog.set_level("INFO", logger="producer")
+    one = num_bytes(made_up_group(lease(1), 0))
+    setup = Setup(TRANSPORT.model_copy(update={"max_unacked_bytes": one}))
+    setup.trainer.acknowledges = False
+    setup.start()
+    setup.trainer.wait_for_message(Hello)
+    setup.take_leases(1, 2)
+    setup.finish(1)
+    setup.trainer.wait_for_message(Group)
+    assert setup.events.fullness == []
+    setup.finish(2)
+    setup.wait_for(lambda: setup.events.fullness == [True])
+    delivery = setup.link.delivery()
+    assert (delivery.connected, delivery.held, delivery.unacked, delivery.full) == (True, 2, 2, True)
+    assert delivery.unacked_bytes == one + num_bytes(made_up_group(lease(2), 0))
+    assert 0 <= delivery.heard_ago_s < 5
+    setup.trainer.send(Ack("lease-2", "accepted", setup.trainer.policy))
+    setup.wait_for(lambda: setup.events.fullness == [True, False])
+    setup.end()
+    assert [record.message for record in caplog.records if "generation" in record.message] == [
+        f"generation pauses: 2 groups ({delivery.unacked_bytes} bytes) wait for acknowledgement "
+        "(transport.max_unacked_bytes)",
+        f"generation resumes: 1 groups ({one} bytes) wait for acknowledgement (transport.max_unacked_bytes)",
+    ]
+    assert "1 finished groups were not acknowledged and are lost" in caplog.text
+
+
+def test_a_group_that_no_frame_holds_is_refused_instead(setup):
+    setup.start()
+    setup.trainer.wait_for_message(Hello)
+    setup.take_leases(1)
+
+    def send(message, original=setup.client.send):
+        if isinstance(message, Group):
+            raise CodecError("Group of 70000 bytes is above transport.max_message_bytes=65536")
+        return original(message)
+
+    setup.client.send = send
+    setup.finish(1)
+    (nack,) = setup.trainer.wait_for_message(Nack)
+    assert (nack.lease_id, nack.reason) == ("lease-1", "generation_failed")
+    assert "above transport.max_message_bytes" in nack.detail
+    setup.wait_for(lambda: setup.trainer.all(Heartbeat)[-1].held == [])
+    assert len(setup.trainer.all(Nack)) == 1
+    assert setup.link.delivery().unacked_bytes == 0
 
 
 def test_leases_that_the_trainer_does_not_know_are_dropped(setup):
@@ -309,6 +421,42 @@ def test_stopping_delivers_what_is_finished_and_says_goodbye(setup):
     assert sorted(kinds[:-1], key=str) == [Group, Nack]
     assert kinds[-1] is Bye
     assert setup.events.outcome == [None]
+
+
+def test_stopping_waits_for_the_acknowledgement_of_what_is_finished(setup):
+    setup.trainer.acknowledges = False
+    setup.start()
+    setup.trainer.wait_for_message(Hello)
+    setup.take_leases(1)
+    setup.finish(1)
+    setup.link.stop(30.0)
+    setup.trainer.wait_for_message(Group)
+    setup.trainer.wait_for_message(Heartbeat, len(setup.trainer.all(Heartbeat)) + 2)
+    assert setup.trainer.all(Bye) == []
+    setup.trainer.send(Ack("lease-1", "accepted", setup.trainer.policy))
+    setup.link.join(5)
+    setup.trainer.wait_for_message(Bye)
+    assert setup.groups() == ["lease-1"]
+    assert setup.events.outcome == [None]
+
+
+@pytest.mark.parametrize(("silent", "goodbyes"), [(False, [Bye("stopping")]), (True, [])])
+def test_stopping_ends_in_time_without_an_acknowledgement(setup, caplog, silent, goodbyes):
+    setup.trainer.acknowledges = False
+    setup.start()
+    setup.trainer.wait_for_message(Hello)
+    setup.take_leases(1)
+    setup.finish(1)
+    setup.trainer.wait_for_message(Group)
+    setup.trainer.silent = silent  # then it is noticed after heartbeat_timeout_s=0.5, and nobody is left to tell
+    started = time.monotonic()
+    setup.link.stop(10.0 if silent else 0.3)
+    setup.link.join(5)
+    assert 0.25 < time.monotonic() - started < 2
+    setup.trainer.wait_for_message(Bye, len(goodbyes))
+    setup.trainer.stop()
+    assert setup.trainer.all(Bye) == goodbyes
+    assert "1 finished groups were not acknowledged and are lost" in caplog.text
 
 
 def test_stopping_without_a_trainer_takes_no_time(setup):

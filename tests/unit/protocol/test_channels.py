@@ -16,7 +16,7 @@ from protocol.messages import BlobChunk, BlobMissing, BlobRequest, Bye, Heartbea
 from .channel_harness import Harness, eventually, receive
 from .samples import SHA
 
-LEASE = Lease("1.0", 1, 0, "1+1=", {}, Sampling(2, 8, 1.0), 0, 60.0)
+MESSAGE = Nack("1.0", "returned")  # both sides send it
 
 
 @pytest.fixture(params=["loopback", "ipc", "tcp"])
@@ -71,9 +71,9 @@ def test_peers_are_kept_apart(harness: Harness) -> None:
 def test_sending_to_an_unknown_peer_says_false(harness: Harness) -> None:
     server = harness.server()
     peer = introduce(server, harness.client(server))
-    assert server.send(peer, LEASE) is True
-    assert server.send(b"nobody", LEASE) is False
-    assert server.send(b"", LEASE) is False
+    assert server.send(peer, MESSAGE) is True
+    assert server.send(b"nobody", MESSAGE) is False
+    assert server.send(b"", MESSAGE) is False
     assert server.send(b"nobody", BlobMissing(SHA)) is False
 
 
@@ -82,7 +82,7 @@ def test_a_peer_that_left_becomes_unknown(harness: Harness) -> None:
     client = harness.client(server)
     peer = introduce(server, client)
     client.close()
-    eventually(lambda: not server.send(peer, LEASE), "the departure to show")
+    eventually(lambda: not server.send(peer, MESSAGE), "the departure to show")
 
 
 def test_reset_gives_a_new_routing_id_and_drops_what_was_queued(harness: Harness) -> None:
@@ -157,16 +157,16 @@ def test_a_wake_loses_no_message(harness: Harness) -> None:
     server = harness.server()
     client = harness.client(server)
     peer = introduce(server, client)
-    assert client.send(LEASE)
+    assert client.send(MESSAGE)
     server.wake()
-    assert receive(server, 1) == [(peer, LEASE)]
+    assert receive(server, 1) == [(peer, MESSAGE)]
 
 
 def test_a_bad_frame_comes_out_with_its_reason_and_the_channel_goes_on(harness: Harness) -> None:
     server = harness.server()
     client = harness.client(server)
     peer = introduce(server, client)
-    bad = [b"", b"GET / HTTP/1.1", encode(LEASE)[:-1], encode(LEASE, schema_version=9)]
+    bad = [b"", b"GET / HTTP/1.1", encode(MESSAGE)[:-1], encode(MESSAGE, schema_version=9)]
     expected = [
         BadFrame("frame of 0 bytes is shorter than the 8-byte prefix"),
         BadFrame("frame starts with b'GE', not b'SL'"),
@@ -176,10 +176,22 @@ def test_a_bad_frame_comes_out_with_its_reason_and_the_channel_goes_on(harness: 
     for frame in bad:
         harness.inject_to_server(client, frame)
         harness.inject_to_client(server, peer, frame)
-    assert client.send(LEASE)
-    assert server.send(peer, LEASE)
-    assert receive(server, 5) == [(peer, item) for item in [*expected, LEASE]]
-    assert receive(client, 5) == [*expected, LEASE]
+    assert client.send(MESSAGE)
+    assert server.send(peer, MESSAGE)
+    assert receive(server, 5) == [(peer, item) for item in [*expected, MESSAGE]]
+    assert receive(client, 5) == [*expected, MESSAGE]
+
+
+def test_what_only_the_other_side_sends_is_a_bad_frame(harness: Harness) -> None:
+    server = harness.server()
+    client = harness.client(server)
+    peer = introduce(server, client)
+    lease = Lease("1.0", 1, 0, "1+1=", {}, Sampling(2, 8, 1.0), 0, 60.0)
+    beat = Heartbeat(0, 1, [], 0, 0.0)
+    assert client.send(lease)
+    assert server.send(peer, beat)
+    assert receive(server, 1) == [(peer, BadFrame("body refused: Invalid value 'lease' - at `$.type`"))]
+    assert receive(client, 1) == [BadFrame("body refused: Invalid value 'heartbeat' - at `$.type`")]
 
 
 def test_blobs_arrive_under_the_same_peer_and_control_does_not_wait_for_them(harness: Harness) -> None:
@@ -189,10 +201,10 @@ def test_blobs_arrive_under_the_same_peer_and_control_does_not_wait_for_them(har
     assert introduce_blobs(server, client) == peer
     chunks = [BlobChunk(SHA, index * 2**20, bytes([index]) * 2**20) for index in range(16)]
     assert all(server.send(peer, chunk) for chunk in chunks)
-    assert server.send(peer, LEASE)
+    assert server.send(peer, MESSAGE)
     arrived = receive(client, 17)
     assert [message for message in arrived if isinstance(message, BlobChunk)] == chunks
-    assert LEASE in arrived
+    assert MESSAGE in arrived
 
 
 def test_a_message_that_cannot_be_encoded_is_refused_at_the_sender(harness: Harness) -> None:
@@ -204,8 +216,8 @@ def test_a_message_that_cannot_be_encoded_is_refused_at_the_sender(harness: Harn
         server.send(peer, odd)
     with pytest.raises(CodecError, match="cannot encode Lease"):
         client.send(odd)
-    assert client.send(LEASE)
-    assert receive(server, 1) == [(peer, LEASE)]
+    assert client.send(MESSAGE)
+    assert receive(server, 1) == [(peer, MESSAGE)]
 
 
 def test_a_heartbeat_with_many_leases(harness: Harness) -> None:

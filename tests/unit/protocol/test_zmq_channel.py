@@ -15,14 +15,14 @@ import pytest
 import zmq
 
 from protocol.channel import BadFrame
-from protocol.codec import CodecError
+from protocol.codec import CodecError, encode
 from protocol.errors import ConfigError, EndpointInUseError, ExitCode
 from protocol.messages import BlobChunk, BlobMissing, Bye, Nack
 from protocol.zmq_channel import ZmqClient, ZmqServer
 
 from .channel_harness import LIMIT, Harness, eventually, receive, reserve_port
 from .samples import SHA
-from .test_channels import LEASE, introduce, introduce_blobs, numbered
+from .test_channels import MESSAGE, introduce, introduce_blobs, numbered
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -176,7 +176,7 @@ def test_nobody_listening_says_false_at_once(harness: Harness) -> None:
     client = ZmqClient("producer", *harness.endpoints, LIMIT)
     harness.stack.callback(client.close)
     start = time.monotonic()
-    assert client.send(LEASE) is False
+    assert client.send(MESSAGE) is False
     assert client.send(BlobMissing(SHA)) is False
     assert client.poll(0.0) == []
     assert time.monotonic() - start < 10.0
@@ -189,8 +189,8 @@ def test_a_client_that_started_first_finds_its_server(harness: Harness) -> None:
     server = harness.server()
     peer = introduce(server, client)
     assert introduce_blobs(server, client) == peer
-    assert server.send(peer, LEASE)
-    assert receive(client, 1) == [LEASE]
+    assert server.send(peer, MESSAGE)
+    assert receive(client, 1) == [MESSAGE]
 
 
 def test_a_client_outlives_its_server(harness: Harness) -> None:
@@ -202,8 +202,8 @@ def test_a_client_outlives_its_server(harness: Harness) -> None:
     assert client.poll(0.0) == []
     server = harness.server()
     peer = introduce(server, client)
-    assert server.send(peer, LEASE)
-    assert receive(client, 1) == [LEASE]
+    assert server.send(peer, MESSAGE)
+    assert receive(client, 1) == [MESSAGE]
 
 
 def test_the_limit_is_kept_by_the_sender(harness: Harness) -> None:
@@ -222,7 +222,8 @@ def test_the_limit_is_kept_by_the_sender(harness: Harness) -> None:
             send(too_large)
         assert str(caught.value) == "BlobChunk of 65537 bytes is above transport.max_message_bytes=65536"
         assert send(largest)
-    assert receive(server, 1) == [(peer, largest)]
+    [(sender, chunk)] = receive(server, 1)  # whole, although producers send none
+    assert (sender, chunk.frame) == (peer, encode(largest))
     assert receive(client, 1) == [largest]
 
 
@@ -235,8 +236,8 @@ def test_a_raw_peer_with_too_large_a_frame_is_dropped_and_others_do_not_notice(h
         raw.connect(harness.endpoints[0])
         raw.send(bytes(65_537))
         assert server.poll(0.3) == []
-    assert client.send(LEASE)
-    assert receive(server, 1) == [(peer, LEASE)]
+    assert client.send(MESSAGE)
+    assert receive(server, 1) == [(peer, MESSAGE)]
 
 
 def test_a_message_of_several_frames_is_a_bad_frame(harness: Harness) -> None:
@@ -247,8 +248,8 @@ def test_a_message_of_several_frames_is_a_bad_frame(harness: Harness) -> None:
     server._sockets.control.send_multipart([peer, b"one", b"two"])
     assert receive(server, 1) == [(peer, BadFrame("message of 3 frames, expected 1"))]
     assert receive(client, 1) == [BadFrame("message of 2 frames, expected 1")]
-    assert client.send(LEASE)
-    assert receive(server, 1) == [(peer, LEASE)]
+    assert client.send(MESSAGE)
+    assert receive(server, 1) == [(peer, MESSAGE)]
 
 
 @pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 4096, bytes(64), b"\xff\0\0\0\0\0\0\0\1\x7f"])
@@ -264,8 +265,8 @@ def test_a_stranger_that_speaks_no_zeromq_does_not_hurt(harness: Harness, garbag
     with stranger:
         stranger.sendall(garbage)
         assert server.poll(0.1) == []
-        assert client.send(LEASE)
-        assert receive(server, 1) == [(peer, LEASE)]
+        assert client.send(MESSAGE)
+        assert receive(server, 1) == [(peer, MESSAGE)]
 
 
 def test_a_second_client_of_the_same_name_cannot_take_the_first_ones_place(ipc: Harness) -> None:
@@ -276,8 +277,8 @@ def test_a_second_client_of_the_same_name_cannot_take_the_first_ones_place(ipc: 
     second.poll(0.2)
     second.send(numbered(2))
     assert server.poll(0.2) == []
-    assert server.send(peer, LEASE)
-    assert receive(first, 1) == [LEASE]
+    assert server.send(peer, MESSAGE)
+    assert receive(first, 1) == [MESSAGE]
     assert second.poll(0.1) == []
 
 
@@ -294,10 +295,10 @@ def test_a_full_blob_lane_says_false_and_leaves_control_alone(ipc: Harness) -> N
         assert sent < 100_000
     assert time.monotonic() - start < 30.0
     assert sent >= 4096
-    assert server.send(peer, LEASE)
+    assert server.send(peer, MESSAGE)
     eventually(lambda: client._sockets.control.poll(0), "the lease, while no adapter byte is read")
     first = receive(client, 1)
-    assert first[0] == LEASE, "control comes first"
+    assert first[0] == MESSAGE, "control comes first"
     chunks = first[1:] + receive(client, sent - len(first) + 1)
     assert [chunk.offset for chunk in chunks] == list(range(sent))
     assert server.send(peer, BlobMissing(SHA))
@@ -313,7 +314,7 @@ def test_a_full_control_lane_says_false_instead_of_blocking(ipc: Harness) -> Non
         assert sent < 100_000
     arrived = receive(server, sent)
     assert [message.lease_id for _, message in arrived] == [str(number) for number in range(sent)]
-    eventually(lambda: client.send(LEASE), "room in the queue")
+    eventually(lambda: client.send(MESSAGE), "room in the queue")
 
 
 def test_what_a_client_sent_before_close_still_arrives(harness: Harness) -> None:

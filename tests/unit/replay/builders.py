@@ -1,15 +1,39 @@
 """Small things that the tests of `replay` need again and again."""
 
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import apsw
 import numpy as np
 
+from protocol.codec import encode
 from protocol.messages import Group
-from replay.buffer import RolloutBuffer
+from replay.buffer import CutBatch, Delivery, Outcome, RolloutBuffer
+from replay.failures import RetryBudget
 from replay.groups import GroupShape, RolloutGroup
+from replay.journal import Entry, Journal
 from replay.ledger import PromptLedger
 from replay.staleness import StalenessBudget
 from replay.table import FifoTable
+
+
+class FillableJournal(Journal):
+    """Its disk can be full: then every transaction ends as SQLite ends it, before its commit."""
+
+    full = False
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[apsw.Connection]:
+        with super().transaction() as db:
+            yield db
+            if self.full:
+                raise apsw.FullError("database or disk is full")
+
 
 SHAPE = GroupShape(num_generations=2, num_rewards=1, max_completion_length=4, vocab_size=10)
 
@@ -31,30 +55,124 @@ def group_message(lease_id: str = "s-1", version: int = 0, **changes: Any) -> Gr
     return Group(**(values | changes))
 
 
-def group(lease_id: str, version: int = 0, *, signal: bool = True) -> RolloutGroup:
+def delivery(lease_id: str, version: int = 0, *, signal: bool = True, producer: str = "p") -> Delivery:
     rewards = np.array([0.0, float(signal)], "<f4").tobytes()
-    return SHAPE.parse(group_message(lease_id, version, rewards=rewards))
+    message = group_message(lease_id, version, rewards=rewards)
+    return Delivery(SHAPE.parse(message), encode(message), producer)
+
+
+def group(lease_id: str, version: int = 0, *, signal: bool = True) -> RolloutGroup:
+    return delivery(lease_id, version, signal=signal).group
 
 
 def rewards_differ(candidate: RolloutGroup) -> bool:
     return bool(np.ptp(candidate.rewards) > 0)
 
 
-def ledger(num_prompts: int = 4, **changes: Any) -> PromptLedger:
-    values = {"seed": 0, "shuffle": False, "max_attempts": 3, "session": "s"}
-    return PromptLedger(num_prompts, **(values | changes))
+def ledger(num_prompts: int = 4, *, data_attempts: int = 3, infra_attempts: int = 10, **changes: Any) -> PromptLedger:
+    """No shuffling; a data failure waits 1 s, an infra failure 0.25 s, doubling."""
+    budgets = {"data": RetryBudget(data_attempts, 1.0), "infra": RetryBudget(infra_attempts, 0.25)}
+    return PromptLedger(num_prompts, **({"seed": 0, "shuffle": False, "budgets": budgets, "session": "s"} | changes))
 
 
-def buffer(
-    num_prompts: int = 1000, *, max_failed_share: float = 0.5, max_attempts: int = 3, **budget: int
+def unpublished_buffer(
+    journal: Journal,
+    num_prompts: int = 1000,
+    *,
+    max_failed_share: float = 0.5,
+    data_attempts: int = 3,
+    session: str = "s",
+    **budget: int,
 ) -> RolloutBuffer:
-    """A buffer whose version 0 is published."""
-    result = RolloutBuffer(
-        ledger(num_prompts, max_attempts=max_attempts),
+    return RolloutBuffer(
+        ledger(num_prompts, data_attempts=data_attempts, session=session),
         StalenessBudget(**({"groups_per_step": 2, "max_staleness": 0} | budget)),
         FifoTable(),
+        journal,
         has_signal=rewards_differ,
+        reward_weights=np.ones(1, np.float32),
         max_failed_share=max_failed_share,
     )
+
+
+def buffer(journal: Journal, num_prompts: int = 1000, **arguments: Any) -> RolloutBuffer:
+    """A buffer whose version 0 is published."""
+    result = unpublished_buffer(journal, num_prompts, **arguments)
     result.published(0)
     return result
+
+
+def resumed(
+    journal: Journal,
+    state: dict[str, Any] | None,
+    step: int,
+    *,
+    version: int | None = None,
+    comparable: bool = True,
+    session: str = "t",
+    **arguments: Any,
+) -> RolloutBuffer:
+    """A buffer of the next trainer process, which starts at a checkpoint."""
+    result = unpublished_buffer(journal, session=session, **arguments)
+    result.restore(state, step=step, shape=SHAPE, comparable=comparable)
+    result.published(step if version is None else version)
+    return result
+
+
+def lease(replay: RolloutBuffer, producer: str = "p", *, now: float = 0.0, timeout_s: float = 60.0) -> str:
+    record = replay.lease(producer, now=now, timeout_s=timeout_s)
+    assert record is not None
+    return record.lease_id
+
+
+def offer(replay: RolloutBuffer, lease_id: str, version: int = 0, *, signal: bool = True) -> Outcome:
+    (outcome,) = replay.offer([delivery(lease_id, version, signal=signal)])
+    return outcome
+
+
+def fill(replay: RolloutBuffer, version: int = 0, count: int = 2) -> list[str]:
+    """Leases and answers `count` prompts."""
+    lease_ids = [lease(replay) for _ in range(count)]
+    assert replay.offer([delivery(lease_id, version) for lease_id in lease_ids]) == ["accepted"] * count
+    return lease_ids
+
+
+def cut(replay: RolloutBuffer) -> CutBatch:
+    batch = replay.next_batch(0.0)
+    assert batch is not None
+    return batch
+
+
+def names(groups: list[RolloutGroup]) -> list[str]:
+    return [g.group_id for g in groups]
+
+
+def entry(prompt_id: int, **changes: Any) -> Entry:
+    """The accepted first group of a prompt in epoch 0."""
+    values = {
+        "epoch": 0,
+        "prompt_id": prompt_id,
+        "attempt": 1,
+        "producer": "p",
+        "policy_version": 0,
+        "outcome": "accepted",
+        "reward": 0.5,
+        "num_tokens": 4,
+        "frame": f"frame of prompt {prompt_id}".encode(),
+    } | changes
+    group_id = f"{values['epoch']}-{prompt_id}-{values['attempt']}-s"
+    return Entry(**({"group_id": group_id} | values))
+
+
+def group_ids(*prompt_ids: int) -> list[str]:
+    return [entry(prompt_id).group_id for prompt_id in prompt_ids]
+
+
+@contextlib.contextmanager
+def memory_folder() -> Iterator[Path]:
+    """A folder that needs no disk where the machine has one, for tests that commit thousands of times."""
+    folder = tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
+    try:
+        yield Path(folder)
+    finally:
+        shutil.rmtree(folder)

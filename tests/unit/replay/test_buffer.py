@@ -1,67 +1,114 @@
 """Every group offered gets one outcome, every prompt one fate, and the counts add up."""
 
+import contextlib
 import random
 import threading
 import time
+from collections.abc import Iterator
 
 import pytest
 
+from protocol.codec import encode
 from protocol.errors import DataFailuresError
-from replay.buffer import FAILURE_WINDOW, RolloutBuffer
-from replay.ledger import UnknownLeaseError
+from replay.buffer import FAILURE_WINDOW, Delivery, RolloutBuffer
+from replay.journal import Journal, JournalFullError
 
-from .builders import buffer, group
+from .builders import (
+    FillableJournal,
+    buffer,
+    cut,
+    delivery,
+    fill,
+    group,
+    group_message,
+    lease,
+    memory_folder,
+    names,
+    offer,
+    resumed,
+    unpublished_buffer,
+)
 
 
-def lease(replay: RolloutBuffer, producer: str = "p", *, now: float = 0.0, timeout_s: float = 60.0) -> str:
-    record = replay.lease(producer, now=now, timeout_s=timeout_s)
-    assert record is not None
-    return record.lease_id
+def rows(journal: Journal, columns: str = "group_id, outcome, dropped, step, last_step") -> list[tuple]:
+    return journal.query(f"SELECT {columns} FROM groups ORDER BY seq")
 
 
-def fill(replay: RolloutBuffer, version: int, count: int = 2) -> None:
-    for _ in range(count):
-        assert replay.offer(group(lease(replay), version)) == "accepted"
+@contextlib.contextmanager
+def full_disk(journal: FillableJournal) -> Iterator[None]:
+    journal.full = True
+    yield
+    journal.full = False
 
 
-def names(groups: list) -> list[str]:
-    return [g.group_id for g in groups]
+# Leases.
 
 
-def test_nothing_is_leased_before_the_first_policy_is_published() -> None:
-    replay = buffer()
-    replay.published(-1)
+def test_nothing_is_leased_before_the_first_policy_is_published(journal: Journal) -> None:
+    replay = unpublished_buffer(journal)
     assert replay.lease("p", now=0.0, timeout_s=1.0) is None
+    assert replay.newest_version == -1
     replay.published(0)
-    assert lease(replay) == "s-1"
+    assert lease(replay) == "0-0-1-s"
+    assert replay.newest_version == 0
 
 
 @pytest.mark.parametrize(("max_staleness", "leases"), [(0, 2), (1, 4), (3, 8)])
 def test_leases_end_with_the_staleness_budget_and_come_back_with_the_next_version(
-    max_staleness: int, leases: int
+    journal: Journal, max_staleness: int, leases: int
 ) -> None:
-    replay = buffer(max_staleness=max_staleness)
+    replay = buffer(journal, max_staleness=max_staleness)
     given = [lease(replay) for _ in range(leases)]
     assert replay.lease("p", now=0.0, timeout_s=1.0) is None
     for lease_id in given[:2]:
-        replay.offer(group(lease_id))
+        offer(replay, lease_id)
     assert replay.lease("p", now=0.0, timeout_s=1.0) is None, "what is ready counts too"
-    assert replay.next_batch(0.0) is not None
+    cut(replay)
     replay.published(1)
     assert [lease(replay), lease(replay)]
     assert replay.lease("p", now=0.0, timeout_s=1.0) is None
 
 
-def test_a_batch_holds_the_first_groups_and_everything_that_arrived() -> None:
-    replay = buffer(max_staleness=2)
+def test_a_lease_ends_by_time_or_with_its_producer_unless_it_is_kept(journal: Journal) -> None:
+    replay = buffer(journal, max_staleness=3)
+    short = lease(replay, "a", timeout_s=1.0)
+    kept, lost = lease(replay, "a"), lease(replay, "a")
+    other = lease(replay, "b")
+    assert replay.leased_to("a") == {short, kept, lost}
+    assert replay.expire(0.99) == []
+    assert [record.lease_id for record in replay.expire(1.0)] == [short]
+    assert [record.lease_id for record in replay.release("a", 2.0, frozenset([kept, "of-another-run"]))] == [lost]
+    assert replay.leased_to("a") == {kept}
+    assert replay.leased_to("b") == {other}
+    assert replay.counts == {"leased": 4, "failed_expired": 1, "failed_released": 1}
+    assert replay.depth() == {"ready": 0, "leased": 2, "epoch": 0}
+
+
+def test_a_lease_given_back_is_counted_and_goes_out_at_once(journal: Journal) -> None:
+    replay = buffer(journal)
+    replay.give_back(lease(replay))
+    assert lease(replay) == "0-0-2-s"
+    assert replay.counts == {"leased": 2, "returned": 1}
+
+
+def test_a_failed_prompt_waits_while_the_others_go_on(journal: Journal) -> None:
+    replay = buffer(journal, max_staleness=3)
+    assert replay.fail(lease(replay), "reward_failed", "boom", 0.0) is True
+    assert [lease(replay, now=0.9), lease(replay, now=1.0)] == ["0-1-1-s", "0-0-2-s"]
+
+
+# Groups.
+
+
+def test_a_batch_holds_the_first_groups_and_everything_that_arrived(journal: Journal) -> None:
+    replay = buffer(journal, max_staleness=2)
     first, dull, second, third = (lease(replay) for _ in range(4))
-    assert replay.offer(group(first)) == "accepted"
+    assert offer(replay, first) == "accepted"
     assert replay.next_batch(0.0) is None
-    assert replay.offer(group(dull, signal=False)) == "no_signal"
-    assert replay.offer(group(third)) == "accepted"
-    batch = replay.next_batch(0.0)
-    assert batch is not None
-    assert batch.step == 0
+    assert offer(replay, dull, signal=False) == "no_signal"
+    assert offer(replay, third) == "accepted"
+    batch = cut(replay)
+    assert (batch.step, batch.num_iterations) == (0, 1)
     assert names(batch.groups) == [first, third]
     assert [(g.group_id, outcome) for g, outcome in batch.arrivals] == [
         (first, "accepted"),
@@ -69,109 +116,154 @@ def test_a_batch_holds_the_first_groups_and_everything_that_arrived() -> None:
         (third, "accepted"),
     ]
     replay.published(1)
-    replay.offer(group(second))
+    offer(replay, second)
     fill(replay, 1, count=1)
-    following = replay.next_batch(0.0)
-    assert following is not None
+    following = cut(replay)
     assert following.step == 1
     assert len(following.arrivals) == 2
 
 
-def test_a_batch_trained_twice_moves_the_step_by_two() -> None:
-    replay = buffer(num_iterations=2)
+def test_a_batch_trained_twice_moves_the_step_by_two(journal: Journal) -> None:
+    replay = buffer(journal, num_iterations=2)
     fill(replay, 0)
-    first = replay.next_batch(0.0)
+    first = cut(replay)
     replay.published(2)
     fill(replay, 2)
-    second = replay.next_batch(0.0)
-    assert (first.step, second.step) == (0, 2)
+    second = cut(replay)
+    assert [(batch.step, batch.num_iterations) for batch in (first, second)] == [(0, 2), (2, 2)]
+    assert rows(journal, "step, last_step, position, tries") == [(1, 2, 0, 1), (1, 2, 1, 1), (3, 4, 0, 1), (3, 4, 1, 1)]
 
 
-def test_a_group_without_signal_settles_its_prompt() -> None:
-    replay = buffer(num_prompts=2)
-    assert replay.offer(group(lease(replay), signal=False)) == "no_signal"
+def test_groups_that_arrive_together_are_judged_together_and_in_order(journal: Journal) -> None:
+    replay = buffer(journal, num_prompts=3, groups_per_step=3)
+    late = lease(replay, timeout_s=1.0)
+    replay.expire(1.0)
+    again = lease(replay, now=2.0)
+    dull = lease(replay)
+    arriving = [delivery(i) for i in (again, late, again, "other-1")] + [delivery(dull, signal=False)]
+    assert replay.offer(arriving) == ["accepted", "duplicate", "duplicate", "unknown_lease", "no_signal"]
+    assert rows(journal, "group_id, outcome") == [(again, "accepted"), (dull, "no_signal")]
+    assert replay.offer([]) == []
+    assert {n: replay.counts[n] for n in ("accepted", "no_signal", "duplicate", "unknown_lease", "stale")} == {
+        "accepted": 1, "no_signal": 1, "duplicate": 2, "unknown_lease": 1, "stale": 0,
+    }  # fmt: skip
+
+
+def test_a_group_is_in_the_journal_when_its_outcome_is_known(journal: Journal) -> None:
+    replay = buffer(journal)
+    lease_id = lease(replay)
+    message = group_message(lease_id)
+    frame = encode(message)
+    assert replay.offer([Delivery(group(lease_id), frame, "gpu-3")]) == ["accepted"]
+    columns = "group_id, epoch, prompt_id, attempt, producer, policy_version, outcome, reward, num_tokens, num_bytes"
+    assert rows(journal, columns) == [(lease_id, 0, 0, 1, "gpu-3", 0, "accepted", 0.5, 4, len(frame))]
+    assert journal.frames([lease_id]) == [frame]
+
+
+def test_a_group_without_signal_settles_its_prompt(journal: Journal) -> None:
+    replay = buffer(journal, num_prompts=2)
+    assert offer(replay, lease(replay), signal=False) == "no_signal"
     assert replay.state()["ledger"]["unsettled"] == []
     assert replay.depth() == {"ready": 0, "leased": 0, "epoch": 0}
 
 
-def test_a_second_result_is_a_duplicate_and_is_not_counted_as_an_arrival() -> None:
-    replay = buffer(num_prompts=1, groups_per_step=1)
+def test_a_second_group_is_a_duplicate_and_is_not_counted_as_an_arrival(journal: Journal) -> None:
+    replay = buffer(journal, num_prompts=1, groups_per_step=1)
     late = lease(replay, timeout_s=1.0)
     assert [record.lease_id for record in replay.expire(1.0)] == [late]
-    again = lease(replay, now=1.0)
-    assert replay.offer(group(again)) == "accepted"
-    assert replay.offer(group(late)) == "duplicate"
-    assert replay.offer(group(again)) == "duplicate"
-    batch = replay.next_batch(0.0)
+    again = lease(replay, now=2.0)
+    assert offer(replay, again) == "accepted"
+    assert offer(replay, late) == "duplicate"
+    assert offer(replay, again) == "duplicate"
+    batch = cut(replay)
     assert names(batch.groups) == [again]
     assert len(batch.arrivals) == 1
-    assert replay.offer(group(again)) == "duplicate"
+    assert offer(replay, again) == "duplicate"
 
 
-def test_a_group_that_is_too_old_on_arrival_sends_its_prompt_out_again() -> None:
-    replay = buffer(groups_per_step=1, max_staleness=1)
+def test_a_group_that_is_too_old_on_arrival_sends_its_prompt_out_again(journal: Journal) -> None:
+    replay = buffer(journal, groups_per_step=1, max_staleness=1)
     slow = lease(replay)
     for version in (0, 1):
         fill(replay, version, count=1)
-        assert replay.next_batch(0.0) is not None
+        cut(replay)
         replay.published(version + 1)
-    assert replay.offer(group(slow, version=0)) == "stale"
-    assert replay.offer(group(slow, version=0)) == "duplicate"
+    assert offer(replay, slow, 0) == "stale"
+    assert offer(replay, slow, 0) == "duplicate"
     record = replay.lease("p", now=0.0, timeout_s=1.0)
     assert (record.item.prompt_id, record.item.attempt, record.policy_floor) == (0, 2, 1)
     assert replay.counts["stale"] == 1
+    assert rows(journal)[-1] == (slow, "stale", None, None, None)
 
 
-def test_a_group_that_grows_too_old_in_the_table_is_requeued() -> None:
-    replay = buffer(num_prompts=10, max_staleness=1)
-    ids = [lease(replay) for _ in range(4)]
-    for lease_id in ids[:3]:  # the fourth is slow, so the third waits
-        replay.offer(group(lease_id, 0))
-    assert names(replay.next_batch(0.0).groups) == ids[:2]
-    replay.published(2)  # two steps' worth of versions pass, as after a resume from a later checkpoint
-    replay._next_step = 2
+def test_after_a_stale_group_a_usable_one_for_the_same_prompt_is_accepted_in_the_same_breath(journal: Journal) -> None:
+    replay = buffer(journal, groups_per_step=1)
+    late = lease(replay, timeout_s=1.0)
+    replay.expire(1.0)
+    fill(replay, 0, count=1)
+    cut(replay)
+    replay.published(1)
+    again = lease(replay, now=2.0)
+    assert replay.offer([delivery(late, 0), delivery(again, 1)]) == ["stale", "accepted"]
+    assert names(cut(replay).groups) == [again]
+
+
+def test_a_group_that_grows_too_old_in_the_table_is_dropped_and_its_prompt_goes_out_again(journal: Journal) -> None:
+    replay = buffer(journal, groups_per_step=1)
+    late = lease(replay, timeout_s=1.0)
+    replay.expire(1.0)
+    (prompt_1,) = fill(replay, 0, count=1)  # prompt 0 still waits for its second try
+    assert offer(replay, late, 0) == "accepted"
+    assert names(cut(replay).groups) == [prompt_1]
+    replay.published(1)
     assert replay.next_batch(0.0) is None
     assert replay.counts["went_stale"] == 1
     assert replay.depth()["ready"] == 0
+    assert rows(journal) == [(prompt_1, "accepted", None, 1, 1), (late, "accepted", "stale", None, None)]
     record = replay.lease("p", now=0.0, timeout_s=1.0)
-    assert record.item.prompt_id == 2
-    assert record.item.attempt == 2
+    assert record is not None
+    assert (record.item.prompt_id, record.item.attempt) == (0, 2)
 
 
-def test_an_unknown_lease_is_no_outcome() -> None:
-    replay = buffer()
-    with pytest.raises(UnknownLeaseError):
-        replay.offer(group("other-1"))
-    with pytest.raises(UnknownLeaseError):
-        replay.fail("other-1", "reward_failed", "")
-    assert replay.counts["accepted"] == replay.counts["failed_reward_failed"] == 0
+def test_an_unknown_lease_is_told_apart_and_leaves_no_trace(journal: Journal) -> None:
+    replay = buffer(journal, num_prompts=4)
+    assert offer(replay, "other-1") == "unknown_lease"
+    assert offer(replay, "0-4-1-s") == "unknown_lease"
+    assert replay.fail("other-1", "reward_failed", "", 0.0) is None
+    assert replay.adopt("p", ["other-1"], deadline=1.0) == {"other-1": False}
+    assert replay.counts == {"unknown_lease": 2, "failed_reward_failed": 0, "adopted": 0}
+    assert rows(journal) == []
 
 
-def test_failures_are_counted_by_reason_and_prompts_skipped_after_max_attempts() -> None:
-    replay = buffer(num_prompts=3, max_attempts=2)
-    assert replay.fail(lease(replay), "reward_failed", "boom") is True
-    assert replay.fail(lease(replay), "reward_failed", "boom") is False
-    assert replay.fail(lease(replay), "prompt_too_long", "900 tokens") is False
-    assert replay.fail(lease(replay), "returned", "") is True
+# Failures.
+
+
+def test_failures_are_counted_by_reason_and_prompts_given_up_become_dead_letters(journal: Journal) -> None:
+    replay = buffer(journal, num_prompts=3, data_attempts=2)
+    assert replay.fail(lease(replay), "reward_failed", "boom", 0.0) is True
+    assert replay.fail(lease(replay, now=5.0), "reward_failed", "bang", 5.0) is False
+    assert replay.fail(lease(replay), "prompt_too_long", "900 tokens", 5.0) is False
+    assert replay.fail("0-1-1-s", "prompt_too_long", "again", 5.0) is None
     assert replay.counts == {
-        "leased": 4,
+        "leased": 3,
         "failed_reward_failed": 2,
         "failed_prompt_too_long": 1,
-        "prompts_skipped": 2,
-        "returned": 1,
+        "dead_letters": 2,
     }
+    letters = journal.query("SELECT epoch, prompt_id, attempts, failure, reason, detail FROM dead_letters ORDER BY id")
+    assert letters == [(0, 0, 2, "data", "reward_failed", "bang"), (0, 1, 1, "data", "prompt_too_long", "900 tokens")]
 
 
 def answer(replay: RolloutBuffer, *, failures: int, successes: int) -> None:
     for _ in range(failures):
-        replay.fail(lease(replay), "reward_failed", "ZeroDivisionError: division by zero")
+        replay.fail(lease(replay), "bad_prompt", "ZeroDivisionError: division by zero", 0.0)
     for _ in range(successes):
-        replay.offer(group(lease(replay), signal=False))
+        offer(replay, lease(replay), signal=False)
 
 
-def test_the_run_stops_at_exactly_the_share_of_failures_that_is_not_allowed() -> None:
+def test_the_run_stops_at_exactly_the_share_of_dead_letters_that_is_not_allowed(journal: Journal) -> None:
     assert FAILURE_WINDOW == 64
-    replay = buffer()
+    replay = buffer(journal)
     answer(replay, failures=32, successes=32)  # half of the window: just allowed
     assert replay.next_batch(0.0) is None
     answer(replay, failures=32, successes=0)  # drives the first failures out of the window, so still half
@@ -180,40 +272,43 @@ def test_the_run_stops_at_exactly_the_share_of_failures_that_is_not_allowed() ->
     with pytest.raises(DataFailuresError) as caught:
         replay.next_batch(0.0)
     assert str(caught.value) == (
-        "33 of the last 64 answers of producers were failures, more than pipeline.max_failed_share=0.5 allows. "
-        "The last one: reward_failed: ZeroDivisionError: division by zero"
+        "33 of the last 64 prompts were given up, more than pipeline.max_failed_share=0.5 allows. "
+        "The last one: bad_prompt: ZeroDivisionError: division by zero"
     )
     assert caught.value.exit_code == 66
 
 
-def test_one_failure_above_the_share_is_enough() -> None:
-    replay = buffer()
+def test_one_dead_letter_above_the_share_is_enough(journal: Journal) -> None:
+    replay = buffer(journal)
     answer(replay, failures=0, successes=31)
     answer(replay, failures=33, successes=0)
     with pytest.raises(DataFailuresError, match="33 of the last 64"):
         replay.next_batch(0.0)
 
 
-def test_a_short_history_of_failures_is_not_judged_and_good_answers_clear_it() -> None:
-    replay = buffer()
+def test_a_short_history_of_failures_is_not_judged_and_good_answers_clear_it(journal: Journal) -> None:
+    replay = buffer(journal)
     answer(replay, failures=63, successes=0)
     assert replay.next_batch(0.0) is None
     answer(replay, failures=0, successes=33)
     assert replay.next_batch(0.0) is None
 
 
-def test_returned_leases_and_moot_failures_are_not_failures() -> None:
-    replay = buffer()
-    for _ in range(100):
-        replay.fail(lease(replay), "returned", "shutting down")
-        late = lease(replay, timeout_s=1.0)
-        replay.expire(1.0)
-        replay.fail(late, "reward_failed", "too late to matter")
+def test_returned_and_late_leases_and_failures_within_the_budget_do_not_stop_the_run(journal: Journal) -> None:
+    replay = buffer(journal, data_attempts=2)
+    for i in range(100):
+        replay.give_back(lease(replay, now=10.0 * i))
+        retried = lease(replay, now=10.0 * i, timeout_s=1.0)
+        replay.fail(retried, "reward_failed", "boom", 10.0 * i)
+        replay.fail(retried, "reward_failed", "too late to matter", 10.0 * i)
+        offer(replay, lease(replay, now=10.0 * i + 5), signal=False)
     assert replay.next_batch(0.0) is None
+    assert replay.counts["failed_reward_failed"] == 100
+    assert replay.counts["dead_letters"] == 0
 
 
-def test_a_failure_wakes_a_trainer_that_waits() -> None:
-    replay = buffer()
+def test_a_failure_wakes_a_trainer_that_waits(journal: Journal) -> None:
+    replay = buffer(journal)
     answer(replay, failures=63, successes=0)
     timer = threading.Timer(0.05, lambda: answer(replay, failures=1, successes=0))
     timer.start()
@@ -224,32 +319,190 @@ def test_a_failure_wakes_a_trainer_that_waits() -> None:
     timer.join()
 
 
-def test_next_batch_waits_no_longer_than_told() -> None:
+def test_next_batch_waits_no_longer_than_told(journal: Journal) -> None:
     began = time.monotonic()
-    assert buffer().next_batch(0.1) is None
+    assert buffer(journal).next_batch(0.1) is None
     assert 0.09 < time.monotonic() - began < 5
 
 
-def test_a_restored_buffer_trains_what_was_not_trained() -> None:
-    replay = buffer(num_prompts=5, max_staleness=1)
-    fill(replay, 0, count=3)
-    lease(replay)
-    replay.next_batch(0.0)
-    state = replay.state()
+# A full disk.
 
-    restored = buffer(num_prompts=5, max_staleness=1)
-    restored.restore(state, step=1)
-    restored.published(1)
-    assert restored.depth() == {"ready": 0, "leased": 0, "epoch": 0}
-    prompts = [restored.lease("p", now=0.0, timeout_s=1.0).item.prompt_id for _ in range(3)]
-    assert sorted(prompts) == [2, 3, 4]
-    assert restored.counts["trained"] == 2
-    assert restored.counts["leased"] == 4 + 3
+
+def test_on_a_full_disk_no_group_is_decided_and_the_same_offer_succeeds_later(journal: FillableJournal) -> None:
+    replay = buffer(journal)
+    first, second = lease(replay), lease(replay)
+    arriving = [delivery(first), delivery(second, signal=False)]
+    before = replay.state(), dict(replay.counts), replay.depth()
+    with full_disk(journal):
+        for _ in range(2):
+            with pytest.raises(JournalFullError, match=r"the disk of .* is full"):
+                replay.offer(arriving)
+        assert (replay.state(), dict(replay.counts), replay.depth()) == before
+    assert replay.offer(arriving) == ["accepted", "no_signal"]
+
+
+def test_on_a_full_disk_a_prompt_is_not_given_up_but_other_failures_are_taken(journal: FillableJournal) -> None:
+    replay = buffer(journal, max_staleness=3, data_attempts=2)
+    hopeless, retried = lease(replay, timeout_s=1.0), lease(replay)
+    with full_disk(journal):
+        with pytest.raises(JournalFullError):
+            replay.fail(hopeless, "bad_prompt", "x" * 4000, 0.0)
+        assert replay.fail(retried, "reward_failed", "boom", 0.0) is True
+        assert replay.depth()["leased"] == 1
+        assert replay.counts["dead_letters"] == 0
+    assert replay.fail(hopeless, "bad_prompt", "x" * 4000, 0.0) is False
+    assert replay.counts["dead_letters"] == 1
+
+
+def test_on_a_full_disk_no_batch_is_cut(journal: FillableJournal) -> None:
+    replay = buffer(journal)
+    ids = fill(replay)
+    with full_disk(journal):
+        assert replay.next_batch(0.0) is None
+    assert replay.depth()["ready"] == 2
+    assert rows(journal, "step, tries") == [(None, 0), (None, 0)]
+    assert names(cut(replay).groups) == ids
+
+
+def test_on_a_full_disk_nothing_is_dropped(journal: FillableJournal) -> None:
+    replay = buffer(journal, groups_per_step=1)
+    late = lease(replay, timeout_s=1.0)
+    replay.expire(1.0)
+    fill(replay, 0, count=1)
+    offer(replay, late)
+    cut(replay)
+    with full_disk(journal):
+        assert replay.next_batch(0.0) is None
+        assert (replay.depth()["ready"], replay.counts["went_stale"]) == (1, 0)
+    assert replay.next_batch(0.0) is None
+    assert (replay.depth()["ready"], replay.counts["went_stale"]) == (0, 1)
+
+
+def test_on_a_full_disk_an_overdue_lease_that_would_be_given_up_stays(journal: FillableJournal) -> None:
+    replay = buffer(journal, max_staleness=3)
+    for attempt in range(9):
+        lease(replay, now=100.0 * attempt, timeout_s=1.0)
+        replay.expire(100.0 * attempt + 1)
+    last = lease(replay, now=1000.0, timeout_s=1.0)
+    fresh = lease(replay, now=1000.0, timeout_s=1.0)
+    with full_disk(journal):
+        assert [record.lease_id for record in replay.expire(1001.0)] == [fresh]
+        assert replay.release("p", 1001.0) == []
+        assert replay.leased_to("p") == {last}
+    assert [record.lease_id for record in replay.expire(1002.0)] == [last]
+    assert replay.counts["dead_letters"] == 1
+
+
+# The next trainer process.
+
+
+def test_the_next_process_trains_what_was_not_trained_and_loses_nothing(journal: Journal) -> None:
+    replay = buffer(journal, num_prompts=6, max_staleness=1)
+    ids = fill(replay, 0, count=3)
+    out = lease(replay)
+    cut(replay)
+    journal.end_step(1, (1, "digest"))
+    state = replay.state()
+    dull = "0-4-1-s"
+    assert offer(replay, dull, signal=False) == "no_signal"
+
+    restored = resumed(journal, state, 1, num_prompts=6, max_staleness=1)
+    assert restored.depth() == {"ready": 1, "leased": 0, "epoch": 0}
+    assert restored.newest_version == 1
+    assert restored.adopt("p", [ids[0], ids[2], out, dull], deadline=9.0) == {
+        ids[0]: None, ids[2]: None, out: True, dull: None,
+    }  # fmt: skip
+    assert lease(restored) == "0-5-1-t"
+    assert offer(restored, out) == "accepted"
+    batch = cut(restored)
+    assert (batch.step, names(batch.groups)) == (1, [ids[2], out])
+    assert restored.counts["trained"] == 4
+    assert restored.counts["leased"] == 4 + 1
+    assert restored.counts["adopted"] == 1
+
+
+def test_batches_after_the_checkpoint_are_cut_again_as_they_were(journal: Journal) -> None:
+    replay = buffer(journal, max_staleness=3)
+    fill(replay, 0, count=7)
+    cuts = []
+    state = None
+    for step in range(3):
+        cuts.append(names(cut(replay).groups))
+        journal.end_step(step + 1, None)
+        replay.published(step + 1)
+        if step == 0:
+            state = replay.state()
+    restored = resumed(journal, state, 1, max_staleness=3)
+    assert restored.depth()["ready"] == 5
+    again = [cut(restored) for _ in range(2)]
+    assert [names(batch.groups) for batch in again] == cuts[1:]
+    assert [batch.step for batch in again] == [1, 2]
+    assert restored.next_batch(0.0) is None
+    assert restored.depth()["ready"] == 1
+    assert restored.counts["trained"] == 6
+
+
+def test_a_checkpoint_between_two_iterations_trains_the_second_one_only(journal: Journal) -> None:
+    replay = buffer(journal, num_iterations=2, max_staleness=4)
+    ids = fill(replay, 0, count=4)
+    cut(replay)
+    journal.end_step(1, (1, "digest"))
+    state = replay.state()
+    journal.end_step(2, (2, "digest"))
+    cut(replay)
+    restored = resumed(journal, state, 1, num_iterations=2, max_staleness=4)
+    batches = [cut(restored), cut(restored)]
+    assert [(b.step, b.num_iterations, names(b.groups)) for b in batches] == [(0, 1, ids[:2]), (2, 2, ids[2:])]
+
+
+def test_a_resumed_batch_is_noted_again_before_it_is_handed_over(journal: FillableJournal) -> None:
+    replay = buffer(journal)
+    ids = fill(replay)
+    cut(replay)
+    restored = resumed(journal, None, 0)
+    with full_disk(journal):
+        assert restored.next_batch(0.0) is None
+    assert restored.depth()["ready"] == 2
+    assert rows(journal, "tries") == [(1,), (1,)]
+    assert names(cut(restored).groups) == ids
+    assert rows(journal, "tries") == [(2,), (2,)]
+
+
+def test_groups_that_look_different_now_are_dropped_and_their_prompts_go_out_again(journal: Journal) -> None:
+    replay = buffer(journal, max_staleness=3)
+    fill(replay, 0, count=3)
+    cut(replay)
+    restored = resumed(journal, None, 0, comparable=False, max_staleness=3)
+    assert restored.depth()["ready"] == 0
+    assert [lease(restored) for _ in range(4)] == ["0-0-1-t", "0-1-1-t", "0-2-1-t", "0-3-1-t"]
+
+
+def test_a_process_that_died_twice_over_a_batch_goes_on_without_it(journal: Journal) -> None:
+    state = None
+    for session in "st":
+        replay = resumed(journal, state, 0, session=session, version=0)
+        if session == "s":
+            fill(replay, 0)
+        cut(replay)
+    restored = resumed(journal, state, 0, session="u", version=0)
+    assert restored.counts["quarantined"] == 2
+    assert restored.depth()["ready"] == 0
+    assert lease(restored) == "0-2-1-u", "their prompts do not go out again"
+
+
+# Two threads.
 
 
 def test_two_threads_lose_nothing() -> None:
     """Producers answer, lose, repeat and fail leases at random while the trainer cuts and publishes."""
-    replay = buffer(num_prompts=40, groups_per_step=3, max_staleness=1, max_failed_share=1.0, max_attempts=1_000_000)
+    with memory_folder() as folder, contextlib.closing(Journal(folder / "journal")) as journal:
+        check_two_threads(journal)
+
+
+def check_two_threads(journal: Journal) -> None:
+    replay = buffer(
+        journal, num_prompts=40, groups_per_step=3, max_staleness=1, max_failed_share=1.0, data_attempts=1_000_000
+    )
     published = 0
     done = threading.Event()
     errors: list[BaseException] = []
@@ -267,30 +520,26 @@ def test_two_threads_lose_nothing() -> None:
                     out.append(record.lease_id)
                 replay.expire(now)
                 if draw.random() < 0.02:
-                    replay.release("a")
+                    replay.release("a", now)
                 if not out:
                     continue
                 lease_id = out.pop(draw.randrange(len(out)))
                 ended.append(lease_id)
                 kind = draw.random()
                 if kind < 0.7:
-                    replay.offer(group(lease_id, published, signal=draw.random() < 0.8))
+                    offer(replay, lease_id, published, signal=draw.random() < 0.8)
                 elif kind < 0.8:
-                    replay.fail(lease_id, "generation_failed", "")
+                    replay.fail(lease_id, "reward_failed", "", now)
                 elif kind < 0.9:
-                    replay.fail(lease_id, "returned", "")
+                    replay.give_back(lease_id)
                 if draw.random() < 0.1:
-                    assert replay.offer(group(draw.choice(ended[-50:]), published)) in (
-                        "duplicate",
-                        "accepted",
-                        "stale",
-                    )
+                    assert offer(replay, draw.choice(ended[-50:]), published) in ("duplicate", "accepted", "stale")
         except BaseException as error:
             errors.append(error)
 
     thread = threading.Thread(target=producers)
     thread.start()
-    trained = []
+    trained: list[str] = []
     deadline = time.monotonic() + 30
     while len(trained) < 900 and time.monotonic() < deadline and not errors:
         batch = replay.next_batch(0.2)
@@ -298,6 +547,7 @@ def test_two_threads_lose_nothing() -> None:
             assert all(published - g.policy_version <= 1 for g in batch.groups)
             trained += names(batch.groups)
             published += 1
+            journal.end_step(published, (published, "digest"))
             replay.published(published)
     done.set()
     thread.join()
@@ -307,4 +557,10 @@ def test_two_threads_lose_nothing() -> None:
     assert counts["trained"] == 900
     assert counts["accepted"] == 900 + depth["ready"] + counts["went_stale"]
     epoch, position = replay.state()["ledger"]["epoch"], replay.state()["ledger"]["position"]
-    assert epoch * 40 + position == 900 + counts["no_signal"] + len(unsettled), "a prompt was lost or settled twice"
+    settled = 900 + counts["no_signal"] + counts["dead_letters"]
+    assert epoch * 40 + position == settled + len(unsettled), "a prompt was lost or settled twice"
+    for outcome in ("accepted", "no_signal", "stale"):
+        assert journal.query("SELECT count(*) FROM groups WHERE outcome = ?", (outcome,)) == [(counts[outcome],)]
+    assert journal.query("SELECT group_id FROM groups WHERE step IS NOT NULL ORDER BY step, position") == [
+        (group_id,) for group_id in trained
+    ]

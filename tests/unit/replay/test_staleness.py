@@ -1,14 +1,16 @@
 """The budget against tables worked by hand, and the bound itself in a simulated pipeline."""
 
+import contextlib
 import random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from replay.journal import Journal
 from replay.staleness import StalenessBudget
 
-from .builders import buffer, group
+from .builders import buffer, memory_folder, offer
 
 
 @pytest.mark.parametrize(
@@ -79,13 +81,18 @@ def test_in_order_groups_are_never_too_old_and_the_pipeline_never_stands_still(
     groups_per_step: int, max_staleness: int, sync_interval: int, num_iterations: int, seed: int
 ) -> None:
     """Producers learn of versions late and finish whenever they like, but in the order of the leases."""
+    with memory_folder() as folder, contextlib.closing(Journal(folder / "journal")) as journal:
+        simulate(journal, StalenessBudget(groups_per_step, max_staleness, sync_interval, num_iterations), seed)
+
+
+def simulate(journal: Journal, budget: StalenessBudget, seed: int) -> None:
     draw = random.Random(seed)
-    budget = StalenessBudget(groups_per_step, max_staleness, sync_interval, num_iterations)
     replay = buffer(
-        groups_per_step=groups_per_step,
-        max_staleness=max_staleness,
-        sync_interval=sync_interval,
-        num_iterations=num_iterations,
+        journal,
+        groups_per_step=budget.groups_per_step,
+        max_staleness=budget.max_staleness,
+        sync_interval=budget.sync_interval,
+        num_iterations=budget.num_iterations,
     )
     step = published = known = num_batches = 0
     waiting: list[tuple[str, int]] = []  # leases not begun: id, floor
@@ -104,7 +111,7 @@ def test_in_order_groups_are_never_too_old_and_the_pipeline_never_stands_still(
                 begun.append((waiting.pop(0)[0], known))
             case "finish" if begun:
                 lease_id, version = begun.pop(0)
-                outcome = replay.offer(group(lease_id, version, signal=draw.random() < 0.8))
+                outcome = offer(replay, lease_id, version, signal=draw.random() < 0.8)
                 assert outcome in ("accepted", "no_signal")
             case "train":
                 batch = replay.next_batch(0.0)
@@ -113,13 +120,13 @@ def test_in_order_groups_are_never_too_old_and_the_pipeline_never_stands_still(
                 assert batch.step == step
                 ages += [budget.version_at(step) - g.policy_version for g in batch.groups]
                 num_batches += 1
-                for _ in range(num_iterations):
+                for _ in range(budget.num_iterations):
                     step += 1
-                    if step % sync_interval == 0:
+                    if step % budget.sync_interval == 0:
                         published = budget.version_at(step)
                         replay.published(published)
     assert replay.counts["went_stale"] == replay.counts["stale"] == 0
-    assert all(0 <= age <= max_staleness for age in ages)
+    assert all(0 <= age <= budget.max_staleness for age in ages)
     while replay.next_batch(0.0) is None:  # whatever the state, work can be had until the next batch is full
         record = replay.lease("p", now=0.0, timeout_s=1e9)
         if record is not None:
@@ -129,4 +136,4 @@ def test_in_order_groups_are_never_too_old_and_the_pipeline_never_stands_still(
         waiting = [entry for entry in waiting if entry[1] > known]
         assert begun, "nothing to generate, nothing to lease, no batch: a deadlock"
         lease_id, version = begun.pop(0)
-        replay.offer(group(lease_id, version))
+        offer(replay, lease_id, version)

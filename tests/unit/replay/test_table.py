@@ -1,8 +1,8 @@
-"""First in, first out, full batches or nothing, and no group is dropped silently."""
+"""First in, first out, full batches or nothing, and no group leaves unasked."""
 
 from replay.table import FifoTable
 
-from .builders import group
+from .builders import group, names
 
 
 def table(*versions: int) -> FifoTable:
@@ -12,26 +12,34 @@ def table(*versions: int) -> FifoTable:
     return result
 
 
-def names(groups: list) -> list[str]:
-    return [g.group_id for g in groups]
-
-
-def test_groups_leave_in_the_order_they_came() -> None:
+def test_the_oldest_groups_come_first_and_stay_until_removed() -> None:
     queue = table(0, 0, 0, 0, 0)
-    assert names(queue.cut(2)) == ["g0", "g1"]
-    assert names(queue.cut(2)) == ["g2", "g3"]
-    assert len(queue) == 1
+    first = queue.first(2)
+    assert names(first) == names(queue.first(2)) == ["g0", "g1"]
+    assert len(queue) == 5
+    queue.remove(first)
+    assert names(queue.first(3)) == ["g2", "g3", "g4"]
+    assert len(queue) == 3
 
 
-def test_a_batch_is_full_or_not_cut() -> None:
+def test_a_batch_is_full_or_nothing() -> None:
     queue = table(0, 0)
-    assert queue.cut(3) is None
+    assert queue.first(3) is None
     assert len(queue) == 2
-    assert FifoTable().cut(1) is None
+    assert FifoTable().first(1) is None
 
 
-def test_old_groups_come_out_and_the_others_keep_their_order() -> None:
+def test_old_groups_are_named_in_order_and_stay_until_removed() -> None:
     queue = table(3, 1, 2, 0, 3)
-    assert names(queue.evict_older_than(2)) == ["g1", "g3"]
-    assert queue.evict_older_than(2) == []
-    assert names(queue.cut(3)) == ["g0", "g2", "g4"]
+    old = queue.older_than(2)
+    assert names(old) == ["g1", "g3"]
+    assert len(queue) == 5
+    queue.remove(old)
+    assert queue.older_than(2) == []
+    assert names(queue.first(3)) == ["g0", "g2", "g4"]
+
+
+def test_removing_what_is_not_there_changes_nothing() -> None:
+    queue = table(0)
+    queue.remove([group("other")])
+    assert names(queue.first(1)) == ["g0"]

@@ -1,0 +1,112 @@
+"""The trainer's side of the measurement: everything of a trainer but the model.
+
+Guarantee: the server, the intake thread, the rollout buffer and the journal are the product's, wired as `consumer.daemon`
+wires them. The main thread takes batches as fast as they are full and publishes a policy after each, so that leases never
+wait for training and the journal also does the commits that steps cost.
+"""
+
+import hashlib
+import threading
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.groups import SHAPE
+from benchmarks.terms import HEARTBEAT_INTERVAL_S, HEARTBEAT_TIMEOUT_S, MAX_MESSAGE_BYTES, NEEDS
+from consumer.advantages import has_signal
+from consumer.intake import Intake
+from consumer.leasing import LeaseDesk
+from protocol.messages import Sampling
+from protocol.zmq_channel import ZmqServer
+from replay.buffer import RolloutBuffer
+from replay.disk import DiskGuard
+from replay.failures import RetryBudget
+from replay.groups import RolloutGroup
+from replay.journal import Journal
+from replay.ledger import PromptLedger
+from replay.staleness import StalenessBudget
+from replay.table import FifoTable
+
+GROUPS_PER_STEP = 64
+MAX_STALENESS = 64  # steps take no time here, and two producers are soon some apart
+_NUM_PROMPTS = 1_000_000
+
+
+class _Prompts:
+    def __getitem__(self, prompt_id: int) -> tuple[str, dict[str, Any]]:
+        return f"What is {prompt_id} + {prompt_id}?", {"answer": 2 * prompt_id}
+
+
+class Acceptor:
+    """Takes groups at `endpoint` while it is entered; the journal is in `folder`."""
+
+    def __init__(self, endpoint: str, folder: Path) -> None:
+        self.journal = Journal(folder / "journal.sqlite")
+        weights = torch.ones(1)
+
+        def moves_policy(group: RolloutGroup) -> bool:
+            return has_signal(torch.tensor(group.rewards), weights)
+
+        budgets = {"data": RetryBudget(3, 1.0), "infra": RetryBudget(10, 0.25)}
+        self.buffer = RolloutBuffer(
+            PromptLedger(_NUM_PROMPTS, seed=0, shuffle=False, budgets=budgets, session="bench"),
+            StalenessBudget(GROUPS_PER_STEP, MAX_STALENESS),
+            FifoTable(),
+            self.journal,
+            has_signal=moves_policy,
+            reward_weights=np.ones(1, np.float32),
+            max_failed_share=0.5,
+        )
+        self.buffer.restore(None, step=0, shape=SHAPE)
+        channel = ZmqServer(endpoint, f"{endpoint}.blobs", MAX_MESSAGE_BYTES)
+        disk = DiskGuard(folder, max_used=1.0)
+        sampling = Sampling(SHAPE.num_generations, SHAPE.max_completion_length, 1.0)
+        desk = LeaseDesk(channel, self.buffer, _Prompts(), disk, sampling=sampling, timeout_s=600.0)
+        self._intake = Intake(
+            channel,
+            self.buffer,
+            self.journal,
+            disk,
+            desk,
+            needs=NEEDS,
+            shape=SHAPE,
+            run_id="bench",
+            session="bench",
+            heartbeat_interval_s=HEARTBEAT_INTERVAL_S,
+            heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S,
+            keep_blobs=2,
+        )
+        self._ended = threading.Event()
+        self._trains = threading.Thread(target=self._take_batches, name="trains")
+        self._version = 0
+
+    def __enter__(self) -> "Acceptor":
+        self._publish()
+        self._intake.start()
+        self._trains.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        self._trains.join()
+        self._intake.stop("finished")
+        self.journal.close()
+        self._intake.check()
+
+    def _publish(self) -> None:
+        blob = self._version.to_bytes(8, "little")
+        self._intake.publish(self._version, blob, hashlib.sha256(blob).hexdigest())
+
+    def _take_batches(self) -> None:
+        while not self._ended.is_set():
+            batch = self.buffer.next_batch(0.1)
+            if batch is None:
+                continue
+            self._version = batch.step + 1
+            self.journal.end_step(self._version, (self._version, "0" * 64))
+            self._publish()

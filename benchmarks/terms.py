@@ -1,0 +1,10 @@
+"""What both sides of the measurement agree on. Imports nothing heavy, so that producers start at once."""
+
+from benchmarks.groups import SHAPE
+from protocol.handshake import LOGPROBS_MODE, TrainerNeeds
+from protocol.messages import EngineFacts
+
+HEARTBEAT_INTERVAL_S, HEARTBEAT_TIMEOUT_S = 1.0, 30.0
+MAX_MESSAGE_BYTES = 64 * 2**20
+ENGINE_FACTS = EngineFacts("0" * 64, "1" * 64, "float32", LOGPROBS_MODE, 8, 66, 1024, ["reward"])
+NEEDS = TrainerNeeds("0" * 64, "1" * 64, "float32", 8, 66, SHAPE.max_completion_length, ("reward",))

@@ -1,0 +1,99 @@
+"""`rl-journal show`: one group as people read it.
+
+Guarantee: everything that the journal holds of the group is shown or counted; where the tokenizer is not to be had, token
+ids stand in for text and one line says why.
+"""
+
+import textwrap
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from consumer.journal_content import Content, ContentReader, load_tokenizer
+from consumer.journal_text import clock, number, printable, say, say_table, span_of_steps
+from protocol.errors import JournalError
+from replay.groups import RolloutGroup
+from replay.journal import MAX_TRIES
+from replay.journal_reader import GroupRow, JournalReader
+
+Span = NDArray[Any]
+
+
+def show(reader: JournalReader, group_id: str, *, every_token: bool) -> None:
+    """Raises:
+    JournalError: the group is not there, or damaged.
+    """
+    row = reader.row(group_id)
+    content = ContentReader(reader).read(row) if row is not None else None
+    if row is None or content is None:
+        raise JournalError(f"{reader.path} holds no group {group_id}; `rl-journal list` shows what it holds")
+    _head(row, content)
+    try:
+        tokenizer = load_tokenizer(reader.facts())
+    except JournalError as error:
+        tokenizer = None
+        say(f"token ids instead of text: {error}")
+    group = content.group
+    say()
+    say(f"prompt, {len(group.prompt_ids)} tokens")
+    _text(tokenizer, group.prompt_ids)
+    ends = np.cumsum(group.completion_lengths)
+    for index, (start, end) in enumerate(zip(ends - group.completion_lengths, ends, strict=True)):
+        say()
+        _completion(content, tokenizer, index, slice(start, end), every_token=every_token)
+
+
+def _head(row: GroupRow, content: Content) -> None:
+    message = content.message
+    state: str = row.state
+    if row.step is not None and row.last_step is not None:
+        state += f", {span_of_steps(row.step, row.last_step)}, position {row.position}"
+    for name, value in {
+        "group": row.group_id,
+        "state": state + (f", try {row.tries} of {MAX_TRIES}" if row.tries else ""),
+        "outcome": row.outcome,
+        "prompt": f"{row.prompt_id} in epoch {row.epoch}, lease {row.attempt}",
+        "policy": f"version {row.policy_version}",
+        "producer": f"{row.producer}, {message.generation_s:.2f} s to generate, {message.reward_s:.2f} s to score",
+        "arrived": clock(row.accepted_at),
+        "size": f"{content.group.num_completions} completions, {row.num_tokens} tokens, {row.num_bytes} bytes",
+        "reward": number(row.reward),
+    }.items():
+        say(f"{name:<10}{printable(value)}")
+
+
+def _completion(content: Content, tokenizer: Any, index: int, tokens: slice, *, every_token: bool) -> None:
+    group = content.group
+    cut = ", cut off at the limit" if group.truncated[index] else ""
+    rewards = zip(content.reward_names, group.rewards[index].tolist(), strict=True)
+    shown = ", ".join(f"{printable(name)} {number(value)}" for name, value in rewards)
+    say(f"completion {index + 1} of {group.num_completions}, {group.completion_lengths[index]} tokens{cut}")
+    say(f"rewards: {shown or 'none'}")
+    say(f"log-probs: {_summary(group.logprobs[tokens])}")
+    _text(tokenizer, group.completion_ids[tokens])
+    if every_token:
+        say_table(("token", "id", "log-prob", "text"), _token_rows(group, tokenizer, tokens), right="token id log-prob")
+
+
+def _summary(logprobs: Span) -> str:
+    scored = logprobs[~np.isnan(logprobs)]
+    missing = f", {len(logprobs) - len(scored)} tokens without one" if len(scored) < len(logprobs) else ""
+    if not len(scored):
+        return f"none{missing}"
+    return f"mean {scored.mean():.3f}, lowest {scored.min():.3f}, sum {scored.sum():.3f}{missing}"
+
+
+def _token_rows(group: RolloutGroup, tokenizer: Any, tokens: slice) -> list[tuple[str, ...]]:
+    ids, logprobs = group.completion_ids[tokens].tolist(), group.logprobs[tokens].tolist()
+    return [
+        (str(place), str(token), number(logprob), repr(tokenizer.decode([token])) if tokenizer is not None else "")
+        for place, (token, logprob) in enumerate(zip(ids, logprobs, strict=True))
+    ]
+
+
+def _text(tokenizer: Any, ids: Span) -> None:
+    if tokenizer is None:
+        say(textwrap.fill(" ".join(map(str, ids.tolist())), 120, initial_indent="  ", subsequent_indent="  "))
+    else:
+        say(textwrap.indent(printable(tokenizer.decode(ids.tolist()), keep="\n\t"), "  ", lambda line: True))

@@ -1,0 +1,86 @@
+"""How `rl-journal` writes: tables for people, JSON for programs.
+
+Guarantee: what came over the wire cannot move the cursor or forge a line; JSON is always valid (no NaN); tables of any
+length are written in bounded memory.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, islice
+from typing import Any
+
+_ROWS_AT_ONCE = 500
+
+
+def say(line: str = "") -> None:
+    sys.stdout.write(f"{line}\n")
+
+
+def say_json(value: Any) -> None:
+    say(json.dumps(value, allow_nan=False, ensure_ascii=False))
+
+
+def say_table(header: Sequence[str], rows: Iterable[Sequence[str]], right: str = "") -> None:
+    """Aligned columns. A long table is written in pieces, and its columns only grow.
+
+    Args:
+        right: names of the columns that hold numbers, separated by spaces.
+    """
+    to_the_right = [name in right.split() for name in header]
+    widths = [0] * len(header)
+    lines = chain([header], ([printable(cell) for cell in row] for row in rows))
+    while piece := list(islice(lines, _ROWS_AT_ONCE)):
+        widths = [max(width, *map(len, cells)) for width, cells in zip(widths, zip(*piece, strict=True), strict=True)]
+        for row in piece:
+            cells = zip(row, widths, to_the_right, strict=True)
+            say("  ".join(f"{cell:>{width}}" if end else f"{cell:<{width}}" for cell, width, end in cells).rstrip())
+
+
+def printable(text: str, keep: str = "") -> str:
+    """`text` with escapes for whatever is not a character on paper, but those in `keep`."""
+    return "".join(
+        c if c.isprintable() or c in keep else c.encode("unicode_escape", "surrogatepass").decode() for c in text
+    )
+
+
+def clock(seconds: float | None) -> str:
+    return "-" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def size(num_bytes: int) -> str:
+    amount, units = float(num_bytes), iter(("B", "KiB", "MiB", "GiB"))
+    unit = next(units)
+    while amount >= 1024 and (larger := next(units, None)):
+        amount, unit = amount / 1024, larger
+    return f"{num_bytes} B" if unit == "B" else f"{amount:.1f} {unit}"
+
+
+def number(value: float | None) -> str:
+    """Three digits behind the point; `-` for what is not there."""
+    return "-" if value is None or value != value else f"{value:.3f}"
+
+
+def plain(values: Any) -> Any:
+    """Lists, with None for NaN."""
+    if isinstance(values, list):
+        return [plain(value) for value in values]
+    return None if isinstance(values, float) and values != values else values
+
+
+def span(first: int | None = None, last: int | None = None) -> str:
+    if first is None:
+        return "-"
+    return f"{first}" if first == last else f"{first}-{last}"
+
+
+def span_of_steps(first: int, last: int) -> str:
+    return f"step {first}" if first == last else f"steps {first} to {last}"
+
+
+def with_progress(items: Iterable[Any], total: int, unit: str) -> Iterator[Any]:
+    """A progress bar on standard error, if that is a terminal."""
+    from tqdm import tqdm
+
+    yield from tqdm(items, total=total, unit=unit, disable=not sys.stderr.isatty(), leave=False)

@@ -1,0 +1,104 @@
+"""The trainer between its feed and its pipeline: from the first step to the final adapter.
+
+Guarantee: it ends with every step taken, or with a checkpoint of the last one that was, unless the disk has no room for it;
+the final adapter appears whole.
+"""
+
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+from consumer.checkpoints import Checkpoint
+from consumer.patience import Patience, StopRequested, write_when_there_is_room
+from consumer.pipeline import Feed, Pipeline
+from consumer.progress import StepReport
+from consumer.run_control import RunControl
+from consumer.setup import Setup
+from consumer.trainer import SlipstreamTrainer
+from protocol.errors import ConfigError
+
+
+class TrainingLoop:
+    """The trainer between its feed and its pipeline, from the first step to the final adapter."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        pipeline: Pipeline,
+        feed: Feed,
+        report: StepReport,
+        patience: Patience,
+        start: Checkpoint | None,
+        run_id: str,
+    ) -> None:
+        self._setup = setup
+        self._report = report
+        self._patience = patience
+        self._start = start
+        self._first_step = start.step if start else 0
+        self.control = RunControl(
+            pipeline,
+            setup.budget,
+            feed,
+            report,
+            patience,
+            keep_checkpoints=setup.arguments.save_total_limit,
+            run_id=run_id,
+            stop_requested=setup.stop,
+        )
+        try:
+            self._trainer = SlipstreamTrainer(
+                setup.config,
+                setup.arguments,
+                setup.lora,
+                setup.model_folder,
+                feed,
+                callbacks=[self.control],
+                save_checkpoint=self.control.save,
+            )
+        except (ValueError, TypeError, NotImplementedError, ImportError, RuntimeError) as error:
+            raise ConfigError(f"TRL or PEFT refused to build the trainer: {error}") from error
+        self.control.trainer = self._trainer
+        if start is not None:
+            try:
+                self._trainer._load_from_checkpoint(str(start.folder))  # before the first policy is published
+            except (ValueError, RuntimeError) as error:
+                raise ConfigError(f"run_dir: {start.folder} does not fit model.path and lora: {error}") from error
+
+    def train(self) -> bool:
+        """Returns whether every step was taken."""
+        self._started = time.monotonic()
+        trainer, max_steps = self._trainer, self._setup.arguments.max_steps
+        try:
+            if self._first_step < max_steps:
+                trainer.train(resume_from_checkpoint=str(self._start.folder) if self._start else None)
+            else:  # transformers would wait for one batch more
+                trainer.state.global_step = self._first_step
+        except StopRequested:
+            try:
+                self.control.save_if_needed(self._first_step)
+            except StopRequested:
+                self._report.say("no room for a checkpoint: the steps since the last one will be taken again")
+        return bool(trainer.state.global_step >= max_steps)
+
+    def write_results(self, finished: bool, numbers: dict[str, Any]) -> None:
+        """The final adapter, a summary for programs and one for people."""
+        run_dir, step = Path(self._setup.config.run_dir), self._trainer.state.global_step
+        summary = {"finished": finished, "steps": step, "wall_s": time.monotonic() - self._started} | numbers
+
+        def write() -> None:
+            if finished:
+                self._trainer.save_model(str(run_dir / "adapter.partial"))
+                shutil.rmtree(run_dir / "adapter", ignore_errors=True)
+                (run_dir / "adapter.partial").rename(run_dir / "adapter")
+            (run_dir / "trainer.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
+
+        try:
+            write_when_there_is_room(write, self._patience, run_dir, "the adapter")
+        except StopRequested:
+            self._report.say("no room for the adapter; go on with --resume to have it written")
+        hint = "" if finished else "; go on with --resume"
+        outcome = "finished" if finished else "stopped"
+        self._report.say(f"rl-trainer: {outcome} at step {step} of {self._setup.arguments.max_steps}{hint}")

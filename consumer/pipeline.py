@@ -1,0 +1,105 @@
+"""What a training loop needs from the rest of the trainer, and the pipeline of a live run.
+
+Guarantee: the journal knows that a step ended, and which policy it made, before any producer hears of that policy; what
+no checkpoint needs any more leaves the journal only after the newer checkpoint is on the disk.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+from consumer import checkpoints
+from consumer.intake import Intake
+from consumer.patience import Patience
+from protocol.config import ReplaySection
+from replay.buffer import CutBatch, RolloutBuffer
+from replay.disk import DiskGuard
+from replay.journal import Journal, JournalFullError
+from replay.retention import prune
+
+_PAUSE_S = 0.25
+
+
+class Feed(Protocol):
+    """Where batches come from."""
+
+    wait_s: float  # spent on the last batch
+    last: CutBatch | None
+
+    def __iter__(self) -> Iterator[CutBatch]: ...
+
+
+class Pipeline(Protocol):
+    """Where a step's results go."""
+
+    def publish(self, step: int, version: int, blob: bytes, digest: str) -> None:
+        """Step `step` ended and made this policy."""
+        ...
+
+    def end_step(self, step: int) -> None:
+        """Step `step` ended and made no policy."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """What belongs into a checkpoint of this moment, as plain data."""
+        ...
+
+    def checkpointed(self, checkpoints_dir: Path) -> None:
+        """A checkpoint was committed, and old ones were deleted."""
+        ...
+
+
+class LivePipeline:
+    """A `Pipeline` with producers, a buffer and a journal."""
+
+    def __init__(
+        self,
+        buffer: RolloutBuffer,
+        journal: Journal,
+        intake: Intake,
+        patience: Patience,
+        disk: DiskGuard,
+        settings: ReplaySection,
+    ) -> None:
+        self._buffer = buffer
+        self._journal = journal
+        self._intake = intake
+        self._patience = patience
+        self._disk = disk
+        self._settings = settings
+
+    def publish(self, step: int, version: int, blob: bytes, digest: str) -> None:
+        self._note_end(step, (version, digest))
+        self._intake.publish(version, blob, digest)
+
+    def end_step(self, step: int) -> None:
+        self._note_end(step, None)
+
+    def state(self) -> dict[str, Any]:
+        return self._buffer.state()
+
+    def checkpointed(self, checkpoints_dir: Path) -> None:
+        oldest = checkpoints.oldest(checkpoints_dir)
+        if oldest is None or self._settings.keep_all:
+            return
+        try:
+            prune(
+                self._journal,
+                oldest_step=oldest.step,
+                oldest_seq=oldest.state["journal_seq"],
+                keep_bytes=self._settings.keep_bytes if self._disk.has_room else 0,
+                keep_age_s=self._settings.keep_age_s,
+            )
+        except JournalFullError:
+            self._disk.spend_reserve()  # the next checkpoint tries again
+
+    def _note_end(self, step: int, policy: tuple[int, str] | None) -> None:
+        def attempt() -> bool | None:
+            try:
+                self._journal.end_step(step, policy)
+            except JournalFullError:
+                self._disk.spend_reserve()
+                return None
+            return True
+
+        self._patience.until(attempt, "room on the disk of run_dir", self._intake.describe, pause_s=_PAUSE_S)

@@ -1,0 +1,53 @@
+"""What a run is, as its journal remembers it, and whether this configuration may go on with it.
+
+Guarantee: groups of another base model or tokenizer are never trained; groups that do not fit the present sampling or
+rewards are dropped with a reason, not misread.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from protocol.config import RunConfig
+from protocol.digests import base_model_digest, tokenizer_digest
+from protocol.errors import ConfigError
+from protocol.messages import SCHEMA_VERSION
+
+_IDENTITY = {"base_model_digest": "model.path", "tokenizer_digest": "model.path (its tokenizer)"}
+_SHAPE = ("wire_schema", "num_generations", "max_completion_length", "vocab_size", "reward_names")
+
+
+def run_facts(
+    config: RunConfig, model_folder: Path, run_id: str, vocab_size: int, num_iterations: int, num_threads: int
+) -> dict[str, str]:
+    """The facts that a journal keeps; lists as JSON."""
+    facts: dict[str, Any] = {
+        "run_id": run_id,
+        "model_path": str(model_folder),
+        "base_model_digest": base_model_digest(model_folder),
+        "tokenizer_digest": tokenizer_digest(model_folder),
+        "reward_names": list(config.rewards.names),
+        "reward_weights": [function.weight for function in config.rewards.functions],
+        "wire_schema": SCHEMA_VERSION,
+        "num_generations": config.sampling.num_generations,
+        "max_completion_length": config.sampling.max_completion_length,
+        "vocab_size": vocab_size,
+        "groups_per_step": config.pipeline.groups_per_step,
+        "num_iterations": num_iterations,
+        "num_threads": num_threads,
+    }
+    return {name: value if isinstance(value, str) else json.dumps(value) for name, value in facts.items()}
+
+
+def comparable(before: dict[str, str], now: dict[str, str], journal_file: Path) -> bool:
+    """Whether groups made under the facts `before` can be trained now.
+
+    Raises:
+        ConfigError: they are of another model.
+    """
+    for name, key in _IDENTITY.items():
+        if name in before and before[name] != now[name]:
+            raise ConfigError(
+                f"{key} is not the one that {journal_file} was written with; use that one, or choose another run_dir"
+            )
+    return all(before.get(name, now[name]) == now[name] for name in _SHAPE)

@@ -1,0 +1,80 @@
+"""What follows from the configuration alone, and every way of training needs.
+
+Guarantee: whatever is wrong with dataset, sections of libraries or model folder is said here, before anything is written.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from transformers import AutoConfig
+
+from consumer.progress import StepReport
+from consumer.prompts import PromptDataset
+from consumer.run_facts import run_facts
+from consumer.trainer import build_arguments, build_lora
+from protocol.config import RunConfig
+from protocol.digests import resolve_model
+from protocol.errors import ConfigError
+from replay.groups import GroupShape
+from replay.staleness import StalenessBudget
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What every way of training needs."""
+
+    config: RunConfig
+    stop: Callable[[], bool]
+    lora: LoraConfig
+    prompts: PromptDataset
+    arguments: Any
+    model_folder: Path
+    shape: GroupShape
+    budget: StalenessBudget
+
+    @classmethod
+    def load(cls, config: RunConfig, gpus: list[int], stop: Callable[[], bool]) -> "Setup":
+        lora = build_lora(config)
+        prompts = PromptDataset(config.dataset)
+        arguments = build_arguments(config, on_gpu=bool(gpus), num_prompts=len(prompts))
+        model_folder = resolve_model(config.model.path, config.model.revision)
+        shape = GroupShape(
+            config.sampling.num_generations,
+            len(config.rewards.names),
+            config.sampling.max_completion_length,
+            _vocab_size(model_folder),
+        )
+        budget = StalenessBudget(
+            config.pipeline.groups_per_step,
+            config.pipeline.max_staleness,
+            config.pipeline.sync_interval,
+            arguments.num_iterations,
+        )
+        return cls(config, stop, lora, prompts, arguments, model_folder, shape, budget)
+
+    def facts(self, run_id: str) -> dict[str, str]:
+        return run_facts(
+            self.config, self.model_folder, run_id, self.shape.vocab_size, self.arguments.num_iterations,
+            torch.get_num_threads(),
+        )  # fmt: skip
+
+    def report(self, counts: Counter[str], first_step: int) -> StepReport:
+        return StepReport(
+            Path(self.config.run_dir),
+            counts,
+            max_steps=self.arguments.max_steps,
+            first_step=first_step,
+            show_bar=self.config.observability.progress,
+        )
+
+
+def _vocab_size(model_folder: Path) -> int:
+    try:
+        return int(AutoConfig.from_pretrained(model_folder).get_text_config().vocab_size)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"model.path: transformers cannot read {model_folder}/config.json: {error}") from error

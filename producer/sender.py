@@ -1,0 +1,73 @@
+"""What a connected producer says unasked, and when.
+
+Guarantee: a heartbeat once per interval, every answer until the trainer has it, every request for a chunk until it is
+answered. Over a new connection all of it is due at once.
+"""
+
+from collections.abc import Callable
+
+from producer.download import PolicyDownload
+from producer.interfaces import Counters, Identity, Workload
+from producer.outbox import Outbox
+from protocol.channel import ClientChannel
+from protocol.codec import CodecError
+from protocol.messages import Group, Heartbeat, Nack
+
+
+class Sender:
+    """Belongs to the link's thread."""
+
+    def __init__(
+        self,
+        channel: ClientChannel,
+        outbox: Outbox,
+        download: PolicyDownload,
+        identity: Identity,
+        counters: Counters,
+        workload: Callable[[], Workload],
+    ) -> None:
+        self._channel = channel
+        self._outbox = outbox
+        self._download = download
+        self._identity = identity
+        self._counters = counters
+        self._workload = workload
+        self._interval_s = 0.0
+        self._heartbeat_at = 0.0
+
+    def start_over(self, interval_s: float) -> None:
+        """For a new connection: everything that was under way is lost, and everything is due."""
+        self._interval_s = interval_s
+        self._heartbeat_at = float("-inf")
+        self._outbox.forget_sends()
+        self._download.forget_requests()
+
+    def send_due(self, now: float) -> None:
+        if now - self._heartbeat_at >= self._interval_s:
+            self._heartbeat_at = now
+            self._channel.send(self._heartbeat())
+        for answer in self._outbox.due(now):
+            self._send_answer(answer, now)
+        for request in self._download.due_requests(now):
+            self._channel.send(request)
+
+    def _send_answer(self, answer: Group | Nack, now: float) -> None:
+        try:
+            if self._channel.send(answer):
+                self._outbox.note_sent(answer, now)
+        except CodecError as error:  # too large: no repetition will help
+            self._outbox.replace(Nack(answer.lease_id, "generation_failed", str(error)))
+
+    def _heartbeat(self) -> Heartbeat:
+        work = self._workload()
+        return Heartbeat(
+            policy_version=self._counters.policy_version,
+            capacity=self._identity.capacity,
+            held=self._outbox.held(),
+            tokens_generated=self._counters.tokens,
+            busy_s=work.busy_s,
+            waiting=len(work.waiting_floors),
+            generating=work.generating,
+            scoring=work.scoring,
+            unacked=self._outbox.num_groups,
+        )

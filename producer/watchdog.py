@@ -1,0 +1,66 @@
+"""When a producer that has work makes no progress, and who waits for what then.
+
+Guarantee: `check` raises once leases were in hand, with the trainer connected, for the whole of `stall_timeout_s` and
+nothing moved: no group was finished, refused or acknowledged and no adapter arrived. Waiting for a trainer or for leases
+is no stall, and a lease that ran into its deadline is no progress: an engine that hangs lets all of them do so.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from producer.interfaces import Counters, Delivery, Workload
+from protocol.errors import StalledError
+
+
+@dataclass(frozen=True)
+class Situation:
+    """All that a producer can wait for, at one moment."""
+
+    workload: Workload
+    delivery: Delivery
+    policy_version: int  # -1 while none is loaded
+    num_workers: int
+    num_idle_workers: int
+
+
+class Watchdog:
+    def __init__(self, stall_timeout_s: float) -> None:
+        self._stall_timeout_s = stall_timeout_s
+        self._since: float | None = None
+        self._progress: tuple[int, ...] = ()
+
+    def check(self, now: float, counters: Counters, situation: Situation) -> None:
+        """Called again and again.
+
+        Raises:
+            StalledError: nothing moved for too long; the message says who waits for what.
+        """
+        refused = counters.failed - counters.timed_out
+        progress = (counters.groups, refused, counters.settled, counters.swaps, counters.failed_swaps)
+        delivery = situation.delivery
+        if self._since is None or not (delivery.connected and delivery.held) or progress != self._progress:
+            self._since, self._progress = now, progress
+        elif now - self._since >= self._stall_timeout_s:
+            raise StalledError(
+                f"no progress for pipeline.stall_timeout_s={self._stall_timeout_s:g} seconds with {delivery.held} leases "
+                "in hand; restart the process that the others wait for, or raise the limit. Who waits for what:\n  "
+                + "\n  ".join(describe(situation))
+            )
+
+
+def describe(situation: Situation) -> list[str]:
+    """Who waits for what, a line each."""
+    work, delivery, version = situation.workload, situation.delivery, situation.policy_version
+    loaded = f"v{version} is loaded" if version >= 0 else "none is loaded"
+    floors = Counter(floor for floor in work.waiting_floors if floor > version)
+    paused = ", above transport.max_unacked_bytes: generation is paused until then" if delivery.full else ""
+    return [
+        *(f"leases waiting for policy v{floor} ({loaded}): {count}" for floor, count in sorted(floors.items())),
+        f"leases waiting for {'acknowledgements' if delivery.full else 'room in the engine'}: "
+        f"{len(work.waiting_floors) - floors.total()}",
+        f"leases generating: {work.generating}",
+        f"leases being scored: {work.scoring} (reward workers: "
+        f"{situation.num_workers - situation.num_idle_workers} busy, {situation.num_idle_workers} idle)",
+        f"groups waiting for the trainer's acknowledgement: {delivery.unacked} ({delivery.unacked_bytes} bytes{paused})",
+        f"the trainer was last heard {delivery.heard_ago_s:.1f} s ago",
+    ]

@@ -1,0 +1,118 @@
+"""What Slipstream sets itself, or must refuse, in the sections that belong to vLLM, TRL and PEFT.
+
+Guarantee: each check returns the section as it will be used, or raises `ValueError` with the key and what to do instead.
+Everything else in these sections is for the library to judge when its daemon starts.
+"""
+
+from typing import Any
+
+SERVABLE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The LoRA ranks that vLLM has kernels for; an adapter is served by the smallest that holds it."""
+
+ENGINE_RESERVED = {
+    "model": "model.path",
+    "revision": "model.revision",
+    "tokenizer": "model.path",
+    "dtype": "model.dtype",
+    "seed": "seed",
+    "tensor_parallel_size": "--gpu 0,1",
+    "enable_lora": None,
+    "logprobs_mode": None,
+    "max_loras": "pipeline.max_staleness",
+    "max_cpu_loras": "pipeline.max_staleness",
+    "max_lora_rank": "lora.r",
+    "lora_target_modules": "lora.target_modules",
+    "override_generation_config": "sampling",
+    "runner": None,
+    "convert": None,
+    "skip_tokenizer_init": None,
+}
+ENGINE_UNREPRODUCIBLE = {
+    "logits_processors": "edits what is sampled",
+    "watermark_config": "edits what is sampled",
+    "diffusion_config": "does not sample token by token",
+    "hf_overrides": "changes the model in the engine only; change the model's config.json",
+    "hf_config_path": "changes the model in the engine only; change the model's config.json",
+    "model_class_overrides": "changes the model in the engine only",
+    "model_weights": "changes the model in the engine only; set model.path",
+    "tokenizer_revision": "changes the tokenizer in the engine only; set model.revision",
+}
+"""Engine arguments with which vLLM's log-probs are not those of the trainer's model, and why."""
+
+TRAINER_RESERVED = {
+    "output_dir": "run_dir",
+    "seed": "seed",
+    "num_generations": "sampling.num_generations",
+    "max_completion_length": "sampling.max_completion_length",
+    "temperature": "sampling.temperature",
+    "top_p": "sampling.top_p",
+    "top_k": "sampling.top_k",
+    "min_p": "sampling.min_p",
+    "reward_weights": "rewards.functions[].weight",
+    "gradient_accumulation_steps": "pipeline.groups_per_step and trainer.per_device_train_batch_size",
+    "generation_batch_size": "pipeline.groups_per_step",
+    "steps_per_generation": "pipeline.groups_per_step",
+    "chat_template_kwargs": "dataset.chat_template_kwargs",
+    "repetition_penalty": None,
+    "generation_kwargs": None,
+    "use_vllm": None,
+    "disable_tqdm": "observability.progress",
+    "remove_unused_columns": None,
+    "ignore_data_skip": None,
+    "auto_find_batch_size": None,
+}
+LORA_DEFAULTS: dict[str, Any] = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
+"""Where the file leaves one of these out, so that `--set lora.r=8` does not also change the target modules."""
+
+LORA_UNSERVABLE: dict[str, tuple[Any, ...]] = {
+    "use_dora": (False,),
+    "bias": ("none",),
+    "lora_bias": (False,),
+    "modules_to_save": (None, []),
+    "trainable_token_indices": (None,),
+    "rank_pattern": (None, {}),
+    "alpha_pattern": (None, {}),
+    "layer_replication": (None,),
+    "alora_invocation_tokens": (None,),
+    "use_bdlora": (None,),
+    "use_qalora": (False,),
+    "init_lora_weights": (True, False, "gaussian", "orthogonal"),  # the others change the base weights or need data
+}
+
+
+def check_engine(section: dict[str, Any]) -> dict[str, Any]:
+    """vLLM engine arguments."""
+    for key in section:
+        if key in ENGINE_UNREPRODUCIBLE:
+            raise ValueError(f"`{key}` {ENGINE_UNREPRODUCIBLE[key]}, so importance ratios would be wrong; remove it")
+        if key in ENGINE_RESERVED:
+            raise _reserved(key, ENGINE_RESERVED[key])
+    return section
+
+
+def check_trainer(section: dict[str, Any]) -> dict[str, Any]:
+    """trl.GRPOConfig."""
+    for key in section:
+        if key in TRAINER_RESERVED or key.startswith("vllm_"):
+            raise _reserved(key, TRAINER_RESERVED.get(key))
+    return section
+
+
+def check_lora(section: dict[str, Any]) -> dict[str, Any]:
+    """peft.LoraConfig, with our defaults filled in."""
+    section = LORA_DEFAULTS | section
+    rank = section["r"]
+    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+        raise ValueError(f"`r` must be a positive integer, got {rank!r}")
+    if rank > SERVABLE_RANKS[-1]:
+        raise ValueError(f"`r: {rank}` cannot be served: vLLM's largest LoRA rank is {SERVABLE_RANKS[-1]}")
+    for key, allowed in LORA_UNSERVABLE.items():
+        if key in section and section[key] not in allowed:
+            raise ValueError(f"`{key}: {section[key]}` cannot be served by vLLM; remove it")
+    return section
+
+
+def _reserved(key: str, owner: str | None) -> ValueError:
+    return ValueError(
+        f"`{key}` is set by Slipstream and cannot be given here" + (f"; set {owner} instead" if owner else "")
+    )

@@ -1,0 +1,70 @@
+"""Room on the disk of a run.
+
+Guarantee: `has_room` says no while the disk is fuller than allowed, and yes again by itself; a reserve file stands by so
+that, on a full disk, what was in progress can be finished and old rows deleted.
+"""
+
+import errno
+import os
+import shutil
+from pathlib import Path
+
+RESERVE_BYTES = 4 * 2**20
+_NOTHING_LEFT_BYTES = 2**20
+
+
+class DiskGuard:
+    """See the module's guarantee.
+
+    Args:
+        folder: any folder of the disk; it must exist.
+        max_used: share of the disk, 0 to 1.
+    """
+
+    def __init__(self, folder: Path, max_used: float) -> None:
+        self._folder = folder
+        self._max_used = max_used
+        self._reserve = folder / "journal.reserve"
+        self.has_room = True
+        self.look()
+
+    @property
+    def used(self) -> float:
+        """The share of the disk that cannot be written to any more, as `df` counts it."""
+        usage = shutil.disk_usage(self._folder)
+        return 1.0 - usage.free / max(1, usage.used + usage.free)
+
+    def look(self) -> bool:
+        """Looks at the disk; returns True when the answer changed."""
+        before = self.has_room
+        self.has_room = self.used <= self._max_used
+        if self.has_room and not self._reserve.exists():
+            self._keep_reserve()
+        return self.has_room is not before
+
+    def spend_reserve(self) -> None:
+        """The disk is full: gives the reserve to whoever must finish something."""
+        self._reserve.unlink(missing_ok=True)
+
+    def _keep_reserve(self) -> None:
+        try:
+            with self._reserve.open("wb") as stream:
+                os.posix_fallocate(stream.fileno(), 0, RESERVE_BYTES)
+        except OSError:  # less room than we thought: the next look tries again
+            self._reserve.unlink(missing_ok=True)
+
+
+def out_of_space(folder: Path, error: BaseException) -> bool:
+    """Whether `error` came of a full disk. Not every library passes the error number on; then the disk is asked."""
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return True
+    return shutil.disk_usage(folder).free < _NOTHING_LEFT_BYTES
+
+
+def sync(path: Path) -> None:
+    """Brings a file's content, or a folder's entries, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,111 @@
+"""`python -m tests.chaos`: both daemons under kills, to the end of a run, and the verdict on what they did.
+
+Guarantee: it exits with 0 only if every promise was kept; with 1 and the evidence otherwise, and the run's folder is then
+kept. With `--control` a known defect is put in, so that 1 is what a working checker gives.
+"""
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.chaos.campaign import Campaign
+from tests.chaos.controls import CONTROLS
+from tests.chaos.fates import Fate
+from tests.chaos.run_folder import DEFAULT, Shape, prepare
+from tests.chaos.slots import CampaignError
+from tests.chaos.verdict import summarize
+
+CONTROL_FATES = {
+    "ack-before-commit": tuple(Fate("aimed kill", 6.0, "ack.sent", count) for count in (5, 3, 4, 6, 3)),
+    "train-twice": (),
+}
+_SHOWN = 20
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--kills", type=int, default=200, help="processes to kill, at least (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=1, help="of the run and of what happens to it")
+    parser.add_argument("--producers", type=int, default=3)
+    parser.add_argument("--iterations", type=int, default=1, help="optimizer steps over every batch")
+    parser.add_argument("--staleness", type=int, default=2, help="pipeline.max_staleness (default: %(default)s)")
+    parser.add_argument("--sync-interval", type=int, default=1, help="pipeline.sync_interval")
+    parser.add_argument("--control", choices=sorted(CONTROLS), help="put a defect into the trainer, to be found")
+    parser.add_argument(
+        "--retention", action="store_true", help="without replay.keep_all: old groups are deleted under way"
+    )
+    parser.add_argument("--out", type=Path, help="write the summary to this file")
+    parser.add_argument("--keep", action="store_true", help="keep the run's folder also when all is well")
+    arguments = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="slipstream-chaos-"))
+    sockets = Path(tempfile.mkdtemp(prefix="sl-", dir="/tmp"))
+    try:
+        summary = run(
+            folder,
+            sockets,
+            kills=arguments.kills,
+            seed=arguments.seed,
+            num_producers=arguments.producers,
+            shape=Shape(
+                arguments.staleness, arguments.sync_interval, arguments.iterations, keep_all=not arguments.retention
+            ),
+            control=arguments.control,
+            say=lambda text: print(text, flush=True),
+        )
+    except CampaignError as error:
+        print(f"{error}\nThe run is in {folder}", file=sys.stderr)
+        return 1
+    finally:
+        shutil.rmtree(sockets, ignore_errors=True)
+    if arguments.out:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(json.dumps(summary, indent=1) + "\n")
+    print(json.dumps({key: value for key, value in summary.items() if key != "problems"}, indent=1))
+    for problem in summary["problems"][:_SHOWN]:
+        print(f"{problem['kind']}: {problem['text']}", file=sys.stderr)
+    if summary["ok"] and not arguments.keep:
+        shutil.rmtree(folder, ignore_errors=True)
+    else:
+        print(f"{len(summary['problems'])} problems. The run is in {folder}", file=sys.stderr)
+    return 0 if summary["ok"] else 1
+
+
+def run(
+    folder: Path,
+    sockets: Path,
+    *,
+    kills: int,
+    seed: int,
+    num_producers: int = 3,
+    shape: Shape = DEFAULT,
+    control: str | None = None,
+    trainer_fates: tuple[Fate, ...] = (),
+    say: Any = lambda text: None,
+) -> dict[str, Any]:
+    """One campaign and its summary."""
+    started = time.monotonic()
+    config = prepare(folder, sockets, seed, shape)
+    campaign = Campaign(
+        folder,
+        kills=kills,
+        seed=seed,
+        num_producers=num_producers,
+        control=control,
+        retention=not shape.keep_all,
+        trainer_fates=trainer_fates + CONTROL_FATES.get(control or "", ()),
+        say=say,
+    )
+    tally = campaign.run()
+    wall_s = time.monotonic() - started
+    say(f"{tally.kills} kills in {wall_s:.0f} s; training the run again from its journal")
+    trained_again = shape.keep_all and control is None
+    return summarize(folder, config, tally, seed=seed, wall_s=wall_s, trained_again=trained_again)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

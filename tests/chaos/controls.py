@@ -1,0 +1,64 @@
+"""Trainers with a defect put in, to see that the checker finds it.
+
+Guarantee: each breaks one promise and nothing else: `ack-before-commit` acknowledges groups before they are on the disk,
+`train-twice` trains a group again in the place of another.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+
+def acknowledge_before_commit() -> None:
+    """Rows wait in memory until the journal is next asked for anything but whether it knows a group."""
+    from replay.journal import Journal
+
+    append, known = Journal.append, Journal.known
+    waiting: list[Any] = []
+
+    def flush(journal: Any) -> None:
+        if waiting:
+            entries = waiting.copy()
+            waiting.clear()
+            append(journal, entries)
+
+    def late_append(journal: Any, entries: Any) -> None:
+        flush(journal)
+        waiting.extend(entries)
+
+    def late_known(journal: Any, group_ids: Any) -> Any:
+        asked = list(group_ids)
+        return known(journal, asked) | {entry.group_id for entry in waiting if entry.group_id in asked}
+
+    def flushing(then: Callable[..., Any]) -> Callable[..., Any]:
+        def call(journal: Any, *args: Any, **kwargs: Any) -> Any:
+            flush(journal)
+            return then(journal, *args, **kwargs)
+
+        return call
+
+    Journal.append, Journal.known = late_append, late_known
+    for name in ("claim", "drop", "end_step", "frames"):
+        setattr(Journal, name, flushing(getattr(Journal, name)))
+    Journal.last_seq = property(flushing(Journal.last_seq.fget))
+
+
+def train_twice() -> None:
+    """Every fifth batch has a group of the batch before in the place of one of its own."""
+    from replay.buffer import RolloutBuffer
+
+    next_batch = RolloutBuffer.next_batch
+    previous: list[Any] = []
+
+    def repetitive(buffer: Any, timeout_s: float) -> Any:
+        batch = next_batch(buffer, timeout_s)
+        if batch is None:
+            return None
+        if previous and batch.step % 5 == 4:
+            batch = batch._replace(groups=[previous[0], *batch.groups[1:]])
+        previous[:] = batch.groups
+        return batch
+
+    RolloutBuffer.next_batch = repetitive  # type: ignore[method-assign]
+
+
+CONTROLS: dict[str, Callable[[], None]] = {"ack-before-commit": acknowledge_before_commit, "train-twice": train_twice}

@@ -1,0 +1,92 @@
+"""Everything a chaos run needs on the disk, in one temporary folder.
+
+Guarantee: equal seeds give equal folders. Prompts of every kind are in the dataset: with signal, without, and one whose
+reward always raises.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+NUM_PROMPTS = 61
+_FLAT = range(0, NUM_PROMPTS, 10)
+_BROKEN = 7
+_REWARDS = '''"""Parity of the tokens: most groups have both."""
+
+
+def parity(prompts, completions, completion_ids, kind, **columns):
+    if kind[0] == "broken":
+        raise ValueError("this prompt cannot be scored")
+    return [0.5 if kind[0] == "flat" else float(sum(ids) % 2) for ids in completion_ids]
+'''
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a campaign varies in the configuration."""
+
+    max_staleness: int = 2
+    sync_interval: int = 1
+    num_iterations: int = 1
+    keep_all: bool = True
+
+
+DEFAULT = Shape()
+
+
+def prepare(folder: Path, sockets: Path, seed: int, shape: Shape) -> dict[str, Any]:
+    """Writes model, dataset, reward and configuration (`run.yaml`), and returns the configuration."""
+    from datasets import Dataset, disable_progress_bars
+
+    from tests.integration.models import build_model
+
+    disable_progress_bars()
+    folder.mkdir(parents=True, exist_ok=True)
+    build_model("qwen2", folder / "model", seed=0)
+    kinds = ["broken" if i == _BROKEN else "flat" if i in _FLAT else "parity" for i in range(NUM_PROMPTS)]
+    rows = [{"prompt": f"{i}+{i}=", "kind": kind} for i, kind in enumerate(kinds)]
+    Dataset.from_list(rows).save_to_disk(folder / "prompts")
+    (folder / "rewards.py").write_text(_REWARDS)
+    config = {
+        "run_dir": str(folder / "run"),
+        "seed": seed,
+        "model": {"path": str(folder / "model"), "dtype": "float32"},
+        "dataset": {"path": str(folder / "prompts")},
+        "rewards": {
+            "functions": [{"function": f"{folder / 'rewards.py'}:parity"}],
+            "num_workers": 1,
+        },
+        "sampling": {"num_generations": 4, "max_completion_length": 6},
+        "pipeline": {
+            "groups_per_step": 2,
+            "max_staleness": shape.max_staleness,
+            "sync_interval": shape.sync_interval,
+            "lease_timeout_s": 4.0,
+            "data_backoff_s": 0.1,
+            "infra_backoff_s": 0.05,
+            "stall_timeout_s": 90.0,
+        },
+        "replay": {"keep_all": shape.keep_all, "keep_bytes": 20_000},
+        "transport": {
+            "endpoint": f"ipc://{sockets}/control.ipc",
+            "heartbeat_interval_s": 0.2,
+            "heartbeat_timeout_s": 1.0,
+        },
+        "observability": {"progress": False},
+        "lora": {"r": 4, "lora_alpha": 8, "lora_dropout": 0.1, "target_modules": "all-linear"},
+        "trainer": {
+            "max_steps": 1_000_000,
+            "learning_rate": 1e-3,
+            "lr_scheduler_type": "constant",
+            "num_iterations": shape.num_iterations,
+            "save_steps": 3,
+            "save_total_limit": 3,
+            "gradient_checkpointing": False,
+        },
+    }
+    (folder / "run.yaml").write_text(yaml.safe_dump(config))
+    (folder / "run.json").write_text(json.dumps(config))
+    return config

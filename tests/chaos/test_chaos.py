@@ -1,0 +1,54 @@
+"""The short form of `make chaos`: real daemons, a kill or a stop at every class of point, and the defects that the checker
+has to find."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.chaos.__main__ import run
+from tests.chaos.fates import Fate
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+
+EVERY_CLASS = tuple(
+    Fate("aimed kill", 8.0, point, count)
+    for point, count in (
+        ("append.committed", 4),
+        ("checkpoint.synced", 2),
+        ("ack.sent", 3),
+        ("step.loss", 1),
+        ("step.loss", 1),  # the same step again: its groups are quarantined
+        ("claim.uncommitted", 2),
+        ("end_step.committed", 3),
+        ("checkpoint.renamed", 1),
+        ("recover.committed", 1),
+    )
+)
+
+
+def test_nothing_is_lost_or_trained_twice(tmp_path: Path, short_dir: Path) -> None:
+    summary = run(tmp_path, short_dir, kills=14, seed=7, trainer_fates=EVERY_CLASS)
+    assert summary["problems"] == []
+    assert summary["ok"]
+    assert summary["kills"] >= 14
+    assert (summary["lost"], summary["trained_twice"]) == (0, 0)
+    assert summary["groups_acked"] >= 20
+    assert summary["replayed_bit_for_bit"]
+    assert summary["policies_compared"] == summary["steps"] >= 8
+
+
+def found_in(tmp_path: Path, short_dir: Path, control: str) -> dict[str, Any]:
+    summary = run(tmp_path, short_dir, kills=5, seed=3, num_producers=2, control=control)
+    assert not summary["ok"]
+    return summary
+
+
+def test_an_acknowledgement_before_the_commit_is_found(tmp_path: Path, short_dir: Path) -> None:
+    summary = found_in(tmp_path, short_dir, "ack-before-commit")
+    assert summary["lost"] > 0
+    assert summary["trained_twice"] == 0
+
+
+def test_a_group_trained_twice_is_found(tmp_path: Path, short_dir: Path) -> None:
+    assert found_in(tmp_path, short_dir, "train-twice")["trained_twice"] > 0

@@ -1,0 +1,26 @@
+"""What happens to whom, and that a whole round of points is met."""
+
+import signal
+
+from tests.chaos import aims
+from tests.chaos.fates import Fate, FateDeck
+
+
+def test_every_point_is_aimed_at_before_any_is_aimed_at_again() -> None:
+    deck = FateDeck("producer", seed=1)
+    aimed = [fate.point for fate in (deck.draw() for _ in range(400)) if fate.kind == "aimed kill"]
+    rounds = len(aims.PRODUCER)
+    assert set(aimed[:rounds]) == set(aimed[rounds : 2 * rounds]) == set(aims.PRODUCER)
+
+
+def test_equal_seeds_give_equal_fates() -> None:
+    first, second, other = (FateDeck("trainer", seed) for seed in (1, 1, 2))
+    fates = [first.draw() for _ in range(50)]
+    assert fates == [second.draw() for _ in range(50)]
+    assert fates != [other.draw() for _ in range(50)]
+
+
+def test_an_aim_names_its_signal() -> None:
+    assert Fate("aimed kill", 1.0, "ack.sent", 3).aim == ("ack.sent", 3, signal.SIGKILL)
+    assert Fate("aimed stop", 1.0, "ack.sent", 3).aim == ("ack.sent", 3, signal.SIGSTOP)
+    assert Fate("kill", 1.0).aim == ()

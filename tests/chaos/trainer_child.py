@@ -1,0 +1,190 @@
+"""`rl-trainer`, watched: the real command, with its evidence written down and points to die at.
+
+Guarantee: what the product does is unchanged, except for the instant of its death and under a control. Evidence of a step
+is on the disk before the step's checkpoint can be. Also run as `python -m tests.chaos.trainer_child EVIDENCE ARGUMENT...`.
+"""
+
+import dataclasses
+import hashlib
+import importlib
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tests.chaos import controls
+from tests.chaos.aims import Aim, TransactionPoints
+from tests.chaos.collect import COLUMNS, rows_of
+from tests.chaos.evidence import EvidenceLog, digest_of_group
+
+_USED = (
+    "consumer.daemon",
+    "transformers.models.qwen2.modeling_qwen2",
+    "transformers.models.qwen2.tokenization_qwen2",
+    "trl.trainer.grpo_trainer",
+    "peft.tuners.lora",
+    "safetensors.torch",
+)
+"""What a trainer imports before its first step."""
+
+
+def preload() -> None:
+    for name in _USED:
+        importlib.import_module(name)
+
+
+def main(request: dict[str, Any]) -> int:
+    log = EvidenceLog(Path(request["evidence"]))
+    aim = Aim(*request.get("aim", ()))
+    _write_evidence(log)
+    _set_points(aim)
+    control = request.get("control")
+    if control:
+        controls.CONTROLS[control]()
+    from consumer import cli
+
+    log.note("process", argv=request["argv"])
+    cli.main()
+    raise AssertionError("the command ends by SystemExit")
+
+
+def _write_evidence(log: EvidenceLog) -> None:
+    from consumer import checkpoints
+    from consumer.pipeline import LivePipeline
+    from consumer.retraining import RetrainingPipeline
+    from consumer.run_control import RunControl
+    from consumer.trainer import SlipstreamTrainer
+    from replay import retention
+
+    micro_batches = SlipstreamTrainer.micro_batches
+
+    def watched_micro_batches(trainer: Any) -> Iterator[Any]:
+        log.note("start", step=trainer.state.global_step)
+        batches = trainer._batches
+
+        def watched_batches() -> Iterator[Any]:
+            for batch in batches:
+                groups = [[group.group_id, digest_of_group(group)] for group in batch.groups]
+                first = batch.last_step - batch.num_iterations + 1
+                log.note("batch", step=first, last_step=batch.last_step, groups=groups)
+                yield batch
+
+        trainer._batches = watched_batches()
+        return micro_batches(trainer)
+
+    SlipstreamTrainer.micro_batches = watched_micro_batches
+
+    on_step_end = RunControl.on_step_end
+
+    def watched_step_end(control: Any, args: Any, state: Any, *rest: Any, **kwargs: Any) -> Any:
+        log.note("step_end", step=state.global_step)
+        return on_step_end(control, args, state, *rest, **kwargs)
+
+    RunControl.on_step_end = watched_step_end
+
+    for pipeline in (LivePipeline, RetrainingPipeline):
+
+        def watched_publish(
+            self: Any, step: int, version: int, blob: bytes, digest: str, _then: Any = pipeline.publish
+        ):
+            log.note("policy", step=step, version=version, digest=digest)
+            return _then(self, step, version, blob, digest)
+
+        pipeline.publish = watched_publish
+
+    prune = retention.prune
+
+    def watched_prune(journal: Any, *, oldest_step: int, **settings: Any) -> int:
+        """What is about to be deleted is written down first; more than that does no harm."""
+        settled = (
+            f"SELECT {COLUMNS}, frame FROM groups JOIN bodies USING(seq) WHERE last_step <= ? OR outcome != 'accepted'"
+        )
+        for row in rows_of(journal.query(f"{settled} OR dropped IS NOT NULL", (oldest_step,))):
+            if row not in written:
+                log.note("row", row=dataclasses.astuple(row))
+                written.add(row)
+        return prune(journal, oldest_step=oldest_step, **settings)
+
+    written: set[Any] = set()
+    retention.prune = watched_prune
+
+    commit = checkpoints.commit
+
+    def watched_commit(staged: Path, state: dict[str, Any]) -> None:
+        adapter = hashlib.sha256((staged / "adapter_model.safetensors").read_bytes()).hexdigest()
+        commit(staged, state)
+        log.note("checkpoint", step=state["step"], adapter=adapter)
+
+    checkpoints.commit = watched_commit
+
+
+def _set_points(aim: Aim) -> None:
+    from consumer import checkpoints, pipeline
+    from consumer.intake import Intake
+    from consumer.run_control import RunControl
+    from consumer.trainer import SlipstreamTrainer
+    from protocol.messages import Ack, Lease, Welcome
+    from protocol.zmq_channel import ZmqServer
+    from replay import recovery, retention
+    from replay.journal import Entry, Journal
+
+    points = TransactionPoints(aim, Journal)
+    for name in ("append", "claim", "end_step", "note_facts"):
+        points.name(Journal, name, name)
+    points.name(recovery, "recover", "recover")
+    pipeline.prune = retention.prune
+    points.name(pipeline, "prune", "retention")
+    aim.around(Entry, "crc", "append.row", None)
+
+    send = ZmqServer.send
+    names = {Ack: "ack", Lease: "lease", Welcome: "welcome"}
+
+    def watched_send(channel: Any, peer: bytes, message: Any) -> bool:
+        name = names.get(type(message))
+        if name is None:
+            return send(channel, peer, message)
+        aim.reach(f"{name}.begin")
+        sent = send(channel, peer, message)
+        aim.reach(f"{name}.queued")
+        aim.reach_when_sent(f"{name}.sent")
+        return sent
+
+    ZmqServer.send = watched_send
+
+    aim.around(Intake, "publish", "publish.begin", "publish.done")
+    aim.around(Intake, "stop", "farewell.begin", "farewell.done")
+    aim.around(RunControl, "on_step_begin", "step.begin", None)
+    aim.around(SlipstreamTrainer, "_compute_loss", None, "step.loss")
+    aim.around(SlipstreamTrainer, "__init__", None, "model.loaded")
+    aim.around(checkpoints, "commit", "checkpoint.begin", "checkpoint.done")
+    aim.around(checkpoints, "sync", "checkpoint.syncing", None)
+    aim.around(checkpoints, "prune", "checkpoint.pruning", "checkpoint.pruned")
+
+    rename, rmtree = Path.rename, shutil.rmtree
+
+    def watched_rename(path: Path, target: Any) -> Path:
+        kind = {"checkpoint": "checkpoint", "adapter.partial": "adapter"}.get(path.name.partition("-")[0])
+        if kind:
+            aim.reach("checkpoint.synced" if kind == "checkpoint" else "adapter.removing")
+        result = rename(path, target)
+        if kind:
+            aim.reach(f"{kind}.renamed")
+        return result
+
+    def watched_rmtree(path: Any, *args: Any, **kwargs: Any) -> None:
+        name = Path(path).name
+        if name.startswith("checkpoint-"):
+            aim.reach("checkpoint.uncounted")
+        elif name == "adapter":
+            aim.reach("adapter.saved")
+        rmtree(path, *args, **kwargs)
+
+    Path.rename = watched_rename  # type: ignore[method-assign]
+    shutil.rmtree = watched_rmtree  # type: ignore[assignment]
+
+
+if __name__ == "__main__":
+    evidence, *arguments = sys.argv[1:]
+    sys.argv = ["rl-trainer", *arguments]
+    sys.exit(main({"evidence": evidence, "argv": sys.argv}))

@@ -1,0 +1,147 @@
+"""The end of a campaign: the checker's verdict, the run trained again from its journal, and the numbers.
+
+Guarantee: `ok` is true only if no promise was broken, the run trained again equals the one that was killed bit for bit in
+every step that survived, and every daemon ended as it should.
+"""
+
+import hashlib
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tests.chaos import collect
+from tests.chaos.checker import Problem, check
+from tests.chaos.evidence import read
+from tests.chaos.fleet import ENVIRONMENT
+from tests.chaos.recovery_times import by_daemon, quantile
+from tests.chaos.slots import Tally
+
+_RETRAIN_S = 900.0
+
+
+class Retrained(NamedTuple):
+    same: bool
+    policies: int  # compared
+    checkpoints: int
+    wall_s: float
+    problems: list[Problem]
+
+
+def retrain(folder: Path, final_step: int, sync_interval: int) -> Retrained:
+    """`rl-trainer --from-journal`, in a process of its own."""
+    started = time.monotonic()
+    evidence, target = folder / "retrained.jsonl", folder / "retrained"
+    arguments = [
+        "--gpu", "cpu", "--config", str(folder / "run.yaml"), "--from-journal", str(folder / "run"),
+        "--set", f"run_dir={target}", "--set", f"trainer.max_steps={final_step}", "--set", "trainer.save_total_limit=1000000",
+    ]  # fmt: skip
+    with (folder / "logs" / "retrained.log").open("ab") as log:
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.chaos.trainer_child", str(evidence), *arguments],
+            cwd=Path(__file__).parents[2],
+            env=os.environ | ENVIRONMENT,
+            stdout=log,
+            stderr=log,
+            timeout=_RETRAIN_S,
+            check=False,
+        )
+    wall_s = round(time.monotonic() - started, 1)
+    if done.returncode != 0:
+        tail = (folder / "logs" / "retrained.log").read_text()[-2000:]
+        return Retrained(False, 0, 0, wall_s, [Problem("retrain", f"it ended with {done.returncode}:\n{tail}")])
+    chaos = [read(path) for path in collect.trainer_logs(folder)]
+    compared, problems = Counter[str](), []
+    for what, value in (("policy", "digest"), ("checkpoint", "adapter")):
+        ours, theirs = (collect.surviving(logs, what, value) for logs in (chaos, [read(evidence)]))
+        for step in sorted(set(ours) & set(theirs)):
+            compared[what] += 1
+            if ours[step] != theirs[step]:
+                problems.append(Problem("retrain", f"{what} of step {step} is {theirs[step]}, was {ours[step]}"))
+    for adapter in (folder / "run").rglob("adapter_model.safetensors"):
+        other = target / adapter.relative_to(folder / "run")
+        if adapter.parent.name == "adapter" or other.is_file():
+            compared["files"] += 1
+            if not other.is_file() or _digest(other) != _digest(adapter):
+                problems.append(Problem("retrain", f"{adapter} and {other} differ"))
+    if compared["policy"] != final_step // sync_interval or not compared["checkpoint"] or not compared["files"]:
+        problems.append(Problem("retrain", f"only {dict(compared)} were there to compare, of {final_step} steps"))
+    return Retrained(not problems, compared["policy"], compared["checkpoint"], wall_s, problems)
+
+
+def summarize(
+    folder: Path, config: dict[str, Any], tally: Tally, *, seed: int, wall_s: float, trained_again: bool
+) -> dict[str, Any]:
+    """Everything that `summary.json` says. `ok` is its verdict, `problems` the evidence."""
+    evidence = collect.collect(folder, config)
+    verdict = check(evidence)
+    problems = list(verdict.problems)
+    retrained = retrain(folder, evidence.final_step, evidence.sync_interval) if trained_again else None
+    if retrained is not None:
+        problems += retrained.problems
+    lines = [line["step"] for line in read(folder / "run" / "steps.jsonl")]
+    if lines != list(range(1, evidence.final_step + 1)):
+        problems.append(Problem("steps", "steps.jsonl does not name every step once and in order"))
+    times = by_daemon(tally.restarts, _signs_of_life(folder))
+    trainer = times["trainer"]
+    producers = [seconds for name, found in times.items() if name != "trainer" for seconds in found.seconds]
+    everything = trainer.seconds + producers
+    answers = Counter(answer.outcome for answer in evidence.answers)
+    return {
+        "ok": not problems,
+        "seed": seed,
+        "kills": tally.kills,
+        "stops": tally.stops,
+        "groups_acked": answers["accepted"],
+        "lost": verdict.count("lost"),
+        "trained_twice": verdict.count("trained_twice"),
+        "replayed_bit_for_bit": retrained.same if retrained else None,
+        "recovery_p50_s": quantile(everything, 0.5),
+        "recovery_p99_s": quantile(everything, 0.99),
+        "trainer_recovery_p50_s": quantile(trainer.seconds, 0.5),
+        "trainer_recovery_p99_s": quantile(trainer.seconds, 0.99),
+        "producer_recovery_p50_s": quantile(producers, 0.5),
+        "producer_recovery_p99_s": quantile(producers, 0.99),
+        "recoveries": len(everything),
+        "recoveries_cut_short": sum(found.cut_short for found in times.values()),
+        "second_trainers_refused": tally.rivals,
+        "producers_not_told": tally.producers_not_told,
+        "steps": evidence.final_step,
+        "steps_undone": _steps_undone(evidence),
+        "accepted_by_fate": dict(verdict.fates),
+        "answers": dict(answers),
+        "quarantined": sum(row.dropped == "quarantined" for row in evidence.rows.values()),
+        "dead_letters": len(evidence.dead),
+        "epochs": evidence.epoch,
+        "kills_by_kind": dict(tally.by_kind.most_common()),
+        "kills_by_point": dict(sorted(tally.by_point.items())),
+        "stops_by_point": dict(sorted(tally.stops_by_point.items())),
+        "policies_compared": retrained.policies if retrained else 0,
+        "checkpoints_compared": retrained.checkpoints if retrained else 0,
+        "wall_s": round(wall_s, 1),
+        "retraining_s": retrained.wall_s if retrained else 0.0,
+        "folders_left_by_killed_producers": len(list((folder / "tmp").glob("slipstream-adapters-*"))),
+        "problems": [problem._asdict() for problem in problems],
+    }
+
+
+def _steps_undone(evidence: Any) -> int:
+    return sum(len(incarnation.steps_ended) for incarnation in evidence.incarnations) - evidence.final_step
+
+
+def _signs_of_life(folder: Path) -> dict[str, list[float]]:
+    """By daemon: steps that ended and acknowledgements for the trainer, its acknowledged groups for a producer."""
+    signs: dict[str, list[float]] = {"trainer": []}
+    for path in folder.glob("producer-*.jsonl"):
+        signs[path.stem] = [line["t"] for line in read(path) if line["what"] == "ack"]
+        signs["trainer"] += signs[path.stem]
+    for path in collect.trainer_logs(folder):
+        signs["trainer"] += [line["t"] for line in read(path) if line["what"] == "step_end"]
+    return signs
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

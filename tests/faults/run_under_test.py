@@ -1,0 +1,224 @@
+"""One run with real daemons whose surroundings the tests break, and what must be true of it afterwards.
+
+Guarantee: whatever a run started is gone when its `ExitStack` closes.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+import yaml
+
+from protocol.config_file import load_config
+from replay.journal_reader import JournalReader
+from tests.integration.pair import Daemon
+
+RECOVERY_S = 15.0
+HEARTBEAT_TIMEOUT_S = 1.5
+_ANSWERED = {"accepted", "no_signal", "duplicate"}
+
+
+class Process(Daemon):
+    """A daemon that may be started by another command, such as one that enters a network namespace."""
+
+    def __init__(
+        self, module: str, log: Path, arguments: Sequence[str], prefix: Sequence[str], **variables: str
+    ) -> None:
+        self._log = log
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"} | variables
+        with log.open("ab") as stream:
+            self.process = subprocess.Popen(
+                [*prefix, sys.executable, "-m", module, "--gpu", "cpu", *arguments],
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+            )
+
+
+class Acknowledged(NamedTuple):
+    at: float  # Unix time
+    group_id: str
+    outcome: str
+
+
+class Run:
+    """A run directory with one trainer and any number of producers.
+
+    Args:
+        folder: for logs and everything else that tests write.
+        run_dir: may be on a disk that the test breaks.
+        prefix: command that every daemon is started by.
+    """
+
+    def __init__(
+        self,
+        stack: ExitStack,
+        folder: Path,
+        model: Path,
+        endpoint: str,
+        *,
+        run_dir: Path | None = None,
+        prefix: Sequence[str] = (),
+        **sections: Any,
+    ) -> None:
+        self._stack = stack
+        self._folder = folder
+        self._prefix = prefix
+        rows = [{"prompt": f"{i}+{i}=", "answer": 2 * i} for i in range(2000)]
+        (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (folder / "rewards.py").write_text("def reward(completions, **_):\n    return [0.0, 1.0, 0.5, 0.25]\n")
+        values: dict[str, Any] = {
+            "run_dir": str(run_dir or folder / "run"),
+            "model": {"path": str(model), "dtype": "float32"},
+            "dataset": {"path": str(folder / "train.jsonl")},
+            "rewards": {"functions": [{"function": f"{folder}/rewards.py:reward"}], "num_workers": 1},
+            "sampling": {"num_generations": 4, "max_completion_length": 48},
+            "pipeline": {"groups_per_step": 2, "max_staleness": 3},
+            "replay": {"keep_all": True},
+            "transport": {
+                "endpoint": endpoint,
+                "heartbeat_interval_s": 0.3,
+                "heartbeat_timeout_s": HEARTBEAT_TIMEOUT_S,
+            },
+            "lora": {"r": 4, "lora_alpha": 8},
+            "trainer": {"max_steps": 100, "gradient_checkpointing": False},
+        }
+        for name, section in sections.items():
+            values[name] = values[name] | section
+        self._config_file = folder / "run.yaml"
+        self._config_file.write_text(yaml.safe_dump(values))
+        self.config = load_config(str(self._config_file))
+        self.pace(0.2)
+
+    def pace(self, seconds: float) -> None:
+        """How long a group takes from now on."""
+        partial = self._folder / "pace.partial"
+        partial.write_text(str(seconds))
+        partial.replace(self._folder / "pace")
+
+    def trainer(self, *arguments: str, module: str = "consumer.cli", **variables: str) -> Process:
+        return self._start(module, "trainer", *arguments, **variables)
+
+    def producer(self, name: str = "producer") -> Process:
+        """Its own files are not in the run directory."""
+        return self._start(
+            "tests.faults.stand_in_producer",
+            name,
+            "--set",
+            f"run_dir={self._folder / name}",
+            STAND_IN_PACE=str(self._folder / "pace"),
+            STAND_IN_NEWS=str(self._folder / f"{name}.news"),
+        )
+
+    def _start(self, module: str, name: str, *arguments: str, **variables: str) -> Process:
+        process = Process(
+            module,
+            self._folder / f"{name}.log",
+            ["--config", str(self._config_file), *arguments],
+            self._prefix,
+            **variables,
+        )
+        self._stack.callback(_end, process)
+        return process
+
+    def _news(self) -> list[Acknowledged]:
+        lines = [line for file in self._folder.glob("*.news") for line in file.read_text().splitlines(keepends=True)]
+        return sorted(Acknowledged(*json.loads(line)) for line in lines if line.endswith("\n"))
+
+    @property
+    def acks(self) -> list[Acknowledged]:
+        """In order of time."""
+        return [one for one in self._news() if one.outcome != "leased"]
+
+    @property
+    def step(self) -> int:
+        """Steps taken, by the last line of steps.jsonl."""
+        file = Path(self.config.run_dir) / "steps.jsonl"
+        lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+        whole = [line for line in lines if line.endswith("\n")]
+        return int(json.loads(whole[-1])["step"]) if whole else 0
+
+    def wait_for_step(self, number: int, timeout_s: float = 90.0) -> None:
+        eventually(lambda: self.step >= number, f"step {number}", timeout_s)
+
+    def recovery_s(self, since: float) -> float:
+        """How long after `since` (Unix time) a group was acknowledged that was leased after it, too; waits for it."""
+
+        def recovered_at() -> float | None:
+            fresh = {one.group_id for one in self._news() if one.outcome == "leased" and one.at > since}
+            return next((ack.at for ack in self.acks if ack.group_id in fresh), None)
+
+        eventually(recovered_at, "acknowledgement", RECOVERY_S + 5)
+        at = recovered_at()
+        assert at is not None
+        return at - since
+
+    def check(self, trained_steps: int) -> None:
+        """Nothing that was acknowledged is missing, and every step trained other groups than all the others."""
+        with closing(JournalReader(self.config.journal_file)) as journal:
+            assert journal.database_problems() == []
+            rows = {row.group_id: row for row in journal.rows()}
+            assert len(journal.frames(rows)) == len(rows)
+            batches = list(journal.batches())
+        acks = self.acks
+        assert {ack.outcome for ack in acks} <= _ANSWERED | {"stale"}
+        prompts = {(rows[g].epoch, rows[g].prompt_id) for g in rows if rows[g].outcome == "accepted"}
+        for ack in acks:
+            if ack.outcome != "duplicate":
+                assert ack.group_id in rows, f"{ack.group_id} was acknowledged and is lost"
+                assert rows[ack.group_id].outcome == ack.outcome
+        assert [batch.step for batch in batches[:trained_steps]] == list(range(1, trained_steps + 1))
+        trained = [group_id for batch in batches for group_id in batch.group_ids]
+        assert all(len(batch.group_ids) == self.config.pipeline.groups_per_step for batch in batches)
+        assert len(trained) == len(set(trained))
+        trained_prompts = Counter((rows[g].epoch, rows[g].prompt_id) for g in trained)
+        assert max(trained_prompts.values()) == 1, "a prompt was trained twice in an epoch"
+        assert set(trained_prompts) <= prompts
+        left = {rows[g].state for g in set(rows) - set(trained)}
+        assert left <= {"ready", "no_signal", "stale"}
+
+
+class Memory:
+    """The largest resident memory of processes while it is entered, above what they had before, in megabytes."""
+
+    def __init__(self, *processes: Process) -> None:
+        self._watched = [psutil.Process(process.process.pid) for process in processes]
+        self._before = [process.memory_info().rss for process in self._watched]
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self.growth_mb = 0.0
+
+    def __enter__(self) -> "Memory":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(0.2):
+            now = [process.memory_info().rss for process in self._watched]
+            self.growth_mb = max(self.growth_mb, *((b - a) / 2**20 for a, b in zip(self._before, now, strict=True)))
+
+
+def eventually(condition: Callable[[], Any], what: str, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"no {what} within {timeout_s} s"
+        time.sleep(0.05)
+
+
+def _end(process: Process) -> None:
+    if process.process.poll() is None:
+        process.kill()

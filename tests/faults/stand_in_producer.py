@@ -1,0 +1,74 @@
+"""`rl-producer` with a stand-in for vLLM that answers as slowly as told, and a list of what arrived.
+
+Run as `python -m tests.faults.stand_in_producer` with the arguments of `rl-producer`. Everything around the engine is real.
+The environment names two files: `STAND_IN_PACE` holds the seconds that a group takes and may change meanwhile; every lease
+and every acknowledgement is in `STAND_IN_NEWS` as soon as it has arrived, one JSON list of time, lease and outcome a line
+(`leased` for a lease).
+"""
+
+import asyncio
+import json
+import os
+import random
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from producer import cli, daemon
+from producer.interfaces import Completion
+from protocol.channel import BadFrame
+from protocol.digests import base_model_digest, tokenizer_digest
+from protocol.messages import Ack, Lease, Message, Sampling
+from protocol.zmq_channel import ZmqClient
+from tests.scripted import facts
+
+
+class Engine:
+    max_num_seqs = 16
+
+    def __init__(self, config: Any, num_gpus: int) -> None:
+        self.folder = Path(config.model.path)
+        self.facts = facts(
+            base_model_digest=base_model_digest(self.folder), tokenizer_digest=tokenizer_digest(self.folder)
+        )
+        self._pace = Path(os.environ["STAND_IN_PACE"])
+
+    async def warm_up(self) -> None: ...
+
+    async def generate(self, prompt_ids: list[int], sampling: Sampling, adapter: Any) -> list[Completion]:
+        await asyncio.sleep(float(self._pace.read_text()))
+        return [self._completion(sampling) for _ in range(sampling.num_generations)]
+
+    def _completion(self, sampling: Sampling) -> Completion:
+        length = random.randint(sampling.max_completion_length // 2, sampling.max_completion_length)
+        tokens = [random.randint(3, 40) for _ in range(length)]
+        return Completion(tokens, [-3.5] * length, length == sampling.max_completion_length)
+
+    async def load_adapter(self, adapter: Any) -> None: ...
+
+    async def unload_adapter(self, adapter: Any) -> None: ...
+
+    def check_alive(self) -> None: ...
+
+    def shutdown(self) -> None: ...
+
+
+class ListingClient(ZmqClient):
+    def poll(self, timeout_s: float) -> list[Message | BadFrame]:
+        messages = super().poll(timeout_s)
+        news = [(message.lease_id, "leased") for message in messages if isinstance(message, Lease)]
+        news += [(message.lease_id, message.outcome) for message in messages if isinstance(message, Ack)]
+        if news:
+            with Path(os.environ["STAND_IN_NEWS"]).open("a") as file:
+                file.writelines(json.dumps([time.time(), *one]) + "\n" for one in news)
+        return messages
+
+
+if __name__ == "__main__":
+    stand_in = ModuleType("producer.engine")
+    stand_in.Engine = Engine  # type: ignore[attr-defined]
+    sys.modules["producer.engine"] = stand_in
+    daemon.ZmqClient = ListingClient  # type: ignore[misc]
+    cli.main()

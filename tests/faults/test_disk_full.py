@@ -1,0 +1,122 @@
+"""A disk that runs full under a real trainer: nothing is lost, nothing crashes, and it goes on by itself.
+
+At 90 % no leases are given; at 100 % groups wait with their producers and checkpoints with the trainer, until there is room.
+"""
+
+import os
+import shutil
+import threading
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from .mounts import tmpfs
+from .run_under_test import RECOVERY_S, Memory, Run, eventually
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
+
+DISK_MEGABYTES = 48
+STEPS = 60
+BOUND_MB = 64
+
+
+class Filler:
+    """A file that takes room on a disk."""
+
+    def __init__(self, disk: Path) -> None:
+        self._disk = disk
+        self._file = disk / "filler"
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def fill(self, share: float) -> None:
+        """So that `share` of the disk is used."""
+        usage = shutil.disk_usage(self._disk)
+        size = int(usage.total * share) - usage.used
+        with self._file.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, size)
+
+    def fill_to_the_brim(self) -> None:
+        """And whatever is given free meanwhile is taken too."""
+        self._ended.clear()
+        self._thread = threading.Thread(target=self._take_everything, daemon=True)
+        self._thread.start()
+        eventually(lambda: shutil.disk_usage(self._disk).free == 0, "full disk", 10)
+
+    def remove(self) -> float:
+        """Returns when there was room again (Unix time)."""
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+        self._file.unlink()
+        return time.time()
+
+    def _take_everything(self) -> None:
+        with self._file.open("ab", buffering=0) as file:
+            while not self._ended.is_set():
+                try:
+                    while True:
+                        file.write(bytes(4096))
+                except OSError:
+                    time.sleep(0.01)
+
+
+def test_a_disk_that_runs_full_again_and_again(tmp_path: Path, short_dir: Path, model: Path) -> None:
+    barrier = tmp_path / "checkpoints.wait"
+    with ExitStack() as stack:
+        disk = stack.enter_context(tmpfs(tmp_path / "disk", DISK_MEGABYTES))
+        run = Run(
+            stack,
+            tmp_path,
+            model,
+            f"ipc://{short_dir}/c",
+            run_dir=disk / "run",
+            trainer={"max_steps": STEPS, "save_steps": 5, "save_total_limit": 2},
+        )
+        producer = run.producer()
+        trainer = run.trainer(module="tests.faults.trainer_that_waits", CHECKPOINTS_WAIT=str(barrier))
+        filler = Filler(disk)
+        run.wait_for_step(3)
+
+        filler.fill(0.93)
+        trainer.wait_for(r"disk of run_dir is 9\d% full: no leases until there is room", 10)
+        time.sleep(2)  # what was leased before comes in
+        acked, step = len(run.acks), run.step
+        time.sleep(2)
+        assert (len(run.acks), run.step) == (acked, step), "no leases, no groups, no steps"
+        since = filler.remove()
+        recovered = [run.recovery_s(since)]
+        trainer.wait_for("leases are given again", 1)
+
+        with Memory(trainer, producer) as memory:
+            filler.fill_to_the_brim()
+            trainer.wait_for(r"journal.sqlite is full; make room.*; [1-9]\d* groups wait in memory", 15)
+            time.sleep(5)
+            assert trainer.process.poll() is None
+            recovered.append(run.recovery_s(filler.remove()))
+
+            barrier.touch()
+            reached = barrier.with_suffix(".reached")
+            eventually(reached.exists, "checkpoint", 60)
+            filler.fill_to_the_brim()
+            committed = sorted(run.config.checkpoints_dir.glob("checkpoint-*"))
+            barrier.unlink()
+            trainer.wait_for(r"waiting for room for a checkpoint \(1\d s\): the disk of run_dir is full", 20)
+            assert sorted(run.config.checkpoints_dir.glob("checkpoint-*")) == committed
+            step = run.step
+            since = filler.remove()
+            recovered.append(run.recovery_s(since))
+            eventually(lambda: run.step > step, "step", RECOVERY_S)
+            assert time.time() - since < RECOVERY_S
+        print(f"recovered within {[round(s, 2) for s in recovered]} s; memory grew by {memory.growth_mb:.1f} MB")
+        assert max(recovered) < RECOVERY_S
+        assert memory.growth_mb < BOUND_MB
+
+        run.pace(0.0)
+        assert trainer.end() == 0
+        assert producer.end() == 0
+        assert len(sorted(run.config.checkpoints_dir.glob("checkpoint-*/pipeline_state.json"))) == 2
+        assert run.step == STEPS
+        run.check(STEPS)

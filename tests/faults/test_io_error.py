@@ -1,0 +1,96 @@
+"""A disk that fails under the journal: the trainer ends at once and says why, and has acknowledged nothing that is not there.
+
+Once inside the process, where the disk also forgets what it could not write; once by strace, in the kernel's answers.
+"""
+
+import shutil
+import subprocess
+import time
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import pytest
+
+from protocol.errors import ExitCode
+from replay.journal_reader import JournalReader
+
+from .run_under_test import Run, eventually
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
+
+STEPS = 30
+
+
+def fail_every(calls: str, stack: ExitStack, process_id: int) -> None:
+    """From now on these system calls of the process fail, as the kernel reports a disk that cannot be written."""
+    if shutil.which("strace") is None:
+        pytest.skip("this machine has no strace")
+    tracer = subprocess.Popen(
+        ["strace", "-f", "-p", str(process_id), "-e", f"trace={calls}", "-e", f"inject={calls}:error=EIO"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    stack.callback(tracer.wait, 10)
+    stack.callback(tracer.kill)
+    assert tracer.stderr is not None
+    stack.callback(tracer.stderr.close)
+    first = tracer.stderr.readline()
+    if "attached" not in first:
+        pytest.skip(f"this machine does not let strace attach: {first.strip()}")
+
+
+@pytest.mark.parametrize("by", ["vfs", "strace"])
+def test_a_failing_disk_ends_the_trainer_and_costs_no_group(
+    by: str, tmp_path: Path, short_dir: Path, model: Path
+) -> None:
+    failing = tmp_path / "failing"
+    with ExitStack() as stack:
+        run = Run(stack, tmp_path, model, f"ipc://{short_dir}/c", trainer={"max_steps": STEPS, "save_steps": 4})
+        producer = run.producer()
+        module = "tests.faults.trainer_on_failing_disk" if by == "vfs" else "consumer.cli"
+        trainer = run.trainer(module=module, FAILING_DISK=str(failing))
+        run.wait_for_step(6)
+        if by == "vfs":
+            failing.touch()
+        else:
+            fail_every("fsync,fdatasync", stack, trainer.process.pid)
+        assert trainer.end(20) == ExitCode.JOURNAL == 74
+        last_words = trainer.output.strip().splitlines()[-1]
+        assert "rl-trainer: error: " in last_words
+        assert f"{run.config.journal_file} cannot be written or read (" in last_words
+        assert "look at the disk, then start again" in last_words
+        assert "Traceback" not in trainer.output
+
+        with closing(JournalReader(run.config.journal_file)) as journal:
+            written = {row.group_id for row in journal.rows()}
+        acknowledged = {ack.group_id for ack in run.acks}
+        assert acknowledged
+        assert acknowledged <= written
+        failing.unlink(missing_ok=True)
+
+        again = run.trainer("--resume")
+        since = time.time()
+        eventually(lambda: run.acks[-1].at > since, "acknowledgement", 60)
+        run.pace(0.0)
+        assert again.end() == 0
+        assert producer.end() == 0, "the same producer served both"
+        print(f"{len(acknowledged)} groups acknowledged before the disk failed, none lost; {len(run.acks)} in all")
+        assert run.step == STEPS
+        run.check(STEPS)
+
+
+def test_a_disk_that_fails_under_a_checkpoint_is_no_bug(tmp_path: Path, short_dir: Path, model: Path) -> None:
+    """The journal syncs by fdatasync, a checkpoint by fsync."""
+    with ExitStack() as stack:
+        run = Run(stack, tmp_path, model, f"ipc://{short_dir}/c", trainer={"max_steps": 500, "save_steps": 6})
+        run.producer()
+        trainer = run.trainer()
+        run.wait_for_step(2)
+        fail_every("fsync", stack, trainer.process.pid)
+        assert trainer.end(30) == ExitCode.JOURNAL
+        last_words = trainer.output.strip().splitlines()[-1]
+        assert "rl-trainer: error: a disk failed ([Errno 5] Input/output error" in last_words
+        assert f"look at that of run_dir {run.config.run_dir}, then go on with --resume" in last_words
+        assert "Traceback" not in trainer.output
+        assert not list(run.config.checkpoints_dir.glob("checkpoint-*"))

@@ -1,0 +1,47 @@
+"""A network that goes away for ten seconds between a real trainer and a real producer, over tcp.
+
+Both notice, hold what they have, and go on by themselves when it is back; nothing is lost.
+"""
+
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from .namespace import Namespace
+from .run_under_test import HEARTBEAT_TIMEOUT_S, RECOVERY_S, Memory, Run
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
+
+STEPS = 60
+PARTITION_S = 10.0
+BOUND_MB = 64
+
+
+def test_a_partition_of_ten_seconds(tmp_path: Path, model: Path) -> None:
+    with ExitStack() as stack:
+        network = stack.enter_context(Namespace())
+        endpoint = "tcp://127.0.0.1:5557"
+        run = Run(stack, tmp_path, model, endpoint, prefix=network.prefix, trainer={"max_steps": STEPS})
+        run.pace(0.4)
+        producer = run.producer()
+        trainer = run.trainer()
+        run.wait_for_step(4)
+        with Memory(trainer, producer) as memory:
+            network.link("down")
+            down = time.time()
+            producer.wait_for(f"the trainer has been silent for {HEARTBEAT_TIMEOUT_S:g} s; waiting for it", 10)
+            trainer.wait_for(r"producer \S+ left \((silent for|it cannot be)", 10)
+            time.sleep(max(0.0, down + PARTITION_S - time.time()))
+            assert not [ack for ack in run.acks if ack.at > down + 0.5], "the network was not away"
+            network.link("up")
+            recovered = run.recovery_s(time.time())
+        print(f"recovered within {recovered:.2f} s; memory grew by {memory.growth_mb:.1f} MB")
+        assert recovered < RECOVERY_S
+        assert memory.growth_mb < BOUND_MB
+        run.pace(0.0)
+        assert trainer.end() == 0
+        assert producer.end() == 0
+        assert run.step == STEPS
+        run.check(STEPS)

@@ -1,0 +1,30 @@
+"""Fixtures of the tests that run the real trainer."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .models import build_model
+from .runs import Run
+
+
+@pytest.fixture(scope="session")
+def trained_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The base model of the runs that `start` makes."""
+    return build_model("qwen2", tmp_path_factory.mktemp("trainer") / "model")
+
+
+@pytest.fixture
+def start(tmp_path: Path, short_dir: Path, trained_model: Path) -> Iterator[Callable[..., Run]]:
+    """Makes a run from sections of its configuration; everything it started ends with the test."""
+    with ExitStack() as stack:
+
+        def make(**sections: Any) -> Run:
+            sections["transport"] = {"endpoint": f"ipc://{short_dir}/control.ipc"} | sections.get("transport", {})
+            sections["transport"] |= {"heartbeat_interval_s": 0.3, "heartbeat_timeout_s": 1.5}
+            return Run(tmp_path, trained_model, stack, **sections)
+
+        yield make

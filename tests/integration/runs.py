@@ -1,0 +1,78 @@
+"""Runs of the real trainer against scripted producers, for tests: a folder, its configuration, and what works on it."""
+
+import json
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from protocol.config_file import load_config
+from protocol.digests import base_model_digest, tokenizer_digest
+from protocol.zmq_channel import ZmqClient
+from tests.scripted import ScriptedProducer, facts
+
+from .pair import Daemon
+
+
+class Run:
+    """One run directory, and the processes and producers that work on it."""
+
+    def __init__(self, folder: Path, model: Path, stack: ExitStack, **sections: Any) -> None:
+        self.folder = folder
+        self.model = model
+        self.stack = stack
+        self.config_file = folder / "run.yaml"
+        rows = [{"prompt": f"{i}+{i}=", "answer": 2 * i} for i in range(40)]
+        (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        values: dict[str, Any] = {
+            "run_dir": str(folder / "run"),
+            "model": {"path": str(model), "dtype": "float32"},
+            "dataset": {"path": str(folder / "train.jsonl")},
+            "rewards": {"functions": [{"function": "rewards:reward"}]},
+            "sampling": {"num_generations": 4, "max_completion_length": 6},
+            "pipeline": {"groups_per_step": 2},
+            "transport": {"heartbeat_interval_s": 0.3, "heartbeat_timeout_s": 1.5},
+            "lora": {"r": 4, "lora_alpha": 8},
+            "trainer": {"max_steps": 6, "learning_rate": 1e-3, "gradient_checkpointing": False},
+        }
+        for name, section in sections.items():
+            values[name] = values.get(name, {}) | section
+        self.config_file.write_text(yaml.safe_dump(values))
+        self.config = load_config(str(self.config_file))
+
+    def trainer(self, *arguments: str) -> Daemon:
+        process = Daemon("consumer.cli", self.folder / "trainer.log", "--config", str(self.config_file), *arguments)
+        self.stack.callback(process.kill)
+        return process
+
+    def producer(self, name: str = "scripted", **options: Any) -> ScriptedProducer:
+        channel = ZmqClient(name, self.config.control_endpoint, self.config.blob_endpoint, 2**26)
+        engine = facts(base_model_digest=base_model_digest(self.model), tokenizer_digest=tokenizer_digest(self.model))
+        producer = ScriptedProducer(channel, engine, name=name, **options).start()
+        self.stack.callback(producer.stop)
+        return producer
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        file = Path(self.config.run_dir) / "steps.jsonl"
+        lines = file.read_text().splitlines() if file.exists() else []
+        return [json.loads(line) for line in lines]
+
+    def column(self, name: str) -> list[Any]:
+        return [step[name] for step in self.steps]
+
+    def wait_for_step(self, number: int) -> None:
+        eventually(lambda: bool(self.steps) and self.steps[-1]["step"] >= number)
+
+    def checkpoint(self, step: int) -> Path:
+        return self.config.checkpoints_dir / f"checkpoint-{step}"
+
+
+def eventually(condition: Callable[[], Any], timeout_s: float = 90.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

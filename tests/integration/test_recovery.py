@@ -1,0 +1,116 @@
+"""A run that is killed is the run that would have been: the same batches, the same weights, bit for bit."""
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protocol.errors import ExitCode
+from replay.journal_reader import JournalReader
+
+from .runs import Run
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
+
+STEPS = 12
+
+
+def adapters(run_dir: Path) -> dict[str, str]:
+    """Digest of every adapter that the run kept, by its folder's name."""
+    files = [
+        *run_dir.glob("checkpoints/checkpoint-*/adapter_model.safetensors"),
+        run_dir / "adapter/adapter_model.safetensors",
+    ]
+    return {file.parent.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+
+def settings(**trainer: Any) -> dict[str, dict[str, Any]]:
+    return {
+        "pipeline": {"max_staleness": 2},
+        "replay": {"keep_all": True},
+        "lora": {"lora_dropout": 0.1},
+        "trainer": {"max_steps": STEPS, "save_steps": 3} | trainer,
+    }
+
+
+def train_again(run: Run, *arguments: str) -> Path:
+    """The run's journal, trained by a trainer that is never killed."""
+    again = run.folder / "again"
+    trainer = run.trainer("--from-journal", run.config.run_dir, "--set", f"run_dir={again}", *arguments)
+    assert trainer.end(120) == 0
+    return again
+
+
+@pytest.mark.parametrize("num_iterations", [1, 2])
+def test_a_run_killed_at_three_points_ends_as_one_that_never_was(
+    start: Callable[..., Run], num_iterations: int
+) -> None:
+    run = start(**settings(num_iterations=num_iterations))
+    run.producer()
+    for kill_at in (2, 5, 10):  # without a checkpoint, and some steps after one
+        trainer = run.trainer("--resume")
+        run.wait_for_step(kill_at)
+        trainer.kill()
+    assert run.trainer("--resume").end(120) == 0
+    assert run.column("step") == list(range(1, STEPS + 1))
+
+    killed, never_killed = adapters(Path(run.config.run_dir)), adapters(train_again(run))
+    saved = (3, 6, 9, 12) if num_iterations == 1 else (4, 6, 10, 12)  # after the last iteration over a batch
+    assert set(killed) == {f"checkpoint-{step}" for step in saved} | {"adapter"}
+    assert killed == never_killed
+    assert len(set(killed.values())) == len(killed) - 1, "only the last checkpoint and the final adapter are the same"
+
+    reader = JournalReader(run.config.journal_file)
+    trained = [group_id for _, _, group_ids in reader.batches() for group_id in group_ids]
+    reader.close()
+    assert len(trained) == len(set(trained)) == STEPS // num_iterations * 2
+    keys = [tuple(group_id.split("-")[:2]) for group_id in trained]
+    assert len(set(keys)) == len(keys), "no prompt is trained twice in an epoch"
+
+
+def test_ready_groups_survive_the_trainer(start: Callable[..., Run]) -> None:
+    """What was acknowledged and not yet trained is trained by the next process, before any producer is there."""
+    run = start(**settings(max_steps=40))
+    producer = run.producer()
+    trainer = run.trainer()
+    run.wait_for_step(3)
+    trainer.kill()
+    reached = run.steps[-1]["step"]
+    producer.stop()
+    acked = {ack.lease_id for ack in producer.acks if ack.outcome == "accepted"}
+    reader = JournalReader(run.config.journal_file)
+    assert acked <= {row.group_id for row in reader.rows()}, "every acknowledged group is in the journal"
+    reader.close()
+
+    again = run.trainer("--resume")
+    again.wait_for(r"journal: \d+ groups ready, [1-9]\d* steps to train again as they were cut")
+    again.wait_for(r"listening at .*waiting for producers(.|\n)*listening at .*waiting for producers")
+    run.wait_for_step(reached)
+
+
+def test_a_run_without_checkpoints_goes_on_by_resume_only(start: Callable[..., Run]) -> None:
+    run = start(**settings(save_strategy="no"))
+    run.producer()
+    trainer = run.trainer()
+    run.wait_for_step(2)
+    trainer.kill()
+    refused = run.trainer()
+    assert refused.end() == ExitCode.CONFIG
+    assert "already holds a run (groups in its journal). Go on with it by --resume" in refused.output
+    assert run.trainer("--resume").end(120) == 0
+    assert run.column("step") == list(range(1, STEPS + 1))
+
+
+def test_training_again_needs_the_whole_journal_and_another_folder(start: Callable[..., Run]) -> None:
+    run = start(**(settings(save_total_limit=1) | {"replay": {"keep_bytes": 0}}))
+    run.producer()
+    assert run.trainer().end(120) == 0
+    same = run.trainer("--from-journal", run.config.run_dir)
+    assert same.end() == ExitCode.CONFIG
+    assert "choose another run_dir for the result" in same.output
+    pruned = run.trainer("--from-journal", run.config.run_dir, "--set", f"run_dir={run.folder}/again")
+    assert pruned.end() == ExitCode.JOURNAL
+    assert "the groups of step 1 are not in the journal" in pruned.output
+    assert "replay.keep_all: true" in pruned.output

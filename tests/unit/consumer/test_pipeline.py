@@ -1,0 +1,201 @@
+"""The end of a step is in the journal before anybody hears of its policy; old groups go when no checkpoint needs them."""
+
+import json
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from consumer import checkpoints
+from consumer.patience import Patience, StopRequested
+from consumer.pipeline import LivePipeline
+from protocol.config import ReplaySection
+from protocol.errors import JournalError, StalledError
+from replay.disk import DiskGuard
+from replay.journal_reader import JournalReader
+
+from .builders import Clock, FillableJournal, fill, live_buffer
+
+
+class Announcements:
+    """The intake, and what the disk held whenever a policy was announced."""
+
+    def __init__(self, journal: Path) -> None:
+        self._journal = journal
+        self.heard: list[tuple[int, bytes, str, list[tuple[int, int, str]]]] = []
+
+    def publish(self, version: int, data: bytes, digest: str) -> None:
+        with closing(JournalReader(self._journal)) as reader:
+            on_disk = [(row.version, row.step, row.digest) for row in reader.policies()]
+        self.heard.append((version, data, digest, on_disk))
+
+    def describe(self) -> str:
+        return "1 producer(s)"
+
+
+class Run:
+    """A pipeline and everything around it."""
+
+    def __init__(self, folder: Path, journal: FillableJournal, disk: DiskGuard, clock: Clock, **settings: Any) -> None:
+        self.folder, self.journal, self.clock = folder, journal, clock
+        self.replay = live_buffer(journal, max_staleness=9)
+        self.intake = Announcements(journal.path)
+        self.said: list[str] = []
+        self.room_at = 0.0
+        self.stop_at = float("inf")
+        self.pipeline = LivePipeline(
+            self.replay,
+            journal,
+            self.intake,
+            Patience(check=self.check, say=self.said.append, stall_timeout_s=60.0),
+            disk,
+            ReplaySection(**({"keep_bytes": 0} | settings)),
+        )
+
+    def check(self) -> None:
+        if self.clock.now >= self.stop_at:
+            raise StopRequested
+        if self.clock.now >= self.room_at:
+            self.journal.full = False
+
+    def step(self, number: int) -> list[str]:
+        """Trains two groups; returns their ids."""
+        fill(self.replay)
+        batch = self.replay.next_batch(0.0)
+        assert batch is not None
+        self.pipeline.publish(number, number, b"adapter", f"digest {number}")
+        return [group.group_id for group in batch.groups]
+
+    def checkpoint(self, step: int) -> None:
+        staged = checkpoints.staging(self.folder) / f"checkpoint-{step}"
+        staged.mkdir(parents=True)
+        checkpoints.commit(staged, self.pipeline.state() | {"step": step, "run_id": "run"})
+
+    def steps_in_journal(self) -> list[int]:
+        return [step for (step,) in self.journal.query("SELECT DISTINCT step FROM groups ORDER BY step")]
+
+
+@pytest.fixture
+def run(tmp_path: Path, journal: FillableJournal, disk: DiskGuard, clock: Clock) -> Run:
+    return Run(tmp_path / "checkpoints", journal, disk, clock)
+
+
+def test_a_policy_is_in_the_journal_when_it_is_announced(run: Run) -> None:
+    run.pipeline.publish(0, 0, b"first", "d0")
+    run.pipeline.publish(3, 1, b"second", "d1")
+    assert run.intake.heard == [
+        (0, b"first", "d0", [(0, 0, "d0")]),
+        (1, b"second", "d1", [(0, 0, "d0"), (1, 3, "d1")]),
+    ]
+
+
+def test_a_step_without_a_policy_ends_too(run: Run) -> None:
+    fill(run.replay)
+    assert run.replay.next_batch(0.0) is not None
+    assert run.journal.query("SELECT tries FROM groups") == [(1,), (1,)]
+    run.pipeline.end_step(1)
+    assert run.journal.query("SELECT tries FROM groups") == [(0,), (0,)]
+    assert run.intake.heard == []
+    assert run.journal.newest_version == -1
+
+
+def test_on_a_full_disk_the_end_of_a_step_is_waited_for_and_then_announced(run: Run, tmp_path: Path) -> None:
+    run.journal.full, run.room_at = True, 1012.0
+    run.pipeline.publish(1, 1, b"adapter", "d1")
+    assert run.clock.now == 1012.25
+    assert run.journal.refused == 49, "four times a second"
+    assert run.said == ["waiting for room on the disk of run_dir (10 s): 1 producer(s)"]
+    assert run.intake.heard == [(1, b"adapter", "d1", [(1, 1, "d1")])]
+    assert not (tmp_path / "journal.reserve").exists(), "the reserve was given up for it"
+
+
+def test_a_disk_that_stays_full_ends_the_run(run: Run) -> None:
+    run.journal.full, run.room_at = True, float("inf")
+    with pytest.raises(StalledError, match="no room on the disk of run_dir for pipeline"):
+        run.pipeline.end_step(1)
+    assert run.intake.heard == []
+
+
+def test_a_stop_request_ends_the_wait_for_room_and_nothing_is_announced(run: Run) -> None:
+    run.journal.full, run.room_at, run.stop_at = True, float("inf"), 1005.0
+    with pytest.raises(StopRequested):
+        run.pipeline.publish(1, 1, b"adapter", "d1")
+    assert run.intake.heard == []
+
+
+def test_a_journal_that_is_damaged_ends_the_run(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def damaged(step: int, policy: Any) -> None:
+        raise JournalError("damaged")
+
+    monkeypatch.setattr(run.journal, "end_step", damaged)
+    with pytest.raises(JournalError, match="damaged"):
+        run.pipeline.publish(1, 1, b"adapter", "d1")
+    assert run.intake.heard == []
+
+
+def test_groups_go_when_the_oldest_kept_checkpoint_does_not_need_them(run: Run) -> None:
+    for number in (1, 2, 3, 4):
+        run.step(number)
+        if number % 2 == 0:
+            run.checkpoint(number)
+    run.pipeline.checkpointed(run.folder)
+    assert run.steps_in_journal() == [3, 4], "checkpoint-2 may still be resumed from"
+    checkpoints.prune(run.folder, keep=1)
+    run.pipeline.checkpointed(run.folder)
+    assert run.steps_in_journal() == []
+
+
+def test_groups_newer_than_the_state_of_the_checkpoint_stay(run: Run) -> None:
+    run.step(1)
+    run.checkpoint(1)
+    run.step(2)
+    state_file = run.folder / "checkpoint-1" / "pipeline_state.json"
+    state = json.loads(state_file.read_text())
+    assert state["journal_seq"] == 2
+    state_file.write_text(json.dumps(state | {"step": 2}))  # only the rows that it knows may go
+    run.pipeline.checkpointed(run.folder)
+    assert run.steps_in_journal() == [2]
+
+
+def test_without_a_checkpoint_nothing_goes(run: Run) -> None:
+    run.step(1)
+    run.pipeline.checkpointed(run.folder)
+    assert run.steps_in_journal() == [1]
+
+
+def test_with_keep_all_nothing_goes(tmp_path: Path, journal: FillableJournal, disk: DiskGuard, clock: Clock) -> None:
+    run = Run(tmp_path / "checkpoints", journal, disk, clock, keep_all=True)
+    run.step(1)
+    run.checkpoint(1)
+    run.pipeline.checkpointed(run.folder)
+    assert run.steps_in_journal() == [1]
+
+
+def test_what_may_be_kept_for_inspection_is_deleted_when_the_disk_has_no_room(
+    tmp_path: Path, journal: FillableJournal, disk: DiskGuard, clock: Clock, usage: SimpleNamespace
+) -> None:
+    run = Run(tmp_path / "checkpoints", journal, disk, clock, keep_bytes=10**6)
+    run.step(1)
+    run.checkpoint(1)
+    run.pipeline.checkpointed(run.folder)
+    assert run.steps_in_journal() == [1]
+    usage.free = 10
+    disk.look()
+    run.pipeline.checkpointed(run.folder)
+    assert run.steps_in_journal() == []
+
+
+def test_a_disk_too_full_to_delete_from_the_journal_is_tried_again_at_the_next_checkpoint(
+    run: Run, tmp_path: Path
+) -> None:
+    run.step(1)
+    run.checkpoint(1)
+    run.journal.full = True
+    run.pipeline.checkpointed(run.folder)
+    assert not (tmp_path / "journal.reserve").exists()
+    run.journal.full = False
+    assert run.steps_in_journal() == [1]
+    run.pipeline.checkpointed(run.folder)
+    assert run.steps_in_journal() == []

@@ -1,0 +1,82 @@
+"""What a journal remembers of its run, and which configurations may go on with it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from consumer.run_facts import comparable, run_facts
+from protocol.digests import base_model_digest, tokenizer_digest
+from protocol.errors import ConfigError
+from protocol.messages import SCHEMA_VERSION
+
+from .builders import run_config
+
+JOURNAL = Path("run/journal.sqlite")
+FACTS = {
+    "base_model_digest": "base",
+    "tokenizer_digest": "tokens",
+    "wire_schema": "1",
+    "num_generations": "4",
+    "max_completion_length": "6",
+    "vocab_size": "64",
+    "reward_names": '["first"]',
+    "groups_per_step": "2",
+}
+
+
+def test_the_facts_of_a_run(tmp_path: Path, tiny_model: Path) -> None:
+    functions = [{"function": "r:exact", "weight": 1.0}, {"function": "some/file.py:style", "weight": 0.1}]
+    config = run_config(tmp_path, tiny_model, rewards={"functions": functions})
+    assert run_facts(config, tiny_model, "0123", 64, 3, 7) == {
+        "run_id": "0123",  # as it is, although it looks like a number
+        "model_path": str(tiny_model),
+        "base_model_digest": base_model_digest(tiny_model),
+        "tokenizer_digest": tokenizer_digest(tiny_model),
+        "reward_names": '["exact", "style"]',
+        "reward_weights": "[1.0, 0.1]",
+        "wire_schema": str(SCHEMA_VERSION),
+        "num_generations": "4",
+        "max_completion_length": "6",
+        "vocab_size": "64",
+        "groups_per_step": "2",
+        "num_iterations": "3",
+        "num_threads": "7",
+    }
+
+
+def test_the_order_of_the_reward_functions_is_a_fact(tmp_path: Path, tiny_model: Path) -> None:
+    functions = [{"function": "r:exact", "weight": 1.0}, {"function": "r:style", "weight": 0.1}]
+    facts = [
+        run_facts(run_config(tmp_path, tiny_model, rewards={"functions": order}), tiny_model, "run", 64, 1, 1)
+        for order in (functions, functions[::-1])
+    ]
+    assert [json.loads(made["reward_names"]) for made in facts] == [["exact", "style"], ["style", "exact"]]
+    assert not comparable(facts[0], facts[1], JOURNAL)
+
+
+def test_the_same_facts_are_comparable_whatever_else_changed() -> None:
+    assert comparable(FACTS, FACTS | {"groups_per_step": "8", "num_threads": "2", "model_path": "moved"}, JOURNAL)
+
+
+@pytest.mark.parametrize(
+    "name", ["wire_schema", "num_generations", "max_completion_length", "vocab_size", "reward_names"]
+)
+def test_groups_of_another_shape_are_not(name: str) -> None:
+    assert not comparable(FACTS, FACTS | {name: "5"}, JOURNAL)
+
+
+@pytest.mark.parametrize(
+    ("name", "key"), [("base_model_digest", "model.path"), ("tokenizer_digest", "model.path (its tokenizer)")]
+)
+def test_groups_of_another_model_are_refused(name: str, key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        comparable(FACTS, FACTS | {name: "other"}, JOURNAL)
+    assert str(caught.value) == (
+        f"{key} is not the one that run/journal.sqlite was written with; use that one, or choose another run_dir"
+    )
+
+
+def test_a_journal_that_nobody_wrote_facts_into_fits_everything() -> None:
+    assert comparable({}, FACTS, JOURNAL)
+    assert not comparable({"vocab_size": "5"}, FACTS, JOURNAL)

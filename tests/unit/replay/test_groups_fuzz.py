@@ -1,0 +1,150 @@
+"""`GroupShape.parse` of any group message: InvalidGroupError, or a group that is consistent and in range."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, event, example, given, settings
+from hypothesis import strategies as st
+
+from protocol.messages import Group
+from replay.groups import GroupShape, InvalidGroupError, RolloutGroup
+
+from .builders import SHAPE, group_message
+
+INT32 = st.integers(-(2**31), 2**31 - 1) | st.sampled_from([-(2**31), -1, 0, 1, 4, 5, 9, 10, 2**31 - 1, 2**30])
+SHAPES = st.builds(
+    GroupShape,
+    num_generations=st.integers(2, 5),
+    num_rewards=st.integers(1, 3),
+    max_completion_length=st.sampled_from([1, 4, 2**24, 2**31 - 1]),
+    vocab_size=st.sampled_from([1, 10, 2**31 - 1, 2**31]),
+)
+
+
+def ints(values: list[int]) -> bytes:
+    return np.array(values, "<i4").tobytes()
+
+
+def floats(values: list[float]) -> bytes:
+    return np.array(values, "<f4").tobytes()
+
+
+@st.composite
+def nearly_valid(draw: st.DrawFn, shape: GroupShape) -> Group:
+    """A valid message of `shape` with up to two buffers replaced by something else."""
+    short = min(shape.max_completion_length, 4)
+    lengths = draw(st.lists(st.integers(1, short), min_size=shape.num_generations, max_size=shape.num_generations))
+    tokens, rewards = sum(lengths), shape.num_generations * shape.num_rewards
+    ids = st.integers(0, min(shape.vocab_size, 2**31) - 1)
+    score = st.floats(width=32, allow_infinity=False)
+    buffers: dict[str, bytes] = {
+        "prompt_ids": ints(draw(st.lists(ids, min_size=1, max_size=4))),
+        "completion_lengths": ints(lengths),
+        "completion_ids": ints(draw(st.lists(ids, min_size=tokens, max_size=tokens))),
+        "logprobs": floats(
+            draw(st.lists(st.floats(-100, 0, width=32) | st.just(math.nan), min_size=tokens, max_size=tokens))
+        ),
+        "rewards": floats(draw(st.lists(score, min_size=rewards, max_size=rewards))),
+        "truncated": draw(st.binary(min_size=shape.num_generations, max_size=shape.num_generations)),
+    }
+    for name in draw(st.lists(st.sampled_from(sorted(buffers)), max_size=2, unique=True)):
+        count = len(buffers[name]) // (1 if name == "truncated" else 4)
+        same_size = st.lists(INT32, min_size=count, max_size=count).map(ints)
+        same_floats = st.lists(st.floats(width=32), min_size=count, max_size=count).map(floats)
+        extended = st.binary(max_size=9).map(buffers[name].__add__)
+        cut = st.integers(0, len(buffers[name])).map(lambda size, whole=buffers[name]: whole[:size])
+        buffers[name] = draw(st.binary(max_size=64) | same_size | same_floats | extended | cut)
+    return group_message(**buffers)
+
+
+def check(shape: GroupShape, group: RolloutGroup, message: Group) -> None:
+    """Counted again in plain Python, from the bytes of the message."""
+    lengths = [
+        int.from_bytes(message.completion_lengths[i : i + 4], "little")
+        for i in range(0, len(message.completion_lengths), 4)
+    ]
+    assert group.completion_lengths.tolist() == lengths
+    assert len(lengths) == group.num_completions == shape.num_generations
+    assert all(1 <= length <= shape.max_completion_length for length in lengths)
+    assert group.num_tokens == sum(lengths) == len(group.logprobs)
+    assert len(group.prompt_ids) >= 1
+    for ids, data in ((group.prompt_ids, message.prompt_ids), (group.completion_ids, message.completion_ids)):
+        assert ids.tobytes() == data
+        assert all(0 <= token < shape.vocab_size for token in ids.tolist())
+    assert group.logprobs.tobytes() == message.logprobs
+    assert all(math.isnan(logprob) or -math.inf < logprob <= 1.001e-3 for logprob in group.logprobs.tolist())
+    assert group.rewards.shape == (shape.num_generations, shape.num_rewards)
+    assert group.rewards.tobytes() == message.rewards
+    assert not any(math.isinf(reward) for row in group.rewards.tolist() for reward in row)
+    assert group.truncated.tolist() == [bool(byte) for byte in message.truncated]
+    assert (group.group_id, group.policy_version) == (message.lease_id, message.policy_version)
+
+
+def parse(shape: GroupShape, message: Group) -> RolloutGroup | InvalidGroupError:
+    try:
+        group = shape.parse(message)
+    except InvalidGroupError as error:
+        return error
+    check(shape, group, message)
+    return group
+
+
+@settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow])
+@given(st.data())
+def test_a_nearly_valid_message_is_refused_or_becomes_a_consistent_group(data: st.DataObject) -> None:
+    shape = data.draw(SHAPES)
+    outcome = parse(shape, data.draw(nearly_valid(shape)))
+    event("refused" if isinstance(outcome, InvalidGroupError) else "accepted")
+
+
+@given(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            name: st.binary(max_size=40)
+            for name in ("prompt_ids", "completion_lengths", "completion_ids", "logprobs", "rewards", "truncated")
+        },
+    )
+)
+@example({"completion_lengths": bytes(8)})
+@example(dict.fromkeys(("completion_ids", "logprobs"), b""))
+def test_random_bytes_are_refused_or_become_a_consistent_group(buffers: dict[str, bytes]) -> None:
+    parse(SHAPE, group_message(**buffers))
+
+
+WIDE = GroupShape(num_generations=4, num_rewards=1, max_completion_length=2**31 - 1, vocab_size=2**31)
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        [2**31 - 1, 2**31 - 1, 1, 1],  # 2**32 in all: 0 in 32 bits
+        [2**30] * 4,  # 2**32 as well
+        [2**31 - 1, 2**31 - 1, 2, 4],  # 4 in 32 bits, as many as there are
+        [2**31 - 1, 2, 1, 1],
+    ],
+)
+def test_a_sum_of_lengths_beyond_32_bits_does_not_wrap(lengths: list[int]) -> None:
+    rest: dict[str, Any] = {"rewards": bytes(16), "truncated": bytes(4)}
+    outcome = parse(WIDE, group_message(completion_lengths=ints(lengths), **rest))
+    assert isinstance(outcome, InvalidGroupError)
+    assert str(outcome) == f"logprobs has 16 bytes, expected {sum(lengths)} x 4"
+
+
+@pytest.mark.parametrize("lengths", [[-1, 5], [5, -1], [-(2**31), 2**31 - 1], [8, -4], [0, 4], [4, 0]])
+def test_lengths_out_of_range_whose_sum_is_right_are_refused(lengths: list[int]) -> None:
+    shape = GroupShape(num_generations=2, num_rewards=1, max_completion_length=2**31 - 1, vocab_size=10)
+    outcome = parse(shape, group_message(completion_lengths=ints(lengths)))
+    assert isinstance(outcome, InvalidGroupError)
+    assert str(outcome) == "completion_lengths must lie in 1..2147483647"
+
+
+@pytest.mark.parametrize("bits", [0x7FC00000, 0xFFC00000, 0x7F800001, 0xFF800001])
+def test_every_kind_of_nan_means_missing(bits: int) -> None:
+    nan = bits.to_bytes(4, "little")
+    outcome = parse(SHAPE, group_message(logprobs=nan * 4, rewards=nan * 2))
+    assert isinstance(outcome, RolloutGroup)
+    assert np.isnan(outcome.logprobs).all()
+    assert np.isnan(outcome.rewards).all()

@@ -1,0 +1,141 @@
+"""A row goes only when no checkpoint needs it; of the others the newest stay, and the disk gets its room back."""
+
+import contextlib
+from pathlib import Path
+
+import pytest
+
+from replay import retention
+from replay.journal import DeadLetter, Journal
+from replay.recovery import recover
+from replay.retention import prune
+from replay.staleness import StalenessBudget
+
+from .builders import entry, group_ids
+
+YEAR_S = 365 * 86_400.0
+
+
+def pruned(
+    journal: Journal, step: int, seq: int, *, keep_bytes: int = 0, keep_age_s: float = YEAR_S
+) -> tuple[int, list[int]]:
+    """How many rows went, and the prompts of those that stayed."""
+    count = prune(journal, oldest_step=step, oldest_seq=seq, keep_bytes=keep_bytes, keep_age_s=keep_age_s)
+    bodies = journal.query("SELECT prompt_id FROM groups JOIN bodies USING(seq) ORDER BY seq")
+    assert journal.query("SELECT prompt_id FROM groups ORDER BY seq") == bodies
+    assert journal.query("SELECT count(*) FROM bodies") == [(len(bodies),)]
+    return count, [prompt_id for (prompt_id,) in bodies]
+
+
+def backdate(journal: Journal, seconds: float, *prompt_ids: int) -> None:
+    for group_id in group_ids(*prompt_ids):
+        journal.query("UPDATE groups SET accepted_at = accepted_at - ? WHERE group_id = ?", (seconds, group_id))
+
+
+@pytest.fixture
+def history(journal: Journal) -> Journal:
+    """Rows 1 to 8, of prompts 0 to 7; every frame has 100 bytes."""
+    outcomes = ["accepted", "accepted", "no_signal", "stale", "accepted", "accepted", "accepted", "no_signal"]
+    journal.append([entry(i, outcome=outcome, frame=b"%0100d" % i) for i, outcome in enumerate(outcomes)])
+    journal.claim(1, 1, group_ids(0))
+    journal.claim(2, 3, group_ids(1))
+    journal.drop(group_ids(4), "stale")
+    journal.drop(group_ids(5), "configuration")
+    return journal
+
+
+@pytest.mark.parametrize(
+    ("step", "seq", "stay"),
+    [
+        (0, 0, [0, 1, 2, 3, 4, 5, 6, 7]),  # the beginning is a checkpoint that knows nothing
+        (0, 8, [0, 1, 6]),  # answered, and none was trained
+        (1, 8, [1, 6]),
+        (2, 8, [1, 6]),  # prompt 1 is trained by halves
+        (3, 8, [6]),  # ready
+        (9, 8, [6]),
+        (3, 4, [4, 5, 6, 7]),  # that checkpoint has not heard of rows 5 to 8
+        (1, 4, [1, 4, 5, 6, 7]),
+    ],
+)
+def test_what_a_checkpoint_needs_stays_and_the_rest_goes(
+    history: Journal, step: int, seq: int, stay: list[int]
+) -> None:
+    assert pruned(history, step, seq) == (8 - len(stay), stay)
+    assert pruned(history, step, seq) == (0, stay)
+    assert history.last_seq == 8
+
+
+@pytest.mark.parametrize(
+    ("keep_bytes", "stay"),
+    [
+        (0, [6]),
+        (99, [6]),
+        (100, [6, 7]),
+        (199, [6, 7]),
+        (300, [4, 5, 6, 7]),
+        (699, [1, 2, 3, 4, 5, 6, 7]),
+        (700, [0, 1, 2, 3, 4, 5, 6, 7]),
+    ],
+)
+def test_of_what_nobody_needs_the_newest_stay_up_to_so_many_bytes(
+    history: Journal, keep_bytes: int, stay: list[int]
+) -> None:
+    assert pruned(history, 3, 8, keep_bytes=keep_bytes) == (8 - len(stay), stay)
+
+
+def test_what_nobody_needs_goes_after_so_long_and_what_somebody_needs_stays(history: Journal) -> None:
+    backdate(history, 1000.0, 0, 1, 3, 6, 7)
+    assert pruned(history, 1, 8, keep_bytes=10**6, keep_age_s=1010.0) == (0, list(range(8)))
+    assert pruned(history, 1, 8, keep_bytes=10**6, keep_age_s=990.0) == (3, [1, 2, 4, 5, 6])
+
+
+def test_a_quarantined_group_stays_until_no_checkpoint_would_send_its_prompt_out_again(journal: Journal) -> None:
+    journal.append([entry(0), entry(1), entry(2)])
+    journal.claim(2, 3, group_ids(0))
+    journal.drop(group_ids(0), "quarantined")
+    assert pruned(journal, 1, 3) == (0, [0, 1, 2])
+    budget = StalenessBudget(1, 9, num_iterations=2)
+    assert recover(journal, 1, 3, budget, comparable=True).fates == [
+        ((0, 0), "settled"),
+        ((0, 1), "held"),
+        ((0, 2), "held"),
+    ]
+    assert pruned(journal, 2, 3) == (0, [0, 1, 2])
+    assert pruned(journal, 3, 3) == (1, [1, 2])
+
+
+def test_of_dead_letters_the_newest_stay(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retention, "_MAX_DEAD_LETTERS", 2)
+    for prompt_id in range(5):
+        journal.bury(DeadLetter(0, prompt_id, 1, "data", "bad_prompt", ""))
+    pruned(journal, 0, 0)
+    assert journal.query("SELECT prompt_id FROM dead_letters ORDER BY id") == [(3,), (4,)]
+
+
+def test_the_file_shrinks(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    with contextlib.closing(Journal(path)) as journal:
+        journal.append([entry(i, outcome="no_signal", frame=b"x" * 10_000) for i in range(200)])
+    before = path.stat().st_size
+    with contextlib.closing(Journal(path)) as journal:
+        assert pruned(journal, 0, 200, keep_bytes=100_000) == (190, list(range(190, 200)))
+        assert journal.query("PRAGMA freelist_count") == [(0,)]
+    assert before > 2_000_000
+    assert path.stat().st_size < 200_000
+
+
+def test_an_acknowledgement_does_not_wait_for_the_end_of_a_long_deletion(journal: Journal) -> None:
+    """The lock is free between two transactions of 256 rows."""
+    journal.append([entry(i, outcome="no_signal") for i in range(600)])
+    seen = []
+    real = journal.transaction
+
+    @contextlib.contextmanager
+    def watched():
+        with real() as db:
+            yield db
+        seen.append(journal.query("SELECT count(*) FROM groups")[0][0])
+
+    journal.transaction = watched  # type: ignore[method-assign]
+    assert prune(journal, oldest_step=0, oldest_seq=600, keep_bytes=0, keep_age_s=YEAR_S) == 600
+    assert seen[:3] == [600 - 256, 600 - 512, 0]
