@@ -168,13 +168,15 @@ def test_a_refused_adapter_or_request_leaves_the_engine_alive(live, registry, tm
 def test_truncation_is_told(live, registry):
     async def body():
         await registry.publish(*live.policy(1), 0.0)
+        completions: list = []
         async with registry.pin() as adapter:
-            return await live.engine.generate(PROMPT, sampling(40, n=64), adapter)
+            while not (any(c.truncated for c in completions) and any(not c.truncated for c in completions)):
+                assert len(completions) < 64 * 50, "random completions end early or late, never both"
+                completions += await live.engine.generate(PROMPT, sampling(40, n=64), adapter)
+        return completions
 
     completions = live.run(body())
-    ended = [c for c in completions if not c.truncated]
-    assert ended, "no completion of 64 sampled the end-of-sequence token"
-    assert all(c.token_ids[-1] == 1 and 1 not in c.token_ids[:-1] for c in ended)
+    assert all(c.token_ids[-1] == 1 and 1 not in c.token_ids[:-1] for c in completions if not c.truncated)
     assert all(len(c.token_ids) == 40 for c in completions if c.truncated)
 
 

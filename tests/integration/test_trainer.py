@@ -4,105 +4,20 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import yaml
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from protocol.config_file import load_config
-from protocol.digests import base_model_digest, tokenizer_digest
 from protocol.messages import Group, Lease
-from protocol.zmq_channel import ZmqClient
-from tests.scripted import ScriptedProducer, facts, made_up_group
+from tests.scripted import made_up_group
 
-from .models import build_model
-from .pair import Daemon
+from .runs import Run
 
 pytestmark = pytest.mark.integration
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_model("qwen2", tmp_path_factory.mktemp("trainer") / "model")
-
-
-class Run:
-    """One run directory, and the processes and producers that work on it."""
-
-    def __init__(self, folder: Path, model: Path, stack: ExitStack, **sections: Any) -> None:
-        self.folder = folder
-        self.model = model
-        self.stack = stack
-        self.config_file = folder / "run.yaml"
-        rows = [{"prompt": f"{i}+{i}=", "answer": 2 * i} for i in range(40)]
-        (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        values: dict[str, Any] = {
-            "run_dir": str(folder / "run"),
-            "model": {"path": str(model), "dtype": "float32"},
-            "dataset": {"path": str(folder / "train.jsonl")},
-            "rewards": {"functions": [{"function": "rewards:reward"}]},
-            "sampling": {"num_generations": 4, "max_completion_length": 6},
-            "pipeline": {"groups_per_step": 2},
-            "transport": {"heartbeat_interval_s": 0.3, "heartbeat_timeout_s": 1.5},
-            "lora": {"r": 4, "lora_alpha": 8},
-            "trainer": {"max_steps": 6, "learning_rate": 1e-3, "gradient_checkpointing": False},
-        }
-        for name, section in sections.items():
-            values[name] = values[name] | section
-        self.config_file.write_text(yaml.safe_dump(values))
-        self.config = load_config(str(self.config_file))
-
-    def trainer(self, *arguments: str) -> Daemon:
-        process = Daemon("consumer.cli", self.folder / "trainer.log", "--config", str(self.config_file), *arguments)
-        self.stack.callback(process.kill)
-        return process
-
-    def producer(self, name: str = "scripted", **options: Any) -> ScriptedProducer:
-        channel = ZmqClient(name, self.config.control_endpoint, self.config.blob_endpoint, 2**26)
-        engine = facts(base_model_digest=base_model_digest(self.model), tokenizer_digest=tokenizer_digest(self.model))
-        producer = ScriptedProducer(channel, engine, name=name, **options).start()
-        self.stack.callback(producer.stop)
-        return producer
-
-    @property
-    def steps(self) -> list[dict[str, Any]]:
-        file = Path(self.config.run_dir) / "steps.jsonl"
-        lines = file.read_text().splitlines() if file.exists() else []
-        return [json.loads(line) for line in lines]
-
-    def column(self, name: str) -> list[Any]:
-        return [step[name] for step in self.steps]
-
-    def wait_for_step(self, number: int) -> None:
-        eventually(lambda: bool(self.steps) and self.steps[-1]["step"] >= number)
-
-    def checkpoint(self, step: int) -> Path:
-        return self.config.checkpoints_dir / f"checkpoint-{step}"
-
-
-def eventually(condition: Callable[[], Any], timeout_s: float = 90.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-@pytest.fixture
-def start(tmp_path: Path, short_dir: Path, model: Path) -> Iterator[Callable[..., Run]]:
-    with ExitStack() as stack:
-
-        def make(**sections: Any) -> Run:
-            sections["transport"] = {"endpoint": f"ipc://{short_dir}/control.ipc"} | sections.get("transport", {})
-            sections["transport"] |= {"heartbeat_interval_s": 0.3, "heartbeat_timeout_s": 1.5}
-            return Run(tmp_path, model, stack, **sections)
-
-        yield make
 
 
 def test_an_on_policy_run_from_start_to_end(start: Callable[..., Run]) -> None:
@@ -158,7 +73,7 @@ def test_sigterm_commits_a_checkpoint_that_only_resume_goes_on_from(start: Calla
     assert resumed.end() == 0
     assert run.column("step") == list(range(1, total + 1))
     assert run.column("policy_version") == list(range(total))
-    assert second.versions[0] == stopped_at
+    assert stopped_at <= second.versions[0] <= total  # groups that were ready before the stop are trained first
     assert second.versions[-1] == total
     assert run.steps[-1]["counts"]["trained"] == 2 * total, "counts go on too"
 
@@ -176,6 +91,7 @@ def test_a_killed_trainer_goes_on_from_its_last_committed_checkpoint(start: Call
     trainer = run.trainer()
     run.wait_for_step(10)
     trainer.kill()
+    seen = len(producer.versions)
     reached = run.steps[-1]["step"]
     [committed] = [int(file.parent.name[11:]) for file in run.config.checkpoints_dir.glob("*/pipeline_state.json")]
     assert committed % 4 == 0
@@ -190,8 +106,9 @@ def test_a_killed_trainer_goes_on_from_its_last_committed_checkpoint(start: Call
     assert run.column("step") == list(range(1, total + 1)), "undone steps leave no line"
     producer.join(10)
     assert producer.farewell == "finished", "the same producer served both trainers"
-    assert producer.versions.index(committed) < len(producer.versions) - 6
-    assert producer.versions[-6:] == list(range(committed + 1, total + 1))
+    # A version may be missed when the next one follows at once, but not one that the last batch needed.
+    assert len(producer.versions) > seen
+    assert producer.versions[-1] >= total - 1 - run.config.pipeline.max_staleness
 
 
 def slowly(lease: Lease, version: int) -> Group:
@@ -213,7 +130,7 @@ def test_a_producer_that_disappears_is_missed_and_welcomed_back(start: Callable[
     run.producer("other")
     assert trainer.end() == 0
     assert run.column("step") == list(range(1, 13))
-    assert run.steps[-1]["counts"]["released"] >= 1
+    assert run.steps[-1]["counts"]["failed_released"] >= 1
     assert run.steps[-1]["counts"]["trained"] == 24
 
 
