@@ -51,7 +51,7 @@ class Setup:
         )
         budget = StalenessBudget(
             config.pipeline.groups_per_step,
-            config.pipeline.max_staleness,
+            config.pipeline.staleness_limit,
             config.pipeline.sync_interval,
             arguments.num_iterations,
         )

@@ -142,7 +142,7 @@ class SlipstreamTrainer(GRPOTrainer):
         # The loss multiplies by `importance_sampling_ratio` when both flags are set. Set here, not in the arguments,
         # where `use_vllm` would start an engine.
         self.use_vllm = True
-        self.vllm_importance_sampling_correction = config.correction.mode != "none"
+        self.vllm_importance_sampling_correction = config.correction.preset != "none"
         self._inputs: MicroBatch | None = None
         self.recipe = BatchRecipe(
             weights=torch.tensor([function.weight for function in config.rewards.functions]),
@@ -216,8 +216,8 @@ class SlipstreamTrainer(GRPOTrainer):
         """Puts the importance ratio where TRL's loss looks for it, and records how far off-policy the batch is."""
         proximal = inputs.get("old_per_token_logps", current)
         behaviour, mask = inputs["sampling_per_token_logps"], inputs["completion_mask"]
-        ratio_max = self._correction.ratio_max
-        if self._correction.mode == "token_truncate":
+        ratio_max = self._correction.ratio_max or 3.0
+        if self._correction.preset == "token_truncate":
             inputs["importance_sampling_ratio"] = truncated_ratio(proximal, behaviour, mask, ratio_max)
         for name, value in ratio_statistics(proximal, behaviour, mask, ratio_max).items():
             self.record_metric(f"sampling/importance_sampling_ratio/{name}", value)

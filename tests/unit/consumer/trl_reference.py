@@ -43,7 +43,7 @@ def trl_trainer(config: RunConfig, model: Path, *, correction: bool = True) -> G
     trainer.vllm_importance_sampling_correction = correction
     trainer.vllm_importance_sampling_mode = "token_truncate"
     trainer.vllm_importance_sampling_clip_min = None
-    trainer.vllm_importance_sampling_clip_max = config.correction.ratio_max
+    trainer.vllm_importance_sampling_clip_max = config.correction.ratio_max or 3.0
     return _ready(trainer)
 
 
