@@ -249,6 +249,15 @@ class ReplaySection(Section):
         description="No leases are given while the disk of run_dir is fuller than this share; they resume by themselves.",
     )
 
+    @model_validator(mode="after")
+    def _can_be_sampled(self) -> "ReplaySection":
+        if self.min_size > self.max_size:
+            raise ValueError(
+                f"min_size={self.min_size} is above max_size={self.max_size}, so no group could ever stand in: lower "
+                "min_size or raise max_size"
+            )
+        return self
+
 
 class RerollSection(Section):
     max_attempts: Annotated[int, Field(ge=0, le=1000)] = Field(
