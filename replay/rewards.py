@@ -1,0 +1,121 @@
+"""What the rewards of a group are worth to the policy, before any tensor is made of them. Pure functions of arrays.
+
+Guarantee: `signal(group) > 0` exactly if the group gives some completion an advantage, whatever the baseline and the
+scaling; rewards that differ by float noise only do not count as different. A group of eight takes 20 to 30 microseconds.
+
+Conventions: n completions of a group, F reward functions, F' = F + 1 columns with an overlong punishment and F without;
+NaN means "this function gave none".
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from protocol.config import RunConfig
+from replay.groups import RolloutGroup
+
+EPSILON = 1e-4
+"""Added to every standard deviation, as TRL does."""
+
+_RELATIVE, _ABSOLUTE = 1e-5, 1e-8  # values closer than this are equal, as in numpy.isclose
+
+
+@dataclass(frozen=True)
+class OverlongPenalty:
+    """The soft overlong punishment of DAPO (arXiv:2503.14476, eq. 13)."""
+
+    buffer_tokens: int  # L_cache, at least 1
+    penalty: float
+    max_completion_length: int  # L_max
+
+    def punishment(self, lengths: NDArray[np.int32]) -> NDArray[np.float32]:
+        """-clip((|y| - (L_max - L_cache)) / L_cache, 0, 1) of lengths |y|: (n,) -> (n,) in [-1, 0]."""
+        excess = lengths - (self.max_completion_length - self.buffer_tokens)
+        result: NDArray[np.float32] = -np.minimum(np.maximum(excess, 0) / self.buffer_tokens, 1.0).astype(np.float32)
+        return result
+
+
+@dataclass(frozen=True, eq=False)
+class RewardRecipe:
+    """How rewards become one number per completion, fixed for a run.
+
+    Args:
+        weights: float32 (F,), of the functions.
+        aggregation: TRL's `multi_objective_aggregation`.
+    """
+
+    weights: NDArray[np.float32]
+    aggregation: str = "sum_then_normalize"
+    overlong: OverlongPenalty | None = None
+
+    @classmethod
+    def of(cls, config: RunConfig, aggregation: str) -> "RewardRecipe":
+        """The recipe of a run; `aggregation` has its default in TRL and so comes from TRL's arguments."""
+        buffer_tokens = config.advantage.overlong_buffer_tokens
+        overlong = OverlongPenalty(
+            buffer_tokens, config.advantage.overlong_penalty, config.sampling.max_completion_length
+        )
+        weights = np.array([function.weight for function in config.rewards.functions], np.float32)
+        return cls(weights, aggregation, overlong if buffer_tokens else None)
+
+    @cached_property
+    def column_weights(self) -> NDArray[np.float32]:
+        """Float32 (F',), of the columns of `columns`."""
+        if self.overlong is None:
+            return self.weights
+        return np.append(self.weights, np.float32(self.overlong.penalty))
+
+    def columns(self, group: RolloutGroup) -> NDArray[np.float32]:
+        """Float32 (n, F'): the group's rewards, and the overlong punishment as if one more function had given it.
+
+        A completion that no function scored is not punished either, so that it stays out of every mean.
+        """
+        if self.overlong is None:
+            return group.rewards
+        punishment = self.overlong.punishment(group.completion_lengths)
+        punishment[np.isnan(group.rewards).all(axis=1)] = np.nan
+        return np.concatenate([group.rewards, punishment[:, None]], axis=1)
+
+    def mean_reward(self, group: RolloutGroup) -> float:
+        """Mean over the scored completions of the functions' weighted sum, without punishment; NaN if none is scored."""
+        totals = _totals(group.rewards, self.weights)
+        scored = totals[~np.isnan(totals)]
+        return float(scored.mean()) if len(scored) else float("nan")
+
+    def signal(self, group: RolloutGroup) -> float:
+        """How much a group can move the policy: the sum of its |A_i| before they are divided by a standard deviation.
+
+        `sum_then_normalize`: sum_i |R_i - mean R| over the scored completions, R the weighted sum of the columns.
+        `normalize_then_sum`: sum_i |sum_f w_f (r_if - mean_f) / (std_f + eps)|; its last division is by the batch's.
+        """
+        columns = self.columns(group)
+        if self.aggregation == "sum_then_normalize":
+            deviations, _ = _deviations(_totals(columns, self.column_weights)[:, None])
+            return float(np.abs(deviations).sum())
+        deviations, counts = _deviations(columns.astype(np.float64))
+        std = np.sqrt((deviations * deviations).sum(axis=0) / np.maximum(counts - 1, 1))
+        total = np.abs(deviations @ (self.column_weights / (std + EPSILON)))
+        if total.max() <= _RELATIVE * np.abs(self.column_weights).sum():  # the functions cancel out
+            return 0.0
+        return float(total.sum())
+
+
+def _totals(columns: NDArray[np.float32], weights: NDArray[np.float32]) -> NDArray[np.float64]:
+    """Weighted sums over the columns: (n, k), (k,) -> (n,); NaN for a completion that no function scored."""
+    missing = np.isnan(columns)
+    totals: NDArray[np.float64] = np.where(missing, 0.0, columns).astype(np.float64) @ weights
+    totals[missing.all(axis=1)] = np.nan
+    return totals
+
+
+def _deviations(columns: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """From the mean of a column's scored values, 0 in their place where there is none and in columns of equals; and how
+    many are scored: (n, k) -> (n, k), (k,)."""
+    missing = np.isnan(columns)
+    low, high = np.fmin.reduce(columns, axis=0), np.fmax.reduce(columns, axis=0)
+    differ = high - low > _ABSOLUTE + _RELATIVE * np.abs(low)
+    counts = len(columns) - missing.sum(axis=0)
+    means = np.where(missing, 0.0, columns).sum(axis=0) / np.maximum(counts, 1)
+    return np.where(missing | ~differ, 0.0, columns - means), counts
