@@ -1,0 +1,151 @@
+"""`pipeline.max_staleness: auto`: how old data may be, decided from what the last steps showed.
+
+Guarantee: the staleness stays within its limits, moves by one version at a time, and only after a full window of steps
+that ran under it alone; a widening that had to be taken back is tried again after twice the time, so the controller
+settles where the evidence does.
+
+    change     ... cool-down ...      ... window ...       decision
+      |   data of the old budget drains   |   evidence   |  narrow, widen, or look at another window
+
+Wider hides the time that generation takes and costs importance weights, whose effective sample share says how much of a
+batch still counts. So: narrow when the share is below its bound; widen when the trainer waits for rollouts and the share
+has room; take a widening back when it did not make steps faster, as when the engine is simply full.
+"""
+
+import math
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+WINDOW = 8  # steps
+WAIT_TO_WIDEN = 0.15  # share of the time; above 1 / WINDOW, so that a single stall is no evidence
+LEAST_GAIN = 0.5  # of the time that a widening saves where steps wait for latency alone
+LONGEST_PATIENCE = 64  # windows
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A change of the staleness from `old` to `new` versions, with its reason in words for the log."""
+
+    old: int
+    new: int
+    reason: str
+
+
+class StalenessController:
+    """See the module's guarantee.
+
+    Args:
+        least: versions; where it begins.
+        greatest: versions.
+        min_effective_share: narrows when the effective sample share is below it; in (0, 1).
+
+    Raises:
+        ValueError: the limits are not in order, or the share is not between 0 and 1.
+    """
+
+    def __init__(self, least: int, greatest: int, min_effective_share: float) -> None:
+        if not 0 <= least <= greatest:
+            raise ValueError(f"auto_staleness={least}, {greatest}: expected the least staleness first, of at least 0")
+        if not 0 < min_effective_share < 1:
+            raise ValueError(
+                f"auto_min_effective_share={min_effective_share} must be between 0, which never narrows, and 1, which "
+                "never widens"
+            )
+        self._least = least
+        self._greatest = greatest
+        self._min_share = min_effective_share
+        self._share_to_widen = min_effective_share + (1 - min_effective_share) / 4
+        self._staleness = least
+        self._cooling = WINDOW  # steps; the first ones show how the engine warms up
+        self._steps: list[tuple[float, float]] = []  # effective and wait share of those in the window
+        self._windows = 0  # since the last change
+        self._patience = 1  # windows to hold before the next widening
+        self._wait_before: float | None = None  # of the last change, if it was a widening
+
+    @property
+    def staleness(self) -> int:
+        """Versions that a group may be old when it is trained."""
+        return self._staleness
+
+    def note(self, *, effective_share: float | None, wait_share: float) -> Decision | None:
+        """What one optimizer step showed. Returns the change it led to, if any.
+
+        Args:
+            effective_share: Kish's effective sample share of the step's tokens; without one (None, NaN) the step is left
+                out.
+            wait_share: share of the time since the last step that the trainer waited for rollouts.
+        """
+        if self._cooling > 0:
+            self._cooling -= 1
+            return None
+        if effective_share is None or not math.isfinite(effective_share) or not math.isfinite(wait_share):
+            return None
+        self._steps.append((effective_share, wait_share))
+        if len(self._steps) < WINDOW:
+            return None
+        share, wait = (fmean(values) for values in zip(*self._steps, strict=True))
+        self._steps.clear()
+        self._windows += 1
+        return self._decide(share, wait)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint needs; plain data."""
+        return {
+            "staleness": self._staleness,
+            "windows": self._windows,
+            "patience": self._patience,
+            "wait_before": self._wait_before,
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Goes on from a checkpoint, within this controller's limits; the window starts anew, as the producers do."""
+        self._staleness = min(max(state["staleness"], self._least), self._greatest)
+        self._windows = state["windows"]
+        self._patience = state["patience"]
+        self._wait_before = state["wait_before"]
+        self._steps.clear()
+        self._cooling = max(WINDOW, self._staleness)
+
+    def _decide(self, share: float, wait: float) -> Decision | None:
+        seen = f"the trainer waited {wait:.0%} of the time for rollouts, effective sample share {share:.2f}"
+        if self._staleness > self._least:
+            if share < self._min_share:
+                return self._narrow(f"effective sample share {share:.2f}, below {self._min_share:g}")
+            before = self._wait_before
+            if before is not None and self._windows == 1 and not self._faster(before, wait):
+                return self._narrow(f"widening saved no time: the trainer waited {before:.0%} before, {wait:.0%} since")
+        if (
+            self._staleness < self._greatest
+            and wait > WAIT_TO_WIDEN
+            and share >= self._share_to_widen
+            and self._windows >= self._patience
+        ):
+            if self._wait_before is not None:
+                self._patience = 1  # the last widening was right
+            return self._change(
+                self._staleness + 1, wait, f"widened {self._staleness} -> {self._staleness + 1}: {seen}"
+            )
+        return None
+
+    def _faster(self, before: float, wait: float) -> bool:
+        """Whether the last widening did what it was meant to.
+
+        A step takes (time to train) / (1 - wait). With the latency L of a batch and S + 1 batches under way it takes
+        L / (S + 1), so that S versions instead of S - 1 save 1 / (S + 1) of it, or the whole wait if that is less.
+        """
+        expected = min(before, 1 / (self._staleness + 1))
+        return 1 - before < (1 - LEAST_GAIN * expected) * (1 - wait)
+
+    def _narrow(self, reason: str) -> Decision:
+        if self._wait_before is not None:
+            self._patience = min(2 * self._patience, LONGEST_PATIENCE)
+        return self._change(self._staleness - 1, None, f"narrowed {self._staleness} -> {self._staleness - 1}: {reason}")
+
+    def _change(self, staleness: int, wait_before: float | None, reason: str) -> Decision:
+        decision = Decision(self._staleness, staleness, reason)
+        self._cooling = max(WINDOW, self._staleness, staleness)  # groups of the old budget live no longer, in steps
+        self._staleness = staleness
+        self._windows = 0
+        self._wait_before = wait_before
+        return decision
