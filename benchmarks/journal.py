@@ -71,7 +71,7 @@ def _report(storage: list[Series], wire: list[Acknowledgements]) -> dict[str, An
         "group": {
             "completions": SHAPE.num_generations,
             "tokens": SHAPE.num_generations * SHAPE.max_completion_length,
-            "bytes": len(GroupFactory(0).frame("0-0-1-bench")),
+            "bytes": len(GroupFactory(0).frame("0-0-0-1-bench")),
         },
         "machine": {
             "cpus": os.cpu_count(),

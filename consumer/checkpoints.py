@@ -66,19 +66,20 @@ def is_committed(folder: Path) -> bool:
 
 def prune(checkpoints_dir: Path, keep: int) -> None:
     """Deletes all but the newest `keep` checkpoints that count. Each stops counting before its files go."""
-    for folder in _committed(checkpoints_dir)[:-keep]:
+    for folder in _folders(checkpoints_dir)[:-keep]:
         (folder / _STATE_FILE).unlink()
         shutil.rmtree(folder)
 
 
 def latest(checkpoints_dir: Path) -> Checkpoint | None:
     """The newest checkpoint that counts; None if there is none."""
-    return _load(_committed(checkpoints_dir)[-1:])
+    folders = _folders(checkpoints_dir)
+    return _load(folders[-1]) if folders else None
 
 
-def oldest(checkpoints_dir: Path) -> Checkpoint | None:
-    """The oldest checkpoint that counts; None if there is none."""
-    return _load(_committed(checkpoints_dir)[:1])
+def committed(checkpoints_dir: Path) -> list[Checkpoint]:
+    """The checkpoints that count, oldest first."""
+    return [_load(folder) for folder in _folders(checkpoints_dir)]
 
 
 def starting_point(run_dir: Path, checkpoints_dir: Path, *, has_groups: bool, resume: bool) -> Checkpoint | None:
@@ -99,14 +100,12 @@ def starting_point(run_dir: Path, checkpoints_dir: Path, *, has_groups: bool, re
     return found
 
 
-def _load(folders: list[Path]) -> Checkpoint | None:
-    if not folders:
-        return None
-    return Checkpoint(folders[0], json.loads((folders[0] / _STATE_FILE).read_text(encoding="utf-8")))
+def _load(folder: Path) -> Checkpoint:
+    return Checkpoint(folder, json.loads((folder / _STATE_FILE).read_text(encoding="utf-8")))
 
 
-def _committed(checkpoints_dir: Path) -> list[Path]:
-    """The checkpoints that count, oldest first."""
+def _folders(checkpoints_dir: Path) -> list[Path]:
+    """Of the checkpoints that count, oldest first."""
     steps = {
         int(folder.name.removeprefix("checkpoint-")): folder
         for folder in checkpoints_dir.glob("checkpoint-*")

@@ -20,7 +20,6 @@ import torch
 import transformers
 
 from consumer import checkpoints
-from consumer.advantages import has_signal
 from consumer.feed import BatchFeed
 from consumer.intake import Intake
 from consumer.leasing import LeaseDesk
@@ -28,6 +27,7 @@ from consumer.loop import TrainingLoop
 from consumer.patience import Patience, StopRequested
 from consumer.pipeline import LivePipeline
 from consumer.retraining import RecordedFeed, RecordedRun, RetrainingPipeline
+from consumer.rollouts import rollout_buffer
 from consumer.run_facts import comparable
 from consumer.setup import Setup
 from consumer.trainer import build_arguments, build_lora
@@ -38,11 +38,7 @@ from protocol.messages import Sampling
 from protocol.zmq_channel import ZmqServer
 from replay.buffer import RolloutBuffer
 from replay.disk import DiskGuard
-from replay.failures import RetryBudget
-from replay.groups import RolloutGroup
 from replay.journal import Journal
-from replay.ledger import PromptLedger
-from replay.table import FifoTable
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +94,7 @@ def _train_live(setup: Setup, resume: bool) -> ExitCode:
         journal.note_facts(facts)
 
         session = secrets.token_hex(4)  # of this process; the run may outlive it
-        buffer = _buffer(setup, journal, session)
+        buffer = rollout_buffer(setup, journal, session)
         try:
             buffer.restore(start.state if start else None, step=first_step, shape=setup.shape, comparable=same_shape)
         except ValueError as error:
@@ -116,7 +112,8 @@ def _train_live(setup: Setup, resume: bool) -> ExitCode:
 
         patience = Patience(check=check, say=report.say, stall_timeout_s=config.pipeline.stall_timeout_s)
         pipeline = LivePipeline(buffer, journal, intake, patience, disk, config.replay)
-        loop = TrainingLoop(setup, pipeline, BatchFeed(buffer, intake, patience), report, patience, start, run_id)
+        feed = BatchFeed(buffer, intake, patience, partial_after_s=config.pipeline.partial_after_s)
+        loop = TrainingLoop(setup, pipeline, feed, report, patience, start, run_id)
         loop.control.publish(first_step)
         intake.start()
         report.say(f"rl-trainer: listening at {config.control_endpoint}; waiting for producers")
@@ -159,36 +156,6 @@ def _train_again(setup: Setup, resume: bool, source: Path) -> ExitCode:
             report.close()
         loop.write_results(finished, {"counts": dict(counts)})
     return ExitCode.OK
-
-
-def _buffer(setup: Setup, journal: Journal, session: str) -> RolloutBuffer:
-    config = setup.config
-    weights = torch.tensor([function.weight for function in config.rewards.functions])
-    aggregation = setup.arguments.multi_objective_aggregation
-
-    def moves_policy(group: RolloutGroup) -> bool:
-        return has_signal(torch.tensor(group.rewards), weights, aggregation=aggregation)
-
-    pipeline = config.pipeline
-    ledger = PromptLedger(
-        len(setup.prompts),
-        seed=config.seed,
-        shuffle=config.dataset.shuffle,
-        budgets={
-            "data": RetryBudget(pipeline.max_data_attempts, pipeline.data_backoff_s),
-            "infra": RetryBudget(pipeline.max_infra_attempts, pipeline.infra_backoff_s),
-        },
-        session=session,
-    )
-    return RolloutBuffer(
-        ledger,
-        setup.budget,
-        FifoTable(),
-        journal,
-        has_signal=moves_policy,
-        reward_weights=weights.numpy(),
-        max_failed_share=pipeline.max_failed_share,
-    )
 
 
 def _intake(

@@ -4,37 +4,48 @@ Guarantee: it yields exactly the batches that were cut, in order. It ends a run 
 at a step boundary; `StalledError` when nothing usable came for too long; whatever ended the intake thread.
 """
 
+import math
 import time
 from collections.abc import Iterator
 
 from consumer.intake import Intake
 from consumer.patience import Patience
-from replay.buffer import CutBatch, RolloutBuffer
+from replay.buffer import RolloutBuffer
+from replay.cutting import CutBatch
 
 _POLL_S = 0.25
 
 
 class BatchFeed:
-    """Iterates over the batches of a run."""
+    """Iterates over the batches of a run.
 
-    def __init__(self, buffer: RolloutBuffer, intake: Intake, patience: Patience) -> None:
+    Args:
+        partial_after_s: how long to wait for a full batch before a partial one will do; None: for ever.
+    """
+
+    def __init__(
+        self, buffer: RolloutBuffer, intake: Intake, patience: Patience, *, partial_after_s: float | None = None
+    ) -> None:
         self._buffer = buffer
         self._intake = intake
         self._patience = patience
+        self._partial_after_s = math.inf if partial_after_s is None else partial_after_s
+        self._waits_since = 0.0
         self.wait_s = 0.0  # spent on the last batch
         self.last: CutBatch | None = None
 
     def __iter__(self) -> Iterator[CutBatch]:
         while True:
             self._patience.check()
-            started = time.monotonic()
+            self._waits_since = time.monotonic()
             self.last = self._patience.until(self._attempt, "rollouts", self._describe)
-            self.wait_s = time.monotonic() - started
+            self.wait_s = time.monotonic() - self._waits_since
             self._intake.wake()  # a batch was cut: there is room for leases
             yield self.last
 
     def _attempt(self) -> CutBatch | None:
-        return self._buffer.next_batch(_POLL_S)
+        waited_s = time.monotonic() - self._waits_since
+        return self._buffer.next_batch(_POLL_S, partial=waited_s >= self._partial_after_s)
 
     def _describe(self) -> str:
         return f"{self._intake.describe()}; so far {dict(self._buffer.counts)}"

@@ -12,7 +12,8 @@ from consumer import checkpoints
 from consumer.intake import Intake
 from consumer.patience import Patience
 from protocol.config import ReplaySection
-from replay.buffer import CutBatch, RolloutBuffer
+from replay.buffer import RolloutBuffer
+from replay.cutting import CutBatch
 from replay.disk import DiskGuard
 from replay.journal import Journal, JournalFullError
 from replay.retention import prune
@@ -79,14 +80,16 @@ class LivePipeline:
         return self._buffer.state()
 
     def checkpointed(self, checkpoints_dir: Path) -> None:
-        oldest = checkpoints.oldest(checkpoints_dir)
-        if oldest is None or self._settings.keep_all:
+        kept = checkpoints.committed(checkpoints_dir)
+        if not kept or self._settings.keep_all:
             return
+        states = [checkpoint.state for checkpoint in kept] + [self._buffer.state()]
         try:
             prune(
                 self._journal,
-                oldest_step=oldest.step,
-                oldest_seq=oldest.state["journal_seq"],
+                oldest_step=kept[0].step,
+                oldest_seq=kept[0].state["journal_seq"],
+                replayable={group_id for state in states for group_id, *_ in state["replay"]},
                 keep_bytes=self._settings.keep_bytes if self._disk.has_room else 0,
                 keep_age_s=self._settings.keep_age_s,
             )

@@ -12,7 +12,7 @@ from typing import Any
 
 from consumer.patience import StopRequested
 from protocol.errors import ConfigError, JournalError
-from replay.buffer import CutBatch
+from replay.cutting import CutBatch
 from replay.groups import GroupShape
 from replay.journal_reader import JournalReader
 
@@ -66,11 +66,11 @@ class RecordedRun:
             JournalError: one is missing, because old groups were deleted.
         """
         expected = from_step
-        for step, last_step, group_ids in self._reader.batches(from_step):
+        for step, last_step, group_ids, num_fresh in self._reader.batches(from_step):
             if step > expected:
                 raise _missing(expected)
             groups = [shape.load(frame) for frame in self._reader.frames(group_ids)]
-            yield CutBatch(step - 1, last_step - expected + 1, last_step, groups, [])
+            yield CutBatch(step - 1, last_step - expected + 1, last_step, groups, num_fresh)
             expected = last_step + 1
         if expected == from_step:
             raise _missing(expected)
@@ -98,7 +98,8 @@ class RecordedFeed:
     def __iter__(self) -> Iterator[CutBatch]:
         for batch in self._recorded.batches(self._first_step + 1, self._shape):
             self._check()
-            self._counts["trained"] += len(batch.groups)
+            self._counts["trained"] += batch.num_fresh
+            self._counts["replayed"] += len(batch.groups) - batch.num_fresh
             self.last = batch
             yield batch
         raise StopRequested

@@ -21,6 +21,7 @@ from protocol.config import RunConfig
 from protocol.digests import resolve_model
 from protocol.errors import ConfigError
 from replay.groups import GroupShape
+from replay.rewards import RewardRecipe
 from replay.staleness import StalenessBudget
 
 
@@ -36,6 +37,7 @@ class Setup:
     model_folder: Path
     shape: GroupShape
     budget: StalenessBudget
+    rewards: RewardRecipe
 
     @classmethod
     def load(cls, config: RunConfig, gpus: list[int], stop: Callable[[], bool]) -> "Setup":
@@ -55,7 +57,8 @@ class Setup:
             config.pipeline.sync_interval,
             arguments.num_iterations,
         )
-        return cls(config, stop, lora, prompts, arguments, model_folder, shape, budget)
+        rewards = RewardRecipe.of(config, arguments.multi_objective_aggregation)
+        return cls(config, stop, lora, prompts, arguments, model_folder, shape, budget, rewards)
 
     def facts(self, run_id: str) -> dict[str, str]:
         return run_facts(

@@ -199,6 +199,11 @@ class PipelineSection(Section):
         return value
 
     @property
+    def partial_after_s(self) -> float | None:
+        """How long the trainer waits for a full batch before a partial one will do; None: for ever."""
+        return self.fill_timeout_s if self.fill == "partial" else None
+
+    @property
     def staleness_limit(self) -> int:
         """The staleness that nothing trained for the first time ever exceeds."""
         return self.auto_staleness[1] if self.max_staleness == "auto" else self.max_staleness

@@ -1,4 +1,4 @@
-"""The rollout buffer: ledger, staleness budget, table and journal behind one lock, shared by the two threads of the trainer.
+"""The rollout buffer: ledger, batch cutter and journal behind one lock, shared by the two threads of the trainer.
 
 Guarantee: the I/O thread leases and offers, the main thread cuts batches and publishes. Every group offered gets one
 outcome, every prompt one fate, and the numbers of `counts` add up. What a method decides is in the journal before anybody
@@ -8,23 +8,22 @@ has a timeout.
 """
 
 import logging
+import math
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
 
 from protocol.errors import DataFailuresError
 from replay import recovery
+from replay.cutting import BatchCutter, CutBatch
 from replay.failures import failure_class
 from replay.groups import GroupShape, RolloutGroup
 from replay.journal import DeadLetter, Entry, Journal, JournalFullError
 from replay.journal import Outcome as Decision
-from replay.ledger import Key, LeaseRecord, PromptLedger, UnknownLeaseError, parse_lease_id
-from replay.staleness import StalenessBudget
-from replay.table import FifoTable
+from replay.ledger import LeaseRecord, PromptLedger, UnknownLeaseError, parse_lease_id
+from replay.rerolls import Key, RerollRules
 
 logger = logging.getLogger(__name__)
 
@@ -43,52 +42,36 @@ class Delivery(NamedTuple):
     producer: str
 
 
-class CutBatch(NamedTuple):
-    """The groups of the next optimizer steps, and everything that arrived since the batch before, for statistics."""
-
-    step: int  # taken before the batch was first trained: its policy is the one that cut it
-    num_iterations: int  # optimizer steps to take over it from now on
-    last_step: int  # of them, counted from 1
-    groups: list[RolloutGroup]
-    arrivals: list[tuple[RolloutGroup, Decision]]
-
-
 class RolloutBuffer:
     """See the module's guarantee.
 
     Args:
-        has_signal: whether a group can move the policy; others are settled at once and never trained.
-        reward_weights: (F,), for the mean reward that the journal shows.
+        rules: who returns after a failure, and who rests after a success.
+        mean_reward: of a group, for the journal to show; NaN if nothing is scored.
         max_failed_share: `next_batch` raises when more than this share of the last finished prompts are dead letters.
     """
 
     def __init__(
         self,
         ledger: PromptLedger,
-        budget: StalenessBudget,
-        table: FifoTable,
+        cutter: BatchCutter,
         journal: Journal,
         *,
-        has_signal: Callable[[RolloutGroup], bool],
-        reward_weights: NDArray[np.float32],
+        rules: RerollRules,
+        mean_reward: Callable[[RolloutGroup], float],
         max_failed_share: float,
     ) -> None:
         self._ledger = ledger
-        self._budget = budget
-        self._table = table
+        self._cutter = cutter
         self._journal = journal
-        self._has_signal = has_signal
-        self._weights = reward_weights
+        self._rules = rules
+        self._mean_reward = mean_reward
         self._max_failed_share = max_failed_share
+        self._lease_budget = cutter.budget
         self._changed = threading.Condition()
-        self._keys: dict[str, Key] = {}  # group id -> ledger key, for groups that wait to be trained
-        self._recorded: deque[recovery.RecordedBatch] = deque()  # cut before a crash, to be cut again as they were
-        self._load: Callable[[Sequence[str]], list[RolloutGroup]]
         self._fates: deque[bool] = deque(maxlen=FAILURE_WINDOW)  # of prompts; True: dead letter
         self._last_failure = ""
         self._arrivals: deque[tuple[RolloutGroup, Decision]] = deque(maxlen=_REMEMBERED_ARRIVALS)
-        self._next_step = 0
-        self._resumed_at = 0
         self._version = -1  # nothing is published yet
         self._newest_version = -1
         self.counts: Counter[str] = Counter()
@@ -98,11 +81,16 @@ class RolloutBuffer:
     def lease(self, producer: str, *, now: float, timeout_s: float) -> LeaseRecord | None:
         """The next lease for `producer`, or None while the staleness budget is spent."""
         with self._changed:
-            floor = self._budget.floor(self._ledger.num_leased + self._num_ready(), self._next_step)
+            pending = self._ledger.num_leased + self._cutter.num_ready
+            floor = self._lease_budget.floor(pending, self._cutter.next_step)
             if floor > self._version:
                 return None
+            record = self._ledger.lease(
+                producer, version=self._version, policy_floor=floor, now=now, deadline=now + timeout_s
+            )
             self.counts["leased"] += 1
-            return self._ledger.lease(producer, policy_floor=floor, now=now, deadline=now + timeout_s)
+            self.counts["rerolls_leased"] += record.item.reroll > 0
+            return record
 
     def adopt(self, producer: str, lease_ids: Sequence[str], *, deadline: float) -> dict[str, bool | None]:
         """Leases that `producer` holds from before a silence or another trainer process. For each: True if it may go
@@ -177,20 +165,29 @@ class RolloutBuffer:
 
     # The main thread's side.
 
-    def next_batch(self, timeout_s: float) -> CutBatch | None:
+    def next_batch(self, timeout_s: float, *, partial: bool = False) -> CutBatch | None:
         """Cuts the batch of the next step: `groups_per_step` groups with signal, none too stale. None if there is none
         within the timeout (or a little earlier, when something arrived that did not complete one), or no room on the
         disk to note it.
+
+        Args:
+            partial: take fewer groups rather than wait.
 
         Raises:
             DataFailuresError: too many of the last prompts were given up.
         """
         with self._changed:
-            batch = self._try_cut()
+            batch = self._try_cut(partial)
             if batch is None:
                 self._changed.wait(timeout_s)
-                batch = self._try_cut()
+                batch = self._try_cut(partial)
             return batch
+
+    def lease_within(self, max_staleness: int) -> None:
+        """From now on prompts are leased so that their groups come to be at most so many versions old. What is out
+        already, and the bound on what is trained, stay as they are."""
+        with self._changed:
+            self._lease_budget = replace(self._lease_budget, max_staleness=max_staleness)
 
     def published(self, version: int) -> None:
         """From now on producers can generate with `version`."""
@@ -202,6 +199,7 @@ class RolloutBuffer:
         with self._changed:
             return {
                 "ledger": self._ledger.state(),
+                "replay": self._cutter.state(),
                 "counts": dict(self.counts),
                 "journal_seq": self._journal.last_seq,
             }
@@ -218,7 +216,6 @@ class RolloutBuffer:
             ValueError: the dataset has another size than at the checkpoint.
         """
         with self._changed:
-            self._load = lambda group_ids: [shape.load(frame) for frame in self._journal.frames(group_ids)]
             if state is not None:
                 self._ledger.restore(state["ledger"])
                 self.counts.clear()
@@ -227,20 +224,21 @@ class RolloutBuffer:
                 self._journal,
                 step,
                 state["journal_seq"] if state else 0,
-                self._budget,
+                self._cutter.budget,
+                partial=self._cutter.partial,
                 comparable=comparable,
             )
-            self._apply_fates(found.fates)
-            self._keys = found.keys
-            self._recorded = deque(found.batches)
-            for group in self._load(found.ready):
-                self._table.insert(group)
-            self._next_step = found.batches[0].step - 1 if found.batches else step
-            self._resumed_at = step
+            self._apply(found.fates)
+            self._cutter.restore(
+                found,
+                step,
+                lambda group_ids: [shape.load(frame) for frame in self._journal.frames(group_ids)],
+                state["replay"] if state and comparable else [],
+            )
             self._newest_version = self._journal.newest_version
             self.counts["quarantined"] += found.quarantined
-            self.counts.update(found.outcomes)
-            if found.keys or found.quarantined:
+            self.counts.update(found.counts)
+            if found.batches or found.ready or found.quarantined:
                 logger.info(
                     "journal: %d groups ready, %d steps to train again as they were cut, %d groups quarantined",
                     len(found.ready),
@@ -251,12 +249,15 @@ class RolloutBuffer:
     def depth(self) -> dict[str, int]:
         """How much is where, for messages and metrics."""
         with self._changed:
-            return {"ready": self._num_ready(), "leased": self._ledger.num_leased, "epoch": self._ledger.epoch}
+            return {
+                "ready": self._cutter.num_ready,
+                "replayable": self._cutter.num_replayable,
+                "leased": self._ledger.num_leased,
+                "deferred": self._ledger.num_deferred,
+                "epoch": self._ledger.epoch,
+            }
 
     # Both hold the lock.
-
-    def _num_ready(self) -> int:
-        return len(self._table) + sum(len(batch.group_ids) for batch in self._recorded)
 
     def _judge(self, deliveries: Sequence[Delivery]) -> list[Outcome]:
         answered = self._journal.known(delivery.group.group_id for delivery in deliveries)
@@ -272,20 +273,20 @@ class RolloutBuffer:
                 outcomes.append("duplicate")
                 continue
             answered.add(group.group_id)
-            if group.policy_version < self._budget.oldest_usable(self._next_step):
+            if group.policy_version < self._cutter.budget.oldest_usable(self._cutter.next_step):
                 outcomes.append("stale")
                 continue
             taken.add(key)
-            outcomes.append("accepted" if self._has_signal(group) else "no_signal")
+            outcomes.append("accepted" if self._cutter.signal(group) > 0.0 else "no_signal")
         return outcomes
 
     def _entry(self, delivery: Delivery, outcome: Decision) -> Entry:
         group = delivery.group
-        (epoch, prompt_id), attempt = parse_lease_id(group.group_id)
-        reward = group.mean_reward(self._weights)
+        key, attempt = parse_lease_id(group.group_id)
+        reward = self._mean_reward(group)
         return Entry(
-            group.group_id, epoch, prompt_id, attempt, delivery.producer, group.policy_version, outcome,
-            None if np.isnan(reward) else reward, group.num_tokens, delivery.frame,
+            group.group_id, *key, attempt, delivery.producer, group.policy_version, outcome,
+            None if math.isnan(reward) else reward, self._rules.judge(group), group.num_tokens, delivery.frame,
         )  # fmt: skip
 
     def _admit(self, group: RolloutGroup, outcome: Decision) -> None:
@@ -295,11 +296,24 @@ class RolloutBuffer:
             self._ledger.requeue(key)
             return
         self._fates.append(False)
+        judgement = self._rules.judge(group)
+        numbers = (1, judgement.num_scored, judgement.num_successes)
+        self.counts.update(dict(zip(recovery.attempt_counts(key[2]), numbers, strict=True)))
         if outcome == "no_signal":
-            self._ledger.settle(key)
+            self._settle(key, judgement.verdict, group.policy_version)
         else:
-            self._table.insert(group)
-            self._keys[group.group_id] = key
+            self._cutter.insert(group)
+
+    def _settle(self, key: Key, verdict: str, policy_version: int) -> None:
+        """The prompt has had its group, trained or not; it may come back, or rest."""
+        self._ledger.settle(key)
+        version = self._rules.return_version(key, verdict, policy_version)
+        if version is not None:
+            self.counts["deferred"] += self._ledger.defer(key, version)
+        until_epoch = self._rules.rests_until(key, verdict)
+        if until_epoch is not None:
+            self.counts["rested"] += 1
+            self._ledger.rest(key[1], until_epoch)
 
     def _take_back(self, records: Sequence[LeaseRecord], reason: str, now: float) -> list[LeaseRecord]:
         ended = []
@@ -314,9 +328,7 @@ class RolloutBuffer:
     def _fail(self, lease_id: str, reason: str, detail: str, now: float) -> bool | None:
         spent = self._ledger.spent_by(lease_id, reason)
         if spent is not None:
-            self._journal.bury(
-                DeadLetter(spent.epoch, spent.prompt_id, spent.attempt, failure_class(reason), reason, detail)
-            )
+            self._journal.bury(DeadLetter(*spent.key, spent.attempt, failure_class(reason), reason, detail))
             self.counts["dead_letters"] += 1
             self._fates.append(True)
             self._last_failure = f"{reason}: {detail}"
@@ -325,7 +337,7 @@ class RolloutBuffer:
         self.counts[f"failed_{reason}"] += again is not None
         return again
 
-    def _try_cut(self) -> CutBatch | None:
+    def _try_cut(self, partial: bool) -> CutBatch | None:
         failed = sum(self._fates)
         if len(self._fates) == FAILURE_WINDOW and failed > self._max_failed_share * FAILURE_WINDOW:
             raise DataFailuresError(
@@ -333,50 +345,34 @@ class RolloutBuffer:
                 f"pipeline.max_failed_share={self._max_failed_share} allows. The last one: {self._last_failure}"
             )
         try:
-            return self._cut_again() if self._recorded else self._cut()
+            for group in self._cutter.remove_stale():
+                self._ledger.requeue(parse_lease_id(group.group_id)[0])
+                self.counts["went_stale"] += 1
+            batch = self._cutter.cut(
+                num_generated=self.counts["accepted"] + self.counts["no_signal"],
+                num_trained=self.counts["trained"] + self.counts["replayed"],
+                partial=partial,
+            )
         except JournalFullError:
             return None
+        return None if batch is None else self._hand_over(batch)
 
-    def _cut_again(self) -> CutBatch:
-        batch = self._recorded[0]
-        groups = self._load(batch.group_ids)
-        self._journal.claim(batch.step, batch.last_step, batch.group_ids)
-        self._recorded.popleft()
-        taken = max(0, self._resumed_at + 1 - batch.step)  # of its iterations, by the checkpoint
-        return self._hand_over(batch.step - 1, taken, groups)
-
-    def _cut(self) -> CutBatch | None:
-        stale = self._table.older_than(self._budget.oldest_usable(self._next_step))
-        if stale:
-            self._journal.drop([group.group_id for group in stale], "stale")
-            self._table.remove(stale)
-            for group in stale:
-                self._ledger.requeue(self._keys.pop(group.group_id))
-            self.counts["went_stale"] += len(stale)
-        groups = self._table.first(self._budget.groups_per_step)
-        if groups is None:
-            return None
-        last_step = self._next_step + self._budget.num_iterations
-        self._journal.claim(self._next_step + 1, last_step, [group.group_id for group in groups])
-        self._table.remove(groups)
-        return self._hand_over(self._next_step, 0, groups)
-
-    def _hand_over(self, step: int, num_taken: int, groups: list[RolloutGroup]) -> CutBatch:
-        for group in groups:
-            key = self._keys.pop(group.group_id)
+    def _hand_over(self, batch: CutBatch) -> CutBatch:
+        for group in batch.groups[: batch.num_fresh]:
+            key, _ = parse_lease_id(group.group_id)
             if self._ledger.is_held(key):  # not of a batch that the checkpoint knows as begun
-                self._ledger.settle(key)
-        self._next_step = step + self._budget.num_iterations
-        batch = CutBatch(step, self._budget.num_iterations - num_taken, self._next_step, groups, list(self._arrivals))
+                self._settle(key, self._rules.judge(group).verdict, group.policy_version)
+        self.counts["trained"] += batch.num_fresh
+        self.counts["replayed"] += len(batch.groups) - batch.num_fresh
+        batch = batch._replace(arrivals=list(self._arrivals))
         self._arrivals.clear()
-        self.counts["trained"] += len(groups)
         return batch
 
-    def _apply_fates(self, fates: Sequence[tuple[Key, recovery.Fate]]) -> None:
-        for key, fate in fates:
-            if not self._ledger.recall(key):
+    def _apply(self, fates: Sequence[recovery.Fate]) -> None:
+        for key, fate, verdict, policy_version, is_new in fates:
+            if not self._ledger.recall(key, is_new=is_new):
                 continue
-            if fate == "settled":
-                self._ledger.settle(key)
-            elif fate == "again":
+            if fate == "again":
                 self._ledger.requeue(key)
+            elif fate == "settled":
+                self._settle(key, verdict if is_new else "unscored", policy_version)

@@ -11,6 +11,9 @@ A group's row says what became of it:
     step      first optimizer step (from 1) that trains it, set before the step begins; `last_step` the last one
     tries     times that its steps were begun without the last one ending; 2 of them quarantine the group
     dropped   why an accepted group will not be trained after all: stale, quarantined, or configuration
+    verdict   what the judging reward said: failed, solved, mixed or unscored (`replay.rerolls`)
+
+A group that was trained may stand in again in later steps: each such use is a row of `replays`.
 
 One process writes a journal (a lock file says so), through this one connection; any number may read it
 (`replay.journal_reader`).
@@ -21,7 +24,7 @@ import fcntl
 import threading
 import time
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -30,6 +33,7 @@ import apsw
 
 from protocol.errors import ExitCode, JournalError
 from replay.disk import sync
+from replay.rerolls import Judgement
 
 Outcome = Literal["accepted", "no_signal", "stale"]
 DropReason = Literal["stale", "quarantined", "configuration"]
@@ -42,17 +46,23 @@ _MAX_FRAMES, _MAX_FRAME_BYTES = 256, 64 * 1024
 _TABLES = """
 CREATE TABLE IF NOT EXISTS groups(
     seq INTEGER PRIMARY KEY AUTOINCREMENT, group_id TEXT NOT NULL UNIQUE, epoch INTEGER NOT NULL,
-    prompt_id INTEGER NOT NULL, attempt INTEGER NOT NULL, producer TEXT NOT NULL, policy_version INTEGER NOT NULL,
-    outcome TEXT NOT NULL, reward REAL, num_tokens INTEGER NOT NULL, num_bytes INTEGER NOT NULL, accepted_at REAL NOT NULL,
-    crc INTEGER NOT NULL, step INTEGER, last_step INTEGER, position INTEGER, tries INTEGER NOT NULL DEFAULT 0, dropped TEXT
+    prompt_id INTEGER NOT NULL, reroll INTEGER NOT NULL, attempt INTEGER NOT NULL, producer TEXT NOT NULL,
+    policy_version INTEGER NOT NULL, outcome TEXT NOT NULL, reward REAL,
+    verdict TEXT NOT NULL, num_scored INTEGER NOT NULL, num_successes INTEGER NOT NULL,
+    num_tokens INTEGER NOT NULL, num_bytes INTEGER NOT NULL, accepted_at REAL NOT NULL, crc INTEGER NOT NULL,
+    step INTEGER, last_step INTEGER, position INTEGER, tries INTEGER NOT NULL DEFAULT 0, dropped TEXT,
+    replayable INTEGER NOT NULL DEFAULT 1
 );
+CREATE TABLE IF NOT EXISTS replays(step INTEGER NOT NULL, position INTEGER NOT NULL, last_step INTEGER NOT NULL,
+    group_id TEXT NOT NULL, tries INTEGER NOT NULL, PRIMARY KEY(step, position)) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS replays_by_group ON replays(group_id);
 CREATE INDEX IF NOT EXISTS groups_by_step ON groups(last_step, step, position);
 CREATE TABLE IF NOT EXISTS bodies(seq INTEGER PRIMARY KEY, frame BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS policies(version INTEGER PRIMARY KEY, step INTEGER NOT NULL, digest TEXT NOT NULL,
     published_at REAL NOT NULL);
 CREATE TABLE IF NOT EXISTS dead_letters(id INTEGER PRIMARY KEY AUTOINCREMENT, epoch INTEGER NOT NULL,
-    prompt_id INTEGER NOT NULL, attempts INTEGER NOT NULL, failure TEXT NOT NULL, reason TEXT NOT NULL, detail TEXT NOT NULL,
-    buried_at REAL NOT NULL);
+    prompt_id INTEGER NOT NULL, reroll INTEGER NOT NULL, attempts INTEGER NOT NULL, failure TEXT NOT NULL,
+    reason TEXT NOT NULL, detail TEXT NOT NULL, buried_at REAL NOT NULL);
 CREATE TABLE IF NOT EXISTS frames(id INTEGER PRIMARY KEY AUTOINCREMENT, received_at REAL NOT NULL, reason TEXT NOT NULL,
     num_bytes INTEGER NOT NULL, frame BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS facts(name TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -76,23 +86,27 @@ class Entry:
     group_id: str
     epoch: int
     prompt_id: int
+    reroll: int
     attempt: int
     producer: str
     policy_version: int
     outcome: Outcome
     reward: float | None  # mean over the group of the weighted sum, for people; None where nothing was scored
+    judgement: Judgement
     num_tokens: int
     frame: bytes  # the wire message, encoded
 
     def crc(self) -> int:
         """CRC-32 of what never changes in a row."""
-        return row_crc(
-            self.group_id, self.epoch, self.prompt_id, self.attempt, self.policy_version, self.outcome, self.frame
-        )
+        identity = (self.group_id, self.epoch, self.prompt_id, self.reroll, self.attempt, self.policy_version)
+        return row_crc(*identity, self.outcome, self.frame)
 
 
-def row_crc(group_id: str, epoch: int, prompt_id: int, attempt: int, version: int, outcome: str, frame: bytes) -> int:
-    return zlib.crc32(frame, zlib.crc32(f"{group_id} {epoch} {prompt_id} {attempt} {version} {outcome}".encode()))
+def row_crc(
+    group_id: str, epoch: int, prompt_id: int, reroll: int, attempt: int, version: int, outcome: str, frame: bytes
+) -> int:
+    identity = f"{group_id} {epoch} {prompt_id} {reroll} {attempt} {version} {outcome}"
+    return zlib.crc32(frame, zlib.crc32(identity.encode()))
 
 
 @dataclass(frozen=True)
@@ -101,6 +115,7 @@ class DeadLetter:
 
     epoch: int
     prompt_id: int
+    reroll: int
     attempts: int
     failure: str  # the class: data or infra
     reason: str
@@ -186,10 +201,11 @@ class Journal:
         with self.transaction() as db:
             for e in entries:
                 db.execute(
-                    "INSERT INTO groups(group_id, epoch, prompt_id, attempt, producer, policy_version, outcome, reward,"
-                    " num_tokens, num_bytes, accepted_at, crc) VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                    (e.group_id, e.epoch, e.prompt_id, e.attempt, e.producer, e.policy_version, e.outcome, e.reward,
-                     e.num_tokens, len(e.frame), now, e.crc()),
+                    "INSERT INTO groups(group_id, epoch, prompt_id, reroll, attempt, producer, policy_version, outcome,"
+                    " reward, verdict, num_scored, num_successes, num_tokens, num_bytes, accepted_at, crc)"
+                    " VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                    (e.group_id, e.epoch, e.prompt_id, e.reroll, e.attempt, e.producer, e.policy_version, e.outcome,
+                     e.reward, *e.judgement, e.num_tokens, len(e.frame), now, e.crc()),
                 )  # fmt: skip
                 db.execute("INSERT INTO bodies VALUES(?, ?)", (db.last_insert_rowid(), e.frame))
 
@@ -203,7 +219,7 @@ class Journal:
 
     def _frame(self, group_id: str) -> bytes:
         found = self.query(
-            "SELECT group_id, epoch, prompt_id, attempt, policy_version, outcome, frame, crc"
+            "SELECT group_id, epoch, prompt_id, reroll, attempt, policy_version, outcome, frame, crc"
             " FROM groups JOIN bodies USING(seq) WHERE group_id = ?",
             (group_id,),
         )
@@ -217,18 +233,26 @@ class Journal:
 
     # Steps
 
-    def claim(self, step: int, last_step: int, group_ids: Iterable[str]) -> None:
-        """These groups, in this order, are what optimizer steps `step` to `last_step` train. Before the first begins."""
+    def claim(self, step: int, last_step: int, group_ids: Sequence[str], num_fresh: int) -> None:
+        """These groups, in this order, are what optimizer steps `step` to `last_step` train; after the first `num_fresh`
+        come those that stand in again. Before the first step begins."""
+        fresh, again = group_ids[:num_fresh], group_ids[num_fresh:]
         with self.transaction() as db:
             db.executemany(
                 "UPDATE groups SET step = ?, last_step = ?, position = ?, tries = tries + 1 WHERE group_id = ?",
-                [(step, last_step, position, group_id) for position, group_id in enumerate(group_ids)],
+                [(step, last_step, position, group_id) for position, group_id in enumerate(fresh)],
+            )
+            db.executemany(
+                "INSERT INTO replays(step, position, last_step, group_id, tries) VALUES(?, ?, ?, ?, 1)"
+                " ON CONFLICT DO UPDATE SET tries = tries + 1",
+                [(step, num_fresh + index, last_step, group_id) for index, group_id in enumerate(again)],
             )
 
     def end_step(self, step: int, policy: tuple[int, str] | None) -> None:
         """The step ended, and made this policy (version and digest) if it made one. Before that is announced."""
         with self.transaction() as db:
             db.execute("UPDATE groups SET tries = 0 WHERE last_step = ? AND tries > 0 AND dropped IS NULL", (step,))
+            db.execute("UPDATE replays SET tries = 0 WHERE last_step = ?", (step,))
             if policy is not None:
                 db.execute(
                     "INSERT OR REPLACE INTO policies VALUES(?, ?, ?, ?)", (policy[0], step, policy[1], time.time())
@@ -249,10 +273,10 @@ class Journal:
     def bury(self, letter: DeadLetter) -> None:
         with self.transaction() as db:
             db.execute(
-                "INSERT INTO dead_letters(epoch, prompt_id, attempts, failure, reason, detail, buried_at)"
-                " VALUES(?, ?, ?, ?, ?, ?, ?)",
-                (letter.epoch, letter.prompt_id, letter.attempts, letter.failure, letter.reason, letter.detail[:4096],
-                 time.time()),
+                "INSERT INTO dead_letters(epoch, prompt_id, reroll, attempts, failure, reason, detail, buried_at)"
+                " VALUES(?, ?, ?, ?, ?, ?, ?, ?)",
+                (letter.epoch, letter.prompt_id, letter.reroll, letter.attempts, letter.failure, letter.reason,
+                 letter.detail[:4096], time.time()),
             )  # fmt: skip
 
     def quarantine_frames(self, frames: Iterable[tuple[str, bytes]]) -> None:

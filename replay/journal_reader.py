@@ -35,8 +35,9 @@ _STATE = """CASE
     WHEN dropped = 'quarantined' THEN 'quarantined' WHEN outcome = 'stale' OR dropped = 'stale' THEN 'stale'
     WHEN dropped IS NOT NULL THEN 'dropped' WHEN outcome = 'no_signal' THEN 'no_signal'
     WHEN last_step IS NULL THEN 'ready' WHEN tries > 0 THEN 'claimed' ELSE 'trained' END"""
-_GROUP = f"""seq, group_id, epoch, prompt_id, attempt, producer, policy_version, outcome, reward, num_tokens, num_bytes,
-    accepted_at, crc, step, last_step, position, tries, dropped, {_STATE}"""
+_GROUP = f"""seq, group_id, epoch, prompt_id, reroll, attempt, producer, policy_version, outcome, reward, verdict, num_scored,
+    num_successes, num_tokens, num_bytes, accepted_at, crc, step, last_step, position, tries, dropped,
+    (SELECT count(*) FROM replays WHERE replays.group_id = groups.group_id), {_STATE}"""
 _WANTED = f"""(:version IS NULL OR policy_version BETWEEN :version AND :last_version)
     AND (:step IS NULL OR step <= :last_step AND last_step >= :step) AND (:state IS NULL OR {_STATE} = :state)
     AND (:reward IS NULL OR reward BETWEEN :reward AND :max_reward) AND (:prompt_id IS NULL OR prompt_id = :prompt_id)"""
@@ -54,11 +55,15 @@ class GroupRow:
     group_id: str
     epoch: int
     prompt_id: int
+    reroll: int
     attempt: int
     producer: str
     policy_version: int
     outcome: str
     reward: float | None
+    verdict: str
+    num_scored: int
+    num_successes: int
     num_tokens: int
     num_bytes: int
     accepted_at: float
@@ -68,6 +73,7 @@ class GroupRow:
     position: int | None
     tries: int
     dropped: str | None
+    num_replays: int  # times that it stood in after its first training
     state: State
 
 
@@ -96,6 +102,7 @@ class Batch(NamedTuple):
     step: int
     last_step: int
     group_ids: list[str]
+    num_fresh: int  # of them, which come first; the others stood in again
 
 
 @dataclass(frozen=True)
@@ -195,7 +202,7 @@ class JournalReader:
         frame: bytes | None = found[0][0]
         if frame is None:
             raise JournalError(f"{self.path}: group {row.group_id} has no body; restore a copy of run_dir")
-        identity = (row.group_id, row.epoch, row.prompt_id, row.attempt, row.policy_version, row.outcome)
+        identity = (row.group_id, row.epoch, row.prompt_id, row.reroll, row.attempt, row.policy_version, row.outcome)
         if row_crc(*identity, frame) != row.crc:
             raise JournalError(f"{self.path}: group {row.group_id} is damaged (checksum); restore a copy of run_dir")
         return frame
@@ -225,7 +232,9 @@ class JournalReader:
             {"from_step": from_step, "num_iterations": num_iterations},
         ):
             step, last_step, _ = rows[0]
-            yield Batch(step, last_step, [group_id for _, _, group_id in rows])
+            fresh = [group_id for _, _, group_id in rows]
+            again = self._query("SELECT group_id FROM replays WHERE step = ? ORDER BY position", (step,))
+            yield Batch(step, last_step, fresh + [group_id for (group_id,) in again], len(fresh))
             from_step = last_step + 1
 
     def num_deleted(self) -> int:
@@ -234,7 +243,7 @@ class JournalReader:
         return int(self._query(f"SELECT coalesce(({ever}), 0) - count(*) FROM groups")[0][0])
 
     def dead_letters(self) -> Iterator[DeadLetterRow]:
-        columns = "id, epoch, prompt_id, attempts, failure, reason, detail, buried_at"
+        columns = "id, epoch, prompt_id, reroll, attempts, failure, reason, detail, buried_at"
         return (DeadLetterRow(*row[1:]) for row in self._pages(columns, "dead_letters"))
 
     def refused_frames(self) -> Iterator[RefusedFrame]:

@@ -1,38 +1,40 @@
 """The prompt ledger: which prompt goes out next, who holds it, and what became of it.
 
 Guarantee: every prompt of an epoch is leased to one producer at a time and settled exactly once (trained, dropped or
-given up); a lease that ends without a group goes out again, before any fresh prompt, and the first group to arrive wins.
-The order is a function of the seed and the epoch alone. A lease id says which prompt it is for, so that a lease given by
-a trainer process that is gone can still be answered.
+given up); a lease that ends without a group goes out again, before any other prompt, and the first group to arrive wins.
+A settled prompt may be deferred: it then returns, once its version is published, as another piece of work with a life of
+its own. The order of fresh prompts is a function of the seed, the epoch and who rests. A lease id says which work it is
+for, so that a lease given by a trainer process that is gone can still be answered.
 
-    fresh -> leased -> held -> settled          leased -> again: failed, expired, released, given back
-               ^        |                       held -> again: the group went stale
-             again <----+                       leased -> settled: its retry budget is spent
+    fresh -> leased -> held -> settled -> deferred    leased -> again: failed, expired, released, given back
+               ^        |                    |        held -> again: the group went stale
+             again <----+     leased <-------+        leased -> settled: its retry budget is spent
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from replay.failures import FailureClass, RetryBudget, failure_class, is_hopeless
-
-Key = tuple[int, int]
+from replay.rerolls import Key, RerollQueue
 
 
 @dataclass(frozen=True)
 class WorkItem:
-    """One prompt in one epoch. `attempt` counts its leases; the others, by class, those that failed."""
+    """One prompt in one epoch. `attempt` counts its leases; the failures, by class, those that failed."""
 
     epoch: int
     prompt_id: int
+    reroll: int = 0  # times it had been deferred
+    return_version: int = 0  # no older policy may answer it
     attempt: int = 0
     data_failures: int = 0
     infra_failures: int = 0
 
     @property
     def key(self) -> Key:
-        return (self.epoch, self.prompt_id)
+        return (self.epoch, self.prompt_id, self.reroll)
 
     def failures(self, of: FailureClass) -> int:
         return self.data_failures if of == "data" else self.infra_failures
@@ -55,16 +57,16 @@ class UnknownLeaseError(KeyError):
 
 
 def parse_lease_id(lease_id: str) -> tuple[Key, int]:
-    """The prompt's key, and which of its leases it is.
+    """The key of the work, and which of its leases it is.
 
     Raises:
         UnknownLeaseError: not of our making.
     """
     parts = lease_id.split("-")
-    if len(parts) != 4 or not all(part.isdecimal() and len(part) < 16 for part in parts[:3]):
+    if len(parts) != 5 or not all(part.isdecimal() and len(part) < 16 for part in parts[:4]):
         raise UnknownLeaseError(lease_id)
-    epoch, prompt_id, attempt = map(int, parts[:3])
-    return (epoch, prompt_id), attempt
+    epoch, prompt_id, reroll, attempt = map(int, parts[:4])
+    return (epoch, prompt_id, reroll), attempt
 
 
 class PromptLedger:
@@ -76,10 +78,18 @@ class PromptLedger:
         shuffle: False keeps the dataset's order.
         budgets: attempts and backoff, by failure class.
         session: part of every lease id, unique per trainer process.
+        rerolls: holds what is deferred.
     """
 
     def __init__(
-        self, num_prompts: int, *, seed: int, shuffle: bool, budgets: dict[FailureClass, RetryBudget], session: str
+        self,
+        num_prompts: int,
+        *,
+        seed: int,
+        shuffle: bool,
+        budgets: dict[FailureClass, RetryBudget],
+        session: str,
+        rerolls: RerollQueue,
     ) -> None:
         if num_prompts < 1:
             raise ValueError("a ledger needs at least one prompt")
@@ -88,6 +98,8 @@ class PromptLedger:
         self._shuffle = shuffle
         self._budgets = budgets
         self._session = session
+        self._rerolls = rerolls
+        self._rests: dict[int, int] = {}  # prompt -> the last epoch that it sits out
         self._again: dict[Key, float] = {}  # what goes out again, in this order, and not before when
         self._open: dict[Key, WorkItem] = {}  # leased or going out again: unanswered
         self._held: dict[Key, WorkItem] = {}  # answered, not yet settled
@@ -104,13 +116,23 @@ class PromptLedger:
 
     # Leases
 
-    def lease(self, producer: str, *, policy_floor: int, now: float, deadline: float) -> LeaseRecord:
-        """Gives the next prompt to `producer`: one that goes out again if one is due, else the next fresh one."""
-        due = next((key for key, not_before in self._again.items() if not_before <= now), None)
-        item = self._next_fresh() if due is None else self._open[due]
+    @property
+    def num_deferred(self) -> int:
+        return len(self._rerolls)
+
+    def lease(self, producer: str, *, version: int, policy_floor: int, now: float, deadline: float) -> LeaseRecord:
+        """Gives the next prompt to `producer`: one that goes out again if one is due, else one that was deferred if it
+        may return, else the next fresh one.
+
+        Args:
+            version: the newest policy that is published.
+            policy_floor: the oldest policy that may answer.
+        """
+        item = self._next_again(version, now) or self._next_work(version)
         item = replace(item, attempt=item.attempt + 1)
-        lease_id = f"{item.epoch}-{item.prompt_id}-{item.attempt}-{self._session}"
-        return self._give(LeaseRecord(lease_id, item, producer, policy_floor, deadline))
+        lease_id = f"{item.epoch}-{item.prompt_id}-{item.reroll}-{item.attempt}-{self._session}"
+        floor = max(policy_floor, item.return_version)
+        return self._give(LeaseRecord(lease_id, item, producer, floor, deadline))
 
     def adopt(self, lease_id: str, producer: str, *, deadline: float) -> bool:
         """A producer still works on a lease of the trainer process before this one. Returns whether it may go on: not
@@ -134,7 +156,7 @@ class PromptLedger:
             UnknownLeaseError: not a lease of this run.
         """
         key, _ = self._parse(lease_id)
-        return key if key in self._open or self._is_fresh(key) else None
+        return key if key in self._open or key in self._rerolls or self._is_fresh(key) else None
 
     def hold(self, lease_id: str) -> WorkItem:
         """The prompt that `find` named has its group; held until settled or requeued."""
@@ -196,6 +218,19 @@ class PromptLedger:
         if not self._is_leased(key):
             self._again[key] = 0.0
 
+    # Settled prompts
+
+    def defer(self, key: Key, version: int) -> bool:
+        """The prompt of the settled item returns when `version` is published. False if it waits or is out already."""
+        epoch, prompt_id, reroll = key
+        if any(item.prompt_id == prompt_id for item in self._open.values()):
+            return False
+        return self._rerolls.defer((epoch, prompt_id, reroll + 1), version)
+
+    def rest(self, prompt_id: int, until_epoch: int) -> None:
+        """The prompt sits out every epoch up to this one. When all would, all come back."""
+        self._rests[prompt_id] = until_epoch
+
     # Checkpoints
 
     def state(self) -> dict[str, Any]:
@@ -205,7 +240,9 @@ class PromptLedger:
             "epoch": self._epoch,
             "position": self._position,
             "num_prompts": self._num_prompts,
-            "unsettled": [[i.epoch, i.prompt_id, i.attempt, i.data_failures, i.infra_failures] for i in unsettled],
+            "unsettled": [list(astuple(item)) for item in unsettled],
+            "deferred": self._rerolls.state(),
+            "resting": [[prompt_id, until] for prompt_id, until in self._rests.items()],
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -218,15 +255,23 @@ class PromptLedger:
             raise ValueError(
                 f"the dataset has {self._num_prompts} prompts now and had {state['num_prompts']} at the checkpoint"
             )
+        self._rests = dict(state["resting"])
+        self._rerolls.restore(state["deferred"])
         self._begin_epoch(state["epoch"])
         self._position = state["position"]
         self._open = {item.key: item for item in (WorkItem(*values) for values in state["unsettled"])}
         self._again = dict.fromkeys(self._open, 0.0)
 
-    def recall(self, key: Key) -> bool:
-        """The journal holds the fate of this prompt, which the restored state may not know: it is held from now on.
-        False if it was settled in that state, or is held already."""
+    def recall(self, key: Key, *, is_new: bool) -> bool:
+        """The journal holds the fate of this prompt: it is held from now on. False if it was settled in the restored
+        state, or is held already.
+
+        Args:
+            is_new: the group arrived after that state was taken, which therefore cannot have settled it.
+        """
         self._reach(key)
+        if is_new and key[2] > 0 and key not in self._held:  # deferred and answered after that state
+            self._open.setdefault(key, WorkItem(*key))
         if key not in self._open:
             return False
         self._again.pop(key, None)
@@ -251,15 +296,30 @@ class PromptLedger:
     def _parse(self, lease_id: str) -> tuple[Key, int]:
         """As `parse_lease_id`, for a lease that this ledger can have given: of an epoch up to the next one, because a
         crash may have set its cursor back."""
-        (epoch, prompt_id), attempt = parse_lease_id(lease_id)
-        if prompt_id >= self._num_prompts or attempt < 1 or epoch > self._epoch + 1:
+        key, attempt = parse_lease_id(lease_id)
+        if key[1] >= self._num_prompts or attempt < 1 or key[0] > self._epoch + 1:
             raise UnknownLeaseError(lease_id)
-        return (epoch, prompt_id), attempt
+        return key, attempt
+
+    def _next_again(self, version: int, now: float) -> WorkItem | None:
+        items = (self._open[key] for key, not_before in self._again.items() if not_before <= now)
+        return next((item for item in items if item.return_version <= version), None)
+
+    def _next_work(self, version: int) -> WorkItem:
+        deferred = self._rerolls.next_due(version)
+        self._rerolls.count_lease(deferred is not None)
+        return self._next_fresh() if deferred is None else self._return(deferred)
+
+    def _return(self, key: Key) -> WorkItem:
+        return WorkItem(*key, return_version=self._rerolls.remove(key))
 
     def _begin_epoch(self, epoch: int) -> None:
         self._epoch, self._position = epoch, 0
         self._order = self._epoch_order(epoch)
         self._ranks = np.argsort(self._order)  # the place of every prompt in this epoch's order
+        self._rests = {prompt_id: until for prompt_id, until in self._rests.items() if until >= epoch}
+        if len(self._rests) == self._num_prompts:
+            self._rests = {}
 
     def _epoch_order(self, epoch: int) -> Any:
         if not self._shuffle:
@@ -267,18 +327,28 @@ class PromptLedger:
         return np.random.default_rng([self._seed, epoch]).permutation(self._num_prompts)
 
     def _is_fresh(self, key: Key) -> bool:
-        epoch, prompt_id = key
-        return epoch > self._epoch or (epoch == self._epoch and int(self._ranks[prompt_id]) >= self._position)
+        epoch, prompt_id, reroll = key
+        is_ahead = epoch > self._epoch or (epoch == self._epoch and int(self._ranks[prompt_id]) >= self._position)
+        return reroll == 0 and is_ahead
 
-    def _next_fresh(self) -> WorkItem:
-        if self._position == self._num_prompts:
-            self._begin_epoch(self._epoch + 1)
-        self._position += 1
-        return WorkItem(self._epoch, int(self._order[self._position - 1]))
+    def _next_fresh(self, wanted: Key | None = None) -> WorkItem:
+        """The next prompt in order that does not rest, or is `wanted`."""
+        while True:
+            if self._position == self._num_prompts:
+                self._begin_epoch(self._epoch + 1)
+            item = WorkItem(self._epoch, int(self._order[self._position]))
+            self._position += 1
+            if item.key == wanted or self._rests.get(item.prompt_id, -1) < self._epoch:
+                self._rerolls.withdraw(item.prompt_id)
+                return item
 
     def _reach(self, key: Key) -> None:
-        """Moves the cursor past `key`; what it passes goes out again."""
+        """Moves the cursor past `key`, or ends its wait; what the cursor passes goes out again."""
+        if key in self._rerolls:
+            self._reopen(self._return(key))
         while self._is_fresh(key):
-            item = self._next_fresh()
-            self._open[item.key] = item
-            self._again[item.key] = 0.0
+            self._reopen(self._next_fresh(key))
+
+    def _reopen(self, item: WorkItem) -> None:
+        self._open[item.key] = item
+        self._again[item.key] = 0.0

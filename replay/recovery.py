@@ -8,13 +8,11 @@ which groups arrived.
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from replay.journal import MAX_TRIES, Journal
+from replay.rerolls import Key
 from replay.staleness import StalenessBudget
-
-Key = tuple[int, int]
-Fate = Literal["held", "settled", "again"]
 
 _AVAILABLE = "outcome = 'accepted' AND dropped IS NULL AND (last_step IS NULL OR last_step > :step)"
 _END_BEGUN = f"UPDATE groups SET last_step = :step WHERE {_AVAILABLE} AND step <= :step"
@@ -28,6 +26,17 @@ class RecordedBatch:
     step: int
     last_step: int
     group_ids: list[str]
+    num_fresh: int  # of them; the others stood in again
+
+
+class Fate(NamedTuple):
+    """What became of a prompt, by the newest group of one of its turns."""
+
+    key: Key
+    fate: Literal["held", "settled", "again"]
+    verdict: str
+    policy_version: int
+    is_new: bool  # the checkpoint knows nothing of this group
 
 
 @dataclass
@@ -36,46 +45,51 @@ class Recovery:
 
     batches: list[RecordedBatch] = field(default_factory=list)
     ready: list[str] = field(default_factory=list)  # group ids in order of arrival
-    keys: dict[str, Key] = field(default_factory=dict)  # of all groups above
-    fates: list[tuple[Key, Fate]] = field(default_factory=list)  # of every prompt that the checkpoint may not know of
-    outcomes: dict[str, int] = field(default_factory=dict)  # how many of each the checkpoint does not know of
+    fates: list[Fate] = field(default_factory=list)  # of every prompt that the checkpoint may not know of
+    counts: dict[str, int] = field(default_factory=dict)  # of what the checkpoint does not know of
     quarantined: int = 0
+    not_replayable: set[str] = field(default_factory=set)  # group ids
 
 
-def recover(journal: Journal, step: int, since_seq: int, budget: StalenessBudget, *, comparable: bool) -> Recovery:
+def recover(
+    journal: Journal, step: int, since_seq: int, budget: StalenessBudget, *, partial: bool, comparable: bool
+) -> Recovery:
     """Makes available again what was consumed after `step`.
 
     Args:
         step: optimizer steps that the checkpoint has taken; 0 without one.
         since_seq: the newest row that the checkpoint's ledger knows.
         budget: of the run as it is configured now.
+        partial: whether batches may be smaller than `groups_per_step`.
         comparable: False when groups must look different now; those available are then dropped.
     """
     quarantined = _drop_unusable(journal, step, comparable)
     result = Recovery(quarantined=quarantined)
-    rows = journal.query(
-        "SELECT group_id, epoch, prompt_id, step, last_step, policy_version FROM groups"
-        f" WHERE {_AVAILABLE} ORDER BY step IS NULL, step, position, seq",
-        {"step": step},
-    )
     claimed: dict[tuple[int, int], list[str]] = {}
     oldest: dict[tuple[int, int], int] = {}
-    for group_id, epoch, prompt_id, first, last, version in rows:
-        result.keys[group_id] = (epoch, prompt_id)
-        if first is not None:
-            claimed.setdefault((first, last), []).append(group_id)
-            oldest[first, last] = min(version, oldest.get((first, last), version))
+    for group_id, first, last, version in journal.query(
+        f"SELECT group_id, step, last_step, policy_version FROM groups WHERE {_AVAILABLE} AND step IS NOT NULL"
+        " ORDER BY step, position",
+        {"step": step},
+    ):
+        claimed.setdefault((first, last), []).append(group_id)
+        oldest[first, last] = min(version, oldest.get((first, last), version))
     expected = step + 1
-    for (first, last), group_ids in claimed.items():
+    for (first, last), fresh in claimed.items():
         begun = first <= step  # some iterations over this batch are in the checkpoint
+        again = [
+            group_id
+            for (group_id,) in journal.query("SELECT group_id FROM replays WHERE step = ? ORDER BY position", (first,))
+        ]
+        size = len(fresh) + len(again)
         fits = (
-            len(group_ids) == budget.groups_per_step
+            (size == budget.groups_per_step or (partial and size < budget.groups_per_step))
             and last - first + 1 == budget.num_iterations
             and oldest[first, last] >= budget.oldest_usable(first - 1)
         )
         if not fits or (first != expected and not begun):
             break
-        result.batches.append(RecordedBatch(first, last, group_ids))
+        result.batches.append(RecordedBatch(first, last, fresh + again, len(fresh)))
         expected = last + 1
     _release_the_rest(journal, step, expected, result)
     recorded = {group_id for batch in result.batches for group_id in batch.group_ids}
@@ -84,11 +98,9 @@ def recover(journal: Journal, step: int, since_seq: int, budget: StalenessBudget
         for (group_id,) in journal.query(f"SELECT group_id FROM groups WHERE {_AVAILABLE} ORDER BY seq", {"step": step})
         if group_id not in recorded
     ]
-    result.keys = {group_id: result.keys[group_id] for group_id in [*recorded, *result.ready]}
     result.fates = _fates(journal, step, since_seq)
-    result.outcomes = dict(
-        journal.query("SELECT outcome, count(*) FROM groups WHERE seq > ? GROUP BY outcome", (since_seq,))
-    )
+    result.counts = _counts(journal, since_seq)
+    result.not_replayable = {g for (g,) in journal.query("SELECT group_id FROM groups WHERE NOT replayable")}
     return result
 
 
@@ -100,6 +112,11 @@ def _drop_unusable(journal: Journal, step: int, comparable: bool) -> int:
             {"step": step, "tries": MAX_TRIES},
         )
         quarantined = int(db.changes())
+        db.execute(
+            "UPDATE groups SET replayable = 0 WHERE group_id IN"
+            " (SELECT group_id FROM replays WHERE last_step > ? AND tries >= ?)",
+            (step, MAX_TRIES),
+        )
         if not comparable:
             db.execute(_END_BEGUN, {"step": step})
             db.execute(f"UPDATE groups SET dropped = 'configuration' WHERE {_AVAILABLE}", {"step": step})
@@ -112,22 +129,44 @@ def _release_the_rest(journal: Journal, step: int, from_step: int, result: Recov
     with journal.transaction() as db:
         if not begun:
             db.execute(_END_BEGUN, {"step": step})
+            db.execute("UPDATE replays SET last_step = :step WHERE step <= :step AND last_step > :step", {"step": step})
+        db.execute("DELETE FROM replays WHERE step >= ?", (from_step,))
         db.execute(
             f"UPDATE groups SET step = NULL, last_step = NULL, position = NULL WHERE {_AVAILABLE} AND step >= :from_step",
             {"step": step, "from_step": from_step},
         )
 
 
-def _fates(journal: Journal, step: int, since_seq: int) -> list[tuple[Key, Fate]]:
+def _fates(journal: Journal, step: int, since_seq: int) -> list[Fate]:
     """In order of arrival, later ones override earlier ones."""
     rows = journal.query(
-        "SELECT epoch, prompt_id, CASE"
+        "SELECT epoch, prompt_id, reroll, CASE"
         f" WHEN {_AVAILABLE} THEN 'held'"
         " WHEN outcome = 'stale' OR dropped IN ('stale', 'configuration') THEN 'again'"
-        " ELSE 'settled' END FROM groups"
+        " ELSE 'settled' END, verdict, policy_version, seq > :seq FROM groups"
         f" WHERE seq > :seq OR dropped = 'quarantined' OR {_AVAILABLE} ORDER BY seq",
         {"step": step, "seq": since_seq},
     )
-    fates: list[tuple[Key, Fate]] = [((epoch, prompt_id), fate) for epoch, prompt_id, fate in rows]
-    buried = journal.query("SELECT epoch, prompt_id FROM dead_letters ORDER BY id")
-    return fates + [((epoch, prompt_id), "settled") for epoch, prompt_id in buried]
+    fates = [
+        Fate((epoch, prompt_id, reroll), fate, verdict, version, bool(is_new))
+        for epoch, prompt_id, reroll, fate, verdict, version, is_new in rows
+    ]
+    buried = journal.query("SELECT epoch, prompt_id, reroll FROM dead_letters ORDER BY id")
+    return fates + [Fate(key, "settled", "unscored", 0, False) for key in buried]
+
+
+def _counts(journal: Journal, since_seq: int) -> dict[str, int]:
+    outcomes = journal.query("SELECT outcome, count(*) FROM groups WHERE seq > ? GROUP BY outcome", (since_seq,))
+    result = dict(outcomes)
+    for reroll, *numbers in journal.query(
+        "SELECT reroll, count(*), sum(num_scored), sum(num_successes) FROM groups"
+        " WHERE seq > ? AND outcome != 'stale' GROUP BY reroll",
+        (since_seq,),
+    ):
+        result |= zip(attempt_counts(reroll), numbers, strict=True)
+    return result
+
+
+def attempt_counts(reroll: int) -> tuple[str, str, str]:
+    """The names under which groups, scored completions and successes of a prompt's so many-th return are counted."""
+    return (f"attempt_{reroll + 1}_groups", f"attempt_{reroll + 1}_scored", f"attempt_{reroll + 1}_successes")

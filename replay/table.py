@@ -1,7 +1,6 @@
-"""The replay table, first form: a queue. Groups leave in the order they came and are trained once.
+"""Groups that wait to be trained for the first time: a queue, because leases bound staleness by the order of arrival.
 
-Guarantee: `first` returns a full batch or nothing, and takes nothing away; a group leaves by `remove` alone, after the
-journal knows why.
+Guarantee: `first` takes nothing away; a group leaves by `remove` alone, after the journal knows why.
 """
 
 import itertools
@@ -25,9 +24,9 @@ class FifoTable:
         """The groups of versions below `version`."""
         return [group for group in self._groups if group.policy_version < version]
 
-    def first(self, num_groups: int) -> list[RolloutGroup] | None:
-        """The oldest `num_groups` groups; None if there are fewer."""
-        return list(itertools.islice(self._groups, num_groups)) if len(self._groups) >= num_groups else None
+    def first(self, num_groups: int) -> list[RolloutGroup]:
+        """Those that came first, at most `num_groups`."""
+        return list(itertools.islice(self._groups, num_groups))
 
     def remove(self, groups: Iterable[RolloutGroup]) -> None:
         gone = {group.group_id for group in groups}

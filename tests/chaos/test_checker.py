@@ -25,7 +25,7 @@ def accepted(*group_ids: str) -> tuple[Answer, ...]:
     return tuple(Answer("left", group_id, "accepted", f"#{group_id}") for group_id in group_ids)
 
 
-A, B, C, D, E = "0-0-1-x", "0-1-1-x", "0-2-1-x", "0-3-1-x", "0-4-1-x"
+A, B, C, D, E = "0-0-0-1-x", "0-1-0-1-x", "0-2-0-1-x", "0-3-0-1-x", "0-4-0-1-x"
 
 
 def evidence(**changes: object) -> Evidence:
@@ -134,7 +134,7 @@ def test_a_step_that_nobody_trained_and_one_beyond_the_end() -> None:
 
 
 def test_one_prompt_trained_as_two_groups() -> None:
-    again = "0-0-2-y"
+    again = "0-0-0-2-y"
     runs = (incarnation(0, batch(1, A), batch(2, B), batch(3, again), ended=3),)
     rows = {A: row(A, 1), B: row(B, 2), again: row(again, 3)}
     assert kinds(evidence(answers=accepted(A, B, again), incarnations=runs, rows=rows)) == ["prompt_twice"]
@@ -151,12 +151,12 @@ def test_answers_need_an_explanation() -> None:
     rows = {
         **evidence().rows,
         E: row(E, outcome="no_signal", has_signal=False),
-        "0-5-1-x": row("0-5-1-x", outcome="stale", policy_version=1),
+        "0-5-0-1-x": row("0-5-0-1-x", outcome="stale", policy_version=1),
     }
     told = {
         "no_signal": E,  # all its rewards are equal
-        "stale": "0-5-1-x",  # version 1, when step 3 was cut with a staleness of 1
-        "duplicate": "0-0-2-y",  # the prompt has group A
+        "stale": "0-5-0-1-x",  # version 1, when step 3 was cut with a staleness of 1
+        "duplicate": "0-0-0-2-y",  # the prompt has group A
     }
     answers = accepted(A) + tuple(Answer("left", lease_id, outcome, None) for outcome, lease_id in told.items())
     assert kinds(evidence(answers=answers, rows=rows)) == []
@@ -166,7 +166,7 @@ def test_answers_need_an_explanation() -> None:
     wrong = {
         **rows,
         E: row(E, outcome="no_signal", has_signal=True),
-        "0-5-1-x": row("0-5-1-x", outcome="stale", policy_version=2),
+        "0-5-0-1-x": row("0-5-0-1-x", outcome="stale", policy_version=2),
     }
-    answers = (*answers[:-1], Answer("left", "0-9-1-x", "duplicate", None), Answer("left", A, "invalid", None))
+    answers = (*answers[:-1], Answer("left", "0-9-0-1-x", "duplicate", None), Answer("left", A, "invalid", None))
     assert kinds(evidence(answers=answers, rows=wrong)) == ["unexplained"] * 4

@@ -180,8 +180,8 @@ def test_a_producer_that_fits_is_welcomed_and_leased_to(start: Start) -> None:
     trainer = start()
     producer = trainer.producer()
     assert producer.all(Welcome) == [Welcome("run", "session", PolicyInfo(0, DIGEST, len(BLOB)), 1.0)]
-    assert [lease.lease_id for lease in producer.leases] == ["0-0-1-s", "0-1-1-s"]
-    assert producer.leases[0] == Lease("0-0-1-s", 0, 1, "0", {"answer": 1}, SAMPLING, 0, 60.0)
+    assert [lease.lease_id for lease in producer.leases] == ["0-0-0-1-s", "0-1-0-1-s"]
+    assert producer.leases[0] == Lease("0-0-0-1-s", 0, 1, "0", {"answer": 1}, SAMPLING, 0, 60.0)
     assert trainer.intake.num_producers == 1
 
 
@@ -272,7 +272,7 @@ def test_a_new_policy_is_announced_once_and_with_every_acknowledgement(start: St
     new = PolicyInfo(1, "a" * 64, 4)
     assert producer.hear() == [Policy(new)]
     assert producer.beat(capacity=4) == [Policy(new)]
-    assert only(producer.say(answer(made_lease("0-0-1-s"))), Ack) == Ack("0-0-1-s", "accepted", new)
+    assert only(producer.say(answer(made_lease("0-0-0-1-s"))), Ack) == Ack("0-0-0-1-s", "accepted", new)
 
 
 def made_lease(lease_id: str) -> Lease:
@@ -649,12 +649,12 @@ def test_leases_of_an_older_process_are_adopted_and_their_groups_accepted(
     producer = trainer.producer(capacity=3, held=[lease.lease_id for lease in leases[:2]])
     assert trainer.replay.counts["adopted"] == 2
     assert producer.all(Nack) == producer.all(Ack) == []
-    assert [lease.lease_id for lease in producer.leases] == ["0-2-1-t"], "adopted leases take room"
-    assert trainer.replay.leased_to("p") == {"0-0-1-s", "0-1-1-s", "0-2-1-t"}
+    assert [lease.lease_id for lease in producer.leases] == ["0-2-0-1-t"], "adopted leases take room"
+    assert trainer.replay.leased_to("p") == {"0-0-0-1-s", "0-1-0-1-s", "0-2-0-1-t"}
     ack = only(producer.say(answer(leases[0])), Ack)
-    assert (ack.lease_id, ack.outcome) == ("0-0-1-s", "accepted")
-    assert journal.query("SELECT group_id FROM groups") == [("0-0-1-s",)]
-    assert producer.leases[-1].lease_id == "0-3-1-t", "its room is free again"
+    assert (ack.lease_id, ack.outcome) == ("0-0-0-1-s", "accepted")
+    assert journal.query("SELECT group_id FROM groups") == [("0-0-0-1-s",)]
+    assert producer.leases[-1].lease_id == "0-3-0-1-t", "its room is free again"
 
 
 def test_an_adopted_lease_has_the_whole_time_of_a_new_one(start: Start, journal: FillableJournal) -> None:
@@ -692,7 +692,7 @@ def test_leases_that_nobody_wants_any_more_are_refused(start: Start, journal: Fi
     trainer = next_process(start, journal)
     other = trainer.producer("other", capacity=1)
     assert other.leases[0].prompt_id == lease.prompt_id
-    foreign = ["7-0-1-s", "0-5000-1-s", "not a lease"]
+    foreign = ["7-0-0-1-s", "0-5000-0-1-s", "not a lease"]
     producer = trainer.producer(capacity=0, held=[lease.lease_id, *foreign])
     words = "its prompt is not wanted any more"
     assert producer.all(Nack) == [Nack(name, "unknown_lease", words) for name in (lease.lease_id, *foreign)]

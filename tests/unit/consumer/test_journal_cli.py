@@ -178,7 +178,7 @@ def test_a_producer_cannot_write_to_the_terminal(journal: Journal, command: Comm
 
 def test_show_with_token_ids(journal: Journal, command: Command) -> None:
     message = group_message(
-        "0-11-1-s",
+        "0-11-0-1-s",
         2,
         logprobs=np.array([-0.1, -0.2, np.nan, -0.4], "<f4").tobytes(),
         rewards=np.array([0.0, np.nan, 1.0, 0.5], "<f4").tobytes(),
@@ -186,7 +186,7 @@ def test_show_with_token_ids(journal: Journal, command: Command) -> None:
     )
     journal.note_facts({"reward_names": '["correct", "format"]'})
     journal.append([entry(11, 2, frame=encode(message))])
-    lines = command.lines("show", "0-11-1-s")
+    lines = command.lines("show", "0-11-0-1-s")
     assert re.fullmatch(rf"arrived   {TIME}", lines.pop(6))
     assert lines == [
         "group     0-11-1-s",
@@ -215,7 +215,7 @@ def test_show_with_token_ids(journal: Journal, command: Command) -> None:
 
 
 def test_show_every_token(journal: Journal, command: Command) -> None:
-    lines = command.lines("show", "0-7-1-s", "--tokens")
+    lines = command.lines("show", "0-7-0-1-s", "--tokens")
     assert lines[1] == "state     claimed, step 3, position 0, try 1 of 2"
     start = lines.index("  3 4 5") + 1
     assert lines[start : start + 4] == [
@@ -235,7 +235,7 @@ class Letters:
 
 def test_show_with_text(journal: Journal, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("consumer.journal_show.load_tokenizer", lambda facts: Letters())
-    lines = command.lines("show", "0-7-1-s", "--tokens")
+    lines = command.lines("show", "0-7-0-1-s", "--tokens")
     assert not any(line.startswith("token ids") for line in lines)
     assert lines[lines.index("prompt, 2 tokens") + 1] == "  AB"
     assert "  CDE" in lines
@@ -255,17 +255,17 @@ def test_show_with_the_tokenizer_of_the_run(
     folder = tmp_path / "model"
     PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(str(folder))
     journal.note_facts({"model_path": str(folder)})
-    lines = command.lines("show", "0-7-1-s")
+    lines = command.lines("show", "0-7-0-1-s")
     assert lines[lines.index("prompt, 2 tokens") + 1] == "  a b"
     assert "  c d e" in lines
     journal.note_facts({"tokenizer_digest": "0" * 64})
     assert (
         f"token ids instead of text: the tokenizer in {folder} is not the one of the run"
-        in command.lines("show", "0-7-1-s")
+        in command.lines("show", "0-7-0-1-s")
     )  # fmt: skip
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     journal.note_facts({"model_path": str(tmp_path / "gone")})
-    (line,) = [line for line in command.lines("show", "0-7-1-s") if line.startswith("token ids")]
+    (line,) = [line for line in command.lines("show", "0-7-0-1-s") if line.startswith("token ids")]
     assert line.startswith(f"token ids instead of text: the tokenizer of {tmp_path}/gone cannot be loaded: ")
 
 
@@ -275,11 +275,11 @@ def test_show_with_the_tokenizer_of_the_run(
 def test_export_as_json_lines(journal: Journal, command: Command, tmp_path: Path) -> None:
     rewards = np.array([np.nan, 1.0], "<f4").tobytes()
     logprobs = np.array([-0.5, -0.25, math.nan, -0.125], "<f4").tobytes()
-    journal.append([entry(11, frame=encode(group_message("0-11-1-s", rewards=rewards, logprobs=logprobs)))])
+    journal.append([entry(11, frame=encode(group_message("0-11-0-1-s", rewards=rewards, logprobs=logprobs)))])
     to = tmp_path / "groups.jsonl"
     assert command("export", "--to", str(to), "--state", "ready") == f"2 groups in {to}\n"
     first, record = map(json.loads, to.read_text().splitlines())
-    assert first["group_id"] == "0-10-1-s"
+    assert first["group_id"] == "0-10-0-1-s"
     assert {name: record[name] for name in list(record)[-6:]} == {
         "prompt_ids": [1, 2],
         "completion_ids": [[3, 4, 5], [6]],
@@ -288,7 +288,7 @@ def test_export_as_json_lines(journal: Journal, command: Command, tmp_path: Path
         "reward_names": ["correct"],
         "rewards": [[None], [1.0]],
     }
-    assert (record["group_id"], record["state"], record["step"], record["reward"]) == ("0-11-1-s", "ready", None, 0.5)
+    assert (record["group_id"], record["state"], record["step"], record["reward"]) == ("0-11-0-1-s", "ready", None, 0.5)
 
 
 def test_export_as_parquet_in_row_groups(
@@ -370,9 +370,9 @@ def test_verify_says_what_is_wrong_and_where(journal: Journal, command: Command)
     damage(path, "INSERT INTO bodies VALUES(99, 'x')")
     heartbeat = encode(Heartbeat(0, 1, [], 0, 0.0))
     other_frame(path, 3, heartbeat, entry(2, frame=heartbeat).crc())
-    short = encode(group_message("0-3-1-s", logprobs=b"\0" * 8))
+    short = encode(group_message("0-3-0-1-s", logprobs=b"\0" * 8))
     other_frame(path, 4, short, entry(3, frame=short).crc())
-    stranger = encode(group_message("0-0-1-s", 1))
+    stranger = encode(group_message("0-0-0-1-s", 1))
     other_frame(path, 5, stranger, entry(4, 1, frame=stranger).crc())
     other_frame(path, 6, b"SL??", entry(5, outcome="stale", frame=b"SL??").crc())
     damage(path, "UPDATE groups SET num_tokens = 5 WHERE seq = 7")
@@ -403,7 +403,7 @@ def steps(path: Path, *batches: tuple[int, int, list[int]]) -> None:
             for place, position in enumerate(positions):
                 journal.query(
                     "UPDATE groups SET step = ?, last_step = ?, position = ? WHERE group_id = ?",
-                    (step, last_step, position, f"0-{number + place}-1-s"),
+                    (step, last_step, position, f"0-{number + place}-0-1-s"),
                 )
             number += len(positions)
 
@@ -457,7 +457,7 @@ def test_verify_looks_again_at_steps_that_retention_deletes_meanwhile(
     row = JournalReader.row
 
     def row_after_a_deletion(reader: JournalReader, group_id: str) -> Any:
-        if group_id == "0-4-1-s":  # the last of step 2: delete steps 1 and 2
+        if group_id == "0-4-0-1-s":  # the last of step 2: delete steps 1 and 2
             with journal.transaction() as db:
                 for table in ("bodies", "groups"):
                     db.execute(f"DELETE FROM {table} WHERE seq <= 5")
@@ -514,7 +514,7 @@ def test_quarantine(journal: Journal, command: Command) -> None:
     ]
     found = command.json("quarantine")
     assert [line["kind"] for line in found] == ["group", "group", "frame", "dead_letter"]
-    assert (found[0]["group_id"], found[0]["step"], found[0]["dropped"]) == ("0-6-1-s", 3, "quarantined")
+    assert (found[0]["group_id"], found[0]["step"], found[0]["dropped"]) == ("0-6-0-1-s", 3, "quarantined")
     assert (found[2]["num_bytes"], found[2]["head"]) == (2048, "534c0100" + "78" * 60)
     assert (found[3]["epoch"], found[3]["detail"]) == (2, "correct: it\nraised")
 
@@ -532,7 +532,7 @@ def test_lineage(journal: Journal, command: Command) -> None:
     assert re.fullmatch(rf"policy: version 2, sha256 d2, published {TIME}", lines[-1])
     lines = command.lines("lineage", "3")
     assert (lines[0], lines[-1]) == ("step 3 trains 2 groups; it has not ended", "policy: none")
-    assert [line.split()[:2] for line in lines[3:5]] == [["0", "0-7-1-s"], ["1", "0-6-1-s"]]
+    assert [line.split()[:2] for line in lines[3:5]] == [["0", "0-7-0-1-s"], ["1", "0-6-0-1-s"]]
     command("lineage", "4", code=ExitCode.JOURNAL)
     assert command.err == (
         f"rl-journal: error: {journal.path} holds no groups of step 4; `rl-journal stats` says which steps it holds\n"
@@ -546,7 +546,7 @@ def test_the_lineage_of_a_step_among_several_iterations(command: Command) -> Non
         journal.end_step(1, (1, "d1"))
     lines = command.lines("lineage", "2")
     assert lines[0] == "step 2 trains 1 groups, as all of steps 1 to 3; it has not ended"
-    assert lines[3].split() == ["0", "0-0-1-s", "0", "0", "-", "0.500", "4", "p"]  # no policy is known of before
+    assert lines[3].split() == ["0", "0-0-0-1-s", "0", "0", "-", "0.500", "4", "p"]  # no policy is known of before
 
 
 # The command itself
@@ -556,7 +556,7 @@ EVERYTHING = [
     ["stats", "--json"],
     ["list", "--limit", "0"],
     ["list", "--json"],
-    ["show", "0-0-1-s", "--tokens"],
+    ["show", "0-0-0-1-s", "--tokens"],
     ["verify"],
     ["quarantine"],
     ["lineage", "1"],
@@ -598,7 +598,7 @@ def test_every_command_on_an_empty_journal(command: Command, tmp_path: Path) -> 
         assert command("export", "--to", str(tmp_path / to)) == f"0 groups in {tmp_path / to}\n"
     assert pq.read_table(tmp_path / "x.parquet").num_rows == 0
     command("lineage", "1", code=ExitCode.JOURNAL)
-    command("show", "0-0-1-s", code=ExitCode.JOURNAL)
+    command("show", "0-0-0-1-s", code=ExitCode.JOURNAL)
     assert command.err == (
         f"rl-journal: error: {command.run_dir}/journal.sqlite holds no group 0-0-1-s; "
         "`rl-journal list` shows what it holds\n"
@@ -612,7 +612,7 @@ def test_where_the_journal_is(
     monkeypatch.chdir(tmp_path / "run")
     for place in (["--run", str(journal.path)], ["--config", f"{tmp_path}/run.yaml"], []):
         assert main([*place, "list", "--limit", "1"]) == ExitCode.OK
-        assert "0-10-1-s" in capsys.readouterr().out
+        assert "0-10-0-1-s" in capsys.readouterr().out
     assert main(["--config", "absent.yaml", "stats"]) == ExitCode.CONFIG
     assert capsys.readouterr().err.startswith("rl-journal: error: absent.yaml: no such file. ")
     assert main(["--run", "absent", "stats"]) == ExitCode.JOURNAL

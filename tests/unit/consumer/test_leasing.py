@@ -84,9 +84,9 @@ def counter(journal: FillableJournal, disk: DiskGuard) -> Counter:
 def test_a_lease_says_everything_that_its_producer_needs(counter: Counter) -> None:
     session = counter.join("p", 1)
     assert counter.give() == ([], [])
-    assert counter.channel.sent == [(b"p", Lease("0-0-1-s", 0, 1, "0", {"answer": 1}, SAMPLING, 0, 60.0))]
-    assert session.leases == {"0-0-1-s"} == counter.replay.leased_to("p")
-    assert counter.replay.expire(160.0)[0].lease_id == "0-0-1-s", "its deadline is counted from now"
+    assert counter.channel.sent == [(b"p", Lease("0-0-0-1-s", 0, 1, "0", {"answer": 1}, SAMPLING, 0, 60.0))]
+    assert session.leases == {"0-0-0-1-s"} == counter.replay.leased_to("p")
+    assert counter.replay.expire(160.0)[0].lease_id == "0-0-0-1-s", "its deadline is counted from now"
 
 
 def test_the_producer_with_the_most_room_is_next(counter: Counter) -> None:
@@ -171,7 +171,7 @@ def test_a_producer_that_cannot_be_reached_is_named_once_and_the_others_get_thei
     counter.channel.gone = {b"gone"}
     assert counter.give() == ([], [b"gone"])
     assert counter.channel.prompts_of(b"here") == [1, 2, 3]
-    assert counter.replay.leased_to("gone") == {"0-0-1-s"}, "for the caller to release"
+    assert counter.replay.leased_to("gone") == {"0-0-0-1-s"}, "for the caller to release"
 
 
 def test_without_producers_nothing_is_leased(counter: Counter) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from consumer.progress import StepReport, batch_metrics
-from replay.buffer import CutBatch
+from replay.cutting import CutBatch
 
 from .builders import rollout_group
 

@@ -13,13 +13,15 @@ import numpy as np
 
 from protocol.codec import encode
 from protocol.messages import Group
-from replay.buffer import CutBatch, Delivery, Outcome, RolloutBuffer
+from replay.buffer import Delivery, Outcome, RolloutBuffer
+from replay.cutting import BatchCutter, CutBatch
 from replay.failures import RetryBudget
 from replay.groups import GroupShape, RolloutGroup
 from replay.journal import Entry, Journal
 from replay.ledger import PromptLedger
+from replay.replay_table import ReplayTable
+from replay.rerolls import Judgement, RerollQueue, RerollRules
 from replay.staleness import StalenessBudget
-from replay.table import FifoTable
 
 
 class FillableJournal(Journal):
@@ -65,14 +67,25 @@ def group(lease_id: str, version: int = 0, *, signal: bool = True) -> RolloutGro
     return delivery(lease_id, version, signal=signal).group
 
 
-def rewards_differ(candidate: RolloutGroup) -> bool:
-    return bool(np.ptp(candidate.rewards) > 0)
+def spread(candidate: RolloutGroup) -> float:
+    return float(np.ptp(candidate.rewards))
+
+
+def mean_reward(candidate: RolloutGroup) -> float:
+    return float(candidate.rewards.mean())
 
 
 def ledger(num_prompts: int = 4, *, data_attempts: int = 3, infra_attempts: int = 10, **changes: Any) -> PromptLedger:
     """No shuffling; a data failure waits 1 s, an infra failure 0.25 s, doubling."""
     budgets = {"data": RetryBudget(data_attempts, 1.0), "infra": RetryBudget(infra_attempts, 0.25)}
-    return PromptLedger(num_prompts, **({"seed": 0, "shuffle": False, "budgets": budgets, "session": "s"} | changes))
+    values = {
+        "seed": 0,
+        "shuffle": False,
+        "budgets": budgets,
+        "session": "s",
+        "rerolls": RerollQueue(max_share=0.5, max_pending=8),
+    }
+    return PromptLedger(num_prompts, **(values | changes))
 
 
 def unpublished_buffer(
@@ -82,15 +95,25 @@ def unpublished_buffer(
     max_failed_share: float = 0.5,
     data_attempts: int = 3,
     session: str = "s",
+    rules: RerollRules = RerollRules(),  # noqa: B008  frozen
+    replay: ReplayTable | None = None,
+    max_replayed: int = 0,
+    partial: bool = False,
     **budget: int,
 ) -> RolloutBuffer:
     return RolloutBuffer(
         ledger(num_prompts, data_attempts=data_attempts, session=session),
-        StalenessBudget(**({"groups_per_step": 2, "max_staleness": 0} | budget)),
-        FifoTable(),
+        BatchCutter(
+            StalenessBudget(**({"groups_per_step": 2, "max_staleness": 0} | budget)),
+            journal,
+            signal=spread,
+            replay=replay,
+            max_replayed=max_replayed,
+            partial=partial,
+        ),
         journal,
-        has_signal=rewards_differ,
-        reward_weights=np.ones(1, np.float32),
+        rules=rules,
+        mean_reward=mean_reward,
         max_failed_share=max_failed_share,
     )
 
@@ -152,15 +175,17 @@ def entry(prompt_id: int, **changes: Any) -> Entry:
     values = {
         "epoch": 0,
         "prompt_id": prompt_id,
+        "reroll": 0,
         "attempt": 1,
         "producer": "p",
         "policy_version": 0,
         "outcome": "accepted",
         "reward": 0.5,
+        "judgement": Judgement("mixed", 2, 1),
         "num_tokens": 4,
         "frame": f"frame of prompt {prompt_id}".encode(),
     } | changes
-    group_id = f"{values['epoch']}-{prompt_id}-{values['attempt']}-s"
+    group_id = f"{values['epoch']}-{prompt_id}-{values['reroll']}-{values['attempt']}-s"
     return Entry(**({"group_id": group_id} | values))
 
 

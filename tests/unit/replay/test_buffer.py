@@ -49,7 +49,7 @@ def test_nothing_is_leased_before_the_first_policy_is_published(journal: Journal
     assert replay.lease("p", now=0.0, timeout_s=1.0) is None
     assert replay.newest_version == -1
     replay.published(0)
-    assert lease(replay) == "0-0-1-s"
+    assert lease(replay) == "0-0-0-1-s"
     assert replay.newest_version == 0
 
 
@@ -87,14 +87,14 @@ def test_a_lease_ends_by_time_or_with_its_producer_unless_it_is_kept(journal: Jo
 def test_a_lease_given_back_is_counted_and_goes_out_at_once(journal: Journal) -> None:
     replay = buffer(journal)
     replay.give_back(lease(replay))
-    assert lease(replay) == "0-0-2-s"
+    assert lease(replay) == "0-0-0-2-s"
     assert replay.counts == {"leased": 2, "returned": 1}
 
 
 def test_a_failed_prompt_waits_while_the_others_go_on(journal: Journal) -> None:
     replay = buffer(journal, max_staleness=3)
     assert replay.fail(lease(replay), "reward_failed", "boom", 0.0) is True
-    assert [lease(replay, now=0.9), lease(replay, now=1.0)] == ["0-1-1-s", "0-0-2-s"]
+    assert [lease(replay, now=0.9), lease(replay, now=1.0)] == ["0-1-0-1-s", "0-0-0-2-s"]
 
 
 # Groups.
@@ -228,7 +228,7 @@ def test_a_group_that_grows_too_old_in_the_table_is_dropped_and_its_prompt_goes_
 def test_an_unknown_lease_is_told_apart_and_leaves_no_trace(journal: Journal) -> None:
     replay = buffer(journal, num_prompts=4)
     assert offer(replay, "other-1") == "unknown_lease"
-    assert offer(replay, "0-4-1-s") == "unknown_lease"
+    assert offer(replay, "0-4-0-1-s") == "unknown_lease"
     assert replay.fail("other-1", "reward_failed", "", 0.0) is None
     assert replay.adopt("p", ["other-1"], deadline=1.0) == {"other-1": False}
     assert replay.counts == {"unknown_lease": 2, "failed_reward_failed": 0, "adopted": 0}
@@ -243,7 +243,7 @@ def test_failures_are_counted_by_reason_and_prompts_given_up_become_dead_letters
     assert replay.fail(lease(replay), "reward_failed", "boom", 0.0) is True
     assert replay.fail(lease(replay, now=5.0), "reward_failed", "bang", 5.0) is False
     assert replay.fail(lease(replay), "prompt_too_long", "900 tokens", 5.0) is False
-    assert replay.fail("0-1-1-s", "prompt_too_long", "again", 5.0) is None
+    assert replay.fail("0-1-0-1-s", "prompt_too_long", "again", 5.0) is None
     assert replay.counts == {
         "leased": 3,
         "failed_reward_failed": 2,
@@ -403,7 +403,7 @@ def test_the_next_process_trains_what_was_not_trained_and_loses_nothing(journal:
     cut(replay)
     journal.end_step(1, (1, "digest"))
     state = replay.state()
-    dull = "0-4-1-s"
+    dull = "0-4-0-1-s"
     assert offer(replay, dull, signal=False) == "no_signal"
 
     restored = resumed(journal, state, 1, num_prompts=6, max_staleness=1)
@@ -412,7 +412,7 @@ def test_the_next_process_trains_what_was_not_trained_and_loses_nothing(journal:
     assert restored.adopt("p", [ids[0], ids[2], out, dull], deadline=9.0) == {
         ids[0]: None, ids[2]: None, out: True, dull: None,
     }  # fmt: skip
-    assert lease(restored) == "0-5-1-t"
+    assert lease(restored) == "0-5-0-1-t"
     assert offer(restored, out) == "accepted"
     batch = cut(restored)
     assert (batch.step, names(batch.groups)) == (1, [ids[2], out])
@@ -474,7 +474,7 @@ def test_groups_that_look_different_now_are_dropped_and_their_prompts_go_out_aga
     cut(replay)
     restored = resumed(journal, None, 0, comparable=False, max_staleness=3)
     assert restored.depth()["ready"] == 0
-    assert [lease(restored) for _ in range(4)] == ["0-0-1-t", "0-1-1-t", "0-2-1-t", "0-3-1-t"]
+    assert [lease(restored) for _ in range(4)] == ["0-0-0-1-t", "0-1-0-1-t", "0-2-0-1-t", "0-3-0-1-t"]
 
 
 def test_a_process_that_died_twice_over_a_batch_goes_on_without_it(journal: Journal) -> None:
@@ -487,7 +487,7 @@ def test_a_process_that_died_twice_over_a_batch_goes_on_without_it(journal: Jour
     restored = resumed(journal, state, 0, session="u", version=0)
     assert restored.counts["quarantined"] == 2
     assert restored.depth()["ready"] == 0
-    assert lease(restored) == "0-2-1-u", "their prompts do not go out again"
+    assert lease(restored) == "0-2-0-1-u", "their prompts do not go out again"
 
 
 # Two threads.

@@ -20,7 +20,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from replay.buffer import CutBatch, RolloutBuffer
+from replay.buffer import RolloutBuffer
+from replay.cutting import CutBatch
 from replay.failures import RetryBudget
 from replay.journal import JournalFullError
 from replay.ledger import Key, PromptLedger
@@ -305,7 +306,7 @@ class RunMachine(RuleBasedStateMachine):
 
     def some_lease(self, data: st.DataObject) -> str:
         """Of this process, or any other one; some were answered long ago, and some were never given."""
-        strange = ["9-0-1-x", f"{self.epoch + 1}-{self.num_prompts - 1}-1-x"]
+        strange = ["9-0-0-1-x", f"{self.epoch + 1}-{self.num_prompts - 1}-0-1-x"]
         unanswered = [lease_id for lease_id in self.given if key_of(lease_id) in self.prompts.open]
         pools = [list(self.live), list(self.live), unanswered, unanswered, list(self.given)[-12:], strange]
         return data.draw(st.sampled_from(data.draw(st.sampled_from([pool for pool in pools if pool]))))

@@ -70,12 +70,12 @@ def test_rows_come_in_the_order_they_were_appended(journal: Journal) -> None:
     journal.append([])
     journal.append([entry(4, epoch=2, attempt=6, num_tokens=99, outcome="stale", frame=b"")])
     assert rows(journal) == [
-        (1, "0-5-1-s", 0, 5, 1, "p", 0, "accepted", 0.5, 4, 17, None, None, None, 0, None),
-        (2, "0-3-1-s", 0, 3, 1, "gpu-1", 7, "no_signal", None, 4, 17, None, None, None, 0, None),
-        (3, "2-4-6-s", 2, 4, 6, "p", 0, "stale", 0.5, 99, 0, None, None, None, 0, None),
+        (1, "0-5-0-1-s", 0, 5, 1, "p", 0, "accepted", 0.5, 4, 17, None, None, None, 0, None),
+        (2, "0-3-0-1-s", 0, 3, 1, "gpu-1", 7, "no_signal", None, 4, 17, None, None, None, 0, None),
+        (3, "2-4-0-6-s", 2, 4, 6, "p", 0, "stale", 0.5, 99, 0, None, None, None, 0, None),
     ]
     assert journal.last_seq == 3
-    assert journal.frames(["2-4-6-s", "0-5-1-s"]) == [b"", b"frame of prompt 5"]
+    assert journal.frames(["2-4-0-6-s", "0-5-0-1-s"]) == [b"", b"frame of prompt 5"]
 
 
 def test_known_names_those_that_have_a_row(journal: Journal) -> None:
@@ -245,10 +245,10 @@ def test_a_changed_body_is_noticed_by_its_group(journal: Journal) -> None:
 @pytest.mark.parametrize("column", ["group_id", "epoch", "prompt_id", "attempt", "policy_version", "outcome"])
 def test_a_changed_row_is_noticed_by_its_checksum(journal: Journal, column: str) -> None:
     journal.append([entry(0)])
-    value = "0-0-2-s" if column == "group_id" else "stale" if column == "outcome" else 3
+    value = "0-0-0-2-s" if column == "group_id" else "stale" if column == "outcome" else 3
     alter(journal.path, f"UPDATE groups SET {column} = ?", value)
     with pytest.raises(JournalError, match="is damaged on disk"):
-        journal.frames(["0-0-2-s" if column == "group_id" else "0-0-1-s"])
+        journal.frames(["0-0-0-2-s" if column == "group_id" else "0-0-0-1-s"])
 
 
 def test_a_flipped_byte_of_a_body_on_the_disk_is_noticed(tmp_path: Path) -> None:
@@ -270,7 +270,7 @@ def test_the_checksum_is_the_crc32_of_the_row_and_its_frame() -> None:
 
 def test_a_group_that_is_not_there_is_named(journal: Journal) -> None:
     with pytest.raises(JournalError, match=r"does not hold group 0-8-1-s, which is still needed; was it edited\?"):
-        journal.frames(["0-8-1-s"])
+        journal.frames(["0-8-0-1-s"])
 
 
 def test_a_journal_of_another_release_is_refused_and_left_alone(tmp_path: Path) -> None:
@@ -326,7 +326,7 @@ def test_a_group_appended_twice_is_a_bug_that_ends_the_journal_and_leaves_the_fi
     with pytest.raises(JournalError, match="UNIQUE"):
         journal.append([entry(1), entry(0)])
     with contextlib.closing(apsw.Connection(str(journal.path))) as reader:
-        assert reader.execute("SELECT group_id FROM groups").fetchall() == [("0-0-1-s",)]
+        assert reader.execute("SELECT group_id FROM groups").fetchall() == [("0-0-0-1-s",)]
 
 
 # A disk that is full, and one that fails.

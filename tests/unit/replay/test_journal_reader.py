@@ -22,7 +22,7 @@ from .builders import group_message
 
 def entry(number: int, version: int = 0, **changes: Any) -> Entry:
     """Group `0-NUMBER-1-s` of two completions: [3, 4, 5] and [6], rewards 0 and 1."""
-    group_id = f"0-{number}-1-s"
+    group_id = f"0-{number}-0-1-s"
     values = {
         "group_id": group_id,
         "epoch": 0,
@@ -39,7 +39,7 @@ def entry(number: int, version: int = 0, **changes: Any) -> Entry:
 
 
 def ids(numbers: Iterable[int]) -> list[str]:
-    return [f"0-{number}-1-s" for number in numbers]
+    return [f"0-{number}-0-1-s" for number in numbers]
 
 
 def write_run(journal: Journal) -> None:
@@ -86,15 +86,15 @@ def numbers(rows: Iterable[GroupRow]) -> list[int]:
 
 
 def test_a_row_has_every_column(reader: JournalReader) -> None:
-    row = reader.row("0-4-1-s")
+    row = reader.row("0-4-0-1-s")
     assert row is not None
     expected = entry(4, 1, reward=-0.25)
     assert row == GroupRow(
-        seq=5, group_id="0-4-1-s", epoch=0, prompt_id=4, attempt=1, producer="p", policy_version=1, outcome="accepted",
+        seq=5, group_id="0-4-0-1-s", epoch=0, prompt_id=4, attempt=1, producer="p", policy_version=1, outcome="accepted",
         reward=-0.25, num_tokens=4, num_bytes=len(expected.frame), accepted_at=row.accepted_at, crc=expected.crc(),
         step=2, last_step=2, position=1, tries=0, dropped=None, state="trained",
     )  # fmt: skip
-    assert reader.row("0-4-2-s") is None
+    assert reader.row("0-4-0-2-s") is None
 
 
 def test_every_group_is_in_one_state(reader: JournalReader, journal: Journal) -> None:
@@ -156,7 +156,7 @@ def test_the_policy_a_step_starts_from_is_the_newest_of_the_last_step_taken(tmp_
 
 def test_frames_in_the_order_asked_for(reader: JournalReader) -> None:
     messages = [decode(frame) for frame in reader.frames(ids([4, 0]))]
-    assert messages == [group_message("0-4-1-s", 1), group_message("0-0-1-s", 0)]
+    assert messages == [group_message("0-4-0-1-s", 1), group_message("0-0-0-1-s", 0)]
     with pytest.raises(JournalError, match=r"does not hold group 0-99-1-s; `rl-journal list` shows what it holds$"):
         reader.frames(ids([0, 99]))
 
@@ -219,7 +219,7 @@ def test_a_reader_sees_what_a_live_writer_commits(reader: JournalReader, journal
 def test_a_group_that_retention_deletes_meanwhile_is_gone_and_not_damaged(
     reader: JournalReader, journal: Journal
 ) -> None:
-    row = reader.row("0-0-1-s")
+    row = reader.row("0-0-0-1-s")
     assert row is not None
     assert reader.num_deleted() == 0
     with journal.transaction() as db:

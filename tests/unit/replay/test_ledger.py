@@ -16,7 +16,7 @@ FAR = 1e9
 
 
 def lease(book: PromptLedger, producer: str = "p", *, now: float = 0.0, deadline: float = FAR) -> LeaseRecord:
-    return book.lease(producer, policy_floor=0, now=now, deadline=deadline)
+    return book.lease(producer, version=0, policy_floor=0, now=now, deadline=deadline)
 
 
 def prompts_of(book: PromptLedger, count: int, now: float = 0.0) -> list[int]:
@@ -56,7 +56,7 @@ def test_the_order_is_a_function_of_the_seed() -> None:
 def test_without_shuffle_the_dataset_keeps_its_order_and_epochs_roll_over() -> None:
     book = ledger(3)
     keys = [lease(book).item.key for _ in range(7)]
-    assert keys == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (2, 0)]
+    assert keys == [(0, 0, 0), (0, 1, 0), (0, 2, 0), (1, 0, 0), (1, 1, 0), (1, 2, 0), (2, 0, 0)]
     assert book.epoch == 2
     assert book.num_leased == 7
 
@@ -74,7 +74,7 @@ def test_a_lease_names_its_prompt_attempt_session_producer_floor_and_deadline() 
     lease(book)
     record = book.lease("gpu-0", policy_floor=4, now=0.0, deadline=60.0)
     assert record == LeaseRecord("0-1-1-ab12", WorkItem(0, 1, attempt=1), "gpu-0", 4, 60.0)
-    assert parse_lease_id(record.lease_id) == ((0, 1), 1)
+    assert parse_lease_id(record.lease_id) == ((0, 1, 0), 1)
     assert lease(book).lease_id == "1-0-1-ab12"
 
 
@@ -85,11 +85,11 @@ def test_a_group_is_held_until_its_prompt_is_settled() -> None:
     item = book.hold(record.lease_id)
     assert item == record.item
     assert book.num_leased == 0
-    assert book.is_held((0, 0))
+    assert book.is_held((0, 0, 0))
     assert book.find(record.lease_id) is None
     assert book.state()["unsettled"] == [[0, 0, 1, 0, 0]]
     book.settle(item.key)
-    assert not book.is_held((0, 0))
+    assert not book.is_held((0, 0, 0))
     assert book.state()["unsettled"] == []
     assert book.find(record.lease_id) is None
 
@@ -183,7 +183,7 @@ def test_each_class_of_failure_has_its_own_budget() -> None:
     answers = [book.fail(lease(book, now=100.0 * i).lease_id, reason, 100.0 * i) for i, reason in enumerate(reasons)]
     assert answers == [True, True, True, False]
     assert book.state()["unsettled"] == []
-    assert [lease(book).item.key for _ in range(2)] == [(0, 1), (1, 0)]
+    assert [lease(book).item.key for _ in range(2)] == [(0, 1, 0), (1, 0, 0)]
 
 
 def test_failures_are_counted_by_class() -> None:
@@ -272,8 +272,8 @@ def test_a_late_failure_makes_no_difference() -> None:
 @pytest.mark.parametrize(
     "lease_id",
     [
-        "other-1", "", "0-0-1", "0-0-1-s-s", "a-0-1-s", "0--1-s", "-1-0-1-s", "0-4-1-s", "0-0-0-s", "2-0-1-s",
-        "0-0-1234567890123456-s", "0-1.0-1-s",
+        "other-1", "", "0-0-1", "0-0-1-s-s", "a-0-1-s", "0--1-s", "-1-0-1-s", "0-4-0-1-s", "0-0-0-0-s", "2-0-0-1-s",
+        "0-0-0-1234567890123456-s", "0-1.0-1-s",
     ],
 )  # fmt: skip
 def test_what_no_trainer_of_this_run_can_have_given_is_told_apart(lease_id: str) -> None:
@@ -291,30 +291,30 @@ def test_what_no_trainer_of_this_run_can_have_given_is_told_apart(lease_id: str)
 
 def test_a_lease_of_the_process_before_is_adopted_with_its_attempt() -> None:
     book = ledger(4, session="t")
-    assert book.adopt("0-1-3-s", "gpu-7", deadline=9.0)
-    assert book.leases_of("gpu-7") == [LeaseRecord("0-1-3-s", WorkItem(0, 1, attempt=3), "gpu-7", 0, 9.0)]
+    assert book.adopt("0-1-0-3-s", "gpu-7", deadline=9.0)
+    assert book.leases_of("gpu-7") == [LeaseRecord("0-1-0-3-s", WorkItem(0, 1, attempt=3), "gpu-7", 0, 9.0)]
     assert prompts_of(book, 3) == [0, 2, 3], "what the cursor passed goes out, and the adopted one does not"
     expire(book, 9.0)
-    assert lease(book, now=10.0).lease_id == "0-1-4-t"
+    assert lease(book, now=10.0).lease_id == "0-1-0-4-t"
 
 
 def test_an_adopted_lease_can_be_answered_and_can_fail() -> None:
     book = ledger(4, session="t", data_attempts=1)
-    assert book.adopt("0-0-1-s", "p", deadline=FAR)
-    assert answer(book, "0-0-1-s") == WorkItem(0, 0, attempt=1)
-    assert book.adopt("0-1-1-s", "p", deadline=FAR)
-    assert book.fail("0-1-1-s", "reward_failed", 0.0) is False
+    assert book.adopt("0-0-0-1-s", "p", deadline=FAR)
+    assert answer(book, "0-0-0-1-s") == WorkItem(0, 0, attempt=1)
+    assert book.adopt("0-1-0-1-s", "p", deadline=FAR)
+    assert book.fail("0-1-0-1-s", "reward_failed", 0.0) is False
     assert book.num_leased == 0
 
 
 def test_a_lease_is_not_adopted_when_its_prompt_is_out_or_answered() -> None:
     book = ledger(4, session="t")
     lease(book)
-    assert not book.adopt("0-0-1-s", "p", deadline=FAR)
-    book.hold("0-1-1-s")
-    assert not book.adopt("0-1-1-s", "p", deadline=FAR)
-    book.settle((0, 1))
-    assert not book.adopt("0-1-1-s", "p", deadline=FAR)
+    assert not book.adopt("0-0-0-1-s", "p", deadline=FAR)
+    book.hold("0-1-0-1-s")
+    assert not book.adopt("0-1-0-1-s", "p", deadline=FAR)
+    book.settle((0, 1, 0))
+    assert not book.adopt("0-1-0-1-s", "p", deadline=FAR)
     assert book.num_leased == 1
 
 
@@ -328,8 +328,8 @@ def test_a_lease_whose_prompt_goes_out_again_is_adopted_and_goes_out_no_more() -
 
 def test_a_group_of_the_process_before_needs_no_adoption() -> None:
     book = ledger(4, session="t")
-    assert answer(book, "0-2-5-s") == WorkItem(0, 2)
-    assert book.is_held((0, 2))
+    assert answer(book, "0-2-0-5-s") == WorkItem(0, 2)
+    assert book.is_held((0, 2, 0))
     assert prompts_of(book, 3) == [0, 1, 3]
 
 
@@ -339,8 +339,8 @@ def test_every_prompt_of_this_epoch_and_the_next_can_be_answered_whatever_the_cu
         book = ledger(6, seed=seed, shuffle=True)
         out = set(prompts_of(book, position))
         for key in [(epoch, prompt_id) for epoch in (0, 1) for prompt_id in range(6)]:
-            assert book.find(f"{key[0]}-{key[1]}-1-t") == key
-        book.hold("1-3-1-t")
+            assert book.find(f"{key[0]}-{key[1]}-0-1-t") == key
+        book.hold("1-3-0-1-t")
         assert book.epoch == 1
         assert book.state()["position"] >= 1
         passed = {tuple(values[:2]) for values in book.state()["unsettled"]}
@@ -351,10 +351,10 @@ def test_every_prompt_of_this_epoch_and_the_next_can_be_answered_whatever_the_cu
 def test_a_group_that_was_wanted_stays_wanted_when_another_one_moves_the_cursor() -> None:
     """Groups that arrive together are judged together, and admitted one after the other."""
     for seed in range(5):
-        for other in (f"1-{prompt_id}-1-t" for prompt_id in range(6)):
+        for other in (f"1-{prompt_id}-0-1-t" for prompt_id in range(6)):
             book = ledger(6, seed=seed, shuffle=True)
             prompts_of(book, 6)
-            every = [f"{epoch}-{prompt_id}-1-t" for epoch in range(4) for prompt_id in range(6)]
+            every = [f"{epoch}-{prompt_id}-0-1-t" for epoch in range(4) for prompt_id in range(6)]
             wanted = [lease_id for lease_id in every if finds(book, lease_id) and lease_id != other]
             book.hold(other)
             assert all(finds(book, lease_id) for lease_id in wanted)
@@ -377,10 +377,10 @@ def test_recall_holds_what_the_journal_knows_and_leaves_alone_what_the_checkpoin
     assert restored.recall(settled.item.key) is False
     assert restored.recall(open_.item.key) is True
     assert restored.recall(open_.item.key) is False, "held already"
-    assert restored.recall((1, 0)) is True, "beyond the cursor"
+    assert restored.recall((1, 0, 0)) is True, "beyond the cursor"
     assert restored.is_held(open_.item.key)
-    assert restored.is_held((1, 0))
-    assert [lease(restored).item.key for _ in range(3)] == [(0, 2), (0, 3), (1, 1)]
+    assert restored.is_held((1, 0, 0))
+    assert [lease(restored).item.key for _ in range(3)] == [(0, 2, 0), (0, 3, 0), (1, 1, 0)]
 
 
 # Checkpoints.

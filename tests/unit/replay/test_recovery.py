@@ -294,7 +294,7 @@ def test_the_last_row_of_a_prompt_decides(journal: Journal) -> None:
     journal.drop(group_ids(2), "stale")
     found = recovered(journal, 0)
     assert fates(found) == [(0, "again"), (0, "held"), (1, "again"), (1, "settled"), (2, "again")]
-    assert found.ready == ["0-0-2-s"]
+    assert found.ready == ["0-0-0-2-s"]
 
 
 def test_dead_letters_are_settled_whatever_their_groups_were(journal: Journal) -> None:

@@ -1,0 +1,57 @@
+"""The rollout buffer of a run, from its configuration. Wiring only."""
+
+from consumer.setup import Setup
+from replay.buffer import RolloutBuffer
+from replay.cutting import BatchCutter
+from replay.failures import RetryBudget
+from replay.journal import Journal
+from replay.ledger import PromptLedger
+from replay.replay_table import replay_table
+from replay.rerolls import RerollQueue, RerollRules
+
+
+def rollout_buffer(setup: Setup, journal: Journal, session: str) -> RolloutBuffer:
+    """An empty buffer.
+
+    Args:
+        session: unique per trainer process.
+
+    Raises:
+        ConfigError: the replay section would never let a group stand in.
+    """
+    config = setup.config
+    pipeline, reroll = config.pipeline, config.reroll
+    ledger = PromptLedger(
+        len(setup.prompts),
+        seed=config.seed,
+        shuffle=config.dataset.shuffle,
+        budgets={
+            "data": RetryBudget(pipeline.max_data_attempts, pipeline.data_backoff_s),
+            "infra": RetryBudget(pipeline.max_infra_attempts, pipeline.infra_backoff_s),
+        },
+        session=session,
+        rerolls=RerollQueue(max_share=reroll.max_share, max_pending=reroll.max_pending),
+    )
+    cutter = BatchCutter(
+        setup.budget,
+        journal,
+        signal=setup.rewards.signal,
+        replay=replay_table(config.replay, config.seed),
+        max_replayed=min(int(config.replay.max_share * pipeline.groups_per_step), pipeline.groups_per_step - 1),
+        partial=pipeline.fill == "partial",
+    )
+    return RolloutBuffer(
+        ledger,
+        cutter,
+        journal,
+        rules=RerollRules(
+            column=config.rewards.names.index(reroll.reward) if reroll.reward else 0,
+            fail_threshold=reroll.fail_threshold,
+            solved_threshold=reroll.solved_threshold,
+            delay_versions=reroll.delay_versions,
+            max_attempts=reroll.max_attempts,
+            solved_cooldown_epochs=reroll.solved_cooldown_epochs,
+        ),
+        mean_reward=setup.rewards.mean_reward,
+        max_failed_share=pipeline.max_failed_share,
+    )
