@@ -27,7 +27,7 @@ from consumer.loop import TrainingLoop
 from consumer.patience import Patience, StopRequested
 from consumer.pipeline import LivePipeline
 from consumer.retraining import RecordedFeed, RecordedRun, RetrainingPipeline
-from consumer.rollouts import rollout_buffer
+from consumer.rollouts import rollout_buffer, staleness_controller
 from consumer.run_facts import comparable
 from consumer.setup import Setup
 from consumer.trainer import build_arguments, build_lora
@@ -111,7 +111,8 @@ def _train_live(setup: Setup, resume: bool) -> ExitCode:
             intake.check()
 
         patience = Patience(check=check, say=report.say, stall_timeout_s=config.pipeline.stall_timeout_s)
-        pipeline = LivePipeline(buffer, journal, intake, patience, disk, config.replay)
+        staleness = staleness_controller(config, start.state if start else {})
+        pipeline = LivePipeline(buffer, journal, intake, patience, disk, config.replay, staleness)
         feed = BatchFeed(buffer, intake, patience, partial_after_s=config.pipeline.partial_after_s)
         loop = TrainingLoop(setup, pipeline, feed, report, patience, start, run_id)
         loop.control.publish(first_step)

@@ -4,6 +4,7 @@ Guarantee: the journal knows that a step ended, and which policy it made, before
 no checkpoint needs any more leaves the journal only after the newer checkpoint is on the disk.
 """
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,11 +13,14 @@ from consumer import checkpoints
 from consumer.intake import Intake
 from consumer.patience import Patience
 from protocol.config import ReplaySection
+from replay.adaptive import StalenessController
 from replay.buffer import RolloutBuffer
 from replay.cutting import CutBatch
 from replay.disk import DiskGuard
 from replay.journal import Journal, JournalFullError
 from replay.retention import prune
+
+logger = logging.getLogger(__name__)
 
 _PAUSE_S = 0.25
 
@@ -41,6 +45,15 @@ class Pipeline(Protocol):
         """Step `step` ended and made no policy."""
         ...
 
+    def observe(self, effective_share: float | None, wait_share: float) -> dict[str, float]:
+        """Takes note of how a step went, and returns how the pipeline stands.
+
+        Args:
+            effective_share: Kish's effective sample share of its tokens, if known.
+            wait_share: share of its time that the trainer waited for rollouts.
+        """
+        ...
+
     def state(self) -> dict[str, Any]:
         """What belongs into a checkpoint of this moment, as plain data."""
         ...
@@ -51,7 +64,11 @@ class Pipeline(Protocol):
 
 
 class LivePipeline:
-    """A `Pipeline` with producers, a buffer and a journal."""
+    """A `Pipeline` with producers, a buffer and a journal.
+
+    Args:
+        staleness: adapts the staleness that leases are given within; None leaves it as configured.
+    """
 
     def __init__(
         self,
@@ -61,6 +78,7 @@ class LivePipeline:
         patience: Patience,
         disk: DiskGuard,
         settings: ReplaySection,
+        staleness: StalenessController | None = None,
     ) -> None:
         self._buffer = buffer
         self._journal = journal
@@ -68,6 +86,9 @@ class LivePipeline:
         self._patience = patience
         self._disk = disk
         self._settings = settings
+        self._staleness = staleness
+        if staleness is not None:
+            buffer.lease_within(staleness.staleness)
 
     def publish(self, step: int, version: int, blob: bytes, digest: str) -> None:
         self._note_end(step, (version, digest))
@@ -76,8 +97,19 @@ class LivePipeline:
     def end_step(self, step: int) -> None:
         self._note_end(step, None)
 
+    def observe(self, effective_share: float | None, wait_share: float) -> dict[str, float]:
+        depth = {f"pipeline/{name}": float(count) for name, count in self._buffer.depth().items()}
+        if self._staleness is None:
+            return depth
+        decision = self._staleness.note(effective_share=effective_share, wait_share=wait_share)
+        if decision is not None:
+            logger.info("max_staleness: %s", decision.reason)
+            self._buffer.lease_within(decision.new)
+        return depth | {"pipeline/max_staleness": float(self._staleness.staleness)}
+
     def state(self) -> dict[str, Any]:
-        return self._buffer.state()
+        state = self._buffer.state()
+        return state if self._staleness is None else state | {"staleness": self._staleness.state()}
 
     def checkpointed(self, checkpoints_dir: Path) -> None:
         kept = checkpoints.committed(checkpoints_dir)

@@ -23,14 +23,16 @@ def batch_metrics(batch: CutBatch, version: int, weights: np.ndarray, names: lis
     """Numbers about the rollouts of one step, under TRL's names where TRL has the number.
 
     Rewards and lengths are of everything that arrived since the last step, so that they describe the policy and not the
-    selection for training; staleness is of the groups that are trained, against `version`, the policy that cut them.
+    selection for training; staleness is of the groups that are trained for the first time, against `version`, the policy
+    that cut them; groups that stand in again have an age of their own.
     """
     groups = [group for group, _ in batch.arrivals] or batch.groups
     rewards = np.concatenate([group.rewards for group in groups])
     scored = ~np.isnan(rewards).all(axis=1)
     total = np.nansum(rewards * weights, axis=1)[scored]
     lengths = np.concatenate([group.completion_lengths for group in groups])
-    staleness = [version - group.policy_version for group in batch.groups]
+    ages = [version - group.policy_version for group in batch.groups]
+    staleness, replayed = ages[: batch.num_fresh], ages[batch.num_fresh :]
     metrics = {
         "reward": float(total.mean()) if len(total) else float("nan"),
         "reward_std": float(total.std(ddof=1)) if len(total) > 1 else 0.0,
@@ -40,13 +42,24 @@ def batch_metrics(batch: CutBatch, version: int, weights: np.ndarray, names: lis
         "completions/clipped_ratio": float(np.concatenate([group.truncated for group in groups]).mean()),
         "staleness/mean": float(np.mean(staleness)),
         "staleness/max": float(max(staleness)),
+        "replay/share": len(replayed) / len(ages),
     }
+    if replayed:
+        metrics |= {"replay/age/mean": float(np.mean(replayed)), "replay/age/max": float(max(replayed))}
     for column, name in enumerate(names):
         values = rewards[:, column][~np.isnan(rewards[:, column])]
         if len(values):
             metrics[f"rewards/{name}/mean"] = float(values.mean())
             metrics[f"rewards/{name}/std"] = float(values.std(ddof=1)) if len(values) > 1 else 0.0
     return metrics
+
+
+def success_rates(counts: Mapping[str, int]) -> dict[str, float]:
+    """Of all scored completions so far, by the attempt at their prompt: 1 is its own turn, 2 its first reroll."""
+    scored = {name.removesuffix("_scored"): count for name, count in counts.items() if name.endswith("_scored")}
+    return {
+        f"success_rate/{attempt}": counts[f"{attempt}_successes"] / count for attempt, count in scored.items() if count
+    }
 
 
 class StepReport:
@@ -78,7 +91,8 @@ class StepReport:
             tokens: completion tokens trained.
         """
         line: dict[str, Any] = {"step": step, "t": time.time(), "wait_s": wait_s, "step_s": step_s, "tokens": tokens}
-        self._unwritten += (json.dumps(line | metrics | {"counts": dict(self._counts)}) + "\n").encode()
+        totals = {**success_rates(self._counts), "counts": dict(self._counts)}
+        self._unwritten += (json.dumps(line | metrics | totals) + "\n").encode()
         self._write()
         shown = {
             "reward": f"{metrics['reward']:.3f}",

@@ -112,6 +112,9 @@ class RetrainingPipeline:
 
     def end_step(self, step: int) -> None: ...
 
+    def observe(self, effective_share: float | None, wait_share: float) -> dict[str, float]:
+        return {}
+
     def state(self) -> dict[str, Any]:
         return {}
 

@@ -1,6 +1,10 @@
-"""The rollout buffer of a run, from its configuration. Wiring only."""
+"""The rollout buffer of a run and what adapts it, from the configuration. Wiring only."""
+
+from typing import Any
 
 from consumer.setup import Setup
+from protocol.config import RunConfig
+from replay.adaptive import StalenessController
 from replay.buffer import RolloutBuffer
 from replay.cutting import BatchCutter
 from replay.failures import RetryBudget
@@ -55,3 +59,14 @@ def rollout_buffer(setup: Setup, journal: Journal, session: str) -> RolloutBuffe
         mean_reward=setup.rewards.mean_reward,
         max_failed_share=pipeline.max_failed_share,
     )
+
+
+def staleness_controller(config: RunConfig, state: dict[str, Any]) -> StalenessController | None:
+    """What adapts the staleness under `max_staleness: auto`, as it was at the checkpoint with this pipeline state."""
+    pipeline = config.pipeline
+    if pipeline.max_staleness != "auto":
+        return None
+    controller = StalenessController(*pipeline.auto_staleness, pipeline.auto_min_effective_share)
+    if "staleness" in state:
+        controller.restore(state["staleness"])
+    return controller

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from consumer.trainer import SlipstreamTrainer
 
 
+_EFFECTIVE_SHARE = "sampling/importance_sampling_ratio/effective_sample_share"
+
+
 class RunControl(TrainerCallback):
     """See the module's guarantee."""
 
@@ -63,7 +66,7 @@ class RunControl(TrainerCallback):
         batch = self._feed.last
         assert batch is not None
         cut_by = self._budget.version_at(batch.step)  # further iterations over the batch are some versions on
-        weights = self.trainer.recipe.weights.numpy()
+        weights = self.trainer.recipe.rewards.weights
         self._metrics = batch_metrics(batch, cut_by, weights, self.trainer.reward_func_names)
         self._metrics["policy_version"] = float(self._budget.version_at(state.global_step))
         for name, value in self._metrics.items():
@@ -82,11 +85,13 @@ class RunControl(TrainerCallback):
             for name, values in self.trainer._metrics["train"].items()
         }
         latest = {name: value for name, value in recorded.items() if value is not None}
+        wait_s, step_s = self._feed.wait_s, time.monotonic() - self._began
+        standing = self._pipeline.observe(latest.get(_EFFECTIVE_SHARE), wait_s / max(1e-9, wait_s + step_s))
         self._report.step(
             state.global_step,
-            latest | self._metrics,
-            wait_s=self._feed.wait_s,
-            step_s=time.monotonic() - self._began,
+            latest | self._metrics | standing,
+            wait_s=wait_s,
+            step_s=step_s,
             tokens=sum(group.num_tokens for group in batch.groups),
         )
         self._feed.wait_s = 0.0  # further iterations over the same batch do not wait
