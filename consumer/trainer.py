@@ -29,6 +29,7 @@ from protocol.errors import ConfigError
 from protocol.library_section import build
 from replay.buffer import CutBatch
 from replay.groups import RolloutGroup
+from replay.rewards import RewardRecipe
 
 
 @contextlib.contextmanager
@@ -145,13 +146,15 @@ class SlipstreamTrainer(GRPOTrainer):
         self.vllm_importance_sampling_correction = config.correction.preset != "none"
         self._inputs: MicroBatch | None = None
         self.recipe = BatchRecipe(
-            weights=torch.tensor([function.weight for function in config.rewards.functions]),
+            rewards=RewardRecipe.of(config, arguments.multi_objective_aggregation),
             num_generations=config.sampling.num_generations,
+            num_completions=config.completions_per_step,
             micro_batch_size=config.micro_batch_size,
             pad_token_id=self._tokenizer.pad_token_id,
             scale_rewards=arguments.scale_rewards,
-            aggregation=arguments.multi_objective_aggregation,
+            baseline=config.advantage.baseline,
             mask_truncated=arguments.mask_truncated_completions,
+            seed=config.seed,
         )
 
     def get_train_dataloader(self) -> Iterable[MicroBatch]:
@@ -160,9 +163,9 @@ class SlipstreamTrainer(GRPOTrainer):
     def micro_batches(self) -> Iterator[MicroBatch]:
         """The micro-batches of every step to come; a batch is trained `num_iterations` times."""
         for batch in self._batches:
-            tensors = self.recipe.tensors(batch.groups)
+            tensors = self.recipe.tensors(batch.groups, batch.step)
             if self.log_completions:
-                self._remember_completions(batch.groups, tensors)
+                self._remember_completions(batch.groups)
             for _ in range(batch.num_iterations):
                 yield from tensors
 
@@ -222,7 +225,7 @@ class SlipstreamTrainer(GRPOTrainer):
         for name, value in ratio_statistics(proximal, behaviour, mask, ratio_max).items():
             self.record_metric(f"sampling/importance_sampling_ratio/{name}", value)
 
-    def _remember_completions(self, groups: list[RolloutGroup], tensors: list[MicroBatch]) -> None:
+    def _remember_completions(self, groups: list[RolloutGroup]) -> None:
         """Fills the table that TRL prints and sends to trackers under `log_completions`."""
         for group in groups:
             ids = torch.tensor(group.completion_ids).split(group.completion_lengths.tolist())
@@ -231,7 +234,7 @@ class SlipstreamTrainer(GRPOTrainer):
             self._logs["completion"].extend(self._tokenizer.batch_decode(ids))
             for column, name in enumerate(self.reward_func_names):
                 self._logs["rewards"][name].extend(group.rewards[:, column].tolist())
-        self._logs["advantages"].extend(torch.cat([t["advantages"] for t in tensors]).tolist())
+        self._logs["advantages"].extend(self.recipe.advantages_of(groups).tolist())
 
 
 def _scored_elsewhere(name: str) -> Callable[..., list[float]]:
