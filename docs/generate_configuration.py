@@ -9,8 +9,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, get_args
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -20,10 +19,10 @@ from pydantic.fields import FieldInfo  # noqa: E402
 
 from protocol import config as schema  # noqa: E402
 from protocol import library_rules as rules  # noqa: E402
+from protocol.schema_words import is_section, type_in_words  # noqa: E402
 
 PAGE = ROOT / "docs" / "configuration.md"
 LIBRARY_SECTIONS = ("engine", "lora", "trainer")
-NO_BOUND = 1e9  # bounds from here on only keep values representable on the wire
 
 INTRODUCTION = """\
 # Configuration
@@ -130,7 +129,8 @@ These follow from the file and cannot be set. `--check` shows them.
 | completions per step | `pipeline.groups_per_step` x `sampling.num_generations` |
 | completions per forward and backward pass | `trainer.per_device_train_batch_size`, else all completions of a step |
 | gradient accumulation | completions per step / completions per pass |
-| engine `max_loras` | `pipeline.max_staleness` + 2: every version that a live request can name, and the one being loaded |
+| engine `max_loras` | `pipeline.max_staleness` (`auto`: the greatest of `auto_staleness`) + 2: every version that a live \
+request can name, and the one being loaded |
 | engine `max_lora_rank` | the smallest of {ranks} that holds `lora.r` |
 | control endpoint | `transport.endpoint`, else `ipc://RUN_DIR/control.ipc` |
 | blob endpoint | `transport.blob_endpoint`, else the control endpoint with `.blobs` appended (ipc) or the next port (tcp) |
@@ -138,28 +138,6 @@ These follow from the file and cannot be set. `--check` shows them.
 
 An ipc path may be at most 107 bytes long; where `run_dir` is deep, set `transport.endpoint`.
 """
-
-
-def type_of(annotation: Any, field: FieldInfo | None = None) -> str:
-    """The type in words, with its bounds."""
-    origin, arguments = get_origin(annotation), get_args(annotation)
-    if origin in (Union, UnionType):
-        return " or ".join("none" if part is NoneType else type_of(part, field) for part in arguments)
-    if origin is Literal:
-        return " or ".join(f"`{value}`" for value in arguments)
-    if origin is list:
-        return "list of " + ("mappings" if is_section(arguments[0]) else type_of(arguments[0]))
-    if origin is dict:
-        return "mapping"
-    words = {str: "text", bool: "`true` or `false`", int: "integer", float: "number"}[annotation]
-    signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
-    bounds = [
-        f"{sign} {getattr(constraint, name):,}"
-        for constraint in (field.metadata if field else ())
-        for name, sign in signs.items()
-        if getattr(constraint, name, None) is not None and getattr(constraint, name) < NO_BOUND
-    ]
-    return f"{words} {' and '.join(bounds)}".strip()
 
 
 def default_of(field: FieldInfo) -> str:
@@ -172,11 +150,9 @@ def default_of(field: FieldInfo) -> str:
         return f"`{str(default).lower()}`"
     if default == {}:
         return "empty"
+    if isinstance(default, tuple):
+        return f"`{list(default)}`"
     return f"`{default:_}`" if isinstance(default, int) and default >= 100_000 else f"`{default}`"
-
-
-def is_section(annotation: Any) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
 def row(*cells: str) -> str:
@@ -196,7 +172,7 @@ def rows(model: type[BaseModel], prefix: str, *, only_values: bool) -> Iterator[
         if only_values and (is_section(field.annotation) or name in LIBRARY_SECTIONS):
             continue
         description = field.description or ""
-        yield row(f"`{prefix}{name}`", type_of(field.annotation, field), default_of(field), description)
+        yield row(f"`{prefix}{name}`", type_in_words(field.annotation, field.metadata), default_of(field), description)
         for argument in get_args(field.annotation):
             if is_section(argument):
                 yield from rows(argument, f"{prefix}{name}[].", only_values=False)

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any, get_args
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 
 from protocol.config import RunConfig
 from protocol.errors import ConfigError
+from protocol.schema_words import expected, is_compound, is_section
 
 
 def load_config(path: str, overrides: list[str] | None = None) -> RunConfig:
@@ -39,7 +41,7 @@ def load_config(path: str, overrides: list[str] | None = None) -> RunConfig:
         return RunConfig.model_validate(values)
     except ValidationError as error:
         lines = [_explain(problem, path, node, overridden) for problem in error.errors()]
-        raise ConfigError("\n".join(lines)) from error
+        raise ConfigError("\n".join(dict.fromkeys(lines))) from error
 
 
 def dump_config(config: RunConfig) -> str:
@@ -104,6 +106,11 @@ def _explain(problem: Any, path: str, node: Any, overridden: set[str]) -> str:
     """One line for one pydantic error."""
     message = problem["msg"].removeprefix("Value error, ")
     location = [part for part in problem["loc"] if part != "[key]"]
+    depth, field = _compound_field(location)
+    if field is not None:  # one line for all of its parts
+        del location[depth:]
+        if problem["type"] != "value_error":
+            message = expected(field.annotation, field.metadata)
     if named := re.match(r"`(\w+)[`:]", message):  # a key inside a section that belongs to a library
         location.append(named[1])
     key = ".".join(str(part) for part in location)
@@ -116,10 +123,10 @@ def _explain(problem: Any, path: str, node: Any, overridden: set[str]) -> str:
         close = difflib.get_close_matches(str(location[-1]), _valid_names(location[:-1]), n=1)
         hint = f"did you mean `{close[0]}`?" if close else f"valid: {', '.join(_valid_names(location[:-1]))}"
         return f"{where}: unknown key `{location[-1]}`; {hint}"
-    if problem["type"] == "missing":
+    if problem["type"] == "missing" and field is None:
         return f"{where}: required, but not given"
     shown = problem["input"]
-    if isinstance(shown, (str, int, float, bool)) or shown is None:
+    if isinstance(shown, (str, int, float, bool)) or shown is None or (field is not None and len(str(shown)) < 80):
         return f"{where}: {message} (got {shown!r})"
     return f"{where}: {message}"
 
@@ -141,6 +148,25 @@ def _line(node: Any, location: list[Any]) -> int:
     return line
 
 
+def _compound_field(location: list[Any]) -> tuple[int, FieldInfo | None]:
+    """The field on the way to `location` whose parts pydantic reports one by one, under names of its own below the
+    field's; and how deep it is."""
+    model: Any = RunConfig
+    for depth, part in enumerate(location, start=1):
+        if isinstance(part, int):
+            continue
+        field = model.model_fields.get(part)
+        if field is None:
+            break
+        if is_compound(field.annotation):
+            return depth, field
+        sections = [c for c in (field.annotation, *get_args(field.annotation)) if is_section(c)]
+        if not sections:
+            break
+        model = sections[0]
+    return len(location), None
+
+
 def _valid_names(location: list[Any]) -> list[str]:
     """Field names of the section at `location`."""
     model: Any = RunConfig
@@ -148,6 +174,5 @@ def _valid_names(location: list[Any]) -> list[str]:
         if isinstance(part, int):
             continue
         annotation = model.model_fields[part].annotation
-        candidates = [annotation, *get_args(annotation)]
-        model = next(c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel))
+        model = next(c for c in (annotation, *get_args(annotation)) if is_section(c))
     return list(model.model_fields)

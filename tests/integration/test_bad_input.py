@@ -96,7 +96,11 @@ def assert_refused(result: "subprocess.CompletedProcess[str]", code: int, words:
     [
         (["--config", "absent.yaml"], 78, "absent.yaml: no such file. Give one with --config"),
         (["--set", "pipeline.max_stalenes=1"], 78, "unknown key `max_stalenes`; did you mean `max_staleness`?"),
-        (["--set", "pipeline.max_staleness=soon"], 78, "pipeline.max_staleness: Input should be a valid integer"),
+        (
+            ["--set", "pipeline.max_staleness=soon"],
+            78,
+            "pipeline.max_staleness: expected an integer from 0 to 64, or `auto`",
+        ),
         (["--set", "lora.r=1024"], 78, "`r: 1024` cannot be served: vLLM's largest LoRA rank is 512"),
         (["--set", "sampling.top_p=0.9"], 78, "Remove it, or set sampling.accept_biased_ratios=true"),
         (["--set", "sampling.top_k=50"], 78, "top_k=50 changes the sampling distribution"),

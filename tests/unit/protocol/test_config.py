@@ -105,6 +105,44 @@ def test_max_loras(run_yaml: Path, staleness: int, slots: int) -> None:
     assert load(run_yaml, overrides=[f"pipeline.max_staleness={staleness}"]).max_loras == slots
 
 
+def test_the_slots_of_an_adaptive_staleness_are_those_of_its_greatest(run_yaml: Path) -> None:
+    for text, limits, slots in (("", (1, 4), 6), ("  auto_staleness: [0, 9]\n", (0, 9), 11)):
+        config = load(run_yaml, MINIMAL + "pipeline:\n  max_staleness: auto\n" + text)
+        assert config.pipeline.max_staleness == "auto"
+        assert config.pipeline.auto_staleness == limits
+        assert config.max_loras == slots == config.pipeline.staleness_limit + 2
+        assert load(run_yaml, dump_config(config)) == config
+    assert load(run_yaml, overrides=["pipeline.auto_staleness=[2, 8]"]).max_loras == 3, "a number is not moved"
+
+
+def test_what_new_sections_do_when_nobody_asks(run_yaml: Path) -> None:
+    config = load(run_yaml)
+    assert (config.replay.mode, config.replay.min_size, config.replay.max_size) == ("fifo", 16, 256)
+    assert (config.reroll.max_attempts, config.reroll.reward) == (2, None)
+    assert (config.advantage.baseline, config.advantage.overlong_buffer_tokens) == ("group", 0)
+    assert (config.correction.preset, config.correction.ratio_min, config.correction.ratio_max) == (
+        "token_truncate",
+        None,
+        None,
+    )
+
+
+def test_bounds_that_may_just_be_met(run_yaml: Path) -> None:
+    config = load(
+        run_yaml,
+        overrides=[
+            "replay.min_size=8",
+            "replay.max_size=8",
+            "pipeline.auto_staleness=[3, 3]",
+            "reroll.reward=exact",
+            "advantage.overlong_buffer_tokens=256",
+        ],
+    )
+    assert config.replay.min_size == config.replay.max_size == 8
+    assert config.pipeline.auto_staleness == (3, 3)
+    assert config.reroll.reward == "exact"
+
+
 @pytest.mark.parametrize(
     ("overrides", "control", "blob"),
     [
@@ -140,7 +178,8 @@ UNKNOWN_AND_BAD = [
     ("pipelin: {}\n", f"run.yaml:{NEXT}: pipelin: unknown key `pipelin`; did you mean `pipeline`?"),
     (
         "correction: {zzz: 1}\n",
-        f"run.yaml:{NEXT}: correction.zzz: unknown key `zzz`; valid: mode, ratio_max",
+        f"run.yaml:{NEXT}: correction.zzz: unknown key `zzz`; valid: preset, ratio_min, ratio_max, token_veto, "
+        "probability_difference_max",
     ),
     (
         "      wieght: 2\n",
@@ -166,7 +205,77 @@ UNKNOWN_AND_BAD = [
     ),
     (
         "pipeline: {max_staleness: -1}\n",
-        f"run.yaml:{NEXT}: pipeline.max_staleness: Input should be greater than or equal to 0 (got -1)",
+        f"run.yaml:{NEXT}: pipeline.max_staleness: expected an integer from 0 to 64, or `auto` (got -1)",
+    ),
+    (
+        "pipeline:\n  max_staleness: soon\n",
+        f"run.yaml:{NEXT + 1}: pipeline.max_staleness: expected an integer from 0 to 64, or `auto` (got 'soon')",
+    ),
+    (
+        "pipeline: {max_staleness: true}\n",
+        f"run.yaml:{NEXT}: pipeline.max_staleness: expected a number, not a switch (got True)",
+    ),
+    (
+        "pipeline: {max_staleness: [1, 4]}\n",
+        f"run.yaml:{NEXT}: pipeline.max_staleness: expected an integer from 0 to 64, or `auto` (got [1, 4])",
+    ),
+    (
+        "pipeline:\n  max_staleness: auto\n  auto_staleness: 4\n",
+        f"run.yaml:{NEXT + 2}: pipeline.auto_staleness: expected two integers from 0 to 64 (got 4)",
+    ),
+    (
+        "pipeline: {auto_staleness: [1]}\n",
+        f"run.yaml:{NEXT}: pipeline.auto_staleness: expected two integers from 0 to 64 (got [1])",
+    ),
+    (
+        "pipeline: {auto_staleness: [1, 2, 3]}\n",
+        f"run.yaml:{NEXT}: pipeline.auto_staleness: expected two integers from 0 to 64 (got [1, 2, 3])",
+    ),
+    (
+        "pipeline: {auto_staleness: [1, 65]}\n",
+        f"run.yaml:{NEXT}: pipeline.auto_staleness: expected two integers from 0 to 64 (got 65)",
+    ),
+    (
+        "pipeline: {auto_staleness: [4, 1]}\n",
+        f"run.yaml:{NEXT}: pipeline.auto_staleness: the least staleness comes first (got [4, 1])",
+    ),
+    (
+        "replay:\n  min_size: 300\n",
+        f"run.yaml:{NEXT}: replay: min_size=300 is above max_size=256, so no group could ever stand in: lower min_size or "
+        "raise max_size",
+    ),
+    (
+        "replay: {max_times_sampled: 1}\n",
+        f"run.yaml:{NEXT}: replay.max_times_sampled: Input should be greater than or equal to 2 (got 1)",
+    ),
+    (
+        "replay: {sampler: random}\n",
+        f"run.yaml:{NEXT}: replay.sampler: Input should be 'fifo', 'freshest' or 'prioritized' (got 'random')",
+    ),
+    (
+        "reroll: {fail_threshold: 1, solved_threshold: 1}\n",
+        f"run.yaml:{NEXT}: reroll: fail_threshold must be below solved_threshold",
+    ),
+    (
+        "reroll: {reward: exakt}\n",
+        "run.yaml:1: reroll.reward: 'exakt' is not one of rewards.functions: exact",
+    ),
+    (
+        "reroll: {max_share: 1}\n",
+        f"run.yaml:{NEXT}: reroll.max_share: Input should be less than 1 (got 1)",
+    ),
+    (
+        "advantage: {overlong_buffer_tokens: 257}\n",
+        "run.yaml:1: advantage.overlong_buffer_tokens=257 is more than sampling.max_completion_length=256",
+    ),
+    (
+        "correction: {ratio_min: 2, ratio_max: 2}\n",
+        f"run.yaml:{NEXT}: correction: ratio_min must be below ratio_max",
+    ),
+    (
+        "correction: {ratio_min: low}\n",
+        f"run.yaml:{NEXT}: correction.ratio_min: Input should be a valid number, unable to parse string as a number "
+        "(got 'low')",
     ),
     (
         "pipeline: {stall_timeout_s: .inf}\n",
@@ -558,6 +667,15 @@ def test_an_override_of_another_form_is_refused(run_yaml: Path, override: str) -
         ("model.pth=x", "--set model.pth: unknown key `pth`; did you mean `path`?"),
         ("model={pth: x, path: y}", "--set model.pth: unknown key `pth`; did you mean `path`?"),
         ("trainr.beta=1", "--set trainr: unknown key `trainr`; did you mean `trainer`?"),
+        (
+            "pipeline.max_staleness=soon",
+            "--set pipeline.max_staleness: expected an integer from 0 to 64, or `auto` (got 'soon')",
+        ),
+        (
+            "pipeline.auto_staleness=[a, 65]",
+            "--set pipeline.auto_staleness: expected two integers from 0 to 64 (got 'a')\n"
+            "--set pipeline.auto_staleness: expected two integers from 0 to 64 (got 65)",
+        ),
         (
             "pipeline.sync_interval=0",
             "--set pipeline.sync_interval: Input should be greater than or equal to 1 (got 0)",
