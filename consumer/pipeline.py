@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from consumer import checkpoints
 from consumer.intake import Intake
 from consumer.patience import Patience
-from protocol.config import ReplaySection
+from protocol.config_learning import ReplaySection
 from replay.adaptive import StalenessController
 from replay.buffer import RolloutBuffer
 from replay.cutting import CutBatch

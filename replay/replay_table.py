@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from protocol.config import ReplaySection
+from protocol.config_learning import ReplaySection
 from protocol.errors import ConfigError
 from replay.groups import RolloutGroup
 from replay.selectors import (

@@ -11,7 +11,7 @@ import pytest
 from consumer import checkpoints
 from consumer.patience import Patience, StopRequested
 from consumer.pipeline import LivePipeline
-from protocol.config import ReplaySection
+from protocol.config_learning import ReplaySection
 from protocol.errors import JournalError, StalledError
 from replay.disk import DiskGuard
 from replay.journal_reader import JournalReader

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from protocol.config import ReplaySection
+from protocol.config_learning import ReplaySection
 from protocol.errors import ConfigError
 from replay.groups import RolloutGroup
 from replay.replay_table import RateLimiter, ReplayTable, replay_table
