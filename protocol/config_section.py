@@ -1,0 +1,24 @@
+"""What every section of the configuration has in common.
+
+Guarantee: unknown keys are refused, a section that exists never changes, a switch is no number.
+"""
+
+from collections.abc import Callable
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+Positive = Annotated[int, Field(ge=1)]
+PositiveSeconds = Annotated[float, Field(gt=0, le=1e9)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
+
+    @field_validator("*", mode="wrap")
+    @classmethod
+    def _no_switch_for_number(cls, value: Any, validate: Callable[[Any], Any]) -> Any:
+        result = validate(value)
+        if isinstance(value, bool) and not isinstance(result, bool):
+            raise ValueError("expected a number, not a switch")
+        return result
