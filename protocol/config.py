@@ -189,7 +189,9 @@ class RunConfig(Section):
     """One run. See docs/configuration.md, which is generated from this schema."""
 
     run_dir: str = Field(description="Folder of the run: checkpoints, logs, sockets.")
-    seed: int = Field(42, description="Seed of prompt order, sampling, LoRA initialization and torch.")
+    seed: Annotated[int, Field(ge=0)] = Field(
+        42, description="Seed of prompt order, sampling, LoRA initialization and torch."
+    )
     model: ModelSection
     dataset: DatasetSection
     rewards: RewardsSection

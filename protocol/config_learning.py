@@ -3,7 +3,7 @@
 docs/algorithms.md has the formulas behind them.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -56,6 +56,13 @@ class PipelineSection(Section):
     stall_timeout_s: PositiveSeconds = Field(
         1800.0, description="Either daemon stops when it had work to wait for and saw no progress for so long."
     )
+
+    @field_validator("auto_staleness", mode="before")
+    @classmethod
+    def _no_switches(cls, value: Any) -> Any:
+        if isinstance(value, list | tuple) and any(isinstance(one, bool) for one in value):
+            raise ValueError("expected two numbers, not switches")
+        return value
 
     @field_validator("auto_staleness")
     @classmethod
