@@ -1,0 +1,206 @@
+"""Batches in a real trainer: partial ones, and groups that are trained again in other company."""
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from consumer.batches import MicroBatch
+from consumer.trainer import SlipstreamTrainer
+from replay.cutting import CutBatch
+from replay.groups import RolloutGroup
+
+from .builders import rollout_group, run_config
+from .trl_reference import loss_and_gradients, perturb, slipstream_trainer
+
+SEQUENCE_MEANS = ("grpo", "sapo", "luspo", "dr_grpo")
+TOKEN_MEANS = ("dapo", "cispo", "vespo")
+NUM_GROUPS, SIZE = 4, 4  # of a full batch, and completions of a micro-batch
+
+
+def some_groups(count: int, *, flat: bool = False, sampled: bool = False, seed: int = 0) -> list[RolloutGroup]:
+    """Groups of mixed lengths: without signal if `flat`, without sampling log-probs (the ratio is 1) unless `sampled`."""
+    draw = np.random.default_rng(seed)
+    groups = []
+    for index in range(count):
+        completions = [draw.integers(3, 40, n).tolist() for n in draw.integers(1, 7, 4)]
+        rewards = [1.0] * 4 if flat else draw.normal(size=4).tolist()
+        logprobs = [
+            draw.uniform(-4.0, -2.0, len(ids)).tolist() if sampled else [math.nan] * len(ids) for ids in completions
+        ]
+        prompt = draw.integers(3, 40, 2 + 3 * index).tolist()
+        groups.append(rollout_group(completions, prompt=prompt, rewards=rewards, logprobs=logprobs))
+    return groups
+
+
+def new_trainer(folder: Path, model: Path, **options: Any) -> SlipstreamTrainer:
+    options = {"per_device_train_batch_size": SIZE} | options
+    config = run_config(folder, model, pipeline={"groups_per_step": NUM_GROUPS}, trainer=options)
+    return slipstream_trainer(config, model)
+
+
+@pytest.fixture(scope="module")
+def trainer(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> SlipstreamTrainer:
+    return new_trainer(tmp_path_factory.mktemp("run"), tiny_model)
+
+
+@pytest.fixture(scope="module")
+def busy(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> SlipstreamTrainer:
+    """One that uses everything in TRL's loss that divides by a count of tokens."""
+    options = {"beta": 0.1, "top_entropy_quantile": 0.5, "off_policy_mask_threshold": 0.5, "entropy_coef": 0.05}
+    return new_trainer(tmp_path_factory.mktemp("run"), tiny_model, **options)
+
+
+def trained(trainer: SlipstreamTrainer, batches: list[MicroBatch]) -> tuple[float, torch.Tensor]:
+    trainer.args.steps_per_generation = len(batches)
+    return loss_and_gradients(trainer, *[trainer._prepare_inputs(batch) for batch in batches])
+
+
+def assert_same_gradient(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    scale = expected.abs().max().item()
+    assert scale > 1e-4, "the comparison must compare something"
+    torch.testing.assert_close(actual / scale, expected / scale, atol=2e-5, rtol=0)
+
+
+# Partial batches.
+
+
+@pytest.mark.parametrize("loss_type", SEQUENCE_MEANS)
+def test_a_partial_batch_is_a_full_one_whose_other_groups_have_no_advantage(
+    trainer: SlipstreamTrainer, loss_type: str
+) -> None:
+    trainer.loss_type = loss_type
+    groups = some_groups(2)
+    partial = trainer.recipe.tensors(groups, step=0)
+    full = trainer.recipe.tensors(groups + some_groups(2, flat=True, seed=1), step=0)
+    assert len(partial) == len(full) == NUM_GROUPS
+    assert_same_gradient(trained(trainer, partial)[1], trained(trainer, full)[1])
+
+
+@pytest.mark.parametrize("loss_type", TOKEN_MEANS)
+def test_a_partial_batch_is_a_small_batch_where_the_loss_is_a_mean_over_tokens(
+    trainer: SlipstreamTrainer, loss_type: str
+) -> None:
+    trainer.loss_type = loss_type
+    groups = some_groups(2)
+    small = dataclasses.replace(trainer.recipe, num_completions=8).tensors(groups, step=0)
+    partial = trainer.recipe.tensors(groups, step=0)
+    assert (len(small), len(partial)) == (2, 4)
+    assert_same_gradient(trained(trainer, partial)[1], trained(trainer, small)[1])
+
+
+def test_bnpo_is_a_mean_over_micro_batches_the_empty_ones_included(trainer: SlipstreamTrainer) -> None:
+    trainer.loss_type = "bnpo"
+    groups = some_groups(2)
+    small = dataclasses.replace(trainer.recipe, num_completions=8).tensors(groups, step=0)
+    partial = trainer.recipe.tensors(groups, step=0)
+    assert_same_gradient(trained(trainer, partial)[1], trained(trainer, small)[1] / 2)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("loss_type", [*SEQUENCE_MEANS, *TOKEN_MEANS, "bnpo"])
+def test_a_micro_batch_that_counts_nowhere_gives_zero_and_no_nan(
+    busy: SlipstreamTrainer, loss_type: str, level: str
+) -> None:
+    busy.loss_type, busy.importance_sampling_level = loss_type, level
+    *_, empty = busy.recipe.tensors(some_groups(1), step=0)
+    busy._metrics["train"].clear()
+    loss, gradient = trained(busy, [empty])
+    assert loss == 0.0
+    assert (gradient == 0.0).all()
+    logged: dict[str, float | None] = {}
+    busy.log(logged)
+    assert not any(isinstance(value, float) and math.isnan(value) for value in logged.values())
+
+
+def test_training_with_a_partial_batch(tmp_path: Path, tiny_model: Path) -> None:
+    options = {"beta": 0.1, "max_steps": 2, "save_strategy": "no", "max_grad_norm": 1.0}
+    trainer = new_trainer(tmp_path, tiny_model, **options)
+    trainer._batches = [
+        CutBatch(step=0, num_iterations=1, last_step=1, groups=some_groups(1), num_fresh=1),
+        CutBatch(step=1, num_iterations=1, last_step=2, groups=some_groups(NUM_GROUPS, seed=1), num_fresh=4),
+    ]
+    trainer.train()
+    assert trainer.state.global_step == 2
+    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+    for name in ("loss", "grad_norm", "kl", "entropy"):
+        assert all(math.isfinite(step[name]) for step in steps), name
+    assert all(step["grad_norm"] > 0 for step in steps)
+
+
+# Groups that are trained again.
+
+
+def rows_of(batch: MicroBatch) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Prompt and completion of every row, read through the masks."""
+    return [
+        (tuple(prompt[prompt_mask.bool()].tolist()), tuple(completion[mask.bool()].tolist()))
+        for prompt, prompt_mask, completion, mask in zip(
+            batch["prompt_ids"],
+            batch["prompt_mask"],
+            batch["completion_ids"],
+            batch["completion_mask"],
+            strict=True,
+        )
+    ]
+
+
+def policy_logprobs(trainer: SlipstreamTrainer, batch: MicroBatch) -> torch.Tensor:
+    """(B, T), under the trainer's policy."""
+    tokens = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+    with torch.no_grad():
+        result, _, _ = trainer._get_per_token_logps_and_entropies(
+            trainer.model, tokens, mask, batch["completion_ids"].size(1)
+        )
+    return result
+
+
+def test_a_replayed_group_has_no_holes_and_loses_no_prompt_end_in_other_widths(trainer: SlipstreamTrainer) -> None:
+    """A peer writes the left-padded prompts of replayed groups into batches of other widths."""
+    short = rollout_group([[5], [6, 7, 8, 9, 10, 11], [12, 13], [14]], prompt=[3])
+    long = rollout_group([[15, 16, 17], [18], [19], [20, 21]], prompt=list(range(3, 23)))
+    longest = rollout_group([[22], [23, 24, 25, 26, 27], [28], [29]], prompt=list(range(10, 40)))
+    alone = {}
+    one_by_one = dataclasses.replace(trainer.recipe, micro_batch_size=1, num_completions=12)
+    for batch in one_by_one.tensors([short, long, longest], step=0):
+        assert batch["prompt_mask"].all()
+        assert batch["completion_mask"].all()
+        alone[rows_of(batch)[0]] = policy_logprobs(trainer, batch)[0]
+    assert len(alone) == 12
+    widths = set()
+    for step, groups in enumerate([[short, long], [short, longest], [long, longest], [short], [short, long, longest]]):
+        for size in (4, 12):
+            recipe = dataclasses.replace(trainer.recipe, micro_batch_size=size, num_completions=12)
+            for batch in recipe.tensors(groups, step):
+                widths.add((batch["prompt_ids"].size(1), batch["completion_ids"].size(1)))
+                together = policy_logprobs(trainer, batch)
+                for row, values in zip(rows_of(batch), together, strict=True):
+                    if row[1]:  # it counts
+                        torch.testing.assert_close(values[: len(row[1])], alone[row], atol=1e-5, rtol=0)
+    assert len(widths) > 4
+
+
+def test_a_replayed_group_gets_its_ratio_from_the_policy_that_trains_it(tmp_path: Path, tiny_model: Path) -> None:
+    """A peer keeps the ratio of the first time."""
+    config = run_config(tmp_path, tiny_model, correction={"preset": "token_truncate", "ratio_max": 1e9})
+    trainer = slipstream_trainer(config, tiny_model)
+    again, first, second = some_groups(3, sampled=True)
+    ratios = []
+    for step, company in enumerate([first, second]):
+        [batch] = trainer.recipe.tensors([again, company], step)
+        assert not [name for name in batch if "ratio" in name]
+        inputs = trainer._prepare_inputs(batch)
+        loss_and_gradients(trainer, inputs)
+        ratio, mask = inputs["importance_sampling_ratio"], inputs["completion_mask"].bool()
+        expected = (policy_logprobs(trainer, batch) - inputs["sampling_per_token_logps"]).exp()
+        torch.testing.assert_close(ratio[mask], expected[mask], atol=1e-4, rtol=1e-4)
+        own = [i for i, (prompt, _) in enumerate(rows_of(batch)) if prompt == tuple(again.prompt_ids.tolist())]
+        ratios.append(sorted(ratio[own][mask[own]].tolist()))
+        perturb(trainer, seed=step)
+    assert len(ratios[0]) == len(ratios[1]) == again.num_tokens
+    assert ratios[0] != pytest.approx(ratios[1], rel=0.05)
