@@ -1,13 +1,15 @@
 """The GRPO trainer: TRL's, with three seams overridden.
 
 Guarantee: loss, metrics, callbacks, checkpointing and every option of `trl.GRPOConfig` that is not generation are TRL's
-own; this module only says where a batch comes from, when log-probs of fixed policies are computed, and what the
-importance ratio is. With one update per batch the proximal policy is the current one, detached, so the ratio comes out
-of the loss's own forward pass and costs nothing extra.
+own; this module only says where a batch comes from, when log-probs of fixed policies are computed, what the importance
+factors are, and that the bias-corrected KL carries them too. With one update per batch the proximal policy is the
+current one, detached, so the factors come out of the loss's own forward pass and cost nothing extra; with more, one
+pass when the batch is first used.
 
 Private names of TRL 1.16.0 and transformers used here, each with a test in tests/contract: `_prepare_inputs`,
 `_compute_loss`, `_get_per_token_logps_and_entropies`, `_metrics`, `_logs`, `_tokenizer`,
-`vllm_importance_sampling_correction`, `_get_output_dir`, `_save_checkpoint`, `_load_from_checkpoint`.
+`vllm_importance_sampling_correction`, `current_gradient_accumulation_steps`, `_get_output_dir`, `_save_checkpoint`,
+`_load_from_checkpoint`.
 """
 
 import contextlib
@@ -22,12 +24,14 @@ from peft import LoraConfig
 from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
 
 from consumer import checkpoints
+from consumer.arguments import check_arguments, chosen_values, reserved_values
 from consumer.batches import BatchRecipe, MicroBatch
-from consumer.importance import ratio_statistics, truncated_ratio
+from consumer.importance import importance_factors, resolve
+from consumer.kl import aggregate, missing_kl
+from consumer.ratio_statistics import ratio_statistics
 from protocol.config import RunConfig
-from protocol.errors import ConfigError
 from protocol.library_section import build
-from replay.buffer import CutBatch
+from replay.cutting import CutBatch
 from replay.groups import RolloutGroup
 from replay.rewards import RewardRecipe
 
@@ -49,52 +53,19 @@ with _without_vllm():
     from trl import GRPOConfig, GRPOTrainer
 
 
-_CHOICES = {
-    "loss_type": ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"),
-    "importance_sampling_level": ("token", "sequence"),
-    "scale_rewards": ("group", "batch", "none"),
-    "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
-}
-"""Options that TRL only looks at in the middle of a step."""
-
-
 def build_arguments(config: RunConfig, *, on_gpu: bool, num_prompts: int) -> GRPOConfig:
     """The run's GRPOConfig: the `trainer` section plus what follows from the others.
 
     Raises:
-        ConfigError: TRL does not know a key or refuses a value.
+        ConfigError: TRL does not know a key or refuses a value, or the value cannot be what it seems to ask for.
     """
-    defaults = {"logging_steps": 1, "num_train_epochs": 1, "per_device_train_batch_size": config.micro_batch_size}
-    values = defaults | config.trainer
-    model_options = values.pop("model_init_kwargs", None) or {}
-    if not isinstance(model_options, dict):
-        raise ConfigError(f"trainer.model_init_kwargs: expected a mapping (got {model_options!r})")
-    ours = {
-        "output_dir": str(config.checkpoints_dir),
-        "seed": config.seed,
-        "use_cpu": not on_gpu,
-        "num_generations": config.sampling.num_generations,
-        "max_completion_length": config.sampling.max_completion_length,
-        "temperature": config.sampling.temperature,
-        "gradient_accumulation_steps": config.completions_per_step // config.micro_batch_size,
-        "ignore_data_skip": True,
-        "disable_tqdm": True,
-        "model_init_kwargs": {"dtype": config.model.dtype} | model_options,
-    }
-    values.setdefault("bf16", on_gpu and config.model.dtype == "bfloat16" and not values.get("fp16"))
-    values.setdefault("report_to", "none")
-    arguments = build("trainer", GRPOConfig, values, **ours)
+    arguments = build(
+        "trainer", GRPOConfig, chosen_values(config, on_gpu=on_gpu), **reserved_values(config, on_gpu=on_gpu)
+    )
     if arguments.max_steps <= 0:
         num_batches = int(arguments.num_train_epochs * num_prompts) // config.pipeline.groups_per_step
         arguments.max_steps = max(1, num_batches) * arguments.num_iterations
-    for key, choices in _CHOICES.items():
-        value = getattr(arguments, key)
-        if value not in choices:
-            raise ConfigError(f"trainer.{key}: {value!r} is not one that TRL knows: {', '.join(choices)}")
-    if arguments.world_size > 1:
-        raise ConfigError("one trainer process per run: start rl-trainer without accelerate launch or torchrun")
-    if arguments.eval_strategy != "no":
-        raise ConfigError("trainer.eval_strategy: held-out evaluation is not part of this release; remove it")
+    check_arguments(arguments, config)
     return arguments
 
 
@@ -139,12 +110,13 @@ class SlipstreamTrainer(GRPOTrainer):
         self.args.save_total_limit = None  # transformers would delete before the new checkpoint counts; see RunControl
         self._batches = batches
         self._make_count = save_checkpoint
-        self._correction = config.correction
+        self._correction = resolve(config.correction)
         # The loss multiplies by `importance_sampling_ratio` when both flags are set. Set here, not in the arguments,
         # where `use_vllm` would start an engine.
         self.use_vllm = True
-        self.vllm_importance_sampling_correction = config.correction.preset != "none"
+        self.vllm_importance_sampling_correction = self._correction.acts
         self._inputs: MicroBatch | None = None
+        self._missing_kl: torch.Tensor | None = None
         self.recipe = BatchRecipe(
             rewards=RewardRecipe.of(config, arguments.multi_objective_aggregation),
             num_generations=config.sampling.num_generations,
@@ -203,27 +175,50 @@ class SlipstreamTrainer(GRPOTrainer):
         return logprobs
 
     def _compute_loss(self, model: Any, inputs: MicroBatch) -> torch.Tensor:
-        self._inputs = inputs
+        self._inputs, self._missing_kl = inputs, None
         try:
-            return super()._compute_loss(model, inputs)
+            loss: torch.Tensor = super()._compute_loss(model, inputs)
         finally:
             self._inputs = None
+        return loss if self._missing_kl is None else loss + self._missing_kl
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any, Any]:
         result: tuple[torch.Tensor, Any, Any] = super()._get_per_token_logps_and_entropies(*args, **kwargs)
         if self._inputs is not None:
-            self._correct(self._inputs, result[0].detach())
+            self._correct(self._inputs, result[0])
         return result
 
     def _correct(self, inputs: MicroBatch, current: torch.Tensor) -> None:
-        """Puts the importance ratio where TRL's loss looks for it, and records how far off-policy the batch is."""
-        proximal = inputs.get("old_per_token_logps", current)
-        behaviour, mask = inputs["sampling_per_token_logps"], inputs["completion_mask"]
-        ratio_max = self._correction.ratio_max or 3.0
-        if self._correction.preset == "token_truncate":
-            inputs["importance_sampling_ratio"] = truncated_ratio(proximal, behaviour, mask, ratio_max)
-        for name, value in ratio_statistics(proximal, behaviour, mask, ratio_max).items():
+        """Puts the importance factors where TRL's loss looks for them, and records how far off-policy the batch is."""
+        proximal = inputs.get("old_per_token_logps", current.detach())
+        factors = importance_factors(
+            self._correction,
+            current=current,
+            proximal=proximal,
+            behaviour=inputs["sampling_per_token_logps"],
+            advantages=inputs["advantages"],
+            mask=inputs["completion_mask"],
+        )
+        if self._correction.acts:
+            inputs["importance_sampling_ratio"] = factors.policy
+        if self.beta != 0.0 and self.args.use_bias_correction_kl and self._correction.level != "none":
+            self._missing_kl = self.beta * self._mean_kl(inputs, current, proximal, factors.kl)
+        for name, value in ratio_statistics(self._correction, factors).items():
             self.record_metric(f"sampling/importance_sampling_ratio/{name}", value)
+
+    def _mean_kl(
+        self, inputs: MicroBatch, current: torch.Tensor, proximal: torch.Tensor, ratio: torch.Tensor
+    ) -> torch.Tensor:
+        mask, reference = inputs["completion_mask"], inputs["ref_per_token_logps"]
+        return aggregate(
+            missing_kl(current, proximal, reference, ratio, mask, level=self.importance_sampling_level),
+            mask,
+            self.loss_type,
+            accumulation_steps=self.current_gradient_accumulation_steps,
+            steps_per_generation=self.args.steps_per_generation,
+            num_items=inputs["num_items_in_batch"],
+            max_completion_length=self.max_completion_length,
+        )
 
     def _remember_completions(self, groups: list[RolloutGroup]) -> None:
         """Fills the table that TRL prints and sends to trackers under `log_completions`."""

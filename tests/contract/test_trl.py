@@ -18,8 +18,9 @@ import pytest
 import torch
 import transformers
 
-from consumer.trainer import _CHOICES, GRPOConfig, GRPOTrainer, SlipstreamTrainer, build_arguments, build_lora
-from replay.buffer import CutBatch
+from consumer.arguments import CHOICES
+from consumer.trainer import GRPOConfig, GRPOTrainer, SlipstreamTrainer, build_arguments, build_lora
+from replay.cutting import CutBatch
 from tests.integration.models import build_model
 from tests.unit.consumer.builders import rollout_group, run_config
 
@@ -295,7 +296,7 @@ def test_vllm_is_only_started_by_the_argument() -> None:
 def test_choices_that_trl_only_looks_at_in_the_middle_of_a_step() -> None:
     loss = source(GRPOTrainer._compute_loss)
     scoring = source(GRPOTrainer._generate_and_score_completions)
-    for key, choices in _CHOICES.items():
+    for key, choices in CHOICES.items():
         assert hasattr(GRPOConfig("unused", use_cpu=True, bf16=False), key)
         text = loss if key in ("loss_type", "importance_sampling_level") else scoring
         for choice in choices:

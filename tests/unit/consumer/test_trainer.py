@@ -10,7 +10,7 @@ import torch
 
 from consumer.trainer import GRPOConfig, build_arguments, build_lora
 from protocol.errors import ConfigError
-from replay.buffer import CutBatch
+from replay.cutting import CutBatch
 
 from .builders import rollout_group, run_config
 from .trl_reference import loss_and_gradients, slipstream_trainer

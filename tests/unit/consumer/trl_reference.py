@@ -5,12 +5,15 @@ importance ratio (as TRL computes it beside vLLM) and the loss are TRL's.
 """
 
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import torch
 from datasets import Dataset
 from transformers import AutoTokenizer
 
 from consumer.batches import MicroBatch
+from consumer.importance import Correction, resolve
 from consumer.trainer import GRPOConfig, GRPOTrainer, SlipstreamTrainer, build_arguments, build_lora
 from protocol.config import RunConfig
 from replay.groups import RolloutGroup
@@ -41,10 +44,15 @@ def trl_trainer(config: RunConfig, model: Path, *, correction: bool = True) -> G
     trainer.reward_weights = torch.tensor([function.weight for function in config.rewards.functions])
     trainer.use_vllm = True
     trainer.vllm_importance_sampling_correction = correction
-    trainer.vllm_importance_sampling_mode = "token_truncate"
-    trainer.vllm_importance_sampling_clip_min = None
-    trainer.vllm_importance_sampling_clip_max = config.correction.ratio_max or 3.0
+    correct_as(trainer, resolve(config.correction))
     return _ready(trainer)
+
+
+def correct_as(trainer: GRPOTrainer, correction: Correction) -> None:
+    """TRL knows truncation and masking of the ratios of tokens and of their products."""
+    trainer.vllm_importance_sampling_mode = f"{correction.level}_{correction.action}"
+    trainer.vllm_importance_sampling_clip_min = correction.ratio_min
+    trainer.vllm_importance_sampling_clip_max = correction.ratio_max
 
 
 def trl_inputs(trainer: GRPOTrainer, groups: list[RolloutGroup]) -> MicroBatch:
@@ -85,6 +93,40 @@ def loss_and_gradients(trainer: GRPOTrainer, *batches: MicroBatch) -> tuple[floa
         loss.backward()
         total += loss.item()
     return total, torch.cat([parameter.grad.flatten() for parameter in lora_parameters(trainer)])
+
+
+def loss_of_logprobs(
+    trainer: SlipstreamTrainer, logprobs: torch.Tensor, inputs: dict[str, Any], *, trl: bool = False
+) -> tuple[float, torch.Tensor]:
+    """The loss when the current policy gives these log-probs (no model runs), and its gradient with respect to them.
+
+    With `trl`, TRL's own loss of the same trainer, without our seams.
+    """
+    leaf = logprobs.clone().requires_grad_()
+    result = (leaf, torch.ones_like(leaf), None)
+    compute = GRPOTrainer._compute_loss if trl else SlipstreamTrainer._compute_loss
+    with patch.object(GRPOTrainer, "_get_per_token_logps_and_entropies", lambda *_, **__: result):
+        loss = compute(trainer, trainer.model, inputs)
+    loss.backward()
+    return loss.item(), torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+
+
+def inputs_of_logprobs(
+    behaviour: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor | None = None, **more: torch.Tensor
+) -> MicroBatch:
+    """A micro-batch for `loss_of_logprobs`; the tokens themselves do not matter there."""
+    ids = torch.full(behaviour.shape, 3)
+    mask = torch.ones_like(ids) if mask is None else mask
+    return {
+        "prompt_ids": ids[:, :1],
+        "prompt_mask": torch.ones_like(ids[:, :1]),
+        "completion_ids": ids,
+        "completion_mask": mask,
+        "sampling_per_token_logps": behaviour,
+        "advantages": advantages,
+        "num_items_in_batch": mask.sum(),
+        **more,
+    }
 
 
 def _ready(trainer: GRPOTrainer) -> GRPOTrainer:

@@ -1,0 +1,74 @@
+"""What TRL's arguments are made of, and what is wrong with them. TRL itself is imported by consumer/trainer.py only.
+
+Guarantee: what TRL would only notice in the middle of a step, or never, is refused when the trainer starts.
+"""
+
+from typing import Any
+
+from consumer.importance import resolve
+from protocol.config import RunConfig
+from protocol.errors import ConfigError
+
+CHOICES = {
+    "loss_type": ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"),
+    "importance_sampling_level": ("token", "sequence"),
+    "scale_rewards": ("group", "batch", "none"),
+    "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
+}
+"""Options that TRL only looks at in the middle of a step."""
+
+
+def chosen_values(config: RunConfig, *, on_gpu: bool) -> dict[str, Any]:
+    """The `trainer` section, with our defaults where it leaves something out."""
+    defaults = {
+        "logging_steps": 1,
+        "num_train_epochs": 1,
+        "per_device_train_batch_size": config.micro_batch_size,
+        "report_to": "none",
+        "bf16": on_gpu and config.model.dtype == "bfloat16" and not config.trainer.get("fp16"),
+    }
+    return defaults | {name: value for name, value in config.trainer.items() if name != "model_init_kwargs"}
+
+
+def reserved_values(config: RunConfig, *, on_gpu: bool) -> dict[str, Any]:
+    """What follows from the other sections.
+
+    Raises:
+        ConfigError: `trainer.model_init_kwargs` is no mapping.
+    """
+    model_options = config.trainer.get("model_init_kwargs") or {}
+    if not isinstance(model_options, dict):
+        raise ConfigError(f"trainer.model_init_kwargs: expected a mapping (got {model_options!r})")
+    return {
+        "output_dir": str(config.checkpoints_dir),
+        "seed": config.seed,
+        "use_cpu": not on_gpu,
+        "num_generations": config.sampling.num_generations,
+        "max_completion_length": config.sampling.max_completion_length,
+        "temperature": config.sampling.temperature,
+        "gradient_accumulation_steps": config.completions_per_step // config.micro_batch_size,
+        "ignore_data_skip": True,
+        "disable_tqdm": True,
+        "model_init_kwargs": {"dtype": config.model.dtype} | model_options,
+    }
+
+
+def check_arguments(arguments: Any, config: RunConfig) -> None:
+    """Refuses what a `trl.GRPOConfig` accepts and this trainer, or TRL later on, does not.
+
+    Raises:
+        ConfigError: says which key and what to do instead.
+    """
+    for key, choices in CHOICES.items():
+        value = getattr(arguments, key)
+        if value not in choices:
+            raise ConfigError(f"trainer.{key}: {value!r} is not one that TRL knows: {', '.join(choices)}")
+    if arguments.loss_type == "vespo" and resolve(config.correction).level in ("sequence", "geometric"):
+        raise ConfigError(
+            f"correction.preset: {config.correction.preset} has one ratio per completion, and trainer.loss_type: vespo "
+            "multiplies those of the tokens itself; use token_truncate, token_mask, icepop or none"
+        )
+    if arguments.world_size > 1:
+        raise ConfigError("one trainer process per run: start rl-trainer without accelerate launch or torchrun")
+    if arguments.eval_strategy != "no":
+        raise ConfigError("trainer.eval_strategy: held-out evaluation is not part of this release; remove it")
