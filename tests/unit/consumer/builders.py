@@ -9,15 +9,17 @@ import apsw
 import numpy as np
 
 from protocol.codec import encode
-from protocol.config import RunConfig
+from protocol.config import ReplaySection, RunConfig
 from protocol.messages import Group
 from replay.buffer import Delivery, RolloutBuffer
+from replay.cutting import BatchCutter
 from replay.failures import RetryBudget
 from replay.groups import GroupShape, RolloutGroup
 from replay.journal import Entry, Journal, JournalFullError
 from replay.ledger import PromptLedger
+from replay.replay_table import ReplayTable, replay_table
+from replay.rerolls import RerollQueue, RerollRules
 from replay.staleness import StalenessBudget
-from replay.table import FifoTable
 
 SHAPE = GroupShape(num_generations=4, num_rewards=1, max_completion_length=6, vocab_size=64)
 
@@ -116,21 +118,40 @@ def live_buffer(
     session: str = "s",
     backoff_s: float = 0.0,
     data_attempts: int = 3,
+    rules: RerollRules = RerollRules(),  # noqa: B008  frozen
+    replay: ReplayTable | None = None,
+    max_replayed: int = 0,
+    partial: bool = False,
     **budget: int,
 ) -> RolloutBuffer:
     """The buffer of a trainer process, unshuffled, with version 0 published. Two groups a step unless `budget` says more."""
     budgets = {"data": RetryBudget(data_attempts, backoff_s), "infra": RetryBudget(10, backoff_s)}
+    rerolls = RerollQueue(max_share=0.5, max_pending=8)
     result = RolloutBuffer(
-        PromptLedger(num_prompts, seed=0, shuffle=False, budgets=budgets, session=session),
-        StalenessBudget(**({"groups_per_step": 2, "max_staleness": 0} | budget)),
-        FifoTable(),
+        PromptLedger(num_prompts, seed=0, shuffle=False, budgets=budgets, session=session, rerolls=rerolls),
+        BatchCutter(
+            StalenessBudget(**({"groups_per_step": 2, "max_staleness": 0} | budget)),
+            journal,
+            signal=lambda group: float(np.ptp(group.rewards)),
+            replay=replay,
+            max_replayed=max_replayed,
+            partial=partial,
+        ),
         journal,
-        has_signal=lambda group: bool(np.ptp(group.rewards) > 0),
-        reward_weights=np.ones(1, np.float32),
+        rules=rules,
+        mean_reward=lambda group: float(group.rewards.mean()),
         max_failed_share=0.5,
     )
     result.published(0)
     return result
+
+
+def replay_of(**settings: Any) -> ReplayTable:
+    """A table whose groups stand in from the first one on, those that came first first."""
+    section = ReplaySection(**({"mode": "signal", "min_size": 1, "sampler": "fifo", "remover": "oldest"} | settings))
+    table = replay_table(section, seed=0)
+    assert table is not None
+    return table
 
 
 def fill(replay: RolloutBuffer, count: int = 2) -> list[str]:
