@@ -63,7 +63,13 @@ def check_arguments(arguments: Any, config: RunConfig) -> None:
         value = getattr(arguments, key)
         if value not in choices:
             raise ConfigError(f"trainer.{key}: {value!r} is not one that TRL knows: {', '.join(choices)}")
-    if arguments.loss_type == "vespo" and resolve(config.correction).level in ("sequence", "geometric"):
+    correction = resolve(config.correction)
+    if not correction.ratio_min <= 1 <= correction.ratio_max:
+        raise ConfigError(
+            f"correction: ratios from {correction.ratio_min:g} to {correction.ratio_max:g} leave out 1, which is that of "
+            "a token on-policy; choose ratio_min of at most and ratio_max of at least 1"
+        )
+    if arguments.loss_type == "vespo" and correction.level in ("sequence", "geometric"):
         raise ConfigError(
             f"correction.preset: {config.correction.preset} has one ratio per completion, and trainer.loss_type: vespo "
             "multiplies those of the tokens itself; use token_truncate, token_mask, icepop or none"

@@ -113,6 +113,36 @@ def test_the_loss_reads_the_ratio_behind_both_flags_and_after_the_log_probs() ->
     assert calls < text.index("importance_sampling_ratio")
 
 
+def test_the_kl_term_is_added_after_the_ratio_and_carries_only_that_of_the_iterations() -> None:
+    """consumer/kl.py adds what is missing; tests/unit/consumer/test_kl.py compares the sums of every loss type."""
+    requires(
+        GRPOTrainer._compute_loss,
+        "per_token_kl = per_token_kl * coef_1",
+        "per_token_loss = per_token_loss + self.beta * per_token_kl",
+    )
+    text = source(GRPOTrainer._compute_loss)
+    assert text.index("if self.args.use_bias_correction_kl:") < text.index("per_token_kl * coef_1")
+    assert text.index("* inputs['importance_sampling_ratio']") < text.index("self.beta * per_token_kl")
+    assert "self.current_gradient_accumulation_steps" in text
+    assert "self.current_gradient_accumulation_steps = " in source(transformers.Trainer._run_epoch)
+
+
+def test_vespo_takes_the_logarithm_of_the_ratios_of_tokens() -> None:
+    requires(
+        GRPOTrainer.get_gamma_weights,
+        "log_is_ratio = torch.clamp(torch.log(importance_sampling_ratio), lower_clamp, 20.0)",
+        "seq_log_ratio += torch.sum(log_is_ratio, dim=-1, keepdim=True)",
+    )
+
+
+def test_unscored_tokens_are_no_evidence_for_the_off_policy_mask() -> None:
+    requires(GRPOTrainer.get_off_policy_mask, "kl_div = torch.nan_to_num(kl_div, nan=0.0)")
+    requires(
+        GRPOTrainer._compute_loss,
+        'sampling_per_token_logps = inputs.get("sampling_per_token_logps", old_per_token_logps)',
+    )
+
+
 def test_the_loss_falls_back_to_the_current_log_probs() -> None:
     requires(
         GRPOTrainer._compute_loss,
@@ -324,6 +354,8 @@ def test_choices_that_trl_only_looks_at_in_the_middle_of_a_step() -> None:
         "scale_rewards",
         "multi_objective_aggregation",
         "num_iterations",
+        "use_bias_correction_kl",
+        "off_policy_mask_threshold",
     ],
 )
 def test_options_that_we_set_refuse_or_read(name: str) -> None:

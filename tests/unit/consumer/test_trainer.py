@@ -13,7 +13,7 @@ from protocol.errors import ConfigError
 from replay.cutting import CutBatch
 
 from .builders import rollout_group, run_config
-from .trl_reference import loss_and_gradients, slipstream_trainer
+from .trl_reference import lora_parameters, loss_and_gradients, slipstream_trainer
 
 
 def arguments(tmp_path: Path, *, num_prompts: int = 100, pipeline: Any = None, **options: Any) -> GRPOConfig:
@@ -100,6 +100,34 @@ def test_what_trl_does_not_know_or_refuses(tmp_path: Path, options: dict[str, An
     assert words in refused(tmp_path, **options)
 
 
+@pytest.mark.parametrize("preset", ["sequence_truncate", "sequence_mask", "geometric_truncate", "geometric_mask"])
+def test_vespo_takes_no_ratio_of_completions(tmp_path: Path, preset: str) -> None:
+    config = run_config(tmp_path, trainer={"loss_type": "vespo"}, correction={"preset": preset})
+    with pytest.raises(ConfigError, match=f"correction.preset: {preset} has one ratio per completion.*use token_trunc"):
+        build_arguments(config, on_gpu=False, num_prompts=8)
+
+
+@pytest.mark.parametrize("preset", ["none", "token_truncate", "token_mask", "icepop"])
+def test_vespo_takes_ratios_of_tokens(tmp_path: Path, preset: str) -> None:
+    config = run_config(tmp_path, trainer={"loss_type": "vespo"}, correction={"preset": preset, "token_veto": 1e-4})
+    assert build_arguments(config, on_gpu=False, num_prompts=8).loss_type == "vespo"
+
+
+@pytest.mark.parametrize(
+    ("correction", "bounds"),
+    [
+        ({"ratio_max": 0.2}, "0 to 0.2"),  # meant as PPO's epsilon
+        ({"preset": "icepop", "ratio_max": 0.4}, "0.5 to 0.4"),
+        ({"preset": "geometric_mask", "ratio_min": 1.05}, "1.05 to 1.1"),
+    ],
+)
+def test_bounds_that_leave_no_room_for_on_policy_tokens_are_refused(
+    tmp_path: Path, correction: dict[str, Any], bounds: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"correction: ratios from {bounds} leave out 1"):
+        build_arguments(run_config(tmp_path, correction=correction), on_gpu=False, num_prompts=8)
+
+
 def test_several_trainer_processes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GRPOConfig, "world_size", 2)
     monkeypatch.setattr("consumer.trainer.build", lambda *_, **__: GRPOConfig(str(tmp_path), use_cpu=True, bf16=False))
@@ -126,6 +154,71 @@ def test_the_ratio_is_recomputed_for_every_iteration_and_never_kept(tmp_path: Pa
     assert "importance_sampling_ratio" in first
     assert "importance_sampling_ratio" not in trainer._prepare_inputs(batch)
     assert trainer._prepare_inputs(batch)["old_per_token_logps"] is first["old_per_token_logps"]
+
+
+@pytest.mark.parametrize(
+    ("options", "passes"),
+    [
+        ({}, 2),  # two batches, each in its own loss
+        ({"beta": 0.1}, 4),  # and the reference, once per batch
+        ({"num_iterations": 2}, 6),  # p once per batch, and two losses
+        ({"num_iterations": 2, "beta": 0.1}, 8),
+    ],
+)
+def test_forward_passes(tmp_path: Path, tiny_model: Path, options: dict[str, Any], passes: int) -> None:
+    config = run_config(tmp_path, tiny_model, trainer=options, correction={"preset": "icepop", "token_veto": 1e-4})
+    trainer = slipstream_trainer(config, tiny_model)
+    groups = [rollout_group([[3], [4], [5], [6]]), rollout_group([[7], [8], [9], [3]])]
+    iterations = options.get("num_iterations", 1)
+    trainer._batches = [CutBatch(n * iterations, iterations, (n + 1) * iterations, groups, []) for n in range(2)]
+    count = 0
+
+    def counted(*_: Any) -> None:
+        nonlocal count
+        count += 1
+
+    trainer.model.get_base_model().register_forward_pre_hook(counted)
+    for batch in trainer.get_train_dataloader():
+        loss_and_gradients(trainer, trainer._prepare_inputs(batch))
+    assert count == passes
+
+
+@pytest.mark.parametrize("preset", ["token_truncate", "icepop", "geometric_truncate"])
+def test_a_step_makes_good_completions_likelier_and_bad_ones_less_so(
+    tmp_path: Path, tiny_model: Path, preset: str
+) -> None:
+    trainer = slipstream_trainer(run_config(tmp_path, tiny_model, correction={"preset": preset}), tiny_model)
+    completions, rewards = [[3], [4], [3], [4]], [1.0, 0.0, 1.0, 0.0]
+    [batch] = trainer.recipe.tensors([rollout_group(completions, rewards=rewards) for _ in range(2)], step=0)
+    before = trainer._fixed_logprobs(batch)[:, 0]
+    batch["sampling_per_token_logps"] = before[:, None] - 0.3  # each somewhat likelier than when it was sampled
+    loss_and_gradients(trainer, trainer._prepare_inputs(batch))
+    torch.optim.SGD(lora_parameters(trainer), lr=1e-2).step()
+    moved = trainer._fixed_logprobs(batch)[:, 0] - before
+    assert torch.equal(moved.sign(), batch["advantages"].sign())
+
+
+def test_statistics_of_the_ratio_are_metrics_of_the_step(tmp_path: Path, tiny_model: Path) -> None:
+    correction = {"preset": "geometric_mask", "token_veto": 1e-4, "probability_difference_max": 0.3}
+    trainer = slipstream_trainer(run_config(tmp_path, tiny_model, correction=correction), tiny_model)
+    trainer._batches = [CutBatch(0, 1, 1, [rollout_group([[3, 4]] * 4), rollout_group([[5]] * 4)], [])]
+    [batch] = trainer.get_train_dataloader()
+    loss_and_gradients(trainer, trainer._prepare_inputs(batch))
+    prefix = "sampling/importance_sampling_ratio/"
+    names = {name.removeprefix(prefix) for name in trainer._metrics["train"] if name.startswith(prefix)}
+    distribution = {"mean", "min", "max", "p01", "p50", "p99", "effective_sample_share", "chi_square"}
+    assert names == {
+        *distribution,
+        *(f"geometric/{name}" for name in distribution),
+        *(f"corrected/{name}" for name in distribution),
+        "corrected/masked_share",
+        "kl",
+        "kl_k3",
+        "clipped_share",
+        "unscored_share",
+        "vetoed_share",
+        "moved_share",
+    }
 
 
 def test_log_probs_outside_the_loss_record_nothing(tmp_path: Path, tiny_model: Path) -> None:
