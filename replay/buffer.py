@@ -370,9 +370,10 @@ class RolloutBuffer:
 
     def _apply(self, fates: Sequence[recovery.Fate]) -> None:
         for key, fate, verdict, policy_version, is_new in fates:
-            if not self._ledger.recall(key, is_new=is_new):
+            # A reroll that went stale, and whose deferral is not known here, waits until that comes again.
+            if not self._ledger.recall(key, is_new=is_new and fate != "again"):
                 continue
             if fate == "again":
                 self._ledger.requeue(key)
             elif fate == "settled":
-                self._settle(key, verdict if is_new else "unscored", policy_version)
+                self._settle(key, verdict, policy_version)

@@ -100,6 +100,7 @@ class PromptLedger:
         self._session = session
         self._rerolls = rerolls
         self._rests: dict[int, int] = {}  # prompt -> the last epoch that it sits out
+        self._answered: set[Key] = set()  # returned, and had their group, before a crash undid their deferral
         self._again: dict[Key, float] = {}  # what goes out again, in this order, and not before when
         self._open: dict[Key, WorkItem] = {}  # leased or going out again: unanswered
         self._held: dict[Key, WorkItem] = {}  # answered, not yet settled
@@ -111,14 +112,14 @@ class PromptLedger:
         return len(self._leases)
 
     @property
+    def num_deferred(self) -> int:
+        return len(self._rerolls)
+
+    @property
     def epoch(self) -> int:
         return self._epoch
 
     # Leases
-
-    @property
-    def num_deferred(self) -> int:
-        return len(self._rerolls)
 
     def lease(self, producer: str, *, version: int, policy_floor: int, now: float, deadline: float) -> LeaseRecord:
         """Gives the next prompt to `producer`: one that goes out again if one is due, else one that was deferred if it
@@ -221,15 +222,18 @@ class PromptLedger:
     # Settled prompts
 
     def defer(self, key: Key, version: int) -> bool:
-        """The prompt of the settled item returns when `version` is published. False if it waits or is out already."""
+        """The prompt of the settled item returns when `version` is published. False if it waits already, has had that
+        return (before a crash), or has had its own turn of a later epoch."""
         epoch, prompt_id, reroll = key
-        if any(item.prompt_id == prompt_id for item in self._open.values()):
+        returning = (epoch, prompt_id, reroll + 1)
+        if returning in self._answered:
+            self._answered.remove(returning)
             return False
-        return self._rerolls.defer((epoch, prompt_id, reroll + 1), version)
+        return self._is_fresh((epoch + 1, prompt_id, 0)) and self._rerolls.defer(returning, version)
 
     def rest(self, prompt_id: int, until_epoch: int) -> None:
         """The prompt sits out every epoch up to this one. When all would, all come back."""
-        self._rests[prompt_id] = until_epoch
+        self._rests[prompt_id] = max(until_epoch, self._rests.get(prompt_id, 0))
 
     # Checkpoints
 
@@ -243,6 +247,7 @@ class PromptLedger:
             "unsettled": [list(astuple(item)) for item in unsettled],
             "deferred": self._rerolls.state(),
             "resting": [[prompt_id, until] for prompt_id, until in self._rests.items()],
+            "answered": [list(key) for key in sorted(self._answered) if self._may_return(key)],
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -255,9 +260,10 @@ class PromptLedger:
             raise ValueError(
                 f"the dataset has {self._num_prompts} prompts now and had {state['num_prompts']} at the checkpoint"
             )
-        self._rests = dict(state["resting"])
-        self._rerolls.restore(state["deferred"])
         self._begin_epoch(state["epoch"])
+        self._rests = dict(state["resting"])  # after it: when all rest, they come back with the next epoch
+        self._rerolls.restore(state["deferred"])
+        self._answered = {(epoch, prompt_id, reroll) for epoch, prompt_id, reroll in state["answered"]}
         self._position = state["position"]
         self._open = {item.key: item for item in (WorkItem(*values) for values in state["unsettled"])}
         self._again = dict.fromkeys(self._open, 0.0)
@@ -267,11 +273,14 @@ class PromptLedger:
         state, or is held already.
 
         Args:
-            is_new: the group arrived after that state was taken, which therefore cannot have settled it.
+            is_new: it was answered after that state was taken, which therefore cannot have settled it.
         """
         self._reach(key)
-        if is_new and key[2] > 0 and key not in self._held:  # deferred and answered after that state
-            self._open.setdefault(key, WorkItem(*key))
+        if is_new and key not in self._open and key not in self._held:
+            # Leased before its prompt came to rest, or when it had been deferred: which this process knows of later.
+            self._open[key] = WorkItem(*key)
+            if key[2] > 0:
+                self._answered.add(key)
         if key not in self._open:
             return False
         self._again.pop(key, None)
@@ -289,6 +298,11 @@ class PromptLedger:
     def _is_spent(self, item: WorkItem, reason: str) -> bool:
         of = failure_class(reason)
         return is_hopeless(reason) or item.failures(of) >= self._budgets[of].max_attempts
+
+    def _may_return(self, key: Key) -> bool:
+        """Whether what a reroll would return from is not settled yet."""
+        before = (key[0], key[1], key[2] - 1)
+        return before in self._open or before in self._held or before in self._rerolls or self._is_fresh(before)
 
     def _is_leased(self, key: Key) -> bool:
         return any(record.item.key == key for record in self._leases.values())

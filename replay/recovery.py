@@ -10,6 +10,8 @@ which groups arrived.
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+import apsw
+
 from replay.journal import MAX_TRIES, Journal
 from replay.rerolls import Key
 from replay.staleness import StalenessBudget
@@ -36,7 +38,7 @@ class Fate(NamedTuple):
     fate: Literal["held", "settled", "again"]
     verdict: str
     policy_version: int
-    is_new: bool  # the checkpoint knows nothing of this group
+    is_new: bool  # the checkpoint may know nothing of it
 
 
 @dataclass
@@ -63,78 +65,87 @@ def recover(
         partial: whether batches may be smaller than `groups_per_step`.
         comparable: False when groups must look different now; those available are then dropped.
     """
-    quarantined = _drop_unusable(journal, step, comparable)
-    result = Recovery(quarantined=quarantined)
+    with journal.transaction() as db:
+        broken, quarantined = _drop_unusable(db, step, comparable)
+        batches = _recorded(db, step, budget, partial, broken)
+        _release_the_rest(db, step, batches)
+    recorded = {group_id for batch in batches for group_id in batch.group_ids}
+    ready = journal.query(f"SELECT group_id FROM groups WHERE {_AVAILABLE} ORDER BY seq", {"step": step})
+    unfit = journal.query("SELECT group_id FROM groups WHERE NOT replayable OR dropped IS NOT NULL")
+    return Recovery(
+        batches=batches,
+        ready=[group_id for (group_id,) in ready if group_id not in recorded],
+        fates=_fates(journal, step, since_seq),
+        counts=_counts(journal, since_seq),
+        quarantined=quarantined,
+        not_replayable={group_id for (group_id,) in unfit},
+    )
+
+
+def _drop_unusable(db: apsw.Connection, step: int, comparable: bool) -> tuple[set[int], int]:
+    """The first steps of the batches that are not whole any more, and the number of groups in quarantine now."""
+    killers = f"{_AVAILABLE} AND tries >= :tries"
+    bindings = {"step": step, "tries": MAX_TRIES}
+    broken = {first for (first,) in db.execute(f"SELECT DISTINCT step FROM groups WHERE {killers}", bindings)}
+    db.execute(
+        f"UPDATE groups SET dropped = 'quarantined', last_step = iif(step <= :step, :step, last_step) WHERE {killers}",
+        bindings,
+    )
+    quarantined = int(db.changes())
+    db.execute(
+        "UPDATE groups SET replayable = 0 WHERE group_id IN"
+        " (SELECT group_id FROM replays WHERE last_step > :step AND tries >= :tries)",
+        bindings,
+    )
+    if not comparable:
+        db.execute(_END_BEGUN, {"step": step})
+        db.execute(f"UPDATE groups SET dropped = 'configuration' WHERE {_AVAILABLE}", {"step": step})
+    return broken, quarantined
+
+
+def _recorded(
+    db: apsw.Connection, step: int, budget: StalenessBudget, partial: bool, broken: set[int]
+) -> list[RecordedBatch]:
+    """The batches after `step` that can be cut again as they were, up to the first that cannot."""
     claimed: dict[tuple[int, int], list[str]] = {}
     oldest: dict[tuple[int, int], int] = {}
-    for group_id, first, last, version in journal.query(
+    for group_id, first, last, version in db.execute(
         f"SELECT group_id, step, last_step, policy_version FROM groups WHERE {_AVAILABLE} AND step IS NOT NULL"
         " ORDER BY step, position",
         {"step": step},
     ):
         claimed.setdefault((first, last), []).append(group_id)
         oldest[first, last] = min(version, oldest.get((first, last), version))
+    result: list[RecordedBatch] = []
     expected = step + 1
     for (first, last), fresh in claimed.items():
         begun = first <= step  # some iterations over this batch are in the checkpoint
-        again = [
-            group_id
-            for (group_id,) in journal.query("SELECT group_id FROM replays WHERE step = ? ORDER BY position", (first,))
-        ]
+        again = [g for (g,) in db.execute("SELECT group_id FROM replays WHERE step = ? ORDER BY position", (first,))]
         size = len(fresh) + len(again)
         fits = (
-            (size == budget.groups_per_step or (partial and size < budget.groups_per_step))
+            first not in broken
+            and (size == budget.groups_per_step or (partial and size < budget.groups_per_step))
             and last - first + 1 == budget.num_iterations
             and oldest[first, last] >= budget.oldest_usable(first - 1)
         )
         if not fits or (first != expected and not begun):
             break
-        result.batches.append(RecordedBatch(first, last, fresh + again, len(fresh)))
+        result.append(RecordedBatch(first, last, fresh + again, len(fresh)))
         expected = last + 1
-    _release_the_rest(journal, step, expected, result)
-    recorded = {group_id for batch in result.batches for group_id in batch.group_ids}
-    result.ready = [
-        group_id
-        for (group_id,) in journal.query(f"SELECT group_id FROM groups WHERE {_AVAILABLE} ORDER BY seq", {"step": step})
-        if group_id not in recorded
-    ]
-    result.fates = _fates(journal, step, since_seq)
-    result.counts = _counts(journal, since_seq)
-    result.not_replayable = {g for (g,) in journal.query("SELECT group_id FROM groups WHERE NOT replayable")}
     return result
 
 
-def _drop_unusable(journal: Journal, step: int, comparable: bool) -> int:
-    with journal.transaction() as db:
-        db.execute(
-            "UPDATE groups SET dropped = 'quarantined', last_step = iif(step <= :step, :step, last_step)"
-            f" WHERE {_AVAILABLE} AND tries >= :tries",
-            {"step": step, "tries": MAX_TRIES},
-        )
-        quarantined = int(db.changes())
-        db.execute(
-            "UPDATE groups SET replayable = 0 WHERE group_id IN"
-            " (SELECT group_id FROM replays WHERE last_step > ? AND tries >= ?)",
-            (step, MAX_TRIES),
-        )
-        if not comparable:
-            db.execute(_END_BEGUN, {"step": step})
-            db.execute(f"UPDATE groups SET dropped = 'configuration' WHERE {_AVAILABLE}", {"step": step})
-    return quarantined
-
-
-def _release_the_rest(journal: Journal, step: int, from_step: int, result: Recovery) -> None:
+def _release_the_rest(db: apsw.Connection, step: int, batches: list[RecordedBatch]) -> None:
     """Takes back the claims of steps that will be cut anew."""
-    begun = [batch for batch in result.batches if batch.step <= step]
-    with journal.transaction() as db:
-        if not begun:
-            db.execute(_END_BEGUN, {"step": step})
-            db.execute("UPDATE replays SET last_step = :step WHERE step <= :step AND last_step > :step", {"step": step})
-        db.execute("DELETE FROM replays WHERE step >= ?", (from_step,))
-        db.execute(
-            f"UPDATE groups SET step = NULL, last_step = NULL, position = NULL WHERE {_AVAILABLE} AND step >= :from_step",
-            {"step": step, "from_step": from_step},
-        )
+    from_step = batches[-1].last_step + 1 if batches else step + 1
+    if not any(batch.step <= step for batch in batches):
+        db.execute(_END_BEGUN, {"step": step})
+        db.execute("UPDATE replays SET last_step = :step WHERE step <= :step AND last_step > :step", {"step": step})
+    db.execute("DELETE FROM replays WHERE step >= ?", (from_step,))
+    db.execute(
+        f"UPDATE groups SET step = NULL, last_step = NULL, position = NULL WHERE {_AVAILABLE} AND step >= :from_step",
+        {"step": step, "from_step": from_step},
+    )
 
 
 def _fates(journal: Journal, step: int, since_seq: int) -> list[Fate]:
@@ -152,7 +163,7 @@ def _fates(journal: Journal, step: int, since_seq: int) -> list[Fate]:
         for epoch, prompt_id, reroll, fate, verdict, version, is_new in rows
     ]
     buried = journal.query("SELECT epoch, prompt_id, reroll FROM dead_letters ORDER BY id")
-    return fates + [Fate(key, "settled", "unscored", 0, False) for key in buried]
+    return fates + [Fate(key, "settled", "unscored", 0, True) for key in buried]
 
 
 def _counts(journal: Journal, since_seq: int) -> dict[str, int]:

@@ -193,6 +193,22 @@ def group_ids(*prompt_ids: int) -> list[str]:
     return [entry(prompt_id).group_id for prompt_id in prompt_ids]
 
 
+def claim(journal: Journal, step: int, last_step: int, *prompt_ids: int, again: tuple[int, ...] = ()) -> None:
+    """The first groups of these prompts are trained, and those of `again` stand in."""
+    journal.claim(step, last_step, group_ids(*prompt_ids, *again), len(prompt_ids))
+
+
+def rows(journal: Journal, columns: str = "group_id, outcome, dropped, step, last_step") -> list[tuple]:
+    return journal.query(f"SELECT {columns} FROM groups ORDER BY seq")
+
+
+@contextlib.contextmanager
+def full_disk(journal: FillableJournal) -> Iterator[None]:
+    journal.full = True
+    yield
+    journal.full = False
+
+
 @contextlib.contextmanager
 def memory_folder() -> Iterator[Path]:
     """A folder that needs no disk where the machine has one, for tests that commit thousands of times."""

@@ -4,17 +4,16 @@ import contextlib
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections import Counter
 
 import pytest
 
 from protocol.codec import encode
 from protocol.errors import DataFailuresError
 from replay.buffer import FAILURE_WINDOW, Delivery, RolloutBuffer
-from replay.journal import Journal, JournalFullError
+from replay.journal import Journal
 
 from .builders import (
-    FillableJournal,
     buffer,
     cut,
     delivery,
@@ -25,21 +24,9 @@ from .builders import (
     memory_folder,
     names,
     offer,
-    resumed,
+    rows,
     unpublished_buffer,
 )
-
-
-def rows(journal: Journal, columns: str = "group_id, outcome, dropped, step, last_step") -> list[tuple]:
-    return journal.query(f"SELECT {columns} FROM groups ORDER BY seq")
-
-
-@contextlib.contextmanager
-def full_disk(journal: FillableJournal) -> Iterator[None]:
-    journal.full = True
-    yield
-    journal.full = False
-
 
 # Leases.
 
@@ -80,15 +67,15 @@ def test_a_lease_ends_by_time_or_with_its_producer_unless_it_is_kept(journal: Jo
     assert [record.lease_id for record in replay.release("a", 2.0, frozenset([kept, "of-another-run"]))] == [lost]
     assert replay.leased_to("a") == {kept}
     assert replay.leased_to("b") == {other}
-    assert replay.counts == {"leased": 4, "failed_expired": 1, "failed_released": 1}
-    assert replay.depth() == {"ready": 0, "leased": 2, "epoch": 0}
+    assert replay.counts == Counter({"leased": 4, "failed_expired": 1, "failed_released": 1})
+    assert replay.depth() == {"ready": 0, "leased": 2, "replayable": 0, "deferred": 0, "epoch": 0}
 
 
 def test_a_lease_given_back_is_counted_and_goes_out_at_once(journal: Journal) -> None:
     replay = buffer(journal)
     replay.give_back(lease(replay))
     assert lease(replay) == "0-0-0-2-s"
-    assert replay.counts == {"leased": 2, "returned": 1}
+    assert replay.counts == Counter({"leased": 2, "returned": 1})
 
 
 def test_a_failed_prompt_waits_while_the_others_go_on(journal: Journal) -> None:
@@ -164,7 +151,7 @@ def test_a_group_without_signal_settles_its_prompt(journal: Journal) -> None:
     replay = buffer(journal, num_prompts=2)
     assert offer(replay, lease(replay), signal=False) == "no_signal"
     assert replay.state()["ledger"]["unsettled"] == []
-    assert replay.depth() == {"ready": 0, "leased": 0, "epoch": 0}
+    assert replay.depth() == {"ready": 0, "leased": 0, "replayable": 0, "deferred": 0, "epoch": 0}
 
 
 def test_a_second_group_is_a_duplicate_and_is_not_counted_as_an_arrival(journal: Journal) -> None:
@@ -231,7 +218,7 @@ def test_an_unknown_lease_is_told_apart_and_leaves_no_trace(journal: Journal) ->
     assert offer(replay, "0-4-0-1-s") == "unknown_lease"
     assert replay.fail("other-1", "reward_failed", "", 0.0) is None
     assert replay.adopt("p", ["other-1"], deadline=1.0) == {"other-1": False}
-    assert replay.counts == {"unknown_lease": 2, "failed_reward_failed": 0, "adopted": 0}
+    assert replay.counts == Counter({"unknown_lease": 2, "failed_reward_failed": 0, "adopted": 0})
     assert rows(journal) == []
 
 
@@ -244,12 +231,14 @@ def test_failures_are_counted_by_reason_and_prompts_given_up_become_dead_letters
     assert replay.fail(lease(replay, now=5.0), "reward_failed", "bang", 5.0) is False
     assert replay.fail(lease(replay), "prompt_too_long", "900 tokens", 5.0) is False
     assert replay.fail("0-1-0-1-s", "prompt_too_long", "again", 5.0) is None
-    assert replay.counts == {
-        "leased": 3,
-        "failed_reward_failed": 2,
-        "failed_prompt_too_long": 1,
-        "dead_letters": 2,
-    }
+    assert replay.counts == Counter(
+        {
+            "leased": 3,
+            "failed_reward_failed": 2,
+            "failed_prompt_too_long": 1,
+            "dead_letters": 2,
+        }
+    )
     letters = journal.query("SELECT epoch, prompt_id, attempts, failure, reason, detail FROM dead_letters ORDER BY id")
     assert letters == [(0, 0, 2, "data", "reward_failed", "bang"), (0, 1, 1, "data", "prompt_too_long", "900 tokens")]
 
@@ -323,171 +312,6 @@ def test_next_batch_waits_no_longer_than_told(journal: Journal) -> None:
     began = time.monotonic()
     assert buffer(journal).next_batch(0.1) is None
     assert 0.09 < time.monotonic() - began < 5
-
-
-# A full disk.
-
-
-def test_on_a_full_disk_no_group_is_decided_and_the_same_offer_succeeds_later(journal: FillableJournal) -> None:
-    replay = buffer(journal)
-    first, second = lease(replay), lease(replay)
-    arriving = [delivery(first), delivery(second, signal=False)]
-    before = replay.state(), dict(replay.counts), replay.depth()
-    with full_disk(journal):
-        for _ in range(2):
-            with pytest.raises(JournalFullError, match=r"the disk of .* is full"):
-                replay.offer(arriving)
-        assert (replay.state(), dict(replay.counts), replay.depth()) == before
-    assert replay.offer(arriving) == ["accepted", "no_signal"]
-
-
-def test_on_a_full_disk_a_prompt_is_not_given_up_but_other_failures_are_taken(journal: FillableJournal) -> None:
-    replay = buffer(journal, max_staleness=3, data_attempts=2)
-    hopeless, retried = lease(replay, timeout_s=1.0), lease(replay)
-    with full_disk(journal):
-        with pytest.raises(JournalFullError):
-            replay.fail(hopeless, "bad_prompt", "x" * 4000, 0.0)
-        assert replay.fail(retried, "reward_failed", "boom", 0.0) is True
-        assert replay.depth()["leased"] == 1
-        assert replay.counts["dead_letters"] == 0
-    assert replay.fail(hopeless, "bad_prompt", "x" * 4000, 0.0) is False
-    assert replay.counts["dead_letters"] == 1
-
-
-def test_on_a_full_disk_no_batch_is_cut(journal: FillableJournal) -> None:
-    replay = buffer(journal)
-    ids = fill(replay)
-    with full_disk(journal):
-        assert replay.next_batch(0.0) is None
-    assert replay.depth()["ready"] == 2
-    assert rows(journal, "step, tries") == [(None, 0), (None, 0)]
-    assert names(cut(replay).groups) == ids
-
-
-def test_on_a_full_disk_nothing_is_dropped(journal: FillableJournal) -> None:
-    replay = buffer(journal, groups_per_step=1)
-    late = lease(replay, timeout_s=1.0)
-    replay.expire(1.0)
-    fill(replay, 0, count=1)
-    offer(replay, late)
-    cut(replay)
-    with full_disk(journal):
-        assert replay.next_batch(0.0) is None
-        assert (replay.depth()["ready"], replay.counts["went_stale"]) == (1, 0)
-    assert replay.next_batch(0.0) is None
-    assert (replay.depth()["ready"], replay.counts["went_stale"]) == (0, 1)
-
-
-def test_on_a_full_disk_an_overdue_lease_that_would_be_given_up_stays(journal: FillableJournal) -> None:
-    replay = buffer(journal, max_staleness=3)
-    for attempt in range(9):
-        lease(replay, now=100.0 * attempt, timeout_s=1.0)
-        replay.expire(100.0 * attempt + 1)
-    last = lease(replay, now=1000.0, timeout_s=1.0)
-    fresh = lease(replay, now=1000.0, timeout_s=1.0)
-    with full_disk(journal):
-        assert [record.lease_id for record in replay.expire(1001.0)] == [fresh]
-        assert replay.release("p", 1001.0) == []
-        assert replay.leased_to("p") == {last}
-    assert [record.lease_id for record in replay.expire(1002.0)] == [last]
-    assert replay.counts["dead_letters"] == 1
-
-
-# The next trainer process.
-
-
-def test_the_next_process_trains_what_was_not_trained_and_loses_nothing(journal: Journal) -> None:
-    replay = buffer(journal, num_prompts=6, max_staleness=1)
-    ids = fill(replay, 0, count=3)
-    out = lease(replay)
-    cut(replay)
-    journal.end_step(1, (1, "digest"))
-    state = replay.state()
-    dull = "0-4-0-1-s"
-    assert offer(replay, dull, signal=False) == "no_signal"
-
-    restored = resumed(journal, state, 1, num_prompts=6, max_staleness=1)
-    assert restored.depth() == {"ready": 1, "leased": 0, "epoch": 0}
-    assert restored.newest_version == 1
-    assert restored.adopt("p", [ids[0], ids[2], out, dull], deadline=9.0) == {
-        ids[0]: None, ids[2]: None, out: True, dull: None,
-    }  # fmt: skip
-    assert lease(restored) == "0-5-0-1-t"
-    assert offer(restored, out) == "accepted"
-    batch = cut(restored)
-    assert (batch.step, names(batch.groups)) == (1, [ids[2], out])
-    assert restored.counts["trained"] == 4
-    assert restored.counts["leased"] == 4 + 1
-    assert restored.counts["adopted"] == 1
-
-
-def test_batches_after_the_checkpoint_are_cut_again_as_they_were(journal: Journal) -> None:
-    replay = buffer(journal, max_staleness=3)
-    fill(replay, 0, count=7)
-    cuts = []
-    state = None
-    for step in range(3):
-        cuts.append(names(cut(replay).groups))
-        journal.end_step(step + 1, None)
-        replay.published(step + 1)
-        if step == 0:
-            state = replay.state()
-    restored = resumed(journal, state, 1, max_staleness=3)
-    assert restored.depth()["ready"] == 5
-    again = [cut(restored) for _ in range(2)]
-    assert [names(batch.groups) for batch in again] == cuts[1:]
-    assert [batch.step for batch in again] == [1, 2]
-    assert restored.next_batch(0.0) is None
-    assert restored.depth()["ready"] == 1
-    assert restored.counts["trained"] == 6
-
-
-def test_a_checkpoint_between_two_iterations_trains_the_second_one_only(journal: Journal) -> None:
-    replay = buffer(journal, num_iterations=2, max_staleness=4)
-    ids = fill(replay, 0, count=4)
-    cut(replay)
-    journal.end_step(1, (1, "digest"))
-    state = replay.state()
-    journal.end_step(2, (2, "digest"))
-    cut(replay)
-    restored = resumed(journal, state, 1, num_iterations=2, max_staleness=4)
-    batches = [cut(restored), cut(restored)]
-    assert [(b.step, b.num_iterations, names(b.groups)) for b in batches] == [(0, 1, ids[:2]), (2, 2, ids[2:])]
-
-
-def test_a_resumed_batch_is_noted_again_before_it_is_handed_over(journal: FillableJournal) -> None:
-    replay = buffer(journal)
-    ids = fill(replay)
-    cut(replay)
-    restored = resumed(journal, None, 0)
-    with full_disk(journal):
-        assert restored.next_batch(0.0) is None
-    assert restored.depth()["ready"] == 2
-    assert rows(journal, "tries") == [(1,), (1,)]
-    assert names(cut(restored).groups) == ids
-    assert rows(journal, "tries") == [(2,), (2,)]
-
-
-def test_groups_that_look_different_now_are_dropped_and_their_prompts_go_out_again(journal: Journal) -> None:
-    replay = buffer(journal, max_staleness=3)
-    fill(replay, 0, count=3)
-    cut(replay)
-    restored = resumed(journal, None, 0, comparable=False, max_staleness=3)
-    assert restored.depth()["ready"] == 0
-    assert [lease(restored) for _ in range(4)] == ["0-0-0-1-t", "0-1-0-1-t", "0-2-0-1-t", "0-3-0-1-t"]
-
-
-def test_a_process_that_died_twice_over_a_batch_goes_on_without_it(journal: Journal) -> None:
-    state = None
-    for session in "st":
-        replay = resumed(journal, state, 0, session=session, version=0)
-        if session == "s":
-            fill(replay, 0)
-        cut(replay)
-    restored = resumed(journal, state, 0, session="u", version=0)
-    assert restored.counts["quarantined"] == 2
-    assert restored.depth()["ready"] == 0
-    assert lease(restored) == "0-2-0-1-u", "their prompts do not go out again"
 
 
 # Two threads.

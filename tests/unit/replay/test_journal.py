@@ -2,54 +2,20 @@
 
 import contextlib
 import os
-import resource
 import shutil
 import subprocess
 import sys
-import threading
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import apsw
 import pytest
 
 from protocol.errors import ExitCode, JournalError
-from replay import journal as journal_module
-from replay.journal import DeadLetter, Journal, JournalFullError
+from replay.journal import DeadLetter, Journal
 
-from .builders import entry, group_ids
-
-COLUMNS = (
-    "seq, group_id, epoch, prompt_id, attempt, producer, policy_version, outcome, reward, num_tokens, num_bytes,"
-    " step, last_step, position, tries, dropped"
-)
-
-
-def rows(journal: Journal, columns: str = COLUMNS) -> list[tuple]:
-    return journal.query(f"SELECT {columns} FROM groups ORDER BY seq")
-
-
-def everything(journal: Journal) -> list[list[tuple]]:
-    tables = ("groups", "bodies", "policies", "dead_letters", "frames", "facts")
-    return [journal.query(f"SELECT * FROM {table} ORDER BY 1") for table in tables]
-
-
-def alter(path: Path, sql: str, *bindings: object) -> None:
-    with contextlib.closing(apsw.Connection(str(path))) as db, db:
-        db.execute(sql, bindings)
-
-
-def fill(journal: Journal) -> None:
-    """One of everything."""
-    journal.note_facts({"run_id": "r", "num_generations": "2"})
-    journal.append([entry(0), entry(1, outcome="no_signal", reward=None), entry(2, outcome="stale"), entry(3)])
-    journal.claim(1, 2, group_ids(3, 0))
-    journal.end_step(1, (1, "digest of 1"))
-    journal.drop(group_ids(0), "quarantined")
-    journal.bury(DeadLetter(0, 7, 3, "data", "reward_failed", "boom"))
-    journal.quarantine_frames([("not a frame", b"\0\1\2")])
-
+from .builders import claim, entry, group_ids
+from .journals import alter, everything, fill, rows
 
 # What is written.
 
@@ -94,16 +60,16 @@ def test_the_last_sequence_number_survives_the_deletion_of_its_row(journal: Jour
 
 def test_a_claim_notes_the_steps_and_the_order_and_counts_the_tries(journal: Journal) -> None:
     journal.append([entry(0), entry(1), entry(2)])
-    journal.claim(5, 6, group_ids(2, 0))
+    claim(journal, 5, 6, 2, 0)
     assert rows(journal, "step, last_step, position, tries") == [(5, 6, 1, 1), (None, None, None, 0), (5, 6, 0, 1)]
-    journal.claim(5, 6, group_ids(2, 0))
+    claim(journal, 5, 6, 2, 0)
     assert rows(journal, "tries") == [(2,), (0,), (2,)]
 
 
 def test_the_end_of_the_last_step_over_a_batch_clears_the_tries_of_its_groups_alone(journal: Journal) -> None:
     journal.append([entry(i) for i in range(4)])
     for index, (step, last_step) in enumerate([(1, 2), (3, 4), (5, 6)]):
-        journal.claim(step, last_step, group_ids(index))
+        claim(journal, step, last_step, index)
     journal.end_step(3, None)
     assert rows(journal, "tries") == [(1,), (1,), (1,), (0,)]
     journal.end_step(4, None)
@@ -113,10 +79,10 @@ def test_the_end_of_the_last_step_over_a_batch_clears_the_tries_of_its_groups_al
 
 def test_a_quarantined_group_keeps_its_tries_when_others_train_its_step(journal: Journal) -> None:
     journal.append([entry(0), entry(1)])
-    journal.claim(1, 1, group_ids(0))
-    journal.claim(1, 1, group_ids(0))
+    claim(journal, 1, 1, 0)
+    claim(journal, 1, 1, 0)
     journal.drop(group_ids(0), "quarantined")
-    journal.claim(1, 1, group_ids(1))
+    claim(journal, 1, 1, 1)
     journal.end_step(1, None)
     assert rows(journal, "tries, dropped") == [(2, "quarantined"), (0, None)]
 
@@ -140,9 +106,9 @@ def test_dropped_groups_say_why(journal: Journal) -> None:
 
 
 def test_dead_letters_are_kept_with_the_beginning_of_a_long_story(journal: Journal) -> None:
-    journal.bury(DeadLetter(1, 7, 3, "data", "reward_failed", "x" * 5000))
-    found = journal.query("SELECT epoch, prompt_id, attempts, failure, reason, detail FROM dead_letters")
-    assert found == [(1, 7, 3, "data", "reward_failed", "x" * 4096)]
+    journal.bury(DeadLetter(1, 7, 1, 3, "data", "reward_failed", "x" * 5000))
+    found = journal.query("SELECT epoch, prompt_id, reroll, attempts, failure, reason, detail FROM dead_letters")
+    assert found == [(1, 7, 1, 3, "data", "reward_failed", "x" * 4096)]
 
 
 def test_of_refused_frames_the_newest_256_are_kept_and_the_beginning_of_long_ones(journal: Journal) -> None:
@@ -213,7 +179,7 @@ def test_a_process_that_is_killed_leaves_what_it_was_told_was_written(tmp_path: 
         import os, signal, sys
         from pathlib import Path
         from replay.journal import Journal
-        from tests.unit.replay.builders import entry
+        from tests.unit.replay.builders import claim, entry
         journal = Journal(Path(sys.argv[1]))
         for prompt_id in range(1000):
             journal.append([entry(prompt_id)])
@@ -238,11 +204,11 @@ def test_a_changed_body_is_noticed_by_its_group(journal: Journal) -> None:
     journal.append([entry(0), entry(1)])
     alter(journal.path, "UPDATE bodies SET frame = ? WHERE seq = 2", b"frame of prompt 0")
     assert journal.frames(group_ids(0)) == [b"frame of prompt 0"]
-    with pytest.raises(JournalError, match=r"group 0-1-1-s is damaged on disk \(checksum\); see rl-journal verify"):
+    with pytest.raises(JournalError, match=r"group 0-1-0-1-s is damaged on disk \(checksum\); see rl-journal verify"):
         journal.frames(group_ids(1))
 
 
-@pytest.mark.parametrize("column", ["group_id", "epoch", "prompt_id", "attempt", "policy_version", "outcome"])
+@pytest.mark.parametrize("column", ["group_id", "epoch", "prompt_id", "reroll", "attempt", "policy_version", "outcome"])
 def test_a_changed_row_is_noticed_by_its_checksum(journal: Journal, column: str) -> None:
     journal.append([entry(0)])
     value = "0-0-0-2-s" if column == "group_id" else "stale" if column == "outcome" else 3
@@ -260,16 +226,16 @@ def test_a_flipped_byte_of_a_body_on_the_disk_is_noticed(tmp_path: Path) -> None
     path.write_bytes(content)
     with contextlib.closing(Journal(path)) as journal:
         assert journal.frames(group_ids(0)) == [b"frame of prompt 0"]
-        with pytest.raises(JournalError, match="group 0-1-1-s is damaged on disk"):
+        with pytest.raises(JournalError, match="group 0-1-0-1-s is damaged on disk"):
             journal.frames(group_ids(1))
 
 
 def test_the_checksum_is_the_crc32_of_the_row_and_its_frame() -> None:
-    assert entry(1, frame=b"abc").crc() == zlib.crc32(b"0-1-1-s 0 1 1 0 acceptedabc")
+    assert entry(1, frame=b"abc").crc() == zlib.crc32(b"0-1-0-1-s 0 1 0 1 0 acceptedabc")
 
 
 def test_a_group_that_is_not_there_is_named(journal: Journal) -> None:
-    with pytest.raises(JournalError, match=r"does not hold group 0-8-1-s, which is still needed; was it edited\?"):
+    with pytest.raises(JournalError, match=r"does not hold group 0-8-0-1-s, which is still needed; was it edited\?"):
         journal.frames(["0-8-0-1-s"])
 
 
@@ -327,168 +293,3 @@ def test_a_group_appended_twice_is_a_bug_that_ends_the_journal_and_leaves_the_fi
         journal.append([entry(1), entry(0)])
     with contextlib.closing(apsw.Connection(str(journal.path))) as reader:
         assert reader.execute("SELECT group_id FROM groups").fetchall() == [("0-0-0-1-s",)]
-
-
-# A disk that is full, and one that fails.
-
-
-@contextlib.contextmanager
-def page_limit(journal: Journal) -> Iterator[None]:
-    """The file has all the pages that it will ever have."""
-    journal.query(f"PRAGMA max_page_count = {journal.query('PRAGMA page_count')[0][0]}")
-    yield
-    journal.query("PRAGMA max_page_count = 1000000000")
-
-
-BIG = b"x" * 100_000
-
-
-def test_on_a_full_disk_nothing_happens_and_the_same_call_succeeds_later(journal: Journal) -> None:
-    fill(journal)
-    before = everything(journal)
-    calls = [
-        lambda: journal.append([entry(10), entry(11, frame=BIG), entry(12)]),
-        lambda: journal.quarantine_frames([("big", BIG)]),
-        lambda: journal.note_facts({"small": "x", "big": "x" * 100_000}),
-    ]
-    with page_limit(journal):
-        for call in calls * 2:
-            with pytest.raises(JournalFullError) as caught:
-                call()
-            assert str(caught.value) == (
-                f"the disk of {journal.path} is full; make room, or move run_dir to a larger one"
-            )
-            assert everything(journal) == before
-        journal.end_step(2, None)  # what needs no room still works
-    for call in calls:
-        call()
-    assert rows(journal, "prompt_id, num_bytes, tries")[4:] == [(10, 18, 0), (11, 100_000, 0), (12, 18, 0)]
-    assert journal.last_seq == 7
-    assert journal.facts()["small"] == "x"
-
-
-def test_an_error_of_the_caller_inside_a_transaction_undoes_it_and_is_passed_on(journal: Journal) -> None:
-    def half_done() -> None:
-        with journal.transaction() as db:
-            db.execute("INSERT INTO facts VALUES('half', 'done')")
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        half_done()
-    assert journal.facts() == {}
-    journal.note_facts({"then": "it goes on"})
-
-
-@contextlib.contextmanager
-def failing_disk(num_bytes: int) -> Iterator[None]:
-    """No file of this process can grow beyond `num_bytes`: the kernel refuses the write with EFBIG."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-def test_an_io_error_is_final_and_nothing_of_the_call_happened(tmp_path: Path) -> None:
-    path = tmp_path / "journal.sqlite"
-    journal = Journal(path)
-    fill(journal)
-    before = everything(journal)
-    with failing_disk(path.with_name("journal.sqlite-wal").stat().st_size + 10_000):
-        with pytest.raises(JournalError, match="cannot be written or read") as caught:
-            journal.append([entry(10), entry(11, frame=BIG)])
-        assert not isinstance(caught.value, JournalFullError)
-    calls = [
-        lambda: journal.append([entry(10)]),
-        lambda: journal.claim(3, 3, group_ids(0)),
-        lambda: journal.end_step(2, None),
-        lambda: journal.known(["g"]),
-        lambda: journal.facts(),
-        lambda: journal.last_seq,
-    ]
-    for call in calls:  # there is room again, but who knows what is on the disk
-        with pytest.raises(JournalError, match="cannot be written or read"):
-            call()
-    journal.close()
-    with contextlib.closing(Journal(path)) as after:
-        assert everything(after) == before
-
-
-def test_a_journal_that_cannot_be_created_gives_its_lock_back(tmp_path: Path) -> None:
-    path = tmp_path / "journal.sqlite"
-    with failing_disk(1000), pytest.raises(JournalError, match="cannot be written or read"):
-        Journal(path)
-    with contextlib.closing(Journal(path)) as after:
-        assert after.query("PRAGMA auto_vacuum") == [(2,)]
-        fill(after)
-        assert after.last_seq == 4
-
-
-def test_a_crash_while_the_tables_were_made_is_mended_by_the_next_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "journal.sqlite"
-    tables = journal_module._TABLES
-    with monkeypatch.context() as patch:
-        patch.setattr(journal_module, "_TABLES", tables[: tables.index("CREATE TABLE IF NOT EXISTS policies")] + "oops")
-        with pytest.raises(JournalError, match="syntax error"):
-            Journal(path)
-    with contextlib.closing(Journal(path)) as after:
-        fill(after)
-        assert after.query("PRAGMA auto_vacuum") == [(2,)]
-
-
-# Two threads.
-
-READER = """
-import sys, threading, apsw
-done = threading.Thread(target=sys.stdin.read)
-done.start()
-db = apsw.Connection(sys.argv[1])
-db.set_busy_timeout(10_000)
-while done.is_alive():
-    assert db.execute("SELECT count(*) FROM groups").fetchone()[0] % 3 == 0
-"""
-
-
-def test_two_threads_and_a_reader_of_another_process_do_not_disturb_each_other(journal: Journal) -> None:
-    errors: list[BaseException] = []
-    done = threading.Event()
-    seen = []
-
-    def run(work) -> None:
-        try:
-            work()
-        except BaseException as error:
-            errors.append(error)
-
-    def write() -> None:
-        for prompt_id in range(0, 300, 3):
-            journal.append([entry(prompt_id), entry(prompt_id + 1), entry(prompt_id + 2)])
-        done.set()
-
-    def train() -> None:
-        while not done.is_set():
-            newest = journal.query("SELECT count(*), max(prompt_id) FROM groups")[0]
-            seen.append(newest)
-            if newest[0]:
-                assert journal.frames(group_ids(newest[1])) == [f"frame of prompt {newest[1]}".encode()]
-                journal.claim(newest[0], newest[0], group_ids(newest[1]))
-                journal.end_step(newest[0], (newest[0], "digest"))
-
-    def read() -> None:
-        with subprocess.Popen([sys.executable, "-c", READER, journal.path], stdin=subprocess.PIPE) as reader:
-            assert done.wait(60)
-            reader.communicate(timeout=60)  # its standard input ends, and with it the reader
-        assert reader.returncode == 0
-
-    threads = [threading.Thread(target=run, args=(work,)) for work in (write, train, read)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert errors == []
-    assert all(count % 3 == 0 and (count == 0 or newest == count - 1) for count, newest in seen)
-    assert rows(journal, "prompt_id") == [(i,) for i in range(300)]
-    assert journal.newest_version == (max(count for count, _ in seen) or -1)

@@ -13,8 +13,9 @@ import pytest
 from protocol.codec import decode, encode
 from protocol.errors import JournalError
 from replay.journal import DeadLetter, Entry, Journal
-from replay.journal_reader import STATES, GroupFilter, GroupRow, JournalReader
+from replay.journal_reader import STATES, Batch, GroupFilter, GroupRow, JournalReader
 from replay.recovery import recover
+from replay.rerolls import Judgement
 from replay.staleness import StalenessBudget
 
 from .builders import group_message
@@ -27,11 +28,13 @@ def entry(number: int, version: int = 0, **changes: Any) -> Entry:
         "group_id": group_id,
         "epoch": 0,
         "prompt_id": number,
+        "reroll": 0,
         "attempt": 1,
         "producer": "p",
         "policy_version": version,
         "outcome": "accepted",
         "reward": 0.5,
+        "judgement": Judgement("mixed", 2, 1),
         "num_tokens": 4,
         "frame": encode(group_message(group_id, version)),
     }
@@ -47,15 +50,23 @@ def write_run(journal: Journal) -> None:
     journal.note_facts({"groups_per_step": "2", "num_iterations": "1", "reward_names": '["correct"]'})
     journal.end_step(0, (0, "d0"))
     journal.append([entry(0), entry(1, outcome="no_signal", reward=1.0), entry(2), entry(3, producer="q")])
-    journal.claim(1, 1, ids([2, 0]))
+    claim(journal, 1, 1, 2, 0)
     journal.end_step(1, (1, "d1"))
     journal.append([entry(4, 1, reward=-0.25), entry(5, 0, outcome="stale", reward=None), entry(6, 1), entry(7, 1)])
-    journal.claim(2, 2, ids([3, 4]))
+    claim(journal, 2, 2, 3, 4)
     journal.end_step(2, (2, "d2"))
     journal.append([entry(8, 2), entry(9, 2), entry(10, 2)])
     journal.drop(ids([8]), "stale")
     journal.drop(ids([9]), "configuration")
-    journal.claim(3, 3, ids([7, 6]))
+    claim(journal, 3, 3, 7, 6)
+
+
+def claim(journal: Journal, step: int, last_step: int, *fresh: int, again: tuple[int, ...] = ()) -> None:
+    journal.claim(step, last_step, ids([*fresh, *again]), len(fresh))
+
+
+def batch(step: int, last_step: int, fresh: list[int], again: tuple[int, ...] = ()) -> Batch:
+    return Batch(step, last_step, ids([*fresh, *again]), len(fresh))
 
 
 def damage(path: Path, sql: str, bindings: tuple[Any, ...] = ()) -> None:
@@ -90,9 +101,10 @@ def test_a_row_has_every_column(reader: JournalReader) -> None:
     assert row is not None
     expected = entry(4, 1, reward=-0.25)
     assert row == GroupRow(
-        seq=5, group_id="0-4-0-1-s", epoch=0, prompt_id=4, attempt=1, producer="p", policy_version=1, outcome="accepted",
-        reward=-0.25, num_tokens=4, num_bytes=len(expected.frame), accepted_at=row.accepted_at, crc=expected.crc(),
-        step=2, last_step=2, position=1, tries=0, dropped=None, state="trained",
+        seq=5, group_id="0-4-0-1-s", epoch=0, prompt_id=4, reroll=0, attempt=1, producer="p", policy_version=1,
+        outcome="accepted", reward=-0.25, verdict="mixed", num_scored=2, num_successes=1, num_tokens=4,
+        num_bytes=len(expected.frame), accepted_at=row.accepted_at, crc=expected.crc(), step=2, last_step=2, position=1,
+        tries=0, dropped=None, num_replays=0, state="trained",
     )  # fmt: skip
     assert reader.row("0-4-0-2-s") is None
 
@@ -136,7 +148,7 @@ def test_filters(reader: JournalReader, wanted: GroupFilter, expected: list[int]
 def test_facts_policies_and_what_went_wrong(reader: JournalReader, journal: Journal) -> None:
     assert reader.facts() == {"groups_per_step": "2", "num_iterations": "1", "reward_names": '["correct"]'}
     assert [(p.version, p.step, p.digest) for p in reader.policies()] == [(0, 0, "d0"), (1, 1, "d1"), (2, 2, "d2")]
-    journal.bury(DeadLetter(0, 12, 3, "data", "reward_failed", "it raised"))
+    journal.bury(DeadLetter(0, 12, 0, 3, "data", "reward_failed", "it raised"))
     journal.quarantine_frames([("checksum mismatch", b"SL" + b"x" * 98)])
     (letter,) = reader.dead_letters()
     assert (letter.epoch, letter.prompt_id, letter.attempts, letter.failure) == (0, 12, 3, "data")
@@ -157,7 +169,7 @@ def test_the_policy_a_step_starts_from_is_the_newest_of_the_last_step_taken(tmp_
 def test_frames_in_the_order_asked_for(reader: JournalReader) -> None:
     messages = [decode(frame) for frame in reader.frames(ids([4, 0]))]
     assert messages == [group_message("0-4-0-1-s", 1), group_message("0-0-0-1-s", 0)]
-    with pytest.raises(JournalError, match=r"does not hold group 0-99-1-s; `rl-journal list` shows what it holds$"):
+    with pytest.raises(JournalError, match=r"does not hold group 0-99-0-1-s; `rl-journal list` shows what it holds$"):
         reader.frames(ids([0, 99]))
 
 
@@ -165,28 +177,28 @@ def test_frames_in_the_order_asked_for(reader: JournalReader) -> None:
 
 
 def test_batches_in_the_order_in_which_they_were_trained(reader: JournalReader) -> None:
-    assert list(reader.batches()) == [(1, 1, ids([2, 0])), (2, 2, ids([3, 4])), (3, 3, ids([7, 6]))]
-    assert list(reader.batches(from_step=3)) == [(3, 3, ids([7, 6]))]
+    assert list(reader.batches()) == [batch(1, 1, [2, 0]), batch(2, 2, [3, 4]), batch(3, 3, [7, 6])]
+    assert list(reader.batches(from_step=3)) == [batch(3, 3, [7, 6])]
     assert list(reader.batches(from_step=4)) == []
 
 
 def test_a_batch_of_several_iterations_belongs_to_each_of_its_steps(journal: Journal) -> None:
     journal.append(entry(number) for number in range(4))
-    journal.claim(1, 3, ids([0, 1]))
-    journal.claim(4, 6, ids([2, 3]))
+    claim(journal, 1, 3, 0, 1)
+    claim(journal, 4, 6, 2, 3)
     with closing(JournalReader(journal.path)) as reader:
-        assert list(reader.batches(from_step=3)) == [(1, 3, ids([0, 1])), (4, 6, ids([2, 3]))]
-        assert list(reader.batches(from_step=4)) == [(4, 6, ids([2, 3]))]
+        assert list(reader.batches(from_step=3)) == [batch(1, 3, [0, 1]), batch(4, 6, [2, 3])]
+        assert list(reader.batches(from_step=4)) == [batch(4, 6, [2, 3])]
         assert numbers(reader.rows(GroupFilter(steps=(3, 4)))) == [0, 1, 2, 3]
 
 
 def test_only_the_surviving_lineage_counts(reader: JournalReader, journal: Journal) -> None:
-    journal.claim(3, 3, ids([7, 6]))  # the trainer died in step 3 for the second time
-    recover(journal, 2, journal.last_seq, StalenessBudget(2, 9, num_iterations=1), comparable=True)
-    assert list(reader.batches(from_step=2)) == [(2, 2, ids([3, 4]))]
+    claim(journal, 3, 3, 7, 6)  # the trainer died in step 3 for the second time
+    recover(journal, 2, journal.last_seq, StalenessBudget(2, 9, num_iterations=1), partial=False, comparable=True)
+    assert list(reader.batches(from_step=2)) == [batch(2, 2, [3, 4])]
     journal.append([entry(11, 2)])
-    journal.claim(3, 3, ids([10, 11]))
-    assert list(reader.batches(from_step=2)) == [(2, 2, ids([3, 4])), (3, 3, ids([10, 11]))]
+    claim(journal, 3, 3, 10, 11)
+    assert list(reader.batches(from_step=2)) == [batch(2, 2, [3, 4]), batch(3, 3, [10, 11])]
     assert numbers(reader.rows(GroupFilter(state="quarantined"))) == [6, 7]
 
 
@@ -194,11 +206,11 @@ def test_iterations_before_a_quarantine_stay_trained(journal: Journal) -> None:
     journal.note_facts({"num_iterations": "2"})
     journal.append(entry(number) for number in range(4))
     for _ in range(2):  # both times it died in step 2, with a checkpoint at step 1
-        journal.claim(1, 2, ids([0, 1]))
-    recover(journal, 1, journal.last_seq, StalenessBudget(2, 9, num_iterations=2), comparable=True)
-    journal.claim(2, 3, ids([2, 3]))
+        claim(journal, 1, 2, 0, 1)
+    recover(journal, 1, journal.last_seq, StalenessBudget(2, 9, num_iterations=2), partial=False, comparable=True)
+    claim(journal, 2, 3, 2, 3)
     with closing(JournalReader(journal.path)) as reader:
-        assert list(reader.batches()) == [(1, 1, ids([0, 1])), (2, 3, ids([2, 3]))]
+        assert list(reader.batches()) == [batch(1, 1, [0, 1]), batch(2, 3, [2, 3])]
 
 
 # Beside a writer, and without one
@@ -327,16 +339,16 @@ def test_another_schema(tmp_path: Path) -> None:
 
 def test_a_damaged_and_a_missing_body(reader: JournalReader, journal: Journal) -> None:
     damage(journal.path, "UPDATE bodies SET frame = ? WHERE seq = 1", (entry(0).frame[:-1] + b"?",))
-    with pytest.raises(JournalError, match=r"group 0-0-1-s is damaged \(checksum\); restore a copy of run_dir$"):
+    with pytest.raises(JournalError, match=r"group 0-0-0-1-s is damaged \(checksum\); restore a copy of run_dir$"):
         reader.frames(ids([2, 0]))
     damage(journal.path, "DELETE FROM bodies WHERE seq = 3")
-    with pytest.raises(JournalError, match=r"group 0-2-1-s has no body; restore a copy of run_dir$"):
+    with pytest.raises(JournalError, match=r"group 0-2-0-1-s has no body; restore a copy of run_dir$"):
         reader.frames(ids([2]))
 
 
 def test_an_edited_row_is_damage_too(reader: JournalReader, journal: Journal) -> None:
     damage(journal.path, "UPDATE groups SET policy_version = 7 WHERE seq = 1")
-    with pytest.raises(JournalError, match=r"0-0-1-s is damaged"):
+    with pytest.raises(JournalError, match=r"0-0-0-1-s is damaged"):
         reader.frames(ids([0]))
 
 

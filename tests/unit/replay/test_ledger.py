@@ -1,39 +1,11 @@
 """Every prompt of an epoch is leased to one producer at a time and settled once; nothing is lost."""
 
-from collections import Counter
-from typing import Any
-
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from replay.ledger import Key, LeaseRecord, PromptLedger, UnknownLeaseError, WorkItem, parse_lease_id
+from replay.ledger import LeaseRecord, PromptLedger, UnknownLeaseError, WorkItem, parse_lease_id
 
+from .books import FAR, answer, expire, lease, prompts_of
 from .builders import ledger
-
-FAR = 1e9
-
-
-def lease(book: PromptLedger, producer: str = "p", *, now: float = 0.0, deadline: float = FAR) -> LeaseRecord:
-    return book.lease(producer, version=0, policy_floor=0, now=now, deadline=deadline)
-
-
-def prompts_of(book: PromptLedger, count: int, now: float = 0.0) -> list[int]:
-    return [lease(book, now=now).item.prompt_id for _ in range(count)]
-
-
-def answer(book: PromptLedger, lease_id: str) -> WorkItem | None:
-    """A group arrived; the first one for its prompt is held."""
-    return None if book.find(lease_id) is None else book.hold(lease_id)
-
-
-def expire(book: PromptLedger, now: float) -> list[LeaseRecord]:
-    overdue = book.overdue(now)
-    for record in overdue:
-        book.fail(record.lease_id, "expired", now)
-    return overdue
-
 
 # The order.
 
@@ -72,22 +44,22 @@ def test_no_prompts_is_refused() -> None:
 def test_a_lease_names_its_prompt_attempt_session_producer_floor_and_deadline() -> None:
     book = ledger(2, session="ab12")
     lease(book)
-    record = book.lease("gpu-0", policy_floor=4, now=0.0, deadline=60.0)
-    assert record == LeaseRecord("0-1-1-ab12", WorkItem(0, 1, attempt=1), "gpu-0", 4, 60.0)
+    record = book.lease("gpu-0", version=4, policy_floor=4, now=0.0, deadline=60.0)
+    assert record == LeaseRecord("0-1-0-1-ab12", WorkItem(0, 1, attempt=1), "gpu-0", 4, 60.0)
     assert parse_lease_id(record.lease_id) == ((0, 1, 0), 1)
-    assert lease(book).lease_id == "1-0-1-ab12"
+    assert lease(book).lease_id == "1-0-0-1-ab12"
 
 
 def test_a_group_is_held_until_its_prompt_is_settled() -> None:
     book = ledger()
     record = lease(book)
-    assert book.find(record.lease_id) == (0, 0)
+    assert book.find(record.lease_id) == (0, 0, 0)
     item = book.hold(record.lease_id)
     assert item == record.item
     assert book.num_leased == 0
     assert book.is_held((0, 0, 0))
     assert book.find(record.lease_id) is None
-    assert book.state()["unsettled"] == [[0, 0, 1, 0, 0]]
+    assert book.state()["unsettled"] == [[0, 0, 0, 0, 1, 0, 0]]
     book.settle(item.key)
     assert not book.is_held((0, 0, 0))
     assert book.state()["unsettled"] == []
@@ -338,7 +310,7 @@ def test_every_prompt_of_this_epoch_and_the_next_can_be_answered_whatever_the_cu
     for position in range(7):
         book = ledger(6, seed=seed, shuffle=True)
         out = set(prompts_of(book, position))
-        for key in [(epoch, prompt_id) for epoch in (0, 1) for prompt_id in range(6)]:
+        for key in [(epoch, prompt_id, 0) for epoch in (0, 1) for prompt_id in range(6)]:
             assert book.find(f"{key[0]}-{key[1]}-0-1-t") == key
         book.hold("1-3-0-1-t")
         assert book.epoch == 1
@@ -374,10 +346,10 @@ def test_recall_holds_what_the_journal_knows_and_leaves_alone_what_the_checkpoin
     book.settle(settled.item.key)
     restored = ledger(4, session="t")
     restored.restore(book.state())
-    assert restored.recall(settled.item.key) is False
-    assert restored.recall(open_.item.key) is True
-    assert restored.recall(open_.item.key) is False, "held already"
-    assert restored.recall((1, 0, 0)) is True, "beyond the cursor"
+    assert restored.recall(settled.item.key, is_new=False) is False
+    assert restored.recall(open_.item.key, is_new=False) is True
+    assert restored.recall(open_.item.key, is_new=False) is False, "held already"
+    assert restored.recall((1, 0, 0), is_new=True) is True, "beyond the cursor"
     assert restored.is_held(open_.item.key)
     assert restored.is_held((1, 0, 0))
     assert [lease(restored).item.key for _ in range(3)] == [(0, 2, 0), (0, 3, 0), (1, 1, 0)]
@@ -411,184 +383,3 @@ def test_restore_brings_back_exactly_the_unsettled_ones() -> None:
 def test_restore_refuses_a_dataset_of_another_size() -> None:
     with pytest.raises(ValueError, match="the dataset has 5 prompts now and had 4 at the checkpoint"):
         ledger(5).restore(ledger(4).state())
-
-
-class LedgerMachine(RuleBasedStateMachine):
-    """Any order of events, against a model that only keeps sets."""
-
-    @initialize(num_prompts=st.integers(1, 3), attempts=st.integers(1, 3), shuffle=st.booleans())
-    def start(self, num_prompts: int, attempts: int, shuffle: bool) -> None:
-        self.arguments: dict[str, Any] = {
-            "seed": 5, "shuffle": shuffle, "data_attempts": attempts, "infra_attempts": attempts + 1,
-        }  # fmt: skip
-        self.num_prompts = num_prompts
-        self.sessions = 0
-        self.book = self.new_book()
-        reference = ledger(num_prompts, **self.arguments)
-        self.fresh = iter([lease(reference).item.key for _ in range(400)])  # what must come, in this order
-        self.live: dict[str, LeaseRecord] = {}
-        self.ended: dict[str, LeaseRecord] = {}
-        self.waiting: dict[Key, float] = {}  # goes out again, not before when
-        self.held: set[Key] = set()
-        self.failures: Counter[tuple[Key, str]] = Counter()
-        self.settled: Counter[Key] = Counter()
-        self.seen: set[Key] = set()
-        self.now = 0.0
-
-    def new_book(self) -> PromptLedger:
-        self.sessions += 1
-        return ledger(self.num_prompts, session=f"s{self.sessions}", **self.arguments)
-
-    def is_out(self, key: Key) -> bool:
-        return any(record.item.key == key for record in self.live.values())
-
-    def is_open(self, key: Key) -> bool:
-        return key not in self.held and not self.settled[key]
-
-    def any_lease(self, data: st.DataObject) -> LeaseRecord:
-        """A late one whenever there is one: those are the interesting ones."""
-        place = self.ended or self.live
-        return place[data.draw(st.sampled_from(sorted(place)))]
-
-    @rule(producer=st.sampled_from("ab"), patience=st.integers(1, 4), count=st.integers(1, 3))
-    def leases(self, producer: str, patience: int, count: int) -> None:
-        for _ in range(count):
-            record = lease(self.book, producer, now=self.now, deadline=self.now + patience)
-            key = record.item.key
-            if any(not_before <= self.now for not_before in self.waiting.values()):
-                assert self.waiting.pop(key) <= self.now
-            else:
-                assert key == next(self.fresh)
-                assert key not in self.seen
-            self.seen.add(key)
-            assert not self.is_out(key), "leased twice at once"
-            assert self.is_open(key)
-            assert record.item.data_failures == self.failures[key, "data"]
-            assert record.item.infra_failures == self.failures[key, "infra"]
-            assert record.lease_id not in self.live
-            assert record.lease_id not in self.ended
-            self.live[record.lease_id] = record
-
-    def end(self, record: LeaseRecord) -> bool:
-        """Whether it was alive."""
-        was_live = self.live.pop(record.lease_id, None) is not None
-        self.ended[record.lease_id] = record
-        return was_live
-
-    @precondition(lambda self: self.live or self.ended)
-    @rule(data=st.data(), stale=st.booleans())
-    def group_arrives(self, data: st.DataObject, stale: bool) -> None:
-        record = self.any_lease(data)
-        key = record.item.key
-        item = answer(self.book, record.lease_id)
-        assert (item is not None) == self.is_open(key)
-        if item is None:
-            return
-        assert item.key == key
-        self.end(record)
-        self.waiting.pop(key, None)
-        self.held.add(key)
-        if stale:
-            self.group_leaves(key, trained=False)
-
-    def fails(self, record: LeaseRecord, reason: str) -> None:
-        key, of = record.item.key, "data" if reason in ("reward_failed", "bad_prompt") else "infra"
-        counts = self.end(record) and self.is_open(key)
-        spent = self.book.spent_by(record.lease_id, reason)
-        again = self.book.fail(record.lease_id, reason, self.now)
-        assert (again is not None) == counts
-        if not counts:
-            assert spent is None
-            return
-        self.failures[key, of] += 1
-        failures = self.failures[key, of]
-        assert again == (reason != "bad_prompt" and failures < self.arguments[f"{of}_attempts"])
-        assert (spent is None) == again
-        if again:
-            self.waiting[key] = self.now + {"data": 1.0, "infra": 0.25}[of] * 2 ** (failures - 1)
-        else:
-            self.settled[key] += 1
-
-    @precondition(lambda self: self.live or self.ended)
-    @rule(data=st.data(), reason=st.sampled_from(["reward_failed", "generation_failed", "bad_prompt"]))
-    def failure(self, data: st.DataObject, reason: str) -> None:
-        self.fails(self.any_lease(data), reason)
-
-    @precondition(lambda self: self.live or self.ended)
-    @rule(data=st.data())
-    def given_back(self, data: st.DataObject) -> None:
-        record = self.any_lease(data)
-        self.book.give_back(record.lease_id)
-        if self.end(record) and self.is_open(record.item.key):
-            self.waiting[record.item.key] = 0.0
-
-    @precondition(lambda self: self.live)
-    @rule(seconds=st.floats(0.1, 4.0))
-    def time_passes(self, seconds: float) -> None:
-        self.now += seconds
-        due = {lease_id for lease_id, record in self.live.items() if record.deadline <= self.now}
-        overdue = self.book.overdue(self.now)
-        assert {record.lease_id for record in overdue} == due
-        for record in overdue:
-            self.fails(record, "expired")
-
-    @rule(producer=st.sampled_from("ab"))
-    def producer_leaves(self, producer: str) -> None:
-        mine = self.book.leases_of(producer)
-        assert {r.lease_id for r in mine} == {i for i, r in self.live.items() if r.producer == producer}
-        for record in mine:
-            self.fails(record, "released")
-
-    @precondition(lambda self: self.ended)
-    @rule(data=st.data())
-    def is_adopted(self, data: st.DataObject) -> None:
-        lease_id = data.draw(st.sampled_from(sorted(self.ended)))
-        record = self.ended[lease_id]
-        key = record.item.key
-        wanted = self.is_open(key) and not self.is_out(key)
-        assert self.book.adopt(lease_id, record.producer, deadline=self.now + 2) is wanted
-        if wanted:
-            self.waiting.pop(key)
-            (adopted,) = (r for r in self.book.leases_of(record.producer) if r.lease_id == lease_id)
-            self.live[lease_id] = adopted
-            del self.ended[lease_id]
-
-    def group_leaves(self, key: Key, *, trained: bool) -> None:
-        self.held.remove(key)
-        if trained:
-            self.book.settle(key)
-            self.settled[key] += 1
-        else:
-            self.book.requeue(key)
-            if not self.is_out(key):
-                self.waiting[key] = 0.0
-
-    @precondition(lambda self: self.held)
-    @rule(data=st.data(), trained=st.booleans())
-    def group_leaves_the_table(self, data: st.DataObject, trained: bool) -> None:
-        self.group_leaves(data.draw(st.sampled_from(sorted(self.held))), trained=trained)
-
-    @rule()
-    def trainer_restarts(self) -> None:
-        state = self.book.state()
-        self.book = self.new_book()
-        self.book.restore(state)
-        self.ended |= self.live
-        self.waiting = dict.fromkeys([k for k in self.seen if not self.settled[k]], 0.0)
-        self.live, self.held = {}, set()
-
-    @invariant()
-    def nothing_is_lost_and_nothing_settled_twice(self) -> None:
-        if not hasattr(self, "book"):
-            return
-        assert all(count <= 1 for count in self.settled.values())
-        assert self.book.num_leased == len(self.live)
-        state = self.book.state()
-        unsettled = [(epoch, prompt_id) for epoch, prompt_id, *_ in state["unsettled"]]
-        assert len(unsettled) == len(set(unsettled))
-        assert state["epoch"] * self.num_prompts + state["position"] == len(self.seen)
-        assert set(unsettled) == {key for key in self.seen if not self.settled[key]}
-
-
-LedgerMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=60)
-TestLedgerMachine = LedgerMachine.TestCase

@@ -8,7 +8,7 @@ from replay.journal import DeadLetter, Journal
 from replay.recovery import RecordedBatch, Recovery, recover
 from replay.staleness import StalenessBudget
 
-from .builders import entry, group_ids
+from .builders import claim, entry, group_ids
 
 
 def recovered(
@@ -19,10 +19,11 @@ def recovered(
     groups_per_step: int = 2,
     num_iterations: int = 1,
     max_staleness: int = 64,
+    partial: bool = False,
     comparable: bool = True,
 ) -> Recovery:
     budget = StalenessBudget(groups_per_step, max_staleness, num_iterations=num_iterations)
-    return recover(journal, step, since_seq, budget, comparable=comparable)
+    return recover(journal, step, since_seq, budget, partial=partial, comparable=comparable)
 
 
 def accept(journal: Journal, *prompt_ids: int, **changes: Any) -> None:
@@ -32,13 +33,13 @@ def accept(journal: Journal, *prompt_ids: int, **changes: Any) -> None:
 def train(journal: Journal, step: int, *prompt_ids: int, num_iterations: int = 1) -> None:
     """A batch from its first step (from 1) to the end of its last one."""
     last_step = step + num_iterations - 1
-    journal.claim(step, last_step, group_ids(*prompt_ids))
+    claim(journal, step, last_step, *prompt_ids)
     for ended in range(step, last_step + 1):
         journal.end_step(ended, None)
 
 
 def batch(step: int, *prompt_ids: int, last_step: int | None = None) -> RecordedBatch:
-    return RecordedBatch(step, step if last_step is None else last_step, group_ids(*prompt_ids))
+    return RecordedBatch(step, last_step or step, group_ids(*prompt_ids), len(prompt_ids))
 
 
 def claims(journal: Journal) -> dict[int, tuple]:
@@ -49,7 +50,7 @@ def claims(journal: Journal) -> dict[int, tuple]:
 
 
 def fates(found: Recovery) -> list[tuple[int, str]]:
-    return [(prompt_id, fate) for (_, prompt_id), fate in found.fates]
+    return [(prompt_id, fate) for (_, prompt_id, _), fate, *_ in found.fates]
 
 
 def test_an_empty_journal_says_nothing(journal: Journal) -> None:
@@ -64,11 +65,10 @@ def test_groups_consumed_before_the_checkpoint_are_gone_and_those_after_it_are_c
     train(journal, 1, 0, 1)
     train(journal, 2, 3, 2)  # the order within a batch is kept, too
     train(journal, 3, 4, 6)
-    journal.claim(4, 4, group_ids(5, 8))  # the trainer died in this one
+    claim(journal, 4, 4, 5, 8)  # the trainer died in this one
     found = recovered(journal, 1, since_seq=5)
     assert found.batches == [batch(2, 3, 2), batch(3, 4, 6), batch(4, 5, 8)]
     assert found.ready == group_ids(7)
-    assert found.keys == {group_id: (0, i) for i, group_id in zip(range(2, 9), group_ids(*range(2, 9)), strict=True)}
     assert fates(found) == [(prompt_id, "held") for prompt_id in range(2, 9)]
     assert found.quarantined == 0
 
@@ -102,7 +102,9 @@ def test_steps_that_would_be_too_stale_now_are_cut_anew(journal: Journal) -> Non
 def test_outcomes_since_the_checkpoint_are_counted(journal: Journal) -> None:
     accept(journal, 0, 1, 2)
     accept(journal, 3, outcome="no_signal")
-    assert recovered(journal, 0, since_seq=1).outcomes == {"accepted": 2, "no_signal": 1}
+    assert recovered(journal, 0, since_seq=1).counts == {
+        "accepted": 2, "no_signal": 1, "attempt_1_groups": 3, "attempt_1_scored": 6, "attempt_1_successes": 3,
+    }  # fmt: skip
 
 
 def test_groups_that_arrived_before_a_later_checkpoint_and_were_not_claimed_are_ready(journal: Journal) -> None:
@@ -133,7 +135,7 @@ def test_a_batch_begun_before_the_checkpoint_comes_first_and_whole(journal: Jour
 def test_a_begun_batch_that_cannot_go_on_stays_trained_as_far_as_it_was(journal: Journal) -> None:
     accept(journal, *range(5))
     train(journal, 1, 0, 1, num_iterations=2)
-    journal.claim(3, 4, group_ids(2, 3))
+    claim(journal, 3, 4, 2, 3)
     found = recovered(journal, 1, num_iterations=1)
     assert (found.batches, found.ready) == ([], group_ids(2, 3, 4))
     assert claims(journal) == {0: [1, 1, None], 1: [1, 1, None]} | {i: [None, None, None] for i in (2, 3, 4)}
@@ -165,7 +167,7 @@ def test_groups_that_cannot_be_used_any_more_are_dropped_and_their_prompts_go_ou
     train(journal, 1, 0, 1)
     train(journal, 2, 2, 3)
     found = recovered(journal, 1, comparable=False)
-    assert (found.batches, found.ready, found.keys) == ([], [], {})
+    assert (found.batches, found.ready) == ([], [])
     assert {prompt_id: row[-1] for prompt_id, row in claims(journal).items()} == {
         0: None, 1: None, 2: "configuration", 3: "configuration", 4: "configuration", 5: None,
     }  # fmt: skip
@@ -187,7 +189,7 @@ def test_a_begun_batch_that_cannot_be_used_any_more_is_not_gone_on_with(journal:
 
 def test_a_batch_that_killed_the_trainer_once_is_tried_again(journal: Journal) -> None:
     accept(journal, 0, 1)
-    journal.claim(1, 1, group_ids(0, 1))
+    claim(journal, 1, 1, 0, 1)
     found = recovered(journal, 0)
     assert (found.batches, found.quarantined) == ([batch(1, 0, 1)], 0)
 
@@ -197,7 +199,7 @@ def test_a_batch_that_killed_the_trainer_twice_is_quarantined_and_later_ones_are
     train(journal, 1, 0, 1)
     for _ in range(2):
         assert recovered(journal, 1).quarantined == 0
-        journal.claim(2, 2, group_ids(2, 3))
+        claim(journal, 2, 2, 2, 3)
     train(journal, 3, 4, 5)  # recorded in a later life of the run
     found = recovered(journal, 1)
     assert found.quarantined == 2
@@ -210,31 +212,31 @@ def test_batches_before_a_quarantined_one_are_cut_as_they_were(journal: Journal)
     accept(journal, *range(6))
     train(journal, 1, 0, 1)
     train(journal, 2, 2, 3)
-    journal.claim(3, 3, group_ids(4, 5))
-    journal.claim(3, 3, group_ids(4, 5))
+    claim(journal, 3, 3, 4, 5)
+    claim(journal, 3, 3, 4, 5)
     found = recovered(journal, 0)
     assert (found.batches, found.ready, found.quarantined) == ([batch(1, 0, 1), batch(2, 2, 3)], [], 2)
 
 
 def test_one_group_of_a_batch_in_quarantine_takes_the_others_out_of_it(journal: Journal) -> None:
     accept(journal, *range(5))
-    journal.claim(1, 1, group_ids(0))
-    journal.claim(1, 1, group_ids(0, 1))
-    journal.claim(2, 2, group_ids(2, 3))
+    claim(journal, 1, 1, 0)
+    claim(journal, 1, 1, 0, 1)
+    claim(journal, 2, 2, 2, 3)
     found = recovered(journal, 0)
     assert (found.batches, found.ready, found.quarantined) == ([], group_ids(1, 2, 3, 4), 1)
 
 
 def test_a_step_that_ended_between_two_deaths_proves_the_groups_harmless(journal: Journal) -> None:
     accept(journal, 0, 1)
-    journal.claim(1, 1, group_ids(0, 1))  # died in step 1
+    claim(journal, 1, 1, 0, 1)  # died in step 1
     recovered(journal, 0)
     train(journal, 1, 0, 1)  # went well, but the trainer died before its checkpoint
     recovered(journal, 0)
-    journal.claim(1, 1, group_ids(0, 1))  # died in step 1
+    claim(journal, 1, 1, 0, 1)  # died in step 1
     found = recovered(journal, 0)
     assert (found.batches, found.quarantined) == ([batch(1, 0, 1)], 0)
-    journal.claim(1, 1, group_ids(0, 1))  # twice in a row
+    claim(journal, 1, 1, 0, 1)  # twice in a row
     assert recovered(journal, 0).quarantined == 2
 
 
@@ -243,7 +245,7 @@ def test_a_begun_batch_with_a_group_in_quarantine_is_not_gone_on_with(journal: J
     train(journal, 1, 0, 1, num_iterations=2)
     for _ in range(2):  # at the checkpoint of step 1, in step 2
         recovered(journal, 1, num_iterations=2)
-        journal.claim(1, 2, group_ids(0, 1))
+        claim(journal, 1, 2, 0, 1)
     found = recovered(journal, 1, num_iterations=2)
     assert (found.batches, found.ready, found.quarantined) == ([], group_ids(2, 3), 2)
     assert claims(journal)[0] == claims(journal)[1] == [1, 1, "quarantined"]
@@ -254,7 +256,7 @@ def test_of_what_was_dropped_before_nothing_changes(journal: Journal) -> None:
     accept(journal, *range(6))
     train(journal, 1, 0, num_iterations=2)
     for _ in range(2):
-        journal.claim(3, 4, group_ids(1))
+        claim(journal, 3, 4, 1)
     arguments: dict[str, Any] = {"groups_per_step": 1, "num_iterations": 2}
     assert recovered(journal, 2, **arguments).quarantined == 1
     train(journal, 3, 2, num_iterations=2)
@@ -266,8 +268,8 @@ def test_of_what_was_dropped_before_nothing_changes(journal: Journal) -> None:
 
 def test_quarantined_prompts_stay_settled_however_old_their_rows_are(journal: Journal) -> None:
     accept(journal, 0, 1)
-    journal.claim(1, 1, group_ids(0, 1))
-    journal.claim(1, 1, group_ids(0, 1))
+    claim(journal, 1, 1, 0, 1)
+    claim(journal, 1, 1, 0, 1)
     for _ in range(2):
         assert fates(recovered(journal, 0, since_seq=2)) == [(0, "settled"), (1, "settled")]
 
@@ -299,6 +301,10 @@ def test_the_last_row_of_a_prompt_decides(journal: Journal) -> None:
 
 def test_dead_letters_are_settled_whatever_their_groups_were(journal: Journal) -> None:
     accept(journal, 3, outcome="stale")
-    journal.bury(DeadLetter(0, 3, 2, "data", "reward_failed", ""))
-    journal.bury(DeadLetter(1, 4, 2, "infra", "expired", ""))
-    assert recovered(journal, 0).fates == [((0, 3), "again"), ((0, 3), "settled"), ((1, 4), "settled")]
+    journal.bury(DeadLetter(0, 3, 0, 2, "data", "reward_failed", ""))
+    journal.bury(DeadLetter(1, 4, 1, 2, "infra", "expired", ""))
+    assert recovered(journal, 0).fates == [
+        ((0, 3, 0), "again", "mixed", 0, True),
+        ((0, 3, 0), "settled", "unscored", 0, True),
+        ((1, 4, 1), "settled", "unscored", 0, True),
+    ]

@@ -1,6 +1,7 @@
 """A row goes only when no checkpoint needs it; of the others the newest stay, and the disk gets its room back."""
 
 import contextlib
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -11,16 +12,29 @@ from replay.recovery import recover
 from replay.retention import prune
 from replay.staleness import StalenessBudget
 
-from .builders import entry, group_ids
+from .builders import claim, entry, group_ids
 
 YEAR_S = 365 * 86_400.0
 
 
 def pruned(
-    journal: Journal, step: int, seq: int, *, keep_bytes: int = 0, keep_age_s: float = YEAR_S
+    journal: Journal,
+    step: int,
+    seq: int,
+    *,
+    keep_bytes: int = 0,
+    keep_age_s: float = YEAR_S,
+    replayable: Iterable[str] = (),
 ) -> tuple[int, list[int]]:
     """How many rows went, and the prompts of those that stayed."""
-    count = prune(journal, oldest_step=step, oldest_seq=seq, keep_bytes=keep_bytes, keep_age_s=keep_age_s)
+    count = prune(
+        journal,
+        oldest_step=step,
+        oldest_seq=seq,
+        replayable=frozenset(replayable),
+        keep_bytes=keep_bytes,
+        keep_age_s=keep_age_s,
+    )
     bodies = journal.query("SELECT prompt_id FROM groups JOIN bodies USING(seq) ORDER BY seq")
     assert journal.query("SELECT prompt_id FROM groups ORDER BY seq") == bodies
     assert journal.query("SELECT count(*) FROM bodies") == [(len(bodies),)]
@@ -37,8 +51,8 @@ def history(journal: Journal) -> Journal:
     """Rows 1 to 8, of prompts 0 to 7; every frame has 100 bytes."""
     outcomes = ["accepted", "accepted", "no_signal", "stale", "accepted", "accepted", "accepted", "no_signal"]
     journal.append([entry(i, outcome=outcome, frame=b"%0100d" % i) for i, outcome in enumerate(outcomes)])
-    journal.claim(1, 1, group_ids(0))
-    journal.claim(2, 3, group_ids(1))
+    claim(journal, 1, 1, 0)
+    claim(journal, 2, 3, 1)
     journal.drop(group_ids(4), "stale")
     journal.drop(group_ids(5), "configuration")
     return journal
@@ -91,14 +105,14 @@ def test_what_nobody_needs_goes_after_so_long_and_what_somebody_needs_stays(hist
 
 def test_a_quarantined_group_stays_until_no_checkpoint_would_send_its_prompt_out_again(journal: Journal) -> None:
     journal.append([entry(0), entry(1), entry(2)])
-    journal.claim(2, 3, group_ids(0))
+    claim(journal, 2, 3, 0)
     journal.drop(group_ids(0), "quarantined")
     assert pruned(journal, 1, 3) == (0, [0, 1, 2])
     budget = StalenessBudget(1, 9, num_iterations=2)
-    assert recover(journal, 1, 3, budget, comparable=True).fates == [
-        ((0, 0), "settled"),
-        ((0, 1), "held"),
-        ((0, 2), "held"),
+    assert recover(journal, 1, 3, budget, partial=False, comparable=True).fates == [
+        ((0, 0, 0), "settled", "mixed", 0, False),
+        ((0, 1, 0), "held", "mixed", 0, False),
+        ((0, 2, 0), "held", "mixed", 0, False),
     ]
     assert pruned(journal, 2, 3) == (0, [0, 1, 2])
     assert pruned(journal, 3, 3) == (1, [1, 2])
@@ -107,7 +121,7 @@ def test_a_quarantined_group_stays_until_no_checkpoint_would_send_its_prompt_out
 def test_of_dead_letters_the_newest_stay(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retention, "_MAX_DEAD_LETTERS", 2)
     for prompt_id in range(5):
-        journal.bury(DeadLetter(0, prompt_id, 1, "data", "bad_prompt", ""))
+        journal.bury(DeadLetter(0, prompt_id, 0, 1, "data", "bad_prompt", ""))
     pruned(journal, 0, 0)
     assert journal.query("SELECT prompt_id FROM dead_letters ORDER BY id") == [(3,), (4,)]
 
@@ -137,5 +151,5 @@ def test_an_acknowledgement_does_not_wait_for_the_end_of_a_long_deletion(journal
         seen.append(journal.query("SELECT count(*) FROM groups")[0][0])
 
     journal.transaction = watched  # type: ignore[method-assign]
-    assert prune(journal, oldest_step=0, oldest_seq=600, keep_bytes=0, keep_age_s=YEAR_S) == 600
+    assert prune(journal, oldest_step=0, oldest_seq=600, replayable=frozenset(), keep_bytes=0, keep_age_s=YEAR_S) == 600
     assert seen[:3] == [600 - 256, 600 - 512, 0]
