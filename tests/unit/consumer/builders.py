@@ -154,16 +154,20 @@ def replay_of(**settings: Any) -> ReplayTable:
     return table
 
 
-def fill(replay: RolloutBuffer, count: int = 2) -> list[str]:
-    """Leases and answers `count` prompts."""
-    lease_ids = []
-    for _ in range(count):
+def fill(replay: RolloutBuffer, count: int = 2, *, dull: int = 0) -> list[str]:
+    """Leases and answers `count` prompts, and then `dull` more without signal. Returns the first ones' groups."""
+    lease_ids, outcomes = [], ["accepted"] * count + ["no_signal"] * dull
+    for _ in outcomes:
         record = replay.lease("p", now=0.0, timeout_s=60.0)
         assert record is not None
         lease_ids.append(record.lease_id)
-    groups = [rollout_group([[3], [4], [5], [6]], group_id=lease_id) for lease_id in lease_ids]
-    assert replay.offer([delivery(group) for group in groups]) == ["accepted"] * count
-    return lease_ids
+    rewards = [[0.0, 1.0, 2.0, 3.0]] * count + [[0.0] * 4] * dull
+    groups = [
+        rollout_group([[3], [4], [5], [6]], rewards=values, group_id=lease_id)
+        for lease_id, values in zip(lease_ids, rewards, strict=True)
+    ]
+    assert replay.offer([delivery(group) for group in groups]) == outcomes
+    return lease_ids[:count]
 
 
 class Clock:

@@ -12,9 +12,9 @@ from consumer.checkpoints import (
     Checkpoint,
     clear_staging,
     commit,
+    committed,
     is_committed,
     latest,
-    oldest,
     prune,
     staging,
     starting_point,
@@ -80,7 +80,7 @@ def dies(action: Callable[[], object], number: int, monkeypatch: pytest.MonkeyPa
     return False
 
 
-def test_the_newest_and_the_oldest_by_number_that_count(tmp_path: Path) -> None:
+def test_those_that_count_are_found_by_number(tmp_path: Path) -> None:
     for step in (5, 10, 9):
         checkpoint(tmp_path, step)
     uncounted(tmp_path, 20)
@@ -88,7 +88,11 @@ def test_the_newest_and_the_oldest_by_number_that_count(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-best").mkdir()
     (tmp_path / "checkpoint-best" / "pipeline_state.json").write_text("{}")
     assert latest(tmp_path) == (tmp_path / "checkpoint-10", {"step": 10, "run_id": "run"})
-    assert oldest(tmp_path) == (tmp_path / "checkpoint-5", {"step": 5, "run_id": "run"})
+    assert [(found.folder.name, found.step) for found in committed(tmp_path)] == [
+        ("checkpoint-5", 5),
+        ("checkpoint-9", 9),
+        ("checkpoint-10", 10),
+    ]
     found = latest(tmp_path)
     assert found is not None
     assert (found.step, found.run_id) == (10, "run")
@@ -96,7 +100,7 @@ def test_the_newest_and_the_oldest_by_number_that_count(tmp_path: Path) -> None:
 
 def test_nothing_to_find(tmp_path: Path) -> None:
     assert latest(tmp_path / "absent") is None
-    assert oldest(tmp_path / "absent") is None
+    assert committed(tmp_path / "absent") == []
     uncounted(tmp_path, 1)
     assert latest(tmp_path) is None
 
@@ -249,14 +253,11 @@ def test_a_crash_anywhere_in_pruning_leaves_only_whole_checkpoints_that_count(
     number = 0
     while dies(lambda: prune(tmp_path, 1), number, monkeypatch):
         number += 1
-        for found in (oldest(tmp_path), latest(tmp_path)):
-            assert found is not None
-            assert is_whole(found)
+        assert all(map(is_whole, committed(tmp_path)))
+        assert committed(tmp_path)
         if not is_committed(tmp_path / "checkpoint-2"):  # put back what the last attempt deleted
             checkpoint(tmp_path, 2)
         if not is_committed(tmp_path / "checkpoint-1"):
             checkpoint(tmp_path, 1)
-    found = oldest(tmp_path)
-    assert found is not None
-    assert found.step == 3
+    assert [found.step for found in committed(tmp_path)] == [3]
     assert number == 2 * 5, "of each three files, first the state, and two folders"

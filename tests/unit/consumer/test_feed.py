@@ -30,9 +30,9 @@ class FakeIntake:
 def polls(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """Time passes in `next_batch` alone."""
 
-    def next_batch(self: RolloutBuffer, timeout_s: float) -> Any:
+    def next_batch(self: RolloutBuffer, timeout_s: float, *, partial: bool = False) -> Any:
         clock.now += timeout_s
-        return original(self, 0.0)
+        return original(self, 0.0, partial=partial)
 
     original = RolloutBuffer.next_batch
     monkeypatch.setattr(RolloutBuffer, "next_batch", next_batch)
@@ -44,10 +44,11 @@ def feed(
     intake: FakeIntake | None = None,
     said: list[str] | None = None,
     check: Callable[[], None] = lambda: None,
+    partial_after_s: float | None = None,
 ) -> BatchFeed:
     said = [] if said is None else said
     waits = Patience(check=check, say=said.append, stall_timeout_s=60.0)
-    return BatchFeed(replay, intake or FakeIntake(), waits)
+    return BatchFeed(replay, intake or FakeIntake(), waits, partial_after_s=partial_after_s)
 
 
 def test_batches_come_in_order_and_the_intake_is_told_of_the_room(journal: Journal) -> None:
@@ -75,6 +76,29 @@ def test_the_wait_of_a_batch_is_measured(journal: Journal) -> None:
     batch = next(batches)
     assert waiting.wait_s == pytest.approx(0.25)
     assert waiting.last is batch
+
+
+def test_a_partial_batch_will_do_after_a_while(journal: Journal, clock: Clock) -> None:
+    replay = live_buffer(journal, max_staleness=1, partial=True)
+    lease_ids = fill(replay, 3)
+    batches = iter(feed(replay, partial_after_s=5.0))
+    assert [g.group_id for g in next(batches).groups] == lease_ids[:2]
+    assert clock.now < 1001, "a full one is there"
+    begun = clock.now
+    assert [g.group_id for g in next(batches).groups] == lease_ids[2:]
+    assert clock.now - begun == pytest.approx(5.25)
+
+
+def test_no_batch_is_so_partial_that_it_is_empty(journal: Journal, clock: Clock) -> None:
+    replay = live_buffer(journal, partial=True)
+
+    def check() -> None:
+        if clock.now >= 1020 and not replay.depth()["ready"]:
+            fill(replay, 1)
+
+    batch = next(iter(feed(replay, check=check, partial_after_s=5.0)))
+    assert (len(batch.groups), batch.num_fresh) == (1, 1)
+    assert 1020 < clock.now < 1021
 
 
 def test_a_stop_request_ends_the_wait(journal: Journal, clock: Clock) -> None:
@@ -105,7 +129,7 @@ def test_a_stall_names_who_waits_for_what(journal: Journal, clock: Clock) -> Non
     with pytest.raises(StalledError) as caught:
         next(iter(feed(replay, said=said)))
     assert 1060 < clock.now < 1061
-    words = "1 producer(s), 2 leases out; so far {'leased': 1}"
+    words = "1 producer(s), 2 leases out; so far {'leased': 1, 'rerolls_leased': 0}"
     assert str(caught.value) == f"no rollouts for pipeline.stall_timeout_s=60 s: {words}"
     assert said[0] == f"waiting for rollouts (10 s): {words}"
     assert len(said) == 5

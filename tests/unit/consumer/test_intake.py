@@ -474,7 +474,7 @@ def test_on_a_full_disk_groups_wait_unacknowledged_and_are_tried_again_every_tic
     journal.full = True
     producer.say(*groups)
     assert producer.all(Ack) == []
-    assert trainer.replay.depth() == {"ready": 0, "leased": 3, "epoch": 0}
+    assert (trainer.replay.depth()["ready"], trainer.replay.depth()["leased"]) == (0, 3)
     assert not reserve.exists(), "given up, so that what is in progress can end"
     assert f"the disk of {journal.path} is full; 3 groups wait in memory, the rest with producers" in caplog.text
     producer.say(*groups[:2])  # its patience with acknowledgements is over
@@ -489,7 +489,7 @@ def test_on_a_full_disk_groups_wait_unacknowledged_and_are_tried_again_every_tic
     ]
     assert journal.commits == [3]
     assert trainer.replay.counts["duplicate"] == 0
-    assert trainer.replay.depth() == {"ready": 3, "leased": 0, "epoch": 0}
+    assert (trainer.replay.depth()["ready"], trainer.replay.depth()["leased"]) == (3, 0)
 
 
 def test_a_group_that_waits_for_the_disk_is_answered_where_its_producer_is_now(

@@ -12,8 +12,9 @@ from protocol.errors import DatasetError
 from protocol.messages import Lease, Sampling
 from replay.buffer import RolloutBuffer
 from replay.disk import DiskGuard
+from replay.rerolls import RerollRules
 
-from .builders import FillableJournal, live_buffer
+from .builders import FillableJournal, fill, live_buffer
 
 SAMPLING = Sampling(num_generations=4, max_completion_length=4, temperature=1.0)
 
@@ -172,6 +173,20 @@ def test_a_producer_that_cannot_be_reached_is_named_once_and_the_others_get_thei
     assert counter.give() == ([], [b"gone"])
     assert counter.channel.prompts_of(b"here") == [1, 2, 3]
     assert counter.replay.leased_to("gone") == {"0-0-0-1-s"}, "for the caller to release"
+
+
+def test_the_lease_of_a_prompt_that_comes_back_wants_a_newer_policy(journal: FillableJournal, disk: DiskGuard) -> None:
+    rules = RerollRules(delay_versions=2, max_attempts=1)
+    counter = Counter(live_buffer(journal, groups_per_step=4, max_staleness=9, rules=rules), disk)
+    fill(counter.replay, 0, dull=1)
+    counter.join("p", 4)
+    counter.give()
+    assert counter.channel.prompts_of(b"p") == [1, 2, 3, 4]
+    counter.replay.published(2)
+    counter.join("q", 1)
+    counter.give()
+    _, lease = counter.channel.sent[-1]
+    assert (lease.lease_id, lease.prompt_id, lease.attempt, lease.policy_floor) == ("0-0-1-1-s", 0, 1, 2)
 
 
 def test_without_producers_nothing_is_leased(counter: Counter) -> None:

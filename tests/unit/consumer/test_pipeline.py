@@ -15,8 +15,9 @@ from protocol.config_learning import ReplaySection
 from protocol.errors import JournalError, StalledError
 from replay.disk import DiskGuard
 from replay.journal_reader import JournalReader
+from replay.replay_table import ReplayTable
 
-from .builders import Clock, FillableJournal, fill, live_buffer
+from .builders import Clock, FillableJournal, fill, live_buffer, replay_of
 
 
 class Announcements:
@@ -38,9 +39,17 @@ class Announcements:
 class Run:
     """A pipeline and everything around it."""
 
-    def __init__(self, folder: Path, journal: FillableJournal, disk: DiskGuard, clock: Clock, **settings: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        journal: FillableJournal,
+        disk: DiskGuard,
+        clock: Clock,
+        replay: ReplayTable | None = None,
+        **settings: Any,
+    ) -> None:
         self.folder, self.journal, self.clock = folder, journal, clock
-        self.replay = live_buffer(journal, max_staleness=9)
+        self.replay = live_buffer(journal, max_staleness=9, replay=replay)
         self.intake = Announcements(journal.path)
         self.said: list[str] = []
         self.room_at = 0.0
@@ -145,6 +154,25 @@ def test_groups_go_when_the_oldest_kept_checkpoint_does_not_need_them(run: Run) 
     checkpoints.prune(run.folder, keep=1)
     run.pipeline.checkpointed(run.folder)
     assert run.steps_in_journal() == []
+
+
+def test_groups_that_may_stand_in_stay_until_no_kept_checkpoint_has_them(
+    tmp_path: Path, journal: FillableJournal, disk: DiskGuard, clock: Clock
+) -> None:
+    run = Run(tmp_path / "checkpoints", journal, disk, clock, replay_of(max_size=2))
+    run.step(1)
+    run.checkpoint(1)  # whose table has the groups of step 1; afterwards those of later steps displace them
+    for number in (2, 3):
+        run.step(number)
+        run.checkpoint(number)
+        run.pipeline.checkpointed(run.folder)
+    assert run.steps_in_journal() == [1, 2, 3]
+    checkpoints.prune(run.folder, keep=2)
+    run.pipeline.checkpointed(run.folder)
+    assert run.steps_in_journal() == [2, 3], "of a step that the oldest checkpoint holds, and still in its table"
+    checkpoints.prune(run.folder, keep=1)
+    run.pipeline.checkpointed(run.folder)
+    assert run.steps_in_journal() == [3]
 
 
 def test_groups_newer_than_the_state_of_the_checkpoint_stay(run: Run) -> None:

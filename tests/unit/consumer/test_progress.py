@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from consumer.progress import StepReport, batch_metrics
+from consumer.progress import StepReport, batch_metrics, success_rates
 from replay.cutting import CutBatch
 
 from .builders import rollout_group
@@ -36,7 +36,7 @@ def write(place: StepReport, *numbers: int) -> None:
 def test_metrics_by_hand() -> None:
     used = rollout_group([[3], [4, 5]], rewards=[[1.0, 2.0], [0.0, math.nan]], truncated=[False, True], version=3)
     dull = rollout_group([[3, 4, 5], [4]], rewards=[[1.0, math.nan], [math.nan, math.nan]], version=5)
-    batch = CutBatch(5, 1, 6, [used], [(used, "accepted"), (dull, "no_signal")])
+    batch = CutBatch(5, 1, 6, [used], 1, [(used, "accepted"), (dull, "no_signal")])
     metrics = batch_metrics(batch, 5, np.array([1.0, 0.5]), ["first", "second"])
     # weighted sums 2, 0, 1; the completion without any reward is left out
     assert metrics == pytest.approx(
@@ -49,6 +49,7 @@ def test_metrics_by_hand() -> None:
             "completions/clipped_ratio": 0.25,
             "staleness/mean": 2.0,
             "staleness/max": 2.0,
+            "replay/share": 0.0,
             "rewards/first/mean": 2 / 3,
             "rewards/first/std": math.sqrt(1 / 3),
             "rewards/second/mean": 2.0,
@@ -59,7 +60,7 @@ def test_metrics_by_hand() -> None:
 
 def test_metrics_when_nothing_was_scored() -> None:
     group = rollout_group([[3], [4]], rewards=[math.nan, math.nan])
-    metrics = batch_metrics(CutBatch(0, 1, 1, [group], []), 0, np.array([1.0]), ["first"])
+    metrics = batch_metrics(CutBatch(0, 1, 1, [group], 1), 0, np.array([1.0]), ["first"])
     assert math.isnan(metrics["reward"])
     assert "rewards/first/mean" not in metrics
 
@@ -67,9 +68,24 @@ def test_metrics_when_nothing_was_scored() -> None:
 def test_metrics_of_a_batch_without_arrivals_are_of_the_batch() -> None:
     """One that is trained again after a crash, or from a journal."""
     group = rollout_group([[3], [4, 5, 6]], rewards=[0.0, 1.0], version=2)
-    metrics = batch_metrics(CutBatch(3, 1, 4, [group], []), 3, np.array([2.0]), ["first"])
+    metrics = batch_metrics(CutBatch(3, 1, 4, [group], 1), 3, np.array([2.0]), ["first"])
     numbers = (metrics["reward"], metrics["completions/mean_length"], metrics["staleness/max"])
     assert numbers == (1.0, 2.0, 1.0)
+
+
+def test_groups_that_stand_in_have_an_age_and_no_staleness() -> None:
+    fresh, recent, old = (rollout_group([[3], [4]], version=version) for version in (8, 5, 2))
+    metrics = batch_metrics(CutBatch(9, 1, 10, [fresh, recent, old], 1), 9, np.array([1.0]), ["first"])
+    assert (metrics["staleness/mean"], metrics["staleness/max"]) == (1.0, 1.0)
+    assert metrics["replay/share"] == pytest.approx(2 / 3)
+    assert (metrics["replay/age/mean"], metrics["replay/age/max"]) == (5.5, 7.0)
+
+
+def test_success_by_attempt_is_of_all_scored_completions() -> None:
+    counts = {"attempt_1_groups": 2, "attempt_1_scored": 8, "attempt_1_successes": 6, "accepted": 3}
+    assert success_rates(counts) == {"success_rate/attempt_1": 0.75}
+    again = {"attempt_2_groups": 1, "attempt_2_scored": 4, "attempt_2_successes": 0, "attempt_3_scored": 0}
+    assert success_rates(counts | again) == {"success_rate/attempt_1": 0.75, "success_rate/attempt_2": 0.0}
 
 
 def test_every_step_is_one_line_at_once(tmp_path: Path) -> None:

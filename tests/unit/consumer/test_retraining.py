@@ -13,7 +13,7 @@ from protocol.errors import ConfigError, JournalError
 from replay.journal import Journal
 from replay.retention import prune
 
-from .builders import SHAPE, fill, live_buffer
+from .builders import SHAPE, fill, live_buffer, replay_of
 
 FACTS = {
     "run_id": "run",
@@ -65,6 +65,31 @@ def test_every_recorded_batch_in_order_and_nothing_else(journal: Journal, record
     assert batches(recorded, 3) == [(2, 1, 3, made[2])]
 
 
+def test_groups_that_stood_in_stand_in_again(journal: Journal, recorded: RecordedRun) -> None:
+    journal.note_facts(FACTS)
+    replay = live_buffer(journal, max_staleness=9, replay=replay_of(), max_replayed=1)
+    made = [fill(replay), [*fill(replay, 1, dull=1), "0-0-0-1-s"]]
+    for step in (1, 2):
+        assert replay.next_batch(0.0) is not None
+        journal.end_step(step, None)
+    assert batches(recorded) == [(0, 1, 1, made[0]), (1, 1, 2, made[1])]
+    assert [batch.num_fresh for batch in recorded.batches(1, SHAPE)] == [2, 1]
+    counts: Counter[str] = Counter()
+    with pytest.raises(StopRequested):
+        list(feed(recorded, counts))
+    assert counts == {"trained": 3, "replayed": 1} == {name: replay.counts[name] for name in counts}
+
+
+def test_a_partial_batch_stays_partial(journal: Journal, recorded: RecordedRun) -> None:
+    journal.note_facts(FACTS)
+    replay = live_buffer(journal, max_staleness=9, partial=True)
+    made = [fill(replay, 1), fill(replay, 2)]
+    for step in (1, 2):
+        assert replay.next_batch(0.0, partial=True) is not None
+        journal.end_step(step, None)
+    assert [groups for *_, groups in batches(recorded)] == [[made[0][0], made[1][0]], [made[1][1]]]
+
+
 def test_a_start_behind_the_last_batch_has_nothing_to_train(journal: Journal, recorded: RecordedRun) -> None:
     record(journal, 3)
     with pytest.raises(JournalError, match=r"the groups of step 4 are not in the journal \(any more\)"):
@@ -75,7 +100,7 @@ def test_groups_of_a_batch_come_in_the_order_of_the_step_and_not_of_arrival(
     journal: Journal, recorded: RecordedRun
 ) -> None:
     [[first, second]] = record(journal, 1)
-    journal.claim(1, 1, [second, first])
+    journal.claim(1, 1, [second, first], 2)
     journal.end_step(1, None)
     assert batches(recorded) == [(0, 1, 1, [second, first])]
 
@@ -83,7 +108,7 @@ def test_groups_of_a_batch_come_in_the_order_of_the_step_and_not_of_arrival(
 def test_groups_are_what_the_producer_sent(journal: Journal, recorded: RecordedRun) -> None:
     record(journal, 1)
     [batch] = recorded.batches(1, SHAPE)
-    assert batch.arrivals == []
+    assert len(batch.arrivals) == 0
     assert batch.groups[0].completion_ids.tolist() == [3, 4, 5, 6]
     assert batch.groups[0].rewards[:, 0].tolist() == [0.0, 1.0, 2.0, 3.0]
 
@@ -98,7 +123,7 @@ def test_several_iterations_and_a_start_between_them(journal: Journal, recorded:
 
 def test_a_batch_whose_groups_were_deleted_is_a_gap(journal: Journal, recorded: RecordedRun) -> None:
     made = record(journal, 3)
-    prune(journal, oldest_step=2, oldest_seq=journal.last_seq, keep_bytes=0, keep_age_s=1.0)
+    prune(journal, oldest_step=2, oldest_seq=journal.last_seq, replayable=set(), keep_bytes=0, keep_age_s=1.0)
     with pytest.raises(JournalError) as caught:
         batches(recorded)
     assert str(caught.value) == (
@@ -191,4 +216,5 @@ def test_its_pipeline_leads_nowhere(tmp_path: Path) -> None:
     pipeline.publish(1, 1, b"adapter", "digest")
     pipeline.end_step(2)
     pipeline.checkpointed(tmp_path / "absent")
+    assert pipeline.observe(0.5, 0.5) == {}
     assert pipeline.state() == {}
