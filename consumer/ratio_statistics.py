@@ -1,7 +1,7 @@
 """What the importance ratios of a batch say about how far off-policy it is, and what the correction does about it.
 
-Guarantee: finite numbers, also of an empty batch; one transfer from the device per batch; quantiles look at no more than
-`QUANTILE_SAMPLE` values. docs/algorithms.md says what each number means.
+Guarantee: finite numbers, and none of a micro-batch in which no token counts; they come from the device in one transfer;
+quantiles look at no more than `QUANTILE_SAMPLE` values. docs/algorithms.md says what each number means.
 """
 
 import torch
@@ -19,7 +19,10 @@ def ratio_statistics(correction: Correction, factors: Factors) -> dict[str, floa
     `sequence/` or `geometric/`: the raw ratios of the completions, where the preset has that level. `corrected/`: the
     factors of the tokens that count, after bounds and masks, where the correction does anything.
     """
-    log_ratio = _known(factors.log_ratio[factors.scored].double(), default=0.0)
+    if not factors.counts.any():
+        return {}
+    log_ratio = factors.log_ratio[factors.scored].double()
+    log_ratio = log_ratio if log_ratio.numel() else log_ratio.new_zeros(1)  # unscored tokens have ratio 1
     ratio = log_ratio.exp()
     result = _distribution(ratio) | {
         "kl": -log_ratio.mean(),  # k1 and k3 of KL(b || p), http://joschu.net/blog/kl-approx.html
@@ -52,7 +55,6 @@ def chi_square(ratio: torch.Tensor) -> torch.Tensor:
 
 
 def _distribution(ratio: torch.Tensor) -> dict[str, torch.Tensor]:
-    ratio = _known(ratio, default=1.0)
     sample = ratio[:: -(-ratio.numel() // QUANTILE_SAMPLE)]
     at = torch.tensor(list(_QUANTILES.values()), dtype=ratio.dtype, device=ratio.device)
     return {
@@ -64,10 +66,5 @@ def _distribution(ratio: torch.Tensor) -> dict[str, torch.Tensor]:
     } | dict(zip(_QUANTILES, sample.quantile(at), strict=True))
 
 
-def _known(values: torch.Tensor, default: float) -> torch.Tensor:
-    """The values, or `default` where there are none."""
-    return values if values.numel() else values.new_full((1,), default)
-
-
 def _share(these: torch.Tensor, among: torch.Tensor) -> torch.Tensor:
-    return (these & among).sum().double() / among.sum().clamp(min=1)
+    return (these & among).sum().double() / among.sum()
