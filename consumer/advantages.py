@@ -76,13 +76,3 @@ def advantages(
     elif scale_rewards == "batch":
         result = result / (nanstd(total, dim=0) + EPSILON)
     return result.flatten().nan_to_num(nan=0.0)
-
-
-def has_signal(rewards: torch.Tensor, weights: torch.Tensor, *, aggregation: str = "sum_then_normalize") -> bool:
-    """Whether a group's rewards, float (n, F), differ from each other at all, i.e. give an advantage that is not zero."""
-    if aggregation == "normalize_then_sum":
-        columns = [column[~column.isnan()] for column in rewards[:, weights != 0].T]
-    else:
-        total = combined_rewards(rewards, weights)
-        columns = [total[~total.isnan()]]
-    return any(len(c) > 1 and not torch.isclose(c.max(), c.min(), rtol=1e-5, atol=1e-8) for c in columns)

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from consumer.advantages import EPSILON, advantages, centred, combined_rewards, nanstd
+from consumer.advantages import advantages, centred, combined_rewards, nanstd
 from consumer.trainer import GRPOTrainer, _without_vllm
-from replay.rewards import RewardRecipe
+from replay.rewards import EPSILON, RewardRecipe
 
 from .builders import rollout_group, run_config
 from .trl_reference import trl_inputs, trl_trainer
