@@ -12,23 +12,22 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
-import torch
 
 from benchmarks.groups import SHAPE
 from benchmarks.terms import HEARTBEAT_INTERVAL_S, HEARTBEAT_TIMEOUT_S, MAX_MESSAGE_BYTES, NEEDS
-from consumer.advantages import has_signal
 from consumer.intake import Intake
 from consumer.leasing import LeaseDesk
 from protocol.messages import Sampling
 from protocol.zmq_channel import ZmqServer
 from replay.buffer import RolloutBuffer
+from replay.cutting import BatchCutter
 from replay.disk import DiskGuard
 from replay.failures import RetryBudget
-from replay.groups import RolloutGroup
 from replay.journal import Journal
 from replay.ledger import PromptLedger
+from replay.rerolls import RerollQueue, RerollRules
+from replay.rewards import RewardRecipe
 from replay.staleness import StalenessBudget
-from replay.table import FifoTable
 
 GROUPS_PER_STEP = 64
 MAX_STALENESS = 64  # steps take no time here, and two producers are soon some apart
@@ -45,19 +44,15 @@ class Acceptor:
 
     def __init__(self, endpoint: str, folder: Path) -> None:
         self.journal = Journal(folder / "journal.sqlite")
-        weights = torch.ones(1)
-
-        def moves_policy(group: RolloutGroup) -> bool:
-            return has_signal(torch.tensor(group.rewards), weights)
-
+        rewards = RewardRecipe(np.ones(1, np.float32))
         budgets = {"data": RetryBudget(3, 1.0), "infra": RetryBudget(10, 0.25)}
+        rerolls = RerollQueue(max_share=0.25, max_pending=4096)
         self.buffer = RolloutBuffer(
-            PromptLedger(_NUM_PROMPTS, seed=0, shuffle=False, budgets=budgets, session="bench"),
-            StalenessBudget(GROUPS_PER_STEP, MAX_STALENESS),
-            FifoTable(),
+            PromptLedger(_NUM_PROMPTS, seed=0, shuffle=False, budgets=budgets, session="bench", rerolls=rerolls),
+            BatchCutter(StalenessBudget(GROUPS_PER_STEP, MAX_STALENESS), self.journal, signal=rewards.signal),
             self.journal,
-            has_signal=moves_policy,
-            reward_weights=np.ones(1, np.float32),
+            rules=RerollRules(),
+            mean_reward=rewards.mean_reward,
             max_failed_share=0.5,
         )
         self.buffer.restore(None, step=0, shape=SHAPE)

@@ -19,10 +19,12 @@ import numpy as np
 
 from benchmarks.groups import GroupFactory
 from replay.journal import Entry, Journal
+from replay.rerolls import Judgement
 
 BATCHES = (1, 8, 32)
 RAW, FULL, NORMAL = "raw append + fdatasync", "journal (FULL)", "journal (NORMAL)"
 _TURN_S = 0.4
+_MIXED = Judgement("mixed", 8, 4)
 
 Frames = list[tuple[int, bytes]]  # number of the group, and its message
 
@@ -92,14 +94,15 @@ def _raw_append(path: Path, stack: ExitStack) -> Callable[[Frames], None]:
 def _journal_append(journal: Journal, frames: Frames) -> None:
     """As the trainer does."""
     journal.append(
-        Entry(f"0-{number}-1-bench", 0, number, 1, "bench", 0, "accepted", 0.5, 4096, frame) for number, frame in frames
+        Entry(f"0-{number}-0-1-bench", 0, number, 0, 1, "bench", 0, "accepted", 0.5, _MIXED, 4096, frame)
+        for number, frame in frames
     )
 
 
 def _turn(series: Series, factory: GroupFactory, numbers: "itertools.count[int]") -> None:
     seconds: list[float] = []
     while sum(seconds) < _TURN_S:
-        frames = [(n, factory.frame(f"0-{n}-1-bench")) for n in itertools.islice(numbers, series.batch)]
+        frames = [(n, factory.frame(f"0-{n}-0-1-bench")) for n in itertools.islice(numbers, series.batch)]
         started = time.perf_counter()
         series.commit(frames)
         seconds.append(time.perf_counter() - started)

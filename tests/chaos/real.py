@@ -141,7 +141,7 @@ def verdict(run_dir: Path, common: list[str], producer: Side, trainer: Side, jou
     batches = list(reader.batches())
     num_groups = reader.count()
     reader.close()
-    trained = [group_id for _, _, group_ids in batches for group_id in group_ids]
+    trained = [group_id for batch in batches for group_id in batch.group_ids[: batch.num_fresh]]
     again = run_dir.with_name("real-again")
     shutil.rmtree(again, ignore_errors=True)
     retrain = [sys.executable, "-m", "consumer.cli", "--gpu", "cpu", *common]
@@ -150,7 +150,7 @@ def verdict(run_dir: Path, common: list[str], producer: Side, trainer: Side, jou
     return {
         "kills_producer": producer.kills,
         "kills_trainer": trainer.kills,
-        "steps": sum(last - step + 1 for step, last, _ in batches),
+        "steps": sum(batch.last_step - batch.step + 1 for batch in batches),
         "groups_journaled": num_groups,
         "groups_trained": len(trained),
         "trained_twice": len(trained) - len(set(trained)),

@@ -15,6 +15,7 @@ import apsw
 
 from consumer import checkpoints
 from replay.journal import Entry, Journal
+from replay.rerolls import Judgement
 
 PAYLOAD = "payload.bin"
 _FRAME_BYTES = 6000
@@ -36,7 +37,8 @@ KINDS = {"full": Journal, "normal": NormalJournal}
 
 def made_up_entry(number: int, rng: random.Random, session: str = "w") -> Entry:
     frame = rng.randbytes(rng.randint(_FRAME_BYTES // 10, _FRAME_BYTES))
-    return Entry(f"0-{number}-1-{session}", 0, number, 1, "writer", 0, "accepted", 0.5, 10, frame)
+    judgement = Judgement("mixed", 2, 1)
+    return Entry(f"0-{number}-0-1-{session}", 0, number, 0, 1, "writer", 0, "accepted", 0.5, judgement, 10, frame)
 
 
 def _say(*lines: str) -> None:

@@ -172,7 +172,8 @@ class Run:
             batches = list(journal.batches())
         acks = self.acks
         assert {ack.outcome for ack in acks} <= _ANSWERED | {"stale"}
-        prompts = {(rows[g].epoch, rows[g].prompt_id) for g in rows if rows[g].outcome == "accepted"}
+        keys = {g: (row.epoch, row.prompt_id, row.reroll) for g, row in rows.items()}
+        accepted = {keys[g] for g in rows if rows[g].outcome == "accepted"}
         for ack in acks:
             if ack.outcome != "duplicate":
                 assert ack.group_id in rows, f"{ack.group_id} was acknowledged and is lost"
@@ -181,9 +182,9 @@ class Run:
         trained = [group_id for batch in batches for group_id in batch.group_ids]
         assert all(len(batch.group_ids) == self.config.pipeline.groups_per_step for batch in batches)
         assert len(trained) == len(set(trained))
-        trained_prompts = Counter((rows[g].epoch, rows[g].prompt_id) for g in trained)
+        trained_prompts = Counter(keys[g] for g in trained)
         assert max(trained_prompts.values()) == 1, "a prompt was trained twice in an epoch"
-        assert set(trained_prompts) <= prompts
+        assert set(trained_prompts) <= accepted
         left = {rows[g].state for g in set(rows) - set(trained)}
         assert left <= {"ready", "no_signal", "stale"}
 

@@ -63,7 +63,7 @@ def test_a_run_killed_at_three_points_ends_as_one_that_never_was(
     assert len(set(killed.values())) == len(killed) - 1, "only the last checkpoint and the final adapter are the same"
 
     reader = JournalReader(run.config.journal_file)
-    trained = [group_id for _, _, group_ids in reader.batches() for group_id in group_ids]
+    trained = [group_id for batch in reader.batches() for group_id in batch.group_ids]
     reader.close()
     assert len(trained) == len(set(trained)) == STEPS // num_iterations * 2
     keys = [tuple(group_id.split("-")[:2]) for group_id in trained]
