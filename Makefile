@@ -8,7 +8,7 @@ BACKEND := $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)
 STAMP := $(VENV)/.installed-$(BACKEND)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test unit check docs chaos fuzz bench-journal clean
+.PHONY: help demo test unit check docs chaos fuzz bench-journal bench-offpolicy clean
 
 help: ## show this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -41,6 +41,9 @@ fuzz: $(STAMP) ## a million spoiled frames against the codec, about a minute (SE
 
 bench-journal: $(STAMP) ## durable groups per second and latency of acknowledgements, beside raw appends
 	$(BIN)/python -m benchmarks.journal --out runs/bench/journal.json --plot runs/bench/journal.png
+
+bench-offpolicy: $(STAMP) ## accuracy under scripted staleness, without and with each correction, about half an hour
+	$(BIN)/python -m benchmarks.offpolicy --plot runs/bench/offpolicy/offpolicy.png
 
 clean: ## remove the virtual environment and the demo's files
 	rm -rf $(VENV) runs/demo runs/demo-base

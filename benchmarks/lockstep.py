@@ -149,6 +149,7 @@ class LockstepFeed:
         ]
         self.wait_s = 0.0
         self.last: CutBatch | None = None
+        self.num_fillers = 0  # groups trained without signal
 
     def __iter__(self) -> Iterator[CutBatch]:
         for step in range(self._setup.arguments.max_steps):
@@ -167,6 +168,7 @@ class LockstepFeed:
             if len(with_signal) >= wanted:
                 break
         groups = (with_signal + without)[:wanted]
+        self.num_fillers += max(0, wanted - len(with_signal))
         arrivals = [(group, "accepted") for group in with_signal] + [(group, "no_signal") for group in without]
         return CutBatch(step, 1, step + 1, groups, len(groups), arrivals)
 

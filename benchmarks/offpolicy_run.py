@@ -1,6 +1,7 @@
 """One training run of `benchmarks.offpolicy`, with a scripted staleness.
 
-Guarantee: equal arguments give equal numbers; a result that is on the disk is whole.
+Guarantee: equal arguments give equal numbers on the same machine. The statistics are what the trainer itself reports in
+`steps.jsonl`, averaged over the steps.
 """
 
 import json
@@ -22,8 +23,14 @@ from consumer.setup import Setup
 from protocol.config_file import load_config
 
 CONFIG = "examples/arithmetic/run.yaml"
-RATIO = "sampling/importance_sampling_ratio"
 ROUNDS = 4  # of prompts, at most, for a batch of groups with signal
+_RATIO = "sampling/importance_sampling_ratio"
+_STATISTICS = {
+    "effective_sample_share": f"{_RATIO}/effective_sample_share",
+    "kl": f"{_RATIO}/kl",
+    "clipped_share": f"{_RATIO}/clipped_share",
+    "staleness": "staleness/mean",
+}
 
 
 @dataclass(frozen=True)
@@ -33,9 +40,10 @@ class Plan:
     steps: int
     learning_rate: float
     evaluate_every: int
-    base: Path
+    base: str  # folder of the model, train.jsonl and eval.jsonl
 
-    def overrides(self, case: "Case", run_dir: Path) -> list[str]:
+    def settings(self, case: "Case", run_dir: Path) -> list[str]:
+        """The overrides of `CONFIG` for one run."""
         return [
             f"run_dir={run_dir}",
             f"seed={case.seed}",
@@ -45,8 +53,6 @@ class Plan:
             f"correction.preset={case.preset}",
             f"trainer.max_steps={self.steps}",
             f"trainer.learning_rate={self.learning_rate}",
-            'trainer.save_strategy="no"',
-            "observability.progress=false",
         ]
 
 
@@ -63,39 +69,46 @@ class Case:
         return f"{self.preset}-{self.staleness}-seed{self.seed}"
 
 
-def train(plan: Plan, case: Case, folder: Path) -> dict[str, Any]:
-    """Trains one run and returns what came of it."""
+def train(plan: Plan, case: Case, run_dir: Path) -> dict[str, Any]:
+    """Trains one run and returns what came of it: `describe`, and the share of trained groups without signal."""
     datasets.disable_progress_bars()
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(1)
-    run_dir = folder / "work" / case.name
-    (run_dir / "steps.jsonl").unlink(missing_ok=True)
     started = time.monotonic()
-    config = load_config(CONFIG, plan.overrides(case, run_dir))
+    settings = [*plan.settings(case, run_dir), 'trainer.save_strategy="no"', "observability.progress=false"]
+    config = load_config(CONFIG, settings)
     setup = Setup.load(config, [], lambda: False)
-    rows = [json.loads(line) for line in (plan.base / "eval.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = [json.loads(line) for line in Path(plan.base, "eval.jsonl").read_text(encoding="utf-8").splitlines()]
     sampler = Sampler(setup)
-    length = config.sampling.max_completion_length
-    policies = Policies(
-        case.staleness + 1, plan.evaluate_every, lambda blob: greedy_accuracy(sampler, rows, blob, length)
-    )
+
+    def evaluate(blob: bytes) -> float:
+        return greedy_accuracy(sampler, rows, blob, config.sampling.max_completion_length)
+
+    policies = Policies(case.staleness + 1, plan.evaluate_every, evaluate)
     feed = LockstepFeed(setup, sampler, policies, case.staleness, ROUNDS)
     report = setup.report(Counter(), 0)
-    patience = Patience(check=lambda: None, say=report.say, stall_timeout_s=60.0)
+    patience = Patience(check=lambda: None, say=report.say, stall_timeout_s=config.pipeline.stall_timeout_s)
     loop = TrainingLoop(setup, policies, feed, report, patience, None, case.name)
     loop.control.publish(0)
     try:
-        assert loop.train()
+        loop.train()
     finally:
         report.close()
+    filler_share = feed.num_fillers / (plan.steps * config.pipeline.groups_per_step)
+    return describe(plan, case, policies.curve, run_dir, started) | {"filler_share": filler_share}
+
+
+def describe(plan: Plan, case: Case, curve: dict[int, float], run_dir: Path, started: float) -> dict[str, Any]:
+    """A run as plain data: plan and case, `curve` as [step, accuracy], its last accuracy, the mean of it after step 0,
+    and the trainer's statistics."""
     steps = [json.loads(line) for line in (run_dir / "steps.jsonl").read_text(encoding="utf-8").splitlines()]
-    return asdict(case) | {
-        "curve": policies.curve,
-        "steps": len(steps),
-        "learning_rate": plan.learning_rate,
+    assert len(steps) == plan.steps, f"{run_dir}: {len(steps)} steps of {plan.steps}"
+    return {
+        "plan": asdict(plan),
+        "case": asdict(case),
+        "curve": sorted(curve.items()),
+        "final": curve[plan.steps],
+        "mean_over_training": statistics.fmean(accuracy for step, accuracy in curve.items() if step > 0),
+        **{name: statistics.fmean(step[key] for step in steps) for name, key in _STATISTICS.items()},
         "wall_s": time.monotonic() - started,
-        **{
-            name: statistics.fmean(step[f"{RATIO}/{name}"] for step in steps)
-            for name in ("effective_sample_share", "kl", "clipped_share")
-        },
     }

@@ -1,0 +1,137 @@
+"""The sampler's log-probs are the model's, and staleness is exactly what was asked for."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.lockstep import LockstepFeed, Policies, Sampler, greedy_accuracy
+from consumer.setup import Setup
+from protocol.config import RunConfig
+from replay.groups import RolloutGroup
+from tests.integration.models import build_model, random_adapter, reference_logprobs
+
+PROMPTS = ["1+1=", "37+45=", "9=", "12345+1="]
+STEPS, STALENESS, ROUNDS = 6, 2, 2
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = build_model("qwen2", tmp_path_factory.mktemp("lockstep") / "model")
+    rows = [{"prompt": prompt, "answer": "2"} for prompt in PROMPTS]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "rewards.py").write_text(
+        "def odd_length(completion_ids, **_):\n    return [float(len(ids) % 2) for ids in completion_ids]\n\n\n"
+        "def nothing(completion_ids, **_):\n    return [0.0] * len(completion_ids)\n"
+    )
+    return folder
+
+
+@pytest.fixture
+def setup(model: Path, tmp_path: Path) -> Callable[..., Setup]:
+    def load(seed: int = 1, reward: str = "odd_length") -> Setup:
+        config = RunConfig.model_validate(
+            {
+                "run_dir": str(tmp_path),
+                "seed": seed,
+                "model": {"path": str(model), "dtype": "float32"},
+                "dataset": {"path": str(model / "train.jsonl")},
+                "rewards": {"functions": [{"function": f"{model}/rewards.py:{reward}"}]},
+                "sampling": {"num_generations": 4, "max_completion_length": 5, "temperature": 0.7},
+                "pipeline": {"groups_per_step": 3, "max_staleness": STALENESS},
+                "lora": {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"},
+                "trainer": {"max_steps": STEPS, "gradient_checkpointing": False},
+            }
+        )
+        return Setup.load(config, [], lambda: False)
+
+    return load
+
+
+@pytest.fixture(scope="module")
+def adapters(model: Path) -> list[Path]:
+    return [model.parent / f"adapter-{version}" for version in range(STEPS)]
+
+
+@pytest.fixture(scope="module")
+def blobs(model: Path, adapters: list[Path]) -> list[bytes]:
+    return [random_adapter(model, folder, seed=version)[0] for version, folder in enumerate(adapters)]
+
+
+def completions(group: RolloutGroup) -> list[tuple[list[int], torch.Tensor]]:
+    lengths = group.completion_lengths.tolist()
+    ids, logprobs = torch.tensor(group.completion_ids).split(lengths), torch.tensor(group.logprobs).split(lengths)
+    return [(one.tolist(), values) for one, values in zip(ids, logprobs, strict=True)]
+
+
+def run(setup: Setup, blobs: list[bytes], staleness: int = STALENESS) -> list[list[RolloutGroup]]:
+    """The batches of a run whose step s publishes the s-th blob, however it was trained."""
+    policies = Policies(staleness + 1, STEPS, lambda blob: 0.0)
+    feed = LockstepFeed(setup, Sampler(setup), policies, staleness, ROUNDS)
+    policies.publish(0, 0, blobs[0], "")
+    batches = []
+    for step, batch in enumerate(feed):
+        batches.append(batch.groups)
+        if step + 1 < STEPS:
+            policies.publish(step + 1, step + 1, blobs[step + 1], "")
+    return batches
+
+
+def test_log_probs_are_those_of_the_policy_that_the_staleness_names(
+    setup: Callable[..., Setup], model: Path, blobs: list[bytes], adapters: list[Path]
+) -> None:
+    for step, groups in enumerate(run(setup(), blobs)):
+        version = max(0, step - STALENESS)
+        assert {group.policy_version for group in groups} == {version}
+        group = groups[step % len(groups)]  # prompts of several lengths were padded beside it
+        ids, logprobs = completions(group)[step % 4]
+        expected = reference_logprobs(model, adapters[version], group.prompt_ids.tolist(), ids, temperature=0.7)
+        torch.testing.assert_close(logprobs, expected, atol=1e-4, rtol=0)
+        other = reference_logprobs(model, adapters[version + 1], group.prompt_ids.tolist(), ids, temperature=0.7)
+        assert (logprobs - other).abs().max() > 1e-2
+
+
+def test_a_completion_ends_with_its_end_token_or_is_cut(setup: Callable[..., Setup], blobs: list[bytes]) -> None:
+    both = set()
+    for groups in run(setup(), blobs):
+        for group in groups:
+            for (ids, _), truncated in zip(completions(group), group.truncated, strict=True):
+                assert 1 not in ids[:-1]
+                assert (ids[-1] == 1) == (not truncated)
+                assert len(ids) == 5 or not truncated
+                both.add(bool(truncated))
+    assert both == {False, True}
+
+
+def test_prompts_and_noise_depend_on_the_seed_alone(setup: Callable[..., Setup], blobs: list[bytes]) -> None:
+    def prompts(batches: list[list[RolloutGroup]]) -> list[list[str]]:
+        return [[group.group_id for group in batch] for batch in batches]
+
+    rewards_of_nothing = {"reward": "nothing"}  # every group fills, so the batch is the first round
+    stale, fresh = (run(setup(**rewards_of_nothing), blobs, staleness) for staleness in (STALENESS, 0))
+    assert prompts(stale) == prompts(fresh)
+    assert prompts(run(setup(seed=2, **rewards_of_nothing), blobs)) != prompts(stale)
+    assert stale[0][0].completion_ids.tolist() == fresh[0][0].completion_ids.tolist()
+    assert stale[-1][0].completion_ids.tolist() != fresh[-1][0].completion_ids.tolist()
+
+
+def test_groups_without_signal_fill_the_batch(setup: Callable[..., Setup], blobs: list[bytes]) -> None:
+    one = setup(reward="nothing")
+    policies = Policies(1, STEPS, lambda blob: 0.0)
+    policies.publish(0, 0, blobs[0], "")
+    feed = LockstepFeed(one, Sampler(one), policies, 0, ROUNDS)
+    batch = next(iter(feed))
+    assert (len(batch.groups), feed.num_fillers) == (3, 3)
+    assert [outcome for _, outcome in batch.arrivals] == ["no_signal"] * 3 * ROUNDS
+
+
+def test_greedy_accuracy_counts_exact_answers(setup: Callable[..., Setup], blobs: list[bytes]) -> None:
+    sampler = Sampler(setup())
+    sampler.load(blobs[0])
+    prompts = sampler.tokenizer(PROMPTS)["input_ids"]
+    texts = sampler.tokenizer.batch_decode(sampler.sample(prompts, 1, 5, 1.0, None).ids, skip_special_tokens=True)
+    rows = [{"prompt": prompt, "answer": text} for prompt, text in zip(PROMPTS, texts, strict=True)]
+    assert greedy_accuracy(sampler, rows, blobs[0], 5) == 1.0
+    assert greedy_accuracy(sampler, [rows[0] | {"answer": "never"}, *rows[1:]], blobs[0], 5) == 0.75
