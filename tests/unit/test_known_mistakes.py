@@ -1,0 +1,105 @@
+"""Mistakes that asynchronous trainers are known to have made, and the tests that show we do not make them.
+
+Guarantee: none of these tests disappears, or is renamed, without somebody looking at what it was for.
+"""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).resolve().parents[1]
+MISTAKES = {
+    # Importance correction
+    "modes that mask clamp what they masked, so that nothing is masked": [
+        ("unit/consumer/test_importance.py", "test_mask_modes_do_not_clamp_again_what_they_masked"),
+    ],
+    "ratios of whole completions explode with their length": [
+        (
+            "unit/consumer/test_importance.py",
+            "test_a_sequence_ratio_explodes_with_length_and_a_geometric_mean_does_not",
+        ),
+        ("unit/consumer/test_importance.py", "test_a_geometric_mean_does_not_depend_on_length"),
+    ],
+    "the clip is inverted for negative advantages": [
+        (
+            "unit/consumer/test_correction_losses.py",
+            "test_the_clip_binds_on_the_right_side_for_both_signs_of_the_advantage",
+        ),
+    ],
+    # Replay
+    "replayed groups keep the ratio of their first training": [
+        (
+            "unit/consumer/test_batches_trained.py",
+            "test_a_replayed_group_gets_its_ratio_from_the_policy_that_trains_it",
+        ),
+    ],
+    "replay writes left-padded prompts into other widths: holes, and prompts without their end": [
+        (
+            "unit/consumer/test_batches_trained.py",
+            "test_a_replayed_group_has_no_holes_and_loses_no_prompt_end_in_other_widths",
+        ),
+    ],
+    "the heap of the replay table freezes on the earliest data": [
+        ("unit/replay/test_replay_table.py", "test_the_replay_heap_freezes_on_the_earliest_data"),
+    ],
+    # Rerolls
+    "the hook that puts rerolls in is never called": [
+        (
+            "unit/consumer/test_rollouts.py",
+            "test_a_constant_format_reward_does_not_hide_a_failure_and_the_prompt_returns_to_a_newer_policy",
+        ),
+    ],
+    "a constant format reward keeps failed prompts from being rerolled": [
+        (
+            "unit/consumer/test_rollouts.py",
+            "test_a_constant_format_reward_does_not_hide_a_failure_and_the_prompt_returns_to_a_newer_policy",
+        ),
+    ],
+    # Data
+    "batches are served last in, first out": [
+        ("unit/replay/test_buffer.py", "test_a_batch_holds_the_first_groups_and_everything_that_arrived"),
+    ],
+    "data carries no policy version": [
+        ("unit/consumer/test_intake.py", "test_a_version_that_was_never_published_is_invalid"),
+        ("integration/test_pair.py", "test_without_staleness_the_run_is_on_policy"),
+    ],
+    "one bad prompt ends the run, counts as a completion, or vanishes": [
+        ("unit/consumer/test_intake.py", "test_bad_prompts_are_skipped_and_counted_and_the_others_go_out"),
+        (
+            "unit/replay/test_buffer.py",
+            "test_failures_are_counted_by_reason_and_prompts_given_up_become_dead_letters",
+        ),
+    ],
+    # Processes
+    "the wait for a reward worker has no end": [
+        ("unit/producer/test_rewards.py", "test_a_hanging_function_fails_in_time"),
+        ("unit/producer/test_rewards.py", "test_after_a_hang_the_pool_works_on_with_a_new_process"),
+    ],
+    "a trainer polls a collector that is dead": [
+        ("unit/consumer/test_patience.py", "test_it_gives_up_after_the_stall_timeout_and_names_it"),
+        ("unit/consumer/test_intake.py", "test_a_silent_producer_is_given_up_and_its_leases_go_to_the_others"),
+    ],
+    "engines of others on the same host are killed by name": [
+        ("integration/test_producer.py", "test_no_child_survives_kill_9"),
+        ("unit/producer/test_scratch.py", "test_what_a_killed_process_left_goes_and_nothing_else"),
+    ],
+    # The swap
+    "a swap that failed is a warning, and generation goes on as if it had not": [
+        ("unit/producer/test_adapters.py", "test_a_version_that_cannot_be_loaded_leaves_the_old_one_current"),
+        ("integration/test_engine.py", "test_a_refused_adapter_or_request_leaves_the_engine_alive"),
+    ],
+    "adapters are delivered and never used": [
+        ("integration/test_engine.py", "test_logprobs_after_a_swap_are_those_of_transformers_and_peft"),
+    ],
+}
+
+
+def names_in(file: Path) -> set[str]:
+    return {node.name for node in ast.walk(ast.parse(file.read_text("utf-8"))) if isinstance(node, ast.FunctionDef)}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_known_mistake_has_its_test(mistake: str) -> None:
+    for file, name in MISTAKES[mistake]:
+        assert name in names_in(TESTS / file), f"{file} lost {name}, which shows that we do not: {mistake}"
