@@ -3,13 +3,11 @@
 Guarantee: loss, metrics, callbacks, checkpointing and every option of `trl.GRPOConfig` that is not generation are TRL's
 own; this module only says where a batch comes from, when log-probs of fixed policies are computed, what the importance
 factors are, and that the bias-corrected KL carries them too. With one update per batch the proximal policy is the
-current one, detached, so the factors come out of the loss's own forward pass and cost nothing extra; with more, one
-pass when the batch is first used.
+current one, detached, so the factors come out of the loss's own forward pass; with more, one pass per batch is added.
 
 Private names of TRL 1.16.0 and transformers used here, each with a test in tests/contract: `_prepare_inputs`,
-`_compute_loss`, `_get_per_token_logps_and_entropies`, `_metrics`, `_logs`, `_tokenizer`,
-`vllm_importance_sampling_correction`, `current_gradient_accumulation_steps`, `_get_output_dir`, `_save_checkpoint`,
-`_load_from_checkpoint`.
+`_compute_loss`, `_get_per_token_logps_and_entropies`, `_metrics`, `_logs`, `_tokenizer`, `_get_output_dir`,
+`_save_checkpoint`, `_load_from_checkpoint`, `vllm_importance_sampling_correction`, `current_gradient_accumulation_steps`.
 """
 
 import contextlib
@@ -59,9 +57,8 @@ def build_arguments(config: RunConfig, *, on_gpu: bool, num_prompts: int) -> GRP
     Raises:
         ConfigError: TRL does not know a key or refuses a value, or the value cannot be what it seems to ask for.
     """
-    arguments = build(
-        "trainer", GRPOConfig, chosen_values(config, on_gpu=on_gpu), **reserved_values(config, on_gpu=on_gpu)
-    )
+    chosen, reserved = chosen_values(config, on_gpu=on_gpu), reserved_values(config, on_gpu=on_gpu)
+    arguments = build("trainer", GRPOConfig, chosen, **reserved)
     if arguments.max_steps <= 0:
         num_batches = int(arguments.num_train_epochs * num_prompts) // config.pipeline.groups_per_step
         arguments.max_steps = max(1, num_batches) * arguments.num_iterations
@@ -210,8 +207,9 @@ class SlipstreamTrainer(GRPOTrainer):
         self, inputs: MicroBatch, current: torch.Tensor, proximal: torch.Tensor, ratio: torch.Tensor
     ) -> torch.Tensor:
         mask, reference = inputs["completion_mask"], inputs["ref_per_token_logps"]
+        per_token = missing_kl(current, proximal, reference, ratio, mask, level=self.importance_sampling_level)
         return aggregate(
-            missing_kl(current, proximal, reference, ratio, mask, level=self.importance_sampling_level),
+            per_token,
             mask,
             self.loss_type,
             accumulation_steps=self.current_gradient_accumulation_steps,
