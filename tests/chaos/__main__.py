@@ -23,6 +23,8 @@ from tests.chaos.verdict import summarize
 CONTROL_FATES = {
     "ack-before-commit": tuple(Fate("aimed kill", 6.0, "ack.sent", count) for count in (5, 3, 4, 6, 3)),
     "train-twice": (),
+    "stand-in-unrecorded": (),
+    "stand-in-for-ever": (),
 }
 _SHOWN = 20
 
@@ -39,6 +41,9 @@ def main() -> int:
     parser.add_argument(
         "--retention", action="store_true", help="without replay.keep_all: old groups are deleted under way"
     )
+    parser.add_argument(
+        "--plain", action="store_true", help="every group is trained once: no stand-ins, and no prompt comes back"
+    )
     parser.add_argument("--out", type=Path, help="write the summary to this file")
     parser.add_argument("--keep", action="store_true", help="keep the run's folder also when all is well")
     arguments = parser.parse_args()
@@ -52,7 +57,11 @@ def main() -> int:
             seed=arguments.seed,
             num_producers=arguments.producers,
             shape=Shape(
-                arguments.staleness, arguments.sync_interval, arguments.iterations, keep_all=not arguments.retention
+                arguments.staleness,
+                arguments.sync_interval,
+                arguments.iterations,
+                keep_all=not arguments.retention,
+                again=not arguments.plain,
             ),
             control=arguments.control,
             say=lambda text: print(text, flush=True),

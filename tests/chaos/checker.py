@@ -1,108 +1,21 @@
 """What must be true of a run that was killed again and again, decided from evidence that the run did not write itself.
 
-Guarantee: pure functions; every breach of a promise becomes a `Problem` that names the group, and nothing else does. The
-surviving lineage is what the last checkpoints kept: a trainer process that starts at checkpoint C undoes every later step
-of the processes before it.
+Guarantee: pure functions; every breach of a promise becomes a `Problem` that names the group, and nothing else does.
 
-The promises: a group whose producer was told `accepted` was trained once in the surviving lineage, or the journal says why
-it will not be, or it is still ready. What was trained is what was acknowledged, byte for byte, and in the step that the
-journal names. No prompt is trained twice in an epoch, and none is forgotten. Every other answer has its explanation.
+The promises: a group whose producer was told `accepted` was trained for the first time once in the surviving lineage, or
+the journal says why it will not be, or it is still ready. What was trained is what was acknowledged, byte for byte, and in
+the step that the journal names. A group stands in again only after its first training, no more often and no later than
+the configuration allows, and every time in the step and at the position that the journal names. No turn of a prompt is
+trained twice, and none is forgotten; a prompt comes back after a failure alone (`tests.chaos.returns`). Every other answer
+has its explanation.
 """
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-Key = tuple[int, int]
-
-
-class Answer(NamedTuple):
-    """An acknowledgement or a refusal that reached a producer."""
-
-    producer: str
-    lease_id: str
-    outcome: str
-    digest: str | None  # of the group that it held; None if it held none any more
-
-
-class Batch(NamedTuple):
-    """What was handed to training: the groups (id and digest) of the steps `step` to `last_step`, from 1."""
-
-    step: int
-    last_step: int
-    groups: tuple[tuple[str, str], ...]
-
-
-@dataclass(frozen=True)
-class Incarnation:
-    """One trainer process that got as far as training."""
-
-    start_step: int
-    batches: tuple[Batch, ...]
-    steps_ended: frozenset[int]
-
-
-@dataclass(frozen=True)
-class Row:
-    """A group as the journal shows it when the run is over."""
-
-    group_id: str
-    epoch: int
-    prompt_id: int
-    policy_version: int
-    outcome: str
-    step: int | None
-    last_step: int | None
-    dropped: str | None
-    digest: str
-    has_signal: bool
-
-    @property
-    def key(self) -> Key:
-        return (self.epoch, self.prompt_id)
-
-
-@dataclass(frozen=True)
-class Evidence:
-    answers: Sequence[Answer]
-    incarnations: Sequence[Incarnation]
-    rows: Mapping[str, Row]  # also of groups that retention has deleted since
-    dead: frozenset[Key]  # prompts that were given up
-    final_step: int
-    max_staleness: int
-    sync_interval: int  # optimizer steps per policy version
-    num_prompts: int
-    epoch: int  # of the ledger in the last checkpoint; all prompts of earlier ones were given out
-    unsettled: frozenset[Key]  # of that checkpoint
-
-
-class Problem(NamedTuple):
-    kind: str
-    text: str
-
-
-@dataclass
-class Verdict:
-    problems: list[Problem] = field(default_factory=list)
-    fates: Counter[str] = field(default_factory=Counter)  # of the accepted groups
-
-    def add(self, kind: str, text: str) -> None:
-        self.problems.append(Problem(kind, text))
-
-    def count(self, kind: str) -> int:
-        return sum(problem.kind == kind for problem in self.problems)
-
-
-def lineage(incarnations: Sequence[Incarnation]) -> dict[int, Batch]:
-    """The batch of every step that survived."""
-    survived: dict[int, Batch] = {}
-    for incarnation in incarnations:
-        survived = {step: batch for step, batch in survived.items() if step <= incarnation.start_step}
-        for batch in incarnation.batches:
-            steps = range(max(batch.step, incarnation.start_step + 1), batch.last_step + 1)
-            survived |= {step: batch for step in steps if step in incarnation.steps_ended}
-    return survived
+from tests.chaos.known import Batch, Evidence, Incarnation, Key, Replay, Verdict, key_of, lineage
+from tests.chaos.returns import check_returns
 
 
 def check(evidence: Evidence) -> Verdict:
@@ -112,10 +25,14 @@ def check(evidence: Evidence) -> Verdict:
     for step in sorted(set(expected) ^ set(steps)):
         verdict.add("steps", f"step {step} {'was trained beyond the end' if step in steps else 'was never trained'}")
     trained = _trained(steps, verdict)
+    stood_in = _stood_in(steps, verdict)
+    verdict.stand_ins = sum(map(len, stood_in.values()))
     _check_accepted(evidence, trained, verdict)
     _check_journal(evidence, trained, verdict)
+    _check_stand_ins(evidence, trained, stood_in, verdict)
     _check_prompts(evidence, trained, verdict)
     _check_other_answers(evidence, verdict)
+    check_returns(evidence, verdict)
     return verdict
 
 
@@ -123,23 +40,49 @@ class _Trained(NamedTuple):
     first: int
     last: int
     digest: str
+    position: int
+
+
+def _fresh(batch: Batch) -> tuple[tuple[str, str], ...]:
+    return batch.groups[: batch.num_fresh]
+
+
+def _is_next_iteration(steps: Mapping[int, Batch], step: int, before: _Trained) -> bool:
+    """Whether `before`, which trained a group, and `step` are iterations over the same batch."""
+    return before.last == step - 1 and steps[step].last_step == steps[step - 1].last_step
 
 
 def _trained(steps: Mapping[int, Batch], verdict: Verdict) -> dict[str, _Trained]:
-    """Every group of the lineage, with the run of steps that trained it."""
+    """Every group of the lineage, with the run of steps that trained it for the first time."""
     result: dict[str, _Trained] = {}
     for step in sorted(steps):
         ids = [group_id for group_id, _ in steps[step].groups]
-        for group_id, digest in steps[step].groups:
+        for position, (group_id, digest) in enumerate(_fresh(steps[step])):
             before = result.get(group_id)
-            same_batch = before is not None and before.last == step - 1
-            same_batch = same_batch and steps[step].last_step == steps[step - 1].last_step  # its next iteration
+            same_batch = before is not None and _is_next_iteration(steps, step, before)
             where = f"was in steps {before.first} to {before.last}" if before is not None else "in it twice"
             if ids.count(group_id) > 1 or (before is not None and not same_batch):
                 verdict.add("trained_twice", f"group {group_id} is in step {step}, and {where}")
             if before is not None and before.digest != digest:
                 verdict.add("content", f"group {group_id} changed between steps {before.first} and {step}")
-            result[group_id] = _Trained(before.first if before else step, step, digest)
+            result[group_id] = _Trained(before.first if before else step, step, digest, position)
+    return result
+
+
+def _stood_in(steps: Mapping[int, Batch], verdict: Verdict) -> dict[str, list[_Trained]]:
+    """Every further use of a group, with its run of steps."""
+    result: dict[str, list[_Trained]] = defaultdict(list)
+    for step in sorted(steps):
+        batch = steps[step]
+        again = batch.groups[batch.num_fresh :]
+        for position, (group_id, digest) in enumerate(again, batch.num_fresh):
+            uses = result[group_id]
+            if [other for other, _ in again].count(group_id) > 1:
+                verdict.add("trained_twice", f"group {group_id} stands in twice in step {step}")
+            if uses and _is_next_iteration(steps, step, uses[-1]):
+                uses[-1] = uses[-1]._replace(last=step)
+            else:
+                uses.append(_Trained(step, step, digest, position))
     return result
 
 
@@ -193,29 +136,50 @@ def _check_journal(evidence: Evidence, trained: Mapping[str, _Trained], verdict:
             verdict.add("journal", f"the journal says that step {row.step} trained {row.group_id}; it did not")
 
 
+def _check_stand_ins(
+    evidence: Evidence,
+    trained: Mapping[str, _Trained],
+    stood_in: Mapping[str, list[_Trained]],
+    verdict: Verdict,
+) -> None:
+    rules, recorded = evidence.rules, set[Replay]()
+    known = {replay for replay in evidence.replays if replay.step <= evidence.final_step}
+    known = {replay._replace(last_step=min(replay.last_step, evidence.final_step)) for replay in known}
+    for group_id, uses in stood_in.items():
+        first, row = trained.get(group_id), evidence.rows.get(group_id)
+        if 1 + len(uses) > rules.max_times_sampled:
+            verdict.add("too_often", f"group {group_id} was trained and stood in {len(uses)} times")
+        for use in uses:
+            recorded.add(Replay(use.first, use.last, use.position, group_id))
+            if first is None or first.last >= use.first:
+                verdict.add("too_early", f"group {group_id} stood in in step {use.first}, and was not trained before")
+            elif first.digest != use.digest:
+                verdict.add("content", f"group {group_id} changed between steps {first.first} and {use.first}")
+            version = (use.first - 1) // rules.sync_interval
+            if row is not None and version - row.policy_version > rules.max_age_versions:
+                verdict.add("too_late", f"group {group_id} of version {row.policy_version} stood in at {version}")
+    for replay in sorted(recorded - known):
+        verdict.add("unrecorded", f"the journal does not say what happened: {replay}")
+    for replay in sorted(known - recorded):
+        verdict.add("journal", f"the journal says what did not happen: {replay}")
+
+
 def _check_prompts(evidence: Evidence, trained: Mapping[str, _Trained], verdict: Verdict) -> None:
-    rows = evidence.rows
     by_key: dict[Key, list[str]] = defaultdict(list)
     for group_id in trained:
-        if group_id in rows:
-            by_key[rows[group_id].key].append(group_id)
-    for key, group_ids in by_key.items():
+        if group_id in evidence.rows:
+            by_key[evidence.rows[group_id].key].append(group_id)
+    for (epoch, prompt_id, reroll), group_ids in by_key.items():
         if len(group_ids) > 1:
-            verdict.add("prompt_twice", f"prompt {key[1]} of epoch {key[0]} was trained as {', '.join(group_ids)}")
-    settled = set(by_key) | evidence.dead | evidence.unsettled
-    settled |= {row.key for row in rows.values() if row.outcome == "no_signal" or row.dropped == "quarantined"}
-    settled |= {row.key for row in rows.values() if row.outcome == "accepted" and row.dropped is None}
-    for epoch in range(evidence.epoch):
-        for prompt_id in range(evidence.num_prompts):
-            if (epoch, prompt_id) not in settled:
-                verdict.add("forgotten", f"prompt {prompt_id} of epoch {epoch} was neither trained nor given up")
+            turn = f"prompt {prompt_id} of epoch {epoch}" + (f", return {reroll}," if reroll else "")
+            verdict.add("prompt_twice", f"{turn} was trained as {', '.join(group_ids)}")
 
 
 def _check_other_answers(evidence: Evidence, verdict: Verdict) -> None:
     answered: dict[Key, set[str]] = defaultdict(set)
     for row in evidence.rows.values():
         answered[row.key].add(row.group_id)
-    newest = _newest_cut(evidence.incarnations) // evidence.sync_interval
+    newest = _newest_cut(evidence.incarnations) // evidence.rules.sync_interval
     for answer in evidence.answers:
         row = evidence.rows.get(answer.lease_id)
         match answer.outcome:
@@ -223,10 +187,12 @@ def _check_other_answers(evidence: Evidence, verdict: Verdict) -> None:
                 explained = row is not None and row.outcome == "no_signal" and not row.has_signal
             case "stale":
                 explained = row is not None and row.outcome == "stale"
-                explained = explained and row.policy_version < newest - evidence.max_staleness  # type: ignore[union-attr]
+                explained = explained and row.policy_version < newest - evidence.rules.max_staleness  # type: ignore[union-attr]
             case "duplicate":
                 key = key_of(answer.lease_id)
                 explained = row is not None or bool(answered[key]) or key in evidence.dead
+                # A return whose deferral a crash undid, or that gave way to the prompt's next own turn, is not wanted.
+                explained = explained or (key[2] > 0 and bool(answered[(key[0], key[1], key[2] - 1)]))
             case "invalid":
                 explained = False
             case _:
@@ -238,8 +204,3 @@ def _check_other_answers(evidence: Evidence, verdict: Verdict) -> None:
 def _newest_cut(incarnations: Iterable[Incarnation]) -> int:
     """The optimizer steps before the batch that would have been cut next, at most."""
     return max((batch.last_step for incarnation in incarnations for batch in incarnation.batches), default=0)
-
-
-def key_of(lease_id: str) -> Key:
-    epoch, prompt_id, *_ = lease_id.split("-")
-    return (int(epoch), int(prompt_id))

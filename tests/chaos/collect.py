@@ -15,10 +15,11 @@ import numpy as np
 
 from protocol.codec import decode
 from protocol.messages import Group
-from tests.chaos.checker import Answer, Batch, Evidence, Incarnation, Row
 from tests.chaos.evidence import digest_of_message, read
+from tests.chaos.known import Answer, Batch, Evidence, Incarnation, Replay, Row, Rules
 
-COLUMNS = "group_id, epoch, prompt_id, policy_version, outcome, step, last_step, dropped"
+COLUMNS = "seq, group_id, epoch, prompt_id, reroll, policy_version, outcome, step, last_step, dropped"
+REPLAY_COLUMNS = "step, last_step, position, group_id"
 
 
 def collect(folder: Path, config: dict[str, Any]) -> Evidence:
@@ -30,18 +31,37 @@ def collect(folder: Path, config: dict[str, Any]) -> Evidence:
             row.group_id: row
             for row in rows_of(db.execute(f"SELECT {COLUMNS}, frame FROM groups JOIN bodies USING(seq)"))
         }
-        dead = frozenset(db.execute("SELECT epoch, prompt_id FROM dead_letters").fetchall())
+        replays = deleted_replays(folder)
+        replays |= {Replay(*row) for row in db.execute(f"SELECT {REPLAY_COLUMNS} FROM replays")}
+        dead = frozenset(db.execute("SELECT epoch, prompt_id, reroll FROM dead_letters").fetchall())
+    ledger = checkpoint["ledger"]
     return Evidence(
         answers=answers(folder),
         incarnations=incarnations(folder),
         rows=rows,
+        replays=frozenset(replays),
         dead=dead,
         final_step=checkpoint["step"],
-        max_staleness=config["pipeline"]["max_staleness"],
-        sync_interval=config["pipeline"]["sync_interval"],
-        num_prompts=checkpoint["ledger"]["num_prompts"],
-        epoch=checkpoint["ledger"]["epoch"],
-        unsettled=frozenset((item[0], item[1]) for item in checkpoint["ledger"]["unsettled"]),
+        rules=rules(config),
+        num_prompts=ledger["num_prompts"],
+        epoch=ledger["epoch"],
+        unsettled=frozenset((item[0], item[1], item[2]) for item in ledger["unsettled"]),
+        deferred=frozenset((item[0], item[1], item[2]) for item in ledger["deferred"]),
+        checkpoint_seq=checkpoint["journal_seq"],
+    )
+
+
+def rules(config: dict[str, Any]) -> Rules:
+    pipeline, replay, reroll = (config[section] for section in ("pipeline", "replay", "reroll"))
+    replays = replay["mode"] == "signal"
+    return Rules(
+        pipeline["max_staleness"],
+        pipeline["sync_interval"],
+        max_times_sampled=replay["max_times_sampled"] if replays else 1,
+        max_age_versions=replay["max_age_versions"] if replays else 0,
+        max_rerolls=reroll["max_attempts"],
+        delay_versions=reroll["delay_versions"],
+        cooldown_epochs=reroll["solved_cooldown_epochs"],
     )
 
 
@@ -51,14 +71,21 @@ def rows_of(found: Iterable[tuple[Any, ...]]) -> list[Row]:
     for *values, frame in found:
         message = decode(frame)
         assert isinstance(message, Group)
-        rewards = np.frombuffer(message.rewards, "<f4")
-        rows.append(Row(*values, digest_of_message(message), bool(rewards.min() != rewards.max())))
+        rewards = np.frombuffer(message.rewards, "<f4").tolist()
+        rows.append(Row(*values, digest_of_message(message), tuple(rewards)))
     return rows
 
 
 def deleted_rows(folder: Path) -> list[Row]:
     """As the trainers wrote them down before their journal deleted them."""
-    return [Row(*line["row"]) for path in trainer_logs(folder) for line in read(path) if line["what"] == "row"]
+    found = [line["row"] for path in trainer_logs(folder) for line in read(path) if line["what"] == "row"]
+    return [Row(*values, tuple(rewards)) for *values, rewards in found]
+
+
+def deleted_replays(folder: Path) -> set[Replay]:
+    """The same of stand-ins."""
+    found = [line for path in trainer_logs(folder) for line in read(path) if line["what"] == "replays"]
+    return {Replay(*values) for line in found for values in line["rows"]}
 
 
 def answers(folder: Path) -> list[Answer]:
@@ -83,7 +110,7 @@ def incarnations(folder: Path) -> list[Incarnation]:
         if not starts:
             continue  # it died before it trained anything
         batches = [
-            Batch(line["step"], line["last_step"], tuple((group_id, digest) for group_id, digest in line["groups"]))
+            Batch(line["step"], line["last_step"], tuple(map(tuple, line["groups"])), line["num_fresh"])
             for line in lines
             if line["what"] == "batch"
         ]

@@ -1,7 +1,8 @@
 """Trainers with a defect put in, to see that the checker finds it.
 
 Guarantee: each breaks one promise and nothing else: `ack-before-commit` acknowledges groups before they are on the disk,
-`train-twice` trains a group again in the place of another.
+`train-twice` trains a group again in the place of another, `stand-in-unrecorded` lets one stand in without a word in the
+journal, `stand-in-for-ever` does not count how often they do.
 """
 
 from collections.abc import Callable
@@ -42,23 +43,51 @@ def acknowledge_before_commit() -> None:
     Journal.last_seq = property(flushing(Journal.last_seq.fget))
 
 
-def train_twice() -> None:
-    """Every fifth batch has a group of the batch before in the place of one of its own."""
+def _changed_batches(change: Callable[[Any, list[Any]], Any]) -> None:
+    """Every fifth batch is what `change` makes of it and of the groups of the batch before."""
     from replay.buffer import RolloutBuffer
 
     next_batch = RolloutBuffer.next_batch
     previous: list[Any] = []
 
-    def repetitive(buffer: Any, timeout_s: float) -> Any:
-        batch = next_batch(buffer, timeout_s)
+    def changed(buffer: Any, timeout_s: float, **options: Any) -> Any:
+        batch = next_batch(buffer, timeout_s, **options)
         if batch is None:
             return None
         if previous and batch.step % 5 == 4:
-            batch = batch._replace(groups=[previous[0], *batch.groups[1:]])
+            batch = change(batch, previous)
         previous[:] = batch.groups
         return batch
 
-    RolloutBuffer.next_batch = repetitive  # type: ignore[method-assign]
+    RolloutBuffer.next_batch = changed  # type: ignore[method-assign]
 
 
-CONTROLS: dict[str, Callable[[], None]] = {"ack-before-commit": acknowledge_before_commit, "train-twice": train_twice}
+def train_twice() -> None:
+    """Every fifth batch has a group of the batch before in the place of one of its own."""
+    _changed_batches(lambda batch, previous: batch._replace(groups=[previous[0], *batch.groups[1:]]))
+
+
+def stand_in_unrecorded() -> None:
+    """In every fifth batch a group of the batch before stands in for the last one."""
+
+    def change(batch: Any, previous: list[Any]) -> Any:
+        num_fresh = min(batch.num_fresh, len(batch.groups) - 1)
+        return batch._replace(groups=[*batch.groups[:-1], previous[0]], num_fresh=num_fresh)
+
+    _changed_batches(change)
+
+
+def stand_in_for_ever() -> None:
+    """Uses are not counted, and no group grows too old."""
+    from replay.replay_table import ReplayTable
+
+    ReplayTable.sampled = lambda table, group_ids: None  # type: ignore[method-assign]
+    ReplayTable._too_old = lambda table, entry, version: False  # type: ignore[method-assign]
+
+
+CONTROLS: dict[str, Callable[[], None]] = {
+    "ack-before-commit": acknowledge_before_commit,
+    "train-twice": train_twice,
+    "stand-in-unrecorded": stand_in_unrecorded,
+    "stand-in-for-ever": stand_in_for_ever,
+}

@@ -1,7 +1,7 @@
 """Everything a chaos run needs on the disk, in one temporary folder.
 
-Guarantee: equal seeds give equal folders. Prompts of every kind are in the dataset: with signal, without, and one whose
-reward always raises.
+Guarantee: equal seeds give equal folders. Prompts of every kind are in the dataset: with signal, without, groups in which
+every completion fails, with signal and without, or solves, and one whose reward always raises.
 """
 
 import json
@@ -12,15 +12,26 @@ from typing import Any
 import yaml
 
 NUM_PROMPTS = 61
-_FLAT = range(0, NUM_PROMPTS, 10)
 _BROKEN = 7
+_KINDS = ("flat", "failing", "negative", "solved", "parity", "parity", "parity", "parity")  # in turn
 _REWARDS = '''"""Parity of the tokens: most groups have both."""
 
 
 def parity(prompts, completions, completion_ids, kind, **columns):
     if kind[0] == "broken":
         raise ValueError("this prompt cannot be scored")
-    return [0.5 if kind[0] == "flat" else float(sum(ids) % 2) for ids in completion_ids]
+    odd = [float(sum(ids) % 2) for ids in completion_ids]
+    chance = sum(map(sum, completion_ids)) % 3  # the same for all completions
+    match kind[0]:
+        case "flat":
+            return [0.5] * len(odd)
+        case "failing":  # no signal, and a failure two times in three
+            return [0.0 if chance else 0.5] * len(odd)
+        case "negative":  # as often a failure, but with signal
+            return [value - 1.0 if chance else value for value in odd]
+        case "solved":
+            return [1.0 if chance else value for value in odd]
+    return odd
 '''
 
 
@@ -32,6 +43,7 @@ class Shape:
     sync_interval: int = 1
     num_iterations: int = 1
     keep_all: bool = True
+    again: bool = True  # groups stand in, prompts come back or rest
 
 
 DEFAULT = Shape()
@@ -46,7 +58,7 @@ def prepare(folder: Path, sockets: Path, seed: int, shape: Shape) -> dict[str, A
     disable_progress_bars()
     folder.mkdir(parents=True, exist_ok=True)
     build_model("qwen2", folder / "model", seed=0)
-    kinds = ["broken" if i == _BROKEN else "flat" if i in _FLAT else "parity" for i in range(NUM_PROMPTS)]
+    kinds = ["broken" if i == _BROKEN else _KINDS[i % len(_KINDS)] for i in range(NUM_PROMPTS)]
     rows = [{"prompt": f"{i}+{i}=", "kind": kind} for i, kind in enumerate(kinds)]
     Dataset.from_list(rows).save_to_disk(folder / "prompts")
     (folder / "rewards.py").write_text(_REWARDS)
@@ -69,7 +81,22 @@ def prepare(folder: Path, sockets: Path, seed: int, shape: Shape) -> dict[str, A
             "infra_backoff_s": 0.05,
             "stall_timeout_s": 90.0,
         },
-        "replay": {"keep_all": shape.keep_all, "keep_bytes": 20_000},
+        "replay": {
+            "mode": "signal" if shape.again else "fifo",
+            "max_size": 8,
+            "min_size": 2,
+            "max_share": 0.5,
+            "max_times_sampled": 3,
+            "max_age_versions": 8,
+            "keep_all": shape.keep_all,
+            "keep_bytes": 20_000,
+        },
+        "reroll": {
+            "max_attempts": 2 if shape.again else 0,
+            "delay_versions": 1,
+            "max_share": 0.4,
+            "solved_cooldown_epochs": 1 if shape.again else 0,
+        },
         "transport": {
             "endpoint": f"ipc://{sockets}/control.ipc",
             "heartbeat_interval_s": 0.2,

@@ -34,6 +34,8 @@ def test_nothing_is_lost_or_trained_twice(tmp_path: Path, short_dir: Path) -> No
     assert summary["kills"] >= 14
     assert (summary["lost"], summary["trained_twice"]) == (0, 0)
     assert summary["groups_acked"] >= 20
+    assert summary["stand_ins"] > 0
+    assert summary["rerolls"] > 0
     assert summary["replayed_bit_for_bit"]
     assert summary["policies_compared"] == summary["steps"] >= 8
 
@@ -52,3 +54,13 @@ def test_an_acknowledgement_before_the_commit_is_found(tmp_path: Path, short_dir
 
 def test_a_group_trained_twice_is_found(tmp_path: Path, short_dir: Path) -> None:
     assert found_in(tmp_path, short_dir, "train-twice")["trained_twice"] > 0
+
+
+def test_a_group_that_stands_in_for_ever_is_found(tmp_path: Path, short_dir: Path) -> None:
+    summary = found_in(tmp_path, short_dir, "stand-in-for-ever")
+    assert {problem["kind"] for problem in summary["problems"]} <= {"too_often", "too_late"}
+
+
+def test_a_stand_in_without_a_record_is_found(tmp_path: Path, short_dir: Path) -> None:
+    kinds = {problem["kind"] for problem in found_in(tmp_path, short_dir, "stand-in-unrecorded")["problems"]}
+    assert "unrecorded" in kinds

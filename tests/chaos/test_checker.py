@@ -4,20 +4,26 @@ from dataclasses import replace
 
 import pytest
 
-from tests.chaos.checker import Answer, Batch, Evidence, Incarnation, Row, check, lineage
+from tests.chaos.checker import check
+from tests.chaos.known import Answer, Batch, Evidence, Incarnation, Replay, Row, Rules, lineage
 
 
-def batch(step: int, *group_ids: str, last_step: int | None = None) -> Batch:
-    return Batch(step, last_step or step, tuple((group_id, f"#{group_id}") for group_id in group_ids))
+def batch(step: int, *group_ids: str, last_step: int | None = None, again: tuple[str, ...] = ()) -> Batch:
+    """Groups trained for the first time, then those that stand in again."""
+    groups = tuple((group_id, f"#{group_id}") for group_id in (*group_ids, *again))
+    return Batch(step, last_step or step, groups, len(group_ids))
 
 
 def incarnation(start: int, *batches: Batch, ended: int) -> Incarnation:
     return Incarnation(start, batches, frozenset(range(start + 1, ended + 1)))
 
 
+MIXED, FLAT, FAILED, SOLVED = (0.0, 1.0), (0.5, 0.5), (0.0, 0.0), (1.0, 1.0)
+
+
 def row(group_id: str, step: int | None = None, **changes: object) -> Row:
-    epoch, prompt_id, _, _ = group_id.split("-")
-    made = Row(group_id, int(epoch), int(prompt_id), 0, "accepted", step, step, None, f"#{group_id}", True)
+    epoch, prompt_id, reroll = map(int, group_id.split("-")[:3])
+    made = Row(1, group_id, epoch, prompt_id, reroll, 0, "accepted", step, step, None, f"#{group_id}", MIXED)
     return replace(made, **changes)
 
 
@@ -37,13 +43,15 @@ def evidence(**changes: object) -> Evidence:
             incarnation(1, batch(2, B), batch(3, C), ended=3),
         ),
         rows={A: row(A, 1), B: row(B, 2), C: row(C, 3), D: row(D)},
+        replays=frozenset(),
         dead=frozenset(),
         final_step=3,
-        max_staleness=1,
-        sync_interval=1,
+        rules=Rules(max_staleness=1, sync_interval=1),
         num_prompts=4,
         epoch=0,
         unsettled=frozenset(),
+        deferred=frozenset(),
+        checkpoint_seq=9,
     )
     return replace(sound, **changes)
 
@@ -141,16 +149,16 @@ def test_one_prompt_trained_as_two_groups() -> None:
 
 
 def test_a_prompt_of_a_past_epoch_without_a_fate_is_forgotten() -> None:
-    verdict = check(evidence(epoch=1, num_prompts=6, dead=frozenset({(0, 4)})))
+    verdict = check(evidence(epoch=1, num_prompts=6, dead=frozenset({(0, 4, 0)})))
     assert [problem.text for problem in verdict.problems] == ["prompt 5 of epoch 0 was neither trained nor given up"]
-    settled = evidence(epoch=1, num_prompts=6, dead=frozenset({(0, 4)}), unsettled=frozenset({(0, 5)}))
+    settled = evidence(epoch=1, num_prompts=6, dead=frozenset({(0, 4, 0)}), unsettled=frozenset({(0, 5, 0)}))
     assert kinds(settled) == []
 
 
 def test_answers_need_an_explanation() -> None:
     rows = {
         **evidence().rows,
-        E: row(E, outcome="no_signal", has_signal=False),
+        E: row(E, outcome="no_signal", rewards=FLAT),
         "0-5-0-1-x": row("0-5-0-1-x", outcome="stale", policy_version=1),
     }
     told = {
@@ -161,12 +169,133 @@ def test_answers_need_an_explanation() -> None:
     answers = accepted(A) + tuple(Answer("left", lease_id, outcome, None) for outcome, lease_id in told.items())
     assert kinds(evidence(answers=answers, rows=rows)) == []
 
-    assert kinds(evidence(answers=answers, rows=rows, sync_interval=2)) == ["unexplained"], "version 1 was the newest"
+    assert kinds(evidence(answers=answers, rows=rows, rules=Rules(1, 2))) == ["unexplained"], "version 1 was the newest"
 
     wrong = {
         **rows,
-        E: row(E, outcome="no_signal", has_signal=True),
+        E: row(E, outcome="no_signal", rewards=MIXED),
         "0-5-0-1-x": row("0-5-0-1-x", outcome="stale", policy_version=2),
     }
     answers = (*answers[:-1], Answer("left", "0-9-0-1-x", "duplicate", None), Answer("left", A, "invalid", None))
     assert kinds(evidence(answers=answers, rows=wrong)) == ["unexplained"] * 4
+
+
+# Groups that stand in.
+
+AGAIN = Rules(max_staleness=1, sync_interval=1, max_times_sampled=2, max_age_versions=2)
+USES = frozenset({Replay(2, 2, 1, A), Replay(3, 3, 1, B)})
+
+
+def with_stand_ins(third: tuple[str, ...] = (B,), **changes: object) -> Evidence:
+    """A stands in in step 2, and B in step 3; a crash in between has step 3 cut anew."""
+    runs = (
+        incarnation(0, batch(1, A), batch(2, B, again=(A,)), batch(3, D, again=(A,)), ended=3),
+        incarnation(2, batch(3, C, again=third), ended=3),
+    )
+    return evidence(**({"incarnations": runs, "replays": USES, "rules": AGAIN} | changes))
+
+
+def texts(found: Evidence) -> list[str]:
+    return [f"{problem.kind}: {problem.text}" for problem in check(found).problems]
+
+
+def test_groups_that_stand_in_within_the_rules_are_no_problem() -> None:
+    verdict = check(with_stand_ins())
+    assert verdict.problems == []
+    assert (verdict.stand_ins, verdict.fates) == (2, {"trained": 3, "ready": 1})
+
+
+def test_a_group_that_stands_in_too_often() -> None:
+    uses = frozenset({Replay(2, 2, 1, A), Replay(3, 3, 1, A)})
+    assert texts(with_stand_ins((A,), replays=uses)) == [f"too_often: group {A} was trained and stood in 2 times"]
+    assert kinds(with_stand_ins(rules=Rules(1, 1))) == ["too_often", "too_late"] * 2, "where none may"
+
+
+def test_a_group_that_stands_in_too_late() -> None:
+    (old,) = texts(with_stand_ins((A,), replays=frozenset({Replay(2, 2, 1, A), Replay(3, 3, 1, A)}),
+                                  rules=replace(AGAIN, max_times_sampled=9, max_age_versions=1)))  # fmt: skip
+    assert old == f"too_late: group {A} of version 0 stood in at 2"
+
+
+def test_a_group_that_stands_in_before_it_was_trained() -> None:
+    uses = frozenset({Replay(2, 2, 1, A), Replay(3, 3, 1, D)})
+    found = with_stand_ins((D,), replays=uses)
+    assert texts(found) == [f"too_early: group {D} stood in in step 3, and was not trained before"]
+    same = frozenset({Replay(2, 2, 1, A), Replay(3, 3, 1, C)})
+    assert set(kinds(with_stand_ins((C,), replays=same))) == {"too_early", "trained_twice"}
+
+
+def test_a_group_that_stands_in_without_a_record_or_in_another_place() -> None:
+    assert kinds(with_stand_ins(replays=frozenset({Replay(2, 2, 1, A)}))) == ["unrecorded"]
+    moved = frozenset({Replay(2, 2, 1, A), Replay(3, 3, 0, B)})
+    assert kinds(with_stand_ins(replays=moved)) == ["unrecorded", "journal"]
+    assert kinds(with_stand_ins(replays=USES | {Replay(1, 1, 1, C)})) == ["journal"]
+    assert kinds(with_stand_ins(replays=USES | {Replay(4, 4, 1, C)})) == [], "of a step after the end"
+
+
+def test_a_group_that_stands_in_twice_in_a_step_or_with_other_content() -> None:
+    uses = frozenset({*USES, Replay(3, 3, 2, B)})
+    assert "trained_twice" in kinds(with_stand_ins((B, B), replays=uses, rules=replace(AGAIN, max_times_sampled=9)))
+    other = Batch(3, 3, ((C, f"#{C}"), (B, "#other")), 1)
+    runs = (*with_stand_ins().incarnations[:1], incarnation(2, other, ended=3))
+    assert kinds(with_stand_ins(incarnations=runs)) == ["content"]
+
+
+def test_iterations_over_a_batch_are_one_use() -> None:
+    second = batch(3, B, last_step=4, again=(A,))
+    runs = (incarnation(0, batch(1, A, last_step=2), second, ended=4),)
+    found = evidence(
+        answers=accepted(A, B),
+        incarnations=runs,
+        rows={A: row(A, 1, last_step=2), B: row(B, 3, last_step=4)},
+        replays=frozenset({Replay(3, 4, 1, A)}),
+        rules=replace(AGAIN, max_age_versions=9),
+        final_step=4,
+    )
+    assert texts(found) == []
+    assert check(found).stand_ins == 1
+    cut = replace(found, incarnations=(incarnation(0, *runs[0].batches, ended=3),), final_step=3)
+    assert texts(cut) == [], "the run ends between them"
+
+
+# Prompts that come back.
+
+RETURN, SECOND = "0-0-1-1-x", "0-0-2-1-x"
+REROLLS = Rules(max_staleness=1, sync_interval=1, max_rerolls=1, delay_versions=2)
+
+
+def with_returns(*rows: Row, **changes: object) -> Evidence:
+    return evidence(**({"rows": evidence().rows | {row.group_id: row for row in rows}, "rules": REROLLS} | changes))
+
+
+def test_a_prompt_that_failed_comes_back_once() -> None:
+    failed, back = row(A, 1, rewards=FAILED), row(RETURN, policy_version=2)
+    verdict = check(with_returns(failed, back))
+    assert (verdict.problems, verdict.rerolls) == ([], 1)
+    assert kinds(with_returns(failed)) == ["reroll"], "it never did"
+    for waits in ({"deferred": frozenset({(0, 0, 1)})}, {"unsettled": frozenset({(1, 0, 0)}), "epoch": 1}):
+        assert kinds(with_returns(failed, **waits)) == []
+    assert kinds(with_returns(failed, checkpoint_seq=0)) == [], "the checkpoint does not know of it yet"
+    assert kinds(with_returns(failed, rules=replace(REROLLS, max_rerolls=0))) == []
+
+
+def test_a_prompt_that_comes_back_without_a_reason_too_early_or_too_often() -> None:
+    failed, back = row(A, 1, rewards=FAILED), row(RETURN, policy_version=2)
+    assert kinds(with_returns(back)) == ["reroll"], "its first group has not failed"
+    assert kinds(with_returns(failed, replace(back, policy_version=1))) == ["reroll"]
+    again = row(SECOND, policy_version=4)
+    assert kinds(with_returns(failed, replace(back, rewards=FAILED), again)) == ["reroll"]
+
+
+def test_a_prompt_that_was_solved_may_rest_for_an_epoch() -> None:
+    rows = {A: row(A, 1, rewards=SOLVED)} | {f"1-{n}-0-1-x": row(f"1-{n}-0-1-x") for n in (1, 2, 3)}
+    missing = "prompt 0 of epoch 1 was neither trained nor given up"
+    found = with_returns(*rows.values(), epoch=2)
+    assert texts(found) == [f"forgotten: {missing}"]
+    assert texts(replace(found, rules=replace(REROLLS, cooldown_epochs=1))) == []
+
+
+def test_a_return_that_is_not_wanted_any_more_is_a_duplicate() -> None:
+    answers = (*accepted(A, B, C, D), Answer("left", RETURN, "duplicate", None))
+    assert kinds(evidence(answers=answers)) == []
+    assert kinds(evidence(answers=(*answers[:-1], Answer("left", SECOND, "duplicate", None)))) == ["unexplained"]

@@ -15,7 +15,7 @@ from typing import Any
 
 from tests.chaos import controls
 from tests.chaos.aims import Aim, TransactionPoints
-from tests.chaos.collect import COLUMNS, rows_of
+from tests.chaos.collect import COLUMNS, REPLAY_COLUMNS, rows_of
 from tests.chaos.evidence import EvidenceLog, digest_of_group
 
 _USED = (
@@ -67,7 +67,7 @@ def _write_evidence(log: EvidenceLog) -> None:
             for batch in batches:
                 groups = [[group.group_id, digest_of_group(group)] for group in batch.groups]
                 first = batch.last_step - batch.num_iterations + 1
-                log.note("batch", step=first, last_step=batch.last_step, groups=groups)
+                log.note("batch", step=first, last_step=batch.last_step, groups=groups, num_fresh=batch.num_fresh)
                 yield batch
 
         trainer._batches = watched_batches()
@@ -104,6 +104,8 @@ def _write_evidence(log: EvidenceLog) -> None:
             if row not in written:
                 log.note("row", row=dataclasses.astuple(row))
                 written.add(row)
+        replays = journal.query(f"SELECT {REPLAY_COLUMNS} FROM replays WHERE last_step <= ?", (oldest_step,))
+        log.note("replays", rows=replays)
         return prune(journal, oldest_step=oldest_step, **settings)
 
     written: set[Any] = set()

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tests.chaos import collect
-from tests.chaos.checker import Problem, check
+from tests.chaos.checker import check
 from tests.chaos.evidence import read
 from tests.chaos.fleet import ENVIRONMENT
+from tests.chaos.known import Problem
 from tests.chaos.recovery_times import by_daemon, quantile
 from tests.chaos.slots import Tally
 
@@ -79,7 +80,7 @@ def summarize(
     evidence = collect.collect(folder, config)
     verdict = check(evidence)
     problems = list(verdict.problems)
-    retrained = retrain(folder, evidence.final_step, evidence.sync_interval) if trained_again else None
+    retrained = retrain(folder, evidence.final_step, evidence.rules.sync_interval) if trained_again else None
     if retrained is not None:
         problems += retrained.problems
     lines = [line["step"] for line in read(folder / "run" / "steps.jsonl")]
@@ -113,6 +114,8 @@ def summarize(
         "steps_undone": _steps_undone(evidence),
         "accepted_by_fate": dict(verdict.fates),
         "answers": dict(answers),
+        "stand_ins": verdict.stand_ins,
+        "rerolls": verdict.rerolls,
         "quarantined": sum(row.dropped == "quarantined" for row in evidence.rows.values()),
         "dead_letters": len(evidence.dead),
         "epochs": evidence.epoch,
