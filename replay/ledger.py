@@ -160,12 +160,13 @@ class PromptLedger:
         return key if key in self._open or key in self._rerolls or self._is_fresh(key) else None
 
     def hold(self, lease_id: str) -> WorkItem:
-        """The prompt that `find` named has its group; held until settled or requeued."""
+        """The prompt that `find` named has its group; held until settled or requeued. What was held in between may have
+        moved the cursor past it: then it rests, or its return was withdrawn, and it is held all the same."""
         key, _ = self._parse(lease_id)
         self._reach(key)
         self._leases.pop(lease_id, None)
         self._again.pop(key, None)
-        self._held[key] = self._open.pop(key)
+        self._held[key] = self._open.pop(key, WorkItem(*key))
         return self._held[key]
 
     def fail(self, lease_id: str, reason: str, now: float) -> bool | None:

@@ -57,9 +57,17 @@ def group_message(lease_id: str = "s-1", version: int = 0, **changes: Any) -> Gr
     return Group(**(values | changes))
 
 
-def delivery(lease_id: str, version: int = 0, *, signal: bool = True, producer: str = "p") -> Delivery:
-    rewards = np.array([0.0, float(signal)], "<f4").tobytes()
-    message = group_message(lease_id, version, rewards=rewards)
+def delivery(
+    lease_id: str,
+    version: int = 0,
+    *,
+    signal: bool = True,
+    rewards: tuple[float, float] | None = None,
+    producer: str = "p",
+) -> Delivery:
+    """With the rewards given, or 0 and 1, or without signal 0 and 0."""
+    rewards = rewards or (0.0, float(signal))
+    message = group_message(lease_id, version, rewards=np.array(rewards, "<f4").tobytes())
     return Delivery(SHAPE.parse(message), encode(message), producer)
 
 

@@ -1,37 +1,36 @@
-"""Ledger, journal, table and buffer together, through any order of events and crashes, against lists and sets.
+"""Ledger, journal, cutter and buffer together, through any order of events and crashes, against lists and sets.
 
-What must hold after every event: each accepted group is in exactly one place, none is trained twice, no prompt is lost,
-and what a crash sets back is done again as it was done before.
+What must hold after every event: each accepted group is in exactly one place, none is trained for the first time twice, no
+prompt and no return is lost, and what a crash sets back is done again as it was done before.
 """
 
 import copy
+import itertools
 import json
 import shutil
 import tempfile
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from replay.buffer import RolloutBuffer
-from replay.cutting import CutBatch
-from replay.failures import RetryBudget
+from replay.cutting import BatchCutter
 from replay.journal import JournalFullError
-from replay.ledger import Key, PromptLedger
+from replay.rerolls import RerollRules
 from replay.staleness import StalenessBudget
-from replay.table import FifoTable
 
-from .builders import SHAPE, FillableJournal, delivery, ledger, memory_folder, names, rewards_differ
+from .builders import SHAPE, FillableJournal, delivery, mean_reward, memory_folder, names, spread
+from .crash_model import ATTEMPTS, REWARDS, Arrival, Checkpoint, Model, Replay, key_of
 
 PATIENCE_S = 3.0
-ATTEMPTS = {"data": 2, "infra": 3}
 OUTCOMES = ("accepted", "no_signal", "stale", "duplicate", "unknown_lease")
 
 
@@ -39,75 +38,44 @@ def occasionally(*values: Any) -> st.SearchStrategy[Any]:
     return st.sampled_from([None] * 6 + list(values))
 
 
-def key_of(lease_id: str) -> Key:
-    epoch, prompt_id, *_ = lease_id.split("-")
-    return int(epoch), int(prompt_id)
-
-
-@dataclass
-class Row:
-    """What the journal must say of a group."""
-
-    group_id: str
-    version: int
-    outcome: str
-    claim: tuple[int, int, int] | None = None  # first step, last step, position
-    tries: int = 0
-    dropped: str | None = None
-
-
-@dataclass
-class Cut:
-    first: int
-    last: int
-    ids: list[str]
-
-
-@dataclass
-class Prompts:
-    """Where the prompts that the cursor has passed are. Leased ones, and those that go out again, are open."""
-
-    cursor: int = 0
-    open: set[Key] = field(default_factory=set)
-    held: set[Key] = field(default_factory=set)
-    settled: set[Key] = field(default_factory=set)
-    failures: Counter[tuple[Key, str]] = field(default_factory=Counter)
-
-
-@dataclass
-class Checkpoint:
-    step: int
-    state: dict[str, Any] | None
-    prompts: Prompts
-
-
-class RunMachine(RuleBasedStateMachine):
+class RunMachine(Model, RuleBasedStateMachine):
     """One run of a trainer, over any number of processes."""
 
     @initialize(
-        num_prompts=st.integers(1, 6),
-        groups_per_step=st.integers(1, 3),
-        max_staleness=st.integers(0, 2),
-        num_iterations=st.integers(1, 2),
-        sync_interval=st.integers(1, 2),
+        num_prompts=st.sampled_from([1, 2, 3, 5, 8, 13]),
         shuffle=st.booleans(),
+        budget=st.builds(
+            StalenessBudget, st.sampled_from([1, 2, 3, 3]), st.integers(0, 2), st.integers(1, 2), st.integers(1, 2)
+        ),
+        rules=st.builds(
+            RerollRules,
+            delay_versions=st.integers(0, 1),
+            max_attempts=st.sampled_from([0, 1, 2, 3]),
+            solved_cooldown_epochs=st.sampled_from([0, 0, 1, 2]),
+        ),
+        max_share=st.sampled_from([0.3, 1.0]),
+        max_pending=st.integers(1, 3),
+        replaying=st.builds(
+            Replay,
+            max_size=st.integers(2, 4),
+            max_times_sampled=st.integers(2, 3),
+            max_age_versions=st.integers(1, 3),
+            samples_per_insert=st.sampled_from([1.0, 4.0]),
+            min_size=st.integers(1, 2),
+        ),
+        without_replay=occasionally(True),
+        max_replayed=st.integers(1, 2),
+        partial=st.sampled_from([False, False, True]),
     )
-    def start(self, num_prompts: int, shuffle: bool, **budget: int) -> None:
+    def start(self, max_replayed: int, without_replay: bool | None, **choices: Any) -> None:
+        vars(self).update(choices)
+        self.replaying = None if without_replay else self.replaying
+        self.max_replayed = min(max_replayed, self.budget.groups_per_step - 1)
         self.exits = ExitStack()
         self.folder = self.exits.enter_context(memory_folder())
-        self.num_prompts, self.shuffle = num_prompts, shuffle
-        self.budget = StalenessBudget(**budget)
-        self.reference = self.new_ledger("reference")
-        self.sequence: list[Key] = []
-        self.rows: dict[str, Row] = {}
-        self.cuts: dict[int, Cut] = {}  # by first step
-        self.dead: set[Key] = set()
-        self.given: dict[str, None] = {}  # every lease there ever was
-        self.log: list[tuple[int, list[str]]] = []  # what each step of the run, as it stands, trained
+        self.begin_run()
         self.newest_version = -1
-        self.now = 0.0
         self.sessions = 0
-        self.checkpoints = [Checkpoint(0, None, Prompts())]
         self.open_journal(self.folder / "journal.sqlite")
         self.begin_process()
 
@@ -120,156 +88,37 @@ class RunMachine(RuleBasedStateMachine):
                 self.journal.close()
                 self.exits.close()
 
-    def new_ledger(self, session: str) -> PromptLedger:
-        budgets = {"data": RetryBudget(ATTEMPTS["data"], 1.0), "infra": RetryBudget(ATTEMPTS["infra"], 0.25)}
-        return ledger(self.num_prompts, shuffle=self.shuffle, budgets=budgets, session=session)
-
     def open_journal(self, path: Path) -> None:
         self.journal = FillableJournal(path)
-
-    # The model
-
-    def key_at(self, index: int) -> Key:
-        while len(self.sequence) <= index:
-            record = self.reference.lease("p", policy_floor=0, now=0.0, deadline=1e9)
-            self.sequence.append(record.item.key)
-        return self.sequence[index]
-
-    def is_fresh(self, key: Key) -> bool:
-        if key[0] > len(self.sequence) // self.num_prompts:
-            self.key_at((key[0] + 1) * self.num_prompts)
-        passed = self.sequence[: self.prompts.cursor]
-        return key not in passed
-
-    @property
-    def epoch(self) -> int:
-        return max(0, self.prompts.cursor - 1) // self.num_prompts
-
-    def is_known(self, key: Key) -> bool:
-        return key[0] <= self.epoch + 1
-
-    def is_wanted(self, key: Key) -> bool:
-        return key in self.prompts.open or self.is_fresh(key)
-
-    def is_leased(self, key: Key) -> bool:
-        return any(key_of(lease_id) == key for lease_id in self.live)
-
-    def reach(self, key: Key) -> None:
-        while self.is_fresh(key):
-            passed = self.key_at(self.prompts.cursor)
-            self.prompts.cursor += 1
-            self.prompts.open.add(passed)
-            self.again[passed] = 0.0
-
-    def goes_out_again(self, key: Key, not_before: float = 0.0) -> None:
-        self.prompts.open.add(key)
-        if not self.is_leased(key):
-            self.again[key] = not_before
-
-    def settle(self, key: Key) -> None:
-        self.prompts.held.discard(key)
-        self.prompts.open.discard(key)
-        self.prompts.settled.add(key)
-
-    @property
-    def num_ready(self) -> int:
-        return len(self.ready) + sum(len(cut.ids) for cut in self.recorded)
 
     def begin_process(self) -> None:
         """A process starts at the newest checkpoint."""
         checkpoint = self.checkpoints[-1]
         self.sessions += 1
-        self.step = checkpoint.step
         self.recover(checkpoint)
-        self.current: Cut | None = None
-        self.version = self.budget.version_at(self.step)
+        self.cutter = BatchCutter(
+            self.budget,
+            self.journal,
+            signal=spread,
+            replay=self.replaying.table() if self.replaying else None,
+            max_replayed=self.max_replayed,
+            partial=self.partial,
+        )
         self.replay = RolloutBuffer(
             self.new_ledger(f"s{self.sessions}"),
-            self.budget,
-            FifoTable(),
+            self.cutter,
             self.journal,
-            has_signal=rewards_differ,
-            reward_weights=np.ones(1, np.float32),
+            rules=self.rules,
+            mean_reward=mean_reward,
             max_failed_share=1.0,
         )
         self.replay.restore(checkpoint.state, step=self.step, shape=SHAPE, comparable=self.comparable)
         assert self.replay.newest_version == self.newest_version
         self.publish()
-        for row in self.rows.values():
-            if row.claim and row.claim[1] == self.step and not row.dropped:
-                row.tries = 0
+        self.step_ended()
         self.tally: Counter[str] = Counter()
         self.counted = Counter(self.replay.counts)
         self.offset = self.not_accounted_for()
-
-    comparable = True
-
-    def recover(self, checkpoint: Checkpoint) -> None:
-        """What of the journal comes back, and where that leaves every prompt."""
-        self.live: dict[str, tuple[str, float]] = {}  # producer and deadline
-        self.again: dict[Key, float] = {}
-        self.prompts = copy.deepcopy(checkpoint.prompts)
-        self.prompts.open |= self.prompts.held
-        self.prompts.held = set()
-        self.log = [(step, ids) for step, ids in self.log if step <= self.step]
-        available = [row for row in self.rows.values() if self.is_available(row)]
-        for row in available:
-            if row.tries >= 2:
-                row.dropped = "quarantined"
-            elif not self.comparable and not (row.claim and row.claim[0] <= self.step):
-                row.dropped = "configuration"
-        self.recorded = self.recut()
-        recorded = {group_id for cut in self.recorded for group_id in cut.ids}
-        self.ready = [row.group_id for row in self.rows.values() if self.is_available(row)]
-        self.ready = [group_id for group_id in self.ready if group_id not in recorded]
-        self.next_step = self.recorded[0].first - 1 if self.recorded else self.step
-        for row in self.rows.values():
-            self.take_to_its_place(row)
-        for key in self.dead:
-            self.reach(key)
-            self.settle(key)
-        self.again = dict.fromkeys(self.prompts.open, 0.0)
-
-    def is_available(self, row: Row) -> bool:
-        return row.outcome == "accepted" and not row.dropped and (row.claim is None or row.claim[1] > self.step)
-
-    def recut(self) -> list[Cut]:
-        """The cuts that stand, and the end of those from the first that does not."""
-        standing: list[Cut] = []
-        broken = False
-        for first in sorted(self.cuts):
-            cut = self.cuts[first]
-            if cut.last <= self.step:
-                continue
-            fits = len(cut.ids) == self.budget.groups_per_step and cut.last - first + 1 == self.budget.num_iterations
-            usable = self.comparable and not any(self.rows[group_id].dropped for group_id in cut.ids)
-            broken = broken or not fits or not usable
-            if not broken:
-                standing.append(cut)
-                continue
-            begun = first <= self.step
-            for position, row in enumerate(self.rows[group_id] for group_id in cut.ids):
-                if begun:
-                    row.claim = (first, self.step, position)
-                elif not row.dropped:
-                    row.claim = None
-            if begun:
-                self.cuts[first] = Cut(first, self.step, cut.ids)
-            else:
-                del self.cuts[first]
-        return standing
-
-    def take_to_its_place(self, row: Row) -> None:
-        key = key_of(row.group_id)
-        self.reach(key)
-        if row.outcome == "stale" or row.dropped in ("stale", "configuration"):
-            self.prompts.held.discard(key)
-            self.prompts.open.add(key)
-        elif row.outcome == "no_signal" or row.dropped == "quarantined" or (row.claim and row.claim[0] <= self.step):
-            self.settle(key)
-        else:
-            self.prompts.open.remove(key)
-            self.prompts.held.add(key)
 
     def publish(self) -> None:
         self.journal.end_step(self.step, (self.version, "digest"))
@@ -290,15 +139,10 @@ class RunMachine(RuleBasedStateMachine):
         if record is None:
             return None
         key = record.item.key
-        if any(not_before <= self.now for not_before in self.again.values()):
-            assert self.again.pop(key) <= self.now
-        else:
-            assert key == self.key_at(self.prompts.cursor)
-            self.prompts.cursor += 1
-            self.prompts.open.add(key)
+        self.was_leased(key)
         assert record.lease_id not in self.given
         assert key_of(record.lease_id) == key
-        assert record.policy_floor == floor
+        assert record.policy_floor == max(floor, self.prompts.returned.get(key, 0))
         self.given[record.lease_id] = None
         self.live[record.lease_id] = (producer, self.now + PATIENCE_S)
         self.tally["leased"] += 1
@@ -306,8 +150,9 @@ class RunMachine(RuleBasedStateMachine):
 
     def some_lease(self, data: st.DataObject) -> str:
         """Of this process, or any other one; some were answered long ago, and some were never given."""
-        strange = ["9-0-0-1-x", f"{self.epoch + 1}-{self.num_prompts - 1}-0-1-x"]
-        unanswered = [lease_id for lease_id in self.given if key_of(lease_id) in self.prompts.open]
+        strange = ["9-0-0-1-x", "0-0-7-1-x", f"{self.prompts.epoch + 1}-{self.num_prompts - 1}-0-1-x"]
+        open_ = self.prompts.open | set(self.prompts.deferred)
+        unanswered = [lease_id for lease_id in self.given if key_of(lease_id) in open_]
         pools = [list(self.live), list(self.live), unanswered, unanswered, list(self.given)[-12:], strange]
         return data.draw(st.sampled_from(data.draw(st.sampled_from([pool for pool in pools if pool]))))
 
@@ -317,57 +162,25 @@ class RunMachine(RuleBasedStateMachine):
         for _ in range(count):
             lag = data.draw(st.sampled_from([0, 0, 0, 0, 1, 2, 3]))
             version = max(0, data.draw(st.sampled_from([self.version, self.newest_version])) - lag)
-            arriving.append((self.some_lease(data), version, data.draw(st.sampled_from([True, True, True, False]))))
+            arriving.append((self.some_lease(data), version, data.draw(st.sampled_from(list(REWARDS)))))
         self.offer(arriving)
 
-    @rule(count=st.integers(1, 6))
-    def producers_answer_promptly(self, count: int) -> None:
-        self.offer([(lease_id, self.version, True) for lease_id in list(self.live)[:count]])
+    @rule(count=st.integers(1, 6), rewards=st.sampled_from(list(REWARDS)))
+    def producers_answer_promptly(self, count: int, rewards: tuple[float, float]) -> None:
+        self.offer([(lease_id, self.version, rewards) for lease_id in list(self.live)[:count]])
 
-    def offer(self, arriving: list[tuple[str, int, bool]]) -> None:
+    def offer(self, arriving: list[Arrival]) -> None:
         expected = self.judge(arriving)
-        deliveries = [delivery(lease_id, version, signal=signal) for lease_id, version, signal in arriving]
+        deliveries = [delivery(lease_id, version, rewards=rewards) for lease_id, version, rewards in arriving]
         if self.journal.full and any(outcome in ("accepted", "no_signal", "stale") for outcome in expected):
             with pytest.raises(JournalFullError):
                 self.replay.offer(deliveries)
             return
         assert self.replay.offer(deliveries) == expected
         self.tally.update(expected)
-        for (lease_id, version, _), outcome in zip(arriving, expected, strict=True):
-            if outcome in ("duplicate", "unknown_lease"):
-                continue
-            key = key_of(lease_id)
-            self.rows[lease_id] = Row(lease_id, version, outcome)
-            self.reach(key)
-            self.live.pop(lease_id, None)
-            self.again.pop(key, None)
-            if outcome == "stale":
-                self.goes_out_again(key)
-            elif outcome == "no_signal":
-                self.settle(key)
-            else:
-                self.prompts.open.remove(key)
-                self.prompts.held.add(key)
-                self.ready.append(lease_id)
-
-    def judge(self, arriving: list[tuple[str, int, bool]]) -> list[str]:
-        expected: list[str] = []
-        answered: set[Key] = set()
-        seen: set[str] = set(self.rows)
-        for lease_id, version, signal in arriving:
-            key = key_of(lease_id)
-            if not self.is_known(key):
-                expected.append("unknown_lease")
-            elif lease_id in seen or key in answered or not self.is_wanted(key):
-                expected.append("duplicate")
-            elif version < self.budget.oldest_usable(self.next_step):
-                expected.append("stale")
-                seen.add(lease_id)
-            else:
-                expected.append("accepted" if signal else "no_signal")
-                seen.add(lease_id)
-                answered.add(key)
-        return expected
+        for arrival, outcome in zip(arriving, expected, strict=True):
+            if outcome not in ("duplicate", "unknown_lease"):
+                self.admit(arrival, outcome)
 
     def fails(self, lease_id: str, reason: str) -> str:
         """What the end of a lease must lead to: moot, again, dead, or full (nothing happens)."""
@@ -383,7 +196,7 @@ class RunMachine(RuleBasedStateMachine):
         del self.live[lease_id]
         if spent:
             self.settle(key)
-            self.dead.add(key)
+            self.dead[key] = None
             self.tally["dead_letters"] += 1
             return "dead"
         self.again[key] = self.now + {"data": 1.0, "infra": 0.25}[of] * 2 ** (failures - 1)
@@ -443,44 +256,18 @@ class RunMachine(RuleBasedStateMachine):
     # The trainer
 
     @precondition(lambda self: self.current is None)
-    @rule()
-    def a_batch_is_cut(self) -> None:
-        expected = self.expected_cut()
-        batch = self.replay.next_batch(0.0)
+    @rule(patient=st.booleans())
+    def a_batch_is_cut(self, patient: bool) -> None:
+        partial = self.partial and not patient
+        expected = None if self.journal.full else self.next_cut(partial)
+        batch = self.replay.next_batch(0.0, partial=partial)
         assert (batch is None) == (expected is None)
-        if batch is not None and expected is not None:
-            self.check_cut(batch, expected)
-
-    def expected_cut(self) -> Cut | None:
-        if self.recorded:
-            return None if self.journal.full else self.recorded.pop(0)
-        oldest = self.budget.oldest_usable(self.next_step)
-        stale = [group_id for group_id in self.ready if self.rows[group_id].version < oldest]
-        if self.journal.full:
-            return None
-        for group_id in stale:
-            self.rows[group_id].dropped = "stale"
-            self.ready.remove(group_id)
-            self.prompts.held.remove(key_of(group_id))
-            self.goes_out_again(key_of(group_id))
-        size = self.budget.groups_per_step
-        if len(self.ready) < size:
-            return None
-        ids, self.ready = self.ready[:size], self.ready[size:]
-        return Cut(self.next_step + 1, self.next_step + self.budget.num_iterations, ids)
-
-    def check_cut(self, batch: CutBatch, cut: Cut) -> None:
-        assert names(batch.groups) == cut.ids
-        assert (batch.step, batch.last_step) == (cut.first - 1, cut.last)
-        assert batch.num_iterations == cut.last - max(cut.first - 1, self.step)
-        version = self.budget.version_at(batch.step)
-        assert all(version - group.policy_version <= self.budget.max_staleness for group in batch.groups)
-        self.cuts[cut.first] = self.current = cut
-        self.next_step = cut.last
-        for position, group_id in enumerate(cut.ids):
-            row = self.rows[group_id]
-            row.claim, row.tries = (cut.first, cut.last, position), row.tries + 1
-            self.settle(key_of(group_id))
+        if batch is None or expected is None:
+            return
+        assert names(batch.groups) == expected.ids
+        assert (batch.step, batch.last_step, batch.num_fresh) == (expected.first - 1, expected.last, expected.num_fresh)
+        assert batch.num_iterations == expected.last - max(expected.first - 1, self.step)
+        self.was_cut(expected)
 
     @precondition(lambda self: self.current is not None)
     @rule()
@@ -493,10 +280,9 @@ class RunMachine(RuleBasedStateMachine):
                 self.journal.end_step(step, None)
             return
         self.step = step
-        self.log.append((step, self.current.ids))
+        self.log.append((step, self.current))
         if step == self.current.last:
-            for group_id in self.current.ids:
-                self.rows[group_id].tries = 0
+            self.step_ended()
             self.current = None
         if policy is None:
             self.journal.end_step(step, None)
@@ -509,27 +295,33 @@ class RunMachine(RuleBasedStateMachine):
     def a_checkpoint_is_committed(self) -> None:
         """Between two steps."""
         state = json.loads(json.dumps(self.replay.state()))
-        self.checkpoints.append(Checkpoint(self.step, state, copy.deepcopy(self.prompts)))
+        prompts, table = copy.deepcopy(self.prompts), dict(self.table)
+        self.checkpoints.append(Checkpoint(self.step, state, prompts, len(self.rows), table, self.num_trained))
 
-    @rule(count=st.integers(1, 4), checkpoint_every=st.integers(1, 5))
-    def all_goes_well(self, count: int, checkpoint_every: int) -> None:
+    @rule(
+        count=st.integers(1, 5),
+        checkpoint_every=st.integers(1, 6),
+        answers=st.lists(st.sampled_from(list(REWARDS)), max_size=4),
+    )
+    def all_goes_well(self, count: int, checkpoint_every: int, answers: list[tuple[float, float]]) -> None:
         if self.journal.full:
             return
         for done in range(1, count + 1):
-            self.trains_on()
+            self.trains_on(answers)
             if done % checkpoint_every == 0 and not (self.current and self.step < self.current.first):
                 self.a_checkpoint_is_committed()
 
-    def trains_on(self) -> None:
+    def trains_on(self, answers: Sequence[tuple[float, float]] = ()) -> None:
         """Until a step ends."""
+        rewards = itertools.cycle([*answers, (0.0, 1.0)])
         for _ in range(200):
             if self.current is None:
-                self.a_batch_is_cut()
+                self.a_batch_is_cut(patient=False)
             if self.current is not None:
                 self.a_step_ends()
                 return
             self.lease("a")
-            self.offer([(lease_id, self.version, True) for lease_id in self.live])
+            self.offer([(lease_id, self.version, next(rewards)) for lease_id in self.live])
             self.now += 0.25
         pytest.fail("no batch can be had any more")
 
@@ -563,12 +355,12 @@ class RunMachine(RuleBasedStateMachine):
         self.journal.close()
         self.open_journal(path)
         del self.checkpoints[max(1, len(self.checkpoints) - lost_checkpoints) :]
-        self.budget = StalenessBudget(
-            groups_per_step or self.budget.groups_per_step,
-            self.budget.max_staleness,
-            self.budget.sync_interval,
-            num_iterations or self.budget.num_iterations,
+        self.budget = replace(
+            self.budget,
+            groups_per_step=groups_per_step or self.budget.groups_per_step,
+            num_iterations=num_iterations or self.budget.num_iterations,
         )
+        self.max_replayed = min(self.max_replayed, self.budget.groups_per_step - 1)
         self.comparable = not incomparable
         self.begin_process()
 
@@ -576,7 +368,7 @@ class RunMachine(RuleBasedStateMachine):
     def the_trainer_dies_over_a_batch(self, times: int) -> None:
         for _ in range(times):
             if self.current is None:
-                self.a_batch_is_cut()
+                self.a_batch_is_cut(patient=True)
             self.the_trainer_ends_and_another_begins("killed", 0, None, None, None)
 
     # What must hold
@@ -589,76 +381,115 @@ class RunMachine(RuleBasedStateMachine):
     def the_journal_says_what_became_of_every_group(self) -> None:
         if not hasattr(self, "replay"):
             return
-        found = self.journal.query(
-            "SELECT group_id, policy_version, outcome, step, last_step, position, tries, dropped FROM groups ORDER BY seq"
-        )
+        columns = "group_id, policy_version, outcome, verdict, step, last_step, position, tries, dropped"
         expected = [
-            (row.group_id, row.version, row.outcome, *(row.claim or (None,) * 3), row.tries, row.dropped)
+            (row.group_id, row.version, row.outcome, row.verdict, *(row.claim or (None,) * 3), row.tries, row.dropped)
             for row in self.rows.values()
         ]
-        assert set(found) ^ set(expected) == set()
-        assert found == expected
-        letters = self.journal.query("SELECT epoch, prompt_id FROM dead_letters")
-        assert len(letters) == len(self.dead)
-        assert set(letters) == self.dead
+        assert self.journal.query(f"SELECT {columns} FROM groups ORDER BY seq") == expected
+        assert self.journal.query("SELECT step, position, last_step, group_id, tries FROM replays") == [
+            (*place, stand_in.last, stand_in.group_id, stand_in.tries)
+            for place, stand_in in sorted(self.stand_ins.items())
+        ]
+        letters = self.journal.query("SELECT epoch, prompt_id, reroll FROM dead_letters ORDER BY id")
+        assert letters == list(self.dead)
 
     @invariant()
     def every_accepted_group_is_in_one_place(self) -> None:
         if not hasattr(self, "replay"):
             return
-        table = names(list(self.replay._table._groups))
-        recorded = [group_id for batch in self.replay._recorded for group_id in batch.group_ids]
-        assert table == self.ready
-        assert recorded == [group_id for cut in self.recorded for group_id in cut.ids]
-        in_step = [] if self.current is None else self.current.ids
+        fresh = names(list(self.cutter._fresh._groups))
+        recorded = [(batch.group_ids, batch.num_fresh) for batch in self.cutter._recorded]
+        assert fresh == self.ready
+        assert recorded == [(cut.ids, cut.num_fresh) for cut in self.recorded]
+        again = [group_id for cut in self.recorded for group_id in cut.fresh]
+        in_step = [] if self.current is None else self.current.fresh
         trained = [
             row.group_id for row in self.rows.values() if row.claim and row.claim[1] <= self.step and not row.dropped
         ]
         dropped = [row.group_id for row in self.rows.values() if row.dropped]
-        places = Counter([*table, *recorded, *in_step, *trained, *dropped])
+        places = Counter([*fresh, *again, *in_step, *trained, *dropped])
         assert places == Counter(row.group_id for row in self.rows.values() if row.outcome == "accepted")
 
     @invariant()
-    def nothing_is_trained_twice(self) -> None:
+    def nothing_is_trained_for_the_first_time_twice(self) -> None:
         if not hasattr(self, "replay"):
             return
         assert [step for step, _ in self.log] == list(range(1, self.step + 1))
         steps: dict[str, list[int]] = {}
-        for step, ids in self.log:
-            for group_id in ids:
+        for step, cut in self.log:
+            for group_id in cut.fresh:
                 steps.setdefault(group_id, []).append(step)
         for group_id, trained in steps.items():
             claim = self.rows[group_id].claim
             assert claim is not None
             assert trained == list(range(claim[0], min(claim[1], self.step) + 1))
         keys = [key_of(group_id) for group_id in steps]
-        assert len(keys) == len(set(keys)), "two groups of one prompt were trained in one epoch"
+        assert len(keys) == len(set(keys)), "two groups of one piece of work were trained"
+
+    @invariant()
+    def stand_ins_are_trained_before_young_and_seldom(self) -> None:
+        if not hasattr(self, "replay"):
+            return
+        assert [row[:2] for row in self.cutter.state()] == [[*item] for item in self.table.items()]
+        uses: Counter[str] = Counter()
+        first_trained: dict[str, int] = {}
+        for cut in {id(cut): cut for _, cut in self.log}.values():
+            version = self.budget.version_at(cut.first - 1)
+            assert all(version - self.rows[g].version <= self.budget.max_staleness for g in cut.fresh)
+            assert all(version - self.rows[g].version <= self.max_age for g in cut.again)
+            assert all(first_trained[g] < cut.first for g in cut.again)
+            first_trained |= dict.fromkeys(cut.fresh, cut.first)
+            assert cut.fresh
+            assert len(cut.again) == len(set(cut.again))
+            uses.update(cut.again)
+        assert all(count < self.replaying.max_times_sampled for count in uses.values() if self.replaying)
+        assert self.replaying or not uses
 
     @invariant()
     def no_prompt_is_lost(self) -> None:
         if not hasattr(self, "replay"):
             return
-        state = self.replay.state()["ledger"]
-        assert state["epoch"] * self.num_prompts + state["position"] == self.prompts.cursor
-        unsettled = [(epoch, prompt_id) for epoch, prompt_id, *_ in state["unsettled"]]
+        prompts, state = self.prompts, self.replay.state()["ledger"]
+        assert state["epoch"] * self.num_prompts + state["position"] == prompts.cursor
+        unsettled = [(epoch, prompt_id, reroll) for epoch, prompt_id, reroll, *_ in state["unsettled"]]
         assert len(unsettled) == len(set(unsettled))
-        assert set(unsettled) == self.prompts.open | self.prompts.held
-        passed = {self.key_at(index) for index in range(self.prompts.cursor)}
-        assert passed == self.prompts.open | self.prompts.held | self.prompts.settled
+        assert set(unsettled) == prompts.open | prompts.held
+        assert not prompts.settled & set(unsettled)
+        passed = {self.key_at(index) for index in range(prompts.cursor)}
+        turns = {key for key in prompts.open | prompts.held | prompts.settled if key[2] == 0}
+        assert turns <= passed <= turns | prompts.rested
         leased = [key_of(lease_id) for lease_id in self.live]
         assert len(leased) == len(set(leased)) == self.replay.depth()["leased"]
-        assert self.prompts.open == {key for key in leased if key in self.prompts.open} | set(self.again)
+        assert prompts.open == {key for key in leased if key in prompts.open} | set(self.again)
         assert not set(leased) & set(self.again)
-        waiting = self.ready + [i for cut in self.recorded if cut.first > self.step for i in cut.ids]
-        assert Counter(map(key_of, waiting)) == Counter(self.prompts.held)
-        reasons = {key_of(group_id) for _, ids in self.log for group_id in ids} | self.dead
-        reasons |= {key_of(group_id) for group_id in (self.current.ids if self.current else [])}
+        waiting = self.ready + [i for cut in self.recorded if cut.first > self.step for i in cut.fresh]
+        assert Counter(map(key_of, waiting)) == Counter(prompts.held)
+        reasons = {key_of(group_id) for _, cut in self.log for group_id in cut.fresh} | set(self.dead)
+        reasons |= {key_of(group_id) for group_id in (self.current.fresh if self.current else [])}
         reasons |= {
             key_of(row.group_id)
             for row in self.rows.values()
             if row.outcome == "no_signal" or row.dropped == "quarantined"
         }
-        assert self.prompts.settled == reasons
+        assert prompts.settled == reasons
+
+    @invariant()
+    def no_return_is_lost_and_none_comes_twice(self) -> None:
+        if not hasattr(self, "replay"):
+            return
+        prompts, state = self.prompts, self.replay.state()["ledger"]
+        assert state["deferred"] == [[*key, version] for key, version in prompts.deferred.items()]
+        assert dict(state["resting"]) == prompts.rests
+        waiting = [key[1] for key in prompts.deferred]
+        assert len(waiting) == len(set(waiting)) <= self.max_pending
+        everywhere = prompts.open | prompts.held | prompts.settled
+        assert not everywhere & set(prompts.deferred)
+        for row in self.rows.values():
+            epoch, prompt_id, reroll = key = key_of(row.group_id)
+            is_last = row.outcome != "stale" and row.dropped not in ("stale", "configuration")
+            if is_last and row.verdict == "failed" and reroll < self.rules.max_attempts and key in prompts.settled:
+                assert (epoch, prompt_id, reroll + 1) in everywhere | set(prompts.deferred) | prompts.let_go
 
     @invariant()
     def the_counts_add_up(self) -> None:
@@ -666,6 +497,7 @@ class RunMachine(RuleBasedStateMachine):
             return
         for name in (*OUTCOMES, "leased", "dead_letters"):
             assert self.replay.counts[name] - self.counted[name] == self.tally[name]
+        assert self.replay.counts["trained"] + self.replay.counts["replayed"] == self.num_trained
         assert self.not_accounted_for() == self.offset
 
 

@@ -1,0 +1,451 @@
+"""A run as lists and sets: what test_crashes.py expects of ledger, cutter, journal and buffer together."""
+
+import copy
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from replay.ledger import Key, PromptLedger, parse_lease_id
+from replay.replay_table import RateLimiter, ReplayTable
+from replay.rerolls import RerollQueue, RerollRules
+from replay.selectors import fifo, oldest
+from replay.staleness import StalenessBudget
+
+from .builders import ledger
+
+ATTEMPTS = {"data": 2, "infra": 3}
+BURST = 8
+REWARDS = {  # of two completions: the outcome of a group that is not stale, and what the judge says
+    (0.0, 1.0): ("accepted", "mixed"),
+    (-1.0, 0.0): ("accepted", "failed"),
+    (1.0, 2.0): ("accepted", "solved"),
+    (0.0, 0.0): ("no_signal", "failed"),
+    (1.0, 1.0): ("no_signal", "solved"),
+}
+Arrival = tuple[str, int, tuple[float, float]]  # lease, version, rewards
+
+
+def key_of(lease_id: str) -> Key:
+    return parse_lease_id(lease_id)[0]
+
+
+@dataclass
+class Row:
+    """What the journal must say of a group."""
+
+    group_id: str
+    version: int
+    outcome: str
+    verdict: str
+    claim: tuple[int, int, int] | None = None  # first step, last step, position
+    tries: int = 0
+    dropped: str | None = None
+
+
+@dataclass
+class StandIn:
+    last: int
+    group_id: str
+    tries: int = 0
+
+
+@dataclass
+class Cut:
+    first: int
+    last: int
+    ids: list[str]
+    num_fresh: int
+
+    @property
+    def fresh(self) -> list[str]:
+        return self.ids[: self.num_fresh]
+
+    @property
+    def again(self) -> list[str]:
+        return self.ids[self.num_fresh :]
+
+
+@dataclass
+class Prompts:
+    """Where the prompts are, and their returns. Leased ones, and those that go out again, are open."""
+
+    cursor: int = 0  # prompts that had their turn, or rested
+    epoch: int = 0
+    open: set[Key] = field(default_factory=set)
+    held: set[Key] = field(default_factory=set)
+    settled: set[Key] = field(default_factory=set)
+    failures: Counter[tuple[Key, str]] = field(default_factory=Counter)
+    deferred: dict[Key, int] = field(default_factory=dict)  # return version
+    returned: dict[Key, int] = field(default_factory=dict)
+    answered: set[Key] = field(default_factory=set)  # before a crash undid their deferral
+    let_go: set[Key] = field(
+        default_factory=set
+    )  # returns that are not to be: too many wait, or the prompt's turn came
+    rests: dict[int, int] = field(default_factory=dict)
+    rested: set[Key] = field(default_factory=set)  # turns that were passed over
+
+
+@dataclass
+class Checkpoint:
+    step: int
+    state: dict[str, Any] | None
+    prompts: Prompts
+    num_rows: int = 0
+    table: dict[str, int] = field(default_factory=dict)
+    num_trained: int = 0
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A table whose sampler takes those that came first, and whose remover the oldest."""
+
+    max_size: int
+    max_times_sampled: int
+    max_age_versions: int
+    samples_per_insert: float
+    min_size: int
+
+    def table(self) -> ReplayTable:
+        return ReplayTable(
+            fifo,
+            oldest,
+            RateLimiter(self.samples_per_insert, self.min_size),
+            max_size=self.max_size,
+            max_times_sampled=self.max_times_sampled,
+            max_age_versions=self.max_age_versions,
+            seed=0,
+        )
+
+
+class Model:
+    """The state of a run, over any number of processes, and what every event makes of it."""
+
+    num_prompts: int
+    shuffle: bool
+    budget: StalenessBudget
+    rules: RerollRules
+    max_share: float
+    max_pending: int
+    replaying: Replay | None
+    max_replayed: int
+    partial: bool
+    comparable = True
+
+    def begin_run(self) -> None:
+        self.reference = self.new_ledger("reference")
+        self.sequence: list[Key] = []  # the turns of all prompts, if none rested
+        self.rows: dict[str, Row] = {}
+        self.stand_ins: dict[tuple[int, int], StandIn] = {}  # by first step and position
+        self.not_replayable: set[str] = set()
+        self.cuts: dict[int, Cut] = {}  # by first step
+        self.dead: dict[Key, None] = {}
+        self.given: dict[str, None] = {}  # every lease there ever was
+        self.log: list[tuple[int, Cut]] = []  # what each step of the run, as it stands, trained
+        self.checkpoints = [Checkpoint(0, None, Prompts())]
+        self.now = 0.0
+
+    def new_ledger(self, session: str) -> PromptLedger:
+        queue = RerollQueue(max_share=self.max_share, max_pending=self.max_pending)
+        attempts = {"data_attempts": ATTEMPTS["data"], "infra_attempts": ATTEMPTS["infra"]}
+        return ledger(self.num_prompts, shuffle=self.shuffle, session=session, rerolls=queue, **attempts)
+
+    # Prompts
+
+    def key_at(self, index: int) -> Key:
+        while len(self.sequence) <= index:
+            record = self.reference.lease("p", version=0, policy_floor=0, now=0.0, deadline=1e9)
+            self.sequence.append(record.item.key)
+        return self.sequence[index]
+
+    def is_fresh(self, key: Key) -> bool:
+        self.key_at((key[0] + 1) * self.num_prompts - 1)
+        return key in self.sequence[self.prompts.cursor :]
+
+    def is_known(self, key: Key) -> bool:
+        return key[0] <= self.prompts.epoch + 1
+
+    def is_wanted(self, key: Key) -> bool:
+        return key in self.prompts.open or key in self.prompts.deferred or self.is_fresh(key)
+
+    def is_leased(self, key: Key) -> bool:
+        return any(key_of(lease_id) == key for lease_id in self.live)
+
+    def next_turn(self, wanted: Key | None = None) -> Key:
+        prompts = self.prompts
+        while True:
+            key = self.key_at(prompts.cursor)
+            if key[0] > prompts.epoch:
+                prompts.epoch = key[0]
+                prompts.rests = {who: until for who, until in prompts.rests.items() if until >= prompts.epoch}
+                if len(prompts.rests) == self.num_prompts:
+                    prompts.rests = {}
+            prompts.cursor += 1
+            if key == wanted or prompts.rests.get(key[1], -1) < key[0]:
+                for waiting in [waiting for waiting in prompts.deferred if waiting[1] == key[1]]:
+                    del prompts.deferred[waiting]
+                    prompts.let_go.add(waiting)
+                prompts.open.add(key)
+                return key
+            prompts.rested.add(key)
+
+    def returns(self, key: Key) -> Key:
+        self.prompts.returned[key] = self.prompts.deferred.pop(key)
+        self.prompts.open.add(key)
+        return key
+
+    def reach(self, key: Key) -> None:
+        if key in self.prompts.deferred:
+            self.again[self.returns(key)] = 0.0
+        while self.is_fresh(key):
+            self.again[self.next_turn(key)] = 0.0
+
+    def was_leased(self, key: Key) -> None:
+        """What goes out again goes first, in some order; then what returns, within its share; then the next turn."""
+        due = [again for again, moment in self.again.items() if moment <= self.now and self.may_return(again)]
+        if due:
+            assert key in due
+            del self.again[key]
+            return
+        waiting = [key for key, version in self.prompts.deferred.items() if version <= self.version]
+        is_reroll = self.credit >= 1 and bool(waiting)
+        self.credit = min(BURST, self.credit + self.max_share) - is_reroll
+        assert key == (self.returns(waiting[0]) if is_reroll else self.next_turn())
+
+    def may_return(self, key: Key) -> bool:
+        return self.prompts.returned.get(key, 0) <= self.version
+
+    def goes_out_again(self, key: Key, not_before: float = 0.0) -> None:
+        self.prompts.open.add(key)
+        if not self.is_leased(key):
+            self.again[key] = not_before
+
+    def settle(self, key: Key, verdict: str = "unscored", version: int = 0) -> None:
+        prompts = self.prompts
+        prompts.held.discard(key)
+        prompts.open.discard(key)
+        prompts.settled.add(key)
+        epoch, prompt_id, reroll = key
+        if verdict == "solved" and self.rules.solved_cooldown_epochs:
+            until = epoch + self.rules.solved_cooldown_epochs
+            prompts.rests[prompt_id] = max(until, prompts.rests.get(prompt_id, 0))
+        if verdict != "failed" or reroll == self.rules.max_attempts:
+            return
+        returning = (epoch, prompt_id, reroll + 1)
+        if returning in prompts.answered:
+            prompts.answered.remove(returning)
+        elif not self.is_fresh((epoch + 1, prompt_id, 0)):
+            prompts.let_go.add(returning)
+        else:
+            while len(prompts.deferred) >= self.max_pending:
+                too_many = next(iter(prompts.deferred))
+                del prompts.deferred[too_many]
+                prompts.let_go.add(too_many)
+            prompts.deferred[returning] = version + self.rules.delay_versions
+
+    # Groups
+
+    def judge(self, arriving: Iterable[Arrival]) -> list[str]:
+        expected: list[str] = []
+        answered: set[Key] = set()
+        seen: set[str] = set(self.rows)
+        for lease_id, version, rewards in arriving:
+            key = key_of(lease_id)
+            if not self.is_known(key):
+                expected.append("unknown_lease")
+            elif lease_id in seen or key in answered or not self.is_wanted(key):
+                expected.append("duplicate")
+            elif version < self.budget.oldest_usable(self.next_step):
+                expected.append("stale")
+                seen.add(lease_id)
+            else:
+                expected.append(REWARDS[rewards][0])
+                seen.add(lease_id)
+                answered.add(key)
+        return expected
+
+    def admit(self, arrival: Arrival, outcome: str) -> None:
+        lease_id, version, rewards = arrival
+        key, verdict = key_of(lease_id), REWARDS[rewards][1]
+        self.rows[lease_id] = Row(lease_id, version, outcome, verdict)
+        self.reach(key)
+        self.live.pop(lease_id, None)
+        self.again.pop(key, None)
+        self.prompts.open.discard(key)
+        if outcome == "stale":
+            self.goes_out_again(key)
+        elif outcome == "no_signal":
+            self.settle(key, verdict, version)
+        else:
+            self.prompts.held.add(key)
+            self.ready.append(lease_id)
+
+    # Batches
+
+    @property
+    def num_ready(self) -> int:
+        return len(self.ready) + sum(cut.num_fresh for cut in self.recorded)
+
+    def next_cut(self, partial: bool) -> Cut | None:
+        if self.recorded:
+            return self.recorded.pop(0)
+        oldest_usable = self.budget.oldest_usable(self.next_step)
+        for group_id in [group_id for group_id in self.ready if self.rows[group_id].version < oldest_usable]:
+            self.rows[group_id].dropped = "stale"
+            self.ready.remove(group_id)
+            self.prompts.held.remove(key_of(group_id))
+            self.goes_out_again(key_of(group_id))
+        size = self.budget.groups_per_step
+        fresh = self.ready[:size]
+        again = self.next_stand_ins(size - len(fresh)) if fresh else []
+        if not fresh or (len(fresh) + len(again) < size and not partial):
+            return None
+        del self.ready[: len(fresh)]
+        last = self.next_step + self.budget.num_iterations
+        return Cut(self.next_step + 1, last, fresh + again, len(fresh))
+
+    def next_stand_ins(self, missing: int) -> list[str]:
+        usable = [group_id for group_id in self.table if self.age(group_id, self.next_step) <= self.max_age]
+        if self.replaying is None or len(usable) < self.replaying.min_size:
+            return []
+        inserts = sum(row.outcome != "stale" for row in self.rows.values())
+        samples = self.num_trained + self.budget.groups_per_step - missing
+        allowed = int(max(0.0, self.replaying.samples_per_insert * inserts - samples))
+        return usable[: min(missing, self.max_replayed, allowed)]
+
+    @property
+    def max_age(self) -> int:
+        return self.replaying.max_age_versions if self.replaying else 0
+
+    def age(self, group_id: str, step: int) -> int:
+        return self.budget.version_at(step) - self.rows[group_id].version
+
+    def was_cut(self, cut: Cut) -> None:
+        self.cuts[cut.first] = self.current = cut
+        self.next_step = cut.last
+        self.num_trained += len(cut.ids)
+        for position, group_id in enumerate(cut.fresh):
+            row = self.rows[group_id]
+            row.claim, row.tries = (cut.first, cut.last, position), row.tries + 1
+            if key_of(group_id) in self.prompts.held:
+                self.settle(key_of(group_id), row.verdict, row.version)
+        for position, group_id in enumerate(cut.again, start=cut.num_fresh):
+            self.stand_ins.setdefault((cut.first, position), StandIn(cut.last, group_id)).tries += 1
+        if self.replaying is None or self.step >= cut.first:
+            return
+        for group_id in set(cut.again) & set(self.table):
+            self.table[group_id] += 1
+            if self.table[group_id] == self.replaying.max_times_sampled:
+                del self.table[group_id]
+        for group_id in cut.fresh:
+            self.table[group_id] = 1
+            if len(self.table) > self.replaying.max_size:
+                del self.table[next(iter(self.table))]
+        self.table = {g: times for g, times in self.table.items() if self.age(g, cut.last) <= self.max_age}
+
+    def step_ended(self) -> None:
+        """The claims of what was trained to its end count no tries any more."""
+        for row in self.rows.values():
+            if row.claim and row.claim[1] == self.step and not row.dropped:
+                row.tries = 0
+        for stand_in in self.stand_ins.values():
+            if stand_in.last == self.step:
+                stand_in.tries = 0
+
+    # The next process
+
+    def recover(self, checkpoint: Checkpoint) -> None:
+        """What of the journal comes back, and where that leaves every prompt."""
+        self.live: dict[str, tuple[str, float]] = {}  # producer and deadline
+        self.again: dict[Key, float] = {}
+        self.credit = 0.0
+        self.current: Cut | None = None
+        self.step, self.num_trained = checkpoint.step, checkpoint.num_trained
+        self.version = self.budget.version_at(self.step)
+        self.prompts = copy.deepcopy(checkpoint.prompts)
+        self.prompts.open |= self.prompts.held
+        self.prompts.held = set()
+        self.log = [(step, cut) for step, cut in self.log if step <= self.step]
+        for row in self.rows.values():
+            if self.is_available(row) and row.tries >= 2:
+                row.dropped = "quarantined"
+            elif self.is_available(row) and not self.comparable and not (row.claim and row.claim[0] <= self.step):
+                row.dropped = "configuration"
+        self.not_replayable |= {s.group_id for s in self.stand_ins.values() if s.last > self.step and s.tries >= 2}
+        self.recorded = self.recut()
+        recorded = {group_id for cut in self.recorded for group_id in cut.ids}
+        self.ready = [row.group_id for row in self.rows.values() if self.is_available(row)]
+        self.ready = [group_id for group_id in self.ready if group_id not in recorded]
+        self.next_step = self.recorded[0].first - 1 if self.recorded else self.step
+        self.table = {
+            group_id: times
+            for group_id, times in (checkpoint.table if self.comparable else {}).items()
+            if group_id not in self.not_replayable and not self.rows[group_id].dropped
+        }
+        for index, row in enumerate(self.rows.values()):
+            self.take_to_its_place(row, is_new=index >= checkpoint.num_rows)
+        for key in self.dead:
+            if self.recall(key, is_new=True):
+                self.settle(key)
+        self.again = dict.fromkeys(self.prompts.open, 0.0)
+
+    def is_available(self, row: Row) -> bool:
+        return row.outcome == "accepted" and not row.dropped and (row.claim is None or row.claim[1] > self.step)
+
+    def recut(self) -> list[Cut]:
+        """The cuts that stand, and the end of those from the first that does not."""
+        standing: list[Cut] = []
+        broken = False
+        for first in sorted(self.cuts):
+            cut = self.cuts[first]
+            if cut.last <= self.step:
+                continue
+            missing = self.budget.groups_per_step - len(cut.ids)
+            fits = missing == 0 or (self.partial and missing > 0)
+            fits = fits and cut.last - first + 1 == self.budget.num_iterations
+            usable = self.comparable and not any(self.rows[group_id].dropped for group_id in cut.fresh)
+            broken = broken or not fits or not usable
+            if broken:
+                self.undo(cut)
+            else:
+                standing.append(cut)
+        return standing
+
+    def undo(self, cut: Cut) -> None:
+        """What a checkpoint has of it stays trained."""
+        begun = cut.first <= self.step
+        for position, row in enumerate(self.rows[group_id] for group_id in cut.fresh):
+            if begun:
+                row.claim = (cut.first, self.step, position)
+            elif not row.dropped:
+                row.claim = None
+        for position in range(cut.num_fresh, len(cut.ids)):
+            if begun:
+                self.stand_ins[cut.first, position].last = self.step
+            else:
+                del self.stand_ins[cut.first, position]
+        if begun:
+            self.cuts[cut.first] = Cut(cut.first, self.step, cut.ids, cut.num_fresh)
+        else:
+            del self.cuts[cut.first]
+
+    def recall(self, key: Key, *, is_new: bool) -> bool:
+        """Whether it is open now; if it had its group after the checkpoint, it was then."""
+        self.reach(key)
+        if is_new and key not in self.prompts.open | self.prompts.held:
+            self.prompts.open.add(key)
+            if key[2] > 0:
+                self.prompts.answered.add(key)
+        return key in self.prompts.open
+
+    def take_to_its_place(self, row: Row, *, is_new: bool) -> None:
+        key, goes_again = key_of(row.group_id), row.outcome == "stale" or row.dropped in ("stale", "configuration")
+        if not (is_new or self.is_available(row) or row.dropped == "quarantined"):
+            return
+        if not self.recall(key, is_new=is_new and not goes_again) or goes_again:
+            return
+        if self.is_available(row):
+            self.prompts.open.remove(key)
+            self.prompts.held.add(key)
+        else:
+            self.settle(key, row.verdict, row.version)
