@@ -4,11 +4,12 @@ from typing import Any
 
 import pytest
 
-from replay.journal import DeadLetter, Journal
+from replay.journal import DeadLetter, Journal, JournalFullError
 from replay.recovery import RecordedBatch, Recovery, recover
+from replay.rerolls import Judgement
 from replay.staleness import StalenessBudget
 
-from .builders import claim, entry, group_ids
+from .builders import FillableJournal, claim, entry, full_disk, group_ids
 
 
 def recovered(
@@ -308,3 +309,75 @@ def test_dead_letters_are_settled_whatever_their_groups_were(journal: Journal) -
         ((0, 3, 0), "settled", "unscored", 0, True),
         ((1, 4, 1), "settled", "unscored", 0, True),
     ]
+
+
+# Returns and stand-ins.
+
+
+def test_fates_carry_what_brings_a_prompt_back(journal: Journal) -> None:
+    failed = Judgement("failed", 2, 0)
+    accept(journal, 0, outcome="no_signal", judgement=failed, policy_version=3)
+    accept(journal, 0, reroll=1, outcome="no_signal", judgement=Judgement("solved", 2, 2), policy_version=7)
+    accept(journal, 1, judgement=failed)
+    found = recovered(journal, 0, since_seq=1)
+    assert found.fates == [
+        ((0, 0, 1), "settled", "solved", 7, True),
+        ((0, 1, 0), "held", "failed", 0, True),
+    ]
+    assert found.counts == {
+        "no_signal": 1, "accepted": 1, "attempt_1_groups": 1, "attempt_1_scored": 2, "attempt_1_successes": 0,
+        "attempt_2_groups": 1, "attempt_2_scored": 2, "attempt_2_successes": 2,
+    }  # fmt: skip
+
+
+def test_stale_groups_are_no_attempts(journal: Journal) -> None:
+    accept(journal, 0, outcome="stale")
+    assert recovered(journal, 0).counts == {"stale": 1}
+
+
+def test_a_batch_with_stand_ins_is_cut_again_as_it_was(journal: Journal) -> None:
+    accept(journal, *range(4))
+    train(journal, 1, 0, 1)
+    claim(journal, 2, 2, 2, again=(1,))
+    found = recovered(journal, 1)
+    assert found.batches == [RecordedBatch(2, 2, group_ids(2, 1), 1)]
+    assert (found.ready, found.not_replayable) == (group_ids(3), set())
+
+
+def test_a_stand_in_is_not_taken_for_stale(journal: Journal) -> None:
+    """Its age has a bound of its own, in the replay table."""
+    accept(journal, 0, 1)
+    accept(journal, 2, policy_version=1)
+    train(journal, 1, 0, 1)
+    claim(journal, 2, 2, 2, again=(0,))
+    assert recovered(journal, 1, max_staleness=0).batches == [RecordedBatch(2, 2, group_ids(2, 0), 1)]
+
+
+def test_a_begun_batch_that_cannot_go_on_leaves_the_uses_that_the_checkpoint_knows(journal: Journal) -> None:
+    accept(journal, *range(4))
+    train(journal, 1, 0, 1, num_iterations=2)
+    claim(journal, 3, 4, 2, again=(0,))
+    claim(journal, 5, 6, 3, again=(1,))
+    recovered(journal, 3, num_iterations=1)
+    assert journal.query("SELECT step, last_step, group_id FROM replays") == [(3, 3, group_ids(0)[0])]
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_partial_batches_stand_only_where_they_may_be(journal: Journal, partial: bool) -> None:
+    accept(journal, 0, 1, 2)
+    train(journal, 1, 0)
+    found = recovered(journal, 0, partial=partial)
+    assert found.batches == ([batch(1, 0)] if partial else [])
+    assert recovered(journal, 0, groups_per_step=1, partial=partial).batches == ([batch(1, 0)] if partial else [])
+
+
+def test_a_crash_in_the_middle_of_recovery_changes_nothing(journal: FillableJournal) -> None:
+    """Else what the first half put into quarantine would look, to the next start, like an old matter."""
+    accept(journal, *range(4))
+    claim(journal, 1, 1, 0, 1)
+    claim(journal, 1, 1, 0, 1)
+    before = claims(journal)
+    with full_disk(journal), pytest.raises(JournalFullError):
+        recovered(journal, 0)
+    assert claims(journal) == before
+    assert recovered(journal, 0).quarantined == 2

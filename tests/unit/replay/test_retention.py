@@ -9,6 +9,7 @@ import pytest
 from replay import retention
 from replay.journal import DeadLetter, Journal
 from replay.recovery import recover
+from replay.rerolls import Judgement
 from replay.retention import prune
 from replay.staleness import StalenessBudget
 
@@ -153,3 +154,19 @@ def test_an_acknowledgement_does_not_wait_for_the_end_of_a_long_deletion(journal
     journal.transaction = watched  # type: ignore[method-assign]
     assert prune(journal, oldest_step=0, oldest_seq=600, replayable=frozenset(), keep_bytes=0, keep_age_s=YEAR_S) == 600
     assert seen[:3] == [600 - 256, 600 - 512, 0]
+
+
+def test_what_may_stand_in_after_a_resume_stays_and_uses_go_with_their_group(journal: Journal) -> None:
+    journal.append([entry(i) for i in range(5)])
+    claim(journal, 1, 1, 0, 1)
+    claim(journal, 2, 2, 2, again=(0, 1))
+    claim(journal, 3, 3, 3, again=(0,))
+    assert pruned(journal, 3, 5, replayable=group_ids(1, 3)) == (2, [1, 3, 4])
+    assert journal.query("SELECT step, group_id FROM replays ORDER BY step, position") == [(2, group_ids(1)[0])]
+    assert pruned(journal, 3, 5) == (2, [4])
+    assert journal.query("SELECT * FROM replays") == []
+
+
+def test_a_verdict_that_a_checkpoint_has_not_heard_of_stays(journal: Journal) -> None:
+    journal.append([entry(i, outcome="no_signal", judgement=Judgement("failed", 2, 0)) for i in range(2)])
+    assert pruned(journal, 9, 1) == (1, [1])

@@ -1,0 +1,112 @@
+"""The plain records of the model in crash_model.py."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from replay.ledger import Key, parse_lease_id
+from replay.replay_table import RateLimiter, ReplayTable
+from replay.selectors import fifo, oldest
+
+ATTEMPTS = {"data": 2, "infra": 3}
+BURST = 8
+REWARDS = {  # of two completions: the outcome of a group that is not stale, and what the judge says
+    (0.0, 1.0): ("accepted", "mixed"),
+    (-1.0, 0.0): ("accepted", "failed"),
+    (1.0, 2.0): ("accepted", "solved"),
+    (0.0, 0.0): ("no_signal", "failed"),
+    (1.0, 1.0): ("no_signal", "solved"),
+}
+Arrival = tuple[str, int, tuple[float, float]]  # lease, version, rewards
+
+
+def key_of(lease_id: str) -> Key:
+    return parse_lease_id(lease_id)[0]
+
+
+@dataclass
+class Row:
+    """What the journal must say of a group."""
+
+    group_id: str
+    version: int
+    outcome: str
+    verdict: str
+    claim: tuple[int, int, int] | None = None  # first step, last step, position
+    tries: int = 0
+    dropped: str | None = None
+
+
+@dataclass
+class StandIn:
+    last: int
+    group_id: str
+    tries: int = 0
+
+
+@dataclass
+class Cut:
+    first: int
+    last: int
+    ids: list[str]
+    num_fresh: int
+
+    @property
+    def fresh(self) -> list[str]:
+        return self.ids[: self.num_fresh]
+
+    @property
+    def again(self) -> list[str]:
+        return self.ids[self.num_fresh :]
+
+
+@dataclass
+class Prompts:
+    """Where the prompts are, and their returns. Leased ones, and those that go out again, are open."""
+
+    cursor: int = 0  # prompts that had their turn, or rested
+    epoch: int = 0
+    open: set[Key] = field(default_factory=set)
+    held: set[Key] = field(default_factory=set)
+    settled: set[Key] = field(default_factory=set)
+    failures: Counter[tuple[Key, str]] = field(default_factory=Counter)
+    deferred: dict[Key, int] = field(default_factory=dict)  # return version
+    returned: dict[Key, int] = field(default_factory=dict)
+    answered: set[Key] = field(default_factory=set)  # before a crash undid their deferral
+    let_go: set[Key] = field(
+        default_factory=set
+    )  # returns that are not to be: too many wait, or the prompt's turn came
+    rests: dict[int, int] = field(default_factory=dict)
+    rested: set[Key] = field(default_factory=set)  # turns that were passed over
+
+
+@dataclass
+class Checkpoint:
+    step: int
+    state: dict[str, Any] | None
+    prompts: Prompts
+    num_rows: int = 0
+    table: dict[str, int] = field(default_factory=dict)
+    num_trained: int = 0
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A table whose sampler takes those that came first, and whose remover the oldest."""
+
+    max_size: int
+    max_times_sampled: int
+    max_age_versions: int
+    samples_per_insert: float
+    min_size: int
+
+    def table(self) -> ReplayTable:
+        return ReplayTable(
+            fifo,
+            oldest,
+            RateLimiter(self.samples_per_insert, self.min_size),
+            max_size=self.max_size,
+            max_times_sampled=self.max_times_sampled,
+            max_age_versions=self.max_age_versions,
+            seed=0,
+        )
