@@ -372,5 +372,5 @@ class RunMachine(Invariants, RuleBasedStateMachine):
             self.the_trainer_ends_and_another_begins("killed", 0, None, None, None)
 
 
-RunMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=50)
+RunMachine.TestCase.settings = settings(max_examples=50, stateful_step_count=50)
 TestRunMachine = RunMachine.TestCase

@@ -77,6 +77,22 @@ def test_the_end_of_the_last_step_over_a_batch_clears_the_tries_of_its_groups_al
     assert journal.newest_version == -1
 
 
+def test_stand_ins_have_rows_of_their_own_with_tries_that_end_with_the_last_step(journal: Journal) -> None:
+    journal.append([entry(i) for i in range(4)])
+    claim(journal, 1, 2, 0, 1)
+    claim(journal, 3, 4, 2, again=(1, 0))
+    claim(journal, 3, 4, 2, again=(1, 0))
+    claim(journal, 5, 6, 3, again=(1,))
+    uses = "SELECT step, position, last_step, group_id, tries FROM replays ORDER BY step, position"
+    one, zero = group_ids(1, 0)
+    assert journal.query(uses) == [(3, 1, 4, one, 2), (3, 2, 4, zero, 2), (5, 1, 6, one, 1)]
+    assert rows(journal, "step, tries")[:2] == [(1, 1), (1, 1)], "their first training stays what it was"
+    journal.end_step(3, None)
+    assert [tries for *_, tries in journal.query(uses)] == [2, 2, 1]
+    journal.end_step(4, None)
+    assert [tries for *_, tries in journal.query(uses)] == [0, 0, 1]
+
+
 def test_a_quarantined_group_keeps_its_tries_when_others_train_its_step(journal: Journal) -> None:
     journal.append([entry(0), entry(1)])
     claim(journal, 1, 1, 0)

@@ -192,6 +192,17 @@ def test_a_batch_of_several_iterations_belongs_to_each_of_its_steps(journal: Jou
         assert numbers(reader.rows(GroupFilter(steps=(3, 4)))) == [0, 1, 2, 3]
 
 
+def test_stand_ins_follow_in_their_batch_and_are_counted(journal: Journal) -> None:
+    journal.append(entry(number) for number in range(4))
+    claim(journal, 1, 1, 0, 1)
+    claim(journal, 2, 2, 2, again=(1,))
+    claim(journal, 3, 3, 3, again=(1, 0))
+    with closing(JournalReader(journal.path)) as reader:
+        assert list(reader.batches(2)) == [batch(2, 2, [2], (1,)), batch(3, 3, [3], (1, 0))]
+        assert [row.num_replays for row in reader.rows()] == [1, 2, 0, 0]
+        assert numbers(reader.rows(GroupFilter(steps=(3, 3)))) == [3], "the steps of a row are its first training"
+
+
 def test_only_the_surviving_lineage_counts(reader: JournalReader, journal: Journal) -> None:
     claim(journal, 3, 3, 7, 6)  # the trainer died in step 3 for the second time
     recover(journal, 2, journal.last_seq, StalenessBudget(2, 9, num_iterations=1), partial=False, comparable=True)
