@@ -13,6 +13,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import NoReturn
 
+from consumer.journal_selection import VERDICTS, Selection
 from protocol import __version__
 from protocol.config_file import load_config
 from protocol.errors import ExitCode, SlipstreamError
@@ -57,7 +58,7 @@ def _run(reader: JournalReader, chosen: argparse.Namespace) -> ExitCode:
     elif chosen.command == "export":
         from consumer.journal_export import export
 
-        export(reader, _filter(chosen), chosen.limit, chosen.to)
+        export(reader, _selection(chosen), chosen.to)
     elif chosen.command == "verify":
         from consumer.journal_verify import verify
 
@@ -66,7 +67,7 @@ def _run(reader: JournalReader, chosen: argparse.Namespace) -> ExitCode:
         from consumer.journal_views import lineage, list_groups, quarantine
 
         if chosen.command == "list":
-            list_groups(reader, _filter(chosen), chosen.limit, as_json=chosen.json)
+            list_groups(reader, _selection(chosen), as_json=chosen.json)
         elif chosen.command == "quarantine":
             quarantine(reader, as_json=chosen.json)
         else:
@@ -81,8 +82,9 @@ def _journal_file(chosen: argparse.Namespace) -> Path:
     return place if place.is_file() else place / "journal.sqlite"
 
 
-def _filter(chosen: argparse.Namespace) -> GroupFilter:
-    return GroupFilter(chosen.version, chosen.step, chosen.state, chosen.reward, chosen.prompt)
+def _selection(chosen: argparse.Namespace) -> Selection:
+    wanted = GroupFilter(chosen.version, chosen.step, chosen.state, chosen.reward, chosen.prompt)
+    return Selection(wanted, chosen.limit, chosen.verdict, chosen.replays)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -118,11 +120,15 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--json", action="store_true", help="for programs: one JSON object per line")
     for command, limit in ((listed, 50), (exported, 0)):
         command.add_argument("--version", metavar="N[:M]", type=_range, help="policy version that generated the group")
-        command.add_argument("--step", metavar="N[:M]", type=_range, help="optimizer step that the group is in")
+        command.add_argument(
+            "--step", metavar="N[:M]", type=_range, help="optimizer step that trains the group for the first time"
+        )
         command.add_argument("--state", choices=STATES, help="what became of it")
         command.add_argument(
             "--reward", metavar="MIN:MAX", type=_rewards, help="mean reward; write --reward=-1:0 for negative ones"
         )
+        command.add_argument("--verdict", choices=VERDICTS, help="what the judging reward said of its completions")
+        command.add_argument("--replays", metavar="N[:M]", type=_range, help="times that it stood in again")
         command.add_argument("--prompt", metavar="ID", type=_whole, help="number of the prompt in the dataset")
         command.add_argument(
             "--limit", metavar="N", type=_whole, default=limit, help="the newest N, 0 for all (default: %(default)s)"

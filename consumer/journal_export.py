@@ -13,22 +13,22 @@ from typing import Any
 import numpy as np
 
 from consumer.journal_content import Content, ContentReader
+from consumer.journal_selection import Selection
 from consumer.journal_text import plain, say, with_progress
 from consumer.journal_views import as_dict
 from protocol.errors import JournalError
-from replay.journal_reader import GroupFilter, GroupRow, JournalReader
+from replay.journal_reader import GroupRow, JournalReader
 
 _ROW_GROUP_ROWS = 1000
 _ROW_GROUP_BYTES = 64 * 2**20
 
 
-def export(reader: JournalReader, wanted: GroupFilter, limit: int, to: Path) -> None:
+def export(reader: JournalReader, chosen: Selection, to: Path) -> None:
     """Raises:
     JournalError: a group is damaged, or `to` cannot be written.
     """
     bodies = ContentReader(reader)
-    total = reader.count(wanted)
-    rows = with_progress(reader.rows(wanted, newest=limit), min(total, limit or total), "group")
+    rows = with_progress(chosen.rows(reader), chosen.most(reader), "group")
     records = (_record(row, content) for row in rows if (content := bodies.read(row)) is not None)
     partial = to.with_name(f".{to.name}.{os.getpid()}")
     write: Callable[[Iterator[dict[str, Any]], Path], int] = _parquet if to.suffix == ".parquet" else _jsonl
@@ -74,10 +74,12 @@ def _parquet(records: Iterator[dict[str, Any]], path: Path) -> int:
     text, whole, real = pa.string(), pa.int64(), pa.float64()
     schema = pa.schema(
         [
-            ("seq", whole), ("group_id", text), ("epoch", whole), ("prompt_id", whole), ("attempt", whole),
-            ("producer", text), ("policy_version", whole), ("outcome", text), ("reward", real), ("num_tokens", whole),
+            ("seq", whole), ("group_id", text), ("epoch", whole), ("prompt_id", whole), ("reroll", whole),
+            ("attempt", whole), ("producer", text), ("policy_version", whole), ("outcome", text), ("reward", real),
+            ("verdict", text), ("num_scored", whole), ("num_successes", whole), ("num_tokens", whole),
             ("num_bytes", whole), ("accepted_at", real), ("step", whole), ("last_step", whole), ("position", whole),
-            ("tries", whole), ("dropped", text), ("state", text), ("generation_s", real), ("reward_s", real),
+            ("tries", whole), ("dropped", text), ("num_replays", whole), ("state", text), ("generation_s", real),
+            ("reward_s", real),
             ("prompt_ids", pa.list_(pa.int32())), ("completion_ids", pa.list_(pa.list_(pa.int32()))),
             ("logprobs", pa.list_(pa.list_(pa.float32()))), ("truncated", pa.list_(pa.bool_())),
             ("reward_names", pa.list_(text)), ("rewards", pa.list_(pa.list_(pa.float32()))),

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from consumer.journal_content import Content, ContentReader, load_tokenizer
+from consumer.journal_selection import uses
 from consumer.journal_text import clock, number, printable, say, say_table, span_of_steps
 from protocol.errors import JournalError
 from replay.groups import RolloutGroup
@@ -28,7 +29,7 @@ def show(reader: JournalReader, group_id: str, *, every_token: bool) -> None:
     content = ContentReader(reader).read(row) if row is not None else None
     if row is None or content is None:
         raise JournalError(f"{reader.path} holds no group {group_id}; `rl-journal list` shows what it holds")
-    _head(row, content)
+    _head(row, content, [span_of_steps(use.step, use.last_step) for use in uses(reader, of_group=group_id)])
     try:
         tokenizer = load_tokenizer(reader.facts())
     except JournalError as error:
@@ -44,16 +45,19 @@ def show(reader: JournalReader, group_id: str, *, every_token: bool) -> None:
         _completion(content, tokenizer, index, slice(start, end), every_token=every_token)
 
 
-def _head(row: GroupRow, content: Content) -> None:
+def _head(row: GroupRow, content: Content, stood_in: list[str]) -> None:
     message = content.message
     state: str = row.state
     if row.step is not None and row.last_step is not None:
         state += f", {span_of_steps(row.step, row.last_step)}, position {row.position}"
+    turn = f"return {row.reroll}" if row.reroll else "its own turn"
     for name, value in {
         "group": row.group_id,
         "state": state + (f", try {row.tries} of {MAX_TRIES}" if row.tries else ""),
+        "again": ", ".join(stood_in) or "never",
         "outcome": row.outcome,
-        "prompt": f"{row.prompt_id} in epoch {row.epoch}, lease {row.attempt}",
+        "verdict": f"{row.verdict}, {row.num_successes} successes of {row.num_scored} scored",
+        "prompt": f"{row.prompt_id} in epoch {row.epoch}, {turn}, lease {row.attempt}",
         "policy": f"version {row.policy_version}",
         "producer": f"{row.producer}, {message.generation_s:.2f} s to generate, {message.reward_s:.2f} s to score",
         "arrived": clock(row.accepted_at),

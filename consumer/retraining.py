@@ -69,6 +69,8 @@ class RecordedRun:
         for step, last_step, group_ids, num_fresh in self._reader.batches(from_step):
             if step > expected:
                 raise _missing(expected)
+            if len(group_ids) < int(self._facts["groups_per_step"]) and self._reader.num_deleted():
+                raise _missing(step)  # or a partial batch; where groups were deleted nobody can tell
             groups = [shape.load(frame) for frame in self._reader.frames(group_ids)]
             yield CutBatch(step - 1, last_step - expected + 1, last_step, groups, num_fresh)
             expected = last_step + 1

@@ -33,6 +33,7 @@ def run_facts(
         "max_completion_length": config.sampling.max_completion_length,
         "vocab_size": vocab_size,
         "groups_per_step": config.pipeline.groups_per_step,
+        "fill": config.pipeline.fill,
         "num_iterations": num_iterations,
         "num_threads": num_threads,
     }

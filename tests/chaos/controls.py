@@ -78,11 +78,16 @@ def stand_in_unrecorded() -> None:
 
 
 def stand_in_for_ever() -> None:
-    """Uses are not counted, and no group grows too old."""
+    """The group that was kept first stands in always, however often and however old."""
     from replay.replay_table import ReplayTable
 
+    def pick(table: Any, num_groups: int, **_: Any) -> list[Any]:
+        table._max_size = 1_000_000
+        return [entry.group for entry in list(table._entries.values())[:num_groups]]
+
+    ReplayTable.pick = pick  # type: ignore[method-assign]
     ReplayTable.sampled = lambda table, group_ids: None  # type: ignore[method-assign]
-    ReplayTable._too_old = lambda table, entry, version: False  # type: ignore[method-assign]
+    ReplayTable.expire = lambda table, version: 0  # type: ignore[method-assign]
 
 
 CONTROLS: dict[str, Callable[[], None]] = {
