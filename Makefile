@@ -8,7 +8,7 @@ BACKEND := $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)
 STAMP := $(VENV)/.installed-$(BACKEND)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test unit check docs chaos fuzz bench-journal bench-offpolicy clean
+.PHONY: help demo test unit check docs chaos fuzz bench-journal bench-offpolicy bench-sparse clean
 
 help: ## show this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -44,6 +44,9 @@ bench-journal: $(STAMP) ## durable groups per second and latency of acknowledgem
 
 bench-offpolicy: $(STAMP) ## accuracy under scripted staleness, without and with each correction, about half an hour
 	$(BIN)/python -m benchmarks.offpolicy --plot runs/bench/offpolicy/offpolicy.png
+
+bench-sparse: $(STAMP) ## accuracy per generated token under sparse rewards, with replay and rerolls, about a quarter of an hour
+	$(BIN)/python -m benchmarks.sparse --plot runs/bench/sparse/sparse.png
 
 clean: ## remove the virtual environment and the demo's files
 	rm -rf $(VENV) runs/demo runs/demo-base

@@ -1,0 +1,151 @@
+"""A producer, a buffer and a trainer that take turns in one process, counting every token that is generated.
+
+Guarantee: prompts go out as leases of a real rollout buffer, as many as its staleness budget gives; every group is
+sampled from the newest published policy, scored, sent through the wire's codec and offered. So ledger, rerolls, replay
+table, journal and batch cutter are the product's; only sockets and the inference engine are not. Equal configurations
+give equal runs.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.lockstep import Sampler, Samples
+from consumer.patience import StopRequested
+from consumer.setup import Setup
+from protocol.codec import decode, encode
+from protocol.functions import load_function
+from protocol.messages import Group
+from replay.buffer import Delivery, RolloutBuffer
+from replay.cutting import CutBatch
+from replay.journal import Journal
+from replay.ledger import LeaseRecord
+
+PRODUCER = "lockstep"
+_FOREVER_S = 1e9
+_AT_ONCE = 4  # prompts; few, so that a batch is cut as soon as there is one, as by a trainer that waits
+
+
+class LeasingFeed:
+    """A `consumer.pipeline.Feed`: asked for a batch, it fulfils leases until the buffer cuts one.
+
+    Args:
+        policies: `version` and `blob` of the newest one.
+        budget_tokens: completion tokens after which no batch is made any more.
+    """
+
+    def __init__(
+        self, setup: Setup, sampler: Sampler, buffer: RolloutBuffer, policies: "Policies", budget_tokens: int
+    ) -> None:
+        self._setup = setup
+        self._sampler = sampler
+        self._buffer = buffer
+        self._policies = policies
+        self._budget_tokens = budget_tokens
+        function = setup.config.rewards.functions[0].function
+        self._reward = load_function(function, "rewards.functions.0.function")
+        self._generator = torch.Generator().manual_seed(setup.config.seed)
+        self.tokens = 0  # generated
+        self.wait_s = 0.0
+        self.last: CutBatch | None = None
+
+    def __iter__(self) -> Iterator[CutBatch]:
+        while True:
+            started = time.monotonic()
+            while (batch := self._buffer.next_batch(0.0)) is None:
+                if self.tokens >= self._budget_tokens:
+                    raise StopRequested
+                self._fulfil(self._leases())
+            self.last = batch
+            self.wait_s = time.monotonic() - started
+            yield batch
+
+    def _leases(self) -> list[LeaseRecord]:
+        leases: list[LeaseRecord] = []
+        while len(leases) < _AT_ONCE:
+            lease = self._buffer.lease(PRODUCER, now=0.0, timeout_s=_FOREVER_S)
+            if lease is None:
+                break
+            assert lease.policy_floor <= self._policies.version
+            leases.append(lease)
+        assert leases, "the buffer has neither a batch nor a lease"
+        return leases
+
+    def _fulfil(self, leases: Sequence[LeaseRecord]) -> None:
+        sampling = self._setup.config.sampling
+        prompts, columns = zip(*(self._setup.prompts[lease.item.prompt_id] for lease in leases), strict=True)
+        prompt_ids = self._sampler.tokenizer(list(prompts))["input_ids"]
+        self._sampler.load(self._policies.blob)
+        samples = self._sampler.sample(
+            prompt_ids,
+            sampling.num_generations,
+            sampling.max_completion_length,
+            sampling.temperature,
+            self._generator,
+        )
+        rewards = self._score(prompts, columns, samples)
+        self.tokens += int(samples.lengths.sum())
+        deliveries = []
+        for index, lease in enumerate(leases):
+            rows = slice(index * sampling.num_generations, (index + 1) * sampling.num_generations)
+            part = Samples(samples.ids[rows], samples.logprobs[rows], samples.lengths[rows])
+            frame = encode(self._group(lease.lease_id, prompt_ids[index], part, rewards[rows]))
+            deliveries.append(Delivery(self._setup.shape.parse(decode(frame)), frame, PRODUCER))
+        self._buffer.offer(deliveries)
+
+    def _score(self, prompts: Sequence[str], columns: Sequence[dict[str, Any]], samples: Samples) -> np.ndarray:
+        count = self._setup.config.sampling.num_generations
+        ids = [row[:length].tolist() for row, length in zip(samples.ids, samples.lengths, strict=True)]
+        texts = self._sampler.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        names = columns[0]
+        repeated = {name: [row[name] for row in columns for _ in range(count)] for name in names}
+        repeated_prompts = [prompt for prompt in prompts for _ in range(count)]
+        scores = self._reward(prompts=repeated_prompts, completions=texts, completion_ids=ids, **repeated)
+        return np.array(scores, "<f4")
+
+    def _group(self, lease_id: str, prompt_ids: list[int], samples: Samples, rewards: np.ndarray) -> Group:
+        kept = torch.arange(samples.ids.shape[1]) < samples.lengths[:, None]
+        last = samples.ids.gather(1, samples.lengths[:, None] - 1)[:, 0]
+        return Group(
+            lease_id=lease_id,
+            policy_version=self._policies.version,
+            prompt_ids=np.array(prompt_ids, "<i4").tobytes(),
+            completion_lengths=samples.lengths.numpy().astype("<i4").tobytes(),
+            completion_ids=samples.ids[kept].numpy().astype("<i4").tobytes(),
+            logprobs=samples.logprobs[kept].numpy().astype("<f4").tobytes(),
+            rewards=rewards.tobytes(),
+            truncated=(last != self._sampler.tokenizer.eos_token_id).numpy().astype("u1").tobytes(),
+            generation_s=0.0,
+            reward_s=0.0,
+        )
+
+
+class Policies:
+    """A `consumer.pipeline.Pipeline` that keeps the newest policy. It knows a policy before the buffer leases for it,
+    and the journal knows it before both."""
+
+    def __init__(self, buffer: RolloutBuffer, journal: Journal) -> None:
+        self._buffer = buffer
+        self._journal = journal
+        self.version = -1
+        self.blob = b""
+
+    def publish(self, step: int, version: int, blob: bytes, digest: str) -> None:
+        self._journal.end_step(step, (version, digest))
+        self.version, self.blob = version, blob
+        self._buffer.published(version)
+
+    def end_step(self, step: int) -> None:
+        self._journal.end_step(step, None)
+
+    def observe(self, effective_share: float | None, wait_share: float) -> dict[str, float]:
+        return {f"pipeline/{name}": float(count) for name, count in self._buffer.depth().items()}
+
+    def state(self) -> dict[str, Any]:
+        return self._buffer.state()
+
+    def checkpointed(self, checkpoints_dir: Path) -> None: ...

@@ -1,0 +1,89 @@
+"""The tables of `benchmarks.sparse`. Pure functions of the runs' results.
+
+Guarantee: a run that never reached an accuracy counts with its whole budget, and the cell says so; a ratio is of means
+over the same seeds.
+"""
+
+import itertools
+import statistics
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from benchmarks.sparse_run import Plan
+
+LEVELS = (0.5, 0.8)
+"""Sampled accuracies, in expectation, that tokens are counted to."""
+
+Run = dict[str, Any]
+
+
+def tokens_to(run: Run, level: float) -> float | None:
+    """Tokens generated when the expected accuracy first reached `level`, between two points of the curve."""
+    points = [(tokens, expected) for tokens, _, _, expected in run["curve"]]
+    for (before, low), (after, high) in itertools.pairwise(points):
+        if low < level <= high:
+            return before + (after - before) * (level - low) / (high - low)
+    return None
+
+
+def tables(plan: Plan, runs: Sequence[Run]) -> str:
+    """Markdown: tokens to accuracy by arm, and success by attempt."""
+    return "\n".join([*_tokens(plan, runs), "", *_attempts(runs)])
+
+
+def _tokens(plan: Plan, runs: Sequence[Run]) -> Iterator[str]:
+    titles = " | ".join(f"tokens to {level:g} | x" for level in LEVELS)
+    yield f"| arm | learning rate | {titles} | at the end | steps | generated | with signal | trained, again |"
+    yield "|---|---:|" + "---:|---:|" * len(LEVELS) + "---:|---:|---:|---:|---:|"
+    baseline: dict[float, float] = {}
+    for (arm, rate), part in _grouped(runs):
+        cells = []
+        for level in LEVELS:
+            reached = [tokens_to(run, level) for run in part]
+            counted = [plan.budget_tokens if tokens is None else tokens for tokens in reached]
+            mean, missed = statistics.fmean(counted), reached.count(None)
+            baseline.setdefault(level, mean)
+            bound = ">" if missed else ""
+            cells.append(f"{bound}{mean:,.0f} ({min(counted):,.0f} to {bound}{max(counted):,.0f})")
+            cells.append(f"{baseline[level] / mean:.2f}")
+        ends = [run["curve"][-1][3] for run in part]
+        counts = {name: statistics.fmean(run["counts"].get(name, 0) for run in part) for name in _COUNTED}
+        generated = counts["accepted"] + counts["no_signal"]
+        share = "" if arm == "plain" else f"{counts['accepted'] / generated:.0%}"
+        yield (
+            f"| {arm} | {rate:g} | {' | '.join(cells)} | {statistics.fmean(ends):.2f} ({min(ends):.2f} to {max(ends):.2f}) | "
+            f"{statistics.fmean(run['steps'] for run in part):.0f} | {generated:.0f} | {share} | "
+            f"{counts['trained']:.0f}, {counts['replayed']:.0f} |"
+        )
+
+
+_COUNTED = ("accepted", "no_signal", "trained", "replayed")
+
+
+def _attempts(runs: Sequence[Run]) -> Iterator[str]:
+    titles = "success rate | groups with a success | fresh prompts, same versions | fresh prompts, when these failed"
+    yield f"| arm, learning rate | attempt | groups | {titles} |"
+    yield "|---|---|---:|---:|---:|---:|---:|"
+    for (arm, rate), part in _grouped(runs):
+        if not any("1" in run["attempts"] for run in part):
+            continue
+        for number in sorted({name for run in part for name in run["attempts"]}, key=int):
+            found = [run["attempts"][number] for run in part if number in run["attempts"]]
+            total = {name: sum(one[name] for one in found) for name in found[0]}
+            scored = total["scored"]
+            name = "fresh" if number == "0" else f"reroll {number}"
+            compared = ["", ""]
+            if number != "0":
+                compared = [f"{total['fresh_now'] / scored:.3f}", f"{total['fresh_before'] / scored:.3f}"]
+            yield (
+                f"| {arm}, {rate:g} | {name} | {total['groups']} | {total['successes'] / scored:.3f} | "
+                f"{total['solved_groups'] / total['groups']:.3f} | {compared[0]} | {compared[1]} |"
+            )
+
+
+def _grouped(runs: Sequence[Run]) -> Iterator[tuple[tuple[str, float], list[Run]]]:
+    """By arm and learning rate, in the order they came."""
+    groups: dict[tuple[str, float], list[Run]] = {}
+    for run in runs:
+        groups.setdefault((run["arm"], run["learning_rate"]), []).append(run)
+    yield from groups.items()
