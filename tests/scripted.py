@@ -1,6 +1,7 @@
 """A producer without an engine, for tests: it speaks the real protocol and answers every lease with made-up completions.
 
-The completions depend on the lease alone (seeded by prompt and attempt), so a run against it is reproducible.
+The completions depend on the lease alone (seeded by the prompt, its return and the attempt), so a run against it is
+reproducible.
 """
 
 import threading
@@ -40,11 +41,24 @@ def facts(**changes: object) -> EngineFacts:
     return EngineFacts(**(values | changes))  # type: ignore[arg-type]
 
 
+def return_of(lease: Lease) -> int:
+    """How often the prompt had come back in its epoch; 0 for a lease that no ledger made."""
+    parts = lease.lease_id.split("-")
+    return int(parts[2]) if len(parts) == 5 else 0
+
+
+def half_without_signal(lease: Lease, policy_version: int) -> Group:
+    """Every second group has no signal, and in every fourth all completions fail until the prompt comes back."""
+    n, kind = lease.sampling.num_generations, lease.prompt_id % 4
+    rewards = [0.0 if kind == 1 and not return_of(lease) else 0.5] * n if kind % 2 else None
+    return made_up_group(lease, policy_version, rewards=rewards)
+
+
 def made_up_group(
     lease: Lease, policy_version: int, *, vocab_size: int = 12, rewards: list[float] | None = None
 ) -> Group:
     """A group of random tokens whose rewards are 0, 1, 0, 1, ... unless given."""
-    rng = np.random.default_rng([lease.prompt_id, lease.attempt])
+    rng = np.random.default_rng([lease.prompt_id, lease.attempt, return_of(lease)])
     n = lease.sampling.num_generations
     lengths = rng.integers(1, lease.sampling.max_completion_length + 1, n)
     total = int(lengths.sum())

@@ -1,7 +1,10 @@
 """A run that is killed is the run that would have been: the same batches, the same weights, bit for bit."""
 
 import hashlib
+import json
+from collections import Counter
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +12,7 @@ import pytest
 
 from protocol.errors import ExitCode
 from replay.journal_reader import JournalReader
+from tests.scripted import half_without_signal
 
 from .runs import Run
 
@@ -33,6 +37,12 @@ def settings(**trainer: Any) -> dict[str, dict[str, Any]]:
         "lora": {"lora_dropout": 0.1},
         "trainer": {"max_steps": STEPS, "save_steps": 3} | trainer,
     }
+
+
+def again_and_again() -> dict[str, dict[str, Any]]:
+    """Groups stand in for those without signal, and prompts that nobody solved come back to the next policy."""
+    replay = {"keep_all": True, "mode": "signal", "min_size": 2, "max_share": 0.5, "max_times_sampled": 3}
+    return settings() | {"replay": replay, "reroll": {"delay_versions": 1, "max_share": 0.5}}
 
 
 def train_again(run: Run, *arguments: str) -> Path:
@@ -68,6 +78,47 @@ def test_a_run_killed_at_three_points_ends_as_one_that_never_was(
     assert len(trained) == len(set(trained)) == STEPS // num_iterations * 2
     keys = [tuple(group_id.split("-")[:2]) for group_id in trained]
     assert len(set(keys)) == len(keys), "no prompt is trained twice in an epoch"
+
+
+def test_a_run_with_stand_ins_and_rerolls_ends_as_one_that_never_was_killed(start: Callable[..., Run]) -> None:
+    run = start(**again_and_again())
+    run.producer(answer=half_without_signal, capacity=2)
+    for kill_at in (3, 7, 10):
+        trainer = run.trainer("--resume")
+        run.wait_for_step(kill_at)
+        trainer.kill()
+    assert run.trainer("--resume").end(120) == 0
+    assert run.column("step") == list(range(1, STEPS + 1))
+    again = train_again(run)
+    assert adapters(Path(run.config.run_dir)) == adapters(again)
+    lines = [json.loads(line) for line in (again / "steps.jsonl").read_text().splitlines()]
+    for name in ("replay/share", "staleness/max", "policy_version"):
+        assert [line[name] for line in lines] == run.column(name)
+
+    with closing(JournalReader(run.config.journal_file)) as reader:
+        batches = list(reader.batches())
+        rows = {row.group_id: row for row in reader.rows()}
+    assert [len(batch.group_ids) for batch in batches] == [2] * STEPS
+    fresh = [group_id for batch in batches for group_id in batch.group_ids[: batch.num_fresh]]
+    uses = Counter(group_id for batch in batches for group_id in batch.group_ids[batch.num_fresh :])
+    assert len(fresh) == len(set(fresh))
+    assert uses, "some groups stood in"
+    assert set(uses) <= set(fresh)
+    assert max(uses.values()) <= 2, "max_times_sampled counts the first training"
+    assert {group_id: rows[group_id].num_replays for group_id in uses} == uses
+    assert run.steps[-1]["counts"]["trained"] == len(fresh)
+    assert run.steps[-1]["counts"]["replayed"] == uses.total()
+
+    came_back = [row for row in rows.values() if row.reroll]
+    assert came_back, "some prompts came back"
+    for row in came_back:
+        (failed,) = [
+            other
+            for other in rows.values()
+            if (other.epoch, other.prompt_id, other.reroll) == (row.epoch, row.prompt_id, row.reroll - 1)
+        ]
+        assert (failed.verdict, row.verdict) == ("failed", "mixed")
+        assert row.policy_version > failed.policy_version
 
 
 def test_ready_groups_survive_the_trainer(start: Callable[..., Run]) -> None:

@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from protocol.messages import Group, Lease
+from replay.journal_reader import JournalReader
 from tests.scripted import made_up_group
 
 from .runs import Run
@@ -172,6 +174,34 @@ def test_epochs_iterations_intervals_and_micro_batches_together(start: Callable[
     assert run.steps[-1]["counts"]["trained"] == 20
     assert run.column("staleness/max") == [0] * 10, "cut at steps 0, 2, 4, 6, 8 under v0, v0, v1, v2, v2"
     assert all(step["kl"] >= 0 for step in run.steps)
+
+
+def test_partial_batches_train_where_full_ones_are_long_in_coming(start: Callable[..., Run]) -> None:
+    """One group at a time, and two seconds for a batch of 4 that takes three: every step makes do with less."""
+    run = start(
+        pipeline={"groups_per_step": 4, "fill": "partial", "fill_timeout_s": 2.0},
+        trainer={"max_steps": 4},
+        replay={"keep_all": True},
+    )
+
+    def seldom(lease: Lease, version: int) -> Group:
+        time.sleep(0.75)
+        return made_up_group(lease, version)
+
+    run.producer(answer=seldom, capacity=1)
+    assert run.trainer().end() == 0
+    assert run.column("step") == [1, 2, 3, 4]
+    with closing(JournalReader(run.config.journal_file)) as reader:
+        sizes = [len(batch.group_ids) for batch in reader.batches()]
+    assert len(sizes) == 4
+    assert all(1 <= size <= 4 for size in sizes)
+    assert min(sizes) < 4, "no batch was partial"
+    assert run.steps[-1]["counts"]["trained"] == sum(sizes)
+    again = run.folder / "again"
+    trainer = run.trainer("--from-journal", run.config.run_dir, "--set", f"run_dir={again}")
+    assert trainer.end() == 0
+    adapter = "adapter/adapter_model.safetensors"
+    assert (again / adapter).read_bytes() == (Path(run.config.run_dir) / adapter).read_bytes()
 
 
 def test_a_tracker_of_trl_gets_every_number_of_every_step(start: Callable[..., Run]) -> None:
