@@ -192,14 +192,14 @@ class Model:
         return len(self.ready) + sum(cut.num_fresh for cut in self.recorded)
 
     def next_cut(self, partial: bool) -> Cut | None:
-        if self.recorded:
-            return self.recorded.pop(0)
         oldest_usable = self.budget.oldest_usable(self.next_step)
         for group_id in [group_id for group_id in self.ready if self.rows[group_id].version < oldest_usable]:
             self.rows[group_id].dropped = "stale"
             self.ready.remove(group_id)
             self.prompts.held.remove(key_of(group_id))
             self.goes_out_again(key_of(group_id))
+        if self.recorded:
+            return self.recorded.pop(0)
         size = self.budget.groups_per_step
         fresh = self.ready[:size]
         again = self.next_stand_ins(size - len(fresh)) if fresh else []

@@ -325,3 +325,19 @@ def test_what_is_left_of_a_partial_batch_after_a_quarantine_is_not_taken_for_the
     batch = restored.next_batch(0.0, partial=True)
     assert batch is not None
     assert len(batch.groups) == 2
+
+
+def test_a_group_that_grows_stale_while_batches_are_cut_again_is_dropped_at_once(journal: Journal) -> None:
+    """It arrived from a policy that the crash had made the newest again."""
+    arguments: dict[str, int] = {"groups_per_step": 1, "max_staleness": 1}
+    replay = buffer(journal, **arguments)
+    for step in range(3):
+        fill(replay, step, count=1)
+        cut(replay)
+        journal.end_step(step + 1, None)
+        replay.published(step + 1)
+    restored = resumed(journal, None, 0, **arguments)
+    assert restored.offer([delivery("0-3-0-1-s", 0)]) == ["accepted"]
+    steps = [cut(restored).step for _ in range(3)]
+    assert (steps, restored.counts["went_stale"], restored.depth()["ready"]) == ([0, 1, 2], 1, 0)
+    assert restored.state()["ledger"]["unsettled"] == [[0, 3, 0, 0, 0, 0, 0]]
