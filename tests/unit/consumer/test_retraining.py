@@ -133,6 +133,15 @@ def test_a_batch_whose_groups_were_deleted_is_a_gap(journal: Journal, recorded: 
     assert batches(recorded, 3) == [(2, 1, 3, made[2])], "what is needed is there"
 
 
+def test_a_batch_that_retention_left_a_part_of_is_a_gap(journal: Journal, recorded: RecordedRun) -> None:
+    made = record(journal, 3)
+    spared = {made[0][1]}  # it may stand in
+    prune(journal, oldest_step=1, oldest_seq=journal.last_seq, replayable=spared, keep_bytes=0, keep_age_s=1.0)
+    with pytest.raises(JournalError, match="the groups of step 1 are not in the journal"):
+        batches(recorded)
+    assert batches(recorded, 2)[0] == (1, 1, 2, made[1])
+
+
 def test_a_gap_in_the_middle_is_found_after_what_comes_before_it(journal: Journal, recorded: RecordedRun) -> None:
     made = record(journal, 3)
     with journal.transaction() as db:
