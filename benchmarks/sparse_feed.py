@@ -49,6 +49,7 @@ class LeasingFeed:
         function = setup.config.rewards.functions[0].function
         self._reward = load_function(function, "rewards.functions.0.function")
         self._generator = torch.Generator().manual_seed(setup.config.seed)
+        self._arrived = 0  # groups since the last batch
         self.tokens = 0  # generated
         self.wait_s = 0.0
         self.last: CutBatch | None = None
@@ -56,13 +57,20 @@ class LeasingFeed:
     def __iter__(self) -> Iterator[CutBatch]:
         while True:
             started = time.monotonic()
-            while (batch := self._buffer.next_batch(0.0)) is None:
+            self._arrived = 0
+            while (batch := self._buffer.next_batch(0.0, partial=self._waited_enough)) is None:
                 if self.tokens >= self._budget_tokens:
                     raise StopRequested
                 self._fulfil(self._leases())
             self.last = batch
             self.wait_s = time.monotonic() - started
             yield batch
+
+    @property
+    def _waited_enough(self) -> bool:
+        """Under `fill: partial`, as long as it takes to generate a batch of groups, with or without signal."""
+        pipeline = self._setup.config.pipeline
+        return pipeline.fill == "partial" and self._arrived >= pipeline.groups_per_step
 
     def _leases(self) -> list[LeaseRecord]:
         leases: list[LeaseRecord] = []
@@ -96,6 +104,7 @@ class LeasingFeed:
             frame = encode(self._group(lease.lease_id, prompt_ids[index], part, rewards[rows]))
             deliveries.append(Delivery(self._setup.shape.parse(decode(frame)), frame, PRODUCER))
         self._buffer.offer(deliveries)
+        self._arrived += len(deliveries)
 
     def _score(self, prompts: Sequence[str], columns: Sequence[dict[str, Any]], samples: Samples) -> np.ndarray:
         count = self._setup.config.sampling.num_generations

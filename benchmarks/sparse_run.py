@@ -45,6 +45,8 @@ ARMS: dict[str, tuple[str, ...]] = {
         "replay.max_times_sampled=8",
         "replay.samples_per_insert=2",
     ),
+    "partial": ("replay.mode=fifo", "reroll.max_attempts=0", "pipeline.fill=partial"),
+    "all, partial": ("replay.mode=signal", "replay.min_size=8", "replay.max_share=0.75", "pipeline.fill=partial"),
 }
 """`plain` is GRPO as usual: the next groups as they come, whatever their rewards. The others train groups with signal
 only, and take what is not said here from the defaults of the configuration."""
