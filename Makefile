@@ -42,7 +42,7 @@ fuzz: $(STAMP) ## a million spoiled frames against the codec, about a minute (SE
 bench-journal: $(STAMP) ## durable groups per second and latency of acknowledgements, beside raw appends
 	$(BIN)/python -m benchmarks.journal --out runs/bench/journal.json --plot runs/bench/journal.png
 
-bench-offpolicy: $(STAMP) ## accuracy under scripted staleness, without and with each correction, half an hour or more
+bench-offpolicy: $(STAMP) ## accuracy under scripted staleness, without and with each correction, 15 to 45 minutes
 	$(BIN)/python -m benchmarks.offpolicy --plot runs/bench/offpolicy/offpolicy.png
 
 bench-sparse: $(STAMP) ## accuracy per generated token under sparse rewards, with replay and rerolls, about a quarter of an hour
