@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from consumer.journal_content import Content, ContentReader, load_tokenizer
-from consumer.journal_selection import uses
 from consumer.journal_text import clock, number, printable, say, say_table, span_of_steps
 from protocol.errors import JournalError
 from replay.groups import RolloutGroup
@@ -29,7 +28,7 @@ def show(reader: JournalReader, group_id: str, *, every_token: bool) -> None:
     content = ContentReader(reader).read(row) if row is not None else None
     if row is None or content is None:
         raise JournalError(f"{reader.path} holds no group {group_id}; `rl-journal list` shows what it holds")
-    _head(row, content, [span_of_steps(use.step, use.last_step) for use in uses(reader, of_group=group_id)])
+    _head(row, content, [span_of_steps(use.step, use.last_step) for use in reader.uses(of_group=group_id)])
     try:
         tokenizer = load_tokenizer(reader.facts())
     except JournalError as error:

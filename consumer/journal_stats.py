@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from consumer.journal_selection import Selection, uses
+from consumer.journal_selection import Selection
 from consumer.journal_text import clock, number, say, say_json, say_table, size, span
 from replay.journal_reader import EVERY_GROUP, JournalReader
 
@@ -127,7 +127,7 @@ def _stand_ins(reader: JournalReader) -> dict[str, Any]:
     """The age of a use is that of the group against the policy that it trained."""
     num_uses = num_aged = age = 0
     step, version = -1, None
-    for use in uses(reader):
+    for use in reader.uses():
         num_uses += 1
         if use.step != step:
             policy = reader.policy_at(use.step - 1)

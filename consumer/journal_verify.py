@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from consumer.journal_content import ContentReader
-from consumer.journal_selection import uses
 from consumer.journal_text import say, size, span_of_steps, with_progress
 from protocol.errors import ExitCode, JournalError
 from replay.journal_reader import Batch, JournalReader
@@ -62,7 +61,7 @@ def _steps(reader: JournalReader) -> Iterator[str]:
         batches = [_shape(reader, batch) for batch in reader.batches()]
         if reader.num_deleted() == num_deleted:
             break  # otherwise retention was at work meanwhile
-    if not batches or (num_deleted and next(uses(reader), None) is not None):
+    if not batches or (num_deleted and next(reader.uses(), None) is not None):
         return
     facts = reader.facts()
     sizes = [len(batch.positions) for batch in batches]
@@ -90,7 +89,7 @@ def _stand_ins(reader: JournalReader) -> Iterator[str]:
     """Every group that stood in was trained before, once in a step, in a step that trained others for the first time."""
     may_be_deleted = reader.num_deleted() > 0
     step, seen, last_step = -1, set[str](), None
-    for use in uses(reader):
+    for use in reader.uses():
         where = span_of_steps(use.step, use.last_step)
         if use.step != step:
             step, seen = use.step, set()
@@ -119,5 +118,5 @@ class _Shape(NamedTuple):
 def _shape(reader: JournalReader, batch: Batch) -> _Shape:
     fresh = map(reader.row, batch.group_ids[: batch.num_fresh])
     positions = [row.position for row in fresh if row is not None]
-    positions += [use.position for use in uses(reader, of_step=batch.step)]
+    positions += [use.position for use in reader.uses(of_step=batch.step)]
     return _Shape(batch.step, batch.last_step, positions)

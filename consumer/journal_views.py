@@ -8,7 +8,7 @@ from dataclasses import asdict
 from itertools import chain
 from typing import Any
 
-from consumer.journal_selection import Selection, uses
+from consumer.journal_selection import Selection
 from consumer.journal_text import clock, number, say, say_json, say_table, size, span, span_of_steps
 from protocol.errors import JournalError
 from replay.journal_reader import GroupFilter, GroupRow, JournalReader
@@ -85,7 +85,7 @@ def lineage(reader: JournalReader, step: int) -> None:
         )
     started_from = reader.policy_at(batch.step - 1)
     fresh = [row for group_id in batch.group_ids[: batch.num_fresh] if (row := reader.row(group_id)) is not None]
-    again = [(use, row) for use in uses(reader, of_step=batch.step) if (row := reader.row(use.group_id)) is not None]
+    again = [(use, row) for use in reader.uses(of_step=batch.step) if (row := reader.row(use.group_id)) is not None]
     standing_in = f", {len(again)} of them again" if again else ""
     iterations = "" if batch.step == batch.last_step else f", as all of {span_of_steps(batch.step, batch.last_step)}"
     open_end = "; it has not ended" if any(row.state == "claimed" for row in fresh) else ""

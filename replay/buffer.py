@@ -67,7 +67,7 @@ class RolloutBuffer:
         self._rules = rules
         self._mean_reward = mean_reward
         self._max_failed_share = max_failed_share
-        self._lease_budget = cutter.budget
+        self._lease_budget = cutter.lease_budget
         self._changed = threading.Condition()
         self._fates: deque[bool] = deque(maxlen=FAILURE_WINDOW)  # of prompts; True: dead letter
         self._last_failure = ""

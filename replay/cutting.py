@@ -6,8 +6,10 @@ share, age and uses. The journal knows a batch before anybody sees it. Batches t
 were. Not thread-safe: the rollout buffer holds its lock.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from replay.groups import RolloutGroup
@@ -62,6 +64,7 @@ class BatchCutter:
         self._fresh = FifoTable()
         self._replay = replay
         self._max_replayed = max_replayed
+        self._forgotten = 0.0  # groups without signal for which nothing stood in, and nothing will any more
         self._recorded: deque[RecordedBatch] = deque()  # cut before a crash, to be cut again as they were
         self._resumed_at = 0
         self._load: Load
@@ -70,6 +73,15 @@ class BatchCutter:
     def num_ready(self) -> int:
         """Groups that wait to be trained for the first time."""
         return len(self._fresh) + sum(batch.num_fresh for batch in self._recorded)
+
+    @property
+    def lease_budget(self) -> StalenessBudget:
+        """The budget to lease by: of the groups under way, a batch takes the places of at least so many."""
+        if self._replay is None:
+            return self.budget
+        size = self.budget.groups_per_step
+        least = max(math.ceil(size / self._replay.samples_per_insert), size - self._max_replayed)
+        return replace(self.budget, groups_per_step=min(size, least))
 
     @property
     def num_replayable(self) -> int:
@@ -124,14 +136,21 @@ class BatchCutter:
             self._replay.restore(kept, dict(zip(ids, load(ids), strict=True)))
 
     def _stand_ins(self, missing: int, num_generated: int, num_trained: int) -> list[RolloutGroup]:
+        """Leases are given so that the q-th group under way is trained in batch ceil(q / B) at the latest. One that
+        stands in for a group without signal takes its place in that order; beyond one batch of such places, kept from
+        times when nothing could stand in, steps would run ahead of the groups under way."""
         if self._replay is None or missing == 0:
             return []
+        samples = num_trained + self.budget.groups_per_step - missing
+        per_insert = self._replay.samples_per_insert
+        kept = (samples + self.budget.groups_per_step) / per_insert
+        self._forgotten = max(self._forgotten, num_generated - kept)
         return self._replay.pick(
             min(missing, self._max_replayed),
             step=self.next_step,
             version=self.budget.version_at(self.next_step),
-            inserts=num_generated,
-            samples=num_trained + self.budget.groups_per_step - missing,
+            inserts=num_generated - self._forgotten,
+            samples=samples,
         )
 
     def _cut_again(self) -> CutBatch:

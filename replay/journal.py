@@ -27,13 +27,15 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 import apsw
 
 from protocol.errors import ExitCode, JournalError
 from replay.disk import sync
-from replay.rerolls import Judgement
+
+if TYPE_CHECKING:
+    from replay.rerolls import Judgement  # which needs numpy; programs that read a journal do not
 
 Outcome = Literal["accepted", "no_signal", "stale"]
 DropReason = Literal["stale", "quarantined", "configuration"]
@@ -92,7 +94,7 @@ class Entry:
     policy_version: int
     outcome: Outcome
     reward: float | None  # mean over the group of the weighted sum, for people; None where nothing was scored
-    judgement: Judgement
+    judgement: "Judgement"
     num_tokens: int
     frame: bytes  # the wire message, encoded
 

@@ -105,6 +105,16 @@ class Batch(NamedTuple):
     num_fresh: int  # of them, which come first; the others stood in again
 
 
+class Use(NamedTuple):
+    """A group stood in again."""
+
+    step: int
+    position: int
+    last_step: int
+    group_id: str
+    tries: int
+
+
 @dataclass(frozen=True)
 class GroupFilter:
     """Which groups are meant. Bounds are inclusive; what is None does not matter."""
@@ -236,6 +246,20 @@ class JournalReader:
             again = self._query("SELECT group_id FROM replays WHERE step = ? ORDER BY position", (step,))
             yield Batch(step, last_step, fresh + [group_id for (group_id,) in again], len(fresh))
             from_step = last_step + 1
+
+    def uses(self, *, of_group: str | None = None, of_step: int | None = None) -> Iterator[Use]:
+        """Groups that stood in, in the order of training: all, those of one group, or those of the batch that begins
+        with one step."""
+        sql = (
+            "SELECT step, position, last_step, group_id, tries FROM replays"
+            " WHERE (:group IS NULL OR group_id = :group) AND (:only IS NULL OR step = :only)"
+            f" AND (step, position) > (:step, :position) ORDER BY step, position LIMIT {_PAGE_ROWS}"
+        )
+        wanted = {"group": of_group, "only": of_step}
+        last = (-1, -1)
+        while page := self._query(sql, wanted | {"step": last[0], "position": last[1]}):
+            yield from (Use(*row) for row in page)
+            last = page[-1][:2]
 
     def num_deleted(self) -> int:
         """Groups that retention has deleted, of all there ever were."""

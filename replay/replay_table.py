@@ -53,7 +53,7 @@ class RateLimiter:
         if self.min_size < 1:
             raise ValueError(f"min_size={self.min_size} must be at least 1: an empty table has nothing to sample")
 
-    def allowed(self, inserts: int, samples: int, size: int) -> int:
+    def allowed(self, inserts: float, samples: int, size: int) -> int:
         """How many groups may stand in now.
 
         Args:
@@ -118,12 +118,16 @@ class ReplayTable:
     def __len__(self) -> int:
         return len(self._entries)
 
+    @property
+    def samples_per_insert(self) -> float:
+        return self._limiter.samples_per_insert
+
     def insert(self, group: RolloutGroup, score: float) -> None:
         """Keeps a group after its first training, unless it is here already or its score is no positive number."""
         if group.group_id not in self._entries:
             self._keep(Entry(group, score, times_sampled=1))
 
-    def pick(self, num_groups: int, *, step: int, version: int, inserts: int, samples: int) -> list[RolloutGroup]:
+    def pick(self, num_groups: int, *, step: int, version: int, inserts: float, samples: int) -> list[RolloutGroup]:
         """At most `num_groups` groups to stand in at `step`; none if the limiter says so.
 
         Args:

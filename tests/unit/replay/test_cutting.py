@@ -114,6 +114,33 @@ def test_stand_ins_fill_a_batch_as_far_as_share_and_limiter_allow(
     ]
 
 
+def test_places_of_groups_without_signal_are_kept_for_one_batch_at_most(journal: Journal) -> None:
+    """More would let steps run ahead of the groups that are still under way, which would come back stale."""
+    cutting = cutter(journal, replay=table(max_times_sampled=9), max_replayed=3, partial=True)
+    insert(cutting, journal, 0, 1, 2, 3)
+    assert cutting.cut(num_generated=104, num_trained=0, partial=False), "100 had no signal"
+    insert(cutting, journal, 4)
+    second = cutting.cut(num_generated=105, num_trained=4, partial=False)
+    assert second is not None
+    assert second.num_fresh == 1
+    insert(cutting, journal, 5)
+    assert cutting.cut(num_generated=106, num_trained=8, partial=False) is None, "one of the four places is left"
+    third = cutting.cut(num_generated=106, num_trained=8, partial=True)
+    assert third is not None
+    assert (len(third.groups), third.num_fresh) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("samples_per_insert", "max_replayed", "places"), [(1.0, 3, 4), (2.0, 3, 2), (3.0, 3, 2), (4.0, 1, 3), (0.5, 3, 4)]
+)
+def test_leases_count_the_places_that_a_batch_takes_at_least(
+    journal: Journal, samples_per_insert: float, max_replayed: int, places: int
+) -> None:
+    replay = table(samples_per_insert=samples_per_insert)
+    assert cutter(journal, replay=replay, max_replayed=max_replayed).lease_budget == StalenessBudget(places, 9)
+    assert cutter(journal).lease_budget == StalenessBudget(4, 9)
+
+
 def test_a_group_stands_in_until_it_is_used_up_or_too_old(journal: Journal) -> None:
     replay = table(max_times_sampled=3, max_age_versions=2)
     cutting = cutter(journal, groups_per_step=2, replay=replay, max_replayed=1)

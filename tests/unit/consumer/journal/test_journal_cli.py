@@ -136,7 +136,7 @@ def test_looking_at_rows_imports_nothing_heavy(journal: Journal, arguments: list
     program = (
         "import sys\nfrom consumer.journal_cli import main\n"
         "try:\n    code = main(sys.argv[1:])\nexcept SystemExit as end:\n    code = end.code\n"
-        "heavy = ('torch', 'transformers', 'pyarrow', 'datasets', 'trl', 'vllm')\n"
+        "heavy = ('torch', 'transformers', 'pyarrow', 'numpy', 'datasets', 'trl', 'vllm')\n"
         "print([name for name in heavy if name in sys.modules], code or 0, file=sys.stderr)"
     )
     given = ["--run", str(journal.path), *arguments[1:]] if arguments[0] == "RUN" else arguments
