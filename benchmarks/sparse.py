@@ -1,8 +1,8 @@
-"""`make bench-sparse`: accuracy per generated token when rewards are sparse, without and with what Slipstream does about it.
+"""`make bench-sparse`: accuracy per generated token when rewards are sparse, without and with replay and rerolls.
 
-Guarantee: every arm has the same model, prompts, budget of generated tokens, batch size and seeds, and a
-learning rate of its own (`--sweep` compares them). Every finished run lies in a file of its own and is not
-repeated, unless it was made with other settings; `--again` repeats all of them.
+Guarantee: every arm has the same model, prompts, budget of generated tokens and seeds, and a batch size and learning
+rate of its own. `--explore` compares those, on other seeds than the table's. Every finished run lies in a file of its
+own and is not repeated, unless it was made with other settings; `--again` repeats all of them.
 """
 
 import argparse
@@ -23,12 +23,11 @@ from benchmarks import sparse_base
 from benchmarks.sparse_report import tables
 from benchmarks.sparse_run import ARMS, Case, Plan, train
 
-LEARNING_RATES = dict.fromkeys(ARMS, 4e-3) | dict.fromkeys(("plain", "partial", "all, partial"), 2e-3)
-"""For each arm, the best of those that were tried, on few seeds; `--sweep` tries again."""
-
-SWEEP = (4e-3, 2e-3)
+GROUPS_PER_STEP, LEARNING_RATES = (4, 8, 16), (1e-3, 2e-3, 4e-3)  # to explore
+FIRST_EXPLORED_SEED = 100
 BASE = Path("runs/sparse-base")
 CARELESS, PRE_TRAINING_STEPS = 0.95, 250  # so that it sums right on 1.5 % of its samples, on some sums far more rarely
+NUM_PROMPTS = 384  # three and a half epochs in 40,000 tokens
 
 
 def main() -> None:
@@ -38,7 +37,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3, help="runs per arm (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=40_000, help="to generate in a run (default: %(default)s)")
     parser.add_argument("--workers", type=int, default=2, help="runs at a time (default: %(default)s)")
-    parser.add_argument("--sweep", action="store_true", help="try learning rates, instead of the table")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="default: all of them")
+    parser.add_argument("--explore", action="store_true", help="batch sizes and learning rates, instead of the table")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="configuration of every arm")
     parser.add_argument("--again", action="store_true", help="repeat what is there already")
     parser.add_argument("--quick", action="store_true", help="a few steps of two arms: does it work at all?")
@@ -46,26 +46,29 @@ def main() -> None:
 
     if arguments.quick:
         base, arms, seeds = arguments.out / "base", ["plain", "all"], range(1, 2)
-        sparse_base.build(base, careless=0.0, steps=90)
-        plan = Plan(str(base), 4000, evaluations=4, groups_per_step=4)
+        sparse_base.build(base, careless=0.0, steps=90, num_prompts=NUM_PROMPTS)
+        plan = Plan(str(base), 4000, evaluations=4)
     else:
-        base, arms, seeds = BASE, list(ARMS), range(1, arguments.seeds + 1)
-        sparse_base.build(base, careless=CARELESS, steps=PRE_TRAINING_STEPS)
+        first_seed = FIRST_EXPLORED_SEED if arguments.explore else 1
+        base, arms, seeds = BASE, arguments.arms, range(first_seed, first_seed + arguments.seeds)
+        sparse_base.build(base, careless=CARELESS, steps=PRE_TRAINING_STEPS, num_prompts=NUM_PROMPTS)
         plan = Plan(str(base), arguments.tokens, evaluations=80)
     extra = tuple(arguments.set)
-    if arguments.sweep:
-        cases = [Case(arm, seed, rate, extra) for rate, seed, arm in itertools.product(SWEEP, seeds, arms)]
+    if arguments.explore:
+        grid = itertools.product(arms, GROUPS_PER_STEP, LEARNING_RATES, seeds)
+        cases = [Case(arm, seed, groups, rate, extra) for arm, groups, rate, seed in grid]
     else:
-        cases = [Case(arm, seed, LEARNING_RATES[arm], extra) for arm, seed in itertools.product(arms, seeds)]
+        own = {arm: (ARMS[arm].groups_per_step, ARMS[arm].learning_rate) for arm in arms}
+        cases = [Case(arm, seed, *own[arm], extra) for arm, seed in itertools.product(arms, seeds)]
     results = _run(plan, cases, arguments.out / "runs", arguments.workers, arguments.again)
     summary = tables(plan, results)
     machine = {"cpus": os.cpu_count(), "system": platform.platform(), "python": platform.python_version()}
     report = {"plan": asdict(plan), "machine": machine, "runs": results}
-    name = "sweep" if arguments.sweep else "results"
+    name = "explored" if arguments.explore else "results"
     (arguments.out / f"{name}.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
     (arguments.out / f"{name}.md").write_text(summary + "\n", encoding="utf-8")
     print(f"\n{summary}\n\nwritten: {arguments.out}/{name}.json, {arguments.out}/{name}.md")
-    if arguments.plot is not None and not arguments.sweep:
+    if arguments.plot is not None and not arguments.explore:
         from benchmarks.sparse_picture import draw
 
         arguments.plot.parent.mkdir(parents=True, exist_ok=True)

@@ -1,11 +1,13 @@
 """The base model of `benchmarks.sparse`: the arithmetic example's, made so careless that it hardly ever carries.
 
-Guarantee: the folder appears complete or not at all, and is built again when what builds it has changed. Its prompts are
-the example's sums that need a carry, so no sum can be right by habit; held-out sums are in neither corpus nor prompts.
+Guarantee: the folder appears complete or not at all, and is built again when what builds it has changed. Its prompts
+are the example's sums that need a carry, so no sum can be right by habit; held-out sums are in neither corpus nor
+prompts. Only a few of the prompts, drawn at random, are kept, so that a run goes over them several times.
 """
 
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -15,25 +17,27 @@ from typing import Any
 _SCRIPTS = (Path("examples/arithmetic/build_model.py"), Path(__file__))
 
 
-def build(folder: Path, *, careless: float, steps: int) -> None:
+def build(folder: Path, *, careless: float, steps: int, num_prompts: int) -> None:
     """Builds the model in `folder`, unless it is there.
 
     Args:
         careless: share of the corpus's carries that are forgotten.
         steps: of pre-training.
+        num_prompts: to train on.
     """
     settings = ["--careless", str(careless), "--steps", str(steps)]
-    made_by = b"".join(script.read_bytes() for script in _SCRIPTS) + " ".join(settings).encode()
+    made_by = b"".join(script.read_bytes() for script in _SCRIPTS) + " ".join([*settings, str(num_prompts)]).encode()
     stamp = folder / "built_by"
     if stamp.is_file() and stamp.read_bytes() == made_by:
         return
     partial = folder.with_name(f"{folder.name}.{os.getpid()}")
     command = [sys.executable, "-m", "examples.arithmetic.build_model", str(partial), *settings]
     subprocess.run(command, check=True)
-    for name in ("train", "eval"):
+    for name, kept in (("train", num_prompts), ("eval", None)):
         file = partial / f"{name}.jsonl"
         rows = [row for row in read_rows(file) if needs_carry(row["prompt"])]
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        random.Random(0).shuffle(rows)
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows[:kept]), encoding="utf-8")
     (partial / stamp.name).write_bytes(made_by)
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)

@@ -12,7 +12,7 @@ from benchmarks.sparse_run import ARMS, Plan
 mpl.use("Agg")
 from matplotlib import pyplot as plt
 
-_COLORS = ("#777777", "#e07b39", "#1f6fb4", "#7fb3dc", "#2a8f5b", "#8fce9f", "#c9a227", "#a23b72")
+_COLORS = ("#777777", "#e07b39", "#1f6fb4", "#2a8f5b", "#a23b72")
 _POINTS = 200
 
 

@@ -33,10 +33,11 @@ def tables(plan: Plan, runs: Sequence[Run]) -> str:
 
 def _tokens(plan: Plan, runs: Sequence[Run]) -> Iterator[str]:
     titles = " | ".join(f"tokens to {level:g} | x" for level in LEVELS)
-    yield f"| arm | learning rate | {titles} | at the end | steps | generated | with signal | trained, again |"
-    yield "|---|---:|" + "---:|---:|" * len(LEVELS) + "---:|---:|---:|---:|---:|"
+    counted_titles = "at the end | steps | groups generated | with signal | trained, again | effective share"
+    yield f"| arm | groups a step | learning rate | {titles} | {counted_titles} |"
+    yield "|---|---:|---:|" + "---:|---:|" * len(LEVELS) + "---:|---:|---:|---:|---:|---:|"
     baseline: dict[float, float] = {}
-    for (arm, rate), part in _grouped(runs):
+    for (arm, groups, rate), part in _grouped(runs):
         cells = []
         for level in LEVELS:
             reached = [tokens_to(run, level) for run in part]
@@ -49,11 +50,13 @@ def _tokens(plan: Plan, runs: Sequence[Run]) -> Iterator[str]:
         ends = [run["curve"][-1][3] for run in part]
         counts = {name: statistics.fmean(run["counts"].get(name, 0) for run in part) for name in _COUNTED}
         generated = counts["accepted"] + counts["no_signal"]
+        end = f"{statistics.fmean(ends):.2f} ({min(ends):.2f} to {max(ends):.2f})"
         share = "" if arm == "plain" else f"{counts['accepted'] / generated:.0%}"
+        effective = statistics.fmean(run["effective_sample_share"] for run in part)
         yield (
-            f"| {arm} | {rate:g} | {' | '.join(cells)} | {statistics.fmean(ends):.2f} ({min(ends):.2f} to {max(ends):.2f}) | "
+            f"| {arm} | {groups} | {rate:g} | {' | '.join(cells)} | {end} | "
             f"{statistics.fmean(run['steps'] for run in part):.0f} | {generated:.0f} | {share} | "
-            f"{counts['trained']:.0f}, {counts['replayed']:.0f} |"
+            f"{counts['trained']:.0f}, {counts['replayed']:.0f} | {effective:.2f} |"
         )
 
 
@@ -62,9 +65,9 @@ _COUNTED = ("accepted", "no_signal", "trained", "replayed")
 
 def _attempts(runs: Sequence[Run]) -> Iterator[str]:
     titles = "success rate | groups with a success | fresh prompts, same versions | fresh prompts, when these failed"
-    yield f"| arm, learning rate | attempt | groups | {titles} |"
+    yield f"| arm, groups a step, learning rate | attempt | groups | {titles} |"
     yield "|---|---|---:|---:|---:|---:|---:|"
-    for (arm, rate), part in _grouped(runs):
+    for (arm, groups, rate), part in _grouped(runs):
         if not any("1" in run["attempts"] for run in part):
             continue
         for number in sorted({name for run in part for name in run["attempts"]}, key=int):
@@ -76,14 +79,14 @@ def _attempts(runs: Sequence[Run]) -> Iterator[str]:
             if number != "0":
                 compared = [f"{total['fresh_now'] / scored:.3f}", f"{total['fresh_before'] / scored:.3f}"]
             yield (
-                f"| {arm}, {rate:g} | {name} | {total['groups']} | {total['successes'] / scored:.3f} | "
+                f"| {arm}, {groups}, {rate:g} | {name} | {total['groups']} | {total['successes'] / scored:.3f} | "
                 f"{total['solved_groups'] / total['groups']:.3f} | {compared[0]} | {compared[1]} |"
             )
 
 
-def _grouped(runs: Sequence[Run]) -> Iterator[tuple[tuple[str, float], list[Run]]]:
-    """By arm and learning rate, in the order they came."""
-    groups: dict[tuple[str, float], list[Run]] = {}
+def _grouped(runs: Sequence[Run]) -> Iterator[tuple[tuple[str, int, float], list[Run]]]:
+    """By arm, groups per step and learning rate, in the order they came."""
+    groups: dict[tuple[str, int, float], list[Run]] = {}
     for run in runs:
-        groups.setdefault((run["arm"], run["learning_rate"]), []).append(run)
+        groups.setdefault((run["arm"], run["groups_per_step"], run["learning_rate"]), []).append(run)
     yield from groups.items()

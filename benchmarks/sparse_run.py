@@ -32,21 +32,27 @@ from replay.journal import Journal
 from replay.rewards import RewardRecipe
 
 CONFIG = "examples/arithmetic/run.yaml"
-ARMS: dict[str, tuple[str, ...]] = {
-    "plain": ("replay.mode=fifo", "reroll.max_attempts=0"),
-    "full": ("replay.mode=fifo", "reroll.max_attempts=0"),
-    "full+replay": ("replay.mode=signal", "reroll.max_attempts=0"),
-    "full+rerolls": ("replay.mode=fifo",),
-    "all": ("replay.mode=signal",),
-    "all, more replay": (
-        "replay.mode=signal",
-        "replay.min_size=8",
-        "replay.max_share=0.75",
-        "replay.max_times_sampled=8",
-        "replay.samples_per_insert=2",
-    ),
-    "partial": ("replay.mode=fifo", "reroll.max_attempts=0", "pipeline.fill=partial"),
-    "all, partial": ("replay.mode=signal", "replay.min_size=8", "replay.max_share=0.75", "pipeline.fill=partial"),
+
+
+@dataclass(frozen=True)
+class Arm:
+    """`groups_per_step` and `learning_rate` are the best that were tried for it; docs/benchmarks.md says on what."""
+
+    groups_per_step: int
+    learning_rate: float
+    settings: tuple[str, ...] = ()
+
+
+_NO_REPLAY = ("replay.mode=fifo",)
+_REPLAY = ("replay.mode=signal",)
+_NO_REROLLS = ("reroll.max_attempts=0",)
+_REROLLS = ("reroll.solved_cooldown_epochs=2",)
+ARMS = {
+    "plain": Arm(16, 2e-3, _NO_REPLAY + _NO_REROLLS),
+    "full": Arm(4, 2e-3, _NO_REPLAY + _NO_REROLLS),
+    "full+replay": Arm(4, 2e-3, _REPLAY + _NO_REROLLS),
+    "full+rerolls": Arm(4, 2e-3, _NO_REPLAY + _REROLLS),
+    "all": Arm(4, 2e-3, _REPLAY + _REROLLS),
 }
 """`plain` is GRPO as usual: the next groups as they come, whatever their rewards. The others train groups with signal
 only, and take what is not said here from the defaults of the configuration."""
@@ -61,7 +67,6 @@ class Plan:
     base: str  # folder of the model, with train.jsonl and eval.jsonl
     budget_tokens: int
     evaluations: int
-    groups_per_step: int = 16
     num_generations: int = 8
 
 
@@ -71,22 +76,31 @@ class Case:
 
     arm: str
     seed: int
+    groups_per_step: int
     learning_rate: float
     extra: tuple[str, ...] = ()  # configuration beside the arm's
 
     @property
     def name(self) -> str:
         parts = [
-            self.arm.replace(", ", "-").replace(" ", "-"),
+            self.arm,
             *(one.replace("=", "_") for one in self.extra),
+            f"groups{self.groups_per_step}",
             f"lr{self.learning_rate:g}",
+            f"seed{self.seed}",
         ]
-        return "-".join([*parts, f"seed{self.seed}"])
+        return "-".join(parts)
 
     @property
     def settings(self) -> list[str]:
         """Its configuration, beside what is the same for every run."""
-        return [f"seed={self.seed}", f"trainer.learning_rate={self.learning_rate}", *ARMS[self.arm], *self.extra]
+        return [
+            f"seed={self.seed}",
+            f"pipeline.groups_per_step={self.groups_per_step}",
+            f"trainer.learning_rate={self.learning_rate}",
+            *ARMS[self.arm].settings,
+            *self.extra,
+        ]
 
 
 class EveryGroup(RewardRecipe):
@@ -194,7 +208,6 @@ def _overrides(plan: Plan, case: Case, run_dir: Path) -> list[str]:
         f"run_dir={run_dir}",
         f"model.path={plan.base}",
         f"dataset.path={plan.base}/train.jsonl",
-        f"pipeline.groups_per_step={plan.groups_per_step}",
         f"sampling.num_generations={plan.num_generations}",
         "pipeline.max_staleness=0",
         "trainer.max_steps=1000000",

@@ -33,7 +33,7 @@ def test_the_benchmark_of_sparse_rewards_counts_every_generated_token(short_dir:
         assert counts["leased"] == counts["accepted"] + counts.get("no_signal", 0)
         completions = counts["leased"] * report["plan"]["num_generations"]
         assert completions <= run["tokens"] <= 5 * completions
-        assert run["steps"] * report["plan"]["groups_per_step"] == counts["trained"] + counts["replayed"]
+        assert run["steps"] * run["groups_per_step"] == counts["trained"] + counts["replayed"]
     assert runs["plain"]["counts"].get("no_signal", 0) == 0
     assert runs["all"]["counts"]["rerolls_leased"] > 0
     assert runs["all"]["counts"]["replayed"] > 0

@@ -18,7 +18,8 @@ def a_run(arm: str, curve: list[tuple[int, int, float, float]]) -> dict[str, obj
         }
         for number in (0, 1)
     }  # fmt: skip
-    return {"arm": arm, "learning_rate": 0.001, "curve": curve, "steps": 5, "counts": counts, "attempts": attempts}
+    case = {"arm": arm, "groups_per_step": 4, "learning_rate": 0.001, "effective_sample_share": 0.9}
+    return case | {"curve": curve, "steps": 5, "counts": counts, "attempts": attempts}
 
 
 @pytest.mark.parametrize(("prompt", "carries"), [("37+45=", True), ("31+45=", False), ("15+85=", True)])
@@ -51,12 +52,12 @@ def test_a_run_that_never_gets_there_counts_with_its_budget_and_says_so() -> Non
     slow = a_run("plain", [(0, 0, 0.0, 0.0), (500, 1, 0.0, 0.5), (1000, 2, 0.0, 0.7)])
     fast = a_run("all", [(0, 0, 0.0, 0.0), (250, 1, 0.0, 0.5), (500, 2, 0.0, 0.8)])
     text = tables(PLAN, [slow, fast])
-    assert "| plain | 0.001 | 500 (500 to 500) | 1.00 | >1,000 (1,000 to >1,000) | 1.00 |" in text
-    assert "| all | 0.001 | 250 (250 to 250) | 2.00 | 500 (500 to 500) | 2.00 |" in text
-    assert "| all, 0.001 | reroll 1 | 10 | 0.100 | 0.400 | 0.050 | 0.025 |" in text
+    assert "| plain | 4 | 0.001 | 500 (500 to 500) | 1.00 | >1,000 (1,000 to >1,000) | 1.00 |" in text
+    assert "| all | 4 | 0.001 | 250 (250 to 250) | 2.00 | 500 (500 to 500) | 2.00 |" in text
+    assert "| all, 4, 0.001 | reroll 1 | 10 | 0.100 | 0.400 | 0.050 | 0.025 |" in text
 
 
 def test_a_file_name_says_all_that_differs_between_runs() -> None:
-    case = Case("all", 3, 1e-3, ("replay.max_share=0.5",))
-    assert case.name == "all-replay.max_share_0.5-lr0.001-seed3"
-    assert "trainer.learning_rate=0.001" in case.settings
+    case = Case("all", 3, 8, 1e-3, ("replay.max_share=0.5",))
+    assert case.name == "all-replay.max_share_0.5-groups8-lr0.001-seed3"
+    assert {"trainer.learning_rate=0.001", "pipeline.groups_per_step=8"} <= set(case.settings)
