@@ -67,7 +67,7 @@ class RolloutBuffer:
         self._rules = rules
         self._mean_reward = mean_reward
         self._max_failed_share = max_failed_share
-        self._lease_budget = cutter.lease_budget
+        self._lease_budget = cutter.budget
         self._changed = threading.Condition()
         self._fates: deque[bool] = deque(maxlen=FAILURE_WINDOW)  # of prompts; True: dead letter
         self._last_failure = ""
@@ -82,7 +82,7 @@ class RolloutBuffer:
         """The next lease for `producer`, or None while the staleness budget is spent."""
         with self._changed:
             pending = self._ledger.num_leased + self._cutter.num_ready
-            floor = self._lease_budget.floor(pending, self._cutter.next_step)
+            floor = self._lease_budget.floor(pending, self._cutter.next_step, self._cutter.least_places)
             if floor > self._version:
                 return None
             record = self._ledger.lease(

@@ -9,7 +9,6 @@ were. Not thread-safe: the rollout buffer holds its lock.
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from replay.groups import RolloutGroup
@@ -75,13 +74,12 @@ class BatchCutter:
         return len(self._fresh) + sum(batch.num_fresh for batch in self._recorded)
 
     @property
-    def lease_budget(self) -> StalenessBudget:
-        """The budget to lease by: of the groups under way, a batch takes the places of at least so many."""
-        if self._replay is None:
-            return self.budget
+    def least_places(self) -> int:
+        """Of the groups that leases count, a batch takes at least so many; the others stand in beyond that."""
         size = self.budget.groups_per_step
-        least = max(math.ceil(size / self._replay.samples_per_insert), size - self._max_replayed)
-        return replace(self.budget, groups_per_step=min(size, least))
+        if self._replay is None:
+            return size
+        return min(size, max(math.ceil(size / self._replay.samples_per_insert), size - self._max_replayed))
 
     @property
     def num_replayable(self) -> int:
@@ -110,13 +108,16 @@ class BatchCutter:
             return self._cut_again()
         size = self.budget.groups_per_step
         fresh = self._fresh.first(size)
-        again = self._stand_ins(size - len(fresh), num_generated, num_trained) if fresh else []
+        samples = num_trained + len(fresh)
+        forgotten = self._places_to_forget(num_generated, samples)
+        again = self._stand_ins(size - len(fresh), num_generated - forgotten, samples) if fresh else []
         if not fresh or (len(fresh) + len(again) < size and not partial):
             return None
         last_step = self.next_step + self.budget.num_iterations
         groups = fresh + again
         self._journal.claim(self.next_step + 1, last_step, [group.group_id for group in groups], len(fresh))
         self._fresh.remove(fresh)
+        self._forgotten = forgotten
         return self._hand_over(self.next_step, 0, groups, len(fresh))
 
     def state(self) -> list[list[Any]]:
@@ -135,21 +136,23 @@ class BatchCutter:
             ids = [row[0] for row in kept]
             self._replay.restore(kept, dict(zip(ids, load(ids), strict=True)))
 
-    def _stand_ins(self, missing: int, num_generated: int, num_trained: int) -> list[RolloutGroup]:
+    def _places_to_forget(self, num_generated: int, samples: int) -> float:
         """Leases are given so that the q-th group under way is trained in batch ceil(q / B) at the latest. One that
-        stands in for a group without signal takes its place in that order; beyond one batch of such places, kept from
+        stands in for a group without signal takes its place in that order; beyond one batch of such places, left from
         times when nothing could stand in, steps would run ahead of the groups under way."""
+        if self._replay is None:
+            return 0.0
+        kept = (samples + self.budget.groups_per_step) / self._replay.samples_per_insert
+        return max(self._forgotten, num_generated - kept)
+
+    def _stand_ins(self, missing: int, inserts: float, samples: int) -> list[RolloutGroup]:
         if self._replay is None or missing == 0:
             return []
-        samples = num_trained + self.budget.groups_per_step - missing
-        per_insert = self._replay.samples_per_insert
-        kept = (samples + self.budget.groups_per_step) / per_insert
-        self._forgotten = max(self._forgotten, num_generated - kept)
         return self._replay.pick(
             min(missing, self._max_replayed),
             step=self.next_step,
             version=self.budget.version_at(self.next_step),
-            inserts=num_generated - self._forgotten,
+            inserts=inserts,
             samples=samples,
         )
 

@@ -30,12 +30,15 @@ class StalenessBudget:
         """The oldest version whose groups may be trained at `step`."""
         return self.version_at(step) - self.max_staleness
 
-    def floor(self, pending: int, next_step: int) -> int:
+    def floor(self, pending: int, next_step: int, places: int | None = None) -> int:
         """The oldest version that may generate one more group.
 
         Args:
             pending: groups outstanding or ready, without this one.
             next_step: the step that the next batch will be trained at.
+            places: of those groups, every batch after the next takes at least so many; all B if not said. The next one
+                may need B of them, so as many are always let out.
         """
-        batches_ahead = pending // self.groups_per_step
+        beyond = pending - self.groups_per_step
+        batches_ahead = 0 if beyond < 0 else 1 + beyond // (places or self.groups_per_step)
         return max(0, self.oldest_usable(next_step + batches_ahead * self.num_iterations))

@@ -1,6 +1,7 @@
 """A run as lists and sets: what test_crashes.py expects of ledger, cutter, journal and buffer together."""
 
 import copy
+import math
 from collections.abc import Iterable
 
 from replay.ledger import Key, PromptLedger
@@ -191,6 +192,16 @@ class Model:
     def num_ready(self) -> int:
         return len(self.ready) + sum(cut.num_fresh for cut in self.recorded)
 
+    def floor_of_leases(self) -> int:
+        """The next batch may need all its groups, one after it fewer where groups stand in more often than others come."""
+        size = places = self.budget.groups_per_step
+        if self.replaying is not None:
+            least = math.ceil(places / self.replaying.samples_per_insert)
+            places = min(places, max(least, places - self.max_replayed))
+        pending = len(self.live) + self.num_ready
+        batches_ahead = 0 if pending < size else 1 + (pending - size) // places
+        return max(0, self.budget.oldest_usable(self.next_step + batches_ahead * self.budget.num_iterations))
+
     def next_cut(self, partial: bool) -> Cut | None:
         oldest_usable = self.budget.oldest_usable(self.next_step)
         for group_id in [group_id for group_id in self.ready if self.rows[group_id].version < oldest_usable]:
@@ -202,21 +213,27 @@ class Model:
             return self.recorded.pop(0)
         size = self.budget.groups_per_step
         fresh = self.ready[:size]
-        again = self.next_stand_ins(size - len(fresh)) if fresh else []
+        again, forgotten = self.next_stand_ins(size - len(fresh)) if fresh else ([], 0.0)
         if not fresh or (len(fresh) + len(again) < size and not partial):
             return None
+        self.forgotten = forgotten
         del self.ready[: len(fresh)]
         last = self.next_step + self.budget.num_iterations
         return Cut(self.next_step + 1, last, fresh + again, len(fresh))
 
-    def next_stand_ins(self, missing: int) -> list[str]:
-        usable = [group_id for group_id in self.table if self.age(group_id, self.next_step) <= self.max_age]
-        if self.replaying is None or len(usable) < self.replaying.min_size:
-            return []
+    def next_stand_ins(self, missing: int) -> tuple[list[str], float]:
+        """And the places that nothing will take any more: more than one batch of them is not kept."""
+        if self.replaying is None:
+            return [], 0.0
+        rate = self.replaying.samples_per_insert
         inserts = sum(row.outcome != "stale" for row in self.rows.values())
         samples = self.num_trained + self.budget.groups_per_step - missing
-        allowed = int(max(0.0, self.replaying.samples_per_insert * inserts - samples))
-        return usable[: min(missing, self.max_replayed, allowed)]
+        forgotten = max(self.forgotten, inserts - (samples + self.budget.groups_per_step) / rate)
+        usable = [group_id for group_id in self.table if self.age(group_id, self.next_step) <= self.max_age]
+        if len(usable) < self.replaying.min_size:
+            return [], forgotten
+        allowed = int(max(0.0, rate * (inserts - forgotten) - samples))
+        return usable[: min(missing, self.max_replayed, allowed)], forgotten
 
     @property
     def max_age(self) -> int:
@@ -266,6 +283,7 @@ class Model:
         self.credit = 0.0
         self.current: Cut | None = None
         self.step, self.num_trained = checkpoint.step, checkpoint.num_trained
+        self.forgotten = 0.0
         self.version = self.budget.version_at(self.step)
         self.prompts = copy.deepcopy(checkpoint.prompts)
         self.prompts.open |= self.prompts.held

@@ -133,7 +133,7 @@ class RunMachine(Invariants, RuleBasedStateMachine):
             self.lease(producer)
 
     def lease(self, producer: str) -> str | None:
-        floor = self.budget.floor(len(self.live) + self.num_ready, self.next_step)
+        floor = self.floor_of_leases()
         record = self.replay.lease(producer, now=self.now, timeout_s=PATIENCE_S)
         assert (record is None) == (floor > self.version)
         if record is None:

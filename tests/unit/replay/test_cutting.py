@@ -137,8 +137,8 @@ def test_leases_count_the_places_that_a_batch_takes_at_least(
     journal: Journal, samples_per_insert: float, max_replayed: int, places: int
 ) -> None:
     replay = table(samples_per_insert=samples_per_insert)
-    assert cutter(journal, replay=replay, max_replayed=max_replayed).lease_budget == StalenessBudget(places, 9)
-    assert cutter(journal).lease_budget == StalenessBudget(4, 9)
+    assert cutter(journal, replay=replay, max_replayed=max_replayed).least_places == places
+    assert cutter(journal).least_places == 4
 
 
 def test_a_group_stands_in_until_it_is_used_up_or_too_old(journal: Journal) -> None:

@@ -137,3 +137,9 @@ def simulate(journal: Journal, budget: StalenessBudget, seed: int) -> None:
         assert begun, "nothing to generate, nothing to lease, no batch: a deadlock"
         lease_id, version = begun.pop(0)
         offer(replay, lease_id, version)
+
+
+def test_where_others_stand_in_a_batch_after_the_next_takes_fewer_places() -> None:
+    budget = StalenessBudget(groups_per_step=4, max_staleness=0)
+    assert [budget.floor(pending, 7, places=2) for pending in range(9)] == [7, 7, 7, 7, 8, 8, 9, 9, 10]
+    assert [budget.floor(pending, 7) for pending in range(9)] == [7, 7, 7, 7, 8, 8, 8, 8, 9]
