@@ -45,7 +45,7 @@ bench-journal: $(STAMP) ## durable groups per second and latency of acknowledgem
 bench-offpolicy: $(STAMP) ## accuracy under scripted staleness, without and with each correction, 15 to 45 minutes
 	$(BIN)/python -m benchmarks.offpolicy --plot runs/bench/offpolicy/offpolicy.png
 
-bench-sparse: $(STAMP) ## accuracy per generated token under sparse rewards, with replay and rerolls, about a quarter of an hour
+bench-sparse: $(STAMP) ## accuracy per generated token under sparse rewards, with replay and rerolls, about five minutes
 	$(BIN)/python -m benchmarks.sparse --plot runs/bench/sparse/sparse.png
 
 clean: ## remove the virtual environment and the demo's files

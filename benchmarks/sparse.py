@@ -23,7 +23,7 @@ from benchmarks import sparse_base
 from benchmarks.sparse_report import tables
 from benchmarks.sparse_run import ARMS, Case, Plan, train
 
-GROUPS_PER_STEP, LEARNING_RATES = (4, 8, 16), (1e-3, 2e-3, 4e-3)  # to explore
+GROUPS_PER_STEP, LEARNING_RATES = (2, 4, 8, 16), (1e-3, 2e-3, 4e-3)  # to explore
 FIRST_EXPLORED_SEED = 100
 BASE = Path("runs/sparse-base")
 CARELESS, PRE_TRAINING_STEPS = 0.95, 250  # so that it sums right on 1.5 % of its samples, on some sums far more rarely
