@@ -46,8 +46,8 @@ def main() -> None:
 
     if arguments.quick:
         base, arms, seeds = arguments.out / "base", ["plain", "all"], range(1, 2)
-        sparse_base.build(base, careless=0.0, steps=90, num_prompts=NUM_PROMPTS)
-        plan = Plan(str(base), 4000, evaluations=4)
+        sparse_base.build(base, careless=0.0, steps=60, num_prompts=NUM_PROMPTS)
+        plan = Plan(str(base), 2400, evaluations=3)
     else:
         first_seed = FIRST_EXPLORED_SEED if arguments.explore else 1
         base, arms, seeds = BASE, arguments.arms, range(first_seed, first_seed + arguments.seeds)
@@ -60,7 +60,8 @@ def main() -> None:
     else:
         own = {arm: (ARMS[arm].groups_per_step, ARMS[arm].learning_rate) for arm in arms}
         cases = [Case(arm, seed, *own[arm], extra) for arm, seed in itertools.product(arms, seeds)]
-    results = _run(plan, cases, arguments.out / "runs", arguments.workers, arguments.again)
+    workers = 1 if arguments.quick else arguments.workers
+    results = _run(plan, cases, arguments.out / "runs", workers, arguments.again, None if arguments.quick else 1)
     summary = tables(plan, results)
     machine = {"cpus": os.cpu_count(), "system": platform.platform(), "python": platform.python_version()}
     report = {"plan": asdict(plan), "machine": machine, "runs": results}
@@ -75,12 +76,15 @@ def main() -> None:
         draw(plan, results, arguments.plot)
 
 
-def _run(plan: Plan, cases: Sequence[Case], folder: Path, workers: int, again: bool) -> list[dict[str, Any]]:
-    """The results of all cases; what is missing is trained, each run by one thread of a process of its own."""
+def _run(
+    plan: Plan, cases: Sequence[Case], folder: Path, workers: int, again: bool, runs_per_process: int | None
+) -> list[dict[str, Any]]:
+    """The results of all cases; what is missing is trained, each run by one thread."""
     folder.mkdir(parents=True, exist_ok=True)
     files = {case: folder / f"{case.name}.json" for case in cases}
     missing = [case for case in cases if again or not _is_finished(plan, case, files[case])]
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=spawn, max_tasks_per_child=runs_per_process) as pool:
         futures = {pool.submit(_train_and_write, plan, case, files[case]): case for case in missing}
         for future in tqdm(as_completed(futures), total=len(futures), unit="run", disable=not futures):
             result = future.result()

@@ -52,7 +52,7 @@ def _tokens(plan: Plan, runs: Sequence[Run]) -> Iterator[str]:
         generated = counts["accepted"] + counts["no_signal"]
         end = f"{statistics.fmean(ends):.2f} ({min(ends):.2f} to {max(ends):.2f})"
         share = "" if arm == "plain" else f"{counts['accepted'] / generated:.0%}"
-        effective = statistics.fmean(run["effective_sample_share"] for run in part)
+        effective = statistics.fmean(run["effective_sample_share"] or 0.0 for run in part)  # None: no step
         yield (
             f"| {arm} | {groups} | {rate:g} | {' | '.join(cells)} | {end} | "
             f"{statistics.fmean(run['steps'] for run in part):.0f} | {generated:.0f} | {share} | "
