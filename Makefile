@@ -17,11 +17,11 @@ demo: $(STAMP) ## teach a small model arithmetic with a real vLLM producer and a
 	$(BIN)/python -m examples.arithmetic.demo --seed $(SEED)
 
 test: $(STAMP) ## run every test
-	$(BIN)/python -m pytest -n 2 tests/unit tests/contract
+	$(BIN)/python -m pytest -n 3 --dist worksteal tests/unit tests/contract
 	$(BIN)/python -m pytest tests/integration tests/chaos tests/faults
 
 unit: $(STAMP) ## run the unit tests only
-	$(BIN)/python -m pytest -n 2 tests/unit tests/contract
+	$(BIN)/python -m pytest -n 3 --dist worksteal tests/unit tests/contract
 
 check: $(STAMP) ## lint, format, types, import rules, generated files
 	$(BIN)/ruff check .

@@ -16,7 +16,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 settings.register_profile(
-    "house", deadline=None, database=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+    "house",
+    max_examples=50,
+    deadline=None,
+    database=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],
 )
 settings.register_profile("search", parent=settings.get_profile("house"), derandomize=False, max_examples=2000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "house"))

@@ -208,4 +208,4 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_lease_has_one_fate() -> None:
-    run_state_machine_as_test(Redelivery, settings=settings(max_examples=150))
+    run_state_machine_as_test(Redelivery, settings=settings(max_examples=75))
