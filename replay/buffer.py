@@ -23,7 +23,7 @@ from replay.groups import GroupShape, RolloutGroup
 from replay.journal import DeadLetter, Entry, Journal, JournalFullError
 from replay.journal import Outcome as Decision
 from replay.ledger import LeaseRecord, PromptLedger, UnknownLeaseError, parse_lease_id
-from replay.rerolls import Key, RerollRules
+from replay.rerolls import Judgement, Key, RerollRules
 
 logger = logging.getLogger(__name__)
 
@@ -120,10 +120,11 @@ class RolloutBuffer:
                 for delivery, outcome in zip(deliveries, outcomes, strict=True)
                 if outcome == "accepted" or outcome == "no_signal" or outcome == "stale"
             ]
-            if fresh:
-                self._journal.append([self._entry(delivery, outcome) for delivery, outcome in fresh])
-            for delivery, outcome in fresh:
-                self._admit(delivery.group, outcome)
+            entries = [self._entry(delivery, outcome) for delivery, outcome in fresh]
+            if entries:
+                self._journal.append(entries)
+            for (delivery, outcome), entry in zip(fresh, entries, strict=True):
+                self._admit(delivery.group, outcome, entry.judgement)
             self.counts.update(outcomes)
             self._changed.notify_all()
             return outcomes
@@ -289,14 +290,13 @@ class RolloutBuffer:
             None if math.isnan(reward) else reward, self._rules.judge(group), group.num_tokens, delivery.frame,
         )  # fmt: skip
 
-    def _admit(self, group: RolloutGroup, outcome: Decision) -> None:
+    def _admit(self, group: RolloutGroup, outcome: Decision, judgement: Judgement) -> None:
         key = self._ledger.hold(group.group_id).key
         self._arrivals.append((group, outcome))
         if outcome == "stale":
             self._ledger.requeue(key)
             return
         self._fates.append(False)
-        judgement = self._rules.judge(group)
         numbers = (1, judgement.num_scored, judgement.num_successes)
         self.counts.update(dict(zip(recovery.attempt_counts(key[2]), numbers, strict=True)))
         if outcome == "no_signal":
