@@ -4,11 +4,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 SEED ?= 1
+PREFIX ?= /opt/slipstream
+DESTDIR ?=
 BACKEND := $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)
 STAMP := $(VENV)/.installed-$(BACKEND)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test unit check docs chaos fuzz bench-journal bench-offpolicy bench-sparse clean
+.PHONY: help demo test unit check docs chaos fuzz bench bench-overlap bench-journal bench-offpolicy bench-sparse bench-metrics bench-swap bench-swap-modes bench-transport bench-scale bench-startup bench-admission bench-in-flight bench-trainer-step install-systemd uninstall-systemd clean
 
 help: ## show this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -29,15 +31,26 @@ check: $(STAMP) ## lint, format, types, import rules, generated files
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python docs/generate_configuration.py --check
+	$(BIN)/python docs/generate_metrics.py --check
+	$(BIN)/python -m deploy.grafana.generate --check
 
-docs: $(STAMP) ## regenerate docs/configuration.md from the schema
+docs: $(STAMP) ## regenerate docs/configuration.md, docs/metrics.md and Grafana's dashboards from the code
 	$(BIN)/python docs/generate_configuration.py
+	$(BIN)/python docs/generate_metrics.py
+	$(BIN)/python -m deploy.grafana.generate
 
 chaos: $(STAMP) ## kill real daemons some 200 times and check that nothing is lost or trained twice (SEED=1)
 	$(BIN)/python -m tests.chaos --kills 200 --seed $(SEED) --out runs/chaos/summary.json
 
 fuzz: $(STAMP) ## a million spoiled frames against the codec, about a minute (SEED=1)
 	$(BIN)/python -m tests.fuzz.frames --count 1000000 --seed $(SEED)
+
+bench: $(STAMP) ## every benchmark, one after the other, with a summary; an hour or so
+	@test -e runs/demo/steps.jsonl || $(MAKE) demo # bench-metrics measures against a step of it
+	$(BIN)/python -m benchmarks.suite
+
+bench-overlap: $(STAMP) ## the pair against itself in lockstep and against TRL's own trainer, about ten minutes
+	$(BIN)/python -m benchmarks.overlap --layers 2 --out runs/bench/overlap.json --plot runs/bench/overlap.png
 
 bench-journal: $(STAMP) ## durable groups per second and latency of acknowledgements, beside raw appends
 	$(BIN)/python -m benchmarks.journal --out runs/bench/journal.json --plot runs/bench/journal.png
@@ -47,6 +60,39 @@ bench-offpolicy: $(STAMP) ## accuracy under scripted staleness, without and with
 
 bench-sparse: $(STAMP) ## accuracy per generated token under sparse rewards, with replay and rerolls, about five minutes
 	$(BIN)/python -m benchmarks.sparse --plot runs/bench/sparse/sparse.png
+
+bench-swap: $(STAMP) ## a policy from trainer to engine, by size and way: phases, token gaps, beside pause-and-load, ten minutes
+	$(BIN)/python -m benchmarks.swap
+
+bench-swap-modes: $(STAMP) ## tokens per second without an adapter, beside one and merged, and gaps at swaps, about five minutes
+	$(BIN)/python -m benchmarks.swap_modes
+
+bench-transport: $(STAMP) ## groups per second and CPU per group over ipc and tcp, with and without CURVE, beside pickle, a minute
+	$(BIN)/python -m benchmarks.transport
+
+bench-scale: $(STAMP) ## 1 to 64 producers against one trainer: acknowledgements, CPU, raw fsync beside it, five minutes
+	$(BIN)/python -m benchmarks.scale
+
+bench-in-flight: $(STAMP) ## finish, continue and restart at a swap: tokens per second and staleness, some minutes
+	$(BIN)/python -m benchmarks.in_flight
+
+bench-trainer-step: $(STAMP) ## tokens per second and peak memory of a training step beside TRL's
+	$(BIN)/python -m benchmarks.trainer_step
+
+bench-startup: $(STAMP) ## time to the first token and the first step of the pair, by phase, and of --help and --check, two minutes
+	$(BIN)/python -m benchmarks.startup
+
+bench-admission: $(STAMP) ## preemptions and tokens/s with too little KV cache, limit of groups fixed and adaptive, five minutes
+	$(BIN)/python -m benchmarks.admission
+
+install-systemd: ## install units that run the virtual environment in PREFIX=/opt/slipstream (DESTDIR= for packaging)
+	@PREFIX='$(PREFIX)' DESTDIR='$(DESTDIR)' deploy/systemd/install.sh install
+
+uninstall-systemd: ## remove them again; configuration and runs stay
+	@PREFIX='$(PREFIX)' DESTDIR='$(DESTDIR)' deploy/systemd/install.sh uninstall
+
+bench-metrics: $(STAMP) ## what metrics cost, beside a step of the demo (run that first)
+	$(BIN)/python -m benchmarks.metrics
 
 clean: ## remove the virtual environment and the demo's files
 	rm -rf $(VENV) runs/demo runs/demo-base

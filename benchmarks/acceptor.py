@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 
 from benchmarks.groups import SHAPE
-from benchmarks.terms import HEARTBEAT_INTERVAL_S, HEARTBEAT_TIMEOUT_S, MAX_MESSAGE_BYTES, NEEDS
+from benchmarks.terms import HEARTBEAT_INTERVAL_S, HEARTBEAT_TIMEOUT_S, NEEDS
 from consumer.intake import Intake
 from consumer.leasing import LeaseDesk
 from protocol.messages import Sampling
+from protocol.shared_memory import NO_MEMORY, SharedMemory
 from protocol.zmq_channel import ZmqServer
 from replay.buffer import RolloutBuffer
 from replay.cutting import BatchCutter
@@ -40,9 +41,13 @@ class _Prompts:
 
 
 class Acceptor:
-    """Takes groups at `endpoint` while it is entered; the journal is in `folder`."""
+    """Takes groups at `channel`, which it closes, while it is entered; the journal is in `folder`.
 
-    def __init__(self, endpoint: str, folder: Path) -> None:
+    Args:
+        memory: for the policies.
+    """
+
+    def __init__(self, channel: ZmqServer, folder: Path, memory: SharedMemory = NO_MEMORY) -> None:
         self.journal = Journal(folder / "journal.sqlite")
         rewards = RewardRecipe(np.ones(1, np.float32))
         budgets = {"data": RetryBudget(3, 1.0), "infra": RetryBudget(10, 0.25)}
@@ -56,7 +61,6 @@ class Acceptor:
             max_failed_share=0.5,
         )
         self.buffer.restore(None, step=0, shape=SHAPE)
-        channel = ZmqServer(endpoint, f"{endpoint}.blobs", MAX_MESSAGE_BYTES)
         disk = DiskGuard(folder, max_used=1.0)
         sampling = Sampling(SHAPE.num_generations, SHAPE.max_completion_length, 1.0)
         desk = LeaseDesk(channel, self.buffer, _Prompts(), disk, sampling=sampling, timeout_s=600.0)
@@ -73,6 +77,7 @@ class Acceptor:
             heartbeat_interval_s=HEARTBEAT_INTERVAL_S,
             heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S,
             keep_blobs=2,
+            memory=memory,
         )
         self._ended = threading.Event()
         self._trains = threading.Thread(target=self._take_batches, name="trains")
@@ -103,5 +108,6 @@ class Acceptor:
             if batch is None:
                 continue
             self._version = batch.step + 1
-            self.journal.end_step(self._version, (self._version, "0" * 64))
+            self.journal.end_step(self._version)
+            self.journal.note_policy(self._version, self._version, "0" * 64)
             self._publish()

@@ -1,12 +1,15 @@
-"""One producer without an engine: `python -m benchmarks.load` with the fields of `Load` as JSON.
+"""Producers without an engine: `python -m benchmarks.load` with the name of a file that holds `Load`s as JSON.
 
-Guarantee: it speaks the protocol over the product's channel and answers each lease once. At a given rate it sends at
-times drawn beforehand (a Poisson process), whether or not earlier groups are acknowledged; at rate 0 it sends as soon as
-it has a lease. Each latency is from the call that sends a group to the moment at which its acknowledgement is read.
+Guarantee: each has a thread, a connection and a name of its own, speaks the protocol over the product's channel and answers
+each lease once. At a given rate it sends at times drawn beforehand (a Poisson process), whether or not earlier groups are
+acknowledged; at rate 0 it sends as soon as it has a lease. Each latency is from the call that sends a group to the moment at
+which its acknowledgement is read.
 """
 
+import os
 import random
 import sys
+import threading
 import time
 from collections import deque
 from pathlib import Path
@@ -33,6 +36,7 @@ class Load(msgspec.Struct):
     duration_s: float
     seed: int
     result: str  # file to write: .npy, float64 (groups, 2): when acknowledged, and how long after it was sent
+    core: int | None = None  # to stay on
 
 
 class _Producer:
@@ -106,5 +110,16 @@ class _Producer:
                     raise AssertionError(f"{self._load.name} got {message}")
 
 
+def _run_all(loads: list[Load]) -> None:
+    if loads[0].core is not None:
+        os.sched_setaffinity(0, {loads[0].core})
+    threads = [threading.Thread(target=_Producer(load).run, name=load.name) for load in loads]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
 if __name__ == "__main__":
-    _Producer(msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Load)).run()
+    threading.excepthook = lambda problem: (sys.__excepthook__(*problem[:3]), os._exit(1))
+    _run_all(msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=list[Load]))

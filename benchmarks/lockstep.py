@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from consumer.retraining import RetrainingPipeline
 from consumer.setup import Setup
+from consumer.snapshots import Snapshot
 from protocol.adapter_blob import AdapterBlob
 from protocol.functions import load_function
 from replay.cutting import CutBatch
@@ -121,8 +122,9 @@ class Policies(RetrainingPipeline):
     def __getitem__(self, version: int) -> bytes:
         return self._blobs[version]
 
-    def publish(self, step: int, version: int, blob: bytes, digest: str) -> None:
-        self._blobs[version] = blob
+    def publish(self, step: int, version: int, snapshot: Snapshot) -> None:
+        blob = self._blobs[version] = bytes(snapshot.data)
+        snapshot.release()
         while len(self._blobs) > self._keep:
             self._blobs.popitem(last=False)
         if step % self._evaluate_every == 0:
@@ -186,7 +188,9 @@ class LockstepFeed:
             sampling.temperature,
             torch.Generator().manual_seed(int(np.random.SeedSequence([config.seed, step, turn]).generate_state(1)[0])),
         )
-        names = [f"{step}-{turn}-{row}" for row in rows]
+        names = [
+            f"{step}-{row}-0-1-{turn}" for row in rows
+        ]  # like the ids of leases: epoch, prompt, reroll, attempt, session
         return [
             self._group(name, version, prompt, ids, part, given)
             for name, prompt, ids, part, given in zip(

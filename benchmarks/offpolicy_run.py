@@ -15,6 +15,7 @@ from typing import Any
 import datasets
 import torch
 import transformers
+from prometheus_client import CollectorRegistry
 
 from benchmarks.lockstep import LockstepFeed, Policies, Sampler, greedy_accuracy
 from consumer.loop import TrainingLoop
@@ -86,7 +87,7 @@ def train(plan: Plan, case: Case, run_dir: Path) -> dict[str, Any]:
 
     policies = Policies(case.staleness + 1, plan.evaluate_every, evaluate)
     feed = LockstepFeed(setup, sampler, policies, case.staleness, ROUNDS)
-    report = setup.report(Counter(), 0)
+    report = setup.report(Counter(), 0, CollectorRegistry())
     patience = Patience(check=lambda: None, say=report.say, stall_timeout_s=config.pipeline.stall_timeout_s)
     loop = TrainingLoop(setup, policies, feed, report, patience, None, case.name)
     loop.control.publish(0)

@@ -17,6 +17,7 @@ import torch
 from benchmarks.lockstep import Sampler, Samples
 from consumer.patience import StopRequested
 from consumer.setup import Setup
+from consumer.snapshots import Snapshot
 from protocol.codec import decode, encode
 from protocol.functions import load_function
 from protocol.messages import Group
@@ -143,13 +144,17 @@ class Policies:
         self.version = -1
         self.blob = b""
 
-    def publish(self, step: int, version: int, blob: bytes, digest: str) -> None:
-        self._journal.end_step(step, (version, digest))
-        self.version, self.blob = version, blob
+    def publish(self, step: int, version: int, snapshot: Snapshot) -> None:
+        self._journal.end_step(step)
+        self._journal.note_policy(version, step, snapshot.digest())
+        self.version, self.blob = version, bytes(snapshot.data)
+        snapshot.release()
         self._buffer.published(version)
 
+    def flush(self) -> None: ...
+
     def end_step(self, step: int) -> None:
-        self._journal.end_step(step, None)
+        self._journal.end_step(step)
 
     def observe(self, effective_share: float | None, wait_share: float) -> dict[str, float]:
         return {f"pipeline/{name}": float(count) for name, count in self._buffer.depth().items()}

@@ -17,6 +17,7 @@ from typing import Any
 import datasets
 import torch
 import transformers
+from prometheus_client import CollectorRegistry
 
 from benchmarks.lockstep import Sampler
 from benchmarks.sparse_attempts import QUERY, by_reroll
@@ -26,6 +27,7 @@ from consumer.loop import TrainingLoop
 from consumer.patience import Patience
 from consumer.rollouts import rollout_buffer
 from consumer.setup import Setup
+from consumer.snapshots import Snapshot
 from protocol.config_file import load_config
 from replay.groups import RolloutGroup
 from replay.journal import Journal
@@ -153,11 +155,11 @@ class MeasuredPolicies(Policies):
         self.feed: LeasingFeed  # set once it exists
         self.curve: list[tuple[int, int, float, float]] = []  # tokens, steps, greedy and expected accuracy
 
-    def publish(self, step: int, version: int, blob: bytes, digest: str) -> None:
-        super().publish(step, version, blob, digest)
+    def publish(self, step: int, version: int, snapshot: Snapshot) -> None:
+        super().publish(step, version, snapshot)
         if self.feed.tokens >= self._next:
             self._next = self.feed.tokens + self._every_tokens
-            self.curve.append((self.feed.tokens, step, *self._held_out(blob)))
+            self.curve.append((self.feed.tokens, step, *self._held_out(self.blob)))
 
 
 def train(plan: Plan, case: Case) -> dict[str, Any]:
@@ -185,7 +187,7 @@ def _train(plan: Plan, case: Case, run_dir: Path) -> dict[str, Any]:
         every = plan.budget_tokens // plan.evaluations
         policies = MeasuredPolicies(buffer, journal, held_out=held_out, every_tokens=every)
         feed = policies.feed = LeasingFeed(setup, sampler, buffer, policies, plan.budget_tokens)
-        report = setup.report(buffer.counts, 0)
+        report = setup.report(buffer.counts, 0, CollectorRegistry())
         patience = Patience(check=lambda: None, say=report.say, stall_timeout_s=600.0)
         loop = TrainingLoop(setup, policies, feed, report, patience, None, case.name)
         loop.control.publish(0)

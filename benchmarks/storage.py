@@ -78,6 +78,16 @@ def commits(folder: Path, duration_s: float) -> list[Series]:
     return all_series
 
 
+def raw_appends(folder: Path, duration_s: float) -> np.ndarray:
+    """Seconds of each durable append of one group, one after the other for that long."""
+    with ExitStack() as stack:
+        series = Series(RAW, 1, _raw_append(folder / "raw", stack))
+        numbers, factory = itertools.count(), GroupFactory(seed=0)
+        while not series.turns or series.seconds.sum() < duration_s:
+            _turn(series, factory, numbers)
+    return series.seconds
+
+
 def _raw_append(path: Path, stack: ExitStack) -> Callable[[Frames], None]:
     """Appends to a file, then fdatasync: the least that durability costs."""
     descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)

@@ -23,7 +23,6 @@ def chosen_values(config: RunConfig, *, on_gpu: bool) -> dict[str, Any]:
     defaults = {
         "logging_steps": 1,
         "num_train_epochs": 1,
-        "per_device_train_batch_size": config.micro_batch_size,
         "report_to": "none",
         "bf16": on_gpu and config.model.dtype == "bfloat16" and not config.trainer.get("fp16"),
     }
@@ -46,7 +45,8 @@ def reserved_values(config: RunConfig, *, on_gpu: bool) -> dict[str, Any]:
         "num_generations": config.sampling.num_generations,
         "max_completion_length": config.sampling.max_completion_length,
         "temperature": config.sampling.temperature,
-        "gradient_accumulation_steps": config.completions_per_step // config.micro_batch_size,
+        "per_device_train_batch_size": config.completions_per_step,  # TRL's batch is the step; see consumer/step_loss.py
+        "gradient_accumulation_steps": 1,
         "ignore_data_skip": True,
         "disable_tqdm": True,
         "model_init_kwargs": {"dtype": config.model.dtype} | model_options,

@@ -9,9 +9,9 @@ from collections.abc import Callable, Set
 from typing import NamedTuple
 
 from consumer.policy_shelf import PolicyShelf
-from consumer.throttle import Throttle
 from protocol.channel import ServerChannel
 from protocol.messages import Ack, Message, Nack
+from protocol.throttle import Throttle
 from replay.buffer import Delivery, RolloutBuffer
 from replay.disk import DiskGuard
 from replay.journal import Journal, JournalFullError

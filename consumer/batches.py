@@ -1,9 +1,9 @@
 """Rollout groups to the tensors that TRL's loss takes.
 
-Guarantee: every micro-batch is padded to its own longest prompt and completion and to nothing else, and its log-probs
-stand beside the tokens they were sampled with. What a group was padded to before, and any importance ratio it had, is
-nowhere kept, so a group can be trained again in any company. A micro-batch has completions of as many prompts as it can,
-and an optimizer step has the same number of micro-batches whether its batch is full or not.
+Guarantee: a step is cut into micro-batches of bounded size by the lengths of its rows; every micro-batch is padded to its own
+longest prompt and completion and to nothing else, and its log-probs stand beside the tokens they were sampled with. Rows that
+cannot move the policy are left out. What a group was padded to before, and any importance ratio it had, is nowhere kept, so a
+group can be trained again in any company.
 """
 
 from dataclasses import dataclass
@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from consumer.advantages import advantages
+from consumer.micro_batches import cut_rows
 from replay.groups import RolloutGroup
 from replay.rewards import RewardRecipe
 
@@ -29,6 +30,10 @@ class _Row(NamedTuple):
     advantage: float
     counts: bool  # in the loss
 
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_ids) + len(self.completion_ids)
+
 
 @dataclass(frozen=True)
 class BatchRecipe:
@@ -36,32 +41,27 @@ class BatchRecipe:
 
     rewards: RewardRecipe
     num_generations: int
-    num_completions: int  # of a full batch
-    micro_batch_size: int  # completions
+    max_tokens: int  # of a micro-batch
+    packed: bool  # rows stand one behind the other, without padding
+    only_advantages: bool  # without advantage a row has no gradient
     pad_token_id: int
     scale_rewards: str
     baseline: str
     mask_truncated: bool
     seed: int
 
-    def tensors(self, groups: list[RolloutGroup], step: int) -> list[MicroBatch]:
-        """The micro-batches of the optimizer steps over one batch, on the CPU.
+    def tensors(self, groups: list[RolloutGroup]) -> list[MicroBatch]:
+        """The micro-batches of the optimizer steps over one batch, at least one, on the CPU.
 
         Each has `prompt_ids`, `prompt_mask` (left-padded), `completion_ids`, `completion_mask` (right-padded),
         `sampling_per_token_logps`, `advantages` (B,) and `num_items_in_batch` (tokens that count, of the whole step).
-        There are as many in a batch of fewer groups; what is missing is made up by rows of one token that do not count.
-
-        Args:
-            step: optimizer steps taken before the first over this batch; it decides the order of the rows.
         """
         rows = self._rows(groups)
         num_items = torch.tensor(sum(len(row.completion_ids) for row in rows if row.counts))
-        rows = [rows[i] for i in self.row_order(len(groups), step)]
-        rows += [self._filler] * (self.num_completions - len(rows))
-        return [
-            self._pad(rows[start : start + self.micro_batch_size]) | {"num_items_in_batch": num_items}
-            for start in range(0, len(rows), self.micro_batch_size)
-        ]
+        moving = [row for row in rows if row.counts and (row.advantage or not self.only_advantages)]
+        rows = moving or [min(rows, key=lambda row: row.num_tokens)]
+        cut = cut_rows([row.num_tokens for row in rows], self.max_tokens, padded=not self.packed)
+        return [self._pad([rows[i] for i in part]) | {"num_items_in_batch": num_items} for part in cut]
 
     def advantages_of(self, groups: list[RolloutGroup]) -> torch.Tensor:
         """Float32 (N,), of the completions in the order of the groups."""
@@ -73,20 +73,6 @@ class BatchRecipe:
             aggregation=self.rewards.aggregation,
             baseline=self.baseline,
         )
-
-    def row_order(self, num_groups: int, step: int) -> NDArray[np.intp]:
-        """A permutation of the rows: one of each group in every round, the groups of a round in the same random order.
-
-        So any m rows in a row are of min(m, num_groups) prompts.
-        """
-        draw = np.random.default_rng([self.seed, step])
-        rows = np.arange(num_groups * self.num_generations).reshape(num_groups, self.num_generations)
-        return draw.permutation(draw.permuted(rows, axis=1)).T.ravel()
-
-    @property
-    def _filler(self) -> _Row:
-        token = np.array([self.pad_token_id], np.int32)
-        return _Row(token, token, np.zeros(1, np.float32), advantage=0.0, counts=False)
 
     def _rows(self, groups: list[RolloutGroup]) -> list[_Row]:
         values = iter(self.advantages_of(groups).tolist())

@@ -11,7 +11,8 @@ import os
 import secrets
 import signal
 from collections import Counter
-from contextlib import closing
+from collections.abc import Callable
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,11 @@ import transformers
 
 from consumer import checkpoints
 from consumer.feed import BatchFeed
+from consumer.heartbeat import Heartbeat
 from consumer.intake import Intake
 from consumer.leasing import LeaseDesk
 from consumer.loop import TrainingLoop
+from consumer.metrics import TrainerMetrics
 from consumer.patience import Patience, StopRequested
 from consumer.pipeline import LivePipeline
 from consumer.retraining import RecordedFeed, RecordedRun, RetrainingPipeline
@@ -31,10 +34,15 @@ from consumer.rollouts import rollout_buffer, staleness_controller
 from consumer.run_facts import comparable
 from consumer.setup import Setup
 from consumer.trainer import build_arguments, build_lora
+from protocol import logs
 from protocol.config import RunConfig
 from protocol.errors import ConfigError, DatasetError, DeviceError, ExitCode, JournalError
 from protocol.handshake import TrainerNeeds
+from protocol.health import Health
+from protocol.keys import trainer_keys
 from protocol.messages import Sampling
+from protocol.observability import Watch, watched
+from protocol.shared_memory import SharedMemory, shared_memory
 from protocol.zmq_channel import ZmqServer
 from replay.buffer import RolloutBuffer
 from replay.disk import DiskGuard
@@ -60,22 +68,27 @@ def run(config: RunConfig, gpus: list[int], *, resume: bool, source: Path | None
         SlipstreamError: what ended the run, for the user.
     """
     stop = _StopFlag()
+    logs.adopt_libraries()
     datasets.disable_progress_bars()
     transformers.utils.logging.disable_progress_bar()
     _prepare_device(gpus)
-    setup = Setup.load(config, gpus, stop)
-    try:
-        return _train_live(setup, resume) if source is None else _train_again(setup, resume, source)
-    except OSError as error:
-        if error.errno in (errno.EIO, errno.EROFS):  # the second is how Linux answers after the first
-            fix = f"look at that of run_dir {config.run_dir}, then go on with --resume"
-            raise JournalError(f"a disk failed ({error}); {fix}") from error
-        raise
+    with watched(config, "rl-trainer", gpus) as watch:
+        with watch.health.starting("reading model and dataset", config.pipeline.stall_timeout_s):
+            setup = Setup.load(config, gpus, stop)
+        try:
+            return _train_live(setup, resume, watch) if source is None else _train_again(setup, resume, source, watch)
+        except OSError as error:
+            if error.errno in (errno.EIO, errno.EROFS):  # the second is how Linux answers after the first
+                fix = f"look at that of run_dir {config.run_dir}, then go on with --resume"
+                raise JournalError(f"a disk failed ({error}); {fix}") from error
+            raise
 
 
-def _train_live(setup: Setup, resume: bool) -> ExitCode:
-    config = setup.config
-    with closing(Journal(config.journal_file)) as journal:
+def _train_live(setup: Setup, resume: bool, watch: Watch) -> ExitCode:
+    config, health = setup.config, watch.health
+    metrics = TrainerMetrics(watch.registry)
+    with ExitStack() as ended:
+        journal = ended.enter_context(closing(Journal(config.journal_file, metrics.commit_s.observe)))
         checkpoints.clear_staging(config.checkpoints_dir)
         before = journal.facts()
         start = checkpoints.starting_point(
@@ -88,6 +101,7 @@ def _train_live(setup: Setup, resume: bool) -> ExitCode:
         run_id = start.run_id if start else before.get("run_id") or secrets.token_hex(8)
         if before.get("run_id", run_id) != run_id:
             raise ConfigError(f"run_dir: {journal.path} belongs to another run than {start.folder if start else ''}")
+        logs.bind(run=run_id)
         first_step = start.step if start else 0
         facts = setup.facts(run_id)
         same_shape = comparable(before, facts, journal.path)
@@ -102,54 +116,83 @@ def _train_live(setup: Setup, resume: bool) -> ExitCode:
         if start is not None:
             logger.info("resuming at step %d from %s", first_step, start.folder)
         disk = DiskGuard(Path(config.run_dir), config.replay.max_disk_used)
-        intake = _intake(setup, journal, buffer, disk, facts, session)
-        report = setup.report(buffer.counts, first_step)
+        channel = _channel(config)
+        memory = ended.enter_context(shared_memory())
+        intake = _intake(setup, channel, journal, buffer, disk, facts, session, memory, lambda: health.beat("intake"))
+        report = setup.report(buffer.counts, first_step, watch.registry)
+
+        def beat() -> None:
+            _beat(health, setup.stop)
 
         def check() -> None:
+            beat()
             if setup.stop():
                 raise StopRequested
             intake.check()
+            pipeline.check()
 
         patience = Patience(check=check, say=report.say, stall_timeout_s=config.pipeline.stall_timeout_s)
         staleness = staleness_controller(config, start.state if start else {})
-        pipeline = LivePipeline(buffer, journal, intake, patience, disk, config.replay, staleness)
+        pipeline = ended.enter_context(
+            closing(LivePipeline(buffer, journal, intake, patience, disk, config.replay, staleness))
+        )
         feed = BatchFeed(buffer, intake, patience, partial_after_s=config.pipeline.partial_after_s)
-        loop = TrainingLoop(setup, pipeline, feed, report, patience, start, run_id)
-        loop.control.publish(first_step)
+        with health.starting("loading the model", config.pipeline.stall_timeout_s):
+            loop = TrainingLoop(setup, pipeline, feed, report, patience, start, run_id, [Heartbeat(beat)])
+            try:
+                loop.control.publish(first_step)
+                pipeline.flush()
+            except StopRequested:
+                report.close()
+                return ExitCode.OK
         intake.start()
+        metrics.watch(run_id, buffer, intake, channel.refusals.counts, feed.waiting_s, disk, config.journal_file)
+        health.check_alive("disk", disk.complaint)
+        health.check_ready("journal", journal.complaint)
+        health.check_ready("producers", lambda: None if intake.num_producers else "none is connected")
+        health.started(f"listening at {config.control_endpoint}")
         report.say(f"rl-trainer: listening at {config.control_endpoint}; waiting for producers")
         finished = False
         try:
             finished = loop.train()
         finally:
+            health.stopping("finished" if finished else "saying goodbye to producers")
             intake.stop("finished" if finished else "stopping")
+            health.end("intake")
             report.close()
         loop.write_results(finished, {"tokens_generated": intake.tokens_generated, "counts": dict(buffer.counts)})
     return ExitCode.OK
 
 
-def _train_again(setup: Setup, resume: bool, source: Path) -> ExitCode:
+def _train_again(setup: Setup, resume: bool, source: Path, watch: Watch) -> ExitCode:
     """From the journal of `source` alone."""
     config = setup.config
     if Path(config.run_dir).resolve() == source.resolve():
         raise ConfigError(f"--from-journal {source}: choose another run_dir for the result (--set run_dir=...)")
     with closing(RecordedRun(source)) as recorded:
         run_id = recorded.check(setup.facts("?"))
+        logs.bind(run=run_id)
         torch.set_num_threads(recorded.num_threads)
         start = checkpoints.starting_point(
             Path(config.run_dir), config.checkpoints_dir, has_groups=False, resume=resume
         )
         first_step = start.step if start else 0
         counts: Counter[str] = Counter()
-        report = setup.report(counts, first_step)
+        report = setup.report(counts, first_step, watch.registry)
+
+        def beat() -> None:
+            _beat(watch.health, setup.stop)
 
         def check() -> None:
+            beat()
             if setup.stop():
                 raise StopRequested
 
         patience = Patience(check=check, say=report.say, stall_timeout_s=config.pipeline.stall_timeout_s)
         feed = RecordedFeed(recorded, setup.shape, check, first_step, counts)
-        loop = TrainingLoop(setup, RetrainingPipeline(), feed, report, patience, start, run_id)
+        with watch.health.starting("loading the model", config.pipeline.stall_timeout_s):
+            loop = TrainingLoop(setup, RetrainingPipeline(), feed, report, patience, start, run_id, [Heartbeat(beat)])
+        watch.health.started(f"training {source} again")
         finished = False
         try:
             finished = loop.train()
@@ -159,12 +202,25 @@ def _train_again(setup: Setup, resume: bool, source: Path) -> ExitCode:
     return ExitCode.OK
 
 
+def _channel(config: RunConfig) -> ZmqServer:
+    transport = config.transport
+    keys = trainer_keys(Path(transport.keys)) if transport.keys else None
+    return ZmqServer(config.control_endpoint, config.blob_endpoint, transport.max_message_bytes, keys)
+
+
 def _intake(
-    setup: Setup, journal: Journal, buffer: RolloutBuffer, disk: DiskGuard, facts: dict[str, str], session: str
+    setup: Setup,
+    channel: ZmqServer,
+    journal: Journal,
+    buffer: RolloutBuffer,
+    disk: DiskGuard,
+    facts: dict[str, str],
+    session: str,
+    memory: SharedMemory,
+    beat: Callable[[], None],
 ) -> Intake:
     config = setup.config
     sampling = config.sampling
-    channel = ZmqServer(config.control_endpoint, config.blob_endpoint, config.transport.max_message_bytes)
     desk = LeaseDesk(
         channel,
         buffer,
@@ -201,7 +257,16 @@ def _intake(
         heartbeat_interval_s=config.transport.heartbeat_interval_s,
         heartbeat_timeout_s=config.transport.heartbeat_timeout_s,
         keep_blobs=config.max_loras,
+        memory=memory,
+        beat=beat,
     )
+
+
+def _beat(health: Health, stop_requested: Callable[[], bool]) -> None:
+    """The main thread came round. Asked to stop, it says so at once, because the step in progress may take long."""
+    if stop_requested():
+        health.stopping("the step in progress ends, then a checkpoint is written")
+    health.beat("training")
 
 
 class _StopFlag:

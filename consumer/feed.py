@@ -30,7 +30,7 @@ class BatchFeed:
         self._intake = intake
         self._patience = patience
         self._partial_after_s = math.inf if partial_after_s is None else partial_after_s
-        self._waits_since = 0.0
+        self._waits_since: float | None = None  # None: nobody waits
         self.wait_s = 0.0  # spent on the last batch
         self.last: CutBatch | None = None
 
@@ -39,13 +39,17 @@ class BatchFeed:
             self._patience.check()
             self._waits_since = time.monotonic()
             self.last = self._patience.until(self._attempt, "rollouts", self._describe)
-            self.wait_s = time.monotonic() - self._waits_since
+            self.wait_s, self._waits_since = self.waiting_s(), None
             self._intake.wake()  # a batch was cut: there is room for leases
             yield self.last
 
+    def waiting_s(self) -> float:
+        """Of the wait in progress; 0 if there is none. May be called from any thread."""
+        since = self._waits_since
+        return 0.0 if since is None else time.monotonic() - since
+
     def _attempt(self) -> CutBatch | None:
-        waited_s = time.monotonic() - self._waits_since
-        return self._buffer.next_batch(_POLL_S, partial=waited_s >= self._partial_after_s)
+        return self._buffer.next_batch(_POLL_S, partial=self.waiting_s() >= self._partial_after_s)
 
     def _describe(self) -> str:
         return f"{self._intake.describe()}; so far {dict(self._buffer.counts)}"

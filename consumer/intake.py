@@ -16,8 +16,7 @@ from typing import Literal
 from consumer.arrivals import Arrivals
 from consumer.leasing import LeaseDesk
 from consumer.policy_shelf import PolicyShelf
-from consumer.producers import ProducerSession
-from consumer.throttle import Throttle
+from consumer.producers import FleetMember, ProducerSession
 from protocol.channel import BadFrame, ServerChannel
 from protocol.codec import CodecError, encode
 from protocol.handshake import TrainerNeeds, problems
@@ -32,10 +31,14 @@ from protocol.messages import (
     Nack,
     Policy,
     PolicyInfo,
+    PolicyRequest,
     ProducerMessage,
     Reject,
     Welcome,
+    group_schema,
 )
+from protocol.shared_memory import NO_MEMORY, SharedMemory
+from protocol.throttle import Throttle
 from replay.buffer import Delivery, RolloutBuffer
 from replay.disk import DiskGuard
 from replay.groups import GroupShape, InvalidGroupError
@@ -54,6 +57,8 @@ class Intake:
 
     Args:
         keep_blobs: adapter versions that producers can still download.
+        memory: for adapters that producers of this host read as files.
+        beat: called in every round.
         clock: monotonic seconds.
     """
 
@@ -72,6 +77,8 @@ class Intake:
         heartbeat_interval_s: float,
         heartbeat_timeout_s: float,
         keep_blobs: int,
+        memory: SharedMemory = NO_MEMORY,
+        beat: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._channel = channel
@@ -84,15 +91,17 @@ class Intake:
         self._session = session
         self._heartbeat_interval_s = heartbeat_interval_s
         self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._beat = beat
         self._clock = clock
-        self._shelf = PolicyShelf(keep_blobs)
+        self._shelf = PolicyShelf(keep_blobs, memory)
         self._announced: PolicyInfo | None = None
         self._producers: dict[bytes, ProducerSession] = {}
-        self._warn = Throttle(logger)
+        self._warn = Throttle(logger, clock)
         self._arrivals = Arrivals(channel, buffer, journal, disk, self._shelf, self._warn, clock)
         self._look_at_disk_at = 0.0
         self._had_room = True
         self._tokens_seen: dict[str, int] = {}  # by producer, as last reported; outlives its sessions
+        self._refused: dict[str, int] = {}  # by producer, the version that it last said it refuses, or -1
         self._bye: Literal["finished", "stopping"] | None = None
         self._thread = threading.Thread(target=self._run, name="intake", daemon=True)
         self.error: BaseException | None = None
@@ -102,12 +111,6 @@ class Intake:
 
     def start(self) -> None:
         self._thread.start()
-
-    def publish(self, version: int, data: bytes, digest: str) -> None:
-        """Makes the adapter in `data` the current policy: announced, downloadable, and counted in every lease."""
-        self._shelf.publish(version, data, digest)
-        self._buffer.published(version)
-        self._channel.wake()
 
     def wake(self) -> None:
         """The staleness budget may have changed: look for leases to give."""
@@ -147,11 +150,43 @@ class Intake:
     def num_producers(self) -> int:
         return len(self._producers)
 
+    @property
+    def num_unwritten(self) -> int:
+        """Groups that wait for a commit."""
+        return len(self._arrivals.waiting())
+
+    @property
+    def version(self) -> int:
+        """The newest published policy's."""
+        return self._shelf.newest.version
+
+    def fleet(self) -> list[FleetMember]:
+        """The connected producers."""
+        now = self._clock()
+        return [session.member(now) for session in list(self._producers.values())]
+
+    # Called by the publisher's thread.
+
+    def publish(
+        self,
+        version: int,
+        data: bytes | memoryview,
+        digest: str,
+        probe: tuple[bytes, bytes] = (b"", b""),
+        release: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Makes the adapter in `data` the current policy: announced, downloadable, and counted in every lease. The
+        arguments are those of `PolicyShelf.publish`."""
+        self._shelf.publish(version, data, digest, probe, release)
+        self._buffer.published(version)
+        self._channel.wake()
+
     # The thread.
 
     def _run(self) -> None:
         try:
             while self._bye is None:
+                self._beat()
                 self.tick(TICK_S)
             self._farewell(self._bye)
         except BaseException as error:
@@ -202,6 +237,9 @@ class Intake:
         if isinstance(message, BlobRequest):
             self._serve_blob(peer, message)
             return
+        if isinstance(message, PolicyRequest):
+            self._channel.send(peer, self._shelf.offer(message))
+            return
         if isinstance(message, Hello):
             self._let_in(peer, message)
             return
@@ -234,7 +272,7 @@ class Intake:
         former = self._producers.get(peer)
         if former is not None and former.name != hello.producer:
             self._lose(peer, f"it calls itself {hello.producer} now")
-        found = problems(self._needs, hello.facts)
+        found = problems(self._needs, hello.facts, hello.swap_mode)
         if found:
             logger.warning("refused producer %s: %s", hello.producer, "; ".join(found))
             self._channel.send(peer, Reject(found))
@@ -250,8 +288,10 @@ class Intake:
             deadline=now + self._desk.timeout_s,
         )
         leases |= {lease_id for lease_id, wanted in answers.items() if wanted}
-        self._producers[peer] = ProducerSession(hello.producer, hello.capacity, now, leases - self._arrivals.waiting())
-        logger.info("producer %s joined (up to %d groups at once)", hello.producer, hello.capacity)
+        leases -= self._arrivals.waiting()
+        self._producers[peer] = ProducerSession(hello.producer, hello.capacity, now, leases, hello.release)
+        release = hello.release or "unknown"
+        logger.info("producer %s joined (release %s, up to %d groups at once)", hello.producer, release, hello.capacity)
         self._channel.send(peer, Welcome(self._run_id, self._session, self._shelf.newest, self._heartbeat_interval_s))
         for lease_id, wanted in answers.items():
             if wanted is None:
@@ -264,10 +304,18 @@ class Intake:
         self.tokens_generated += max(0, message.tokens_generated - before)
         self._tokens_seen[session.name] = message.tokens_generated
         lost = session.note(message)
+        self._note_refusal(session.name, message)
         if lost:
             self._release(session.name, keep=session.leases)
             self._warn("lost", f"{session.name} knows nothing of {len(lost)} leases; their prompts go out again")
         self._channel.send(peer, Policy(self._shelf.newest))
+
+    def _note_refusal(self, name: str, message: Heartbeat) -> None:
+        """A version counts once for each producer that refuses it."""
+        if message.refused_version not in (-1, self._refused.get(name)):
+            self._buffer.counts["swaps_refused"] += 1
+            logger.error("%s refuses policy v%d: %s", name, message.refused_version, message.refusal)
+        self._refused[name] = message.refused_version
 
     def _lose(self, peer: bytes, why: str) -> None:
         session = self._producers.pop(peer)
@@ -296,17 +344,19 @@ class Intake:
 
     def _take(self, peer: bytes, session: ProducerSession, message: Group) -> None:
         session.leases.discard(message.lease_id)
+        newest = max(self._shelf.newest.version, self._buffer.newest_version)
         try:
-            if message.policy_version > max(self._shelf.newest.version, self._buffer.newest_version):
-                raise InvalidGroupError(f"policy version {message.policy_version} was never published")
             group = self._shape.parse(message)
+            if group.newest_version > newest:
+                raise InvalidGroupError(f"policy version {group.newest_version} was never published")
         except InvalidGroupError as error:
             warning = f"group {message.lease_id} of {session.name} is invalid: {error}"
             self._refuse("invalid", warning, warning, encode(message))
             self._end_lease(message.lease_id, "invalid", str(error))
             self._channel.send(peer, Nack(message.lease_id, "invalid", str(error)))
             return
-        self._arrivals.add(peer, Delivery(group, encode(message), session.name))
+        schema = group_schema(has_token_versions=bool(message.token_versions))
+        self._arrivals.add(peer, Delivery(group, encode(message, schema_version=schema), session.name))
 
     def _take_failure(self, session: ProducerSession, message: Nack) -> None:
         session.leases.discard(message.lease_id)

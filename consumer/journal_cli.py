@@ -59,6 +59,10 @@ def _run(reader: JournalReader, chosen: argparse.Namespace) -> ExitCode:
         from consumer.journal_export import export
 
         export(reader, _selection(chosen), chosen.to)
+    elif chosen.command == "backup":
+        from consumer.journal_backup import backup
+
+        backup(reader, chosen.to)
     elif chosen.command == "verify":
         from consumer.journal_verify import verify
 
@@ -111,6 +115,8 @@ def _parser() -> argparse.ArgumentParser:
     exported.add_argument(
         "--to", metavar="FILE", required=True, type=_export_file, help="FILE.jsonl or FILE.parquet, one row per group"
     )
+    copied = commands.add_parser("backup", help="a copy of journal and newest checkpoint that a trainer can go on from")
+    copied.add_argument("--to", metavar="FOLDER", required=True, type=Path, help="a new folder")
     commands.add_parser("verify", help="read everything, say what is wrong, and exit 74 if anything is")
     refused = commands.add_parser("quarantine", help="groups, frames and prompts that were given up, and why")
     made = commands.add_parser("lineage", help="which groups made a step, and which policy it made")

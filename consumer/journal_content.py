@@ -11,7 +11,7 @@ from typing import Any
 from protocol.codec import CodecError, decode
 from protocol.digests import tokenizer_digest
 from protocol.errors import JournalError, SlipstreamError
-from protocol.messages import Group
+from protocol.messages import JOURNAL_SCHEMAS, Group
 from replay.groups import GroupShape, InvalidGroupError, RolloutGroup
 from replay.journal_reader import GroupRow, JournalReader
 
@@ -42,7 +42,7 @@ class ContentReader:
         if frame is None:
             return None
         try:
-            message = decode(frame)
+            message = decode(frame, readable_schemas=JOURNAL_SCHEMAS)
             if not isinstance(message, Group):
                 raise InvalidGroupError(f"the body is a {type(message).__name__}")
             shape, names = self._expected(message)

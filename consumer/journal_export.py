@@ -52,6 +52,7 @@ def _record(row: GroupRow, content: Content) -> dict[str, Any]:
         "prompt_ids": group.prompt_ids.tolist(),
         "completion_ids": [part.tolist() for part in np.split(group.completion_ids, ends)],
         "logprobs": [plain(part.tolist()) for part in np.split(group.logprobs, ends)],
+        "token_versions": [part.tolist() for part in np.split(group.versions, ends)],
         "truncated": group.truncated.tolist(),
         "reward_names": content.reward_names,
         "rewards": plain(group.rewards.tolist()),
@@ -81,7 +82,8 @@ def _parquet(records: Iterator[dict[str, Any]], path: Path) -> int:
             ("tries", whole), ("dropped", text), ("num_replays", whole), ("state", text), ("generation_s", real),
             ("reward_s", real),
             ("prompt_ids", pa.list_(pa.int32())), ("completion_ids", pa.list_(pa.list_(pa.int32()))),
-            ("logprobs", pa.list_(pa.list_(pa.float32()))), ("truncated", pa.list_(pa.bool_())),
+            ("logprobs", pa.list_(pa.list_(pa.float32()))), ("token_versions", pa.list_(pa.list_(pa.int32()))),
+            ("truncated", pa.list_(pa.bool_())),
             ("reward_names", pa.list_(text)), ("rewards", pa.list_(pa.list_(pa.float32()))),
         ]
     )  # fmt: skip

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from consumer.journal_content import Content, ContentReader, load_tokenizer
-from consumer.journal_text import clock, number, printable, say, say_table, span_of_steps
+from consumer.journal_text import clock, number, printable, say, say_table, span, span_of_steps
 from protocol.errors import JournalError
 from replay.groups import RolloutGroup
 from replay.journal import MAX_TRIES
@@ -57,7 +57,7 @@ def _head(row: GroupRow, content: Content, stood_in: list[str]) -> None:
         "outcome": row.outcome,
         "verdict": f"{row.verdict}, {row.num_successes} successes of {row.num_scored} scored",
         "prompt": f"{row.prompt_id} in epoch {row.epoch}, {turn}, lease {row.attempt}",
-        "policy": f"version {row.policy_version}",
+        "policy": f"version {span(row.policy_version, content.group.newest_version)}",
         "producer": f"{row.producer}, {message.generation_s:.2f} s to generate, {message.reward_s:.2f} s to score",
         "arrived": clock(row.accepted_at),
         "size": f"{content.group.num_completions} completions, {row.num_tokens} tokens, {row.num_bytes} bytes",
@@ -74,9 +74,13 @@ def _completion(content: Content, tokenizer: Any, index: int, tokens: slice, *, 
     say(f"completion {index + 1} of {group.num_completions}, {group.completion_lengths[index]} tokens{cut}")
     say(f"rewards: {shown or 'none'}")
     say(f"log-probs: {_summary(group.logprobs[tokens])}")
+    if group.token_versions is not None:
+        shares = group.tokens_by_version(tokens).items()
+        say(f"policies: {', '.join(f'version {version} sampled {count} tokens' for version, count in shares)}")
     _text(tokenizer, group.completion_ids[tokens])
     if every_token:
-        say_table(("token", "id", "log-prob", "text"), _token_rows(group, tokenizer, tokens), right="token id log-prob")
+        header = ("token", "id", "version", "log-prob", "text")
+        say_table(header, _token_rows(group, tokenizer, tokens), right="token id version log-prob")
 
 
 def _summary(logprobs: Span) -> str:
@@ -88,11 +92,14 @@ def _summary(logprobs: Span) -> str:
 
 
 def _token_rows(group: RolloutGroup, tokenizer: Any, tokens: slice) -> list[tuple[str, ...]]:
-    ids, logprobs = group.completion_ids[tokens].tolist(), group.logprobs[tokens].tolist()
+    columns = (values[tokens].tolist() for values in (group.completion_ids, group.versions, group.logprobs))
     return [
-        (str(place), str(token), number(logprob), repr(tokenizer.decode([token])) if tokenizer is not None else "")
-        for place, (token, logprob) in enumerate(zip(ids, logprobs, strict=True))
-    ]
+        (
+            str(place), str(token), str(version), number(logprob),
+            repr(tokenizer.decode([token])) if tokenizer is not None else "",
+        )
+        for place, (token, version, logprob) in enumerate(zip(*columns, strict=True))
+    ]  # fmt: skip
 
 
 def _text(tokenizer: Any, ids: Span) -> None:

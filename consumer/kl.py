@@ -48,12 +48,12 @@ def aggregate(
     mask: torch.Tensor,
     loss_type: str,
     *,
-    accumulation_steps: int,
+    accumulation_steps: float,
     steps_per_generation: int,
     num_items: torch.Tensor,
     max_completion_length: int,
 ) -> torch.Tensor:
-    """The loss of a micro-batch, scaled for gradient accumulation, as TRL makes it of per-token losses.
+    """The loss of a micro-batch, scaled for its step, as TRL makes it of per-token losses.
 
     Args:
         per_token: float (B, T).

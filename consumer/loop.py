@@ -7,13 +7,18 @@ the final adapter appears whole.
 import json
 import shutil
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from transformers import TrainerCallback
 
 from consumer.checkpoints import Checkpoint
 from consumer.patience import Patience, StopRequested, write_when_there_is_room
 from consumer.pipeline import Feed, Pipeline
+from consumer.probe import Probe, probe_tokens
 from consumer.progress import StepReport
+from consumer.rollout_log import RolloutLog
 from consumer.run_control import RunControl
 from consumer.setup import Setup
 from consumer.trainer import SlipstreamTrainer
@@ -32,6 +37,7 @@ class TrainingLoop:
         patience: Patience,
         start: Checkpoint | None,
         run_id: str,
+        callbacks: Sequence[TrainerCallback] = (),
     ) -> None:
         self._setup = setup
         self._report = report
@@ -55,12 +61,19 @@ class TrainingLoop:
                 setup.lora,
                 setup.model_folder,
                 feed,
-                callbacks=[self.control],
+                callbacks=[self.control, *callbacks],
                 save_checkpoint=self.control.save,
             )
         except (ValueError, TypeError, NotImplementedError, ImportError, RuntimeError) as error:
             raise ConfigError(f"TRL or PEFT refused to build the trainer: {error}") from error
         self.control.trainer = self._trainer
+        self.control.rollouts = RolloutLog.of(self._trainer, setup.config, self._first_step)
+        self.control.probe = Probe(
+            probe_tokens(setup.prompts, self._trainer._tokenizer, setup.config.seed),
+            setup.config.swap.probe_every,
+            self._trainer.accelerator.unwrap_model(self._trainer.model),
+            self._trainer.accelerator.autocast,
+        )
         if start is not None:
             try:
                 self._trainer._load_from_checkpoint(str(start.folder))  # before the first policy is published

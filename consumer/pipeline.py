@@ -1,7 +1,8 @@
 """What a training loop needs from the rest of the trainer, and the pipeline of a live run.
 
-Guarantee: the journal knows that a step ended, and which policy it made, before any producer hears of that policy; what
-no checkpoint needs any more leaves the journal only after the newer checkpoint is on the disk.
+Guarantee: the journal knows that a step ended, and which policy it made, before any producer hears of that policy, which
+is published while training goes on; what no checkpoint needs any more leaves the journal only after the newer checkpoint is
+on the disk.
 """
 
 import logging
@@ -12,6 +13,8 @@ from typing import Any, Protocol
 from consumer import checkpoints
 from consumer.intake import Intake
 from consumer.patience import Patience
+from consumer.publisher import Publisher
+from consumer.snapshots import Snapshot
 from protocol.config_learning import ReplaySection
 from replay.adaptive import StalenessController
 from replay.buffer import RolloutBuffer
@@ -37,8 +40,12 @@ class Feed(Protocol):
 class Pipeline(Protocol):
     """Where a step's results go."""
 
-    def publish(self, step: int, version: int, blob: bytes, digest: str) -> None:
-        """Step `step` ended and made this policy."""
+    def publish(self, step: int, version: int, snapshot: Snapshot) -> None:
+        """Step `step` ended and made this policy. Releases the snapshot, then or later."""
+        ...
+
+    def flush(self) -> None:
+        """Returns when every policy is published."""
         ...
 
     def end_step(self, step: int) -> None:
@@ -87,15 +94,34 @@ class LivePipeline:
         self._disk = disk
         self._settings = settings
         self._staleness = staleness
+        self._publisher = Publisher(self._announce, patience, intake.describe)
         if staleness is not None:
             buffer.lease_within(staleness.staleness)
 
-    def publish(self, step: int, version: int, blob: bytes, digest: str) -> None:
-        self._note_end(step, (version, digest))
-        self._intake.publish(version, blob, digest)
+    def publish(self, step: int, version: int, snapshot: Snapshot) -> None:
+        self.end_step(step)
+        self._publisher.submit(version, step, snapshot)
+
+    def flush(self) -> None:
+        self._publisher.flush()
+
+    def check(self) -> None:
+        """Raises what ended the publishing, if anything did."""
+        self._publisher.check()
+
+    def close(self) -> None:
+        self._publisher.close()
 
     def end_step(self, step: int) -> None:
-        self._note_end(step, None)
+        def attempt() -> bool | None:
+            try:
+                self._journal.end_step(step)
+            except JournalFullError:
+                self._disk.spend_reserve()
+                return None
+            return True
+
+        self._patience.until(attempt, "room on the disk of run_dir", self._intake.describe, pause_s=_PAUSE_S)
 
     def observe(self, effective_share: float | None, wait_share: float) -> dict[str, float]:
         depth = {f"pipeline/{name}": float(count) for name, count in self._buffer.depth().items()}
@@ -128,13 +154,13 @@ class LivePipeline:
         except JournalFullError:
             self._disk.spend_reserve()  # the next checkpoint tries again
 
-    def _note_end(self, step: int, policy: tuple[int, str] | None) -> None:
-        def attempt() -> bool | None:
-            try:
-                self._journal.end_step(step, policy)
-            except JournalFullError:
-                self._disk.spend_reserve()
-                return None
-            return True
-
-        self._patience.until(attempt, "room on the disk of run_dir", self._intake.describe, pause_s=_PAUSE_S)
+    def _announce(self, version: int, step: int, snapshot: Snapshot) -> bool:
+        """On the publisher's thread."""
+        digest = snapshot.digest()
+        try:
+            self._journal.note_policy(version, step, digest)
+        except JournalFullError:
+            self._disk.spend_reserve()
+            return False
+        self._intake.publish(version, snapshot.data, digest, snapshot.probe, snapshot.release)
+        return True

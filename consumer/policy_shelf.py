@@ -1,21 +1,40 @@
 """The published policies that producers can download.
 
-Guarantee: the newest policy is always there, with the few before it; any thread may publish, any may read.
+Guarantee: the newest policy is always there, with the few before it; any thread may publish, any may read. A policy lies in
+memory once: in the file that producers of this host read, where there is room for one. The memory of one that goes is given
+back, and not before.
 """
 
+import mmap
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
 
-from protocol.messages import BlobChunk, BlobMissing, BlobRequest, PolicyInfo
+from protocol.messages import BlobChunk, BlobMissing, BlobRequest, PolicyInfo, PolicyOffer, PolicyRequest
+from protocol.shared_memory import SharedMemory
+
+
+class _Blob(NamedTuple):
+    data: memoryview
+    offer: PolicyOffer
+    release: Callable[[], None]
 
 
 class PolicyShelf:
-    """Keeps the last `keep` adapter blobs by digest."""
+    """Keeps the last `keep` adapter blobs by digest.
 
-    def __init__(self, keep: int) -> None:
+    Args:
+        memory: for the files.
+    """
+
+    def __init__(self, keep: int, memory: SharedMemory) -> None:
         self._keep = keep
+        self._memory = memory
         self._lock = threading.Lock()
-        self._blobs: OrderedDict[str, bytes] = OrderedDict()
+        self._blobs: OrderedDict[str, _Blob] = OrderedDict()
         self._newest: PolicyInfo | None = None
 
     @property
@@ -24,17 +43,45 @@ class PolicyShelf:
         assert self._newest is not None, "publish a policy first"
         return self._newest
 
-    def publish(self, version: int, data: bytes, digest: str) -> None:
+    def publish(
+        self,
+        version: int,
+        data: bytes | memoryview,
+        digest: str,
+        probe: tuple[bytes, bytes],
+        release: Callable[[], None],
+    ) -> None:
+        """
+        Args:
+            probe: tokens and log-probs, as a `PolicyOffer` has them.
+            release: is called when `data` is not needed any more.
+        """
+        file = self._memory.write(memoryview(data))
+        if file is not None:
+            release()
+            data, release = _mapped(file), partial(file.unlink, missing_ok=True)
+        offer = PolicyOffer(digest, str(file or ""), *probe)
         with self._lock:
-            self._blobs[digest] = data
-            self._blobs.move_to_end(digest)
+            gone = [self._blobs.pop(digest)] if digest in self._blobs else []
+            self._blobs[digest] = _Blob(memoryview(data), offer, release)
             while len(self._blobs) > self._keep:
-                self._blobs.popitem(last=False)
+                gone.append(self._blobs.popitem(last=False)[1])
             self._newest = PolicyInfo(version, digest, len(data))
+        for blob in gone:
+            blob.release()
 
     def chunk(self, request: BlobRequest) -> BlobChunk | BlobMissing:
+        with self._lock:  # a blob that is given back may be written to at once
+            blob = self._blobs.get(request.digest)
+            part = bytes(blob.data[request.offset : request.offset + request.length]) if blob else b""
+        return BlobChunk(request.digest, request.offset, part) if part else BlobMissing(request.digest)
+
+    def offer(self, request: PolicyRequest) -> PolicyOffer | BlobMissing:
         with self._lock:
-            data = self._blobs.get(request.digest, b"")
-        if request.offset >= len(data):
-            return BlobMissing(request.digest)
-        return BlobChunk(request.digest, request.offset, data[request.offset : request.offset + request.length])
+            blob = self._blobs.get(request.digest)
+        return blob.offer if blob else BlobMissing(request.digest)
+
+
+def _mapped(file: Path) -> memoryview:
+    with file.open("rb") as stream:
+        return memoryview(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ))

@@ -4,8 +4,21 @@ Guarantee: a lease that a producer does not name in two heartbeats in a row coun
 """
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from protocol.messages import Heartbeat
+
+
+class FleetMember(NamedTuple):
+    """A connected producer in numbers."""
+
+    name: str
+    release: str  # "": unknown
+    policy_version: int  # -1 while it serves none
+    num_leases: int
+    heard_ago_s: float
+    idle_s: float  # since it started, as it says
+    refused_version: int  # -1: none
 
 
 @dataclass
@@ -16,6 +29,7 @@ class ProducerSession:
     capacity: int
     last_heard: float  # of the caller's clock, seconds
     leases: set[str] = field(default_factory=set)
+    release: str = ""
     heartbeat: Heartbeat | None = None
     _absent: set[str] = field(default_factory=set)  # leases that its last heartbeat did not name
 
@@ -35,12 +49,20 @@ class ProducerSession:
         self.leases -= lost
         return lost
 
+    def member(self, now: float) -> FleetMember:
+        beat = self.heartbeat
+        version, idle_s, refused = (beat.policy_version, beat.idle_s, beat.refused_version) if beat else (-1, 0.0, -1)
+        heard_ago_s = now - self.last_heard
+        return FleetMember(self.name, self.release, version, len(self.leases), heard_ago_s, idle_s, refused)
+
     def describe(self, now: float) -> str:
         """What it is doing, in words."""
         beat = self.heartbeat
         if beat is None:
             return f"{self.name} (no heartbeat yet)"
+        refusal = f", refuses v{beat.refused_version}: {beat.refusal}" if beat.refused_version >= 0 else ""
         return (
-            f"{self.name} (policy v{beat.policy_version}, heard {now - self.last_heard:.1f} s ago, {len(self.leases)} leases: "
-            f"{beat.waiting} waiting, {beat.generating} generating, {beat.scoring} scoring, {beat.unacked} not acknowledged)"
+            f"{self.name} (policy v{beat.policy_version}{refusal}, heard {now - self.last_heard:.1f} s ago, "
+            f"{len(self.leases)} leases: {beat.waiting} waiting, {beat.generating} generating, {beat.scoring} scoring, "
+            f"{beat.unacked} not acknowledged)"
         )

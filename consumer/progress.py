@@ -4,8 +4,8 @@ Guarantee: every optimizer step leaves exactly one line in `RUN_DIR/steps.jsonl`
 disk, when there is room; steps that a crash undid leave none.
 """
 
-import errno
 import json
+import logging
 import os
 import sys
 import time
@@ -16,7 +16,12 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from consumer.learning_metrics import LearningMetrics
+from protocol import logs
+from protocol.json_lines import forget_after, open_to_append, unless_full
 from replay.cutting import CutBatch
+
+logger = logging.getLogger(__name__)
 
 
 def batch_metrics(batch: CutBatch, version: int, weights: np.ndarray, names: list[str]) -> dict[str, float]:
@@ -24,7 +29,7 @@ def batch_metrics(batch: CutBatch, version: int, weights: np.ndarray, names: lis
 
     Rewards and lengths are of everything that arrived since the last step, so that they describe the policy and not the
     selection for training; staleness is of the groups that are trained for the first time, against `version`, the policy
-    that cut them; groups that stand in again have an age of their own.
+    that cut them, and of a group that of its oldest token; groups that stand in again have an age of their own.
     """
     groups = [group for group, _ in batch.arrivals] or batch.groups
     rewards = np.concatenate([group.rewards for group in groups])
@@ -33,6 +38,9 @@ def batch_metrics(batch: CutBatch, version: int, weights: np.ndarray, names: lis
     lengths = np.concatenate([group.completion_lengths for group in groups])
     ages = [version - group.policy_version for group in batch.groups]
     staleness, replayed = ages[: batch.num_fresh], ages[batch.num_fresh :]
+    fresh = batch.groups[: batch.num_fresh]
+    versions = np.concatenate([group.versions for group in fresh])
+    oldest = np.repeat([group.policy_version for group in fresh], [group.num_tokens for group in fresh])
     metrics = {
         "reward": float(total.mean()) if len(total) else float("nan"),
         "reward_std": float(total.std(ddof=1)) if len(total) > 1 else 0.0,
@@ -42,6 +50,8 @@ def batch_metrics(batch: CutBatch, version: int, weights: np.ndarray, names: lis
         "completions/clipped_ratio": float(np.concatenate([group.truncated for group in groups]).mean()),
         "staleness/mean": float(np.mean(staleness)),
         "staleness/max": float(max(staleness)),
+        "staleness/token_mean": float(version - versions.mean()),
+        "staleness/newer_token_share": float((versions > oldest).mean()),
         "replay/share": len(replayed) / len(ages),
     }
     if replayed:
@@ -63,17 +73,27 @@ def success_rates(counts: Mapping[str, int]) -> dict[str, float]:
 
 
 class StepReport:
-    """Writes `steps.jsonl` and moves the bar."""
+    """Writes `steps.jsonl`, moves the bar or says a line, sets the metrics."""
 
     def __init__(
-        self, run_dir: Path, counts: Mapping[str, int], *, max_steps: int, first_step: int, show_bar: bool
+        self,
+        run_dir: Path,
+        counts: Mapping[str, int],
+        metrics: LearningMetrics,
+        *,
+        max_steps: int,
+        first_step: int,
+        show_bar: bool,
     ) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
-        self._file = _open_steps(run_dir / "steps.jsonl", first_step)
+        forget_after(run_dir / "steps.jsonl", first_step)  # steps that were trained, but are not in the checkpoint
+        self._file = open_to_append(run_dir / "steps.jsonl")
         self._unwritten = b""
         self._counts = counts
+        self._metrics = metrics
         self._max_steps = max_steps
-        self._show_lines = show_bar and not sys.stderr.isatty()
+        self._as_records = logs.structured()
+        self._show_lines = show_bar and (self._as_records or not sys.stderr.isatty())
         self._bar = tqdm(
             total=max_steps,
             initial=first_step,
@@ -81,6 +101,14 @@ class StepReport:
             dynamic_ncols=True,
             disable=not show_bar or self._show_lines,
         )
+
+    def batch(self, staleness: list[int]) -> None:
+        """A batch was cut; `staleness` of its groups that are trained for the first time, in versions."""
+        self._metrics.batch(staleness)
+
+    def logged(self, numbers: Mapping[str, float]) -> None:
+        """What transformers logged of a step."""
+        self._metrics.logged(numbers)
 
     def step(self, step: int, metrics: dict[str, float], *, wait_s: float, step_s: float, tokens: int) -> None:
         """Records optimizer step `step`, counted from 1.
@@ -90,25 +118,42 @@ class StepReport:
             step_s: seconds it spent on it.
             tokens: completion tokens trained.
         """
-        line: dict[str, Any] = {"step": step, "t": time.time(), "wait_s": wait_s, "step_s": step_s, "tokens": tokens}
+        now = time.time()
+        self._metrics.step(step, now, metrics, wait_s=wait_s, step_s=step_s, tokens=tokens)
+        line: dict[str, Any] = {"step": step, "t": now, "wait_s": wait_s, "step_s": step_s, "tokens": tokens}
         totals = {**success_rates(self._counts), "counts": dict(self._counts)}
         self._unwritten += (json.dumps(line | metrics | totals) + "\n").encode()
         self._write()
+        whole_s = max(1e-9, wait_s + step_s)
+        fields = {
+            "step": step,
+            "max_steps": self._max_steps,
+            "reward": metrics["reward"],
+            "staleness": metrics["staleness/mean"],
+            "tokens": tokens,
+            "tokens_per_s": tokens / whole_s,
+            "step_s": step_s,
+            "wait_s": wait_s,
+            "wait_share": wait_s / whole_s,
+        }
         shown = {
-            "reward": f"{metrics['reward']:.3f}",
-            "staleness": f"{metrics['staleness/mean']:.2f}",
-            "tok/s": f"{tokens / max(1e-9, wait_s + step_s):.0f}",
-            "wait": f"{wait_s / max(1e-9, wait_s + step_s):.0%}",
+            "reward": f"{fields['reward']:.3f}",
+            "staleness": f"{fields['staleness']:.2f}",
+            "tok/s": f"{fields['tokens_per_s']:.0f}",
+            "wait": f"{fields['wait_share']:.0%}",
         }
         self._bar.update(step - self._bar.n)
         self._bar.set_postfix(shown, refresh=False)
         if self._show_lines:
             numbers = "  ".join(f"{name} {value}" for name, value in shown.items())
-            print(f"step {step}/{self._max_steps}  {numbers}", file=sys.stderr, flush=True)  # noqa: T201
+            self.say(f"step {step}/{self._max_steps}  {numbers}", **fields)
 
-    def say(self, text: str) -> None:
-        """A message that does not tear the bar."""
-        tqdm.write(text, file=sys.stderr)
+    def say(self, text: str, **fields: Any) -> None:
+        """A message that does not tear the bar; a record with these fields where logs are JSON."""
+        if self._as_records:
+            logger.info("%s", text, extra={"fields": fields})
+        else:
+            tqdm.write(text, file=sys.stderr)
 
     def close(self) -> None:
         self._bar.close()
@@ -116,20 +161,6 @@ class StepReport:
         os.close(self._file)
 
     def _write(self) -> None:
-        try:
+        with unless_full():
             while self._unwritten:
                 self._unwritten = self._unwritten[os.write(self._file, self._unwritten) :]
-        except OSError as error:
-            if error.errno != errno.ENOSPC:
-                raise
-
-
-def _open_steps(path: Path, first_step: int) -> int:
-    """Opens the file for appending, without the lines of steps after `first_step` (trained, but not in the checkpoint)."""
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
-    kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= first_step]
-    if kept != lines:
-        partial = path.with_name(f"{path.name}.partial")
-        partial.write_text("".join(kept), encoding="utf-8")
-        partial.replace(path)
-    return os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o644)

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from consumer.patience import StopRequested
+from consumer.snapshots import Snapshot
 from protocol.errors import ConfigError, JournalError
+from protocol.messages import JOURNAL_SCHEMAS
 from replay.cutting import CutBatch
 from replay.groups import GroupShape
 from replay.journal_reader import JournalReader
@@ -51,7 +53,14 @@ class RecordedRun:
 
         Raises:
             ConfigError: the configuration does not fit its groups.
+            JournalError: its groups are those of a newer release.
         """
+        schema_version = int(self._facts.get("wire_schema", 1))
+        if schema_version not in JOURNAL_SCHEMAS:
+            raise JournalError(
+                f"{self._reader.path} has groups of protocol schema {schema_version}, this release reads up to "
+                f"{JOURNAL_SCHEMAS[-1]}; use its release"
+            )
         for name, key in _SAME.items():
             if self._facts.get(name) != facts[name]:
                 raise ConfigError(
@@ -110,7 +119,10 @@ class RecordedFeed:
 class RetrainingPipeline:
     """A `Pipeline` that leads nowhere."""
 
-    def publish(self, step: int, version: int, blob: bytes, digest: str) -> None: ...
+    def publish(self, step: int, version: int, snapshot: Snapshot) -> None:
+        snapshot.release()
+
+    def flush(self) -> None: ...
 
     def end_step(self, step: int) -> None: ...
 

@@ -1,24 +1,28 @@
 """What happens at the end of every optimizer step and checkpoint, as a transformers callback.
 
-Guarantee: when step n ends, version n / sync_interval is published before the next batch is cut, the step is reported
-once, and a checkpoint counts only together with the pipeline state that belongs to it. Checkpoints and stops wait for the
-last iteration over a batch, checkpoints also for a step that publishes, so that a version means the same weights afterwards.
+Guarantee: when step n ends, the weights of version n / sync_interval are taken before the next step begins, the step is
+reported once, and a checkpoint counts only together with the pipeline state that belongs to it. Checkpoints and stops wait
+for the last iteration over a batch, checkpoints also for a step that publishes, so that a version means the same weights
+afterwards.
 """
 
+import math
 import time
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from transformers import TrainerCallback
 
 from consumer import checkpoints
 from consumer.patience import Patience, write_when_there_is_room
 from consumer.pipeline import Feed, Pipeline
+from consumer.probe import Probe
 from consumer.progress import StepReport, batch_metrics
-from consumer.publisher import adapter_blob
-from protocol.adapter_blob import pack
+from consumer.rollout_log import RolloutLog
+from consumer.snapshots import AdapterSnapshots
+from protocol import logs
 from replay.staleness import StalenessBudget
 
 if TYPE_CHECKING:
@@ -54,11 +58,14 @@ class RunControl(TrainerCallback):
         self._began = time.monotonic()
         self._save_due = False
         self.trainer: SlipstreamTrainer  # set once it exists; it takes this callback in its constructor
+        self.rollouts: RolloutLog  # set after the trainer, whose tokenizer it needs
+        self.probe: Probe  # likewise, and its model
 
     def publish(self, step: int) -> None:
         """Publishes the weights that step `step` starts from."""
-        blob, digest = pack(adapter_blob(self.trainer.accelerator.unwrap_model(self.trainer.model)))
-        self._pipeline.publish(step, self._budget.version_at(step), blob, digest)
+        version = self._budget.version_at(step)
+        self._pipeline.publish(step, version, self._snapshots.take(self.probe.measure(version)))
+        logs.bind(version=version)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._began = time.monotonic()
@@ -66,6 +73,8 @@ class RunControl(TrainerCallback):
         batch = self._feed.last
         assert batch is not None
         cut_by = self._budget.version_at(batch.step)  # further iterations over the batch are some versions on
+        if batch.last_step - batch.num_iterations == state.global_step:
+            self._report.batch([cut_by - group.policy_version for group in batch.groups[: batch.num_fresh]])
         weights = self.trainer.recipe.rewards.weights
         self._metrics = batch_metrics(batch, cut_by, weights, self.trainer.reward_func_names)
         self._metrics["policy_version"] = float(self._budget.version_at(state.global_step))
@@ -80,11 +89,11 @@ class RunControl(TrainerCallback):
             self._pipeline.end_step(state.global_step)
         batch = self._feed.last
         assert batch is not None
-        recorded = {
-            name: _over_micro_batches(name, values[self._seen.get(name, 0) :])
+        latest = {
+            name: values[-1]
             for name, values in self.trainer._metrics["train"].items()
+            if len(values) > self._seen.get(name, 0) and not math.isnan(values[-1])
         }
-        latest = {name: value for name, value in recorded.items() if value is not None}
         wait_s, step_s = self._feed.wait_s, time.monotonic() - self._began
         standing = self._pipeline.observe(latest.get(_EFFECTIVE_SHARE), wait_s / max(1e-9, wait_s + step_s))
         self._report.step(
@@ -94,6 +103,7 @@ class RunControl(TrainerCallback):
             step_s=step_s,
             tokens=sum(group.num_tokens for group in batch.groups),
         )
+        self.rollouts.note(state.global_step, batch, self._budget.version_at(batch.step))
         self._feed.wait_s = 0.0  # further iterations over the same batch do not wait
         self._save_due |= control.should_save
         is_last = state.global_step >= state.max_steps
@@ -103,6 +113,12 @@ class RunControl(TrainerCallback):
         control.should_save = stop or (self._save_due and batch_ended and published)
         control.should_training_stop |= stop
         self._save_due &= not control.should_save
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._pipeline.flush()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
+        self._report.logged(logs)
 
     def save_if_needed(self, first_step: int) -> None:
         """Commits a checkpoint of this moment, unless nothing was trained since the last one."""
@@ -130,15 +146,10 @@ class RunControl(TrainerCallback):
             checkpoints.prune(self._checkpoints_dir, self._keep_checkpoints)
         self._pipeline.checkpointed(self._checkpoints_dir)
 
+    @cached_property
+    def _snapshots(self) -> AdapterSnapshots:
+        return AdapterSnapshots(self.trainer.accelerator.unwrap_model(self.trainer.model))
+
     @property
     def _checkpoints_dir(self) -> Path:
         return Path(self.trainer.args.output_dir)
-
-
-def _over_micro_batches(name: str, values: list[float]) -> float | None:
-    """One number for the step: the largest of what is called max, the smallest min, the mean of all else."""
-    known = [value for value in values if not np.isnan(value)]
-    if not known:
-        return None
-    combine = {"max": max, "min": min}.get(name.rpartition("/")[2], np.mean)
-    return float(combine(known))

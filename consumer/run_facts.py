@@ -11,10 +11,10 @@ from typing import Any
 from protocol.config import RunConfig
 from protocol.digests import base_model_digest, tokenizer_digest
 from protocol.errors import ConfigError
-from protocol.messages import SCHEMA_VERSION
+from protocol.messages import JOURNAL_SCHEMAS, group_schema
 
 _IDENTITY = {"base_model_digest": "model.path", "tokenizer_digest": "model.path (its tokenizer)"}
-_SHAPE = ("wire_schema", "num_generations", "max_completion_length", "vocab_size", "reward_names")
+_SHAPE = ("num_generations", "max_completion_length", "vocab_size", "reward_names")
 
 
 def run_facts(
@@ -28,7 +28,7 @@ def run_facts(
         "tokenizer_digest": tokenizer_digest(model_folder),
         "reward_names": list(config.rewards.names),
         "reward_weights": [function.weight for function in config.rewards.functions],
-        "wire_schema": SCHEMA_VERSION,
+        "wire_schema": group_schema(has_token_versions=config.swap.spans_versions),
         "num_generations": config.sampling.num_generations,
         "max_completion_length": config.sampling.max_completion_length,
         "vocab_size": vocab_size,
@@ -51,4 +51,6 @@ def comparable(before: dict[str, str], now: dict[str, str], journal_file: Path) 
             raise ConfigError(
                 f"{key} is not the one that {journal_file} was written with; use that one, or choose another run_dir"
             )
+    if int(before.get("wire_schema", 1)) not in JOURNAL_SCHEMAS:
+        return False
     return all(before.get(name, now[name]) == now[name] for name in _SHAPE)

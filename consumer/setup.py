@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 from peft import LoraConfig
+from prometheus_client import CollectorRegistry
 from transformers import AutoConfig
 
+from consumer.learning_metrics import LearningMetrics
 from consumer.progress import StepReport
 from consumer.prompts import PromptDataset
 from consumer.run_facts import run_facts
@@ -66,10 +68,17 @@ class Setup:
             torch.get_num_threads(),
         )  # fmt: skip
 
-    def report(self, counts: Counter[str], first_step: int) -> StepReport:
+    def report(self, counts: Counter[str], first_step: int, registry: CollectorRegistry) -> StepReport:
+        metrics = LearningMetrics(
+            registry,
+            self.config.rewards.names,
+            max_steps=self.arguments.max_steps,
+            max_staleness=self.config.pipeline.staleness_limit,
+        )
         return StepReport(
             Path(self.config.run_dir),
             counts,
+            metrics,
             max_steps=self.arguments.max_steps,
             first_step=first_step,
             show_bar=self.config.observability.progress,

@@ -1,17 +1,22 @@
-"""The GRPO trainer: TRL's, with three seams overridden.
+"""The GRPO trainer: TRL's, with a few seams overridden.
 
 Guarantee: loss, metrics, callbacks, checkpointing and every option of `trl.GRPOConfig` that is not generation are TRL's
-own; this module only says where a batch comes from, when log-probs of fixed policies are computed, what the importance
-factors are, and that the bias-corrected KL carries them too. With one update per batch the proximal policy is the
-current one, detached, so the factors come out of the loss's own forward pass; with more, one pass per batch is added.
+own; this module only says where a batch comes from, how a step is cut and put together again, how log-probs are computed,
+when those of fixed policies are, what the importance factors are, and that the bias-corrected KL carries them too. With one
+update per batch the proximal policy is the current one, detached, so the factors come out of the loss's own forward pass; with
+more, one pass per batch is added.
+
+What transformers takes for a batch is all of an optimizer step, a list of micro-batches, so that their number may vary.
 
 Private names of TRL 1.16.0 and transformers used here, each with a test in tests/contract: `_prepare_inputs`,
-`_compute_loss`, `_get_per_token_logps_and_entropies`, `_metrics`, `_logs`, `_tokenizer`, `_get_output_dir`,
-`_save_checkpoint`, `_load_from_checkpoint`, `vllm_importance_sampling_correction`, `current_gradient_accumulation_steps`.
+`compute_loss`, `_compute_loss`, `_get_per_token_logps_and_entropies`, `get_high_entropy_mask`, `_entropy_bonus_enabled`,
+`_last_world_entropy`, `_metrics`, `_logs`, `_tokenizer`, `_get_output_dir`, `_save_checkpoint`, `_load_from_checkpoint`,
+`vllm_importance_sampling_correction`, `current_gradient_accumulation_steps`.
 """
 
 import contextlib
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,9 +29,12 @@ from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
 from consumer import checkpoints
 from consumer.arguments import check_arguments, chosen_values, reserved_values
 from consumer.batches import BatchRecipe, MicroBatch
-from consumer.importance import importance_factors, resolve
+from consumer.forward import Tokens, is_packable, is_plain, token_logprobs
+from consumer.importance import Factors, importance_factors, joined, resolve
 from consumer.kl import aggregate, missing_kl
+from consumer.lm_head import TokenLogprobs
 from consumer.ratio_statistics import ratio_statistics
+from consumer.step_loss import EntropyCut, Part, Pass, accumulation_steps, means_over_tokens, metrics_of_step
 from protocol.config import RunConfig
 from protocol.library_section import build
 from replay.cutting import CutBatch
@@ -49,6 +57,9 @@ def _without_vllm() -> Iterator[None]:
 
 with _without_vllm():
     from trl import GRPOConfig, GRPOTrainer
+    from trl.kernels import ChunkedLogProbFunction
+
+_VOCABULARY_CHUNK = 32768  # of TRL's kernel
 
 
 def build_arguments(config: RunConfig, *, on_gpu: bool, num_prompts: int) -> GRPOConfig:
@@ -112,31 +123,41 @@ class SlipstreamTrainer(GRPOTrainer):
         # where `use_vllm` would start an engine.
         self.use_vllm = True
         self.vllm_importance_sampling_correction = self._correction.acts
-        self._inputs: MicroBatch | None = None
-        self._missing_kl: torch.Tensor | None = None
+        self._pass: Pass | None = None
+        self._factors: list[Factors] = []
+        self._entropy_cut: EntropyCut | None = None
+        model = self._causal_model
+        self._is_plain = is_plain(model) and not (arguments.cast_lm_head_to_fp32 or self.aux_loss_enabled)
         self.recipe = BatchRecipe(
             rewards=RewardRecipe.of(config, arguments.multi_objective_aggregation),
             num_generations=config.sampling.num_generations,
-            num_completions=config.completions_per_step,
-            micro_batch_size=config.micro_batch_size,
+            max_tokens=config.pipeline.trainer_tokens_per_micro_batch,
+            packed=self._is_plain and is_packable(model),
+            only_advantages=self.beta == 0.0 and not self._entropy_bonus_enabled and self.top_entropy_quantile == 1.0,
             pad_token_id=self._tokenizer.pad_token_id,
             scale_rewards=arguments.scale_rewards,
             baseline=config.advantage.baseline,
             mask_truncated=arguments.mask_truncated_completions,
             seed=config.seed,
         )
+        self._num_completions = config.completions_per_step
 
-    def get_train_dataloader(self) -> Iterable[MicroBatch]:
-        return _MicroBatches(self)
+    @property
+    def _causal_model(self) -> Any:
+        """The base model, with the adapter's layers in it."""
+        return self.accelerator.unwrap_model(self.model).get_base_model()
 
-    def micro_batches(self) -> Iterator[MicroBatch]:
-        """The micro-batches of every step to come; a batch is trained `num_iterations` times."""
+    def get_train_dataloader(self) -> Iterable[list[MicroBatch]]:
+        return _Steps(self)
+
+    def steps(self) -> Iterator[list[MicroBatch]]:
+        """The micro-batches of each step to come; a batch is trained `num_iterations` times."""
         for batch in self._batches:
-            tensors = self.recipe.tensors(batch.groups, batch.step)
+            tensors = self.recipe.tensors(batch.groups)
             if self.log_completions:
                 self._remember_completions(batch.groups)
             for _ in range(batch.num_iterations):
-                yield from tensors
+                yield tensors
 
     def record_metric(self, name: str, value: float) -> None:
         """Adds to TRL's metrics, which are averaged over `logging_steps` and go to every tracker."""
@@ -151,42 +172,129 @@ class SlipstreamTrainer(GRPOTrainer):
         write = super()._save_checkpoint
         self._make_count(staged, lambda: write(model, trial))
 
-    def _prepare_inputs(self, generation_batch: MicroBatch) -> MicroBatch:
+    def _prepare_inputs(self, generation_batch: list[MicroBatch]) -> list[MicroBatch]:
         """To the device, with the log-probs of fixed policies, computed once per batch and kept for its iterations."""
-        inputs = {name: tensor.to(self.accelerator.device) for name, tensor in generation_batch.items()}
-        if self.num_iterations > 1 and "old_per_token_logps" not in inputs:
-            inputs["old_per_token_logps"] = self._fixed_logprobs(inputs)
-        if self.beta != 0.0 and "ref_per_token_logps" not in inputs:
-            with self.accelerator.unwrap_model(self.model).disable_adapter():
-                inputs["ref_per_token_logps"] = self._fixed_logprobs(inputs)
-        generation_batch.update(inputs)
-        return inputs
+        for batch in generation_batch:
+            batch.update({name: tensor.to(self.accelerator.device) for name, tensor in batch.items()})
+            if self.num_iterations > 1 and "old_per_token_logps" not in batch:
+                batch["old_per_token_logps"] = self._without_gradient(batch)[0]
+            if self.beta != 0.0 and "ref_per_token_logps" not in batch:
+                with self.accelerator.unwrap_model(self.model).disable_adapter():
+                    batch["ref_per_token_logps"] = self._without_gradient(batch)[0]
+        self._entropy_cut = self._quantile_of_entropies(generation_batch)
+        return [dict(batch) for batch in generation_batch]  # the loss leaves its ratio there
 
-    def _fixed_logprobs(self, inputs: MicroBatch) -> torch.Tensor:
+    def _quantile_of_entropies(self, batches: list[MicroBatch]) -> EntropyCut | None:
+        """Where `top_entropy_quantile` cuts, over all tokens of the step; None where TRL sees them all at once."""
+        if self.top_entropy_quantile == 1.0 or len(batches) == 1:
+            return None
+        each = [self._without_gradient(batch)[1][batch["completion_mask"].bool()] for batch in batches]
+        return EntropyCut.at(torch.cat(each), 1 - self.top_entropy_quantile)
+
+    def _without_gradient(self, inputs: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs and entropies."""
         input_ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
         attention_mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
         with torch.no_grad():
-            logprobs, _, _ = super()._get_per_token_logps_and_entropies(
-                self.model, input_ids, attention_mask, inputs["completion_ids"].size(1)
+            logprobs, entropies, _ = self._get_per_token_logps_and_entropies(
+                self.model, input_ids, attention_mask, inputs["completion_ids"].size(1), compute_entropy=True
             )
-        return logprobs
+        return logprobs, entropies
+
+    def compute_loss(
+        self, model: Any, inputs: list[MicroBatch], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> torch.Tensor:
+        """The loss of a step. Its gradient is that of the last micro-batch; those of the others are there already."""
+        parts = [Part(len(batch["advantages"]), int(batch["completion_mask"].sum())) for batch in inputs]
+        state, metrics = self.accelerator.gradient_state, self._metrics["train"]
+        total, recorded, self._factors = torch.zeros((), device=self.accelerator.device), [], []
+        try:
+            for number, (batch, part) in enumerate(zip(inputs, parts, strict=True), start=1):
+                self._metrics["train"] = defaultdict(list)
+                state._set_sync_gradients(number == len(inputs))
+                self.current_gradient_accumulation_steps = accumulation_steps(
+                    self.loss_type,
+                    part,
+                    num_completions=self._num_completions,
+                    num_tokens=int(batch["num_items_in_batch"]),
+                )
+                loss = self._compute_loss(model, batch)
+                if number < len(inputs):
+                    self.accelerator.backward(loss)
+                    loss = loss.detach()
+                    self.callback_handler.on_substep_end(self.args, self.state, self.control)
+                total = total + loss
+                recorded.append(self._metrics["train"])
+        finally:
+            self._metrics["train"], self.current_gradient_accumulation_steps = metrics, 1
+            state._set_sync_gradients(True)
+        for name, value in metrics_of_step(recorded, parts, self.loss_type, self.importance_sampling_level).items():
+            self.record_metric(name, value)
+        for name, value in ratio_statistics(self._correction, joined(self._factors)).items():
+            self.record_metric(f"sampling/importance_sampling_ratio/{name}", value)
+        return total
 
     def _compute_loss(self, model: Any, inputs: MicroBatch) -> torch.Tensor:
-        self._inputs, self._missing_kl = inputs, None
+        """The loss of a micro-batch, as its part of the step's."""
+        self._pass = seen = Pass(inputs)
+        gated = self.use_adaptive_entropy and self._last_world_entropy > self.args.entropy_target
+        bonus = 0.0 if gated else self.entropy_coef  # before TRL adapts it for the next step
         try:
             loss: torch.Tensor = super()._compute_loss(model, inputs)
         finally:
-            self._inputs = None
-        return loss if self._missing_kl is None else loss + self._missing_kl
+            self._pass = None
+        if seen.missing_kl is not None:
+            loss = loss + seen.missing_kl
+        if seen.aux_loss is None and not self._entropy_bonus_enabled:
+            return loss
+        weight = 1 / self.current_gradient_accumulation_steps
+        return loss + means_over_tokens(
+            seen, weight, self._entropy_cut, entropy_coef=bonus, aux_loss_coef=self.router_aux_loss_coef
+        )
 
-    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any, Any]:
-        result: tuple[torch.Tensor, Any, Any] = super()._get_per_token_logps_and_entropies(*args, **kwargs)
-        if self._inputs is not None:
-            self._correct(self._inputs, result[0])
+    def get_high_entropy_mask(self, entropies: torch.Tensor, mask: torch.Tensor, threshold: float) -> torch.Tensor:
+        if self._entropy_cut is None:
+            result: torch.Tensor = super().get_high_entropy_mask(entropies, mask, threshold)
+        else:
+            result = (entropies >= self._entropy_cut.threshold) & mask.bool()
+        if self._pass is not None:
+            self._pass.entropy_mask = result
         return result
 
-    def _correct(self, inputs: MicroBatch, current: torch.Tensor) -> None:
-        """Puts the importance factors where TRL's loss looks for them, and records how far off-policy the batch is."""
+    def _get_per_token_logps_and_entropies(
+        self, model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int, **options: Any
+    ) -> tuple[torch.Tensor, Any, Any]:
+        tokens = Tokens(input_ids, attention_mask, logits_to_keep)
+        if self._is_plain and tokens.completion_mask.any():
+            with self.accelerator.autocast():
+                result = (*token_logprobs(self._causal_model, tokens, self._head), None)
+        else:
+            result = super()._get_per_token_logps_and_entropies(
+                model, input_ids, attention_mask, logits_to_keep, **options
+            )
+        if self._pass is not None:
+            _, self._pass.entropies, self._pass.aux_loss = result
+            self._correct(self._pass, result[0])
+        return result
+
+    def _head(
+        self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """TRL's kernel where Triton runs, ours elsewhere."""
+        if hidden.is_cuda:
+            outputs = ("log_probs", "entropy")
+            values = ChunkedLogProbFunction.apply(
+                hidden, weight, bias, targets, self.temperature, _VOCABULARY_CHUNK, None, 1.0, outputs
+            )
+            return values[0], values[1]
+        logprobs, entropies = TokenLogprobs.apply(
+            hidden, weight, bias, targets, self.temperature, self._entropy_bonus_enabled
+        )
+        return logprobs, entropies
+
+    def _correct(self, seen: Pass, current: torch.Tensor) -> None:
+        """Puts the importance factors where TRL's loss looks for them."""
+        inputs = seen.inputs
         proximal = inputs.get("old_per_token_logps", current.detach())
         factors = importance_factors(
             self._correction,
@@ -199,9 +307,8 @@ class SlipstreamTrainer(GRPOTrainer):
         if self._correction.acts:
             inputs["importance_sampling_ratio"] = factors.policy
         if self.beta != 0.0 and self.args.use_bias_correction_kl and self._correction.level != "none":
-            self._missing_kl = self.beta * self._mean_kl(inputs, current, proximal, factors.kl)
-        for name, value in ratio_statistics(self._correction, factors).items():
-            self.record_metric(f"sampling/importance_sampling_ratio/{name}", value)
+            seen.missing_kl = self.beta * self._mean_kl(inputs, current, proximal, factors.kl)
+        self._factors.append(factors)
 
     def _mean_kl(
         self, inputs: MicroBatch, current: torch.Tensor, proximal: torch.Tensor, ratio: torch.Tensor
@@ -240,11 +347,11 @@ def _scored_elsewhere(name: str) -> Callable[..., list[float]]:
     return reward
 
 
-class _MicroBatches:
+class _Steps:
     """What transformers iterates as the data loader. It has no length: `max_steps` bounds the run."""
 
     def __init__(self, trainer: SlipstreamTrainer) -> None:
         self._trainer = trainer
 
-    def __iter__(self) -> Iterator[MicroBatch]:
-        return self._trainer.micro_batches()
+    def __iter__(self) -> Iterator[list[MicroBatch]]:
+        return self._trainer.steps()

@@ -94,9 +94,8 @@ TRAINER = """\
 `TrainingArguments`, read by the trainer. Often useful: `learning_rate`, `max_steps`, `loss_type`, `beta`, `scale_rewards`,
 `num_iterations`, `save_steps`, `report_to`.
 
-`per_device_train_batch_size` is the number of completions in one forward and backward pass; it has to divide the completions
-of a step and defaults to all of them. Every key that starts with `vllm_` is refused, because generation is the
-producer's.
+How a step is cut into forward and backward passes follows from `pipeline.trainer_tokens_per_micro_batch`. Every key that starts
+with `vllm_` is refused, because generation is the producer's.
 """
 
 OVERRIDES = """\
@@ -115,8 +114,11 @@ A list is replaced as a whole: `--set 'rewards.functions=[{function: "rewards.py
 ## Checking a file
 
 `--check` validates, prints the resolved file with all defaults and the derived values as comments, and exits; it takes well
-under a second, because no library is loaded. `--check full` also asks the libraries about the sections they own: the
-producer asks vLLM, the trainer asks PEFT and TRL. The printed file is itself a valid configuration of the same run.
+under half a second, because no library is loaded. Of the sections that belong to libraries it knows the keys and the plain
+types (numbers, text, lists and switches) of the installed releases, whose sources it reads; a library that is not installed on
+this host is not judged. What only the libraries know, such as the names of schedulers or values that exclude each other, is
+said when a daemon starts, before it loads weights, and by `--check full`: there the producer asks vLLM, the trainer PEFT and
+TRL. The printed file is itself a valid configuration of the same run.
 """
 
 DERIVED = """\
@@ -127,8 +129,6 @@ These follow from the file and cannot be set. `--check` shows them.
 | value | follows from |
 |---|---|
 | completions per step | `pipeline.groups_per_step` x `sampling.num_generations` |
-| completions per forward and backward pass | `trainer.per_device_train_batch_size`, else all completions of a step |
-| gradient accumulation | completions per step / completions per pass |
 | engine `max_loras` | `pipeline.max_staleness` (`auto`: the greatest of `auto_staleness`) + 2: every version that a live \
 request can name, and the one being loaded |
 | engine `max_lora_rank` | the smallest of {ranks} that holds `lora.r` |

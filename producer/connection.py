@@ -45,6 +45,15 @@ class Connection:
     def note_hello(self, now: float) -> None:
         self._hello_at = now
 
+    @property
+    def greeted(self) -> bool:
+        """Whether a greeting went out over this connection."""
+        return self._hello_at is not None
+
+    def greet_again(self) -> None:
+        """The next greeting goes out over the same connection."""
+        self._hello_at = None
+
     def start_over(self, now: float) -> None:
         """The next greeting goes out over a new connection, a moment later."""
         self._hello_at = None

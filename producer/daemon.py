@@ -13,25 +13,33 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from producer.adapters import AdapterRegistry
+from producer.admission import Admission
 from producer.generation import Generation
-from producer.interfaces import Counters, Identity
+from producer.in_flight import InFlight
+from producer.interfaces import Arrival, Counters, Identity
 from producer.lifeline import tie_children
 from producer.link import Link
+from producer.metrics import ProducerMetrics
+from producer.probe import TOLERANCES, SwapProof
 from producer.prompts import PromptFormat, load_tokenizer
 from producer.rewards import RewardPool
-from producer.scratch import scratch_folder
 from producer.timeline import Timeline
 from producer.watchdog import Situation, Watchdog
+from protocol import logs
 from protocol.config import RunConfig
 from protocol.errors import EngineError, ExitCode, StalledError
+from protocol.keys import producer_keys
 from protocol.messages import Lease, PolicyInfo
+from protocol.observability import Watch, watched
+from protocol.scratch import scratch_folder
+from protocol.shared_memory import SharedMemory, shared_memory
 from protocol.zmq_channel import ZmqClient
 
 if TYPE_CHECKING:
@@ -54,7 +62,9 @@ def run(config: RunConfig, gpus: list[int]) -> ExitCode:
     tie_children()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _leave_while_starting)
-    asyncio.run(_Producer(config, gpus).live())
+    producer = _Producer(config, gpus)
+    with watched(config, "rl-producer", gpus, producer.name) as watch:
+        asyncio.run(producer.live(watch))
     return ExitCode.OK
 
 
@@ -68,35 +78,46 @@ def _leave_at_once(_number: int, _frame: FrameType | None) -> None:
     os._exit(ExitCode.INTERRUPTED)
 
 
+def _folder_for(num_bytes: int, memory: SharedMemory, folder: Path) -> Path:
+    """Where an adapter is unpacked: in memory, if there is room."""
+    return memory.folder if memory.folder is not None and memory.has_room(num_bytes) else folder
+
+
 class _Producer:
     """The parts, and the link's events brought over to the asyncio loop."""
 
     def __init__(self, config: RunConfig, gpus: list[int]) -> None:
         self._config = config
         self._gpus = gpus
-        self._name = f"{socket.gethostname()[:64]}-{os.getpid()}-{secrets.token_hex(2)}"
+        transport = config.transport
+        self._keys = producer_keys(Path(transport.keys), transport.identity) if transport.keys else None
+        owner = self._keys.identity if self._keys else socket.gethostname()[:64]
+        self.name = f"{owner}-{os.getpid()}-{secrets.token_hex(2)}"
         self._counters = Counters()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._idle_s = 0.0
 
-    async def live(self) -> None:
+    async def live(self, watch: Watch) -> None:
         config = self._config
         async with AsyncExitStack() as stack:
-            timeline = stack.enter_context(Timeline(Path(config.run_dir) / f"producer-{self._name}.jsonl"))
+            timeline = stack.enter_context(Timeline(Path(config.run_dir) / f"producer-{self.name}.jsonl"))
             rewards = RewardPool(config.rewards)
             stack.push_async_callback(rewards.close)
-            await rewards.start()
-            logger.info("loading the engine for %s ...", config.model.path)
-            started = time.monotonic()
-            from producer.engine import Engine  # vLLM takes seconds to import
+            folder, memory = stack.enter_context(scratch_folder()), stack.enter_context(shared_memory())
+            os.environ["VLLM_RPC_BASE_PATH"] = str(folder)  # or a killed producer's sockets would stay in /tmp
+            self._health, self._metrics = watch.health, ProducerMetrics(watch.registry)
+            with self._health.starting("loading reward functions and engine", config.pipeline.stall_timeout_s):
+                await rewards.start()
+                logger.info("loading the engine for %s ...", config.model.path)
+                started = time.monotonic()
+                from producer.engine import Engine  # vLLM takes seconds to import
 
-            engine = Engine(config, len(self._gpus))
-            stack.callback(engine.shutdown)
-            await self._warm_up(engine)
+                logs.adopt_libraries()
+                engine = Engine(config, len(self._gpus))
+                stack.callback(engine.shutdown)
+                await self._warm_up(engine)
             logger.info("engine ready after %.0f s", time.monotonic() - started)
-            folder = stack.enter_context(scratch_folder())
-            self._wire(engine, rewards, folder, timeline)
-            timeline.record("start", name=self._name, engine_start_s=round(time.monotonic() - started, 3))
+            self._wire(engine, rewards, lambda num_bytes: _folder_for(num_bytes, memory, folder), timeline)
+            timeline.record("start", name=self.name, engine_start_s=round(time.monotonic() - started, 3))
             try:
                 await self._serve(engine, rewards, timeline)
             finally:
@@ -112,7 +133,9 @@ class _Producer:
                 f"the engine did not answer its first request within pipeline.stall_timeout_s={limit_s:g} seconds"
             ) from error
 
-    def _wire(self, engine: "Engine", rewards: RewardPool, folder: Path, timeline: Timeline) -> None:
+    def _wire(
+        self, engine: "Engine", rewards: RewardPool, folder_for: Callable[[int], Path], timeline: Timeline
+    ) -> None:
         config = self._config
         self._loop = asyncio.get_running_loop()
         self._outcome: asyncio.Future[None] = self._loop.create_future()
@@ -120,31 +143,52 @@ class _Producer:
         # One group more than fits, so that places freed by short completions are filled at once.
         max_groups = engine.max_num_seqs // config.sampling.num_generations + 1
         channel = ZmqClient(
-            self._name, config.control_endpoint, config.blob_endpoint, config.transport.max_message_bytes
+            self.name,
+            config.control_endpoint,
+            config.blob_endpoint,
+            config.transport.max_message_bytes,
+            self._keys,
         )
-        self._adapters = AdapterRegistry(engine, folder, self._counters, timeline)
+        places = Admission(max_groups, engine.load)
+        proof = SwapProof(config.swap.probe_tolerance or TOLERANCES[config.model.dtype])
+        self._adapters = AdapterRegistry(engine, folder_for, proof, self._counters, self._metrics, timeline)
+        goes_on = config.swap.mode == "merged" and config.swap.on_swap == "continue"  # by itself, without a cut
         self._generation = Generation(
-            engine,
+            InFlight(engine, self._adapters, self._counters, "finish" if goes_on else config.swap.on_swap),
             self._adapters,
             PromptFormat(
                 load_tokenizer(engine.folder), engine.facts.max_model_len, config.dataset.chat_template_kwargs
             ),
             rewards,
             self._counters,
-            max_groups,
+            self._metrics,
+            places,
             self._spawn,
             lambda message: self._link.answer(message),
         )
         self._link = Link(
             channel,
-            Identity(self._name, engine.facts, capacity=2 * max_groups),
+            Identity(self.name, engine.facts, 2 * max_groups, config.swap.mode),
             config.transport,
             config.control_endpoint,
             self,
             self._counters,
             self._generation.workload,
+            lambda: self._health.beat("link"),
         )
         self._watchdog = Watchdog(config.pipeline.stall_timeout_s)
+        self._metrics.watch(
+            self.name,
+            self._counters,
+            self._generation.workload,
+            self._link.delivery,
+            lambda: places.limit,
+            lambda: rewards.num_idle,
+            config.rewards.num_workers,
+        )
+        self._health.check_ready("trainer", lambda: None if self._link.connected else "not connected")
+        self._health.check_ready("swap", lambda: self._counters.refusal or None)
+        self._health.check_ready("weights", lambda: None if self._counters.policy_version >= 0 else "none are loaded")
 
     async def _serve(self, engine: "Engine", rewards: RewardPool, timeline: Timeline) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -152,6 +196,7 @@ class _Producer:
         self._spawn(self._adapters.run())
         self._spawn(self._watch(engine, rewards, timeline))
         self._link.start()
+        self._health.started(f"engine ready, trainer at {self._config.control_endpoint}")
         asked = self._loop.create_task(self._stop.wait())
         try:
             waited: list[asyncio.Future[Any]] = [asked, self._outcome]
@@ -169,6 +214,7 @@ class _Producer:
 
     async def _hand_back(self) -> None:
         """Nothing more is begun; what is finished is delivered, what is not is returned."""
+        self._health.stopping("handing leases back")
         self._generation.hand_back_all()
         for task in self._tasks:
             task.cancel()
@@ -209,11 +255,12 @@ class _Producer:
         while True:
             await asyncio.sleep(_WATCH_EVERY_S)
             engine.check_alive()
+            self._health.beat("event")
             work, delivery = self._generation.workload(), self._link.delivery()
             before, busy_before_s = now, busy_s
             now, busy_s = time.monotonic(), work.busy_s
             if delivery.connected:
-                self._idle_s += max(0.0, (now - before) - (busy_s - busy_before_s))
+                self._counters.idle_s += max(0.0, (now - before) - (busy_s - busy_before_s))
                 timeline.record("stats", **self._totals())
             version, num_workers = self._counters.policy_version, self._config.rewards.num_workers
             situation = Situation(work, delivery, version, num_workers, rewards.num_idle)
@@ -224,7 +271,7 @@ class _Producer:
         return {
             "tokens": counters.tokens,
             "busy_s": round(self._generation.workload().busy_s, 3),
-            "idle_s": round(self._idle_s, 3),
+            "idle_s": round(counters.idle_s, 3),
             "groups": counters.groups,
             "failed": counters.failed,
             "abandoned": counters.abandoned,
@@ -246,8 +293,8 @@ class _Producer:
     def abandoned(self, lease_id: str) -> None:
         self._loop.call_soon_threadsafe(self._generation.abandon, lease_id)
 
-    def policy_arrived(self, policy: PolicyInfo, blob: bytes, announced_at: float) -> None:
-        self._loop.call_soon_threadsafe(self._adapters.offer, policy, blob, announced_at)
+    def policy_arrived(self, arrival: Arrival) -> None:
+        self._loop.call_soon_threadsafe(self._adapters.offer, arrival)
 
     def outbox_full(self, full: bool) -> None:
         self._loop.call_soon_threadsafe(self._generation.pause, full)

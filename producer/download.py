@@ -1,13 +1,16 @@
 """The newest adapter on its way, as state machines without sockets.
 
-Guarantee: every policy announced is handed over exactly once, with every byte in its place, whichever chunks were lost,
-repeated or reordered, unless a newer one supersedes it; what has arrived is not asked for again, also after a reconnect.
+Guarantee: every policy announced is handed over exactly once, with its probe and every byte in its place, whichever messages
+were lost, repeated or reordered, unless a newer one supersedes it; what has arrived is not asked for again, also after a
+reconnect.
 """
 
 import time
 from itertools import islice
 
-from protocol.messages import BlobChunk, BlobRequest, PolicyInfo
+from producer.interfaces import Arrival
+from producer.probe import probe_of
+from protocol.messages import BlobChunk, BlobRequest, PolicyInfo, PolicyOffer, PolicyRequest
 
 _WINDOW = 4  # requests in flight
 _REPEAT_AFTER_S = 2.0
@@ -57,31 +60,67 @@ class BlobDownload:
 
 
 class PolicyDownload:
-    """Follows the announced policies and downloads the newest."""
+    """Follows the announced policies and gets the newest: its offer first, then the file that this names, or the chunks."""
 
     def __init__(self, chunk_bytes: int) -> None:
         self._chunk_bytes = chunk_bytes
         self._announced: PolicyInfo | None = None
         self._download: BlobDownload | None = None
+        self._offer: PolicyOffer | None = None
+        self._offer_asked_at: float | None = None
+        self._reads_file = False
 
     def announce(self, policy: PolicyInfo) -> None:
         """The newest policy; said again and again, so only a change counts."""
         if policy != self._announced:
             self._announced = policy
             self._download = BlobDownload(policy, self._chunk_bytes, time.monotonic())
+            self._offer = self._offer_asked_at = None
+            self._reads_file = False
 
-    def due_requests(self, now: float) -> list[BlobRequest]:
-        return self._download.due_requests(now) if self._download is not None else []
+    def due_requests(self, now: float, *, knows_offers: bool = True) -> list[PolicyRequest | BlobRequest]:
+        """
+        Args:
+            knows_offers: whether the trainer does; one of the release before does not.
+        """
+        if self._download is None or self._reads_file:
+            return []
+        if self._offer is not None or not knows_offers:
+            return list(self._download.due_requests(now))
+        if self._offer_asked_at is not None and now - self._offer_asked_at < _REPEAT_AFTER_S:
+            return []
+        self._offer_asked_at = now
+        return [PolicyRequest(self._download.policy.digest)]
 
-    def receive(self, chunk: BlobChunk) -> tuple[PolicyInfo, bytes, float] | None:
-        """Policy, blob and time of the announcement, when this chunk was the last one missing."""
+    def take_offer(self, offer: PolicyOffer) -> PolicyInfo | None:
+        """The policy whose file is to be read now, followed by `take_file`; None if there is none."""
+        if self._download is None or self._download.policy.digest != offer.digest or self._offer is not None:
+            return None
+        self._offer = offer
+        self._reads_file = bool(offer.shared_file)
+        return self._download.policy if offer.shared_file else None
+
+    def take_file(self, digest: str, blob: bytes | None) -> Arrival | None:
+        """The policy, when `blob` is its verified content. None: the file cannot be used; chunks are."""
+        if self._download is None or self._download.policy.digest != digest or not self._reads_file:
+            return None
+        self._reads_file = False
+        return None if blob is None else self._arrive(blob, is_verified=True)
+
+    def receive(self, chunk: BlobChunk) -> Arrival | None:
+        """The policy, when this chunk was the last one missing."""
         if self._download is None:
             return None
         blob = self._download.receive(chunk)
         if blob is None:
             return None
+        return self._arrive(blob, is_verified=False)
+
+    def _arrive(self, blob: bytes, *, is_verified: bool) -> Arrival:
         download, self._download = self._download, None
-        return download.policy, blob, download.announced_at
+        assert download is not None
+        probe = None if self._offer is None else probe_of(self._offer)
+        return Arrival(download.policy, blob, download.announced_at, probe, is_verified)
 
     def give_up(self, digest: str) -> None:
         """The trainer has this blob no more; the next announcement names one that exists."""
@@ -90,6 +129,7 @@ class PolicyDownload:
 
     def forget_requests(self) -> None:
         """The connection is gone, and with it every request in flight."""
+        self._offer_asked_at = None
         if self._download is not None:
             self._download.forget_requests()
 

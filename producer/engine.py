@@ -10,18 +10,23 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; only the CPU build reads it, its default is half the memory
 
+import asyncio
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.lora.request import LoRARequest
+from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.metrics.loggers import StatLoggerBase
 
-from producer.interfaces import Adapter, AdapterRefusedError, Completion, LeaseFailure
+from producer.interfaces import Adapter, AdapterRefusedError, Completion, EngineLoad, LeaseFailure
+from producer.merged import Flight, MergedWeights
 from protocol.config import RunConfig
 from protocol.digests import base_model_digest, resolve_model, tokenizer_digest
 from protocol.errors import ConfigError, EngineError
@@ -43,16 +48,13 @@ def _vllm_config(config: RunConfig, folder: Path, num_gpus: int) -> Any:
     arguments = build(
         "engine",
         AsyncEngineArgs,
-        {"disable_log_stats": True, **config.engine},
+        config.engine,
         model=str(folder),
         dtype=config.model.dtype,
         seed=config.seed,
         tensor_parallel_size=num_gpus,
-        enable_lora=True,
-        max_loras=config.max_loras,
-        max_cpu_loras=config.max_loras + 1,  # the one being loaded must not evict one that is in use
-        max_lora_rank=config.max_lora_rank,
         logprobs_mode=LOGPROBS_MODE,
+        **_MERGED if config.swap.mode == "merged" else _loras(config),
     )
     try:
         vllm_config = arguments.create_engine_config()
@@ -66,7 +68,37 @@ def _vllm_config(config: RunConfig, folder: Path, num_gpus: int) -> Any:
             "engine.speculative_config: with rejection_sample_method=synthetic tokens are not drawn from the "
             "distribution whose log-probs are reported; use another method"
         )
+    if config.swap.mode == "merged":
+        _check_mergeable(vllm_config)
     return vllm_config
+
+
+_MERGED = {"enable_lora": False, "worker_extension_cls": "producer.merging.MergingWorker"}
+
+
+def _loras(config: RunConfig) -> dict[str, Any]:
+    return {
+        "enable_lora": True,
+        "max_loras": config.max_loras,
+        "max_cpu_loras": config.max_loras + 1,  # the one being loaded must not evict one that is in use
+        "max_lora_rank": config.max_lora_rank,
+    }
+
+
+def _check_mergeable(vllm_config: Any) -> None:
+    on_cpu = current_platform.is_cpu()
+    for cannot, reason in (
+        (vllm_config.quant_config is not None, "quantized weights cannot take up an adapter without another rounding"),
+        (not (on_cpu or current_platform.is_cuda_alike()), "it is known to work on CUDA, ROCm and CPU only"),
+        (on_cpu and not vllm_config.model_config.enforce_eager, "on a CPU it needs engine.enforce_eager: true"),
+        (vllm_config.speculative_config is not None, "it counts one token per step; remove engine.speculative_config"),
+        (
+            vllm_config.parallel_config.pipeline_parallel_size * vllm_config.parallel_config.data_parallel_size > 1,
+            "it needs all layers in one place; remove engine.pipeline_parallel_size and engine.data_parallel_size",
+        ),
+    ):
+        if cannot:
+            raise ConfigError(f"swap.mode: merged cannot be used here: {reason}; or set swap.mode: adapter")
 
 
 class Engine:
@@ -80,14 +112,20 @@ class Engine:
     def __init__(self, config: RunConfig, num_gpus: int) -> None:
         folder = resolve_model(config.model.path, config.model.revision)
         vllm_config = _vllm_config(config, folder, max(1, num_gpus))
+        silent = bool(config.engine.get("disable_log_stats"))
+        self._recorder = None if silent else _LoadRecorder()
         try:
             self._llm = AsyncLLM.from_vllm_config(
-                vllm_config, disable_log_stats=bool(config.engine.get("disable_log_stats", True))
+                vllm_config,
+                stat_loggers=None if silent else [lambda _config, _index: self._recorder],
+                disable_log_stats=silent,
             )
         except Exception as error:
             raise EngineError(f"the engine did not start: {error} (its own messages are above)") from error
+        self._merged = MergedWeights(self._call_workers) if config.swap.mode == "merged" else None
         self._request_ids = itertools.count()
         self._loaded_ids: set[int] = set()
+        lora = vllm_config.lora_config
         self.folder = folder
         self.max_num_seqs: int = vllm_config.scheduler_config.max_num_seqs
         self.facts = EngineFacts(
@@ -95,19 +133,26 @@ class Engine:
             tokenizer_digest=tokenizer_digest(folder),
             dtype=str(vllm_config.model_config.dtype).removeprefix("torch."),
             logprobs_mode=str(vllm_config.model_config.logprobs_mode),
-            max_lora_rank=vllm_config.lora_config.max_lora_rank,
-            max_loras=vllm_config.lora_config.max_loras,
+            max_lora_rank=lora.max_lora_rank if lora else 0,
+            max_loras=lora.max_loras if lora else 0,
             max_model_len=vllm_config.model_config.max_model_len,
             reward_names=list(config.rewards.names),
         )
 
     async def warm_up(self) -> None:
         """One token on the base model: the first request compiles kernels for seconds, and no swap shall wait for that."""
-        async for _ in self._llm.generate(_prompt([0]), SamplingParams(max_tokens=1, logprobs=0), "warm-up"):
-            pass
+        if self._merged is not None:
+            await self._call_workers("merging_start")
+        params = SamplingParams(max_tokens=1, logprobs=0, output_kind=RequestOutputKind.FINAL_ONLY)
+        await self._sample("warm-up", _prompt([0]), params, None, asyncio.Event())
 
-    async def generate(self, prompt_ids: list[int], sampling: Sampling, adapter: Adapter) -> list[Completion]:
+    async def generate(
+        self, prompt_ids: list[int], sampling: Sampling, adapter: Adapter, cut: asyncio.Event | None = None
+    ) -> list[Completion]:
         """Samples one group.
+
+        Args:
+            cut: when it is set, completions that have not ended are returned as they are.
 
         Raises:
             LeaseFailure: vLLM refuses this request.
@@ -125,17 +170,71 @@ class Engine:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        request_id = f"group-{next(self._request_ids)}"
+        cut, flight = cut or asyncio.Event(), None
         try:
-            stream = self._llm.generate(_prompt(prompt_ids), params, request_id, lora_request=_lora_request(adapter))
-            (output,) = [output async for output in stream]
+            if self._merged is None:
+                request_id, lora = f"group-{next(self._request_ids)}", _lora_request(adapter)
+                output = await self._sample(request_id, _prompt(prompt_ids), params, lora, cut)
+            else:
+                output, flight = await self._merged.sample(
+                    lambda request_id, salt: self._sample(request_id, _prompt(prompt_ids, salt), params, None, cut)
+                )
         except EngineDeadError as error:
             raise EngineError("the engine died while generating (its own messages are above)") from error
         except Exception as error:
             self._raise_if_dead(error)
             raise LeaseFailure("generation_failed", f"vLLM refused: {type(error).__name__}: {error}") from error
-        assert output.lora_request == _lora_request(adapter), f"sampled on {output.lora_request}, not {adapter.name}"
-        return [_completion(sample) for sample in sorted(output.outputs, key=lambda sample: sample.index)]
+        samples = sorted(output.outputs, key=lambda sample: sample.index)
+        return [_completion(sample, flight, may_be_cut=cut.is_set()) for sample in samples]
+
+    async def _sample(
+        self, request_id: str, prompt: Any, params: SamplingParams, lora: LoRARequest | None, cut: asyncio.Event
+    ) -> Any:
+        """As `AsyncLLM.generate`, which does not tell the id under which n completions can be aborted without a trace."""
+        request = await self._llm.add_request(request_id, prompt, params, lora_request=lora)
+        output, cutting = asyncio.ensure_future(request.get()), asyncio.ensure_future(cut.wait())
+        try:
+            await asyncio.wait({output, cutting}, return_when=asyncio.FIRST_COMPLETED)
+            if not output.done():
+                await self._llm.abort(request.request_id, internal=True)  # puts out what there is
+            sampled = await output
+        except asyncio.CancelledError:
+            output.cancel()
+            await self._llm.abort(request.request_id, internal=True)
+            raise
+        finally:
+            cutting.cancel()
+        assert sampled.lora_request == lora, f"sampled on {sampled.lora_request}, not {lora}"
+        return sampled
+
+    async def score(self, token_ids: list[int], adapter: Adapter) -> list[float]:
+        """The engine's log-probs of each of these tokens but the first, at temperature 1 and without cached KV.
+
+        Raises:
+            AdapterRefusedError: vLLM refuses to score this.
+            EngineError: the engine is dead.
+        """
+        params = SamplingParams(
+            max_tokens=1,
+            prompt_logprobs=0,  # of the token itself alone
+            flat_logprobs=True,
+            detokenize=False,
+            skip_reading_prefix_cache=True,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        request_id = f"score-{next(self._request_ids)}"
+        try:
+            lora, salt = (None, self._merged.salt) if self._merged else (_lora_request(adapter), "")
+            output = await self._sample(request_id, _prompt(token_ids, salt), params, lora, asyncio.Event())
+        except EngineDeadError as error:
+            raise EngineError(f"the engine died while scoring under {adapter.name}") from error
+        except Exception as error:
+            self._raise_if_dead(error)
+            raise AdapterRefusedError(f"vLLM does not score {len(token_ids)} tokens: {error}") from error
+        flat = output.prompt_logprobs
+        logprobs = [flat.logprobs[start] for start in flat.start_indices[1:]]  # nothing precedes the first token
+        assert len(logprobs) == len(token_ids) - 1
+        return logprobs
 
     async def load_adapter(self, adapter: Adapter) -> None:
         """Reads the adapter into the engine, while requests run.
@@ -144,6 +243,9 @@ class Engine:
             AdapterRefusedError: vLLM cannot load it.
             EngineError: the engine is dead.
         """
+        if self._merged is not None:
+            await self._merged.load(adapter)
+            return
         assert adapter.id not in self._loaded_ids, "vLLM would go on serving the weights that it knows under this id"
         try:
             loaded = await self._llm.add_lora(_lora_request(adapter))
@@ -157,12 +259,31 @@ class Engine:
         self._loaded_ids.add(adapter.id)
 
     async def unload_adapter(self, adapter: Adapter) -> None:
-        """Only for an adapter that no request names; vLLM would read it again, or die."""
+        """Only for an adapter that no request names; vLLM would read it again, or die. Merged weights on trial are taken back."""
+        if self._merged is not None:
+            await self._merged.discard(adapter)
+            return
         try:
             await self._llm.remove_lora(adapter.id)
         except Exception as error:
             raise EngineError(f"the engine failed to unload {adapter.name}: {error}") from error
         self._loaded_ids.remove(adapter.id)
+
+    def adopt_adapter(self, adapter: Adapter) -> None:
+        """What is loaded is good; requests may begin on it."""
+        if self._merged is not None:
+            self._merged.adopt(adapter)
+
+    async def _call_workers(self, method: str, *args: Any) -> list[Any]:
+        try:
+            answers: list[Any] = await self._llm.collective_rpc(method, args=args)
+        except Exception as error:
+            raise EngineError(f"the engine failed in {method}: {error} (its own messages are above)") from error
+        return answers
+
+    def load(self) -> EngineLoad | None:
+        """As of the last engine step; None with `engine.disable_log_stats`."""
+        return self._recorder.load if self._recorder else None
 
     def shutdown(self) -> None:
         """Ends the engine core. Idempotent."""
@@ -184,19 +305,39 @@ class Engine:
             raise EngineError(f"the engine died: {error}") from error
 
 
-def _prompt(token_ids: list[int]) -> Any:
-    return {"type": "token", "prompt_token_ids": token_ids}
+class _LoadRecorder(StatLoggerBase):
+    """vLLM tells it what happened in every engine step."""
+
+    def __init__(self) -> None:
+        self.load = EngineLoad(0.0, 0, 0, 0)
+
+    def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
+        preemptions = self.load.preemptions + (iteration_stats.num_preempted_reqs if iteration_stats else 0)
+        self.load = replace(self.load, preemptions=preemptions)
+        if scheduler_stats is not None:
+            stats = scheduler_stats
+            self.load = EngineLoad(stats.kv_cache_usage, stats.num_running_reqs, stats.num_waiting_reqs, preemptions)
+
+    def log_engine_initialized(self) -> None:
+        pass
+
+
+def _prompt(token_ids: list[int], salt: str = "") -> Any:
+    """Requests share KV with those of the same salt only."""
+    return {"type": "token", "prompt_token_ids": token_ids} | ({"cache_salt": salt} if salt else {})
 
 
 def _lora_request(adapter: Adapter) -> LoRARequest:
     return LoRARequest(adapter.name, adapter.id, str(adapter.path))
 
 
-def _completion(sample: Any) -> Completion:
-    if sample.finish_reason not in ("stop", "length"):
+def _completion(sample: Any, flight: Flight | None, *, may_be_cut: bool) -> Completion:
+    cut = sample.finish_reason == "abort" and may_be_cut
+    if not cut and sample.finish_reason not in ("stop", "length"):
         raise EngineError(f"the engine aborted a request (finish_reason={sample.finish_reason!r})")
     token_ids = list(sample.token_ids)
     flat = sample.logprobs
     logprobs = [flat.logprobs[start] for start in flat.start_indices]  # the sampled token leads its position
     assert len(logprobs) == len(token_ids)
-    return Completion(token_ids, logprobs, truncated=sample.finish_reason == "length")
+    versions = flight.token_versions(sample.index, len(token_ids)) if flight else None
+    return Completion(token_ids, logprobs, sample.finish_reason == "length", versions, cut)

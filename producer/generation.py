@@ -2,7 +2,8 @@
 
 Guarantee: every lease that is not abandoned is answered exactly once, with a group or with the reason why not, before its
 deadline, also when its trainer is replaced by another process of the run meanwhile; no more groups are in the engine at
-once than keep it busy, so that each is sampled on the newest policy there is when its turn comes; none enters while paused.
+once than keep it busy, so that each begins on the newest policy there is when its turn comes; none enters while paused.
+What becomes of it when a newer one arrives is in `producer.in_flight`.
 """
 
 import asyncio
@@ -16,14 +17,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from producer.adapters import AdapterRegistry
-from producer.interfaces import Completion, Counters, GenerationEngine, LeaseFailure, Workload
+from producer.admission import Admission
+from producer.in_flight import InFlight
+from producer.interfaces import Completion, Counters, LeaseFailure, Workload
+from producer.metrics import ProducerMetrics
 from producer.prompts import PromptFormat
 from producer.rewards import RewardPool
 from protocol.messages import FailureReason, Group, Lease, Nack
+from protocol.throttle import Throttle
 
 logger = logging.getLogger(__name__)
-
-_WARN_EVERY_S = 5.0
 
 
 class BusyClock:
@@ -54,34 +57,36 @@ class Generation:
     """Works on leases, one task each.
 
     Args:
-        max_groups: groups in the engine at once.
+        places: of groups in the engine.
         spawn: starts a task whose exceptions end the daemon.
         answer: delivers a group or a refusal.
     """
 
     def __init__(
         self,
-        engine: GenerationEngine,
+        in_flight: InFlight,
         adapters: AdapterRegistry,
         prompts: PromptFormat,
         rewards: RewardPool,
         counters: Counters,
-        max_groups: int,
+        metrics: ProducerMetrics,
+        places: Admission,
         spawn: Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"],
         answer: Callable[[Group | Nack], None],
     ) -> None:
-        self._engine = engine
+        self._in_flight = in_flight
         self._adapters = adapters
         self._prompts = prompts
         self._rewards = rewards
         self._counters = counters
-        self._places = asyncio.Semaphore(max_groups)
+        self._metrics = metrics
+        self._places = places
         self._spawn = spawn
         self._answer = answer
         self._open = asyncio.Event()
         self._open.set()
         self._works: dict[str, _Work] = {}
-        self._warned_at: dict[str, float] = {}
+        self._warn = Throttle(logger)
         self._clock = BusyClock()
 
     def start(self, lease: Lease) -> None:
@@ -157,29 +162,31 @@ class Generation:
                 await self._open.wait()
                 await self._adapters.wait_for(lease.policy_floor)
             started = time.monotonic()
-            async with self._adapters.pin() as adapter:
-                work.enter("generating", "generation_failed")
-                with self._clock.running():
-                    completions = await self._engine.generate(prompt_ids, lease.sampling, adapter)
+            work.enter("generating", "generation_failed")
+            with self._clock.running():
+                completions = await self._in_flight.sample(prompt_ids, lease.sampling)
         generation_s = time.monotonic() - started
-        self._counters.tokens += sum(len(completion.token_ids) for completion in completions)
+        self._count(prompt_ids, completions, generation_s)
         work.enter("scoring", "reward_failed")
         token_ids = [completion.token_ids for completion in completions]
         rewards, reward_s = await self._rewards.score(
             lease.prompt, self._prompts.decode(lease.prompt, token_ids), token_ids, lease.columns
         )
         self._counters.groups += 1
-        return _group_message(lease.lease_id, adapter.version, prompt_ids, completions, rewards, generation_s, reward_s)
+        self._metrics.reward_s.observe(reward_s)
+        return _group_message(lease.lease_id, prompt_ids, completions, rewards, generation_s, reward_s)
+
+    def _count(self, prompt_ids: list[int], completions: list[Completion], generation_s: float) -> None:
+        self._counters.prompt_tokens += len(prompt_ids)
+        self._counters.tokens += sum(len(completion.token_ids) for completion in completions)
+        self._counters.completions += len(completions)
+        self._counters.truncated += sum(completion.truncated for completion in completions)
+        self._metrics.generation_s.observe(generation_s)
+        self._metrics.generated(completions)
 
     def _refusal(self, lease: Lease, reason: FailureReason, detail: str) -> Nack:
         self._counters.failed += 1
-        now = time.monotonic()
-        text = f"prompt {lease.prompt_id} failed ({reason}): {detail}"
-        if now - self._warned_at.get(reason, float("-inf")) >= _WARN_EVERY_S:
-            self._warned_at[reason] = now
-            logger.warning("%s", text)
-        else:
-            logger.debug("%s", text)
+        self._warn(reason, f"prompt {lease.prompt_id} failed ({reason}): {detail}")
         return Nack(lease.lease_id, reason, detail[:65_536])
 
 
@@ -199,7 +206,6 @@ class _Work:
 
 def _group_message(
     lease_id: str,
-    policy_version: int,
     prompt_ids: list[int],
     completions: list[Completion],
     rewards: NDArray[np.float32],
@@ -208,9 +214,11 @@ def _group_message(
 ) -> Group:
     token_ids = [token for completion in completions for token in completion.token_ids]
     logprobs = [logprob for completion in completions for logprob in completion.logprobs]
+    versions = [version for completion in completions for version in completion.token_versions or ()]
+    oldest = min(versions)
     return Group(
         lease_id=lease_id,
-        policy_version=policy_version,
+        policy_version=oldest,
         prompt_ids=np.array(prompt_ids, "<i4").tobytes(),
         completion_lengths=np.array([len(completion.token_ids) for completion in completions], "<i4").tobytes(),
         completion_ids=np.array(token_ids, "<i4").tobytes(),
@@ -219,4 +227,5 @@ def _group_message(
         truncated=np.array([completion.truncated for completion in completions], "u1").tobytes(),
         generation_s=generation_s,
         reward_s=reward_s,
+        token_versions=np.array(versions, "<i4").tobytes() if max(versions) > oldest else b"",
     )

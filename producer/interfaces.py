@@ -3,9 +3,10 @@
 Guarantee: nothing here imports a library, so every part can be tested with stand-ins for the others.
 """
 
+import asyncio
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from protocol.messages import EngineFacts, FailureReason, Lease, PolicyInfo, Sampling
 
@@ -22,11 +23,14 @@ class Adapter:
 
 @dataclass(frozen=True)
 class Completion:
-    """Sampled tokens (with the end-of-sequence token, if it was sampled) and the log-prob of each."""
+    """Sampled tokens (with the end-of-sequence token, if it was sampled), and of each its log-prob and the policy version
+    that sampled it; None stands for that of the adapter which the engine was given. One that was `cut` has not ended."""
 
     token_ids: list[int]
     logprobs: list[float]
     truncated: bool
+    token_versions: list[int] | None = None
+    cut: bool = False
 
 
 @dataclass
@@ -35,13 +39,55 @@ class Counters:
 
     policy_version: int = -1
     tokens: int = 0
+    prompt_tokens: int = 0  # once per group
+    completions: int = 0
+    truncated: int = 0  # of the completions
+    cut: int = 0  # completions that went on under a newer policy, once per cut
+    restarted: int = 0  # groups
+    dropped_tokens: int = 0  # by restarts
     groups: int = 0
     failed: int = 0
     timed_out: int = 0  # of the failed
     swaps: int = 0
     failed_swaps: int = 0
+    refused_version: int = -1  # the newest that failed, until a newer one is live
+    refusal: str = ""
     abandoned: int = 0  # written by the link, as the next one
     settled: int = 0
+    idle_s: float = 0.0  # connected without a request in the engine
+
+
+@dataclass(frozen=True)
+class EngineLoad:
+    """What vLLM's scheduler said last, and how often it has preempted a request since it started."""
+
+    kv_cache_usage: float  # share of the blocks, from 0 to 1
+    running: int  # requests, of which a group has one per completion
+    waiting: int
+    preemptions: int
+
+
+class Probe(NamedTuple):
+    """Fixed tokens, and the trainer's log-prob of each but the first under one policy."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
+class Arrival(NamedTuple):
+    """A policy that is here.
+
+    Args:
+        announced_at: `time.monotonic()` when this producer heard of it.
+        probe: proves that the engine serves it. None: not this one.
+        is_verified: whether its sha256 was seen to match.
+    """
+
+    policy: PolicyInfo
+    blob: bytes
+    announced_at: float
+    probe: Probe | None = None
+    is_verified: bool = False
 
 
 class LeaseFailure(Exception):  # noqa: N818 - a result that travels to the trainer, not a defect
@@ -60,9 +106,17 @@ class AdapterRefusedError(Exception):
 class GenerationEngine(Protocol):
     """What generation and the adapter registry need of `producer.engine.Engine`."""
 
-    async def generate(self, prompt_ids: list[int], sampling: Sampling, adapter: Adapter) -> list[Completion]: ...
+    async def generate(
+        self, prompt_ids: list[int], sampling: Sampling, adapter: Adapter, cut: asyncio.Event
+    ) -> list[Completion]:
+        """Samples until every completion has ended, or `cut` is set."""
+
+    async def score(self, token_ids: list[int], adapter: Adapter) -> list[float]: ...
 
     async def load_adapter(self, adapter: Adapter) -> None: ...
+
+    def adopt_adapter(self, adapter: Adapter) -> None:
+        """Said of a loaded adapter before the first request names it; unloading it instead undoes what loading did."""
 
     async def unload_adapter(self, adapter: Adapter) -> None: ...
 
@@ -96,6 +150,7 @@ class Identity:
     name: str
     facts: EngineFacts
     capacity: int
+    swap_mode: Literal["adapter", "merged"] = "adapter"
 
 
 class LinkEvents(Protocol):
@@ -112,7 +167,7 @@ class LinkEvents(Protocol):
     def abandoned(self, lease_id: str) -> None:
         """The trainer does not want this lease's group any more."""
 
-    def policy_arrived(self, policy: PolicyInfo, blob: bytes, announced_at: float) -> None: ...
+    def policy_arrived(self, arrival: Arrival) -> None: ...
 
     def outbox_full(self, full: bool) -> None:
         """Said when it changes: while it is full, no generation may begin."""

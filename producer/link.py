@@ -15,15 +15,18 @@ import threading
 import time
 from collections.abc import Callable
 
-from producer.connection import REMIND_EVERY_S, Connection
+from producer.connection import Connection
 from producer.download import PolicyDownload
 from producer.interfaces import Counters, Delivery, Identity, LinkEvents, Workload
 from producer.outbox import Outbox
 from producer.sender import Sender
+from producer.shared_file import read_in_background
+from protocol import __version__, logs
 from protocol.channel import BadFrame, ClientChannel
 from protocol.config import TransportSection
 from protocol.errors import IncompatiblePeerError
 from protocol.messages import (
+    SCHEMA_VERSION,
     Ack,
     BlobChunk,
     BlobMissing,
@@ -33,10 +36,12 @@ from protocol.messages import (
     Lease,
     Nack,
     Policy,
+    PolicyOffer,
     Reject,
     TrainerMessage,
     Welcome,
 )
+from protocol.throttle import Throttle
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +60,7 @@ class Link(threading.Thread):
         events: LinkEvents,
         counters: Counters,
         workload: Callable[[], Workload],
+        beat: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(name="link", daemon=True)
         self._channel = channel
@@ -62,8 +68,10 @@ class Link(threading.Thread):
         self._timeout_s = transport.heartbeat_timeout_s
         self._events = events
         self._counters = counters
+        self._beat = beat
 
         self._answers: queue.SimpleQueue[Group | Nack] = queue.SimpleQueue()
+        self._files: queue.SimpleQueue[tuple[str, bytes | None]] = queue.SimpleQueue()
         self._stop_by: float | None = None
         self._closing = threading.Lock()
         self._closed = False
@@ -74,7 +82,8 @@ class Link(threading.Thread):
         self._download = PolicyDownload(transport.blob_chunk_bytes)
         self._sender = Sender(channel, self._outbox, self._download, identity, counters, workload)
         self._run_id = self._session = ""
-        self._last_bad_frame_at = float("-inf")
+        self._schema_version = SCHEMA_VERSION  # of the last greeting
+        self._say = Throttle(logger)
 
     @property
     def connected(self) -> bool:
@@ -116,7 +125,9 @@ class Link(threading.Thread):
     def _step(self) -> bool:
         """One round: say what is due, listen briefly. Returns True when the thread has nothing more to do."""
         now = time.monotonic()
+        self._beat()
         self._take_answers()
+        self._take_files()
         self._note_fullness()
         if self._stop_by is not None and (self._outbox.all_settled or not self.connected or now >= self._stop_by):
             if self._outbox.num_groups:
@@ -144,7 +155,9 @@ class Link(threading.Thread):
         if self._connection.hello_unanswered(now):
             self._reconnect()
         if self._connection.hello_due(now):
-            hello = Hello(self._identity.name, self._identity.facts, self._identity.capacity, self._outbox.held())
+            me = self._identity
+            hello = Hello(me.name, me.facts, me.capacity, self._outbox.held(), __version__, me.swap_mode)
+            self._schema_version = self._channel.schema_version
             if self._channel.send(hello):
                 self._connection.note_hello(now)
 
@@ -163,6 +176,17 @@ class Link(threading.Thread):
 
     # Answering
 
+    def _note_file(self, digest: str, blob: bytes | None) -> None:
+        """On the thread that read it."""
+        self._files.put((digest, blob))
+        self._wake()
+
+    def _take_files(self) -> None:
+        while not self._files.empty():
+            arrived = self._download.take_file(*self._files.get_nowait())
+            if arrived is not None:
+                self._events.policy_arrived(arrived)
+
     def _take_answers(self) -> None:
         while not self._answers.empty():
             self._outbox.finish(self._answers.get_nowait())
@@ -172,7 +196,8 @@ class Link(threading.Thread):
         if full != self._was_full:
             self._was_full = full
             waiting = f"{self._outbox.num_groups} groups ({self._outbox.num_bytes} bytes) wait for acknowledgement"
-            logger.info("generation %s: %s (transport.max_unacked_bytes)", "pauses" if full else "resumes", waiting)
+            what = f"generation {'pauses' if full else 'resumes'}: {waiting} (transport.max_unacked_bytes)"
+            self._say("outbox", what, logging.INFO)
             self._events.outbox_full(full)
 
     # Receiving
@@ -180,10 +205,7 @@ class Link(threading.Thread):
     def _refuse(self, frame: BadFrame) -> None:
         if frame.peer_schema is not None:
             raise IncompatiblePeerError(f"{frame.reason}: install the same release of slipstream on both sides")
-        now = time.monotonic()
-        if now - self._last_bad_frame_at >= REMIND_EVERY_S:
-            self._last_bad_frame_at = now
-            logger.warning("a frame from the trainer was refused: %s", frame.reason)
+        self._say("bad_frame", f"a frame from the trainer was refused: {frame.reason}")
 
     def _receive(self, message: TrainerMessage) -> bool:
         """Returns True when the trainer has finished."""
@@ -191,7 +213,7 @@ class Link(threading.Thread):
             case Welcome():
                 self._begin_session(message)
             case Reject(problems):
-                raise IncompatiblePeerError("the trainer refused this producer:\n  " + "\n  ".join(problems))
+                self._take_refusal(problems)
             case Bye("finished"):
                 logger.info("the trainer has finished")
                 self._say_goodbye()
@@ -214,10 +236,25 @@ class Link(threading.Thread):
             case BlobChunk():
                 arrived = self._download.receive(message)
                 if arrived is not None:
-                    self._events.policy_arrived(*arrived)
+                    self._events.policy_arrived(arrived)
+            case PolicyOffer():
+                if (offered := self._download.take_offer(message)) is not None:
+                    read_in_background(offered, message.shared_file, self._note_file)
             case BlobMissing(digest):
                 self._download.give_up(digest)
         return False
+
+    def _take_refusal(self, problems: list[str]) -> None:
+        """A trainer of the release before refuses everything but its own schema: no verdict on this producer."""
+        if self.connected:
+            self._lose("the trainer is of another release now")
+        elif not self._connection.greeted:
+            pass  # left over from before the reset
+        elif self._channel.schema_version == self._schema_version:
+            raise IncompatiblePeerError("the trainer refused this producer:\n  " + "\n  ".join(problems))
+        else:
+            logger.info("the trainer is of the release before: greeting it in schema %d", self._channel.schema_version)
+            self._connection.greet_again()
 
     def _begin_session(self, welcome: Welcome) -> None:
         if welcome.run_id != self._run_id:
@@ -230,6 +267,7 @@ class Link(threading.Thread):
             logger.info("another process of the same run: %d leases go on", self._outbox.num_held)
             self._download.forget_policy()
             self._events.session_began(welcome.policy)
+        logs.bind(run=welcome.run_id)
         logger.info("connected to the trainer of run %s (policy v%d)", welcome.run_id, welcome.policy.version)
         self._run_id, self._session = welcome.run_id, welcome.session
         self._connection.note_welcome()
@@ -241,4 +279,4 @@ class Link(threading.Thread):
             self._counters.abandoned += 1
             self._events.abandoned(nack.lease_id)
         elif self._outbox.settle(nack.lease_id) and nack.reason == "invalid":
-            logger.warning("the trainer refused a group: %s", nack.detail)
+            self._say("invalid", f"the trainer refused a group: {nack.detail}")

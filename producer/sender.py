@@ -11,7 +11,7 @@ from producer.interfaces import Counters, Identity, Workload
 from producer.outbox import Outbox
 from protocol.channel import ClientChannel
 from protocol.codec import CodecError
-from protocol.messages import Group, Heartbeat, Nack
+from protocol.messages import SINCE_MESSAGES, Group, Heartbeat, Nack, PolicyRequest
 
 
 class Sender:
@@ -48,7 +48,8 @@ class Sender:
             self._channel.send(self._heartbeat())
         for answer in self._outbox.due(now):
             self._send_answer(answer, now)
-        for request in self._download.due_requests(now):
+        knows_offers = self._channel.schema_version >= SINCE_MESSAGES[PolicyRequest]
+        for request in self._download.due_requests(now, knows_offers=knows_offers):
             self._channel.send(request)
 
     def _send_answer(self, answer: Group | Nack, now: float) -> None:
@@ -70,4 +71,7 @@ class Sender:
             generating=work.generating,
             scoring=work.scoring,
             unacked=self._outbox.num_groups,
+            idle_s=self._counters.idle_s,
+            refused_version=self._counters.refused_version,
+            refusal=self._counters.refusal,
         )

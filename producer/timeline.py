@@ -4,13 +4,13 @@ Guarantee: a line is written when `record` returns, so that a killed producer lo
 whole, and the producer goes on.
 """
 
-import errno
-import json
 import os
 import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+from protocol.json_lines import append, encode_line, open_to_append, unless_full
 
 
 class Timeline:
@@ -18,19 +18,11 @@ class Timeline:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        self._rest = b""  # of a line that found no room
+        self._file = open_to_append(path)
 
     def record(self, event: str, **fields: Any) -> None:
-        line = json.dumps({"t": time.time(), "event": event, **fields}).encode() + b"\n"
-        try:
-            if self._rest:
-                self._rest = self._rest[os.write(self._file, self._rest) :]
-            if not self._rest:
-                self._rest = line[os.write(self._file, line) :]
-        except OSError as error:
-            if error.errno != errno.ENOSPC:
-                raise
+        with unless_full():
+            append(self._file, f"{encode_line({'t': time.time(), 'event': event, **fields})}\n".encode())
 
     def __enter__(self) -> "Timeline":
         return self

@@ -1,11 +1,10 @@
 """An adapter as one blob of bytes, and back to a folder that PEFT and vLLM load.
 
-Guarantee: `unpack` writes only the two named files, only after the sha256 of the blob matched, and the folder appears
-under its final name complete or not at all.
+Guarantee: `unpack` writes only the two named files, and the folder appears under its final name complete or not at all; a
+crash of the machine may take it, as it takes the process that reads it.
 """
 
 import hashlib
-import os
 import shutil
 from pathlib import Path
 
@@ -19,6 +18,13 @@ class AdapterBlob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     safetensors: bytes
 
 
+class _Views(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An `AdapterBlob` that is not copied out of the blob."""
+
+    config_json: memoryview
+    safetensors: memoryview
+
+
 class BlobError(ValueError):
     """Bytes that are not the adapter they were announced as."""
 
@@ -29,25 +35,34 @@ def pack(blob: AdapterBlob) -> tuple[bytes, str]:
     return data, hashlib.sha256(data).hexdigest()
 
 
-def unpack(data: bytes, digest: str, folder: Path) -> None:
-    """Verifies `data` and writes the adapter to `folder`, which must not exist.
-
+def verify(data: bytes, digest: str) -> None:
+    """
     Raises:
-        BlobError: the checksum differs or the bytes are no adapter.
+        BlobError: the sha256 of `data` is another.
     """
     actual = hashlib.sha256(data).hexdigest()
     if actual != digest:
         raise BlobError(f"checksum mismatch: announced {digest[:12]}, received {actual[:12]} ({len(data)} bytes)")
+
+
+def unpack(data: bytes, digest: str | None, folder: Path) -> None:
+    """Verifies `data` and writes the adapter to `folder`, which must not exist.
+
+    Args:
+        digest: None: it is verified.
+
+    Raises:
+        BlobError: the checksum differs or the bytes are no adapter.
+    """
+    if digest is not None:
+        verify(data, digest)
     try:
-        blob = msgspec.msgpack.decode(data, type=AdapterBlob)
+        blob = msgspec.msgpack.decode(data, type=_Views)
     except msgspec.DecodeError as error:
         raise BlobError(f"not an adapter blob: {error}") from error
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     for name, content in (("adapter_config.json", blob.config_json), ("adapter_model.safetensors", blob.safetensors)):
-        with (partial / name).open("wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
+        (partial / name).write_bytes(content)
     partial.rename(folder)

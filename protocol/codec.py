@@ -11,17 +11,21 @@ flipped, any length, is refused. One message is one frame:
 The time to decode grows with the length of the frame and with nothing else. Python does not randomize the hashes of
 numbers and tuples, so a map of them can be made to collide on every key, and takes the square of its length to build:
 a map of more than 15 entries must have text for keys, however deep in a prompt or a column it hides.
+
+A frame says its schema version and has the fields of that schema, no other: those that are newer are left out when a message
+is encoded for an older schema, refused in a frame of it, and have their defaults in what is decoded from it.
 """
 
 import struct
 import zlib
+from collections.abc import Container
 from functools import cache, reduce
 from operator import or_
 from typing import Any, get_args
 
 import msgspec
 
-from protocol.messages import SCHEMA_VERSION, Lease, Message
+from protocol.messages import READABLE_SCHEMAS, SCHEMA_VERSION, SINCE, SINCE_MESSAGES, Lease, Message
 
 _MAGIC = b"SL"
 _VERSION = struct.Struct("<2sH")
@@ -39,8 +43,26 @@ class _PackedLease(Lease, frozen=True, forbid_unknown_fields=True, tag="lease"):
 
 
 @cache
-def _decoder(kinds: Any) -> msgspec.msgpack.Decoder[Any]:
-    return msgspec.msgpack.Decoder(reduce(or_, (_PackedLease if kind is Lease else kind for kind in get_args(kinds))))
+def _as_of(schema_version: int, kind: type[msgspec.Struct]) -> type[msgspec.Struct]:
+    """The message `kind` as that schema has it."""
+    newer = {name for name, since in SINCE.get(kind, {}).items() if since > schema_version}
+    if not newer:
+        return kind
+    fields = [
+        (field.name, field.type, msgspec.field(default=field.default, default_factory=field.default_factory))  # type: ignore[call-overload]
+        for field in msgspec.structs.fields(kind)
+        if field.name not in newer
+    ]
+    tag = kind.__struct_config__.tag
+    return msgspec.defstruct(kind.__name__, fields, frozen=True, forbid_unknown_fields=True, tag=tag)
+
+
+@cache
+def _decoder(kinds: Any, schema_version: int) -> tuple[msgspec.msgpack.Decoder[Any], dict[type, type]]:
+    """The decoder of such messages, and by the type that it returns the message's own."""
+    each = [kind for kind in get_args(kinds) or (kinds,) if SINCE_MESSAGES.get(kind, 1) <= schema_version]
+    kind_of = {_PackedLease if kind is Lease else _as_of(schema_version, kind): kind for kind in each}
+    return msgspec.msgpack.Decoder(reduce(or_, kind_of)), kind_of
 
 
 _anything = msgspec.msgpack.Decoder(Any)
@@ -61,22 +83,26 @@ class SchemaMismatchError(CodecError):
     """A well-formed frame of another schema version: the peer runs another release."""
 
     def __init__(self, peer_version: int) -> None:
-        super().__init__(f"peer speaks protocol schema {peer_version}, this process speaks {SCHEMA_VERSION}")
+        readable = " and ".join(map(str, READABLE_SCHEMAS))
+        super().__init__(f"peer speaks protocol schema {peer_version}, this process speaks {readable}")
         self.peer_version = peer_version
 
 
 def encode(message: Message, *, schema_version: int = SCHEMA_VERSION) -> bytes:
-    """Returns the frame of `message`.
+    """Returns the frame of `message`, without the fields that are newer than `schema_version`.
 
     Raises:
         CodecError: a free-form field (a prompt or a dataset column) holds a value that msgpack cannot carry, or that
             the peer would refuse.
     """
     try:
-        body = _encoder.encode(message)
+        if SINCE_MESSAGES.get(type(message), 0) > schema_version:
+            raise ValueError(f"schema {schema_version} does not have it")
+        kind = _as_of(schema_version, type(message))
+        body = _encoder.encode(message if kind is type(message) else _copied(message, kind))
         if isinstance(message, Lease):
             _decoded(
-                memoryview(body), Message
+                memoryview(body), Message, schema_version
             )  # what the peer would refuse must not leave: the lease would go out for ever
     except (TypeError, OverflowError, ValueError, RecursionError) as error:
         raise CodecError(f"cannot encode {type(message).__name__}: {error}") from error
@@ -84,14 +110,19 @@ def encode(message: Message, *, schema_version: int = SCHEMA_VERSION) -> bytes:
     return version + _CRC.pack(zlib.crc32(body, zlib.crc32(version))) + body
 
 
-def decode(frame: bytes | memoryview, kinds: Any = Message) -> Any:
+def schema_of(frame: bytes | memoryview) -> int:
+    """The schema version of an intact frame."""
+    return int(_VERSION.unpack(frame[: _VERSION.size])[1])
+
+
+def decode(frame: bytes | memoryview, kinds: Any = Message, readable_schemas: Container[int] = READABLE_SCHEMAS) -> Any:
     """Returns the message in `frame`.
 
     Args:
-        kinds: union of the messages that are accepted.
+        kinds: the message that is accepted, or a union of them.
 
     Raises:
-        SchemaMismatchError: the frame is intact, but of another schema version.
+        SchemaMismatchError: the frame is intact, but of a schema version that is not readable.
         CodecError: the frame is anything else than one intact message of these kinds.
     """
     if len(frame) < PREFIX_BYTES:
@@ -103,22 +134,31 @@ def decode(frame: bytes | memoryview, kinds: Any = Message) -> Any:
         raise CodecError(f"frame starts with {magic!r}, not {_MAGIC!r}")
     if _CRC.unpack(crc)[0] != zlib.crc32(body, zlib.crc32(version)):
         raise CodecError("checksum mismatch")
-    if schema_version != SCHEMA_VERSION:
+    if schema_version not in readable_schemas:
         raise SchemaMismatchError(schema_version)
     try:
-        return _decoded(body, kinds)
+        return _decoded(body, kinds, schema_version)
     except (msgspec.DecodeError, RecursionError, ValueError, OverflowError) as error:
         raise CodecError(f"body refused: {error}") from error
 
 
-def _decoded(body: memoryview, kinds: Any) -> Any:
-    message = _decoder(kinds).decode(body)
-    if not isinstance(message, _PackedLease):
+def _decoded(body: memoryview, kinds: Any, schema_version: int) -> Any:
+    decoder, kind_of = _decoder(kinds, schema_version)
+    message = decoder.decode(body)
+    kind = kind_of[type(message)]
+    if kind is type(message):
         return message
+    if kind is not Lease:
+        return _copied(message, kind)
     fields = msgspec.structs.asdict(message)
     fields["prompt"] = _unpacked(message.prompt)
     fields["columns"] = {name: _unpacked(packed) for name, packed in message.columns.items()}
     return Lease(**fields)
+
+
+def _copied(message: msgspec.Struct, kind: type[msgspec.Struct]) -> msgspec.Struct:
+    """The fields of `message` that `kind` has too; others of `kind` have their defaults."""
+    return kind(**{name: getattr(message, name) for name in kind.__struct_fields__ if hasattr(message, name)})
 
 
 def _unpacked(packed: msgspec.Raw, nesting: int = 0) -> Any:

@@ -1,7 +1,8 @@
-"""What the two command lines share: flags, error reporting, exit codes, logging, GPU selection.
+"""What the two command lines share: flags, error reporting, exit codes, GPU selection.
 
 Guarantee: `--help` and `--check` import no heavy library; every `SlipstreamError` ends the process with its own exit code
-and a message on standard error without a traceback, every other exception with one and `ExitCode.BUG`.
+and a message on standard error without a traceback, every other exception with one and `ExitCode.BUG`. Where logs are JSON,
+so is that message.
 """
 
 import argparse
@@ -13,10 +14,12 @@ import sys
 import traceback
 from collections.abc import Callable
 
-from protocol import __version__
+from protocol import __version__, logs
 from protocol.config import RunConfig
 from protocol.config_file import dump_config, load_config
 from protocol.errors import DeviceError, ExitCode, SlipstreamError
+
+logger = logging.getLogger(__name__)
 
 
 def parser(program: str, description: str) -> argparse.ArgumentParser:
@@ -38,7 +41,7 @@ def parser(program: str, description: str) -> argparse.ArgumentParser:
         nargs="?",
         const="quick",
         choices=("quick", "full"),
-        help="validate, print the resolved file and exit; `full` also asks vLLM, PEFT or TRL about the sections they own",
+        help="validate, print the resolved file and exit; `full` also asks vLLM, PEFT or TRL what only they can judge",
     )
     result.add_argument(
         "--gpu", metavar="N[,N]|cpu", default="0", help="GPU index as nvidia-smi counts, or cpu (default: %(default)s)"
@@ -59,6 +62,7 @@ def main(
         check_libraries: validates the sections that belong to libraries; imports them.
         run: the daemon; gets the configuration and the GPU indexes, empty for CPU.
     """
+    logs.configure(program)
     try:
         config = load_config(arguments.config, arguments.overrides)
         if arguments.check:
@@ -66,25 +70,25 @@ def main(
                 check_libraries(config)
             print(dump_config(config), end="")
             return ExitCode.OK
-        configure_logging(program, config.observability.log_level)
+        logs.configure(program, config.observability.log_level, config.observability.log_format)
         return run(config, select_gpus(arguments.gpu))
     except SlipstreamError as error:
-        print(f"{program}: error: {error}", file=sys.stderr, flush=True)
-        return error.exit_code
+        return _report_end(program, f"error: {error}", error.exit_code)
     except KeyboardInterrupt:
         return ExitCode.INTERRUPTED
     except Exception:
-        traceback.print_exc()
-        print(f"{program}: this is a bug; please report it with the traceback above", file=sys.stderr, flush=True)
-        return ExitCode.BUG
+        return _report_end(program, "this is a bug; please report it with its traceback", ExitCode.BUG, bug=True)
 
 
-def configure_logging(program: str, level: str) -> None:
-    logging.basicConfig(
-        level=logging.WARNING, format=f"%(asctime)s {program} %(levelname)s %(message)s", datefmt="%H:%M:%S", force=True
-    )
-    for package in ("protocol", "replay", "producer", "consumer"):
-        logging.getLogger(package).setLevel(level.upper())
+def _report_end(program: str, why: str, code: ExitCode, *, bug: bool = False) -> ExitCode:
+    if logs.structured():
+        fields = {"exit_code": int(code), "exit_name": code.name}
+        logger.critical("%s", why, exc_info=bug, extra={"fields": fields})
+    else:
+        if bug:
+            traceback.print_exc()
+        print(f"{program}: {why}", file=sys.stderr, flush=True)
+    return code
 
 
 def select_gpus(choice: str) -> list[int]:

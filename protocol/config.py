@@ -2,15 +2,15 @@
 
 Guarantee: a `RunConfig` that exists is complete and consistent; every value that follows from others is a property here
 and cannot be set. The sections `engine`, `lora` and `trainer` keep the names of the library they belong to (vLLM engine
-arguments, peft.LoraConfig, trl.GRPOConfig) and are validated by that library when its daemon starts; here only the keys
-that Slipstream sets itself are refused.
+arguments, peft.LoraConfig, trl.GRPOConfig). Here only the keys that Slipstream sets itself are refused; names and plain types
+are checked where the file is read (protocol/library_fields.py), the rest by that library when its daemon starts.
 """
 
 import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from protocol.config_learning import (
     AdvantageSection,
@@ -20,6 +20,7 @@ from protocol.config_learning import (
     RerollSection,
 )
 from protocol.config_section import Positive, PositiveSeconds, Section
+from protocol.config_swap import SwapSection
 from protocol.library_rules import LORA_DEFAULTS, SERVABLE_RANKS, check_engine, check_lora, check_trainer
 
 
@@ -137,9 +138,15 @@ class SamplingSection(Section):
 
 
 class TransportSection(Section):
+    keys: str | None = Field(
+        None,
+        description="Folder of keys, made by `rl-keys`: only authorized producers connect, and everything is encrypted. "
+        "Needed for an endpoint that other hosts can reach. See docs/security.md.",
+    )
+    identity: str | None = Field(None, description="Name of the producer's key. Default: the name of its host.")
     endpoint: str | None = Field(
         None,
-        description="Control channel, `ipc:///path` or `tcp://127.0.0.1:PORT`. Default: `ipc://RUN_DIR/control.ipc`.",
+        description="Control channel, `ipc:///path` or `tcp://HOST:PORT`. Default: `ipc://RUN_DIR/control.ipc`.",
     )
     blob_endpoint: str | None = Field(
         None, description="Channel for adapters. Default: the ipc path with `.blobs`, or the next tcp port."
@@ -156,18 +163,25 @@ class TransportSection(Section):
         "acknowledged.",
     )
 
+    @field_validator("keys", "identity")
+    @classmethod
+    def _not_empty(cls, value: str | None) -> str | None:
+        if value is not None and not value.strip():
+            raise ValueError("expected a name, or nothing at all")
+        return value
+
     @field_validator("endpoint", "blob_endpoint")
     @classmethod
-    def _private(cls, value: str | None) -> str | None:
+    def _private(cls, value: str | None, info: ValidationInfo) -> str | None:
         if value is None or (value.startswith("ipc://") and value != "ipc://"):
             return value
         host, separator, port = value.removeprefix("tcp://").rpartition(":")
         if not value.startswith("tcp://") or not separator or not port.isdigit() or not 0 < int(port) < 65_535:
             raise ValueError("expected `ipc:///path` or `tcp://HOST:PORT`")
-        if host not in ("127.0.0.1", "localhost", "[::1]"):
+        if host not in ("127.0.0.1", "localhost", "[::1]") and not info.data.get("keys"):
             raise ValueError(
-                f"{host} can be reached from other hosts and this release has no authentication, so it is refused. "
-                "Use 127.0.0.1 (and an SSH tunnel between hosts)"
+                f"{host} can be reached from other hosts, so it needs keys. Set transport.keys=keys after `rl-keys generate "
+                "trainer`, `rl-keys generate PRODUCER` and `rl-keys authorize PRODUCER` (docs/security.md), or use 127.0.0.1"
             )
         return value
 
@@ -183,6 +197,32 @@ class TransportSection(Section):
 class ObservabilitySection(Section):
     progress: bool = Field(True, description="Progress bar on a terminal; one line per step elsewhere.")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Level of the daemons' logs.")
+    log_format: Literal["auto", "text", "json"] = Field(
+        "auto", description="`auto`: one JSON object per line under systemd, text elsewhere."
+    )
+    metrics_host: str = Field(
+        "127.0.0.1",
+        min_length=1,
+        description="Address at which each daemon serves `/metrics`, `/healthz` and `/readyz`. They show numbers, no prompts "
+        "and no keys, to everybody who can reach it.",
+    )
+    trainer_metrics_port: Annotated[int, Field(ge=0, le=65_535)] = Field(
+        0,
+        description="0: a free one. The port in use is in `RUN_DIR/metrics/`, where Prometheus and rl-status find it.",
+    )
+    producer_metrics_port: Annotated[int, Field(ge=0, le=65_000)] = Field(
+        0, description="The same for a producer, which adds the index of its first GPU to a port other than 0."
+    )
+    unresponsive_after_s: PositiveSeconds = Field(
+        120.0, description="`/healthz` turns red when the working loop of a daemon has not come round for so long."
+    )
+    rollout_samples: Annotated[int, Field(ge=0, le=1024)] = Field(
+        2, description="Completions per step that the trainer writes to `RUN_DIR/rollouts.jsonl`; 0: none."
+    )
+    rollouts_max_bytes: Annotated[int, Field(ge=65_536)] = Field(
+        64 * 2**20,
+        description="Size of `rollouts.jsonl` at which it becomes `rollouts.1.jsonl`, in place of the one before.",
+    )
 
 
 class RunConfig(Section):
@@ -201,6 +241,7 @@ class RunConfig(Section):
     reroll: RerollSection = RerollSection()  # type: ignore[call-arg]
     advantage: AdvantageSection = AdvantageSection()  # type: ignore[call-arg]
     correction: CorrectionSection = CorrectionSection()  # type: ignore[call-arg]
+    swap: SwapSection = SwapSection()  # type: ignore[call-arg]
     transport: TransportSection = TransportSection()  # type: ignore[call-arg]
     observability: ObservabilitySection = ObservabilitySection()  # type: ignore[call-arg]
     lora: dict[str, Any] = Field(
@@ -215,18 +256,6 @@ class RunConfig(Section):
     def _check_library_section(cls, value: dict[str, Any], info: Any) -> dict[str, Any]:
         check = {"engine": check_engine, "trainer": check_trainer, "lora": check_lora}[info.field_name]
         return check(value)
-
-    @model_validator(mode="after")
-    def _micro_batches_divide(self) -> "RunConfig":
-        size = self.trainer.get("per_device_train_batch_size", self.completions_per_step)
-        if not isinstance(size, int) or isinstance(size, bool):
-            raise ValueError(f"trainer.per_device_train_batch_size: expected a whole number (got {size!r})")
-        if size < 1 or self.completions_per_step % size:
-            raise ValueError(
-                f"trainer.per_device_train_batch_size={size} must divide the {self.completions_per_step} completions of a "
-                "step (pipeline.groups_per_step x sampling.num_generations)"
-            )
-        return self
 
     @model_validator(mode="after")
     def _known_reward(self) -> "RunConfig":
@@ -258,11 +287,6 @@ class RunConfig(Section):
     @property
     def completions_per_step(self) -> int:
         return self.pipeline.groups_per_step * self.sampling.num_generations
-
-    @property
-    def micro_batch_size(self) -> int:
-        """Completions per forward and backward pass."""
-        return int(self.trainer.get("per_device_train_batch_size", self.completions_per_step))
 
     @property
     def max_lora_rank(self) -> int:

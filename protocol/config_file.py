@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 
 from protocol.config import RunConfig
 from protocol.errors import ConfigError
+from protocol.library_fields import SOURCES, problems
 from protocol.schema_words import expected, is_compound, is_section
 
 
@@ -38,17 +39,24 @@ def load_config(path: str, overrides: list[str] | None = None) -> RunConfig:
     for override in overrides or []:
         overridden.add(_apply(values, override))
     try:
-        return RunConfig.model_validate(values)
+        config = RunConfig.model_validate(values)
     except ValidationError as error:
         lines = [_explain(problem, path, node, overridden) for problem in error.errors()]
         raise ConfigError("\n".join(dict.fromkeys(lines))) from error
+    lines = [
+        f"{_where([section, key], path, node, overridden)}: {problem}"
+        for section in SOURCES
+        for key, problem in problems(section, getattr(config, section))
+    ]
+    if lines:
+        raise ConfigError("\n".join(lines))
+    return config
 
 
 def dump_config(config: RunConfig) -> str:
     """The resolved file, with the derived values as comments."""
     derived = {
         "completions per step": config.completions_per_step,
-        "micro-batch": f"{config.micro_batch_size} completions",
         "control endpoint": config.control_endpoint,
         "blob endpoint": config.blob_endpoint,
         "engine max_loras": config.max_loras,
@@ -113,12 +121,8 @@ def _explain(problem: Any, path: str, node: Any, overridden: set[str]) -> str:
             message = expected(field.annotation, field.metadata)
     if named := re.match(r"`(\w+)[`:]", message):  # a key inside a section that belongs to a library
         location.append(named[1])
-    key = ".".join(str(part) for part in location)
     unknown = problem["type"] == "extra_forbidden"
-    given_by_override = any(
-        key == name or key.startswith(f"{name}.") or (unknown and name.startswith(f"{key}.")) for name in overridden
-    )
-    where = f"--set {key}" if given_by_override else f"{path}:{_line(node, location)}: {key}".rstrip(": ")
+    where = _where(location, path, node, overridden, unknown)
     if unknown:
         close = difflib.get_close_matches(str(location[-1]), _valid_names(location[:-1]), n=1)
         hint = f"did you mean `{close[0]}`?" if close else f"valid: {', '.join(_valid_names(location[:-1]))}"
@@ -129,6 +133,15 @@ def _explain(problem: Any, path: str, node: Any, overridden: set[str]) -> str:
     if isinstance(shown, (str, int, float, bool)) or shown is None or (field is not None and len(str(shown)) < 80):
         return f"{where}: {message} (got {shown!r})"
     return f"{where}: {message}"
+
+
+def _where(location: list[Any], path: str, node: Any, overridden: set[str], unknown: bool = False) -> str:
+    """The override that gave the value, or its line in the file; of an unknown section, also one that names a key in it."""
+    key = ".".join(str(part) for part in location)
+    given_by_override = any(
+        key == name or key.startswith(f"{name}.") or (unknown and name.startswith(f"{key}.")) for name in overridden
+    )
+    return f"--set {key}" if given_by_override else f"{path}:{_line(node, location)}: {key}".rstrip(": ")
 
 
 def _line(node: Any, location: list[Any]) -> int:

@@ -12,6 +12,11 @@ from protocol.config_section import Positive, PositiveSeconds, Section
 
 class PipelineSection(Section):
     groups_per_step: Positive = Field(16, description="Groups with signal that make one optimizer step.")
+    trainer_tokens_per_micro_batch: Annotated[int, Field(ge=1, le=2**31)] = Field(
+        16_384,
+        description="Tokens, prompts and padding included, of one forward and backward pass of the trainer: what bounds its "
+        "memory. A step is cut into as many as it takes; loss and gradient do not depend on it. A longer completion goes alone.",
+    )
     max_staleness: Annotated[int, Field(ge=0, le=64)] | Literal["auto"] = Field(
         1,
         description="Oldest policy a group may come from when it is trained, in versions. 0 is exactly on-policy; `auto` "

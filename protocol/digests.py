@@ -4,8 +4,10 @@ Guarantee: equal folders give equal digests on every machine; another fine-tune 
 one. Weights are sampled (16 evenly spaced MiB per file, with its size), so a 70B model takes milliseconds, not minutes.
 """
 
+import contextlib
 import hashlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,17 @@ _TOKENIZER_CONFIG_KEYS = (  # older models keep the chat template and the specia
 _VOLATILE_CONFIG_KEYS = ("transformers_version", "_name_or_path", "torch_dtype", "dtype")
 
 
+@contextlib.contextmanager
+def _unreadable_is_configuration() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"model.path: {error.filename} cannot be read: {error.strerror}; the user that the daemon runs as must be able to"
+        ) from error
+
+
+@_unreadable_is_configuration()
 def resolve_model(path: str, revision: str | None = None) -> Path:
     """The local folder of a model: `path` itself, or the snapshot of a hub name (downloaded if need be).
 
@@ -61,6 +74,7 @@ def resolve_model(path: str, revision: str | None = None) -> Path:
         ) from error
 
 
+@_unreadable_is_configuration()
 def base_model_digest(folder: Path) -> str:
     """sha256 over the configuration and samples of every weight file, as 64 hex digits."""
     digest = hashlib.sha256()
@@ -81,6 +95,7 @@ def base_model_digest(folder: Path) -> str:
     return digest.hexdigest()
 
 
+@_unreadable_is_configuration()
 def tokenizer_digest(folder: Path) -> str:
     """sha256 over the files that decide token ids and the chat template, as 64 hex digits."""
     digest = hashlib.sha256()
@@ -99,7 +114,7 @@ def tokenizer_digest(folder: Path) -> str:
 def _json_object(file: Path) -> dict[str, Any]:
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"model.path: {file} cannot be read as JSON: {error}") from error
     if not isinstance(value, dict):
         raise ConfigError(f"model.path: {file} is not a JSON object")

@@ -14,6 +14,7 @@ class ExitCode(IntEnum):
     USAGE = 2  # argparse: unknown flag
     DATASET = 65  # dataset missing, empty, or without the named column
     DATA_FAILURES = 66  # too large a share of prompts failed (reward raises, prompts too long, ...)
+    NO_ANSWER = 68  # rl-status --once: no daemon of the run answers
     ENGINE = 69  # the generation engine died or cannot serve what was asked
     BUG = 70  # an exception nobody expected; the traceback is printed
     DEVICE = 71  # a GPU index that does not exist

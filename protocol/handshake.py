@@ -25,8 +25,12 @@ class TrainerNeeds:
     reward_names: tuple[str, ...]
 
 
-def problems(needs: TrainerNeeds, facts: EngineFacts) -> list[str]:
-    """Every reason to refuse an engine, with its fix; empty if there is none."""
+def problems(needs: TrainerNeeds, facts: EngineFacts, swap_mode: str = "adapter") -> list[str]:
+    """Every reason to refuse an engine, with its fix; empty if there is none.
+
+    Args:
+        swap_mode: how it takes new policies; one that merges them into its weights needs no LoRA slots.
+    """
     found = []
     if facts.base_model_digest != needs.base_model_digest:
         found.append(
@@ -44,12 +48,12 @@ def problems(needs: TrainerNeeds, facts: EngineFacts) -> list[str]:
         found.append(
             f"the engine reports {facts.logprobs_mode}, importance ratios need {LOGPROBS_MODE}: start it with rl-producer"
         )
-    if facts.max_lora_rank < needs.lora_rank:
+    if swap_mode == "adapter" and facts.max_lora_rank < needs.lora_rank:
         found.append(
             f"the engine serves LoRA ranks up to {facts.max_lora_rank}, the trainer's lora.r is {needs.lora_rank}: "
             "restart the producer with the trainer's lora.r"
         )
-    if facts.max_loras < needs.max_loras:
+    if swap_mode == "adapter" and facts.max_loras < needs.max_loras:
         found.append(
             f"the engine has {facts.max_loras} LoRA slots, max_staleness needs {needs.max_loras}: restart the producer "
             "with the trainer's pipeline.max_staleness"

@@ -35,35 +35,30 @@ def build(section: str, factory: Callable[..., Built], values: dict[str, Any], *
     checked = {}
     for key, value in values.items():
         if key not in names:
-            close = difflib.get_close_matches(key, names, n=1)
-            hint = f"did you mean `{close[0]}`?" if close else f"see the documentation of {_name(factory)}"
-            raise ConfigError(f"{section}.{key}: unknown to {_name(factory)}; {hint}")
-        checked[key] = _coerce(section, factory, key, value, _type_hint(factory, key))
+            raise ConfigError(f"{section}.{key}: {unknown(key, names, _name(factory))}")
+        try:
+            checked[key] = convert(value, type_hint(factory, key), _name(factory))
+        except ValueError as error:
+            raise ConfigError(f"{section}.{key}: {error}") from error
     try:
         return factory(**checked, **ours)
     except Exception as error:
         raise ConfigError(f"{section}: refused by {_name(factory)}: {_first_lines(error)}") from error
 
 
-def _name(factory: Callable[..., Any]) -> str:
-    return f"{factory.__module__.partition('.')[0]}.{getattr(factory, '__name__', factory)}"
+def unknown(key: str, names: list[str], library: str) -> str:
+    """What to say of a key that is not among the `names` that the library knows."""
+    close = difflib.get_close_matches(key, names, n=1)
+    hint = f"did you mean `{close[0]}`?" if close else f"see the documentation of {library}"
+    return f"unknown to {library}; {hint}"
 
 
-def _type_hint(factory: Callable[..., Any], key: str) -> Any:
-    """The type of one argument. One at a time, because vLLM has hints that only resolve while type checking."""
-    for owner in inspect.getmro(factory) if inspect.isclass(factory) else (factory,):
-        annotation = inspect.get_annotations(owner).get(key)
-        if annotation is not None:
-            alone = type("Alone", (), {"__annotations__": {key: annotation}, "__module__": owner.__module__})
-            try:
-                return typing.get_type_hints(alone, include_extras=True)[key]
-            except (NameError, TypeError):
-                return Any
-    return Any
+def convert(value: Any, hint: Any, library: str) -> Any:
+    """One value as the type `hint`, e.g. the YAML string `1e-5` as a float.
 
-
-def _coerce(section: str, factory: Callable[..., Any], key: str, value: Any, hint: Any) -> Any:
-    """Checks and converts one value, e.g. the YAML string `1e-5` to a float."""
+    Raises:
+        ValueError: the type cannot hold it.
+    """
     try:
         adapter: TypeAdapter[Any] = TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True))
     except (PydanticSchemaGenerationError, PydanticUserError):
@@ -80,10 +75,27 @@ def _coerce(section: str, factory: Callable[..., Any], key: str, value: Any, hin
             if isinstance(kind, enum.EnumMeta) and isinstance(value, str) and value in kind.__members__:
                 return kind[value]
         problem = ", or: ".join(sorted({problem["msg"] for problem in error.errors()}))  # a union says one per member
-        raise ConfigError(f"{section}.{key}: {problem} (got {value!r}), says {_name(factory)}") from error
+        raise ValueError(f"{problem} (got {value!r}), says {library}") from error
     if isinstance(value, bool) and not isinstance(result, bool):
-        raise ConfigError(f"{section}.{key}: expected a number, not a switch (got {value!r}), says {_name(factory)}")
+        raise ValueError(f"expected a number, not a switch (got {value!r}), says {library}")
     return result
+
+
+def type_hint(factory: Callable[..., Any], key: str) -> Any:
+    """The type of one argument. One at a time, because vLLM has hints that only resolve while type checking."""
+    for owner in inspect.getmro(factory) if inspect.isclass(factory) else (factory,):
+        annotation = inspect.get_annotations(owner).get(key)
+        if annotation is not None:
+            alone = type("Alone", (), {"__annotations__": {key: annotation}, "__module__": owner.__module__})
+            try:
+                return typing.get_type_hints(alone, include_extras=True)[key]
+            except (NameError, TypeError):
+                return Any
+    return Any
+
+
+def _name(factory: Callable[..., Any]) -> str:
+    return f"{factory.__module__.partition('.')[0]}.{getattr(factory, '__name__', factory)}"
 
 
 def _first_lines(error: Exception) -> str:

@@ -6,13 +6,18 @@ that any msgpack library can read a frame and no list of numbers is ever boxed.
 
 `ProducerMessage` is what a producer sends, `TrainerMessage` what a trainer sends; neither accepts what it sends itself.
 A Nack says of a lease that it cannot be done, or of a group that it is refused.
+
+A change of the wire adds fields with defaults at the end of a message, names them in `SINCE` and raises `SCHEMA_VERSION` by
+one; this release then still talks with the one before.
 """
 
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+READABLE_SCHEMAS = (SCHEMA_VERSION - 1, SCHEMA_VERSION)
+"""What a peer may speak: this release's schema, or that of the release before."""
 
 Name = Annotated[str, Meta(min_length=1, max_length=128)]
 Text = Annotated[str, Meta(max_length=65_536)]
@@ -56,12 +61,15 @@ class Sampling(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Hello(Struct, frozen=True, forbid_unknown_fields=True, tag="hello"):
-    """Opens a session. `held` names the leases that the producer still works on or holds results for."""
+    """Opens a session. `held` names the leases that the producer still works on or holds results for, `release` its
+    version of Slipstream ("": unknown), `swap_mode` how it takes new policies (`swap.mode`)."""
 
     producer: Name
     facts: EngineFacts
     capacity: Count
     held: LeaseIds = []
+    release: Annotated[str, Meta(max_length=128)] = ""
+    swap_mode: Literal["adapter", "merged"] = "adapter"
 
 
 class Welcome(Struct, frozen=True, forbid_unknown_fields=True, tag="welcome"):
@@ -96,6 +104,8 @@ class Group(Struct, frozen=True, forbid_unknown_fields=True, tag="group"):
     With n completions, T sampled tokens in all and F reward functions:
     `prompt_ids` int32 (P,), `completion_lengths` int32 (n,), `completion_ids` int32 (T,), `logprobs` float32 (T,) under
     the processed sampling distribution, `rewards` float32 (n, F) with NaN for missing, `truncated` uint8 (n,).
+    `token_versions` int32 (T,) has the policy version that sampled each token, where they differ; `policy_version` is the
+    oldest of them.
     """
 
     lease_id: Name
@@ -108,6 +118,7 @@ class Group(Struct, frozen=True, forbid_unknown_fields=True, tag="group"):
     truncated: bytes
     generation_s: Seconds
     reward_s: Seconds
+    token_versions: bytes = b""
 
 
 class Ack(Struct, frozen=True, forbid_unknown_fields=True, tag="ack"):
@@ -137,7 +148,8 @@ class Policy(Struct, frozen=True, forbid_unknown_fields=True, tag="policy"):
 
 class Heartbeat(Struct, frozen=True, forbid_unknown_fields=True, tag="heartbeat"):
     """Sent by the producer once per interval. Counters are totals since the producer started; `waiting`, `generating`,
-    `scoring` and `unacked` say where the held leases are now."""
+    `scoring` and `unacked` say where the held leases are now; `refused_version` is the newest policy that this producer
+    does not serve because of what `refusal` says."""
 
     policy_version: Annotated[int, Meta(ge=-1, le=2**31)]  # -1 while no policy is loaded
     capacity: Count
@@ -148,12 +160,32 @@ class Heartbeat(Struct, frozen=True, forbid_unknown_fields=True, tag="heartbeat"
     generating: Count = 0
     scoring: Count = 0
     unacked: Count = 0
+    idle_s: Seconds = 0.0  # connected without a request in the engine
+    refused_version: Annotated[int, Meta(ge=-1, le=2**31)] = -1  # -1: none
+    refusal: Text = ""
 
 
 class Bye(Struct, frozen=True, forbid_unknown_fields=True, tag="bye"):
     """Ends a session. `unknown_session` answers a peer that never said hello to *this* trainer process."""
 
     reason: Literal["finished", "stopping", "unknown_session"]
+
+
+class PolicyRequest(Struct, frozen=True, forbid_unknown_fields=True, tag="policy_request"):
+    """Asks how the policy of this digest is had and proved; answered with its offer, or `BlobMissing`."""
+
+    digest: Sha256
+
+
+class PolicyOffer(Struct, frozen=True, forbid_unknown_fields=True, tag="policy_offer"):
+    """`shared_file` holds the blob for producers of the same host ("": there is none). The probe proves the swap:
+    `probe_ids` int32 (K,) are tokens, `probe_logprobs` float32 (K - 1,) the trainer's log-probs, under this policy and
+    temperature 1, of each but the first. Both are empty for a policy that is not probed."""
+
+    digest: Sha256
+    shared_file: Annotated[str, Meta(max_length=4096)] = ""
+    probe_ids: Annotated[bytes, Meta(max_length=4096)] = b""
+    probe_logprobs: Annotated[bytes, Meta(max_length=4096)] = b""
 
 
 class BlobRequest(Struct, frozen=True, forbid_unknown_fields=True, tag="blob_request"):
@@ -174,9 +206,29 @@ class BlobMissing(Struct, frozen=True, forbid_unknown_fields=True, tag="blob_mis
     digest: Sha256
 
 
-ProducerMessage = Hello | Group | Nack | Heartbeat | Bye | BlobRequest
-TrainerMessage = Welcome | Reject | Lease | Ack | Nack | Policy | Bye | BlobChunk | BlobMissing
+ProducerMessage = Hello | Group | Nack | Heartbeat | Bye | PolicyRequest | BlobRequest
+TrainerMessage = Welcome | Reject | Lease | Ack | Nack | Policy | Bye | PolicyOffer | BlobChunk | BlobMissing
 Message = ProducerMessage | TrainerMessage
 
-BLOB_MESSAGES = (BlobRequest, BlobChunk, BlobMissing)
+BLOB_MESSAGES = (PolicyRequest, PolicyOffer, BlobRequest, BlobChunk, BlobMissing)
 """Messages that travel on their own socket, so that a large adapter never delays a lease or an acknowledgement."""
+
+SINCE: dict[type[Struct], dict[str, int]] = {
+    Hello: {"release": 2, "swap_mode": 2},
+    Heartbeat: {"idle_s": 2, "refused_version": 2, "refusal": 2},
+    Group: {"token_versions": 2},
+}
+"""The schema that brought a field, of those that are not in schema 1. Entries stay for ever, because journals do."""
+
+SINCE_MESSAGES: dict[type[Struct], int] = {PolicyRequest: 2, PolicyOffer: 2}
+"""The schema that brought a message, of those that are not in schema 1; a peer of an older one is never sent it."""
+
+
+def group_schema(*, has_token_versions: bool) -> int:
+    """The oldest schema that says all of such a Group. Journals keep groups in it, so that the release before reads them
+    too where it can."""
+    return SINCE[Group]["token_versions"] if has_token_versions else 1
+
+
+JOURNAL_SCHEMAS = range(1, SCHEMA_VERSION + 1)
+"""Those in which a journal may hold groups."""

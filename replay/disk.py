@@ -23,7 +23,7 @@ class DiskGuard:
 
     def __init__(self, folder: Path, max_used: float) -> None:
         self._folder = folder
-        self._max_used = max_used
+        self.max_used = max_used
         self._reserve = folder / "journal.reserve"
         self.has_room = True
         self.look()
@@ -34,10 +34,16 @@ class DiskGuard:
         usage = shutil.disk_usage(self._folder)
         return 1.0 - usage.free / max(1, usage.used + usage.free)
 
+    def complaint(self) -> str | None:
+        """What is wrong, in words, if anything is."""
+        if self.has_room:
+            return None
+        return f"{self.used:.0%} full, no leases are given above {self.max_used:.0%} (replay.max_disk_used)"
+
     def look(self) -> bool:
         """Looks at the disk; returns True when the answer changed."""
         before = self.has_room
-        self.has_room = self.used <= self._max_used
+        self.has_room = self.used <= self.max_used
         if self.has_room and not self._reserve.exists():
             self._keep_reserve()
         return self.has_room is not before

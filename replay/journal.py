@@ -24,7 +24,7 @@ import fcntl
 import threading
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal
@@ -129,14 +129,16 @@ class Journal:
 
     Args:
         path: the database file; created, with its folder, if it is not there.
+        observe_commit_s: told how long every commit took.
 
     Raises:
         JournalError: the file is damaged, or of another release.
         JournalInUseError: another process writes it.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, observe_commit_s: Callable[[float], None] = lambda _: None) -> None:
         self.path = path
+        self._observe_commit_s = observe_commit_s
         self._mutex = threading.Lock()
         self._failure: str | None = None
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -166,6 +168,10 @@ class Journal:
                 db.pragma("user_version", SCHEMA)
             sync(self.path.parent)
             return db
+
+    def complaint(self) -> str | None:
+        """Why it refuses every call, if it does."""
+        return self._failure
 
     def close(self) -> None:
         with self._mutex:
@@ -250,15 +256,16 @@ class Journal:
                 [(step, num_fresh + index, last_step, group_id) for index, group_id in enumerate(again)],
             )
 
-    def end_step(self, step: int, policy: tuple[int, str] | None) -> None:
-        """The step ended, and made this policy (version and digest) if it made one. Before that is announced."""
+    def end_step(self, step: int) -> None:
+        """The step ended."""
         with self.transaction() as db:
             db.execute("UPDATE groups SET tries = 0 WHERE last_step = ? AND tries > 0 AND dropped IS NULL", (step,))
             db.execute("UPDATE replays SET tries = 0 WHERE last_step = ?", (step,))
-            if policy is not None:
-                db.execute(
-                    "INSERT OR REPLACE INTO policies VALUES(?, ?, ?, ?)", (policy[0], step, policy[1], time.time())
-                )
+
+    def note_policy(self, version: int, step: int, digest: str) -> None:
+        """The step made this policy. Before it is announced."""
+        with self.transaction() as db:
+            db.execute("INSERT OR REPLACE INTO policies VALUES(?, ?, ?, ?)", (version, step, digest, time.time()))
 
     def drop(self, group_ids: Iterable[str], reason: DropReason) -> None:
         """These groups will not be trained."""
@@ -303,7 +310,9 @@ class Journal:
             self._db.execute("BEGIN IMMEDIATE")
             try:
                 yield self._db
+                started = time.monotonic()
                 self._db.execute("COMMIT")
+                self._observe_commit_s(time.monotonic() - started)
             except BaseException:
                 if self._db.in_transaction:
                     self._db.execute("ROLLBACK")

@@ -166,6 +166,18 @@ class JournalReader:
     def close(self) -> None:
         self._db.close()
 
+    def copy_to(self, path: Path) -> None:
+        """Copies the journal as it is at one moment into a new file.
+
+        Raises:
+            JournalError: the copy cannot be made.
+        """
+        try:
+            with contextlib.closing(apsw.Connection(str(path))) as copy, copy.backup("main", self._db, "main") as pages:
+                pages.step()
+        except apsw.Error as error:
+            raise JournalError(f"{path}: the journal cannot be copied there ({error})") from error
+
     # What the run is
 
     def facts(self) -> dict[str, str]:

@@ -23,6 +23,8 @@ from protocol.messages import (
     Nack,
     Policy,
     PolicyInfo,
+    PolicyOffer,
+    PolicyRequest,
     Reject,
     Welcome,
 )
@@ -48,6 +50,7 @@ class ScriptedTrainer:
         self.session = session
         self.heartbeat_s = heartbeat_s
         self.blobs: dict[str, bytes] = {}
+        self.offers: dict[str, PolicyOffer] = {}  # of those that are not plain
         self.problems: list[str] = []
         self.silent = False
         self.acknowledges = True
@@ -115,6 +118,9 @@ class ScriptedTrainer:
                 self._reply(peer, Policy(self.policy) if peer == self.peer else Bye("unknown_session"))
             case Group(lease_id) if self.acknowledges:
                 self._reply(peer, Ack(lease_id, self.outcome, self.policy))
+            case PolicyRequest(digest):
+                known = self.offers.get(digest, PolicyOffer(digest))
+                self._reply(peer, known if digest in self.blobs else BlobMissing(digest))
             case BlobRequest(digest, offset, length) if not self.loses_chunk(message):
                 blob = self.blobs.get(digest)
                 answer = (

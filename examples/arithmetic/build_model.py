@@ -35,8 +35,9 @@ PROMPT, LENGTH = 6, 10  # "99+99=", and with it "198" and <eos>
 EVAL_ROWS = 500
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    core = Tokenizer(models.WordLevel(VOCAB, unk_token="<unk>"))
+def make_tokenizer(vocabulary: dict[str, int], max_length: int) -> PreTrainedTokenizerFast:
+    """One token for each character."""
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     core.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
@@ -45,7 +46,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
         eos_token="<eos>",
         unk_token="<unk>",
         padding_side="left",
-        model_max_length=64,
+        model_max_length=max_length,
         clean_up_tokenization_spaces=False,
     )
 
@@ -91,7 +92,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(args.seed)
     train, evaluation = make_pairs(args.seed)
-    tokenizer = make_tokenizer()
+    tokenizer = make_tokenizer(VOCAB, max_length=64)
     model = Qwen2ForCausalLM(
         Qwen2Config(
             vocab_size=len(VOCAB),

@@ -18,6 +18,7 @@ TRAINER = (
     *(f"append.{moment}" for moment in ("begin", "row", "uncommitted", "committed")),
     *(f"claim.{moment}" for moment in ("begin", "uncommitted", "committed")),
     *(f"end_step.{moment}" for moment in ("begin", "uncommitted", "committed")),
+    *(f"note_policy.{moment}" for moment in ("begin", "uncommitted", "committed")),
     "ack.begin",
     "ack.queued",
     "ack.sent",

@@ -5,16 +5,22 @@ Guarantee: each breaks one promise and nothing else: `ack-before-commit` acknowl
 journal, `stand-in-for-ever` does not count how often they do.
 """
 
+import time
 from collections.abc import Callable
 from typing import Any
 
+_HELD_BACK_S = 0.2
+"""Longer than from an acknowledgement to the kill that is aimed at it."""
+
 
 def acknowledge_before_commit() -> None:
-    """Rows wait in memory until the journal is next asked for anything but whether it knows a group."""
+    """Rows wait in memory until the next ones come, or until the journal is asked for anything but whether it knows a group,
+    and then for so long that whoever was acknowledged has heard of it."""
     from replay.journal import Journal
 
     append, known = Journal.append, Journal.known
     waiting: list[Any] = []
+    since = [0.0]
 
     def flush(journal: Any) -> None:
         if waiting:
@@ -25,6 +31,7 @@ def acknowledge_before_commit() -> None:
     def late_append(journal: Any, entries: Any) -> None:
         flush(journal)
         waiting.extend(entries)
+        since[0] = time.monotonic()
 
     def late_known(journal: Any, group_ids: Any) -> Any:
         asked = list(group_ids)
@@ -32,13 +39,15 @@ def acknowledge_before_commit() -> None:
 
     def flushing(then: Callable[..., Any]) -> Callable[..., Any]:
         def call(journal: Any, *args: Any, **kwargs: Any) -> Any:
+            while waiting and (wait_s := since[0] + _HELD_BACK_S - time.monotonic()) > 0:
+                time.sleep(wait_s)
             flush(journal)
             return then(journal, *args, **kwargs)
 
         return call
 
     Journal.append, Journal.known = late_append, late_known
-    for name in ("claim", "drop", "end_step", "frames"):
+    for name in ("claim", "drop", "end_step", "note_policy", "frames"):
         setattr(Journal, name, flushing(getattr(Journal, name)))
     Journal.last_seq = property(flushing(Journal.last_seq.fget))
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from producer.interfaces import Completion
+from producer.interfaces import AdapterRefusedError, Completion
 from protocol.digests import base_model_digest, tokenizer_digest
 from tests.chaos.aims import Aim
 from tests.chaos.evidence import EvidenceLog, digest_of_message
@@ -60,7 +60,7 @@ def _engine_class(aim: Aim) -> type:
 
         async def warm_up(self) -> None: ...
 
-        async def generate(self, prompt_ids: Any, sampling: Any, adapter: Any) -> list[Completion]:
+        async def generate(self, prompt_ids: Any, sampling: Any, adapter: Any, cut: Any) -> list[Completion]:
             aim.reach("generate.begin")
             chance = self._random
             await asyncio.sleep(chance.uniform(0, _SLOW_S if chance.random() < _SHARE_SLOW else _FAST_S))
@@ -78,7 +78,15 @@ def _engine_class(aim: Aim) -> type:
                 for length in lengths
             ]
 
+        async def score(self, token_ids: Any, adapter: Any) -> list[float]:
+            raise AdapterRefusedError("there are no weights here")
+
+        def load(self) -> None:
+            return None
+
         async def load_adapter(self, adapter: Any) -> None: ...
+
+        def adopt_adapter(self, adapter: Any) -> None: ...
 
         async def unload_adapter(self, adapter: Any) -> None: ...
 

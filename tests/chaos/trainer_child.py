@@ -57,9 +57,9 @@ def _write_evidence(log: EvidenceLog) -> None:
     from consumer.trainer import SlipstreamTrainer
     from replay import retention
 
-    micro_batches = SlipstreamTrainer.micro_batches
+    steps = SlipstreamTrainer.steps
 
-    def watched_micro_batches(trainer: Any) -> Iterator[Any]:
+    def watched_steps(trainer: Any) -> Iterator[Any]:
         log.note("start", step=trainer.state.global_step)
         batches = trainer._batches
 
@@ -71,9 +71,9 @@ def _write_evidence(log: EvidenceLog) -> None:
                 yield batch
 
         trainer._batches = watched_batches()
-        return micro_batches(trainer)
+        return steps(trainer)
 
-    SlipstreamTrainer.micro_batches = watched_micro_batches
+    SlipstreamTrainer.steps = watched_steps
 
     on_step_end = RunControl.on_step_end
 
@@ -85,11 +85,9 @@ def _write_evidence(log: EvidenceLog) -> None:
 
     for pipeline in (LivePipeline, RetrainingPipeline):
 
-        def watched_publish(
-            self: Any, step: int, version: int, blob: bytes, digest: str, _then: Any = pipeline.publish
-        ):
-            log.note("policy", step=step, version=version, digest=digest)
-            return _then(self, step, version, blob, digest)
+        def watched_publish(self: Any, step: int, version: int, snapshot: Any, _then: Any = pipeline.publish):
+            log.note("policy", step=step, version=version, digest=snapshot.digest())
+            return _then(self, step, version, snapshot)
 
         pipeline.publish = watched_publish
 
@@ -132,7 +130,7 @@ def _set_points(aim: Aim) -> None:
     from replay.journal import Entry, Journal
 
     points = TransactionPoints(aim, Journal)
-    for name in ("append", "claim", "end_step", "note_facts"):
+    for name in ("append", "claim", "end_step", "note_policy", "note_facts"):
         points.name(Journal, name, name)
     points.name(recovery, "recover", "recover")
     pipeline.prune = retention.prune

@@ -126,7 +126,7 @@ def summarize(
         "checkpoints_compared": retrained.checkpoints if retrained else 0,
         "wall_s": round(wall_s, 1),
         "retraining_s": retrained.wall_s if retrained else 0.0,
-        "folders_left_by_killed_producers": len(list((folder / "tmp").glob("slipstream-adapters-*"))),
+        "folders_left_by_killed_producers": len(list((folder / "tmp").glob("slipstream-*"))),
         "problems": [problem._asdict() for problem in problems],
     }
 

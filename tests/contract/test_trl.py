@@ -15,12 +15,22 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from peft import LoraConfig
 
 from consumer.arguments import CHOICES
-from consumer.trainer import GRPOConfig, GRPOTrainer, SlipstreamTrainer, build_arguments, build_lora
+from consumer.trainer import (
+    ChunkedLogProbFunction,
+    GRPOConfig,
+    GRPOTrainer,
+    SlipstreamTrainer,
+    build_arguments,
+    build_lora,
+)
+from protocol.library_fields import SOURCES, fields
 from replay.cutting import CutBatch
 from tests.integration.models import build_model
 from tests.unit.consumer.builders import rollout_group, run_config
+from tests.unit.protocol.test_library_fields import assert_same_arguments
 
 PINNED = "1.16.0"
 
@@ -53,6 +63,7 @@ def test_the_pinned_release_is_installed() -> None:
         ("_prepare_inputs", ["self", "generation_batch"]),
         ("compute_loss", ["self", "model", "inputs", "return_outputs", "num_items_in_batch"]),
         ("_compute_loss", ["self", "model", "inputs"]),
+        ("get_high_entropy_mask", ["self", "entropies", "mask", "threshold"]),
         (
             "_get_per_token_logps_and_entropies",
             ["self", "model", "input_ids", "attention_mask", "logits_to_keep", "batch_size", "compute_entropy"],
@@ -80,7 +91,9 @@ def test_we_override_the_seams_and_nothing_else() -> None:
         "__init__",
         "get_train_dataloader",
         "_prepare_inputs",
+        "compute_loss",
         "_compute_loss",
+        "get_high_entropy_mask",
         "_get_per_token_logps_and_entropies",
         "_get_output_dir",
         "_save_checkpoint",
@@ -89,6 +102,58 @@ def test_we_override_the_seams_and_nothing_else() -> None:
 
 def test_compute_loss_is_the_whole_of_the_loss() -> None:
     requires(GRPOTrainer.compute_loss, "return self._compute_loss(model, inputs)")
+
+
+def test_a_batch_of_transformers_may_be_a_list_of_micro_batches() -> None:
+    """What runs around compute_loss looks for keys in it, finds none, and goes on."""
+    requires(
+        transformers.Trainer.training_step,
+        "inputs = self._prepare_inputs(inputs)",
+        "loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)",
+        "self.accelerator.backward(loss, **kwargs)",
+        "return loss.detach()",
+    )
+    assert GRPOTrainer.loss_is_scaled_for_ga is True
+    text = source(transformers.Trainer.training_step)
+    assert text.index("self.compute_loss(") < text.index("self.accelerator.backward(")
+    assert source(transformers.Trainer.compute_loss_context_manager).count("autocast_smart_context_manager") == 1
+    requires(transformers.Trainer.autocast_smart_context_manager, "return contextlib.nullcontext()")
+
+
+def test_what_a_micro_batch_is_divided_by() -> None:
+    """consumer/step_loss.py chooses the number; it need not be whole."""
+    text = source(GRPOTrainer._compute_loss)
+    per_micro_batch = "normalizer = self.current_gradient_accumulation_steps if mode == 'train' else 1.0"
+    assert text.count(per_micro_batch) == 5, "grpo and sapo, bnpo, dr_grpo, luspo, and the load-balancing loss"
+    assert text.count("self.current_gradient_accumulation_steps") == 7, (
+        "and the sums over tokens, and the entropy bonus"
+    )
+
+
+def test_the_entropy_bonus_is_a_mean_over_the_tokens_it_acts_on() -> None:
+    requires(
+        GRPOTrainer._compute_loss,
+        "effective_mask = mask if entropy_mask is None else mask * entropy_mask",
+        "entropy_loss = (entropies * effective_mask).sum() / effective_mask.sum().clamp(min=1.0) / accumulation_factor",
+        "apply_coef = self.entropy_coef if self._last_world_entropy <= self.args.entropy_target else 0.0",
+        "loss = loss - apply_coef * entropy_loss",
+        "loss = loss + self.router_aux_loss_coef * aux_loss / normalizer",
+    )
+
+
+def test_the_kernel_of_the_lm_head() -> None:
+    assert list(inspect.signature(ChunkedLogProbFunction.forward).parameters) == [
+        "ctx",
+        "hidden",
+        "weight",
+        "bias",
+        "targets",
+        "temperature",
+        "chunk_size",
+        "final_logit_softcapping",
+        "logit_scale",
+        "outputs",
+    ]
 
 
 def test_the_loss_reads_the_ratio_behind_both_flags_and_after_the_log_probs() -> None:
@@ -351,3 +416,8 @@ def test_choices_that_trl_only_looks_at_in_the_middle_of_a_step() -> None:
 )
 def test_options_that_we_set_refuse_or_read(name: str) -> None:
     assert name in inspect.signature(GRPOConfig).parameters, f"trl.GRPOConfig has no {name} any more"
+
+
+@pytest.mark.parametrize(("section", "library"), [("trainer", GRPOConfig), ("lora", LoraConfig)])
+def test_what_is_read_from_the_sources_is_what_the_libraries_say_when_imported(section: str, library: type) -> None:
+    assert_same_arguments(fields(SOURCES[section][1]), library)

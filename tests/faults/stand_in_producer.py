@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from producer import cli, daemon
-from producer.interfaces import Completion
+from producer.interfaces import AdapterRefusedError, Completion
 from protocol.channel import BadFrame
 from protocol.digests import base_model_digest, tokenizer_digest
 from protocol.messages import Ack, Lease, Message, Sampling
@@ -37,7 +37,9 @@ class Engine:
 
     async def warm_up(self) -> None: ...
 
-    async def generate(self, prompt_ids: list[int], sampling: Sampling, adapter: Any) -> list[Completion]:
+    async def generate(
+        self, prompt_ids: list[int], sampling: Sampling, adapter: Any, cut: asyncio.Event
+    ) -> list[Completion]:
         await asyncio.sleep(float(self._pace.read_text()))
         return [self._completion(sampling) for _ in range(sampling.num_generations)]
 
@@ -46,7 +48,15 @@ class Engine:
         tokens = [random.randint(3, 40) for _ in range(length)]
         return Completion(tokens, [-3.5] * length, length == sampling.max_completion_length)
 
+    async def score(self, token_ids: Any, adapter: Any) -> list[float]:
+        raise AdapterRefusedError("there are no weights here")
+
+    def load(self) -> None:
+        return None
+
     async def load_adapter(self, adapter: Any) -> None: ...
+
+    def adopt_adapter(self, adapter: Any) -> None: ...
 
     async def unload_adapter(self, adapter: Any) -> None: ...
 
@@ -71,4 +81,4 @@ if __name__ == "__main__":
     stand_in.Engine = Engine  # type: ignore[attr-defined]
     sys.modules["producer.engine"] = stand_in
     daemon.ZmqClient = ListingClient  # type: ignore[misc]
-    cli.main()
+    sys.exit(cli.main())

@@ -1,13 +1,16 @@
-"""A network that goes away for ten seconds between a real trainer and a real producer, over tcp.
+"""A network that goes away for ten seconds between a real trainer and a real producer, over tcp and with keys.
 
 Both notice, hold what they have, and go on by themselves when it is back; nothing is lost.
 """
 
+import shutil
 import time
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+
+from protocol.keys import AUTHORIZED, generate
 
 from .namespace import Namespace
 from .run_under_test import HEARTBEAT_TIMEOUT_S, RECOVERY_S, Memory, Run
@@ -23,7 +26,20 @@ def test_a_partition_of_ten_seconds(tmp_path: Path, model: Path) -> None:
     with ExitStack() as stack:
         network = stack.enter_context(Namespace())
         endpoint = "tcp://127.0.0.1:5557"
-        run = Run(stack, tmp_path, model, endpoint, prefix=network.prefix, trainer={"max_steps": STEPS})
+        keys = tmp_path / "keys"
+        for name in ("trainer", "gpu01"):
+            generate(keys, name)
+        shutil.copy(keys / "gpu01.public", keys / AUTHORIZED)
+        transport = {"keys": str(keys), "identity": "gpu01"}
+        run = Run(
+            stack,
+            tmp_path,
+            model,
+            endpoint,
+            prefix=network.prefix,
+            transport=transport,
+            trainer={"max_steps": STEPS},
+        )
         run.pace(0.4)
         producer = run.producer()
         trainer = run.trainer()
@@ -32,7 +48,7 @@ def test_a_partition_of_ten_seconds(tmp_path: Path, model: Path) -> None:
             network.link("down")
             down = time.time()
             producer.wait_for(f"the trainer has been silent for {HEARTBEAT_TIMEOUT_S:g} s; waiting for it", 10)
-            trainer.wait_for(r"producer \S+ left \((silent for|it cannot be)", 10)
+            trainer.wait_for(r"producer gpu01-\S+ left \((silent for|it cannot be)", 10)
             time.sleep(max(0.0, down + PARTITION_S - time.time()))
             assert not [ack for ack in run.acks if ack.at > down + 0.5], "the network was not away"
             network.link("up")
@@ -45,3 +61,7 @@ def test_a_partition_of_ten_seconds(tmp_path: Path, model: Path) -> None:
         assert producer.end() == 0
         assert run.step == STEPS
         run.check(STEPS)
+    secrets = [file.read_bytes().split()[2] for file in keys.glob("*.secret")]
+    written = [file for file in tmp_path.rglob("*") if file.is_file() and file.suffix != ".secret"]
+    assert len(secrets) == 2
+    assert not [file for file in written if any(secret in file.read_bytes() for secret in secrets)]

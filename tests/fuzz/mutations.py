@@ -4,6 +4,7 @@ Guarantee: `mutant(number)` is a function of the corpus, the seed and the number
 can be made again without the others.
 """
 
+import itertools
 import random
 import struct
 import zlib
@@ -15,7 +16,7 @@ import msgspec
 
 from protocol import messages as m
 from protocol.codec import PREFIX_BYTES, encode
-from protocol.messages import SCHEMA_VERSION
+from protocol.messages import READABLE_SCHEMAS, SCHEMA_VERSION, SINCE_MESSAGES
 from tests.unit.protocol.samples import SAMPLES, SHA
 from tests.unit.protocol.strategies import body_of
 
@@ -142,8 +143,8 @@ def corpus() -> list[Seed]:
         SAMPLES * 4 + [lease] * 12 + extra[:3] * 8 + extra
     )  # leases are free-form; large frames cost the most time
     seeds = []
-    for message in weighted:
-        frame = encode(message)
+    for message, schema_version in zip(weighted, itertools.cycle(READABLE_SCHEMAS)):
+        frame = encode(message, schema_version=max(schema_version, SINCE_MESSAGES.get(type(message), 1)))
         found = tuple(headers_of(frame[PREFIX_BYTES:]))
         seeds.append(Seed(message, frame, found))
     return seeds
@@ -284,6 +285,6 @@ class Mutator:
                 spoiled = source.frame[:PREFIX_BYTES] + spoiled
         spoiled = spoiled[:MAX_FRAME_BYTES]
         if resealed:
-            version = SCHEMA_VERSION if rng.random() < 0.98 else rng.randrange(65_536)
+            version = rng.choice(READABLE_SCHEMAS) if rng.random() < 0.98 else rng.randrange(65_536)
             spoiled = sealed(spoiled[: MAX_FRAME_BYTES - PREFIX_BYTES], version)
         return Mutant(spoiled, name, resealed)

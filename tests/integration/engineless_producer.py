@@ -8,7 +8,7 @@ from pathlib import Path
 from types import ModuleType
 
 from producer import cli
-from producer.interfaces import Completion
+from producer.interfaces import AdapterRefusedError, Completion
 from tests.scripted import facts
 
 
@@ -21,10 +21,18 @@ class Engine:
 
     async def warm_up(self) -> None: ...
 
-    async def generate(self, prompt_ids, sampling, adapter):
+    async def generate(self, prompt_ids, sampling, adapter, cut):
         return [Completion([5], [-0.5], False) for _ in range(sampling.num_generations)]
 
+    async def score(self, token_ids, adapter) -> list[float]:
+        raise AdapterRefusedError("there are no weights here")
+
+    def load(self):
+        return None
+
     async def load_adapter(self, adapter) -> None: ...
+
+    def adopt_adapter(self, adapter) -> None: ...
 
     async def unload_adapter(self, adapter) -> None: ...
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-START_S = 120.0
+START_S = 240.0
 
 
 class Daemon:

@@ -4,12 +4,19 @@ import asyncio
 import json
 import shutil
 
+import prometheus_client
 import pytest
 import torch
+from prometheus_client import CollectorRegistry
+from safetensors.torch import load_file, save
 
 from producer.adapters import AdapterRegistry
-from producer.interfaces import AdapterRefusedError, Counters, LeaseFailure
+from producer.in_flight import InFlight
+from producer.interfaces import AdapterRefusedError, Counters, LeaseFailure, Probe
+from producer.metrics import ProducerMetrics
+from producer.probe import TOLERANCES, SwapProof
 from producer.timeline import Timeline
+from protocol.adapter_blob import AdapterBlob, pack
 from protocol.errors import ConfigError
 from protocol.messages import PolicyInfo, Sampling
 from tests.integration.engines import LiveEngine, live_engine, run_config
@@ -43,10 +50,34 @@ def live(tmp_path_factory):
         yield engine
 
 
+def probe(live: LiveEngine, version: int) -> Probe:
+    """What a trainer sends with `version`."""
+    ids = [*PROMPT, 20, 30, 40]
+    logprobs = reference_logprobs(live.model, live.peft_folder(version), ids[:1], ids[1:], 1.0)
+    return Probe(tuple(ids), tuple(logprobs.tolist()))
+
+
+def spoiled(live: LiveEngine, version: int, factor: float, settings: dict[str, object]) -> tuple[PolicyInfo, bytes]:
+    """The version with its B matrices times `factor`, and other settings in its configuration."""
+    folder = live.peft_folder(version)
+    tensors = load_file(folder / "adapter_model.safetensors")
+    changed = {name: tensor * (factor if "lora_B" in name else 1.0) for name, tensor in tensors.items()}
+    config = json.loads((folder / "adapter_config.json").read_text()) | settings
+    data, digest = pack(AdapterBlob(json.dumps(config).encode(), save(changed)))
+    return PolicyInfo(version, digest, len(data)), data
+
+
 @pytest.fixture
 def registry(live: LiveEngine, tmp_path):
     with Timeline(tmp_path / "timeline.jsonl") as timeline:
-        made = AdapterRegistry(live.engine, tmp_path / "adapters", Counters(), timeline)
+        made = AdapterRegistry(
+            live.engine,
+            lambda num_bytes: tmp_path / "adapters",
+            SwapProof(TOLERANCES["float32"]),
+            Counters(),
+            ProducerMetrics(CollectorRegistry()),
+            timeline,
+        )
         yield made
         made.follow(PolicyInfo(0, "0" * 64, 0))
         live.run(made.unload_idle())
@@ -65,6 +96,31 @@ def worst_difference(live: LiveEngine, completions, version: int, temperature: f
     )
 
 
+@pytest.mark.parametrize(
+    ("factor", "settings"), [(0.0, {}), (1.0, {"lora_alpha": 17})], ids=["never used", "another scale"]
+)
+def test_a_swap_that_is_right_is_proved_and_one_that_is_not_leaves_the_old_version_serving(
+    live, registry, factor, settings
+):
+    async def body():
+        assert await registry.publish(*live.policy(1), 0.0, probe(live, 1))
+        assert not await registry.publish(*spoiled(live, 2, factor, settings), 0.0, probe(live, 2))
+        async with registry.pin() as adapter:
+            before = await live.engine.generate(PROMPT, sampling(), adapter)
+        assert await registry.publish(*live.policy(2), 0.0, probe(live, 2))
+        return adapter.version, before
+
+    version, completions = live.run(body())
+    assert version == 1
+    assert worst_difference(live, completions, 1, 1.0) < 1e-3
+
+
+def test_a_probe_that_cannot_be_scored_proves_nothing_and_ends_nothing(live, registry):
+    for token_ids in ([5] * 300, [5, 10**6]):
+        odd = Probe(tuple(token_ids), (0.0,) * (len(token_ids) - 1))
+        assert live.run(registry.publish(*live.policy(1), 0.0, odd))
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logprobs_after_a_swap_are_those_of_transformers_and_peft(live, registry, temperature):
     async def body():
@@ -78,6 +134,19 @@ def test_logprobs_after_a_swap_are_those_of_transformers_and_peft(live, registry
     assert len(completions) == 4
     assert worst_difference(live, completions, 2, temperature) < 1e-3
     assert worst_difference(live, completions, 1, temperature) > 0.1, "the swap changed nothing"
+
+
+def test_scores_of_given_tokens_are_those_of_transformers_and_peft_also_a_second_time(live, registry):
+    tokens = [*PROMPT, *range(10, 44)]
+
+    async def body():
+        await registry.publish(*live.policy(1), 0.0)
+        async with registry.pin() as adapter:
+            return [await live.engine.score(tokens, adapter) for _ in range(2)]
+
+    expected = reference_logprobs(live.model, live.peft_folder(1), tokens[:1], tokens[1:], 1.0)
+    for scores in live.run(body()):
+        torch.testing.assert_close(torch.tensor(scores), expected, atol=1e-4, rtol=0)
 
 
 def test_the_models_own_sampling_defaults_are_not_applied(live, registry):
@@ -112,6 +181,45 @@ def test_requests_in_flight_finish_on_their_adapter_and_new_ones_start_on_the_ne
     for version, completions in live.run(body()):
         assert worst_difference(live, completions, version, 1.0) < 1e-3
         assert worst_difference(live, completions, 7 - version, 1.0) > 0.1
+
+
+@pytest.mark.parametrize(("on_swap", "versions"), [("finish", {30}), ("continue", {30, 31, 32}), ("restart", {31})])
+def test_tokens_of_groups_that_outlive_swaps_have_the_logprobs_of_their_version(live, registry, on_swap, versions):
+    counters = Counters()
+    in_flight = InFlight(live.engine, registry, counters, on_swap)
+
+    async def body():
+        await registry.publish(*live.policy(30), 0.0)
+        groups = [asyncio.create_task(in_flight.sample(PROMPT, sampling(200, n=8))) for _ in range(3)]
+        for version in (31, 32):
+            await asyncio.sleep(0.15)
+            await registry.publish(*live.policy(version), 0.0)
+        assert not any(group.done() for group in groups), "the groups were over before the swaps; make them longer"
+        done = await asyncio.gather(*groups)
+        assert await live.engine._llm.collective_rpc("list_loras") == [[registry._current.id]], "slots are free"
+        return done
+
+    for version in (30, 31, 32):
+        live.policy(version)  # built beforehand: that takes longer than a swap
+    groups = live.run(body())
+    assert {version for group in groups for c in group for version in c.token_versions} == versions
+    for group in groups:
+        assert len(group) == 8
+        for completion in group:
+            expected = {
+                version: reference_logprobs(
+                    live.model, live.peft_folder(version), PROMPT, completion.token_ids, temperature=1.0
+                )
+                for version in set(completion.token_versions)
+            }
+            for place, (logprob, version) in enumerate(
+                zip(completion.logprobs, completion.token_versions, strict=True)
+            ):
+                assert abs(logprob - expected[version][place].item()) < 1e-4
+            assert completion.truncated == (completion.token_ids[-1] != 1)
+            assert len(completion.token_ids) == 200 or not completion.truncated
+    assert not live.engine._llm.output_processor.request_states
+    assert not live.engine._llm.output_processor.parent_requests, "vLLM has forgotten them"
 
 
 def test_many_swaps_under_load_leave_the_engine_alive_and_one_folder(live, registry, tmp_path):
@@ -197,6 +305,28 @@ def test_abandoned_requests_leave_the_engine(live, registry):
             return await live.engine.generate(PROMPT, sampling(), adapter)
 
     assert worst_difference(live, live.run(body()), 2, 1.0) < 1e-3
+
+
+def test_completions_of_a_group_share_their_prompt_and_the_engine_tells_its_load(live, registry):
+    async def body():
+        assert await registry.publish(*live.policy(1), 0.0)
+        async with registry.pin() as adapter:
+            asked = asyncio.create_task(live.engine.generate([5] * 200, sampling(length=40), adapter))
+            seen = set()
+            while not asked.done():
+                seen.add(live.engine.load())
+                await asyncio.sleep(0)
+        return max(seen, key=lambda load: load.running)
+
+    def hits() -> float:
+        samples = (sample for metric in prometheus_client.REGISTRY.collect() for sample in metric.samples)
+        return sum(sample.value for sample in samples if sample.name == "vllm:prefix_cache_hits_total")
+
+    before = hits()
+    load = live.run(body())
+    assert (load.running, load.waiting, load.preemptions) == (4, 0, 0)
+    assert 0 < load.kv_cache_usage < 1
+    assert 3 * 128 <= hits() - before <= 3 * 200, "the whole blocks of the prompt, for three of the four"
 
 
 def test_the_facts_for_the_handshake(live):

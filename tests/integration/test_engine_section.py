@@ -5,12 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from protocol.library_fields import SOURCES, fields
 from protocol.library_section import build
+from tests.unit.protocol.test_library_fields import assert_same_arguments
 from tests.unit.protocol.test_library_section import refusal
 
+pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
 
-@pytest.mark.integration
-@pytest.mark.filterwarnings("ignore")
+
 def test_vllm_engine_arguments(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -70,3 +72,9 @@ def test_vllm_engine_arguments(tmp_path: Path) -> None:
         ),
     ]:
         assert refusal("engine", AsyncEngineArgs, {key: value}, model=str(tmp_path)).startswith(message)
+
+
+def test_what_is_read_from_vllms_source_is_what_it_says_when_imported() -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    assert_same_arguments(fields(SOURCES["engine"][1]), AsyncEngineArgs)

@@ -1,6 +1,8 @@
 """The real pair: real vLLM, real TRL, real sockets, two processes."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import yaml
 from tests.integration.models import build_model
 from tests.integration.pair import Daemon, gone
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 REWARD = "def ones(completions, **_):\n    return [float(text.count('1')) for text in completions]\n"
 CHAT_REWARD = "def length(completions, **_):\n    return [float(len(c[0]['content'])) for c in completions]\n"
@@ -54,6 +56,12 @@ def read_steps(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "run" / "steps.jsonl").read_text().splitlines()]
 
 
+def status(run_dir: Path) -> dict:
+    """What `rl-status` says now."""
+    command = [sys.executable, "-m", "consumer.status_cli", "--run", str(run_dir), "--once", "--json"]
+    return json.loads(subprocess.run(command, capture_output=True, timeout=60, check=True).stdout)
+
+
 def test_each_waits_for_the_other_and_training_goes_on(short_dir: Path, daemons: list[Daemon]) -> None:
     rows = [{"prompt": f"{i}+1="} for i in range(40)]
     config = str(write_run(short_dir, "qwen2", rows, REWARD, trainer={"max_steps": 1_000_000}))
@@ -66,12 +74,28 @@ def test_each_waits_for_the_other_and_training_goes_on(short_dir: Path, daemons:
     trainer.wait_for(r"step 8/")
     producer.wait_for(r"policy v([5-9]|\d\d+) is live")
 
+    seen = status(short_dir / "run")
+    assert seen["trainer"]["step"] >= 8
+    assert seen["trainer"]["not_ready"] == seen["producers"][0]["not_ready"] == {}
+    assert seen["producers"][0]["policy_version"] >= 5
+    assert 0.0 <= seen["trainer"]["wait_share"] <= 1.0
+    assert seen["producers"][0]["tokens_per_s"] > 0
+    assert [point["step"] for point in seen["rewards"]][:8] == list(range(1, 9))
+
     family = producer.family()
     assert len(family) >= 3, "engine core and reward worker are processes of their own"
+    sockets = {Path(s.laddr) for member in family for s in member.net_connections("unix") if s.laddr[:1] == "/"}
+    assert sockets, "the engine core is reached over sockets"
+    assert {path.parent.name.partition("-")[0] for path in sockets} == {"slipstream"}, (
+        "where the next producer cleans up"
+    )
     producer.kill()
     assert gone(family), "the engine core and the reward worker end with their daemon"
     trainer.wait_for(r"producer \S+ left \((silent for|it cannot be reached).*prompts go out again")
     trainer.wait_for(r"no producer is connected")
+    seen = status(short_dir / "run")
+    assert seen["producers"][0]["error"] == "gone without a word, perhaps killed"
+    assert {"daemon_gone", "not_ready"} <= {warning["name"] for warning in seen["warnings"]}
 
     producer = Daemon("producer.cli", short_dir / "producer-2.log", "--config", config)
     daemons.append(producer)
@@ -104,7 +128,8 @@ def test_each_waits_for_the_other_and_training_goes_on(short_dir: Path, daemons:
 
 
 def test_without_staleness_the_run_is_on_policy(short_dir: Path, daemons: list[Daemon]) -> None:
-    """A Llama with byte-level BPE and a chat template; every group is trained on the version that generated it."""
+    """A Llama with byte-level BPE and a chat template; every group is trained on the version that generated it, which is
+    merged into the engine's weights."""
     rows = [{"prompt": [{"role": "user", "content": f"What is {i} and three?"}]} for i in range(20)]
     config = str(
         write_run(
@@ -113,6 +138,7 @@ def test_without_staleness_the_run_is_on_policy(short_dir: Path, daemons: list[D
             rows,
             CHAT_REWARD,
             pipeline={"max_staleness": 0},
+            swap={"mode": "merged"},
             trainer={"max_steps": 8},
             correction={"ratio_max": 100.0},
         )

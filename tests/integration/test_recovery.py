@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
+from consumer.journal_cli import main as rl_journal
 from protocol.errors import ExitCode
 from replay.journal_reader import JournalReader
 from tests.scripted import half_without_signal
 
-from .runs import Run
+from .runs import Run, eventually
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 
@@ -124,12 +125,14 @@ def test_a_run_with_stand_ins_and_rerolls_ends_as_one_that_never_was_killed(star
         assert row.policy_version > failed.policy_version
 
 
-def test_ready_groups_survive_the_trainer(start: Callable[..., Run]) -> None:
+def test_ready_groups_survive_the_trainer_and_a_copy_of_the_live_run_goes_on_too(start: Callable[..., Run]) -> None:
     """What was acknowledged and not yet trained is trained by the next process, before any producer is there."""
     run = start(**settings(max_steps=40))
     producer = run.producer()
     trainer = run.trainer()
     run.wait_for_step(3)
+    copy = run.folder / "copy"
+    assert rl_journal(["--run", run.config.run_dir, "backup", "--to", str(copy)]) == 0
     trainer.kill()
     reached = run.steps[-1]["step"]
     producer.stop()
@@ -138,10 +141,15 @@ def test_ready_groups_survive_the_trainer(start: Callable[..., Run]) -> None:
     assert acked <= {row.group_id for row in reader.rows()}, "every acknowledged group is in the journal"
     reader.close()
 
+    assert rl_journal(["--run", str(copy), "verify"]) == 0
+    copied = len((copy / "steps.jsonl").read_text().splitlines())
+    restored = run.trainer("--resume", "--set", f"run_dir={copy}", "--set", f"transport.endpoint=ipc://{copy}/c.ipc")
     again = run.trainer("--resume")
     again.wait_for(r"journal: \d+ groups ready, [1-9]\d* steps to train again as they were cut")
     again.wait_for(r"listening at .*waiting for producers(.|\n)*listening at .*waiting for producers")
     run.wait_for_step(reached)
+    eventually(lambda: len((copy / "steps.jsonl").read_text().splitlines()) >= copied, 60)
+    assert restored.process.poll() is None
 
 
 def test_a_run_without_checkpoints_goes_on_by_resume_only(start: Callable[..., Run]) -> None:

@@ -8,11 +8,13 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from protocol.codec import decode
 from protocol.messages import Group, Lease
 from replay.journal_reader import JournalReader
 from tests.scripted import made_up_group
@@ -40,6 +42,7 @@ def test_an_on_policy_run_from_start_to_end(start: Callable[..., Run]) -> None:
     assert producer.nacks == []
     summary = json.loads((Path(run.config.run_dir) / "trainer.json").read_text())
     assert (summary["finished"], summary["steps"], summary["counts"]["trained"]) == (True, 6, 12)
+    check_samples(run)
 
     tokens = torch.tensor([[5, 6, 7, 8]])
     with torch.no_grad():
@@ -48,6 +51,24 @@ def test_an_on_policy_run_from_start_to_end(start: Callable[..., Run]) -> None:
         adapted = PeftModel.from_pretrained(base, Path(run.config.run_dir) / "adapter")
         difference = (adapted(input_ids=tokens).logits - before).abs().max().item()
     assert difference > 1e-4, "the final adapter changes nothing"
+
+
+def check_samples(run: Run) -> None:
+    """Per step a completion with the best reward and one with the worst, as the journal has them."""
+    file = Path(run.config.run_dir) / "rollouts.jsonl"
+    samples = [json.loads(line) for line in file.read_text().splitlines()]
+    best_and_worst = [(step, step - 1, 0, reward) for step in range(1, 7) for reward in (1.0, 0.0)]
+    assert [(it["step"], it["policy_version"], it["staleness"], it["reward"]) for it in samples] == best_and_worst
+    assert [it["advantage"] > 0 for it in samples] == [True, False] * 6
+    tokenizer = AutoTokenizer.from_pretrained(run.model)
+    with closing(JournalReader(run.config.journal_file)) as reader:
+        for line, frame in zip(samples, reader.frames(line["group"] for line in samples), strict=True):
+            group = decode(frame)
+            assert isinstance(group, Group)
+            lengths, ids = (np.frombuffer(it, "<i4") for it in (group.completion_lengths, group.completion_ids))
+            texts = tokenizer.batch_decode(np.split(ids, lengths.cumsum()[:-1]))
+            assert (line["completion"], line["length"]) in zip(texts, lengths, strict=True)
+            assert line["prompt"] == tokenizer.decode(np.frombuffer(group.prompt_ids, "<i4"))
 
 
 def test_sigterm_commits_a_checkpoint_that_only_resume_goes_on_from(start: Callable[..., Run]) -> None:
@@ -137,7 +158,11 @@ def test_a_producer_that_disappears_is_missed_and_welcomed_back(start: Callable[
 
 
 def test_two_producers_share_the_work(start: Callable[..., Run]) -> None:
-    run = start(pipeline={"groups_per_step": 4, "max_staleness": 2}, trainer={"max_steps": 10})
+    run = start(
+        pipeline={"groups_per_step": 4, "max_staleness": 2},
+        trainer={"max_steps": 10},
+        observability={"log_format": "json", "rollout_samples": 0},
+    )
     producers = [run.producer(name, capacity=4) for name in ("left", "right")]
     trainer = run.trainer()
     assert trainer.end() == 0
@@ -148,17 +173,31 @@ def test_two_producers_share_the_work(start: Callable[..., Run]) -> None:
     answered_leases = [ack.lease_id for producer in producers for ack in producer.acks]
     assert len(answered_leases) == len(set(answered_leases))
     assert max(run.column("staleness/max")) <= 2
+    records = [json.loads(line) for line in trainer.output.splitlines()]  # nothing is written but JSON
+    steps = [record for record in records if "step" in record]
+    assert [record["step"] for record in steps] == run.column("step")
+    assert [record["reward"] for record in steps] == run.column("reward")
+    assert [record["version"] for record in steps] == list(range(1, 11)), "the one that the step made"
+    [run_id] = {record["run"] for record in records}
+    assert len(run_id) == 16
+    assert {record["role"] for record in records} == {"rl-trainer"}
+    assert records[-1]["msg"] == "rl-trainer: finished at step 10 of 10"
+    assert not (Path(run.config.run_dir) / "rollouts.jsonl").exists()
 
 
 def test_epochs_iterations_intervals_and_micro_batches_together(start: Callable[..., Run]) -> None:
     """40 prompts, 4 a step, half an epoch: 5 batches, each trained twice; a version every third step."""
     run = start(
-        pipeline={"groups_per_step": 4, "max_staleness": 0, "sync_interval": 3},
+        pipeline={
+            "groups_per_step": 4,
+            "max_staleness": 0,
+            "sync_interval": 3,
+            "trainer_tokens_per_micro_batch": 40,
+        },
         trainer={
             "max_steps": -1,
             "num_train_epochs": 0.5,
             "num_iterations": 2,
-            "per_device_train_batch_size": 8,
             "beta": 0.05,
             "loss_type": "dr_grpo",
             "report_to": "none",

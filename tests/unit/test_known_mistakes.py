@@ -82,7 +82,7 @@ MISTAKES = {
     ],
     "engines of others on the same host are killed by name": [
         ("integration/test_producer.py", "test_no_child_survives_kill_9"),
-        ("unit/producer/test_scratch.py", "test_what_a_killed_process_left_goes_and_nothing_else"),
+        ("unit/protocol/test_scratch.py", "test_what_a_killed_process_left_goes_and_nothing_else"),
     ],
     # The swap
     "a swap that failed is a warning, and generation goes on as if it had not": [

@@ -12,6 +12,7 @@ from consumer.setup import Setup
 from protocol.config import RunConfig
 from replay.groups import RolloutGroup
 from tests.integration.models import build_model, random_adapter, reference_logprobs
+from tests.unit.consumer.builders import snapshot
 
 PROMPTS = ["1+1=", "37+45=", "9=", "12345+1="]
 STEPS, STALENESS, ROUNDS = 6, 2, 2
@@ -70,12 +71,12 @@ def run(setup: Setup, blobs: list[bytes], staleness: int = STALENESS) -> list[li
     """The batches of a run whose step s publishes the s-th blob, however it was trained."""
     policies = Policies(staleness + 1, STEPS, lambda blob: 0.0)
     feed = LockstepFeed(setup, Sampler(setup), policies, staleness, ROUNDS)
-    policies.publish(0, 0, blobs[0], "")
+    policies.publish(0, 0, snapshot(blobs[0]))
     batches = []
     for step, batch in enumerate(feed):
         batches.append(batch.groups)
         if step + 1 < STEPS:
-            policies.publish(step + 1, step + 1, blobs[step + 1], "")
+            policies.publish(step + 1, step + 1, snapshot(blobs[step + 1]))
     return batches
 
 
@@ -120,7 +121,7 @@ def test_prompts_and_noise_depend_on_the_seed_alone(setup: Callable[..., Setup],
 def test_groups_without_signal_fill_the_batch(setup: Callable[..., Setup], blobs: list[bytes]) -> None:
     one = setup(reward="nothing")
     policies = Policies(1, STEPS, lambda blob: 0.0)
-    policies.publish(0, 0, blobs[0], "")
+    policies.publish(0, 0, snapshot(blobs[0]))
     feed = LockstepFeed(one, Sampler(one), policies, 0, ROUNDS)
     batch = next(iter(feed))
     assert (len(batch.groups), feed.num_fillers) == (3, 3)

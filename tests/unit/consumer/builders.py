@@ -1,13 +1,17 @@
 """Small things that the tests of `consumer` need again and again."""
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import apsw
 import numpy as np
+import torch
+from prometheus_client import CollectorRegistry
 
+from consumer.learning_metrics import LearningMetrics
+from consumer.snapshots import Snapshot
 from protocol.codec import encode
 from protocol.config import ReplaySection, RunConfig
 from protocol.messages import Group
@@ -22,6 +26,10 @@ from replay.rerolls import RerollQueue, RerollRules
 from replay.staleness import StalenessBudget
 
 SHAPE = GroupShape(num_generations=4, num_rewards=1, max_completion_length=6, vocab_size=64)
+
+
+def snapshot(data: bytes, release: Callable[[], None] = lambda: None) -> Snapshot:
+    return Snapshot(torch.frombuffer(bytearray(data), dtype=torch.uint8), None, release)
 
 
 def run_config(run_dir: Path, model: Path | str = "model", **sections: Any) -> RunConfig:
@@ -50,6 +58,7 @@ def rollout_group(
     truncated: list[bool] | None = None,
     group_id: str = "s-1",
     version: int = 0,
+    token_versions: list[int] | None = None,
 ) -> RolloutGroup:
     """A group of exactly these completions; rewards 0, 1, 2, ... and log-probs -0.1, -0.2, ... unless given."""
     count = len(completions)
@@ -65,6 +74,7 @@ def rollout_group(
         logprobs=np.concatenate([flat] if logprobs is None else logprobs).astype(np.float32),
         rewards=values.reshape(count, -1),
         truncated=np.array(truncated or [False] * count),
+        token_versions=None if token_versions is None else np.array(token_versions, np.int32),
     )
 
 
@@ -81,6 +91,7 @@ def message(group: RolloutGroup) -> Group:
         truncated=group.truncated.astype("u1").tobytes(),
         generation_s=0.0,
         reward_s=0.0,
+        token_versions=b"" if group.token_versions is None else group.token_versions.astype("<i4").tobytes(),
     )
 
 
@@ -168,6 +179,10 @@ def fill(replay: RolloutBuffer, count: int = 2, *, dull: int = 0) -> list[str]:
     ]
     assert replay.offer([delivery(group) for group in groups]) == outcomes
     return lease_ids[:count]
+
+
+def learning_metrics() -> LearningMetrics:
+    return LearningMetrics(CollectorRegistry(), ["exact"], max_steps=9, max_staleness=1)
 
 
 class Clock:

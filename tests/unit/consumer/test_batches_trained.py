@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from consumer.batches import MicroBatch
+from consumer.heartbeat import Heartbeat
 from consumer.trainer import SlipstreamTrainer
 from replay.cutting import CutBatch
 from replay.groups import RolloutGroup
@@ -18,8 +19,8 @@ from .builders import rollout_group, run_config
 from .trl_reference import loss_and_gradients, perturb, slipstream_trainer
 
 SEQUENCE_MEANS = ("grpo", "sapo", "luspo", "dr_grpo")
-TOKEN_MEANS = ("dapo", "cispo", "vespo")
-NUM_GROUPS, SIZE = 4, 4  # of a full batch, and completions of a micro-batch
+TOKEN_MEANS = ("dapo", "cispo", "vespo", "bnpo")
+NUM_GROUPS = 4  # of a full batch
 
 
 def some_groups(count: int, *, flat: bool = False, sampled: bool = False, seed: int = 0) -> list[RolloutGroup]:
@@ -38,8 +39,8 @@ def some_groups(count: int, *, flat: bool = False, sampled: bool = False, seed: 
 
 
 def new_trainer(folder: Path, model: Path, **options: Any) -> SlipstreamTrainer:
-    options = {"per_device_train_batch_size": SIZE} | options
-    config = run_config(folder, model, pipeline={"groups_per_step": NUM_GROUPS}, trainer=options)
+    pipeline = {"groups_per_step": NUM_GROUPS, "trainer_tokens_per_micro_batch": 60}
+    config = run_config(folder, model, pipeline=pipeline, trainer=options)
     return slipstream_trainer(config, model)
 
 
@@ -56,8 +57,7 @@ def busy(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Slipstre
 
 
 def trained(trainer: SlipstreamTrainer, batches: list[MicroBatch]) -> tuple[float, torch.Tensor]:
-    trainer.args.steps_per_generation = len(batches)
-    return loss_and_gradients(trainer, *[trainer._prepare_inputs(batch) for batch in batches])
+    return loss_and_gradients(trainer, trainer._prepare_inputs(batches))
 
 
 def assert_same_gradient(actual: torch.Tensor, expected: torch.Tensor) -> None:
@@ -75,30 +75,27 @@ def test_a_partial_batch_is_a_full_one_whose_other_groups_have_no_advantage(
 ) -> None:
     trainer.loss_type = loss_type
     groups = some_groups(2)
-    partial = trainer.recipe.tensors(groups, step=0)
-    full = trainer.recipe.tensors(groups + some_groups(2, flat=True, seed=1), step=0)
-    assert len(partial) == len(full) == NUM_GROUPS
+    partial = trainer.recipe.tensors(groups)
+    full = trainer.recipe.tensors(groups + some_groups(2, flat=True, seed=1))
     assert_same_gradient(trained(trainer, partial)[1], trained(trainer, full)[1])
 
 
 @pytest.mark.parametrize("loss_type", TOKEN_MEANS)
 def test_a_partial_batch_is_a_small_batch_where_the_loss_is_a_mean_over_tokens(
-    trainer: SlipstreamTrainer, loss_type: str
+    trainer: SlipstreamTrainer, monkeypatch: pytest.MonkeyPatch, loss_type: str
 ) -> None:
     trainer.loss_type = loss_type
-    groups = some_groups(2)
-    small = dataclasses.replace(trainer.recipe, num_completions=8).tensors(groups, step=0)
-    partial = trainer.recipe.tensors(groups, step=0)
-    assert (len(small), len(partial)) == (2, 4)
-    assert_same_gradient(trained(trainer, partial)[1], trained(trainer, small)[1])
+    partial = trainer.recipe.tensors(some_groups(2))
+    as_partial = trained(trainer, partial)[1]
+    monkeypatch.setattr(trainer, "_num_completions", 8)
+    assert_same_gradient(as_partial, trained(trainer, partial)[1])
 
 
-def test_bnpo_is_a_mean_over_micro_batches_the_empty_ones_included(trainer: SlipstreamTrainer) -> None:
-    trainer.loss_type = "bnpo"
-    groups = some_groups(2)
-    small = dataclasses.replace(trainer.recipe, num_completions=8).tensors(groups, step=0)
-    partial = trainer.recipe.tensors(groups, step=0)
-    assert_same_gradient(trained(trainer, partial)[1], trained(trainer, small)[1] / 2)
+def test_groups_without_signal_and_rows_without_advantage_never_reach_the_model(trainer: SlipstreamTrainer) -> None:
+    moving = some_groups(2)
+    batches = trainer.recipe.tensors([*moving, *some_groups(2, flat=True, seed=1)])
+    assert sum(len(rows_of(batch)) for batch in batches) == 8
+    assert batches[0]["num_items_in_batch"] > sum(group.num_tokens for group in moving)
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
@@ -107,7 +104,9 @@ def test_a_micro_batch_that_counts_nowhere_gives_zero_and_no_nan(
     busy: SlipstreamTrainer, loss_type: str, level: str
 ) -> None:
     busy.loss_type, busy.importance_sampling_level = loss_type, level
-    *_, empty = busy.recipe.tensors(some_groups(1), step=0)
+    [empty] = busy.recipe.tensors(some_groups(1)[:1])[:1]
+    empty["completion_mask"].zero_()
+    empty["num_items_in_batch"].zero_()
     busy._metrics["train"].clear()
     loss, gradient = trained(busy, [empty])
     assert loss == 0.0
@@ -124,8 +123,13 @@ def test_training_with_a_partial_batch(tmp_path: Path, tiny_model: Path) -> None
         CutBatch(step=0, num_iterations=1, last_step=1, groups=some_groups(1), num_fresh=1),
         CutBatch(step=1, num_iterations=1, last_step=2, groups=some_groups(NUM_GROUPS, seed=1), num_fresh=4),
     ]
+    beats: list[int] = []
+    trainer.add_callback(Heartbeat(lambda: beats.append(trainer.state.global_step)))
     trainer.train()
     assert trainer.state.global_step == 2
+    micro_batches = [len(trainer.recipe.tensors(batch.groups)) for batch in trainer._batches]
+    assert micro_batches[1] > 1
+    assert len(beats) == sum(micro_batches) + 2, "one for each micro-batch, and one for the begin of each step"
     steps = [entry for entry in trainer.state.log_history if "loss" in entry]
     for name in ("loss", "grad_norm", "kl", "entropy"):
         assert all(math.isfinite(step[name]) for step in steps), name
@@ -166,22 +170,21 @@ def test_a_replayed_group_has_no_holes_and_loses_no_prompt_end_in_other_widths(t
     long = rollout_group([[15, 16, 17], [18], [19], [20, 21]], prompt=list(range(3, 23)))
     longest = rollout_group([[22], [23, 24, 25, 26, 27], [28], [29]], prompt=list(range(10, 40)))
     alone = {}
-    one_by_one = dataclasses.replace(trainer.recipe, micro_batch_size=1, num_completions=12)
-    for batch in one_by_one.tensors([short, long, longest], step=0):
+    one_by_one = dataclasses.replace(trainer.recipe, max_tokens=1, only_advantages=False)
+    for batch in one_by_one.tensors([short, long, longest]):
         assert batch["prompt_mask"].all()
         assert batch["completion_mask"].all()
         alone[rows_of(batch)[0]] = policy_logprobs(trainer, batch)[0]
     assert len(alone) == 12
     widths = set()
-    for step, groups in enumerate([[short, long], [short, longest], [long, longest], [short], [short, long, longest]]):
-        for size in (4, 12):
-            recipe = dataclasses.replace(trainer.recipe, micro_batch_size=size, num_completions=12)
-            for batch in recipe.tensors(groups, step):
+    for groups in ([short, long], [short, longest], [long, longest], [short], [short, long, longest]):
+        for max_tokens in (70, 1000):
+            recipe = dataclasses.replace(one_by_one, max_tokens=max_tokens)
+            for batch in recipe.tensors(groups):
                 widths.add((batch["prompt_ids"].size(1), batch["completion_ids"].size(1)))
                 together = policy_logprobs(trainer, batch)
                 for row, values in zip(rows_of(batch), together, strict=True):
-                    if row[1]:  # it counts
-                        torch.testing.assert_close(values[: len(row[1])], alone[row], atol=1e-5, rtol=0)
+                    torch.testing.assert_close(values[: len(row[1])], alone[row], atol=1e-5, rtol=0)
     assert len(widths) > 4
 
 
@@ -192,10 +195,10 @@ def test_a_replayed_group_gets_its_ratio_from_the_policy_that_trains_it(tmp_path
     again, first, second = some_groups(3, sampled=True)
     ratios = []
     for step, company in enumerate([first, second]):
-        [batch] = trainer.recipe.tensors([again, company], step)
+        [batch] = trainer.recipe.tensors([again, company])
         assert not [name for name in batch if "ratio" in name]
-        inputs = trainer._prepare_inputs(batch)
-        loss_and_gradients(trainer, inputs)
+        [inputs] = trainer._prepare_inputs([batch])
+        loss_and_gradients(trainer, [inputs])
         ratio, mask = inputs["importance_sampling_ratio"], inputs["completion_mask"].bool()
         expected = (policy_logprobs(trainer, batch) - inputs["sampling_per_token_logps"]).exp()
         torch.testing.assert_close(ratio[mask], expected[mask], atol=1e-4, rtol=1e-4)

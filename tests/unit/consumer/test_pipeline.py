@@ -1,6 +1,8 @@
 """The end of a step is in the journal before anybody hears of its policy; old groups go when no checkpoint needs them."""
 
+import hashlib
 import json
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +19,9 @@ from replay.disk import DiskGuard
 from replay.journal_reader import JournalReader
 from replay.replay_table import ReplayTable
 
-from .builders import Clock, FillableJournal, fill, live_buffer, replay_of
+from .builders import Clock, FillableJournal, fill, live_buffer, replay_of, snapshot
+
+ADAPTER_DIGEST = hashlib.sha256(b"adapter").hexdigest()
 
 
 class Announcements:
@@ -27,10 +31,13 @@ class Announcements:
         self._journal = journal
         self.heard: list[tuple[int, bytes, str, list[tuple[int, int, str]]]] = []
 
-    def publish(self, version: int, data: bytes, digest: str) -> None:
+    def publish(
+        self, version: int, data: memoryview, digest: str, probe: tuple[bytes, bytes], release: Callable[[], None]
+    ) -> None:
         with closing(JournalReader(self._journal)) as reader:
             on_disk = [(row.version, row.step, row.digest) for row in reader.policies()]
-        self.heard.append((version, data, digest, on_disk))
+        self.heard.append((version, bytes(data), digest, on_disk))
+        release()
 
     def describe(self) -> str:
         return "1 producer(s)"
@@ -74,7 +81,7 @@ class Run:
         fill(self.replay)
         batch = self.replay.next_batch(0.0)
         assert batch is not None
-        self.pipeline.publish(number, number, b"adapter", f"digest {number}")
+        self.pipeline.publish(number, number, snapshot(b"adapter"))
         return [group.group_id for group in batch.groups]
 
     def checkpoint(self, step: int) -> None:
@@ -87,16 +94,20 @@ class Run:
 
 
 @pytest.fixture
-def run(tmp_path: Path, journal: FillableJournal, disk: DiskGuard, clock: Clock) -> Run:
-    return Run(tmp_path / "checkpoints", journal, disk, clock)
+def run(tmp_path: Path, journal: FillableJournal, disk: DiskGuard, clock: Clock) -> Iterator[Run]:
+    made = Run(tmp_path / "checkpoints", journal, disk, clock)
+    yield made
+    made.pipeline.close()
 
 
 def test_a_policy_is_in_the_journal_when_it_is_announced(run: Run) -> None:
-    run.pipeline.publish(0, 0, b"first", "d0")
-    run.pipeline.publish(3, 1, b"second", "d1")
+    run.pipeline.publish(0, 0, snapshot(b"first"))
+    run.pipeline.publish(3, 1, snapshot(b"second"))
+    run.pipeline.flush()
+    first, second = (hashlib.sha256(data).hexdigest() for data in (b"first", b"second"))
     assert run.intake.heard == [
-        (0, b"first", "d0", [(0, 0, "d0")]),
-        (1, b"second", "d1", [(0, 0, "d0"), (1, 3, "d1")]),
+        (0, b"first", first, [(0, 0, first)]),
+        (1, b"second", second, [(0, 0, first), (1, 3, second)]),
     ]
 
 
@@ -112,11 +123,12 @@ def test_a_step_without_a_policy_ends_too(run: Run) -> None:
 
 def test_on_a_full_disk_the_end_of_a_step_is_waited_for_and_then_announced(run: Run, tmp_path: Path) -> None:
     run.journal.full, run.room_at = True, 1012.0
-    run.pipeline.publish(1, 1, b"adapter", "d1")
+    run.pipeline.publish(1, 1, snapshot(b"adapter"))
+    run.pipeline.flush()
     assert run.clock.now == 1012.25
     assert run.journal.refused == 49, "four times a second"
     assert run.said == ["waiting for room on the disk of run_dir (10 s): 1 producer(s)"]
-    assert run.intake.heard == [(1, b"adapter", "d1", [(1, 1, "d1")])]
+    assert run.intake.heard == [(1, b"adapter", ADAPTER_DIGEST, [(1, 1, ADAPTER_DIGEST)])]
     assert not (tmp_path / "journal.reserve").exists(), "the reserve was given up for it"
 
 
@@ -130,17 +142,23 @@ def test_a_disk_that_stays_full_ends_the_run(run: Run) -> None:
 def test_a_stop_request_ends_the_wait_for_room_and_nothing_is_announced(run: Run) -> None:
     run.journal.full, run.room_at, run.stop_at = True, float("inf"), 1005.0
     with pytest.raises(StopRequested):
-        run.pipeline.publish(1, 1, b"adapter", "d1")
+        run.pipeline.publish(1, 1, snapshot(b"adapter"))
     assert run.intake.heard == []
 
 
-def test_a_journal_that_is_damaged_ends_the_run(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def damaged(step: int, policy: Any) -> None:
+@pytest.mark.parametrize("write", ["end_step", "note_policy"])
+def test_a_journal_that_is_damaged_ends_the_run(run: Run, monkeypatch: pytest.MonkeyPatch, write: str) -> None:
+    def damaged(*_: Any) -> None:
         raise JournalError("damaged")
 
-    monkeypatch.setattr(run.journal, "end_step", damaged)
+    monkeypatch.setattr(run.journal, write, damaged)
+
+    def publish() -> None:
+        run.pipeline.publish(1, 1, snapshot(b"adapter"))
+        run.pipeline.flush()
+
     with pytest.raises(JournalError, match="damaged"):
-        run.pipeline.publish(1, 1, b"adapter", "d1")
+        publish()
     assert run.intake.heard == []
 
 

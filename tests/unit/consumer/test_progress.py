@@ -10,10 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from consumer import progress
 from consumer.progress import StepReport, batch_metrics, success_rates
 from replay.cutting import CutBatch
 
-from .builders import rollout_group
+from .builders import learning_metrics, rollout_group
 
 METRICS = {"reward": 0.5, "staleness/mean": 1.0}
 
@@ -21,7 +22,9 @@ METRICS = {"reward": 0.5, "staleness/mean": 1.0}
 def report(
     folder: Path, counts: Counter[str] | None = None, *, first_step: int = 0, show_bar: bool = False
 ) -> StepReport:
-    return StepReport(folder, counts or Counter(), max_steps=9, first_step=first_step, show_bar=show_bar)
+    return StepReport(
+        folder, counts or Counter(), learning_metrics(), max_steps=9, first_step=first_step, show_bar=show_bar
+    )
 
 
 def steps(folder: Path) -> list[int]:
@@ -34,7 +37,8 @@ def write(place: StepReport, *numbers: int) -> None:
 
 
 def test_metrics_by_hand() -> None:
-    used = rollout_group([[3], [4, 5]], rewards=[[1.0, 2.0], [0.0, math.nan]], truncated=[False, True], version=3)
+    used = rollout_group([[3], [4, 5]], rewards=[[1.0, 2.0], [0.0, math.nan]], truncated=[False, True], version=3,
+                         token_versions=[3, 3, 4])  # fmt: skip
     dull = rollout_group([[3, 4, 5], [4]], rewards=[[1.0, math.nan], [math.nan, math.nan]], version=5)
     batch = CutBatch(5, 1, 6, [used], 1, [(used, "accepted"), (dull, "no_signal")])
     metrics = batch_metrics(batch, 5, np.array([1.0, 0.5]), ["first", "second"])
@@ -49,6 +53,8 @@ def test_metrics_by_hand() -> None:
             "completions/clipped_ratio": 0.25,
             "staleness/mean": 2.0,
             "staleness/max": 2.0,
+            "staleness/token_mean": 5 / 3,
+            "staleness/newer_token_share": 1 / 3,
             "replay/share": 0.0,
             "rewards/first/mean": 2 / 3,
             "rewards/first/std": math.sqrt(1 / 3),
@@ -197,3 +203,29 @@ def test_elsewhere_than_on_a_terminal_a_step_is_one_readable_line(
     write(place, 1)
     place.close()
     assert capsys.readouterr().err == "step 1/9  reward 0.500  staleness 1.00  tok/s 20  wait 25%\n"
+
+
+def test_where_logs_are_json_a_step_is_a_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(progress.logs, "structured", lambda: True)
+    caplog.set_level("INFO", logger="consumer")
+    place = report(tmp_path, show_bar=True)
+    write(place, 1)
+    place.say("listening")
+    place.close()
+    assert caplog.messages == ["step 1/9  reward 0.500  staleness 1.00  tok/s 20  wait 25%", "listening"]
+    assert [record.fields for record in caplog.records] == [
+        {
+            "step": 1,
+            "max_steps": 9,
+            "reward": 0.5,
+            "staleness": 1.0,
+            "tokens": 40,
+            "tokens_per_s": 20.0,
+            "step_s": 1.5,
+            "wait_s": 0.5,
+            "wait_share": 0.25,
+        },
+        {},
+    ]

@@ -1,52 +1,102 @@
-"""The blob is the adapter: PEFT loads it and gets the trainer's weights and outputs."""
+"""Versions leave in order while the main thread goes on; what goes wrong on the way ends the run."""
 
-import json
-from pathlib import Path
+import threading
 
-import torch
-from peft import PeftModel
-from transformers import AutoModelForCausalLM
+import pytest
 
-from consumer.publisher import adapter_blob
-from protocol.adapter_blob import pack, unpack
+from consumer import publisher as publisher_module
+from consumer.patience import Patience, StopRequested
+from consumer.publisher import Publisher
+from consumer.snapshots import Snapshot
 
-from .builders import run_config
-from .trl_reference import lora_parameters, perturb, slipstream_trainer
+from .builders import snapshot
 
 
-def test_peft_loads_the_blob_and_computes_the_same(tmp_path: Path, tiny_model: Path) -> None:
-    trainer = slipstream_trainer(run_config(tmp_path, tiny_model), tiny_model)
-    data, digest = pack(adapter_blob(trainer.model))
-    unpack(data, digest, tmp_path / "adapter")
-    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model), tmp_path / "adapter")
-    expected = {name: value for name, value in trainer.model.state_dict().items() if "lora_" in name}
-    actual = {name: value for name, value in loaded.state_dict().items() if "lora_" in name}
-    assert len(expected) == len(actual) == 2 * 2 * 7  # A and B, two layers, all linear modules
-    for name, value in expected.items():
-        torch.testing.assert_close(actual[name], value, atol=0, rtol=0)
-    tokens = torch.tensor([[3, 4, 5, 6]])
-    with torch.no_grad():
-        ours = trainer.model.eval()(input_ids=tokens, fused_lm_head=False).logits
-        torch.testing.assert_close(loaded.eval()(input_ids=tokens).logits, ours)
+class Setup:
+    """A publisher whose versions wait at the gate."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Semaphore(0)
+        self.published: list[tuple[int, int, bytes]] = []
+        self.refusals = 0
+        self.stopping = False
+        self.publisher = Publisher(
+            self.publish, Patience(check=self.check, say=print, stall_timeout_s=60.0), lambda: "nobody"
+        )
+
+    def check(self) -> None:
+        if self.stopping:
+            raise StopRequested
+
+    def publish(self, version: int, step: int, data: Snapshot) -> bool:
+        self.gate.acquire()
+        if self.refusals:
+            self.refusals -= 1
+            return False
+        if bytes(data.data) == b"bad":
+            raise OSError("no weights")
+        self.published.append((version, step, bytes(data.data)))
+        return True
 
 
-def test_the_blob_is_a_copy_and_equal_weights_give_equal_bytes(tmp_path: Path, tiny_model: Path) -> None:
-    trainer = slipstream_trainer(run_config(tmp_path, tiny_model), tiny_model)
-    first = pack(adapter_blob(trainer.model))
-    assert pack(adapter_blob(trainer.model)) == first
-    blob = adapter_blob(trainer.model)
-    perturb(trainer, seed=1)
-    assert pack(blob) == first, "training went on, the blob did not"
-    assert pack(adapter_blob(trainer.model))[1] != first[1]
-    assert all(parameter.requires_grad for parameter in lora_parameters(trainer))
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    monkeypatch.setattr(publisher_module, "_POLL_S", 0.01)
 
 
-def test_the_configuration_is_plain_json_for_inference(tmp_path: Path, tiny_model: Path) -> None:
-    trainer = slipstream_trainer(run_config(tmp_path, tiny_model), tiny_model)
-    settings = json.loads(adapter_blob(trainer.model).config_json)
-    assert settings["peft_type"] == "LORA"
-    assert settings["task_type"] == "CAUSAL_LM"
-    assert settings["inference_mode"] is True
-    assert (settings["r"], settings["lora_alpha"]) == (4, 8)
-    assert settings["target_modules"] == sorted(settings["target_modules"])
-    assert len(settings["target_modules"]) == 2 * 7
+@pytest.fixture
+def setup():
+    made = Setup()
+    yield made
+    made.gate.release(100)
+    made.publisher.close()
+
+
+def test_the_caller_waits_only_for_the_third(setup):
+    setup.stopping = True  # or the waits below would be for ever
+    setup.publisher.submit(0, 0, snapshot(b"a"))
+    setup.publisher.submit(1, 2, snapshot(b"b"))
+    with pytest.raises(StopRequested):
+        setup.publisher.submit(2, 4, snapshot(b"c"))
+    setup.gate.release(100)
+    setup.publisher.submit(2, 4, snapshot(b"c"))
+    setup.publisher.flush()
+    assert setup.published == [(0, 0, b"a"), (1, 2, b"b"), (2, 4, b"c")]
+
+
+def test_what_is_not_possible_now_is_tried_again_and_keeps_its_place(setup):
+    setup.refusals = 1
+    setup.gate.release(100)
+    setup.publisher.submit(0, 0, snapshot(b"a"))
+    setup.publisher.submit(1, 1, snapshot(b"b"))
+    setup.publisher.flush()
+    assert [version for version, *_ in setup.published] == [0, 1]
+
+
+def test_an_error_is_raised_by_whatever_comes_next(setup):
+    setup.gate.release(100)
+    setup.publisher.submit(0, 0, snapshot(b"bad"))
+    with pytest.raises(OSError, match="no weights"):
+        setup.publisher.flush()
+    with pytest.raises(OSError, match="no weights"):
+        setup.publisher.submit(1, 1, snapshot(b"b"))
+    with pytest.raises(OSError, match="no weights"):
+        setup.publisher.check()
+    assert setup.published == []
+
+
+def test_closing_publishes_what_is_left_unless_it_is_not_possible_now(setup):
+    setup.publisher.submit(0, 0, snapshot(b"a"))
+    setup.publisher.submit(1, 1, snapshot(b"b"))
+    setup.gate.release(100)
+    setup.publisher.close()
+    assert [version for version, *_ in setup.published] == [0, 1]
+
+
+def test_closing_gives_up_what_waits_for_room():
+    setup = Setup()
+    setup.refusals = 1000
+    setup.gate.release(100)
+    setup.publisher.submit(0, 0, snapshot(b"a"))
+    setup.publisher.close()
+    assert setup.published == []

@@ -13,7 +13,7 @@ from protocol.errors import ConfigError, JournalError
 from replay.journal import Journal
 from replay.retention import prune
 
-from .builders import SHAPE, fill, live_buffer, replay_of
+from .builders import SHAPE, fill, live_buffer, replay_of, snapshot
 
 FACTS = {
     "run_id": "run",
@@ -38,7 +38,8 @@ def record(journal: Journal, num_batches: int, *, num_iterations: int = 1) -> li
         batch = replay.next_batch(0.0)
         assert batch is not None
         for step in range(batch.step + 1, batch.last_step + 1):
-            journal.end_step(step, (step, f"digest {step}"))
+            journal.end_step(step)
+            journal.note_policy(step, step, f"digest {step}")
         replay.published(number + 1)
         result.append([group.group_id for group in batch.groups])
     fill(replay, 1)
@@ -71,7 +72,7 @@ def test_groups_that_stood_in_stand_in_again(journal: Journal, recorded: Recorde
     made = [fill(replay), [*fill(replay, 1, dull=1), "0-0-0-1-s"]]
     for step in (1, 2):
         assert replay.next_batch(0.0) is not None
-        journal.end_step(step, None)
+        journal.end_step(step)
     assert batches(recorded) == [(0, 1, 1, made[0]), (1, 1, 2, made[1])]
     assert [batch.num_fresh for batch in recorded.batches(1, SHAPE)] == [2, 1]
     counts: Counter[str] = Counter()
@@ -86,7 +87,7 @@ def test_a_partial_batch_stays_partial(journal: Journal, recorded: RecordedRun) 
     made = [fill(replay, 1), fill(replay, 2)]
     for step in (1, 2):
         assert replay.next_batch(0.0, partial=True) is not None
-        journal.end_step(step, None)
+        journal.end_step(step)
     assert [groups for *_, groups in batches(recorded)] == [[made[0][0], made[1][0]], [made[1][1]]]
 
 
@@ -101,7 +102,7 @@ def test_groups_of_a_batch_come_in_the_order_of_the_step_and_not_of_arrival(
 ) -> None:
     [[first, second]] = record(journal, 1)
     journal.claim(1, 1, [second, first], 2)
-    journal.end_step(1, None)
+    journal.end_step(1)
     assert batches(recorded) == [(0, 1, 1, [second, first])]
 
 
@@ -176,6 +177,15 @@ def test_a_fact_that_differs_is_named_with_both_values(recorded: RecordedRun, na
     assert str(caught.value) == f"--from-journal: {key} is other, the run was made with {FACTS[name]}"
 
 
+def test_the_journal_of_a_newer_release_is_refused(tmp_path: Path, journal: Journal) -> None:
+    journal.note_facts(FACTS | {"wire_schema": "3"})
+    with closing(RecordedRun(tmp_path)) as recorded, pytest.raises(JournalError) as caught:
+        recorded.check(FACTS)
+    assert str(caught.value) == (
+        f"{journal.path} has groups of protocol schema 3, this release reads up to 2; use its release"
+    )
+
+
 def test_a_folder_without_a_journal_is_refused(tmp_path: Path) -> None:
     with pytest.raises(JournalError, match=r"nowhere/journal\.sqlite: no such file"):
         RecordedRun(tmp_path / "nowhere")
@@ -222,7 +232,8 @@ def test_a_stop_request_ends_the_feed_before_the_next_batch(journal: Journal, re
 
 def test_its_pipeline_leads_nowhere(tmp_path: Path) -> None:
     pipeline = RetrainingPipeline()
-    pipeline.publish(1, 1, b"adapter", "digest")
+    pipeline.publish(1, 1, snapshot(b"adapter"))
+    pipeline.flush()
     pipeline.end_step(2)
     pipeline.checkpointed(tmp_path / "absent")
     assert pipeline.observe(0.5, 0.5) == {}

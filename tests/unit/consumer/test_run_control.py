@@ -3,20 +3,26 @@ committed at the end of every step. Then `save` alone, on disks that fill up.
 """
 
 import errno
+import itertools
 import json
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from consumer import checkpoints
 from consumer import run_control as run_control_module
 from consumer.feed import BatchFeed
 from consumer.patience import Patience, StopRequested
 from consumer.pipeline import LivePipeline
+from consumer.probe import Probe
 from consumer.progress import StepReport
+from consumer.rollout_log import RolloutLog
 from consumer.run_control import RunControl
 from consumer.trainer import SlipstreamTrainer, build_arguments, build_lora
 from protocol.errors import StalledError
@@ -24,7 +30,9 @@ from replay.disk import DiskGuard
 from replay.journal import Journal
 from replay.staleness import StalenessBudget
 
-from .builders import SHAPE, Clock, delivery, live_buffer, rollout_group, run_config
+from .builders import SHAPE, Clock, delivery, learning_metrics, live_buffer, rollout_group, run_config
+
+PROBE_TOKENS = np.arange(3, 11, dtype=np.int32)
 
 
 class Run:
@@ -46,6 +54,7 @@ class Run:
         self.behind = behind
         self.stop_at = stop_at
         self.published: list[tuple[int, str]] = []
+        self.probes: list[tuple[bytes, bytes]] = []
         self.state: dict[str, Any] = {}
         self.arguments = build_arguments(self.config, on_gpu=False, num_prompts=1000)
         with closing(Journal(self.config.journal_file)) as journal:
@@ -64,11 +73,15 @@ class Run:
         start = checkpoints.starting_point(run_dir, checkpoints_dir, has_groups=journal.last_seq > 0, resume=resume)
         first_step = start.step if start else 0
         self.replay.restore(start.state if start else None, step=first_step, shape=SHAPE)
-        report = StepReport(run_dir, self.replay.counts, max_steps=99, first_step=first_step, show_bar=False)
+        report = StepReport(
+            run_dir, self.replay.counts, learning_metrics(), max_steps=99, first_step=first_step, show_bar=False
+        )
         patience = Patience(check=self.produce, say=print, stall_timeout_s=60.0)
         feed = BatchFeed(self.replay, self, patience)
+        disk = DiskGuard(run_dir, 1.0)
+        self.pipeline = LivePipeline(self.replay, journal, self, patience, disk, self.config.replay)
         control = RunControl(
-            LivePipeline(self.replay, journal, self, patience, DiskGuard(run_dir, 1.0), self.config.replay),
+            self.pipeline,
             StalenessBudget(**options),
             feed,
             report,
@@ -81,12 +94,17 @@ class Run:
             self.config, self.arguments, build_lora(self.config), model, feed, [control], control.save
         )
         control.trainer = self.trainer
+        control.rollouts = RolloutLog.of(self.trainer, self.config, first_step)
+        control.probe = Probe(
+            PROBE_TOKENS, self.config.swap.probe_every, self.trainer.model, self.trainer.accelerator.autocast
+        )
         if start:
             self.trainer._load_from_checkpoint(str(start.folder))
         control.publish(first_step)
         try:
             self.trainer.train(resume_from_checkpoint=str(start.folder) if start else None)
         finally:
+            self.pipeline.close()
             report.close()
         self.state = self.replay.state()
 
@@ -97,11 +115,14 @@ class Run:
     def describe(self) -> str:
         return ""
 
-    def publish(self, version: int, data: bytes, digest: str) -> None:
+    def publish(self, version: int, data: memoryview, digest: str, probe: tuple[bytes, bytes], release: Any) -> None:
         self.published.append((version, digest))
+        self.probes.append(probe)
+        release()
         self.replay.published(version)
 
     def produce(self) -> None:
+        self.pipeline.flush()
         while (record := self.replay.lease("p", now=0.0, timeout_s=1e9)) is not None:
             number = record.item.prompt_id
             group = rollout_group(
@@ -115,6 +136,11 @@ class Run:
     @property
     def steps(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (Path(self.config.run_dir) / "steps.jsonl").read_text().splitlines()]
+
+    @property
+    def samples(self) -> list[dict[str, Any]]:
+        lines = (Path(self.config.run_dir) / "rollouts.jsonl").read_text().splitlines()
+        return [json.loads(line) | {"t": None} for line in lines]
 
     @property
     def committed(self) -> list[str]:
@@ -145,6 +171,20 @@ def test_a_version_every_third_step(tmp_path: Path, tiny_model: Path) -> None:
     assert column(run, "staleness/max") == [0] * 7
 
 
+def test_every_second_version_carries_a_probe_that_moves_with_the_weights(tmp_path: Path, tiny_model: Path) -> None:
+    run = Run(tmp_path, tiny_model, swap={"probe_every": 2}, lora={"lora_dropout": 0.5})
+    assert [len(ids) for ids, _ in run.probes] == [32, 0, 32, 0, 32]
+    assert run.probes[0][0] == PROBE_TOKENS.tobytes()
+    logprobs = [np.frombuffer(values, np.float32) for _, values in run.probes[::2]]
+    assert [len(values) for values in logprobs] == [7, 7, 7]
+    assert all(np.abs(one - other).max() > 1e-6 for one, other in itertools.combinations(logprobs, 2))
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)  # version 0 is the base model
+    with torch.no_grad():
+        base = model(torch.from_numpy(PROBE_TOKENS).long()[None]).logits[0].log_softmax(-1)
+    expected = base[torch.arange(7), torch.from_numpy(PROBE_TOKENS[1:]).long()]
+    np.testing.assert_allclose(logprobs[0], expected, atol=1e-6)
+
+
 def test_a_slow_producer_stays_within_max_staleness(tmp_path: Path, tiny_model: Path) -> None:
     run = Run(tmp_path, tiny_model, behind=5, pipeline={"max_staleness": 2}, trainer={"max_steps": 6})
     assert column(run, "staleness/max") == [0, 1, 2, 2, 2, 2]
@@ -160,7 +200,12 @@ def test_two_updates_per_batch(tmp_path: Path, tiny_model: Path) -> None:
 
 
 def test_numbers_of_a_step_are_over_all_its_micro_batches(tmp_path: Path, tiny_model: Path) -> None:
-    run = Run(tmp_path, tiny_model, trainer={"per_device_train_batch_size": 2, "max_steps": 2, "logging_steps": 5})
+    run = Run(
+        tmp_path,
+        tiny_model,
+        pipeline={"trainer_tokens_per_micro_batch": 8},
+        trainer={"max_steps": 2, "logging_steps": 5},
+    )
     name = "sampling/importance_sampling_ratio"
     [logged] = [entry for entry in run.trainer.state.log_history if f"{name}/mean" in entry]
     assert logged[f"{name}/mean"] == pytest.approx(sum(column(run, f"{name}/mean")) / 2), "TRL's mean over everything"
@@ -187,6 +232,8 @@ def test_a_resumed_run_goes_on_where_it_stopped(tmp_path: Path, tiny_model: Path
     assert column(second, "step") == [1, 2, 3, 4]
     assert [step["reward"] for step in second.steps] == [step["reward"] for step in whole.steps]
     assert second.state == whole.state
+    assert second.samples == whole.samples
+    assert [line["step"] for line in second.samples] == [1, 1, 2, 2, 3, 3, 4, 4]
 
 
 def test_checkpoints_and_stops_wait_for_the_last_iteration_over_a_batch(tmp_path: Path, tiny_model: Path) -> None:

@@ -35,7 +35,7 @@ def test_the_facts_of_a_run(tmp_path: Path, tiny_model: Path) -> None:
         "tokenizer_digest": tokenizer_digest(tiny_model),
         "reward_names": '["exact", "style"]',
         "reward_weights": "[1.0, 0.1]",
-        "wire_schema": str(SCHEMA_VERSION),
+        "wire_schema": "1",
         "num_generations": "4",
         "max_completion_length": "6",
         "vocab_size": "64",
@@ -60,9 +60,16 @@ def test_the_same_facts_are_comparable_whatever_else_changed() -> None:
     assert comparable(FACTS, FACTS | {"groups_per_step": "8", "num_threads": "2", "model_path": "moved"}, JOURNAL)
 
 
-@pytest.mark.parametrize(
-    "name", ["wire_schema", "num_generations", "max_completion_length", "vocab_size", "reward_names"]
-)
+@pytest.mark.parametrize("schema_version", range(1, SCHEMA_VERSION + 1))
+def test_groups_in_the_schema_of_any_release_so_far_go_on(schema_version: int) -> None:
+    assert comparable(FACTS | {"wire_schema": str(schema_version)}, FACTS, JOURNAL)
+
+
+def test_groups_in_the_schema_of_a_newer_release_do_not() -> None:
+    assert not comparable(FACTS | {"wire_schema": str(SCHEMA_VERSION + 1)}, FACTS, JOURNAL)
+
+
+@pytest.mark.parametrize("name", ["num_generations", "max_completion_length", "vocab_size", "reward_names"])
 def test_groups_of_another_shape_are_not(name: str) -> None:
     assert not comparable(FACTS, FACTS | {name: "5"}, JOURNAL)
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pandas as pd
 import pytest
@@ -53,12 +54,11 @@ def test_what_follows_from_our_sections(tmp_path: Path) -> None:
         seed=7,
         sampling={"num_generations": 4, "max_completion_length": 9, "temperature": 0.7},
         pipeline={"groups_per_step": 6},
-        trainer={"per_device_train_batch_size": 8},
     )
     result = build_arguments(config, on_gpu=False, num_prompts=100)
     assert (result.num_generations, result.max_completion_length, result.temperature) == (4, 9, 0.7)
-    assert (result.per_device_train_batch_size, result.gradient_accumulation_steps) == (8, 3)
-    assert result.steps_per_generation == 3
+    assert (result.per_device_train_batch_size, result.gradient_accumulation_steps) == (24, 1)
+    assert result.steps_per_generation == 1
     assert result.seed == 7
     assert Path(result.output_dir) == tmp_path / "checkpoints"
     assert result.model_init_kwargs == {"dtype": "float32"}
@@ -148,12 +148,13 @@ def test_lora_is_built_by_peft(tmp_path: Path) -> None:
 
 def test_the_ratio_is_recomputed_for_every_iteration_and_never_kept(tmp_path: Path, tiny_model: Path) -> None:
     trainer = slipstream_trainer(run_config(tmp_path, tiny_model, trainer={"num_iterations": 2}), tiny_model)
-    [batch] = trainer.recipe.tensors([rollout_group([[3, 4]] * 4), rollout_group([[5]] * 4)], step=0)
-    first = trainer._prepare_inputs(batch)
-    loss_and_gradients(trainer, first)
+    batches = trainer.recipe.tensors([rollout_group([[3, 4]] * 4), rollout_group([[5]] * 4)])
+    [first] = trainer._prepare_inputs(batches)
+    loss_and_gradients(trainer, [first])
     assert "importance_sampling_ratio" in first
-    assert "importance_sampling_ratio" not in trainer._prepare_inputs(batch)
-    assert trainer._prepare_inputs(batch)["old_per_token_logps"] is first["old_per_token_logps"]
+    [second] = trainer._prepare_inputs(batches)
+    assert "importance_sampling_ratio" not in second
+    assert second["old_per_token_logps"] is first["old_per_token_logps"]
 
 
 @pytest.mark.parametrize(
@@ -171,16 +172,10 @@ def test_forward_passes(tmp_path: Path, tiny_model: Path, options: dict[str, Any
     groups = [rollout_group([[3], [4], [5], [6]]), rollout_group([[7], [8], [9], [3]])]
     iterations = options.get("num_iterations", 1)
     trainer._batches = [CutBatch(n * iterations, iterations, (n + 1) * iterations, groups, []) for n in range(2)]
-    count = 0
-
-    def counted(*_: Any) -> None:
-        nonlocal count
-        count += 1
-
-    trainer.model.get_base_model().register_forward_pre_hook(counted)
-    for batch in trainer.get_train_dataloader():
-        loss_and_gradients(trainer, trainer._prepare_inputs(batch))
-    assert count == passes
+    with patch.object(trainer, "_head", wraps=trainer._head) as head:
+        for batch in trainer.get_train_dataloader():
+            loss_and_gradients(trainer, trainer._prepare_inputs(batch))
+    assert head.call_count == passes
 
 
 @pytest.mark.parametrize("preset", ["token_truncate", "icepop", "geometric_truncate"])
@@ -189,12 +184,12 @@ def test_a_step_makes_good_completions_likelier_and_bad_ones_less_so(
 ) -> None:
     trainer = slipstream_trainer(run_config(tmp_path, tiny_model, correction={"preset": preset}), tiny_model)
     completions, rewards = [[3], [4], [3], [4]], [1.0, 0.0, 1.0, 0.0]
-    [batch] = trainer.recipe.tensors([rollout_group(completions, rewards=rewards) for _ in range(2)], step=0)
-    before = trainer._fixed_logprobs(batch)[:, 0]
+    [batch] = trainer.recipe.tensors([rollout_group(completions, rewards=rewards) for _ in range(2)])
+    before = trainer._without_gradient(batch)[0][:, 0]
     batch["sampling_per_token_logps"] = before[:, None] - 0.3  # each somewhat likelier than when it was sampled
-    loss_and_gradients(trainer, trainer._prepare_inputs(batch))
+    loss_and_gradients(trainer, trainer._prepare_inputs([batch]))
     torch.optim.SGD(lora_parameters(trainer), lr=1e-2).step()
-    moved = trainer._fixed_logprobs(batch)[:, 0] - before
+    moved = trainer._without_gradient(batch)[0][:, 0] - before
     assert torch.equal(moved.sign(), batch["advantages"].sign())
 
 
@@ -223,19 +218,46 @@ def test_statistics_of_the_ratio_are_metrics_of_the_step(tmp_path: Path, tiny_mo
 
 def test_log_probs_outside_the_loss_record_nothing(tmp_path: Path, tiny_model: Path) -> None:
     trainer = slipstream_trainer(run_config(tmp_path, tiny_model, trainer={"beta": 0.1}), tiny_model)
-    [batch] = trainer.recipe.tensors([rollout_group([[3, 4]] * 4), rollout_group([[5]] * 4)], step=0)
-    inputs = trainer._prepare_inputs(batch)
+    [batch] = trainer.recipe.tensors([rollout_group([[3, 4]] * 4), rollout_group([[5]] * 4)])
+    [inputs] = trainer._prepare_inputs([batch])
     assert not trainer._metrics["train"]
     assert not inputs["ref_per_token_logps"].requires_grad
-    loss_and_gradients(trainer, inputs)
+    loss_and_gradients(trainer, [inputs])
     assert len(trainer._metrics["train"]["sampling/importance_sampling_ratio/mean"]) == 1
     assert len(trainer._metrics["train"]["kl"]) == 1
 
 
+def test_gradient_checkpointing_changes_no_number(tmp_path: Path, tiny_model: Path) -> None:
+    trainer = slipstream_trainer(run_config(tmp_path, tiny_model), tiny_model)
+    batches = trainer.recipe.tensors([rollout_group([[3, 4], [5], [6, 7], [8]]) for _ in range(2)])
+    loss, gradient = loss_and_gradients(trainer, trainer._prepare_inputs(batches))
+    trainer.model.gradient_checkpointing_enable(trainer.args.gradient_checkpointing_kwargs)
+    assert trainer._causal_model.is_gradient_checkpointing
+    loss_again, gradient_again = loss_and_gradients(trainer, trainer._prepare_inputs(batches))
+    assert loss_again == pytest.approx(loss, abs=1e-6)
+    torch.testing.assert_close(gradient_again, gradient, atol=1e-5, rtol=0)
+
+
+def test_base_weights_in_bfloat16_and_lora_weights_in_float32(tmp_path: Path, tiny_model: Path) -> None:
+    """As engine and trainer agree on. Against float32, log-probs move by no more than what eight bits of mantissa cost."""
+    groups, logprobs = [rollout_group([[3, 4], [5], [6, 7], [8]]) for _ in range(2)], []
+    for dtype in ("float32", "bfloat16"):
+        config = run_config(tmp_path, tiny_model)
+        config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
+        trainer = slipstream_trainer(config, tiny_model)
+        kinds = {(parameter.requires_grad, parameter.dtype) for parameter in trainer.model.parameters()}
+        assert kinds == {(True, torch.float32), (False, getattr(torch, dtype))}
+        [batch] = trainer._prepare_inputs(trainer.recipe.tensors(groups))
+        assert loss_and_gradients(trainer, [batch])[1].dtype == torch.float32
+        logprobs.append(trainer._without_gradient(batch)[0])
+    assert logprobs[1].dtype == torch.float32
+    assert 1e-4 < (logprobs[1] - logprobs[0]).abs().max() < 0.2
+
+
 def test_the_reference_is_the_base_model(tmp_path: Path, tiny_model: Path) -> None:
     trainer = slipstream_trainer(run_config(tmp_path, tiny_model, trainer={"beta": 0.1}), tiny_model)
-    [batch] = trainer.recipe.tensors([rollout_group([[3, 4]] * 4), rollout_group([[5]] * 4)], step=0)
-    reference = trainer._prepare_inputs(batch)["ref_per_token_logps"]
+    [batch] = trainer.recipe.tensors([rollout_group([[3, 4]] * 4), rollout_group([[5]] * 4)])
+    reference = trainer._prepare_inputs([batch])[0]["ref_per_token_logps"]
     base = trainer.model.get_base_model()
     tokens = torch.tensor([[3, 4, 3, 4]])
     with torch.no_grad(), trainer.model.disable_adapter():
@@ -244,13 +266,15 @@ def test_the_reference_is_the_base_model(tmp_path: Path, tiny_model: Path) -> No
     torch.testing.assert_close(reference[0], expected, atol=1e-5, rtol=1e-5)
 
 
-def test_batches_are_repeated_for_every_iteration_that_is_left_and_split(tmp_path: Path, tiny_model: Path) -> None:
-    config = run_config(tmp_path, tiny_model, trainer={"num_iterations": 2, "per_device_train_batch_size": 4})
+def test_batches_are_repeated_for_every_iteration_that_is_left_and_cut(tmp_path: Path, tiny_model: Path) -> None:
+    config = run_config(
+        tmp_path, tiny_model, pipeline={"trainer_tokens_per_micro_batch": 12}, trainer={"num_iterations": 2}
+    )
     trainer = slipstream_trainer(config, tiny_model)
     first, second = ([rollout_group([[n], [n], [n], [n]]) for n in pair] for pair in ((3, 4), (5, 6)))
     trainer._batches = [CutBatch(0, 1, 2, first, []), CutBatch(2, 2, 4, second, [])]  # the first was begun before
-    seen = [sorted(batch["completion_ids"][:, 0].tolist()) for batch in trainer.get_train_dataloader()]
-    assert seen == [[3, 3, 4, 4]] * 2 + [[5, 5, 6, 6]] * 4
+    seen = [[batch["completion_ids"][:, 0].tolist() for batch in batches] for batches in trainer.get_train_dataloader()]
+    assert seen == [[[3] * 4, [4] * 4], *[[[5] * 4, [6] * 4]] * 2], "rows of 3 tokens, 12 at a time"
 
 
 def test_completions_are_logged_as_trl_does(

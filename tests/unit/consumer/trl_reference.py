@@ -83,16 +83,12 @@ def lora_parameters(trainer: GRPOTrainer) -> list[torch.nn.Parameter]:
     return [parameter for _, parameter in sorted(trainer.model.named_parameters()) if parameter.requires_grad]
 
 
-def loss_and_gradients(trainer: GRPOTrainer, *batches: MicroBatch) -> tuple[float, torch.Tensor]:
-    """The losses of the micro-batches summed, and the gradient they accumulate, as one vector."""
+def loss_and_gradients(trainer: GRPOTrainer, batch: Any) -> tuple[float, torch.Tensor]:
+    """The loss of a step, a list of micro-batches in ours, and its gradient as one vector."""
     trainer.model.zero_grad()
-    trainer.current_gradient_accumulation_steps = len(batches)
-    total = 0.0
-    for batch in batches:
-        loss = trainer.compute_loss(trainer.model, batch)
-        loss.backward()
-        total += loss.item()
-    return total, torch.cat([parameter.grad.flatten() for parameter in lora_parameters(trainer)])
+    loss = trainer.compute_loss(trainer.model, batch)
+    loss.backward()
+    return loss.item(), torch.cat([parameter.grad.flatten() for parameter in lora_parameters(trainer)])
 
 
 def loss_of_logprobs(
@@ -105,7 +101,8 @@ def loss_of_logprobs(
     leaf = logprobs.clone().requires_grad_()
     result = (leaf, torch.ones_like(leaf), None)
     compute = GRPOTrainer._compute_loss if trl else SlipstreamTrainer._compute_loss
-    with patch.object(GRPOTrainer, "_get_per_token_logps_and_entropies", lambda *_, **__: result):
+    passes = patch.object(GRPOTrainer, "_get_per_token_logps_and_entropies", lambda *_, **__: result)
+    with passes, patch.object(trainer, "_is_plain", False):
         loss = compute(trainer, trainer.model, inputs)
     loss.backward()
     return loss.item(), torch.zeros_like(leaf) if leaf.grad is None else leaf.grad

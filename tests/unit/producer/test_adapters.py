@@ -5,9 +5,12 @@ import json
 from pathlib import Path
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from producer.adapters import AdapterRegistry
-from producer.interfaces import Adapter, AdapterRefusedError, Completion, Counters
+from producer.interfaces import Adapter, AdapterRefusedError, Arrival, Completion, Counters, Probe
+from producer.metrics import ProducerMetrics
+from producer.probe import SwapProof
 from producer.timeline import Timeline
 from protocol.adapter_blob import AdapterBlob, pack
 from protocol.messages import PolicyInfo, Sampling
@@ -24,12 +27,22 @@ class FakeEngine:
     def __init__(self) -> None:
         self.loaded: dict[int, Adapter] = {}
         self.names: list[str] = []
+        self.adopted: list[int] = []
         self.refuses = False
+        self.score_of: dict[int, float | None] = {}  # by version; None: it cannot be scored
         self.slow = asyncio.Event()
         self.slow.set()
 
-    async def generate(self, prompt_ids: list[int], sampling: Sampling, adapter: Adapter) -> list[Completion]:
+    async def generate(
+        self, prompt_ids: list[int], sampling: Sampling, adapter: Adapter, cut: asyncio.Event
+    ) -> list[Completion]:
         raise NotImplementedError
+
+    async def score(self, token_ids: list[int], adapter: Adapter) -> list[float]:
+        assert adapter.id in self.loaded
+        if (score := self.score_of.get(adapter.version, -0.5)) is None:
+            raise AdapterRefusedError("too long")
+        return [score] * (len(token_ids) - 1)
 
     async def load_adapter(self, adapter: Adapter) -> None:
         await self.slow.wait()
@@ -40,6 +53,10 @@ class FakeEngine:
         assert adapter.name not in self.names
         self.loaded[adapter.id] = adapter
         self.names.append(adapter.name)
+
+    def adopt_adapter(self, adapter: Adapter) -> None:
+        assert adapter.id in self.loaded
+        self.adopted.append(adapter.version)
 
     async def unload_adapter(self, adapter: Adapter) -> None:
         await asyncio.sleep(0)
@@ -58,7 +75,10 @@ class Setup:
         self.counters = Counters()
         self.timeline_path = folder / "timeline.jsonl"
         self.timeline = Timeline(self.timeline_path)
-        self.registry = AdapterRegistry(self.engine, self.folder, self.counters, self.timeline)
+        metrics = ProducerMetrics(CollectorRegistry())
+        self.registry = AdapterRegistry(
+            self.engine, lambda num_bytes: self.folder, SwapProof(1e-3), self.counters, metrics, self.timeline
+        )
 
     async def publish(self, version: int) -> bool:
         policy, data = blob(version)
@@ -84,6 +104,7 @@ def test_a_superseded_version_goes_at_once_when_nothing_pins_it(setup):
 
     asyncio.run(body())
     assert setup.counters.policy_version == 9
+    assert setup.engine.adopted == list(range(10))
     events = [json.loads(line) for line in setup.timeline_path.read_text().splitlines()]
     assert [event["version"] for event in events] == list(range(10))
     assert all(event["event"] == "swap" and event["ms"] > 0 and event["bytes"] > 0 for event in events)
@@ -124,8 +145,33 @@ def test_a_version_that_cannot_be_loaded_leaves_the_old_one_current(setup, caplo
 
     asyncio.run(body())
     assert setup.counters.failed_swaps == 2
-    assert "policy v1 could not be loaded, v0 stays: rank 512 is too large" in caplog.text
-    assert "policy v2 could not be loaded, v0 stays: checksum mismatch" in caplog.text
+    assert "policy v1 is refused, v0 stays: rank 512 is too large" in caplog.text
+    assert "policy v2 is refused, v0 stays: checksum mismatch" in caplog.text
+
+
+def test_a_version_that_the_engine_does_not_compute_as_the_trainer_does_never_goes_live(setup, caplog):
+    def probe(logprob: float) -> Probe:
+        return Probe((5, 6), (logprob,))
+
+    async def body():
+        assert await setup.registry.publish(*blob(0), 0.0, probe(-0.5))
+        setup.engine.score_of[1] = -0.502
+        assert not await setup.registry.publish(*blob(1), 0.0, probe(-0.5))
+        assert (setup.counters.refused_version, setup.counters.policy_version) == (1, 0)
+        assert "differ by 0.002 from the trainer's" in setup.counters.refusal
+        assert setup.engine.versions == [0]
+        assert setup.folders() == 1
+        setup.engine.score_of[2] = None
+        assert await setup.registry.publish(*blob(2), 0.0, probe(-9.0)), "what cannot be scored proves nothing"
+        assert (setup.counters.refused_version, setup.counters.refusal) == (-1, "")
+        assert setup.engine.versions == [2]
+
+    asyncio.run(body())
+    assert (setup.counters.swaps, setup.counters.failed_swaps) == (2, 1)
+    assert "policy v1 is refused, v0 stays: log-probs of the probe differ by 0.002" in caplog.text
+    assert "policy v2 cannot be proved: too long" in caplog.text
+    events = [json.loads(line) for line in setup.timeline_path.read_text().splitlines()]
+    assert [(event["event"], event["version"]) for event in events] == [("swap", 0), ("swap_refused", 1), ("swap", 2)]
 
 
 def test_wait_for_returns_when_the_floor_is_reached(setup):
@@ -145,7 +191,7 @@ def test_only_the_newest_offer_is_published(setup):
         runner = asyncio.create_task(setup.registry.run())
         setup.engine.slow.clear()
         for version in range(5):
-            setup.registry.offer(*blob(version), 0.0)
+            setup.registry.offer(Arrival(*blob(version), 0.0))
             await asyncio.sleep(0.05)
         setup.engine.slow.set()
         await asyncio.wait_for(setup.registry.wait_for(4), 5)
@@ -181,7 +227,26 @@ def test_a_version_of_a_trainer_that_died_while_it_was_loaded_never_goes_live(se
         setup.engine.slow.set()
         assert not await loading
         assert setup.counters.policy_version == -1
-        assert setup.engine.versions == []
+        assert (setup.engine.versions, setup.engine.adopted) == ([], [])
         assert setup.folders() == 0
 
+    asyncio.run(body())
+
+
+def test_a_request_that_ends_while_a_version_is_proved_does_not_unload_it(setup, monkeypatch):
+    async def score(token_ids: list[int], adapter: Adapter) -> list[float]:
+        await running.__aexit__(None, None, None)
+        assert adapter.id in setup.engine.loaded
+        return [-0.5]
+
+    async def body():
+        nonlocal running
+        await setup.publish(0)
+        running = setup.registry.pin()
+        await running.__aenter__()
+        monkeypatch.setattr(setup.engine, "score", score)
+        assert await setup.registry.publish(*blob(1), 0.0, Probe((5, 6), (-0.5,)))
+        assert setup.engine.versions == [1]
+
+    running = None
     asyncio.run(body())

@@ -7,16 +7,24 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from producer import daemon
 from producer.interfaces import Completion
 from protocol.config import RunConfig
 from protocol.errors import ConfigError, EngineError, IncompatiblePeerError, StalledError
+from protocol.health import Health
 from protocol.messages import Ack, Bye, Group, Heartbeat, Hello, Nack, PolicyInfo
+from protocol.observability import Watch
+from protocol.systemd import Notifier
 from protocol.zmq_channel import ZmqServer
 from tests.scripted import facts
 from tests.scripted_trainer import ScriptedTrainer, lease
 from tests.unit.producer.test_adapters import FakeEngine, blob
+
+
+def watch() -> Watch:
+    return Watch(CollectorRegistry(), Health(60.0, Notifier(None)))
 
 
 class Engine(FakeEngine):
@@ -39,6 +47,9 @@ class Engine(FakeEngine):
             raise EngineError("no warm-up")
         self.dies_at = asyncio.get_running_loop().time() + self.alive_s
 
+    def load(self) -> None:
+        return None
+
     def check_alive(self) -> None:
         if asyncio.get_running_loop().time() > self.dies_at:
             raise EngineError("the engine core has ended")
@@ -50,7 +61,7 @@ class Engine(FakeEngine):
 class Answering(Engine):
     """Answers at once."""
 
-    async def generate(self, prompt_ids, sampling, adapter):
+    async def generate(self, prompt_ids, sampling, adapter, cut):
         return [Completion([7, 8], [-0.5, -0.5], False) for _ in range(sampling.num_generations)]
 
 
@@ -92,7 +103,7 @@ def config(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
 
 
 def live(config: RunConfig) -> None:
-    asyncio.run(asyncio.wait_for(daemon._Producer(config, [0, 1]).live(), 30))
+    asyncio.run(asyncio.wait_for(daemon._Producer(config, [0, 1]).live(watch()), 30))
 
 
 @pytest.fixture
@@ -120,7 +131,7 @@ def test_an_engine_that_dies_with_leases_open_hands_them_back(config, monkeypatc
     monkeypatch.setattr(Engine, "alive_s", 1.0)
 
     async def body() -> None:
-        running = asyncio.create_task(daemon._Producer(config, []).live())
+        running = asyncio.create_task(daemon._Producer(config, []).live(watch()))
         await asyncio.to_thread(trainer.wait_for_message, Hello)
         trainer.send(lease(1))
         trainer.send(lease(2))
@@ -139,7 +150,7 @@ def test_an_engine_that_dies_with_leases_open_hands_them_back(config, monkeypatc
 class Hanging(Engine):
     """Answers nothing any more: neither requests nor the unloading of an adapter."""
 
-    async def generate(self, prompt_ids, sampling, adapter):
+    async def generate(self, prompt_ids, sampling, adapter, cut):
         await asyncio.Event().wait()
 
     async def unload_adapter(self, adapter):
@@ -153,7 +164,7 @@ def changed(config: RunConfig, section: str, **values: object) -> RunConfig:
 def test_a_lease_whose_policy_never_comes_is_a_stall(config, trainer):
     async def body() -> None:
         producer = daemon._Producer(changed(config, "pipeline", stall_timeout_s=0.5), [])
-        running = asyncio.create_task(producer.live())
+        running = asyncio.create_task(producer.live(watch()))
         await asyncio.to_thread(trainer.wait_for_message, Hello)
         trainer.send(lease(1, policy_floor=3))
         await running
@@ -174,7 +185,7 @@ def test_an_engine_that_hangs_with_its_adapters_does_not_keep_the_process(config
 
     async def body() -> None:
         producer = daemon._Producer(changed(config, "pipeline", stall_timeout_s=1.0), [])
-        running = asyncio.create_task(producer.live())
+        running = asyncio.create_task(producer.live(watch()))
         await asyncio.to_thread(trainer.wait_for_message, Hello)
         trainer.send(lease(1))
         await asyncio.to_thread(
@@ -199,7 +210,7 @@ def test_an_outbox_that_nobody_empties_pauses_generation_and_is_a_stall(config, 
     config = changed(changed(config, "transport", max_unacked_bytes=0), "pipeline", stall_timeout_s=0.6)
 
     async def body() -> None:
-        running = asyncio.create_task(daemon._Producer(config, []).live())
+        running = asyncio.create_task(daemon._Producer(config, []).live(watch()))
         await asyncio.to_thread(trainer.wait_for_message, Hello)
         trainer.send(lease(1))
         await asyncio.to_thread(trainer.wait_for_message, Group)
@@ -223,7 +234,7 @@ def test_generation_goes_on_by_itself_when_acknowledgements_come(config, trainer
     config = changed(config, "transport", max_unacked_bytes=0)
 
     async def body() -> None:
-        running = asyncio.create_task(daemon._Producer(config, []).live())
+        running = asyncio.create_task(daemon._Producer(config, []).live(watch()))
         await asyncio.to_thread(trainer.wait_for_message, Hello)
         trainer.send(lease(1))
         await asyncio.to_thread(trainer.wait_for_message, Group)
@@ -249,7 +260,7 @@ def test_a_refused_handshake_ends_the_producer(config, trainer):
 
 def test_a_finished_trainer_ends_it_without_an_error(config, trainer):
     async def body() -> None:
-        running = asyncio.create_task(daemon._Producer(config, []).live())
+        running = asyncio.create_task(daemon._Producer(config, []).live(watch()))
         await asyncio.to_thread(trainer.wait_for_message, Hello)
         trainer.send(Bye("finished"))
         await running

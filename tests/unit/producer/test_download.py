@@ -1,12 +1,13 @@
 """A blob arrives whole and once, whatever happens to its chunks."""
 
 import random
+import struct
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from producer.download import BlobDownload, PolicyDownload
-from protocol.messages import BlobChunk, PolicyInfo
+from protocol.messages import BlobChunk, BlobRequest, PolicyInfo, PolicyOffer, PolicyRequest
 
 DIGEST = "a" * 64
 
@@ -60,14 +61,59 @@ def test_every_announced_policy_is_handed_over_once_unless_superseded():
     following = PolicyDownload(10)
     first, second = PolicyInfo(1, "a" * 64, 10), PolicyInfo(2, "b" * 64, 10)
     following.announce(first)
-    assert [r.digest for r in following.due_requests(0.0)] == ["a" * 64]
+    assert following.due_requests(0.0) == [PolicyRequest("a" * 64)]
     following.announce(second)
+    assert following.due_requests(0.0) == [PolicyRequest("b" * 64)]
+    following.take_offer(PolicyOffer("a" * 64))
+    assert following.due_requests(1.9) == [], "that is not the one"
+    assert following.due_requests(2.0) == [PolicyRequest("b" * 64)], "the answer may be lost"
+    following.take_offer(PolicyOffer("b" * 64, "", struct.pack("<2i", 5, 6), struct.pack("<f", -0.5)))
+    assert following.due_requests(2.1) == [BlobRequest("b" * 64, 0, 10)]
     assert following.receive(BlobChunk("a" * 64, 0, bytes(10))) is None
-    policy, blob, announced_at = following.receive(BlobChunk("b" * 64, 0, b"0123456789"))
+    policy, blob, announced_at, probe, is_verified = following.receive(BlobChunk("b" * 64, 0, b"0123456789"))
     assert (policy, blob) == (second, b"0123456789")
     assert announced_at > 0
+    assert (probe, is_verified) == (((5, 6), (-0.5,)), False)
     following.announce(second)
     assert following.due_requests(100.0) == []
+
+
+def test_a_file_is_read_instead_of_chunks_and_chunks_when_it_cannot_be():
+    policy, offer = PolicyInfo(1, "a" * 64, 10), PolicyOffer("a" * 64, "/dev/shm/slipstream-x/y")
+    for content in (b"0123456789", None):
+        following = PolicyDownload(10)
+        following.announce(policy)
+        following.due_requests(0.0)
+        assert following.take_offer(offer) == policy
+        assert following.take_offer(offer) is None, "the answer came twice"
+        assert following.due_requests(100.0) == [], "it is being read"
+        assert following.take_file("b" * 64, b"another") is None
+        arrival = following.take_file("a" * 64, content)
+        if content is None:
+            assert arrival is None
+            assert following.due_requests(100.0) == [BlobRequest("a" * 64, 0, 10)]
+            arrival = following.receive(BlobChunk("a" * 64, 0, b"0123456789"))
+        assert (arrival.blob, arrival.is_verified) == (b"0123456789", content is not None)
+        assert following.take_file("a" * 64, b"late") is None
+        assert following.due_requests(200.0) == []
+
+
+def test_a_file_that_a_newer_policy_overtook_is_dropped():
+    following = PolicyDownload(10)
+    following.announce(PolicyInfo(1, "a" * 64, 10))
+    following.due_requests(0.0)
+    following.take_offer(PolicyOffer("a" * 64, "/dev/shm/slipstream-x/y"))
+    following.announce(PolicyInfo(2, "b" * 64, 10))
+    assert following.take_file("a" * 64, b"0123456789") is None
+    assert following.due_requests(0.0) == [PolicyRequest("b" * 64)]
+
+
+def test_a_trainer_of_the_release_before_is_asked_for_chunks_at_once():
+    following = PolicyDownload(10)
+    following.announce(PolicyInfo(1, "a" * 64, 10))
+    assert following.due_requests(0.0, knows_offers=False) == [BlobRequest("a" * 64, 0, 10)]
+    arrival = following.receive(BlobChunk("a" * 64, 0, b"0123456789"))
+    assert (arrival.blob, arrival.probe) == (b"0123456789", None)
 
 
 def test_a_policy_is_fetched_again_after_its_blob_was_missing_or_the_trainer_changed():

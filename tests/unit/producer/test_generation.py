@@ -5,10 +5,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from prometheus_client import CollectorRegistry
 
 from producer.adapters import AdapterRegistry
+from producer.admission import Admission
 from producer.generation import Generation
+from producer.in_flight import InFlight
 from producer.interfaces import Adapter, Completion, Counters, LeaseFailure
+from producer.metrics import ProducerMetrics
+from producer.probe import SwapProof
 from producer.timeline import Timeline
 from protocol.errors import EngineError
 from protocol.messages import Group, Nack, Sampling
@@ -26,7 +31,9 @@ class SlowEngine(FakeEngine):
         self.error: Exception | None = None
         self.started_on: list[int] = []
 
-    async def generate(self, prompt_ids: list[int], sampling: Sampling, adapter: Adapter) -> list[Completion]:
+    async def generate(
+        self, prompt_ids: list[int], sampling: Sampling, adapter: Adapter, cut: asyncio.Event
+    ) -> list[Completion]:
         self.running += 1
         self.most_running = max(self.most_running, self.running)
         self.started_on.append(adapter.version)
@@ -71,16 +78,20 @@ class Setup:
         self.engine = SlowEngine()
         self.counters = Counters()
         self.answers: list[Group | Nack] = []
-        self.registry = AdapterRegistry(self.engine, folder, self.counters, timeline)
+        self.metrics = ProducerMetrics(CollectorRegistry())
+        self.registry = AdapterRegistry(
+            self.engine, lambda num_bytes: folder, SwapProof(1e-3), self.counters, self.metrics, timeline
+        )
         self.tasks: list[asyncio.Task[None]] = []
         self.rewards = Rewards()
         self.generation = Generation(
-            self.engine,
+            InFlight(self.engine, self.registry, self.counters, "finish"),
             self.registry,
             Prompts(),
             self.rewards,
             self.counters,
-            max_groups,
+            self.metrics,
+            Admission(max_groups, lambda: None),
             self.spawn,
             self.answers.append,
         )
@@ -125,6 +136,37 @@ def test_a_group_carries_everything_in_the_documented_layout(run):
         rewards = np.frombuffer(group.rewards, "<f4").reshape(4, 2)
         np.testing.assert_array_equal(rewards, [[1, np.nan], [2, np.nan], [1, np.nan], [2, np.nan]])
         assert (setup.counters.tokens, setup.counters.groups, setup.counters.failed) == (6, 1, 0)
+
+    run(body)
+
+
+class CutEngine(SlowEngine):
+    """Samples one token before a swap, and two after it."""
+
+    async def generate(
+        self, prompt_ids: list[int], sampling: Sampling, adapter: Adapter, cut: asyncio.Event
+    ) -> list[Completion]:
+        if adapter.version == 3:
+            await cut.wait()
+            return [Completion([5], [-0.5], False, cut=True) for _ in range(sampling.num_generations)]
+        return [Completion([6, 2], [-1.0, -1.5], False)]
+
+
+def test_a_group_that_was_cut_has_the_version_of_each_token_and_is_as_old_as_its_oldest(run):
+    async def body(setup):
+        setup.generation._in_flight = InFlight(CutEngine(), setup.registry, setup.counters, "continue")
+        await setup.publish(3)
+        setup.generation.start(lease(1))
+        await asyncio.sleep(0.02)
+        setup.generation.pause(True)  # nothing begins, but what is in the engine goes on
+        await setup.publish(5)
+        await setup.settle()
+        (group,) = setup.answers
+        assert group.policy_version == 3
+        assert np.frombuffer(group.token_versions, "<i4").tolist() == [3, 5, 5] * 4
+        assert np.frombuffer(group.completion_ids, "<i4").tolist() == [5, 6, 2] * 4
+        assert np.frombuffer(group.logprobs, "<f4").tolist() == [-0.5, -1.0, -1.5] * 4
+        assert (setup.engine.versions, setup.counters.cut, setup.counters.tokens) == ([5], 4, 12)
 
     run(body)
 

@@ -1,18 +1,34 @@
 """The link against a scripted trainer over loopback: sessions, resends, downloads, and what ends the daemon."""
 
 import hashlib
+import struct
 import time
 
 import pytest
 
-from producer.interfaces import Counters, Identity, Workload
+from producer.interfaces import Arrival, Counters, Identity, Probe, Workload
 from producer.link import Link
 from producer.outbox import num_bytes
+from protocol import shared_memory as shared_memory_module
 from protocol.codec import CodecError, encode
 from protocol.config import TransportSection
 from protocol.errors import IncompatiblePeerError
 from protocol.loopback import LoopbackServer
-from protocol.messages import Ack, BlobRequest, Bye, Group, Heartbeat, Hello, Lease, Nack, PolicyInfo
+from protocol.messages import (
+    Ack,
+    BlobRequest,
+    Bye,
+    Group,
+    Heartbeat,
+    Hello,
+    Lease,
+    Nack,
+    PolicyInfo,
+    PolicyOffer,
+    PolicyRequest,
+    Reject,
+)
+from protocol.shared_memory import shared_memory
 from tests.scripted import facts, made_up_group
 from tests.scripted_trainer import ScriptedTrainer, lease
 
@@ -34,6 +50,7 @@ class Events:
         self.leases: list[Lease] = []
         self.abandoned_ids: list[str] = []
         self.blobs: list[tuple[int, bytes]] = []
+        self.probes: list[Probe | None] = []
         self.fullness: list[bool] = []
         self.outcome: list[BaseException | None] = []
 
@@ -49,8 +66,9 @@ class Events:
     def abandoned(self, lease_id: str) -> None:
         self.abandoned_ids.append(lease_id)
 
-    def policy_arrived(self, policy: PolicyInfo, blob: bytes, announced_at: float) -> None:
-        self.blobs.append((policy.version, blob))
+    def policy_arrived(self, arrival: Arrival) -> None:
+        self.blobs.append((arrival.policy.version, arrival.blob))
+        self.probes.append(arrival.probe)
 
     def outbox_full(self, full: bool) -> None:
         self.fullness.append(full)
@@ -67,7 +85,7 @@ class Setup:
         self.counters = Counters()
         self.link = Link(
             self.client,
-            Identity("p", facts(), 8),
+            Identity("p", facts(), 8, "merged"),
             transport,
             "loopback",
             self.events,
@@ -128,7 +146,34 @@ def test_the_policy_is_downloaded_in_chunks_and_handed_over_once(setup):
     assert setup.events.blobs == [(0, setup.blob)]
     assert [r.offset for r in setup.trainer.all(BlobRequest)] == list(range(0, 5120, 1024))
     (hello,) = setup.trainer.all(Hello)
-    assert (hello.producer, hello.capacity, hello.held) == ("p", 8, [])
+    assert (hello.producer, hello.capacity, hello.held, hello.swap_mode) == ("p", 8, [], "merged")
+
+
+def test_a_policy_comes_with_its_probe_and_a_refusal_goes_back(setup):
+    digest = setup.trainer.policy.digest
+    ids, logprobs = struct.pack("<2i", 5, 6), struct.pack("<f", -0.5)
+    setup.trainer.offers[digest] = PolicyOffer(digest, "", ids, logprobs)
+    setup.counters.refused_version, setup.counters.refusal = 3, "it is not what the trainer computes"
+    setup.start()
+    setup.wait_for(lambda: setup.events.blobs)
+    assert setup.events.probes == [((5, 6), (-0.5,))]
+    beat = setup.trainer.wait_for_message(Heartbeat)[0]
+    assert (beat.refused_version, beat.refusal) == (3, "it is not what the trainer computes")
+
+
+@pytest.mark.parametrize("content", ["as offered", "damaged"])
+def test_a_producer_of_the_same_host_reads_the_file_and_asks_for_chunks_only_if_it_is_bad(
+    setup, content, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(shared_memory_module, "ROOT", tmp_path)
+    digest = setup.trainer.policy.digest
+    with shared_memory() as memory:
+        path = memory.write(memoryview(setup.blob if content == "as offered" else bytes(len(setup.blob))))
+        setup.trainer.offers[digest] = PolicyOffer(digest, str(path))
+        setup.start()
+        setup.wait_for(lambda: setup.events.blobs)
+    assert setup.events.blobs == [(0, setup.blob)]
+    assert bool(setup.trainer.all(BlobRequest)) == (content == "damaged")
 
 
 def test_lost_chunks_are_asked_for_again(setup):
@@ -159,7 +204,7 @@ def test_a_newer_policy_supersedes_a_running_download(setup):
 def test_a_missing_blob_is_asked_for_again_with_the_next_announcement(setup):
     blob = setup.trainer.blobs.pop(setup.trainer.policy.digest)
     setup.start()
-    setup.trainer.wait_for_message(BlobRequest, 8)
+    setup.trainer.wait_for_message(PolicyRequest, 2)
     setup.trainer.blobs[setup.trainer.policy.digest] = blob
     setup.wait_for(lambda: setup.events.blobs)
     assert setup.events.blobs == [(0, setup.blob)]
@@ -388,6 +433,21 @@ def test_a_peer_of_another_release_ends_the_link(setup):
     (error,) = setup.events.outcome
     assert isinstance(error, IncompatiblePeerError)
     assert "schema 99" in str(error)
+
+
+def test_what_the_release_before_refused_of_an_earlier_connection_is_no_verdict(setup):
+    """Two refusals at once: the first makes the link connect anew, the second is left over."""
+    setup.start()
+    setup.trainer.wait_for_message(Hello)
+    setup.take_leases(1)
+    mailbox = setup.server.clients[setup.client.peer]
+    refusal = encode(Reject(["peer speaks protocol schema 2, this process speaks 1"]), schema_version=1)
+    with mailbox._condition:
+        mailbox.put(b"", refusal)
+        mailbox.put(b"", refusal)
+    setup.trainer.wait_for_message(Hello, 2)
+    setup.take_leases(2)
+    assert (setup.client.schema_version, setup.events.outcome) == (2, [])
 
 
 def test_a_bad_frame_is_survived(setup):

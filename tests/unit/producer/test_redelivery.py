@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
-from producer.interfaces import Counters, Identity, Workload
+from producer.interfaces import Arrival, Counters, Identity, Workload
 from producer.link import Link
 from protocol.config import TransportSection
 from protocol.loopback import LoopbackServer
@@ -40,7 +40,7 @@ class Worker:
     def abandoned(self, lease_id: str) -> None:
         self.events.append(("abandoned", lease_id))
 
-    def policy_arrived(self, policy: PolicyInfo, blob: bytes, announced_at: float) -> None: ...
+    def policy_arrived(self, arrival: Arrival) -> None: ...
 
     def outbox_full(self, full: bool) -> None: ...
 
@@ -208,4 +208,4 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_lease_has_one_fate() -> None:
-    run_state_machine_as_test(Redelivery, settings=settings(max_examples=75))
+    run_state_machine_as_test(Redelivery, settings=settings(max_examples=50))

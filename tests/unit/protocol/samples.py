@@ -16,7 +16,7 @@ FACTS = m.EngineFacts(
 )
 
 SAMPLES = [
-    m.Hello(producer="host-1", facts=FACTS, capacity=64, held=["7.0"]),
+    m.Hello(producer="host-1", facts=FACTS, capacity=64, held=["7.0"], release="0.2.0", swap_mode="merged"),
     m.Welcome(run_id="run", session="s1", policy=POLICY, heartbeat_interval_s=1.0),
     m.Reject(problems=["another base model: give both the same model.path"]),
     m.Lease(
@@ -40,12 +40,26 @@ SAMPLES = [
         truncated=b"\x00\x01",
         generation_s=0.5,
         reward_s=0.25,
+        token_versions=b"\x03\x00\x00\x00\x04\x00\x00\x00",
     ),
     m.Ack(lease_id="7.0", outcome="accepted", policy=POLICY),
     m.Nack(lease_id="7.0", reason="reward_failed", detail="exact raised KeyError: 'answer'"),
     m.Policy(policy=POLICY),
-    m.Heartbeat(policy_version=-1, capacity=64, held=["7.0", "8.0"], tokens_generated=123_456, busy_s=9.5),
+    m.Heartbeat(
+        policy_version=-1,
+        capacity=64,
+        held=["7.0", "8.0"],
+        tokens_generated=123_456,
+        busy_s=9.5,
+        idle_s=0.5,
+        refused_version=2,
+        refusal="the probe differs by 0.5",
+    ),
     m.Bye(reason="finished"),
+    m.PolicyRequest(digest=SHA),
+    m.PolicyOffer(
+        digest=SHA, shared_file="/dev/shm/v3", probe_ids=b"\x05\x00\x00\x00" * 2, probe_logprobs=b"\x00\x00\x80\xbf"
+    ),
     m.BlobRequest(digest=SHA, offset=2**20, length=2**20),
     m.BlobChunk(digest=SHA, offset=2**20, data=bytes(range(32))),
     m.BlobMissing(digest=SHA),

@@ -6,7 +6,7 @@ import msgspec
 from hypothesis import strategies as st
 from msgspec import inspect
 
-from protocol.messages import Message
+from protocol.messages import READABLE_SCHEMAS, SCHEMA_VERSION, SINCE, SINCE_MESSAGES, Message
 
 MESSAGE_TYPES: tuple[type, ...] = Message.__args__
 
@@ -57,6 +57,27 @@ def messages_of(kind: type) -> st.SearchStrategy[Any]:
 any_message = st.sampled_from(MESSAGE_TYPES).flatmap(messages_of)
 
 
-def body_of(message: Any) -> dict[str, Any]:
-    """The message as plain Python, as any msgpack library sees it."""
-    return msgspec.to_builtins(message, builtin_types=(bytes,))
+def body_of(message: Any, schema_version: int = SCHEMA_VERSION) -> dict[str, Any]:
+    """The message in that schema as plain Python, as any msgpack library sees it."""
+    body = msgspec.to_builtins(message, builtin_types=(bytes,))
+    return {name: value for name, value in body.items() if name not in _newer(type(message), schema_version)}
+
+
+def as_of(schema_version: int, message: Any) -> Any:
+    """What arrives of `message` in that schema: newer fields have their defaults."""
+    newer = _newer(type(message), schema_version)
+    defaults = {field.name: field.default for field in msgspec.structs.fields(type(message)) if field.name in newer}
+    return msgspec.structs.replace(message, **defaults)
+
+
+def has(schema_version: int, kind: type) -> bool:
+    return SINCE_MESSAGES.get(kind, 1) <= schema_version
+
+
+def schemas_of(kind: type) -> st.SearchStrategy[int]:
+    """Those that this release speaks and that have messages of this kind."""
+    return st.sampled_from([version for version in READABLE_SCHEMAS if has(version, kind)])
+
+
+def _newer(kind: type, schema_version: int) -> set[str]:
+    return {name for name, since in SINCE.get(kind, {}).items() if since > schema_version}

@@ -68,16 +68,19 @@ def test_bytes_that_are_no_adapter_write_nothing_even_with_the_right_checksum(tm
 def test_the_final_name_appears_only_when_everything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Looks into the folder at every fsync, and fails the second one as a full disk would."""
+    """Looks into the folder before every file, and fails the second one as a full disk would."""
     folder = tmp_path / "v1"
     seen: list[list[str]] = []
 
-    def fsync(descriptor: int) -> None:
+    write = Path.write_bytes
+
+    def watched(path: Path, content: bytes) -> int:
         seen.append(sorted(os.listdir(tmp_path)))
         if len(seen) == 2:
             raise OSError(28, "No space left on device")
+        return write(path, content)
 
-    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Path, "write_bytes", watched)
     with pytest.raises(OSError, match="No space left"):
         unpack(*pack(ADAPTER), folder)
     assert seen == [["v1.partial"], ["v1.partial"]]

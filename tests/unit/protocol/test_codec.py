@@ -11,12 +11,16 @@ from hypothesis import strategies as st
 
 from protocol import messages as m
 from protocol.codec import PREFIX_BYTES, CodecError, SchemaMismatchError, decode, encode
-from protocol.messages import SCHEMA_VERSION
+from protocol.messages import READABLE_SCHEMAS, SCHEMA_VERSION
 
 from .samples import SAMPLES, SHA
-from .strategies import MESSAGE_TYPES, any_message, body_of, messages_of
+from .strategies import MESSAGE_TYPES, any_message, as_of, body_of, has, messages_of, schemas_of
 
-every_sample = pytest.mark.parametrize("message", SAMPLES, ids=lambda message: type(message).__name__)
+every_sample = pytest.mark.parametrize(
+    ("message", "schema"),
+    [(message, schema) for message in SAMPLES for schema in READABLE_SCHEMAS if has(schema, type(message))],
+    ids=lambda value: value if isinstance(value, int) else type(value).__name__,
+)
 
 
 def sealed(body: bytes, version: int = SCHEMA_VERSION) -> bytes:
@@ -35,16 +39,16 @@ def sample(kind: type) -> m.Message:
 
 def test_there_is_a_sample_of_every_message_type() -> None:
     assert {type(message) for message in SAMPLES} == set(MESSAGE_TYPES)
-    assert len(SAMPLES) == len(MESSAGE_TYPES) == 13
+    assert len(SAMPLES) == len(MESSAGE_TYPES) == 15
 
 
 @pytest.mark.parametrize("kind", MESSAGE_TYPES, ids=lambda kind: kind.__name__)
 def test_round_trip(kind: type) -> None:
-    @given(messages_of(kind))
-    def round_trip(message: m.Message) -> None:
-        decoded = decode(encode(message))
+    @given(messages_of(kind), schemas_of(kind))
+    def round_trip(message: m.Message, schema: int) -> None:
+        decoded = decode(encode(message, schema_version=schema))
         assert type(decoded) is kind
-        assert decoded == message
+        assert decoded == as_of(schema, message)
 
     round_trip()
 
@@ -53,16 +57,16 @@ def test_the_frame_byte_by_byte() -> None:
     """If this fails, the wire changed: raise SCHEMA_VERSION."""
     frame = encode(m.Bye(reason="finished"))
     body = b"\x82" + b"\xa4type" + b"\xa3bye" + b"\xa6reason" + b"\xa8finished"
-    assert frame[:4] == b"SL\x01\x00"
-    assert frame[4:8] == struct.pack("<I", zlib.crc32(b"SL\x01\x00" + body)) == bytes.fromhex("01193d8c")
+    assert frame[:4] == b"SL\x02\x00"
+    assert frame[4:8] == struct.pack("<I", zlib.crc32(b"SL\x02\x00" + body)) == bytes.fromhex("261ee38e")
     assert frame[8:] == body
     assert PREFIX_BYTES == 8
 
 
 @every_sample
-def test_plain_msgpack_reads_the_body(message: m.Message) -> None:
-    body = msgpack.unpackb(encode(message)[8:])
-    assert body == body_of(message)
+def test_plain_msgpack_reads_the_body(message: m.Message, schema: int) -> None:
+    body = msgpack.unpackb(encode(message, schema_version=schema)[8:])
+    assert body == body_of(message, schema)
     assert body["type"] == type(message).__struct_config__.tag
 
 
@@ -74,26 +78,26 @@ def test_plain_msgpack_reads_any_body_and_its_own_body_is_read(message: m.Messag
 
 
 @every_sample
-def test_every_single_bit_flip_is_refused(message: m.Message) -> None:
-    frame = bytearray(encode(message))
+def test_every_single_bit_flip_is_refused(message: m.Message, schema: int) -> None:
+    frame = bytearray(encode(message, schema_version=schema))
     for bit in range(8 * len(frame)):
         frame[bit // 8] ^= 1 << bit % 8
         with pytest.raises(CodecError):
             decode(bytes(frame))
         frame[bit // 8] ^= 1 << bit % 8
-    assert decode(bytes(frame)) == message
+    assert decode(bytes(frame)) == as_of(schema, message)
 
 
 @every_sample
-def test_every_truncation_and_every_extension_is_refused(message: m.Message) -> None:
-    frame = encode(message)
+def test_every_truncation_and_every_extension_is_refused(message: m.Message, schema: int) -> None:
+    frame = encode(message, schema_version=schema)
     for length in range(len(frame)):
         with pytest.raises(CodecError):
             decode(frame[:length])
     with pytest.raises(CodecError, match="checksum"):
         decode(frame + b"\x00")
     with pytest.raises(CodecError, match="trailing"):
-        decode(sealed(frame[8:] + b"\x00"))
+        decode(sealed(frame[8:] + b"\x00", schema))
 
 
 def test_the_reason_of_a_refusal() -> None:
@@ -111,6 +115,7 @@ def test_the_reason_of_a_refusal() -> None:
 
 @given(st.binary(max_size=200))
 @example(b"SL\x01\x00")
+@example(b"SL\x02\x00")
 def test_random_frames_are_refused(frame: bytes) -> None:
     with pytest.raises(CodecError):
         decode(frame)
@@ -122,41 +127,43 @@ def test_random_frames_are_refused(frame: bytes) -> None:
 @example(b"\xc7\x0c\xff" + b"\xff" * 12)  # a timestamp with two billion nanoseconds
 @example(b"\xdf\xff\xff\xff\xff")  # a map of 2**32 - 1 entries in five bytes
 def test_only_codec_errors_escape_random_bodies_with_a_correct_checksum(body: bytes) -> None:
-    with pytest.raises(CodecError):
-        decode(sealed(body))
+    for schema in READABLE_SCHEMAS:
+        with pytest.raises(CodecError):
+            decode(sealed(body, schema))
 
 
 @given(any_message, st.data())
 def test_only_codec_errors_escape_mutated_bodies_with_a_correct_checksum(
     message: m.Message, data: st.DataObject
 ) -> None:
-    body = bytearray(encode(message)[8:])
+    schema = data.draw(schemas_of(type(message)))
+    body = bytearray(encode(message, schema_version=schema)[8:])
     for _ in range(data.draw(st.integers(1, 3))):
         body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
     try:
-        decoded = decode(sealed(bytes(body)))
+        decoded = decode(sealed(bytes(body), schema))
     except CodecError:
         return
     assert type(decoded) in MESSAGE_TYPES
     encode(decoded)
 
 
-@pytest.mark.parametrize("version", [0, 2, 7, 65_535])
+@pytest.mark.parametrize("version", [0, 3, 7, 65_535])
 def test_another_schema_version_is_named(version: int) -> None:
     with pytest.raises(SchemaMismatchError) as caught:
         decode(encode(m.Bye(reason="finished"), schema_version=version))
     assert caught.value.peer_version == version
-    assert str(caught.value) == f"peer speaks protocol schema {version}, this process speaks 1"
+    assert str(caught.value) == f"peer speaks protocol schema {version}, this process speaks 1 and 2"
 
 
 def test_another_schema_version_wins_over_a_body_that_is_unknown_here() -> None:
     with pytest.raises(SchemaMismatchError):
-        decode(sealed(b"whatever release 2 sends", version=2))
+        decode(sealed(b"whatever release 3 sends", version=3))
 
 
 def test_a_damaged_frame_is_not_taken_for_another_release() -> None:
     frame = bytearray(encode(m.Bye(reason="finished")))
-    frame[2] ^= 2
+    frame[2] ^= 4
     with pytest.raises(CodecError) as caught:
         decode(bytes(frame))
     assert not isinstance(caught.value, SchemaMismatchError)
@@ -222,13 +229,13 @@ def test_a_lease_with_impossible_sampling_is_refused(sampling: dict[str, object]
 
 
 @every_sample
-def test_a_missing_field_is_refused(message: m.Message) -> None:
+def test_a_missing_field_is_refused(message: m.Message, schema: int) -> None:
     required = [field.encode_name for field in msgspec.structs.fields(type(message)) if field.required]
     for name in ["type", *required]:
-        body = body_of(message)
+        body = body_of(message, schema)
         del body[name]
         with pytest.raises(CodecError, match=name):
-            decode(sealed(msgpack.packb(body)))
+            decode(sealed(msgpack.packb(body), schema))
 
 
 @pytest.mark.parametrize("body", [b"", b"\xc0", b"\x90", b"\x80", b"\xa3bye", b"\xc1"])

@@ -1,5 +1,7 @@
 """Exit codes, messages and light imports of the two command lines, as a process sees them."""
 
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -168,9 +170,32 @@ def test_a_bug_ends_with_its_traceback_and_code(folder: Path) -> None:
     shown = call(folder, "--config", "run.yaml", "--gpu", "cpu", "--set", "seed=1")
     assert shown.returncode == ExitCode.BUG == 70
     assert "Traceback (most recent call last)" in shown.stderr
-    assert shown.stderr.endswith(
-        "KeyError: 'a bug'\nrl-stub: this is a bug; please report it with the traceback above\n"
-    )
+    assert shown.stderr.endswith("KeyError: 'a bug'\nrl-stub: this is a bug; please report it with its traceback\n")
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "message"),
+    [
+        (["--set", "sed=1"], ExitCode.CONFIG, "error: --set sed: unknown key `sed`; did you mean `seed`?"),
+        (["--set", "seed=1"], ExitCode.BUG, "this is a bug; please report it with its traceback"),
+    ],
+)
+def test_under_systemd_the_last_words_are_a_record(
+    folder: Path, changes: list[str], code: ExitCode, message: str
+) -> None:
+    """Also when the configuration, which may choose the format, cannot be read."""
+    with (folder / "journal").open("w+") as journal:
+        facts = os.fstat(journal.fileno())
+        environment = {"PYTHONPATH": str(REPOSITORY), "JOURNAL_STREAM": f"{facts.st_dev}:{facts.st_ino}"}
+        command = [sys.executable, "stub.py", "--config", "run.yaml", "--gpu", "cpu", *changes]
+        assert subprocess.call(command, cwd=folder, env=environment, stderr=journal, timeout=60) == code
+        journal.seek(0)
+        [line] = journal.read().splitlines()
+    assert line.startswith("<2>")
+    record = json.loads(line[3:])
+    assert (record["role"], record["level"], record["msg"]) == ("rl-stub", "critical", message)
+    assert (record["exit_code"], record["exit_name"]) == (code, code.name)
+    assert ("KeyError: 'a bug'" in record.get("exc", "")) == (code is ExitCode.BUG)
 
 
 def test_an_interrupt_has_a_code(folder: Path) -> None:

@@ -64,7 +64,6 @@ def test_examples_load(path: Path) -> None:
 def test_derived_values_by_hand(run_yaml: Path) -> None:
     config = load(run_yaml, overrides=["pipeline.groups_per_step=6", "sampling.num_generations=4", "lora.r=9"])
     assert config.completions_per_step == 24
-    assert config.micro_batch_size == 24
     assert config.max_lora_rank == 16
     assert config.max_loras == 3  # max_staleness 1: versions n, n - 1, and the one being loaded
     assert config.control_endpoint == f"ipc://{Path.cwd()}/runs/x/control.ipc"
@@ -160,11 +159,6 @@ def test_bounds_that_may_just_be_met(run_yaml: Path) -> None:
 def test_endpoints(run_yaml: Path, overrides: list[str], control: str, blob: str) -> None:
     config = load(run_yaml, overrides=[f"transport.{override}" for override in overrides])
     assert (config.control_endpoint, config.blob_endpoint) == (control, blob)
-
-
-def test_micro_batches_divide_the_step(run_yaml: Path) -> None:
-    for size in (1, 2, 32, 64, 128):
-        assert load(run_yaml, overrides=[f"trainer.per_device_train_batch_size={size}"]).micro_batch_size == size
 
 
 # What is refused, word by word.
@@ -331,17 +325,8 @@ UNKNOWN_AND_BAD = [
     ),
     (
         "trainer: {per_device_train_batch_size: 24}\n",
-        "run.yaml:1: trainer.per_device_train_batch_size=24 must divide the 128 completions of a step "
-        "(pipeline.groups_per_step x sampling.num_generations)",
-    ),
-    (
-        "trainer: {per_device_train_batch_size: 0}\n",
-        "run.yaml:1: trainer.per_device_train_batch_size=0 must divide the 128 completions of a step "
-        "(pipeline.groups_per_step x sampling.num_generations)",
-    ),
-    (
-        "trainer: {per_device_train_batch_size: some}\n",
-        "run.yaml:1: trainer.per_device_train_batch_size: expected a whole number (got 'some')",
+        f"run.yaml:{NEXT}: trainer.per_device_train_batch_size: `per_device_train_batch_size` is set by Slipstream and cannot "
+        "be given here; set pipeline.trainer_tokens_per_micro_batch instead",
     ),
     (
         "transport: {heartbeat_interval_s: 4, heartbeat_timeout_s: 6}\n",
@@ -353,8 +338,9 @@ UNKNOWN_AND_BAD = [
     ),
     (
         "transport: {endpoint: 'tcp://0.0.0.0:5557'}\n",
-        f"run.yaml:{NEXT}: transport.endpoint: 0.0.0.0 can be reached from other hosts and this release has no "
-        "authentication, so it is refused. Use 127.0.0.1 (and an SSH tunnel between hosts) (got 'tcp://0.0.0.0:5557')",
+        f"run.yaml:{NEXT}: transport.endpoint: 0.0.0.0 can be reached from other hosts, so it needs keys. Set "
+        "transport.keys=keys after `rl-keys generate trainer`, `rl-keys generate PRODUCER` and `rl-keys authorize PRODUCER` "
+        "(docs/security.md), or use 127.0.0.1 (got 'tcp://0.0.0.0:5557')",
     ),
     (
         "transport: {endpoint: 'tcp://127.0.0.1:1', blob_endpoint: 'tcp://127.0.0.1:1'}\n",
@@ -381,9 +367,19 @@ def test_refusals(run_yaml: Path, added: str, message: str) -> None:
     ],
 )
 @pytest.mark.parametrize("key", ["endpoint", "blob_endpoint"])
-def test_a_routable_endpoint_is_refused(run_yaml: Path, key: str, endpoint: str) -> None:
+def test_a_routable_endpoint_needs_keys(run_yaml: Path, key: str, endpoint: str) -> None:
     message = refusal(run_yaml, overrides=[f"transport.{key}={endpoint!r}"])
-    assert message.startswith(f"--set transport.{key}: {endpoint[6:-5]} can be reached from other hosts")
+    assert message.startswith(
+        f"--set transport.{key}: {endpoint[6:-5]} can be reached from other hosts, so it needs keys"
+    )
+    config = load_config(str(run_yaml), [f"transport.{key}={endpoint!r}", "transport.keys=keys"])
+    assert getattr(config.transport, key) == endpoint
+
+
+@pytest.mark.parametrize("key", ["keys", "identity"])
+def test_an_empty_name_is_no_name(run_yaml: Path, key: str) -> None:
+    message = refusal(run_yaml, overrides=[f"transport.{key}=' '"])
+    assert message == f"--set transport.{key}: expected a name, or nothing at all (got ' ')"
 
 
 @pytest.mark.parametrize(
@@ -586,8 +582,11 @@ def test_a_key_given_twice_is_refused(run_yaml: Path) -> None:
 
 
 def test_merge_keys_and_anchors_work(run_yaml: Path) -> None:
-    text = MINIMAL + "trainer: &t {beta: 0.1}\nengine:\n  <<: *t\n  <<: {x: 1}\n  max_model_len: 8\n"
-    assert load(run_yaml, text).engine == {"beta": 0.1, "x": 1, "max_model_len": 8}
+    text = (
+        MINIMAL
+        + "trainer: &t {trust_remote_code: true}\nengine:\n  <<: *t\n  <<: {block_size: 16}\n  max_model_len: 8\n"
+    )
+    assert load(run_yaml, text).engine == {"trust_remote_code": True, "block_size": 16, "max_model_len": 8}
 
 
 def test_a_key_that_is_no_string(run_yaml: Path) -> None:
@@ -702,17 +701,17 @@ def test_a_bad_value_of_the_file_can_be_overridden(run_yaml: Path) -> None:
 
 def test_the_resolved_file_loads_as_the_same_run(run_yaml: Path) -> None:
     config = load(
-        run_yaml, MINIMAL + "trainer: {learning_rate: 1e-5, note: 'ä'}\n", ["pipeline.max_staleness=3", "lora.r=12"]
+        run_yaml, MINIMAL + "trainer: {learning_rate: 1e-5, run_name: 'ä'}\n", ["pipeline.max_staleness=3", "lora.r=12"]
     )
     text = dump_config(config)
     assert load(run_yaml, text) == config
     assert text.endswith(
-        f"# completions per step: 128\n# micro-batch: 128 completions\n"
+        "# completions per step: 128\n"
         f"# control endpoint: ipc://{Path.cwd()}/runs/x/control.ipc\n"
         f"# blob endpoint: ipc://{Path.cwd()}/runs/x/control.ipc.blobs\n"
         "# engine max_loras: 5\n# engine max_lora_rank: 16\n"
     )
-    assert "note: ä" in text
+    assert "run_name: ä" in text
 
 
 def test_a_configuration_cannot_be_changed_after_the_checks(run_yaml: Path) -> None:

@@ -1,5 +1,6 @@
 """Equal folders give equal digests; whatever changes tokens, weights or the chat template changes one."""
 
+import errno
 import hashlib
 import json
 from pathlib import Path
@@ -109,6 +110,18 @@ def test_a_damaged_file_is_a_configuration_error(model: Path, name: str, text: s
     (model / name).write_text(text)
     with pytest.raises(ConfigError, match=rf"^model\.path: .*/{name} (cannot be read as JSON: |is not a JSON object)"):
         (base_model_digest if name == "config.json" else tokenizer_digest)(model)
+
+
+@pytest.mark.parametrize("method", ["is_dir", "read_text", "open"])
+def test_a_model_that_this_user_cannot_read_is_a_configuration_error(
+    model: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    def refused(path: Path, *_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, method, refused)
+    with pytest.raises(ConfigError, match=r"model\.path: .* cannot be read: Permission denied"):
+        base_model_digest(resolve_model(str(model)))
 
 
 @pytest.mark.parametrize(

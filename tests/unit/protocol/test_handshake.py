@@ -72,6 +72,12 @@ def test_an_engine_that_can_do_more() -> None:
     assert problems(NEEDS, msgspec.structs.replace(FACTS, max_lora_rank=512, max_loras=8, max_model_len=8192)) == []
 
 
+def test_an_engine_that_merges_policies_into_its_weights_needs_no_lora_slots() -> None:
+    facts = msgspec.structs.replace(FACTS, max_lora_rank=0, max_loras=0)
+    assert problems(NEEDS, facts, "merged") == []
+    assert len(problems(NEEDS, facts, "adapter")) == 2
+
+
 @pytest.mark.parametrize(("facts", "problem"), PROBLEMS, ids=[next(iter(facts)) for facts, _ in PROBLEMS])
 def test_each_problem_alone(facts: dict[str, object], problem: str) -> None:
     assert problems(NEEDS, msgspec.structs.replace(FACTS, **facts)) == [problem]

@@ -1,6 +1,8 @@
 """What only sockets can suffer: endpoints in use, stale files, raw peers, full queues, restarts."""
 
 import os
+import re
+import shutil
 import signal
 import socket
 import stat
@@ -16,8 +18,11 @@ import zmq
 
 from protocol.channel import BadFrame
 from protocol.codec import CodecError, encode
+from protocol.connection_guard import MAX_UNFINISHED
 from protocol.errors import ConfigError, EndpointInUseError, ExitCode
+from protocol.keys import AUTHORIZED, ProducerKeys, TrainerKeys, generate, producer_keys, trainer_keys
 from protocol.messages import BlobChunk, BlobMissing, Bye, Nack
+from protocol.refusals import REASONS, Refusals
 from protocol.zmq_channel import ZmqClient, ZmqServer
 
 from .channel_harness import LIMIT, Harness, eventually, receive, reserve_port
@@ -172,6 +177,97 @@ def test_every_loopback_host_of_the_configuration_works(stack: ExitStack, host: 
     introduce(server, client)
 
 
+def test_a_wildcard_is_for_the_trainer_alone(stack: ExitStack, short_dir: Path) -> None:
+    endpoints = [f"tcp://*:{reserve_port(stack)}", f"ipc://{short_dir}/b"]
+    ZmqServer(*endpoints, LIMIT).close()
+    with pytest.raises(ConfigError, match=r"give producers the trainer's address with --set transport.endpoint$"):
+        ZmqClient("p", *endpoints, LIMIT)
+
+
+@pytest.mark.parametrize(
+    ("trainer_has", "producer_has", "said"),
+    [
+        # Which of the two it is depends on who hangs up first.
+        (
+            False,
+            True,
+            r"has no keys, and this producer has: set transport\.keys|it has another key than \S+ \(.*\), or none",
+        ),
+        (
+            True,
+            False,
+            r"ends the handshake: it wants keys\. Set transport\.keys, as the trainer does \(docs/security\.md\)",
+        ),
+    ],
+)
+def test_keys_on_one_side_only_are_said(
+    ipc: Harness, tmp_path: Path, caplog: pytest.LogCaptureFixture, trainer_has: bool, producer_has: bool, said: str
+) -> None:
+    of_trainer, of_producer = keys_in(tmp_path)
+    server = ZmqServer(*ipc.endpoints, LIMIT, of_trainer if trainer_has else None)
+    ipc.stack.callback(server.close)
+    client = ZmqClient("gpu01-1-abcd", *ipc.endpoints, LIMIT, of_producer if producer_has else None)
+    ipc.stack.callback(client.close)
+    eventually(lambda: client.poll(0.01) or re.search(said, caplog.text), "the explanation")
+    assert not client.send(MESSAGE)
+
+
+def test_a_guard_that_fails_ends_its_server(ipc: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it there are no bounds, so the trainer must not go on."""
+    server = ipc.server()
+    monkeypatch.setattr(server._guard, "_check", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        eventually(lambda: server.poll(0.05), "the error")
+    server.close()
+
+
+def test_who_sends_much_to_a_busy_server_is_not_taken_for_one_that_never_ends(
+    stack: ExitStack, short_dir: Path
+) -> None:
+    harness = Harness("tcp", short_dir, stack)
+    server = harness.server(limit=2**20)
+    client = harness.client(server, limit=2**20)
+    introduce(server, client)
+    connections = server._guard._connections
+    eventually(lambda: any(one.deliveries for one in list(connections.values())), "the guard to see the introduction")
+    for _ in range(40):
+        harness.inject_to_server(client, bytes(500_000))
+    suspect = eventually(
+        lambda: [one for one in list(connections.values()) if one.over_since], "the guard's suspicion"
+    )[0]
+    eventually(lambda: time.monotonic() - suspect.over_since > 0.2, "some more checks")
+    assert len(receive(server, 40)) == 40
+    eventually(lambda: not server.poll(0.01) and not any(one.over_since for one in connections.values()), "its end")
+    introduce(server, client)
+    assert server.refusals.counts.total() == 0
+
+
+def test_many_local_producers_that_start_together_are_all_let_in(ipc: Harness, stack: ExitStack) -> None:
+    """Their connections for blobs stay silent until there is a policy, which over ipc looks like an unfinished handshake."""
+    server = ipc.server()
+    context = stack.enter_context(zmq.Context(io_threads=1))
+    for _ in range(MAX_UNFINISHED + 8):
+        stack.enter_context(context.socket(zmq.DEALER)).connect(ipc.endpoints[1])
+    eventually(lambda: len(server._guard._connections) == MAX_UNFINISHED + 8, "all connections")
+    server._guard._bound_unfinished()
+    assert sum(server.refusals.counts.values()) == 0
+
+
+def test_refusals_are_counted_all_and_logged_a_few(caplog: pytest.LogCaptureFixture) -> None:
+    refusals = Refusals()
+    assert refusals.counts == dict.fromkeys(REASONS, 0)
+    for number in range(100):
+        refusals("no_key", f"peer {number}")
+    refusals("multipart", "another")
+    assert (refusals.counts["no_key"], refusals.counts["multipart"], refusals.counts.total()) == (100, 1, 101)
+    assert [record.getMessage() for record in caplog.records] == [
+        *(f"refused peer {number} (no_key, {number + 1} so far)" for number in range(3)),
+        "refused another (multipart, 1 so far)",
+    ]
+    with pytest.raises(AssertionError):
+        refusals("of_its_own", "a reason")
+
+
 def test_nobody_listening_says_false_at_once(harness: Harness) -> None:
     client = ZmqClient("producer", *harness.endpoints, LIMIT)
     harness.stack.callback(client.close)
@@ -269,17 +365,26 @@ def test_a_stranger_that_speaks_no_zeromq_does_not_hurt(harness: Harness, garbag
         assert receive(server, 1) == [(peer, MESSAGE)]
 
 
-def test_a_second_client_of_the_same_name_cannot_take_the_first_ones_place(ipc: Harness) -> None:
+def test_a_peer_that_knows_another_ones_routing_id_cannot_take_its_place(ipc: Harness) -> None:
     server = ipc.server()
     first = ipc.client(server, "twin")
     peer = introduce(server, first)
-    second = ipc.client(server, "twin")
-    second.poll(0.2)
-    second.send(numbered(2))
-    assert server.poll(0.2) == []
-    assert server.send(peer, MESSAGE)
-    assert receive(first, 1) == [MESSAGE]
-    assert second.poll(0.1) == []
+    with zmq.Context() as context, context.socket(zmq.DEALER) as second:
+        second.linger = 0
+        second.routing_id = peer
+        second.connect(ipc.endpoints[0])
+        second.send(encode(numbered(2)))
+        assert server.poll(0.2) == []
+        assert server.send(peer, MESSAGE)
+        assert receive(first, 1) == [MESSAGE]
+        assert not second.poll(100)
+
+
+def test_routing_ids_cannot_be_guessed(ipc: Harness) -> None:
+    server = ipc.server()
+    peers = [introduce(server, ipc.client(server, "twin")) for _ in range(2)]
+    assert all(re.fullmatch(rb"twin/1/[0-9a-f]{16}", peer) for peer in peers)
+    assert peers[0] != peers[1]
 
 
 def test_a_full_blob_lane_says_false_and_leaves_control_alone(ipc: Harness) -> None:
@@ -345,13 +450,23 @@ def test_one_poll_takes_a_bounded_burst_of_each_lane(ipc: Harness) -> None:
     assert len(batch + receive(client, 2000 - len(batch))) == 2000
 
 
-def test_channels_leak_no_descriptor(ipc: Harness) -> None:
+def keys_in(folder: Path) -> tuple[TrainerKeys, ProducerKeys]:
+    generate(folder, "trainer")
+    generate(folder, "gpu01")
+    shutil.copy(folder / "gpu01.public", folder / AUTHORIZED)
+    return trainer_keys(folder), producer_keys(folder, "gpu01")
+
+
+@pytest.mark.parametrize("with_keys", [False, True])
+def test_channels_leak_no_descriptor(ipc: Harness, tmp_path: Path, with_keys: bool) -> None:
+    keys = keys_in(tmp_path) if with_keys else (None, None)
+
     def open_descriptors() -> int:
         return len(os.listdir("/proc/self/fd"))
 
     def once() -> None:
-        server = ipc.server()
-        client = ipc.client(server)
+        server = ZmqServer(*ipc.endpoints, LIMIT, keys[0])
+        client = ZmqClient("gpu01-1-abcd", *ipc.endpoints, LIMIT, keys[1])
         introduce(server, client)
         client.reset()
         introduce(server, client)

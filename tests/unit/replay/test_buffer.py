@@ -371,7 +371,8 @@ def check_two_threads(journal: Journal) -> None:
             assert all(published - g.policy_version <= 1 for g in batch.groups)
             trained += names(batch.groups)
             published += 1
-            journal.end_step(published, (published, "digest"))
+            journal.end_step(published)
+            journal.note_policy(published, published, "digest")
             replay.published(published)
     done.set()
     thread.join()

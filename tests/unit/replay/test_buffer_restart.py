@@ -94,7 +94,8 @@ def test_the_next_process_trains_what_was_not_trained_and_loses_nothing(journal:
     ids = fill(replay, 0, count=3)
     out = lease(replay)
     cut(replay)
-    journal.end_step(1, (1, "digest"))
+    journal.end_step(1)
+    journal.note_policy(1, 1, "digest")
     state = replay.state()
     dull = "0-4-0-1-s"
     assert offer(replay, dull, signal=False) == "no_signal"
@@ -121,7 +122,7 @@ def test_batches_after_the_checkpoint_are_cut_again_as_they_were(journal: Journa
     state = None
     for step in range(3):
         cuts.append(names(cut(replay).groups))
-        journal.end_step(step + 1, None)
+        journal.end_step(step + 1)
         replay.published(step + 1)
         if step == 0:
             state = replay.state()
@@ -139,9 +140,11 @@ def test_a_checkpoint_between_two_iterations_trains_the_second_one_only(journal:
     replay = buffer(journal, num_iterations=2, max_staleness=4)
     ids = fill(replay, 0, count=4)
     cut(replay)
-    journal.end_step(1, (1, "digest"))
+    journal.end_step(1)
+    journal.note_policy(1, 1, "digest")
     state = replay.state()
-    journal.end_step(2, (2, "digest"))
+    journal.end_step(2)
+    journal.note_policy(2, 2, "digest")
     cut(replay)
     restored = resumed(journal, state, 1, num_iterations=2, max_staleness=4)
     batches = [cut(restored), cut(restored)]

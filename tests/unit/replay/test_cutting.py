@@ -211,7 +211,8 @@ def run(journal: Journal, num_steps: int, seed: int = 3) -> tuple[list[list[str]
         again = names(batch.groups[batch.num_fresh :])
         seen.append((batch.num_fresh, [step - versions[g] for g in names(batch.groups)], again))
         seen[-1] += ([step + 1 - versions[row[0]] for row in replay.state()["replay"]],)
-        journal.end_step(step + 1, (step + 1, "digest"))
+        journal.end_step(step + 1)
+        journal.note_policy(step + 1, step + 1, "digest")
         replay.published(step + 1)
     return batches, seen, replay.counts["leased"]
 
@@ -263,7 +264,7 @@ def with_stand_ins(journal: Journal, **arguments: Any) -> tuple[Any, Any, list[l
     for step in range(3):
         fill(replay, 0, count=4 if step == 0 else 2)
         batches.append(names(cut(replay).groups))
-        journal.end_step(step + 1, None)
+        journal.end_step(step + 1)
         replay.published(step + 1)
         if step == 0:
             state = replay.state()
@@ -317,7 +318,7 @@ def test_a_group_that_killed_the_trainer_in_a_later_iteration_does_not_stand_in(
     replay = buffer(journal, replay=table(), **arguments)
     fill(replay, 0)
     cut(replay)
-    journal.end_step(1, None)
+    journal.end_step(1)
     state = replay.state()
     replay = resumed(journal, state, 1, replay=table(), **arguments)
     assert len(replay.state()["replay"]) == 2
@@ -361,7 +362,7 @@ def test_a_group_that_grows_stale_while_batches_are_cut_again_is_dropped_at_once
     for step in range(3):
         fill(replay, step, count=1)
         cut(replay)
-        journal.end_step(step + 1, None)
+        journal.end_step(step + 1)
         replay.published(step + 1)
     restored = resumed(journal, None, 0, **arguments)
     assert restored.offer([delivery("0-3-0-1-s", 0)]) == ["accepted"]

@@ -63,6 +63,7 @@ def test_rounding_just_above_zero_passes() -> None:
         ({"prompt_ids": ints(-1)}, "prompt_ids holds token ids outside 0..9"),
         ({"logprobs": floats(-1, -1, -1)}, "logprobs has 12 bytes, expected 4 x 4"),
         ({"logprobs": floats(-1, -math.inf, -1, -1)}, "logprobs must be finite and not positive"),
+        ({"logprobs": floats(math.nan, -math.inf, -1, -1)}, "logprobs must be finite and not positive"),
         ({"logprobs": floats(-1, math.inf, -1, -1)}, "logprobs must be finite and not positive"),
         ({"logprobs": floats(-1, -1, -1, 0.5)}, "logprobs must be finite and not positive"),
         ({"rewards": floats(0)}, "rewards has 4 bytes, expected 2 x 4"),

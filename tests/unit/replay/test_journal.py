@@ -70,9 +70,9 @@ def test_the_end_of_the_last_step_over_a_batch_clears_the_tries_of_its_groups_al
     journal.append([entry(i) for i in range(4)])
     for index, (step, last_step) in enumerate([(1, 2), (3, 4), (5, 6)]):
         claim(journal, step, last_step, index)
-    journal.end_step(3, None)
+    journal.end_step(3)
     assert rows(journal, "tries") == [(1,), (1,), (1,), (0,)]
-    journal.end_step(4, None)
+    journal.end_step(4)
     assert rows(journal, "tries") == [(1,), (0,), (1,), (0,)]
     assert journal.newest_version == -1
 
@@ -87,9 +87,9 @@ def test_stand_ins_have_rows_of_their_own_with_tries_that_end_with_the_last_step
     one, zero = group_ids(1, 0)
     assert journal.query(uses) == [(3, 1, 4, one, 2), (3, 2, 4, zero, 2), (5, 1, 6, one, 1)]
     assert rows(journal, "step, tries")[:2] == [(1, 1), (1, 1)], "their first training stays what it was"
-    journal.end_step(3, None)
+    journal.end_step(3)
     assert [tries for *_, tries in journal.query(uses)] == [2, 2, 1]
-    journal.end_step(4, None)
+    journal.end_step(4)
     assert [tries for *_, tries in journal.query(uses)] == [0, 0, 1]
 
 
@@ -99,14 +99,17 @@ def test_a_quarantined_group_keeps_its_tries_when_others_train_its_step(journal:
     claim(journal, 1, 1, 0)
     journal.drop(group_ids(0), "quarantined")
     claim(journal, 1, 1, 1)
-    journal.end_step(1, None)
+    journal.end_step(1)
     assert rows(journal, "tries, dropped") == [(2, "quarantined"), (0, None)]
 
 
 def test_policies_are_kept_and_one_made_again_replaces_the_first(journal: Journal) -> None:
-    journal.end_step(2, (1, "first"))
-    journal.end_step(4, (2, "second"))
-    journal.end_step(2, (1, "again"))
+    journal.end_step(2)
+    journal.note_policy(1, 2, "first")
+    journal.end_step(4)
+    journal.note_policy(2, 4, "second")
+    journal.end_step(2)
+    journal.note_policy(1, 2, "again")
     assert journal.query("SELECT version, step, digest FROM policies ORDER BY version") == [
         (1, 2, "again"),
         (2, 4, "second"),
@@ -160,7 +163,7 @@ def test_everything_is_there_after_an_end_at_any_moment(tmp_path: Path, journal:
     """What lies on the disk after each call, as a killed process would leave it."""
     states = []
     for index, call in enumerate(
-        [lambda: fill(journal), lambda: journal.append([entry(9)]), lambda: journal.end_step(2, None)]
+        [lambda: fill(journal), lambda: journal.append([entry(9)]), lambda: journal.end_step(2)]
     ):
         call()
         states.append(everything(journal))

@@ -48,13 +48,16 @@ def ids(numbers: Iterable[int]) -> list[str]:
 def write_run(journal: Journal) -> None:
     """Two groups per step: steps 1 and 2 trained, step 3 begun, one group ready; four that are not trained."""
     journal.note_facts({"groups_per_step": "2", "num_iterations": "1", "reward_names": '["correct"]'})
-    journal.end_step(0, (0, "d0"))
+    journal.end_step(0)
+    journal.note_policy(0, 0, "d0")
     journal.append([entry(0), entry(1, outcome="no_signal", reward=1.0), entry(2), entry(3, producer="q")])
     claim(journal, 1, 1, 2, 0)
-    journal.end_step(1, (1, "d1"))
+    journal.end_step(1)
+    journal.note_policy(1, 1, "d1")
     journal.append([entry(4, 1, reward=-0.25), entry(5, 0, outcome="stale", reward=None), entry(6, 1), entry(7, 1)])
     claim(journal, 2, 2, 3, 4)
-    journal.end_step(2, (2, "d2"))
+    journal.end_step(2)
+    journal.note_policy(2, 2, "d2")
     journal.append([entry(8, 2), entry(9, 2), entry(10, 2)])
     journal.drop(ids([8]), "stale")
     journal.drop(ids([9]), "configuration")
@@ -160,7 +163,8 @@ def test_facts_policies_and_what_went_wrong(reader: JournalReader, journal: Jour
 def test_the_policy_a_step_starts_from_is_the_newest_of_the_last_step_taken(tmp_path: Path) -> None:
     with closing(Journal(tmp_path / "journal.sqlite")) as journal:
         for step, version in ((0, 0), (2, 1), (4, 2), (2, 3)):  # version 3 after a restart at step 1
-            journal.end_step(step, (version, f"d{version}"))
+            journal.end_step(step)
+            journal.note_policy(version, step, f"d{version}")
         with closing(JournalReader(journal.path)) as reader:
             found = {step: policy and policy.version for step in range(-1, 6) for policy in [reader.policy_at(step)]}
     assert found == {-1: None, 0: 0, 1: 0, 2: 3, 3: 3, 4: 2, 5: 2}

@@ -190,5 +190,5 @@ class LedgerMachine(RuleBasedStateMachine):
         assert set(unsettled) == {key for key in self.seen if not self.settled[key]}
 
 
-LedgerMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=60)
+LedgerMachine.TestCase.settings = settings(max_examples=25, stateful_step_count=60)
 TestLedgerMachine = LedgerMachine.TestCase

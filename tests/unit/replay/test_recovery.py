@@ -36,7 +36,7 @@ def train(journal: Journal, step: int, *prompt_ids: int, num_iterations: int = 1
     last_step = step + num_iterations - 1
     claim(journal, step, last_step, *prompt_ids)
     for ended in range(step, last_step + 1):
-        journal.end_step(ended, None)
+        journal.end_step(ended)
 
 
 def batch(step: int, *prompt_ids: int, last_step: int | None = None) -> RecordedBatch:

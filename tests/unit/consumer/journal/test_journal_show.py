@@ -60,11 +60,23 @@ def test_show_every_token(journal: Journal, command: Command) -> None:
     assert lines[1] == "state     claimed, step 3, position 0, try 1 of 2"
     start = lines.index("  3 4 5") + 1
     assert lines[start : start + 4] == [
-        "token  id  log-prob  text",
-        "    0   3    -0.100",
-        "    1   4    -0.200",
-        "    2   5    -0.300",
+        "token  id  version  log-prob  text",
+        "    0   3        1    -0.100",
+        "    1   4        1    -0.200",
+        "    2   5        1    -0.300",
     ]
+
+
+def test_show_a_group_that_several_policies_sampled(journal: Journal, command: Command) -> None:
+    versions = np.array([0, 0, 2, 1], "<i4").tobytes()
+    journal.append([entry(11, frame=encode(group_message("0-11-0-1-s", token_versions=versions)))])
+    lines = command.lines("show", "0-11-0-1-s", "--tokens")
+    assert "policy    version 0-2" in lines
+    assert [line for line in lines if line.startswith("policies:")] == [
+        "policies: version 0 sampled 2 tokens, version 2 sampled 1 tokens",
+        "policies: version 1 sampled 1 tokens",
+    ]
+    assert "    2   5        2    -0.300" in lines
 
 
 class Letters:
@@ -80,7 +92,7 @@ def test_show_with_text(journal: Journal, command: Command, monkeypatch: pytest.
     assert not any(line.startswith("token ids") for line in lines)
     assert lines[lines.index("prompt, 2 tokens") + 1] == "  AB"
     assert "  CDE" in lines
-    assert "    2   5    -0.300  'E'" in lines
+    assert "    2   5        1    -0.300  'E'" in lines
     assert "  \\x1b[2J" in lines
 
 
@@ -119,7 +131,7 @@ def test_show_says_which_turn_of_the_prompt_it_is_and_every_step_that_trained_it
     )  # fmt: skip
     journal.append([back])
     journal.claim(4, 4, ["0-11-2-1-s"], 1)
-    journal.end_step(4, None)
+    journal.end_step(4)
     claim(journal, 7, 7, 10)
     for step, last_step in ((5, 5), (8, 9)):
         journal.claim(step, last_step, ["0-11-2-1-s"], 0)

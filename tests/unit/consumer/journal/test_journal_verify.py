@@ -158,11 +158,13 @@ def test_verify_goes_on_after_a_table_that_cannot_be_read(command: Command) -> N
 
 def with_stand_ins(journal: Journal) -> None:
     """After `write_run`: step 3 ends, and steps 4 and 5 train groups 10 and 11, and two again each."""
-    journal.end_step(3, (3, "d3"))
+    journal.end_step(3)
+    journal.note_policy(3, 3, "d3")
     journal.append([entry(11, 3)])
     for step, number, again in ((4, 10, (2, 3)), (5, 11, (3, 4))):
         claim(journal, step, step, number, again=again)
-        journal.end_step(step, (step, f"d{step}"))
+        journal.end_step(step)
+        journal.note_policy(step, step, f"d{step}")
     journal.note_facts({"groups_per_step": "3"})
 
 

@@ -144,7 +144,8 @@ def test_the_lineage_of_a_step_among_several_iterations(command: Command) -> Non
     with closing(Journal(command.run_dir / "journal.sqlite")) as journal:
         journal.append([entry(0)])
         claim(journal, 1, 3, 0)
-        journal.end_step(1, (1, "d1"))
+        journal.end_step(1)
+        journal.note_policy(1, 1, "d1")
     lines = command.lines("lineage", "2")
     assert lines[0] == "step 2 trains 1 groups, as all of steps 1 to 3; it has not ended"
     assert lines[3].split() == [

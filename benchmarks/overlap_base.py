@@ -1,0 +1,167 @@
+"""The model of `benchmarks.overlap`: 20 M parameters, built in a minute or two, whose completions have log-normal lengths.
+
+    python -m benchmarks.overlap_base OUTPUT_DIR
+
+The task is *echo*: the prompt names four letters ("kqbz:"), the completion should consist of them. The base is careless:
+half of its letters may be any. How long a completion is was drawn from a log-normal distribution in the corpus and has
+nothing to do with the prompt, nor does the reward, the share of fitting letters, ask for any; hardly any group is without
+signal. Lengths stay what they are at small learning rates only.
+
+What is pre-trained is a fiftieth of the model: two layers, a quarter as wide. The rest is put around it and below it with
+weights that nothing reads, or that write nothing: it changes no output and costs what it costs, in every forward, backward
+and decode step.
+
+Guarantee: the folder appears complete or not at all, and is built again when this file has changed. Held-out prompts occur
+neither in the corpus nor among the prompts to train on.
+"""
+
+import itertools
+import json
+import math
+import os
+import random
+import re
+import shutil
+import string
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers.utils import logging
+
+from examples.arithmetic.build_model import make_tokenizer
+
+VOCAB = {token: i for i, token in enumerate(["<pad>", "<eos>", "<unk>", ":", *string.ascii_lowercase])}
+PAD, EOS = VOCAB["<pad>"], VOCAB["<eos>"]
+NUM_LETTERS = 4  # in a prompt
+PROMPT_LENGTH = NUM_LETTERS + 1
+MEDIAN_LENGTH, SIGMA_LENGTH = 18, 0.5  # of completions, the end token included; sigma of the logarithm
+MAX_LENGTH = 96
+CARELESS = 0.5  # share of letters that may be any
+
+NUM_LAYERS = 6
+_WIDTH, _MLP_WIDTH, _HEAD_WIDTH = 512, 1536, 64
+_SMALL_LAYERS, _SMALL = 2, 4  # the part that is pre-trained is narrower by this factor
+_STEPS, _BATCH = 900, 32
+
+
+def make_prompts(seed: int, num_held_out: int = 500) -> tuple[list[str], list[str]]:
+    """Every choice of four letters, each in a random order: those to train on, those to evaluate on."""
+    draw = random.Random(seed)
+    prompts = ["".join(draw.sample(letters, NUM_LETTERS)) + ":" for letters in _choices()]
+    draw.shuffle(prompts)
+    return prompts[num_held_out:], prompts[:num_held_out]
+
+
+def _choices() -> list[tuple[str, ...]]:
+    return list(itertools.combinations(string.ascii_lowercase, NUM_LETTERS))
+
+
+def draw_length(draw: random.Random) -> int:
+    """Tokens of a completion, the end token included."""
+    return min(MAX_LENGTH, max(2, round(draw.lognormvariate(math.log(MEDIAN_LENGTH), SIGMA_LENGTH))))
+
+
+def _corpus(prompts: list[str], draw: random.Random) -> torch.Tensor:
+    """Careless answers to some prompts: (len(prompts), longest), padded on the right."""
+    rows = []
+    for prompt in prompts:
+        letters = [
+            VOCAB[draw.choice(string.ascii_lowercase if draw.random() < CARELESS else prompt[:NUM_LETTERS])]
+            for _ in range(draw_length(draw) - 1)
+        ]
+        rows.append([*(VOCAB[letter] for letter in prompt), *letters, EOS])
+    width = max(map(len, rows))
+    return torch.tensor([row + [PAD] * (width - len(row)) for row in rows])
+
+
+def _model(num_layers: int, narrower: int) -> Qwen2ForCausalLM:
+    heads = _WIDTH // _HEAD_WIDTH // narrower
+    return Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=len(VOCAB),
+            hidden_size=_WIDTH // narrower,
+            intermediate_size=_MLP_WIDTH // narrower,
+            num_hidden_layers=num_layers,
+            num_attention_heads=heads,
+            num_key_value_heads=heads,
+            max_position_embeddings=128,
+            initializer_range=0.06 if narrower > 1 else 0.02,
+            tie_word_embeddings=True,
+            pad_token_id=PAD,
+            eos_token_id=EOS,
+            bos_token_id=None,
+        )
+    )
+
+
+def _pretrained(prompts: list[str]) -> Qwen2ForCausalLM:
+    draw = random.Random(0)
+    model = _model(_SMALL_LAYERS, _SMALL)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.98), weight_decay=0.1, fused=True)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: min(1.0, (i + 1) / 50, 2 * (1 - i / _STEPS)))
+    for step in range(1, _STEPS + 1):
+        ids = _corpus(draw.sample(prompts, _BATCH), draw)
+        logits = model(ids[:, :-1], use_cache=False).logits[:, PROMPT_LENGTH - 1 :]
+        wanted = ids[:, PROMPT_LENGTH:].flatten()
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), wanted, ignore_index=PAD)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        if step % 50 == 0:
+            print(f"step {step}: loss {loss.item():.3f}", flush=True)
+    return model
+
+
+@torch.no_grad()
+def grown(small: Qwen2ForCausalLM) -> Qwen2ForCausalLM:
+    """The same function in a larger model: what is new in the residual stream stays zero, as nothing writes there, and new
+    heads, units and layers write nothing."""
+    large = _model(NUM_LAYERS, 1)
+    for name, weight in large.named_parameters():
+        if name.endswith(("o_proj.weight", "down_proj.weight", "embed_tokens.weight")):
+            weight.zero_()
+    first = NUM_LAYERS - _SMALL_LAYERS  # the last layers, which every LoRA covers
+    for name, weight in small.named_parameters():
+        target = large.get_parameter(re.sub(r"layers\.(\d+)", lambda found: f"layers.{int(found[1]) + first}", name))
+        target[tuple(slice(length) for length in weight.shape)] = weight
+        if name.endswith("norm.weight"):  # a norm over four times as many numbers, three quarters of them zero
+            target /= math.sqrt(_SMALL)
+    return large
+
+
+def main(output: Path) -> None:
+    started = time.monotonic()
+    logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    train, evaluation = make_prompts(0)
+    model = grown(_pretrained(train))
+    output.mkdir(parents=True)
+    model.save_pretrained(output)
+    make_tokenizer(VOCAB, max_length=128).save_pretrained(output)
+    for name, prompts in (("train", train), ("eval", evaluation)):
+        (output / f"{name}.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    print(f"{output}: {model.num_parameters():,} parameters, {time.monotonic() - started:.0f} s")
+
+
+def build(folder: Path) -> None:
+    """Builds the model in `folder`, unless it is there."""
+    script, stamp = Path(__file__).read_bytes(), folder / "built_by.py"
+    if stamp.is_file() and stamp.read_bytes() == script:
+        return
+    print("building the base model, once; a minute or two", flush=True)
+    partial = folder.with_name(f"{folder.name}.{os.getpid()}")
+    subprocess.run([sys.executable, "-m", "benchmarks.overlap_base", str(partial)], check=True)
+    (partial / stamp.name).write_bytes(script)
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.rename(folder)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,305 @@
+"""`make bench-swap`: a policy from the trainer's call to the producer's engine, by size and way, and what it costs decoding.
+
+Guarantee: a trainer process and a real vLLM engine, with everything between them the product's, over ipc. Within a run of one
+size three ways take turns: through shared memory, in chunks, and pause-and-load (the adapter is saved to disk, vLLM is paused,
+loads and resumes). All the while the same number of requests is in the engine, each token of which is noted when it arrives. A
+gap is the time between two tokens of one request; those of a swap lie between the publication and the first token of the
+new version, ordinary ones in the second before.
+"""
+
+import argparse
+import asyncio
+import itertools
+import json
+import multiprocessing
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from prometheus_client import CollectorRegistry
+
+from benchmarks.swap_trainer import serve
+from benchmarks.terms import ENGINE_FACTS, MAX_MESSAGE_BYTES
+from producer.adapters import AdapterRegistry
+from producer.interfaces import Adapter, Arrival, Counters, Identity, Workload
+from producer.link import Link
+from producer.metrics import ProducerMetrics
+from producer.probe import SwapProof
+from producer.timeline import Timeline
+from protocol.config import RunConfig, TransportSection
+from protocol.shared_memory import SharedMemory, shared_memory
+from protocol.zmq_channel import ZmqClient
+
+RANKS = {1: 4, 10: 32, 40: 128, 160: 512}
+"""Of an adapter of about so many MB for the model of `_build_model`."""
+WAYS = ("shared memory", "chunks", "pause and load")
+_NUM_STREAMS = 8
+_LENGTH = 128
+_AROUND_S = 1.0
+_TOLERANCE = 0.01
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("runs/bench/swap.json"), help="JSON file to write")
+    parser.add_argument("--sizes", type=int, nargs="+", default=list(RANKS), choices=list(RANKS), help="MB")
+    parser.add_argument("--repeat", type=int, default=5, help="swaps of each way (default: %(default)s)")
+    parser.add_argument("--mode", choices=("adapter", "merged"), default="adapter", help="swap.mode")
+    arguments = parser.parse_args(argv)
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    swaps = []
+    for size in arguments.sizes:
+        with tempfile.TemporaryDirectory(prefix="bench-swap-") as scratch:
+            swaps += asyncio.run(_measure(Path(scratch), size, arguments))
+    report = {"mode": arguments.mode, "streams": _NUM_STREAMS, "swaps": swaps}
+    arguments.out.write_text(json.dumps(report, indent=1), encoding="utf-8")
+    _print(swaps)
+
+
+@dataclass
+class Traffic:
+    """The requests that are always in the engine, and when each of their tokens came."""
+
+    llm: Any
+    pin: Callable[[], Any]
+    with_lora: bool
+    tokens: list[tuple[float, int]] = field(default_factory=list)  # time, stream
+    gaps: list[tuple[float, float]] = field(default_factory=list)  # time, gap
+    flows: asyncio.Event = field(default_factory=asyncio.Event)
+    _ids: Any = field(default_factory=itertools.count)
+
+    async def stream(self, number: int) -> None:
+        from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
+        from vllm.sampling_params import RequestOutputKind
+
+        while True:
+            async with self.pin() as adapter:
+                params = SamplingParams(
+                    max_tokens=_LENGTH, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.DELTA
+                )
+                prompt = {"type": "token", "prompt_token_ids": [3 + number] * 32}
+                lora = LoRARequest(adapter.name, adapter.id, str(adapter.path)) if self.with_lora else None
+                before = None
+                async for output in self.llm.generate(prompt, params, f"stream-{next(self._ids)}", lora_request=lora):
+                    now = time.monotonic()
+                    self.tokens += [(now, number)] * len(output.outputs[0].token_ids)
+                    if len(self.tokens) > 10 * _NUM_STREAMS:
+                        self.flows.set()
+                    if before is not None:
+                        self.gaps.append((now, now - before))
+                    before = now
+
+    def pace(self, since: float, until: float) -> float:
+        """Tokens per second."""
+        return sum(since <= at < until for at, _ in self.tokens) / (until - since)
+
+    def gaps_between(self, since: float, until: float) -> list[float]:
+        return [gap for at, gap in self.gaps if since <= at < until + gap]
+
+
+class Receiver:
+    """What the link tells: policies go to the registry, times are kept. Everything else does not happen here."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, registry: AdapterRegistry) -> None:
+        self._loop = loop
+        self._registry = registry
+        self.arrivals: asyncio.Queue[tuple[float, Arrival]] = asyncio.Queue()
+
+    def policy_arrived(self, arrival: Arrival) -> None:
+        self._loop.call_soon_threadsafe(self.arrivals.put_nowait, (time.monotonic(), arrival))
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_: None
+
+
+async def _measure(scratch: Path, size: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    rank, model = RANKS[size], _build_model(scratch / "model")
+    config = _config(model, scratch, rank, arguments.mode)
+    from producer.engine import Engine
+
+    engine = Engine(config, 0)
+    found: list[dict[str, Any]] = []
+    try:
+        await engine.warm_up()
+        with Timeline(scratch / "timeline.jsonl") as timeline, shared_memory() as memory:
+            for round_number in range(arguments.repeat):
+                for way in WAYS[round_number % 2 :] + WAYS[: round_number % 2]:
+                    if way == WAYS[2] and arguments.mode == "merged":
+                        continue
+                    side = await Side.start(scratch / f"{round_number}-{way[:4]}", engine, timeline, memory, rank, way)
+                    found.append({"size_mb": size, "way": way} | await side.swap())
+                    await side.end()
+    finally:
+        engine.shutdown()
+        await asyncio.sleep(0.1)
+    return found
+
+
+class Side:
+    """A trainer, the link to it and traffic, for one swap after the first."""
+
+    @classmethod
+    async def start(
+        cls, folder: Path, engine: Any, timeline: Timeline, memory: SharedMemory, rank: int, way: str
+    ) -> "Side":
+        side = cls()
+        await asyncio.to_thread(folder.mkdir)
+        endpoints = (f"ipc://{folder}/control", f"ipc://{folder}/blobs")
+        context = multiprocessing.get_context("spawn")
+        side.pipe, theirs = context.Pipe()
+        model = engine.folder
+        side.child = context.Process(target=serve, args=(theirs, endpoints, model, folder, rank, way == WAYS[0]))
+        side.child.start()
+        side.folder, side.engine, side.way = folder, engine, way
+        await asyncio.to_thread(side.pipe.recv)
+        place = memory.folder if memory.folder is not None and way != WAYS[2] else folder
+        metrics = ProducerMetrics(CollectorRegistry())
+        side.registry = AdapterRegistry(
+            engine, lambda num_bytes: place, SwapProof(_TOLERANCE), Counters(), metrics, timeline
+        )
+        side.receiver = Receiver(asyncio.get_running_loop(), side.registry)
+        transport = TransportSection()
+        side.link = Link(
+            ZmqClient("bench-1-aa", *endpoints, MAX_MESSAGE_BYTES),
+            Identity("bench-1-aa", ENGINE_FACTS, 1),
+            transport,
+            endpoints[0],
+            side.receiver,  # type: ignore[arg-type]
+            Counters(),
+            lambda: Workload((), 0, 0, 0.0),
+        )
+        side.link.start()
+        _, first = await side.receiver.arrivals.get()
+        assert await side.registry.publish(*first), "the first version is refused"
+        with_lora = engine._merged is None
+        side.traffic = Traffic(engine._llm, side.registry.pin, with_lora)
+        side.streams = [asyncio.create_task(side.traffic.stream(number)) for number in range(_NUM_STREAMS)]
+        await side.traffic.flows.wait()
+        await asyncio.sleep(_AROUND_S)
+        return side
+
+    async def swap(self) -> dict[str, Any]:
+        """Publishes once, and says what happened when."""
+        if self.way == WAYS[2]:
+            times = await self._pause_and_load()
+        else:
+            times = await self._publish()
+        live = time.monotonic()
+        await asyncio.sleep(_AROUND_S)
+        began = times.pop("began")
+        ordinary = self.traffic.gaps_between(began - _AROUND_S, began)
+        before = self.traffic.pace(began - _AROUND_S, began)
+        return times | {
+            "live_s": live - began,
+            "ordinary_gap_s": statistics.median(ordinary),
+            "ordinary_longest_gap_s": max(ordinary),
+            "longest_gap_s": max(self.traffic.gaps_between(began, live), default=0.0),
+            "pace_before": before,
+            "pace_after": self.traffic.pace(began, began + _AROUND_S),
+        }
+
+    async def _publish(self) -> dict[str, float]:
+        told = asyncio.create_task(asyncio.to_thread(_ask, self.pipe, "publish"))
+        arrived, arrival = await self.receiver.arrivals.get()
+        started = time.monotonic()
+        assert await self.registry.publish(*arrival), "the version is refused"
+        done = time.monotonic()
+        times = await told
+        return {
+            "began": times["began"],
+            "bytes": times["bytes"],
+            "trainer_probe_s": times["probe_s"],
+            "snapshot_s": times["snapshot_s"],
+            "hash_s": times["hashed"] - times["taken"],
+            "shelf_s": times["announced"] - times["hashed"],
+            "transfer_s": arrived - times["announced"],
+            "load_and_prove_s": done - started,
+        }
+
+    async def _pause_and_load(self) -> dict[str, float]:
+        path = self.folder / "saved"
+        times = await asyncio.to_thread(_ask, self.pipe, str(path))
+        saved = time.monotonic()
+        adapter = Adapter(1, f"paused-{self.folder.name}", 10_000 + id(self) % 10_000, path)
+        await self.engine._llm.pause_generation(mode="keep", clear_cache=False)
+        await self.engine.load_adapter(adapter)
+        await self.engine._llm.resume_generation()
+        self.paused = adapter
+        return {"began": times["began"], "save_s": saved - times["began"], "pause_and_load_s": time.monotonic() - saved}
+
+    async def end(self) -> None:
+        for stream in self.streams:
+            stream.cancel()
+        await asyncio.wait(self.streams)
+        if hasattr(self, "paused"):
+            await self.engine.unload_adapter(self.paused)
+        self.link.stop(0.0)
+        await asyncio.to_thread(self.link.join)
+        self.pipe.send("stop")
+        await asyncio.to_thread(self.child.join)
+        self.registry._flip(None, None)
+        await self.registry.unload_idle()
+
+
+def _ask(pipe: Connection, command: str) -> Any:
+    pipe.send(command)
+    return pipe.recv()
+
+
+def _build_model(folder: Path) -> Path:
+    """25 M parameters and a small vocabulary: adapters are as large as for a model of billions."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from tests.integration.models import char_tokenizer
+
+    torch.manual_seed(0)
+    tokenizer = char_tokenizer()
+    shape = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "num_attention_heads": 8}
+    config = Qwen2Config(**shape, num_key_value_heads=4, vocab_size=len(tokenizer), bos_token_id=None)
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def _config(model: Path, scratch: Path, rank: int, mode: str) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "run_dir": str(scratch),
+            "model": {"path": str(model), "dtype": "float32"},
+            "dataset": {"path": "unused"},
+            "rewards": {"functions": [{"function": "unused:reward"}]},
+            "sampling": {"num_generations": 4, "max_completion_length": _LENGTH},
+            "lora": {"r": rank, "lora_alpha": rank, "target_modules": "all-linear"},
+            "engine": {"enforce_eager": True, "max_model_len": 256, "max_num_seqs": 16},
+            "swap": {"mode": mode},
+        }
+    )
+
+
+def _print(swaps: list[dict[str, Any]]) -> None:
+    print(f"{'MB':>4} {'way':<15} {'live ms':>8} {'gap ms':>7} {'ordinary':>9} {'tokens/s':>9}  quartiles of live")
+    for (size, way), group in itertools.groupby(
+        sorted(swaps, key=lambda one: (one["size_mb"], one["way"])), key=lambda one: (one["size_mb"], one["way"])
+    ):
+        rows = list(group)
+        live = [1000 * row["live_s"] for row in rows]
+        spread = statistics.quantiles(live, n=4) if len(live) > 1 else live
+        gap, ordinary = (
+            statistics.median(1000 * row[name] for row in rows) for name in ("longest_gap_s", "ordinary_gap_s")
+        )
+        pace = statistics.median(row["pace_after"] / max(1e-9, row["pace_before"]) for row in rows)
+        print(
+            f"{size:>4} {way:<15} {statistics.median(live):>8.0f} {gap:>7.0f} {ordinary:>9.0f} {pace:>8.0%}  "
+            + " ".join(f"{value:.0f}" for value in spread)
+        )
+
+
+if __name__ == "__main__":
+    main()

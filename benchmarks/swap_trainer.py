@@ -1,0 +1,94 @@
+"""The trainer of `benchmarks.swap`: a model whose adapter changes, and everything that publishes it, in a process of its own.
+
+Guarantee: snapshots, probe, publisher, shelf, intake and sockets are the product's. Times are of the monotonic clock, which all
+processes of a host share.
+"""
+
+import contextlib
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from benchmarks.acceptor import Acceptor
+from benchmarks.terms import MAX_MESSAGE_BYTES
+from consumer.patience import Patience
+from consumer.probe import Probe
+from consumer.publisher import Publisher
+from consumer.snapshots import AdapterSnapshots, Snapshot
+from protocol.shared_memory import NO_MEMORY, SharedMemory, shared_memory
+from protocol.zmq_channel import ZmqServer
+
+PROBE_IDS = np.arange(3, 35, dtype=np.int32)
+
+
+class Trainer(Acceptor):
+    """Publishes a version whenever it is told to."""
+
+    def __init__(self, channel: ZmqServer, folder: Path, model: Any, memory: SharedMemory) -> None:
+        super().__init__(channel, folder, memory)
+        self._model = model
+        self._snapshots = AdapterSnapshots(model)
+        self._probe = Probe(PROBE_IDS, 1, model, contextlib.nullcontext)
+        patience = Patience(check=lambda: None, say=print, stall_timeout_s=600.0)
+        self._publisher = Publisher(self._announce, patience, lambda: "")
+        self._times: dict[str, float] = {}
+
+    def _publish(self) -> None:
+        self.publish()
+
+    def train(self) -> None:
+        """Changes every weight of the adapter."""
+        with torch.no_grad():
+            for name, parameter in self._model.named_parameters():
+                if "lora_" in name:
+                    parameter.add_(torch.randn_like(parameter), alpha=0.02)
+
+    def publish(self) -> dict[str, float]:
+        """When the main thread began, and what it and the publisher's thread took."""
+        began = time.monotonic()
+        measured = self._probe.measure(self._version)
+        probed = time.monotonic()
+        snapshot = self._snapshots.take(measured)
+        taken = time.monotonic()
+        self._publisher.submit(self._version, self._version, snapshot)
+        self._publisher.flush()
+        self._version += 1
+        return self._times | {"began": began, "probe_s": probed - began, "snapshot_s": taken - probed, "taken": taken}
+
+    def _announce(self, version: int, step: int, snapshot: Snapshot) -> bool:
+        digest = snapshot.digest()
+        hashed = time.monotonic()
+        num_bytes = len(snapshot.data)
+        self._intake.publish(version, snapshot.data, digest, snapshot.probe, snapshot.release)
+        self._times = {"hashed": hashed, "announced": time.monotonic(), "bytes": float(num_bytes)}
+        return True
+
+
+def serve(
+    pipe: Connection, endpoints: tuple[str, str], model_folder: Path, folder: Path, rank: int, shares: bool
+) -> None:
+    """Answers `publish` with its times, `save` with those of writing an adapter to disk as PEFT does, until `stop`."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    lora = LoraConfig(r=rank, lora_alpha=rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = get_peft_model(base, lora)
+    memory = shared_memory() if shares else contextlib.nullcontext(NO_MEMORY)
+    with memory as shared:
+        trainer = Trainer(ZmqServer(*endpoints, MAX_MESSAGE_BYTES), folder, model, shared)
+        with trainer:
+            pipe.send("ready")
+            while (command := pipe.recv()) != "stop":
+                trainer.train()
+                if command == "publish":
+                    pipe.send(trainer.publish())
+                else:
+                    began = time.monotonic()
+                    model.save_pretrained(command)
+                    pipe.send({"began": began})

@@ -1,0 +1,179 @@
+"""What the last optimizer step said, as Prometheus metrics.
+
+Guarantee: a number that a step did not have keeps its last value; before the first one it is NaN, which no alert takes for 0.
+docs/algorithms.md says what the ratio statistics mean.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+_RATIO = "sampling/importance_sampling_ratio"
+_QUANTILES = {"0.01": f"{_RATIO}/p01", "0.5": f"{_RATIO}/p50", "0.99": f"{_RATIO}/p99"}
+STALENESS_BUCKETS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32)
+STEP_BUCKETS_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
+
+_GAUGES = {
+    "reward": (
+        "rl_trainer_reward",
+        "Mean weighted sum of rewards of the completions that arrived since the last step.",
+    ),
+    "reward_std": (
+        "rl_trainer_reward_std",
+        "Standard deviation of the rewards of the completions that arrived since the last step.",
+    ),
+    "frac_reward_zero_std": (
+        "rl_trainer_zero_signal_ratio",
+        "Share of the groups that arrived since the last step whose rewards were all equal.",
+    ),
+    "completions/mean_length": (
+        "rl_trainer_completion_length_mean_tokens",
+        "Mean length of the completions that arrived since the last step.",
+    ),
+    "completions/max_length": (
+        "rl_trainer_completion_length_max_tokens",
+        "Greatest length of the completions that arrived since the last step.",
+    ),
+    "completions/clipped_ratio": (
+        "rl_trainer_completions_truncated_ratio",
+        "Share of the arrived completions that reached sampling.max_completion_length.",
+    ),
+    "staleness/mean": (
+        "rl_trainer_staleness_mean_versions",
+        "Mean staleness of the groups trained for the first time.",
+    ),
+    "staleness/max": (
+        "rl_trainer_staleness_max_versions",
+        "Greatest staleness of the groups trained for the first time.",
+    ),
+    "staleness/token_mean": (
+        "rl_trainer_token_staleness_mean_versions",
+        "Mean staleness of the tokens trained for the first time; that of a group is its oldest token's.",
+    ),
+    "staleness/newer_token_share": (
+        "rl_trainer_newer_tokens_ratio",
+        "Share of the tokens trained for the first time that a newer policy sampled than their group's oldest.",
+    ),
+    "replay/share": ("rl_trainer_replayed_ratio", "Share of the batch that stood in again."),
+    "pipeline/max_staleness": (
+        "rl_trainer_max_staleness_versions",
+        "Staleness within which prompts are leased now: pipeline.max_staleness, or what `auto` has come to.",
+    ),
+    f"{_RATIO}/mean": ("rl_trainer_importance_ratio_mean", "Mean importance ratio of the tokens, before correction."),
+    f"{_RATIO}/max": ("rl_trainer_importance_ratio_max", "Greatest importance ratio, before correction."),
+    f"{_RATIO}/effective_sample_share": (
+        "rl_trainer_effective_sample_ratio",
+        "Kish's effective sample size over the number of tokens.",
+    ),
+    f"{_RATIO}/clipped_share": (
+        "rl_trainer_ratio_clipped_ratio",
+        "Share of the tokens whose importance ratio the correction bounds.",
+    ),
+    f"{_RATIO}/corrected/masked_share": (
+        "rl_trainer_ratio_masked_ratio",
+        "Share of the tokens whose factor the correction sets to 0.",
+    ),
+    f"{_RATIO}/kl": (
+        "rl_trainer_sampling_kl_nats",
+        "KL divergence per token between the policy that sampled and the one that is trained (estimator k1).",
+    ),
+    "kl": (
+        "rl_trainer_reference_kl_nats",
+        "KL divergence per token to the reference model; NaN while trainer.beta is 0.",
+    ),
+    "entropy": ("rl_trainer_entropy_nats", "Mean entropy of the policy per token."),
+    "clip_ratio/region_mean": (
+        "rl_trainer_policy_clip_ratio",
+        "Share of the tokens clipped by the loss (PPO's bounds).",
+    ),
+    "loss": ("rl_trainer_loss", "Loss, as last logged (trainer.logging_steps)."),
+    "grad_norm": ("rl_trainer_gradient_norm", "Norm of the gradient before clipping, as last logged."),
+    "learning_rate": ("rl_trainer_learning_rate", "Learning rate, as last logged."),
+}
+
+
+class LearningMetrics:
+    """Belongs to the main thread.
+
+    Args:
+        reward_names: of the reward functions.
+        max_steps: of the run.
+        max_staleness: versions, as configured.
+    """
+
+    def __init__(
+        self, registry: CollectorRegistry, reward_names: Iterable[str], *, max_steps: int, max_staleness: int
+    ) -> None:
+        self._gauges = {key: Gauge(name, text, registry=registry) for key, (name, text) in _GAUGES.items()}
+        quantiles = Gauge(
+            "rl_trainer_importance_ratio",
+            "Quantiles of the importance ratios of the tokens.",
+            ["quantile"],
+            registry=registry,
+        )
+        self._gauges |= {key: quantiles.labels(quantile) for quantile, key in _QUANTILES.items()}
+        rewards = Gauge(
+            "rl_trainer_reward_by_function", "Mean reward by function, unweighted.", ["function"], registry=registry
+        )
+        spread = Gauge(
+            "rl_trainer_reward_std_by_function",
+            "Standard deviation of the reward by function.",
+            ["function"],
+            registry=registry,
+        )
+        for name in reward_names:
+            self._gauges[f"rewards/{name}/mean"] = rewards.labels(name)
+            self._gauges[f"rewards/{name}/std"] = spread.labels(name)
+        for gauge in self._gauges.values():
+            gauge.set(math.nan)
+        self._gauges["pipeline/max_staleness"].set(max_staleness)
+        self._step = Gauge("rl_trainer_step", "Optimizer steps taken.", registry=registry)
+        self._last_step_at = Gauge(
+            "rl_trainer_last_step_timestamp_seconds",
+            "When the last step ended, Unix time; 0 before.",
+            registry=registry,
+        )
+        Gauge("rl_trainer_max_steps", "Optimizer steps that the run takes.", registry=registry).set(max_steps)
+        self._step_s = Histogram(
+            "rl_trainer_step_seconds", "Duration of optimizer steps, without the wait for rollouts, with the publication.",
+            buckets=STEP_BUCKETS_S, registry=registry,
+        )  # fmt: skip
+        self._wait_s = Counter(
+            "rl_trainer_wait_seconds", "Time that the trainer has waited for rollouts.", registry=registry
+        )
+        self._tokens = Counter("rl_trainer_tokens_trained", "Completion tokens trained.", registry=registry)
+        self._staleness = Histogram(
+            "rl_trainer_staleness_versions", "Staleness of the groups trained for the first time, when their batch was cut.",
+            buckets=STALENESS_BUCKETS, registry=registry,
+        )  # fmt: skip
+        self._nonfinite = Counter(
+            "rl_trainer_nonfinite_steps", "Steps whose loss or gradient norm was NaN or infinite.", registry=registry
+        )
+
+    def batch(self, staleness: Iterable[int]) -> None:
+        """A batch was cut; `staleness` of its groups that are trained for the first time."""
+        for versions in staleness:
+            self._staleness.observe(versions)
+
+    def step(
+        self, step: int, now: float, numbers: Mapping[str, float], *, wait_s: float, step_s: float, tokens: int
+    ) -> None:
+        """Optimizer step `step` ended; `numbers` as in `steps.jsonl`, `now` in Unix time."""
+        self._step.set(step)
+        self._last_step_at.set(now)
+        self._wait_s.inc(wait_s)
+        self._step_s.observe(step_s)
+        self._tokens.inc(tokens)
+        self._set(numbers)
+
+    def logged(self, numbers: Mapping[str, float]) -> None:
+        """What transformers logged; only there are loss and gradient norm."""
+        known = {key: numbers[key] for key in ("loss", "grad_norm", "learning_rate") if key in numbers}
+        self._set(known)
+        self._nonfinite.inc(not all(math.isfinite(value) for value in known.values()))
+
+    def _set(self, numbers: Mapping[str, float]) -> None:
+        for key, value in numbers.items():
+            if key in self._gauges:
+                self._gauges[key].set(value)

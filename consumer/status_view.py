@@ -1,0 +1,121 @@
+"""The numbers of the view.
+
+Guarantee: plain values; what is not known is None or missing. The fields are the keys of `rl-status --once --json`
+(docs/operations.md), so that a field is renamed only with a note in CHANGELOG.md.
+"""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class TrainerView:
+    """The trainer. None: not known (yet)."""
+
+    address: str
+    daemon: str | None
+    error: str | None
+    not_ready: dict[str, str]
+    run: str | None = None
+    release: str | None = None
+    rates_over_s: float | None = None
+    rates_since_start: bool | None = None
+    step: int | None = None
+    max_steps: int | None = None
+    epoch: int | None = None
+    policy_version: int | None = None
+    since_last_step_s: float | None = None
+    step_pace_s: float | None = None
+    eta_s: float | None = None
+    wait_share: float | None = None
+    waiting_now_s: float | None = None
+    tokens_generated_per_s: float | None = None
+    tokens_trained_per_s: float | None = None
+    reward: float | None = None
+    reward_std: float | None = None
+    rewards_by_function: dict[str, float] = field(default_factory=dict)
+    zero_signal_share: float | None = None
+    truncated_share: float | None = None
+    completion_length_mean: float | None = None
+    effective_sample_share: float | None = None
+    sampling_kl: float | None = None
+    entropy: float | None = None
+    loss: float | None = None
+    gradient_norm: float | None = None
+    nonfinite_steps: int | None = None
+    staleness_mean: float | None = None
+    staleness_max: int | None = None
+    max_staleness: int | None = None
+    producers_connected: int | None = None
+    leases_out: int | None = None
+    groups_ready: int | None = None
+    groups_replayable: int | None = None
+    rerolls_waiting: int | None = None
+    groups_received: dict[str, int] = field(default_factory=dict)
+    leases_failed: dict[str, int] = field(default_factory=dict)
+    connections_refused: dict[str, int] = field(default_factory=dict)
+    groups_trained: int | None = None
+    groups_went_stale: int | None = None
+    groups_quarantined: int | None = None
+    dead_letters: int | None = None
+    frames_refused: int | None = None
+    journal_bytes: int | None = None
+    journal_commit_s: float | None = None
+    disk_used_share: float | None = None
+    disk_limit_share: float | None = None
+
+
+@dataclass(frozen=True)
+class ProducerView:
+    """One producer: what it says itself, and what the trainer says of it.
+
+    Args:
+        address: None if only the trainer knows it.
+        connected: by its own word or the trainer's.
+        lag: versions by which it is behind the newest.
+        refused_version: which it does not serve; -1 while none.
+        heard_s: time since the trainer heard it.
+        leases: in hand, by stage; without an address just `held`.
+    """
+
+    name: str
+    address: str | None = None
+    error: str | None = None
+    not_ready: dict[str, str] = field(default_factory=dict)
+    release: str | None = None
+    rates_over_s: float | None = None
+    rates_since_start: bool | None = None
+    connected: bool | None = None
+    policy_version: int | None = None
+    lag: int | None = None
+    refused_version: int | None = None
+    heard_s: float | None = None
+    leases: dict[str, int] = field(default_factory=dict)
+    paused: bool | None = None
+    idle_share: float | None = None
+    tokens_per_s: float | None = None
+    swaps: dict[str, int] = field(default_factory=dict)
+    swap_mean_s: float | None = None
+    swap_last_s: float | None = None
+
+
+@dataclass(frozen=True)
+class View:
+    """All of it.
+
+    Args:
+        at: Unix time.
+        silent: addresses of which nobody knows what they are, and why they say nothing.
+        rewards: mean reward of the last steps, by step.
+    """
+
+    at: float
+    trainer: TrainerView | None
+    producers: list[ProducerView]
+    rewards: dict[int, float]
+    silent: dict[str, str]
+
+    @property
+    def answers(self) -> bool:
+        """Whether any daemon does."""
+        daemons: list[TrainerView | ProducerView] = [*self.producers, *([self.trainer] if self.trainer else [])]
+        return any(daemon.address is not None and daemon.error is None for daemon in daemons)

@@ -1,0 +1,104 @@
+"""How many groups are in the engine at once.
+
+Guarantee: at least one and never more than the ceiling, which keeps vLLM's scheduler full; fewer where vLLM preempts or lets
+requests wait for KV cache, which costs it more than the groups that wait here do. Who waits longest enters first.
+
+Requests that vLLM preempts lose their KV cache and are computed again, so a limit that is a little too high is worse than one
+that is a little too low. The limit moves as TCP's window does: down by a quarter at the first sign of too much, then not again
+before every group that was in the engine has left (only then has the step shown what it does); up by about one group per round
+of groups while the cache has room and the limit is what keeps groups out. Without numbers from vLLM it stays where it is.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+from producer.interfaces import EngineLoad
+
+DECREASE = 0.75
+ROOM = 0.9  # of the KV cache in use: below it the limit may rise
+FULL = 0.95  # from here on, requests that wait in vLLM wait for KV cache
+
+
+class AdmissionControl:
+    """The limit alone, as a function of what it is told."""
+
+    def __init__(self, ceiling: int) -> None:
+        self._ceiling = ceiling
+        self._limit = float(ceiling)
+        self._preemptions = 0  # as last told
+        self._unsettled = 0  # groups of the last decrease that are still in the engine
+
+    @property
+    def limit(self) -> int:
+        return int(self._limit)
+
+    def look(self, inside: int, load: EngineLoad) -> bool:
+        """Lowers the limit if the engine has too much. Returns whether it has.
+
+        Args:
+            inside: groups in the engine.
+        """
+        preempted = load.preemptions > self._preemptions
+        self._preemptions = load.preemptions
+        if not preempted and not (load.waiting and load.kv_cache_usage >= FULL):
+            return False
+        if self._unsettled == 0:
+            self._limit = max(1.0, DECREASE * min(self._limit, inside))
+            self._unsettled = inside
+        return True
+
+    def note_left(self, inside: int, load: EngineLoad) -> None:
+        """One of the `inside` groups is about to leave."""
+        overloaded = self.look(inside, load)
+        self._unsettled = max(0, self._unsettled - 1)
+        if not overloaded and load.kv_cache_usage < ROOM and inside >= self.limit:
+            self._limit = min(float(self._ceiling), self._limit + 1.0 / self._limit)
+
+
+class Admission:
+    """`async with` it while a group is in the engine. Belongs to the event loop; `limit` may be read by any thread.
+
+    Args:
+        ceiling: groups that keep the engine busy.
+        load: what the engine says of itself; None when it says nothing.
+    """
+
+    def __init__(self, ceiling: int, load: Callable[[], EngineLoad | None]) -> None:
+        self._control = AdmissionControl(ceiling)
+        self._load = load
+        self._inside = 0
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    @property
+    def limit(self) -> int:
+        return self._control.limit
+
+    async def __aenter__(self) -> None:
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        load = self._load()
+        if load is not None and self._inside:
+            self._control.look(self._inside, load)
+        self._let_in()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():  # let in just before
+                self._inside -= 1
+                self._let_in()
+            raise
+
+    async def __aexit__(self, *_: object) -> None:
+        load = self._load()
+        if load is not None:
+            self._control.note_left(self._inside, load)
+        self._inside -= 1
+        self._let_in()
+
+    def _let_in(self) -> None:
+        while self._waiting and self._inside < self.limit:
+            turn = self._waiting.popleft()
+            if not turn.done():
+                self._inside += 1
+                turn.set_result(None)

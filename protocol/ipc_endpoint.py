@@ -1,0 +1,67 @@
+"""Endpoints that are files: ipc paths.
+
+Guarantee: a path is served by one process at a time. ZeroMQ would let a second bind steal a live one, so a lock file beside
+it is taken first; what a dead owner left is removed, what is no socket is kept and refused.
+"""
+
+import fcntl
+import os
+import stat
+from pathlib import Path
+
+from protocol.errors import ConfigError, EndpointInUseError
+
+_PATH_LIMIT = 107  # bytes, sizeof(sockaddr_un.sun_path) - 1
+
+
+def _ipc_path(endpoint: str) -> Path | None:
+    return Path(endpoint.removeprefix("ipc://")) if endpoint.startswith("ipc://") else None
+
+
+def lock_ipc(endpoint: str) -> int | None:
+    """Takes the lock beside an ipc endpoint and returns its file descriptor; None for other transports."""
+    path = _ipc_path(endpoint)
+    if path is None:
+        return None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        descriptor = os.open(f"{path}.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(f"transport.endpoint: cannot create {error.filename or path}: {error.strerror}") from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _remove_stale_socket(path)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise EndpointInUseError(in_use(endpoint)) from error
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _remove_stale_socket(path: Path) -> None:
+    """Removes what a dead owner left behind. ZeroMQ unlinks whatever it finds at the path, so a file is refused here."""
+    if not path.exists():
+        return
+    if not stat.S_ISSOCK(path.stat().st_mode):
+        raise ConfigError(f"transport.endpoint: {path} exists and is not a socket; name another path")
+    path.unlink()
+
+
+def check_path_length(endpoint: str) -> None:
+    """Raises `ConfigError` for a path that no socket can have."""
+    path = _ipc_path(endpoint)
+    if path is not None and len(os.fsencode(path)) > _PATH_LIMIT:
+        raise ConfigError(
+            f"transport.endpoint: the socket path {path} is longer than {_PATH_LIMIT} bytes. "
+            "Set a shorter one, e.g. transport.endpoint=tcp://127.0.0.1:5557 or ipc:///tmp/NAME/control.ipc"
+        )
+
+
+def in_use(endpoint: str) -> str:
+    """What to say of an endpoint that another process is bound to."""
+    return (
+        f"transport.endpoint: {endpoint} is in use by another process. Stop that trainer, or give this run an "
+        "endpoint of its own (run_dir or transport.endpoint)"
+    )

@@ -1,0 +1,79 @@
+"""JSON, one object per line: in logs and in the files of a run.
+
+Guarantee: a line is one line of ASCII and valid JSON whatever it holds; a number that is not finite is null. A file gets a
+line whole, or not at all.
+"""
+
+import errno
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+def encode_line(values: Mapping[str, Any]) -> str:
+    """`values` without the newline. What JSON has no type for becomes its text."""
+    return json.dumps(_finite(values), default=str)
+
+
+def _finite(value: Any) -> Any:
+    match value:
+        case float():
+            return value if math.isfinite(value) else None
+        case Mapping():
+            return {key: _finite(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_finite(item) for item in value]
+    return value
+
+
+def open_to_append(path: Path) -> int:
+    return os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o644)
+
+
+def append(file: int, lines: bytes) -> None:
+    """Appends all of `lines`. If that fails, the file is as it was.
+
+    Raises:
+        OSError: as of `os.write`.
+    """
+    size, left = os.fstat(file).st_size, lines
+    try:
+        while left:
+            left = left[os.write(file, left) :]
+    except OSError:
+        os.ftruncate(file, size)
+        raise
+
+
+@contextmanager
+def unless_full() -> Iterator[None]:
+    """Leaves its body, without an error, where the disk is full."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+
+
+def forget_after(path: Path, step: int) -> None:
+    """Cuts a file whose lines have ascending `step` before the first line of a later one, or one that is damaged."""
+    if not path.is_file():
+        return
+    with path.open("r+b") as stream:
+        kept = 0
+        for line in stream:
+            if not line.endswith(b"\n") or _step(line) > step:
+                break
+            kept += len(line)
+        stream.truncate(kept)
+
+
+def _step(line: bytes) -> float:
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):  # a power cut may leave zeros
+        return math.inf

@@ -1,0 +1,49 @@
+"""What a server refused at its door, by reason.
+
+Guarantee: every reason is there from the start with 0 and no other is ever added, so that the counts may be read from any
+thread; the log shows the first refusals of a kind and then one a while, however many there are.
+"""
+
+import logging
+import threading
+import time
+from collections import Counter
+
+logger = logging.getLogger(__name__)
+
+REASONS = (
+    "no_key",  # speaks without a key, or no CURVE at all
+    "unknown_key",  # a key that is not in the folder of authorized ones
+    "wrong_server_key",  # takes this trainer for another one
+    "wrong_identity",  # claims the name of another key
+    "revoked",  # its key was taken out while it was connected
+    "bad_handshake",  # no ZMTP, or too many bytes of it
+    "handshake_timeout",  # connected and did not finish its handshake
+    "too_many_connections",  # one of more unfinished handshakes, or of more connections, than there may be
+    "oversized",  # a frame above max_message_bytes, or one that is none
+    "multipart",  # a message without end
+    "authenticator_dead",  # nobody is left to ask about its key
+)
+
+_SHOWN_PER_REASON = 3
+_SHOW_EVERY_S = 10.0
+
+
+class Refusals:
+    """Call it with a reason and a sentence, from any thread."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter(dict.fromkeys(REASONS, 0))
+        self._shown_at: dict[str, float] = {}
+        self._lock = threading.Lock()
+
+    def __call__(self, reason: str, text: str) -> None:
+        assert reason in REASONS
+        with self._lock:
+            self.counts[reason] += 1
+            count, now = self.counts[reason], time.monotonic()
+            is_shown = count <= _SHOWN_PER_REASON or now - self._shown_at[reason] >= _SHOW_EVERY_S
+            if is_shown:
+                self._shown_at[reason] = now
+        if is_shown:
+            logger.warning("refused %s (%s, %d so far)", text, reason, count)

@@ -1,0 +1,60 @@
+"""A temporary folder that no kill leaves behind for ever.
+
+Guarantee: `scratch_folder` gives an empty folder to this process alone and removes it in the end; what killed processes of
+the same user left beside it is removed by the next one that starts. A folder in use is never touched: its owner holds a
+lock on it.
+"""
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+PREFIX = "slipstream-"
+
+
+@contextlib.contextmanager
+def scratch_folder(parent: Path | None = None) -> Iterator[Path]:
+    """
+    Args:
+        parent: where it is made. None: where temporary files go.
+    """
+    parent = parent or Path(tempfile.gettempdir())
+    for folder in parent.glob(f"{PREFIX}*"):
+        _remove_if_left(folder)
+    folder, lock = _locked_folder(parent)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def _locked_folder(parent: Path) -> tuple[Path, int]:
+    """A new one, and the descriptor that holds its lock."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+        with contextlib.suppress(FileNotFoundError):
+            lock = _open(folder)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if folder.exists():  # otherwise another process that started took it for one that was left
+                return folder, lock
+            os.close(lock)
+
+
+def _remove_if_left(folder: Path) -> None:
+    with contextlib.suppress(OSError):  # somebody else's, or in use
+        descriptor = _open(folder)
+        try:
+            if os.fstat(descriptor).st_uid == os.geteuid():
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder)
+        finally:
+            os.close(descriptor)
+
+
+def _open(folder: Path) -> int:
+    return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)

@@ -1,0 +1,29 @@
+"""A trainer's door in a process of its own: server, intake, buffer and journal, without a model.
+
+`python -m tests.faults.door FOLDER CONTROL BLOB MAX_MESSAGE_BYTES [KEYS]` answers every line on standard input with one of
+JSON, and ends with the input. The line `stop authenticator` does that first.
+"""
+
+import json
+import logging
+import sys
+from pathlib import Path
+
+from benchmarks.acceptor import Acceptor
+from protocol.keys import trainer_keys
+from protocol.zmq_channel import ZmqServer
+
+
+def main(folder: str, control: str, blob: str, max_message_bytes: str, keys: str | None = None) -> None:
+    logging.basicConfig(level=logging.INFO)
+    server = ZmqServer(control, blob, int(max_message_bytes), trainer_keys(Path(keys)) if keys else None)
+    with Acceptor(server, Path(folder)) as acceptor:
+        print("open", flush=True)
+        for line in sys.stdin:
+            if line == "stop authenticator\n":
+                server._authenticator.stop()
+            print(json.dumps({"refusals": server.refusals.counts, "counts": acceptor.buffer.counts}), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,30 @@
+"""The benchmarks of the wire run and count what they say; how fast is theirs to tell."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import scale, transport
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.mark.parametrize("name", ["tcp + CURVE", "pickle over PUSH/PULL, ipc"])
+def test_transport_measures_both_sides(name: str) -> None:
+    measured = transport.measure(transport.CASES[name], groups=200)
+    assert measured.keys() == {"groups_per_s", "receiver_cpu_us", "sender_cpu_us"}
+    assert all(value > 0 for value in measured.values())
+
+
+def test_scale_finds_every_acknowledged_group_in_the_journal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("os.sched_setaffinity", lambda pid, cores: None)  # of the tests' own process
+    out = tmp_path / "scale.json"
+    scale.main(["--out", str(out), "--seconds", "0.5", "--repeat", "1", "--producers", "9", "--offered", "100"])
+    (case,) = json.loads(out.read_text())["cases"]
+    assert case["producers"] == 9
+    assert 0 < case["groups_per_s"][1] < 400
+    assert 0 < case["ack_p50_ms"][1] <= case["ack_p99_ms"][1]
+    assert "| 9 | 100/s |" in capsys.readouterr().out

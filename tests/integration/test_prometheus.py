@@ -1,0 +1,91 @@
+"""A real Prometheus scrapes the real pair, and every expression of dashboards and rules is put to it."""
+
+import json
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+
+from tests.promql import Expression, of_dashboards, of_rules, selectors
+from tests.tools import require
+
+from .pair import Daemon
+from .prometheus import Prometheus, pending
+from .test_pair import write_run
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
+
+DATA_WITHIN_S = 120.0
+REWARD = "def some(completions, **_):\n    return [float('1' in text) for text in completions]\n"
+
+NO_NUMBER_HERE = {"rl_trainer_gpu_memory", "rl_producer_gpu_memory"}
+"""The daemons of this test run without a GPU."""
+
+
+@pytest.fixture(scope="module")
+def run_dir() -> Iterator[Path]:
+    """A run that trains, with everything turned on that has a metric."""
+    require("prometheus", "prometheus")
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix="sl-", dir="/tmp")))
+        config = write_run(
+            folder,
+            "qwen2",
+            [{"prompt": f"{i}+1="} for i in range(40)],
+            REWARD,
+            replay={"mode": "signal", "min_size": 2},
+            reroll={"delay_versions": 1},
+            correction={"preset": "token_mask"},
+            trainer={"max_steps": 1_000_000, "beta": 0.01},
+        )
+        for module, name in (("producer.cli", "producer"), ("consumer.cli", "trainer")):
+            daemon = Daemon(module, folder / f"{name}.log", "--config", str(config))
+            stack.callback(daemon.close)
+        daemon.wait_for(r"step 2/")
+        yield folder / "run"
+
+
+@pytest.fixture(scope="module")
+def prometheus(run_dir: Path) -> Iterator[Prometheus]:
+    with closing(Prometheus(run_dir.parent / "prometheus", run_dir)) as server:
+        server.wait()
+        yield server
+
+
+def test_every_expression_of_dashboards_and_rules_has_numbers_while_a_run_trains(
+    prometheus: Prometheus, run_dir: Path
+) -> None:
+    expressions = [*of_dashboards(str(run_dir)), *of_rules("record")]
+    assert len(expressions) > 100
+    hopeless = [one for one in expressions if any(name in one.promql for name in NO_NUMBER_HERE)]
+    assert pending(prometheus, [one for one in expressions if one not in hopeless], DATA_WITHIN_S) == []
+    assert len(hopeless) == 4
+    assert pending(prometheus, hopeless, 0.1) == hopeless, "shorten NO_NUMBER_HERE"
+
+
+def test_every_alert_looks_at_series_that_exist(prometheus: Prometheus) -> None:
+    alerts = list(of_rules("alert"))
+    true = {alert.where for alert in alerts if prometheus.value(alert.promql)}
+    assert "CompletionsTruncated" in true, "the model of this run hardly ever ends a completion"
+    assert not true & {"NoProgress", "SwapRefused", "LossNotFinite", "DaemonDown", "Unhealthy", "AuthFailures"}
+    seen = [Expression(alert.where, selector) for alert in alerts for selector in sorted(selectors(alert.promql))]
+    assert {alert.where for alert in seen} == {alert.where for alert in alerts}
+    assert pending(prometheus, seen, DATA_WITHIN_S) == []
+    rules = [rule for group in prometheus.get("rules")["groups"] for rule in group["rules"]]
+    assert {rule["health"] for rule in rules} == {"ok"}
+    assert len(rules) == len(alerts) + len(list(of_rules("record")))
+
+
+def test_both_daemons_are_healthy_and_ready(prometheus: Prometheus, run_dir: Path) -> None:
+    targets = prometheus.get("targets")["activeTargets"]
+    assert {(target["labels"]["job"], target["labels"]["run_dir"], target["health"]) for target in targets} == {
+        ("rl-trainer", str(run_dir), "up"),
+        ("rl-producer", str(run_dir), "up"),
+    }
+    for target in targets:
+        for path in ("healthz", "readyz"):
+            with urllib.request.urlopen(f"http://{target['labels']['instance']}/{path}", timeout=10) as answer:
+                assert (answer.status, json.load(answer)["status"]) == (200, "ok")

@@ -1,0 +1,82 @@
+"""Prometheus' own tool judges configuration, rules and alerts; alerts, their tests and the runbook agree."""
+
+import re
+import subprocess
+from collections import defaultdict
+
+import pytest
+import yaml
+
+from tests.promql import DEPLOY, PROMETHEUS, of_dashboards, of_rules, selectors
+from tests.tools import require
+
+pytestmark = pytest.mark.integration
+
+DOCS = DEPLOY.parent / "docs"
+ALERTS = {alert.where for alert in of_rules("alert")}
+RULE_TESTS = sorted((PROMETHEUS / "tests").glob("*.yml"))
+
+
+def promtool(*arguments: str) -> str:
+    require("promtool", "prometheus")
+    checked = subprocess.run(["promtool", *arguments], capture_output=True, text=True, timeout=60, cwd=PROMETHEUS)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    return checked.stdout
+
+
+def test_configuration_and_rules_are_valid() -> None:
+    assert promtool("check", "config", "prometheus.yml").count("SUCCESS") == 4
+    assert promtool("check", "rules", "--lint=all", "--lint-fatal", "alerts.rules.yml").count("SUCCESS") == 1
+
+
+def test_every_alert_is_raised_when_it_should_be_and_only_then() -> None:
+    assert promtool("test", "rules", *map(str, RULE_TESTS)).count("SUCCESS") == len(RULE_TESTS) == 4
+
+
+def test_rule_tests_evaluate_what_is_recorded_before_the_alerts_that_use_it() -> None:
+    """promtool would take the groups in any order."""
+    names = [
+        group["name"]
+        for file in ("recording.rules.yml", "alerts.rules.yml")
+        for group in yaml.safe_load((PROMETHEUS / file).read_text())["groups"]
+    ]
+    for file in RULE_TESTS:
+        assert yaml.safe_load(file.read_text())["group_eval_order"] == names
+
+
+def test_every_alert_has_a_test_that_fires_one_that_does_not_and_is_silent_for_runs_without_a_fault() -> None:
+    fires, silent, runs_without_a_fault = defaultdict(int), defaultdict(int), defaultdict(set)
+    for file in RULE_TESTS:
+        for case in yaml.safe_load(file.read_text())["tests"]:
+            for check in case["alert_rule_test"]:
+                if file.name == "quiet.test.yml":
+                    runs_without_a_fault[case["name"]].add(check["alertname"])
+                (fires if check["exp_alerts"] else silent)[check["alertname"]] += 1
+    assert set(fires) == set(silent) == ALERTS
+    assert list(runs_without_a_fault.values()) == [ALERTS] * 3
+
+
+def test_every_alert_has_its_section_in_the_runbook_and_every_section_its_alert() -> None:
+    headings = re.findall(r"^### (Alert: .*)$", (DOCS / "operations.md").read_text(), re.MULTILINE)
+    assert sorted(headings) == sorted(f"Alert: {name}" for name in ALERTS)
+    anchors = {heading.lower().replace(":", "").replace(" ", "-") for heading in headings}
+    groups = yaml.safe_load((PROMETHEUS / "alerts.rules.yml").read_text())["groups"]
+    for rule in (rule for group in groups for rule in group["rules"]):
+        page, _, anchor = rule["annotations"]["runbook_url"].partition("#")
+        assert (page, anchor) == ("docs/operations.md", f"alert-{rule['alert'].lower()}")
+        assert anchor in anchors
+        assert rule["labels"]["severity"] in ("warning", "critical")
+
+
+def test_every_metric_that_is_asked_for_is_declared_and_every_recorded_one_is_used() -> None:
+    asked = {
+        selector.partition("{")[0]
+        for one in (*of_dashboards("/run"), *of_rules("record"), *of_rules("alert"))
+        for selector in selectors(one.promql)
+    }
+    assert "rl_trainer_reward" in asked
+    ours = {re.sub("_(bucket|sum|count)$", "", name) for name in asked if name.startswith("rl_")}
+    assert ours <= set(re.findall(r"^\| `(\w+)`", (DOCS / "metrics.md").read_text(), re.MULTILINE))
+    assert {name for name in asked if name.startswith(("run:", "producer:"))} == {
+        one.where for one in of_rules("record")
+    }

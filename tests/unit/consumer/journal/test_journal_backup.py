@@ -1,0 +1,117 @@
+"""`rl-journal backup` beside a journal that is being written: whole copies, or none."""
+
+import json
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from consumer import checkpoints, journal_backup
+from protocol.errors import ExitCode
+from replay.journal import Journal
+from replay.journal_reader import EVERY_GROUP, JournalReader
+
+from .command import Command
+
+
+def checkpoint(run_dir: Path, step: int) -> Path:
+    staged = checkpoints.staging(run_dir / "checkpoints") / f"checkpoint-{step}"
+    staged.mkdir(parents=True)
+    (staged / "adapter.safetensors").write_text(f"weights {step}")
+    checkpoints.commit(staged, {"step": step, "run_id": "r"})
+    return run_dir / "checkpoints" / f"checkpoint-{step}"
+
+
+def test_the_copy_holds_every_group_the_newest_checkpoint_and_the_step_lines(
+    journal: Journal, command: Command, tmp_path: Path
+) -> None:
+    checkpoint(command.run_dir, 1)
+    checkpoint(command.run_dir, 2)
+    (command.run_dir / "steps.jsonl").write_text('{"step": 1}\n')
+    to = tmp_path / "copy"
+    first, second = command.lines("backup", "--to", str(to))
+    assert first.startswith("checkpoint-2 and a journal of ")
+    assert f"run_dir={to}" in second
+    found = checkpoints.latest(to / "checkpoints")
+    assert found is not None
+    assert found.state == {"step": 2, "run_id": "r"}
+    assert (found.folder / "adapter.safetensors").read_text() == "weights 2"
+    assert (to / "steps.jsonl").read_text() == '{"step": 1}\n'
+    with closing(JournalReader(to / "journal.sqlite")) as copy, closing(JournalReader(journal.path)) as original:
+        assert list(copy.rows(EVERY_GROUP)) == list(original.rows(EVERY_GROUP))
+        assert copy.facts() == original.facts()
+    with closing(Journal(to / "journal.sqlite")) as again:
+        assert again.newest_version == journal.newest_version
+    assert sorted(folder.name for folder in tmp_path.iterdir()) == ["copy", "run"]
+
+
+def test_a_run_without_a_checkpoint_is_copied_too(journal: Journal, command: Command, tmp_path: Path) -> None:
+    to = tmp_path / "copy"
+    assert command.lines("backup", "--to", str(to))[0].startswith("no checkpoint and a journal of ")
+    assert (to / "journal.sqlite").is_file()
+
+
+@pytest.mark.parametrize("deleted_while", ["it is copied", "the journal is copied"])
+def test_a_checkpoint_that_is_deleted_meanwhile_is_not_used(
+    journal: Journal, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deleted_while: str
+) -> None:
+    checkpoint(command.run_dir, 1)
+
+    def turn_over(*_: object) -> None:
+        if (command.run_dir / "checkpoints" / "checkpoint-1").exists():
+            checkpoint(command.run_dir, 2)
+            checkpoints.prune(command.run_dir / "checkpoints", 1)
+
+    copy_tree, copy_journal = journal_backup.shutil.copytree, JournalReader.copy_to
+    if deleted_while == "it is copied":
+        monkeypatch.setattr(journal_backup.shutil, "copytree", lambda *paths: (turn_over(), copy_tree(*paths)))
+    else:
+        monkeypatch.setattr(JournalReader, "copy_to", lambda reader, to: (copy_journal(reader, to), turn_over())[0])
+    assert command.lines("backup", "--to", str(tmp_path / "copy"))[0].startswith("checkpoint-2 ")
+    assert [folder.name for folder in (tmp_path / "copy" / "checkpoints").iterdir()] == ["checkpoint-2"]
+
+
+def test_a_first_checkpoint_that_appears_meanwhile_is_taken(
+    journal: Journal, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy_journal = JournalReader.copy_to
+
+    def and_a_checkpoint(reader: JournalReader, to: Path) -> None:
+        copy_journal(reader, to)
+        if not (command.run_dir / "checkpoints").exists():
+            checkpoint(command.run_dir, 1)
+
+    monkeypatch.setattr(JournalReader, "copy_to", and_a_checkpoint)
+    assert command.lines("backup", "--to", str(tmp_path / "copy"))[0].startswith("checkpoint-1 ")
+
+
+def test_checkpoints_that_never_last_are_given_up_and_leave_nothing(
+    journal: Journal, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint(command.run_dir, 1)
+    copy_journal, steps = JournalReader.copy_to, iter(range(2, 100))
+
+    def and_turn_over(reader: JournalReader, to: Path) -> None:
+        copy_journal(reader, to)
+        checkpoint(command.run_dir, next(steps))
+        checkpoints.prune(command.run_dir / "checkpoints", 1)
+
+    monkeypatch.setattr(JournalReader, "copy_to", and_turn_over)
+    command("backup", "--to", str(tmp_path / "copy"), code=ExitCode.JOURNAL)
+    assert "save_total_limit" in command.err
+    assert [folder.name for folder in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_folder_that_exists_is_left_alone(journal: Journal, command: Command, tmp_path: Path) -> None:
+    to = tmp_path / "copy"
+    to.mkdir()
+    (to / "mine").write_text(json.dumps(1))
+    command("backup", "--to", str(to), code=ExitCode.JOURNAL)
+    assert "exists already" in command.err
+    assert [file.name for file in to.iterdir()] == ["mine"]
+
+
+def test_a_place_that_cannot_be_written_is_named(journal: Journal, command: Command, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    command("backup", "--to", str(tmp_path / "file" / "copy"), code=ExitCode.JOURNAL)
+    assert f"--to {tmp_path}/file/copy: cannot be written" in command.err

@@ -1,0 +1,150 @@
+"""The limit of groups in the engine, and the door that keeps it."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from producer.admission import DECREASE, FULL, ROOM, Admission, AdmissionControl
+from producer.interfaces import EngineLoad
+
+
+def load(usage: float = 0.5, waiting: int = 0, preemptions: int = 0) -> EngineLoad:
+    return EngineLoad(usage, 8, waiting, preemptions)
+
+
+def run(body: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(asyncio.wait_for(body(), 5))
+
+
+def test_a_preemption_lowers_the_limit_at_once_by_a_quarter_of_what_is_inside():
+    control = AdmissionControl(40)
+    assert control.look(inside=16, load=load(preemptions=3))
+    assert control.limit == 12
+    assert not control.look(inside=16, load=load(preemptions=3)), "the same preemptions are not counted twice"
+    assert control.limit == 12
+
+
+def test_requests_that_wait_for_a_full_cache_lower_it_and_requests_that_wait_for_a_place_do_not():
+    control = AdmissionControl(8)
+    assert not control.look(inside=8, load=load(usage=FULL - 0.01, waiting=5))
+    assert not control.look(inside=8, load=load(usage=1.0))
+    assert control.limit == 8
+    assert control.look(inside=8, load=load(usage=FULL, waiting=1))
+    assert control.limit == 6
+
+
+def test_a_decrease_is_not_repeated_before_the_groups_that_were_inside_have_left():
+    control = AdmissionControl(4)
+    control.look(4, load(preemptions=1))
+    for left in range(1, 4):
+        control.note_left(4, load(preemptions=1 + left))
+        assert control.limit == 3
+    control.note_left(4, load(preemptions=5))
+    assert control.limit == 3, "the fourth was inside, too"
+    control.look(3, load(preemptions=6))
+    assert control.limit == 2, "0.75 x 3 = 2.25"
+
+
+def test_it_rises_by_about_one_in_a_round_of_groups_while_it_is_what_keeps_them_out():
+    control = AdmissionControl(20)
+    control.look(16, load(preemptions=1))
+    for _ in range(13):
+        control.note_left(12, load(preemptions=1))
+    assert control.limit == 13, "12 + 13 x about 1/12.5"
+    for _ in range(1000):
+        control.note_left(5, load(preemptions=1))
+        control.note_left(13, load(usage=ROOM, preemptions=1))
+    assert control.limit == 13, "neither with places left nor with a cache that is nearly full"
+    for _ in range(1000):
+        control.note_left(20, load(preemptions=1))
+    assert control.limit == 20
+
+
+STEPS = st.tuples(st.integers(1, 80), st.floats(0, 1), st.integers(0, 9), st.integers(0, 2), st.booleans())
+
+
+@given(st.integers(1, 64), st.lists(STEPS, max_size=60))
+def test_whatever_is_told_the_limit_stays_in_its_bounds_falls_only_for_a_reason_and_recovers(ceiling, steps):
+    control, preemptions, settled = AdmissionControl(ceiling), 0, 0
+    for inside, usage, waiting, preempted, leaves in steps:
+        before, preemptions = control.limit, preemptions + preempted
+        told = load(usage, waiting, preemptions)
+        overloaded = preempted > 0 or (waiting > 0 and usage >= FULL)
+        if leaves:
+            control.note_left(inside, told)
+        else:
+            assert control.look(inside, told) == overloaded
+        assert 1 <= control.limit <= ceiling
+        if not overloaded:
+            assert control.limit >= before
+        elif settled == 0:
+            assert control.limit == max(1, min(before, int(DECREASE * inside), control.limit))
+            assert control.limit < before or before == 1
+            settled = inside
+        settled = max(0, settled - 1) if leaves else settled
+    for _ in range(ceiling * ceiling):
+        control.note_left(ceiling, load(preemptions=preemptions))
+    assert control.limit == ceiling
+
+
+def test_the_door_lets_in_up_to_the_limit_in_order_and_whoever_gives_up_costs_no_place():
+    async def body() -> None:
+        admission, entered, leave = Admission(2, lambda: None), [], asyncio.Event()
+
+        async def group(number: int) -> None:
+            async with admission:
+                entered.append(number)
+                await leave.wait()
+
+        tasks = [asyncio.create_task(group(number)) for number in range(5)]
+        await asyncio.sleep(0)
+        assert entered == [0, 1]
+        tasks[2].cancel()
+        tasks[0].cancel()
+        await asyncio.gather(tasks[0], tasks[2], return_exceptions=True)
+        await asyncio.sleep(0)
+        assert entered == [0, 1, 3]
+        leave.set()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert entered == [0, 1, 3, 4]
+
+    run(body)
+
+
+def test_who_is_cancelled_the_moment_it_is_let_in_gives_its_place_back():
+    async def body() -> None:
+        admission, entered = Admission(1, lambda: None), []
+
+        async def group(number: int) -> None:
+            async with admission:
+                entered.append(number)
+
+        await admission.__aenter__()
+        tasks = [asyncio.create_task(group(number)) for number in range(2)]
+        await asyncio.sleep(0)
+        await admission.__aexit__()  # lets the first in
+        tasks[0].cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert entered == [1]
+
+    run(body)
+
+
+@pytest.mark.parametrize(("preemptions", "inside"), [(0, 4), (1, 3)])
+def test_the_door_asks_the_engine_before_it_lets_in(preemptions: int, inside: int):
+    async def body() -> None:
+        told = load()
+        admission = Admission(4, lambda: told)
+        for _ in range(3):
+            await admission.__aenter__()
+        told = load(preemptions=preemptions)
+        entering = asyncio.create_task(admission.__aenter__())
+        await asyncio.sleep(0)
+        assert (admission.limit, entering.done()) == (({0: 4, 1: 2}[preemptions]), inside == 4)
+        entering.cancel()
+
+    run(body)

@@ -1,0 +1,50 @@
+"""A producer's registry against counters and stages chosen by hand."""
+
+import prometheus_client
+from prometheus_client import CollectorRegistry, Gauge
+
+from producer.interfaces import Completion, Counters, Delivery, Workload
+from producer.metrics import ProducerMetrics
+
+
+def test_totals_stages_and_the_engine_are_those_of_the_moment() -> None:
+    registry, counters = CollectorRegistry(), Counters()
+    metrics = ProducerMetrics(registry)
+    work = Workload(waiting_floors=(3, 3), generating=4, scoring=1, busy_s=2.5)
+    delivery = Delivery(connected=True, heard_ago_s=0.1, held=9, unacked=2, unacked_bytes=2048, full=False)
+    metrics.watch("p", counters, lambda: work, lambda: delivery, lambda: 5, lambda: 1, 3)
+
+    def value(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(name, labels)
+
+    assert value("rl_producer_policy_version") == -1
+    counters.groups, counters.truncated, counters.swaps, counters.failed_swaps = 7, 2, 5, 1
+    counters.idle_s = 0.5
+    assert value("rl_producer_groups_generated_total") == 7
+    assert value("rl_producer_group_limit") == 5
+    assert value("rl_producer_completions_truncated_total") == 2
+    assert value("rl_producer_swaps_total", outcome="live") == 5
+    assert value("rl_producer_swaps_total", outcome="refused") == 1
+    stages = {
+        stage: value("rl_producer_leases", stage=stage) for stage in ("waiting", "generating", "scoring", "unacked")
+    }
+    assert stages == {"waiting": 2, "generating": 4, "scoring": 1, "unacked": 2}
+    assert value("rl_producer_busy_seconds_total") == 2.5
+    assert value("rl_producer_idle_seconds_total") == 0.5
+    assert value("rl_producer_reward_workers", state="busy") == 2
+    assert (value("rl_producer_connected"), value("rl_producer_paused")) == (1, 0)
+
+    engine = Gauge("vllm:num_requests_running", "As vLLM has it.")
+    try:
+        engine.set(3)
+        assert value("vllm:num_requests_running") == 3
+    finally:
+        prometheus_client.REGISTRY.unregister(engine)
+
+
+def test_lengths_are_counted_by_completion() -> None:
+    registry = CollectorRegistry()
+    ProducerMetrics(registry).generated([Completion([1] * 3, [0.0] * 3, False), Completion([1] * 40, [0.0] * 40, True)])
+    name = "rl_producer_completion_length_tokens"
+    assert registry.get_sample_value(f"{name}_bucket", {"le": "4.0"}) == 1
+    assert registry.get_sample_value(f"{name}_sum") == 43
