@@ -9,7 +9,7 @@ from typing import Any
 
 from datasets import Dataset, load_dataset, load_from_disk
 
-from protocol.config import DatasetSection
+from protocol.config_dataset import DatasetSection
 from protocol.errors import DatasetError
 from protocol.functions import load_function
 from protocol.prompts import is_conversational

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from producer.interfaces import LeaseFailure
 from producer.reward_worker import LENGTH, Job, Ready, Scores
-from protocol.config import RewardsSection
+from protocol.config_rewards import RewardsSection
 from protocol.errors import ConfigError
 
 logger = logging.getLogger(__name__)

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from protocol.config_dataset import DatasetSection
 from protocol.config_learning import (
     AdvantageSection,
     CorrectionSection,
@@ -19,16 +20,10 @@ from protocol.config_learning import (
     ReplaySection,
     RerollSection,
 )
-from protocol.config_section import Positive, PositiveSeconds, Section
+from protocol.config_rewards import RewardsSection
+from protocol.config_section import PositiveSeconds, Section
 from protocol.config_swap import SwapSection
 from protocol.library_rules import LORA_DEFAULTS, SERVABLE_RANKS, check_engine, check_lora, check_trainer
-
-
-def _place_and_name(value: str) -> str:
-    place, _, name = value.rpartition(":")
-    if not place or not name.isidentifier():
-        raise ValueError("expected `module:function` or `path/to/file.py:function`")
-    return value
 
 
 class ModelSection(Section):
@@ -38,73 +33,6 @@ class ModelSection(Section):
         "bfloat16",
         description="Dtype of the base weights, in the engine and in the trainer. LoRA weights train in fp32.",
     )
-
-
-class DatasetSection(Section):
-    path: str = Field(
-        description="Anything `datasets.load_dataset` takes: a hub name, or a local .jsonl, .json, .csv or .parquet file, "
-        "or a folder written by `save_to_disk`."
-    )
-    name: str | None = Field(None, description="Configuration of a hub dataset, e.g. `main` for openai/gsm8k.")
-    split: str = Field("train", description="Split to train on.")
-    prompt_column: str = Field(
-        "prompt",
-        description="Column with the prompt: a string, or a list of chat messages. All other columns reach the "
-        "reward functions.",
-    )
-    transform: str | None = Field(
-        None,
-        description="`module:function` or `file.py:function` applied to every row (dict -> dict) before the prompt "
-        "column is looked up.",
-    )
-    shuffle: bool = Field(True, description="Shuffle the prompts anew every epoch, from `seed`.")
-    chat_template_kwargs: dict[str, Any] = Field(
-        default_factory=dict, description="Extra arguments of the chat template, e.g. `enable_thinking: false`."
-    )
-
-    @field_validator("transform")
-    @classmethod
-    def _has_both_parts(cls, value: str | None) -> str | None:
-        return None if value is None else _place_and_name(value)
-
-
-class RewardFunction(Section):
-    function: str = Field(
-        description="`module:function` or `file.py:function` with TRL's signature: "
-        "`def reward(prompts, completions, completion_ids, **columns) -> list[float | None]`."
-    )
-    weight: float = Field(1.0, description="Weight in the sum of rewards.")
-
-    @field_validator("function")
-    @classmethod
-    def _has_both_parts(cls, value: str) -> str:
-        return _place_and_name(value)
-
-    @property
-    def name(self) -> str:
-        return self.function.rpartition(":")[2]
-
-
-class RewardsSection(Section):
-    functions: list[RewardFunction] = Field(min_length=1, description="The reward functions.")
-    timeout_s: PositiveSeconds = Field(
-        30.0, description="Hard limit of one call of one function on one group; the worker is then killed and replaced."
-    )
-    num_workers: Positive = Field(2, description="Reward worker processes of a producer.")
-
-    @field_validator("functions")
-    @classmethod
-    def _names_differ(cls, functions: list[RewardFunction]) -> list[RewardFunction]:
-        names = [f.name for f in functions]
-        for name in names:
-            if names.count(name) > 1:
-                raise ValueError(f"two reward functions are called {name!r}: metrics need different names")
-        return functions
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Of the functions, in order: the columns of every reward array."""
-        return tuple(function.name for function in self.functions)
 
 
 class SamplingSection(Section):

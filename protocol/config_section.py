@@ -22,3 +22,11 @@ class Section(BaseModel):
         if isinstance(value, bool) and not isinstance(result, bool):
             raise ValueError("expected a number, not a switch")
         return result
+
+
+def place_and_name(value: str) -> str:
+    """Of something of the user's: checks the form, not that it is there."""
+    place, _, name = value.rpartition(":")
+    if not place or not name.isidentifier():
+        raise ValueError("expected `module:function` or `path/to/file.py:function`")
+    return value

@@ -176,7 +176,12 @@ class ZmqServer:
                 socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.reveal())
             self._monitors.append(socket.get_monitor_socket(MONITORED))
         self._guard = ConnectionGuard(
-            self._monitors, self.refusals, self._sockets.max_message_bytes, self._authorized, self._authenticator
+            self._monitors,
+            self.refusals,
+            self._sockets.max_message_bytes,
+            self._authorized,
+            self._authenticator,
+            self._sockets.wake,
         )
         self._guard.start()
         for socket, endpoint in opened:

@@ -12,7 +12,7 @@ import pytest
 
 from producer.interfaces import LeaseFailure
 from producer.rewards import RewardPool
-from protocol.config import RewardsSection
+from protocol.config_rewards import RewardsSection
 from protocol.errors import ConfigError, ExitCode
 
 Result = TypeVar("Result")
