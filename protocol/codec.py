@@ -43,9 +43,12 @@ class _PackedLease(Lease, frozen=True, forbid_unknown_fields=True, tag="lease"):
 
 
 @cache
-def _as_of(schema_version: int, kind: type[msgspec.Struct]) -> type[msgspec.Struct]:
-    """The message `kind` as that schema has it."""
-    newer = {name for name, since in SINCE.get(kind, {}).items() if since > schema_version}
+def _as_of(
+    schema_version: int, message: type[msgspec.Struct], form: type[msgspec.Struct] | None = None
+) -> type[msgspec.Struct]:
+    """The message as that schema has it, or the form of it that is given."""
+    kind = form or message
+    newer = {name for name, since in SINCE.get(message, {}).items() if since > schema_version}
     if not newer:
         return kind
     fields = [
@@ -61,7 +64,7 @@ def _as_of(schema_version: int, kind: type[msgspec.Struct]) -> type[msgspec.Stru
 def _decoder(kinds: Any, schema_version: int) -> tuple[msgspec.msgpack.Decoder[Any], dict[type, type]]:
     """The decoder of such messages, and by the type that it returns the message's own."""
     each = [kind for kind in get_args(kinds) or (kinds,) if SINCE_MESSAGES.get(kind, 1) <= schema_version]
-    kind_of = {_PackedLease if kind is Lease else _as_of(schema_version, kind): kind for kind in each}
+    kind_of = {_as_of(schema_version, kind, _PackedLease if kind is Lease else None): kind for kind in each}
     return msgspec.msgpack.Decoder(reduce(or_, kind_of)), kind_of
 
 

@@ -16,7 +16,7 @@ FACTS = m.EngineFacts(
 )
 
 SAMPLES = [
-    m.Hello(producer="host-1", facts=FACTS, capacity=64, held=["7.0"], release="0.2.0", swap_mode="merged"),
+    m.Hello(producer="host-1", facts=FACTS, capacity=64, held=["7.0"], release="0.2.0", swap_mode="merged", evaluates=True),
     m.Welcome(run_id="run", session="s1", policy=POLICY, heartbeat_interval_s=1.0),
     m.Reject(problems=["another base model: give both the same model.path"]),
     m.Lease(
@@ -28,6 +28,7 @@ SAMPLES = [
         sampling=m.Sampling(num_generations=2, max_completion_length=8, temperature=0.7),
         policy_floor=2,
         timeout_s=600.0,
+        evaluates=POLICY,
     ),
     m.Group(
         lease_id="7.0",

@@ -47,6 +47,10 @@ def of(info: inspect.Type) -> st.SearchStrategy[Any]:
             return st.binary(max_size=64)
         case inspect.AnyType():
             return anything
+        case inspect.NoneType():
+            return st.none()
+        case inspect.BoolType():
+            return st.booleans()
     raise NotImplementedError(info)
 
 

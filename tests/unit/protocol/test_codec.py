@@ -212,10 +212,10 @@ def test_a_body_that_breaks_the_schema_is_refused_with_the_field(
 @pytest.mark.parametrize(
     ("sampling", "field"),
     [
-        ({"num_generations": 1}, "num_generations"),
+        ({"num_generations": 0}, "num_generations"),
         ({"num_generations": 4097}, "num_generations"),
         ({"max_completion_length": 0}, "max_completion_length"),
-        ({"temperature": 0.0}, "temperature"),
+        ({"temperature": -0.1}, "temperature"),
         ({"top_p": 0.0}, "top_p"),
         ({"top_p": 1.5}, "top_p"),
         ({"min_p": -0.1}, "min_p"),

@@ -44,7 +44,7 @@ def test_twenty_thousand_spoiled_frames() -> None:
     assert set(report.refused) | {"timestamp"} == {name for name, _ in frames.REASONS} | {"other_schema", "timestamp"}
     assert set(report.mutations) == {mutate.__name__ for mutate in BYTE_MUTATIONS} | {"splice", "lie", "restructure"}
     assert report.accepted_changed > 100
-    assert report.accepted_unchanged > 100
+    assert report.accepted_unchanged > 50
     assert report.memory_samples > 100
     assert report.longest_frame_bytes == 65_536
 
@@ -166,7 +166,7 @@ LARGE = map_of([(packed(f"{i:02}"), b"\xc0") for i in range(16)])
     ids=lambda item: item.hex()[-12:],
 )
 def test_16_kib_of_tiny_values_stay_within_the_bounds(item: bytes, around: bytes) -> None:
-    count = (16_384 - 300 - len(around)) // len(item)
+    count = (16_384 - 430 - len(around)) // len(item)
     frame = lease_with("prompt", header("array", count + bool(around), 4) + item * count + around)
     assert 16_000 < len(frame) <= 16_384
     seconds, outcome = seconds_to_decode(frame)
