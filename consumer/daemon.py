@@ -31,7 +31,7 @@ from consumer.patience import Patience, StopRequested
 from consumer.pipeline import LivePipeline
 from consumer.retraining import RecordedFeed, RecordedRun, RetrainingPipeline
 from consumer.rollouts import rollout_buffer, staleness_controller
-from consumer.run_facts import comparable
+from consumer.run_facts import comparable, dataset_change
 from consumer.setup import Setup
 from consumer.trainer import build_arguments, build_lora
 from protocol import logs
@@ -105,6 +105,10 @@ def _train_live(setup: Setup, resume: bool, watch: Watch) -> ExitCode:
         first_step = start.step if start else 0
         facts = setup.facts(run_id)
         same_shape = comparable(before, facts, journal.path)
+        if start is not None or journal.last_seq > 0:
+            changed = dataset_change(before, facts, journal.path)
+            if changed:
+                logger.warning("%s", changed)
         journal.note_facts(facts)
 
         session = secrets.token_hex(4)  # of this process; the run may outlive it

@@ -1,40 +1,60 @@
-"""The prompt dataset: rows by id, each a prompt and the columns that its rewards need.
+"""The prompt dataset: prompts by id, each with the columns that its rewards need.
 
-Guarantee: a dataset that opened has at least one row, and its first row has a usable prompt; a later row that has none is
-refused alone, with its number.
+Guarantee: a dataset that opened has at least one row, and the first row of each source has a usable prompt; a later row that
+has none is refused alone, with its number. Ids stay the same at every start as long as `digest` does.
 """
 
+import hashlib
+import logging
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, load_dataset, load_from_disk
+import numpy as np
 
-from protocol.config_dataset import DatasetSection
+from consumer.dataset_loading import load_rows, rows_digest
+from consumer.dataset_rows import RowReader
+from consumer.dataset_skipping import TokenLimit, Verdict, first_unusable, in_words, verdicts
+from consumer.mixture import Mixture
+from protocol.config_dataset import DatasetSection, SourceSection
+from protocol.digests import tokenizer_digest
 from protocol.errors import DatasetError
-from protocol.functions import load_function
-from protocol.prompts import is_conversational
 
-_BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+logger = logging.getLogger(__name__)
+
+MOST_PROMPTS = 100_000_000
+"""Of an epoch. More come of weights that no row count fits."""
 
 
 class PromptDataset:
     """See the module's guarantee.
 
+    Args:
+        model_folder: whose tokenizer counts the tokens of prompts; needed with `max_prompt_tokens`.
+
     Raises:
-        DatasetError: no such dataset or split, no rows, or no prompt in the first row.
-        ConfigError: `dataset.transform` cannot be imported.
+        DatasetError: no such dataset or split, no rows, no prompt in the first row, or the filter raised.
+        ConfigError: a function that the section names cannot be imported.
     """
 
-    def __init__(self, section: DatasetSection) -> None:
-        self._section = section
-        self._rows = _load(section)
-        self._transform = load_function(section.transform, "dataset.transform") if section.transform else None
-        if len(self._rows) == 0:
-            raise _no_rows(section)
-        self[0]
+    def __init__(self, section: DatasetSection, model_folder: Path | None = None) -> None:
+        limit = _limit(section, model_folder)
+        self._sources = [_Source(source, key, limit) for key, source in section.all_sources.items()]
+        weights = [source.weight for source in section.all_sources.values()]
+        given = [weight for weight in weights if weight is not None]
+        self._mixture = Mixture([len(source) for source in self._sources], given or None)
+        if len(self._mixture) > MOST_PROMPTS:
+            raise DatasetError(
+                f"dataset.sources: with these weights an epoch has {len(self._mixture):,} prompts, because every row comes at "
+                f"least once; bring the weights closer to the numbers of rows ({self._describe(self._mixture.counts)})"
+            )
+        parts = [f"{source.digest} {weight}" for source, weight in zip(self._sources, weights, strict=True)]
+        self.digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()
+        """64 hex digits that change with the rows, with what is skipped and with the files of the functions."""
+        if len(self._sources) > 1:
+            logger.info("dataset: %d prompts: %s", len(self), self._describe(self._mixture.counts))
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._mixture)
 
     def __getitem__(self, prompt_id: int) -> tuple[Any, dict[str, Any]]:
         """The prompt (a string or a list of messages) and all other columns of one row.
@@ -42,53 +62,59 @@ class PromptDataset:
         Raises:
             DatasetError: the transform raised, or the row has no usable prompt.
         """
-        row = self._rows[prompt_id]
-        if self._transform is not None:
-            try:
-                row = dict(self._transform(row))
-            except Exception as error:
-                raise DatasetError(
-                    f"dataset.transform raised on row {prompt_id} of {self._section.path}: {type(error).__name__}: {error}"
-                ) from error
-        column = self._section.prompt_column
-        if column not in row:
-            raise DatasetError(
-                f"dataset.prompt_column: {self._section.path} has no column {column!r}; it has {', '.join(map(repr, row))}"
-            )
-        prompt = row.pop(column)
-        if not (prompt if isinstance(prompt, str) else is_conversational(prompt)):
-            raise DatasetError(
-                f"row {prompt_id} of {self._section.path}: {column!r} must be a string that is not empty, or a list of "
-                f"messages with role and content, got {str(prompt)[:80]!r}"
-            )
-        return prompt, row
+        source, row = self._mixture[prompt_id]
+        return self._sources[source][row]
+
+    def _describe(self, counts: list[int]) -> str:
+        return ", ".join(
+            f"{count} of {source.path} ({len(source)} rows)"
+            for count, source in zip(counts, self._sources, strict=True)
+        )
 
 
-def _load(section: DatasetSection) -> Dataset:
-    path = Path(section.path)
-    builder = _BUILDERS.get(path.suffix)
-    if builder and not path.is_file():
-        raise DatasetError(f"dataset.path: there is no file {section.path} (looked from {Path.cwd()})")
-    if path.is_file() and not builder:
-        raise DatasetError(f"dataset.path: {section.path} must end in one of {', '.join(_BUILDERS)}")
-    if path.is_file() and path.stat().st_size == 0:
-        raise _no_rows(section)
-    try:
-        if builder:
-            return load_dataset(builder, data_files=str(path), split="train")
-        if path.is_dir() and ((path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file()):
-            loaded = load_from_disk(str(path))
-            return loaded if isinstance(loaded, Dataset) else loaded[section.split]
-        return load_dataset(section.path, section.name, split=section.split)
-    except Exception as error:
-        if "corresponds to no data" in str(error):  # what `datasets` says of a file with a header only
-            raise _no_rows(section) from error
-        reason = error.__cause__ or error
-        raise DatasetError(
-            f"dataset.path: {section.path} (split {section.split}) could not be loaded: "
-            f"{type(reason).__name__}: {reason}"
-        ) from error
+class _Source:
+    """The rows of one source that were not skipped."""
+
+    def __init__(self, section: SourceSection, key: str, limit: TokenLimit | None) -> None:
+        self.path = section.path
+        rows = load_rows(section, key)
+        self._reader = RowReader(section, key, rows)
+        self._kept: np.ndarray | None = None
+        self.digest = f"{rows_digest(rows)} {self._reader.code_digest()}"
+        if limit is not None or self._reader.may_skip:
+            found = verdicts(self._reader, limit, self.digest)
+            self._kept = np.flatnonzero((found == Verdict.KEPT) | (found == Verdict.UNUSABLE))
+            self._say(key, found, in_words(found, limit))
+            self.digest += f" {limit.identity if limit else ''}"
+        self[0]
+
+    def __len__(self) -> int:
+        return len(self._reader.rows) if self._kept is None else len(self._kept)
+
+    def __getitem__(self, index: int) -> tuple[Any, dict[str, Any]]:
+        return self._reader[index if self._kept is None else int(self._kept[index])]
+
+    def _say(self, key: str, found: np.ndarray, skipped: str) -> None:
+        if len(self) == 0:
+            raise DatasetError(f"{key}: all {len(found)} rows of {self.path} are skipped: {skipped}")
+        if skipped:
+            logger.info("%s: %d of the %d rows of %s are used; %s", key, len(self), len(found), self.path, skipped)
+        unusable = int((found == Verdict.UNUSABLE).sum())
+        if unusable:
+            why = first_unusable(self._reader, found)
+            logger.warning("%s: %d rows cannot be used and will each be refused; the first: %s", key, unusable, why)
 
 
-def _no_rows(section: DatasetSection) -> DatasetError:
-    return DatasetError(f"dataset.path: {section.path}, split {section.split}, has no rows")
+def _limit(section: DatasetSection, model_folder: Path | None) -> TokenLimit | None:
+    if section.max_prompt_tokens is None:
+        return None
+    assert model_folder is not None, "whoever opens a dataset with max_prompt_tokens has the model"
+
+    def load_tokenizer() -> Any:
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(model_folder)
+
+    return TokenLimit(
+        section.max_prompt_tokens, load_tokenizer, tokenizer_digest(model_folder), section.chat_template_kwargs
+    )

@@ -1,7 +1,7 @@
 """What a run is, as its journal remembers it, and whether this configuration may go on with it.
 
 Guarantee: groups of another base model or tokenizer are never trained; groups that do not fit the present sampling or
-rewards are dropped with a reason, not misread.
+rewards are dropped with a reason, not misread; a dataset that changed is refused or at least named.
 """
 
 import json
@@ -10,7 +10,7 @@ from typing import Any
 
 from protocol.config import RunConfig
 from protocol.digests import base_model_digest, tokenizer_digest
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, DatasetError
 from protocol.messages import JOURNAL_SCHEMAS, group_schema
 
 _IDENTITY = {"base_model_digest": "model.path", "tokenizer_digest": "model.path (its tokenizer)"}
@@ -54,3 +54,23 @@ def comparable(before: dict[str, str], now: dict[str, str], journal_file: Path) 
     if int(before.get("wire_schema", 1)) not in JOURNAL_SCHEMAS:
         return False
     return all(before.get(name, now[name]) == now[name] for name in _SHAPE)
+
+
+def dataset_change(before: dict[str, str], now: dict[str, str], journal_file: Path) -> str | None:
+    """What has become of the dataset since the run that goes on last started, if that can be lived with.
+
+    Raises:
+        DatasetError: it has another number of prompts, so that ids name other rows, or none.
+    """
+    if before.get("num_prompts", now["num_prompts"]) != now["num_prompts"]:
+        raise DatasetError(
+            f"dataset: it has {now['num_prompts']} prompts now and had {before['num_prompts']} when {journal_file} was "
+            "written; go on with the old one, or choose another run_dir"
+        )
+    if before.get("dataset_digest", now["dataset_digest"]) == now["dataset_digest"]:
+        return None
+    return (
+        f"the dataset, or a file with its functions, is not what it was when {journal_file} was written. Groups stay what they "
+        "are, but which prompts had their turn in this epoch, come back or rest goes by their numbers. If rows have moved, stop "
+        "and choose another run_dir"
+    )

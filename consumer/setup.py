@@ -44,9 +44,9 @@ class Setup:
     @classmethod
     def load(cls, config: RunConfig, gpus: list[int], stop: Callable[[], bool]) -> "Setup":
         lora = build_lora(config)
-        prompts = PromptDataset(config.dataset)
-        arguments = build_arguments(config, on_gpu=bool(gpus), num_prompts=len(prompts))
         model_folder = resolve_model(config.model.path, config.model.revision)
+        prompts = PromptDataset(config.dataset, model_folder)
+        arguments = build_arguments(config, on_gpu=bool(gpus), num_prompts=len(prompts))
         shape = GroupShape(
             config.sampling.num_generations,
             len(config.rewards.names),
@@ -63,10 +63,11 @@ class Setup:
         return cls(config, stop, lora, prompts, arguments, model_folder, shape, budget, rewards)
 
     def facts(self, run_id: str) -> dict[str, str]:
-        return run_facts(
+        facts = run_facts(
             self.config, self.model_folder, run_id, self.shape.vocab_size, self.arguments.num_iterations,
             torch.get_num_threads(),
         )  # fmt: skip
+        return facts | {"dataset_digest": self.prompts.digest, "num_prompts": str(len(self.prompts))}
 
     def report(self, counts: Counter[str], first_step: int, registry: CollectorRegistry) -> StepReport:
         metrics = LearningMetrics(

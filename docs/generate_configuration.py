@@ -148,7 +148,7 @@ def default_of(field: FieldInfo) -> str:
         return "none"
     if isinstance(default, bool):
         return f"`{str(default).lower()}`"
-    if default == {}:
+    if default in ({}, []):
         return "empty"
     if isinstance(default, tuple):
         return f"`{list(default)}`"

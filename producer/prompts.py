@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from producer.interfaces import LeaseFailure
-from protocol.prompts import is_conversational
+from protocol.prompts import is_conversational, prompt_token_ids
 
 Messages = list[dict[str, Any]]
 
@@ -33,16 +33,22 @@ class PromptFormat:
         Raises:
             LeaseFailure: the prompt is malformed, empty, or leaves no room for the completion.
         """
-        if isinstance(prompt, str):
-            ids = self._tokenizer(text=prompt)["input_ids"]
-        elif is_conversational(prompt):
-            ids = self._apply_chat_template(prompt)
-        else:
+        if not (isinstance(prompt, str) or is_conversational(prompt)):
             raise LeaseFailure(
                 "bad_prompt",
                 "expected a string or a list of messages such as {'role': 'user', 'content': '...'}, got "
                 f"{type(prompt).__name__}: {str(prompt)[:80]}",
             )
+        try:
+            ids = prompt_token_ids(self._tokenizer, prompt, self._chat_template_kwargs)
+        except Exception as error:  # a template is a program of the model's author and raises whatever it likes
+            if isinstance(prompt, str):
+                raise
+            raise LeaseFailure(
+                "bad_prompt",
+                f"the chat template refused the messages: {type(error).__name__}: {error}; give plain-string prompts, or "
+                "a model.path whose tokenizer has a fitting chat template",
+            ) from error
         if not ids:
             raise LeaseFailure("bad_prompt", "the prompt has no tokens; remove the row or give it a text")
         room = self._max_model_len - max_completion_length
@@ -53,24 +59,6 @@ class PromptFormat:
                 f"sampling.max_completion_length={max_completion_length} leaves {room}; shorten the prompt, lower "
                 "sampling.max_completion_length or raise engine.max_model_len",
             )
-        return list(ids)
-
-    def _apply_chat_template(self, messages: Messages) -> list[int]:
-        try:
-            rendered = self._tokenizer.apply_chat_template(
-                conversation=[messages],
-                add_generation_prompt=True,
-                tokenize=True,
-                return_dict=True,
-                **self._chat_template_kwargs,
-            )
-        except Exception as error:  # a template is a program of the model's author and raises whatever it likes
-            raise LeaseFailure(
-                "bad_prompt",
-                f"the chat template refused the messages: {type(error).__name__}: {error}; give plain-string prompts, or "
-                "a model.path whose tokenizer has a fitting chat template",
-            ) from error
-        ids: list[int] = rendered["input_ids"][0]
         return ids
 
     def decode(self, prompt: Any, completions: list[list[int]]) -> list[str] | list[Messages]:

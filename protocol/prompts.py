@@ -1,6 +1,6 @@
-"""The two forms of a prompt.
+"""The two forms of a prompt, and how they become tokens.
 
-Guarantee: both daemons tell a chat prompt from a malformed one alike.
+Guarantee: both daemons tell a chat prompt from a malformed one alike, and count its tokens alike.
 """
 
 from typing import Any
@@ -13,3 +13,22 @@ def is_conversational(prompt: Any) -> bool:
         and bool(prompt)
         and all(isinstance(message, dict) and {"role", "content"} <= message.keys() for message in prompt)
     )
+
+
+def prompt_token_ids(tokenizer: Any, prompt: Any, chat_template_kwargs: dict[str, Any]) -> list[int]:
+    """As TRL's GRPOTrainer: strings get the tokenizer's special tokens, messages go through the chat template with a
+    generation prompt.
+
+    Args:
+        tokenizer: of transformers.
+        prompt: of one of the two forms.
+
+    Raises:
+        Exception: whatever a chat template raises, which is a program of the model's author.
+    """
+    if isinstance(prompt, str):
+        return list(tokenizer(text=prompt)["input_ids"])
+    rendered = tokenizer.apply_chat_template(
+        conversation=[prompt], add_generation_prompt=True, tokenize=True, return_dict=True, **chat_template_kwargs
+    )
+    return list(rendered["input_ids"][0])

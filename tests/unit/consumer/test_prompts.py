@@ -62,6 +62,58 @@ def test_another_split_of_a_saved_dataset(tmp_path: Path) -> None:
     assert "(split dev) could not be loaded: KeyError: 'dev'" in refused(tmp_path / "saved", split="dev")
 
 
+def test_a_part_of_a_split(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "train.jsonl", *ROWS)
+    assert opened(path, split="train[1:]")[0] == ("2+3=", {"answer": 5})
+    assert len(opened(path, split="dev")) == 2
+    assert len(opened(path, max_rows=1)) == 1
+    assert len(opened(path, max_rows=9)) == 2
+
+
+@pytest.mark.parametrize("name", ["train.jsonl", "train.parquet"])
+def test_a_stream_gives_its_first_rows_at_every_start(tmp_path: Path, name: str) -> None:
+    WRITERS[name](tmp_path / name)
+    streams = [opened(tmp_path / name, streaming=True, max_rows=count) for count in (1, 1, 5)]
+    assert [len(prompts) for prompts in streams] == [1, 1, 2]
+    assert streams[2][1] == ("2+3=", {"answer": 5})
+    assert streams[0].digest == streams[1].digest != streams[2].digest == opened(tmp_path / name).digest
+
+
+def test_the_digest_is_of_the_content_alone(tmp_path: Path) -> None:
+    jsonl(tmp_path / "a.jsonl", *ROWS)
+    (tmp_path / "elsewhere").mkdir()
+    jsonl(tmp_path / "elsewhere" / "b.jsonl", *ROWS)
+    jsonl(tmp_path / "c.jsonl", ROWS[0], ROWS[1] | {"answer": 6})
+    digests = [opened(tmp_path / name).digest for name in ("a.jsonl", "elsewhere/b.jsonl", "c.jsonl")]
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_several_sources_with_weights(tmp_path: Path) -> None:
+    many = jsonl(tmp_path / "many.jsonl", *({"prompt": f"{i}+1=", "answer": i + 1} for i in range(6)))
+    few = jsonl(tmp_path / "few.jsonl", {"question": "2*3=", "hint": "six"}, {"question": "2*2=", "hint": "four"})
+    sources = [{"path": str(many), "weight": 2.0}, {"path": str(few), "prompt_column": "question", "weight": 1.0}]
+    prompts = PromptDataset(DatasetSection(sources=sources))
+    assert len(prompts) == 9  # six of the one, and half as many of the other
+    assert [prompts[i][0] for i in range(9)] == [f"{i}+1=" for i in range(6)] + ["2*3=", "2*2=", "2*3="]
+    assert prompts[7] == ("2*2=", {"hint": "four"})
+    plain = PromptDataset(DatasetSection(sources=[source | {"weight": None} for source in sources]))
+    assert len(plain) == 8
+    assert plain.digest != prompts.digest
+
+
+def test_a_mistake_in_one_source_names_it(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "train.jsonl", *ROWS)
+    with pytest.raises(DatasetError, match=r"dataset.sources\[1\].path: there is no file absent.jsonl"):
+        PromptDataset(DatasetSection(sources=[{"path": str(path)}, {"path": "absent.jsonl"}]))
+
+
+def test_weights_that_would_make_an_endless_epoch_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("consumer.prompts.MOST_PROMPTS", 100)
+    path = str(jsonl(tmp_path / "train.jsonl", *ROWS))
+    with pytest.raises(DatasetError, match="an epoch has 202 prompts, because every row comes at least once"):
+        PromptDataset(DatasetSection(sources=[{"path": path, "weight": 1}, {"path": path, "weight": 100}]))
+
+
 def test_a_file_that_changes_is_read_again(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "train.jsonl", *ROWS)
     assert len(opened(path)) == 2
@@ -120,7 +172,7 @@ def test_no_rows(tmp_path: Path, name: str, content: str) -> None:
 
 def test_a_missing_column_names_those_there_are(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "train.jsonl", {"question": "1+1=", "answer": 2})
-    assert refused(path) == f"dataset.prompt_column: {path} has no column 'prompt'; it has 'question', 'answer'"
+    assert refused(path) == f"dataset.prompt_column: {path} has no column 'prompt'; it has 'question', 'answer' (row 0)"
 
 
 @pytest.mark.parametrize("prompt", ["", None, 7, [], ["1+1="], [{"role": "user"}]])

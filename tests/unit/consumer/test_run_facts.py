@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from consumer.run_facts import comparable, run_facts
+from consumer.run_facts import comparable, dataset_change, run_facts
 from protocol.digests import base_model_digest, tokenizer_digest
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, DatasetError
 from protocol.messages import SCHEMA_VERSION
 
 from .builders import run_config
@@ -88,3 +88,22 @@ def test_groups_of_another_model_are_refused(name: str, key: str) -> None:
 def test_a_journal_that_nobody_wrote_facts_into_fits_everything() -> None:
     assert comparable({}, FACTS, JOURNAL)
     assert not comparable({"vocab_size": "5"}, FACTS, JOURNAL)
+
+
+DATASET = {"num_prompts": "40", "dataset_digest": "rows"}
+
+
+def test_a_dataset_that_stayed_or_that_nobody_noted_is_no_change() -> None:
+    assert dataset_change(DATASET, DATASET, JOURNAL) is None
+    assert dataset_change({}, DATASET, JOURNAL) is None
+
+
+def test_a_dataset_of_another_size_is_refused() -> None:
+    with pytest.raises(DatasetError, match=r"it has 41 prompts now and had 40 when run/journal.sqlite was written"):
+        dataset_change(DATASET, DATASET | {"num_prompts": "41"}, JOURNAL)
+
+
+def test_other_rows_are_named() -> None:
+    change = dataset_change(DATASET, DATASET | {"dataset_digest": "others"}, JOURNAL)
+    assert change is not None
+    assert change.startswith("the dataset, or a file with its functions, is not what it was")
