@@ -69,8 +69,8 @@ def _jsonl(records: Iterator[dict[str, Any]], path: Path) -> int:
 
 
 def _parquet(records: Iterator[dict[str, Any]], path: Path) -> int:
-    import pyarrow as pa  # type: ignore[import-untyped]
-    import pyarrow.parquet as pq  # type: ignore[import-untyped]
+    import pyarrow as pa
+    import pyarrow.parquet as pq
 
     text, whole, real = pa.string(), pa.int64(), pa.float64()
     schema = pa.schema(
