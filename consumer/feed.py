@@ -1,7 +1,8 @@
 """The main thread's wait for rollouts: from the rollout buffer to the training loop.
 
 Guarantee: it yields exactly the batches that were cut, in order. It ends a run by raising: `StopRequested` after a signal,
-at a step boundary; `StalledError` when nothing usable came for too long; whatever ended the intake thread.
+at a step boundary; `NoSignalError` when what came gives nothing to learn from, `StalledError` when nothing usable came for too
+long; whatever ended the intake thread.
 """
 
 import math
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 
 from consumer.intake import Intake
 from consumer.patience import Patience
+from protocol.errors import StalledError
 from replay.buffer import RolloutBuffer
 from replay.cutting import CutBatch
 
@@ -38,7 +40,11 @@ class BatchFeed:
         while True:
             self._patience.check()
             self._waits_since = time.monotonic()
-            self.last = self._patience.until(self._attempt, "rollouts", self._describe)
+            try:
+                self.last = self._patience.until(self._attempt, "rollouts", self._describe)
+            except StalledError:
+                self._buffer.check_stalled()
+                raise
             self.wait_s, self._waits_since = self.waiting_s(), None
             self._intake.wake()  # a batch was cut: there is room for leases
             yield self.last

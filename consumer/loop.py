@@ -14,6 +14,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from consumer.checkpoints import Checkpoint
+from consumer.inspection import keep, not_finite
 from consumer.patience import Patience, StopRequested, write_when_there_is_room
 from consumer.pipeline import Feed, Pipeline
 from consumer.probe import Probe, probe_tokens
@@ -21,8 +22,8 @@ from consumer.progress import StepReport
 from consumer.rollout_log import RolloutLog
 from consumer.run_control import RunControl
 from consumer.setup import Setup
-from consumer.trainer import SlipstreamTrainer
-from protocol.errors import ConfigError
+from consumer.trainer import NotFiniteStep, SlipstreamTrainer
+from protocol.errors import ConfigError, NotFiniteError
 
 
 class TrainingLoop:
@@ -42,6 +43,7 @@ class TrainingLoop:
         self._setup = setup
         self._report = report
         self._patience = patience
+        self._feed = feed
         self._start = start
         self._first_step = start.step if start else 0
         self.control = RunControl(
@@ -89,12 +91,43 @@ class TrainingLoop:
                 trainer.train(resume_from_checkpoint=str(self._start.folder) if self._start else None)
             else:  # transformers would wait for one batch more
                 trainer.state.global_step = self._first_step
+        except NotFiniteStep as found:
+            raise NotFiniteError(self._explain(found)) from found
         except StopRequested:
             try:
                 self.control.save_if_needed(self._first_step)
             except StopRequested:
                 self._report.say("no room for a checkpoint: the steps since the last one will be taken again")
         return bool(trainer.state.global_step >= max_steps)
+
+    def _explain(self, found: NotFiniteStep) -> str:
+        """Keeps the batch, and says what was found and how to go on."""
+        trainer, run_dir = self._trainer, Path(self._setup.config.run_dir)
+        step, batch = trainer.state.global_step + 1, self._feed.last
+        assert batch is not None
+        weights = not_finite(trainer.model.named_parameters(), lambda parameter: parameter)
+        numbers = {
+            "loss": found.loss,
+            "grad_norm": found.grad_norm,
+            "learning_rate": trainer.lr_scheduler.get_last_lr()[0],
+            "weights_not_finite": weights,
+            "gradients_not_finite": not_finite(trainer.model.named_parameters(), lambda parameter: parameter.grad),
+        }
+        folder = keep(run_dir, step, batch, numbers)
+        if weights:
+            cause = (
+                f"the weights themselves are not finite ({weights[0]} first), so an earlier step spoiled them: lower "
+                "trainer.learning_rate and start from an earlier checkpoint (delete the newer ones in checkpoints/)"
+            )
+        else:
+            cause = (
+                "the weights are finite. --resume trains this batch once more, so lower trainer.learning_rate or "
+                "trainer.max_grad_norm first; if that fails too, the --resume after it leaves these groups out (quarantine)"
+            )
+        return (
+            f"step {step} was not taken: {found}. Weights and optimizer are as before it; the batch is in {folder} "
+            f"(step.json, groups.safetensors; `rl-journal show` decodes a group). {cause}"
+        )
 
     def write_results(self, finished: bool, numbers: dict[str, Any]) -> None:
         """The final adapter, a summary for programs and one for people."""

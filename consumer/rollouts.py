@@ -58,6 +58,7 @@ def rollout_buffer(setup: Setup, journal: Journal, session: str) -> RolloutBuffe
         ),
         mean_reward=setup.rewards.mean_reward,
         max_failed_share=pipeline.max_failed_share,
+        max_groups_without_signal=config.guards.max_groups_without_signal,
     )
 
 

@@ -11,10 +11,11 @@ What transformers takes for a batch is all of an optimizer step, a list of micro
 Private names of TRL 1.16.0 and transformers used here, each with a test in tests/contract: `_prepare_inputs`,
 `compute_loss`, `_compute_loss`, `_get_per_token_logps_and_entropies`, `get_high_entropy_mask`, `_entropy_bonus_enabled`,
 `_last_world_entropy`, `_metrics`, `_logs`, `_tokenizer`, `_get_output_dir`, `_save_checkpoint`, `_load_from_checkpoint`,
-`vllm_importance_sampling_correction`, `current_gradient_accumulation_steps`.
+`vllm_importance_sampling_correction`, `current_gradient_accumulation_steps`, `_get_grad_norm`.
 """
 
 import contextlib
+import math
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -86,6 +87,15 @@ def build_lora(config: RunConfig) -> LoraConfig:
     return build("lora", LoraConfig, {"task_type": "CAUSAL_LM"} | config.lora)
 
 
+class NotFiniteStep(Exception):  # noqa: N818  what to do about it is for the loop to say
+    """Loss or gradient of the step in progress is NaN or infinite; weights and optimizer are as before it."""
+
+    def __init__(self, loss: float, grad_norm: float) -> None:
+        super().__init__(f"loss {loss:g}, gradient norm {grad_norm:g}")
+        self.loss = loss
+        self.grad_norm = grad_norm
+
+
 class SlipstreamTrainer(GRPOTrainer):
     """`trl.GRPOTrainer` fed with groups that were generated elsewhere.
 
@@ -125,6 +135,7 @@ class SlipstreamTrainer(GRPOTrainer):
         self.vllm_importance_sampling_correction = self._correction.acts
         self._pass: Pass | None = None
         self._factors: list[Factors] = []
+        self._step_loss = torch.zeros(())
         self._entropy_cut: EntropyCut | None = None
         model = self._causal_model
         self._is_plain = is_plain(model) and not (arguments.cast_lm_head_to_fp32 or self.aux_loss_enabled)
@@ -232,7 +243,18 @@ class SlipstreamTrainer(GRPOTrainer):
             self.record_metric(name, value)
         for name, value in ratio_statistics(self._correction, joined(self._factors)).items():
             self.record_metric(f"sampling/importance_sampling_ratio/{name}", value)
+        self._step_loss = total.detach()
         return total
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> float:
+        """transformers asks for it once per step, after the last backward pass and before the optimizer. A gradient that a
+        scaler finds infinite is its own business: it skips the step and scales down."""
+        norm = float(super()._get_grad_norm(model, grad_norm))
+        loss = float(self._step_loss)
+        has_scaler = self.accelerator.scaler is not None and self.accelerator.scaler.is_enabled()
+        if not math.isfinite(loss) or not (math.isfinite(norm) or has_scaler):
+            raise NotFiniteStep(loss, norm)
+        return norm
 
     def _compute_loss(self, model: Any, inputs: MicroBatch) -> torch.Tensor:
         """The loss of a micro-batch, as its part of the step's."""

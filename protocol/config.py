@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from protocol.config_dataset import DatasetSection
+from protocol.config_guards import GuardsSection
 from protocol.config_learning import (
     AdvantageSection,
     CorrectionSection,
@@ -172,6 +173,7 @@ class RunConfig(Section):
     swap: SwapSection = SwapSection()  # type: ignore[call-arg]
     transport: TransportSection = TransportSection()  # type: ignore[call-arg]
     observability: ObservabilitySection = ObservabilitySection()  # type: ignore[call-arg]
+    guards: GuardsSection = GuardsSection()  # type: ignore[call-arg]
     lora: dict[str, Any] = Field(
         default_factory=lambda: dict(LORA_DEFAULTS),
         description="peft.LoraConfig. DoRA, biases and modules_to_save are refused: vLLM cannot serve them.",

@@ -14,10 +14,12 @@ class ExitCode(IntEnum):
     USAGE = 2  # argparse: unknown flag
     DATASET = 65  # dataset missing, empty, or without the named column
     DATA_FAILURES = 66  # too large a share of prompts failed (reward raises, prompts too long, ...)
+    NO_SIGNAL = 67  # no group had rewards that differ, or nothing was scored: there is nothing to learn from
     NO_ANSWER = 68  # rl-status --once: no daemon of the run answers
     ENGINE = 69  # the generation engine died or cannot serve what was asked
     BUG = 70  # an exception nobody expected; the traceback is printed
     DEVICE = 71  # a GPU index that does not exist
+    NOT_FINITE = 72  # loss or gradient was NaN or infinite; the step was not taken, its batch is in RUN_DIR/inspect
     ENDPOINT_IN_USE = 73  # another process is bound to the endpoint
     JOURNAL = 74  # the journal cannot be written or read, or is damaged; what was acknowledged is in it
     STALLED = 75  # no progress within pipeline.stall_timeout_s
@@ -42,6 +44,14 @@ class DatasetError(SlipstreamError):
 
 class DataFailuresError(SlipstreamError):
     exit_code = ExitCode.DATA_FAILURES
+
+
+class NoSignalError(SlipstreamError):
+    exit_code = ExitCode.NO_SIGNAL
+
+
+class NotFiniteError(SlipstreamError):
+    exit_code = ExitCode.NOT_FINITE
 
 
 class EngineError(SlipstreamError):

@@ -24,6 +24,7 @@ from replay.journal import DeadLetter, Entry, Journal, JournalFullError
 from replay.journal import Outcome as Decision
 from replay.ledger import LeaseRecord, PromptLedger, UnknownLeaseError, parse_lease_id
 from replay.rerolls import Judgement, Key, RerollRules
+from replay.signal_watch import SignalWatch
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +50,7 @@ class RolloutBuffer:
         rules: who returns after a failure, and who rests after a success.
         mean_reward: of a group, for the journal to show; NaN if nothing is scored.
         max_failed_share: `next_batch` raises when more than this share of the last finished prompts are dead letters.
+        max_groups_without_signal: `next_batch` raises after so many in a row, if there is no batch; None: never.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class RolloutBuffer:
         rules: RerollRules,
         mean_reward: Callable[[RolloutGroup], float],
         max_failed_share: float,
+        max_groups_without_signal: int | None = None,
     ) -> None:
         self._ledger = ledger
         self._cutter = cutter
@@ -67,6 +70,7 @@ class RolloutBuffer:
         self._rules = rules
         self._mean_reward = mean_reward
         self._max_failed_share = max_failed_share
+        self._signal_watch = SignalWatch(max_groups_without_signal)
         self._lease_budget = cutter.budget
         self._changed = threading.Condition()
         self._fates: deque[bool] = deque(maxlen=FAILURE_WINDOW)  # of prompts; True: dead letter
@@ -125,6 +129,9 @@ class RolloutBuffer:
                 self._journal.append(entries)
             for (delivery, outcome), entry in zip(fresh, entries, strict=True):
                 self._admit(delivery.group, outcome, entry.judgement)
+                if outcome != "stale":
+                    reward = math.nan if entry.reward is None else entry.reward
+                    self._signal_watch.note(delivery.group, reward, has_signal=outcome == "accepted")
             self.counts.update(outcomes)
             self._changed.notify_all()
             return outcomes
@@ -176,13 +183,25 @@ class RolloutBuffer:
 
         Raises:
             DataFailuresError: too many of the last prompts were given up.
+            NoSignalError: too many groups in a row had no signal.
         """
         with self._changed:
             batch = self._try_cut(partial)
             if batch is None:
                 self._changed.wait(timeout_s)
                 batch = self._try_cut(partial)
+            if batch is None:
+                self._signal_watch.check()
             return batch
+
+    def check_stalled(self) -> None:
+        """No batch came for too long.
+
+        Raises:
+            NoSignalError: groups came, and none of this run ever had signal.
+        """
+        with self._changed:
+            self._signal_watch.check_stalled(ever_had_signal=self.counts["accepted"] > 0)
 
     def lease_within(self, max_staleness: int) -> None:
         """From now on prompts are leased so that their groups come to be at most so many versions old. What is out

@@ -71,6 +71,7 @@ def test_the_pinned_release_is_installed() -> None:
         ("get_train_dataloader", ["self"]),
         ("_get_output_dir", ["self", "trial"]),
         ("_save_checkpoint", ["self", "model", "trial"]),
+        ("_get_grad_norm", ["self", "model", "grad_norm"]),
         ("_load_rng_state", ["self", "checkpoint"]),
         ("_load_from_checkpoint", ["self", "resume_from_checkpoint", "model"]),
         ("_generate", ["self", "prompts"]),  # replaced by the parity tests
@@ -97,7 +98,13 @@ def test_we_override_the_seams_and_nothing_else() -> None:
         "_get_per_token_logps_and_entropies",
         "_get_output_dir",
         "_save_checkpoint",
+        "_get_grad_norm",
     }, "a new override of TRL needs a contract test; a new name of TRL may have become an override by accident"
+
+
+def test_the_norm_is_asked_for_after_the_last_backward_pass_and_before_the_optimizer() -> None:
+    text = inspect.getsource(transformers.Trainer._run_epoch)
+    assert text.index("self.training_step(") < text.index("self._get_grad_norm(") < text.index("self.optimizer.step()")
 
 
 def test_compute_loss_is_the_whole_of_the_loss() -> None:

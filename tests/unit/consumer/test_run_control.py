@@ -80,7 +80,7 @@ class Run:
         feed = BatchFeed(self.replay, self, patience)
         disk = DiskGuard(run_dir, 1.0)
         self.pipeline = LivePipeline(self.replay, journal, self, patience, disk, self.config.replay)
-        control = RunControl(
+        self.control = control = RunControl(
             self.pipeline,
             StalenessBudget(**options),
             feed,
@@ -100,6 +100,7 @@ class Run:
         )
         if start:
             self.trainer._load_from_checkpoint(str(start.folder))
+        self.prepare()
         control.publish(first_step)
         try:
             self.trainer.train(resume_from_checkpoint=str(start.folder) if start else None)
@@ -107,6 +108,9 @@ class Run:
             self.pipeline.close()
             report.close()
         self.state = self.replay.state()
+
+    def prepare(self) -> None:
+        """Before the first step."""
 
     # The intake that the others see.
 

@@ -101,6 +101,7 @@ def unpublished_buffer(
     num_prompts: int = 1000,
     *,
     max_failed_share: float = 0.5,
+    max_groups_without_signal: int | None = None,
     data_attempts: int = 3,
     session: str = "s",
     rules: RerollRules = RerollRules(),  # noqa: B008  frozen
@@ -123,6 +124,7 @@ def unpublished_buffer(
         rules=rules,
         mean_reward=mean_reward,
         max_failed_share=max_failed_share,
+        max_groups_without_signal=max_groups_without_signal,
     )
 
 
