@@ -29,7 +29,7 @@ PRODUCER = "bench"
 _WINDOW = 256  # groups on their way
 _GIVE_UP_S = 120.0
 _POLICY = PolicyInfo(0, "0" * 64, 1)
-_JOURNAL_SCHEMA = group_schema(has_token_versions=False)
+_JOURNAL_SCHEMA = group_schema()
 
 
 class Side(msgspec.Struct):

@@ -1,9 +1,9 @@
 """Rollout groups to the tensors that TRL's loss takes.
 
 Guarantee: a step is cut into micro-batches of bounded size by the lengths of its rows; every micro-batch is padded to its own
-longest prompt and completion and to nothing else, and its log-probs stand beside the tokens they were sampled with. Rows that
-cannot move the policy are left out. What a group was padded to before, and any importance ratio it had, is nowhere kept, so a
-group can be trained again in any company.
+longest prompt and completion and to nothing else, and its log-probs stand beside the tokens they were sampled with. Tokens that
+the policy did not sample are attended to and never in the loss. Rows that cannot move the policy are left out. What a group was
+padded to before, and any importance ratio it had, is nowhere kept, so a group can be trained again in any company.
 """
 
 from dataclasses import dataclass
@@ -21,18 +21,28 @@ from replay.rewards import RewardRecipe
 MicroBatch = dict[str, torch.Tensor]
 
 
+def loss_mask(batch: MicroBatch) -> torch.Tensor:
+    """(B, T), 1 for the tokens in the loss."""
+    return batch["completion_mask"] * batch["tool_mask"] if "tool_mask" in batch else batch["completion_mask"]
+
+
 class _Row(NamedTuple):
-    """One completion."""
+    """One record of a completion."""
 
     prompt_ids: NDArray[np.int32]
     completion_ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
-    advantage: float
+    advantage: float  # of the completion
     counts: bool  # in the loss
+    sampled: NDArray[np.bool_] | None  # None: all of it
 
     @property
     def num_tokens(self) -> int:
         return len(self.prompt_ids) + len(self.completion_ids)
+
+    @property
+    def num_sampled(self) -> int:
+        return len(self.completion_ids) if self.sampled is None else int(self.sampled.sum())
 
 
 @dataclass(frozen=True)
@@ -54,10 +64,11 @@ class BatchRecipe:
         """The micro-batches of the optimizer steps over one batch, at least one, on the CPU.
 
         Each has `prompt_ids`, `prompt_mask` (left-padded), `completion_ids`, `completion_mask` (right-padded),
-        `sampling_per_token_logps`, `advantages` (B,) and `num_items_in_batch` (tokens that count, of the whole step).
+        `sampling_per_token_logps`, `advantages` (B,) and `num_items_in_batch` (tokens in the loss, of the whole step); and, where
+        there are tokens that the policy did not sample, TRL's `tool_mask`, which is 0 for them.
         """
         rows = self._rows(groups)
-        num_items = torch.tensor(sum(len(row.completion_ids) for row in rows if row.counts))
+        num_items = torch.tensor(sum(row.num_sampled for row in rows if row.counts))
         moving = [row for row in rows if row.counts and (row.advantage or not self.only_advantages)]
         rows = moving or [min(rows, key=lambda row: row.num_tokens)]
         cut = cut_rows([row.num_tokens for row in rows], self.max_tokens, padded=not self.packed)
@@ -75,14 +86,15 @@ class BatchRecipe:
         )
 
     def _rows(self, groups: list[RolloutGroup]) -> list[_Row]:
-        values = iter(self.advantages_of(groups).tolist())
+        values = self.advantages_of(groups).tolist()
         result = []
-        for group in groups:
-            ends = group.completion_lengths.cumsum()
-            for start, end, cut in zip(ends - group.completion_lengths, ends, group.truncated, strict=True):
-                completion_ids, logprobs = group.completion_ids[start:end], group.logprobs[start:end]
+        for first, group in zip(range(0, len(values), self.num_generations), groups, strict=True):
+            for tokens, completion, cut in zip(group.records, group.completion_of, group.truncated, strict=True):
+                completion_ids, logprobs = group.completion_ids[tokens], group.logprobs[tokens]
+                sampled = None if group.sampled is None else group.sampled[tokens]
                 counts = not (cut and self.mask_truncated)
-                result.append(_Row(group.prompt_ids, completion_ids, logprobs, next(values), counts))
+                advantage = values[first + completion]
+                result.append(_Row(group.prompt_ids, completion_ids, logprobs, advantage, counts, sampled))
         return result
 
     def _pad(self, rows: list[_Row]) -> MicroBatch:
@@ -97,6 +109,8 @@ class BatchRecipe:
             "sampling_per_token_logps": torch.zeros((num_rows, width)),
             "advantages": torch.tensor([row.advantage for row in rows]),
         }
+        if any(row.sampled is not None for row in rows):
+            batch["tool_mask"] = torch.ones((num_rows, width), dtype=torch.long)
         for i, row in enumerate(rows):
             start, end = prompt_width - len(row.prompt_ids), len(row.completion_ids)
             batch["prompt_ids"][i, start:] = torch.from_numpy(row.prompt_ids.astype(np.int64))
@@ -104,4 +118,6 @@ class BatchRecipe:
             batch["completion_ids"][i, :end] = torch.from_numpy(row.completion_ids.astype(np.int64))
             batch["completion_mask"][i, :end] = int(row.counts)
             batch["sampling_per_token_logps"][i, :end] = torch.from_numpy(row.logprobs.copy())
+            if row.sampled is not None:
+                batch["tool_mask"][i, :end] = torch.from_numpy(row.sampled.astype(np.int64))
         return batch

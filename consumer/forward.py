@@ -8,7 +8,7 @@ whichever of three layouts fits:
     shared   prompts once each, their keys and values copied to their completions, with gradients
     packed   all rows one behind the other, positions beginning anew, for attention kernels of variable length
 
-Only completion tokens that count go through the LM head.
+Only tokens in the loss go through the LM head.
 """
 
 import inspect
@@ -32,8 +32,9 @@ class Tokens(NamedTuple):
     """A micro-batch as TRL lays it out."""
 
     ids: torch.Tensor  # (B, P + T): left-padded prompts, right-padded completions
-    mask: torch.Tensor
+    mask: torch.Tensor  # (B, P + T), 1 for those that are attended to
     width: int  # T
+    loss_mask: torch.Tensor | None = None  # (B, T), 1 for those in the loss; None: all completion tokens of `mask`
 
     @property
     def prompt_ids(self) -> torch.Tensor:
@@ -48,8 +49,8 @@ class Tokens(NamedTuple):
         return self.ids[:, -self.width :]
 
     @property
-    def completion_mask(self) -> torch.Tensor:
-        return self.mask[:, -self.width :].bool()
+    def counts(self) -> torch.Tensor:
+        return (self.mask[:, -self.width :] if self.loss_mask is None else self.loss_mask).bool()
 
 
 def is_plain(model: Any) -> bool:
@@ -77,8 +78,8 @@ def is_shareable(model: Any) -> bool:
 
 
 def token_logprobs(model: Any, tokens: Tokens, head: Head) -> tuple[torch.Tensor, torch.Tensor]:
-    """(B, T) log-probs and entropies, 0 where the mask is 0; at least one token counts."""
-    counts, linear = tokens.completion_mask, model.get_output_embeddings()
+    """(B, T) log-probs and entropies, 0 for tokens that do not count; at least one does."""
+    counts, linear = tokens.counts, model.get_output_embeddings()
     hidden = hidden_states(model, tokens).to(linear.weight.dtype)
     logprobs, entropies = head(hidden, linear.weight, linear.bias, tokens.completion_ids[counts])
     return tuple(value.new_zeros(counts.shape).masked_scatter(counts, value) for value in (logprobs, entropies))
@@ -102,7 +103,7 @@ def hidden_of_rows(backbone: Any, tokens: Tokens) -> torch.Tensor:
     padding = tokens.prompt_ids.size(1) - prompt_lengths
     ids = tokens.ids.gather(1, (columns + padding[:, None]).clamp(max=tokens.ids.size(1) - 1))
     hidden = backbone(input_ids=ids, use_cache=False).last_hidden_state
-    row, token = tokens.completion_mask.nonzero(as_tuple=True)
+    row, token = tokens.counts.nonzero(as_tuple=True)
     return hidden[row, prompt_lengths[row] + token - 1]
 
 
@@ -111,7 +112,7 @@ def hidden_of_packed(backbone: Any, tokens: Tokens) -> torch.Tensor:
     positions = tokens.mask.cumsum(1) - 1
     hidden = backbone(input_ids=tokens.ids[real][None], position_ids=positions[real][None], use_cache=False)
     place = (real.flatten().cumsum(0) - 1).view(real.shape)[:, -tokens.width :]  # of each token in the pack
-    return hidden.last_hidden_state[0, place[tokens.completion_mask] - 1]
+    return hidden.last_hidden_state[0, place[tokens.counts] - 1]
 
 
 def hidden_with_shared_prompts(backbone: Any, tokens: Tokens, prompts: "Prompts") -> torch.Tensor:
@@ -136,7 +137,7 @@ def hidden_with_shared_prompts(backbone: Any, tokens: Tokens, prompts: "Prompts"
         use_cache=True,
     ).last_hidden_state
     hidden = torch.cat([before[of_row, None], after[:, :-1]], 1)
-    return hidden[tokens.completion_mask]
+    return hidden[tokens.counts]
 
 
 class Prompts(NamedTuple):

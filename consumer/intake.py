@@ -355,7 +355,7 @@ class Intake:
             self._end_lease(message.lease_id, "invalid", str(error))
             self._channel.send(peer, Nack(message.lease_id, "invalid", str(error)))
             return
-        schema = group_schema(has_token_versions=bool(message.token_versions))
+        schema = group_schema(*(name for name in ("token_versions", "sampled", "episodes") if getattr(message, name)))
         self._arrivals.add(peer, Delivery(group, encode(message, schema_version=schema), session.name))
 
     def _take_failure(self, session: ProducerSession, message: Nack) -> None:

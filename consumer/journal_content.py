@@ -66,6 +66,8 @@ class ContentReader:
         num_completions = len(message.completion_lengths) // 4
         if num_completions == 0:
             raise InvalidGroupError("completion_lengths is empty")
+        if message.episodes:
+            num_completions = 1 + max(0, int.from_bytes(message.episodes[-4:], "little", signed=True))
         num_rewards = len(message.rewards) // 4 // num_completions
         names = json.loads(self._facts.get("reward_names", "[]"))
         if len(names) != num_rewards:

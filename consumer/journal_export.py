@@ -54,6 +54,8 @@ def _record(row: GroupRow, content: Content) -> dict[str, Any]:
         "logprobs": [plain(part.tolist()) for part in np.split(group.logprobs, ends)],
         "token_versions": [part.tolist() for part in np.split(group.versions, ends)],
         "truncated": group.truncated.tolist(),
+        "sampled": [part.tolist() for part in np.split(group.is_sampled, ends)],
+        "episodes": group.completion_of.tolist(),
         "reward_names": content.reward_names,
         "rewards": plain(group.rewards.tolist()),
     }
@@ -83,7 +85,8 @@ def _parquet(records: Iterator[dict[str, Any]], path: Path) -> int:
             ("reward_s", real),
             ("prompt_ids", pa.list_(pa.int32())), ("completion_ids", pa.list_(pa.list_(pa.int32()))),
             ("logprobs", pa.list_(pa.list_(pa.float32()))), ("token_versions", pa.list_(pa.list_(pa.int32()))),
-            ("truncated", pa.list_(pa.bool_())),
+            ("truncated", pa.list_(pa.bool_())), ("sampled", pa.list_(pa.list_(pa.bool_()))),
+            ("episodes", pa.list_(pa.int32())),
             ("reward_names", pa.list_(text)), ("rewards", pa.list_(pa.list_(pa.float32()))),
         ]
     )  # fmt: skip

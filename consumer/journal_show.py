@@ -38,10 +38,9 @@ def show(reader: JournalReader, group_id: str, *, every_token: bool) -> None:
     say()
     say(f"prompt, {len(group.prompt_ids)} tokens")
     _text(tokenizer, group.prompt_ids)
-    ends = np.cumsum(group.completion_lengths)
-    for index, (start, end) in enumerate(zip(ends - group.completion_lengths, ends, strict=True)):
+    for record, tokens in enumerate(group.records):
         say()
-        _completion(content, tokenizer, index, slice(start, end), every_token=every_token)
+        _record(content, tokenizer, record, tokens, every_token=every_token)
 
 
 def _head(row: GroupRow, content: Content, stood_in: list[str]) -> None:
@@ -66,14 +65,19 @@ def _head(row: GroupRow, content: Content, stood_in: list[str]) -> None:
         say(f"{name:<10}{printable(value)}")
 
 
-def _completion(content: Content, tokenizer: Any, index: int, tokens: slice, *, every_token: bool) -> None:
+def _record(content: Content, tokenizer: Any, record: int, tokens: slice, *, every_token: bool) -> None:
     group = content.group
-    cut = ", cut off at the limit" if group.truncated[index] else ""
+    cut = ", cut off at the limit" if group.truncated[record] else ""
+    sampled = group.is_sampled[tokens]
+    others = "" if sampled.all() else f" of which {sampled.sum()} were sampled"
+    index = int(group.completion_of[record])
+    siblings = np.flatnonzero(group.completion_of == index)
+    part = f", record {record - siblings[0] + 1} of {len(siblings)}" if len(siblings) > 1 else ""
     rewards = zip(content.reward_names, group.rewards[index].tolist(), strict=True)
     shown = ", ".join(f"{printable(name)} {number(value)}" for name, value in rewards)
-    say(f"completion {index + 1} of {group.num_completions}, {group.completion_lengths[index]} tokens{cut}")
+    say(f"completion {index + 1} of {group.num_completions}{part}, {len(sampled)} tokens{others}{cut}")
     say(f"rewards: {shown or 'none'}")
-    say(f"log-probs: {_summary(group.logprobs[tokens])}")
+    say(f"log-probs: {_summary(group.logprobs[tokens][sampled])}")
     if group.token_versions is not None:
         shares = group.tokens_by_version(tokens).items()
         say(f"policies: {', '.join(f'version {version} sampled {count} tokens' for version, count in shares)}")
@@ -92,13 +96,15 @@ def _summary(logprobs: Span) -> str:
 
 
 def _token_rows(group: RolloutGroup, tokenizer: Any, tokens: slice) -> list[tuple[str, ...]]:
-    columns = (values[tokens].tolist() for values in (group.completion_ids, group.versions, group.logprobs))
+    arrays = (group.completion_ids, group.versions, group.logprobs, group.is_sampled)
     return [
         (
-            str(place), str(token), str(version), number(logprob),
+            str(place), str(token), *((str(version), number(logprob)) if sampled else ("", "")),
             repr(tokenizer.decode([token])) if tokenizer is not None else "",
         )
-        for place, (token, version, logprob) in enumerate(zip(*columns, strict=True))
+        for place, (token, version, logprob, sampled) in enumerate(
+            zip(*(values[tokens].tolist() for values in arrays), strict=True)
+        )
     ]  # fmt: skip
 
 

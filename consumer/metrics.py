@@ -19,7 +19,8 @@ COMMIT_BUCKETS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 
 
 _OUTCOMES = ("accepted", "no_signal", "stale", "duplicate", "unknown_lease", "invalid")
 _FAILURES = (
-    "prompt_too_long", "bad_prompt", "reward_failed", "generation_failed", "no_policy", "invalid", "expired", "released",
+    "prompt_too_long", "bad_prompt", "reward_failed", "environment_failed", "generation_failed", "no_policy",
+    "invalid", "expired", "released",
 )  # fmt: skip
 _TOTALS = {
     "leased": ("rl_trainer_leases_given_total", "Leases given."),

@@ -35,19 +35,20 @@ def batch_metrics(batch: CutBatch, version: int, weights: np.ndarray, names: lis
     rewards = np.concatenate([group.rewards for group in groups])
     scored = ~np.isnan(rewards).all(axis=1)
     total = np.nansum(rewards * weights, axis=1)[scored]
-    lengths = np.concatenate([group.completion_lengths for group in groups])
+    lengths = np.concatenate([group.sampled_lengths for group in groups])
     ages = [version - group.policy_version for group in batch.groups]
     staleness, replayed = ages[: batch.num_fresh], ages[batch.num_fresh :]
     fresh = batch.groups[: batch.num_fresh]
-    versions = np.concatenate([group.versions for group in fresh])
-    oldest = np.repeat([group.policy_version for group in fresh], [group.num_tokens for group in fresh])
+    sampled = np.concatenate([group.is_sampled for group in fresh])
+    versions = np.concatenate([group.versions for group in fresh])[sampled]
+    oldest = np.repeat([group.policy_version for group in fresh], [group.num_tokens for group in fresh])[sampled]
     metrics = {
         "reward": float(total.mean()) if len(total) else float("nan"),
         "reward_std": float(total.std(ddof=1)) if len(total) > 1 else 0.0,
         "frac_reward_zero_std": sum(outcome == "no_signal" for _, outcome in batch.arrivals) / len(groups),
         "completions/mean_length": float(lengths.mean()),
         "completions/max_length": float(lengths.max()),
-        "completions/clipped_ratio": float(np.concatenate([group.truncated for group in groups]).mean()),
+        "completions/clipped_ratio": float(np.concatenate([group.was_truncated for group in groups]).mean()),
         "staleness/mean": float(np.mean(staleness)),
         "staleness/max": float(max(staleness)),
         "staleness/token_mean": float(version - versions.mean()),

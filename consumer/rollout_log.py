@@ -93,20 +93,19 @@ class RolloutLog:
     def _completion(self, batch: CutBatch, row: int, version: int) -> dict[str, Any]:
         place, number = divmod(row, self._recipe.num_generations)
         group = batch.groups[place]
-        end = int(group.completion_lengths[: number + 1].sum())
-        length = int(group.completion_lengths[number])
+        tokens = group.last_record(number)
         (_, prompt_id, _), _ = parse_lease_id(group.group_id)
         return {
             "group": group.group_id,
             "prompt_id": prompt_id,
             "policy_version": group.policy_version,
             "staleness": version - group.policy_version,
-            "versions": group.tokens_by_version(slice(end - length, end)),
+            "versions": group.tokens_by_version(tokens),
             "stands_in": place >= batch.num_fresh,
             "prompt": shortened(self._decode(group.prompt_ids.tolist())),
-            "completion": shortened(self._decode(group.completion_ids[end - length : end].tolist())),
-            "length": length,
-            "truncated": bool(group.truncated[number]),
+            "completion": shortened(self._decode(group.completion_ids[tokens].tolist())),
+            "length": int(group.sampled_lengths[number]),
+            "truncated": bool(group.was_truncated[number]),
             "rewards": dict(zip(self._reward_names, group.rewards[number].tolist(), strict=True)),
         }
 

@@ -101,7 +101,7 @@ class RunControl(TrainerCallback):
             latest | self._metrics | standing,
             wait_s=wait_s,
             step_s=step_s,
-            tokens=sum(group.num_tokens for group in batch.groups),
+            tokens=sum(int(group.sampled_lengths.sum()) for group in batch.groups),
         )
         self.rollouts.note(state.global_step, batch, self._budget.version_at(batch.step))
         self._feed.wait_s = 0.0  # further iterations over the same batch do not wait

@@ -28,7 +28,7 @@ def run_facts(
         "tokenizer_digest": tokenizer_digest(model_folder),
         "reward_names": list(config.rewards.names),
         "reward_weights": [function.weight for function in config.rewards.functions],
-        "wire_schema": group_schema(has_token_versions=config.swap.spans_versions),
+        "wire_schema": group_schema(*(["token_versions"] if config.swap.spans_versions else [])),
         "num_generations": config.sampling.num_generations,
         "max_completion_length": config.sampling.max_completion_length,
         "vocab_size": vocab_size,

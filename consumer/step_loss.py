@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from consumer.batches import MicroBatch
+from consumer.batches import MicroBatch, loss_mask
 
 TOKEN_SUMS = ("dapo", "cispo", "vespo")
 """Loss types that TRL divides by the tokens of the whole step."""
@@ -29,6 +29,10 @@ class Pass:
     entropies: torch.Tensor | None = None
     aux_loss: torch.Tensor | None = None
     entropy_mask: torch.Tensor | None = None
+
+    @property
+    def loss_mask(self) -> torch.Tensor:
+        return loss_mask(self.inputs)
 
 
 class EntropyCut(NamedTuple):
@@ -73,7 +77,7 @@ def means_over_tokens(
     Args:
         weight: the one by which TRL multiplied them.
     """
-    mask = seen.inputs["completion_mask"]
+    mask = seen.loss_mask
     num_tokens, rest = seen.inputs["num_items_in_batch"].clamp(min=1), 0.0
     if seen.aux_loss is not None:
         rest = aux_loss_coef * seen.aux_loss * (mask.sum() / num_tokens - weight)

@@ -29,7 +29,7 @@ from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
 
 from consumer import checkpoints
 from consumer.arguments import check_arguments, chosen_values, reserved_values
-from consumer.batches import BatchRecipe, MicroBatch
+from consumer.batches import BatchRecipe, MicroBatch, loss_mask
 from consumer.forward import Tokens, is_packable, is_plain, token_logprobs
 from consumer.importance import Factors, importance_factors, joined, resolve
 from consumer.kl import aggregate, missing_kl
@@ -199,7 +199,7 @@ class SlipstreamTrainer(GRPOTrainer):
         """Where `top_entropy_quantile` cuts, over all tokens of the step; None where TRL sees them all at once."""
         if self.top_entropy_quantile == 1.0 or len(batches) == 1:
             return None
-        each = [self._without_gradient(batch)[1][batch["completion_mask"].bool()] for batch in batches]
+        each = [self._without_gradient(batch)[1][loss_mask(batch).bool()] for batch in batches]
         return EntropyCut.at(torch.cat(each), 1 - self.top_entropy_quantile)
 
     def _without_gradient(self, inputs: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -208,7 +208,12 @@ class SlipstreamTrainer(GRPOTrainer):
         attention_mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
         with torch.no_grad():
             logprobs, entropies, _ = self._get_per_token_logps_and_entropies(
-                self.model, input_ids, attention_mask, inputs["completion_ids"].size(1), compute_entropy=True
+                self.model,
+                input_ids,
+                attention_mask,
+                inputs["completion_ids"].size(1),
+                loss_mask=loss_mask(inputs),
+                compute_entropy=True,
             )
         return logprobs, entropies
 
@@ -216,7 +221,7 @@ class SlipstreamTrainer(GRPOTrainer):
         self, model: Any, inputs: list[MicroBatch], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> torch.Tensor:
         """The loss of a step. Its gradient is that of the last micro-batch; those of the others are there already."""
-        parts = [Part(len(batch["advantages"]), int(batch["completion_mask"].sum())) for batch in inputs]
+        parts = [Part(len(batch["advantages"]), int(loss_mask(batch).sum())) for batch in inputs]
         state, metrics = self.accelerator.gradient_state, self._metrics["train"]
         total, recorded, self._factors = torch.zeros((), device=self.accelerator.device), [], []
         try:
@@ -284,10 +289,18 @@ class SlipstreamTrainer(GRPOTrainer):
         return result
 
     def _get_per_token_logps_and_entropies(
-        self, model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int, **options: Any
+        self,
+        model: Any,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        logits_to_keep: int,
+        loss_mask: torch.Tensor | None = None,
+        **options: Any,
     ) -> tuple[torch.Tensor, Any, Any]:
-        tokens = Tokens(input_ids, attention_mask, logits_to_keep)
-        if self._is_plain and tokens.completion_mask.any():
+        if self._pass is not None:
+            loss_mask = self._pass.loss_mask
+        tokens = Tokens(input_ids, attention_mask, logits_to_keep, loss_mask)
+        if self._is_plain and tokens.counts.any():
             with self.accelerator.autocast():
                 result = (*token_logprobs(self._causal_model, tokens, self._head), None)
         else:
@@ -324,7 +337,7 @@ class SlipstreamTrainer(GRPOTrainer):
             proximal=proximal,
             behaviour=inputs["sampling_per_token_logps"],
             advantages=inputs["advantages"],
-            mask=inputs["completion_mask"],
+            mask=seen.loss_mask,
         )
         if self._correction.acts:
             inputs["importance_sampling_ratio"] = factors.policy
@@ -335,7 +348,7 @@ class SlipstreamTrainer(GRPOTrainer):
     def _mean_kl(
         self, inputs: MicroBatch, current: torch.Tensor, proximal: torch.Tensor, ratio: torch.Tensor
     ) -> torch.Tensor:
-        mask, reference = inputs["completion_mask"], inputs["ref_per_token_logps"]
+        mask, reference = loss_mask(inputs), inputs["ref_per_token_logps"]
         per_token = missing_kl(current, proximal, reference, ratio, mask, level=self.importance_sampling_level)
         return aggregate(
             per_token,
@@ -350,9 +363,9 @@ class SlipstreamTrainer(GRPOTrainer):
     def _remember_completions(self, groups: list[RolloutGroup]) -> None:
         """Fills the table that TRL prints and sends to trackers under `log_completions`."""
         for group in groups:
-            ids = torch.tensor(group.completion_ids).split(group.completion_lengths.tolist())
             prompt = self._tokenizer.decode(group.prompt_ids)
             self._logs["prompt"].extend([prompt] * group.num_completions)
+            ids = [group.completion_ids[group.last_record(number)] for number in range(group.num_completions)]
             self._logs["completion"].extend(self._tokenizer.batch_decode(ids))
             for column, name in enumerate(self.reward_func_names):
                 self._logs["rewards"][name].extend(group.rewards[:, column].tolist())

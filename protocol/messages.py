@@ -111,6 +111,12 @@ class Group(Struct, frozen=True, forbid_unknown_fields=True, tag="group"):
     the processed sampling distribution, `rewards` float32 (n, F) with NaN for missing, `truncated` uint8 (n,).
     `token_versions` int32 (T,) has the policy version that sampled each token, where they differ; `policy_version` is the
     oldest of them.
+
+    With an environment a completion is an episode of several turns, and T counts the tokens of tool results too. `sampled`
+    uint8 (T,) is 1 for those that the policy sampled (empty: all); the others have log-prob 0. An episode whose history the chat
+    template rewrote takes several of R records, each a sequence of its own: `completion_lengths` and `truncated` then have
+    R entries, and `episodes` int32 (R,) says which of the n episodes each belongs to, in order (empty: one record each).
+    `prompt_ids` is what all records begin with.
     """
 
     lease_id: Name
@@ -124,6 +130,8 @@ class Group(Struct, frozen=True, forbid_unknown_fields=True, tag="group"):
     generation_s: Seconds
     reward_s: Seconds
     token_versions: bytes = b""
+    sampled: bytes = b""
+    episodes: bytes = b""
 
 
 class Ack(Struct, frozen=True, forbid_unknown_fields=True, tag="ack"):
@@ -134,7 +142,15 @@ class Ack(Struct, frozen=True, forbid_unknown_fields=True, tag="ack"):
     policy: PolicyInfo
 
 
-FailureReason = Literal["prompt_too_long", "bad_prompt", "reward_failed", "generation_failed", "no_policy", "returned"]
+FailureReason = Literal[
+    "prompt_too_long",
+    "bad_prompt",
+    "reward_failed",
+    "environment_failed",
+    "generation_failed",
+    "no_policy",
+    "returned",
+]
 
 
 class Nack(Struct, frozen=True, forbid_unknown_fields=True, tag="nack"):
@@ -222,7 +238,7 @@ SINCE: dict[type[Struct], dict[str, int]] = {
     Hello: {"release": 2, "swap_mode": 2, "evaluates": 2},
     Lease: {"evaluates": 2},
     Heartbeat: {"idle_s": 2, "refused_version": 2, "refusal": 2},
-    Group: {"token_versions": 2},
+    Group: {"token_versions": 2, "sampled": 2, "episodes": 2},
 }
 """The schema that brought a field, of those that are not in schema 1. Entries stay for ever, because journals do."""
 
@@ -230,10 +246,10 @@ SINCE_MESSAGES: dict[type[Struct], int] = {PolicyRequest: 2, PolicyOffer: 2}
 """The schema that brought a message, of those that are not in schema 1; a peer of an older one is never sent it."""
 
 
-def group_schema(*, has_token_versions: bool) -> int:
-    """The oldest schema that says all of such a Group. Journals keep groups in it, so that the release before reads them
-    too where it can."""
-    return SINCE[Group]["token_versions"] if has_token_versions else 1
+def group_schema(*fields: str) -> int:
+    """The oldest schema that says all of a Group in which these fields are not empty. Journals keep groups in it, so that the
+    release before reads them too where it can."""
+    return max((SINCE[Group].get(field, 1) for field in fields), default=1)
 
 
 JOURNAL_SCHEMAS = range(1, SCHEMA_VERSION + 1)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 FailureClass = Literal["data", "infra"]
-_DATA = ("prompt_too_long", "bad_prompt", "reward_failed")
+_DATA = ("prompt_too_long", "bad_prompt", "reward_failed", "environment_failed")
 _HOPELESS = ("prompt_too_long", "bad_prompt")
 _MAX_BACKOFF_S = 60.0
 

@@ -22,17 +22,23 @@ class InvalidGroupError(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class RolloutGroup:
-    """All completions of one prompt, scored. n completions, T sampled tokens in all, F reward functions."""
+    """All completions of one prompt, scored. n completions in R records of T tokens in all, F reward functions.
+
+    A record is a sequence that the policy saw. A completion has one, and more only where a chat template rewrote the history of
+    an episode between two of its turns.
+    """
 
     group_id: str
     policy_version: int
     prompt_ids: NDArray[np.int32]  # (P,)
-    completion_lengths: NDArray[np.int32]  # (n,)
+    completion_lengths: NDArray[np.int32]  # (R,)
     completion_ids: NDArray[np.int32]  # (T,)
-    logprobs: NDArray[np.float32]  # (T,), NaN where the sampler could not score a token
+    logprobs: NDArray[np.float32]  # (T,), NaN where the sampler could not score a token; 0 where not `sampled`
     rewards: NDArray[np.float32]  # (n, F), NaN where a function gave none
-    truncated: NDArray[np.bool_]  # (n,), cut by max_completion_length
+    truncated: NDArray[np.bool_]  # (R,), cut by max_completion_length
     token_versions: NDArray[np.int32] | None = None  # (T,), none older than policy_version; None: all of that version
+    sampled: NDArray[np.bool_] | None = None  # (T,), at least one of each record; None: all
+    episodes: NDArray[np.int32] | None = None  # (R,), the completion of each record, in order; None: one record each
 
     @property
     def newest_version(self) -> int:
@@ -47,15 +53,62 @@ class RolloutGroup:
 
     @property
     def num_completions(self) -> int:
-        return len(self.completion_lengths)
+        return len(self.rewards)
 
     @property
     def num_tokens(self) -> int:
         return len(self.completion_ids)
 
+    @property
+    def is_sampled(self) -> NDArray[np.bool_]:
+        """Of each token (T,), whether the policy sampled it."""
+        return np.ones(self.num_tokens, np.bool_) if self.sampled is None else self.sampled
+
+    @property
+    def completion_of(self) -> NDArray[np.int32]:
+        """The completion of each record (R,)."""
+        return np.arange(self.num_completions, dtype=np.int32) if self.episodes is None else self.episodes
+
+    @property
+    def records(self) -> list[slice]:
+        """Where the tokens of each record are, R of them."""
+        ends = self.completion_lengths.cumsum().tolist()
+        return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+
+    def last_record(self, completion: int) -> slice:
+        """Where the tokens of its last record are: all of it, unless the chat template rewrote its history."""
+        return self.records[int(np.searchsorted(self.completion_of, completion, side="right")) - 1]
+
+    @property
+    def sampled_lengths(self) -> NDArray[np.int32]:
+        """Tokens that the policy sampled for each completion (n,)."""
+        if self.sampled is None and self.episodes is None:
+            return self.completion_lengths
+        result = np.zeros(self.num_completions, np.int32)
+        np.add.at(result, np.repeat(self.completion_of, self.completion_lengths), self.is_sampled)
+        return result
+
+    @property
+    def longest_lengths(self) -> NDArray[np.int32]:
+        """Tokens of the longest record of each completion (n,)."""
+        if self.episodes is None:
+            return self.completion_lengths
+        result = np.zeros(self.num_completions, np.int32)
+        np.maximum.at(result, self.completion_of, self.completion_lengths)
+        return result
+
+    @property
+    def was_truncated(self) -> NDArray[np.bool_]:
+        """Of each completion (n,)."""
+        if self.episodes is None:
+            return self.truncated
+        result = np.zeros(self.num_completions, np.bool_)
+        np.logical_or.at(result, self.completion_of, self.truncated)
+        return result
+
     def tokens_by_version(self, tokens: slice) -> dict[int, int]:
         """How many of these tokens each policy version sampled, the oldest first."""
-        found, counts = np.unique(self.versions[tokens], return_counts=True)
+        found, counts = np.unique(self.versions[tokens][self.is_sampled[tokens]], return_counts=True)
         return dict(zip(found.tolist(), counts.tolist(), strict=True))
 
     def mean_reward(self, weights: NDArray[np.float32]) -> float:
@@ -80,7 +133,9 @@ class GroupShape:
         Raises:
             InvalidGroupError: a buffer is of the wrong size, or holds a value out of range.
         """
-        lengths = _array(message.completion_lengths, _INT32, "completion_lengths", self.num_generations)
+        episodes = self._episodes(message.episodes) if message.episodes else None
+        num_records = self.num_generations if episodes is None else len(episodes)
+        lengths = _array(message.completion_lengths, _INT32, "completion_lengths", num_records)
         counts = lengths.tolist()
         if min(counts) < 1 or max(counts) > self.max_completion_length:
             raise InvalidGroupError(f"completion_lengths must lie in 1..{self.max_completion_length}")
@@ -107,8 +162,10 @@ class GroupShape:
             completion_ids=self._token_ids(message.completion_ids, "completion_ids", num_tokens),
             logprobs=logprobs,
             rewards=rewards.reshape(self.num_generations, self.num_rewards),
-            truncated=_array(message.truncated, _UINT8, "truncated", self.num_generations).astype(np.bool_),
+            truncated=_array(message.truncated, _UINT8, "truncated", num_records).astype(np.bool_),
             token_versions=token_versions,
+            sampled=_sampled(message.sampled, lengths, logprobs) if message.sampled else None,
+            episodes=episodes,
         )
 
     def load(self, frame: bytes) -> RolloutGroup:
@@ -120,11 +177,28 @@ class GroupShape:
         """
         return self.parse(decode(frame, Group, JOURNAL_SCHEMAS))
 
+    def _episodes(self, data: bytes) -> NDArray[np.int32]:
+        episodes: NDArray[np.int32] = _array(data, _INT32, "episodes", None)
+        steps = np.diff(episodes.astype(np.int64), prepend=-1, append=self.num_generations)
+        if steps[0] != 1 or steps[-1] != 1 or ((steps != 0) & (steps != 1)).any():
+            raise InvalidGroupError(f"episodes must name each of 0..{self.num_generations - 1}, in order")
+        return episodes
+
     def _token_ids(self, data: bytes, name: str, count: int | None) -> NDArray[np.int32]:
         ids: NDArray[np.int32] = _array(data, _INT32, name, count)
         if ids.size and ids.view(_UINT32).max() >= self.vocab_size:  # a negative one is large then
             raise InvalidGroupError(f"{name} holds token ids outside 0..{self.vocab_size - 1}")
         return ids
+
+
+def _sampled(data: bytes, lengths: NDArray[np.int32], logprobs: NDArray[np.float32]) -> NDArray[np.bool_]:
+    """At least one token of each record, all of whose lengths are positive and add up to the log-probs."""
+    sampled: NDArray[np.uint8] = _array(data, _UINT8, "sampled", len(logprobs))
+    if sampled.max() > 1 or not np.logical_or.reduceat(sampled, lengths.cumsum() - lengths).all():
+        raise InvalidGroupError("sampled must be 0 or 1, and 1 for some token of each record")
+    if (logprobs[sampled == 0] != 0).any():
+        raise InvalidGroupError("logprobs must be 0 for tokens that were not sampled")
+    return sampled.astype(np.bool_)
 
 
 def _array(data: bytes, dtype: np.dtype[Any], name: str, count: int | None) -> Any:

@@ -74,7 +74,7 @@ class RewardRecipe:
         """
         if self.overlong is None:
             return group.rewards
-        punishment = self.overlong.punishment(group.completion_lengths)
+        punishment = self.overlong.punishment(group.longest_lengths)
         punishment[np.isnan(group.rewards).all(axis=1)] = np.nan
         return np.concatenate([group.rewards, punishment[:, None]], axis=1)
 

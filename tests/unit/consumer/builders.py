@@ -59,11 +59,17 @@ def rollout_group(
     group_id: str = "s-1",
     version: int = 0,
     token_versions: list[int] | None = None,
+    sampled: list[list[bool]] | None = None,
+    episodes: list[int] | None = None,
 ) -> RolloutGroup:
-    """A group of exactly these completions; rewards 0, 1, 2, ... and log-probs -0.1, -0.2, ... unless given."""
-    count = len(completions)
+    """A group of exactly these completions, or records with `episodes`; rewards 0, 1, 2, ... and log-probs -0.1, -0.2, ... (0 for
+    what is not sampled) unless given."""
+    count = len(set(episodes)) if episodes else len(completions)
     lengths = np.array([len(ids) for ids in completions], np.int32)
     flat = [-0.1 * (i + 1) for i in range(int(lengths.sum()))]
+    mask = None if sampled is None else np.concatenate(sampled).astype(np.bool_)
+    if mask is not None and logprobs is None:
+        flat = np.where(mask, flat, 0.0).tolist()
     values = np.array(rewards if rewards is not None else range(count), np.float32)
     return RolloutGroup(
         group_id=group_id,
@@ -73,8 +79,10 @@ def rollout_group(
         completion_ids=np.concatenate(completions).astype(np.int32),
         logprobs=np.concatenate([flat] if logprobs is None else logprobs).astype(np.float32),
         rewards=values.reshape(count, -1),
-        truncated=np.array(truncated or [False] * count),
+        truncated=np.array(truncated or [False] * len(completions)),
         token_versions=None if token_versions is None else np.array(token_versions, np.int32),
+        sampled=mask,
+        episodes=None if episodes is None else np.array(episodes, np.int32),
     )
 
 
@@ -92,6 +100,8 @@ def message(group: RolloutGroup) -> Group:
         generation_s=0.0,
         reward_s=0.0,
         token_versions=b"" if group.token_versions is None else group.token_versions.astype("<i4").tobytes(),
+        sampled=b"" if group.sampled is None else group.sampled.astype("u1").tobytes(),
+        episodes=b"" if group.episodes is None else group.episodes.astype("<i4").tobytes(),
     )
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from consumer.advantages import advantages
-from consumer.batches import BatchRecipe, MicroBatch
+from consumer.batches import BatchRecipe, MicroBatch, loss_mask
 from consumer.importance import PRESETS, importance_factors
 from replay.groups import RolloutGroup
 from replay.rewards import OverlongPenalty, RewardRecipe
@@ -66,6 +66,27 @@ def test_every_cell_of_a_batch() -> None:
         "advantages": torch.float32,
         "num_items_in_batch": torch.int64,
     }
+
+
+def test_results_of_tools_are_masked_and_each_record_has_the_advantage_of_its_episode() -> None:
+    """Episode 0 was forked: 12 and 13, and in its second record 14 and 15, were not sampled."""
+    forked = rollout_group(
+        [[11, 12, 13], [14, 15, 16, 17], [18]],
+        sampled=[[True, False, False], [False, False, True, True], [True]],
+        episodes=[0, 0, 1],
+        rewards=[0.0, 1.0],
+    )
+    batch = rows_in_order([forked])
+    assert batch["completion_ids"].tolist() == [[11, 12, 13, 0], [14, 15, 16, 17], [18, 0, 0, 0]]
+    assert batch["completion_mask"].tolist() == [[1, 1, 1, 0], [1, 1, 1, 1], [1, 0, 0, 0]]
+    assert batch["tool_mask"].tolist() == [[1, 0, 0, 1], [0, 0, 1, 1], [1, 1, 1, 1]]
+    assert loss_mask(batch).tolist() == [[1, 0, 0, 0], [0, 0, 1, 1], [1, 0, 0, 0]]
+    assert batch["sampling_per_token_logps"].flatten()[[1, 2, 4, 5]].tolist() == [0, 0, 0, 0]
+    assert batch["advantages"].tolist() == [-0.5, -0.5, 0.5]
+    assert batch["num_items_in_batch"].item() == 4
+    cut = rows_in_order([dataclasses.replace(forked, truncated=np.array([True, True, False]))], mask_truncated=True)
+    assert cut["completion_ids"].tolist() == [[18]]
+    assert cut["num_items_in_batch"].item() == 1
 
 
 def test_a_completion_that_two_policies_sampled_has_the_ratio_of_each_token_to_its_own() -> None:

@@ -72,6 +72,7 @@ def off_policy(trainer: SlipstreamTrainer, groups: list[RolloutGroup]) -> list[R
     for group in on_policy(trainer, groups):
         logprobs = np.minimum(0, group.logprobs + draw.normal(0, 0.7, group.num_tokens)).astype(np.float32)
         logprobs[2] = np.nan
+        logprobs[~group.is_sampled] = 0
         result.append(dataclasses.replace(group, logprobs=logprobs))
     return result
 
@@ -148,6 +149,34 @@ def test_one_update_per_batch_in_any_number_of_micro_batches(
     assert 0 < ratio < 1, "some ratios must be cut and some not"
 
 
+def with_tool_results(groups: list[RolloutGroup]) -> list[RolloutGroup]:
+    """Two or three of the middle tokens of the longer completions are those of a tool, in the second group one at the start."""
+    result = []
+    for index, group in enumerate(groups):
+        sampled = np.ones(group.num_tokens, np.bool_)
+        for tokens in group.records:
+            if (length := tokens.stop - tokens.start) > 3:
+                sampled[tokens.start + 1 : tokens.start + length - 1] = False
+            elif index and length > 1:
+                sampled[tokens.start] = False
+        result.append(dataclasses.replace(group, sampled=sampled))
+    return result
+
+
+def test_tool_results_are_attended_to_and_not_in_the_loss(
+    trainers: tuple[SlipstreamTrainer, GRPOTrainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = trainers
+    ours.loss_type = theirs.loss_type = "dapo"
+    groups = off_policy(ours, with_tool_results(some_groups()))
+    expected = loss_and_gradients(theirs, trl_inputs(theirs, groups))
+    for max_tokens, cut in ((1000, False), (30, True)):
+        monkeypatch.setattr(ours, "recipe", dataclasses.replace(ours.recipe, max_tokens=max_tokens))
+        batches = our_inputs(ours, groups)
+        assert (len(batches) > 1) == cut
+        assert_equal(loss_and_gradients(ours, batches), expected)
+
+
 KEPT = ("old_per_token_logps", "completion_mask")
 SEQUENCE_AND_KL = {"beta": 0.1, "importance_sampling_level": "sequence", "use_bias_correction_kl": False}
 
@@ -178,6 +207,19 @@ def test_the_second_of_two_updates_per_batch(
 @pytest.fixture(scope="module")
 def plain(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[SlipstreamTrainer, GRPOTrainer]:
     return pair(tmp_path_factory.mktemp("plain"), tiny_model)
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_tool_results_under_every_loss_type(
+    plain: tuple[SlipstreamTrainer, GRPOTrainer], monkeypatch: pytest.MonkeyPatch, loss_type: str
+) -> None:
+    ours, theirs = plain
+    monkeypatch.setattr(ours, "recipe", dataclasses.replace(ours.recipe, max_tokens=30))
+    ours.loss_type = theirs.loss_type = loss_type
+    groups = off_policy(ours, with_tool_results(some_groups()))
+    expected = loss_and_gradients(theirs, trl_inputs(theirs, groups))
+    times = {"vespo": 4, "luspo": 2}.get(loss_type, 1)
+    assert_equal(loss_and_gradients(ours, our_inputs(ours, groups)), expected, times)
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,10 @@ def trl_inputs(trainer: GRPOTrainer, groups: list[RolloutGroup]) -> MicroBatch:
         logprobs += [part.tolist() for part in torch.tensor(group.logprobs).split(lengths)]
     rewards = torch.cat([torch.tensor(group.rewards) for group in groups])
     texts = ["" for _ in completions]
-    trainer._generate = lambda _: (prompts, completions, None, texts, logprobs, {}, None, None)
+    tool_mask = None
+    if any(group.sampled is not None for group in groups):
+        tool_mask = [group.is_sampled[tokens].astype(int).tolist() for group in groups for tokens in group.records]
+    trainer._generate = lambda _: (prompts, completions, tool_mask, texts, logprobs, {}, None, None)
     trainer._calculate_rewards = lambda *_: rewards
     return trainer._generate_and_score_completions([{"prompt": ""} for _ in completions])
 

@@ -77,8 +77,8 @@ def test_a_journal_s_groups_are_read_whatever_release_wrote_them() -> None:
     assert shape.load(FRAMES["Group"]).group_id == group.lease_id
     assert 1 in JOURNAL_SCHEMAS
     assert shape.load(encode(group, schema_version=1)).newest_version == 3
-    assert encode(group, schema_version=group_schema(has_token_versions=False)) == FRAMES["Group"]
-    assert shape.load(encode(group, schema_version=group_schema(has_token_versions=True))).newest_version == 4
+    assert encode(group, schema_version=group_schema()) == FRAMES["Group"]
+    assert shape.load(encode(group, schema_version=group_schema("token_versions"))).newest_version == 4
     with pytest.raises(SchemaMismatchError):
         shape.load(encode(group, schema_version=SCHEMA_VERSION + 1))
 

@@ -16,6 +16,7 @@ def test_every_reason_has_the_class_it_should() -> None:
         "prompt_too_long": ("data", True),
         "bad_prompt": ("data", True),
         "reward_failed": ("data", False),
+        "environment_failed": ("data", False),
         "generation_failed": ("infra", False),
         "no_policy": ("infra", False),
         "invalid": ("infra", False),

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 
+from protocol.messages import Group
 from replay.groups import GroupShape, InvalidGroupError
 
 from .builders import SHAPE, group_message
@@ -73,9 +74,68 @@ def test_rounding_just_above_zero_passes() -> None:
         ({"completion_ids": ints(3, 4, 5, 10)}, "completion_ids holds token ids outside 0..9"),
         ({"completion_ids": ints(3, 4, 5, -1)}, "completion_ids holds token ids outside 0..9"),
         ({"truncated": b"\0"}, "truncated has 1 bytes, expected 2 x 1"),
+        ({"sampled": b"\1\1\1"}, "sampled has 3 bytes, expected 4 x 1"),
+        (
+            {"sampled": b"\1\0\2\1", "logprobs": bytes(16)},
+            "sampled must be 0 or 1, and 1 for some token of each record",
+        ),
+        (
+            {"sampled": b"\1\1\1\0", "logprobs": bytes(16)},
+            "sampled must be 0 or 1, and 1 for some token of each record",
+        ),
+        ({"sampled": b"\1\0\1\1"}, "logprobs must be 0 for tokens that were not sampled"),
+        (
+            {"sampled": b"\1\0\1\1", "logprobs": floats(-1, math.nan, -1, -1)},
+            "logprobs must be 0 for tokens that were not",
+        ),
+        ({"episodes": ints(0, 0)}, "episodes must name each of 0..1, in order"),
+        ({"episodes": ints(1, 0)}, "episodes must name each of 0..1, in order"),
+        ({"episodes": ints(0, 1, 2)}, "episodes must name each of 0..1, in order"),
+        ({"episodes": ints(0, 2**31 - 1)}, "episodes must name each of 0..1, in order"),
+        ({"episodes": ints(0, 0, 1)}, "completion_lengths has 8 bytes, expected 3 x 4"),
+        ({"episodes": b"\0\0\0"}, "episodes has 3 bytes, expected a multiple of 4"),
+        ({"episodes": ints(0, 0, 1), "completion_lengths": ints(2, 1, 1)}, "truncated has 2 bytes, expected 3 x 1"),
     ],
 )
 def test_every_contradiction_is_refused_by_name(changes: dict[str, bytes], reason: str) -> None:
     with pytest.raises(InvalidGroupError) as caught:
         SHAPE.parse(group_message(**changes))
     assert reason in str(caught.value)
+
+
+def episode_message(**changes: bytes) -> Group:
+    """Episode 0 of two records, [3, 4] and [3, 5, 6], of which 3 and 4 are results of tools; episode 1 of one, [7]."""
+    values = {
+        "completion_lengths": ints(2, 3, 1),
+        "completion_ids": ints(3, 4, 3, 5, 6, 7),
+        "logprobs": floats(-0.1, 0, 0, -0.2, -0.3, -0.4),
+        "truncated": bytes([0, 1, 0]),
+        "sampled": bytes([1, 0, 0, 1, 1, 1]),
+        "episodes": ints(0, 0, 1),
+        "token_versions": ints(0, 0, 1, 1, 2, 2),
+    }
+    return group_message(**(values | changes))
+
+
+def test_an_episode_may_take_several_records() -> None:
+    group = SHAPE.parse(episode_message())
+    assert (group.num_completions, group.num_tokens) == (2, 6)
+    assert group.records == [slice(0, 2), slice(2, 5), slice(5, 6)]
+    assert group.completion_of.tolist() == [0, 0, 1]
+    assert [group.last_record(number) for number in (0, 1)] == [slice(2, 5), slice(5, 6)]
+    assert group.is_sampled.tolist() == [True, False, False, True, True, True]
+    assert group.sampled_lengths.tolist() == [3, 1]
+    assert group.longest_lengths.tolist() == [3, 1]
+    assert group.was_truncated.tolist() == [True, False]
+    assert group.tokens_by_version(slice(0, 5)) == {0: 1, 1: 1, 2: 1}
+
+
+def test_without_episodes_and_results_of_tools_everything_is_of_one_record_and_sampled() -> None:
+    group = SHAPE.parse(group_message())
+    assert group.records == [slice(0, 3), slice(3, 4)]
+    assert [group.last_record(number) for number in (0, 1)] == group.records
+    assert group.completion_of.tolist() == [0, 1]
+    assert group.is_sampled.all()
+    for lengths in (group.sampled_lengths, group.longest_lengths, group.completion_lengths):
+        assert lengths.tolist() == [3, 1]
+    assert group.was_truncated.tolist() == group.truncated.tolist() == [False, True]

@@ -35,7 +35,9 @@ def floats(values: list[float]) -> bytes:
 def nearly_valid(draw: st.DrawFn, shape: GroupShape) -> Group:
     """A valid message of `shape` with up to two buffers replaced by something else."""
     short = min(shape.max_completion_length, 4)
-    lengths = draw(st.lists(st.integers(1, short), min_size=shape.num_generations, max_size=shape.num_generations))
+    records = draw(st.lists(st.integers(1, 2), min_size=shape.num_generations, max_size=shape.num_generations))
+    episodes = [number for number, count in enumerate(records) for _ in range(count)]
+    lengths = draw(st.lists(st.integers(1, short), min_size=len(episodes), max_size=len(episodes)))
     tokens, rewards = sum(lengths), shape.num_generations * shape.num_rewards
     ids = st.integers(0, min(shape.vocab_size, 2**31) - 1)
     score = st.floats(width=32, allow_infinity=False)
@@ -47,10 +49,17 @@ def nearly_valid(draw: st.DrawFn, shape: GroupShape) -> Group:
             draw(st.lists(st.floats(-100, 0, width=32) | st.just(math.nan), min_size=tokens, max_size=tokens))
         ),
         "rewards": floats(draw(st.lists(score, min_size=rewards, max_size=rewards))),
-        "truncated": draw(st.binary(min_size=shape.num_generations, max_size=shape.num_generations)),
+        "truncated": draw(st.binary(min_size=len(episodes), max_size=len(episodes))),
     }
+    if draw(st.booleans()) or len(episodes) > shape.num_generations:
+        buffers["episodes"] = ints(episodes)
+    if draw(st.booleans()):
+        mask = b"".join(b"\1" + draw(st.binary(min_size=n, max_size=n)) for n in (length - 1 for length in lengths))
+        buffers["sampled"] = bytes(byte % 2 for byte in mask)
+        values = np.frombuffer(buffers["logprobs"], "<f4")
+        buffers["logprobs"] = np.where(np.frombuffer(buffers["sampled"], "u1"), values, 0).astype("<f4").tobytes()
     for name in draw(st.lists(st.sampled_from(sorted(buffers)), max_size=2, unique=True)):
-        count = len(buffers[name]) // (1 if name == "truncated" else 4)
+        count = len(buffers[name]) // (1 if name in ("truncated", "sampled") else 4)
         same_size = st.lists(INT32, min_size=count, max_size=count).map(ints)
         same_floats = st.lists(st.floats(width=32), min_size=count, max_size=count).map(floats)
         extended = st.binary(max_size=9).map(buffers[name].__add__)
@@ -66,7 +75,15 @@ def check(shape: GroupShape, group: RolloutGroup, message: Group) -> None:
         for i in range(0, len(message.completion_lengths), 4)
     ]
     assert group.completion_lengths.tolist() == lengths
-    assert len(lengths) == group.num_completions == shape.num_generations
+    assert len(group.rewards) == group.num_completions == shape.num_generations
+    completion_of = np.frombuffer(message.episodes, "<i4").tolist() or list(range(len(lengths)))
+    assert group.completion_of.tolist() == completion_of == sorted(completion_of)
+    assert set(completion_of) == set(range(shape.num_generations))
+    assert len(lengths) == len(completion_of) == len(group.truncated)
+    sampled = [bool(byte) for byte in message.sampled] or [True] * sum(lengths)
+    assert group.is_sampled.tolist() == sampled
+    assert all(any(sampled[tokens]) for tokens in group.records)
+    assert all(logprob == 0 for logprob, one in zip(group.logprobs.tolist(), sampled, strict=True) if not one)
     assert all(1 <= length <= shape.max_completion_length for length in lengths)
     assert group.num_tokens == sum(lengths) == len(group.logprobs)
     assert len(group.prompt_ids) >= 1
@@ -104,7 +121,10 @@ def test_a_nearly_valid_message_is_refused_or_becomes_a_consistent_group(data: s
         {},
         optional={
             name: st.binary(max_size=40)
-            for name in ("prompt_ids", "completion_lengths", "completion_ids", "logprobs", "rewards", "truncated")
+            for name in (
+                *("prompt_ids", "completion_lengths", "completion_ids", "logprobs", "rewards", "truncated"),
+                *("sampled", "episodes"),
+            )
         },
     )
 )

@@ -30,12 +30,14 @@ def test_export_as_json_lines(journal: Journal, command: Command, tmp_path: Path
     assert command("export", "--to", str(to), "--state", "ready") == f"2 groups in {to}\n"
     first, record = map(json.loads, to.read_text().splitlines())
     assert first["group_id"] == "0-10-0-1-s"
-    assert {name: record[name] for name in list(record)[-7:]} == {
+    assert {name: record[name] for name in list(record)[-9:]} == {
         "prompt_ids": [1, 2],
         "completion_ids": [[3, 4, 5], [6]],
         "logprobs": [[-0.5, -0.25, None], [-0.125]],
         "token_versions": [[0, 0, 2], [1]],
         "truncated": [False, True],
+        "sampled": [[True, True, True], [True]],
+        "episodes": [0, 1],
         "reward_names": ["correct"],
         "rewards": [[None], [1.0]],
     }
@@ -55,6 +57,7 @@ def test_export_as_parquet_in_row_groups(
     assert table[4]["completion_ids"] == [[3, 4, 5], [6]]
     assert table[4]["logprobs"] == [[float(np.float32(-v)) for v in (0.1, 0.2, 0.3)], [float(np.float32(-0.4))]]
     assert table[4]["token_versions"] == [[1, 1, 1], [1]]
+    assert (table[4]["sampled"], table[4]["episodes"]) == ([[True, True, True], [True]], [0, 1])
     assert (table[4]["rewards"], table[4]["reward"], table[4]["step"]) == ([[0.0], [1.0]], -0.25, 2)
     assert (table[5]["reward"], table[5]["step"]) == (None, None)
     assert [table[4][name] for name in ("reroll", "verdict", "num_scored", "num_successes", "num_replays")] == [

@@ -79,6 +79,34 @@ def test_show_a_group_that_several_policies_sampled(journal: Journal, command: C
     assert "    2   5        2    -0.300" in lines
 
 
+def test_show_an_episode_of_two_records_with_results_of_tools(journal: Journal, command: Command) -> None:
+    frame = encode(
+        group_message(
+            "0-11-0-1-s",
+            completion_lengths=np.array([2, 3, 1], "<i4").tobytes(),
+            completion_ids=np.array([3, 4, 3, 5, 6, 7], "<i4").tobytes(),
+            logprobs=np.array([-0.5, 0, 0, -0.25, -0.75, -1], "<f4").tobytes(),
+            truncated=bytes([0, 1, 0]),
+            sampled=bytes([1, 0, 0, 1, 1, 1]),
+            episodes=np.array([0, 0, 1], "<i4").tobytes(),
+        )
+    )
+    journal.append([entry(11, frame=frame, num_tokens=6)])
+    lines = command.lines("show", "0-11-0-1-s", "--tokens")
+    assert [line for line in lines if line.startswith("completion")] == [
+        "completion 1 of 2, record 1 of 2, 2 tokens of which 1 were sampled",
+        "completion 1 of 2, record 2 of 2, 3 tokens of which 2 were sampled, cut off at the limit",
+        "completion 2 of 2, 1 tokens",
+    ]
+    assert "log-probs: mean -0.500, lowest -0.750, sum -1.000" in lines
+    start = lines.index("  3 5 6") + 2
+    assert [line.split() for line in lines[start : start + 3]] == [
+        ["0", "3"],
+        ["1", "5", "0", "-0.250"],
+        ["2", "6", "0", "-0.750"],
+    ]
+
+
 class Letters:
     """A tokenizer: 1 is A, 2 is B, ...; 6 wants to clear the screen."""
 
