@@ -22,6 +22,8 @@ from consumer.metrics import TrainerMetrics  # noqa: E402
 from consumer.producers import FleetMember  # noqa: E402
 from producer.interfaces import Counters, Delivery, Workload  # noqa: E402
 from producer.metrics import ProducerMetrics  # noqa: E402
+from producer.places import Places  # noqa: E402
+from producer.serve_metrics import ServeMetrics  # noqa: E402
 from protocol.health import Health  # noqa: E402
 from protocol.metrics import add_process_metrics  # noqa: E402
 from protocol.observability import add_health_metrics  # noqa: E402
@@ -71,6 +73,7 @@ def producer_registry() -> CollectorRegistry:
     ProducerMetrics(registry).watch(
         "PRODUCER", Counters(), lambda: Workload((), 0, 0, 0.0), lambda: delivery, lambda: 1, lambda: 1, 1
     )
+    ServeMetrics(registry, Places(1, 1))
     return registry
 
 

@@ -60,6 +60,11 @@ class AdapterRegistry:
         self._offered = asyncio.Event()
         self._session = 0
 
+    @property
+    def current(self) -> Adapter | None:
+        """What new requests start on."""
+        return self._current
+
     def follow(self, policy: PolicyInfo) -> None:
         """A new trainer process serves `policy`: a version that only its predecessor knew is no longer current."""
         self._session += 1

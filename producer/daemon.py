@@ -30,6 +30,7 @@ from producer.metrics import ProducerMetrics
 from producer.probe import TOLERANCES, SwapProof
 from producer.prompts import PromptFormat, load_tokenizer
 from producer.rewards import RewardPool
+from producer.serving import Serving, listening, read_keys
 from producer.timeline import Timeline
 from producer.watchdog import Situation, Watchdog
 from protocol import logs
@@ -95,6 +96,7 @@ class _Producer:
         self.name = f"{owner}-{os.getpid()}-{secrets.token_hex(2)}"
         self._counters = Counters()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._serving: Serving | None = None
 
     async def live(self, watch: Watch) -> None:
         config = self._config
@@ -103,6 +105,8 @@ class _Producer:
             rewards = RewardPool(config.rewards)
             stack.push_async_callback(rewards.close)
             folder, memory = stack.enter_context(scratch_folder()), stack.enter_context(shared_memory())
+            listener = stack.enter_context(listening(config.serve, self._gpus))
+            serve_keys = read_keys(config.serve.api_key_file)
             os.environ["VLLM_RPC_BASE_PATH"] = str(folder)  # or a killed producer's sockets would stay in /tmp
             self._health, self._metrics = watch.health, ProducerMetrics(watch.registry)
             with self._health.starting("loading reward functions and engine", config.pipeline.stall_timeout_s):
@@ -117,6 +121,9 @@ class _Producer:
                 await self._warm_up(engine)
             logger.info("engine ready after %.0f s", time.monotonic() - started)
             self._wire(engine, rewards, lambda num_bytes: _folder_for(num_bytes, memory, folder), timeline)
+            if listener is not None:
+                self._serving = self._endpoint(engine, serve_keys, watch)
+                self._spawn(self._serving.run(listener))
             timeline.record("start", name=self.name, engine_start_s=round(time.monotonic() - started, 3))
             try:
                 await self._serve(engine, rewards, timeline)
@@ -189,6 +196,19 @@ class _Producer:
         self._health.check_ready("trainer", lambda: None if self._link.connected else "not connected")
         self._health.check_ready("swap", lambda: self._counters.refusal or None)
         self._health.check_ready("weights", lambda: None if self._counters.policy_version >= 0 else "none are loaded")
+
+    def _endpoint(self, engine: "Engine", keys: tuple[bytes, ...], watch: Watch) -> Serving:
+        serving = Serving(
+            self._config,
+            self.name,
+            keys,
+            engine.openai_server(self._config),
+            self._adapters,
+            engine.max_num_seqs,
+            watch.registry,
+        )
+        self._health.check_ready("serve", lambda: serving.problem)
+        return serving
 
     async def _serve(self, engine: "Engine", rewards: RewardPool, timeline: Timeline) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -281,11 +301,16 @@ class _Producer:
 
     def run_began(self, policy: PolicyInfo) -> None:
         self._loop.call_soon_threadsafe(self._generation.abandon_all)
-        self._loop.call_soon_threadsafe(self._adapters.follow, policy)
+        self._loop.call_soon_threadsafe(self._follow, policy)
 
     def session_began(self, policy: PolicyInfo) -> None:
         self._loop.call_soon_threadsafe(self._generation.hand_back_above, policy.version)
-        self._loop.call_soon_threadsafe(self._adapters.follow, policy)
+        self._loop.call_soon_threadsafe(self._follow, policy)
+
+    def _follow(self, policy: PolicyInfo) -> None:
+        self._adapters.follow(policy)
+        if self._serving is not None:
+            self._spawn(self._serving.forget())
 
     def leased(self, lease: Lease) -> None:
         self._loop.call_soon_threadsafe(self._generation.start, lease)

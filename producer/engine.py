@@ -14,7 +14,7 @@ import asyncio
 import itertools
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -33,6 +33,9 @@ from protocol.errors import ConfigError, EngineError
 from protocol.handshake import LOGPROBS_MODE
 from protocol.library_section import build
 from protocol.messages import EngineFacts, Sampling
+
+if TYPE_CHECKING:
+    from producer.openai_server import OpenAIServer
 
 
 def check_engine_section(config: RunConfig) -> None:
@@ -77,10 +80,11 @@ _MERGED = {"enable_lora": False, "worker_extension_cls": "producer.merging.Mergi
 
 
 def _loras(config: RunConfig) -> dict[str, Any]:
+    num_slots = config.max_loras + config.serve.num_lora_slots
     return {
         "enable_lora": True,
-        "max_loras": config.max_loras,
-        "max_cpu_loras": config.max_loras + 1,  # the one being loaded must not evict one that is in use
+        "max_loras": num_slots,
+        "max_cpu_loras": num_slots + 1,  # the one being loaded must not evict one that is in use
         "max_lora_rank": config.max_lora_rank,
     }
 
@@ -280,6 +284,12 @@ class Engine:
         except Exception as error:
             raise EngineError(f"the engine failed in {method}: {error} (its own messages are above)") from error
         return answers
+
+    def openai_server(self, config: RunConfig) -> "OpenAIServer":
+        """What answers OpenAI requests on this engine."""
+        from producer.openai_server import OpenAIServer
+
+        return OpenAIServer(self._llm, self._merged, _lora_request, config)
 
     def load(self) -> EngineLoad | None:
         """As of the last engine step; None with `engine.disable_log_stats`."""

@@ -133,8 +133,9 @@ class MergedWeights:
         self._num_flips += 1
         by_group: dict[str, dict[int, int]] = {}
         for request, count in counts.items():
-            if found := re.match(r"(\d+)_(group-\d+)", request):  # vLLM's name of a completion; a suffix may follow
-                by_group.setdefault(found[2], {})[int(found[1])] = count
+            # vLLM's name of a completion; a number goes before those of several, a suffix may follow
+            if found := re.match(r"(?:(\d+)_)?(group-\d+)", request):
+                by_group.setdefault(found[2], {})[int(found[1] or 0)] = count
         if adapter is None:
             return  # back before the first policy, when nothing can be in flight
         for group, flight in self._flights.items():

@@ -23,6 +23,7 @@ from protocol.config_learning import (
 )
 from protocol.config_rewards import RewardsSection
 from protocol.config_section import PositiveSeconds, Section
+from protocol.config_serve import ServeSection
 from protocol.config_swap import SwapSection
 from protocol.library_rules import LORA_DEFAULTS, SERVABLE_RANKS, check_engine, check_lora, check_trainer
 
@@ -171,6 +172,7 @@ class RunConfig(Section):
     advantage: AdvantageSection = AdvantageSection()  # type: ignore[call-arg]
     correction: CorrectionSection = CorrectionSection()  # type: ignore[call-arg]
     swap: SwapSection = SwapSection()  # type: ignore[call-arg]
+    serve: ServeSection = ServeSection()  # type: ignore[call-arg]
     transport: TransportSection = TransportSection()  # type: ignore[call-arg]
     observability: ObservabilitySection = ObservabilitySection()  # type: ignore[call-arg]
     guards: GuardsSection = GuardsSection()  # type: ignore[call-arg]

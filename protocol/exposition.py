@@ -93,7 +93,7 @@ def serve(
     thread = threading.Thread(target=server.serve_forever, name="exposition", daemon=True)
     thread.start()
     try:
-        with _announced(folder, job, name, address):
+        with announced(folder, job, name, address):
             yield address
     finally:
         server.shutdown()
@@ -118,8 +118,9 @@ def _bound(host: str, port: int, key: str) -> _Server:
 
 
 @contextlib.contextmanager
-def _announced(folder: Path, job: str, name: str, address: str) -> Iterator[None]:
-    """On a full disk the address is not announced; it is served all the same."""
+def announced(folder: Path, job: str, name: str, address: str) -> Iterator[None]:
+    """Has the address in a file of `folder` until the context ends. On a full disk it is not announced, but served all the
+    same."""
     file = folder / f"{job}-{name}.json"
     partial = file.with_suffix(".partial")
     owner = {"host": socket.gethostname(), "daemon": name, "job": job, "pid": str(os.getpid())}

@@ -1,6 +1,7 @@
 """Policies merged into the weights of a real vLLM engine: its log-probs are those of PEFT, and each token's version is true."""
 
 import asyncio
+import json
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from producer.adapters import AdapterRegistry
 from producer.interfaces import AdapterRefusedError, Completion, Counters
 from producer.metrics import ProducerMetrics
 from producer.probe import TOLERANCES, SwapProof
+from producer.served_calls import Call, Stream
+from producer.served_requests import parse_request
 from producer.timeline import Timeline
 from protocol.errors import ConfigError
 from protocol.messages import Sampling
@@ -86,6 +89,37 @@ def test_log_probs_are_those_of_peft_and_versions_change_in_mid_sequence_at_the_
         assert completion.token_versions == sorted(completion.token_versions)
         expected = across_a_swap(live, (1, 2), completion)
         torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_what_clients_get_has_its_version_token_by_token(live, registry, n):
+    async def body():
+        server = live.engine.openai_server(live.config)
+        fields = {"model": "policy", "prompt": PROMPT, "n": n, "max_tokens": 240, "seed": 1, "stream": n > 1}
+        request = parse_request("completion", json.dumps(fields).encode())
+        await registry.publish(*live.policy(1), 0.0)
+        for _ in range(10):
+            async with registry.pin() as adapter:
+                call = Call(adapter)
+                running = asyncio.create_task(everything(server.answer(request, call)))
+                await asyncio.sleep(0.03)
+                await registry.publish(*live.policy(2), 0.0)
+                await running
+                await call.close()
+            await registry.publish(*live.policy(1), 0.0)
+            if cut := [sampled for sampled in call.sampled if set(sampled.token_versions) == {1, 2}]:
+                return call.version, cut[0]
+        pytest.fail("no completion spans a swap")
+
+    async def everything(answering):
+        answer = await answering
+        return [event async for event in answer.events] if isinstance(answer, Stream) else answer
+
+    version, sampled = live.run(body())
+    assert version == 1
+    completion = Completion(sampled.token_ids, sampled.logprobs, False, sampled.token_versions)
+    expected = across_a_swap(live, (1, 2), completion)
+    torch.testing.assert_close(torch.tensor(sampled.logprobs), expected, atol=1e-4, rtol=0)
 
 
 def test_there_and_back_under_load_gives_the_same_bits_and_a_refused_policy_leaves_none_of_its_tokens(live, registry):

@@ -80,13 +80,30 @@ def test_tokens_are_stamped_by_what_each_completion_had_at_each_flip() -> None:
     assert Flight(3).token_versions(0, 2) == [3, 3]
 
 
+def test_a_request_for_one_completion_is_known_by_its_name_alone() -> None:
+    async def body() -> None:
+        workers, alone = Workers(), Group()
+        weights = await loaded(workers)
+        sampling = asyncio.create_task(weights.sample(alone))
+        await settle()
+        workers.counts = {"group-0-1a2b": 2, "group-00-1a2b": 1}
+        second = adapter(2)
+        await weights.load(second)
+        weights.adopt(second)
+        alone.end.set()
+        _, flight = await sampling
+        assert flight.token_versions(0, 3) == [1, 1, 2]
+
+    asyncio.run(body())
+
+
 def test_a_group_in_flight_goes_on_through_a_swap_and_the_next_has_kv_of_its_own() -> None:
     async def body() -> None:
         workers, old, new = Workers(), Group(), Group()
         weights = await loaded(workers)
         sampling = asyncio.create_task(weights.sample(old))
         await settle()
-        workers.counts = {"0_group-0-1a2b": 2, "1_group-0-1a2b": 1, "0_group-00": 7, "score-3": 1, "group-0": 9}
+        workers.counts = {"0_group-0-1a2b": 2, "1_group-0-1a2b": 1, "0_group-00": 7, "score-3": 1, "a-group-0": 9}
         second = adapter(2)
         await weights.load(second)
         weights.adopt(second)

@@ -1,0 +1,223 @@
+"""The HTTP side of the OpenAI-compatible endpoint.
+
+Guarantee: every request is answered or refused with a reason within `request_timeout_s`, counted once, and whatever it did to
+fail is over then: its generation has ended, its place is free, its version let go. Nothing that a client sends raises out
+of here.
+"""
+
+import asyncio
+import hmac
+import logging
+import time
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.routing import Route, Router
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from producer.places import Places
+from producer.refused import RefusedError, error_body
+from producer.serve_metrics import Outcome, ServeMetrics
+from producer.served_calls import Answering, Call, Stream
+from producer.served_requests import Kind, ServedRequest, parse_request
+from producer.served_versions import ServedVersions, model_name
+from protocol.config_serve import LOOPBACK_HOSTS, ServeSection
+from protocol.throttle import Throttle
+
+logger = logging.getLogger(__name__)
+
+VERSION_HEADER = "x-policy-version"
+
+
+class ClientGoneError(Exception):
+    """It hung up before it had its answer."""
+
+
+class Endpoint:
+    """An ASGI application.
+
+    Args:
+        keys: of which clients have to send one; none needed if empty.
+        more: routes of others, behind the same checks.
+    """
+
+    def __init__(
+        self,
+        settings: ServeSection,
+        keys: tuple[bytes, ...],
+        answering: Answering,
+        versions: ServedVersions,
+        places: Places,
+        metrics: ServeMetrics,
+    ) -> None:
+        self._settings = settings
+        self._keys = keys
+        self._answering = answering
+        self._versions = versions
+        self._places = places
+        self._metrics = metrics
+        self._warn = Throttle(logger)
+        self._router = Router(
+            [
+                Route("/v1/models", _App(self._models), methods=["GET"]),
+                Route("/v1/chat/completions", _App(self._generating("chat")), methods=["POST"]),
+                Route("/v1/completions", _App(self._generating("completion")), methods=["POST"]),
+            ]
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started, response = time.monotonic(), _Response(send)
+        outcome: Outcome = "refused"
+        try:
+            async with asyncio.timeout(self._settings.request_timeout_s):
+                self._check(Headers(scope=scope), scope["method"])
+                await self._router(scope, receive, response.send)
+            if response.status < 400:
+                outcome = "completed"
+        except RefusedError as error:
+            self._metrics.refused[error.reason] += 1
+            await response.say(scope, receive, error.status, error.body)
+        except TimeoutError:
+            outcome = "timed_out"
+            limit = f"not done within serve.request_timeout_s={self._settings.request_timeout_s:g} seconds"
+            await response.say(scope, receive, 504, error_body(504, "timed_out", limit))
+        except ClientGoneError:
+            outcome = "client_gone"
+        except Exception as error:
+            outcome = "failed"
+            self._warn("failed", f"a request of a client failed: {type(error).__name__}: {error}", logging.ERROR)
+            logger.debug("it failed here:", exc_info=True)
+            await response.say(scope, receive, 500, error_body(500, "failed", "the producer's log says why"))
+        self._metrics.ended(outcome, time.monotonic() - started)
+
+    def _check(self, headers: Headers, method: str) -> None:
+        if self._keys:
+            sent = headers.get("authorization", "").removeprefix("Bearer ").encode()
+            if sum(hmac.compare_digest(sent, key) for key in self._keys) == 0:  # all are compared, whichever fits
+                raise RefusedError(401, "wrong_key", "send a key of serve.api_key_file as Authorization: Bearer KEY")
+        elif _hostname(headers.get("host", "")) not in (*LOOPBACK_HOSTS, self._settings.host):
+            raise RefusedError(403, "wrong_host", "this endpoint is asked for under its own address alone")
+        if method == "POST" and headers.get("content-type", "").partition(";")[0].strip() != "application/json":
+            raise RefusedError(415, "malformed", "expected Content-Type: application/json")
+
+    async def _models(self, scope: Scope, receive: Receive, send: Send) -> None:
+        cards = [
+            {"id": name, "object": "model", "created": 0, "owned_by": "slipstream"} for name in self._versions.names()
+        ]
+        await JSONResponse({"object": "list", "data": cards})(scope, receive, send)
+
+    def _generating(self, kind: Kind) -> ASGIApp:
+        async def generate(scope: Scope, receive: Receive, send: Send) -> None:
+            request = parse_request(kind, await self.read_body(scope, receive))
+            await _until_gone(receive, self._generate(request, scope, receive, send))
+
+        return generate
+
+    async def _generate(self, request: ServedRequest, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._places.take(request.num_completions), self._versions.use(request.model) as adapter:
+            call = Call(adapter)
+            try:
+                answer = await self._answering.answer(request, call)
+                if isinstance(answer, Stream):
+                    await _send_events(answer.events, call, send)
+                else:
+                    body = answer.body | {"model": model_name(call.version)}
+                    await JSONResponse(body, headers={VERSION_HEADER: str(call.version)})(scope, receive, send)
+            finally:
+                self._metrics.generated(call.num_prompt_tokens, call.num_tokens)
+                await call.close()
+
+    async def read_body(self, scope: Scope, receive: Receive) -> bytes:
+        """The body of a request.
+
+        Raises:
+            RefusedError: it is too large, or comes too slowly.
+            ClientGoneError: it does not come.
+        """
+        limit = self._settings.max_request_bytes
+        body = bytearray()
+        too_large = RefusedError(413, "too_large", f"the body has more than serve.max_request_bytes={limit} bytes")
+        announced = Headers(scope=scope).get("content-length", "0")
+        if not announced.isdecimal() or int(announced) > limit:
+            raise too_large
+        try:
+            async with asyncio.timeout(self._settings.receive_timeout_s):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientGoneError
+                    body += message.get("body", b"")
+                    if len(body) > limit:
+                        raise too_large
+                    if not message.get("more_body", False):
+                        return bytes(body)
+        except TimeoutError:
+            raise RefusedError(408, "too_slow", "the body did not come within serve.receive_timeout_s") from None
+
+
+class _App:
+    """Starlette takes a function for one that returns a response; this is no function."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(scope, receive, send)
+
+
+class _Response:
+    """Knows whether an answer has begun."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.status = 0
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+        await self._send(message)
+
+    async def say(self, scope: Scope, receive: Receive, status: int, body: dict[str, Any]) -> None:
+        """If nothing was said yet. An answer that has begun is cut off instead, which clients notice."""
+        if self.status == 0:
+            headers = {"connection": "close"} if status in (408, 413) else {"retry-after": "1"} if status == 429 else {}
+            await JSONResponse(body, status, headers)(scope, receive, self._send)
+
+
+async def _until_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Does `work` unless the client hangs up meanwhile."""
+
+    async def hang_up() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = [asyncio.create_task(work), asyncio.create_task(hang_up())]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if not tasks[0].done():
+            raise ClientGoneError
+        tasks[0].result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _send_events(events: AsyncIterator[str], call: Call, send: Send) -> None:
+    begun = False
+    async for event in events:
+        if not begun:  # not before the first one, so that what fails at once has a status of its own
+            headers = [(b"content-type", b"text/event-stream"), (VERSION_HEADER.encode(), str(call.version).encode())]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            begun = True
+        await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _hostname(host: str) -> str:
+    """Of a Host header, without port and brackets."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0]

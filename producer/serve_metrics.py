@@ -1,0 +1,63 @@
+"""What the endpoint does, as Prometheus metrics.
+
+Guarantee: every outcome and every reason of a refusal is there from the start.
+"""
+
+from collections import Counter
+from typing import Literal, get_args
+
+from prometheus_client import CollectorRegistry, Histogram
+
+from producer.metrics import GENERATION_BUCKETS_S
+from producer.places import Places
+from producer.refused import REASONS, Reason
+from protocol.metrics import Readings
+
+Outcome = Literal["completed", "refused", "timed_out", "client_gone", "failed"]
+OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
+
+
+class ServeMetrics:
+    """Counts, as they happen. `refused` also counts connections that never became a request."""
+
+    def __init__(self, registry: CollectorRegistry, places: Places) -> None:
+        self.refused: Counter[Reason] = Counter()
+        self.outcomes: Counter[Outcome] = Counter()
+        self.prompt_tokens = self.completion_tokens = 0
+        self._seconds = Histogram(
+            "rl_producer_serve_request_seconds", "Time of a client's request, of any outcome; only with serve.enabled.",
+            buckets=GENERATION_BUCKETS_S, registry=registry,
+        )  # fmt: skip
+        readings = Readings(registry)
+        readings.counters(
+            "rl_producer_serve_requests_total",
+            "Requests of clients to the endpoint (with serve.enabled, as the next), by how they ended.",
+            "outcome",
+            lambda: {str(outcome): self.outcomes[outcome] for outcome in OUTCOMES},
+        )
+        readings.counters(
+            "rl_producer_serve_refused_total",
+            "Requests and connections that the endpoint refused.",
+            "reason",
+            lambda: {str(reason): self.refused[reason] for reason in REASONS},
+        )
+        readings.counters(
+            "rl_producer_serve_tokens_total",
+            "Tokens of clients' prompts, and tokens generated for them.",
+            "kind",
+            lambda: {"prompt": self.prompt_tokens, "completion": self.completion_tokens},
+        )
+        readings.gauges(
+            "rl_producer_serve_completions",
+            "Completions for clients in the engine, and requests that wait for room.",
+            "state",
+            lambda: {"generating": places.taken, "waiting": places.waiting},
+        )
+
+    def generated(self, num_prompt_tokens: int, num_tokens: int) -> None:
+        self.prompt_tokens += num_prompt_tokens
+        self.completion_tokens += num_tokens
+
+    def ended(self, outcome: Outcome, seconds: float) -> None:
+        self.outcomes[outcome] += 1
+        self._seconds.observe(seconds)

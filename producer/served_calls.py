@@ -1,0 +1,87 @@
+"""One request of a client in the engine, and what was sampled for it.
+
+Guarantee: every sampled token is noted with its log-prob and the policy version that sampled it; after `close` nothing of the
+call is in the engine.
+"""
+
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from producer.interfaces import Adapter
+from producer.served_requests import ServedRequest
+
+
+@dataclass
+class Sampled:
+    """One completion. The three lists are of equal length; `finish_reason` is None until it has ended."""
+
+    prompt_ids: list[int]
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    token_versions: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+
+
+class Call:
+    """See the module's guarantee.
+
+    Args:
+        adapter: pinned by the caller.
+    """
+
+    def __init__(self, adapter: Adapter) -> None:
+        self.id = uuid.uuid4().hex
+        self.adapter = adapter
+        self.generators: list[AsyncGenerator[Any, None]] = []
+        self._sampled: dict[tuple[str, int], Sampled] = {}
+
+    def of(self, request_id: str, index: int, prompt_ids: list[int]) -> Sampled:
+        """The completion `index` of one of its prompts."""
+        return self._sampled.setdefault((request_id, index), Sampled(prompt_ids))
+
+    @property
+    def sampled(self) -> list[Sampled]:
+        return [self._sampled[key] for key in sorted(self._sampled)]
+
+    @property
+    def version(self) -> int:
+        """The oldest that sampled a token."""
+        return min((min(each.token_versions, default=self.adapter.version) for each in self.sampled), default=-1)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(each.token_ids) for each in self.sampled)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Once per prompt."""
+        prompts = {request_id: len(each.prompt_ids) for (request_id, _), each in self._sampled.items()}
+        return sum(prompts.values())
+
+    async def close(self) -> None:
+        for generator in self.generators:
+            await generator.aclose()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A whole answer, as OpenAI has it."""
+
+    body: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Stream:
+    """An answer in pieces, each a server-sent event."""
+
+    events: AsyncIterator[str]
+
+
+class Answering(Protocol):
+    """What the endpoint needs of `producer.openai_server`."""
+
+    async def answer(self, request: ServedRequest, call: Call) -> Answer | Stream:
+        """Raises RefusedError for a request that vLLM refuses."""
+        ...

@@ -1,0 +1,164 @@
+"""The life of the OpenAI-compatible endpoint in a producer.
+
+Guarantee: it listens before the engine is loaded, so that a port in use is told at once; where it listens stands in
+`RUN_DIR/serve/` while it does. Whatever ends it, the daemon goes on without it and `/readyz` says so. No key is ever logged.
+"""
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import socket
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import uvicorn
+from prometheus_client import CollectorRegistry
+
+from producer.adapters import AdapterRegistry
+from producer.endpoint import Endpoint
+from producer.http_door import Door, connections_of
+from producer.places import Places
+from producer.serve_metrics import ServeMetrics
+from producer.served_calls import Answering
+from producer.served_versions import ServedVersions
+from protocol.config import RunConfig
+from protocol.config_serve import ServeSection
+from protocol.errors import ConfigError, EndpointInUseError
+from protocol.exposition import announced
+
+logger = logging.getLogger(__name__)
+
+_SWEEP_EVERY_S = 1.0
+_FAREWELL_S = 2
+_KEEP_ALIVE_S = 30
+_MAX_HEADER_BYTES = 16 * 1024
+_MIN_KEY_CHARACTERS = 16
+
+
+@contextlib.contextmanager
+def listening(section: ServeSection, gpus: list[int]) -> Iterator[socket.socket | None]:
+    """The endpoint's socket; None where it is not enabled.
+
+    Raises:
+        EndpointInUseError: another process has the port.
+        ConfigError: this machine has no such address.
+    """
+    if not section.enabled:
+        yield None
+        return
+    port = section.port + (gpus[0] if gpus and section.port else 0)
+    family = socket.AF_INET6 if ":" in section.host else socket.AF_INET
+    try:
+        listener = socket.create_server((section.host, port), family=family, backlog=128)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise EndpointInUseError(
+                f"serve.port: {section.host}:{port} is in use by another process; choose another port, or 0 for a free one"
+            ) from error
+        raise ConfigError(f"serve.host, port: cannot listen at {section.host}:{port}: {error}") from error
+    with listener:
+        yield listener
+
+
+def read_keys(file: str | None) -> tuple[bytes, ...]:
+    """The keys that clients may send.
+
+    Raises:
+        ConfigError: the file is not there, not private, or has no usable key.
+    """
+    if file is None:
+        return ()
+    try:
+        if os.stat(file).st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+            raise ConfigError(f"serve.api_key_file: {file} can be read by others: chmod 600 {file}")
+        keys = tuple(line.strip() for line in Path(file).read_bytes().splitlines() if line.strip())
+    except OSError as error:
+        raise ConfigError(f"serve.api_key_file: {file} cannot be read: {error.strerror}") from error
+    if not keys or min(map(len, keys)) < _MIN_KEY_CHARACTERS:
+        raise ConfigError(
+            f"serve.api_key_file: {file}: expected one key of at least {_MIN_KEY_CHARACTERS} characters per line "
+            f"(openssl rand -hex 32 > {file})"
+        )
+    return keys
+
+
+class Serving:
+    """The endpoint's parts, put together."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        name: str,
+        keys: tuple[bytes, ...],
+        answering: Answering,
+        adapters: AdapterRegistry,
+        max_num_seqs: int,
+        registry: CollectorRegistry,
+    ) -> None:
+        settings = self._settings = config.serve
+        self._name = name
+        self._folder = Path(config.run_dir) / "serve"
+        self._versions = ServedVersions(
+            adapters, settings.max_versions, settings.version_ttl_s, is_merged=config.swap.mode == "merged"
+        )
+        places = Places(settings.max_requests or max(1, max_num_seqs // 4), settings.max_waiting)
+        metrics = ServeMetrics(registry, places)
+        endpoint = Endpoint(settings, keys, answering, self._versions, places, metrics)
+        door = Door(settings.receive_timeout_s, settings.max_connections, metrics.refused)
+        self._server = _Server(
+            uvicorn.Config(
+                endpoint,
+                http=connections_of(door),
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                log_level="critical",  # of malformed requests there are counts
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                timeout_keep_alive=_KEEP_ALIVE_S,
+                timeout_graceful_shutdown=_FAREWELL_S,
+                h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
+            )
+        )
+        self.problem: str | None = None
+
+    async def run(self, listener: socket.socket) -> None:
+        """Serves until it is cancelled."""
+        host, port = listener.getsockname()[:2]
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        sweeping = asyncio.create_task(self._sweep())
+        try:
+            with announced(self._folder, "rl-producer", self._name, address):
+                logger.info("OpenAI-compatible endpoint at http://%s/v1", address)
+                await self._server.serve([listener])
+        except asyncio.CancelledError:
+            if self._server.started:
+                await self._server.shutdown([listener])
+            raise
+        except Exception as error:
+            self.problem = f"the endpoint ended: {type(error).__name__}: {error}"
+            logger.exception("%s; the daemon goes on without it", self.problem)
+        finally:
+            sweeping.cancel()
+            await self._versions.close()
+
+    async def forget(self) -> None:
+        """Another trainer process: its versions are not those that clients knew."""
+        await self._versions.forget()
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(_SWEEP_EVERY_S)
+            await self._versions.release_unused()
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to the daemon."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield

@@ -1,0 +1,192 @@
+"""The OpenAI-compatible endpoint on a real engine, asked by the `openai` package."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import asynccontextmanager
+
+import openai
+import pytest
+import torch
+from prometheus_client import CollectorRegistry
+
+from producer.adapters import AdapterRegistry
+from producer.interfaces import Counters
+from producer.metrics import ProducerMetrics
+from producer.probe import SwapProof
+from producer.serving import Serving, listening
+from producer.timeline import Timeline
+from tests.integration.engines import LiveEngine, live_engine
+from tests.integration.models import build_model, reference_logprobs
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+
+MESSAGES = [{"role": "user", "content": "What is two and three?"}]
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory) -> Iterator[LiveEngine]:
+    folder = tmp_path_factory.mktemp("serving")
+    serve = {"enabled": True, "version_ttl_s": 5.0, "max_requests": 8}
+    with live_engine(build_model("llama", folder / "model"), folder, serve=serve) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def registry(live: LiveEngine) -> Iterator[AdapterRegistry]:
+    metrics, tmp_path = ProducerMetrics(CollectorRegistry()), live.folder
+    with Timeline(tmp_path / "timeline.jsonl") as timeline:
+        yield AdapterRegistry(
+            live.engine, lambda _: tmp_path / "adapters", SwapProof(1e-3), Counters(), metrics, timeline
+        )
+
+
+@asynccontextmanager
+async def served(live: LiveEngine, registry: AdapterRegistry):
+    config = live.config
+    with listening(config.serve, []) as listener:
+        serving = Serving(
+            config,
+            "test",
+            (),
+            live.engine.openai_server(config),
+            registry,
+            live.engine.max_num_seqs,
+            CollectorRegistry(),
+        )
+        task = asyncio.create_task(serving.run(listener))
+        port = listener.getsockname()[1]
+        client = openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+        try:
+            yield client
+        finally:
+            await client.close()
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+def test_log_probs_are_those_of_the_trainer_and_the_answer_names_its_version(live, registry):
+    async def body():
+        await registry.publish(*live.policy(1), 0.0)
+        async with served(live, registry) as client:
+            answers = []
+            for model in ("policy", "policy@v1"):
+                raw = await client.chat.completions.with_raw_response.create(
+                    model=model, messages=MESSAGES, n=3, max_tokens=12, logprobs=True, temperature=0.7, seed=5,
+                    extra_body={"return_token_ids": True},
+                )  # fmt: skip
+                answers.append((raw.headers["x-policy-version"], raw.parse()))
+            return answers
+
+    for version, answer in live.run(body()):
+        assert (version, answer.model) == ("1", "policy@v1")
+        assert len(answer.choices) == 3
+        for choice in answer.choices:
+            returned = [token.logprob for token in choice.logprobs.content]
+            expected = reference_logprobs(
+                live.model, live.peft_folder(1), answer.prompt_token_ids, choice.token_ids, temperature=0.7
+            )
+            torch.testing.assert_close(torch.tensor(returned), expected, atol=1e-3, rtol=0)
+
+
+def test_a_named_version_answers_the_same_while_a_newer_one_is_current_and_is_let_go_in_time(live, registry):
+    async def greedy(client, model: str, stream: bool) -> tuple[str, str]:
+        asked = {"model": model, "messages": MESSAGES, "max_tokens": 16, "temperature": 0.0}
+        if not stream:
+            answer = await client.chat.completions.create(**asked)
+            return answer.model, answer.choices[0].message.content
+        pieces = [piece async for piece in await client.chat.completions.create(**asked, stream=True)]
+        return pieces[0].model, "".join(piece.choices[0].delta.content or "" for piece in pieces)
+
+    async def body():
+        await registry.publish(*live.policy(1), 0.0)
+        async with served(live, registry) as client:
+            former = registry.current
+            first = await greedy(client, "policy", stream=False)
+            await registry.publish(*live.policy(2), 0.0)
+            second = await greedy(client, "policy", stream=True)
+            assert (first[0], second[0]) == ("policy@v1", "policy@v2")
+            assert first[1] != second[1]
+            for stream in (True, False) * 4:
+                assert await greedy(client, "policy@v1", stream) == first
+                assert await greedy(client, "policy", stream) == second
+            assert [card.id async for card in client.models.list()] == ["policy", "policy@v2", "policy@v1"]
+            assert former in registry._pins
+            async with asyncio.timeout(15):
+                while former in registry._pins:  # noqa: ASYNC110
+                    await asyncio.sleep(0.1)
+            with pytest.raises(
+                openai.NotFoundError, match=r"there is no model 'policy@v1'; there is: policy, policy@v2"
+            ):
+                await greedy(client, "policy@v1", False)
+
+    live.run(body())
+
+
+def test_completions_take_text_and_tokens_and_say_what_they_sampled(live, registry):
+    async def body():
+        await registry.publish(*live.policy(3), 0.0)
+        async with served(live, registry) as client:
+            return await client.completions.create(
+                model="policy",
+                prompt=[[5, 6, 7], [8, 9]],
+                n=2,
+                max_tokens=6,
+                logprobs=0,
+                extra_body={"return_token_ids": True},
+            )
+
+    answer = live.run(body())
+    assert (answer.model, len(answer.choices)) == ("policy@v3", 4)
+    for number, choice in enumerate(answer.choices):
+        prompt_ids = [[5, 6, 7], [8, 9]][number // 2]
+        assert choice.prompt_token_ids == prompt_ids
+        expected = reference_logprobs(live.model, live.peft_folder(3), prompt_ids, choice.token_ids, temperature=1.0)
+        torch.testing.assert_close(torch.tensor(choice.logprobs.token_logprobs), expected, atol=1e-3, rtol=0)
+
+
+HOSTILE = [
+    {"messages": MESSAGES, "temperature": -1.0},
+    {"messages": MESSAGES, "top_p": 0.0},
+    {"messages": MESSAGES, "n": 10**9},
+    {"messages": MESSAGES, "max_tokens": -1},
+    {"messages": MESSAGES, "max_tokens": 10**9},
+    {"messages": MESSAGES, "top_logprobs": 10**6, "logprobs": True},
+    {"messages": MESSAGES, "seed": 2**70},
+    {"messages": MESSAGES, "stop": ["a"] * 1000},
+    {"messages": MESSAGES, "chat_template": "{{ 1 }}"},
+    {"messages": MESSAGES, "structured_outputs": {"regex": "("}},
+    {"messages": MESSAGES, "kv_transfer_params": {"do_remote_prefill": True}},
+    {"messages": MESSAGES, "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]},
+    {"messages": [{"role": "user", "content": "a" * 4000}]},
+    {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}]},
+    {"messages": [{"role": None, "content": "a"}]},
+    {"prompt": [10**6]},
+    {"prompt": [-1]},
+    {"prompt": []},
+    {"prompt": {"a": 1}},
+    {"prompt": [5] * 300},
+]
+
+
+def test_no_request_harms_the_engine_and_a_client_that_leaves_frees_it(live, registry):
+    async def body():
+        await registry.publish(*live.policy(4), 0.0)
+        async with served(live, registry) as client:
+            for values in HOSTILE:
+                path = "/completions" if "prompt" in values else "/chat/completions"
+                with pytest.raises(openai.APIStatusError) as refused:
+                    await client.post(path, body={"model": "policy"} | values, cast_to=object)
+                assert 400 <= refused.value.status_code < 500, (values, refused.value)
+            asked = {"model": "policy", "messages": MESSAGES, "n": 8, "max_tokens": 200}
+            leaving = asyncio.create_task(client.chat.completions.create(**asked))
+            while live.engine.load().running == 0:  # noqa: ASYNC110 - the engine tells nobody
+                await asyncio.sleep(0.01)
+            leaving.cancel()
+            async with asyncio.timeout(10):
+                answer = await client.chat.completions.create(**asked | {"n": 8, "max_tokens": 4})
+                assert len(answer.choices) == 8
+                while live.engine.load().running:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            live.engine.check_alive()
+
+    live.run(body())

@@ -1,0 +1,20 @@
+"""The endpoint's section: closed by default, and never open to other hosts without a key."""
+
+import pytest
+from pydantic import ValidationError
+
+from protocol.config_serve import ServeSection
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.5", "gpu01", "::"])
+def test_an_address_that_others_reach_needs_a_key(host):
+    with pytest.raises(ValidationError, match=f"host: {host} can be reached from other hosts, so it needs a key"):
+        ServeSection(enabled=True, host=host)
+    assert ServeSection(enabled=True, host=host, api_key_file="serve.key").host == host
+    assert not ServeSection(host=host).enabled
+
+
+def test_the_engine_has_slots_for_clients_only_where_there_are_some():
+    assert ServeSection().num_lora_slots == 0
+    assert ServeSection(enabled=True).num_lora_slots == 4
+    assert ServeSection(enabled=True, max_versions=5).num_lora_slots == 7
