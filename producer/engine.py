@@ -48,10 +48,11 @@ def check_engine_section(config: RunConfig) -> None:
 
 
 def _vllm_config(config: RunConfig, folder: Path, num_gpus: int) -> Any:
+    alone = num_gpus * config.engine.get("pipeline_parallel_size", 1) == 1
     arguments = build(
         "engine",
         AsyncEngineArgs,
-        config.engine,
+        (_ON_CPU if alone and current_platform.is_cpu() else {}) | config.engine,
         model=str(folder),
         dtype=config.model.dtype,
         seed=config.seed,
@@ -75,6 +76,9 @@ def _vllm_config(config: RunConfig, folder: Path, num_gpus: int) -> Any:
         _check_mergeable(vllm_config)
     return vllm_config
 
+
+_ON_CPU = {"distributed_executor_backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor"}
+"""Where vLLM's own choice computes in one more process, and the core that waits for it spins on a CPU that it needs."""
 
 _MERGED = {"enable_lora": False, "worker_extension_cls": "producer.merging.MergingWorker"}
 
