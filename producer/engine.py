@@ -27,6 +27,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 
 from producer.interfaces import Adapter, AdapterRefusedError, Completion, EngineLoad, LeaseFailure
 from producer.merged import Flight, MergedWeights
+from producer.preparation import prepare
 from protocol.config import RunConfig
 from protocol.digests import base_model_digest, resolve_model, tokenizer_digest
 from protocol.errors import ConfigError, EngineError
@@ -87,6 +88,7 @@ def _loras(config: RunConfig) -> dict[str, Any]:
     num_slots = config.max_loras + config.serve.num_lora_slots
     return {
         "enable_lora": True,
+        "worker_extension_cls": "producer.loading.LoadingWorker",
         "max_loras": num_slots,
         "max_cpu_loras": num_slots + 1,  # the one being loaded must not evict one that is in use
         "max_lora_rank": config.max_lora_rank,
@@ -149,8 +151,7 @@ class Engine:
 
     async def warm_up(self) -> None:
         """One token on the base model: the first request compiles kernels for seconds, and no swap shall wait for that."""
-        if self._merged is not None:
-            await self._call_workers("merging_start")
+        await self._call_workers("merging_start" if self._merged else "loading_start")
         params = SamplingParams(max_tokens=1, logprobs=0, output_kind=RequestOutputKind.FINAL_ONLY)
         await self._sample("warm-up", _prompt([0]), params, None, asyncio.Event())
 
@@ -255,6 +256,7 @@ class Engine:
             await self._merged.load(adapter)
             return
         assert adapter.id not in self._loaded_ids, "vLLM would go on serving the weights that it knows under this id"
+        await prepare(self._call_workers, "loading", (adapter.name, adapter.id, str(adapter.path)))
         try:
             loaded = await self._llm.add_lora(_lora_request(adapter))
         except EngineDeadError as error:

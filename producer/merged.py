@@ -16,9 +16,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from producer.interfaces import Adapter, AdapterRefusedError
-
-_POLL_S = (0.005, 0.05)  # while weights are prepared: at first, and at most
+from producer.interfaces import Adapter
+from producer.preparation import CallWorkers, prepare
 
 
 @dataclass(eq=False)
@@ -44,10 +43,10 @@ class MergedWeights:
     """Swaps them, and samples while they are swapped.
 
     Args:
-        call: a method on every worker, which answers once each between two steps.
+        call: see there.
     """
 
-    def __init__(self, call: Callable[..., Awaitable[list[Any]]]) -> None:
+    def __init__(self, call: CallWorkers) -> None:
         self._call = call
         self._present: Adapter | None = None
         self._former: Adapter | None = None
@@ -64,7 +63,7 @@ class MergedWeights:
         Raises:
             AdapterRefusedError: they cannot be merged; nothing has changed.
         """
-        await self._prepare(str(adapter.path))
+        await prepare(self._call, "merging", str(adapter.path))
         self._settled.clear()
         self._on_trial = True
         await self._flip(adapter)
@@ -78,7 +77,7 @@ class MergedWeights:
         """Ends the trial badly, if this policy is on trial."""
         if not self._on_trial or adapter is not self._present:
             return
-        await self._prepare(None)
+        await prepare(self._call, "merging", None)
         await self._flip(self._former)
         for flight in self._flights.values():
             flight.spoiled = True
@@ -116,16 +115,6 @@ class MergedWeights:
     def salt(self) -> str:
         """Of KV that the present weights computed."""
         return f"weights-{self._num_flips}"
-
-    async def _prepare(self, path: str | None) -> None:
-        await self._call("merging_prepare", path)
-        pause_s, longest_s = _POLL_S
-        while None in (refusals := await self._call("merging_refusal")):
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, longest_s)
-        for refusal in refusals:
-            if refusal:
-                raise AdapterRefusedError(refusal)
 
     async def _flip(self, adapter: Adapter | None) -> None:
         counts = (await self._call("merging_flip"))[0]

@@ -20,10 +20,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
+from producer.loading import NICENESS
+
 _WEIGHTS = "adapter_model.safetensors"
 _DOWN = ".lora_A.weight"
 _PREFIX = "base_model.model."
-_NICENESS = 10  # decoding goes first
 _ROWS = 1024  # of the unit matrix that asks a packed layer for its weights
 
 
@@ -166,7 +167,7 @@ class Merging:
 
     def _compute(self, parts: Callable[[], list[Part]]) -> None:
         try:
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
             os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))  # the engine binds its own thread to few cores
             with torch.no_grad():
                 self._next = parts()
