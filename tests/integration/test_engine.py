@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save
 from producer.adapters import AdapterRegistry
 from producer.in_flight import InFlight
 from producer.interfaces import AdapterRefusedError, Counters, LeaseFailure, Probe
+from producer.loading import ByAdapter
 from producer.metrics import ProducerMetrics
 from producer.probe import TOLERANCES, SwapProof
 from producer.timeline import Timeline
@@ -375,3 +376,22 @@ def test_a_sound_engine_section_is_accepted(live, tmp_path):
     from producer.engine import check_engine_section
 
     check_engine_section(run_config(live.model, tmp_path, engine={"max_model_len": 128, "enforce_eager": True}))
+
+
+def test_on_a_cpu_adapters_are_multiplied_as_vllm_does_it_token_by_token() -> None:
+    """Against vLLM's own code for CPUs: a prompt beside two tokens of decoding, on three adapters."""
+    from vllm.lora.layers import LoRAMapping
+    from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+
+    theirs, ours = (PunicaWrapperCPU(16, 4, "cpu") for _ in range(2))
+    ByAdapter(ours)
+    down, up, x = torch.randn(3, 1, 8, 12), torch.randn(3, 1, 6, 8), torch.randn(5, 12)
+    for wrapper in (theirs, ours):
+        wrapper.update_metadata(LoRAMapping((7, 7, 7, 5, 6), (7, 5, 6), is_prefill=True), [5, 6, 7], 3, 100)
+    results = []
+    for wrapper in (theirs, ours):
+        y = torch.ones(5, 10)
+        wrapper.add_lora_linear(y, x, (down,), (up,), 0.25, (6,))
+        results.append(y)
+    assert (results[0][:, :6] != 1).all()
+    torch.testing.assert_close(*results)

@@ -16,7 +16,9 @@ FACTS = m.EngineFacts(
 )
 
 SAMPLES = [
-    m.Hello(producer="host-1", facts=FACTS, capacity=64, held=["7.0"], release="0.2.0", swap_mode="merged", evaluates=True),
+    m.Hello(
+        producer="host-1", facts=FACTS, capacity=64, held=["7.0"], release="0.2.0", swap_mode="merged", evaluates=True
+    ),
     m.Welcome(run_id="run", session="s1", policy=POLICY, heartbeat_interval_s=1.0),
     m.Reject(problems=["another base model: give both the same model.path"]),
     m.Lease(
