@@ -112,6 +112,8 @@ class Receiver:
         self._registry = registry
         self.arrivals: asyncio.Queue[tuple[float, Arrival]] = asyncio.Queue()
 
+    def fetched(self, policy: object, arrival: Arrival | None) -> None: ...
+
     def policy_arrived(self, arrival: Arrival) -> None:
         self._loop.call_soon_threadsafe(self.arrivals.put_nowait, (time.monotonic(), arrival))
 

@@ -21,6 +21,8 @@ import torch
 import transformers
 
 from consumer import checkpoints
+from consumer.evaluation_control import EvaluationControl
+from consumer.evaluation_setup import evaluation_of
 from consumer.feed import BatchFeed
 from consumer.heartbeat import Heartbeat
 from consumer.intake import Intake
@@ -122,8 +124,11 @@ def _train_live(setup: Setup, resume: bool, watch: Watch) -> ExitCode:
         disk = DiskGuard(Path(config.run_dir), config.replay.max_disk_used)
         channel = _channel(config)
         memory = ended.enter_context(shared_memory())
-        intake = _intake(setup, channel, journal, buffer, disk, facts, session, memory, lambda: health.beat("intake"))
         report = setup.report(buffer.counts, first_step, watch.registry)
+        evaluation = evaluation_of(setup, channel, session, first_step, report.say)
+        intake = _intake(
+            setup, channel, journal, buffer, disk, facts, session, memory, lambda: health.beat("intake"), evaluation
+        )
 
         def beat() -> None:
             _beat(health, setup.stop)
@@ -138,11 +143,11 @@ def _train_live(setup: Setup, resume: bool, watch: Watch) -> ExitCode:
         patience = Patience(check=check, say=report.say, stall_timeout_s=config.pipeline.stall_timeout_s)
         staleness = staleness_controller(config, start.state if start else {})
         pipeline = ended.enter_context(
-            closing(LivePipeline(buffer, journal, intake, patience, disk, config.replay, staleness))
+            closing(LivePipeline(buffer, journal, intake, patience, disk, config.replay, staleness, evaluation))
         )
         feed = BatchFeed(buffer, intake, patience, partial_after_s=config.pipeline.partial_after_s)
         with health.starting("loading the model", config.pipeline.stall_timeout_s):
-            loop = TrainingLoop(setup, pipeline, feed, report, patience, start, run_id, [Heartbeat(beat)])
+            loop = TrainingLoop(setup, pipeline, feed, report, patience, start, run_id, [Heartbeat(beat)], evaluation)
             try:
                 loop.control.publish(first_step)
                 pipeline.flush()
@@ -158,7 +163,7 @@ def _train_live(setup: Setup, resume: bool, watch: Watch) -> ExitCode:
         report.say(f"rl-trainer: listening at {config.control_endpoint}; waiting for producers")
         finished = False
         try:
-            finished = loop.train()
+            finished = loop.train(intake.describe)
         finally:
             health.stopping("finished" if finished else "saying goodbye to producers")
             intake.stop("finished" if finished else "stopping")
@@ -222,6 +227,7 @@ def _intake(
     session: str,
     memory: SharedMemory,
     beat: Callable[[], None],
+    evaluation: EvaluationControl | None,
 ) -> Intake:
     config = setup.config
     sampling = config.sampling
@@ -251,7 +257,7 @@ def _intake(
             tokenizer_digest=facts["tokenizer_digest"],
             dtype=config.model.dtype,
             lora_rank=config.lora["r"],
-            max_loras=config.max_loras,
+            max_loras=config.training_loras,
             max_completion_length=sampling.max_completion_length,
             reward_names=config.rewards.names,
         ),
@@ -261,6 +267,7 @@ def _intake(
         heartbeat_interval_s=config.transport.heartbeat_interval_s,
         heartbeat_timeout_s=config.transport.heartbeat_timeout_s,
         keep_blobs=config.max_loras,
+        evaluations=evaluation.desk if evaluation else None,
         memory=memory,
         beat=beat,
     )

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import Literal
 
 from consumer.arrivals import Arrivals
+from consumer.evaluation_desk import EvaluationDesk
 from consumer.leasing import LeaseDesk
 from consumer.policy_shelf import PolicyShelf
 from consumer.producers import FleetMember, ProducerSession
@@ -41,6 +42,7 @@ from protocol.shared_memory import NO_MEMORY, SharedMemory
 from protocol.throttle import Throttle
 from replay.buffer import Delivery, RolloutBuffer
 from replay.disk import DiskGuard
+from replay.evaluation import is_evaluation
 from replay.groups import GroupShape, InvalidGroupError
 from replay.journal import Journal, JournalFullError
 from replay.ledger import LeaseRecord
@@ -57,6 +59,7 @@ class Intake:
 
     Args:
         keep_blobs: adapter versions that producers can still download.
+        evaluations: None: there are none in this run.
         memory: for adapters that producers of this host read as files.
         beat: called in every round.
         clock: monotonic seconds.
@@ -77,6 +80,7 @@ class Intake:
         heartbeat_interval_s: float,
         heartbeat_timeout_s: float,
         keep_blobs: int,
+        evaluations: EvaluationDesk | None = None,
         memory: SharedMemory = NO_MEMORY,
         beat: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
@@ -91,6 +95,7 @@ class Intake:
         self._session = session
         self._heartbeat_interval_s = heartbeat_interval_s
         self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._evaluations = evaluations
         self._beat = beat
         self._clock = clock
         self._shelf = PolicyShelf(keep_blobs, memory)
@@ -225,7 +230,9 @@ class Intake:
         bad_prompts, unreachable = self._desk.give(self._producers.items(), now)
         for problem in bad_prompts:
             self._warn("bad_prompt", problem)
-        for peer in unreachable:
+        if self._evaluations is not None:  # after training, which goes first
+            unreachable += self._evaluations.tick(self._shelf, self._producers.items(), now)
+        for peer in dict.fromkeys(unreachable):
             self._lose(peer, "it cannot be reached")
 
     def _receive(self, peer: bytes, message: ProducerMessage | BadFrame) -> None:
@@ -282,14 +289,17 @@ class Intake:
                 del self._producers[other]
         self._release(hello.producer, keep=hello.held)
         leases = self._buffer.leased_to(hello.producer)
+        evaluations = self._evaluations.release(hello.producer, keep=hello.held) if self._evaluations else set()
         answers = self._buffer.adopt(
             hello.producer,
-            [lease_id for lease_id in hello.held if lease_id not in leases],
+            [lease_id for lease_id in hello.held if lease_id not in leases | evaluations],
             deadline=now + self._desk.timeout_s,
         )
         leases |= {lease_id for lease_id, wanted in answers.items() if wanted}
         leases -= self._arrivals.waiting()
-        self._producers[peer] = ProducerSession(hello.producer, hello.capacity, now, leases, hello.release)
+        self._producers[peer] = ProducerSession(
+            hello.producer, hello.capacity, now, leases, hello.release, hello.evaluates, evaluations
+        )
         release = hello.release or "unknown"
         logger.info("producer %s joined (release %s, up to %d groups at once)", hello.producer, release, hello.capacity)
         self._channel.send(peer, Welcome(self._run_id, self._session, self._shelf.newest, self._heartbeat_interval_s))
@@ -306,7 +316,7 @@ class Intake:
         lost = session.note(message)
         self._note_refusal(session.name, message)
         if lost:
-            self._release(session.name, keep=session.leases)
+            self._release(session.name, keep=session.leases | session.evaluations)
             self._warn("lost", f"{session.name} knows nothing of {len(lost)} leases; their prompts go out again")
         self._channel.send(peer, Policy(self._shelf.newest))
 
@@ -324,7 +334,10 @@ class Intake:
 
     def _release(self, producer: str, keep: Iterable[str] = ()) -> list[LeaseRecord]:
         """Takes back the leases of a producer, but those that it keeps and those whose groups have arrived."""
-        return self._buffer.release(producer, self._clock(), keep=frozenset(keep) | self._arrivals.waiting())
+        keep = frozenset(keep)
+        if self._evaluations is not None:
+            self._evaluations.release(producer, keep)
+        return self._buffer.release(producer, self._clock(), keep=keep | self._arrivals.waiting())
 
     def _serve_blob(self, peer: bytes, request: BlobRequest) -> None:
         try:
@@ -343,6 +356,9 @@ class Intake:
     # Groups
 
     def _take(self, peer: bytes, session: ProducerSession, message: Group) -> None:
+        if is_evaluation(message.lease_id) and self._evaluations is not None:
+            self._channel.send(peer, self._evaluations.take(session, message, self._shelf))
+            return
         session.leases.discard(message.lease_id)
         newest = max(self._shelf.newest.version, self._buffer.newest_version)
         try:
@@ -359,6 +375,9 @@ class Intake:
         self._arrivals.add(peer, Delivery(group, encode(message, schema_version=schema), session.name))
 
     def _take_failure(self, session: ProducerSession, message: Nack) -> None:
+        if is_evaluation(message.lease_id) and self._evaluations is not None:
+            self._evaluations.take_failure(session, message)
+            return
         session.leases.discard(message.lease_id)
         if message.reason == "returned":
             self._buffer.give_back(message.lease_id)

@@ -7,13 +7,14 @@ the final adapter appears whole.
 import json
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback
 
 from consumer.checkpoints import Checkpoint
+from consumer.evaluation_control import EvaluationControl
 from consumer.inspection import keep, not_finite
 from consumer.patience import Patience, StopRequested, write_when_there_is_room
 from consumer.pipeline import Feed, Pipeline
@@ -39,8 +40,10 @@ class TrainingLoop:
         start: Checkpoint | None,
         run_id: str,
         callbacks: Sequence[TrainerCallback] = (),
+        evaluation: EvaluationControl | None = None,
     ) -> None:
         self._setup = setup
+        self._evaluation = evaluation
         self._report = report
         self._patience = patience
         self._feed = feed
@@ -55,6 +58,7 @@ class TrainingLoop:
             keep_checkpoints=setup.arguments.save_total_limit,
             run_id=run_id,
             stop_requested=setup.stop,
+            evaluation=evaluation,
         )
         try:
             self._trainer = SlipstreamTrainer(
@@ -69,6 +73,8 @@ class TrainingLoop:
         except (ValueError, TypeError, NotImplementedError, ImportError, RuntimeError) as error:
             raise ConfigError(f"TRL or PEFT refused to build the trainer: {error}") from error
         self.control.trainer = self._trainer
+        if evaluation is not None:
+            evaluation.log = self._trainer.log_now
         self.control.rollouts = RolloutLog.of(self._trainer, setup.config, self._first_step)
         self.control.probe = Probe(
             probe_tokens(setup.prompts, self._trainer._tokenizer, setup.config.seed),
@@ -82,23 +88,35 @@ class TrainingLoop:
             except (ValueError, RuntimeError) as error:
                 raise ConfigError(f"run_dir: {start.folder} does not fit model.path and lora: {error}") from error
 
-    def train(self) -> bool:
-        """Returns whether every step was taken."""
+    def train(self, describe: Callable[[], str] = lambda: "") -> bool:
+        """Returns whether the run is finished: every step was taken and the last version evaluated, as far as it could be, or
+        evaluations said that it is enough.
+
+        Args:
+            describe: says who waits for whom.
+        """
         self._started = time.monotonic()
         trainer, max_steps = self._trainer, self._setup.arguments.max_steps
+        finished = False
         try:
-            if self._first_step < max_steps:
+            if self._first_step < max_steps and self.control.seen_enough is None:
                 trainer.train(resume_from_checkpoint=str(self._start.folder) if self._start else None)
             else:  # transformers would wait for one batch more
                 trainer.state.global_step = self._first_step
+            finished = trainer.state.global_step >= max_steps or self.control.seen_enough is not None
+            if self._evaluation is not None and trainer.state.global_step >= max_steps:
+                self._evaluation.wait_for_last(self._patience, describe)
         except NotFiniteStep as found:
             raise NotFiniteError(self._explain(found)) from found
         except StopRequested:
+            if finished:
+                self._report.say("stopped before the last evaluation was done")
+                return False
             try:
                 self.control.save_if_needed(self._first_step)
             except StopRequested:
                 self._report.say("no room for a checkpoint: the steps since the last one will be taken again")
-        return bool(trainer.state.global_step >= max_steps)
+        return bool(finished or (self._evaluation is None and trainer.state.global_step >= max_steps))
 
     def _explain(self, found: NotFiniteStep) -> str:
         """Keeps the batch, and says what was found and how to go on."""
@@ -133,6 +151,12 @@ class TrainingLoop:
         """The final adapter, a summary for programs and one for people."""
         run_dir, step = Path(self._setup.config.run_dir), self._trainer.state.global_step
         summary = {"finished": finished, "steps": step, "wall_s": time.monotonic() - self._started} | numbers
+        if self._evaluation is not None:
+            best = self._evaluation.best
+            summary |= {
+                "stopped_early": self.control.seen_enough,
+                "best": best and {**best, "folder": "checkpoints/best"},
+            }
 
         def write() -> None:
             if finished:
@@ -147,4 +171,6 @@ class TrainingLoop:
             self._report.say("no room for the adapter; go on with --resume to have it written")
         hint = "" if finished else "; go on with --resume"
         outcome = "finished" if finished else "stopped"
+        if finished and (reason := self.control.seen_enough) is not None:
+            outcome += f" early, because {reason},"
         self._report.say(f"rl-trainer: {outcome} at step {step} of {self._setup.arguments.max_steps}{hint}")

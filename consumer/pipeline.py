@@ -11,15 +11,17 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from consumer import checkpoints
+from consumer.evaluation_control import EvaluationControl
 from consumer.intake import Intake
 from consumer.patience import Patience
 from consumer.publisher import Publisher
 from consumer.snapshots import Snapshot
 from protocol.config_learning import ReplaySection
+from protocol.messages import PolicyInfo
 from replay.adaptive import StalenessController
 from replay.buffer import RolloutBuffer
 from replay.cutting import CutBatch
-from replay.disk import DiskGuard
+from replay.disk import DiskGuard, out_of_space
 from replay.journal import Journal, JournalFullError
 from replay.retention import prune
 
@@ -75,6 +77,7 @@ class LivePipeline:
 
     Args:
         staleness: adapts the staleness that leases are given within; None leaves it as configured.
+        evaluation: is told of every policy before it is published.
     """
 
     def __init__(
@@ -86,6 +89,7 @@ class LivePipeline:
         disk: DiskGuard,
         settings: ReplaySection,
         staleness: StalenessController | None = None,
+        evaluation: EvaluationControl | None = None,
     ) -> None:
         self._buffer = buffer
         self._journal = journal
@@ -94,6 +98,7 @@ class LivePipeline:
         self._disk = disk
         self._settings = settings
         self._staleness = staleness
+        self._evaluation = evaluation
         self._publisher = Publisher(self._announce, patience, intake.describe)
         if staleness is not None:
             buffer.lease_within(staleness.staleness)
@@ -159,7 +164,12 @@ class LivePipeline:
         digest = snapshot.digest()
         try:
             self._journal.note_policy(version, step, digest)
-        except JournalFullError:
+            if self._evaluation is not None:
+                policy = PolicyInfo(version, digest, len(snapshot.data))
+                self._evaluation.submit(policy, step, snapshot.data, snapshot.probe)
+        except (JournalFullError, OSError) as error:
+            if not isinstance(error, JournalFullError) and not out_of_space(self._journal.path.parent, error):
+                raise
             self._disk.spend_reserve()
             return False
         self._intake.publish(version, snapshot.data, digest, snapshot.probe, snapshot.release)

@@ -1,6 +1,7 @@
 """The published policies that producers can download.
 
-Guarantee: the newest policy is always there, with the few before it; any thread may publish, any may read. A policy lies in
+Guarantee: the newest policy is always there, with the few before it and the one that is held; any thread may publish, any may
+read. A policy lies in
 memory once: in the file that producers of this host read, where there is room for one. The memory of one that goes is given
 back, and not before.
 """
@@ -36,6 +37,7 @@ class PolicyShelf:
         self._lock = threading.Lock()
         self._blobs: OrderedDict[str, _Blob] = OrderedDict()
         self._newest: PolicyInfo | None = None
+        self._held: str | None = None  # a digest
 
     @property
     def newest(self) -> PolicyInfo:
@@ -56,17 +58,30 @@ class PolicyShelf:
             probe: tokens and log-probs, as a `PolicyOffer` has them.
             release: is called when `data` is not needed any more.
         """
-        file = self._memory.write(memoryview(data))
-        if file is not None:
-            release()
-            data, release = _mapped(file), partial(file.unlink, missing_ok=True)
-        offer = PolicyOffer(digest, str(file or ""), *probe)
+        blob = self._blob(data, digest, probe, release)
         with self._lock:
             gone = [self._blobs.pop(digest)] if digest in self._blobs else []
-            self._blobs[digest] = _Blob(memoryview(data), offer, release)
-            while len(self._blobs) > self._keep:
-                gone.append(self._blobs.popitem(last=False)[1])
-            self._newest = PolicyInfo(version, digest, len(data))
+            self._blobs[digest] = blob
+            self._newest = PolicyInfo(version, digest, len(blob.data))
+            gone += self._superseded()
+        for blob in gone:
+            blob.release()
+
+    def hold(self, digest: str, data: bytes, probe: tuple[bytes, bytes]) -> None:
+        """Keeps this policy, which is put here if it is not, until another is held or it is let go."""
+        with self._lock:
+            self._held = digest
+            known = digest in self._blobs
+        if not known:
+            blob = self._blob(data, digest, probe, lambda: None)
+            with self._lock:
+                self._blobs[digest] = blob
+                self._blobs.move_to_end(digest, last=False)
+
+    def let_go(self) -> None:
+        with self._lock:
+            self._held = None
+            gone = self._superseded()
         for blob in gone:
             blob.release()
 
@@ -80,6 +95,20 @@ class PolicyShelf:
         with self._lock:
             blob = self._blobs.get(request.digest)
         return blob.offer if blob else BlobMissing(request.digest)
+
+    def _blob(
+        self, data: bytes | memoryview, digest: str, probe: tuple[bytes, bytes], release: Callable[[], None]
+    ) -> _Blob:
+        file = self._memory.write(memoryview(data))
+        if file is not None:
+            release()
+            data, release = _mapped(file), partial(file.unlink, missing_ok=True)
+        return _Blob(memoryview(data), PolicyOffer(digest, str(file or ""), *probe), release)
+
+    def _superseded(self) -> list[_Blob]:
+        """Takes out all but the newest and the one that is held. With the lock."""
+        others = [digest for digest in self._blobs if digest != self._held]
+        return [self._blobs.pop(digest) for digest in others[: -self._keep]]
 
 
 def _mapped(file: Path) -> memoryview:

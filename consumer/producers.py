@@ -30,6 +30,8 @@ class ProducerSession:
     last_heard: float  # of the caller's clock, seconds
     leases: set[str] = field(default_factory=set)
     release: str = ""
+    evaluates: bool = False  # whether it may be given leases of an evaluation
+    evaluations: set[str] = field(default_factory=set)  # those; they take no room from the others
     heartbeat: Heartbeat | None = None
     _absent: set[str] = field(default_factory=set)  # leases that its last heartbeat did not name
 
@@ -43,10 +45,11 @@ class ProducerSession:
         under way for one heartbeat)."""
         self.heartbeat = heartbeat
         self.capacity = heartbeat.capacity
-        absent = self.leases - set(heartbeat.held)
+        absent = (self.leases | self.evaluations) - set(heartbeat.held)
         lost = absent & self._absent
         self._absent = absent - lost
         self.leases -= lost
+        self.evaluations -= lost
         return lost
 
     def member(self, now: float) -> FleetMember:
@@ -61,8 +64,9 @@ class ProducerSession:
         if beat is None:
             return f"{self.name} (no heartbeat yet)"
         refusal = f", refuses v{beat.refused_version}: {beat.refusal}" if beat.refused_version >= 0 else ""
+        num_leases = len(self.leases) + len(self.evaluations)
         return (
             f"{self.name} (policy v{beat.policy_version}{refusal}, heard {now - self.last_heard:.1f} s ago, "
-            f"{len(self.leases)} leases: {beat.waiting} waiting, {beat.generating} generating, {beat.scoring} scoring, "
+            f"{num_leases} leases: {beat.waiting} waiting, {beat.generating} generating, {beat.scoring} scoring, "
             f"{beat.unacked} not acknowledged)"
         )

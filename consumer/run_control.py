@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import TrainerCallback
 
 from consumer import checkpoints
+from consumer.evaluation_control import EvaluationControl
 from consumer.patience import Patience, write_when_there_is_room
 from consumer.pipeline import Feed, Pipeline
 from consumer.probe import Probe
@@ -46,6 +47,7 @@ class RunControl(TrainerCallback):
         keep_checkpoints: int | None,
         run_id: str,
         stop_requested: Callable[[], bool],
+        evaluation: EvaluationControl | None = None,
     ) -> None:
         self._pipeline = pipeline
         self._budget = budget
@@ -55,11 +57,17 @@ class RunControl(TrainerCallback):
         self._keep_checkpoints = keep_checkpoints
         self._run_id = run_id
         self._stop_requested = stop_requested
+        self._evaluation = evaluation
         self._began = time.monotonic()
         self._save_due = False
         self.trainer: SlipstreamTrainer  # set once it exists; it takes this callback in its constructor
         self.rollouts: RolloutLog  # set after the trainer, whose tokenizer it needs
         self.probe: Probe  # likewise, and its model
+
+    @property
+    def seen_enough(self) -> str | None:
+        """Why the run ends before its last step, if evaluations say that it should."""
+        return self._evaluation.stop_reason if self._evaluation else None
 
     def publish(self, step: int) -> None:
         """Publishes the weights that step `step` starts from."""
@@ -104,12 +112,14 @@ class RunControl(TrainerCallback):
             tokens=sum(int(group.sampled_lengths.sum()) for group in batch.groups),
         )
         self.rollouts.note(state.global_step, batch, self._budget.version_at(batch.step))
+        if self._evaluation is not None:
+            self._evaluation.collect()
         self._feed.wait_s = 0.0  # further iterations over the same batch do not wait
         self._save_due |= control.should_save
         is_last = state.global_step >= state.max_steps
         batch_ended = is_last or state.global_step >= batch.last_step
         published = is_last or state.global_step % self._budget.sync_interval == 0
-        stop = batch_ended and self._stop_requested()
+        stop = batch_ended and (self._stop_requested() or self.seen_enough is not None)
         control.should_save = stop or (self._save_due and batch_ended and published)
         control.should_training_stop |= stop
         self._save_due &= not control.should_save

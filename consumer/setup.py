@@ -21,7 +21,7 @@ from consumer.run_facts import run_facts
 from consumer.trainer import build_arguments, build_lora
 from protocol.config import RunConfig
 from protocol.digests import resolve_model
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, DatasetError
 from replay.groups import GroupShape
 from replay.rewards import RewardRecipe
 from replay.staleness import StalenessBudget
@@ -35,6 +35,7 @@ class Setup:
     stop: Callable[[], bool]
     lora: LoraConfig
     prompts: PromptDataset
+    held_out: PromptDataset | None  # what is evaluated
     arguments: Any
     model_folder: Path
     shape: GroupShape
@@ -46,6 +47,7 @@ class Setup:
         lora = build_lora(config)
         model_folder = resolve_model(config.model.path, config.model.revision)
         prompts = PromptDataset(config.dataset, model_folder)
+        held_out = _held_out(config, model_folder)
         arguments = build_arguments(config, on_gpu=bool(gpus), num_prompts=len(prompts))
         shape = GroupShape(
             config.sampling.num_generations,
@@ -60,7 +62,7 @@ class Setup:
             arguments.num_iterations,
         )
         rewards = RewardRecipe.of(config, arguments.multi_objective_aggregation)
-        return cls(config, stop, lora, prompts, arguments, model_folder, shape, budget, rewards)
+        return cls(config, stop, lora, prompts, held_out, arguments, model_folder, shape, budget, rewards)
 
     def facts(self, run_id: str) -> dict[str, str]:
         facts = run_facts(
@@ -84,6 +86,15 @@ class Setup:
             first_step=first_step,
             show_bar=self.config.observability.progress,
         )
+
+
+def _held_out(config: RunConfig, model_folder: Path) -> PromptDataset | None:
+    if config.evaluation is None:
+        return None
+    try:
+        return PromptDataset(config.evaluation.dataset, model_folder)
+    except DatasetError as error:
+        raise DatasetError(f"evaluation.{error}") from error
 
 
 def _vocab_size(model_folder: Path) -> int:

@@ -18,14 +18,14 @@ import contextlib
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
+from transformers import AutoTokenizer, PrinterCallback, Trainer, TrainerCallback
 
 from consumer import checkpoints
 from consumer.arguments import check_arguments, chosen_values, reserved_values
@@ -173,6 +173,10 @@ class SlipstreamTrainer(GRPOTrainer):
     def record_metric(self, name: str, value: float) -> None:
         """Adds to TRL's metrics, which are averaged over `logging_steps` and go to every tracker."""
         self._metrics["train"][name].append(value)
+
+    def log_now(self, numbers: Mapping[str, float]) -> None:
+        """Sends these to every tracker at once, beside the metrics of steps, which TRL collects."""
+        Trainer.log(self, dict(numbers))
 
     def _get_output_dir(self, trial: Any) -> str:
         """Where transformers writes checkpoints; they are moved from there when they are complete."""

@@ -1,13 +1,16 @@
 """The policy versions that the engine holds.
 
 Guarantee: a request runs on the adapter it pinned to its end. Every load has a name, an id and a folder of its own; a
-superseded version is unloaded, and its folder deleted after that, only when nothing pins it. A version that cannot be
-loaded, or that the engine does not compute as the trainer does, changes nothing: the one before stays current. (vLLM dies
+superseded version is unloaded, and its folder deleted after that, only when nothing pins it and it is not the one that is
+evaluated. A version that cannot be loaded, or that the engine does not compute as the trainer does, changes nothing: the one
+before stays current. An evaluated version that is not here any more is fetched and loaded beside the current one; an engine
+that has one version at a time (`swap.mode: merged`) keeps it instead, for a while, when a newer one has arrived. (vLLM dies
 when it has to re-read an adapter whose folder is gone, and confuses two adapters of one name: docs/architecture.md, "The
 swap".)
 """
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import shutil
@@ -16,7 +19,15 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from producer.interfaces import Adapter, AdapterRefusedError, Arrival, Counters, GenerationEngine, Probe
+from producer.interfaces import (
+    Adapter,
+    AdapterRefusedError,
+    Arrival,
+    Counters,
+    GenerationEngine,
+    LeaseFailure,
+    Probe,
+)
 from producer.metrics import ProducerMetrics
 from producer.probe import SwapProof
 from producer.timeline import Timeline
@@ -34,6 +45,8 @@ class AdapterRegistry:
 
     Args:
         folder_for: where an adapter of so many bytes is unpacked; ours alone.
+        fetch: asks for a policy that is not the newest; answered by `bring` or `miss`.
+        hold_s: how long a newer version waits for an evaluation; None: the engine has several versions at once.
     """
 
     def __init__(
@@ -44,6 +57,8 @@ class AdapterRegistry:
         counters: Counters,
         metrics: ProducerMetrics,
         timeline: Timeline,
+        fetch: Callable[[PolicyInfo], None] = lambda policy: None,
+        hold_s: float | None = None,
     ) -> None:
         self._engine = engine
         self._folder_for = folder_for
@@ -59,6 +74,16 @@ class AdapterRegistry:
         self._offer: Arrival | None = None
         self._offered = asyncio.Event()
         self._session = 0
+        self._fetch = fetch
+        self._hold_s = hold_s
+        self._policies: dict[Adapter, PolicyInfo] = {}  # of every loaded adapter
+        self._evaluated: Adapter | None = None  # stays loaded until another one is evaluated
+        self._brought: Arrival | None = None
+        self._fetched = asyncio.Event()
+        self._unavailable: set[PolicyInfo] = set()
+        self._num_evaluating = 0
+        self._none_evaluating = asyncio.Event()
+        self._none_evaluating.set()
 
     @property
     def current(self) -> Adapter | None:
@@ -68,7 +93,8 @@ class AdapterRegistry:
     def follow(self, policy: PolicyInfo) -> None:
         """A new trainer process serves `policy`: a version that only its predecessor knew is no longer current."""
         self._session += 1
-        self._offer = None
+        self._offer = self._evaluated = None
+        self._unavailable.clear()
         if self._current_policy != policy:
             self._flip(None, None)
 
@@ -78,14 +104,31 @@ class AdapterRegistry:
             self._offer = arrival
             self._offered.set()
 
+    def bring(self, arrival: Arrival) -> None:
+        """What `fetch` asked for is here."""
+        self._brought = arrival
+        self._offered.set()
+
+    def miss(self, policy: PolicyInfo) -> None:
+        """The trainer does not have it any more."""
+        self._unavailable.add(policy)
+        self._tell_fetched()
+
     async def run(self) -> None:
-        """Publishes what is offered, one version at a time."""
+        """Publishes what is offered and loads what was fetched, one version at a time."""
         while True:
             await self._offered.wait()
             self._offered.clear()
+            if self._brought is not None:
+                brought, self._brought = self._brought, None
+                await self._keep(brought)
             if self._offer is not None:
+                if self._hold_s is not None:
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(self._none_evaluating.wait(), self._hold_s)
                 offer, self._offer = self._offer, None
-                await self.publish(*offer)
+                if offer is not None:  # else another trainer came meanwhile
+                    await self.publish(*offer)
 
     async def publish(
         self,
@@ -100,16 +143,10 @@ class AdapterRegistry:
         Returns:
             False when it was refused, or its trainer is gone; nothing has changed then.
         """
-        number = next(self._ids)
-        name = f"v{policy.version}-{policy.digest[:8]}-{number}"
-        adapter = Adapter(policy.version, name, number, self._folder_for(len(blob)) / name)
         session, started = self._session, time.monotonic()
-        try:
-            await asyncio.to_thread(unpack, blob, None if is_verified else policy.digest, adapter.path)
-            await self._engine.load_adapter(adapter)
-        except (BlobError, AdapterRefusedError, OSError) as error:
-            shutil.rmtree(adapter.path, ignore_errors=True)
-            self._refuse(policy.version, str(error))
+        adapter = self._adapter(policy, len(blob))
+        if (problem := await self._load(adapter, policy, blob, is_verified)) is not None:
+            self._refuse(policy.version, problem)
             return False
         loaded = time.monotonic()
         refusal = None if probe is None else await self._prove(adapter, probe)
@@ -122,6 +159,7 @@ class AdapterRegistry:
             await self.unload_idle()
             return False
         self._engine.adopt_adapter(adapter)
+        self._policies[adapter] = policy
         self._flip(adapter, policy)
         self._counters.swaps += 1
         now = time.monotonic()
@@ -152,6 +190,37 @@ class AdapterRegistry:
             self._pins[adapter] -= 1
             await self.unload_idle()
 
+    @asynccontextmanager
+    async def pin_evaluated(self, policy: PolicyInfo) -> AsyncIterator[Adapter]:
+        """The adapter of exactly this policy, fetched if need be, kept loaded for the duration of the context and beyond,
+        until another policy is evaluated. The caller sets the deadline.
+
+        Raises:
+            LeaseFailure: this producer cannot serve it.
+        """
+        await self.wait_for(policy.version)
+        while (adapter := self._serving(policy)) is None:
+            if self._hold_s is not None:
+                raise LeaseFailure(
+                    "no_policy", f"v{policy.version} is evaluated, and the engine has other weights by now"
+                )
+            if policy in self._unavailable:
+                raise LeaseFailure("no_policy", f"v{policy.version} is evaluated, and could not be had or loaded here")
+            self._fetch(policy)
+            await self._fetched.wait()
+        self._evaluated = adapter
+        self._num_evaluating += 1
+        self._none_evaluating.clear()
+        self._pins[adapter] += 1
+        try:
+            yield adapter
+        finally:
+            self._pins[adapter] -= 1
+            self._num_evaluating -= 1
+            if self._num_evaluating == 0:
+                self._none_evaluating.set()
+            await self.unload_idle()
+
     async def wait_for(self, floor: int) -> None:
         """Returns once the current version is `floor` or newer. The caller sets the deadline."""
         while self._current is None or self._current.version < floor:
@@ -160,6 +229,49 @@ class AdapterRegistry:
     def has_newer(self, adapter: Adapter) -> bool:
         """Whether the current version is newer than `adapter`."""
         return self._current is not None and self._current.version > adapter.version
+
+    def _serving(self, policy: PolicyInfo) -> Adapter | None:
+        """The adapter of this policy that a request may begin on."""
+        if self._hold_s is not None:
+            return self._current if self._current_policy == policy else None
+        return next((adapter for adapter, known in self._policies.items() if known == policy), None)
+
+    def _adapter(self, policy: PolicyInfo, num_bytes: int) -> Adapter:
+        number = next(self._ids)
+        name = f"v{policy.version}-{policy.digest[:8]}-{number}"
+        return Adapter(policy.version, name, number, self._folder_for(num_bytes) / name)
+
+    async def _load(self, adapter: Adapter, policy: PolicyInfo, blob: bytes, is_verified: bool) -> str | None:
+        """Unpacks it and has the engine read it. Returns why that cannot be done; nothing is left of it then."""
+        try:
+            await asyncio.to_thread(unpack, blob, None if is_verified else policy.digest, adapter.path)
+            await self._engine.load_adapter(adapter)
+        except (BlobError, AdapterRefusedError, OSError) as error:
+            shutil.rmtree(adapter.path, ignore_errors=True)
+            return str(error)
+        return None
+
+    async def _keep(self, arrival: Arrival) -> None:
+        """Loads and proves what was fetched for an evaluation."""
+        policy = arrival.policy
+        adapter = self._adapter(policy, len(arrival.blob))
+        refusal = await self._load(adapter, policy, arrival.blob, arrival.is_verified)
+        if refusal is None:
+            if arrival.probe is not None:
+                refusal = await self._prove(adapter, arrival.probe)
+            self._pins[adapter] = 0
+            if refusal is None:
+                self._engine.adopt_adapter(adapter)
+                self._policies[adapter], self._evaluated = policy, adapter
+        if refusal is not None:
+            logger.error("policy v%d cannot be evaluated here: %s", policy.version, refusal)
+            self._unavailable.add(policy)
+        self._tell_fetched()
+        await self.unload_idle()
+
+    def _tell_fetched(self) -> None:
+        self._fetched.set()
+        self._fetched = asyncio.Event()
 
     async def _prove(self, adapter: Adapter, probe: Probe) -> str | None:
         try:
@@ -185,10 +297,12 @@ class AdapterRegistry:
         self._flipped = asyncio.Event()
 
     async def unload_idle(self) -> None:
-        """Unloads what is neither current nor pinned, then deletes its folder."""
-        for adapter in [a for a, pins in self._pins.items() if pins == 0 and a is not self._current]:
+        """Unloads what is neither current, nor evaluated, nor pinned, then deletes its folder."""
+        kept = (self._current, self._evaluated)
+        for adapter in [a for a, pins in self._pins.items() if pins == 0 and a not in kept]:
             if self._pins.pop(adapter, None) is None:
                 continue  # another task was faster while this one awaited
+            self._policies.pop(adapter, None)
             await self._engine.unload_adapter(adapter)
             shutil.rmtree(adapter.path, ignore_errors=True)
             logger.debug("policy v%d unloaded", adapter.version)

@@ -1,7 +1,8 @@
 """How many groups are in the engine at once.
 
 Guarantee: at least one and never more than the ceiling, which keeps vLLM's scheduler full; fewer where vLLM preempts or lets
-requests wait for KV cache, which costs it more than the groups that wait here do. Who waits longest enters first.
+requests wait for KV cache, which costs it more than the groups that wait here do. Who waits longest enters first. Groups of
+an evaluation take the places that training leaves, and always one, so that they neither hold training up nor starve.
 
 Requests that vLLM preempts lose their KV cache and are computed again, so a limit that is a little too high is worse than one
 that is a little too low. The limit moves as TCP's window does: down by a quarter at the first sign of too much, then not again
@@ -11,7 +12,8 @@ of groups while the cache has room and the limit is what keeps groups out. Witho
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 from producer.interfaces import EngineLoad
 
@@ -69,6 +71,8 @@ class Admission:
         self._load = load
         self._inside = 0
         self._waiting: deque[asyncio.Future[None]] = deque()
+        self._background = 0  # groups of an evaluation that are in the engine
+        self._waiting_behind: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     @property
     def limit(self) -> int:
@@ -96,9 +100,38 @@ class Admission:
         self._inside -= 1
         self._let_in()
 
+    @asynccontextmanager
+    async def behind(self, per_place: int) -> AsyncIterator[None]:
+        """A place for a group of an evaluation, after those for training.
+
+        Args:
+            per_place: of such groups, so many are worth one for training.
+        """
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting_behind.append((per_place, turn))
+        self._let_in()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():  # let in just before
+                self._background -= 1
+                self._let_in()
+            raise
+        try:
+            yield
+        finally:
+            self._background -= 1
+            self._let_in()
+
     def _let_in(self) -> None:
         while self._waiting and self._inside < self.limit:
             turn = self._waiting.popleft()
             if not turn.done():
                 self._inside += 1
+                turn.set_result(None)
+        free = max(1, self.limit - self._inside)
+        while self._waiting_behind and self._background < free * self._waiting_behind[0][0]:
+            _, turn = self._waiting_behind.popleft()
+            if not turn.done():
+                self._background += 1
                 turn.set_result(None)

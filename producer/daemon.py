@@ -158,8 +158,18 @@ class _Producer:
         )
         places = Admission(max_groups, engine.load)
         proof = SwapProof(config.swap.probe_tolerance or TOLERANCES[config.model.dtype])
-        self._adapters = AdapterRegistry(engine, folder_for, proof, self._counters, self._metrics, timeline)
-        goes_on = config.swap.mode == "merged" and config.swap.on_swap == "continue"  # by itself, without a cut
+        evaluation, merged = config.evaluation, config.swap.mode == "merged"
+        self._adapters = AdapterRegistry(
+            engine,
+            folder_for,
+            proof,
+            self._counters,
+            self._metrics,
+            timeline,
+            fetch=lambda policy: self._link.fetch(policy),
+            hold_s=evaluation.hold_swap_s if evaluation and merged else None,
+        )
+        goes_on = merged and config.swap.on_swap == "continue"  # by itself, without a cut
         self._generation = Generation(
             InFlight(engine, self._adapters, self._counters, "finish" if goes_on else config.swap.on_swap),
             self._adapters,
@@ -170,12 +180,13 @@ class _Producer:
             self._counters,
             self._metrics,
             places,
+            config.sampling.num_generations,
             self._spawn,
             lambda message: self._link.answer(message),
         )
         self._link = Link(
             channel,
-            Identity(self.name, engine.facts, 2 * max_groups, config.swap.mode),
+            Identity(self.name, engine.facts, 2 * max_groups, config.swap.mode, evaluates=evaluation is not None),
             config.transport,
             config.control_endpoint,
             self,
@@ -320,6 +331,12 @@ class _Producer:
 
     def policy_arrived(self, arrival: Arrival) -> None:
         self._loop.call_soon_threadsafe(self._adapters.offer, arrival)
+
+    def fetched(self, policy: PolicyInfo, arrival: Arrival | None) -> None:
+        if arrival is None:
+            self._loop.call_soon_threadsafe(self._adapters.miss, policy)
+        else:
+            self._loop.call_soon_threadsafe(self._adapters.bring, arrival)
 
     def outbox_full(self, full: bool) -> None:
         self._loop.call_soon_threadsafe(self._generation.pause, full)

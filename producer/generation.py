@@ -3,7 +3,8 @@
 Guarantee: every lease that is not abandoned is answered exactly once, with a group or with the reason why not, before its
 deadline, also when its trainer is replaced by another process of the run meanwhile; no more groups are in the engine at
 once than keep it busy, so that each begins on the newest policy there is when its turn comes; none enters while paused.
-What becomes of it when a newer one arrives is in `producer.in_flight`.
+What becomes of it when a newer one arrives is in `producer.in_flight`. A lease of an evaluation is answered by the version that
+it names, or not at all.
 """
 
 import asyncio
@@ -23,7 +24,7 @@ from producer.interfaces import Completion, Counters, LeaseFailure, Workload
 from producer.metrics import ProducerMetrics
 from producer.prompts import PromptFormat
 from producer.rewards import RewardPool
-from protocol.messages import FailureReason, Group, Lease, Nack
+from protocol.messages import FailureReason, Group, Lease, Nack, PolicyInfo
 from protocol.throttle import Throttle
 
 logger = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ class Generation:
 
     Args:
         places: of groups in the engine.
+        group_size: completions of a group for training.
         spawn: starts a task whose exceptions end the daemon.
         answer: delivers a group or a refusal.
     """
@@ -71,6 +73,7 @@ class Generation:
         counters: Counters,
         metrics: ProducerMetrics,
         places: Admission,
+        group_size: int,
         spawn: Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"],
         answer: Callable[[Group | Nack], None],
     ) -> None:
@@ -81,6 +84,7 @@ class Generation:
         self._counters = counters
         self._metrics = metrics
         self._places = places
+        self._group_size = group_size
         self._spawn = spawn
         self._answer = answer
         self._open = asyncio.Event()
@@ -154,6 +158,23 @@ class Generation:
     async def _group(self, work: "_Work") -> Group:
         lease = work.lease
         prompt_ids = self._prompts.encode(lease.prompt, lease.sampling.max_completion_length)
+        if lease.evaluates is None:
+            completions, generation_s = await self._sample(work, prompt_ids)
+        else:
+            completions, generation_s = await self._sample_exactly(work, prompt_ids, lease.evaluates)
+        self._count(prompt_ids, completions, generation_s)
+        work.enter("scoring", "reward_failed")
+        token_ids = [completion.token_ids for completion in completions]
+        rewards, reward_s = await self._rewards.score(
+            lease.prompt, self._prompts.decode(lease.prompt, token_ids), token_ids, lease.columns
+        )
+        self._counters.groups += 1
+        self._metrics.reward_s.observe(reward_s)
+        return _group_message(lease.lease_id, prompt_ids, completions, rewards, generation_s, reward_s)
+
+    async def _sample(self, work: "_Work", prompt_ids: list[int]) -> tuple[list[Completion], float]:
+        """On the newest version, and how long that took in seconds."""
+        lease = work.lease
         await self._adapters.wait_for(lease.policy_floor)
         work.enter("waiting", "generation_failed", " for room in the engine")
         async with self._places:
@@ -165,16 +186,24 @@ class Generation:
             work.enter("generating", "generation_failed")
             with self._clock.running():
                 completions = await self._in_flight.sample(prompt_ids, lease.sampling)
-        generation_s = time.monotonic() - started
-        self._count(prompt_ids, completions, generation_s)
-        work.enter("scoring", "reward_failed")
-        token_ids = [completion.token_ids for completion in completions]
-        rewards, reward_s = await self._rewards.score(
-            lease.prompt, self._prompts.decode(lease.prompt, token_ids), token_ids, lease.columns
-        )
-        self._counters.groups += 1
-        self._metrics.reward_s.observe(reward_s)
-        return _group_message(lease.lease_id, prompt_ids, completions, rewards, generation_s, reward_s)
+        return completions, time.monotonic() - started
+
+    async def _sample_exactly(
+        self, work: "_Work", prompt_ids: list[int], policy: PolicyInfo
+    ) -> tuple[list[Completion], float]:
+        """On the version that is evaluated, after what is for training."""
+        sampling = work.lease.sampling
+        async with self._adapters.pin_evaluated(policy) as adapter:
+            work.enter("waiting", "generation_failed", " for room that training leaves in the engine")
+            async with self._places.behind(max(1, self._group_size // sampling.num_generations)):
+                await self._open.wait()
+                started = time.monotonic()
+                work.enter("generating", "generation_failed")
+                with self._clock.running():
+                    completions = await self._in_flight.sample_on(prompt_ids, sampling, adapter)
+        if any(set(completion.token_versions or ()) - {policy.version} for completion in completions):
+            raise LeaseFailure("no_policy", f"v{policy.version} is evaluated, and newer weights came in between")
+        return completions, time.monotonic() - started
 
     def _count(self, prompt_ids: list[int], completions: list[Completion], generation_s: float) -> None:
         self._counters.prompt_tokens += len(prompt_ids)

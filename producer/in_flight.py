@@ -79,6 +79,16 @@ class InFlight:
                         completions[place] = _joined(completions[place], piece)
         return completions
 
+    async def sample_on(self, prompt_ids: list[int], sampling: Sampling, adapter: Adapter) -> list[Completion]:
+        """Samples one group on this adapter, which the caller pins. Where the engine's own weights change meanwhile, tokens
+        say so.
+
+        Raises:
+            LeaseFailure: the engine refuses a request.
+            EngineError: the engine is dead.
+        """
+        return await self._stretch([(prompt_ids, sampling)], adapter, uncut_s=math.inf)
+
     async def _stretch(self, requests: list[_Request], adapter: Adapter, uncut_s: float) -> list[Completion]:
         """What the engine samples for `requests` until they end or, after `uncut_s`, a newer adapter is current."""
         cut = asyncio.Event()

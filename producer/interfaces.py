@@ -151,6 +151,7 @@ class Identity:
     facts: EngineFacts
     capacity: int
     swap_mode: Literal["adapter", "merged"] = "adapter"
+    evaluates: bool = False
 
 
 class LinkEvents(Protocol):
@@ -168,6 +169,9 @@ class LinkEvents(Protocol):
         """The trainer does not want this lease's group any more."""
 
     def policy_arrived(self, arrival: Arrival) -> None: ...
+
+    def fetched(self, policy: PolicyInfo, arrival: Arrival | None) -> None:
+        """What `Link.fetch` asked for; None: the trainer does not have it."""
 
     def outbox_full(self, full: bool) -> None:
         """Said when it changes: while it is full, no generation may begin."""

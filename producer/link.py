@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 from producer.connection import Connection
 from producer.download import PolicyDownload
-from producer.interfaces import Counters, Delivery, Identity, LinkEvents, Workload
+from producer.interfaces import Arrival, Counters, Delivery, Identity, LinkEvents, Workload
 from producer.outbox import Outbox
 from producer.sender import Sender
 from producer.shared_file import read_in_background
@@ -36,6 +36,7 @@ from protocol.messages import (
     Lease,
     Nack,
     Policy,
+    PolicyInfo,
     PolicyOffer,
     Reject,
     TrainerMessage,
@@ -80,7 +81,10 @@ class Link(threading.Thread):
         self._outbox = Outbox(transport.max_unacked_bytes)
         self._was_full = False
         self._download = PolicyDownload(transport.blob_chunk_bytes)
-        self._sender = Sender(channel, self._outbox, self._download, identity, counters, workload)
+        self._fetch = PolicyDownload(transport.blob_chunk_bytes)  # of a policy that need not be the newest
+        self._asked: queue.SimpleQueue[PolicyInfo] = queue.SimpleQueue()
+        self._fetching: PolicyInfo | None = None
+        self._sender = Sender(channel, self._outbox, (self._download, self._fetch), identity, counters, workload)
         self._run_id = self._session = ""
         self._schema_version = SCHEMA_VERSION  # of the last greeting
         self._say = Throttle(logger)
@@ -97,6 +101,12 @@ class Link(threading.Thread):
     def answer(self, message: Group | Nack) -> None:
         """Settles a lease from this side. Never blocks."""
         self._answers.put(message)
+        self._wake()
+
+    def fetch(self, policy: PolicyInfo) -> None:
+        """Gets this policy, answered by `LinkEvents.fetched`; asked for again while it is under way, it comes once. Never
+        blocks."""
+        self._asked.put(policy)
         self._wake()
 
     def stop(self, flush_s: float) -> None:
@@ -127,6 +137,7 @@ class Link(threading.Thread):
         now = time.monotonic()
         self._beat()
         self._take_answers()
+        self._take_asked()
         self._take_files()
         self._note_fullness()
         if self._stop_by is not None and (self._outbox.all_settled or not self.connected or now >= self._stop_by):
@@ -156,7 +167,8 @@ class Link(threading.Thread):
             self._reconnect()
         if self._connection.hello_due(now):
             me = self._identity
-            hello = Hello(me.name, me.facts, me.capacity, self._outbox.held(), __version__, me.swap_mode)
+            held = self._outbox.held()
+            hello = Hello(me.name, me.facts, me.capacity, held, __version__, me.swap_mode, me.evaluates)
             self._schema_version = self._channel.schema_version
             if self._channel.send(hello):
                 self._connection.note_hello(now)
@@ -183,9 +195,29 @@ class Link(threading.Thread):
 
     def _take_files(self) -> None:
         while not self._files.empty():
-            arrived = self._download.take_file(*self._files.get_nowait())
-            if arrived is not None:
-                self._events.policy_arrived(arrived)
+            file = self._files.get_nowait()
+            self._arrive(self._download.take_file(*file))
+            self._fetched(self._fetch.take_file(*file))
+
+    def _take_asked(self) -> None:
+        while not self._asked.empty():
+            policy = self._asked.get_nowait()
+            if policy != self._fetching:
+                self._fetching = policy
+                self._fetch.announce(policy)
+
+    def _arrive(self, arrived: Arrival | None) -> None:
+        if arrived is not None:
+            self._events.policy_arrived(arrived)
+
+    def _fetched(self, arrived: Arrival | None) -> None:
+        if arrived is not None:
+            self._forget_fetch()
+            self._events.fetched(arrived.policy, arrived)
+
+    def _forget_fetch(self) -> None:
+        self._fetching = None
+        self._fetch.forget_policy()
 
     def _take_answers(self) -> None:
         while not self._answers.empty():
@@ -234,14 +266,18 @@ class Link(threading.Thread):
             case Nack():
                 self._drop(message)
             case BlobChunk():
-                arrived = self._download.receive(message)
-                if arrived is not None:
-                    self._events.policy_arrived(arrived)
+                self._arrive(self._download.receive(message))
+                self._fetched(self._fetch.receive(message))
             case PolicyOffer():
-                if (offered := self._download.take_offer(message)) is not None:
-                    read_in_background(offered, message.shared_file, self._note_file)
+                for download in (self._download, self._fetch):
+                    if (offered := download.take_offer(message)) is not None:
+                        read_in_background(offered, message.shared_file, self._note_file)
             case BlobMissing(digest):
                 self._download.give_up(digest)
+                if self._fetching is not None and self._fetching.digest == digest:
+                    missing = self._fetching
+                    self._forget_fetch()
+                    self._events.fetched(missing, None)
         return False
 
     def _take_refusal(self, problems: list[str]) -> None:
@@ -257,6 +293,8 @@ class Link(threading.Thread):
             self._connection.greet_again()
 
     def _begin_session(self, welcome: Welcome) -> None:
+        if welcome.session != self._session:
+            self._forget_fetch()  # who asked will ask again if it still wants it
         if welcome.run_id != self._run_id:
             if count := self._outbox.void():
                 logger.warning("the trainer of another run: %d leases of run %s are void", count, self._run_id)

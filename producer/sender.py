@@ -4,7 +4,7 @@ Guarantee: a heartbeat once per interval, every answer until the trainer has it,
 answered. Over a new connection all of it is due at once.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from producer.download import PolicyDownload
 from producer.interfaces import Counters, Identity, Workload
@@ -21,14 +21,14 @@ class Sender:
         self,
         channel: ClientChannel,
         outbox: Outbox,
-        download: PolicyDownload,
+        downloads: Sequence[PolicyDownload],
         identity: Identity,
         counters: Counters,
         workload: Callable[[], Workload],
     ) -> None:
         self._channel = channel
         self._outbox = outbox
-        self._download = download
+        self._downloads = downloads
         self._identity = identity
         self._counters = counters
         self._workload = workload
@@ -40,7 +40,8 @@ class Sender:
         self._interval_s = interval_s
         self._heartbeat_at = float("-inf")
         self._outbox.forget_sends()
-        self._download.forget_requests()
+        for download in self._downloads:
+            download.forget_requests()
 
     def send_due(self, now: float) -> None:
         if now - self._heartbeat_at >= self._interval_s:
@@ -49,8 +50,9 @@ class Sender:
         for answer in self._outbox.due(now):
             self._send_answer(answer, now)
         knows_offers = self._channel.schema_version >= SINCE_MESSAGES[PolicyRequest]
-        for request in self._download.due_requests(now, knows_offers=knows_offers):
-            self._channel.send(request)
+        for download in self._downloads:
+            for request in download.due_requests(now, knows_offers=knows_offers):
+                self._channel.send(request)
 
     def _send_answer(self, answer: Group | Nack, now: float) -> None:
         try:

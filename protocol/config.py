@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from protocol.config_dataset import DatasetSection
+from protocol.config_evaluation import WEIGHTED_SUM, EvaluationSection
 from protocol.config_guards import GuardsSection
 from protocol.config_learning import (
     AdvantageSection,
@@ -176,6 +177,9 @@ class RunConfig(Section):
     transport: TransportSection = TransportSection()  # type: ignore[call-arg]
     observability: ObservabilitySection = ObservabilitySection()  # type: ignore[call-arg]
     guards: GuardsSection = GuardsSection()  # type: ignore[call-arg]
+    evaluation: EvaluationSection | None = Field(
+        None, description="A held-out set, scored by the producers every so many versions. Without it there is none."
+    )
     lora: dict[str, Any] = Field(
         default_factory=lambda: dict(LORA_DEFAULTS),
         description="peft.LoraConfig. DoRA, biases and modules_to_save are refused: vLLM cannot serve them.",
@@ -194,6 +198,20 @@ class RunConfig(Section):
         if self.reroll.reward is not None and self.reroll.reward not in self.rewards.names:
             raise ValueError(
                 f"reroll.reward: {self.reroll.reward!r} is not one of rewards.functions: {', '.join(self.rewards.names)}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _evaluation_fits(self) -> "RunConfig":
+        if self.evaluation is None:
+            return self
+        known = (WEIGHTED_SUM, *self.rewards.names)
+        if self.evaluation.metric not in known:
+            raise ValueError(f"evaluation.metric: {self.evaluation.metric!r} is not one of {', '.join(known)}")
+        if self.evaluation.dataset.chat_template_kwargs not in ({}, self.dataset.chat_template_kwargs):
+            raise ValueError(
+                "evaluation.dataset.chat_template_kwargs: prompts of both datasets are rendered alike; give them in "
+                "dataset.chat_template_kwargs alone"
             )
         return self
 
@@ -226,9 +244,14 @@ class RunConfig(Section):
         return min(rank for rank in SERVABLE_RANKS if rank >= self.lora["r"])
 
     @property
-    def max_loras(self) -> int:
-        """Adapters that may be needed at once: every version that a live request can name, and the one being loaded."""
+    def training_loras(self) -> int:
+        """Adapters that training may need at once: every version that a live request can name, and the one being loaded."""
         return self.pipeline.staleness_limit + 2
+
+    @property
+    def max_loras(self) -> int:
+        """Those, and the one that is evaluated."""
+        return self.training_loras + (self.evaluation is not None)
 
     @property
     def control_endpoint(self) -> str:

@@ -88,12 +88,14 @@ class ScriptedProducer:
         name: str = "scripted",
         capacity: int = 64,
         answer: Answer = made_up_group,
+        evaluates: bool = False,
     ):
         self.channel = channel
         self.engine = engine
         self.name = name
         self.capacity = capacity
         self.answer = answer
+        self.evaluates = evaluates
         self.acks: list[Ack] = []
         self.nacks: list[Nack] = []
         self.versions: list[int] = []
@@ -121,7 +123,7 @@ class ScriptedProducer:
         while not self._stopping and self.farewell is None and self.rejected is None:
             now = time.monotonic()
             if self._policy_version < 0 and now - said_hello > 0.5:
-                self.channel.send(Hello(self.name, self.engine, self.capacity))
+                self.channel.send(Hello(self.name, self.engine, self.capacity, evaluates=self.evaluates))
                 said_hello = now
             elif self._policy_version >= 0 and now - last_beat > 0.3:
                 self.channel.send(
@@ -161,4 +163,5 @@ class ScriptedProducer:
         ready = [lease for lease in self._waiting if lease.policy_floor <= self._policy_version]
         self._waiting = [lease for lease in self._waiting if lease.policy_floor > self._policy_version]
         for lease in ready:
-            self.channel.send(self.answer(lease, self._policy_version))
+            version = lease.evaluates.version if lease.evaluates else self._policy_version
+            self.channel.send(self.answer(lease, version))

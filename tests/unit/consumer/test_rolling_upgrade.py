@@ -71,6 +71,8 @@ class Worker:
     def leased(self, lease: Lease) -> None:
         self.link.answer(made_up_group(lease, 0))
 
+    def fetched(self, policy: PolicyInfo, arrival: Arrival | None) -> None: ...
+
     def policy_arrived(self, arrival: Arrival) -> None:
         self.blobs.append(arrival.blob)
 

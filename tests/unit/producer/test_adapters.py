@@ -8,7 +8,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from producer.adapters import AdapterRegistry
-from producer.interfaces import Adapter, AdapterRefusedError, Arrival, Completion, Counters, Probe
+from producer.interfaces import Adapter, AdapterRefusedError, Arrival, Completion, Counters, LeaseFailure, Probe
 from producer.metrics import ProducerMetrics
 from producer.probe import SwapProof
 from producer.timeline import Timeline
@@ -69,16 +69,18 @@ class FakeEngine:
 
 
 class Setup:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, hold_s: float | None = None) -> None:
         self.engine = FakeEngine()
         self.folder = folder / "adapters"
         self.counters = Counters()
         self.timeline_path = folder / "timeline.jsonl"
         self.timeline = Timeline(self.timeline_path)
         metrics = ProducerMetrics(CollectorRegistry())
+        self.fetched: list[PolicyInfo] = []
         self.registry = AdapterRegistry(
-            self.engine, lambda num_bytes: self.folder, SwapProof(1e-3), self.counters, metrics, self.timeline
-        )
+            self.engine, lambda num_bytes: self.folder, SwapProof(1e-3), self.counters, metrics, self.timeline,
+            self.fetched.append, hold_s,
+        )  # fmt: skip
 
     async def publish(self, version: int) -> bool:
         policy, data = blob(version)
@@ -249,4 +251,99 @@ def test_a_request_that_ends_while_a_version_is_proved_does_not_unload_it(setup,
         assert setup.engine.versions == [1]
 
     running = None
+    asyncio.run(body())
+
+
+# What is evaluated.
+
+
+async def pinned(setup: Setup, version: int, until: asyncio.Event | None = None) -> int:
+    async with setup.registry.pin_evaluated(blob(version)[0]) as adapter:
+        assert adapter.id in setup.engine.loaded
+        if until is not None:
+            await until.wait()
+        return adapter.version
+
+
+def test_an_evaluated_version_stays_until_another_one_is_evaluated(setup):
+    async def body():
+        await setup.publish(1)
+        assert await pinned(setup, 1) == 1
+        for version in (2, 3):
+            await setup.publish(version)
+        assert setup.engine.versions == [1, 3]
+        assert await pinned(setup, 1) == 1
+        assert setup.fetched == []
+        assert await pinned(setup, 3) == 3
+        assert setup.engine.versions == [3]
+        assert setup.folders() == 1
+
+    asyncio.run(body())
+
+
+def test_one_that_is_gone_is_fetched_proved_and_served_beside_the_newest(setup):
+    async def body():
+        running = asyncio.create_task(setup.registry.run())
+        for version in (1, 2):
+            await setup.publish(version)
+        waiting = [asyncio.create_task(pinned(setup, 1)) for _ in range(3)]
+        await asyncio.sleep(0.01)
+        assert set(setup.fetched) == {blob(1)[0]}
+        setup.registry.bring(Arrival(*blob(1), 0.0, Probe((1, 2), (-0.5,))))
+        assert await asyncio.wait_for(asyncio.gather(*waiting), 5) == [1, 1, 1]
+        assert setup.engine.versions == [2, 1]
+        assert setup.counters.policy_version == 2
+        running.cancel()
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("what", ["missing", "refused", "damaged"])
+def test_one_that_cannot_be_had_fails_its_leases(setup, what):
+    async def body():
+        running = asyncio.create_task(setup.registry.run())
+        await setup.publish(2)
+        waiting = asyncio.create_task(pinned(setup, 1))
+        await asyncio.sleep(0.01)
+        policy, data = blob(1)
+        if what == "missing":
+            setup.registry.miss(policy)
+        elif what == "refused":
+            setup.registry.bring(Arrival(policy, data, 0.0, Probe((1, 2), (-0.9,))))
+        else:
+            setup.registry.bring(Arrival(policy, b"damaged", 0.0))
+        with pytest.raises(LeaseFailure, match="could not be had or loaded here"):
+            await asyncio.wait_for(waiting, 5)
+        assert (setup.engine.versions, setup.folders()) == ([2], 1)
+        running.cancel()
+
+    asyncio.run(body())
+
+
+def test_an_engine_of_one_version_keeps_it_for_an_evaluation_and_not_for_ever(tmp_path):
+    async def body():
+        setup = Setup(tmp_path, hold_s=0.3)
+        running, until = asyncio.create_task(setup.registry.run()), asyncio.Event()
+        await setup.publish(1)
+        evaluating = asyncio.create_task(pinned(setup, 1, until))
+        await asyncio.sleep(0.01)
+        for version in (2, 3):
+            setup.registry.offer(Arrival(*blob(version), 0.0))
+        await asyncio.sleep(0.1)
+        assert setup.counters.policy_version == 1, "held"
+        until.set()
+        await asyncio.wait_for(evaluating, 5)
+        await asyncio.wait_for(setup.registry.wait_for(3), 5)
+        with pytest.raises(LeaseFailure, match="the engine has other weights by now"):
+            await pinned(setup, 1)
+        evaluating = asyncio.create_task(pinned(setup, 3, asyncio.Event()))
+        await asyncio.sleep(0.01)
+        setup.registry.offer(Arrival(*blob(4), 0.0))
+        await asyncio.wait_for(setup.registry.wait_for(4), 5)
+        assert not evaluating.done(), "the bound is over"
+        for task in (evaluating, running):
+            task.cancel()
+        assert setup.fetched == []
+        setup.timeline.__exit__(None, None, None)
+
     asyncio.run(body())

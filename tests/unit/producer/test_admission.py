@@ -148,3 +148,47 @@ def test_the_door_asks_the_engine_before_it_lets_in(preemptions: int, inside: in
         entering.cancel()
 
     run(body)
+
+
+def test_an_evaluation_takes_the_places_that_training_leaves_and_always_one():
+    async def body():
+        places, done = Admission(3, lambda: None), asyncio.Event()
+        inside: list[str] = []
+
+        async def training() -> None:
+            async with places:
+                inside.append("training")
+                await done.wait()
+
+        async def evaluation() -> None:
+            async with places.behind(2):
+                inside.append("evaluation")
+                await done.wait()
+
+        def count(kind: str) -> int:
+            return inside.count(kind)
+
+        tasks = [asyncio.create_task(evaluation()) for _ in range(9)]
+        await asyncio.sleep(0)
+        assert count("evaluation") == 6, "three free places of two each"
+        tasks += [asyncio.create_task(training()) for _ in range(5)]
+        await asyncio.sleep(0)
+        assert count("training") == 3, "as if the evaluation was not there"
+        done.set()
+        await asyncio.gather(*tasks)
+        done.clear()
+        inside.clear()
+        tasks = [asyncio.create_task(training()) for _ in range(5)]
+        await asyncio.sleep(0)
+        tasks += [asyncio.create_task(evaluation()) for _ in range(5)]
+        await asyncio.sleep(0)
+        assert (count("training"), count("evaluation")) == (3, 2), "one place's worth, however busy it is"
+        tasks[-1].cancel()  # while it waits
+        tasks[5].cancel()  # inside
+        await asyncio.sleep(0.01)
+        assert count("evaluation") == 3
+        done.set()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert (count("training"), count("evaluation")) == (5, 4)
+
+    run(body)

@@ -3,6 +3,7 @@
 import asyncio
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
@@ -92,6 +93,7 @@ class Setup:
             self.counters,
             self.metrics,
             Admission(max_groups, lambda: None),
+            4,
             self.spawn,
             self.answers.append,
         )
@@ -136,6 +138,44 @@ def test_a_group_carries_everything_in_the_documented_layout(run):
         rewards = np.frombuffer(group.rewards, "<f4").reshape(4, 2)
         np.testing.assert_array_equal(rewards, [[1, np.nan], [2, np.nan], [1, np.nan], [2, np.nan]])
         assert (setup.counters.tokens, setup.counters.groups, setup.counters.failed) == (6, 1, 0)
+
+    run(body)
+
+
+def test_an_evaluation_is_answered_by_the_version_that_it_names_beside_newer_groups(run):
+    async def body(setup):
+        await setup.publish(3)
+        held_out = msgspec.structs.replace(lease(1), sampling=Sampling(1, 6, 0.0), policy_floor=3, evaluates=blob(3)[0])
+        setup.generation.start(held_out)
+        await asyncio.sleep(0.01)
+        await setup.publish(5)
+        setup.generation.start(lease(2))
+        setup.generation.start(msgspec.structs.replace(held_out, lease_id="lease-3"))
+        await asyncio.sleep(0.01)
+        assert sorted(setup.engine.started_on) == [3, 3, 5]
+        setup.engine.release.set()
+        await setup.settle()
+        assert {answer.lease_id: answer.policy_version for answer in setup.answers} == {
+            "lease-1": 3, "lease-2": 5, "lease-3": 3,
+        }  # fmt: skip
+        assert setup.engine.versions == [3, 5], "what is evaluated stays until another version is"
+
+    run(body)
+
+
+def test_an_evaluation_whose_weights_changed_in_between_is_handed_back_as_such(run):
+    class Merging(SlowEngine):
+        async def generate(self, prompt_ids, sampling, adapter, cut):
+            return [Completion([5, 2], [-0.5, -0.5], False, [3, 4])]
+
+    async def body(setup):
+        setup.generation._in_flight = InFlight(Merging(), setup.registry, setup.counters, "finish")
+        await setup.publish(3)
+        setup.generation.start(
+            msgspec.structs.replace(lease(1), sampling=Sampling(1, 6, 0.0), policy_floor=3, evaluates=blob(3)[0])
+        )
+        await setup.settle()
+        assert setup.answers == [Nack("lease-1", "no_policy", "v3 is evaluated, and newer weights came in between")]
 
     run(body)
 

@@ -53,6 +53,10 @@ class Events:
         self.probes: list[Probe | None] = []
         self.fullness: list[bool] = []
         self.outcome: list[BaseException | None] = []
+        self.fetches: list[tuple[int, bytes | None]] = []
+
+    def fetched(self, policy: PolicyInfo, arrival: Arrival | None) -> None:
+        self.fetches.append((policy.version, arrival and arrival.blob))
 
     def run_began(self, policy: PolicyInfo) -> None:
         self.runs.append(policy)
@@ -174,6 +178,22 @@ def test_a_producer_of_the_same_host_reads_the_file_and_asks_for_chunks_only_if_
         setup.wait_for(lambda: setup.events.blobs)
     assert setup.events.blobs == [(0, setup.blob)]
     assert bool(setup.trainer.all(BlobRequest)) == (content == "damaged")
+
+
+def test_an_older_policy_is_fetched_beside_the_newest_once_or_is_known_to_be_gone(setup):
+    older, gone = b"older" * 1000, policy(1, b"gone")
+    setup.trainer.blobs[policy(2, older).digest] = older
+    setup.start()
+    setup.wait_for(lambda: setup.events.blobs)
+    for _ in range(3):
+        setup.link.fetch(policy(2, older))
+    setup.wait_for(lambda: setup.events.fetches)
+    setup.link.fetch(gone)
+    setup.wait_for(lambda: len(setup.events.fetches) == 2)
+    assert setup.events.fetches == [(2, older), (1, None)]
+    assert setup.events.blobs == [(0, setup.blob)]
+    setup.link.fetch(policy(2, older))
+    setup.wait_for(lambda: len(setup.events.fetches) == 3)
 
 
 def test_lost_chunks_are_asked_for_again(setup):

@@ -720,3 +720,33 @@ def test_a_configuration_cannot_be_changed_after_the_checks(run_yaml: Path) -> N
         config.seed = 1  # type: ignore[misc]
     with pytest.raises(ValueError, match="frozen"):
         config.pipeline.max_staleness = 9  # type: ignore[misc]
+
+
+# Evaluation.
+
+
+def evaluating(run_yaml: Path, text: str) -> str:
+    return refusal(run_yaml, f"{MINIMAL}evaluation:\n  dataset: {{path: held-out.jsonl}}\n{text}")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("  num_completions: 4\n", "num_completions=4 at temperature 0 would all be the same"),
+        ("  temperature: 1.0\n  pass_k: 2\n", "pass_k=2 needs at least so many num_completions, not 1"),
+        ("  temperature: 1.0\n  num_completions: 2\n  pass_k: 2\n", "pass_k=2 needs a threshold"),
+        ("  metric: exactt\n", "evaluation.metric: 'exactt' is not one of reward, "),
+    ],
+)
+def test_an_evaluation_that_cannot_be_scored_is_refused(run_yaml: Path, text: str, words: str) -> None:
+    assert words in evaluating(run_yaml, text)
+
+
+def test_an_evaluation_takes_one_lora_slot_which_training_does_not_ask_for(run_yaml: Path) -> None:
+    plain = load(run_yaml)
+    held_out = "evaluation:\n  dataset: {path: held-out.jsonl}\n  temperature: 1.0\n  threshold: 0.5\n"
+    config = load(run_yaml, MINIMAL + held_out)
+    assert config.evaluation is not None
+    assert (plain.max_loras, config.max_loras) == (plain.training_loras, plain.training_loras + 1)
+    assert config.training_loras == plain.training_loras
+    assert config.evaluation.score_name == "pass@1 reward>=0.5"

@@ -1,0 +1,133 @@
+"""What evaluations came to: the file of results, the best adapter, and whether the run should go on.
+
+Guarantee: `RUN_DIR/evaluations.jsonl` has one line per evaluation of the run that is, on the disk when `record` returns; steps
+that a crash undid leave none. `checkpoints/best` is whole or absent: a plain PEFT adapter with `evaluation.json` beside it, the
+best that this run ever had, also of steps that a crash undid. `record` may be repeated after a crash at any point.
+"""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from protocol.adapter_blob import unpack
+from protocol.config_evaluation import EvaluationSection
+from protocol.json_lines import append, encode_line, forget_after, open_to_append
+from replay.disk import sync
+
+_RESULT = "evaluation.json"
+
+
+class EvaluationResults:
+    """Belongs to the main thread.
+
+    Args:
+        first_step: steps taken before this process.
+        max_unscored_share: an evaluation of which more than this share of the prompts has no score is reported and nothing else.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        checkpoints_dir: Path,
+        section: EvaluationSection,
+        first_step: int,
+        max_unscored_share: float,
+    ) -> None:
+        self._file = run_dir / "evaluations.jsonl"
+        self._best = checkpoints_dir / "best"
+        self._section = section
+        self._max_unscored_share = max_unscored_share
+        forget_after(self._file, first_step)
+        lines = self._file.read_text(encoding="utf-8").splitlines() if self._file.exists() else []
+        self._results: list[dict[str, Any]] = [json.loads(line) for line in lines]
+        old = self._best.with_name(".best.old")
+        if old.exists():  # a crash between the two renames of `_keep`
+            if not self._best.exists():
+                old.rename(self._best)
+            shutil.rmtree(old, ignore_errors=True)
+
+    @property
+    def versions(self) -> list[int]:
+        """Those that have a result."""
+        return [int(result["version"]) for result in self._results]
+
+    @property
+    def best(self) -> dict[str, Any] | None:
+        """What `checkpoints/best` is, if its score can be compared with those to come."""
+        try:
+            found: dict[str, Any] = json.loads((self._best / _RESULT).read_text(encoding="utf-8"))
+        except OSError:
+            return None
+        return found if found["metric"] == self._section.score_name else None
+
+    @property
+    def best_score(self) -> float | None:
+        """Of the results that count."""
+        return max(self._scores(), default=None)
+
+    @property
+    def num_without_improvement(self) -> int:
+        """Evaluations since the last one whose score was more than `min_delta` above all before it."""
+        best, streak = None, 0
+        for score in self._scores():
+            improved = best is None or score > best + self._section.min_delta
+            streak = 0 if improved else streak + 1
+            best = score if best is None else max(best, score)
+        return streak
+
+    @property
+    def stop_reason(self) -> str | None:
+        """Why the run should end now, if it should."""
+        patience, streak = self._section.patience, self.num_without_improvement
+        if patience is None or streak < patience:
+            return None
+        return (
+            f"{streak} evaluations in a row were no improvement on {self._section.score_name} {self.best_score:.4g} "
+            "(evaluation.patience)"
+        )
+
+    def counts(self, result: dict[str, Any]) -> bool:
+        """Whether enough of the prompts have a score, and it is one of the metric of now."""
+        unscored = result["num_prompts"] - result["num_scored"]
+        enough = result["score"] is not None and unscored <= self._max_unscored_share * result["num_prompts"]
+        return bool(enough and result["metric"] == self._section.score_name)
+
+    def record(self, result: dict[str, Any], blob: bytes) -> bool:
+        """Keeps the adapter if it is the best, then writes the line. Returns whether it is the best.
+
+        Raises:
+            OSError: no room, for one; nothing was recorded then.
+        """
+        best = self.best
+        is_best = self.counts(result) and (best is None or result["score"] > best["score"])
+        if is_best and self._section.keep_best:
+            self._keep(result, blob)
+        file = open_to_append(self._file)
+        try:
+            append(file, f"{encode_line(result)}\n".encode())
+            os.fsync(file)
+        finally:
+            os.close(file)
+        sync(self._file.parent)
+        self._results.append(result)
+        return is_best
+
+    def _scores(self) -> list[float]:
+        return [result["score"] for result in self._results if self.counts(result)]
+
+    def _keep(self, result: dict[str, Any], blob: bytes) -> None:
+        partial, old = self._best.with_name(".best"), self._best.with_name(".best.old")
+        for rest in (partial, old):
+            shutil.rmtree(rest, ignore_errors=True)
+        unpack(blob, result["digest"], partial)
+        (partial / _RESULT).write_text(json.dumps(json.loads(encode_line(result)), indent=1), encoding="utf-8")
+        for file in partial.iterdir():
+            sync(file)
+        sync(partial)
+        if self._best.exists():
+            self._best.rename(old)
+        partial.rename(self._best)
+        sync(self._best.parent)
+        shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,81 @@
+"""Evaluations of a run, from the configuration. Wiring only."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from consumer.evaluation_control import EvaluationControl
+from consumer.evaluation_desk import EvaluationDesk
+from consumer.evaluation_queue import EvaluationQueue
+from consumer.evaluation_results import EvaluationResults
+from consumer.setup import Setup
+from protocol.channel import ServerChannel
+from protocol.config import RunConfig
+from protocol.config_evaluation import WEIGHTED_SUM, EvaluationSection
+from protocol.messages import Sampling
+from protocol.throttle import Throttle
+from replay.evaluation import Metric
+from replay.failures import RetryBudget
+from replay.groups import GroupShape
+
+logger = logging.getLogger(__name__)
+
+
+def evaluation_of(
+    setup: Setup, channel: ServerChannel, session: str, first_step: int, say: Callable[..., None]
+) -> EvaluationControl | None:
+    """None for a run without evaluations.
+
+    Args:
+        session: unique per trainer process.
+        first_step: steps taken before this process.
+    """
+    config, section = setup.config, setup.config.evaluation
+    if section is None or setup.held_out is None:
+        return None
+    pipeline, run_dir = config.pipeline, Path(config.run_dir)
+    results = EvaluationResults(run_dir, config.checkpoints_dir, section, first_step, pipeline.max_failed_share)
+    due = EvaluationQueue(run_dir)
+    due.restore(first_step, results.versions)
+    desk = EvaluationDesk(
+        channel,
+        due,
+        setup.held_out,
+        min(len(setup.held_out), section.max_prompts or len(setup.held_out)),
+        sampling=Sampling(section.num_completions, config.sampling.max_completion_length, section.temperature),
+        metric=_metric(config, section),
+        shape=GroupShape(
+            section.num_completions,
+            len(config.rewards.names),
+            config.sampling.max_completion_length,
+            setup.shape.vocab_size,
+        ),
+        budgets={
+            "data": RetryBudget(pipeline.max_data_attempts, pipeline.data_backoff_s),
+            "infra": RetryBudget(pipeline.max_infra_attempts, pipeline.infra_backoff_s),
+        },
+        per_place=max(1, config.sampling.num_generations // section.num_completions),
+        timeout_s=pipeline.lease_timeout_s,
+        session=session,
+        warn=Throttle(logger),
+    )
+    return EvaluationControl(
+        section,
+        due,
+        results,
+        desk,
+        run_dir=run_dir,
+        reward_names=config.rewards.names,
+        last_version=setup.budget.version_at(setup.arguments.max_steps),
+        say=say,
+    )
+
+
+def _metric(config: RunConfig, section: EvaluationSection) -> Metric:
+    weights = [
+        function.weight if section.metric == WEIGHTED_SUM else float(function.name == section.metric)
+        for function in config.rewards.functions
+    ]
+    return Metric(np.array(weights, np.float32), section.threshold, section.pass_k)

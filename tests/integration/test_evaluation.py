@@ -1,0 +1,177 @@
+"""Held-out prompts scored by the real pair while it trains, and what a run does with the scores."""
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from protocol.messages import Group, Lease
+from tests.integration.pair import Daemon
+from tests.integration.runs import Run
+from tests.integration.test_pair import write_run
+from tests.scripted import made_up_group
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+
+WORTH = (
+    "def worth(completions, **_):\n"
+    "    return [sum((i + 1) * ord(c) for i, c in enumerate(text)) % 97 / 97 for text in completions]\n"
+)
+HELD_OUT = [f"{i}+{i + 3}=" for i in range(40)]
+
+
+@pytest.fixture
+def daemons() -> Iterator[list[Daemon]]:
+    started: list[Daemon] = []
+    yield started
+    for daemon in started:
+        daemon.close()
+
+
+def worth_of_greedy(model_folder: Path, adapter: Path | None) -> float:
+    """What transformers' greedy completions of the held-out prompts are worth."""
+    namespace: dict[str, Any] = {}
+    exec(WORTH, namespace)
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    if adapter is not None:
+        model = PeftModel.from_pretrained(model, adapter)
+    texts = []
+    for prompt in HELD_OUT:
+        ids = torch.tensor([tokenizer(prompt)["input_ids"]])
+        output = model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=8,
+            pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
+        )  # fmt: skip
+        texts.append(tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True))
+    values: list[float] = namespace["worth"](texts)
+    return sum(values) / len(values)
+
+
+def pending(folder: Path, version: int) -> bool:
+    return any((folder / "run" / "evaluation").glob(f"version-{version}-*.adapter"))
+
+
+def wait_until(condition: Any, timeout_s: float = 120.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_every_score_is_that_of_the_version_it_names_whoever_is_killed(short_dir: Path, daemons: list[Daemon]) -> None:
+    (short_dir / "held-out.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in HELD_OUT))
+    config = str(
+        write_run(
+            short_dir,
+            "qwen2",
+            [{"prompt": f"{i}+1="} for i in range(40)],
+            WORTH,
+            evaluation={"dataset": {"path": str(short_dir / "held-out.jsonl")}, "every_versions": 3},
+            trainer={"max_steps": 13, "learning_rate": 1e-2, "save_steps": 3, "save_total_limit": 100},
+        )
+    )
+
+    def start(module: str, log: str, *arguments: str) -> Daemon:
+        daemons.append(Daemon(module, short_dir / log, "--config", config, *arguments))
+        return daemons[-1]
+
+    producer, trainer = start("producer.cli", "producer-1.log"), start("consumer.cli", "trainer-1.log")
+    trainer.wait_for(r"evaluation of v0 \(step 0\)")
+    wait_until(lambda: pending(short_dir, 3))
+    producer.kill()
+    producer = start("producer.cli", "producer-2.log")
+    wait_until(lambda: pending(short_dir, 6) or pending(short_dir, 9))
+    trainer.kill()
+    trainer = start("consumer.cli", "trainer-2.log", "--resume")
+    assert trainer.end(120) == 0, trainer.output[-3000:]
+    assert producer.end() == 0, producer.output[-3000:]
+
+    run_dir = short_dir / "run"
+    lines = [json.loads(line) for line in (run_dir / "evaluations.jsonl").read_text().splitlines()]
+    versions = [line["version"] for line in lines]
+    assert versions == sorted(set(versions)), "each once"
+    assert {0, 3, 13} <= set(versions) <= {0, 3, 6, 9, 12, 13}
+    for line in lines:
+        folder = run_dir / "checkpoints" / f"checkpoint-{line['version']}"
+        adapter = None if line["version"] == 0 else run_dir / "adapter" if line["version"] == 13 else folder
+        assert line["score"] == pytest.approx(worth_of_greedy(short_dir / "model", adapter), abs=1e-6), line["version"]
+        assert (line["num_prompts"], line["num_scored"], line["step"]) == (40, 40, line["version"])
+    assert len({line["score"] for line in lines}) == len(lines), "training moved the completions"
+
+    best = max(lines, key=lambda line: line["score"])
+    kept = run_dir / "checkpoints" / "best"
+    assert json.loads((kept / "evaluation.json").read_text())["version"] == best["version"]
+    assert best["score"] == pytest.approx(worth_of_greedy(short_dir / "model", kept), abs=1e-6)
+    assert json.loads((run_dir / "trainer.json").read_text())["best"]["version"] == best["version"]
+    assert list((run_dir / "evaluation").iterdir()) == []
+
+
+def falling_after_two(lease: Lease, policy_version: int) -> Group:
+    """Version 2 is the best."""
+    reward = [0.25, 0.5, 0.75][policy_version] if policy_version < 3 else 0.5
+    return made_up_group(lease, policy_version, rewards=[reward] if lease.evaluates else None)
+
+
+def test_a_run_ends_when_nothing_improves_and_the_best_adapter_outlives_the_checkpoints(
+    start: Any, tmp_path: Path
+) -> None:
+    run: Run = start(
+        evaluation={
+            "dataset": {"path": str(tmp_path / "train.jsonl")},
+            "every_versions": 1,
+            "max_prompts": 3,
+            "patience": 2,
+        },
+        trainer={"max_steps": 200, "save_steps": 1, "save_total_limit": 1},
+    )
+    trainer = run.trainer()
+    run.producer(answer=falling_after_two, evaluates=True)
+    assert trainer.end(90) == 0, trainer.output[-3000:]
+    assert "2 evaluations in a row were no improvement on mean reward 0.75 (evaluation.patience)" in trainer.output
+    run_dir = Path(run.config.run_dir)
+    summary = json.loads((run_dir / "trainer.json").read_text())
+    assert summary["finished"] is True
+    assert summary["stopped_early"].startswith("2 evaluations in a row")
+    assert summary["steps"] < 200
+    scores = [json.loads(line)["score"] for line in (run_dir / "evaluations.jsonl").read_text().splitlines()]
+    assert max(scores) == 0.75
+    folders = sorted(folder.name for folder in run.config.checkpoints_dir.iterdir())
+    assert folders == ["best", f"checkpoint-{summary['steps']}"]
+    assert (run_dir / "adapter" / "adapter_model.safetensors").is_file()
+
+    again = run.trainer("--resume")
+    assert again.end(60) == 0
+    assert run.steps[-1]["step"] == summary["steps"], "a finished run is not trained further"
+
+
+def test_a_step_that_is_not_finite_ends_the_trainer_and_a_lower_learning_rate_goes_on(start: Any) -> None:
+    run: Run = start(trainer={"max_steps": 4, "learning_rate": 1e30, "save_steps": 100})
+    trainer = run.trainer()
+    run.producer()
+    assert trainer.end(60) == 72, trainer.output[-3000:]
+    assert "step 2 was not taken: loss" in trainer.output
+    assert "(step.json, groups.safetensors" in trainer.output
+    kept = json.loads((Path(run.config.run_dir) / "inspect" / "step-2" / "step.json").read_text())
+    assert (kept["step"], kept["weights_not_finite"], len(kept["groups"])) == (2, [], 2)
+    assert kept["gradients_not_finite"]
+    assert [line["step"] for line in run.steps] == [1]
+
+    trainer = run.trainer("--resume", "--set", "trainer.learning_rate=1e-3")
+    assert trainer.end(60) == 0, trainer.output[-3000:]
+    assert [line["step"] for line in run.steps] == [1, 2, 3, 4]
+
+
+def test_a_run_that_nothing_can_be_learned_from_ends_and_says_why(start: Any) -> None:
+    run: Run = start(guards={"max_groups_without_signal": 12})
+    trainer = run.trainer()
+    run.producer(answer=lambda lease, version: made_up_group(lease, version, rewards=[0.0] * 4))
+    assert trainer.end(60) == 67, trainer.output[-3000:]
+    assert "groups had rewards that differ (guards.max_groups_without_signal)" in trainer.output
+    assert "every completion was worth 0" in trainer.output
