@@ -22,6 +22,7 @@ import transformers
 
 from consumer import checkpoints
 from consumer.evaluation_control import EvaluationControl
+from consumer.evaluation_metrics import watch_evaluation
 from consumer.evaluation_setup import evaluation_of
 from consumer.feed import BatchFeed
 from consumer.heartbeat import Heartbeat
@@ -156,6 +157,7 @@ def _train_live(setup: Setup, resume: bool, watch: Watch) -> ExitCode:
                 return ExitCode.OK
         intake.start()
         metrics.watch(run_id, buffer, intake, channel.refusals.counts, feed.waiting_s, disk, config.journal_file)
+        watch_evaluation(watch.registry, evaluation)
         health.check_alive("disk", disk.complaint)
         health.check_ready("journal", journal.complaint)
         health.check_ready("producers", lambda: None if intake.num_producers else "none is connected")

@@ -34,6 +34,9 @@ _COUNTS = {
     "frames_refused": "rl_trainer_frames_refused_total",
     "nonfinite_steps": "rl_trainer_nonfinite_steps_total",
     "journal_bytes": "rl_trainer_journal_bytes",
+    "evaluation_version": "rl_trainer_evaluation_version",
+    "evaluation_prompts": "rl_trainer_evaluation_prompts",
+    "evaluation_prompts_done": "rl_trainer_evaluation_prompts_done",
 }
 _NUMBERS = {
     "waiting_now_s": "rl_trainer_waiting_seconds",
@@ -50,6 +53,8 @@ _NUMBERS = {
     "gradient_norm": "rl_trainer_gradient_norm",
     "disk_used_share": "rl_trainer_disk_used_ratio",
     "disk_limit_share": "rl_trainer_disk_used_limit_ratio",
+    "evaluation_score": "rl_trainer_evaluation_score",
+    "evaluation_best_score": "rl_trainer_evaluation_best_score",
 }
 
 
@@ -112,6 +117,7 @@ def _trainer(answers: list[Answer]) -> TrainerView:
         groups_received=_wholes(now.by("rl_trainer_groups_received_total", "outcome")),
         leases_failed=_wholes(now.by("rl_trainer_leases_failed_total", "reason")),
         connections_refused=_wholes(now.by("rl_trainer_connections_refused_total", "reason")),
+        evaluations=_wholes(now.by("rl_trainer_evaluations_total", "outcome")),
         journal_commit_s=rates.mean("rl_trainer_journal_commit_seconds"),
         **counts,
         **numbers,  # type: ignore[arg-type]

@@ -100,6 +100,14 @@ def _learning(trainer: TrainerView | None, rewards: dict[int, float], width: int
             else f"{trainer.completion_length_mean:,.0f} tokens",
         },
     )
+    done = None
+    if trainer.evaluation_prompts:
+        done = f"{trainer.evaluation_prompts_done or 0:,} of {trainer.evaluation_prompts:,} prompts"
+    version = "last" if trainer.evaluation_version is None else f"version {trainer.evaluation_version}"
+    yield from _row(
+        "held out",
+        {version: _plain(trainer.evaluation_score), "best": _plain(trainer.evaluation_best_score), "now": done},
+    )
 
 
 def _pipeline(trainer: TrainerView, width: int) -> Iterator[Row]:

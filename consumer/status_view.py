@@ -62,6 +62,12 @@ class TrainerView:
     journal_commit_s: float | None = None
     disk_used_share: float | None = None
     disk_limit_share: float | None = None
+    evaluation_score: float | None = None
+    evaluation_best_score: float | None = None
+    evaluation_version: int | None = None
+    evaluation_prompts: int | None = None
+    evaluation_prompts_done: int | None = None
+    evaluations: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ sys.path.insert(0, str(ROOT))
 
 from prometheus_client import CollectorRegistry  # noqa: E402
 
+from consumer.evaluation_metrics import watch_evaluation  # noqa: E402
 from consumer.learning_metrics import LearningMetrics  # noqa: E402
 from consumer.metrics import TrainerMetrics  # noqa: E402
 from consumer.producers import FleetMember  # noqa: E402
@@ -59,6 +60,7 @@ def trainer_registry() -> CollectorRegistry:
     buffer: Any = SimpleNamespace(counts=Counter(), depth=lambda: defaultdict(int))
     fleet = [FleetMember("PRODUCER", "RELEASE", -1, 0, 0.0, 0.0, -1)]
     intake: Any = SimpleNamespace(tokens_generated=0, version=0, num_producers=0, num_unwritten=0, fleet=lambda: fleet)
+    watch_evaluation(registry, None)
     disk: Any = SimpleNamespace(used=0.0, max_used=0.0)
     TrainerMetrics(registry).watch("RUN", buffer, intake, Refusals().counts, lambda: 0.0, disk, Path("no journal"))
     return registry

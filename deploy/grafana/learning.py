@@ -67,6 +67,15 @@ def learning() -> dashboard.Dashboard:
             below,
         ),
         graph(
+            "Score on held-out prompts",
+            "Of the last evaluation, and the best; when it falls while the reward rises, the run overfits or games the reward: "
+            "take checkpoints/best.",
+            "short",
+            Series(latest("rl_trainer_evaluation_score"), "score"),
+            Series(latest("rl_trainer_evaluation_best_score"), "best"),
+            least=None,
+        ),
+        graph(
             "Reward by function",
             "Unweighted mean of each reward function; when one rises while the one you care about falls, lower "
             "its weight.",

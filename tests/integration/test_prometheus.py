@@ -40,6 +40,7 @@ def run_dir() -> Iterator[Path]:
             reroll={"delay_versions": 1},
             correction={"preset": "token_mask"},
             trainer={"max_steps": 1_000_000, "beta": 0.01},
+            evaluation={"dataset": {"path": f"{folder}/data.jsonl"}, "every_versions": 5},
         )
         for module, name in (("producer.cli", "producer"), ("consumer.cli", "trainer")):
             daemon = Daemon(module, folder / f"{name}.log", "--config", str(config))
