@@ -117,6 +117,13 @@ class EvaluationDesk:
             self.finished.put(Finished(due, evaluation.answers(), now - self._began))
         return lost
 
+    def receive(self, peer: bytes, session: ProducerSession, message: Group | Nack, shelf: PolicyShelf) -> None:
+        """What came of a lease of an evaluation, of this process or another."""
+        if isinstance(message, Nack):
+            self.take_failure(session, message)
+        else:
+            self._channel.send(peer, self.take(session, message, shelf))
+
     def take(self, session: ProducerSession, message: Group, shelf: PolicyShelf) -> Ack | Nack:
         """The answer to an answer."""
         session.evaluations.discard(message.lease_id)

@@ -61,9 +61,7 @@ def watch_evaluation(registry: CollectorRegistry, evaluation: EvaluationControl 
         "Those of them that are answered or given up.",
         lambda: progress().num_done,
     )
-    readings.gauge(
-        "rl_trainer_evaluation_leases", "Leases of the evaluation in progress.", lambda: progress().num_out
-    )
+    readings.gauge("rl_trainer_evaluation_leases", "Leases of the evaluation in progress.", lambda: progress().num_out)
     readings.counters(
         "rl_trainer_evaluations_total",
         "Evaluations since the trainer started: scored, incomplete (too few prompts have a score to count), or skipped because "

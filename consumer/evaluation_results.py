@@ -80,8 +80,8 @@ class EvaluationResults:
     @property
     def stop_reason(self) -> str | None:
         """Why the run should end now, if it should."""
-        patience, streak = self._section.patience, self.num_without_improvement
-        if patience is None or streak < patience:
+        patience = self._section.patience
+        if patience is None or (streak := self.num_without_improvement) < patience:
             return None
         return (
             f"{streak} evaluations in a row were no improvement on {self._section.score_name} {self.best_score:.4g} "

@@ -257,6 +257,8 @@ class Intake:
             return
         session.last_heard = self._clock()
         match message:
+            case Group() | Nack() if is_evaluation(message.lease_id) and self._evaluations:
+                self._evaluations.receive(peer, session, message, self._shelf)
             case Group():
                 self._take(peer, session, message)
             case Nack():
@@ -356,9 +358,6 @@ class Intake:
     # Groups
 
     def _take(self, peer: bytes, session: ProducerSession, message: Group) -> None:
-        if is_evaluation(message.lease_id) and self._evaluations is not None:
-            self._channel.send(peer, self._evaluations.take(session, message, self._shelf))
-            return
         session.leases.discard(message.lease_id)
         newest = max(self._shelf.newest.version, self._buffer.newest_version)
         try:
@@ -375,9 +374,6 @@ class Intake:
         self._arrivals.add(peer, Delivery(group, encode(message, schema_version=schema), session.name))
 
     def _take_failure(self, session: ProducerSession, message: Nack) -> None:
-        if is_evaluation(message.lease_id) and self._evaluations is not None:
-            self._evaluations.take_failure(session, message)
-            return
         session.leases.discard(message.lease_id)
         if message.reason == "returned":
             self._buffer.give_back(message.lease_id)

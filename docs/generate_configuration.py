@@ -9,7 +9,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo  # noqa: E402
 
 from protocol import config as schema  # noqa: E402
 from protocol import library_rules as rules  # noqa: E402
-from protocol.schema_words import is_section, type_in_words  # noqa: E402
+from protocol.schema_words import is_section, section_of, type_in_words  # noqa: E402
 
 PAGE = ROOT / "docs" / "configuration.md"
 LIBRARY_SECTIONS = ("engine", "lora", "trainer")
@@ -130,7 +130,7 @@ These follow from the file and cannot be set. `--check` shows them.
 |---|---|
 | completions per step | `pipeline.groups_per_step` x `sampling.num_generations` |
 | engine `max_loras` | `pipeline.max_staleness` (`auto`: the greatest of `auto_staleness`) + 2: every version that a live \
-request can name, and the one being loaded; with `serve.enabled` + `serve.max_versions` + 2 |
+request can name, and the one being loaded; with `serve.enabled` + `serve.max_versions` + 2; with `evaluation` + 1 |
 | engine `max_lora_rank` | the smallest of {ranks} that holds `lora.r` |
 | control endpoint | `transport.endpoint`, else `ipc://RUN_DIR/control.ipc` |
 | blob endpoint | `transport.blob_endpoint`, else the control endpoint with `.blobs` appended (ipc) or the next port (tcp) |
@@ -169,11 +169,11 @@ def table(model: type[BaseModel], prefix: str = "", *, only_values: bool = False
 
 def rows(model: type[BaseModel], prefix: str, *, only_values: bool) -> Iterator[str]:
     for name, field in model.model_fields.items():
-        if only_values and (is_section(field.annotation) or name in LIBRARY_SECTIONS):
+        if only_values and (section_of(field.annotation) or name in LIBRARY_SECTIONS):
             continue
         description = field.description or ""
         yield row(f"`{prefix}{name}`", type_in_words(field.annotation, field.metadata), default_of(field), description)
-        for argument in get_args(field.annotation):
+        for argument in get_args(field.annotation) if get_origin(field.annotation) is list else ():
             if is_section(argument):
                 yield from rows(argument, f"{prefix}{name}[].", only_values=False)
 
@@ -210,8 +210,9 @@ def page() -> str:
     default = "`{" + ", ".join(f"{key}: {value}" for key, value in rules.LORA_DEFAULTS.items()) + "}`"
     lines = [INTRODUCTION, "## Top level", "", *table(schema.RunConfig, only_values=True)]
     for name, field in fields.items():
-        if is_section(field.annotation):
-            lines += [f"## `{name}`", "", *table(field.annotation, f"{name}.")]  # type: ignore[arg-type]
+        if (section := section_of(field.annotation)) is not None:
+            left_out = [field.description or "", ""] if not is_section(field.annotation) else []
+            lines += [f"## `{name}`", "", *left_out, *table(section, f"{name}.")]
     lines += [LIBRARIES, ENGINE, *reserved(rules.ENGINE_RESERVED)]
     lines += [UNREPRODUCIBLE, *refused(rules.ENGINE_UNREPRODUCIBLE)]
     lines += [LORA.format(default=default, largest=rules.SERVABLE_RANKS[-1]), *unservable(rules.LORA_UNSERVABLE)]

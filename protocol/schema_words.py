@@ -42,7 +42,7 @@ def type_in_words(annotation: Any, constraints: Iterable[Any] = ()) -> str:
         (words,) = {type_in_words(part) for part in arguments}
         noun, _, bounds = words.partition(" ")
         return f"{_COUNTS[len(arguments)]} {noun}s {bounds}".strip()
-    if origin is dict:
+    if origin is dict or is_section(annotation):
         return "mapping"
     return f"{_WORDS[annotation]} {_bounds_in_words(constraints)}".strip()
 
@@ -55,6 +55,12 @@ def expected(annotation: Any, constraints: Iterable[Any] = ()) -> str:
 
 def is_section(annotation: Any) -> bool:
     return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+def section_of(annotation: Any) -> type[BaseModel] | None:
+    """The section that a key holds, also one that may be left out."""
+    parts = [part for part in get_args(annotation) or (annotation,) if part is not NoneType]
+    return parts[0] if len(parts) == 1 and is_section(parts[0]) and get_origin(annotation) is not list else None
 
 
 def is_compound(annotation: Any) -> bool:

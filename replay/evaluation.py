@@ -72,7 +72,7 @@ class Answer:
 
     score: float | None = None
     rewards: tuple[float, ...] = ()  # mean by function, NaN where none is scored
-    lengths: tuple[int, ...] = ()  # of the completions, in tokens
+    lengths: tuple[int, ...] = ()  # of the completions, in tokens that the policy sampled
     num_truncated: int = 0
 
     @classmethod
@@ -81,8 +81,8 @@ class Answer:
         sums = np.where(scored, group.rewards, 0.0).astype(np.float64).sum(axis=0)
         counts = scored.sum(axis=0)
         means = np.divide(sums, counts, out=np.full(len(sums), np.nan), where=counts > 0)
-        lengths = tuple(group.completion_lengths.tolist())
-        return cls(metric.score(group.rewards), tuple(means.tolist()), lengths, int(group.truncated.sum()))
+        lengths = tuple(group.sampled_lengths.tolist())
+        return cls(metric.score(group.rewards), tuple(means.tolist()), lengths, int(group.was_truncated.sum()))
 
 
 def is_evaluation(lease_id: str) -> bool:

@@ -32,7 +32,7 @@ class SignalWatch:
             return
         self._num_groups += 1
         self._num_completions += group.num_completions
-        self._num_truncated += int(group.truncated.sum())
+        self._num_truncated += int(group.was_truncated.sum())
         if not math.isnan(mean_reward):
             self._low, self._high = min(self._low, mean_reward), max(self._high, mean_reward)
 

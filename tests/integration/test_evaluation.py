@@ -1,11 +1,13 @@
 """Held-out prompts scored by the real pair while it trains, and what a run does with the scores."""
 
+import inspect
 import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from peft import PeftModel
@@ -19,10 +21,12 @@ from tests.scripted import made_up_group
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
-WORTH = (
-    "def worth(completions, **_):\n"
-    "    return [sum((i + 1) * ord(c) for i, c in enumerate(text)) % 97 / 97 for text in completions]\n"
-)
+
+def worth(completions, **_):
+    return [sum((i + 1) * ord(c) for i, c in enumerate(text)) % 97 / 97 for text in completions]
+
+
+WORTH = inspect.getsource(worth)
 HELD_OUT = [f"{i}+{i + 3}=" for i in range(40)]
 
 
@@ -36,22 +40,17 @@ def daemons() -> Iterator[list[Daemon]]:
 
 def worth_of_greedy(model_folder: Path, adapter: Path | None) -> float:
     """What transformers' greedy completions of the held-out prompts are worth."""
-    namespace: dict[str, Any] = {}
-    exec(WORTH, namespace)
-    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    tokenizer = AutoTokenizer.from_pretrained(model_folder, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     if adapter is not None:
         model = PeftModel.from_pretrained(model, adapter)
-    texts = []
-    for prompt in HELD_OUT:
-        ids = torch.tensor([tokenizer(prompt)["input_ids"]])
-        output = model.generate(
-            input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=8,
-            pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
-        )  # fmt: skip
-        texts.append(tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True))
-    values: list[float] = namespace["worth"](texts)
-    return sum(values) / len(values)
+    batch = tokenizer(HELD_OUT, return_tensors="pt", padding=True, return_token_type_ids=False)
+    output = model.generate(
+        **batch, do_sample=False, max_new_tokens=8,
+        pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+    texts = tokenizer.batch_decode(output[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
+    return float(np.mean(worth(texts)))
 
 
 def pending(folder: Path, version: int) -> bool:
@@ -74,7 +73,7 @@ def test_every_score_is_that_of_the_version_it_names_whoever_is_killed(short_dir
             [{"prompt": f"{i}+1="} for i in range(40)],
             WORTH,
             evaluation={"dataset": {"path": str(short_dir / "held-out.jsonl")}, "every_versions": 3},
-            trainer={"max_steps": 13, "learning_rate": 1e-2, "save_steps": 3, "save_total_limit": 100},
+            trainer={"max_steps": 10, "learning_rate": 1e-2, "save_steps": 3, "save_total_limit": 100},
         )
     )
 
@@ -97,10 +96,10 @@ def test_every_score_is_that_of_the_version_it_names_whoever_is_killed(short_dir
     lines = [json.loads(line) for line in (run_dir / "evaluations.jsonl").read_text().splitlines()]
     versions = [line["version"] for line in lines]
     assert versions == sorted(set(versions)), "each once"
-    assert {0, 3, 13} <= set(versions) <= {0, 3, 6, 9, 12, 13}
+    assert {0, 3, 10} <= set(versions) <= {0, 3, 6, 9, 10}
     for line in lines:
         folder = run_dir / "checkpoints" / f"checkpoint-{line['version']}"
-        adapter = None if line["version"] == 0 else run_dir / "adapter" if line["version"] == 13 else folder
+        adapter = None if line["version"] == 0 else run_dir / "adapter" if line["version"] == 10 else folder
         assert line["score"] == pytest.approx(worth_of_greedy(short_dir / "model", adapter), abs=1e-6), line["version"]
         assert (line["num_prompts"], line["num_scored"], line["step"]) == (40, 40, line["version"])
     assert len({line["score"] for line in lines}) == len(lines), "training moved the completions"
@@ -142,7 +141,7 @@ def test_a_run_ends_when_nothing_improves_and_the_best_adapter_outlives_the_chec
     assert summary["steps"] < 200
     scores = [json.loads(line)["score"] for line in (run_dir / "evaluations.jsonl").read_text().splitlines()]
     assert max(scores) == 0.75
-    folders = sorted(folder.name for folder in run.config.checkpoints_dir.iterdir())
+    folders = sorted(folder.name for folder in run.config.checkpoints_dir.glob("[!.]*") if folder.is_dir())
     assert folders == ["best", f"checkpoint-{summary['steps']}"]
     assert (run_dir / "adapter" / "adapter_model.safetensors").is_file()
 

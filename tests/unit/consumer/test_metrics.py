@@ -24,6 +24,9 @@ COUNTED_THINGS = (
     "rl_trainer_importance_ratio_mean", "rl_trainer_learning_rate", "rl_trainer_leases_out", "rl_trainer_loss",
     "rl_trainer_producer_leases", "rl_trainer_producers_connected", "rl_trainer_rerolls_waiting", "rl_trainer_reward",
     "rl_trainer_reward_by_function", "rl_trainer_reward_std", "rl_trainer_reward_std_by_function",
+    "rl_trainer_evaluation_best_score", "rl_trainer_evaluation_leases", "rl_trainer_evaluation_prompts",
+    "rl_trainer_evaluation_prompts_done", "rl_trainer_evaluation_score", "rl_trainer_evaluation_version",
+    "rl_trainer_evaluation_without_improvement",
     "rl_trainer_check_failing", "rl_producer_check_failing", "rl_producer_connected", "rl_producer_leases",
     "rl_producer_group_limit", "rl_producer_paused", "rl_producer_reward_workers",
 )  # fmt: skip
