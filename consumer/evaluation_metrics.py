@@ -1,7 +1,7 @@
 """Evaluations as Prometheus metrics.
 
-Guarantee: the numbers are those of `EvaluationControl` at the moment of the scrape; they are NaN or 0 in a run without evaluations,
-and NaN before the first result of this process.
+Guarantee: the numbers are those of `EvaluationControl` at the moment of the scrape; they are NaN or 0 in a run without
+evaluations, and NaN before the first result of this process.
 """
 
 import math
