@@ -148,29 +148,3 @@ def test_a_run_ends_when_nothing_improves_and_the_best_adapter_outlives_the_chec
     again = run.trainer("--resume")
     assert again.end(60) == 0
     assert run.steps[-1]["step"] == summary["steps"], "a finished run is not trained further"
-
-
-def test_a_step_that_is_not_finite_ends_the_trainer_and_a_lower_learning_rate_goes_on(start: Any) -> None:
-    run: Run = start(trainer={"max_steps": 4, "learning_rate": 1e30, "save_steps": 100})
-    trainer = run.trainer()
-    run.producer()
-    assert trainer.end(60) == 72, trainer.output[-3000:]
-    assert "step 2 was not taken: loss" in trainer.output
-    assert "(step.json, groups.safetensors" in trainer.output
-    kept = json.loads((Path(run.config.run_dir) / "inspect" / "step-2" / "step.json").read_text())
-    assert (kept["step"], kept["weights_not_finite"], len(kept["groups"])) == (2, [], 2)
-    assert kept["gradients_not_finite"]
-    assert [line["step"] for line in run.steps] == [1]
-
-    trainer = run.trainer("--resume", "--set", "trainer.learning_rate=1e-3")
-    assert trainer.end(60) == 0, trainer.output[-3000:]
-    assert [line["step"] for line in run.steps] == [1, 2, 3, 4]
-
-
-def test_a_run_that_nothing_can_be_learned_from_ends_and_says_why(start: Any) -> None:
-    run: Run = start(guards={"max_groups_without_signal": 12})
-    trainer = run.trainer()
-    run.producer(answer=lambda lease, version: made_up_group(lease, version, rewards=[0.0] * 4))
-    assert trainer.end(60) == 67, trainer.output[-3000:]
-    assert "groups had rewards that differ (guards.max_groups_without_signal)" in trainer.output
-    assert "every completion was worth 0" in trainer.output
