@@ -85,7 +85,7 @@ class EvaluationDesk:
         self._warn = warn
         self._clock = clock
         self._now: tuple[DueVersion, Evaluation] | None = None
-        self._began = 0.0
+        self._began: float | None = None  # with its first lease
         self.finished: queue.SimpleQueue[Finished] = queue.SimpleQueue()
 
     @property
@@ -101,7 +101,7 @@ class EvaluationDesk:
         if self._now is None and (due := self._due.begin()) is not None:
             shelf.hold(due.policy.digest, due.blob, (due.probe_ids, due.probe_logprobs))
             evaluation = Evaluation(due.policy.version, self._num_prompts, self._budgets, self._session)
-            self._now, self._began = (due, evaluation), now
+            self._now, self._began = (due, evaluation), None
         if self._now is None:
             return []
         due, evaluation = self._now
@@ -111,10 +111,12 @@ class EvaluationDesk:
             for _, session in producers:
                 session.evaluations.discard(lease_id)
         lost = self._give(due, evaluation, producers, now)
+        if self._began is None and evaluation.num_out:
+            self._began = now
         if evaluation.is_done:
             shelf.let_go()
             self._now = None
-            self.finished.put(Finished(due, evaluation.answers(), now - self._began))
+            self.finished.put(Finished(due, evaluation.answers(), now - (self._began or now)))
         return lost
 
     def receive(self, peer: bytes, session: ProducerSession, message: Group | Nack, shelf: PolicyShelf) -> None:
