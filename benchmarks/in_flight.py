@@ -22,10 +22,11 @@ from producer.adapters import AdapterRegistry
 from producer.in_flight import InFlight, OnSwap
 from producer.interfaces import Adapter, Completion, Counters
 from producer.metrics import ProducerMetrics
-from producer.probe import TOLERANCES, SwapProof
+from producer.probe import SwapProof
 from producer.timeline import Timeline
 from protocol.adapter_blob import AdapterBlob, pack
 from protocol.config import RunConfig
+from protocol.config_swap import TOLERANCES
 from protocol.messages import PolicyInfo, Sampling
 
 NUM_COMPLETIONS = 4  # of a group

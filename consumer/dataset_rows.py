@@ -52,7 +52,7 @@ class RowReader:
         passes = self._call("filter", self._filter, row, number)
         if type(passes).__name__ not in ("bool", "bool_"):  # numpy's, too
             raise DatasetError(
-                f"{self._key}.filter returned {passes!r:.80} for {self._place(number)}; it must return True or False"
+                f"{self._key}.filter returned {passes!r:.80} for {self.place(number)}; it must return True or False"
             )
         return bool(passes)
 
@@ -68,7 +68,7 @@ class RowReader:
                 return None
             if not isinstance(made, dict):
                 raise DatasetError(
-                    f"{self._key}.transform returned {made!r:.80} for {self._place(number)}; it must return a dict or None"
+                    f"{self._key}.transform returned {made!r:.80} for {self.place(number)}; it must return a dict or None"
                 )
             row = dict(made)
         column = self._source.prompt_column
@@ -80,7 +80,7 @@ class RowReader:
         prompt = row.pop(column)
         if not (prompt if isinstance(prompt, str) else is_conversational(prompt)):
             raise DatasetError(
-                f"{self._place(number)}: {column!r} must be a string that is not empty, or a list of messages with role "
+                f"{self.place(number)}: {column!r} must be a string that is not empty, or a list of messages with role "
                 f"and content, got {str(prompt)[:80]!r}"
             )
         return prompt, row
@@ -93,7 +93,7 @@ class RowReader:
         """
         result = self.read(self.rows[number], number)
         if result is None:
-            raise DatasetError(f"{self._key}.transform skips {self._place(number)} now, and did not before")
+            raise DatasetError(f"{self._key}.transform skips {self.place(number)} now, and did not before")
         return result
 
     def code_digest(self) -> str:
@@ -110,10 +110,11 @@ class RowReader:
             return function(dict(row))
         except Exception as error:
             raise DatasetError(
-                f"{self._key}.{what} raised on {self._place(number)}: {type(error).__name__}: {error}"
+                f"{self._key}.{what} raised on {self.place(number)}: {type(error).__name__}: {error}"
             ) from error
 
-    def _place(self, number: int) -> str:
+    def place(self, number: int) -> str:
+        """For messages."""
         return f"row {number} of {self._source.path}"
 
 

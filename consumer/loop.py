@@ -82,6 +82,8 @@ class TrainingLoop:
             self._trainer.accelerator.unwrap_model(self._trainer.model),
             self._trainer.accelerator.autocast,
         )
+        if setup.initial_adapter is not None:
+            self._trainer.start_from(setup.initial_adapter, resumed=start is not None)
         if start is not None:
             try:
                 self._trainer._load_from_checkpoint(str(start.folder))  # before the first policy is published

@@ -65,6 +65,11 @@ class PromptDataset:
         source, row = self._mixture[prompt_id]
         return self._sources[source][row]
 
+    def place(self, prompt_id: int) -> str:
+        """Row and dataset of a prompt, for messages."""
+        source, row = self._mixture[prompt_id]
+        return self._sources[source].place(row)
+
     def _describe(self, counts: list[int]) -> str:
         return ", ".join(
             f"{count} of {source.path} ({len(source)} rows)"
@@ -92,7 +97,13 @@ class _Source:
         return len(self._reader.rows) if self._kept is None else len(self._kept)
 
     def __getitem__(self, index: int) -> tuple[Any, dict[str, Any]]:
-        return self._reader[index if self._kept is None else int(self._kept[index])]
+        return self._reader[self._number(index)]
+
+    def place(self, index: int) -> str:
+        return self._reader.place(self._number(index))
+
+    def _number(self, index: int) -> int:
+        return index if self._kept is None else int(self._kept[index])
 
     def _say(self, key: str, found: np.ndarray, skipped: str) -> None:
         if len(self) == 0:

@@ -20,6 +20,7 @@ from replay.journal_reader import JournalReader
 
 _SAME = {
     "base_model_digest": "model.path",
+    "initial_adapter_digest": "lora.init_from",
     "tokenizer_digest": "model.path (its tokenizer)",
     "num_generations": "sampling.num_generations",
     "max_completion_length": "sampling.max_completion_length",
@@ -61,10 +62,12 @@ class RecordedRun:
                 f"{self._reader.path} has groups of protocol schema {schema_version}, this release reads up to "
                 f"{JOURNAL_SCHEMAS[-1]}; use its release"
             )
+        recorded = {"initial_adapter_digest": ""} | self._facts  # journals of older releases know no such adapters
         for name, key in _SAME.items():
-            if self._facts.get(name) != facts[name]:
+            if recorded.get(name) != facts[name]:
                 raise ConfigError(
-                    f"--from-journal: {key} is {facts[name]}, the run was made with {self._facts.get(name)}"
+                    f"--from-journal: {key} is {facts[name] or 'not given'}, the run was made with "
+                    f"{recorded.get(name) or 'none'}"
                 )
         return self._facts["run_id"]
 

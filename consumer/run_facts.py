@@ -13,7 +13,11 @@ from protocol.digests import base_model_digest, tokenizer_digest
 from protocol.errors import ConfigError, DatasetError
 from protocol.messages import JOURNAL_SCHEMAS, group_schema
 
-_IDENTITY = {"base_model_digest": "model.path", "tokenizer_digest": "model.path (its tokenizer)"}
+_IDENTITY = {
+    "base_model_digest": "model.path",
+    "tokenizer_digest": "model.path (its tokenizer)",
+    "initial_adapter_digest": "lora.init_from",
+}
 _SHAPE = ("num_generations", "max_completion_length", "vocab_size", "reward_names")
 
 

@@ -14,6 +14,7 @@ from peft import LoraConfig
 from prometheus_client import CollectorRegistry
 from transformers import AutoConfig
 
+from consumer.initial_adapter import InitialAdapter
 from consumer.learning_metrics import LearningMetrics
 from consumer.progress import StepReport
 from consumer.prompts import PromptDataset
@@ -34,6 +35,7 @@ class Setup:
     config: RunConfig
     stop: Callable[[], bool]
     lora: LoraConfig
+    initial_adapter: InitialAdapter | None
     prompts: PromptDataset
     held_out: PromptDataset | None  # what is evaluated
     arguments: Any
@@ -45,6 +47,7 @@ class Setup:
     @classmethod
     def load(cls, config: RunConfig, gpus: list[int], stop: Callable[[], bool]) -> "Setup":
         lora = build_lora(config)
+        initial_adapter = InitialAdapter.open(config.lora["init_from"], lora) if config.lora.get("init_from") else None
         model_folder = resolve_model(config.model.path, config.model.revision)
         prompts = PromptDataset(config.dataset, model_folder)
         held_out = _held_out(config, model_folder)
@@ -62,14 +65,20 @@ class Setup:
             arguments.num_iterations,
         )
         rewards = RewardRecipe.of(config, arguments.multi_objective_aggregation)
-        return cls(config, stop, lora, prompts, held_out, arguments, model_folder, shape, budget, rewards)
+        return cls(
+            config, stop, lora, initial_adapter, prompts, held_out, arguments, model_folder, shape, budget, rewards
+        )
 
     def facts(self, run_id: str) -> dict[str, str]:
         facts = run_facts(
             self.config, self.model_folder, run_id, self.shape.vocab_size, self.arguments.num_iterations,
             torch.get_num_threads(),
         )  # fmt: skip
-        return facts | {"dataset_digest": self.prompts.digest, "num_prompts": str(len(self.prompts))}
+        return facts | {
+            "dataset_digest": self.prompts.digest,
+            "num_prompts": str(len(self.prompts)),
+            "initial_adapter_digest": self.initial_adapter.digest if self.initial_adapter else "",
+        }
 
     def report(self, counts: Counter[str], first_step: int, registry: CollectorRegistry) -> StepReport:
         metrics = LearningMetrics(

@@ -14,9 +14,7 @@ Private names of TRL 1.16.0 and transformers used here, each with a test in test
 `vllm_importance_sampling_correction`, `current_gradient_accumulation_steps`, `_get_grad_norm`.
 """
 
-import contextlib
 import math
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -32,31 +30,21 @@ from consumer.arguments import check_arguments, chosen_values, reserved_values
 from consumer.batches import BatchRecipe, MicroBatch, loss_mask
 from consumer.forward import Tokens, is_packable, is_plain, token_logprobs
 from consumer.importance import Factors, importance_factors, joined, resolve
+from consumer.initial_adapter import InitialAdapter
 from consumer.kl import aggregate, missing_kl
 from consumer.lm_head import TokenLogprobs
 from consumer.ratio_statistics import ratio_statistics
+from consumer.reference import ReferencePolicy
 from consumer.step_loss import EntropyCut, Part, Pass, accumulation_steps, means_over_tokens, metrics_of_step
+from consumer.vllm_hidden import without_vllm
 from protocol.config import RunConfig
+from protocol.library_rules import for_library
 from protocol.library_section import build
 from replay.cutting import CutBatch
 from replay.groups import RolloutGroup
 from replay.rewards import RewardRecipe
 
-
-@contextlib.contextmanager
-def _without_vllm() -> Iterator[None]:
-    """TRL imports vLLM where it is installed, which costs seconds and memory that a trainer has no use for."""
-    present = sys.modules.get("vllm")
-    sys.modules["vllm"] = None  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        del sys.modules["vllm"]
-        if present is not None:
-            sys.modules["vllm"] = present
-
-
-with _without_vllm():
+with without_vllm():
     from trl import GRPOConfig, GRPOTrainer
     from trl.kernels import ChunkedLogProbFunction
 
@@ -84,7 +72,7 @@ def build_lora(config: RunConfig) -> LoraConfig:
     Raises:
         ConfigError: PEFT does not know a key or refuses a value.
     """
-    return build("lora", LoraConfig, {"task_type": "CAUSAL_LM"} | config.lora)
+    return build("lora", LoraConfig, {"task_type": "CAUSAL_LM"} | for_library("lora", config.lora))
 
 
 class NotFiniteStep(Exception):  # noqa: N818  what to do about it is for the loop to say
@@ -152,6 +140,14 @@ class SlipstreamTrainer(GRPOTrainer):
             seed=config.seed,
         )
         self._num_completions = config.completions_per_step
+        self._reference = ReferencePolicy(self.accelerator.unwrap_model(self.model))
+
+    def start_from(self, adapter: InitialAdapter, *, resumed: bool) -> None:
+        """The adapter becomes the reference policy, and the policy unless a checkpoint has one."""
+        if not resumed:
+            adapter.load_into(self.accelerator.unwrap_model(self.model))
+        if self.beta != 0.0:
+            self._reference = ReferencePolicy(self.accelerator.unwrap_model(self.model), adapter.tensors)
 
     @property
     def _causal_model(self) -> Any:
@@ -194,7 +190,7 @@ class SlipstreamTrainer(GRPOTrainer):
             if self.num_iterations > 1 and "old_per_token_logps" not in batch:
                 batch["old_per_token_logps"] = self._without_gradient(batch)[0]
             if self.beta != 0.0 and "ref_per_token_logps" not in batch:
-                with self.accelerator.unwrap_model(self.model).disable_adapter():
+                with self._reference:
                     batch["ref_per_token_logps"] = self._without_gradient(batch)[0]
         self._entropy_cut = self._quantile_of_entropies(generation_batch)
         return [dict(batch) for batch in generation_batch]  # the loss leaves its ratio there

@@ -22,7 +22,7 @@ from protocol import library_rules as rules  # noqa: E402
 from protocol.schema_words import is_section, section_of, type_in_words  # noqa: E402
 
 PAGE = ROOT / "docs" / "configuration.md"
-LIBRARY_SECTIONS = ("engine", "lora", "trainer")
+LIBRARY_SECTIONS = ("engine", "lora", "trainer", "sft")
 
 INTRODUCTION = """\
 # Configuration
@@ -56,9 +56,9 @@ started in.
 """
 
 LIBRARIES = """\
-## `engine`, `lora`, `trainer`: sections that belong to a library
+## `engine`, `lora`, `trainer`, `sft`: sections that belong to a library
 
-These three are handed to a library under that library's own names, so whatever its documentation says can be written
+These are handed to a library under that library's own names, so whatever its documentation says can be written
 here. Names and types are checked against the installed release before any model is loaded; an unknown name is refused
 with the nearest one, and numbers such as `1e-5`, which YAML reads as text, become numbers. A few keys follow from the rest of
 the file. They are refused here, with the key that decides them instead; *fixed* means that no other value would work.
@@ -85,6 +85,18 @@ LORA = """\
 not say is {default};
 everything else has PEFT's default. `r` may be at most {largest}, vLLM's largest rank. What changes more than the LoRA
 matrices, or what vLLM has no kernels for, is refused:
+"""
+
+OWN = """\
+Of Slipstream's own:
+"""
+
+SFT = """\
+### `sft`
+
+[`trl.SFTConfig`](https://huggingface.co/docs/trl/sft_trainer#trl.SFTConfig), read by `rl-sft`, which trains an adapter
+on the rows of the `dataset` section by imitation, for `lora.init_from`. Often useful: `learning_rate`, `max_steps`,
+`num_train_epochs`, `per_device_train_batch_size`, `max_length`.
 """
 
 TRAINER = """\
@@ -186,6 +198,14 @@ def reserved(keys: dict[str, str | None]) -> Iterator[str]:
     yield ""
 
 
+def own(section: str) -> Iterator[str]:
+    yield OWN
+    yield row("key", "meaning")
+    yield "|---|---|"
+    yield from (row(f"`{section}.{key}`", meaning) for key, meaning in rules.OWN_KEYS[section].items())
+    yield ""
+
+
 def refused(keys: dict[str, str]) -> Iterator[str]:
     yield row("key", "it")
     yield "|---|---|"
@@ -216,7 +236,9 @@ def page() -> str:
     lines += [LIBRARIES, ENGINE, *reserved(rules.ENGINE_RESERVED)]
     lines += [UNREPRODUCIBLE, *refused(rules.ENGINE_UNREPRODUCIBLE)]
     lines += [LORA.format(default=default, largest=rules.SERVABLE_RANKS[-1]), *unservable(rules.LORA_UNSERVABLE)]
+    lines += own("lora")
     lines += [TRAINER, *reserved(rules.TRAINER_RESERVED)]
+    lines += [SFT, *own("sft"), *reserved(rules.SFT_RESERVED)]
     lines += [OVERRIDES, DERIVED.format(ranks=", ".join(map(str, rules.SERVABLE_RANKS)))]
     return "\n".join(lines)
 

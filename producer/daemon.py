@@ -27,7 +27,7 @@ from producer.interfaces import Arrival, Counters, Identity
 from producer.lifeline import tie_children
 from producer.link import Link
 from producer.metrics import ProducerMetrics
-from producer.probe import TOLERANCES, SwapProof
+from producer.probe import SwapProof
 from producer.prompts import PromptFormat, load_tokenizer
 from producer.rewards import RewardPool
 from producer.serving import Serving, listening, read_keys
@@ -35,6 +35,7 @@ from producer.timeline import Timeline
 from producer.watchdog import Situation, Watchdog
 from protocol import logs
 from protocol.config import RunConfig
+from protocol.config_swap import TOLERANCES
 from protocol.errors import EngineError, ExitCode, StalledError
 from protocol.keys import producer_keys
 from protocol.messages import Lease, PolicyInfo

@@ -10,8 +10,6 @@ import struct
 from producer.interfaces import Probe
 from protocol.messages import PolicyOffer
 
-TOLERANCES = {"float32": 2e-3, "float16": 0.2, "bfloat16": 1.0}
-"""Largest difference of a log-prob, in nats, by `model.dtype`. Right swaps showed up to 1.6e-5, 0.027 and 0.35 on the CPU."""
 _CLEAR_MOVE = 4.0  # times the largest difference between the two sides: then the engine must have moved, too,
 _FOLLOWED = 0.1  # by more than this share of it
 _MIN_CLEAR_MOVE = 1e-5  # nats

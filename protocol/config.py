@@ -1,9 +1,10 @@
 """The schema of the one configuration file that both daemons read.
 
 Guarantee: a `RunConfig` that exists is complete and consistent; every value that follows from others is a property here
-and cannot be set. The sections `engine`, `lora` and `trainer` keep the names of the library they belong to (vLLM engine
-arguments, peft.LoraConfig, trl.GRPOConfig). Here only the keys that Slipstream sets itself are refused; names and plain types
-are checked where the file is read (protocol/library_fields.py), the rest by that library when its daemon starts.
+and cannot be set. The sections `engine`, `lora`, `trainer` and `sft` keep the names of the library they belong to (vLLM engine
+arguments, peft.LoraConfig, trl.GRPOConfig, trl.SFTConfig). Here only the keys that Slipstream sets itself are refused, and its
+own are checked (protocol/library_rules.py); names and plain types are checked where the file is read
+(protocol/library_fields.py), the rest by that library when its daemon starts.
 """
 
 import os
@@ -26,7 +27,7 @@ from protocol.config_rewards import RewardsSection
 from protocol.config_section import PositiveSeconds, Section
 from protocol.config_serve import ServeSection
 from protocol.config_swap import SwapSection
-from protocol.library_rules import LORA_DEFAULTS, SERVABLE_RANKS, check_engine, check_lora, check_trainer
+from protocol.library_rules import LORA_DEFAULTS, SERVABLE_RANKS, check_engine, check_lora, check_sft, check_trainer
 
 
 class ModelSection(Section):
@@ -186,11 +187,14 @@ class RunConfig(Section):
     )
     engine: dict[str, Any] = Field(default_factory=dict, description="vLLM engine arguments.")
     trainer: dict[str, Any] = Field(default_factory=dict, description="trl.GRPOConfig.")
+    sft: dict[str, Any] = Field(default_factory=dict, description="trl.SFTConfig, of `rl-sft`.")
 
-    @field_validator("engine", "trainer", "lora")
+    @field_validator("engine", "trainer", "lora", "sft")
     @classmethod
     def _check_library_section(cls, value: dict[str, Any], info: Any) -> dict[str, Any]:
-        check = {"engine": check_engine, "trainer": check_trainer, "lora": check_lora}[info.field_name]
+        check = {"engine": check_engine, "trainer": check_trainer, "lora": check_lora, "sft": check_sft}[
+            info.field_name
+        ]
         return check(value)
 
     @model_validator(mode="after")

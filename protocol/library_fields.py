@@ -14,6 +14,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, Union
 
+from protocol.library_rules import for_library
 from protocol.library_section import convert, unknown
 
 _Source = tuple[str, str, str]  # package, file in it, class
@@ -38,6 +39,14 @@ SOURCES: dict[str, tuple[str, tuple[_Source, ...]]] = {
             ("trl", "trainer/grpo_config.py", "GRPOConfig"),
         ),
     ),
+    "sft": (
+        "trl.SFTConfig",
+        (
+            ("transformers", "training_args.py", "TrainingArguments"),
+            ("trl", "trainer/base_config.py", "_BaseConfig"),
+            ("trl", "trainer/sft_config.py", "SFTConfig"),
+        ),
+    ),
 }
 """The dataclass of each section, its bases first."""
 
@@ -49,7 +58,7 @@ def problems(section: str, values: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Each key of `values` that is wrong, and what is wrong with it."""
     library, sources = SOURCES[section]
     known = fields(sources) if values else {}
-    for key, value in values.items() if known else ():
+    for key, value in for_library(section, values).items() if known else ():
         if key not in known:
             yield key, unknown(key, list(known), library)
             continue

@@ -65,6 +65,32 @@ TRAINER_RESERVED = {
 LORA_DEFAULTS: dict[str, Any] = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
 """Where the file leaves one of these out, so that `--set lora.r=8` does not also change the target modules."""
 
+OWN_KEYS = {
+    "lora": {
+        "init_from": "Adapter that the policy starts from: a folder (of `rl-sft`, of a checkpoint, of PEFT) or a hub name. It "
+        "must have the rank, alpha and modules that this section says, and change something. Policy version 0 is this adapter, "
+        "and so is the reference policy where `trainer.beta` is not 0."
+    },
+    "sft": {
+        "completion_column": "Column with what the model should answer: a text, or a list of messages where the prompt is one. "
+        "Default: `completion`.",
+        "messages_column": "Column with whole conversations instead: the last message is the completion, what is before it the "
+        "prompt.",
+    },
+}
+"""Keys of ours in sections that otherwise belong to a library; they never reach it."""
+
+SFT_RESERVED = {
+    "output_dir": "--to",
+    "seed": "seed",
+    "save_strategy": None,
+    "push_to_hub": "rl-export --push-to-hub",
+    "chat_template_path": "model.path",
+    "eos_token": "model.path",
+    "pad_token": "model.path",
+    "disable_tqdm": "observability.progress",
+    "remove_unused_columns": None,
+}
 LORA_UNSERVABLE: dict[str, tuple[Any, ...]] = {
     "use_dora": (False,),
     "bias": ("none",),
@@ -102,6 +128,7 @@ def check_trainer(section: dict[str, Any]) -> dict[str, Any]:
 def check_lora(section: dict[str, Any]) -> dict[str, Any]:
     """peft.LoraConfig, with our defaults filled in."""
     section = LORA_DEFAULTS | section
+    _check_own("lora", section)
     rank = section["r"]
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
         raise ValueError(f"`r` must be a positive integer, got {rank!r}")
@@ -111,6 +138,29 @@ def check_lora(section: dict[str, Any]) -> dict[str, Any]:
         if key in section and section[key] not in allowed:
             raise ValueError(f"`{key}: {section[key]}` cannot be served by vLLM; remove it")
     return section
+
+
+def check_sft(section: dict[str, Any]) -> dict[str, Any]:
+    """trl.SFTConfig."""
+    _check_own("sft", section)
+    for key in section:
+        if key in SFT_RESERVED:
+            raise _reserved(key, SFT_RESERVED[key])
+    if section.get("completion_column") and section.get("messages_column"):
+        raise ValueError("`messages_column` and `completion_column` exclude each other; remove one")
+    return section
+
+
+def for_library(name: str, section: dict[str, Any]) -> dict[str, Any]:
+    """What of the section `name` the library gets."""
+    return {key: value for key, value in section.items() if key not in OWN_KEYS.get(name, {})}
+
+
+def _check_own(name: str, section: dict[str, Any]) -> None:
+    for key in OWN_KEYS[name]:
+        value = section.get(key)
+        if value is not None and not (isinstance(value, str) and value.strip()):
+            raise ValueError(f"`{key}` must be a text that is not empty, got {value!r}")
 
 
 def _reserved(key: str, owner: str | None) -> ValueError:

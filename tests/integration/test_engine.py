@@ -15,9 +15,10 @@ from producer.in_flight import InFlight
 from producer.interfaces import AdapterRefusedError, Counters, LeaseFailure, Probe
 from producer.loading import ByAdapter
 from producer.metrics import ProducerMetrics
-from producer.probe import TOLERANCES, SwapProof
+from producer.probe import SwapProof
 from producer.timeline import Timeline
 from protocol.adapter_blob import AdapterBlob, pack
+from protocol.config_swap import TOLERANCES
 from protocol.errors import ConfigError
 from protocol.messages import PolicyInfo, Sampling
 from tests.integration.engines import LiveEngine, live_engine, run_config

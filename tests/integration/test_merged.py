@@ -12,10 +12,11 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from producer.adapters import AdapterRegistry
 from producer.interfaces import AdapterRefusedError, Completion, Counters
 from producer.metrics import ProducerMetrics
-from producer.probe import TOLERANCES, SwapProof
+from producer.probe import SwapProof
 from producer.served_calls import Call, Stream
 from producer.served_requests import parse_request
 from producer.timeline import Timeline
+from protocol.config_swap import TOLERANCES
 from protocol.errors import ConfigError
 from protocol.messages import Sampling
 from tests.integration.engines import LiveEngine, live_engine, run_config

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from consumer.advantages import advantages, centred, combined_rewards, nanstd
-from consumer.trainer import GRPOTrainer, _without_vllm
+from consumer.trainer import GRPOTrainer
+from consumer.vllm_hidden import without_vllm
 from replay.rewards import EPSILON, RewardRecipe
 
 from .builders import rollout_group, run_config
@@ -170,7 +171,7 @@ def test_equal_to_trl(reference: dict[int, GRPOTrainer], case: str, scale_reward
 @pytest.fixture(scope="module")
 def rloo(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """TRL's trainer for RLOO, with weights for two functions."""
-    with _without_vllm():
+    with without_vllm():
         from trl import RLOOConfig, RLOOTrainer
 
     arguments = RLOOConfig(

@@ -25,6 +25,7 @@ FACTS = {
     "groups_per_step": "2",
     "num_iterations": "1",
     "num_threads": "3",
+    "initial_adapter_digest": "",
 }
 
 
@@ -162,6 +163,7 @@ def test_the_facts_that_must_be_the_same(recorded: RecordedRun) -> None:
 @pytest.mark.parametrize(
     ("name", "key"),
     [
+        ("initial_adapter_digest", "lora.init_from"),
         ("base_model_digest", "model.path"),
         ("tokenizer_digest", "model.path (its tokenizer)"),
         ("num_generations", "sampling.num_generations"),
@@ -174,7 +176,7 @@ def test_the_facts_that_must_be_the_same(recorded: RecordedRun) -> None:
 def test_a_fact_that_differs_is_named_with_both_values(recorded: RecordedRun, name: str, key: str) -> None:
     with pytest.raises(ConfigError) as caught:
         recorded.check(FACTS | {name: "other"})
-    assert str(caught.value) == f"--from-journal: {key} is other, the run was made with {FACTS[name]}"
+    assert str(caught.value) == f"--from-journal: {key} is other, the run was made with {FACTS[name] or 'none'}"
 
 
 def test_the_journal_of_a_newer_release_is_refused(tmp_path: Path, journal: Journal) -> None:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal, Optional, Union
 import pytest
 
 from protocol.errors import ConfigError, ExitCode
+from protocol.library_fields import problems
+from protocol.library_rules import check_lora, check_sft, for_library
 from protocol.library_section import build
 
 if TYPE_CHECKING:
@@ -280,3 +282,35 @@ class TestTrl:
         for name in ours:
             optional.pop(name, None)
         build("trainer", GRPOConfig, optional, **ours)
+
+
+class TestOwnKeys:
+    """Keys of ours in sections of libraries."""
+
+    @pytest.mark.parametrize(
+        ("section", "values"),
+        [
+            ("lora", {"init_from": "runs/sft"}),
+            ("sft", {"completion_column": "answer"}),
+            ("sft", {"messages_column": "m"}),
+        ],
+    )
+    def test_they_never_reach_the_library(self, section: str, values: dict[str, Any]) -> None:
+        assert list(problems(section, values)) == []
+        assert for_library(section, values | {"r": 4}) == {"r": 4}
+
+    @pytest.mark.parametrize("value", ["", " ", 3, ["a"]])
+    def test_they_are_names(self, value: Any) -> None:
+        with pytest.raises(ValueError, match="`init_from` must be a text that is not empty"):
+            check_lora({"init_from": value})
+        with pytest.raises(ValueError, match="`messages_column` must be a text that is not empty"):
+            check_sft({"messages_column": value})
+
+    def test_sft_refuses_what_is_decided_elsewhere(self) -> None:
+        with pytest.raises(
+            ValueError, match="`output_dir` is set by Slipstream and cannot be given here; set --to instead"
+        ):
+            check_sft({"output_dir": "x"})
+        with pytest.raises(ValueError, match="exclude each other"):
+            check_sft({"messages_column": "a", "completion_column": "b"})
+        assert [key for key, _ in problems("sft", {"learning_rat": 1e-5})] == ["learning_rat"]

@@ -1,0 +1,60 @@
+"""`rl-sft`: a supervised warm start from the run's own configuration and dataset.
+
+Guarantee: the result is a plain PEFT adapter with the run's `lora` settings, which `lora.init_from` takes; it appears whole.
+"""
+
+import shutil
+import sys
+from pathlib import Path
+
+import datasets
+from datasets import Dataset
+from transformers.utils import logging as transformers_logging
+
+from consumer.adapter_folder import AdapterFolder
+from consumer.prompts import PromptDataset
+from consumer.sft_rows import training_rows
+from consumer.sft_trainer import build_sft_arguments, train
+from consumer.trainer import build_lora
+from protocol import logs
+from protocol.config import RunConfig
+from protocol.digests import resolve_model
+from protocol.errors import ConfigError, ExitCode
+
+
+def check_libraries(config: RunConfig) -> None:
+    """Validates the `sft` and `lora` sections by TRL and PEFT, without loading a model."""
+    build_lora(config)
+    build_sft_arguments(config, Path(config.run_dir), on_gpu=False)
+
+
+def run(config: RunConfig, gpus: list[int], *, to: Path) -> ExitCode:
+    """
+    Args:
+        to: the folder to write.
+
+    Raises:
+        SlipstreamError: what ended it, for the user.
+    """
+    if to.exists():
+        raise ConfigError(f"--to: {to} exists already; remove it, or choose another folder")
+    logs.adopt_libraries()
+    datasets.disable_progress_bars()
+    transformers_logging.disable_progress_bar()
+    staged = to.with_name(f"{to.name}.partial")
+    lora, arguments = build_lora(config), build_sft_arguments(config, staged, on_gpu=bool(gpus))
+    model_folder = resolve_model(config.model.path, config.model.revision)
+    prompts = PromptDataset(config.dataset, model_folder)
+    rows = Dataset.from_list(list(training_rows(prompts, config.sft)))
+    if config.dataset.chat_template_kwargs:
+        rows = rows.add_column("chat_template_kwargs", [config.dataset.chat_template_kwargs] * len(rows))
+    sys.stdout.write(f"rl-sft: {len(rows)} rows\n")
+    shutil.rmtree(staged, ignore_errors=True)
+    try:
+        train(model_folder, arguments, lora, rows).save_pretrained(staged)
+        AdapterFolder.read(staged, "rl-sft")
+        staged.rename(to)
+    finally:
+        shutil.rmtree(staged, ignore_errors=True)
+    sys.stdout.write(f"rl-sft: wrote {to}; start from it with --set lora.init_from={to}\n")
+    return ExitCode.OK
