@@ -100,4 +100,4 @@ def _some(names: set[str], what: str) -> str:
 
 
 def _shown(modules: Any) -> str:
-    return ", ".join(sorted(modules)) if isinstance(modules, list) else str(modules)
+    return ", ".join(sorted({m.rpartition(".")[2] for m in modules})) if isinstance(modules, list) else str(modules)

@@ -3,9 +3,12 @@
 import subprocess
 import sys
 
+import pytest
 
-def test_importing_the_trainer_does_not_import_vllm() -> None:
+
+@pytest.mark.parametrize("module", ["consumer.trainer", "consumer.sft_trainer"])
+def test_importing_a_trainer_does_not_import_vllm(module: str) -> None:
     """TRL imports it where it is installed, which takes seconds, memory and, with another release, a warning."""
-    code = "import sys, consumer.trainer; print('vllm' in sys.modules)"
+    code = f"import sys, {module}; print('vllm' in sys.modules)"
     checked = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=120)
     assert (checked.stdout, checked.returncode) == ("False\n", 0), checked.stderr

@@ -204,7 +204,7 @@ def test_an_interrupt_has_a_code(folder: Path) -> None:
     assert ExitCode.INTERRUPTED == 130
 
 
-@pytest.mark.parametrize("module", ["producer.cli", "consumer.cli"])
+@pytest.mark.parametrize("module", ["producer.cli", "consumer.cli", "consumer.sft_cli", "consumer.export_cli"])
 @pytest.mark.parametrize("arguments", [["--help"], ["--config", "run.yaml", "--check"]], ids=["help", "check"])
 def test_the_daemons_import_nothing_heavy_for_help_and_check(folder: Path, module: str, arguments: list[str]) -> None:
     if not (REPOSITORY / f"{module.replace('.', '/')}.py").exists():
