@@ -255,7 +255,7 @@ def test_every_error_has_its_code(
 
 def test_exit_codes_differ() -> None:
     codes = [error.exit_code for error in SlipstreamError.__subclasses__()]
-    assert len(set(codes)) == len(codes) == 9
+    assert len(set(codes)) == len(codes) == 11
 
 
 def test_a_driver_that_hangs_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
