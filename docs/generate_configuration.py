@@ -19,6 +19,8 @@ from pydantic.fields import FieldInfo  # noqa: E402
 
 from protocol import config as schema  # noqa: E402
 from protocol import library_rules as rules  # noqa: E402
+from protocol.config_rewards import RewardModel, RewardService  # noqa: E402
+from protocol.config_shipped_rewards import SHIPPED  # noqa: E402
 from protocol.schema_words import is_section, section_of, type_in_words  # noqa: E402
 
 PAGE = ROOT / "docs" / "configuration.md"
@@ -53,6 +55,25 @@ rl-trainer: error: run.yaml:12: pipeline.max_stalenes: unknown key `max_stalenes
 
 Names carry their unit: `_s` is seconds, `_bytes` bytes, `num_` a count. Paths are relative to the directory a daemon is
 started in.
+"""
+
+REWARD_OPTIONS = """\
+### `rewards.functions[].options`
+
+| an entry with | is scored by | in |
+|---|---|---|
+| `function` | your Python, with TRL's signature; asynchronous ones of a group are awaited together | worker processes, each \
+call in the main thread of one |
+| `builtin` | one of the functions below | the same workers |
+| `model` | the logit of a sequence-classification model for prompt and completion together, as in TRL | a process of its own |
+| `url` | an HTTP service: `POST {"prompt", "completions", "completion_ids", "columns"}`, answered with \
+`{"rewards": [1.0, null, ...]}` | the producer |
+
+A reward that failed after its retries (`raised`, `timeout`, `crashed`, `memory`, `invalid`, `unavailable`) is missing, never a
+zero, and `rl_producer_rewards_failed_total` counts it. If a function failed for the whole group, the others count; if it
+failed for some completions, these are left out of the group, because their sums would not compare with the others'. A group
+that nothing scored is a failed lease. `None` from a function means *not applicable* and adds nothing to the sum, as in TRL.
+`rl-reward try` shows what an entry says of real completions before a run.
 """
 
 LIBRARIES = """\
@@ -162,6 +183,10 @@ def default_of(field: FieldInfo) -> str:
         return f"`{str(default).lower()}`"
     if default in ({}, []):
         return "empty"
+    if default == "":
+        return "derived"
+    if isinstance(default, BaseModel):
+        return "as below"
     if isinstance(default, tuple):
         return f"`{list(default)}`"
     return f"`{default:_}`" if isinstance(default, int) and default >= 100_000 else f"`{default}`"
@@ -188,6 +213,8 @@ def rows(model: type[BaseModel], prefix: str, *, only_values: bool) -> Iterator[
         for argument in get_args(field.annotation) if get_origin(field.annotation) is list else ():
             if is_section(argument):
                 yield from rows(argument, f"{prefix}{name}[].", only_values=False)
+        if is_section(field.annotation):
+            yield from rows(field.annotation, f"{prefix}{name}.", only_values=False)  # type: ignore[arg-type]
 
 
 def reserved(keys: dict[str, str | None]) -> Iterator[str]:
@@ -225,6 +252,16 @@ def unservable(options: dict[str, tuple[Any, ...]]) -> Iterator[str]:
     yield ""
 
 
+def options_of_rewards() -> Iterator[str]:
+    kinds = {f"builtin: {name}": options for name, options in SHIPPED.items()}
+    for kind, options in (kinds | {"model": RewardModel, "url": RewardService}).items():
+        yield f"#### `{kind}`"
+        yield ""
+        yield textwrap.fill(" ".join((options.__doc__ or "").split()), 120)
+        yield ""
+        yield from table(options)
+
+
 def page() -> str:
     fields = schema.RunConfig.model_fields
     default = "`{" + ", ".join(f"{key}: {value}" for key, value in rules.LORA_DEFAULTS.items()) + "}`"
@@ -233,6 +270,8 @@ def page() -> str:
         if (section := section_of(field.annotation)) is not None:
             left_out = [field.description or "", ""] if not is_section(field.annotation) else []
             lines += [f"## `{name}`", "", *left_out, *table(section, f"{name}.")]
+        if name == "rewards":
+            lines += [REWARD_OPTIONS, *options_of_rewards()]
     lines += [LIBRARIES, ENGINE, *reserved(rules.ENGINE_RESERVED)]
     lines += [UNREPRODUCIBLE, *refused(rules.ENGINE_UNREPRODUCIBLE)]
     lines += [LORA.format(default=default, largest=rules.SERVABLE_RANKS[-1]), *unservable(rules.LORA_UNSERVABLE)]

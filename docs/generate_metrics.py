@@ -72,7 +72,7 @@ def producer_registry() -> CollectorRegistry:
     add_process_metrics(registry, "rl_producer", [])
     add_health_metrics(registry, "rl_producer", _healthy())
     delivery = Delivery(connected=False, heard_ago_s=0.0, held=0, unacked=0, unacked_bytes=0, full=False)
-    ProducerMetrics(registry).watch(
+    ProducerMetrics(registry, ["FUNCTION"]).watch(
         "PRODUCER", Counters(), lambda: Workload((), 0, 0, 0.0), lambda: delivery, lambda: 1, lambda: 1, 1
     )
     ServeMetrics(registry, Places(1, 1))

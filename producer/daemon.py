@@ -103,13 +103,13 @@ class _Producer:
         config = self._config
         async with AsyncExitStack() as stack:
             timeline = stack.enter_context(Timeline(Path(config.run_dir) / f"producer-{self.name}.jsonl"))
-            rewards = RewardPool(config.rewards)
+            self._health, self._metrics = watch.health, ProducerMetrics(watch.registry, config.rewards.names)
+            rewards = RewardPool(config.rewards, self._metrics)
             stack.push_async_callback(rewards.close)
             folder, memory = stack.enter_context(scratch_folder()), stack.enter_context(shared_memory())
             listener = stack.enter_context(listening(config.serve, self._gpus))
             serve_keys = read_keys(config.serve.api_key_file)
             os.environ["VLLM_RPC_BASE_PATH"] = str(folder)  # or a killed producer's sockets would stay in /tmp
-            self._health, self._metrics = watch.health, ProducerMetrics(watch.registry)
             with self._health.starting("loading reward functions and engine", config.pipeline.stall_timeout_s):
                 await rewards.start()
                 logger.info("loading the engine for %s ...", config.model.path)
@@ -171,12 +171,12 @@ class _Producer:
             hold_s=evaluation.hold_swap_s if evaluation and merged else None,
         )
         goes_on = merged and config.swap.on_swap == "continue"  # by itself, without a cut
+        tokenizer, template_kwargs = load_tokenizer(engine.folder), config.dataset.chat_template_kwargs
+        rewards.read_thinking(tokenizer, template_kwargs)
         self._generation = Generation(
             InFlight(engine, self._adapters, self._counters, "finish" if goes_on else config.swap.on_swap),
             self._adapters,
-            PromptFormat(
-                load_tokenizer(engine.folder), engine.facts.max_model_len, config.dataset.chat_template_kwargs
-            ),
+            PromptFormat(tokenizer, engine.facts.max_model_len, template_kwargs),
             rewards,
             self._counters,
             self._metrics,
@@ -203,7 +203,7 @@ class _Producer:
             self._link.delivery,
             lambda: places.limit,
             lambda: rewards.num_idle,
-            config.rewards.num_workers,
+            rewards.num_workers,
         )
         self._health.check_ready("trainer", lambda: None if self._link.connected else "not connected")
         self._health.check_ready("swap", lambda: self._counters.refusal or None)
@@ -294,8 +294,8 @@ class _Producer:
             if delivery.connected:
                 self._counters.idle_s += max(0.0, (now - before) - (busy_s - busy_before_s))
                 timeline.record("stats", **self._totals())
-            version, num_workers = self._counters.policy_version, self._config.rewards.num_workers
-            situation = Situation(work, delivery, version, num_workers, rewards.num_idle)
+            version = self._counters.policy_version
+            situation = Situation(work, delivery, version, rewards.num_workers, rewards.num_idle)
             self._watchdog.check(now, self._counters, situation)
 
     def _totals(self) -> dict[str, Any]:

@@ -4,12 +4,13 @@ Guarantee: totals and stages are read from `Counters`, `Workload` and `Delivery`
 engine appear under vLLM's names (`vllm:...`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import prometheus_client
-from prometheus_client import CollectorRegistry, Histogram, Info
+from prometheus_client import CollectorRegistry, Counter, Histogram, Info
 
 from producer.interfaces import Completion, Counters, Delivery, Workload
+from producer.reward_worker import FAILURES, Failure
 from protocol import __version__
 from protocol.metrics import Readings, Reexport
 
@@ -43,7 +44,7 @@ _TOTALS: dict[str, tuple[str, str]] = {
 class ProducerMetrics:
     """Timings that are told as they happen; `watch` adds all that is read."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, registry: CollectorRegistry, reward_names: Sequence[str] = ()) -> None:
         self._registry = registry
         self.generation_s = Histogram(
             "rl_producer_generation_seconds", "Time of a group in the engine.",
@@ -53,6 +54,19 @@ class ProducerMetrics:
             "rl_producer_reward_seconds", "Time of all reward functions over a group.",
             buckets=REWARD_BUCKETS_S, registry=registry,
         )  # fmt: skip
+        self._call_s = Histogram(
+            "rl_producer_reward_call_seconds", "Time of one call of a reward function, without waiting for a worker.",
+            ["function"], buckets=REWARD_BUCKETS_S, registry=registry,
+        )  # fmt: skip
+        self._missing = Counter(
+            "rl_producer_rewards_failed_total",
+            "Completions that a reward function failed to score, after its retries.",
+            ["function", "reason"], registry=registry,
+        )  # fmt: skip
+        for name in reward_names:
+            self._call_s.labels(name)
+            for reason in FAILURES:
+                self._missing.labels(name, reason)
         self.swap_s = Histogram(
             "rl_producer_swap_seconds", "From the announcement of a policy version until requests start on it.",
             buckets=SWAP_BUCKETS_S, registry=registry,
@@ -69,6 +83,12 @@ class ProducerMetrics:
     def generated(self, completions: list[Completion]) -> None:
         for completion in completions:
             self._lengths.observe(len(completion.token_ids))
+
+    def reward_called(self, function: str, seconds: float) -> None:
+        self._call_s.labels(function).observe(seconds)
+
+    def reward_failed(self, function: str, reason: Failure, num_completions: int) -> None:
+        self._missing.labels(function, reason).inc(num_completions)
 
     def watch(
         self,

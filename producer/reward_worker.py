@@ -1,19 +1,22 @@
-"""One reward worker: a process that imports the reward functions once and then scores group after group.
+"""One reward worker: a process that makes its reward functions once and then scores group after group, in its main thread.
 
 Guarantee: whatever a function does short of blocking or killing the process comes back as a value or as a reason; what
-it prints goes to standard error and never into the answer. Run by `producer.rewards` as
-`python -m producer.reward_worker FD PARENT_PID FUNCTION...`, with frames of 4 bytes length and msgpack over socket FD.
+it prints goes to standard error and never into the answer. Run by `producer.reward_process` as
+`python -m producer.reward_worker FD PARENT_PID SOURCES`, with frames of 4 bytes length and msgpack over socket FD.
 """
 
 import asyncio
+import contextlib
 import inspect
 import math
 import socket
 import struct
 import sys
+import time
 import traceback
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import msgspec
 
@@ -25,89 +28,202 @@ LENGTH = struct.Struct("<I")
 FLOAT32_MAX = 3.4028234663852886e38
 _TRACEBACK_LINES = 6
 _NOT_COLUMNS = ("prompt", "prompts", "completion", "completions", "completion_ids")
+_KILLED_FIRST = "1000"  # of oom_score_adj: when the host is out of memory, a worker goes before the engine
+
+FAILURES = ("raised", "timeout", "crashed", "memory", "invalid", "unavailable")
+Failure = Literal["raised", "timeout", "crashed", "memory", "invalid", "unavailable"]
+
+
+class Source(msgspec.Struct, frozen=True):
+    """Where a reward function comes from: the user's, by name, or one of `producer.shipped_rewards`, with its options."""
+
+    function: str = ""
+    shipped: str = ""
+    options: dict[str, Any] = {}
 
 
 class Job(msgspec.Struct, frozen=True):
-    """One group to score. The worker repeats prompt and columns for every completion, as TRL does."""
+    """One group to score. The worker repeats prompt and columns for every completion, as TRL does.
+
+    Args:
+        reasoning_tokens: of each completion, for the function that asks for them; empty where none does.
+    """
 
     prompt: Any
     completions: list[Any]
     completion_ids: list[list[int]]
     columns: dict[str, Any]
+    reasoning_tokens: list[int] = []
+
+
+class Call(msgspec.Struct, frozen=True):
+    """Asks for the functions of these indexes; several only if all are asynchronous.
+
+    Args:
+        limits_s: of each function. The worker keeps it for asynchronous ones, whoever started it for the others.
+    """
+
+    functions: list[int]
+    jobs: list[Job]
+    limits_s: list[float]
 
 
 class Scores(msgspec.Struct, frozen=True):
-    """What one function said: a float per completion (NaN for missing), or why not."""
+    """What one function said: a float per completion (NaN for missing), or why not.
+
+    Args:
+        failed: of single completions, whose reward is NaN: reason and text by index.
+        seconds: that the function took.
+        is_final: whether another try would say the same.
+    """
 
     rewards: list[float] | None
     problem: str = ""
+    reason: Failure = "raised"
+    failed: dict[int, tuple[Failure, str]] = {}
+    seconds: float = 0.0
+    is_final: bool = False
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """Scores of the functions of a call, in its order."""
+
+    scores: list[Scores]
 
 
 class Ready(msgspec.Struct, frozen=True):
-    """First frame of a worker: the functions that could not be imported."""
+    """First frame of a worker: the functions that could not be made, and the indexes of those that are asynchronous."""
 
     problems: list[str]
+    asynchronous: list[int] = []
 
 
-def main(descriptor: int, parent_pid: int, specs: list[str]) -> None:
+def main(descriptor: int, parent_pid: int, sources: bytes) -> None:
     die_with_parent(parent_pid)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(_KILLED_FIRST)
     with socket.socket(fileno=descriptor) as connection:
         functions, problems = [], []
-        for spec in specs:
+        for source in msgspec.json.decode(sources, type=list[Source]):
             try:
-                functions.append(load_function(spec, "rewards.functions"))
+                functions.append(_function(source))
             except ConfigError as error:
                 problems.append(str(error))
-        _send(connection, Ready(problems))
+        _send(connection, Ready(problems, [index for index, made in enumerate(functions) if _is_asynchronous(made)]))
         while not problems:
             frame = _receive(connection)
             if frame is None:
                 return
-            job = msgspec.msgpack.decode(frame, type=Job)
-            for function in functions:
-                scores = _score(function, job)
-                _send(connection, scores)
-                if scores.rewards is None:
-                    break
+            call = msgspec.msgpack.decode(frame, type=Call)
+            _send(connection, Answer(_answer([functions[index] for index in call.functions], call)))
+
+
+def _function(source: Source) -> Callable[..., Any]:
+    if source.function:
+        return load_function(source.function, "rewards.functions")
+    from producer.shipped_rewards import make
+
+    return make(source.shipped, source.options)
+
+
+def _is_asynchronous(function: Callable[..., Any]) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+
+
+def _answer(functions: list[Callable[..., Any]], call: Call) -> list[Scores]:
+    if _is_asynchronous(functions[0]):
+        return asyncio.run(_together(functions, call))
+    started = time.monotonic()
+    scores = _score(functions[0], call.jobs[0])
+    return [msgspec.structs.replace(scores, seconds=time.monotonic() - started)]
+
+
+async def _together(functions: list[Callable[..., Any]], call: Call) -> list[Scores]:
+    async def timed(function: Callable[..., Any], job: Job, limit_s: float) -> Scores:
+        started = time.monotonic()
+        scores = await _await_one(function, job, limit_s)
+        return msgspec.structs.replace(scores, seconds=time.monotonic() - started)
+
+    return await asyncio.gather(*map(timed, functions, call.jobs, call.limits_s))
+
+
+async def _await_one(function: Callable[..., Any], job: Job, limit_s: float) -> Scores:
+    clock = asyncio.timeout(limit_s)
+    try:
+        async with clock:
+            returned = await function(**_arguments(job))
+    except Exception as error:
+        if isinstance(error, TimeoutError) and clock.expired():
+            return Scores(None, f"did not return within {limit_s:g} seconds", "timeout")
+        return _raised()
+    return checked(returned, len(job.completions))
 
 
 def _score(function: Callable[..., Any], job: Job) -> Scores:
-    count = len(job.completions)
-    repeated = {key: [value] * count for key, value in job.columns.items() if key not in _NOT_COLUMNS}
     try:
-        returned = function(
-            prompts=[job.prompt] * count, completions=job.completions, completion_ids=job.completion_ids, **repeated
-        )
+        returned = function(**_arguments(job))
         if inspect.iscoroutine(returned):
             returned = asyncio.run(returned)
+    except MemoryError:
+        return Scores(None, "ran out of memory", "memory")
     except Exception:
-        lines = traceback.format_exc().strip().splitlines()[-_TRACEBACK_LINES:]
-        return Scores(None, "raised\n" + "\n".join(lines))
-    return _checked(returned, count)
+        return _raised()
+    return checked(returned, len(job.completions))
 
 
-def _checked(returned: Any, count: int) -> Scores:
+def _arguments(job: Job) -> dict[str, Any]:
+    count = len(job.completions)
+    repeated = {key: [value] * count for key, value in job.columns.items() if key not in _NOT_COLUMNS}
+    if job.reasoning_tokens:
+        repeated["reasoning_tokens"] = job.reasoning_tokens
+    return {
+        "prompts": [job.prompt] * count,
+        "completions": job.completions,
+        "completion_ids": job.completion_ids,
+    } | repeated
+
+
+def _raised() -> Scores:
+    lines = traceback.format_exc().strip().splitlines()[-_TRACEBACK_LINES:]
+    return Scores(None, "raised\n" + "\n".join(lines))
+
+
+def checked(returned: Any, count: int) -> Scores:
+    """What a function returned: a number or None for each completion; an exception stands for one that failed."""
     if not isinstance(returned, list | tuple):
-        return Scores(
-            None, f"returned a {type(returned).__name__}; return a list with one number or None per completion"
-        )
+        returned_a = f"returned a {type(returned).__name__}"
+        return Scores(None, f"{returned_a}; return a list with one number or None per completion", "invalid")
     if len(returned) != count:
-        return Scores(None, f"returned {len(returned)} rewards for {count} completions; return one per completion")
-    rewards = []
+        return Scores(
+            None, f"returned {len(returned)} rewards for {count} completions; return one per completion", "invalid"
+        )
+    rewards: list[float] = []
+    failed: dict[int, tuple[Failure, str]] = {}
     for index, reward in enumerate(returned):
-        if reward is None:
-            rewards.append(math.nan)
-            continue
-        if not hasattr(type(reward), "__float__"):
-            return Scores(None, f"reward {index} is {reward!r:.80}; return a number, or None for missing")
-        try:
-            value = float(reward)
-        except Exception as error:
-            return Scores(None, f"reward {index} of type {type(reward).__name__} is no number: {error}")
-        if abs(value) > FLOAT32_MAX:
-            return Scores(None, f"reward {index} is {value}; return a finite number, or None for missing")
+        value = math.nan
+        if isinstance(reward, Exception):
+            failed[index] = "timeout" if isinstance(reward, TimeoutError) else "raised", f"reward {index}: {reward}"
+        elif reward is not None:
+            value, problem = _number(reward)
+            if problem:
+                failed[index] = "invalid", f"reward {index} {problem}"
         rewards.append(value)
-    return Scores(rewards)
+    if failed and len(failed) == count:
+        reason, problem = failed[0]
+        return Scores(None, problem, reason)
+    return Scores(rewards, failed=failed)
+
+
+def _number(reward: Any) -> tuple[float, str]:
+    if not hasattr(type(reward), "__float__"):
+        return math.nan, f"is {reward!r:.80}; return a number, or None for missing"
+    try:
+        value = float(reward)
+    except Exception as error:
+        return math.nan, f"of type {type(reward).__name__} is no number: {error}"
+    if abs(value) > FLOAT32_MAX:
+        return math.nan, f"is {value}; return a finite number, or None for missing"
+    return value, ""
 
 
 def _send(connection: socket.socket, message: msgspec.Struct) -> None:
@@ -123,4 +239,4 @@ def _receive(connection: socket.socket) -> bytes | None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3].encode())

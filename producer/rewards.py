@@ -1,192 +1,260 @@
-"""The pool of reward workers.
+"""The pool of rewards: what scores a group, whatever it is made of.
 
-Guarantee: `score` returns rewards or raises `LeaseFailure`, within `timeout_s` per function, whatever the functions do;
-a worker that hangs or dies is killed by its own process id and replaced, and no worker outlives the daemon.
+Guarantee: `score` returns rewards or raises `LeaseFailure`, whatever the functions do. A reward that failed, after its
+retries, is missing and never a zero: its function is left out for the whole group, or, where it failed for some completions
+only, these completions are left out, since a sum without it would not compare with the others'. Every failure is counted and
+logged under the name of its function, with the prompt.
 """
 
 import asyncio
 import contextlib
 import logging
-import os
-import signal
-import socket
-import subprocess
-import sys
+import random
 import time
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any, Protocol
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from producer.interfaces import LeaseFailure
-from producer.reward_worker import LENGTH, Job, Ready, Scores
-from protocol.config_rewards import RewardsSection
-from protocol.errors import ConfigError
+from producer.reward_process import WorkerLane, WorkerLostError
+from producer.reward_service import HttpReward
+from producer.reward_views import View
+from producer.reward_worker import Failure, Job, Scores, Source
+from producer.thinking import Thinking
+from protocol.config_rewards import RewardFunction, RewardModel, RewardService, RewardsSection
+from protocol.throttle import Throttle
 
 logger = logging.getLogger(__name__)
 
 _START_TIMEOUT_S = 120.0  # imports of the user's modules included
-_EXIT_GRACE_S = 1.0
-_Frame = TypeVar("_Frame", Ready, Scores)
+_MODEL_START_TIMEOUT_S = 900.0  # a download included
+_SERVICE_CONCURRENCY = 8
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 15.0
+_PROMPT_SHOWN = 80
 
 
-class _Worker:
-    """One child process and the socket to it."""
+class RewardObserver(Protocol):
+    """Told of every call of a function and of what it failed to score."""
 
-    def __init__(
-        self, process: "subprocess.Popen[bytes]", reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        self.process = process
-        self._reader = reader
-        self._writer = writer
+    def reward_called(self, function: str, seconds: float) -> None: ...
 
-    @classmethod
-    async def start(cls, specs: list[str]) -> "_Worker":
-        ours, theirs = socket.socketpair()
-        with theirs:
-            process = subprocess.Popen(  # noqa: ASYNC220 - returns within milliseconds
-                [sys.executable, "-m", "producer.reward_worker", str(theirs.fileno()), str(os.getpid()), *specs],
-                stdin=subprocess.DEVNULL,
-                stdout=2,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
-        reader, writer = await asyncio.open_connection(sock=ours)
-        return cls(process, reader, writer)
+    def reward_failed(self, function: str, reason: Failure, num_completions: int) -> None: ...
 
-    async def send(self, message: msgspec.Struct) -> None:
-        body = msgspec.msgpack.encode(message)
-        self._writer.write(LENGTH.pack(len(body)) + body)
-        await self._writer.drain()
 
-    async def receive(self, kind: type[_Frame]) -> _Frame:
-        (size,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
-        return msgspec.msgpack.decode(await self._reader.readexactly(size), type=kind)
+class RewardSource(Protocol):
+    """Something that scores a job with one function."""
 
-    async def end(self) -> int:
-        """For a worker that closed its socket: lets it exit with its own status, briefly, then kills what is left."""
-        deadline = time.monotonic() + _EXIT_GRACE_S
-        while not os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):  # noqa: ASYNC222
-            if time.monotonic() > deadline:
-                break
-            await asyncio.sleep(0.01)
-        return await self.kill()
+    async def ask(self, job: Job, limit_s: float) -> Scores: ...
 
-    async def kill(self) -> int:
-        """Ends the worker and whatever it started, and returns its exit status."""
-        self._writer.close()
-        if self.process.returncode is None:  # not reaped yet, so the id is still its own
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-        return await asyncio.to_thread(self.process.wait, 30)
+
+class _Unobserved:
+    def reward_called(self, function: str, seconds: float) -> None:
+        pass
+
+    def reward_failed(self, function: str, reason: Failure, num_completions: int) -> None:
+        pass
+
+
+class _FromWorker:
+    """One function of a lane."""
+
+    def __init__(self, lane: WorkerLane, place: int) -> None:
+        self._lane = lane
+        self._place = place
+
+    @property
+    def is_asynchronous(self) -> bool:
+        return self._place in self._lane.asynchronous
+
+    async def ask(self, job: Job, limit_s: float) -> Scores:
+        started = time.monotonic()
+        try:
+            (scores,) = await self._lane.call([self._place], [job], [limit_s])
+        except WorkerLostError as error:
+            return Scores(None, str(error), error.reason, seconds=time.monotonic() - started)
+        return scores
 
 
 class RewardPool:
-    """`num_workers` processes that all hold every reward function."""
+    """Every reward of the configuration, ready to score between `start` and `close`."""
 
-    def __init__(self, section: RewardsSection) -> None:
-        self._specs = [function.function for function in section.functions]
-        self._timeout_s = section.timeout_s
-        self._num_workers = section.num_workers
-        self._slots: asyncio.Queue[_Worker | None] = asyncio.Queue()
-        self._alive: set[_Worker] = set()
+    def __init__(self, section: RewardsSection, observer: RewardObserver | None = None) -> None:
+        self._section = section
+        self._observer = observer or _Unobserved()
+        self._warn = Throttle(logger)
+        self._thinking: Thinking | None = None
+        self._in_lane = [i for i, f in enumerate(section.functions) if f.kind in ("function", "builtin")]
+        ours = [section.functions[index] for index in self._in_lane]
+        self._lane = WorkerLane(
+            [_source(function) for function in ours],
+            [function.place for function in ours],
+            section.num_workers if ours else 0,
+            section.max_memory_bytes,
+            _START_TIMEOUT_S,
+        )
+        self._lanes, self._services = [self._lane], list[HttpReward]()
+        self._sources = [self._source(index, function) for index, function in enumerate(section.functions)]
+        self._places = {
+            function.name: asyncio.Semaphore(function.concurrency)
+            for function in ours
+            if function.concurrency is not None
+        }
+
+    def _source(self, index: int, function: RewardFunction) -> RewardSource:
+        settings = function.settings if function.kind != "function" else None
+        if isinstance(settings, RewardService):
+            service = HttpReward(
+                function.name, str(function.url), settings, function.concurrency or _SERVICE_CONCURRENCY
+            )
+            self._services.append(service)
+            return service
+        if isinstance(settings, RewardModel):
+            shown = "" if settings.gpu is None else str(settings.gpu)
+            lane = WorkerLane(
+                [Source(shipped="model", options=function.options | {"path": function.model})],
+                [function.place],
+                function.concurrency or 1,
+                None,  # a model takes what it takes
+                _MODEL_START_TIMEOUT_S,
+                {"CUDA_VISIBLE_DEVICES": shown, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
+            )
+            self._lanes.append(lane)
+            return _FromWorker(lane, 0)
+        return _FromWorker(self._lane, self._in_lane.index(index))
+
+    @property
+    def num_workers(self) -> int:
+        return sum(lane.num_workers for lane in self._lanes)
 
     @property
     def num_idle(self) -> int:
-        return self._slots.qsize()
+        return sum(lane.num_idle for lane in self._lanes)
 
     async def start(self) -> None:
-        """Starts the workers.
+        """Starts what scores.
 
         Raises:
             ConfigError: a function cannot be imported.
         """
-        try:
-            workers = await asyncio.gather(*(self._start_worker() for _ in range(self._num_workers)))
-        except LeaseFailure as failure:
-            raise ConfigError(failure.detail) from failure
-        for worker in workers:
-            self._slots.put_nowait(worker)
+        await asyncio.gather(*(lane.start() for lane in self._lanes))
 
     async def close(self) -> None:
-        await asyncio.gather(*(worker.kill() for worker in self._alive))
-        self._alive.clear()
+        await asyncio.gather(*(lane.close() for lane in self._lanes), *(service.close() for service in self._services))
+
+    def read_thinking(self, tokenizer: Any, chat_template_kwargs: dict[str, Any]) -> None:
+        """Comes before the first `score`."""
+        if self._section.reads_thinking:
+            self._thinking = Thinking(self._section.thinking, tokenizer, chat_template_kwargs)
 
     async def score(
         self, prompt: Any, completions: list[Any], completion_ids: list[list[int]], columns: dict[str, Any]
     ) -> tuple[NDArray[np.float32], float]:
         """Rewards as (completions, functions), NaN for missing, and the seconds it took.
 
+        Args:
+            completions: texts, or lists of messages where the prompt is one.
+
         Raises:
-            LeaseFailure: a function failed; the reason names it.
+            LeaseFailure: nothing was scored because functions failed; the detail names them.
         """
-        worker = await self._slots.get()
         started = time.monotonic()
-        reusable = False
-        try:
-            worker = worker or await self._start_worker()
-            answers = await self._ask(worker, Job(prompt, completions, completion_ids, columns))
-            reusable = True
-        finally:
-            if worker is not None and not reusable:
-                await self._discard(worker)
-            self._slots.put_nowait(worker if reusable else None)
-        for spec, scores in zip(self._specs, answers, strict=False):
-            if scores.rewards is None:
-                raise LeaseFailure("reward_failed", f"{spec} {scores.problem}")
-        rewards = np.array([scores.rewards for scores in answers], dtype=np.float32).T
-        return rewards, time.monotonic() - started
+        job = Job(prompt, completions, completion_ids, columns)
+        reasoning = None
+        assert self._thinking is not None or not self._section.reads_thinking, "read_thinking comes first"
+        if self._thinking is not None:
+            counts = self._section.counts_reasoning
+            reasoning = await asyncio.to_thread(self._thinking.read, prompt, completions, completion_ids, count=counts)
+        views = [View.of(self._section, function, job, reasoning) for function in self._section.functions]
+        answers = await self._ask_all([view.job for view in views])
+        count = len(completions)
+        scores = [view.widened(answer, count) for view, answer in zip(views, answers, strict=True)]
+        left_out = {row for view in views for row in view.left_out(count)}
+        return self._collected(scores, left_out, prompt, count), time.monotonic() - started
 
-    async def _ask(self, worker: _Worker, job: Job) -> list[Scores]:
-        """The answer of every function, up to the first that failed. After a `LeaseFailure` the worker is of no use."""
-        answers: list[Scores] = []
-        try:
-            await asyncio.wait_for(worker.send(job), self._timeout_s)
-            for _ in self._specs:
-                answers.append(await asyncio.wait_for(worker.receive(Scores), self._timeout_s))
-                if answers[-1].rewards is None:
-                    break
-        except TimeoutError:
-            limit = f"rewards.timeout_s={self._timeout_s:g} seconds"
-            raise LeaseFailure(
-                "reward_failed",
-                f"{self._specs[len(answers)]} did not return within {limit} and its worker was killed; make it faster, "
-                "give it a deadline of its own, or raise rewards.timeout_s",
-            ) from None
-        except (asyncio.IncompleteReadError, ConnectionError):
-            ending = _describe(await worker.end())
-            raise LeaseFailure(
-                "reward_failed", f"{self._specs[len(answers)]} ended its worker process ({ending})"
-            ) from None
-        return answers
+    async def _ask_all(self, jobs: list[Job]) -> list[Scores]:
+        """Of every function, in order. The asynchronous ones of the workers are awaited together, as TRL does."""
+        together = [
+            index
+            for index, source in enumerate(self._sources)
+            if isinstance(source, _FromWorker)
+            and source.is_asynchronous
+            and not self._section.functions[index].concurrency
+            and jobs[index].completions
+        ]
+        alone = [index for index in range(len(jobs)) if index not in together]
+        answers, others = await asyncio.gather(
+            self._ask_together(together, jobs), asyncio.gather(*(self._ask(index, jobs[index]) for index in alone))
+        )
+        found = dict(zip([*together, *alone], [*answers, *others], strict=True))
+        return [found[index] for index in range(len(jobs))]
 
-    async def _start_worker(self) -> _Worker:
-        worker = await _Worker.start(self._specs)
-        self._alive.add(worker)
-        usable = False
-        try:
-            ready = await asyncio.wait_for(worker.receive(Ready), _START_TIMEOUT_S)
-            usable = not ready.problems
-            problem = "\n".join(ready.problems)
-        except TimeoutError:
-            problem = (
-                f"rewards.functions: importing {', '.join(self._specs)} took more than {_START_TIMEOUT_S:g} seconds"
-            )
-        except (asyncio.IncompleteReadError, ConnectionError):
-            ending = _describe(await worker.end())
-            problem = f"rewards.functions: importing {', '.join(self._specs)} ended the worker process ({ending})"
-        finally:
-            if not usable:
-                await self._discard(worker)
-        if problem:
-            raise LeaseFailure("reward_failed", problem)
-        return worker
+    async def _ask_together(self, indexes: list[int], jobs: list[Job]) -> list[Scores]:
+        firsts: Sequence[Scores | None] = [None] * len(indexes)
+        if len(indexes) > 1:
+            places = [self._in_lane.index(index) for index in indexes]
+            limits_s = [self._section.limit_s(self._section.functions[index]) for index in indexes]
+            # If the worker is lost, nobody knows through whom: then each is asked alone.
+            with contextlib.suppress(WorkerLostError):
+                firsts = await self._lane.call(places, [jobs[index] for index in indexes], limits_s)
+        return await asyncio.gather(
+            *(self._ask(index, jobs[index], first) for index, first in zip(indexes, firsts, strict=True))
+        )
 
-    async def _discard(self, worker: _Worker) -> None:
-        self._alive.discard(worker)
-        await worker.kill()
+    async def _ask(self, index: int, job: Job, first: Scores | None = None) -> Scores:
+        """With retries. `first`: what the first try said, if there was one."""
+        function, source = self._section.functions[index], self._sources[index]
+        if not job.completions:
+            return Scores([])
+        for attempt in range(function.attempts):
+            if attempt > 0:
+                await asyncio.sleep(_pause_s(attempt))
+            if first is not None and attempt == 0:
+                scores = first
+            else:
+                async with self._places.get(function.name, contextlib.nullcontext()):
+                    scores = await source.ask(job, self._section.limit_s(function))
+            self._observer.reward_called(function.name, scores.seconds)
+            if scores.rewards is not None or scores.is_final:
+                break
+        return scores
+
+    def _collected(
+        self, scores: list[Scores], left_out: set[int], prompt: Any, num_completions: int
+    ) -> NDArray[np.float32]:
+        rewards = np.full((num_completions, len(scores)), np.nan, np.float32)
+        problems = []
+        for column, (function, one) in enumerate(zip(self._section.functions, scores, strict=True)):
+            if one.rewards is None:
+                problems.append(self._failed(function, one.reason, one.problem, prompt, num_completions))
+                continue
+            rewards[:, column] = one.rewards
+            for row, (reason, problem) in one.failed.items():
+                left_out.add(row)
+                problems.append(self._failed(function, reason, problem, prompt, 1))
+        rewards[list(left_out)] = np.nan
+        if problems and np.isnan(rewards).all():
+            raise LeaseFailure("reward_failed", "\n".join(problems))
+        return rewards
+
+    def _failed(
+        self, function: RewardFunction, reason: Failure, problem: str, prompt: Any, num_completions: int
+    ) -> str:
+        self._observer.reward_failed(function.name, reason, num_completions)
+        said = f"{function.place} {problem}"
+        shown = f"{num_completions} completion{'s' if num_completions > 1 else ''} of prompt {str(prompt)[:_PROMPT_SHOWN]!r}"
+        self._warn(f"{function.name} {reason}", f"reward {function.name} is missing for {shown} ({reason}): {said}")
+        return said
 
 
-def _describe(status: int) -> str:
-    return f"exit status {status}" if status >= 0 else f"killed by {signal.Signals(-status).name}"
+def _source(function: RewardFunction) -> Source:
+    if function.function is not None:
+        return Source(function=function.function)
+    return Source(shipped=str(function.builtin), options=function.options)
+
+
+def _pause_s(attempt: int) -> float:
+    """Before further try `attempt` (1 is the first), doubled each time, half of it by chance."""
+    longest: float = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (attempt - 1))
+    return longest * random.uniform(0.5, 1.0)  # noqa: S311 - no secret

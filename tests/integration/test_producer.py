@@ -351,7 +351,7 @@ def test_every_reward_comes_back_typed_and_an_engine_that_dies_idle_ends_it(run,
         for number, reason, said in [
             (1, "reward_failed", "rewards.py:moody raised\n"),
             (1, "reward_failed", "ValueError: no digits"),
-            (2, "reward_failed", "did not return within rewards.timeout_s=2 seconds and its worker was killed"),
+            (2, "reward_failed", "did not return within 2 seconds and its worker was killed"),
             (3, "reward_failed", "returned 1 rewards for 4 completions; return one per completion"),
             (7, "prompt_too_long", ""),
             (8, "bad_prompt", ""),

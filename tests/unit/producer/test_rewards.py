@@ -5,7 +5,7 @@ import os
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -71,6 +71,42 @@ def moody(completions, **_):
         time.sleep(60)
     return [float(os.getpid())] * len(completions)
 
+def fails_twice(completions, **_):
+    with open(__file__ + ".calls", "a") as calls:
+        calls.write("x")
+        if calls.tell() < 3:
+            raise ConnectionError("not yet")
+    return [7.0] * len(completions)
+
+def eats(completions, **_):
+    block = bytearray(400 * 2**20)
+    time.sleep(60)
+
+def alarm(completions, **_):
+    def over(*_):
+        raise TimeoutError("by alarm")
+    signal.signal(signal.SIGALRM, over)
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    try:
+        time.sleep(60)
+    except TimeoutError:
+        return [0.25] * len(completions)
+
+async def waits(completions, **_):
+    import asyncio
+    await asyncio.sleep(0.4)
+    return [1.0] * len(completions)
+
+async def waits_too(completions, **_):
+    return await waits(completions)
+
+async def never(completions, **_):
+    import asyncio
+    await asyncio.sleep(60)
+
+async def blocks(completions, **_):
+    time.sleep(60)
+
 NOT_A_FUNCTION = 3
 """
 COMPLETIONS = ["1", "2", "345"]
@@ -84,15 +120,31 @@ def reward_file(tmp_path: Path) -> Path:
     return path
 
 
-def section(*functions: str, timeout_s: float = 20.0, num_workers: int = 1) -> RewardsSection:
-    return RewardsSection.model_validate(
-        {"functions": [{"function": f} for f in functions], "timeout_s": timeout_s, "num_workers": num_workers}
-    )
+def section(*functions: str | dict[str, Any], timeout_s: float = 20.0, **values: Any) -> RewardsSection:
+    entries = [{"function": f} if isinstance(f, str) else f for f in functions]
+    return RewardsSection.model_validate({"functions": entries, "timeout_s": timeout_s, "num_workers": 1, **values})
 
 
-def with_pool(rewards: RewardsSection, use: Callable[[RewardPool], Awaitable[Result]]) -> Result:
+class Seen:
+    """What the pool says of its functions."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.failures: list[tuple[str, str, int]] = []
+
+    def reward_called(self, function: str, seconds: float) -> None:
+        assert seconds >= 0
+        self.calls.append(function)
+
+    def reward_failed(self, function: str, reason: str, num_completions: int) -> None:
+        self.failures.append((function, reason, num_completions))
+
+
+def with_pool(
+    rewards: RewardsSection, use: Callable[[RewardPool], Awaitable[Result]], seen: Seen | None = None
+) -> Result:
     async def body() -> Result:
-        pool = RewardPool(rewards)
+        pool = RewardPool(rewards, seen)
         try:
             await pool.start()
             return await use(pool)
@@ -102,11 +154,11 @@ def with_pool(rewards: RewardsSection, use: Callable[[RewardPool], Awaitable[Res
     return asyncio.run(body())
 
 
-def score(rewards: RewardsSection) -> np.ndarray:
+def score(rewards: RewardsSection, seen: Seen | None = None) -> np.ndarray:
     async def use(pool: RewardPool) -> np.ndarray:
         return (await pool.score("1+1=", COMPLETIONS, IDS, {"answer": "2", "prompt": "ignored"}))[0]
 
-    return with_pool(rewards, use)
+    return with_pool(rewards, use, seen)
 
 
 def failure(rewards: RewardsSection) -> str:
@@ -141,12 +193,10 @@ def test_module_form(reward_file, monkeypatch):
         ("short", "returned 1 rewards for 3 completions"),
         ("scalar", "returned a float; return a list"),
         ("text", "reward 0 is '1.0'; return a number"),
-        ("infinite", "reward 1 is -inf; return a finite number"),
-        ("above_float32", "reward 1 is 1e+39; return a finite number"),
     ],
 )
-def test_a_failing_function_is_a_failure_that_names_it(reward_file, name, said):
-    detail = failure(section(f"{reward_file}:length", f"{reward_file}:{name}"))
+def test_a_group_that_nothing_scored_is_a_failure_that_names_the_function(reward_file, name, said):
+    detail = failure(section(f"{reward_file}:{name}"))
     assert f"my_rewards.py:{name}" in detail
     assert said in detail
 
@@ -154,8 +204,75 @@ def test_a_failing_function_is_a_failure_that_names_it(reward_file, name, said):
 def test_a_hanging_function_fails_in_time(reward_file):
     started = time.monotonic()
     detail = failure(section(f"{reward_file}:hangs", timeout_s=0.3))
-    assert "rewards.timeout_s=0.3" in detail
+    assert "did not return within 0.3 seconds" in detail
     assert time.monotonic() - started < 10
+
+
+def test_a_function_that_failed_is_missing_and_the_others_count(reward_file, caplog):
+    seen = Seen()
+    rewards = score(
+        section(*(f"{reward_file}:{name}" for name in ("length", "exits", "fails_twice")), num_workers=2), seen
+    )
+    np.testing.assert_array_equal(rewards, [[1, np.nan, np.nan], [1, np.nan, np.nan], [3, np.nan, np.nan]])
+    assert sorted(seen.failures) == [("exits", "crashed", 3), ("fails_twice", "raised", 3)]
+    assert sorted(seen.calls) == ["exits", "fails_twice", "length"]
+    assert "reward exits is missing for 3 completions of prompt '1+1=' (crashed)" in caplog.text
+
+
+@pytest.mark.parametrize(("name", "said"), [("infinite", "is -inf"), ("above_float32", "is 1e+39")])
+def test_a_completion_without_one_of_its_rewards_is_left_out_because_sums_would_not_compare(
+    reward_file, caplog, name, said
+):
+    seen = Seen()
+    rewards = score(section(f"{reward_file}:length", f"{reward_file}:{name}"), seen)
+    np.testing.assert_array_equal(rewards, [[1, 1], [np.nan, np.nan], [3, 0]])
+    assert seen.failures == [(name, "invalid", 1)]
+    assert f"reward 1 {said}; return a finite number" in caplog.text
+
+
+def test_retries(reward_file, monkeypatch):
+    monkeypatch.setattr("producer.rewards._FIRST_PAUSE_S", 0.01)
+    seen = Seen()
+    rewards = score(section({"function": f"{reward_file}:fails_twice", "retries": 2}), seen)
+    np.testing.assert_array_equal(rewards, [[7.0]] * 3)
+    assert (seen.calls, seen.failures) == (["fails_twice"] * 3, [])
+
+
+def test_a_function_has_the_main_thread_and_its_alarms(reward_file):
+    np.testing.assert_array_equal(score(section(f"{reward_file}:alarm")), [[0.25]] * 3)
+
+
+def test_asynchronous_functions_wait_side_by_side_in_one_worker(reward_file):
+    started = time.monotonic()
+    pool_section = section(*(f"{reward_file}:{name}" for name in ("waits", "waits_too", "asynchronous")))
+
+    async def use(pool: RewardPool) -> float:
+        started = time.monotonic()
+        rewards, _ = await pool.score("p", COMPLETIONS, IDS, {})
+        np.testing.assert_array_equal(rewards, [[1, 1, 0.5]] * 3)
+        return time.monotonic() - started
+
+    assert 0.4 <= with_pool(pool_section, use) < 0.75
+    assert time.monotonic() - started < 10
+
+
+def test_of_asynchronous_functions_the_one_that_hangs_is_named_whether_it_waits_or_blocks(reward_file, monkeypatch):
+    monkeypatch.setattr("producer.reward_process._ASYNC_GRACE_S", 0.1)
+    seen = Seen()
+    entries = [{"function": f"{reward_file}:{name}", "timeout_s": 0.3} for name in ("never", "asynchronous")]
+    np.testing.assert_array_equal(score(section(*entries), seen), [[np.nan, 0.5]] * 3)
+    assert seen.failures == [("never", "timeout", 3)]
+    seen = Seen()
+    entries[0]["function"] = f"{reward_file}:blocks"
+    np.testing.assert_array_equal(score(section(*entries), seen), [[np.nan, 0.5]] * 3)
+    assert seen.failures == [("blocks", "timeout", 3)]
+
+
+def test_a_function_that_takes_too_much_memory_is_killed(reward_file):
+    seen = Seen()
+    rewards = score(section(f"{reward_file}:length", f"{reward_file}:eats", max_memory_bytes=200 * 2**20), seen)
+    np.testing.assert_array_equal(rewards, [[1, np.nan], [1, np.nan], [3, np.nan]])
+    assert seen.failures == [("eats", "memory", 3)]
 
 
 def test_after_a_hang_the_pool_works_on_with_a_new_process(reward_file):

@@ -306,7 +306,7 @@ UNKNOWN_AND_BAD = [
     ),
     (
         "    - function: other.py:exact\n",
-        "run.yaml:7: rewards.functions: two reward functions are called 'exact': metrics need different names",
+        "run.yaml:7: rewards.functions: two reward functions are called 'exact': metrics need different names; give one a `name`",
     ),
     (
         "    - function: exact\n",

@@ -1,0 +1,118 @@
+"""`rl-reward try` on a real model, and on completions that are given."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from producer import reward_report
+from producer.reward_trial import Sampled, Scored, Trial
+from protocol.errors import ExitCode
+from tests.integration.models import build_model
+
+pytestmark = pytest.mark.integration
+
+
+def tried(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "producer.reward_cli", "try", "--config", str(folder / "run.yaml"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200)
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("try")
+    build_model("qwen2", folder / "model")
+    (folder / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "2+2=", "answer": "4"}\n')
+    (folder / "more.py").write_text(
+        "def digits(completions, **_):\n    return [sum(map(str.isdigit, c)) for c in completions]\n"
+        "def broken(completions, **_):\n    raise ValueError('no judge')\n"
+    )
+    (folder / "run.yaml").write_text(f"""
+run_dir: {folder}/run
+model: {{path: {folder}/model, dtype: float32}}
+dataset: {{path: {folder}/rows.jsonl}}
+sampling: {{max_completion_length: 8}}
+rewards:
+  num_workers: 1
+  functions:
+    - function: {folder}/more.py:digits
+    - builtin: exact_match
+      weight: 2
+    - function: {folder}/more.py:broken
+""")
+    return folder
+
+
+def test_real_completions_of_the_model(run_folder: Path) -> None:
+    done = tried(run_folder, "--n", "4", "--json")
+    assert done.returncode == ExitCode.OK, done.stderr
+    said = json.loads(done.stdout)
+    assert [group["prompt"] for group in said["groups"]] == ["1+1=", "2+2="]
+    for group in said["groups"]:
+        assert len(group["completions"]) == 4
+        for row in group["completions"]:
+            digits = sum(map(str.isdigit, row["completion"]))
+            assert row["rewards"]["digits"] == digits
+            assert row["sum"] == digits + 2 * row["rewards"]["exact_match"]
+            assert row["rewards"]["broken"] is None
+    assert said["rewards"]["broken"]["failed"] == 8
+    assert "broken failed to score 8 completions (raised)" in said["warnings"]
+
+
+def test_given_completions_in_a_table_and_no_signal(run_folder: Path) -> None:
+    given = run_folder / "given.jsonl"
+    given.write_text('{"prompt": "1+1=", "completions": ["2", "2"], "answer": "2"}\n')
+    done = tried(run_folder, "--completions", str(given))
+    assert done.returncode == ExitCode.NO_SIGNAL, done.stderr
+    assert "warning: group 1: all equal: no signal" in done.stdout
+    assert "exact_match" in done.stdout
+    given.write_text('{"prompt": "1+1="}\n')
+    done = tried(run_folder, "--completions", str(given))
+    assert done.returncode == ExitCode.DATASET
+    assert f"{given}:1: KeyError: 'completions'; expected" in done.stderr
+
+
+def test_help_is_quick() -> None:
+    started = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "producer.reward_cli", "try", "--help"],
+        capture_output=True,
+        text=True,
+    )
+    assert time.monotonic() - started < 5
+    assert "--completions" in done.stdout
+    assert not {"torch", "transformers", "numpy", "rich"} & {
+        line.rpartition("|")[2].strip() for line in done.stderr.splitlines()
+    }
+
+
+def test_numbers_of_a_trial_by_hand() -> None:
+    group: Any = Sampled("p", {}, ["a", "b", "c"], [[1], [2], [3]])
+    nan = np.nan
+    trial = Trial(("f", "g"), [1.0, 0.5])
+    trial.groups = [
+        Scored(group, np.array([[1, 2], [3, nan], [nan, nan]], np.float32)),
+        Scored(group, np.array([[1, 2], [2, 0], [nan, nan]], np.float32)),
+    ]
+    trial.failures["g", "timeout"] = 1
+    trial.seconds["f"] = [0.25, 0.75]
+    np.testing.assert_array_equal(reward_report.sums(trial.groups[0].rewards, trial.weights), [2, 3, nan])
+    first, second = reward_report.columns(trial)
+    assert (first.mean, first.missing, first.failed, first.call_s) == (1.75, 2, 0, 0.5)
+    assert (second.missing, second.failed) == (3, 1)
+    assert second.std == pytest.approx(np.std([2, 2, 0]))
+    assert [reward_report.has_signal(one, trial.weights) for one in trial.groups] == [True, False]
+    assert reward_report.warnings(trial) == [
+        "g failed to score 1 completions (timeout)",
+        "group 2: all equal: no signal",
+    ]
+    console = Console(record=True, width=100, file=SimpleNamespace(write=len, flush=lambda: None))  # type: ignore[arg-type]
+    reward_report.show(trial, console)
+    assert "seconds per call" in console.export_text()

@@ -1,0 +1,280 @@
+"""The sandbox with programs that try to get out of it. Every one is contained, and nothing of it is left."""
+
+import asyncio
+import ctypes
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from producer.sandbox import inside
+from producer.sandbox.run import Limits, Outcome, Sandbox
+from producer.shipped_rewards import make
+from producer.shipped_rewards.programs import program_of
+from protocol.errors import ConfigError
+
+pytestmark = pytest.mark.integration
+LIMITS = Limits(time_s=10, memory_bytes=64 * 2**20, disk_bytes=4 * 2**20, processes=4, output_bytes=2**16)
+
+
+def run(program: str, stdin: bytes = b"", **limits: float) -> Outcome:
+    """Runs it, and fails if a process or descriptor of it is left."""
+    descriptors = len(os.listdir("/proc/self/fd"))
+    sandbox = Sandbox(Limits(**{**vars(LIMITS), **limits}))
+    outcome = asyncio.run(sandbox.run(program, stdin))
+    assert [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE] == []
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    return outcome
+
+
+def test_an_ordinary_program_runs_with_its_input() -> None:
+    outcome = run("import json, math, sys\nprint(math.sqrt(int(input())))\nsys.exit(3)", b"49\n")
+    assert outcome == Outcome(3, b"7.0\n", b"", "itself")
+    asyncio.run(Sandbox(LIMITS).check())
+
+
+def test_a_fork_bomb() -> None:
+    bomb = "import os\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        pass"
+    started = time.monotonic()
+    assert run(bomb, time_s=1).ended == "time"
+    assert time.monotonic() - started < 10
+    counts = (
+        "import os, time\nn = 0\ntry:\n    while n < 99:\n        os.fork() or time.sleep(5)\n        n += 1\n"
+        "except OSError:\n    print(n)"
+    )
+    assert run(counts).output == b"3\n"  # and the program itself
+
+
+def test_threads_count_as_processes() -> None:
+    program = (
+        "import threading, time\nn = 0\ntry:\n    while n < 99:\n        threading.Thread(target=time.sleep, args=(1,)).start()\n"
+        "        n += 1\nexcept RuntimeError:\n    print(n, flush=True)"
+    )
+    assert run(program).output == b"3\n"
+
+
+def test_there_is_no_network() -> None:
+    program = """
+import socket
+for address in (("127.0.0.1", PORT), ("1.1.1.1", 53)):
+    try:
+        socket.create_connection(address, 5)
+        print("connected", address)
+    except OSError as error:
+        print(error.errno)
+for family in (socket.AF_VSOCK, socket.AF_NETLINK, socket.AF_PACKET):
+    try:
+        socket.socket(family, socket.SOCK_RAW if family == socket.AF_PACKET else socket.SOCK_STREAM)
+        print("opened", family)
+    except PermissionError:
+        print("refused")
+
+"""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        outcome = run(program.replace("PORT", str(server.getsockname()[1])))
+        server.settimeout(0)
+        with pytest.raises(BlockingIOError):
+            server.accept()
+    assert outcome.output.split() == [b"101"] * 2 + [b"refused"] * 3, outcome
+
+
+def test_files_outside_are_neither_seen_nor_written(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("key")
+    secret.chmod(0o644)
+    program = f"""
+import os, sys
+for path in ({str(secret)!r}, "/etc/passwd", "/proc/1/environ", "/sys/kernel", "/run", {str(Path.cwd())!r} + "/Makefile"):
+    if os.path.exists(path):
+        print("sees", path)
+for folder in ("/", "/usr", "/usr/lib", "/dev", os.path.dirname(os.__file__)):
+    try:
+        open(folder + "/written", "w")
+        print("writes", folder)
+    except OSError:
+        pass
+for path in ("/dev/zero", os.__file__):
+    try:
+        os.chmod(path, 0o777)
+        print("changes", path)
+    except OSError:
+        pass
+print(sorted(os.environ), os.getcwd(), os.listdir())
+"""
+    outcome = run(program)
+    assert outcome.output == b"['HOME', 'LC_ALL', 'PATH'] /tmp ['main.py']\n", outcome
+
+
+def test_its_own_files_are_bounded() -> None:
+    program = """
+import os
+written = 0
+try:
+    for number in range(100):
+        with open(f"file{number}", "wb") as stream:
+            stream.write(bytes(2**20))
+        written += 1
+except OSError as error:
+    print(written, error.errno)
+"""
+    assert run(program).output == b"3 28\n"  # 4 MiB less the program's own page
+    assert run("open('big', 'wb').truncate(2**40)").code != 0
+
+
+def test_memory_of_one_process_and_of_all_together() -> None:
+    assert b"MemoryError" in run("x = bytearray(2**30)").errors
+    shared = (
+        "import os, time\nfor _ in range(3):\n    os.fork()\nx = bytearray(40 * 2**20)\n"
+        "for i in range(0, len(x), 4096):\n    x[i] = 1\ntime.sleep(20)"
+    )
+    outcome = run(shared, processes=16)
+    assert outcome.ended == "memory"
+
+
+def test_time_on_the_clock_and_on_the_processor() -> None:
+    started = time.monotonic()
+    assert run("import time\ntime.sleep(100)", time_s=0.5).ended == "time"
+    assert run("while True: pass", time_s=0.5).ended == "time"
+    assert time.monotonic() - started < 10
+
+
+def test_endless_output_ends() -> None:
+    outcome = run("while True: print('x' * 1000)")
+    assert outcome.ended == "output"
+    assert len(outcome.output) == 2**16
+
+
+def test_daemons_and_zombies_end_with_their_program() -> None:
+    program = """
+import os, sys, time
+for _ in range(2):
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            for descriptor in (0, 1, 2):
+                os.close(descriptor)
+            time.sleep(3141)
+        os._exit(0)
+print("done", flush=True)
+"""
+    started = time.monotonic()
+    outcome = run(program)
+    assert (outcome.code, outcome.output, outcome.ended) == (0, b"done\n", "itself")
+    assert time.monotonic() - started < 9
+    assert not [p for p in psutil.process_iter(["cmdline"]) if "/tmp/main.py" in (p.info["cmdline"] or [])]
+
+
+def test_it_has_no_rights_to_take() -> None:
+    program = """
+import ctypes, os
+libc = ctypes.CDLL(None)
+print(libc.unshare(0x10000000), libc.mount(b"x", b"/tmp", b"tmpfs", 0, None), libc.ptrace(16, 1, 0, 0), libc.chroot(b"/tmp"))
+for action in (lambda: os.setuid(0), lambda: os.kill(1, 9), lambda: os.mknod("d", 0o60600, 0x800)):
+    try:
+        action()
+        print("allowed")
+    except OSError:
+        print("refused")
+"""
+    outcome = run(program)
+    assert outcome.output == b"-1 -1 -1 -1\nrefused\nrefused\nrefused\n" or outcome.output == (
+        b"-1 -1 -1 -1\nrefused\nallowed\nrefused\n"  # a first process ignores signals from within
+    ), outcome
+
+
+def test_its_end_is_the_end_of_who_started_it() -> None:
+    starter = (
+        "import asyncio, sys\nfrom producer.sandbox.run import Limits, Sandbox\n"
+        "asyncio.run(Sandbox(Limits(time_s=60)).run('import time; print(1, flush=True); time.sleep(2718)'))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", starter])
+    try:
+        deadline = time.monotonic() + 20
+        while len(inner := psutil.Process(process.pid).children(recursive=True)) < 3 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert len(inner) == 3
+    finally:
+        process.kill()
+        process.wait()
+    _, alive = psutil.wait_procs(inner, timeout=10)
+    assert alive == []
+
+
+def _as_a_service() -> None:
+    """PR_SET_NO_NEW_PRIVS, as in the systemd units."""
+    assert ctypes.CDLL(None).prctl(38, 1, 0, 0, 0) == 0
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="every other test runs as an ordinary user then")
+def test_an_ordinary_user_can_build_the_walls() -> None:
+    python = shutil.which("python3", path="/usr/bin")
+    if python is None:
+        pytest.skip("no /usr/bin/python3, and nobody may not read this interpreter")
+    script = Path(inside.__file__).read_text()
+    program = b"import os; print(os.getuid(), os.listdir('/tmp'))"
+    starter = (
+        "import json, os, subprocess, sys\nspec = json.loads(sys.argv[2]) | {'parent': os.getpid()}\n"
+        "done = subprocess.run([sys.executable, '-I', '-S', '-c', sys.argv[1], json.dumps(spec)], input=sys.stdin.buffer.read(), "
+        "capture_output=True)\nprint(done.returncode, done.stdout, done.stderr)"
+    )
+    spec = {
+        "readable": ["/usr"],
+        "command": [python, "-I", "-S", "/tmp/main.py"],
+        "cpu_s": 5,
+        "memory_bytes": 2**28,
+        "disk_bytes": 2**20,
+        "processes": 4,
+    }
+    done = subprocess.run(
+        [python, "-I", "-c", starter, script, json.dumps(spec)],
+        input=len(program).to_bytes(8, "little") + program,
+        capture_output=True,
+        timeout=30,
+        user=54_321,
+        group=54_321,
+        extra_groups=[],
+        cwd="/",
+        preexec_fn=_as_a_service,
+    )
+    assert done.stdout == b"""0 b"1000 ['main.py']\\n" b''\n""", done
+
+
+def test_where_the_walls_cannot_stand_nothing_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    broken = tmp_path / "inside.py"
+    broken.write_text(
+        Path(inside.__file__)
+        .read_text()
+        .replace("    user, group =", "    raise OSError('unshare: refused')\n    user, group =")
+    )
+    monkeypatch.setattr("producer.sandbox.run._INSIDE", broken)
+    with pytest.raises(ConfigError, match=r"cannot hold untrusted code: .*sysctl user.max_user_namespaces"):
+        asyncio.run(Sandbox(LIMITS).check())
+    with pytest.raises(ConfigError, match="Nothing was run"):
+        make("code", {})
+
+
+def test_the_reward_for_code() -> None:
+    assert program_of("text\n```\nold\n```\nthen\n```python\nx = 1\n```") == "x = 1\n"
+    assert program_of("x = 2") == "x = 2"
+    score = make("code", {"time_s": 5, "memory_bytes": 2**27})
+    texts = [
+        "```python\ndef add(a, b):\n    return a + b\n```",
+        "def add(a, b):\n    return a - b",
+        "import sys\nsys.exit(0)",
+        "import os\nos._exit(0)",
+        "def add(a, b): '''",
+        "no code at all",
+    ]
+    tests = ["assert add(1, 2) == 3", "assert add(2, 2) == 4"]
+    assert asyncio.run(score(texts, tests=[tests] * 6)) == [1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+    share = make("code", {"score": "share"})
+    doubles = [{"input": "2\n", "output": "4"}, {"input": "3\n", "output": "6\n"}]
+    assert asyncio.run(share(["print(4)", "print(2 * int(input()))"], tests=[doubles] * 2)) == [0.5, 1.0]
+    assert "expected Python" in str(asyncio.run(share(["x"], tests=[3]))[0])
