@@ -21,6 +21,7 @@ from consumer.evaluation_metrics import watch_evaluation  # noqa: E402
 from consumer.learning_metrics import LearningMetrics  # noqa: E402
 from consumer.metrics import TrainerMetrics  # noqa: E402
 from consumer.producers import FleetMember  # noqa: E402
+from producer.agents import Agents  # noqa: E402
 from producer.interfaces import Counters, Delivery, Workload  # noqa: E402
 from producer.metrics import ProducerMetrics  # noqa: E402
 from producer.places import Places  # noqa: E402
@@ -75,7 +76,7 @@ def producer_registry() -> CollectorRegistry:
     ProducerMetrics(registry, ["FUNCTION"]).watch(
         "PRODUCER", Counters(), lambda: Workload((), 0, 0, 0.0), lambda: delivery, lambda: 1, lambda: 1, 1
     )
-    ServeMetrics(registry, Places(1, 1))
+    ServeMetrics(registry, Places(1, 1)).watch(Agents(()))
     return registry
 
 

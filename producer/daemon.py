@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from producer.adapters import AdapterRegistry
 from producer.admission import Admission
+from producer.agent_groups import AgentGroups
+from producer.agents import Agents
 from producer.generation import Generation
 from producer.in_flight import InFlight
 from producer.interfaces import Arrival, Counters, Identity
@@ -98,13 +100,14 @@ class _Producer:
         self._counters = Counters()
         self._tasks: set[asyncio.Task[None]] = set()
         self._serving: Serving | None = None
+        self._agents = Agents(config.rewards.posted) if config.rewards.posted else None
 
     async def live(self, watch: Watch) -> None:
         config = self._config
         async with AsyncExitStack() as stack:
             timeline = stack.enter_context(Timeline(Path(config.run_dir) / f"producer-{self.name}.jsonl"))
             self._health, self._metrics = watch.health, ProducerMetrics(watch.registry, config.rewards.names)
-            rewards = RewardPool(config.rewards, self._metrics)
+            rewards = RewardPool(config.rewards.computed, self._metrics)
             stack.push_async_callback(rewards.close)
             folder, memory = stack.enter_context(scratch_folder()), stack.enter_context(shared_memory())
             listener = stack.enter_context(listening(config.serve, self._gpus))
@@ -173,10 +176,16 @@ class _Producer:
         goes_on = merged and config.swap.on_swap == "continue"  # by itself, without a cut
         tokenizer, template_kwargs = load_tokenizer(engine.folder), config.dataset.chat_template_kwargs
         rewards.read_thinking(tokenizer, template_kwargs)
+        prompts = PromptFormat(tokenizer, engine.facts.max_model_len, template_kwargs)
+        agent_groups = None
+        if self._agents is not None:
+            agent_groups = AgentGroups(
+                config.rewards, self._agents, self._adapters, prompts, rewards, self._counters, self._metrics
+            )
         self._generation = Generation(
             InFlight(engine, self._adapters, self._counters, "finish" if goes_on else config.swap.on_swap),
             self._adapters,
-            PromptFormat(tokenizer, engine.facts.max_model_len, template_kwargs),
+            prompts,
             rewards,
             self._counters,
             self._metrics,
@@ -184,6 +193,7 @@ class _Producer:
             config.sampling.num_generations,
             self._spawn,
             lambda message: self._link.answer(message),
+            agents=agent_groups,
         )
         self._link = Link(
             channel,
@@ -218,6 +228,7 @@ class _Producer:
             self._adapters,
             engine.max_num_seqs,
             watch.registry,
+            self._agents,
         )
         self._health.check_ready("serve", lambda: serving.problem)
         return serving

@@ -9,7 +9,7 @@ import asyncio
 import hmac
 import logging
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -17,6 +17,10 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from producer.agent_episodes import AgentEpisode
+from producer.agent_routes import agent_routes
+from producer.agents import Agents
+from producer.http_parts import App, ClientGoneError, until_gone
 from producer.places import Places
 from producer.refused import RefusedError, error_body
 from producer.serve_metrics import Outcome, ServeMetrics
@@ -29,10 +33,7 @@ from protocol.throttle import Throttle
 logger = logging.getLogger(__name__)
 
 VERSION_HEADER = "x-policy-version"
-
-
-class ClientGoneError(Exception):
-    """It hung up before it had its answer."""
+EPISODE_HEADER = "x-episode"
 
 
 class Endpoint:
@@ -51,6 +52,7 @@ class Endpoint:
         versions: ServedVersions,
         places: Places,
         metrics: ServeMetrics,
+        agents: Agents | None = None,
     ) -> None:
         self._settings = settings
         self._keys = keys
@@ -58,12 +60,15 @@ class Endpoint:
         self._versions = versions
         self._places = places
         self._metrics = metrics
+        self._agents = agents
         self._warn = Throttle(logger)
+        tasks = [] if agents is None else agent_routes(agents, self.read_body)
         self._router = Router(
             [
-                Route("/v1/models", _App(self._models), methods=["GET"]),
-                Route("/v1/chat/completions", _App(self._generating("chat")), methods=["POST"]),
-                Route("/v1/completions", _App(self._generating("completion")), methods=["POST"]),
+                *tasks,
+                Route("/v1/models", App(self._models), methods=["GET"]),
+                Route("/v1/chat/completions", App(self._generating("chat")), methods=["POST"]),
+                Route("/v1/completions", App(self._generating("completion")), methods=["POST"]),
             ]
         )
 
@@ -111,18 +116,31 @@ class Endpoint:
     def _generating(self, kind: Kind) -> ASGIApp:
         async def generate(scope: Scope, receive: Receive, send: Send) -> None:
             request = parse_request(kind, await self.read_body(scope, receive))
-            await _until_gone(receive, self._generate(request, scope, receive, send))
+            episode, name = None, Headers(scope=scope).get(EPISODE_HEADER) or request.metadata.get("episode")
+            if name is not None:
+                episode, request = self._with_agents.prepare(name, request)
+            await until_gone(receive, self._generate(request, episode, scope, receive, send))
 
         return generate
 
-    async def _generate(self, request: ServedRequest, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self._places.take(request.num_completions), self._versions.use(request.model) as adapter:
+    @property
+    def _with_agents(self) -> Agents:
+        if self._agents is None:
+            raise RefusedError(400, "malformed", "this run has no episodes: it has no serve.posted_rewards", "episode")
+        return self._agents
+
+    async def _generate(
+        self, request: ServedRequest, episode: AgentEpisode | None, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        floor = 0 if episode is None else episode.floor
+        async with self._places.take(request.num_completions), self._versions.use(request.model, floor) as adapter:
             call = Call(adapter)
             try:
                 answer = await self._answering.answer(request, call)
                 if isinstance(answer, Stream):
-                    await _send_events(answer.events, call, send)
+                    await _send_events(answer.events, call, send, episode)
                 else:
+                    _note(episode, call)
                     body = answer.body | {"model": model_name(call.version)}
                     await JSONResponse(body, headers={VERSION_HEADER: str(call.version)})(scope, receive, send)
             finally:
@@ -157,16 +175,6 @@ class Endpoint:
             raise RefusedError(408, "too_slow", "the body did not come within serve.receive_timeout_s") from None
 
 
-class _App:
-    """Starlette takes a function for one that returns a response; this is no function."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._app(scope, receive, send)
-
-
 class _Response:
     """Knows whether an answer has begun."""
 
@@ -186,26 +194,15 @@ class _Response:
             await JSONResponse(body, status, headers)(scope, receive, self._send)
 
 
-async def _until_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Does `work` unless the client hangs up meanwhile."""
-
-    async def hang_up() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    tasks = [asyncio.create_task(work), asyncio.create_task(hang_up())]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if not tasks[0].done():
-            raise ClientGoneError
-        tasks[0].result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+def _note(episode: AgentEpisode | None, call: Call) -> None:
+    """Before the end of the answer: an agent that has it may rely on the episode having it."""
+    if episode is not None:
+        for sampled in call.sampled:
+            if sampled.finish_reason is not None:
+                episode.note(sampled)
 
 
-async def _send_events(events: AsyncIterator[str], call: Call, send: Send) -> None:
+async def _send_events(events: AsyncIterator[str], call: Call, send: Send, episode: AgentEpisode | None) -> None:
     begun = False
     async for event in events:
         if not begun:  # not before the first one, so that what fails at once has a status of its own
@@ -213,6 +210,7 @@ async def _send_events(events: AsyncIterator[str], call: Call, send: Send) -> No
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             begun = True
         await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
+    _note(episode, call)
     await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

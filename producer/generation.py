@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from producer.adapters import AdapterRegistry
 from producer.admission import Admission
+from producer.agent_groups import AgentGroups
 from producer.in_flight import InFlight
 from producer.interfaces import Completion, Counters, LeaseFailure, Workload
 from producer.metrics import ProducerMetrics
@@ -62,6 +63,7 @@ class Generation:
         group_size: completions of a group for training.
         spawn: starts a task whose exceptions end the daemon.
         answer: delivers a group or a refusal.
+        agents: generate instead, in a run with posted rewards.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class Generation:
         group_size: int,
         spawn: Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"],
         answer: Callable[[Group | Nack], None],
+        agents: AgentGroups | None = None,
     ) -> None:
         self._in_flight = in_flight
         self._adapters = adapters
@@ -87,6 +90,7 @@ class Generation:
         self._group_size = group_size
         self._spawn = spawn
         self._answer = answer
+        self._agents = agents
         self._open = asyncio.Event()
         self._open.set()
         self._works: dict[str, _Work] = {}
@@ -130,9 +134,10 @@ class Generation:
         stages = [work.stage for work in works]
         return Workload(
             tuple(work.lease.policy_floor for work in works if work.stage == "waiting"),
-            stages.count("generating"),
+            stages.count("generating") + stages.count("with agents"),
             stages.count("scoring"),
             self._clock.busy_s(),
+            stages.count("with agents"),
         )
 
     def _hand_back(self, lease_id: str) -> None:
@@ -146,7 +151,10 @@ class Generation:
             async with asyncio.timeout(lease.timeout_s):
                 answer = await self._group(work)
         except LeaseFailure as failure:
-            answer = self._refusal(lease, failure.reason, failure.detail)
+            returned = failure.reason == "returned"
+            answer = (
+                Nack(lease.lease_id, "returned") if returned else self._refusal(lease, failure.reason, failure.detail)
+            )
         except TimeoutError:
             self._counters.timed_out += 1
             detail = f"not done within the lease's {lease.timeout_s:g} s, while {work.stage}{work.waits_for}"
@@ -157,6 +165,9 @@ class Generation:
 
     async def _group(self, work: "_Work") -> Group:
         lease = work.lease
+        if self._agents is not None:
+            await self._open.wait()
+            return await self._agents.group(lease, lambda: work.enter("with agents", "generation_failed"))
         prompt_ids = self._prompts.encode(lease.prompt, lease.sampling.max_completion_length)
         if lease.evaluates is None:
             completions, generation_s = await self._sample(work, prompt_ids)
@@ -228,7 +239,10 @@ class _Work:
         self.enter("waiting", "no_policy", f" for policy v{lease.policy_floor}")
 
     def enter(
-        self, stage: Literal["waiting", "generating", "scoring"], reason: FailureReason, waits_for: str = ""
+        self,
+        stage: Literal["waiting", "generating", "with agents", "scoring"],
+        reason: FailureReason,
+        waits_for: str = "",
     ) -> None:
         self.stage, self.reason, self.waits_for = stage, reason, waits_for
 

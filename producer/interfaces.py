@@ -129,6 +129,7 @@ class Workload:
     generating: int
     scoring: int
     busy_s: float  # time with a request in the engine, since the producer started
+    with_agents: int = 0  # of those that are generating
 
 
 @dataclass(frozen=True)

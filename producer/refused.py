@@ -9,6 +9,7 @@ Reason = Literal[
     "malformed",
     "too_slow",
     "unknown_model",
+    "unknown_episode",
     "busy",
     "too_many_connections",
 ]

@@ -22,7 +22,7 @@ from producer.reward_worker import Failure
 from producer.rewards import RewardPool
 from protocol.config import RunConfig
 from protocol.digests import resolve_model
-from protocol.errors import DatasetError
+from protocol.errors import ConfigError, DatasetError
 from protocol.prompts import is_conversational
 
 
@@ -169,9 +169,11 @@ def scored(config: RunConfig, tokenizer: Any, groups: list[Sampled]) -> Trial:
     """Scores them, all at once where the workers allow.
 
     Raises:
-        SlipstreamError: a reward cannot be loaded.
+        SlipstreamError: a reward cannot be loaded, or there is none to try.
     """
-    rewards = config.rewards
+    rewards = config.rewards.computed
+    if not rewards.functions:
+        raise ConfigError("rewards.functions: agents post all of them, so there is nothing to try")
     trial = Trial(rewards.names, [function.weight for function in rewards.functions])
 
     async def score(pool: RewardPool, group: Sampled) -> Scored:

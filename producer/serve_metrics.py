@@ -8,6 +8,7 @@ from typing import Literal, get_args
 
 from prometheus_client import CollectorRegistry, Histogram
 
+from producer.agents import Agents
 from producer.metrics import GENERATION_BUCKETS_S
 from producer.places import Places
 from producer.refused import REASONS, Reason
@@ -28,7 +29,7 @@ class ServeMetrics:
             "rl_producer_serve_request_seconds", "Time of a client's request, of any outcome; only with serve.enabled.",
             buckets=GENERATION_BUCKETS_S, registry=registry,
         )  # fmt: skip
-        readings = Readings(registry)
+        readings = self._readings = Readings(registry)
         readings.counters(
             "rl_producer_serve_requests_total",
             "Requests of clients to the endpoint (with serve.enabled, as the next), by how they ended.",
@@ -52,6 +53,20 @@ class ServeMetrics:
             "Completions for clients in the engine, and requests that wait for room.",
             "state",
             lambda: {"generating": places.taken, "waiting": places.waiting},
+        )
+
+    def watch(self, agents: Agents) -> None:
+        """Adds what agents do in a run with posted rewards."""
+        self._readings.counters(
+            "rl_producer_serve_episodes_total",
+            "Episodes of tasks that agents took (with posted rewards), by what became of them.",
+            "outcome",
+            lambda: {"rewarded": agents.rewarded, "unrewarded": agents.unrewarded},
+        )
+        self._readings.gauge(
+            "rl_producer_serve_waiting_tasks",
+            "Tasks that wait for an agent (with posted rewards).",
+            lambda: agents.num_waiting,
         )
 
     def generated(self, num_prompt_tokens: int, num_tokens: int) -> None:

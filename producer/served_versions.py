@@ -71,8 +71,9 @@ class ServedVersions:
         return [POLICY, model_name(current.version), *map(model_name, sorted(older, reverse=True))]
 
     @asynccontextmanager
-    async def use(self, name: str) -> AsyncIterator[Adapter]:
-        """The adapter that this name means, loaded for the duration of the context. Waits for the first version.
+    async def use(self, name: str, floor: int = 0) -> AsyncIterator[Adapter]:
+        """The adapter that this name means, loaded for the duration of the context. Waits for version `floor`, and no older
+        one stands in for the current one.
 
         Raises:
             RefusedError: there is no such version, or too many are held.
@@ -80,13 +81,15 @@ class ServedVersions:
         found = _NAME.fullmatch(name)
         if found is None:
             raise self._unknown(name)
-        await self._adapters.wait_for(0)
+        await self._adapters.wait_for(floor)
         async with AsyncExitStack() as pin:
             current = await pin.enter_async_context(self._adapters.pin())
             is_new, adapter = current not in self._uses, None
             self._uses.setdefault(current, _Use())
             try:
-                adapter = self._choose(current) if found[1] is None else self._named(name, int(found[1]), current)
+                adapter = (
+                    self._choose(current, floor) if found[1] is None else self._named(name, int(found[1]), current)
+                )
             finally:
                 if is_new and adapter is not current:
                     del self._uses[current]
@@ -131,7 +134,7 @@ class ServedVersions:
             use.used_at = use.named_at = -math.inf
         await self.release_unused()
 
-    def _choose(self, current: Adapter) -> Adapter:
+    def _choose(self, current: Adapter, floor: int) -> Adapter:
         draining = [
             adapter
             for adapter, use in self._uses.items()
@@ -139,7 +142,8 @@ class ServedVersions:
         ]
         if self._is_merged or self._uses[current].active or len(draining) < _MAX_DRAINING:
             return current
-        return max(draining, key=lambda adapter: adapter.version)
+        newest = max(draining, key=lambda adapter: adapter.version)
+        return newest if newest.version >= floor else current
 
     def _named(self, name: str, version: int, current: Adapter) -> Adapter:
         known = [current] if self._is_merged else [current, *self._uses]

@@ -18,6 +18,7 @@ import uvicorn
 from prometheus_client import CollectorRegistry
 
 from producer.adapters import AdapterRegistry
+from producer.agents import Agents
 from producer.endpoint import Endpoint
 from producer.http_door import Door, connections_of
 from producer.places import Places
@@ -97,6 +98,7 @@ class Serving:
         adapters: AdapterRegistry,
         max_num_seqs: int,
         registry: CollectorRegistry,
+        agents: Agents | None = None,
     ) -> None:
         settings = self._settings = config.serve
         self._name = name
@@ -106,7 +108,9 @@ class Serving:
         )
         places = Places(settings.max_requests or max(1, max_num_seqs // 4), settings.max_waiting)
         metrics = ServeMetrics(registry, places)
-        endpoint = Endpoint(settings, keys, answering, self._versions, places, metrics)
+        if agents is not None:
+            metrics.watch(agents)
+        endpoint = Endpoint(settings, keys, answering, self._versions, places, metrics, agents)
         door = Door(settings.receive_timeout_s, settings.max_connections, metrics.refused)
         self._server = _Server(
             uvicorn.Config(

@@ -1,8 +1,9 @@
 """When a producer that has work makes no progress, and who waits for what then.
 
 Guarantee: `check` raises once leases were in hand, with the trainer connected, for the whole of `stall_timeout_s` and
-nothing moved: no group was finished, refused or acknowledged and no adapter arrived. Waiting for a trainer or for leases
-is no stall, and a lease that ran into its deadline is no progress: an engine that hangs lets all of them do so.
+nothing moved: no group was finished, refused or acknowledged and no adapter arrived. Waiting for a trainer, for
+leases or for outside agents is no stall, and a lease that ran into its deadline is no progress: an engine that hangs lets all of
+them do so.
 """
 
 from collections import Counter
@@ -38,7 +39,11 @@ class Watchdog:
         refused = counters.failed - counters.timed_out
         progress = (counters.groups, refused, counters.settled, counters.swaps, counters.failed_swaps)
         delivery = situation.delivery
-        if self._since is None or not (delivery.connected and delivery.held) or progress != self._progress:
+        if (
+            self._since is None
+            or not (delivery.connected and delivery.held > situation.workload.with_agents)
+            or progress != self._progress
+        ):
             self._since, self._progress = now, progress
         elif now - self._since >= self._stall_timeout_s:
             raise StalledError(

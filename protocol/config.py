@@ -206,6 +206,19 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _agents_can_work(self) -> "RunConfig":
+        posted = ", ".join(self.rewards.posted)
+        if posted and not self.serve.enabled:
+            raise ValueError(
+                f"rewards.functions: agents post {posted} to the endpoint, which is off; set serve.enabled=true"
+            )
+        if posted and self.evaluation is not None:
+            raise ValueError(
+                f"evaluation: nobody would post {posted} for completions that producers generate; remove the section"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _evaluation_fits(self) -> "RunConfig":
         if self.evaluation is None:
             return self

@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from protocol.config_section import Positive, PositiveSeconds, Section, place_and_name
 from protocol.config_shipped_rewards import SHIPPED
 
-_KINDS = ("function", "builtin", "model", "url")
+_KINDS = ("function", "builtin", "model", "url", "posted")
 _SERVICE_RETRIES = 3
 
 
@@ -50,6 +50,11 @@ class RewardFunction(Section):
         description="Sequence-classification model with one label, a local folder or a hub name: its logit is the reward.",
     )
     url: str | None = Field(None, description="HTTP service that is asked for rewards. See below.")
+    posted: str | None = Field(
+        None,
+        description="What outside agents post under this name, for completions that they generate through `serve:`. With one, "
+        "all completions of the run come from agents. See docs/serving.md.",
+    )
     options: dict[str, Any] = Field(default_factory=dict, description="Options of a builtin, model or url. See below.")
     name: str = Field("", description="Name in metrics, logs and journal. Default: derived from what it is.")
     weight: float = Field(1.0, description="Weight in the sum of rewards.")
@@ -108,8 +113,8 @@ class RewardFunction(Section):
     def _is_one_thing(self) -> "RewardFunction":
         given = [kind for kind in _KINDS if getattr(self, kind) is not None]
         if len(given) != 1:
-            raise ValueError(f"give one of function, builtin, model, url; got {' and '.join(given) or 'none of them'}")
-        if self.kind == "function":
+            raise ValueError(f"give one of {', '.join(_KINDS)}; got {' and '.join(given) or 'none of them'}")
+        if self.kind in ("function", "posted"):
             if self.options:
                 raise ValueError("options are for builtin, model and url; a function takes columns of the dataset")
             return self
@@ -132,7 +137,7 @@ class RewardFunction(Section):
     @property
     def place(self) -> str:
         """What it is, as the file says it: for messages."""
-        return self.function or self.builtin or self.model or str(self.url)
+        return self.function or self.builtin or self.model or self.posted or str(self.url)
 
     @property
     def settings(self) -> Section:
@@ -201,6 +206,17 @@ class RewardsSection(Section):
     def names(self) -> tuple[str, ...]:
         """Of the functions, in order: the columns of every reward array."""
         return tuple(function.name for function in self.functions)
+
+    @property
+    def posted(self) -> tuple[str, ...]:
+        """Names of those that agents post."""
+        return tuple(function.name for function in self.functions if function.posted is not None)
+
+    @property
+    def computed(self) -> "RewardsSection":
+        """Without those that agents post."""
+        functions = [function for function in self.functions if function.posted is None]
+        return self.model_copy(update={"functions": functions})
 
     def strips(self, function: RewardFunction) -> bool:
         return self.thinking.strip if function.strip_thinking is None else function.strip_thinking

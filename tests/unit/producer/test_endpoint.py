@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
+from producer.agents import Agents
 from producer.refused import RefusedError
 from producer.served_calls import Answer, Call, Stream
 from producer.serving import Serving, listening, read_keys
 from protocol.config import RunConfig
 from protocol.config_serve import ServeSection
 from protocol.errors import ConfigError, EndpointInUseError
+from protocol.messages import Sampling
+from tests.scripted_trainer import lease
 from tests.unit.producer.test_served_versions import Registry
 
 KEY = b"k" * 32
@@ -40,6 +43,7 @@ class Vllm:
         finally:
             self.running -= 1
         sampled = call.of("r", 0, [1, 2])
+        sampled.finish_reason = "stop"
         sampled.token_ids, sampled.logprobs, sampled.token_versions = [7], [-0.5], [call.adapter.version]
         return Stream(self._events()) if request.streams else Answer({"choices": [], "model": "?"})
 
@@ -90,7 +94,7 @@ class Endpoint:
 
 
 @asynccontextmanager
-async def endpoint(folder: Path, keys: tuple[bytes, ...] = (), **settings: Any):
+async def endpoint(folder: Path, keys: tuple[bytes, ...] = (), agents: Agents | None = None, **settings: Any):
     config = RunConfig.model_validate(
         {
             "run_dir": str(folder),
@@ -103,7 +107,7 @@ async def endpoint(folder: Path, keys: tuple[bytes, ...] = (), **settings: Any):
     vllm, metrics, registry = Vllm(), CollectorRegistry(), Registry()
     registry.swap(12)
     with listening(config.serve, []) as listener:
-        serving = Serving(config, "test", keys, vllm, registry, 16, metrics)
+        serving = Serving(config, "test", keys, vllm, registry, 16, metrics, agents)
         task = asyncio.create_task(serving.run(listener))
         try:
             yield Endpoint(listener.getsockname()[1], vllm, metrics, registry)
@@ -258,6 +262,44 @@ def test_a_client_that_leaves_or_takes_too_long_ends_its_generation(tmp_path):
             it.vllm.delay_s = 0.0
             assert (await it.post(CHAT))[0] == 200
             assert it.registry.pinned() == {12}
+
+    asyncio.run(body())
+
+
+def test_an_agent_takes_a_task_generates_for_its_episodes_and_rewards_them(tmp_path):
+    async def body():
+        agents = Agents(("solved",))
+        async with endpoint(tmp_path, agents=agents) as it:
+            assert (await it.post({}, "/v1/rollouts"))[0] == 204
+            for wrong in ({"wait_s": -1}, {"wait_s": "1"}, {"wait_s": 61}, {"n": 1}):
+                assert (await it.post(wrong, "/v1/rollouts"))[0] == 400
+            taking = asyncio.create_task(it.post({"wait_s": 5}, "/v1/rollouts"))
+            await asyncio.sleep(0.05)
+            fulfilling = asyncio.create_task(agents.fulfil(lease(7, sampling=Sampling(2, 8, 1.0))))
+            task = json.loads((await taking)[2])
+            assert task["episodes"] == ["lease-7.0", "lease-7.1"]
+            assert (await it.post(CHAT, x_episode="lease-7.0"))[0] == 200
+            assert (await it.post(CHAT | {"stream": True, "metadata": {"episode": "lease-7.1"}}))[0] == 200
+            assert (await it.post(CHAT | {"temperature": 0.5}, x_episode="lease-7.1"))[0] == 400
+            status, _, content = await it.post(CHAT, x_episode="lease-8.0")
+            assert (status, json.loads(content)["error"]["type"]) == (404, "unknown_episode")
+            for number in range(2):
+                status, _, content = await it.post({"solved": number}, f"/v1/rollouts/lease-7.{number}/reward")
+                assert (status, json.loads(content)["episodes_left"]) == (200, 1 - number)
+            episodes, rewards, _ = await fulfilling
+            assert rewards.tolist() == [[0.0], [1.0]]
+            assert [episode.records[0].token_ids for episode in episodes] == [[1, 2, 7], [1, 2, 7]]
+            assert it.value("episodes_total", outcome="rewarded") == 2
+
+    asyncio.run(body())
+
+
+def test_a_run_without_posted_rewards_has_no_episodes(tmp_path):
+    async def body():
+        async with endpoint(tmp_path) as it:
+            status, _, content = await it.post(CHAT, x_episode="lease-7.0")
+            assert (status, json.loads(content)["error"]["param"]) == (400, "episode")
+            assert (await it.post({}, "/v1/rollouts"))[0] == 404
 
     asyncio.run(body())
 

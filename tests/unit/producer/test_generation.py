@@ -471,3 +471,26 @@ def test_a_lease_that_finds_no_room_in_time_says_so(run):
         assert "while waiting for room in the engine" in nack.detail
 
     run(body)
+
+
+def test_with_agents_the_engine_is_theirs_and_what_nobody_did_goes_back_without_harm(run):
+    class Agents:
+        async def group(self, lease, offered):
+            offered()
+            await asyncio.sleep(0.01)
+            assert setup_of[0].generation.workload().with_agents == 1
+            raise LeaseFailure("returned", "no agent worked on it")
+
+    setup_of = []
+
+    async def body(setup):
+        setup_of.append(setup)
+        setup.generation._agents = Agents()
+        await setup.publish(0)
+        setup.generation.start(lease(1))
+        await setup.settle()
+        assert setup.answers == [Nack("lease-1", "returned")]
+        assert setup.counters.failed == 0
+        assert setup.engine.started_on == []
+
+    run(body)

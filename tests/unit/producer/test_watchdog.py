@@ -47,7 +47,10 @@ def test_tokens_and_lost_or_overdue_leases_are_no_progress():
         watchdog.check(130.0, counters, SITUATION)
 
 
-@pytest.mark.parametrize("idle", [changed(connected=False), changed(held=0, unacked=0)])
+WITH_AGENTS = Situation(Workload((), 7, 0, 0.0, with_agents=7), DELIVERY, 1, 1, 1)
+
+
+@pytest.mark.parametrize("idle", [changed(connected=False), changed(held=0, unacked=0), WITH_AGENTS])
 def test_waiting_for_a_trainer_or_for_leases_is_no_stall(idle):
     watchdog, counters = Watchdog(30.0), Counters()
     watchdog.check(100.0, counters, SITUATION)

@@ -25,7 +25,7 @@ def test_every_kind_has_a_name(entry, name):
 @pytest.mark.parametrize(
     ("entry", "said"),
     [
-        ({}, "give one of function, builtin, model, url; got none of them"),
+        ({}, "give one of function, builtin, model, url, posted; got none of them"),
         ({"function": "a:b", "model": "m"}, "got function and model"),
         ({"builtin": "exact"}, "there is no 'exact'; there are exact_match, numeric_match"),
         (

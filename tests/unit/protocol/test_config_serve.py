@@ -3,6 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
+from protocol.config import RunConfig
 from protocol.config_serve import ServeSection
 
 
@@ -18,3 +19,26 @@ def test_the_engine_has_slots_for_clients_only_where_there_are_some():
     assert ServeSection().num_lora_slots == 0
     assert ServeSection(enabled=True).num_lora_slots == 4
     assert ServeSection(enabled=True, max_versions=5).num_lora_slots == 7
+
+
+def test_posted_rewards_are_rewards_like_others_and_need_an_endpoint():
+    values = {
+        "run_dir": "run",
+        "model": {"path": "model"},
+        "dataset": {"path": "data"},
+        "rewards": {"functions": [{"posted": "solved"}, {"function": "rewards.py:brevity", "weight": 0.1}]},
+    }
+    config = RunConfig.model_validate(values | {"serve": {"enabled": True}})
+    assert config.rewards.names == ("solved", "brevity")
+    assert config.rewards.posted == ("solved",)
+    assert config.rewards.computed.names == ("brevity",)
+    with pytest.raises(
+        ValidationError, match=r"agents post solved to the endpoint, which is off; set serve.enabled=true"
+    ):
+        RunConfig.model_validate(values)
+    evaluated = values | {
+        "serve": {"enabled": True},
+        "evaluation": {"dataset": {"path": "held-out"}, "every_versions": 5},
+    }
+    with pytest.raises(ValidationError, match="nobody would post solved for completions that producers generate"):
+        RunConfig.model_validate(evaluated)

@@ -1,0 +1,208 @@
+"""Leases that outside agents fulfil (`serve.posted_rewards`).
+
+Guarantee: a task is handed to one agent, once. What the policy sampled for its episodes, and nothing else, becomes the
+lease's group, when every episode has its rewards or, with the missing ones missing, shortly before the lease ends. A lease
+whose task nobody worked on goes back to the trainer; one that an agent left without a completion fails. What is posted for an
+episode that is over changes nothing.
+
+    waiting --take--> taken --rewards of all episodes--> scored --> answered
+       |                |
+       +-- its time is over: returned     +-- its time is over: answered without the missing rewards, or failed
+"""
+
+import asyncio
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from producer.agent_episodes import AgentEpisode, as_in_training
+from producer.interfaces import LeaseFailure
+from producer.refused import RefusedError
+from producer.rollouts import Episode
+from producer.served_requests import ServedRequest
+from protocol.messages import Lease
+
+_MAX_CALLS = 256  # of an episode
+_MARGIN = 0.05  # of a lease's time, for scoring and delivery
+
+
+@dataclass(eq=False)
+class Task:
+    """A lease and its episodes."""
+
+    lease: Lease
+    episodes: list[AgentEpisode]
+    ends_at: float
+    taken: bool = False
+    taken_at: float = 0.0
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Agents:
+    """See the module's guarantee.
+
+    Args:
+        reward_names: what agents post for an episode.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, reward_names: tuple[str, ...], clock: Callable[[], float] = time.monotonic) -> None:
+        self._names = reward_names
+        self._clock = clock
+        self._waiting: deque[Task] = deque()
+        self._takers: deque[asyncio.Future[Task]] = deque()
+        self._episodes: dict[str, tuple[Task, AgentEpisode]] = {}
+        self.taken = self.rewarded = self.unrewarded = 0
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    # The lease's side
+
+    async def fulfil(self, lease: Lease) -> tuple[list[Episode], NDArray[np.float32], float]:
+        """The episodes of this lease, once agents have generated and scored them; the rewards they posted, float32 (episodes,
+        names), NaN for missing; the seconds since an agent took it.
+
+        Raises:
+            LeaseFailure: nobody took it (`returned`), or an episode was left empty.
+        """
+        count = lease.sampling.num_generations
+        names = [f"{lease.lease_id}.{number}" for number in range(count)]
+        episodes = [AgentEpisode(name, lease.sampling, lease.policy_floor) for name in names]
+        limit_s = lease.timeout_s * (1 - _MARGIN)
+        task = Task(lease, episodes, self._clock() + limit_s)
+        self._episodes |= {episode.id: (task, episode) for episode in episodes}
+        self._offer(task)
+        try:
+            async with asyncio.timeout(limit_s):
+                await task.done.wait()
+        except TimeoutError:
+            self._check_left(task, limit_s)
+        finally:
+            if task in self._waiting:
+                self._waiting.remove(task)
+            for name in names:
+                del self._episodes[name]
+        missing = dict.fromkeys(self._names, math.nan)
+        posted = [[(episode.rewards or missing)[name] for name in self._names] for episode in episodes]
+        rewards = np.array(posted, np.float32).reshape(count, len(self._names))
+        return [episode.finished() for episode in episodes], rewards, self._clock() - task.taken_at
+
+    def _check_left(self, task: Task, limit_s: float) -> None:
+        if not any(episode.num_calls for episode in task.episodes):
+            raise LeaseFailure("returned", "no agent worked on it")
+        empty = sum(not episode.records for episode in task.episodes)
+        left = sum(episode.rewards is None for episode in task.episodes)
+        self.unrewarded += left
+        if empty or left == len(task.episodes):
+            raise LeaseFailure(
+                "generation_failed",
+                f"an agent took it, but within {limit_s:.0f} s it left {empty} of {len(task.episodes)} episodes without a "
+                f"completion and {left} without rewards; raise pipeline.lease_timeout_s if that is too short",
+            )
+
+    def _offer(self, task: Task) -> None:
+        while self._takers:
+            taker = self._takers.popleft()
+            if not taker.done():
+                task.taken = True
+                taker.set_result(task)
+                return
+        task.taken = False
+        self._waiting.append(task)
+
+    # The agent's side
+
+    async def take(self, wait_s: float) -> dict[str, Any] | None:
+        """A task for an agent, in the words of docs/serving.md; None if there is none within `wait_s`."""
+        if self._waiting:
+            task = self._waiting.popleft()
+            task.taken = True
+        else:
+            taker: asyncio.Future[Task] = asyncio.get_running_loop().create_future()
+            self._takers.append(taker)
+            try:
+                async with asyncio.timeout(wait_s):
+                    task = await taker
+            except TimeoutError:
+                if taker.cancelled():
+                    return None
+                task = taker.result()  # handed over just before
+            except asyncio.CancelledError:
+                if not taker.cancelled():
+                    self._offer(taker.result())
+                raise
+        self.taken += 1
+        task.taken_at = self._clock()
+        lease = task.lease
+        return {
+            "id": lease.lease_id,
+            "prompt": lease.prompt,
+            "columns": lease.columns,
+            "episodes": [episode.id for episode in task.episodes],
+            "rewards": list(self._names),
+            "max_tokens": lease.sampling.max_completion_length,
+            "expires_in_s": round(max(0.0, task.ends_at - self._clock()), 1),
+        }
+
+    def prepare(self, episode_id: str, request: ServedRequest) -> tuple[AgentEpisode, ServedRequest]:
+        """A call of this episode, to be sampled as the lease says.
+
+        Raises:
+            RefusedError: there is no such episode, or the call is not one that can be trained.
+        """
+        _, episode = self._find(episode_id)
+        if episode.rewards is not None:
+            raise RefusedError(409, "malformed", "this episode has its rewards already", "episode")
+        if episode.num_calls >= _MAX_CALLS:
+            raise RefusedError(400, "malformed", f"an episode may have {_MAX_CALLS} calls", "episode")
+        prepared = as_in_training(request, episode.sampling)
+        episode.num_calls += 1
+        return episode, prepared
+
+    def reward(self, episode_id: str, rewards: Mapping[str, Any]) -> dict[str, Any]:
+        """Ends an episode. Said again with the same rewards it changes nothing.
+
+        Raises:
+            RefusedError: there is no such episode, nothing was sampled for it, or these are not its rewards.
+        """
+        task, episode = self._find(episode_id)
+        if rewards.keys() != set(self._names) or not all(map(_is_reward, rewards.values())):
+            raise RefusedError(
+                400, "malformed", f"expected a finite number or null for each of {', '.join(self._names)}"
+            )
+        posted = {name: math.nan if value is None else float(value) for name, value in rewards.items()}
+        if episode.rewards is not None:
+            if not np.array_equal(list(posted.values()), [episode.rewards[name] for name in posted], equal_nan=True):
+                raise RefusedError(409, "malformed", "this episode has other rewards already", "episode")
+        elif not episode.records:
+            raise RefusedError(409, "malformed", "nothing was sampled for this episode", "episode")
+        else:
+            episode.rewards = posted
+            self.rewarded += 1
+        left = sum(other.rewards is None for other in task.episodes)
+        if left == 0:
+            task.done.set()
+        return {"id": episode_id, "task": task.lease.lease_id, "episodes_left": left}
+
+    def _find(self, episode_id: str) -> tuple[Task, AgentEpisode]:
+        found = self._episodes.get(episode_id)
+        if found is None or not found[0].taken:
+            raise RefusedError(
+                404,
+                "unknown_episode",
+                "no such episode: its task is over, or this producer is another one; take another",
+                "episode",
+            )
+        return found
+
+
+def _is_reward(value: Any) -> bool:
+    return value is None or (type(value) in (int, float) and abs(value) < 1e30)
