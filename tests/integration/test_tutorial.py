@@ -1,0 +1,81 @@
+"""Every file and every command of docs/tutorial.md, in an empty folder, on a small local model."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.integration.models import build_model, reference_logprobs
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
+
+REPOSITORY = Path(__file__).parents[2]
+BLOCK = re.compile(r"^```(?P<language>\w+)(?: (?P<file>\S+))?\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def commands(folder: Path) -> Path:
+    """A folder of the project's commands, whether or not this checkout is the one that is installed."""
+    folder.mkdir()
+    scripts = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["scripts"]
+    for name, place in scripts.items():
+        module = place.partition(":")[0]
+        (folder / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" -m {module} "$@"\n')
+        (folder / name).chmod(0o755)
+    (folder / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    (folder / "python").chmod(0o755)
+    return folder
+
+
+def test_the_tutorial(short_dir: Path) -> None:
+    blocks = list(BLOCK.finditer((REPOSITORY / "docs" / "tutorial.md").read_text()))
+    folder = short_dir / "task"
+    folder.mkdir()
+    build_model("llama", folder / "model")
+    script = []
+    for block in blocks:
+        if block["file"]:
+            (folder / block["file"]).write_text(block["text"])
+        else:
+            assert block["language"] == "sh", "a block is a file or commands"
+            script.append(block["text"])
+    environment = os.environ | {
+        "PATH": f"{commands(short_dir / 'bin')}:{os.environ['PATH']}",
+        "PYTHONPATH": str(REPOSITORY),
+        "HF_DATASETS_CACHE": str(short_dir / "cache"),
+        "OMP_NUM_THREADS": "1",
+    }
+    with (short_dir / "log").open("wb") as log:
+        shell = subprocess.Popen(
+            ["bash", "-exuo", "pipefail", "-c", "\n".join(script)],
+            cwd=folder,
+            env=environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code = shell.wait(360)
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # the daemons are of its group and may outlive it
+                os.killpg(shell.pid, signal.SIGKILL)
+            shell.wait(10)
+    logs = {name: (folder / name).read_text() for name in ("producer.log", "trainer.log") if (folder / name).exists()}
+    output = (short_dir / "log").read_text()
+    assert code == 0, f"{output[-3000:]}\n{[text[-2000:] for text in logs.values()]}"
+    assert "rl-sft: wrote runs/larger/sft" in output
+    assert "rl-trainer: finished at step 20 of 20" in output
+    assert "rl-export: runs/larger/adapter merged into model: larger; log-probs agree to" in output
+    steps = [json.loads(line) for line in (folder / "runs/larger/steps.jsonl").read_text().splitlines()]
+    assert [step["step"] for step in steps] == list(range(1, 21))
+    tokens = ([5, 6, 7], [8, 9, 10])
+    merged = reference_logprobs(folder / "larger", None, *tokens, 1.0)
+    adapted = reference_logprobs(folder / "model", folder / "runs/larger/adapter", *tokens, 1.0)
+    torch.testing.assert_close(merged, adapted, atol=1e-3, rtol=0)
