@@ -23,6 +23,7 @@ from protocol.errors import ConfigError, ExitCode
 
 _ROWS, _LENGTH = 4, 32
 _MOST_LOST = 0.5  # of what the adapter changes
+_NOISE = 1e-4  # nats; less than this is lost by nobody
 
 
 def run(config: RunConfig, gpus: list[int], *, which: str, to: Path, repository: str | None) -> ExitCode:
@@ -90,7 +91,7 @@ def check(difference: float, moved: float, tolerance: float, dtype: str) -> None
             f"the merged model's log-probs differ by {difference:.2g} from those of base model and adapter, more than "
             f"{tolerance:g}; nothing was written. Is model.path the model that the adapter was trained on?"
         )
-    if difference > _MOST_LOST * moved:
+    if difference > max(_NOISE, _MOST_LOST * moved):
         raise ConfigError(
             f"rounding to {dtype} loses what the adapter changes (log-probs move by {moved:.2g}, and differ by {difference:.2g} "
             "after merging); nothing was written. Export with --set model.dtype=float32, or serve the adapter itself"

@@ -57,6 +57,7 @@ def test_a_model_that_computes_something_else_is_not_written(run: RunConfig, mon
 
 def test_what_the_check_says() -> None:
     export.check(1e-4, 0.5, 2e-3, "float32")
+    export.check(1e-6, 1e-6, 2e-3, "float32")
     with pytest.raises(ConfigError, match="differ by nan"):
         export.check(float("nan"), 0.5, 2e-3, "float32")
     with pytest.raises(ConfigError, match=r"rounding to bfloat16 loses what the adapter changes .*model.dtype=float32"):
