@@ -80,8 +80,8 @@ class RowReader:
         prompt = row.pop(column)
         if not (prompt if isinstance(prompt, str) else is_conversational(prompt)):
             raise DatasetError(
-                f"{self.place(number)}: {column!r} must be a string that is not empty, or a list of messages with role "
-                f"and content, got {str(prompt)[:80]!r}"
+                f"{self._key}: {self.place(number)}: {column!r} must be a string that is not empty, or a list of "
+                f"messages with role and content, got {str(prompt)[:80]!r}"
             )
         return prompt, row
 
