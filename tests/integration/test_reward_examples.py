@@ -9,6 +9,7 @@ import pytest
 
 from examples.code.task import to_prompt
 from tests.integration.examples import run_example, word_model
+from tests.integration.models import build_model
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
@@ -40,7 +41,7 @@ def test_a_reward_model_scores_sums(short_dir: Path) -> None:
         "examples/reward_model/run.yaml",
         {
             "rewards.functions": f'[{{model: "{judge}"}}, {{builtin: exact_match, weight: 0.0}}]',
-            "model.path": _sum_model(short_dir / "model"),
+            "model.path": build_model("qwen2", short_dir / "model"),
             "dataset.path": short_dir / "sums.jsonl",
             "engine.max_model_len": 64,
         },
@@ -48,11 +49,3 @@ def test_a_reward_model_scores_sums(short_dir: Path) -> None:
     means = [step["rewards/judge/mean"] for step in steps if "rewards/judge/mean" in step]
     assert all(math.isfinite(mean) for mean in means)
     assert len(set(means)) == len(means) == 2
-
-
-def _sum_model(folder: Path) -> Path:
-    """The demo's base model, not trained."""
-    subprocess.run(
-        [sys.executable, "-m", "examples.arithmetic.build_model", str(folder), "--steps", "2"], check=True, timeout=100
-    )
-    return folder

@@ -1,15 +1,18 @@
 """Reasoning told from answers, counted in tokens; with a tokenizer of one token per character but for `<think>`."""
 
+import asyncio
 import math
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from producer.reward_views import View
 from producer.reward_worker import Job, Scores
+from producer.rewards import RewardPool
 from producer.thinking import Thinking, stretches
 from protocol.config_rewards import RewardsSection, ThinkingSection
 
@@ -83,6 +86,34 @@ def test_every_assistant_message_loses_its_reasoning():
     found = Thinking(ThinkingSection(), tokenizer(), {}).read("p", [said], [[]], count=False)
     assert [message["content"] for message in found.answers[0]] == ["call", "<think>", "4"]
     assert (found.is_closed, found.num_tokens) == ([True], [])
+
+
+def test_the_pool_strips_counts_and_scores_what_never_ends():
+    made = tokenizer()
+    section = RewardsSection.model_validate(
+        {
+            "functions": [
+                {"builtin": "exact_match"},
+                {"builtin": "exact_match", "name": "whole", "strip_thinking": False},
+                {"builtin": "reasoning_length", "options": {"per_token": 0.125}},
+            ],
+            "num_workers": 1,
+            "thinking": {"strip": True, "unclosed": -1.0},
+        }
+    )
+    texts = ["<think>ab</think>42", "42", "<think>4"]
+
+    async def score() -> np.ndarray:
+        pool = RewardPool(section)
+        try:
+            await pool.start()
+            pool.read_thinking(made, {})
+            ids = [made(text)["input_ids"] for text in texts]
+            return (await pool.score("p", texts, ids, {"answer": "42"}))[0]
+        finally:
+            await pool.close()
+
+    np.testing.assert_array_equal(asyncio.run(score()), [[1, 0, -0.5], [1, 1, 0], [-1, 0, -0.25]])
 
 
 @pytest.mark.parametrize(
