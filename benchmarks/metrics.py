@@ -20,7 +20,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from consumer.learning_metrics import LearningMetrics
 from consumer.metrics import TrainerMetrics
-from producer.interfaces import Adapter, Completion
+from producer.interfaces import Adapter
 from producer.metrics import ProducerMetrics
 from protocol.config import RunConfig
 from protocol.config_file import load_config
@@ -53,7 +53,7 @@ def per_call_s(call: Callable[[], None], calls: int = 200, rounds: int = 15) -> 
 def trainer_cost_s(config: RunConfig, steps: list[dict[str, Any]]) -> float:
     """Of everything that is told to the trainer's metrics and health in one step."""
     registry = CollectorRegistry()
-    learning = LearningMetrics(registry, config.rewards.names, max_steps=60, max_staleness=2)
+    learning = LearningMetrics(registry, config.reward_names, max_steps=60, max_staleness=2)
     commits, health = TrainerMetrics(registry).commit_s, Health(60.0, Notifier(None))
     numbers = {key: value for key, value in steps[-1].items() if isinstance(value, float)}
 
@@ -72,11 +72,10 @@ def trainer_cost_s(config: RunConfig, steps: list[dict[str, Any]]) -> float:
 def producer_cost_s(config: RunConfig) -> float:
     """Of everything that is told to a producer's metrics for the groups of one step."""
     metrics = ProducerMetrics(CollectorRegistry())
-    completion = Completion([1] * 4, [0.0] * 4, truncated=False)
 
     def group() -> None:
         metrics.generation_s.observe(0.5)
-        metrics.generated([completion] * config.sampling.num_generations)
+        metrics.generated([4] * config.sampling.num_generations)
         metrics.reward_s.observe(0.003)
 
     return per_call_s(group) * config.pipeline.groups_per_step

@@ -261,7 +261,7 @@ def _intake(
             lora_rank=config.lora["r"],
             max_loras=config.training_loras,
             max_completion_length=sampling.max_completion_length,
-            reward_names=config.rewards.names,
+            reward_names=config.reward_names,
         ),
         shape=setup.shape,
         run_id=facts["run_id"],

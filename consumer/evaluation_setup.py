@@ -48,7 +48,7 @@ def evaluation_of(
         metric=_metric(config, section),
         shape=GroupShape(
             section.num_completions,
-            len(config.rewards.names),
+            len(config.reward_names),
             config.sampling.max_completion_length,
             setup.shape.vocab_size,
         ),
@@ -67,7 +67,7 @@ def evaluation_of(
         results,
         desk,
         run_dir=run_dir,
-        reward_names=config.rewards.names,
+        reward_names=config.reward_names,
         last_version=setup.budget.version_at(setup.arguments.max_steps),
         say=say,
     )
@@ -75,7 +75,7 @@ def evaluation_of(
 
 def _metric(config: RunConfig, section: EvaluationSection) -> Metric:
     weights = [
-        function.weight if section.metric == WEIGHTED_SUM else float(function.name == section.metric)
-        for function in config.rewards.functions
+        weight if section.metric == WEIGHTED_SUM else float(name == section.metric)
+        for name, weight in zip(config.reward_names, config.reward_weights, strict=True)
     ]
     return Metric(np.array(weights, np.float32), section.threshold, section.pass_k)

@@ -49,7 +49,7 @@ def rollout_buffer(setup: Setup, journal: Journal, session: str) -> RolloutBuffe
         cutter,
         journal,
         rules=RerollRules(
-            column=config.rewards.names.index(reroll.reward) if reroll.reward else 0,
+            column=config.reward_names.index(reroll.reward) if reroll.reward else 0,
             fail_threshold=reroll.fail_threshold,
             solved_threshold=reroll.solved_threshold,
             delay_versions=reroll.delay_versions,

@@ -30,9 +30,9 @@ def run_facts(
         "model_path": str(model_folder),
         "base_model_digest": base_model_digest(model_folder),
         "tokenizer_digest": tokenizer_digest(model_folder),
-        "reward_names": list(config.rewards.names),
-        "reward_weights": [function.weight for function in config.rewards.functions],
-        "wire_schema": group_schema(*(["token_versions"] if config.swap.spans_versions else [])),
+        "reward_names": list(config.reward_names),
+        "reward_weights": list(config.reward_weights),
+        "wire_schema": group_schema(*_newer_fields(config)),
         "num_generations": config.sampling.num_generations,
         "max_completion_length": config.sampling.max_completion_length,
         "vocab_size": vocab_size,
@@ -42,6 +42,14 @@ def run_facts(
         "num_threads": num_threads,
     }
     return {name: value if isinstance(value, str) else json.dumps(value) for name, value in facts.items()}
+
+
+def _newer_fields(config: RunConfig) -> list[str]:
+    """Of Group, those that this run may use."""
+    return [
+        *(["token_versions"] if config.swap.spans_versions else []),
+        *(["sampled", "episodes"] if config.environment.factory else []),
+    ]
 
 
 def comparable(before: dict[str, str], now: dict[str, str], journal_file: Path) -> bool:

@@ -54,7 +54,7 @@ class Setup:
         arguments = build_arguments(config, on_gpu=bool(gpus), num_prompts=len(prompts))
         shape = GroupShape(
             config.sampling.num_generations,
-            len(config.rewards.names),
+            len(config.reward_names),
             config.sampling.max_completion_length,
             _vocab_size(model_folder),
         )
@@ -83,7 +83,7 @@ class Setup:
     def report(self, counts: Counter[str], first_step: int, registry: CollectorRegistry) -> StepReport:
         metrics = LearningMetrics(
             registry,
-            self.config.rewards.names,
+            self.config.reward_names,
             max_steps=self.arguments.max_steps,
             max_staleness=self.config.pipeline.staleness_limit,
         )

@@ -105,7 +105,7 @@ class SlipstreamTrainer(GRPOTrainer):
         tokenizer = AutoTokenizer.from_pretrained(model_folder, padding_side="left", truncation_side="left")
         super().__init__(
             model=str(model_folder),
-            reward_funcs=[_scored_elsewhere(name) for name in config.rewards.names],
+            reward_funcs=[_scored_elsewhere(name) for name in config.reward_names],
             args=arguments,
             train_dataset=Dataset.from_dict({"prompt": [""]}),  # TRL wants one; the prompts live in the ledger
             processing_class=tokenizer,

@@ -23,6 +23,8 @@ from producer.adapters import AdapterRegistry
 from producer.admission import Admission
 from producer.agent_groups import AgentGroups
 from producer.agents import Agents
+from producer.environments import EnvironmentPool
+from producer.episodes import Episodes
 from producer.generation import Generation
 from producer.in_flight import InFlight
 from producer.interfaces import Arrival, Counters, Identity
@@ -113,8 +115,13 @@ class _Producer:
             listener = stack.enter_context(listening(config.serve, self._gpus))
             serve_keys = read_keys(config.serve.api_key_file)
             os.environ["VLLM_RPC_BASE_PATH"] = str(folder)  # or a killed producer's sockets would stay in /tmp
+            environments = EnvironmentPool(config.environment) if config.environment.factory else None
+            if environments is not None:
+                stack.push_async_callback(environments.close)
             with self._health.starting("loading reward functions and engine", config.pipeline.stall_timeout_s):
                 await rewards.start()
+                if environments is not None:
+                    await environments.start()
                 logger.info("loading the engine for %s ...", config.model.path)
                 started = time.monotonic()
                 from producer.engine import Engine  # vLLM takes seconds to import
@@ -124,7 +131,7 @@ class _Producer:
                 stack.callback(engine.shutdown)
                 await self._warm_up(engine)
             logger.info("engine ready after %.0f s", time.monotonic() - started)
-            self._wire(engine, rewards, lambda num_bytes: _folder_for(num_bytes, memory, folder), timeline)
+            self._wire(engine, rewards, environments, lambda size: _folder_for(size, memory, folder), timeline)
             if listener is not None:
                 self._serving = self._endpoint(engine, serve_keys, watch)
                 self._spawn(self._serving.run(listener))
@@ -145,7 +152,12 @@ class _Producer:
             ) from error
 
     def _wire(
-        self, engine: "Engine", rewards: RewardPool, folder_for: Callable[[int], Path], timeline: Timeline
+        self,
+        engine: "Engine",
+        rewards: RewardPool,
+        environments: EnvironmentPool | None,
+        folder_for: Callable[[int], Path],
+        timeline: Timeline,
     ) -> None:
         config = self._config
         self._loop = asyncio.get_running_loop()
@@ -182,8 +194,14 @@ class _Producer:
             agent_groups = AgentGroups(
                 config.rewards, self._agents, self._adapters, prompts, rewards, self._counters, self._metrics
             )
+        on_swap = "finish" if goes_on else config.swap.on_swap
+        in_flight = InFlight(engine, self._adapters, self._counters, on_swap, keeps_weights=not merged)
+        episodes = None
+        if environments is not None:
+            max_model_len = engine.facts.max_model_len
+            episodes = Episodes.of(config, environments, in_flight, tokenizer, max_model_len, self._counters)
         self._generation = Generation(
-            InFlight(engine, self._adapters, self._counters, "finish" if goes_on else config.swap.on_swap),
+            in_flight,
             self._adapters,
             prompts,
             rewards,
@@ -194,6 +212,7 @@ class _Producer:
             self._spawn,
             lambda message: self._link.answer(message),
             agents=agent_groups,
+            episodes=episodes,
         )
         self._link = Link(
             channel,

@@ -146,7 +146,7 @@ class Engine:
             max_lora_rank=lora.max_lora_rank if lora else 0,
             max_loras=lora.max_loras if lora else 0,
             max_model_len=vllm_config.model_config.max_model_len,
-            reward_names=list(config.rewards.names),
+            reward_names=list(config.reward_names),
         )
 
     async def warm_up(self) -> None:

@@ -10,8 +10,8 @@ it names, or not at all.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Literal
 
 import numpy as np
@@ -20,12 +20,14 @@ from numpy.typing import NDArray
 from producer.adapters import AdapterRegistry
 from producer.admission import Admission
 from producer.agent_groups import AgentGroups
+from producer.episodes import Episodes
 from producer.in_flight import InFlight
-from producer.interfaces import Completion, Counters, LeaseFailure, Workload
+from producer.interfaces import Adapter, Completion, Counters, LeaseFailure, Workload
 from producer.metrics import ProducerMetrics
 from producer.prompts import PromptFormat
 from producer.rewards import RewardPool
-from protocol.messages import FailureReason, Group, Lease, Nack, PolicyInfo
+from producer.rollouts import group_message
+from protocol.messages import FailureReason, Group, Lease, Nack
 from protocol.throttle import Throttle
 
 logger = logging.getLogger(__name__)
@@ -64,6 +66,7 @@ class Generation:
         spawn: starts a task whose exceptions end the daemon.
         answer: delivers a group or a refusal.
         agents: generate instead, in a run with posted rewards.
+        episodes: are played instead, in a run with an environment.
     """
 
     def __init__(
@@ -79,6 +82,7 @@ class Generation:
         spawn: Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"],
         answer: Callable[[Group | Nack], None],
         agents: AgentGroups | None = None,
+        episodes: Episodes | None = None,
     ) -> None:
         self._in_flight = in_flight
         self._adapters = adapters
@@ -91,6 +95,7 @@ class Generation:
         self._spawn = spawn
         self._answer = answer
         self._agents = agents
+        self._episodes = episodes
         self._open = asyncio.Event()
         self._open.set()
         self._works: dict[str, _Work] = {}
@@ -168,12 +173,20 @@ class Generation:
         if self._agents is not None:
             await self._open.wait()
             return await self._agents.group(lease, lambda: work.enter("with agents", "generation_failed"))
+        if self._episodes is not None:
+            return await self._group_of_episodes(work, self._episodes)
         prompt_ids = self._prompts.encode(lease.prompt, lease.sampling.max_completion_length)
-        if lease.evaluates is None:
-            completions, generation_s = await self._sample(work, prompt_ids)
-        else:
-            completions, generation_s = await self._sample_exactly(work, prompt_ids, lease.evaluates)
-        self._count(prompt_ids, completions, generation_s)
+        async with self._place(work) as adapter:
+            started = time.monotonic()
+            with self._clock.running():
+                if adapter is None:
+                    completions = await self._in_flight.sample(prompt_ids, lease.sampling)
+                else:
+                    completions = await self._in_flight.sample_on(prompt_ids, lease.sampling, adapter)
+        generation_s = time.monotonic() - started
+        _check_evaluated(lease, {version for completion in completions for version in completion.token_versions or ()})
+        lengths = [len(completion.token_ids) for completion in completions]
+        self._count(len(prompt_ids), lengths, sum(completion.truncated for completion in completions), generation_s)
         work.enter("scoring", "reward_failed")
         token_ids = [completion.token_ids for completion in completions]
         rewards, reward_s = await self._rewards.score(
@@ -183,9 +196,54 @@ class Generation:
         self._metrics.reward_s.observe(reward_s)
         return _group_message(lease.lease_id, prompt_ids, completions, rewards, generation_s, reward_s)
 
-    async def _sample(self, work: "_Work", prompt_ids: list[int]) -> tuple[list[Completion], float]:
-        """On the newest version, and how long that took in seconds."""
+    async def _group_of_episodes(self, work: "_Work", source: Episodes) -> Group:
         lease = work.lease
+        source.check(lease)
+        async with self._place(work) as adapter:
+            started = time.monotonic()
+            episodes = await source.play(lease, adapter, self._clock.running)
+        generation_s = time.monotonic() - started
+        _check_evaluated(lease, {version for episode in episodes for version in episode.versions})
+        self._count(
+            episodes[0].prompt_length,
+            [episode.num_sampled for episode in episodes],
+            sum(episode.truncated for episode in episodes),
+            generation_s,
+        )
+        work.enter("scoring", "reward_failed")
+        rewards, reward_s = np.zeros((len(episodes), 0), np.float32), 0.0
+        if source.needs_functions:
+            rewards, reward_s = await self._rewards.score(
+                lease.prompt,
+                [episode.messages for episode in episodes],
+                [episode.token_ids for episode in episodes],
+                lease.columns,
+            )
+        message = group_message(
+            lease.lease_id,
+            episodes,
+            source.with_own_rewards(rewards, episodes),
+            lease.sampling.max_completion_length,
+            generation_s,
+            reward_s,
+        )
+        self._counters.groups += 1
+        self._metrics.reward_s.observe(reward_s)
+        return message
+
+    @asynccontextmanager
+    async def _place(self, work: "_Work") -> AsyncIterator[Adapter | None]:
+        """Room in the engine while nothing is paused. An evaluation waits behind what is for training, and gets the version that
+        it evaluates; anything else gets None, and takes the newest."""
+        lease = work.lease
+        if lease.evaluates is not None:
+            async with self._adapters.pin_evaluated(lease.evaluates) as adapter:
+                work.enter("waiting", "generation_failed", " for room that training leaves in the engine")
+                async with self._places.behind(max(1, self._group_size // lease.sampling.num_generations)):
+                    await self._open.wait()
+                    work.enter("generating", "generation_failed")
+                    yield adapter
+            return
         await self._adapters.wait_for(lease.policy_floor)
         work.enter("waiting", "generation_failed", " for room in the engine")
         async with self._places:
@@ -193,41 +251,26 @@ class Generation:
             while not self._open.is_set():
                 await self._open.wait()
                 await self._adapters.wait_for(lease.policy_floor)
-            started = time.monotonic()
             work.enter("generating", "generation_failed")
-            with self._clock.running():
-                completions = await self._in_flight.sample(prompt_ids, lease.sampling)
-        return completions, time.monotonic() - started
+            yield None
 
-    async def _sample_exactly(
-        self, work: "_Work", prompt_ids: list[int], policy: PolicyInfo
-    ) -> tuple[list[Completion], float]:
-        """On the version that is evaluated, after what is for training."""
-        sampling = work.lease.sampling
-        async with self._adapters.pin_evaluated(policy) as adapter:
-            work.enter("waiting", "generation_failed", " for room that training leaves in the engine")
-            async with self._places.behind(max(1, self._group_size // sampling.num_generations)):
-                await self._open.wait()
-                started = time.monotonic()
-                work.enter("generating", "generation_failed")
-                with self._clock.running():
-                    completions = await self._in_flight.sample_on(prompt_ids, sampling, adapter)
-        if any(set(completion.token_versions or ()) - {policy.version} for completion in completions):
-            raise LeaseFailure("no_policy", f"v{policy.version} is evaluated, and newer weights came in between")
-        return completions, time.monotonic() - started
-
-    def _count(self, prompt_ids: list[int], completions: list[Completion], generation_s: float) -> None:
-        self._counters.prompt_tokens += len(prompt_ids)
-        self._counters.tokens += sum(len(completion.token_ids) for completion in completions)
-        self._counters.completions += len(completions)
-        self._counters.truncated += sum(completion.truncated for completion in completions)
+    def _count(self, prompt_length: int, lengths: list[int], num_truncated: int, generation_s: float) -> None:
+        self._counters.prompt_tokens += prompt_length
+        self._counters.tokens += sum(lengths)
+        self._counters.completions += len(lengths)
+        self._counters.truncated += num_truncated
         self._metrics.generation_s.observe(generation_s)
-        self._metrics.generated(completions)
+        self._metrics.generated(lengths)
 
     def _refusal(self, lease: Lease, reason: FailureReason, detail: str) -> Nack:
         self._counters.failed += 1
         self._warn(reason, f"prompt {lease.prompt_id} failed ({reason}): {detail}")
         return Nack(lease.lease_id, reason, detail[:65_536])
+
+
+def _check_evaluated(lease: Lease, versions: set[int]) -> None:
+    if lease.evaluates is not None and versions - {lease.evaluates.version}:
+        raise LeaseFailure("no_policy", f"v{lease.evaluates.version} is evaluated, and newer weights came in between")
 
 
 class _Work:

@@ -17,8 +17,8 @@ import asyncio
 import dataclasses
 import math
 import time
-from collections.abc import Callable
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, Literal
 
 import msgspec
@@ -42,12 +42,25 @@ class InFlight:
         counters: Counters,
         on_swap: OnSwap,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        keeps_weights: bool = True,
     ) -> None:
         self._engine = engine
         self._adapters = adapters
         self._counters = counters
         self._on_swap = on_swap
         self._clock = clock
+        self._keeps_weights = keeps_weights
+
+    @asynccontextmanager
+    async def kept(self) -> AsyncIterator[Adapter | None]:
+        """The adapter on which all turns of a group are sampled, for `sample_on`; None where each begins on the current one.
+        Only after `AdapterRegistry.wait_for`."""
+        if self._on_swap != "finish" or not self._keeps_weights:
+            yield None
+            return
+        async with self._adapters.pin() as adapter:
+            yield adapter
 
     async def sample(self, prompt_ids: list[int], sampling: Sampling) -> list[Completion]:
         """Samples one group, from the current adapter on. Only after `AdapterRegistry.wait_for`.

@@ -45,6 +45,10 @@ class Counters:
     cut: int = 0  # completions that went on under a newer policy, once per cut
     restarted: int = 0  # groups
     dropped_tokens: int = 0  # by restarts
+    turns: int = 0  # of episodes
+    tool_calls: int = 0
+    failed_tool_calls: int = 0
+    failed_episodes: int = 0
     groups: int = 0
     failed: int = 0
     timed_out: int = 0  # of the failed

@@ -4,12 +4,12 @@ Guarantee: totals and stages are read from `Counters`, `Workload` and `Delivery`
 engine appear under vLLM's names (`vllm:...`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Histogram, Info
 
-from producer.interfaces import Completion, Counters, Delivery, Workload
+from producer.interfaces import Counters, Delivery, Workload
 from producer.reward_worker import FAILURES, Failure
 from protocol import __version__
 from protocol.metrics import Readings, Reexport
@@ -38,6 +38,16 @@ _TOTALS: dict[str, tuple[str, str]] = {
     ),
     "dropped_tokens": ("rl_producer_tokens_dropped_total", "Tokens that restarts threw away."),
     "truncated": ("rl_producer_completions_truncated_total", "Completions that reached max_completion_length."),
+    "turns": ("rl_producer_turns_total", "Turns of the policy in episodes with an environment."),
+    "tool_calls": ("rl_producer_tool_calls_total", "Tool calls that the policy asked for."),
+    "failed_tool_calls": (
+        "rl_producer_tool_calls_failed_total",
+        "Of these, those that the policy was told an error for.",
+    ),
+    "failed_episodes": (
+        "rl_producer_episodes_failed_total",
+        "Episodes that are not scored, because their environment failed or they took too long.",
+    ),
 }
 
 
@@ -80,9 +90,10 @@ class ProducerMetrics:
             buckets=LENGTH_BUCKETS_TOKENS, registry=registry,
         )  # fmt: skip
 
-    def generated(self, completions: list[Completion]) -> None:
-        for completion in completions:
-            self._lengths.observe(len(completion.token_ids))
+    def generated(self, lengths: Iterable[int]) -> None:
+        """Of completions, in sampled tokens."""
+        for length in lengths:
+            self._lengths.observe(length)
 
     def reward_called(self, function: str, seconds: float) -> None:
         self._call_s.labels(function).observe(seconds)

@@ -67,6 +67,11 @@ class Episode:
         return sum(record.num_sampled for record in self.records)
 
     @property
+    def versions(self) -> set[int]:
+        """Those that sampled it."""
+        return {version for record in self.records for version in record.versions if version is not None}
+
+    @property
     def token_ids(self) -> list[int]:
         """Of the last record, after the prompt."""
         return self.records[-1].token_ids[self.prompt_length :]

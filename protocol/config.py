@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from protocol.config_dataset import DatasetSection
+from protocol.config_environment import REWARD_NAME, EnvironmentSection
 from protocol.config_evaluation import WEIGHTED_SUM, EvaluationSection
 from protocol.config_guards import GuardsSection
 from protocol.config_learning import (
@@ -166,7 +167,8 @@ class RunConfig(Section):
     )
     model: ModelSection
     dataset: DatasetSection
-    rewards: RewardsSection
+    rewards: RewardsSection = RewardsSection()  # type: ignore[call-arg]
+    environment: EnvironmentSection = EnvironmentSection()  # type: ignore[call-arg]
     sampling: SamplingSection = SamplingSection()  # type: ignore[call-arg]
     pipeline: PipelineSection = PipelineSection()  # type: ignore[call-arg]
     replay: ReplaySection = ReplaySection()  # type: ignore[call-arg]
@@ -197,11 +199,29 @@ class RunConfig(Section):
         ]
         return check(value)
 
+    @field_validator("environment", mode="before")
+    @classmethod
+    def _factory_alone(cls, value: Any) -> Any:
+        return {"factory": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _something_scores(self) -> "RunConfig":
+        if not self.reward_names:
+            raise ValueError(
+                "rewards.functions: nothing scores the completions; name a reward function, or set environment.reward_weight for "
+                "an environment that has get_reward"
+            )
+        if self.environment.reward_weight is not None and self.environment.factory is None:
+            raise ValueError("environment.reward_weight: there is no environment.factory")
+        if REWARD_NAME in self.rewards.names and self.environment.reward_weight is not None:
+            raise ValueError(f"rewards.functions: {REWARD_NAME!r} is what the environment's own reward is called")
+        return self
+
     @model_validator(mode="after")
     def _known_reward(self) -> "RunConfig":
-        if self.reroll.reward is not None and self.reroll.reward not in self.rewards.names:
+        if self.reroll.reward is not None and self.reroll.reward not in self.reward_names:
             raise ValueError(
-                f"reroll.reward: {self.reroll.reward!r} is not one of rewards.functions: {', '.join(self.rewards.names)}"
+                f"reroll.reward: {self.reroll.reward!r} is not one of rewards.functions: {', '.join(self.reward_names)}"
             )
         return self
 
@@ -211,6 +231,10 @@ class RunConfig(Section):
         if posted and not self.serve.enabled:
             raise ValueError(
                 f"rewards.functions: agents post {posted} to the endpoint, which is off; set serve.enabled=true"
+            )
+        if posted and self.environment.factory is not None:
+            raise ValueError(
+                f"environment: agents that post {posted} have their own; remove the section, or that reward"
             )
         if posted and self.evaluation is not None:
             raise ValueError(
@@ -222,7 +246,7 @@ class RunConfig(Section):
     def _evaluation_fits(self) -> "RunConfig":
         if self.evaluation is None:
             return self
-        known = (WEIGHTED_SUM, *self.rewards.names)
+        known = (WEIGHTED_SUM, *self.reward_names)
         if self.evaluation.metric not in known:
             raise ValueError(f"evaluation.metric: {self.evaluation.metric!r} is not one of {', '.join(known)}")
         if self.evaluation.dataset.chat_template_kwargs not in ({}, self.dataset.chat_template_kwargs):
@@ -250,6 +274,17 @@ class RunConfig(Section):
         return self
 
     # What follows from the above, and therefore cannot be set.
+
+    @property
+    def reward_names(self) -> tuple[str, ...]:
+        """The columns of every reward array: the functions in order, then the environment's own."""
+        return self.rewards.names + ((REWARD_NAME,) if self.environment.reward_weight is not None else ())
+
+    @property
+    def reward_weights(self) -> tuple[float, ...]:
+        """Of these columns."""
+        own = self.environment.reward_weight
+        return tuple(function.weight for function in self.rewards.functions) + (() if own is None else (own,))
 
     @property
     def completions_per_step(self) -> int:

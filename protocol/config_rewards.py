@@ -180,7 +180,9 @@ class ThinkingSection(Section):
 
 
 class RewardsSection(Section):
-    functions: list[RewardFunction] = Field(min_length=1, description="The reward functions.")
+    functions: list[RewardFunction] = Field(
+        [], description="The reward functions; at least one, unless the environment has `get_reward`."
+    )
     timeout_s: PositiveSeconds = Field(
         30.0, description="Hard limit of one call of one function on one group; the worker is then killed and replaced."
     )

@@ -57,7 +57,7 @@ class RewardRecipe:
         overlong = OverlongPenalty(
             buffer_tokens, config.advantage.overlong_penalty, config.sampling.max_completion_length
         )
-        weights = np.array([function.weight for function in config.rewards.functions], np.float32)
+        weights = np.array(config.reward_weights, np.float32)
         return cls(weights, aggregation, overlong if buffer_tokens else None)
 
     @cached_property

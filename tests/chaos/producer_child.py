@@ -54,7 +54,7 @@ def _engine_class(aim: Aim) -> type:
             self.facts = facts(
                 base_model_digest=base_model_digest(self.folder),
                 tokenizer_digest=tokenizer_digest(self.folder),
-                reward_names=list(config.rewards.names),
+                reward_names=list(config.reward_names),
             )
             self._random = random.Random(os.urandom(16))
 

@@ -107,3 +107,10 @@ def test_other_rows_are_named() -> None:
     change = dataset_change(DATASET, DATASET | {"dataset_digest": "others"}, JOURNAL)
     assert change is not None
     assert change.startswith("the dataset, or a file with its functions, is not what it was")
+
+
+def test_a_run_with_an_environment_needs_the_schema_that_has_its_groups(tiny_model: Path, tmp_path: Path) -> None:
+    config = run_config(tmp_path, tiny_model, environment={"factory": "shop:Shop", "reward_weight": 0.5})
+    facts = run_facts(config, tiny_model, "run-1", 64, 1, 1)
+    assert facts["wire_schema"] == "2"
+    assert (facts["reward_names"], facts["reward_weights"]) == ('["first", "environment"]', "[1.0, 0.5]")

@@ -41,7 +41,7 @@ def trl_trainer(config: RunConfig, model: Path, *, correction: bool = True) -> G
         processing_class=AutoTokenizer.from_pretrained(model, padding_side="left"),
         peft_config=build_lora(config),
     )
-    trainer.reward_weights = torch.tensor([function.weight for function in config.rewards.functions])
+    trainer.reward_weights = torch.tensor(config.reward_weights)
     trainer.use_vllm = True
     trainer.vllm_importance_sampling_correction = correction
     correct_as(trainer, resolve(config.correction))

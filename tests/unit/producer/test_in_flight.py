@@ -278,3 +278,31 @@ def test_a_refused_rest_ends_the_group_and_its_other_requests():
         assert (group.engine.rows, set(group.policies.pins.values())) == ([], {0})
 
     run(body)
+
+
+@pytest.mark.parametrize(
+    ("on_swap", "keeps_weights", "kept"), [("finish", True, 0), ("finish", False, None), ("continue", True, None)]
+)
+def test_the_turns_of_a_group_stay_on_one_policy_where_requests_do(on_swap, keeps_weights, kept):
+    """Where the engine's own weights are replaced under a request, as with `finish` here, nothing is kept."""
+
+    async def body():
+        policies = Policies()
+        engine = Engine(policies, 0)
+        policies.flip()
+        in_flight = InFlight(engine, policies, Counters(), on_swap, lambda: 0.0, keeps_weights=keeps_weights)
+        sampling = Sampling(num_generations=1, max_completion_length=1, temperature=1.0)
+        async with in_flight.kept() as adapter:
+            assert (adapter and adapter.version) == kept
+            for version in (0, 1):
+                sampled = (
+                    in_flight.sample_on(PROMPT, sampling, adapter) if adapter else in_flight.sample(PROMPT, sampling)
+                )
+                turn = asyncio.ensure_future(sampled)
+                await settle()
+                engine.sample(1, 0)
+                ((token_version,),) = [completion.token_versions for completion in await turn]
+                assert token_version == (version if kept is None else kept)
+                policies.flip()
+
+    asyncio.run(body())

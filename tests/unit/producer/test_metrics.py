@@ -3,7 +3,7 @@
 import prometheus_client
 from prometheus_client import CollectorRegistry, Gauge
 
-from producer.interfaces import Completion, Counters, Delivery, Workload
+from producer.interfaces import Counters, Delivery, Workload
 from producer.metrics import ProducerMetrics
 
 
@@ -44,7 +44,7 @@ def test_totals_stages_and_the_engine_are_those_of_the_moment() -> None:
 
 def test_lengths_are_counted_by_completion() -> None:
     registry = CollectorRegistry()
-    ProducerMetrics(registry).generated([Completion([1] * 3, [0.0] * 3, False), Completion([1] * 40, [0.0] * 40, True)])
+    ProducerMetrics(registry).generated([3, 40])
     name = "rl_producer_completion_length_tokens"
     assert registry.get_sample_value(f"{name}_bucket", {"le": "4.0"}) == 1
     assert registry.get_sample_value(f"{name}_sum") == 43

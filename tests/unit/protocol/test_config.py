@@ -399,7 +399,7 @@ def test_an_endpoint_of_another_form_is_refused(run_yaml: Path, endpoint: str) -
     assert message == f"--set transport.endpoint: expected `ipc:///path` or `tcp://HOST:PORT` (got {endpoint!r})"
 
 
-@pytest.mark.parametrize("section", ["run_dir", "model", "dataset", "rewards"])
+@pytest.mark.parametrize("section", ["run_dir", "model", "dataset"])
 def test_what_is_required(run_yaml: Path, section: str) -> None:
     values = yaml.safe_load(MINIMAL)
     del values[section]

@@ -1,0 +1,94 @@
+"""A child process that runs a module of ours and answers in frames over a socket.
+
+Guarantee: it dies with the daemon; `kill` ends it and whatever it started, by its own process id; a frame above the limit is
+refused before it is read.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from typing import TypeVar
+
+import msgspec
+
+LENGTH = struct.Struct("<I")
+MAX_FRAME_BYTES = 64 * 2**20
+
+_EXIT_GRACE_S = 1.0
+_Frame = TypeVar("_Frame", bound=msgspec.Struct)
+
+
+class ChildEndedError(Exception):
+    """It closed its end, or sent what is no frame. The text says how it ended."""
+
+
+class ChildProcess:
+    """`python -m MODULE FD PARENT_PID ARGUMENT...`, with frames of 4 bytes length and msgpack over socket FD."""
+
+    def __init__(
+        self, process: "subprocess.Popen[bytes]", reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self.process = process
+        self._reader = reader
+        self._writer = writer
+
+    @classmethod
+    async def start(cls, module: str, *arguments: str) -> "ChildProcess":
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = subprocess.Popen(  # noqa: ASYNC220 - returns within milliseconds
+                [sys.executable, "-m", module, str(theirs.fileno()), str(os.getpid()), *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=2,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        reader, writer = await asyncio.open_connection(sock=ours)
+        return cls(process, reader, writer)
+
+    async def ask(self, message: msgspec.Struct, kind: type[_Frame]) -> _Frame:
+        """Sends `message` and returns the answer.
+
+        Raises:
+            ChildEndedError: it has ended.
+        """
+        try:
+            body = msgspec.msgpack.encode(message)
+            self._writer.write(LENGTH.pack(len(body)) + body)
+            await self._writer.drain()
+            (size,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
+            if size > MAX_FRAME_BYTES:
+                raise ChildEndedError(f"it answered with {size} bytes, of which {MAX_FRAME_BYTES} are allowed")
+            return msgspec.msgpack.decode(await self._reader.readexactly(size), type=kind)
+        except msgspec.DecodeError as error:
+            raise ChildEndedError(f"it answered with something else: {error}") from None
+        except (asyncio.IncompleteReadError, ConnectionError):
+            raise ChildEndedError(f"its process ended ({_describe(await self._end())})") from None
+
+    async def kill(self) -> int:
+        """Ends it and whatever it started, and returns its exit status."""
+        self._writer.close()
+        if self.process.returncode is None:  # not reaped yet, so the id is still its own
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+        return await asyncio.to_thread(self.process.wait, 30)
+
+    async def _end(self) -> int:
+        """Lets it exit with its own status, briefly, then kills what is left."""
+        deadline = time.monotonic() + _EXIT_GRACE_S
+        with contextlib.suppress(ChildProcessError):  # killed and reaped meanwhile
+            while not os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):  # noqa: ASYNC222
+                if time.monotonic() > deadline:
+                    break
+                await asyncio.sleep(0.01)
+        return await self.kill()
+
+
+def _describe(status: int) -> str:
+    return f"exit status {status}" if status >= 0 else f"killed by {signal.Signals(-status).name}"

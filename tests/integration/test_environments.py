@@ -1,0 +1,128 @@
+"""Episodes on the real vLLM engine with real environments: every stitched record is what transformers and PEFT score."""
+
+import asyncio
+import json
+from contextlib import nullcontext
+
+import msgspec
+import numpy as np
+import pytest
+from prometheus_client import CollectorRegistry
+from transformers import AutoTokenizer
+
+from producer.adapters import AdapterRegistry
+from producer.chat import ChatFormat
+from producer.environments import EnvironmentPool
+from producer.episodes import Episodes
+from producer.in_flight import InFlight
+from producer.interfaces import Counters
+from producer.metrics import ProducerMetrics
+from producer.probe import SwapProof
+from producer.rollouts import group_message
+from producer.timeline import Timeline
+from producer.tool_calls import ToolCall, ToolCallParser
+from protocol.config_environment import EnvironmentSection
+from protocol.errors import ConfigError
+from protocol.messages import PolicyInfo, Sampling
+from replay.groups import GroupShape, RolloutGroup
+from tests.integration.engines import LiveEngine, live_engine
+from tests.integration.models import CHAT_TEMPLATE, build_model, reference_logprobs
+from tests.scripted_trainer import lease
+
+pytestmark = pytest.mark.integration
+
+ENDS = [1, *range(60, 120)]  # ids of 61 of the model's 400 or so tokens end a turn, so that turns are short
+SAMPLING = Sampling(num_generations=6, max_completion_length=120, temperature=1.0)
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("engine")
+    model = build_model("llama", folder / "model")
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": ENDS, "pad_token_id": 0}))
+    with live_engine(model, folder) as engine:
+        yield engine
+
+
+class AlwaysBuys:
+    """Whatever the model says is a call."""
+
+    def parse(self, token_ids: list[int]) -> tuple[str, list[ToolCall]]:
+        return f"{len(token_ids)} tokens", [ToolCall("buy", {"count": 1})]
+
+
+def play(live: LiveEngine, folder, template: str) -> RolloutGroup:
+    """A group of one to three turns on version 1, which a swap to version 2 does not take away."""
+    counters = Counters()
+    tokenizer = AutoTokenizer.from_pretrained(live.model)
+    tokenizer.chat_template = template
+    section = EnvironmentSection(
+        factory="tests.unit.producer.toys:Shop", reward_weight=1.0, max_turns=3, max_turn_tokens=30, max_concurrent=3
+    )
+
+    async def body() -> RolloutGroup:
+        with Timeline(folder / "timeline.jsonl") as timeline:
+            registry = AdapterRegistry(
+                live.engine, lambda _: folder / "adapters", SwapProof(1e-3), counters,
+                ProducerMetrics(CollectorRegistry()), timeline,
+            )  # fmt: skip
+            pool = EnvironmentPool(section)
+            chat = ChatFormat(tokenizer, [], {})
+            in_flight = InFlight(live.engine, registry, counters, "finish")
+            episodes = Episodes(section, pool, in_flight, chat, AlwaysBuys(), tokenizer.decode, 256, counters)
+            await registry.publish(*live.policy(1), 0.0)
+            wanted = msgspec.structs.replace(
+                lease(1), prompt=[{"role": "user", "content": "The sum"}], columns={"stock": 5}, sampling=SAMPLING
+            )
+            try:
+                playing = asyncio.create_task(episodes.play(wanted, None, nullcontext))
+                while not counters.turns:  # noqa: ASYNC110 - a counter has no event
+                    await asyncio.sleep(0.01)
+                await registry.publish(*live.policy(2), 0.0)
+                played = await playing
+            finally:
+                await pool.close()
+                registry.follow(PolicyInfo(0, "0" * 64, 0))
+                await registry.unload_idle()
+            rewards = episodes.with_own_rewards(np.zeros(0, np.float32), played)
+            return GroupShape(6, 1, 120, len(tokenizer)).parse(group_message("lease", played, rewards, 120, 0.0, 0.0))
+
+    return live.run(body())
+
+
+@pytest.mark.parametrize(
+    ("template", "forks"),
+    [(CHAT_TEMPLATE, False), ("<|system|>{{ messages | length }}<|end|>" + CHAT_TEMPLATE, True)],
+    ids=["stitched", "forked"],
+)
+def test_the_log_probs_of_every_record_are_those_of_transformers_and_peft(live, tmp_path, template, forks):
+    group = play(live, tmp_path, template)
+    assert group.num_completions == 6
+    assert (len(group.records) > 6) == forks
+    assert group.sampled is not None
+    assert group.newest_version == group.policy_version == 1
+    prompt = group.prompt_ids.tolist()
+    for tokens in group.records:
+        ids, sampled = group.completion_ids[tokens].tolist(), group.is_sampled[tokens]
+        expected = reference_logprobs(live.model, live.peft_folder(1), prompt, ids, 1.0).numpy()
+        np.testing.assert_allclose(group.logprobs[tokens][sampled], expected[sampled], atol=1e-3)
+    assert set(group.rewards[:, 0].tolist()) <= {0.0, np.float32(0.2), np.float32(0.4)}
+    assert group.rewards.max() > 0
+
+
+def test_tool_calls_are_found_by_vllms_parser_of_that_name(live):
+    tokenizer = AutoTokenizer.from_pretrained(live.model)
+    tools = [{"type": "function", "function": {"name": "buy", "description": "", "parameters": {"type": "object"}}}]
+    parser = ToolCallParser("hermes", tokenizer, tools)
+    call = '<tool_call>{"name": "buy", "arguments": {"count": 2}}</tool_call>'
+
+    def parsed(text: str) -> tuple[str, list[ToolCall]]:
+        return parser.parse(tokenizer(text)["input_ids"])
+
+    assert parsed(f"well {call}{call}") == ("well ", [ToolCall("buy", {"count": 2})] * 2)
+    assert parsed("five") == ("five", [])
+    assert parsed('<tool_call>{"name": "buy", "arguments": [2]}</tool_call>') == ("", [ToolCall("buy", None)])
+    broken = '<tool_call>{"name": "buy", </tool_call>'
+    assert parsed(broken) == (broken, [])
+    with pytest.raises(ConfigError, match=r"vLLM has no parser 'hermse'; it has .*hermes"):
+        ToolCallParser("hermse", tokenizer, tools)

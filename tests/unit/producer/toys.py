@@ -1,0 +1,81 @@
+"""Environments of the tests, by TRL's conventions."""
+
+import asyncio
+import os
+import time
+
+
+class Shop:
+    """Counts what it is asked for."""
+
+    def __init__(self) -> None:
+        self.episodes = 0
+
+    def reset(self, prompt: list[dict[str, str]], stock: int = 0, **_: object) -> str:
+        if stock < 0:
+            raise ValueError("no such stock")
+        self.episodes += 1
+        self.sold = 0
+        self.stock = stock
+        return f" stock {stock}"
+
+    def buy(self, count: int) -> str:
+        """
+        Buys.
+
+        Args:
+            count: How many.
+        """
+        if count > self.stock:
+            raise ValueError(f"only {self.stock} left")
+        print("to standard error")
+        self.sold += count
+        return f"sold {count}"
+
+    async def wait(self, seconds: float) -> str:
+        """
+        Waits.
+
+        Args:
+            seconds: How long.
+        """
+        await asyncio.sleep(seconds)
+        return "waited"
+
+    def hang(self) -> str:
+        """Never returns."""
+        time.sleep(60)
+        return ""
+
+    def die(self) -> str:
+        """Ends the process."""
+        os._exit(3)
+
+    def _hidden(self) -> str:
+        return "secret"
+
+    def get_reward(self) -> float | None:
+        return self.sold / self.stock if self.stock else None
+
+
+class Silent:
+    """Without tools and without a reward."""
+
+    def reset(self, **_: object) -> None:
+        pass
+
+
+class NoReset:
+    pass
+
+
+class Undocumented:
+    def reset(self, **_: object) -> None:
+        pass
+
+    def tool(self, a):
+        return a
+
+
+def broken():
+    raise RuntimeError("cannot connect")

@@ -1,0 +1,56 @@
+"""The `environment:` section, its short form, and the column of rewards that it adds."""
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from protocol.config import RunConfig
+
+BASE: dict[str, Any] = {
+    "run_dir": "run",
+    "model": {"path": "model"},
+    "dataset": {"path": "train.jsonl"},
+    "rewards": {"functions": [{"function": "rewards:exact", "weight": 2.0}]},
+}
+
+
+def config(**sections: Any) -> RunConfig:
+    return RunConfig.model_validate(BASE | sections)
+
+
+def test_the_short_form_is_the_factory() -> None:
+    assert config(environment="shop:Shop").environment == config(environment={"factory": "shop:Shop"}).environment
+    assert config().environment.factory is None
+    with pytest.raises(ValidationError, match="expected `module:function`"):
+        config(environment="shop")
+
+
+def test_the_reward_of_the_environment_is_the_last_column() -> None:
+    assert (config().reward_names, config().reward_weights) == (("exact",), (2.0,))
+    own = config(environment={"factory": "shop:Shop", "reward_weight": 0.5}, reroll={"reward": "environment"})
+    assert (own.reward_names, own.reward_weights) == (("exact", "environment"), (2.0, 0.5))
+    alone = config(environment={"factory": "shop:Shop", "reward_weight": 1.0}, rewards={})
+    assert (alone.reward_names, alone.reward_weights) == (("environment",), (1.0,))
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"rewards": {}}, "rewards.functions: nothing scores the completions"),
+        ({"rewards": {}, "environment": "shop:Shop"}, "or set environment.reward_weight"),
+        ({"environment": {"reward_weight": 1.0}}, "there is no environment.factory"),
+        (
+            {
+                "environment": {"factory": "shop:Shop", "reward_weight": 1.0},
+                "rewards": {"functions": [{"function": "rewards:environment"}]},
+            },
+            "'environment' is what the environment's own reward is called",
+        ),
+        ({"reroll": {"reward": "environment"}}, "'environment' is not one of rewards.functions: exact"),
+    ],
+)
+def test_what_contradicts_itself_is_refused(sections: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        config(**sections)
+    assert said in str(caught.value)
