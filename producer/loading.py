@@ -80,6 +80,7 @@ class ByAdapter:
         self._groups: list[tuple[int, slice | torch.Tensor]] = []
         wrapper.update_metadata = self.update_metadata
         wrapper._apply_shrink, wrapper._apply_expand = self.shrink, self.expand
+        wrapper.add_lora_logits = self.add_to_logits
 
     def update_metadata(self, *arguments: Any, **keywords: Any) -> None:
         """Before a step whose tokens are of other adapters than those of the one before."""
@@ -107,6 +108,25 @@ class ByAdapter:
             part.zero_()
         for adapter, tokens in self._groups:
             part[tokens] += x[tokens].to(y.dtype) @ w_t_all[adapter, 0].to(y.dtype).t()
+
+    def add_to_logits(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        lora_a_stacked: torch.Tensor,
+        lora_b_stacked: torch.Tensor,
+        scale: float,
+        **_: Any,
+    ) -> None:
+        """The head's part, for the rows that are sampled. vLLM comes here with rows of a prompt that is scored, too, and does
+        not say whose they are (its own code ends the engine then); only an adapter of the head would change them, and the
+        configuration lets nobody score under one."""
+        sampled = self._wrapper.sampler_indices
+        if len(x) == len(sampled):
+            part = y[:, : lora_b_stacked.shape[-2]]  # either may be padded
+            for adapter, rows in groups_of(sampled):
+                between = scale * (x[rows].float() @ lora_a_stacked[adapter, 0].float().t())
+                part[rows] += (between @ lora_b_stacked[adapter, 0, : part.shape[1]].float().t()).to(y.dtype)
 
 
 def groups_of(adapters: torch.Tensor) -> "list[tuple[int, slice | torch.Tensor]]":

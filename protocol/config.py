@@ -218,6 +218,15 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _can_be_proved(self) -> "RunConfig":
+        if self.swap.mode == "adapter" and self.swap.probe_every and "lm_head" in (self.lora["target_modules"] or ()):
+            raise ValueError(
+                "lora.target_modules: vLLM cannot score the probe of a swap under an adapter of lm_head; set "
+                "swap.mode=merged, or swap.probe_every=0, or leave lm_head out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _known_reward(self) -> "RunConfig":
         if self.reroll.reward is not None and self.reroll.reward not in self.reward_names:
             raise ValueError(

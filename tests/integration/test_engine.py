@@ -396,3 +396,10 @@ def test_on_a_cpu_adapters_are_multiplied_as_vllm_does_it_token_by_token() -> No
         results.append(y)
     assert (results[0][:, :6] != 1).all()
     torch.testing.assert_close(*results)
+    head_down, head_up = torch.randn(3, 1, 8, 12), torch.randn(3, 1, 20, 8)
+    results = []
+    for wrapper in (theirs, ours):
+        logits = torch.ones(3, 20)
+        wrapper.add_lora_logits(logits, x[2:], head_down, head_up, 1.0)
+        results.append(logits)
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)

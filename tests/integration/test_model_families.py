@@ -1,5 +1,7 @@
 """Other families than the demo's: vLLM serves them, chat templates work, log-probs agree with transformers + PEFT."""
 
+import asyncio
+
 import pytest
 import torch
 
@@ -27,9 +29,16 @@ def test_family(family, tmp_path):
         async def body():
             adapter = live.adapter(1, 1)
             await live.engine.load_adapter(adapter)
-            return await live.engine.generate(prompt_ids, sampling, adapter)
+            generating = asyncio.create_task(live.engine.generate(prompt_ids, sampling, adapter))
+            await asyncio.sleep(0)
+            scores = await live.engine.score(
+                prompt_ids, adapter
+            )  # in steps that also decode, which ended the engine once
+            return scores, await generating
 
-        completions = live.run(body())
+        scores, completions = live.run(body())
+        expected = reference_logprobs(model, live.peft_folder(1), prompt_ids[:1], prompt_ids[1:], 1.0)
+        torch.testing.assert_close(torch.tensor(scores), expected, rtol=0, atol=1e-3)
         assert len({tuple(completion.token_ids) for completion in completions}) > 1, "sampling is degenerate"
         for completion in completions:
             expected = reference_logprobs(model, live.peft_folder(1), prompt_ids, completion.token_ids, 0.9)
