@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from producer.chat import ChatFormat, Continuation, assistant_message, tool_message
 from producer.environments import EnvironmentFailedError, EnvironmentPool, EnvironmentSession
 from producer.in_flight import InFlight
-from producer.interfaces import Adapter, Completion, Counters, LeaseFailure
+from producer.interfaces import Adapter, Completion, Counters, LeaseFailure, ToolCall
 from producer.rollouts import Episode, Record
 from protocol.config import RunConfig
 from protocol.config_environment import EnvironmentSection
@@ -40,8 +40,8 @@ Sample = Callable[[list[int], Sampling], Awaitable[Completion]]
 class ToolParser(Protocol):
     """What episodes need of `producer.tool_calls.ToolCallParser`."""
 
-    def parse(self, token_ids: list[int]) -> tuple[str, list[Any]]:
-        """Content, and calls with `name` and `arguments` (None: they cannot be read)."""
+    def parse(self, token_ids: list[int]) -> tuple[str, list[ToolCall]]:
+        """Content, and calls."""
 
 
 class Episodes:

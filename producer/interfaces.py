@@ -6,7 +6,7 @@ Guarantee: nothing here imports a library, so every part can be tested with stan
 import asyncio
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from protocol.messages import EngineFacts, FailureReason, Lease, PolicyInfo, Sampling
 
@@ -69,6 +69,13 @@ class EngineLoad:
     running: int  # requests, of which a group has one per completion
     waiting: int
     preemptions: int
+
+
+class ToolCall(NamedTuple):
+    """A call that the model asks for. `arguments` is None where they are no JSON object."""
+
+    name: str
+    arguments: dict[str, Any] | None
 
 
 class Probe(NamedTuple):

@@ -4,19 +4,13 @@ Guarantee: what a parser cannot read is content without calls; arguments are a m
 """
 
 import json
-from typing import Any, NamedTuple
+from typing import Any
 
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.tool_parsers import ToolParserManager
 
+from producer.interfaces import ToolCall
 from protocol.errors import ConfigError
-
-
-class ToolCall(NamedTuple):
-    """A call that the model asks for. `arguments` is None where they are no JSON object."""
-
-    name: str
-    arguments: dict[str, Any] | None
 
 
 class ToolCallParser:

@@ -15,12 +15,12 @@ from producer.chat import ChatFormat
 from producer.environments import EnvironmentPool
 from producer.episodes import Episodes
 from producer.in_flight import InFlight
-from producer.interfaces import Counters
+from producer.interfaces import Counters, ToolCall
 from producer.metrics import ProducerMetrics
 from producer.probe import SwapProof
 from producer.rollouts import group_message
 from producer.timeline import Timeline
-from producer.tool_calls import ToolCall, ToolCallParser
+from producer.tool_calls import ToolCallParser
 from protocol.config_environment import EnvironmentSection
 from protocol.errors import ConfigError
 from protocol.messages import PolicyInfo, Sampling

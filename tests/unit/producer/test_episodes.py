@@ -13,9 +13,8 @@ import pytest
 from producer.chat import ChatFormat
 from producer.environments import EnvironmentFailedError
 from producer.episodes import Episodes
-from producer.interfaces import Completion, Counters, LeaseFailure
+from producer.interfaces import Completion, Counters, LeaseFailure, ToolCall
 from producer.rollouts import Episode
-from producer.tool_calls import ToolCall
 from protocol.config_environment import EnvironmentSection
 from tests.scripted_trainer import lease
 
