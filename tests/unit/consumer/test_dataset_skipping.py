@@ -114,7 +114,9 @@ def test_rows_are_judged_once(rows: Path, monkeypatch: pytest.MonkeyPatch) -> No
     os.utime(rows)
     assert len(opened(rows, filter="even")) == 5
     assert calls == [], "a file that was touched has the same rows"
-    (rows.parent / "task.py").write_text(TASK.replace("== 0", "== 1") + "# longer, or bytecode of the same second would count\n")
+    (rows.parent / "task.py").write_text(
+        TASK.replace("== 0", "== 1") + "# longer, or bytecode of the same second would count\n"
+    )
     other = opened(rows, filter="even")
     assert other[0][0] == "n1"
     assert len(calls) == 10, "another file of functions may decide otherwise"
