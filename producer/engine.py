@@ -81,6 +81,14 @@ def _vllm_config(config: RunConfig, folder: Path, num_gpus: int) -> Any:
 _ON_CPU = {"distributed_executor_backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor"}
 """Where vLLM's own choice computes in one more process, and the core that waits for it spins on a CPU that it needs."""
 
+
+def _leave_a_core(vllm_config: Any) -> None:
+    """Where the engine computes in one process of its own, as vLLM does where it has several. Threads wait for each other many
+    times a step; one that has to share its core holds up all."""
+    if vllm_config.parallel_config.distributed_executor_backend == _ON_CPU["distributed_executor_backend"]:
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) - 1)))
+
+
 _MERGED = {"enable_lora": False, "worker_extension_cls": "producer.merging.MergingWorker"}
 
 
@@ -122,6 +130,7 @@ class Engine:
     def __init__(self, config: RunConfig, num_gpus: int) -> None:
         folder = resolve_model(config.model.path, config.model.revision)
         vllm_config = _vllm_config(config, folder, max(1, num_gpus))
+        _leave_a_core(vllm_config)
         silent = bool(config.engine.get("disable_log_stats"))
         self._recorder = None if silent else _LoadRecorder()
         try:

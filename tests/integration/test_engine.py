@@ -2,9 +2,11 @@
 
 import asyncio
 import json
+import os
 import shutil
 
 import prometheus_client
+import psutil
 import pytest
 import torch
 from prometheus_client import CollectorRegistry
@@ -337,6 +339,13 @@ def test_the_facts_for_the_handshake(live):
     assert (facts.max_lora_rank, facts.max_loras, facts.max_model_len) == (8, 3, 256)
     assert facts.reward_names == ["reward"]
     assert live.engine.max_num_seqs == 64
+
+
+def test_the_engine_leaves_a_core_to_everything_else(live):
+    """With as many threads as cores it decoded at a third of its pace beside one busy process."""
+    mine = psutil.Process().children(recursive=True)
+    (core,) = [child for child in mine if "EngineCore" in " ".join(child.cmdline() or [child.name()])]
+    assert core.environ()["OMP_NUM_THREADS"] == str(max(1, len(os.sched_getaffinity(0)) - 1))
 
 
 @pytest.mark.parametrize(
