@@ -265,16 +265,11 @@ class Engine:
             await self._merged.load(adapter)
             return
         assert adapter.id not in self._loaded_ids, "vLLM would go on serving the weights that it knows under this id"
-        await prepare(self._call_workers, "loading", (adapter.name, adapter.id, str(adapter.path)))
         try:
-            loaded = await self._llm.add_lora(_lora_request(adapter))
-        except EngineDeadError as error:
-            raise EngineError(f"the engine died while loading {adapter.name}") from error
-        except Exception as error:
-            self._raise_if_dead(error)
-            raise AdapterRefusedError(str(error)) from error
-        if not loaded:
-            raise AdapterRefusedError(f"vLLM did not load {adapter.name} and gives no reason")
+            await prepare(self._call_workers, "loading", (adapter.name, adapter.id, str(adapter.path)))
+        except AdapterRefusedError:
+            await self._remove(adapter)  # another worker may have taken it
+            raise
         self._loaded_ids.add(adapter.id)
 
     async def unload_adapter(self, adapter: Adapter) -> None:
@@ -282,11 +277,14 @@ class Engine:
         if self._merged is not None:
             await self._merged.discard(adapter)
             return
+        await self._remove(adapter)
+        self._loaded_ids.remove(adapter.id)
+
+    async def _remove(self, adapter: Adapter) -> None:
         try:
             await self._llm.remove_lora(adapter.id)
         except Exception as error:
             raise EngineError(f"the engine failed to unload {adapter.name}: {error}") from error
-        self._loaded_ids.remove(adapter.id)
 
     def adopt_adapter(self, adapter: Adapter) -> None:
         """What is loaded is good; requests may begin on it."""

@@ -7,6 +7,7 @@ tokens that name it. (Knows vLLM's objects only by what they have: no import.)
 
 import os
 import threading
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -22,12 +23,12 @@ class LoadingWorker:
         self._loading = Loading(self.model_runner.lora_manager)  # type: ignore[attr-defined]
 
     def loading_prepare(self, request: tuple[str, int, str]) -> None:
-        """Begins to read an adapter, which `add_lora` then finds in memory."""
+        """Begins to read an adapter."""
         self._loading.prepare(Reading(*request))
 
     def loading_refusal(self) -> str | None:
-        """None while it is being read, "" when it is ready, otherwise why it cannot be."""
-        return self._loading.refusal
+        """None while it is being read, "" when it is in its place, otherwise why it cannot be."""
+        return self._loading.finish(self.add_lora)  # type: ignore[attr-defined]
 
 
 class Reading(NamedTuple):
@@ -36,6 +37,7 @@ class Reading(NamedTuple):
     lora_name: str
     lora_int_id: int
     lora_path: str
+    load_inplace: bool = False
     is_3d_lora_weight: bool = False
 
 
@@ -44,8 +46,9 @@ class Loading:
 
     def __init__(self, manager: Any) -> None:
         self._load = manager._load_adapter
+        self._request: Reading | None = None
         self._ready: dict[int, Any] = {}
-        self.refusal: str | None = ""
+        self._refusal: str | None = ""
         self.thread: threading.Thread | None = None
         manager._load_adapter = self._take
         for wrapper in manager._adapter_manager.punica_wrapper_mapping.values():
@@ -53,8 +56,7 @@ class Loading:
                 ByAdapter(wrapper)
 
     def prepare(self, request: Reading) -> None:
-        """`refusal` tells the end."""
-        self.refusal = None
+        self._request, self._refusal = request, None
         self.thread = threading.Thread(target=self._read, args=(request,), name="loading", daemon=True)
         self.thread.start()
 
@@ -62,9 +64,19 @@ class Loading:
         try:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
             self._ready = {request.lora_int_id: self._load(request)}
-            self.refusal = ""
+            self._refusal = ""
         except Exception as error:
-            self.refusal = str(error) or type(error).__name__
+            self._refusal = str(error) or type(error).__name__
+
+    def finish(self, add: Callable[[Any], bool]) -> str | None:
+        """Has vLLM put it in its place, once it is read. Between two steps; see `LoadingWorker.loading_refusal`."""
+        if self._refusal == "" and self._request is not None:
+            request, self._request = self._request, None
+            try:
+                self._refusal = "" if add(request) else "vLLM did not load it and gives no reason"
+            except Exception as error:
+                self._refusal = str(error) or type(error).__name__
+        return self._refusal
 
     def _take(self, request: Any) -> Any:
         read = self._ready.pop(request.lora_int_id, None)

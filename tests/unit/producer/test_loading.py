@@ -1,8 +1,10 @@
 """`producer.loading`, with numbers worked by hand."""
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from producer.loading import ByAdapter, Loading, Reading, groups_of
@@ -33,13 +35,30 @@ def prepared(manager: Manager) -> Loading:
     return loading
 
 
-def test_what_was_read_in_the_thread_is_taken_once() -> None:
+def test_what_was_read_in_the_thread_is_put_in_its_place_once() -> None:
     manager = Manager()
-    assert prepared(manager).refusal == ""
-    assert manager._load_adapter(ONE) == "weights of v1"
-    assert manager.read == [1]
+    loading, placed = prepared(manager), []
+
+    def add(request: Any) -> bool:
+        placed.append(manager._load_adapter(request))
+        return True
+
+    assert [loading.finish(add), loading.finish(add)] == ["", ""]
+    assert (placed, manager.read) == (["weights of v1"], [1])
     manager._load_adapter(ONE)
     assert manager.read == [1, 1]
+
+
+def test_while_it_is_read_nothing_is_put_anywhere() -> None:
+    manager, may_go_on = Manager(), threading.Event()
+    read, manager._load_adapter = manager._load_adapter, lambda request: may_go_on.wait(10) and read(request)  # type: ignore
+    loading = Loading(manager)
+    loading.prepare(ONE)
+    assert loading.finish(lambda request: pytest.fail("too early")) is None
+    may_go_on.set()
+    assert loading.thread is not None
+    loading.thread.join()
+    assert loading.finish(lambda request: True) == ""
 
 
 def test_another_adapter_is_read_when_it_is_asked_for() -> None:
@@ -48,9 +67,18 @@ def test_another_adapter_is_read_when_it_is_asked_for() -> None:
     assert manager._load_adapter(Reading("v2", 2, "/adapters/v2")) == "weights of v2"
 
 
-def test_what_cannot_be_read_is_refused_with_the_reason() -> None:
-    assert prepared(Manager(OSError("no such file"))).refusal == "no such file"
-    assert prepared(Manager(KeyError())).refusal == "KeyError"
+@pytest.mark.parametrize(("error", "said"), [(OSError("no such file"), "no such file"), (KeyError(), "KeyError")])
+def test_what_cannot_be_read_is_refused_with_the_reason(error, said) -> None:
+    assert prepared(Manager(error)).finish(lambda request: pytest.fail("nothing to add")) == said
+
+
+def test_what_cannot_be_put_in_its_place_is_refused_with_the_reason() -> None:
+    def fits_nowhere(request: Any) -> bool:
+        raise RuntimeError("shapes differ")
+
+    loading = prepared(Manager())
+    assert [loading.finish(fits_nowhere), loading.finish(fits_nowhere)] == ["shapes differ"] * 2
+    assert prepared(Manager()).finish(lambda request: False) == "vLLM did not load it and gives no reason"
 
 
 def test_tokens_by_adapter() -> None:
