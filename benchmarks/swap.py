@@ -13,6 +13,7 @@ import itertools
 import json
 import multiprocessing
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -137,6 +138,7 @@ async def _measure(scratch: Path, size: int, arguments: argparse.Namespace) -> l
                         continue
                     side = await Side.start(scratch / f"{round_number}-{way[:4]}", engine, timeline, memory, rank, way)
                     found.append({"size_mb": size, "way": way} | await side.swap())
+                    print(f"{size} MB, {way}: live after {1000 * found[-1]['live_s']:.0f} ms", file=sys.stderr, flush=True)
                     await side.end()
     finally:
         engine.shutdown()

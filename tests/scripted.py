@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 
+import msgspec
 import numpy as np
 
 from protocol.messages import (
@@ -74,6 +75,25 @@ def made_up_group(
         truncated=(lengths == lease.sampling.max_completion_length).astype("u1").tobytes(),
         generation_s=0.0,
         reward_s=0.0,
+    )
+
+
+def made_up_episodes(lease: Lease, policy_version: int) -> Group:
+    """The same for an environment: every second episode has two records, and every third token was not sampled."""
+    n = lease.sampling.num_generations
+    episodes = np.array([number for number in range(n) for _ in range(1 + number % 2)], "<i4")
+    sampling = msgspec.structs.replace(lease.sampling, num_generations=len(episodes))
+    group = made_up_group(msgspec.structs.replace(lease, sampling=sampling), policy_version)
+    sampled, start = np.ones(len(group.logprobs) // 4, "u1"), 0
+    for length in np.frombuffer(group.completion_lengths, "<i4").tolist():
+        sampled[start + 1 : start + length - 1 : 3] = 0
+        start += length
+    return msgspec.structs.replace(
+        group,
+        rewards=np.frombuffer(group.rewards, "<f4")[:n].tobytes(),
+        logprobs=np.where(sampled, np.frombuffer(group.logprobs, "<f4"), 0).astype("<f4").tobytes(),
+        sampled=sampled.tobytes(),
+        episodes=episodes.tobytes(),
     )
 
 

@@ -37,6 +37,7 @@ def main() -> None:
 
     settings = ["--config", CONFIG, "--set", f"run_dir={run_dir}", "--set", f"seed={arguments.seed}"]
     settings += ["--set", f"model.path={base}", "--set", f"dataset.path={base}/train.jsonl"]
+    settings += ["--set", f"evaluation.dataset.path={base}/eval.jsonl"]
     settings += ["--set", f"trainer.max_steps={arguments.steps}"]
     run_pair(run_dir, settings, ["cpu", "cpu"])
 

@@ -11,6 +11,7 @@ import pytest
 from replay.groups import GroupShape, RolloutGroup
 from replay.journal_reader import JournalReader
 from tests.integration.models import reference_logprobs
+from tests.integration.test_serving_run import client_of
 
 STEPS = 10
 
@@ -24,18 +25,51 @@ def groups_of(run_dir: Path) -> list[RolloutGroup]:
         reader.close()
 
 
+def asks_with_tools_and_gets_calls(run_dir: Path) -> None:
+    """An OpenAI client of the run's endpoint, while the run learns."""
+    parameters = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
+    tool = {"type": "function", "function": {"name": "multiply", "parameters": parameters}}
+    with client_of(run_dir).with_options(max_retries=30) as client:  # at first there is no policy
+        answer = client.chat.completions.create(
+            model="policy",
+            messages=[{"role": "user", "content": "47*86="}],
+            tools=[tool],
+            n=32,
+            max_tokens=24,
+            temperature=1.0,
+        )
+    called = [choice for choice in answer.choices if choice.message.tool_calls]
+    assert called, [choice.message.content for choice in answer.choices]
+    assert {choice.finish_reason for choice in called} == {"tool_calls"}
+    functions = [choice.message.tool_calls[0].function for choice in called]
+    assert {function.name for function in functions} == {"multiply"}
+    assert {"a": 47, "b": 86} in [json.loads(function.arguments) for function in functions]
+    assert all(choice.message.content for choice in answer.choices if not choice.message.tool_calls)
+
+
 @pytest.mark.integration
 @pytest.mark.timeout(300)
 def test_the_demo_learns_to_use_the_calculator(short_dir: Path) -> None:
     run_dir = short_dir / "run"
     command = [sys.executable, "-m", "examples.calculator.demo", "--run-dir", str(run_dir), "--steps", str(STEPS)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    log = short_dir / "demo.log"
+    with log.open("wb") as stream, subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT) as demo:
+        try:
+            asks_with_tools_and_gets_calls(run_dir)
+            assert demo.wait(280) == 0, log.read_text()[-3000:]
+        finally:
+            demo.terminate()
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["alone_before"] < 0.05
     assert summary["eval_before"] < 0.2
     assert summary["eval_after"] > 0.7
     assert summary["reward_last"] > summary["reward_first"] + 0.3
+
+    # The run's own evaluation plays the same episodes in vLLM, on merged weights.
+    lines = [json.loads(line) for line in (run_dir / "evaluations.jsonl").read_text().splitlines()]
+    assert [(line["version"], line["num_scored"]) for line in lines] == [(0, 300), (STEPS, 300)]
+    scores = [line["score"] for line in lines]
+    assert scores == pytest.approx([summary["eval_before"], summary["eval_after"]], abs=0.01)
 
     used_the_tool = 0
     for group in [group for group in groups_of(run_dir) if group.newest_version == 0][:4]:

@@ -13,7 +13,7 @@ import pytest
 from consumer.journal_cli import main as rl_journal
 from protocol.errors import ExitCode
 from replay.journal_reader import JournalReader
-from tests.scripted import half_without_signal
+from tests.scripted import Answer, half_without_signal, made_up_episodes, made_up_group
 
 from .runs import Run, eventually
 
@@ -56,12 +56,12 @@ def train_again(run: Run, *arguments: str) -> Path:
     return again
 
 
-@pytest.mark.parametrize("num_iterations", [1, 2])
+@pytest.mark.parametrize(("num_iterations", "answer"), [(1, made_up_episodes), (2, made_up_group)])
 def test_a_run_killed_at_three_points_ends_as_one_that_never_was(
-    start: Callable[..., Run], num_iterations: int
+    start: Callable[..., Run], num_iterations: int, answer: Answer
 ) -> None:
     run = start(**settings(num_iterations=num_iterations))
-    run.producer()
+    run.producer(answer=answer)
     for kill_at in (2, 5, 10):  # without a checkpoint, and some steps after one
         trainer = run.trainer("--resume")
         run.wait_for_step(kill_at)
