@@ -138,7 +138,9 @@ async def _measure(scratch: Path, size: int, arguments: argparse.Namespace) -> l
                         continue
                     side = await Side.start(scratch / f"{round_number}-{way[:4]}", engine, timeline, memory, rank, way)
                     found.append({"size_mb": size, "way": way} | await side.swap())
-                    print(f"{size} MB, {way}: live after {1000 * found[-1]['live_s']:.0f} ms", file=sys.stderr, flush=True)
+                    print(
+                        f"{size} MB, {way}: live after {1000 * found[-1]['live_s']:.0f} ms", file=sys.stderr, flush=True
+                    )
                     await side.end()
     finally:
         engine.shutdown()

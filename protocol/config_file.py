@@ -27,9 +27,10 @@ def load_config(path: str, overrides: list[str] | None = None) -> RunConfig:
     """
     text = _read(path)
     try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        loader = yaml.CSafeLoader(text)
+        node = loader.get_single_node()
         _refuse_duplicate_keys(path, node)
-        values = yaml.safe_load(text)
+        values = None if node is None else loader.construct_document(node)
     except (yaml.YAMLError, ValueError, AttributeError, RecursionError) as error:  # PyYAML raises all four
         raise ConfigError(f"{path}: not valid YAML: {error}") from error
     if not isinstance(values, dict):
@@ -62,7 +63,7 @@ def dump_config(config: RunConfig) -> str:
         "engine max_loras": config.max_loras + config.serve.num_lora_slots,
         "engine max_lora_rank": config.max_lora_rank,
     }
-    body = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    body = yaml.dump(config.model_dump(mode="json"), Dumper=yaml.CSafeDumper, sort_keys=False, allow_unicode=True)
     return body + "".join(f"# {name}: {value}\n" for name, value in derived.items())
 
 

@@ -7,6 +7,7 @@ is left to it.
 """
 
 import ast
+import re
 from collections.abc import Iterator
 from functools import cache
 from importlib.machinery import PathFinder
@@ -91,9 +92,21 @@ def _class(package: str, file: str, name: str) -> ast.ClassDef | None:
     for folder in (spec.submodule_search_locations if spec else None) or ():
         path = Path(folder) / file
         if path.is_file():
-            body = ast.parse(path.read_bytes()).body
+            source = path.read_text(encoding="utf-8")
+            try:
+                body = ast.parse(_without_methods(source, name)).body
+            except SyntaxError:  # not formatted as is usual
+                body = ast.parse(source).body
             return next((one for one in body if isinstance(one, ast.ClassDef) and one.name == name), None)
     return None
+
+
+def _without_methods(source: str, name: str) -> str:
+    """The class alone, its fields and docstring: a tenth of vLLM's file, which takes a tenth of a second to parse."""
+    end = r"(?=^{0}[^\s)]|\Z)"
+    found = re.search(rf"^class {name}\b.*?{end.format('')}", source, re.MULTILINE | re.DOTALL)
+    methods = rf"^    (?:@|def |async def ).*?{end.format(' {0,4}')}"
+    return "" if found is None else re.sub(methods, "", found[0], flags=re.MULTILINE | re.DOTALL)
 
 
 def _is_argument(statement: ast.AnnAssign) -> bool:

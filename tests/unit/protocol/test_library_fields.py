@@ -29,9 +29,23 @@ class Options(Base):
     _count: int = field(init=False, default=-1)
     VALID: ClassVar[list[str]] = ["a"]
 
-    def method(self) -> None:
+    @property
+    def method(
+        self,
+    ) -> None:
         local: int = 1
+
+    late: str = ""
 """
+UNUSUAL = '''
+class Options(
+Base
+):
+    rate: float = """
+    def
+"""
+    late: str = ""
+'''
 CLASSES = (("somelib", "args.py", "Base"), ("somelib", "args.py", "Options"))
 
 
@@ -64,7 +78,13 @@ def test_a_dataclass_is_read_with_its_bases_and_without_what_is_no_argument(some
         "table": Union[dict, str],  # noqa: UP007
         "quoted": int | None,
         "kind": Any,
+        "late": str,
     }
+
+
+def test_a_class_that_is_formatted_unusually_is_read_as_well(somelib: Path) -> None:
+    (somelib / "args.py").write_text(UNUSUAL)
+    assert fields(CLASSES[1:]) == {"rate": float, "late": str}
 
 
 def test_unknown_keys_and_values_of_the_wrong_type_are_named_and_others_are_left_to_the_library(somelib: Path) -> None:
