@@ -89,7 +89,7 @@ async def _measure(folder: Path, blocks: int, groups: int, repeat: int) -> list[
 async def _burst(engine: Any, adapter: Adapter, kind: str, groups: int, seed: int) -> dict[str, float]:
     rng = random.Random(seed)
     ceiling = _MAX_NUM_SEQS // _COMPLETIONS + 1
-    admission = Admission(ceiling, engine.load if kind == "adaptive" else lambda: None)
+    admission = Admission(ceiling, _COMPLETIONS, engine.load if kind == "adaptive" else lambda: None)
 
     async def group() -> tuple[int, float]:
         prompt = [rng.randrange(3, _VOCABULARY) for _ in range(_PROMPT_TOKENS)]

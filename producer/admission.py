@@ -1,13 +1,14 @@
 """How many groups are in the engine at once.
 
-Guarantee: at least one and never more than the ceiling, which keeps vLLM's scheduler full; fewer where vLLM preempts or lets
-requests wait for KV cache, which costs it more than the groups that wait here do. Who waits longest enters first. Groups of
-an evaluation take the places that training leaves, and always one, so that they neither hold training up nor starve.
+Guarantee: at least one and never more than the ceiling, which keeps vLLM's scheduler full; fewer where vLLM preempts more than
+it gains. Who waits longest enters first. Groups of an evaluation take the places that training leaves, and always one, so that
+they neither hold training up nor starve.
 
-Requests that vLLM preempts lose their KV cache and are computed again, so a limit that is a little too high is worse than one
-that is a little too low. The limit moves as TCP's window does: down by a quarter at the first sign of too much, then not again
-before every group that was in the engine has left (only then has the step shown what it does); up by about one group per round
-of groups while the cache has room and the limit is what keeps groups out. Without numbers from vLLM it stays where it is.
+A request that vLLM preempts loses its KV cache, which is computed again as that of a prompt: cheaper than decoding, and the price
+of a cache that is full with whatever lengths. So some of it is tolerated. The limit moves as TCP's window does: down by a quarter
+when there is more, then not again before every group that was in the engine has left (only then has the step shown what it does);
+up by about one group per round of groups while the cache has room and the limit is what keeps groups out. Without numbers from
+vLLM it stays where it is.
 """
 
 import asyncio
@@ -19,16 +20,22 @@ from producer.interfaces import EngineLoad
 
 DECREASE = 0.75
 ROOM = 0.9  # of the KV cache in use: below it the limit may rise
-FULL = 0.95  # from here on, requests that wait in vLLM wait for KV cache
+TOLERATED = 0.5  # preemptions per completion
 
 
 class AdmissionControl:
-    """The limit alone, as a function of what it is told."""
+    """The limit alone, as a function of what it is told.
 
-    def __init__(self, ceiling: int) -> None:
+    Args:
+        group_size: completions of a group.
+    """
+
+    def __init__(self, ceiling: int, group_size: int) -> None:
         self._ceiling = ceiling
+        self._tolerated = TOLERATED * group_size  # per group
         self._limit = float(ceiling)
         self._preemptions = 0  # as last told
+        self._excess = 0.0  # of them, over what the groups that have left may cost
         self._unsettled = 0  # groups of the last decrease that are still in the engine
 
     @property
@@ -41,10 +48,11 @@ class AdmissionControl:
         Args:
             inside: groups in the engine.
         """
-        preempted = load.preemptions > self._preemptions
+        self._excess += load.preemptions - self._preemptions
         self._preemptions = load.preemptions
-        if not preempted and not (load.waiting and load.kv_cache_usage >= FULL):
+        if self._excess <= self._tolerated * inside:
             return False
+        self._excess = 0.0
         if self._unsettled == 0:
             self._limit = max(1.0, DECREASE * min(self._limit, inside))
             self._unsettled = inside
@@ -53,6 +61,7 @@ class AdmissionControl:
     def note_left(self, inside: int, load: EngineLoad) -> None:
         """One of the `inside` groups is about to leave."""
         overloaded = self.look(inside, load)
+        self._excess = max(0.0, self._excess - self._tolerated)
         self._unsettled = max(0, self._unsettled - 1)
         if not overloaded and load.kv_cache_usage < ROOM and inside >= self.limit:
             self._limit = min(float(self._ceiling), self._limit + 1.0 / self._limit)
@@ -63,11 +72,12 @@ class Admission:
 
     Args:
         ceiling: groups that keep the engine busy.
+        group_size: completions of a group.
         load: what the engine says of itself; None when it says nothing.
     """
 
-    def __init__(self, ceiling: int, load: Callable[[], EngineLoad | None]) -> None:
-        self._control = AdmissionControl(ceiling)
+    def __init__(self, ceiling: int, group_size: int, load: Callable[[], EngineLoad | None]) -> None:
+        self._control = AdmissionControl(ceiling, group_size)
         self._load = load
         self._inside = 0
         self._waiting: deque[asyncio.Future[None]] = deque()

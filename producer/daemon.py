@@ -172,7 +172,7 @@ class _Producer:
             config.transport.max_message_bytes,
             self._keys,
         )
-        places = Admission(max_groups, engine.load)
+        places = Admission(max_groups, config.sampling.num_generations, engine.load)
         proof = SwapProof(config.swap.probe_tolerance or TOLERANCES[config.model.dtype])
         evaluation, merged = config.evaluation, config.swap.mode == "merged"
         self._adapters = AdapterRegistry(

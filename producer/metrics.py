@@ -133,7 +133,7 @@ class ProducerMetrics:
         )
         readings.gauge(
             "rl_producer_group_limit",
-            "Groups that may be in the engine at once; it falls while vLLM preempts or its KV cache is full.",
+            "Groups that may be in the engine at once; it falls while vLLM preempts more than every second completion.",
             group_limit,
         )
         readings.counter(

@@ -13,7 +13,9 @@ PositiveSeconds = Annotated[float, Field(gt=0, le=1e9)]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(defer_build=True, extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
+    model_config = ConfigDict(
+        defer_build=True, extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False
+    )
 
     @field_validator("*", mode="wrap")
     @classmethod

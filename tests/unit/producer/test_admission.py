@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from producer.admission import DECREASE, FULL, ROOM, Admission, AdmissionControl
+from producer.admission import DECREASE, ROOM, TOLERATED, Admission, AdmissionControl
 from producer.interfaces import EngineLoad
 
 
@@ -20,72 +20,85 @@ def run(body: Callable[[], Coroutine[Any, Any, None]]) -> None:
     asyncio.run(asyncio.wait_for(body(), 5))
 
 
-def test_a_preemption_lowers_the_limit_at_once_by_a_quarter_of_what_is_inside():
-    control = AdmissionControl(40)
-    assert control.look(inside=16, load=load(preemptions=3))
+def test_more_preemptions_than_are_tolerated_lower_the_limit_by_a_quarter_of_what_is_inside():
+    control = AdmissionControl(40, 8)
+    assert not control.look(inside=16, load=load(preemptions=64)), "one for every second of 16 x 8 completions"
+    assert control.limit == 40
+    assert control.look(inside=16, load=load(preemptions=65))
     assert control.limit == 12
-    assert not control.look(inside=16, load=load(preemptions=3)), "the same preemptions are not counted twice"
+    assert not control.look(inside=16, load=load(preemptions=65)), "the same preemptions are not counted twice"
     assert control.limit == 12
 
 
-def test_requests_that_wait_for_a_full_cache_lower_it_and_requests_that_wait_for_a_place_do_not():
-    control = AdmissionControl(8)
-    assert not control.look(inside=8, load=load(usage=FULL - 0.01, waiting=5))
-    assert not control.look(inside=8, load=load(usage=1.0))
+def test_every_group_that_leaves_pays_for_as_many_as_half_its_completions():
+    control = AdmissionControl(4, 8)
+    for left in range(1, 100):
+        control.note_left(4, load(usage=1.0, preemptions=4 * left))
+    assert control.limit == 4
+    for left in range(1, 8):
+        assert control.limit == 4
+        control.note_left(4, load(usage=1.0, preemptions=396 + 6 * left))
+    assert control.limit == 3, "2 more than tolerated each time: the seventh finds 6 x 2 + 6 and 16 are tolerated"
+
+
+def test_requests_that_wait_for_a_full_cache_are_no_reason_to_lower_it():
+    control = AdmissionControl(8, 8)
+    assert not control.look(inside=8, load=load(usage=1.0, waiting=5))
     assert control.limit == 8
-    assert control.look(inside=8, load=load(usage=FULL, waiting=1))
-    assert control.limit == 6
 
 
 def test_a_decrease_is_not_repeated_before_the_groups_that_were_inside_have_left():
-    control = AdmissionControl(4)
-    control.look(4, load(preemptions=1))
+    control = AdmissionControl(4, 1)
+    control.look(4, load(preemptions=3))
     for left in range(1, 4):
-        control.note_left(4, load(preemptions=1 + left))
+        control.note_left(4, load(preemptions=3 + 4 * left))
         assert control.limit == 3
-    control.note_left(4, load(preemptions=5))
+    control.note_left(4, load(preemptions=19))
     assert control.limit == 3, "the fourth was inside, too"
-    control.look(3, load(preemptions=6))
+    control.look(3, load(preemptions=23))
     assert control.limit == 2, "0.75 x 3 = 2.25"
 
 
 def test_it_rises_by_about_one_in_a_round_of_groups_while_it_is_what_keeps_them_out():
-    control = AdmissionControl(20)
-    control.look(16, load(preemptions=1))
+    control = AdmissionControl(20, 1)
+    control.look(16, load(preemptions=9))
     for _ in range(13):
-        control.note_left(12, load(preemptions=1))
+        control.note_left(12, load(preemptions=9))
     assert control.limit == 13, "12 + 13 x about 1/12.5"
     for _ in range(1000):
-        control.note_left(5, load(preemptions=1))
-        control.note_left(13, load(usage=ROOM, preemptions=1))
+        control.note_left(5, load(preemptions=9))
+        control.note_left(13, load(usage=ROOM, preemptions=9))
     assert control.limit == 13, "neither with places left nor with a cache that is nearly full"
     for _ in range(1000):
-        control.note_left(20, load(preemptions=1))
+        control.note_left(20, load(preemptions=9))
     assert control.limit == 20
 
 
-STEPS = st.tuples(st.integers(1, 80), st.floats(0, 1), st.integers(0, 9), st.integers(0, 2), st.booleans())
+STEPS = st.tuples(st.integers(1, 80), st.floats(0, 1), st.integers(0, 9), st.integers(0, 99), st.booleans())
 
 
-@given(st.integers(1, 64), st.lists(STEPS, max_size=60))
-def test_whatever_is_told_the_limit_stays_in_its_bounds_falls_only_for_a_reason_and_recovers(ceiling, steps):
-    control, preemptions, settled = AdmissionControl(ceiling), 0, 0
+@given(st.integers(1, 64), st.integers(1, 16), st.lists(STEPS, max_size=60))
+def test_whatever_is_told_the_limit_stays_in_its_bounds_falls_only_for_a_reason_and_recovers(ceiling, size, steps):
+    control, preemptions = AdmissionControl(ceiling, size), 0
+    unpaid, unsettled = 0, 0  # preemptions since the last reason, groups since the last decrease
     for inside, usage, waiting, preempted, leaves in steps:
-        before, preemptions = control.limit, preemptions + preempted
+        before, preemptions, unpaid = control.limit, preemptions + preempted, unpaid + preempted
         told = load(usage, waiting, preemptions)
-        overloaded = preempted > 0 or (waiting > 0 and usage >= FULL)
         if leaves:
             control.note_left(inside, told)
         else:
-            assert control.look(inside, told) == overloaded
+            control.look(inside, told)
         assert 1 <= control.limit <= ceiling
-        if not overloaded:
-            assert control.limit >= before
-        elif settled == 0:
-            assert control.limit == max(1, min(before, int(DECREASE * inside), control.limit))
-            assert control.limit < before or before == 1
-            settled = inside
-        settled = max(0, settled - 1) if leaves else settled
+        if control.limit < before:
+            assert unpaid > TOLERATED * size * inside
+            assert unsettled == 0
+            assert (
+                max(1, int(DECREASE * min(before, inside)))
+                <= control.limit
+                <= max(1, DECREASE * min(before + 1, inside))
+            )
+            unpaid, unsettled = 0, inside
+        unsettled = max(0, unsettled - leaves)
     for _ in range(ceiling * ceiling):
         control.note_left(ceiling, load(preemptions=preemptions))
     assert control.limit == ceiling
@@ -93,7 +106,7 @@ def test_whatever_is_told_the_limit_stays_in_its_bounds_falls_only_for_a_reason_
 
 def test_the_door_lets_in_up_to_the_limit_in_order_and_whoever_gives_up_costs_no_place():
     async def body() -> None:
-        admission, entered, leave = Admission(2, lambda: None), [], asyncio.Event()
+        admission, entered, leave = Admission(2, 1, lambda: None), [], asyncio.Event()
 
         async def group(number: int) -> None:
             async with admission:
@@ -117,7 +130,7 @@ def test_the_door_lets_in_up_to_the_limit_in_order_and_whoever_gives_up_costs_no
 
 def test_who_is_cancelled_the_moment_it_is_let_in_gives_its_place_back():
     async def body() -> None:
-        admission, entered = Admission(1, lambda: None), []
+        admission, entered = Admission(1, 1, lambda: None), []
 
         async def group(number: int) -> None:
             async with admission:
@@ -134,17 +147,17 @@ def test_who_is_cancelled_the_moment_it_is_let_in_gives_its_place_back():
     run(body)
 
 
-@pytest.mark.parametrize(("preemptions", "inside"), [(0, 4), (1, 3)])
+@pytest.mark.parametrize(("preemptions", "inside"), [(0, 4), (2, 3)])
 def test_the_door_asks_the_engine_before_it_lets_in(preemptions: int, inside: int):
     async def body() -> None:
         told = load()
-        admission = Admission(4, lambda: told)
+        admission = Admission(4, 1, lambda: told)
         for _ in range(3):
             await admission.__aenter__()
         told = load(preemptions=preemptions)
         entering = asyncio.create_task(admission.__aenter__())
         await asyncio.sleep(0)
-        assert (admission.limit, entering.done()) == (({0: 4, 1: 2}[preemptions]), inside == 4)
+        assert (admission.limit, entering.done()) == (({0: 4, 2: 2}[preemptions]), inside == 4)
         entering.cancel()
 
     run(body)
@@ -152,7 +165,7 @@ def test_the_door_asks_the_engine_before_it_lets_in(preemptions: int, inside: in
 
 def test_an_evaluation_takes_the_places_that_training_leaves_and_always_one():
     async def body():
-        places, done = Admission(3, lambda: None), asyncio.Event()
+        places, done = Admission(3, 1, lambda: None), asyncio.Event()
         inside: list[str] = []
 
         async def training() -> None:

@@ -92,7 +92,7 @@ class Setup:
             self.rewards,
             self.counters,
             self.metrics,
-            Admission(max_groups, lambda: None),
+            Admission(max_groups, 1, lambda: None),
             4,
             self.spawn,
             self.answers.append,
