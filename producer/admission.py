@@ -28,13 +28,14 @@ class AdmissionControl:
 
     Args:
         group_size: completions of a group.
+        preemptions: before the first group.
     """
 
-    def __init__(self, ceiling: int, group_size: int) -> None:
+    def __init__(self, ceiling: int, group_size: int, preemptions: int = 0) -> None:
         self._ceiling = ceiling
         self._tolerated = TOLERATED * group_size  # per group
         self._limit = float(ceiling)
-        self._preemptions = 0  # as last told
+        self._preemptions = preemptions  # as last told
         self._excess = 0.0  # of them, over what the groups that have left may cost
         self._unsettled = 0  # groups of the last decrease that are still in the engine
 
@@ -77,7 +78,8 @@ class Admission:
     """
 
     def __init__(self, ceiling: int, group_size: int, load: Callable[[], EngineLoad | None]) -> None:
-        self._control = AdmissionControl(ceiling, group_size)
+        told = load()
+        self._control = AdmissionControl(ceiling, group_size, told.preemptions if told else 0)
         self._load = load
         self._inside = 0
         self._waiting: deque[asyncio.Future[None]] = deque()

@@ -147,6 +147,16 @@ def test_who_is_cancelled_the_moment_it_is_let_in_gives_its_place_back():
     run(body)
 
 
+def test_what_was_preempted_before_does_not_count():
+    async def body() -> None:
+        admission = Admission(4, 1, lambda: load(preemptions=100))
+        for _ in range(4):
+            await admission.__aenter__()
+        assert admission.limit == 4
+
+    run(body)
+
+
 @pytest.mark.parametrize(("preemptions", "inside"), [(0, 4), (2, 3)])
 def test_the_door_asks_the_engine_before_it_lets_in(preemptions: int, inside: int):
     async def body() -> None:
