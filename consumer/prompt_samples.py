@@ -8,6 +8,7 @@ import sys
 
 import msgspec
 
+from consumer.placeholders import check_has_rows
 from consumer.prompts import PromptDataset
 from protocol.config_file import load_config
 from protocol.digests import resolve_model
@@ -17,6 +18,7 @@ from protocol.errors import ExitCode, SlipstreamError
 def main(path: str, number: int, overrides: list[str]) -> int:
     try:
         config = load_config(path, overrides)
+        check_has_rows(config)
         folder = resolve_model(config.model.path, config.model.revision)
         dataset = PromptDataset(config.dataset, folder)
         for prompt, columns in (dataset[index] for index in range(min(number, len(dataset)))):

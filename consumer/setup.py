@@ -16,6 +16,7 @@ from transformers import AutoConfig
 
 from consumer.initial_adapter import InitialAdapter
 from consumer.learning_metrics import LearningMetrics
+from consumer.placeholders import Placeholders, open_prompts
 from consumer.progress import StepReport
 from consumer.prompts import PromptDataset
 from consumer.run_facts import run_facts
@@ -36,7 +37,7 @@ class Setup:
     stop: Callable[[], bool]
     lora: LoraConfig
     initial_adapter: InitialAdapter | None
-    prompts: PromptDataset
+    prompts: PromptDataset | Placeholders
     held_out: PromptDataset | None  # what is evaluated
     arguments: Any
     model_folder: Path
@@ -49,7 +50,7 @@ class Setup:
         lora = build_lora(config)
         initial_adapter = InitialAdapter.open(config.lora["init_from"], lora) if config.lora.get("init_from") else None
         model_folder = resolve_model(config.model.path, config.model.revision)
-        prompts = PromptDataset(config.dataset, model_folder)
+        prompts = open_prompts(config, model_folder)
         held_out = _held_out(config, model_folder)
         arguments = build_arguments(config, on_gpu=bool(gpus), num_prompts=len(prompts))
         shape = GroupShape(

@@ -12,6 +12,7 @@ from datasets import Dataset
 from transformers.utils import logging as transformers_logging
 
 from consumer.adapter_folder import AdapterFolder
+from consumer.placeholders import check_has_rows
 from consumer.prompts import PromptDataset
 from consumer.sft_rows import training_rows
 from consumer.sft_trainer import build_sft_arguments, train
@@ -43,6 +44,7 @@ def run(config: RunConfig, gpus: list[int], *, to: Path) -> ExitCode:
     transformers_logging.disable_progress_bar()
     staged = to.with_name(f"{to.name}.partial")
     lora, arguments = build_lora(config), build_sft_arguments(config, staged, on_gpu=bool(gpus))
+    check_has_rows(config)
     model_folder = resolve_model(config.model.path, config.model.revision)
     prompts = PromptDataset(config.dataset, model_folder)
     rows = Dataset.from_list(list(training_rows(prompts, config.sft)))

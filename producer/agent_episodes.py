@@ -57,15 +57,28 @@ def as_in_training(request: ServedRequest, sampling: Sampling) -> ServedRequest:
     """
     if request.model != "policy" or request.num_completions != 1:
         raise RefusedError(400, "malformed", "a call of an episode asks for one completion of `policy`", "model")
-    wanted = {name: getattr(sampling, name) for name in _AS_IN_TRAINING} | dict.fromkeys(_PENALTIES, 0)
-    for name, value in wanted.items():
-        if request.fields.get(name, value) != value:
-            said = f"episodes are sampled with {name}={value:g}, as the run is; leave it out"
-            raise RefusedError(400, "malformed", said, name)
+    if (name := first_difference(request, sampling)) is not None:
+        said = f"episodes are sampled with {name}={_wanted(sampling)[name]:g}, as the run is; leave it out"
+        raise RefusedError(400, "malformed", said, name)
+    return sampled_as(request, sampling)
+
+
+def first_difference(request: ServedRequest, sampling: Sampling) -> str | None:
+    """A field that makes the request's distribution another one than the run's."""
+    wanted = _wanted(sampling)
+    return next((name for name, value in wanted.items() if request.fields.get(name, value) != value), None)
+
+
+def sampled_as(request: ServedRequest, sampling: Sampling) -> ServedRequest:
+    """The request with the run's distribution, and no more tokens than a completion of the run may have."""
     limit = "max_completion_tokens" if request.kind == "chat" else "max_tokens"
     longest = sampling.max_completion_length
     asked = request.fields.get(limit, longest)
-    return request.with_fields(wanted | {limit: min(asked, longest) if isinstance(asked, int) else asked})
+    return request.with_fields(_wanted(sampling) | {limit: min(asked, longest) if isinstance(asked, int) else asked})
+
+
+def _wanted(sampling: Sampling) -> dict[str, float]:
+    return {name: getattr(sampling, name) for name in _AS_IN_TRAINING} | dict.fromkeys(_PENALTIES, 0)
 
 
 def _begins(token_ids: list[int], start: list[int]) -> bool:

@@ -23,6 +23,8 @@ from producer.adapters import AdapterRegistry
 from producer.admission import Admission
 from producer.agent_groups import AgentGroups
 from producer.agents import Agents
+from producer.atropos import Atropos
+from producer.atropos_groups import AtroposGroups
 from producer.environments import EnvironmentPool
 from producer.episodes import Episodes
 from producer.generation import Generation
@@ -103,6 +105,7 @@ class _Producer:
         self._tasks: set[asyncio.Task[None]] = set()
         self._serving: Serving | None = None
         self._agents = Agents(config.rewards.posted) if config.rewards.posted else None
+        self._atropos: Atropos | None = None
 
     async def live(self, watch: Watch) -> None:
         config = self._config
@@ -189,8 +192,11 @@ class _Producer:
         tokenizer, template_kwargs = load_tokenizer(engine.folder), config.dataset.chat_template_kwargs
         rewards.read_thinking(tokenizer, template_kwargs)
         prompts = PromptFormat(tokenizer, engine.facts.max_model_len, template_kwargs)
-        agent_groups = None
-        if self._agents is not None:
+        agent_groups: AgentGroups | AtroposGroups | None = None
+        if config.environment.atropos:
+            self._atropos = Atropos(config, engine.facts.max_model_len, lambda: self._counters.policy_version)
+            agent_groups = AtroposGroups(self._atropos, self._adapters, self._counters, self._metrics)
+        elif self._agents is not None:
             agent_groups = AgentGroups(
                 config.rewards, self._agents, self._adapters, prompts, rewards, self._counters, self._metrics
             )
@@ -248,6 +254,7 @@ class _Producer:
             engine.max_num_seqs,
             watch.registry,
             self._agents,
+            self._atropos,
         )
         self._health.check_ready("serve", lambda: serving.problem)
         return serving
@@ -351,6 +358,8 @@ class _Producer:
 
     def _follow(self, policy: PolicyInfo) -> None:
         self._adapters.follow(policy)
+        if self._atropos is not None:
+            self._atropos.forget()
         if self._serving is not None:
             self._spawn(self._serving.forget())
 

@@ -6,25 +6,28 @@ of here.
 """
 
 import asyncio
+import base64
+import binascii
 import hmac
 import logging
 import time
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Protocol
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from producer.agent_episodes import AgentEpisode
 from producer.agent_routes import agent_routes
 from producer.agents import Agents
+from producer.atropos import Atropos
+from producer.atropos_routes import PREFIX, atropos_routes, generate_body, parse_generate
 from producer.http_parts import App, ClientGoneError, until_gone
 from producer.places import Places
 from producer.refused import RefusedError, error_body
 from producer.serve_metrics import Outcome, ServeMetrics
-from producer.served_calls import Answering, Call, Stream
+from producer.served_calls import Answering, Call, Sampled, Stream
 from producer.served_requests import Kind, ServedRequest, parse_request
 from producer.served_versions import ServedVersions, model_name
 from protocol.config_serve import LOOPBACK_HOSTS, ServeSection
@@ -36,12 +39,22 @@ VERSION_HEADER = "x-policy-version"
 EPISODE_HEADER = "x-episode"
 
 
+class Recorder(Protocol):
+    """Who keeps what was sampled for a call. `floor` is the oldest policy that may sample it."""
+
+    @property
+    def floor(self) -> int: ...
+
+    def note(self, sampled: Sampled) -> None: ...
+
+
 class Endpoint:
     """An ASGI application.
 
     Args:
         keys: of which clients have to send one; none needed if empty.
-        more: routes of others, behind the same checks.
+        agents: in a run with posted rewards.
+        atropos: in a run with `environment.atropos`.
     """
 
     def __init__(
@@ -53,6 +66,7 @@ class Endpoint:
         places: Places,
         metrics: ServeMetrics,
         agents: Agents | None = None,
+        atropos: Atropos | None = None,
     ) -> None:
         self._settings = settings
         self._keys = keys
@@ -62,15 +76,21 @@ class Endpoint:
         self._metrics = metrics
         self._agents = agents
         self._warn = Throttle(logger)
-        tasks = [] if agents is None else agent_routes(agents, self.read_body)
-        self._router = Router(
-            [
-                *tasks,
-                Route("/v1/models", App(self._models), methods=["GET"]),
-                Route("/v1/chat/completions", App(self._generating("chat")), methods=["POST"]),
-                Route("/v1/completions", App(self._generating("completion")), methods=["POST"]),
-            ]
-        )
+        routes = self._openai_routes()
+        if agents is not None:
+            routes += agent_routes(agents, self.read_body)
+        if atropos is not None:
+            routes += [*self._openai_routes(atropos), *atropos_routes(atropos, self.read_body)]
+            routes.append(Route(f"{PREFIX}/generate", App(self._generating_tokens(atropos)), methods=["POST"]))
+        self._router = Router(routes)
+
+    def _openai_routes(self, atropos: Atropos | None = None) -> list[Route]:
+        prefix = "" if atropos is None else PREFIX
+        return [
+            Route(f"{prefix}/v1/models", App(self._models), methods=["GET"]),
+            Route(f"{prefix}/v1/chat/completions", App(self._generating("chat", atropos)), methods=["POST"]),
+            Route(f"{prefix}/v1/completions", App(self._generating("completion", atropos)), methods=["POST"]),
+        ]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         started, response = time.monotonic(), _Response(send)
@@ -99,7 +119,7 @@ class Endpoint:
 
     def _check(self, headers: Headers, method: str) -> None:
         if self._keys:
-            sent = headers.get("authorization", "").removeprefix("Bearer ").encode()
+            sent = _key(headers.get("authorization", ""))
             if sum(hmac.compare_digest(sent, key) for key in self._keys) == 0:  # all are compared, whichever fits
                 raise RefusedError(401, "wrong_key", "send a key of serve.api_key_file as Authorization: Bearer KEY")
         elif _hostname(headers.get("host", "")) not in (*LOOPBACK_HOSTS, self._settings.host):
@@ -113,13 +133,23 @@ class Endpoint:
         ]
         await JSONResponse({"object": "list", "data": cards})(scope, receive, send)
 
-    def _generating(self, kind: Kind) -> ASGIApp:
+    def _generating(self, kind: Kind, atropos: Atropos | None = None) -> ASGIApp:
         async def generate(scope: Scope, receive: Receive, send: Send) -> None:
             request = parse_request(kind, await self.read_body(scope, receive))
-            episode, name = None, Headers(scope=scope).get(EPISODE_HEADER) or request.metadata.get("episode")
-            if name is not None:
-                episode, request = self._with_agents.prepare(name, request)
-            await until_gone(receive, self._generate(request, episode, scope, receive, send))
+            recorder: Recorder | None = None
+            name = Headers(scope=scope).get(EPISODE_HEADER) or request.metadata.get("episode")
+            if atropos is not None:
+                recorder, request = atropos.prepare(request)
+            elif name is not None:
+                recorder, request = self._with_agents.prepare(name, request)
+            await until_gone(receive, self._generate(request, recorder, scope, receive, send))
+
+        return generate
+
+    def _generating_tokens(self, atropos: Atropos) -> ASGIApp:
+        async def generate(scope: Scope, receive: Receive, send: Send) -> None:
+            recorder, request = atropos.prepare(parse_generate(await self.read_body(scope, receive)))
+            await until_gone(receive, self._generate(request, recorder, scope, receive, send, generate_body))
 
         return generate
 
@@ -130,33 +160,45 @@ class Endpoint:
         return self._agents
 
     async def _generate(
-        self, request: ServedRequest, episode: AgentEpisode | None, scope: Scope, receive: Receive, send: Send
+        self,
+        request: ServedRequest,
+        recorder: Recorder | None,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        body_of: Callable[[dict[str, Any], Call], dict[str, Any]] | None = None,
     ) -> None:
-        floor = 0 if episode is None else episode.floor
+        floor = 0 if recorder is None else recorder.floor
         async with self._places.take(request.num_completions), self._versions.use(request.model, floor) as adapter:
             call = Call(adapter)
             try:
                 answer = await self._answering.answer(request, call)
                 if isinstance(answer, Stream):
-                    await _send_events(answer.events, call, send, episode)
+                    await _send_events(answer.events, call, send, recorder)
                 else:
-                    _note(episode, call)
+                    _note(recorder, call)
                     body = answer.body | {"model": model_name(call.version)}
+                    body = body if body_of is None else body_of(body, call)
                     await JSONResponse(body, headers={VERSION_HEADER: str(call.version)})(scope, receive, send)
             finally:
                 self._metrics.generated(call.num_prompt_tokens, call.num_tokens)
                 await call.close()
 
-    async def read_body(self, scope: Scope, receive: Receive) -> bytes:
+    async def read_body(self, scope: Scope, receive: Receive, limit: int | None = None) -> bytes:
         """The body of a request.
+
+        Args:
+            limit: in bytes, if it is not `serve.max_request_bytes`.
 
         Raises:
             RefusedError: it is too large, or comes too slowly.
             ClientGoneError: it does not come.
         """
-        limit = self._settings.max_request_bytes
+        limit = self._settings.max_request_bytes if limit is None else limit
         body = bytearray()
-        too_large = RefusedError(413, "too_large", f"the body has more than serve.max_request_bytes={limit} bytes")
+        too_large = RefusedError(
+            413, "too_large", f"the body has more than {limit} bytes; raise serve.max_request_bytes"
+        )
         announced = Headers(scope=scope).get("content-length", "0")
         if not announced.isdecimal() or int(announced) > limit:
             raise too_large
@@ -194,15 +236,15 @@ class _Response:
             await JSONResponse(body, status, headers)(scope, receive, self._send)
 
 
-def _note(episode: AgentEpisode | None, call: Call) -> None:
-    """Before the end of the answer: an agent that has it may rely on the episode having it."""
-    if episode is not None:
+def _note(recorder: Recorder | None, call: Call) -> None:
+    """Before the end of the answer: who has it may rely on the recorder having it."""
+    if recorder is not None:
         for sampled in call.sampled:
             if sampled.finish_reason is not None:
-                episode.note(sampled)
+                recorder.note(sampled)
 
 
-async def _send_events(events: AsyncIterator[str], call: Call, send: Send, episode: AgentEpisode | None) -> None:
+async def _send_events(events: AsyncIterator[str], call: Call, send: Send, recorder: Recorder | None) -> None:
     begun = False
     async for event in events:
         if not begun:  # not before the first one, so that what fails at once has a status of its own
@@ -210,8 +252,19 @@ async def _send_events(events: AsyncIterator[str], call: Call, send: Send, episo
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             begun = True
         await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
-    _note(episode, call)
+    _note(recorder, call)
     await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _key(authorization: str) -> bytes:
+    """That was sent as a bearer, or as the password of a URL, which is all that environments of Atropos can send."""
+    scheme, _, value = authorization.partition(" ")
+    if scheme.lower() != "basic":
+        return authorization.removeprefix("Bearer ").encode()
+    try:
+        return base64.b64decode(value, validate=True).partition(b":")[2]
+    except binascii.Error:
+        return b""
 
 
 def _hostname(host: str) -> str:

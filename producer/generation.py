@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from producer.adapters import AdapterRegistry
 from producer.admission import Admission
 from producer.agent_groups import AgentGroups
+from producer.atropos_groups import AtroposGroups
 from producer.episodes import Episodes
 from producer.in_flight import InFlight
 from producer.interfaces import Adapter, Completion, Counters, LeaseFailure, Workload
@@ -65,7 +66,7 @@ class Generation:
         group_size: completions of a group for training.
         spawn: starts a task whose exceptions end the daemon.
         answer: delivers a group or a refusal.
-        agents: generate instead, in a run with posted rewards.
+        agents: generate instead, in a run with posted rewards, or with environments of Atropos.
         episodes: are played instead, in a run with an environment.
     """
 
@@ -81,7 +82,7 @@ class Generation:
         group_size: int,
         spawn: Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"],
         answer: Callable[[Group | Nack], None],
-        agents: AgentGroups | None = None,
+        agents: AgentGroups | AtroposGroups | None = None,
         episodes: Episodes | None = None,
     ) -> None:
         self._in_flight = in_flight

@@ -10,6 +10,7 @@ Reason = Literal[
     "too_slow",
     "unknown_model",
     "unknown_episode",
+    "not_sampled",
     "busy",
     "too_many_connections",
 ]

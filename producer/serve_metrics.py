@@ -9,6 +9,7 @@ from typing import Literal, get_args
 from prometheus_client import CollectorRegistry, Histogram
 
 from producer.agents import Agents
+from producer.atropos import Atropos
 from producer.metrics import GENERATION_BUCKETS_S
 from producer.places import Places
 from producer.refused import REASONS, Reason
@@ -67,6 +68,31 @@ class ServeMetrics:
             "rl_producer_serve_waiting_tasks",
             "Tasks that wait for an agent (with posted rewards).",
             lambda: agents.num_waiting,
+        )
+
+    def watch_atropos(self, atropos: Atropos) -> None:
+        """Adds what environments of Atropos post."""
+        self._readings.counters(
+            "rl_producer_atropos_groups_total",
+            "Groups that environments posted (with environment.atropos, as the next), by what became of them.",
+            "outcome",
+            lambda: atropos.outcomes,
+        )
+        self._readings.gauges(
+            "rl_producer_atropos_queue",
+            "Groups that wait for a lease, and leases that wait for a group.",
+            "waiting",
+            lambda: {"groups": atropos.queue.num_groups, "leases": atropos.queue.num_leases},
+        )
+        self._readings.gauge(
+            "rl_producer_atropos_recorded_bytes",
+            "What was sampled for environments and is not scored yet.",
+            lambda: atropos.calls.num_bytes,
+        )
+        self._readings.counter(
+            "rl_producer_atropos_evicted_total",
+            "Calls of environments that were forgotten to make room, before they were scored.",
+            lambda: atropos.calls.evicted,
         )
 
     def generated(self, num_prompt_tokens: int, num_tokens: int) -> None:

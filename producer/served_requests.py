@@ -54,7 +54,16 @@ def parse_request(kind: Kind, body: bytes) -> ServedRequest:
     Raises:
         RefusedError: it is no JSON object, or has a field that is not served.
     """
-    values = {name: value for name, value in parse_object(body).items() if value is not None}
+    return check_request(kind, parse_object(body))
+
+
+def check_request(kind: Kind, values: dict[str, Any]) -> ServedRequest:
+    """Checks the fields of a request.
+
+    Raises:
+        RefusedError: one is not served.
+    """
+    values = {name: value for name, value in values.items() if value is not None}
     if unknown := sorted(values.keys() - FIELDS[kind]):
         raise _malformed(f"not served: {', '.join(unknown)[:200]}; remove it", unknown[0][:80])
     model = values.pop("model", None)

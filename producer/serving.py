@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry
 
 from producer.adapters import AdapterRegistry
 from producer.agents import Agents
+from producer.atropos import Atropos
 from producer.endpoint import Endpoint
 from producer.http_door import Door, connections_of
 from producer.places import Places
@@ -99,6 +100,7 @@ class Serving:
         max_num_seqs: int,
         registry: CollectorRegistry,
         agents: Agents | None = None,
+        atropos: Atropos | None = None,
     ) -> None:
         settings = self._settings = config.serve
         self._name = name
@@ -106,11 +108,14 @@ class Serving:
         self._versions = ServedVersions(
             adapters, settings.max_versions, settings.version_ttl_s, is_merged=config.swap.mode == "merged"
         )
-        places = Places(settings.max_requests or max(1, max_num_seqs // 4), settings.max_waiting)
+        share = max_num_seqs if atropos is not None else max(1, max_num_seqs // 4)
+        places = Places(settings.max_requests or share, settings.max_waiting)
         metrics = ServeMetrics(registry, places)
         if agents is not None:
             metrics.watch(agents)
-        endpoint = Endpoint(settings, keys, answering, self._versions, places, metrics, agents)
+        if atropos is not None:
+            metrics.watch_atropos(atropos)
+        endpoint = Endpoint(settings, keys, answering, self._versions, places, metrics, agents, atropos)
         door = Door(settings.receive_timeout_s, settings.max_connections, metrics.refused)
         self._server = _Server(
             uvicorn.Config(

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from protocol.config_dataset import DatasetSection
-from protocol.config_environment import REWARD_NAME, EnvironmentSection
+from protocol.config_environment import ATROPOS_ITEMS, REWARD_NAME, EnvironmentSection, with_atropos
 from protocol.config_evaluation import WEIGHTED_SUM, EvaluationSection
 from protocol.config_guards import GuardsSection
 from protocol.config_learning import (
@@ -204,6 +204,11 @@ class RunConfig(Section):
     def _factory_alone(cls, value: Any) -> Any:
         return {"factory": value} if isinstance(value, str) else value
 
+    @model_validator(mode="before")
+    @classmethod
+    def _with_atropos(cls, values: Any) -> Any:
+        return with_atropos(values)
+
     @model_validator(mode="after")
     def _something_scores(self) -> "RunConfig":
         if not self.reward_names:
@@ -211,7 +216,8 @@ class RunConfig(Section):
                 "rewards.functions: nothing scores the completions; name a reward function, or set environment.reward_weight for "
                 "an environment that has get_reward"
             )
-        if self.environment.reward_weight is not None and self.environment.factory is None:
+        own = self.environment
+        if own.reward_weight is not None and own.factory is None and not own.atropos:
             raise ValueError("environment.reward_weight: there is no environment.factory")
         if REWARD_NAME in self.rewards.names and self.environment.reward_weight is not None:
             raise ValueError(f"rewards.functions: {REWARD_NAME!r} is what the environment's own reward is called")
@@ -249,6 +255,32 @@ class RunConfig(Section):
             raise ValueError(
                 f"evaluation: nobody would post {posted} for completions that producers generate; remove the section"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _atropos_can_work(self) -> "RunConfig":
+        if not self.environment.atropos:
+            return self
+        rows = {"path": ATROPOS_ITEMS, "chat_template_kwargs": self.dataset.chat_template_kwargs}
+        wrong = {
+            "serve.enabled: environments of Atropos generate through the endpoint, which is off; set it": not self.serve.enabled,
+            "environment.factory: environments of Atropos run by themselves; remove it": self.environment.factory
+            is not None,
+            "rewards.functions: environments of Atropos score their groups; remove them": bool(self.rewards.functions),
+            "dataset: environments of Atropos have their own items; remove the section, but for chat_template_kwargs": (
+                self.dataset != DatasetSection.model_validate(rows)
+            ),
+            "evaluation: nobody would score completions that producers generate; remove the section, environments of Atropos "
+            "evaluate by themselves": self.evaluation is not None,
+            "reroll: environments of Atropos choose their items; remove the section": bool(
+                self.reroll.max_attempts or self.reroll.solved_cooldown_epochs
+            ),
+            "trainer.max_steps: needed, because without a dataset there are no epochs": (
+                not isinstance(steps := self.trainer.get("max_steps"), int) or steps < 1
+            ),
+        }
+        if problem := next((problem for problem, holds in wrong.items() if holds), None):
+            raise ValueError(problem)
         return self
 
     @model_validator(mode="after")

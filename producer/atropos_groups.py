@@ -1,0 +1,59 @@
+"""From a lease to a group by way of an environment of Atropos.
+
+Guarantee: as `producer.atropos`; a lease for which no group came in time goes back to the trainer.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+import msgspec
+
+from producer.adapters import AdapterRegistry
+from producer.atropos import Atropos
+from producer.interfaces import Counters, LeaseFailure
+from producer.metrics import ProducerMetrics
+from protocol.messages import Group, Lease
+
+_MARGIN = 0.05  # of a lease's time, for delivery
+
+
+class AtroposGroups:
+    """Takes the place of the producer's own generation in a run with `environment.atropos`."""
+
+    def __init__(
+        self, atropos: Atropos, adapters: AdapterRegistry, counters: Counters, metrics: ProducerMetrics
+    ) -> None:
+        self._atropos = atropos
+        self._adapters = adapters
+        self._counters = counters
+        self._metrics = metrics
+
+    async def group(self, lease: Lease, offered: Callable[[], None]) -> Group:
+        """
+        Args:
+            offered: called when a group may take it.
+
+        Raises:
+            LeaseFailure: none came, or the trainer samples otherwise than this producer.
+        """
+        if lease.sampling != self._atropos.sampling:
+            raise LeaseFailure(
+                "generation_failed", "trainer and producer have different `sampling:`; give both one file"
+            )
+        await self._adapters.wait_for(lease.policy_floor)
+        offered()
+        try:
+            async with asyncio.timeout(lease.timeout_s * (1 - _MARGIN)):
+                group = await self._atropos.fulfil(lease.policy_floor)
+        except TimeoutError:
+            raise LeaseFailure("returned", "no environment posted a group") from None
+        self._count(group)
+        return msgspec.structs.replace(group, lease_id=lease.lease_id)
+
+    def _count(self, group: Group) -> None:
+        self._counters.groups += 1
+        self._counters.completions += len(group.truncated)
+        self._counters.truncated += sum(group.truncated)
+        self._counters.tokens += sum(group.sampled) if group.sampled else len(group.completion_ids) // 4
+        self._counters.prompt_tokens += len(group.prompt_ids) // 4
+        self._metrics.generation_s.observe(group.generation_s)

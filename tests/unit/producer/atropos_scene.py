@@ -1,0 +1,78 @@
+"""An endpoint for environments of Atropos over real sockets, with a stand-in for vLLM, and leases to fill."""
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from producer.atropos import Atropos
+from producer.served_calls import Answer, Call
+from producer.serving import Serving, listening
+from protocol.config import RunConfig
+from tests.unit.producer.test_endpoint import Endpoint
+from tests.unit.producer.test_served_versions import Registry
+
+GROUP_SIZE = 2
+
+
+def run_config(folder: Path, **serve: Any) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "run_dir": str(folder / "maze"),
+            "model": {"path": "unused"},
+            "environment": {"atropos": True},
+            "sampling": {"num_generations": GROUP_SIZE, "max_completion_length": 8},
+            "pipeline": {"groups_per_step": 2, "max_staleness": 1},
+            "serve": {"enabled": True} | serve,
+            "trainer": {"max_steps": 50},
+        }
+    )
+
+
+class CountingVllm:
+    """Answers completions of token ids: the first one with 100, 100, the next one with 101, 101, and so on."""
+
+    def __init__(self) -> None:
+        self.requests: list[dict[str, Any]] = []
+        self._tokens = itertools.count(100)
+
+    async def answer(self, request, call: Call) -> Answer:
+        self.requests.append(request.fields)
+        prompt = request.fields.get("prompt", [1, 2])
+        choices = []
+        for index in range(request.fields.get("n", 1)):
+            sampled = call.of("r", index, prompt)
+            sampled.token_ids = [next(self._tokens)] * 2
+            sampled.logprobs, sampled.finish_reason = [-0.25, -0.5], "stop"
+            sampled.token_versions = [call.adapter.version] * 2
+            text = "".join(map(chr, sampled.token_ids))
+            choices.append({"text": text, "message": {"role": "assistant", "content": text}})
+        return Answer({"choices": choices})
+
+
+class Scene(Endpoint):
+    atropos: Atropos
+
+
+@contextlib.asynccontextmanager
+async def scene(folder: Path, keys: tuple[bytes, ...] = (), version: int = 12, **serve: Any) -> AsyncIterator[Scene]:
+    config = run_config(folder, **serve)
+    vllm, metrics, registry = CountingVllm(), CollectorRegistry(), Registry()
+    registry.swap(version)
+    atropos = Atropos(config, 64, lambda: registry.current.version if registry.current else -1)
+    with listening(config.serve, []) as listener:
+        assert listener is not None
+        serving = Serving(config, "test", keys, vllm, registry, 16, metrics, None, atropos)  # type: ignore[arg-type]
+        task = asyncio.create_task(serving.run(listener))
+        try:
+            it = Scene(listener.getsockname()[1], vllm, metrics, registry)  # type: ignore[arg-type]
+            it.atropos = atropos
+            yield it
+            assert serving.problem is None
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
