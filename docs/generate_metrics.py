@@ -22,10 +22,12 @@ from consumer.learning_metrics import LearningMetrics  # noqa: E402
 from consumer.metrics import TrainerMetrics  # noqa: E402
 from consumer.producers import FleetMember  # noqa: E402
 from producer.agents import Agents  # noqa: E402
+from producer.atropos import Atropos  # noqa: E402
 from producer.interfaces import Counters, Delivery, Workload  # noqa: E402
 from producer.metrics import ProducerMetrics  # noqa: E402
 from producer.places import Places  # noqa: E402
 from producer.serve_metrics import ServeMetrics  # noqa: E402
+from protocol.config import RunConfig  # noqa: E402
 from protocol.health import Health  # noqa: E402
 from protocol.metrics import add_process_metrics  # noqa: E402
 from protocol.observability import add_health_metrics  # noqa: E402
@@ -76,8 +78,15 @@ def producer_registry() -> CollectorRegistry:
     ProducerMetrics(registry, ["FUNCTION"]).watch(
         "PRODUCER", Counters(), lambda: Workload((), 0, 0, 0.0), lambda: delivery, lambda: 1, lambda: 1, 1
     )
-    ServeMetrics(registry, Places(1, 1)).watch(Agents(()))
+    serve = ServeMetrics(registry, Places(1, 1))
+    serve.watch(Agents(()))
+    serve.watch_atropos(_atropos())
     return registry
+
+
+def _atropos() -> Atropos:
+    values = {"environment": {"atropos": True}, "serve": {"enabled": True}, "trainer": {"max_steps": 1}}
+    return Atropos(RunConfig.model_validate({"run_dir": "run", "model": {"path": "model"}} | values), 1, lambda: 0)
 
 
 def _healthy() -> Health:

@@ -54,3 +54,49 @@ def test_what_contradicts_itself_is_refused(sections: dict[str, Any], said: str)
     with pytest.raises(ValidationError) as caught:
         config(**sections)
     assert said in str(caught.value)
+
+
+ATROPOS: dict[str, Any] = {
+    "run_dir": "run",
+    "model": {"path": "model"},
+    "environment": {"atropos": True},
+    "serve": {"enabled": True},
+    "trainer": {"max_steps": 10},
+}
+
+
+def test_environments_of_atropos_need_no_dataset_and_no_reward_functions() -> None:
+    derived = RunConfig.model_validate(ATROPOS)
+    assert (derived.reward_names, derived.reward_weights) == (("environment",), (1.0,))
+    assert (derived.dataset.path, derived.reroll.max_attempts) == ("atropos", 0)
+    assert RunConfig.model_validate(derived.model_dump(mode="json")) == derived, "what --check prints can be read again"
+    template = ATROPOS | {"dataset": {"chat_template_kwargs": {"enable_thinking": False}}}
+    assert RunConfig.model_validate(template).dataset.chat_template_kwargs == {"enable_thinking": False}
+    weighted = ATROPOS | {"environment": {"atropos": True, "reward_weight": 0.5}}
+    assert RunConfig.model_validate(weighted).reward_weights == (0.5,)
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"serve": {}}, "serve.enabled: environments of Atropos generate through the endpoint"),
+        ({"environment": {"atropos": True, "factory": "shop:Shop"}}, "environment.factory: environments of Atropos"),
+        (
+            {"rewards": {"functions": [{"function": "rewards:exact"}]}},
+            "rewards.functions: environments of Atropos score",
+        ),
+        ({"dataset": {"path": "train.jsonl"}}, "dataset: environments of Atropos have their own items"),
+        ({"dataset": {"max_prompt_tokens": 5}}, "dataset: environments of Atropos have their own items"),
+        ({"dataset": "train.jsonl"}, "dataset"),
+        ({"reroll": {"max_attempts": 2}}, "reroll: environments of Atropos choose their items"),
+        ({"reroll": {"solved_cooldown_epochs": 1}}, "reroll: environments of Atropos choose their items"),
+        ({"trainer": {}}, "trainer.max_steps: needed"),
+        ({"evaluation": {"dataset": {"path": "held-out"}}}, "evaluation: nobody would score"),
+        ({"environment": {"atropos": False}}, "dataset"),
+        ({"environment": {"atropos": 1}}, "dataset"),
+    ],
+)
+def test_what_does_not_go_with_environments_of_atropos_is_refused(sections: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        RunConfig.model_validate(ATROPOS | sections)
+    assert said in str(caught.value)

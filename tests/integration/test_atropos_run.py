@@ -1,0 +1,235 @@
+"""Runs whose groups come from environments of Atropos: real vLLM, real trainer, a producer that is killed in the middle, and,
+where `atroposlib` is installed, an environment of its own."""
+
+import contextlib
+import gzip
+import importlib.util
+import json
+import os
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+import yaml
+from transformers import AutoTokenizer
+
+from protocol.codec import decode
+from protocol.messages import JOURNAL_SCHEMAS, Group
+from tests.integration.pair import Daemon
+from tests.integration.test_pair import read_steps, write_run
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+
+NUM_STEPS = 8
+GROUP_SIZE = 4
+
+
+def atropos_python() -> str | None:
+    """A Python that has atroposlib: this one, or that of another virtual environment, because its dependencies differ."""
+    return os.environ.get("ATROPOS_PYTHON") or (sys.executable if importlib.util.find_spec("atroposlib") else None)
+
+
+def write_atropos_run(folder: Path, max_steps: int) -> str:
+    trainer = {"max_steps": max_steps, "save_steps": 100, "learning_rate": 2e-3}
+    path = write_run(folder, "qwen2", [], "def unused(): ...", trainer=trainer)
+    config = yaml.safe_load(path.read_text())
+    del config["dataset"], config["rewards"]
+    path.write_text(yaml.safe_dump(config | {"environment": {"atropos": True}, "serve": {"enabled": True}}))
+    return str(path)
+
+
+def address(run_dir: Path) -> str:
+    newest = max((run_dir / "serve").glob("*.json"), key=lambda file: file.stat().st_mtime, default=None)
+    if newest is None:
+        raise FileNotFoundError("no producer yet")
+    return json.loads(newest.read_text())[0]["targets"][0]
+
+
+class Environment(threading.Thread):
+    """Does what `BaseEnv` does, in its order and with its requests, and registers again when its producer is another one."""
+
+    def __init__(self, run_dir: Path, model: Path) -> None:
+        super().__init__(daemon=True)
+        self._run_dir = run_dir
+        self._tokenizer = AutoTokenizer.from_pretrained(model)
+        self._item = 0
+        self.over = threading.Event()
+        self.failures: list[str] = []
+        self.sampled: dict[tuple[int, ...], list[list[float]]] = {}
+        """Log-probs of sequences that were posted, by their tokens."""
+
+    def run(self) -> None:
+        while not self.over.is_set():
+            try:
+                self._work(f"http://{address(self._run_dir)}/atropos")
+            except (OSError, IndexError, json.JSONDecodeError, httpx.HTTPError) as error:
+                self.failures.append(f"{type(error).__name__}: {error}")
+                time.sleep(0.2)
+
+    def _work(self, url: str) -> None:
+        with httpx.Client(base_url=url, timeout=30) as http:
+            registration = {
+                "max_token_length": 32,
+                "desired_name": "digits",
+                "weight": 1.0,
+                "min_batch_allocation": None,
+                "group_size": GROUP_SIZE,
+            }
+            registered = http.post("/register-env", json=registration).raise_for_status().json()
+            if registered["status"] != "success":
+                time.sleep(0.5)
+                return
+            batch_size = http.get("/info").raise_for_status().json()["batch_size"]
+            while not self.over.is_set():
+                body = {"env_id": registered["env_id"]}
+                status = http.request("GET", "/status-env", json=body).raise_for_status().json()
+                if status["queue_size"] * GROUP_SIZE >= 3 * batch_size:
+                    time.sleep(0.05)
+                else:
+                    self._send(http, self._group(http))
+
+    def _group(self, http: httpx.Client) -> dict:
+        self._item = (self._item + 1) % 40
+        prompt = self._tokenizer.encode(f"{self._item}+1=")
+        request = {
+            "prompt": {"prompt_token_ids": prompt},
+            "logprobs": 0,
+            "n": GROUP_SIZE,
+            "max_tokens": 16,
+            "temperature": 1.0,
+        }
+        answer = http.post("/generate", json=request).raise_for_status().json()
+        tokens = [prompt + [int(next(iter(entry[0]))) for entry in each] for each in answer["logprobs"]]
+        logprobs = [[next(iter(entry[0].values())) for entry in each] for each in answer["logprobs"]]
+        for sequence, values in zip(tokens, logprobs, strict=True):
+            self.sampled.setdefault(tuple(sequence), []).append(values)
+        texts = [self._tokenizer.decode(sequence[len(prompt) :]) for sequence in tokens]
+        return {
+            "tokens": tokens,
+            "masks": [[-100] * len(prompt) + sequence[len(prompt) :] for sequence in tokens],
+            "inference_logprobs": [[1.0] * len(prompt) + values for values in logprobs],
+            "scores": [float(sum(map(str.isdigit, text))) for text in texts],
+            "ref_logprobs": None,
+            "overrides": None,
+            "group_overrides": None,
+        }
+
+    def _send(self, http: httpx.Client, group: dict) -> None:
+        packed = gzip.compress(json.dumps(group).encode())
+        for _ in range(2):  # as if it had not seen the answer
+            headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+            http.post("/scored_data", content=packed, headers=headers).raise_for_status()
+
+
+@pytest.fixture
+def daemons() -> Iterator[list[Daemon]]:
+    started: list[Daemon] = []
+    yield started
+    for daemon in started:
+        daemon.close()
+
+
+def journal(run_dir: Path) -> tuple[dict[str, int | None], list[Group]]:
+    """The step that trained each group, by its id; and all groups."""
+    with contextlib.closing(sqlite3.connect(f"file:{run_dir}/journal.sqlite?mode=ro", uri=True)) as connection:
+        steps = dict(connection.execute("SELECT group_id, step FROM groups").fetchall())
+        frames = connection.execute("SELECT frame FROM bodies").fetchall()
+    return steps, [decode(bytes(frame), Group, JOURNAL_SCHEMAS) for (frame,) in frames]
+
+
+def sequences(group: Group) -> list[tuple[tuple[int, ...], list[float]]]:
+    """Tokens, and the log-probs of those behind the prompt."""
+    prompt, lengths = (np.frombuffer(data, "<i4") for data in (group.prompt_ids, group.completion_lengths))
+    tokens, logprobs = np.frombuffer(group.completion_ids, "<i4"), np.frombuffer(group.logprobs, "<f4")
+    parts = [slice(end - length, end) for end, length in zip(lengths.cumsum(), lengths, strict=True)]
+    return [((*prompt.tolist(), *tokens[part].tolist()), logprobs[part].tolist()) for part in parts]
+
+
+def check_steps(folder: Path, run_dir: Path) -> None:
+    steps = read_steps(folder)
+    assert [line["step"] for line in steps] == list(range(1, NUM_STEPS + 1))
+    assert steps[-1]["counts"]["trained"] == NUM_STEPS * 4
+    assert steps[-1]["counts"].get("rerolls_leased", 0) == 0
+    trained = Counter(step for step in journal(run_dir)[0].values() if step is not None)
+    assert sorted(trained.values()) == [4] * NUM_STEPS, "each row says the one step that trained it"
+    digits = [line["rewards/environment/mean"] for line in steps]
+    assert sum(digits[-3:]) > sum(digits[:3]), digits
+
+
+def test_a_run_learns_from_what_environments_post_through_the_death_of_a_producer(
+    short_dir: Path, daemons: list[Daemon]
+):
+    config = write_atropos_run(short_dir, NUM_STEPS)
+    run_dir = short_dir / "run"
+    environments = [Environment(run_dir, short_dir / "model") for _ in range(2)]
+    producer = Daemon("producer.cli", short_dir / "producer-1.log", "--config", config)
+    daemons.append(producer)
+    trainer = Daemon("consumer.cli", short_dir / "trainer.log", "--config", config)
+    daemons.append(trainer)
+    for environment in environments:
+        environment.start()
+    try:
+        trainer.wait_for(r"step 3/")
+        producer.kill()
+        accepted, _ = journal(run_dir)
+        second = Daemon("producer.cli", short_dir / "producer-2.log", "--config", config)
+        daemons.append(second)
+        assert trainer.end(200) == 0, trainer.output[-3000:]
+        assert second.end(60) == 0, second.output[-3000:]
+    finally:
+        for environment in environments:
+            environment.over.set()
+        for environment in environments:
+            environment.join(40)
+    assert any(environment.failures for environment in environments), "they noticed the kill, and went on"
+    check_steps(short_dir, run_dir)
+    after, groups = journal(run_dir)
+    assert accepted.keys() <= after.keys()
+    answered = Counter(
+        (tokens, tuple(np.float32(value) for value in values))
+        for environment in environments
+        for tokens, of_one in environment.sampled.items()
+        for values in of_one
+    )
+    kept = Counter(
+        (tokens, tuple(np.float32(v) for v in values)) for group in groups for tokens, values in sequences(group)
+    )
+    assert kept, "nothing is in the journal"
+    assert kept <= answered, "each sequence with the log-probs that it was sampled with, and as often as it was sampled"
+
+
+@pytest.mark.skipif(atropos_python() is None, reason="atroposlib is not installed; ATROPOS_PYTHON names another Python")
+def test_an_environment_of_atroposlib_trains_a_run(short_dir: Path, daemons: list[Daemon]):
+    config = write_atropos_run(short_dir, NUM_STEPS)
+    run_dir, log = short_dir / "run", short_dir / "environment.log"
+    producer = Daemon("producer.cli", short_dir / "producer.log", "--config", config)
+    daemons.append(producer)
+    trainer = Daemon("consumer.cli", short_dir / "trainer.log", "--config", config)
+    daemons.append(trainer)
+    producer.wait_for("OpenAI-compatible endpoint")
+    url = f"http://{address(run_dir)}/atropos"
+    options = {
+        "env.rollout_server_url": url,
+        "env.tokenizer_name": short_dir / "model",
+        "openai.base_url": f"{url}/v1",
+        "openai.tokenizer_name": short_dir / "model",
+    }
+    script = Path(__file__).with_name("atropos_environment.py")
+    command = [str(atropos_python()), str(script), "serve", *(f"--{name}={value}" for name, value in options.items())]
+    with log.open("wb") as stream:
+        environment = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, cwd=short_dir)
+    try:
+        assert trainer.end(200) == 0, trainer.output[-3000:] + log.read_text()[-3000:]
+        assert producer.end(60) == 0, producer.output[-3000:]
+    finally:
+        environment.kill()
+        environment.wait(10)
+    check_steps(short_dir, run_dir)
