@@ -1,22 +1,22 @@
 """What environments of Atropos ask of a run (`environment.atropos`): to be told how much is wanted, and to have groups trained.
 
 Guarantee: every group that is posted is queued for one lease, or refused with a reason, or told to come again; posted twice it
-is trained once. What is trained of it is said by `producer.scored_data`. Queues, records and lists of names are bounded.
+is trained once. What is trained of it is said by `producer.scored_data`. Queues, records and lists are bounded.
 """
 
 import hashlib
-import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from producer.agent_episodes import first_difference, sampled_as
-from producer.group_queue import GroupQueue
+from producer.group_queue import GroupQueue, QueueFullError
 from producer.recorded_calls import RecordedCalls
 from producer.refused import RefusedError
+from producer.registrations import Environments, Registration
 from producer.scored_data import ScoredData, match_group
 from producer.served_calls import Sampled
 from producer.served_requests import ServedRequest
@@ -26,16 +26,10 @@ from protocol.throttle import Throttle
 
 logger = logging.getLogger(__name__)
 
-_MAX_ENVIRONMENTS = 256
 _REMEMBERED_GROUPS = 4096  # to know those that are posted again
 _BYTES_PER_TOKEN = 128  # of a group as JSON: token, mask, log-prob, messages
 
 Outcome = Literal["leased", "stale", "void", "duplicate", "refused", "busy"]
-
-
-class _Environment(NamedTuple):
-    name: str
-    weight: float
 
 
 class Atropos:
@@ -62,8 +56,9 @@ class Atropos:
             config.serve.max_request_bytes, _BYTES_PER_TOKEN * values.num_generations * max_model_len
         )
         self._run_name = Path(config.run_dir).name
-        self._num_steps = int(config.trainer["max_steps"])
         self._max_staleness = config.pipeline.staleness_limit
+        # An environment leaves when step and queue together pass the number of steps. What is in the queue may have no signal.
+        self._num_steps = int(config.trainer["max_steps"]) + 2 * (self._max_staleness + 1)
         self._budget = (self._max_staleness + 1) * config.pipeline.groups_per_step
         self._batch_size = config.completions_per_step
         self._max_model_len = max_model_len
@@ -71,8 +66,7 @@ class Atropos:
         self._clock = clock
         self.calls = RecordedCalls(clock=clock)
         self.queue = GroupQueue(self._budget)
-        self._environments: dict[int, _Environment] = {}
-        self._ids = itertools.count()
+        self._environments = Environments(clock)
         self._known: dict[str, None] = {}  # groups, the oldest first
         self._unlike = ""  # why a call was not recorded, the last one
         self._posted: Counter[Outcome] = Counter()
@@ -109,7 +103,7 @@ class Atropos:
         if name is None:
             return self, sampled_as(request, self.sampling)
         asked = request.model if name == "model" else request.fields.get(name)
-        self._unlike = f"; the last call that was not recorded asked for {name}={str(asked)[:40]}"
+        self._unlike = f"; the last call that was not recorded asked for {name}={asked!r:.40}"
         return None, request
 
     def note(self, sampled: Sampled) -> None:
@@ -117,14 +111,14 @@ class Atropos:
 
     # Environments
 
-    def register(self, values: Mapping[str, Any]) -> dict[str, Any]:
+    def register(self, registration: Registration) -> dict[str, Any]:
         """
         Raises:
-            RefusedError: it is set up for another run, or there are too many.
+            RefusedError: it is set up for another run.
         """
         if not self.is_ready:
             return {"status": "wait for trainer to start"}
-        if values.get("group_size") != self.sampling.num_generations:
+        if registration.group_size != self.sampling.num_generations:
             raise RefusedError(
                 400,
                 "malformed",
@@ -132,22 +126,16 @@ class Atropos:
                 f"environment --env.group_size {self.sampling.num_generations}",
                 "group_size",
             )
-        if values.get("min_batch_allocation") is not None:
+        if registration.min_batch_allocation is not None:
             raise RefusedError(
                 400,
                 "malformed",
                 "groups are trained as they come; leave min_batch_allocation out",
                 "min_batch_allocation",
             )
-        weight, length = values.get("weight"), values.get("max_token_length")
-        if not isinstance(weight, int | float) or not isinstance(length, int | float):
-            raise RefusedError(400, "malformed", "expected numbers", "weight, max_token_length")
-        if len(self._environments) >= _MAX_ENVIRONMENTS:
-            raise RefusedError(429, "busy", f"{_MAX_ENVIRONMENTS} environments are registered already")
-        number = next(self._ids)
-        name = f"{str(values.get('desired_name') or 'environment')[:80]}_{number}"
-        self._environments[number] = _Environment(name, max(0.0, float(weight) * float(length)))
-        logger.info("environment %s of Atropos has registered", name)
+        number = self._environments.add(registration)
+        name = f"{(registration.desired_name or 'environment')[:80]}_{number}"
+        logger.info("environment %r of Atropos has registered", name)
         return {
             "status": "success",
             "env_id": number,
@@ -159,22 +147,20 @@ class Atropos:
         }
 
     def disconnect(self, env_id: Any) -> dict[str, Any]:
-        known = type(env_id) is int and self._environments.pop(env_id, None) is not None
+        known = self._environments.remove(env_id)
         return {"status": "success"} if known else {"status": "failure", "error": "no such environment"}
 
     def status(self, env_id: Any = None) -> dict[str, Any]:
         """How much there is already: what the trainer may have and has not trained, and what waits for a lease."""
         self._drop_stale()
         ready = max(0, self._budget - self.queue.num_leases) + self.queue.num_groups
-        mine = self._environments.get(env_id) if type(env_id) is int else None
-        total = sum(environment.weight for environment in self._environments.values())
         return {
             "current_step": self._step,
             "queue_size": ready,
             "self_queue_size": ready,
             "unallocated_fraction": 1.0,
             "max_group_size": self.sampling.num_generations,
-            "env_weight": max(0.01, mine.weight / total) if mine is not None and total else 1.0,
+            "env_weight": self._environments.share_of(env_id),
         }
 
     def info(self) -> dict[str, Any]:
@@ -191,13 +177,13 @@ class Atropos:
         self._drop_stale()
         refusals: list[RefusedError] = []
         for group in groups:
-            if self.queue.is_full:
+            try:
+                self._accept(group)
+            except QueueFullError:
                 self._posted["busy"] += 1
                 raise RefusedError(
                     503, "busy", "the trainer has more groups than it can use; post again in a few seconds"
-                )
-            try:
-                self._accept(group)
+                ) from None
             except RefusedError as error:
                 refusals.append(error)
         if refusals:

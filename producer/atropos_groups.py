@@ -40,10 +40,10 @@ class AtroposGroups:
             raise LeaseFailure(
                 "generation_failed", "trainer and producer have different `sampling:`; give both one file"
             )
-        await self._adapters.wait_for(lease.policy_floor)
-        offered()
         try:
             async with asyncio.timeout(lease.timeout_s * (1 - _MARGIN)):
+                await self._adapters.wait_for(lease.policy_floor)
+                offered()
                 group = await self._atropos.fulfil(lease.policy_floor)
         except TimeoutError:
             raise LeaseFailure("returned", "no environment posted a group") from None

@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from producer.atropos import Atropos
 from producer.http_parts import App
 from producer.refused import RefusedError
+from producer.registrations import parse_registration
 from producer.scored_data import parse_scored_data
 from producer.served_calls import Call
 from producer.served_requests import ServedRequest, check_request, parse_object
@@ -46,7 +47,7 @@ def atropos_routes(atropos: Atropos, read_body: ReadBody) -> list[Route]:
         await JSONResponse({}, status)(scope, receive, send)
 
     posts: dict[str, Callable[[bytes], dict[str, Any]]] = {
-        "register-env": lambda body: atropos.register(parse_object(body)),
+        "register-env": lambda body: atropos.register(parse_registration(body)),
         "disconnect-env": lambda body: atropos.disconnect(parse_object(body).get("env_id")),
         "scored_data": lambda body: atropos.post(parse_scored_data(body, is_list=False)),
         "scored_data_list": lambda body: atropos.post(parse_scored_data(body, is_list=True)),

@@ -23,6 +23,7 @@ class GroupQueue:
         self._max_groups = max_groups
         self._groups: deque[Group] = deque()
         self._leases: deque[tuple[int, asyncio.Future[Group]]] = deque()
+        self._trainers = 1  # whose leases there were
         self.leased = self.stale = self.void = 0
 
     @property
@@ -32,7 +33,7 @@ class GroupQueue:
     @property
     def num_leases(self) -> int:
         """That wait."""
-        return len(self._leases)
+        return len(self._waiting)
 
     @property
     def floor(self) -> int:
@@ -40,28 +41,29 @@ class GroupQueue:
         return min((floor for floor, _ in self._leases), default=0)
 
     @property
-    def is_full(self) -> bool:
-        return not self._leases and len(self._groups) >= self._max_groups
+    def _waiting(self) -> list[tuple[int, asyncio.Future[Group]]]:
+        """Without leases whose time is over, which have not noticed yet."""
+        return [entry for entry in self._leases if not entry[1].done()]
 
     def offer(self, group: Group) -> Literal["leased", "queued", "stale"]:
         """
         Raises:
             QueueFullError: nothing has changed; offer it later.
         """
-        if self.is_full:
-            raise QueueFullError
-        if not self._leases:
+        waiting = self._waiting
+        if not waiting:
+            if len(self._groups) >= self._max_groups:
+                raise QueueFullError
             self._groups.append(group)
             return "queued"
-        for entry in self._leases:
-            floor, lease = entry
-            if floor <= group.policy_version and not lease.done():
-                self._leases.remove(entry)
-                lease.set_result(group)
-                self.leased += 1
-                return "leased"
-        self.stale += 1
-        return "stale"
+        entry = next((entry for entry in waiting if entry[0] <= group.policy_version), None)
+        if entry is None:
+            self.stale += 1
+            return "stale"
+        self._leases.remove(entry)
+        entry[1].set_result(group)
+        self.leased += 1
+        return "leased"
 
     async def take(self, floor: int) -> Group:
         """The group of a lease: the longest waiting one that is not older than `floor`, or the next one offered."""
@@ -73,16 +75,16 @@ class GroupQueue:
         self.stale += len(self._groups)
         self._groups.clear()
         lease: asyncio.Future[Group] = asyncio.get_running_loop().create_future()
-        entry = (floor, lease)
+        entry, trainer = (floor, lease), self._trainers
         self._leases.append(entry)
         try:
             return await lease
         except asyncio.CancelledError:
             if entry in self._leases:
                 self._leases.remove(entry)
-            elif lease.exception() is None:  # given just before
+            elif not lease.cancelled() and lease.exception() is None:  # given just before
                 self.leased -= 1
-                self._return(lease.result())
+                self._return(lease.result(), trainer)
             raise
 
     def drop_older(self, version: int) -> None:
@@ -93,16 +95,18 @@ class GroupQueue:
 
     def forget(self) -> None:
         """Versions mean other weights from now on: groups are void, and leases go back, because of their floors."""
+        self._trainers += 1
         self.void += len(self._groups)
         self._groups.clear()
-        for _, lease in self._leases:
-            if not lease.done():
-                lease.set_exception(LeaseFailure("returned", "the trainer is another process now"))
+        for _, lease in self._waiting:
+            lease.set_exception(LeaseFailure("returned", "the trainer is another process now"))
         self._leases.clear()
 
-    def _return(self, group: Group) -> None:
+    def _return(self, group: Group, trainer: int) -> None:
         """It was here before, so it is never one too many."""
-        if self._leases:
+        if trainer != self._trainers:
+            self.void += 1
+        elif self._waiting:
             self.offer(group)
         else:
             self._groups.appendleft(group)

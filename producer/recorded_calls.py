@@ -94,7 +94,8 @@ class RecordedCalls:
 
     def find(self, token_ids: NDArray[np.int32], taken: set[RecordedCall]) -> list[Span]:
         """What was sampled of a sequence (int32, (T,)): spans in order that do not overlap. Of calls with the same prompt
-        that one which has most tokens in common with the sequence, and of several such the newest.
+        that one which has most tokens in common with the sequence, of several such the shortest, so that one that goes on is
+        left to a sequence that does, and then the newest.
 
         Args:
             taken: calls that are not to be used.
@@ -109,7 +110,7 @@ class RecordedCalls:
                 if call in taken or call.prompt != data[: 4 * length]:
                     continue
                 span = Span(length, length + _common_length(call.token_ids, token_ids[length:]), call)
-                if span.end > max(length, best.end if best else 0):
+                if span.end > length and (best is None or _fit(span) > _fit(best)):
                     best = span
             if best is not None:
                 if spans and spans[-1].end > length:  # it was asked to go on from the middle of its answer
@@ -150,6 +151,10 @@ class RecordedCalls:
 
 def _key(call: RecordedCall) -> tuple[int, int]:
     return call.prompt_length, zlib.crc32(call.prompt)
+
+
+def _fit(span: Span) -> tuple[int, int]:
+    return span.end, -len(span.call.token_ids)
 
 
 def _common_length(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:

@@ -33,9 +33,9 @@ class ScoredData(msgspec.Struct):
     tokens: list[list[_Token]]
     masks: list[list[_Mask]]
     scores: list[_Score]
-    advantages: Any = None
-    overrides: Any = None
-    group_overrides: Any = None
+    advantages: list[Any] | None = None
+    overrides: list[Any] | None = None
+    group_overrides: dict[str, Any] | None = None
     images: Any = None
     distill_token_ids: Any = None
     distill_logprobs: Any = None

@@ -218,6 +218,7 @@ def test_an_environment_of_atroposlib_trains_a_run(short_dir: Path, daemons: lis
     url = f"http://{address(run_dir)}/atropos"
     options = {
         "env.rollout_server_url": url,
+        "env.total_steps": -1,
         "env.tokenizer_name": short_dir / "model",
         "openai.base_url": f"{url}/v1",
         "openai.tokenizer_name": short_dir / "model",

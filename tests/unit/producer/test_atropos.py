@@ -7,6 +7,7 @@ import json
 
 import numpy as np
 import pytest
+from prometheus_client import CollectorRegistry
 
 from producer.adapters import AdapterRegistry
 from producer.atropos_groups import AtroposGroups
@@ -77,7 +78,7 @@ def test_an_environment_registers_and_learns_how_much_is_wanted(tmp_path):
             assert await ask(it, "wandb_info") == (200, {"group": "maze", "project": "slipstream"})
             status, answer = await post(it, REGISTRATION, "register-env")
             assert (status, answer["status"], answer["env_id"], answer["wandb_name"]) == (200, "success", 0, "maze_0")
-            assert (answer["starting_step"], answer["num_steps"], answer["checkpoint_interval"]) == (12, 50, -1)
+            assert (answer["starting_step"], answer["num_steps"], answer["checkpoint_interval"]) == (12, 54, -1)
             assert await ask(it, "info") == (200, {"batch_size": 4, "max_token_len": 64})
             assert (await ask(it, "health"))[0] == 200
             _, answer = await ask(it, "status-env", {"env_id": 0})
@@ -191,9 +192,26 @@ def test_when_nothing_more_is_wanted_the_environment_is_told_to_come_again_and_n
             assert (await ask(it, "status"))[1]["queue_size"] == 8
             await it.atropos.fulfil(12)
             assert (await post(it, late))[0] == 200
+            assert (await post(it, late))[0] == 200, "it was accepted before it was full"
+            late["tokens"][0][-1] = late["masks"][0][-1] = 9
+            assert (await post(it, late))[0] == 400, "coming again would not help"
             it.registry.swap(14)  # two versions later no step takes what v12 sampled
             assert (await ask(it, "status"))[1]["queue_size"] == 4
-            assert it.atropos.outcomes == {"leased": 1, "stale": 4, "void": 0, "duplicate": 0, "refused": 0, "busy": 1}
+            assert it.atropos.outcomes == {"leased": 1, "stale": 4, "void": 0, "duplicate": 1, "refused": 1, "busy": 1}
+
+    run(body)
+
+
+def test_no_environment_leaves_before_the_run_has_ended(tmp_path):
+    async def body():
+        async with scene(tmp_path, version=50) as it:  # the last one
+            for _ in range(4):
+                await post(it, scored(await generate(it)))
+            num_steps = (await post(it, REGISTRATION, "register-env"))[1]["num_steps"]
+            status = (await ask(it, "status-env", {"env_id": 0}))[1]
+            batch_size = (await ask(it, "info"))[1]["batch_size"]
+            at_most = status["current_step"] + status["queue_size"] * REGISTRATION["group_size"] // batch_size
+            assert at_most <= num_steps, "this is when BaseEnv ends, and groups in the queue may have no signal"
 
     run(body)
 
@@ -241,6 +259,7 @@ def test_a_key_may_be_the_password_of_the_url(tmp_path):
             for wrong in (
                 f"Basic {KEY.decode()}",
                 "Basic ?",
+                "Basic \u00e9",
                 "Basic ",
                 f"Basic {base64.b64encode(b'x:' + KEY[1:]).decode()}",
             ):
@@ -276,6 +295,11 @@ class _Adapters(AdapterRegistry):
         pass
 
 
+class _Late(_Adapters):
+    async def wait_for(self, floor: int) -> None:
+        await asyncio.Event().wait()
+
+
 def test_a_lease_becomes_the_group_that_was_posted_or_goes_back(tmp_path):
     async def body():
         async with scene(tmp_path) as it:
@@ -288,6 +312,10 @@ def test_a_lease_becomes_the_group_that_was_posted_or_goes_back(tmp_path):
             assert (await working).lease_id == "lease-7"
             assert stages == ["with agents"]
             assert (counters.groups, counters.completions, counters.tokens, counters.prompt_tokens) == (1, 2, 4, 2)
+            late = AtroposGroups(it.atropos, _Late(), counters, ProducerMetrics(CollectorRegistry(), ("environment",)))
+            with pytest.raises(LeaseFailure) as failure:
+                await late.group(lease(10, sampling=Sampling(2, 8, 1.0), timeout_s=0.05), lambda: None)
+            assert failure.value.reason == "returned", "nothing of the placeholder's, whatever it waited for"
             wrong = {"returned": lease(8, sampling=Sampling(2, 8, 1.0), timeout_s=0.05), "generation_failed": lease(9)}
             for reason, work in wrong.items():
                 with pytest.raises(LeaseFailure) as failure:

@@ -42,12 +42,11 @@ def test_groups_wait_while_no_lease_does_and_not_too_many():
     async def body():
         queue = GroupQueue(2)
         assert queue.offer(group(3, "a")) == queue.offer(group(4, "b")) == "queued"
-        assert queue.is_full
         with pytest.raises(QueueFullError):
             queue.offer(group(5))
         assert (await queue.take(4)).lease_id == "b"
         (task,) = await waiting(queue, 4)  # "a" is too old for it, and for all that come
-        assert (queue.num_groups, queue.stale, queue.is_full) == (0, 1, False)
+        assert (queue.num_groups, queue.stale, queue.num_leases) == (0, 1, 1)
         queue.offer(group(4, "c"))
         assert (await task).lease_id == "c"
         queue.offer(group(4))
@@ -74,6 +73,34 @@ def test_a_lease_that_is_taken_back_gives_its_group_to_the_next():
         fourth.cancel()
         await asyncio.gather(fourth, return_exceptions=True)
         assert (queue.num_groups, queue.leased) == (1, 1)
+
+    run(body)
+
+
+def test_a_lease_whose_time_is_over_takes_nothing_even_before_it_knows():
+    async def body():
+        queue = GroupQueue(1)
+        (task,) = await waiting(queue, 5)
+        task.cancel()
+        assert (queue.num_leases, queue.offer(group(4, "a"))) == (0, "queued")
+        with pytest.raises(QueueFullError):
+            queue.offer(group(4))
+        await asyncio.gather(task, return_exceptions=True)
+        assert (await queue.take(4)).lease_id == "a"
+
+    run(body)
+
+
+def test_what_a_lease_of_another_trainer_process_was_given_is_void():
+    async def body():
+        queue = GroupQueue(1)
+        given, waits = await waiting(queue, 1, 1)
+        queue.offer(group(1))
+        given.cancel()
+        waits.cancel()
+        queue.forget()  # before they notice
+        await asyncio.gather(given, waits, return_exceptions=True)
+        assert (queue.void, queue.leased, queue.num_groups, queue.num_leases) == (1, 0, 0, 0)
 
     run(body)
 

@@ -40,6 +40,15 @@ def test_of_several_answers_the_longest_in_common_and_then_the_newest():
     assert found(calls, [1, 7, 8, 9, 4]) == [(1, 3)]
 
 
+def test_one_that_goes_on_is_left_to_a_sequence_that_does():
+    calls = RecordedCalls()
+    for tokens in ([7, 8, 0], [7, 8, 9, 0]):  # the environment drops the 0
+        calls.note(sampled([1], tokens))
+    (span,) = calls.find(np.array([1, 7, 8], "<i4"), set())
+    assert span.call.token_ids.tolist() == [7, 8, 0]
+    assert found(calls, [1, 7, 8, 9], {span.call}) == [(1, 4)]
+
+
 def test_an_answer_that_the_environment_cuts_is_found_up_to_there_and_one_that_goes_on_from_its_middle_follows():
     calls = RecordedCalls()
     calls.note(sampled([1], [7, 8, 9]))
