@@ -1,7 +1,7 @@
 """A child process that runs a module of ours and answers in frames over a socket.
 
-Guarantee: it dies with the daemon; `kill` ends it and whatever it started, by its own process id; a frame above the limit is
-refused before it is read.
+Guarantee: it dies with the daemon; `kill` ends it and whatever it started, by process id; a frame above the limit is refused
+before it is read.
 """
 
 import asyncio
@@ -13,9 +13,12 @@ import struct
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from typing import TypeVar
 
 import msgspec
+
+from producer.process_tree import descendants
 
 LENGTH = struct.Struct("<I")
 MAX_FRAME_BYTES = 64 * 2**20
@@ -39,7 +42,11 @@ class ChildProcess:
         self._writer = writer
 
     @classmethod
-    async def start(cls, module: str, *arguments: str) -> "ChildProcess":
+    async def start(cls, module: str, *arguments: str, environment: Mapping[str, str] | None = None) -> "ChildProcess":
+        """
+        Args:
+            environment: variables beside the daemon's own.
+        """
         ours, theirs = socket.socketpair()
         with theirs:
             process = subprocess.Popen(  # noqa: ASYNC220 - returns within milliseconds
@@ -47,6 +54,7 @@ class ChildProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=2,
                 pass_fds=[theirs.fileno()],
+                env=os.environ | (environment or {}),
                 start_new_session=True,
             )
         reader, writer = await asyncio.open_connection(sock=ours)
@@ -58,10 +66,19 @@ class ChildProcess:
         Raises:
             ChildEndedError: it has ended.
         """
-        try:
-            body = msgspec.msgpack.encode(message)
-            self._writer.write(LENGTH.pack(len(body)) + body)
+        body = msgspec.msgpack.encode(message)
+        self._writer.write(LENGTH.pack(len(body)) + body)
+        with contextlib.suppress(ConnectionError):  # receiving says how it ended
             await self._writer.drain()
+        return await self.receive(kind)
+
+    async def receive(self, kind: type[_Frame]) -> _Frame:
+        """The next frame.
+
+        Raises:
+            ChildEndedError: it has ended.
+        """
+        try:
             (size,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
             if size > MAX_FRAME_BYTES:
                 raise ChildEndedError(f"it answered with {size} bytes, of which {MAX_FRAME_BYTES} are allowed")
@@ -75,8 +92,12 @@ class ChildProcess:
         """Ends it and whatever it started, and returns its exit status."""
         self._writer.close()
         if self.process.returncode is None:  # not reaped yet, so the id is still its own
+            started = descendants(self.process.pid)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
+            for process in started:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
         return await asyncio.to_thread(self.process.wait, 30)
 
     async def _end(self) -> int:

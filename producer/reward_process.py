@@ -9,26 +9,18 @@ CUDA take tens of gigabytes and use little, so no limit there would be right for
 """
 
 import asyncio
-import contextlib
-import os
-import signal
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Mapping
-from typing import TypeVar
 
 import msgspec
 
-from producer.process_tree import descendants, resident_bytes
-from producer.reward_worker import LENGTH, Answer, Call, Failure, Job, Ready, Scores, Source
+from producer.child_process import ChildEndedError, ChildProcess
+from producer.process_tree import resident_bytes
+from producer.reward_worker import Answer, Call, Failure, Job, Ready, Scores, Source
 from protocol.errors import ConfigError
 
-_EXIT_GRACE_S = 1.0
 _ASYNC_GRACE_S = 1.0  # an asynchronous function keeps its limit itself, unless it blocks the loop
 _LOOK_EVERY_S = 0.1
-_Frame = TypeVar("_Frame", Ready, Answer)
 
 
 class WorkerLostError(Exception):
@@ -37,65 +29,6 @@ class WorkerLostError(Exception):
     def __init__(self, reason: Failure, problem: str) -> None:
         super().__init__(problem)
         self.reason: Failure = reason
-
-
-class _Worker:
-    """One child process and the socket to it."""
-
-    def __init__(
-        self, process: "subprocess.Popen[bytes]", reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        self.process = process
-        self.asynchronous: list[int] = []
-        self._reader = reader
-        self._writer = writer
-
-    @classmethod
-    async def start(cls, sources: list[Source], environment: Mapping[str, str]) -> "_Worker":
-        ours, theirs = socket.socketpair()
-        named = msgspec.json.encode(sources).decode()
-        with theirs:
-            process = subprocess.Popen(  # noqa: ASYNC220 - returns within milliseconds
-                [sys.executable, "-m", "producer.reward_worker", str(theirs.fileno()), str(os.getpid()), named],
-                stdin=subprocess.DEVNULL,
-                stdout=2,
-                pass_fds=[theirs.fileno()],
-                env=os.environ | environment,
-                start_new_session=True,
-            )
-        reader, writer = await asyncio.open_connection(sock=ours)
-        return cls(process, reader, writer)
-
-    async def ask(self, call: Call) -> Answer:
-        body = msgspec.msgpack.encode(call)
-        self._writer.write(LENGTH.pack(len(body)) + body)
-        await self._writer.drain()
-        return await self.receive(Answer)
-
-    async def receive(self, kind: type[_Frame]) -> _Frame:
-        (size,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
-        return msgspec.msgpack.decode(await self._reader.readexactly(size), type=kind)
-
-    async def end(self) -> int:
-        """For a worker that closed its socket: lets it exit with its own status, briefly, then kills what is left."""
-        deadline = time.monotonic() + _EXIT_GRACE_S
-        while not os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):  # noqa: ASYNC222
-            if time.monotonic() > deadline:
-                break
-            await asyncio.sleep(0.01)
-        return await self.kill()
-
-    async def kill(self) -> int:
-        """Ends the worker and whatever it started, and returns its exit status."""
-        self._writer.close()
-        if self.process.returncode is None:  # not reaped yet, so the id is still its own
-            started = descendants(self.process.pid)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            for process in started:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process, signal.SIGKILL)
-        return await asyncio.to_thread(self.process.wait, 30)
 
 
 class WorkerLane:
@@ -118,13 +51,13 @@ class WorkerLane:
     ) -> None:
         self.num_workers = num_workers
         self.asynchronous: list[int] = []
-        self._sources = sources
+        self._sources = msgspec.json.encode(sources).decode()
         self._names = names
         self._max_memory_bytes = max_memory_bytes
         self._start_timeout_s = start_timeout_s
-        self._environment = environment or {}
-        self._slots: asyncio.Queue[_Worker | None] = asyncio.Queue()
-        self._alive: set[_Worker] = set()
+        self._environment = environment
+        self._slots: asyncio.Queue[ChildProcess | None] = asyncio.Queue()
+        self._alive: set[ChildProcess] = set()
 
     @property
     def num_idle(self) -> int:
@@ -141,7 +74,6 @@ class WorkerLane:
         except WorkerLostError as error:
             raise ConfigError(str(error)) from error
         for worker in workers:
-            self.asynchronous = worker.asynchronous
             self._slots.put_nowait(worker)
 
     async def close(self) -> None:
@@ -167,9 +99,9 @@ class WorkerLane:
                 await self._discard(worker)
             self._slots.put_nowait(worker if reusable else None)
 
-    async def _watched(self, worker: _Worker, call: Call, grace_s: float) -> Answer:
+    async def _watched(self, worker: ChildProcess, call: Call, grace_s: float) -> Answer:
         """The answer to a call, unless time or memory end first."""
-        asked = asyncio.ensure_future(worker.ask(call))
+        asked = asyncio.ensure_future(worker.ask(call, Answer))
         limit_s = max(call.limits_s)
         deadline = time.monotonic() + limit_s + grace_s
         try:
@@ -185,13 +117,12 @@ class WorkerLane:
                 if not asked.done():
                     self._check_memory(worker)
             return asked.result()
-        except (asyncio.IncompleteReadError, ConnectionError):
-            ending = _describe(await worker.end())
-            raise WorkerLostError("crashed", f"ended its worker process ({ending})") from None
+        except ChildEndedError as error:
+            raise WorkerLostError("crashed", f"lost its worker: {error}") from None
         finally:
             asked.cancel()
 
-    def _check_memory(self, worker: _Worker) -> None:
+    def _check_memory(self, worker: ChildProcess) -> None:
         limit = self._max_memory_bytes
         if limit is not None and (taken := resident_bytes(worker.process.pid)) > limit:
             raise WorkerLostError(
@@ -200,21 +131,20 @@ class WorkerLane:
                 "its worker was killed; make it leaner, or raise the limit",
             )
 
-    async def _start_worker(self) -> _Worker:
-        worker = await _Worker.start(self._sources, self._environment)
+    async def _start_worker(self) -> ChildProcess:
+        worker = await ChildProcess.start("producer.reward_worker", self._sources, environment=self._environment)
         self._alive.add(worker)
         usable = False
         named = ", ".join(self._names)
         try:
             ready = await asyncio.wait_for(worker.receive(Ready), self._start_timeout_s)
-            worker.asynchronous = ready.asynchronous
+            self.asynchronous = ready.asynchronous
             usable = not ready.problems
             problem = "\n".join(ready.problems)
         except TimeoutError:
             problem = f"rewards.functions: loading {named} took more than {self._start_timeout_s:g} seconds"
-        except (asyncio.IncompleteReadError, ConnectionError):
-            ending = _describe(await worker.end())
-            problem = f"rewards.functions: importing {named} ended the worker process ({ending})"
+        except ChildEndedError as error:
+            problem = f"rewards.functions: importing {named} lost the worker: {error}"
         finally:
             if not usable:
                 await self._discard(worker)
@@ -222,10 +152,6 @@ class WorkerLane:
             raise WorkerLostError("crashed", problem)
         return worker
 
-    async def _discard(self, worker: _Worker) -> None:
+    async def _discard(self, worker: ChildProcess) -> None:
         self._alive.discard(worker)
         await worker.kill()
-
-
-def _describe(status: int) -> str:
-    return f"exit status {status}" if status >= 0 else f"killed by {signal.Signals(-status).name}"

@@ -10,7 +10,6 @@ import contextlib
 import inspect
 import math
 import socket
-import struct
 import sys
 import time
 import traceback
@@ -20,11 +19,11 @@ from typing import Any, Literal
 
 import msgspec
 
+from producer.child_process import LENGTH
 from producer.lifeline import die_with_parent
 from protocol.errors import ConfigError
 from protocol.functions import load_function
 
-LENGTH = struct.Struct("<I")
 FLOAT32_MAX = 3.4028234663852886e38
 _TRACEBACK_LINES = 6
 _NOT_COLUMNS = ("prompt", "prompts", "completion", "completions", "completion_ids")

@@ -187,9 +187,9 @@ def test_module_form(reward_file, monkeypatch):
     ("name", "said"),
     [
         ("raises", "ValueError: no digits in 1"),
-        ("exits", "ended its worker process (exit status 3)"),
-        ("segfaults", "ended its worker process (killed by SIGSEGV)"),
-        ("system_exit", "ended its worker process (exit status 1)"),
+        ("exits", "lost its worker: its process ended (exit status 3)"),
+        ("segfaults", "lost its worker: its process ended (killed by SIGSEGV)"),
+        ("system_exit", "lost its worker: its process ended (exit status 1)"),
         ("short", "returned 1 rewards for 3 completions"),
         ("scalar", "returned a float; return a list"),
         ("text", "reward 0 is '1.0'; return a number"),
