@@ -1,8 +1,9 @@
-"""Shared by all tests: hypothesis settings and short socket paths.
+"""Shared by all tests: hypothesis settings, short socket paths, and no garbage collection of imports.
 
 Tests that start real engines, trainers or daemons are marked `integration`.
 """
 
+import gc
 import os
 import shutil
 import tempfile
@@ -25,6 +26,16 @@ settings.register_profile(
 )
 settings.register_profile("search", parent=settings.get_profile("house"), derandomize=False, max_examples=2000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "house"))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported is no garbage: collections need not look at all of torch, half a second each."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
 
 
 @pytest.fixture

@@ -362,6 +362,7 @@ def trainings(tmp_path_factory: pytest.TempPathFactory) -> Iterable[Trainings]:
     return Trainings(folder, build_model("qwen2", folder / "model"))
 
 
+@pytest.mark.long
 def test_a_resumed_run_goes_on_with_the_random_numbers_of_its_checkpoint(
     trainings: Trainings, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,7 @@
 """Rules of the house that no linter checks."""
 
 import ast
+import functools
 import importlib.metadata
 import importlib.util
 from collections.abc import Iterator
@@ -19,9 +20,17 @@ UNPICKLING = {("allow_pickle", True), ("weights_only", False)}  # of numpy.load 
 every_module = pytest.mark.parametrize("file", MODULES, ids=lambda file: str(file.relative_to(REPOSITORY)))
 
 
+owners_of_packages = functools.cache(importlib.metadata.packages_distributions)
+
+
+@functools.cache
+def parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text())
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_no_dependency_shadows_our_generic_package_names(package: str) -> None:
-    owners = set(importlib.metadata.packages_distributions().get(package, ()))
+    owners = set(owners_of_packages().get(package, ()))
     assert owners <= {"slipstream"}, f"{owners} also installs `{package}`; one of the two would never be imported"
 
 
@@ -53,7 +62,7 @@ def violations(tree: ast.AST) -> Iterator[str]:
 
 @every_module
 def test_nothing_unpickles_or_evaluates(file: Path) -> None:
-    assert list(violations(ast.parse(file.read_text()))) == []
+    assert list(violations(parsed(file))) == []
 
 
 def test_the_scan_sees_what_it_forbids() -> None:
@@ -70,8 +79,7 @@ def test_the_scan_sees_what_it_forbids() -> None:
 
 @every_module
 def test_modules_stay_readable(file: Path) -> None:
-    text = file.read_text()
-    assert text.count("\n") <= LONGEST_MODULE
-    docstring = ast.get_docstring(ast.parse(text))
+    assert file.read_text().count("\n") <= LONGEST_MODULE
+    docstring = ast.get_docstring(parsed(file))
     assert docstring, "a module opens with what it guarantees"
     assert len(docstring.splitlines()[0]) > 20

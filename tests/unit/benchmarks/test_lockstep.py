@@ -14,6 +14,8 @@ from replay.groups import RolloutGroup
 from tests.integration.models import build_model, random_adapter, reference_logprobs
 from tests.unit.consumer.builders import snapshot
 
+pytestmark = pytest.mark.long
+
 PROMPTS = ["1+1=", "37+45=", "9=", "12345+1="]
 STEPS, STALENESS, ROUNDS = 6, 2, 2
 

@@ -1,6 +1,5 @@
 """A small model, built once; a journal, a disk and a clock that do what the test says."""
 
-import gc
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,18 +14,15 @@ from tests.integration.models import build_model
 from .builders import Clock, FillableJournal
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _imports_are_no_garbage() -> Iterator[None]:
-    """transformers collects garbage at the end of every training, half a second each with all of torch to look at."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_model("qwen2", tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture(scope="session")
+def one_layer_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For many steps where the subject is not the model: half the time of `tiny_model`."""
+    return build_model("qwen2", tmp_path_factory.mktemp("one-layer") / "model", num_layers=1)
 
 
 @pytest.fixture

@@ -144,12 +144,14 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def reference(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, GRPOTrainer]:
+def reference(one_layer_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, GRPOTrainer]:
     """A TRL trainer for one and for two reward functions of unlike weights."""
     functions = [{"function": "r:first", "weight": 1.5}, {"function": "r:second", "weight": -0.5}]
     folder = tmp_path_factory.mktemp("run")
     return {
-        count: trl_trainer(run_config(folder, tiny_model, rewards={"functions": functions[:count]}), tiny_model)
+        count: trl_trainer(
+            run_config(folder, one_layer_model, rewards={"functions": functions[:count]}), one_layer_model
+        )
         for count in (1, 2)
     }
 
@@ -169,7 +171,7 @@ def test_equal_to_trl(reference: dict[int, GRPOTrainer], case: str, scale_reward
 
 
 @pytest.fixture(scope="module")
-def rloo(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def rloo(one_layer_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """TRL's trainer for RLOO, with weights for two functions."""
     with without_vllm():
         from trl import RLOOConfig, RLOOTrainer
@@ -187,11 +189,11 @@ def rloo(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
         disable_tqdm=True,
     )
     return RLOOTrainer(
-        model=str(tiny_model),
+        model=str(one_layer_model),
         reward_funcs=[lambda **_: [], lambda **_: []],
         args=arguments,
         train_dataset=Dataset.from_dict({"prompt": [""]}),
-        processing_class=AutoTokenizer.from_pretrained(tiny_model, padding_side="left"),
+        processing_class=AutoTokenizer.from_pretrained(one_layer_model, padding_side="left"),
     )
 
 

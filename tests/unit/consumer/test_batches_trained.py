@@ -45,15 +45,15 @@ def new_trainer(folder: Path, model: Path, **options: Any) -> SlipstreamTrainer:
 
 
 @pytest.fixture(scope="module")
-def trainer(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> SlipstreamTrainer:
-    return new_trainer(tmp_path_factory.mktemp("run"), tiny_model)
+def trainer(one_layer_model: Path, tmp_path_factory: pytest.TempPathFactory) -> SlipstreamTrainer:
+    return new_trainer(tmp_path_factory.mktemp("run"), one_layer_model)
 
 
 @pytest.fixture(scope="module")
-def busy(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> SlipstreamTrainer:
+def busy(one_layer_model: Path, tmp_path_factory: pytest.TempPathFactory) -> SlipstreamTrainer:
     """One that uses everything in TRL's loss that divides by a count of tokens."""
     options = {"beta": 0.1, "top_entropy_quantile": 0.5, "off_policy_mask_threshold": 0.5, "entropy_coef": 0.05}
-    return new_trainer(tmp_path_factory.mktemp("run"), tiny_model, **options)
+    return new_trainer(tmp_path_factory.mktemp("run"), one_layer_model, **options)
 
 
 def trained(trainer: SlipstreamTrainer, batches: list[MicroBatch]) -> tuple[float, torch.Tensor]:
@@ -116,9 +116,9 @@ def test_a_micro_batch_that_counts_nowhere_gives_zero_and_no_nan(
     assert not any(isinstance(value, float) and math.isnan(value) for value in logged.values())
 
 
-def test_training_with_a_partial_batch(tmp_path: Path, tiny_model: Path) -> None:
+def test_training_with_a_partial_batch(tmp_path: Path, one_layer_model: Path) -> None:
     options = {"beta": 0.1, "max_steps": 2, "save_strategy": "no", "max_grad_norm": 1.0}
-    trainer = new_trainer(tmp_path, tiny_model, **options)
+    trainer = new_trainer(tmp_path, one_layer_model, **options)
     trainer._batches = [
         CutBatch(step=0, num_iterations=1, last_step=1, groups=some_groups(1), num_fresh=1),
         CutBatch(step=1, num_iterations=1, last_step=2, groups=some_groups(NUM_GROUPS, seed=1), num_fresh=4),
@@ -188,10 +188,10 @@ def test_a_replayed_group_has_no_holes_and_loses_no_prompt_end_in_other_widths(t
     assert len(widths) > 4
 
 
-def test_a_replayed_group_gets_its_ratio_from_the_policy_that_trains_it(tmp_path: Path, tiny_model: Path) -> None:
+def test_a_replayed_group_gets_its_ratio_from_the_policy_that_trains_it(tmp_path: Path, one_layer_model: Path) -> None:
     """A peer keeps the ratio of the first time."""
-    config = run_config(tmp_path, tiny_model, correction={"preset": "token_truncate", "ratio_max": 1e9})
-    trainer = slipstream_trainer(config, tiny_model)
+    config = run_config(tmp_path, one_layer_model, correction={"preset": "token_truncate", "ratio_max": 1e9})
+    trainer = slipstream_trainer(config, one_layer_model)
     again, first, second = some_groups(3, sampled=True)
     ratios = []
     for step, company in enumerate([first, second]):

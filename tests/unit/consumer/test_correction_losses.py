@@ -22,8 +22,8 @@ MASK = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
 
 
 @pytest.fixture(scope="module")
-def shared(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> SlipstreamTrainer:
-    return slipstream_trainer(run_config(tmp_path_factory.mktemp("run"), tiny_model), tiny_model)
+def shared(one_layer_model: Path, tmp_path_factory: pytest.TempPathFactory) -> SlipstreamTrainer:
+    return slipstream_trainer(run_config(tmp_path_factory.mktemp("run"), one_layer_model), one_layer_model)
 
 
 @pytest.fixture

@@ -342,5 +342,5 @@ class Crashes(RuleBasedStateMachine):
         self.stack.close()
 
 
-TestCrashes = Crashes.TestCase
+TestCrashes = pytest.mark.long(Crashes.TestCase)
 TestCrashes.settings = settings(max_examples=20, stateful_step_count=20, deadline=None)

@@ -25,9 +25,9 @@ RATIO = torch.tensor([[1.0, 2.0, 9.0], [0.5, NAN, 7.0]])  # p / b
 
 
 @pytest.fixture(scope="module")
-def shared(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> SlipstreamTrainer:
+def shared(one_layer_model: Path, tmp_path_factory: pytest.TempPathFactory) -> SlipstreamTrainer:
     return slipstream_trainer(
-        run_config(tmp_path_factory.mktemp("run"), tiny_model, trainer={"beta": BETA}), tiny_model
+        run_config(tmp_path_factory.mktemp("run"), one_layer_model, trainer={"beta": BETA}), one_layer_model
     )
 
 

@@ -5,6 +5,7 @@ itself. Its bias-corrected KL leaves the ratio out, so that is off here; test_kl
 """
 
 import dataclasses
+import functools
 import inspect
 import re
 from pathlib import Path
@@ -17,11 +18,19 @@ import torch
 from consumer.batches import MicroBatch
 from consumer.importance import PRESETS
 from consumer.trainer import GRPOTrainer, SlipstreamTrainer
-from protocol.config import RunConfig
 from replay.groups import RolloutGroup
 
 from .builders import rollout_group, run_config
-from .trl_reference import correct_as, loss_and_gradients, perturb, slipstream_trainer, trl_inputs, trl_trainer
+from .trl_reference import (
+    correct_as,
+    lora_parameters,
+    loss_and_gradients,
+    perturb,
+    set_weights,
+    slipstream_trainer,
+    trl_inputs,
+    trl_trainer,
+)
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 TOLERANCE = 5e-6  # float32
@@ -50,19 +59,39 @@ def some_groups(num_groups: int = 2, *, seed: int = 0) -> list[RolloutGroup]:
 
 def on_policy(trainer: SlipstreamTrainer, groups: list[RolloutGroup]) -> list[RolloutGroup]:
     """The same groups with the log-probs of the trainer's own policy, each sequence computed alone and unpadded."""
-    result = []
-    for group in groups:
-        ids = torch.tensor(group.completion_ids).long().split(group.completion_lengths.tolist())
-        logprobs = []
-        for completion in ids:
-            tokens = torch.cat([torch.tensor(group.prompt_ids).long(), completion])[None]
-            with torch.no_grad():
-                alone, _, _ = trainer._get_per_token_logps_and_entropies(
-                    trainer.model, tokens, torch.ones_like(tokens), len(completion)
-                )
-            logprobs.append(alone[0])
-        result.append(dataclasses.replace(group, logprobs=torch.cat(logprobs).numpy()))
-    return result
+    weights = torch.cat([parameter.detach().flatten() for parameter in lora_parameters(trainer)]).numpy().tobytes()
+    policy = _Policy(hash(weights), trainer.temperature, trainer)
+    return [
+        dataclasses.replace(
+            group,
+            logprobs=np.concatenate(
+                [
+                    _alone(policy, tuple(group.prompt_ids.tolist()), tuple(group.completion_ids[tokens].tolist()))
+                    for tokens in group.records
+                ]
+            ),
+        )
+        for group in groups
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Policy:
+    """Equal for equal policies, of whichever trainer: all start from one model."""
+
+    weights: int
+    temperature: float
+    trainer: SlipstreamTrainer = dataclasses.field(compare=False)
+
+
+@functools.cache
+def _alone(policy: _Policy, prompt: tuple[int, ...], completion: tuple[int, ...]) -> np.ndarray:
+    tokens = torch.tensor([prompt + completion])
+    with torch.no_grad():
+        logprobs, _, _ = policy.trainer._get_per_token_logps_and_entropies(
+            policy.trainer.model, tokens, torch.ones_like(tokens), len(completion)
+        )
+    return logprobs[0].numpy()
 
 
 def off_policy(trainer: SlipstreamTrainer, groups: list[RolloutGroup]) -> list[RolloutGroup]:
@@ -77,15 +106,9 @@ def off_policy(trainer: SlipstreamTrainer, groups: list[RolloutGroup]) -> list[R
     return result
 
 
-def pair(
-    tmp_path: Path, model: Path, *, ratio_max: float = 1.5, **options: Any
-) -> tuple[SlipstreamTrainer, GRPOTrainer]:
-    config = configured(tmp_path, model, ratio_max=ratio_max, **options)
+def pair(folder: Path, model: Path, **options: Any) -> tuple[SlipstreamTrainer, GRPOTrainer]:
+    config = run_config(folder, model, trainer=options, correction={"ratio_max": 1.5})
     return slipstream_trainer(config, model), trl_trainer(config, model)
-
-
-def configured(tmp_path: Path, model: Path, *, ratio_max: float = 1.5, **options: Any) -> RunConfig:
-    return run_config(tmp_path, model, trainer=options, correction={"ratio_max": ratio_max})
 
 
 def our_inputs(trainer: SlipstreamTrainer, groups: list[RolloutGroup]) -> list[MicroBatch]:
@@ -115,20 +138,27 @@ VARIATIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.fixture(scope="module", params=VARIATIONS, ids=lambda options: ",".join(options) or "plain")
+FIRST, LATER = VARIATIONS[:4], VARIATIONS[4:]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[*FIRST, *(pytest.param(options, marks=pytest.mark.long) for options in LATER)],
+    ids=[",".join(options) or "plain" for options in VARIATIONS],
+)
 def trainers(
-    request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, one_layer_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[SlipstreamTrainer, GRPOTrainer]:
     """Ours and TRL's of one variation; the loss type is an attribute that both only look at in the loss."""
     options = dict(request.param)
     config = run_config(
         tmp_path_factory.mktemp("run"),
-        tiny_model,
+        one_layer_model,
         sampling={"temperature": options.pop("temperature", 1.0)},
         trainer=options,
         correction={"ratio_max": 1.5},
     )
-    return slipstream_trainer(config, tiny_model), trl_trainer(config, tiny_model)
+    return slipstream_trainer(config, one_layer_model), trl_trainer(config, one_layer_model)
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
@@ -181,13 +211,22 @@ KEPT = ("old_per_token_logps", "completion_mask")
 SEQUENCE_AND_KL = {"beta": 0.1, "importance_sampling_level": "sequence", "use_bias_correction_kl": False}
 
 
-@pytest.mark.parametrize("variation", [{}, SEQUENCE_AND_KL], ids=["token", "kl"])
+@pytest.fixture(scope="module", params=[{}, SEQUENCE_AND_KL], ids=["token", "kl"])
+def trainers_of_two_updates(
+    request: pytest.FixtureRequest, one_layer_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[SlipstreamTrainer, GRPOTrainer]:
+    return pair(tmp_path_factory.mktemp("two"), one_layer_model, num_iterations=2, **request.param)
+
+
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_the_second_of_two_updates_per_batch(
-    tmp_path: Path, tiny_model: Path, loss_type: str, variation: dict[str, Any]
+    trainers_of_two_updates: tuple[SlipstreamTrainer, GRPOTrainer], loss_type: str
 ) -> None:
     """The proximal policy is the one at the cut: its log-probs are kept while the weights move."""
-    ours, theirs = pair(tmp_path, tiny_model, loss_type=loss_type, num_iterations=2, **variation)
+    ours, theirs = trainers_of_two_updates
+    for trainer in (ours, theirs):
+        set_weights(trainer)
+        trainer.loss_type = loss_type
     groups = off_policy(ours, some_groups())
     batches = ours.recipe.tensors(groups)
     first = ours._prepare_inputs(batches)
@@ -205,8 +244,16 @@ def test_the_second_of_two_updates_per_batch(
 
 
 @pytest.fixture(scope="module")
-def plain(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[SlipstreamTrainer, GRPOTrainer]:
-    return pair(tmp_path_factory.mktemp("plain"), tiny_model)
+def plain(one_layer_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[SlipstreamTrainer, GRPOTrainer]:
+    return pair(tmp_path_factory.mktemp("plain"), one_layer_model)
+
+
+@pytest.fixture(scope="module")
+def uncorrected(one_layer_model: Path, tmp_path_factory: pytest.TempPathFactory) -> GRPOTrainer:
+    """TRL's, without an importance ratio."""
+    return trl_trainer(
+        run_config(tmp_path_factory.mktemp("uncorrected"), one_layer_model), one_layer_model, correction=False
+    )
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
@@ -249,27 +296,29 @@ def test_presets_that_trl_has_too(
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_on_policy_the_ratio_is_one_and_the_loss_is_plain_trl(tmp_path: Path, tiny_model: Path, loss_type: str) -> None:
-    config = configured(tmp_path, tiny_model, loss_type=loss_type)
-    ours, plain = slipstream_trainer(config, tiny_model), trl_trainer(config, tiny_model, correction=False)
+def test_on_policy_the_ratio_is_one_and_the_loss_is_plain_trl(
+    plain: tuple[SlipstreamTrainer, GRPOTrainer], uncorrected: GRPOTrainer, loss_type: str
+) -> None:
+    ours, _ = plain
+    ours.loss_type = uncorrected.loss_type = loss_type
     groups = on_policy(ours, some_groups())
     inputs = our_inputs(ours, groups)
     loss, gradient = loss_and_gradients(ours, inputs)
     torch.testing.assert_close(inputs[0]["importance_sampling_ratio"], torch.ones(8, 6), atol=1e-5, rtol=0)
-    without = trl_inputs(plain, groups)
+    without = trl_inputs(uncorrected, groups)
     assert "importance_sampling_ratio" not in without
-    plain_loss, plain_gradient = loss_and_gradients(plain, without)
+    plain_loss, plain_gradient = loss_and_gradients(uncorrected, without)
     assert loss == pytest.approx(plain_loss, rel=2e-5, abs=1e-5)
     torch.testing.assert_close(gradient, plain_gradient, atol=1e-4 * plain_gradient.abs().max().item(), rtol=0)
 
 
-def test_correction_none_leaves_the_ratio_out(tmp_path: Path, tiny_model: Path) -> None:
-    config = run_config(tmp_path, tiny_model, correction={"preset": "none"})
-    ours, plain = slipstream_trainer(config, tiny_model), trl_trainer(config, tiny_model, correction=False)
+def test_correction_none_leaves_the_ratio_out(tmp_path: Path, one_layer_model: Path, uncorrected: GRPOTrainer) -> None:
+    config = run_config(tmp_path, one_layer_model, correction={"preset": "none"})
+    ours = slipstream_trainer(config, one_layer_model)
+    uncorrected.loss_type = ours.loss_type
     groups = off_policy(ours, some_groups())
-    assert_equal(
-        loss_and_gradients(ours, our_inputs(ours, groups)), loss_and_gradients(plain, trl_inputs(plain, groups))
-    )
+    without = trl_inputs(uncorrected, groups)
+    assert_equal(loss_and_gradients(ours, our_inputs(ours, groups)), loss_and_gradients(uncorrected, without))
 
 
 def test_every_loss_type_of_trl_is_compared() -> None:

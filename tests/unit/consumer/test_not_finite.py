@@ -49,18 +49,18 @@ class PoisonedRun(Run):
         return [*weights, *(value for value in states if isinstance(value, torch.Tensor))]
 
 
-def test_the_step_is_not_taken_and_a_batch_that_fails_twice_is_left_out(tmp_path: Path, tiny_model: Path) -> None:
+def test_the_step_is_not_taken_and_a_batch_that_fails_twice_is_left_out(tmp_path: Path, one_layer_model: Path) -> None:
     run: PoisonedRun = PoisonedRun.__new__(PoisonedRun)
     with pytest.raises(NotFiniteStep, match=r"loss -?[0-9.e-]+, gradient norm nan"):
-        run.__init__(tmp_path, tiny_model)  # type: ignore[misc]
+        run.__init__(tmp_path, one_layer_model)  # type: ignore[misc]
     assert run.trainer.state.global_step == 1
     assert [version for version, _ in run.published] == [0, 1]
     assert len(run.before) > 3
     for now, before in zip(run.learned(), run.before, strict=True):
         assert torch.equal(now, before)
     with pytest.raises(NotFiniteStep):
-        PoisonedRun(tmp_path, tiny_model, resume=True)
-    third = PoisonedRun(tmp_path, tiny_model, resume=True)
+        PoisonedRun(tmp_path, one_layer_model, resume=True)
+    third = PoisonedRun(tmp_path, one_layer_model, resume=True)
     assert column(third, "step") == [1, 2, 3, 4]
     assert third.replay.counts["quarantined"] == 2, "the two groups of that batch"
 

@@ -157,8 +157,8 @@ def column(run: Run, name: str) -> list[Any]:
     return [step[name] for step in run.steps]
 
 
-def test_on_policy_every_group_is_of_the_version_that_trains(tmp_path: Path, tiny_model: Path) -> None:
-    run = Run(tmp_path, tiny_model)
+def test_on_policy_every_group_is_of_the_version_that_trains(tmp_path: Path, one_layer_model: Path) -> None:
+    run = Run(tmp_path, one_layer_model)
     assert [version for version, _ in run.published] == [0, 1, 2, 3, 4]
     assert len({digest for _, digest in run.published}) == 5, "every step moved the weights"
     assert column(run, "step") == [1, 2, 3, 4]
@@ -168,34 +168,36 @@ def test_on_policy_every_group_is_of_the_version_that_trains(tmp_path: Path, tin
     assert run.replay.counts["stale"] == run.replay.counts["went_stale"] == 0
 
 
-def test_a_version_every_third_step(tmp_path: Path, tiny_model: Path) -> None:
-    run = Run(tmp_path, tiny_model, pipeline={"sync_interval": 3}, trainer={"max_steps": 7})
+def test_a_version_every_third_step(tmp_path: Path, one_layer_model: Path) -> None:
+    run = Run(tmp_path, one_layer_model, pipeline={"sync_interval": 3}, trainer={"max_steps": 7})
     assert [version for version, _ in run.published] == [0, 1, 2]
     assert column(run, "policy_version") == [0, 0, 0, 1, 1, 1, 2]
     assert column(run, "staleness/max") == [0] * 7
 
 
-def test_every_second_version_carries_a_probe_that_moves_with_the_weights(tmp_path: Path, tiny_model: Path) -> None:
-    run = Run(tmp_path, tiny_model, swap={"probe_every": 2}, lora={"lora_dropout": 0.5})
+def test_every_second_version_carries_a_probe_that_moves_with_the_weights(
+    tmp_path: Path, one_layer_model: Path
+) -> None:
+    run = Run(tmp_path, one_layer_model, swap={"probe_every": 2}, lora={"lora_dropout": 0.5})
     assert [len(ids) for ids, _ in run.probes] == [32, 0, 32, 0, 32]
     assert run.probes[0][0] == PROBE_TOKENS.tobytes()
     logprobs = [np.frombuffer(values, np.float32) for _, values in run.probes[::2]]
     assert [len(values) for values in logprobs] == [7, 7, 7]
     assert all(np.abs(one - other).max() > 1e-6 for one, other in itertools.combinations(logprobs, 2))
-    model = AutoModelForCausalLM.from_pretrained(tiny_model)  # version 0 is the base model
+    model = AutoModelForCausalLM.from_pretrained(one_layer_model)  # version 0 is the base model
     with torch.no_grad():
         base = model(torch.from_numpy(PROBE_TOKENS).long()[None]).logits[0].log_softmax(-1)
     expected = base[torch.arange(7), torch.from_numpy(PROBE_TOKENS[1:]).long()]
     np.testing.assert_allclose(logprobs[0], expected, atol=1e-6)
 
 
-def test_a_slow_producer_stays_within_max_staleness(tmp_path: Path, tiny_model: Path) -> None:
-    run = Run(tmp_path, tiny_model, behind=5, pipeline={"max_staleness": 2}, trainer={"max_steps": 6})
+def test_a_slow_producer_stays_within_max_staleness(tmp_path: Path, one_layer_model: Path) -> None:
+    run = Run(tmp_path, one_layer_model, behind=5, pipeline={"max_staleness": 2}, trainer={"max_steps": 6})
     assert column(run, "staleness/max") == [0, 1, 2, 2, 2, 2]
 
 
-def test_two_updates_per_batch(tmp_path: Path, tiny_model: Path) -> None:
-    run = Run(tmp_path, tiny_model, trainer={"num_iterations": 2, "max_steps": 6})
+def test_two_updates_per_batch(tmp_path: Path, one_layer_model: Path) -> None:
+    run = Run(tmp_path, one_layer_model, trainer={"num_iterations": 2, "max_steps": 6})
     assert [version for version, _ in run.published] == [0, 1, 2, 3, 4, 5, 6]
     assert run.replay.counts["trained"] == 6, "three batches of two"
     assert column(run, "staleness/max") == [0, 0, 0, 0, 0, 0]  # when the batch is cut
@@ -203,10 +205,10 @@ def test_two_updates_per_batch(tmp_path: Path, tiny_model: Path) -> None:
     assert [wait > 0 for wait in column(run, "wait_s")] == [True, False] * 3
 
 
-def test_numbers_of_a_step_are_over_all_its_micro_batches(tmp_path: Path, tiny_model: Path) -> None:
+def test_numbers_of_a_step_are_over_all_its_micro_batches(tmp_path: Path, one_layer_model: Path) -> None:
     run = Run(
         tmp_path,
-        tiny_model,
+        one_layer_model,
         pipeline={"trainer_tokens_per_micro_batch": 8},
         trainer={"max_steps": 2, "logging_steps": 5},
     )
@@ -218,8 +220,8 @@ def test_numbers_of_a_step_are_over_all_its_micro_batches(tmp_path: Path, tiny_m
     assert logged[f"{name}/min"] > min(column(run, f"{name}/min")), "TRL's is the mean of minima"
 
 
-def test_a_stop_request_ends_the_run_with_a_committed_checkpoint(tmp_path: Path, tiny_model: Path) -> None:
-    run = Run(tmp_path, tiny_model, stop_at=2)
+def test_a_stop_request_ends_the_run_with_a_committed_checkpoint(tmp_path: Path, one_layer_model: Path) -> None:
+    run = Run(tmp_path, one_layer_model, stop_at=2)
     assert run.trainer.state.global_step == 2
     assert run.committed == ["checkpoint-2"]
     state = json.loads((run.config.checkpoints_dir / "checkpoint-2" / "pipeline_state.json").read_text())
@@ -228,10 +230,10 @@ def test_a_stop_request_ends_the_run_with_a_committed_checkpoint(tmp_path: Path,
     assert column(run, "step") == [1, 2]
 
 
-def test_a_resumed_run_goes_on_where_it_stopped(tmp_path: Path, tiny_model: Path) -> None:
-    whole = Run(tmp_path / "whole", tiny_model, lora={"lora_dropout": 0.2})
-    Run(tmp_path / "halves", tiny_model, stop_at=2, lora={"lora_dropout": 0.2})
-    second = Run(tmp_path / "halves", tiny_model, resume=True, lora={"lora_dropout": 0.2})
+def test_a_resumed_run_goes_on_where_it_stopped(tmp_path: Path, one_layer_model: Path) -> None:
+    whole = Run(tmp_path / "whole", one_layer_model, lora={"lora_dropout": 0.2})
+    Run(tmp_path / "halves", one_layer_model, stop_at=2, lora={"lora_dropout": 0.2})
+    second = Run(tmp_path / "halves", one_layer_model, resume=True, lora={"lora_dropout": 0.2})
     assert second.published == whole.published[2:], "same versions, and the very same weights"
     assert column(second, "step") == [1, 2, 3, 4]
     assert [step["reward"] for step in second.steps] == [step["reward"] for step in whole.steps]
@@ -240,23 +242,23 @@ def test_a_resumed_run_goes_on_where_it_stopped(tmp_path: Path, tiny_model: Path
     assert [line["step"] for line in second.samples] == [1, 1, 2, 2, 3, 3, 4, 4]
 
 
-def test_checkpoints_and_stops_wait_for_the_last_iteration_over_a_batch(tmp_path: Path, tiny_model: Path) -> None:
-    run = Run(tmp_path, tiny_model, stop_at=7, trainer={"num_iterations": 3, "max_steps": 99, "save_steps": 4})
+def test_checkpoints_and_stops_wait_for_the_last_iteration_over_a_batch(tmp_path: Path, one_layer_model: Path) -> None:
+    run = Run(tmp_path, one_layer_model, stop_at=7, trainer={"num_iterations": 3, "max_steps": 99, "save_steps": 4})
     assert run.committed == ["checkpoint-6", "checkpoint-9"], "due at 4 and 8, and the request came after 7"
     assert run.trainer.state.global_step == 9
 
 
-def test_checkpoints_wait_for_a_step_that_publishes_and_stops_do_not(tmp_path: Path, tiny_model: Path) -> None:
+def test_checkpoints_wait_for_a_step_that_publishes_and_stops_do_not(tmp_path: Path, one_layer_model: Path) -> None:
     settings = {"pipeline": {"sync_interval": 3}, "trainer": {"max_steps": 99, "save_steps": 4}}
-    run = Run(tmp_path, tiny_model, stop_at=7, **settings)
+    run = Run(tmp_path, one_layer_model, stop_at=7, **settings)
     assert run.committed == ["checkpoint-6", "checkpoint-7"], "due at 4; the request came after 7"
 
 
-def test_a_run_that_ends_between_iterations_ends_there_and_can_go_on(tmp_path: Path, tiny_model: Path) -> None:
+def test_a_run_that_ends_between_iterations_ends_there_and_can_go_on(tmp_path: Path, one_layer_model: Path) -> None:
     trainer = {"num_iterations": 2, "save_steps": 2}
-    first = Run(tmp_path, tiny_model, trainer=trainer | {"max_steps": 5})
+    first = Run(tmp_path, one_layer_model, trainer=trainer | {"max_steps": 5})
     assert first.committed == ["checkpoint-2", "checkpoint-4", "checkpoint-5"]
-    second = Run(tmp_path, tiny_model, resume=True, trainer=trainer | {"max_steps": 8})
+    second = Run(tmp_path, one_layer_model, resume=True, trainer=trainer | {"max_steps": 8})
     assert second.committed == ["checkpoint-2", "checkpoint-4", "checkpoint-5", "checkpoint-6", "checkpoint-8"]
     assert column(second, "step") == [1, 2, 3, 4, 5, 6, 7, 8]
     assert [version for version, _ in second.published] == [5, 6, 7, 8]
@@ -266,7 +268,7 @@ def test_a_run_that_ends_between_iterations_ends_there_and_can_go_on(tmp_path: P
 
 
 def test_old_checkpoints_go_only_after_the_new_one_counts_and_old_groups_after_them(
-    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, one_layer_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
 
@@ -287,7 +289,7 @@ def test_old_checkpoints_go_only_after_the_new_one_counts_and_old_groups_after_t
     watch("commit", checkpoints, "commit")
     watch("prune", checkpoints, "prune")
     watch("groups go", LivePipeline, "checkpointed")
-    run = Run(tmp_path, tiny_model, trainer={"save_steps": 2, "save_total_limit": 1})
+    run = Run(tmp_path, one_layer_model, trainer={"save_steps": 2, "save_total_limit": 1})
     assert seen == [
         "commit beside ",
         "prune beside 2",

@@ -74,6 +74,14 @@ def trl_inputs(trainer: GRPOTrainer, groups: list[RolloutGroup]) -> MicroBatch:
     return trainer._generate_and_score_completions([{"prompt": ""} for _ in completions])
 
 
+def set_weights(trainer: GRPOTrainer) -> None:
+    """The LoRA weights that every comparison starts from."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in lora_parameters(trainer):
+            parameter.copy_(LORA_STD * torch.randn(parameter.shape, generator=generator))
+
+
 def perturb(trainer: GRPOTrainer, seed: int, std: float = 0.02) -> None:
     """Moves the LoRA weights a little, as an optimizer step would; equal seeds move them equally."""
     generator = torch.Generator().manual_seed(seed)
@@ -130,10 +138,7 @@ def inputs_of_logprobs(
 
 
 def _ready(trainer: GRPOTrainer) -> GRPOTrainer:
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in lora_parameters(trainer):
-            parameter.copy_(LORA_STD * torch.randn(parameter.shape, generator=generator))
+    set_weights(trainer)
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = 1
     return trainer

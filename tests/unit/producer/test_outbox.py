@@ -1,5 +1,6 @@
 """A lease is begun once and answered once; its answer stays until the trainer has it, and its bytes are counted."""
 
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -203,4 +204,4 @@ class OutboxMachine(RuleBasedStateMachine):
         assert self.outbox.all_settled == (not answers)
 
 
-TestOutboxAgainstAModel = OutboxMachine.TestCase
+TestOutboxAgainstAModel = pytest.mark.long(OutboxMachine.TestCase)

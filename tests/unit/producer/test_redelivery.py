@@ -209,5 +209,6 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("producer.connection._RECONNECT_AFTER_S", 0.0)
 
 
+@pytest.mark.long
 def test_a_lease_has_one_fate() -> None:
     run_state_machine_as_test(Redelivery, settings=settings(max_examples=50))

@@ -132,6 +132,7 @@ def test_only_codec_errors_escape_random_bodies_with_a_correct_checksum(body: by
             decode(sealed(body, schema))
 
 
+@pytest.mark.long
 @given(any_message, st.data())
 def test_only_codec_errors_escape_mutated_bodies_with_a_correct_checksum(
     message: m.Message, data: st.DataObject

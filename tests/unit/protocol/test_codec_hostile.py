@@ -36,6 +36,7 @@ def map_of(entries: list[tuple[bytes, bytes]]) -> bytes:
     return header("map", len(entries), 0) + b"".join(itertools.chain.from_iterable(entries))
 
 
+@pytest.mark.long
 def test_twenty_thousand_spoiled_frames() -> None:
     report = campaign(seed=1, numbers=range(20_000))
     assert report.frames == 20_000
@@ -114,6 +115,7 @@ def peak_of_refusal(frame: bytes) -> int:
     return peak
 
 
+@pytest.mark.long
 def test_a_length_field_that_lies_allocates_nothing() -> None:
     """Every kind of value, every width of length field, up to 4 GiB claimed, wherever a value may stand."""
     bodies = [

@@ -1,10 +1,12 @@
-"""Exit codes, messages and light imports of the two command lines, as a process sees them."""
+"""Exit codes, messages and light imports of the two command lines: by `call` in this process, by `start` as one of its own."""
 
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -24,40 +26,22 @@ from protocol.errors import (
     StalledError,
 )
 
+from .stub_command import HEAVY, rl_stub
 from .test_config import MINIMAL
 
 REPOSITORY = Path(__file__).parents[3]
-HEAVY = ("torch", "vllm", "trl", "transformers", "peft", "datasets", "numpy")
-PROGRAM = f"""\
-import sys
-from protocol.command_line import main, parser
-from protocol.errors import ConfigError, ExitCode
 
-def check_libraries(config):
-    raise ConfigError("engine.max_model_len: refused by vllm")
 
-def run(config, gpus):
-    import os
-    print("running on", gpus, os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("CUDA_DEVICE_ORDER"))
-    if config.seed == 1:
-        raise KeyError("a bug")
-    if config.seed == 2:
-        raise KeyboardInterrupt
-    return ExitCode.OK
-
-try:
-    code = main(parser("rl-stub", "A stub.").parse_args(), "rl-stub", check_libraries, run)
-finally:
-    heavy = [name for name in {HEAVY} if name in sys.modules]
-    assert not heavy, heavy
-sys.exit(code)
-"""
+@pytest.fixture(autouse=True)
+def own_environment(own_logging: None) -> Iterator[None]:
+    """A command that is called in this process sets variables."""
+    with mock.patch.dict(os.environ):
+        yield
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "run.yaml").write_text(MINIMAL)
-    (tmp_path / "stub.py").write_text(PROGRAM)
     (tmp_path / "bin").mkdir()
     return tmp_path
 
@@ -74,23 +58,48 @@ def two_gpus(folder: Path) -> None:
     )
 
 
-def call(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    environment = {"PATH": f"{folder}/bin:/usr/bin:/bin", "PYTHONPATH": str(REPOSITORY)}
+Ended = subprocess.CompletedProcess[str]
+STUB = [sys.executable, "-m", "tests.unit.protocol.stub_command"]
+
+
+def start(folder: Path, *arguments: str) -> Ended:
     return subprocess.run(
-        [sys.executable, "stub.py", *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=60
+        [*STUB, *arguments],
+        cwd=folder,
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
 
 
-def test_help_and_version(folder: Path) -> None:
-    shown = call(folder, "--help")
+@pytest.fixture
+def call(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
+    monkeypatch.chdir(folder)
+    os.environ["PATH"] = f"{folder}/bin:/usr/bin:/bin"
+    for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
+        os.environ.pop(name, None)
+
+    def ended(*arguments: str) -> Ended:
+        try:
+            code = rl_stub(list(arguments))
+        except SystemExit as end:
+            code = end.code  # type: ignore[assignment]
+        return Ended(arguments, code or 0, *capsys.readouterr())
+
+    return ended
+
+
+def test_help_and_version(folder: Path, call: Callable[..., Ended]) -> None:
+    shown = start(folder, "--help")
     assert shown.returncode == ExitCode.OK
     for flag in ("--config", "--set", "--check", "--gpu", "--version"):
         assert flag in shown.stdout
-    assert call(folder, "--version").stdout == f"rl-stub {protocol.__version__}\n"
+    assert call("--version").stdout == f"rl-stub {protocol.__version__}\n"
 
 
 def test_check_prints_the_resolved_file_and_does_not_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = call(folder, "--config", "run.yaml", "--check", "--set", "pipeline.max_staleness=2")
+    shown = start(folder, "--config", "run.yaml", "--check", "--set", "pipeline.max_staleness=2")
     assert (shown.returncode, shown.stderr) == (ExitCode.OK, "")
     assert "max_staleness: 2\n" in shown.stdout
     assert "# engine max_loras: 4\n" in shown.stdout
@@ -130,15 +139,17 @@ def test_check_prints_the_resolved_file_and_does_not_run(folder: Path, monkeypat
     ],
     ids=lambda value: " ".join(value[2:]) if isinstance(value, list) else None,
 )
-def test_what_a_user_gets_wrong(folder: Path, arguments: list[str], code: int, message: str) -> None:
+def test_what_a_user_gets_wrong(
+    folder: Path, call: Callable[..., Ended], arguments: list[str], code: int, message: str
+) -> None:
     two_gpus(folder)
-    shown = call(folder, *arguments)
+    shown = call(*arguments)
     assert (shown.returncode, shown.stdout, shown.stderr) == (code, "", f"rl-stub: error: {message}\n")
 
 
 @pytest.mark.parametrize("arguments", [[], ["--config"], ["--config", "run.yaml", "--check=some"], ["--nonsense"]])
-def test_usage_errors(folder: Path, arguments: list[str]) -> None:
-    shown = call(folder, *arguments)
+def test_usage_errors(call: Callable[..., Ended], arguments: list[str]) -> None:
+    shown = call(*arguments)
     assert shown.returncode == ExitCode.USAGE == 2
     assert shown.stderr.startswith("usage: rl-stub")
 
@@ -147,9 +158,9 @@ def test_usage_errors(folder: Path, arguments: list[str]) -> None:
     ("choice", "shown"),
     [("0", "[0] 0 PCI_BUS_ID"), ("1", "[1] 1 PCI_BUS_ID"), ("1,0", "[1, 0] 1,0 PCI_BUS_ID"), ("cpu", "[]  None")],
 )
-def test_exactly_the_chosen_gpus_are_visible(folder: Path, choice: str, shown: str) -> None:
+def test_exactly_the_chosen_gpus_are_visible(folder: Path, call: Callable[..., Ended], choice: str, shown: str) -> None:
     two_gpus(folder)
-    assert call(folder, "--config", "run.yaml", "--gpu", choice).stdout == f"running on {shown}\n"
+    assert call("--config", "run.yaml", "--gpu", choice).stdout == f"running on {shown}\n"
 
 
 @pytest.mark.parametrize(
@@ -159,15 +170,15 @@ def test_exactly_the_chosen_gpus_are_visible(folder: Path, choice: str, shown: s
         ("echo 'NVIDIA-SMI has failed because it could not communicate with the driver.'; exit 9", "no NVIDIA GPU"),
     ],
 )
-def test_fewer_gpus_than_asked_for(folder: Path, script: str, existing: str) -> None:
+def test_fewer_gpus_than_asked_for(folder: Path, call: Callable[..., Ended], script: str, existing: str) -> None:
     fake_nvidia_smi(folder, script)
-    shown = call(folder, "--config", "run.yaml", "--gpu", "3")
+    shown = call("--config", "run.yaml", "--gpu", "3")
     assert shown.returncode == ExitCode.DEVICE == 71
     assert f"GPU 3 does not exist, this machine has {existing}; or use --gpu cpu" in shown.stderr
 
 
 def test_a_bug_ends_with_its_traceback_and_code(folder: Path) -> None:
-    shown = call(folder, "--config", "run.yaml", "--gpu", "cpu", "--set", "seed=1")
+    shown = start(folder, "--config", "run.yaml", "--gpu", "cpu", "--set", "seed=1")
     assert shown.returncode == ExitCode.BUG == 70
     assert "Traceback (most recent call last)" in shown.stderr
     assert shown.stderr.endswith("KeyError: 'a bug'\nrl-stub: this is a bug; please report it with its traceback\n")
@@ -187,7 +198,7 @@ def test_under_systemd_the_last_words_are_a_record(
     with (folder / "journal").open("w+") as journal:
         facts = os.fstat(journal.fileno())
         environment = {"PYTHONPATH": str(REPOSITORY), "JOURNAL_STREAM": f"{facts.st_dev}:{facts.st_ino}"}
-        command = [sys.executable, "stub.py", "--config", "run.yaml", "--gpu", "cpu", *changes]
+        command = [*STUB, "--config", "run.yaml", "--gpu", "cpu", *changes]
         assert subprocess.call(command, cwd=folder, env=environment, stderr=journal, timeout=60) == code
         journal.seek(0)
         [line] = journal.read().splitlines()
@@ -198,32 +209,31 @@ def test_under_systemd_the_last_words_are_a_record(
     assert ("KeyError: 'a bug'" in record.get("exc", "")) == (code is ExitCode.BUG)
 
 
-def test_an_interrupt_has_a_code(folder: Path) -> None:
-    shown = call(folder, "--config", "run.yaml", "--gpu", "cpu", "--set", "seed=2")
+def test_an_interrupt_has_a_code(call: Callable[..., Ended]) -> None:
+    shown = call("--config", "run.yaml", "--gpu", "cpu", "--set", "seed=2")
     assert (shown.returncode, shown.stderr) == (ExitCode.INTERRUPTED, "")
     assert ExitCode.INTERRUPTED == 130
 
 
 @pytest.mark.parametrize("module", ["producer.cli", "consumer.cli", "consumer.sft_cli", "consumer.export_cli"])
-@pytest.mark.parametrize("arguments", [["--help"], ["--config", "run.yaml", "--check"]], ids=["help", "check"])
-def test_the_daemons_import_nothing_heavy_for_help_and_check(folder: Path, module: str, arguments: list[str]) -> None:
-    if not (REPOSITORY / f"{module.replace('.', '/')}.py").exists():
-        pytest.skip(f"{module} is not written yet")
+def test_the_daemons_import_nothing_heavy_for_help_and_check(folder: Path, module: str) -> None:
     program = (
         f"import sys\nfrom {module} import main\n"
-        "try:\n    code = main()\nexcept SystemExit as end:\n    code = end.code\n"
-        f"print([name for name in {HEAVY} if name in sys.modules], code or 0, file=sys.stderr)"
+        "for arguments in (['--help'], ['--config', 'run.yaml', '--check']):\n"
+        "    sys.argv[1:] = arguments\n"
+        "    try:\n        code = main()\n    except SystemExit as end:\n        code = end.code\n"
+        f"    print([name for name in {HEAVY} if name in sys.modules], code or 0, file=sys.stderr)"
     )
     environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(REPOSITORY)}
     shown = subprocess.run(
-        [sys.executable, "-c", program, *arguments],
+        [sys.executable, "-c", program],
         cwd=folder,
         env=environment,
         capture_output=True,
         text=True,
         timeout=60,
     )
-    assert shown.stderr == "[] 0\n"
+    assert shown.stderr == "[] 0\n[] 0\n"
 
 
 # Inside this process.

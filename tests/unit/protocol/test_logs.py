@@ -4,31 +4,15 @@ import json
 import logging
 import re
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from protocol import logs
 
+pytestmark = pytest.mark.usefixtures("own_logging")
+
 logger = logging.getLogger("consumer.test")
-
-
-@pytest.fixture(autouse=True)
-def restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Logging as it was, and a context of this test's own."""
-    root = logging.getLogger()
-    handlers, level = list(root.handlers), root.level
-    ours = [logging.getLogger(name) for name in ("protocol", "replay", "producer", "consumer")]
-    levels = [one.level for one in ours]
-    monkeypatch.setattr(logs, "_context", {})
-    root.handlers.clear()  # or `force` would close those of pytest
-    yield
-    logging.captureWarnings(False)
-    root.handlers[:] = handlers
-    root.setLevel(level)
-    for one, before in zip(ours, levels, strict=True):
-        one.setLevel(before)
 
 
 def records(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:

@@ -317,6 +317,7 @@ def test_next_batch_waits_no_longer_than_told(journal: Journal) -> None:
 # Two threads.
 
 
+@pytest.mark.long
 def test_two_threads_lose_nothing() -> None:
     """Producers answer, lose, repeat and fail leases at random while the trainer cuts and publishes."""
     with memory_folder() as folder, contextlib.closing(Journal(folder / "journal")) as journal:

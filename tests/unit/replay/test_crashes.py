@@ -374,4 +374,4 @@ class RunMachine(Invariants, RuleBasedStateMachine):
 
 
 RunMachine.TestCase.settings = settings(max_examples=30, stateful_step_count=50)
-TestRunMachine = RunMachine.TestCase
+TestRunMachine = pytest.mark.long(RunMachine.TestCase)

@@ -217,6 +217,7 @@ def run(journal: Journal, num_steps: int, seed: int = 3) -> tuple[list[list[str]
     return batches, seen, replay.counts["leased"]
 
 
+@pytest.mark.long
 def test_three_hundred_steps_with_half_of_the_groups_without_signal() -> None:
     """Batches are always full; age, share and uses hold; what is in the table is always recent."""
     with memory_folder() as folder:

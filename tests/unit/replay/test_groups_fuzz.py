@@ -108,6 +108,7 @@ def parse(shape: GroupShape, message: Group) -> RolloutGroup | InvalidGroupError
     return group
 
 
+@pytest.mark.long
 @settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_a_nearly_valid_message_is_refused_or_becomes_a_consistent_group(data: st.DataObject) -> None:

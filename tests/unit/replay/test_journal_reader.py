@@ -305,6 +305,7 @@ def test_an_empty_journal(journal: Journal) -> None:
         assert (reader.count(), reader.num_deleted(), reader.database_problems()) == (0, 0, [])
 
 
+@pytest.mark.long
 def test_twenty_thousand_groups_in_bounded_memory(journal: Journal) -> None:
     journal.append(entry(number, frame=b"x" * 100) for number in range(20_000))
     with closing(JournalReader(journal.path)) as reader:

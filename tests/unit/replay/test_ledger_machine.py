@@ -3,6 +3,7 @@
 from collections import Counter
 from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -191,4 +192,4 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 LedgerMachine.TestCase.settings = settings(max_examples=25, stateful_step_count=60)
-TestLedgerMachine = LedgerMachine.TestCase
+TestLedgerMachine = pytest.mark.long(LedgerMachine.TestCase)

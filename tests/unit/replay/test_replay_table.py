@@ -107,6 +107,7 @@ def test_a_newcomer_with_the_lowest_score_does_not_stay() -> None:
     assert kept(replay) == ["g0", "g1"]
 
 
+@pytest.mark.long
 def test_prioritized_frequencies_follow_the_decayed_scores() -> None:
     """First draws are multinomial: chi-square of 20,000 draws over four groups, 3 degrees of freedom, p = 0.001."""
     replay = filled(table(Prioritized(DECAYED)), (0, 8.0), (4, 12.0), (8, 2.0), (8, 1.0))
@@ -117,6 +118,7 @@ def test_prioritized_frequencies_follow_the_decayed_scores() -> None:
     assert ((observed - draws * probabilities) ** 2 / (draws * probabilities)).sum() < 16.27
 
 
+@pytest.mark.long
 def test_prioritized_pairs_are_drawn_without_replacement() -> None:
     """P(a then b) = p_a p_b / (1 - p_a): scores 3, 2, 1 give 1/2 x 2/3, 1/2 x 1/3, 1/3 x 3/4, ..."""
     replay = filled(table(Prioritized(DECAYED)), (0, 3.0), (0, 2.0), (0, 1.0))
@@ -371,7 +373,7 @@ class AgainstAList(RuleBasedStateMachine):
 
 
 AgainstAList.TestCase.settings = settings(max_examples=40, stateful_step_count=30)
-test_the_table_behaves_as_a_plain_list = AgainstAList.TestCase
+test_the_table_behaves_as_a_plain_list = pytest.mark.long(AgainstAList.TestCase)
 
 
 @given(

@@ -69,6 +69,7 @@ def test_for_one_iteration_and_every_step_it_is_the_bound_of_areal(
     assert admitted == (trained + pending + 1 <= (max_staleness + version + 1) * groups_per_step)
 
 
+@pytest.mark.long
 @settings(max_examples=75)
 @given(
     groups_per_step=st.integers(1, 4),

@@ -160,6 +160,7 @@ def test_output_that_nobody_reads_to_its_end(journal: Journal) -> None:
     assert shown.stdout.split()[0] == "group"
 
 
+@pytest.mark.long
 def test_eight_thousand_groups_are_listed_in_bounded_memory(journal: Journal) -> None:
     journal.append(entry(number, frame=b"x" * 100) for number in range(11, 8_000))
     program = (
