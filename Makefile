@@ -18,12 +18,13 @@ help: ## show this
 demo: $(STAMP) ## teach a small model arithmetic with a real vLLM producer and a real TRL trainer (SEED=1)
 	$(BIN)/python -m examples.arithmetic.demo --seed $(SEED)
 
-test: $(STAMP) ## run every test
-	$(BIN)/python -m pytest -n 3 --dist worksteal tests/unit tests/contract
-	$(BIN)/python -m pytest tests/integration tests/chaos tests/faults
+test: unit ## run every test
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m long tests/unit tests/contract
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not alone" tests/integration tests/chaos tests/faults
+	$(BIN)/python -m pytest -m alone tests/integration tests/chaos tests/faults
 
-unit: $(STAMP) ## run the unit tests only
-	$(BIN)/python -m pytest -n 3 --dist worksteal tests/unit tests/contract
+unit: $(STAMP) ## run the unit tests but for those of thousands of cases
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not long" tests/unit tests/contract
 
 check: $(STAMP) ## lint, format, types, import rules, generated files
 	$(BIN)/ruff check .

@@ -60,7 +60,7 @@ class Campaign:
         temporary.mkdir(exist_ok=True)
         try:
             for role in ("trainer", "producer"):
-                self._zygotes[role] = Zygote(role, logs / f"zygote-{role}.log", temporary)
+                self._zygotes[role] = Zygote(f"tests.chaos.{role}_child", logs / f"zygote-{role}.log", temporary)
             for zygote in self._zygotes.values():
                 zygote.wait_until_ready()
             self._progress.moved_at = time.monotonic()
@@ -191,7 +191,7 @@ class Campaign:
         if slot.daemon is not None and slot.role == "trainer" and is_training(slot.daemon):
             logs, name = self._folder / "logs", f"rival-{self.tally.stops:04}"
             self._rival = self._zygotes["trainer"].start(
-                ["--gpu", "cpu", "--config", str(self._folder / "run.yaml"), "--resume"],
+                ["rl-trainer", "--gpu", "cpu", "--config", str(self._folder / "run.yaml"), "--resume"],
                 log=logs / f"{name}.log",
                 evidence=self._folder / f"{name}.jsonl",
             )
@@ -225,7 +225,7 @@ class Campaign:
 
     def _start(self, slot: Slot, armed: bool) -> None:
         slot.fate = slot.deck.draw() if armed else NONE
-        arguments = ["--gpu", "cpu", "--config", str(self._folder / "run.yaml")]
+        arguments = [f"rl-{slot.role}", "--gpu", "cpu", "--config", str(self._folder / "run.yaml")]
         evidence = self._folder / f"{slot.name}.jsonl"
         options: dict[str, Any] = {}
         if slot.role == "trainer":

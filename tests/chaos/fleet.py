@@ -25,11 +25,12 @@ class Zygote:
     """Start two at once and then wait for them: they import in parallel.
 
     Args:
+        child: the module that it imports and that its children run; see `tests.chaos.zygote`.
         temporary: where the daemons find their $TMPDIR; one that is killed cannot clear up.
     """
 
-    def __init__(self, role: Role, log: Path, temporary: Path) -> None:
-        self._role = role
+    def __init__(self, child: str, log: Path, temporary: Path) -> None:
+        self._child = child
         self._ids = 0
         self._pids: dict[int, int] = {}
         self._statuses: dict[int, int] = {}
@@ -37,7 +38,7 @@ class Zygote:
         self._ready = False
         with log.open("ab") as stream:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.chaos.zygote", role, str(os.getpid())],
+                [sys.executable, "-m", "tests.chaos.zygote", child, str(os.getpid())],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stream,
@@ -52,11 +53,10 @@ class Zygote:
     def wait_until_ready(self) -> None:
         self._await(lambda: self._ready, _READY_S)
 
-    def start(self, arguments: list[str], *, log: Path, evidence: Path, **options: Any) -> "Daemon":
-        """Forks a daemon with these arguments of its command."""
+    def start(self, argv: list[str], *, log: Path, evidence: Path = Path(os.devnull), **options: Any) -> "Daemon":
+        """Forks a daemon with this command line and these further fields of its request."""
         self._ids += 1
         number = self._ids
-        argv = [f"rl-{self._role}", *arguments]
         request = {"id": number, "argv": argv, "log": str(log), "evidence": str(evidence)} | options
         assert self._process.stdin is not None
         self._process.stdin.write((json.dumps(request) + "\n").encode())
@@ -81,7 +81,7 @@ class Zygote:
         with self._changed:
             done = self._changed.wait_for(lambda: condition() or self._process.poll() is not None, timeout_s)
         if not done or not condition():
-            raise AssertionError(f"the {self._role} zygote did not answer (exit code {self._process.poll()})")
+            raise AssertionError(f"the zygote of {self._child} did not answer (exit code {self._process.poll()})")
 
     def _read(self) -> None:
         assert self._process.stdout is not None

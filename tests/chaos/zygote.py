@@ -2,8 +2,8 @@
 
 Guarantee: a child is the leader of a session of its own, as a daemon started by hand; it runs the real command with the
 arguments it was given and ends as the real command does. It dies with the zygote, and the zygote with its starter. Every
-end is reported once, with its status. Run as `python -m tests.chaos.zygote trainer|producer`, with requests on standard
-input and reports on standard output, one JSON object a line.
+end is reported once, with its status. Run as `python -m tests.chaos.zygote MODULE STARTER_PID`, with requests on standard
+input and reports on standard output, one JSON object a line; MODULE has `preload()`, and `main(request)` for the child.
 """
 
 import importlib
@@ -21,10 +21,10 @@ _POLL_S = 0.5
 
 def main() -> int:
     die_with_parent(int(sys.argv[2]))
-    role = importlib.import_module(f"tests.chaos.{sys.argv[1]}_child")
-    role.preload()
+    child = importlib.import_module(sys.argv[1])
+    child.preload()
     request = _serve()
-    return 0 if request is None else role.main(request)
+    return 0 if request is None else child.main(request)
 
 
 def _serve() -> dict[str, Any] | None:

@@ -4,6 +4,7 @@ Guarantee: equal arguments give equal files, so digests agree between processes 
 transformers does, so that distributions are far from uniform and a wrong adapter shows.
 """
 
+import functools
 from pathlib import Path
 
 import torch
@@ -33,7 +34,6 @@ _CHARACTERS = "0123456789+-*/= abcdefghijklmnopqrstuvwxyz.,?!"
 _SHAPE = {
     "hidden_size": 64,
     "intermediate_size": 128,
-    "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
     "max_position_embeddings": 512,
@@ -67,10 +67,11 @@ def byte_bpe_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def build_model(family: str, folder: Path, seed: int = 0) -> Path:
+def build_model(family: str, folder: Path, seed: int = 0, num_layers: int = 2) -> Path:
     """Writes a model of `family` (qwen2, llama or gemma3) with its tokenizer to `folder`, in float32."""
     tokenizer = byte_bpe_tokenizer() if family == "llama" else char_tokenizer()
-    tokens = {
+    settings = _SHAPE | {
+        "num_hidden_layers": num_layers,
         "vocab_size": len(tokenizer),
         "pad_token_id": tokenizer.pad_token_id,
         "eos_token_id": tokenizer.eos_token_id,
@@ -79,13 +80,13 @@ def build_model(family: str, folder: Path, seed: int = 0) -> Path:
     embedding_std = 0.06 if family == "gemma3" else 0.5  # Gemma multiplies embeddings by sqrt(hidden_size)
     match family:
         case "qwen2":
-            model = Qwen2ForCausalLM(Qwen2Config(**_SHAPE, **tokens, bos_token_id=None, tie_word_embeddings=True))
+            model = Qwen2ForCausalLM(Qwen2Config(**settings, bos_token_id=None, tie_word_embeddings=True))
         case "llama":
-            model = LlamaForCausalLM(LlamaConfig(**_SHAPE, **tokens, bos_token_id=None, tie_word_embeddings=False))
+            model = LlamaForCausalLM(LlamaConfig(**settings, bos_token_id=None, tie_word_embeddings=False))
         case "gemma3":
             model = Gemma3ForCausalLM(
                 Gemma3TextConfig(
-                    **_SHAPE, **tokens, bos_token_id=None, head_dim=32, sliding_window=64, query_pre_attn_scalar=32
+                    **settings, bos_token_id=None, head_dim=32, sliding_window=64, query_pre_attn_scalar=32
                 )
             )
         case _:
@@ -97,6 +98,19 @@ def build_model(family: str, folder: Path, seed: int = 0) -> Path:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def _written(folder: Path | None) -> tuple[int, ...]:
+    """When the weights in there were written."""
+    return tuple(file.stat().st_mtime_ns for file in sorted(folder.glob("*.safetensors"))) if folder else ()
+
+
+@functools.lru_cache(maxsize=8)
+def _loaded(
+    model_folder: Path, adapter_folder: Path | None, written: tuple[int, ...], adapter_written: tuple[int, ...]
+) -> torch.nn.Module:
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    return model if adapter_folder is None else PeftModel.from_pretrained(model, adapter_folder)
 
 
 def random_adapter(model_folder: Path, folder: Path, *, rank: int = 8, seed: int = 0) -> tuple[bytes, str]:
@@ -123,9 +137,7 @@ def reference_logprobs(
     temperature: float,
 ) -> torch.Tensor:
     """Log-probs of the completion's tokens under transformers + PEFT, loaded from disk."""
-    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
-    if adapter_folder is not None:
-        model = PeftModel.from_pretrained(model, adapter_folder)
+    model = _loaded(model_folder, adapter_folder, _written(model_folder), _written(adapter_folder))
     ids = torch.tensor([prompt_ids + completion_ids])
     with torch.no_grad():
         logits = model(input_ids=ids).logits[0, len(prompt_ids) - 1 : -1]

@@ -4,11 +4,12 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import psutil
+
+from tests.integration.warm import WarmProcess
 
 START_S = 240.0
 
@@ -19,14 +20,7 @@ class Daemon:
     def __init__(self, module: str, log: Path, *arguments: str) -> None:
         self._log = log
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
-        with log.open("ab") as stream:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", module, "--gpu", "cpu", *arguments],
-                stdout=stream,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                start_new_session=True,
-            )
+        self.process = WarmProcess(module, ["--gpu", "cpu", *arguments], log, environment)
 
     @property
     def output(self) -> str:

@@ -1,15 +1,12 @@
 """`rl-producer` as a process: what it refuses and how it ends, by exit code, message, and what is left behind.
 
-Four daemons with real vLLM, started together because each takes twenty seconds; where vLLM has no part in it, a stand-in.
+Three daemons with real vLLM, started together because each takes twenty seconds; where vLLM has no part in it, a stand-in.
 """
 
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
@@ -117,15 +114,10 @@ def run() -> Iterator[Run]:
 
 def refuse(run: Run, name: str, arguments: tuple[str, ...] = (), **sections: object) -> tuple[int, str]:
     """Exit code and messages of a start that must fail."""
-    ended = subprocess.run(
-        [sys.executable, "-m", "producer.cli", "--gpu", "cpu", "--config", run.config(name, **sections), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=START_S,
-        check=False,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    daemon = Daemon(
+        "producer.cli", run.folder / f"{name}.log", "--config", str(run.config(name, **sections)), *arguments
     )
-    return ended.returncode, ended.stderr
+    return daemon.end(START_S), daemon.output
 
 
 # Refused before vLLM is imported.
@@ -174,9 +166,8 @@ def test_what_vllm_refuses_ends_a_check_and_a_start_before_weights_are_loaded(ru
         if (number, mode) != (0, "start")
     ]
     starts.append(("no-model", (), {"model": {"path": "/no/model/here"}}, "/no/model/here"))
-    with ThreadPoolExecutor(2) as pool:
-        ended = list(pool.map(lambda start: refuse(run, start[0], start[1], **start[2]), starts))
-    for (name, _, _, said), (code, output) in zip(starts, ended, strict=True):
+    for name, arguments, sections, said in starts:
+        code, output = refuse(run, name, arguments, **sections)
         assert code == 78, (name, output[-2000:])
         assert said in output, (name, output[-2000:])
         assert "rl-producer: error: " in output
@@ -290,12 +281,25 @@ def test_a_trainer_that_went_away_does_not_hold_up_the_end(run, start_quick):
     assert gone(family)
 
 
+def test_no_child_survives_kill_9(run, start_quick):
+    """Nor does the engine core: tests/integration/test_pair.py."""
+    daemon = start_quick("killed")
+    with run.trainer("killed") as trainer:
+        trainer.wait_for_message(Hello, timeout_s=30)
+        trainer.send(moody(1, "hangs"))
+        trainer.wait_for(lambda: where(trainer) == (0, 0, 1, 0))
+        family = daemon.family()
+        assert len(family) == 3, "the daemon and two reward workers"
+        daemon.kill()
+    assert gone(family)
+
+
 # How it ends with a real engine.
 
 
 @pytest.fixture(scope="module")
 def fleet(run: Run) -> Iterator[dict[str, Daemon]]:
-    daemons = {name: run.start(name) for name in ("rewards", "stopped", "interrupted", "killed")}
+    daemons = {name: run.start(name) for name in ("rewards", "stopped", "interrupted")}
     yield daemons
     for daemon in daemons.values():
         daemon.close()
@@ -405,16 +409,4 @@ def test_a_second_interrupt_ends_it_at_once(run, fleet):
         assert daemon.process.poll() is None, "it waits for the group to be acknowledged"
         os.killpg(daemon.process.pid, signal.SIGINT)
         assert daemon.end(3) == 130, daemon.output[-3000:]
-    assert gone(family)
-
-
-def test_no_child_survives_kill_9(run, fleet):
-    daemon = fleet["killed"]
-    family = family_of(daemon)
-    with run.trainer("killed") as trainer:
-        trainer.wait_for_message(Hello, timeout_s=30)
-        trainer.send(moody(1, "hangs"))
-        trainer.wait_for(lambda: trainer.all(Heartbeat) and trainer.all(Heartbeat)[-1].held == ["lease-1"])
-        daemon.kill()
-    assert len(family) >= 3
     assert gone(family)

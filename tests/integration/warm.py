@@ -1,0 +1,68 @@
+"""Daemons that start at once: forks of a process that has imported their heavy libraries, one per test process and role.
+
+Guarantee: a fork runs the command as `python -m` does, with the arguments, environment and working directory of its
+starter, as the leader of a session of its own; all of them end with the process that started them.
+"""
+
+import atexit
+import os
+import runpy
+import signal
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.chaos.fleet import Zygote
+
+_zygotes: dict[str, Zygote] = {}
+
+
+class WarmProcess:
+    """A running daemon, with what tests need of `subprocess.Popen`."""
+
+    def __init__(self, module: str, arguments: list[str], log: Path, environment: dict[str, str]) -> None:
+        log.touch()
+        role = "trainer" if module.startswith("consumer.") else "producer"
+        self._daemon = _zygote(f"tests.integration.warm_{role}").start(
+            [module, *arguments], log=log, module=module, environment=environment, cwd=os.getcwd()
+        )
+        self.pid = self._daemon.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._daemon.poll()
+
+    def poll(self) -> int | None:
+        return self._daemon.poll()
+
+    def wait(self, timeout: float) -> int:
+        deadline = time.monotonic() + timeout
+        while (code := self._daemon.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("a warm process", timeout)
+            time.sleep(0.02)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        self._daemon.send(number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def _zygote(child: str) -> Zygote:
+    if child not in _zygotes:
+        zygote = _zygotes[child] = Zygote(child, Path(os.devnull), Path(tempfile.gettempdir()))
+        atexit.register(zygote.close)
+        zygote.wait_until_ready()
+    return _zygotes[child]
+
+
+def run(request: dict[str, Any]) -> int:
+    """In a fork: becomes the command."""
+    os.chdir(request["cwd"])
+    os.environ.update(request["environment"])  # what the imports have set stays, as in a process that imports itself
+    runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
+    raise AssertionError("the command ends by SystemExit")
