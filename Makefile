@@ -24,7 +24,7 @@ test: unit ## run every test
 	$(BIN)/python -m pytest -m alone tests/integration tests/chaos tests/faults
 
 unit: $(STAMP) ## run the unit tests but for those of thousands of cases
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not long" tests/unit tests/contract
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not long" tests/unit tests/contract
 
 check: $(STAMP) ## lint, format, types, import rules, generated files
 	$(BIN)/ruff check .
