@@ -46,7 +46,7 @@ def run_facts(
 
 def _newer_fields(config: RunConfig) -> list[str]:
     """Of Group, those that this run may use."""
-    outside = bool(config.rewards.posted) or config.environment.atropos
+    outside = bool(config.posted_rewards) or config.environment.atropos
     return [
         *(["token_versions"] if config.swap.spans_versions or outside else []),
         *(["sampled", "episodes"] if config.environment.factory or outside else []),

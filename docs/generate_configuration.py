@@ -213,8 +213,8 @@ def rows(model: type[BaseModel], prefix: str, *, only_values: bool) -> Iterator[
         for argument in get_args(field.annotation) if get_origin(field.annotation) is list else ():
             if is_section(argument):
                 yield from rows(argument, f"{prefix}{name}[].", only_values=False)
-        if is_section(field.annotation):
-            yield from rows(field.annotation, f"{prefix}{name}.", only_values=False)  # type: ignore[arg-type]
+        if (section := section_of(field.annotation)) is not None:
+            yield from rows(section, f"{prefix}{name}.", only_values=False)
 
 
 def reserved(keys: dict[str, str | None]) -> Iterator[str]:

@@ -75,9 +75,9 @@ def producer_registry() -> CollectorRegistry:
     add_process_metrics(registry, "rl_producer", [])
     add_health_metrics(registry, "rl_producer", _healthy())
     delivery = Delivery(connected=False, heard_ago_s=0.0, held=0, unacked=0, unacked_bytes=0, full=False)
-    ProducerMetrics(registry, ["FUNCTION"]).watch(
-        "PRODUCER", Counters(), lambda: Workload((), 0, 0, 0.0), lambda: delivery, lambda: 1, lambda: 1, 1
-    )
+    metrics = ProducerMetrics(registry, ["FUNCTION"])
+    metrics.watch_agent_program(lambda: 0)
+    metrics.watch("PRODUCER", Counters(), lambda: Workload((), 0, 0, 0.0), lambda: delivery, lambda: 1, lambda: 1, 1)
     serve = ServeMetrics(registry, Places(1, 1))
     serve.watch(Agents(()))
     serve.watch_atropos(_atropos())

@@ -29,6 +29,7 @@ class AgentEpisode:
     num_calls: int = 0
     truncated: bool = False
     rewards: dict[str, float] | None = None
+    failure: str = ""
 
     def note(self, sampled: Sampled) -> None:
         """A call that was answered: it goes on where a record ends, token by token, or begins another."""
@@ -46,7 +47,7 @@ class AgentEpisode:
         self.records.append(record)  # the last one is the one that grew last
 
     def finished(self) -> Episode:
-        return Episode(self.prompt_length, self.records, truncated=self.truncated)
+        return Episode(self.prompt_length, self.records, truncated=self.truncated, failure=self.failure)
 
 
 def as_in_training(request: ServedRequest, sampling: Sampling) -> ServedRequest:

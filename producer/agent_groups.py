@@ -3,23 +3,28 @@
 Guarantee: as `producer.agents`; the run's other rewards score what was sampled, as they would without an agent.
 """
 
+import logging
 from collections.abc import Callable
 
 import numpy as np
 
 from producer.adapters import AdapterRegistry
 from producer.agents import Agents
-from producer.interfaces import Counters
+from producer.interfaces import Counters, LeaseFailure
 from producer.metrics import ProducerMetrics
 from producer.prompts import PromptFormat
 from producer.rewards import RewardPool
 from producer.rollouts import Episode, group_message
 from protocol.config_rewards import RewardsSection
 from protocol.messages import Group, Lease
+from protocol.throttle import Throttle
+
+logger = logging.getLogger(__name__)
 
 
 class AgentGroups:
-    """Takes the place of the producer's own generation in a run with posted rewards."""
+    """Takes the place of the producer's own generation in a run with posted rewards. What agents post for no function of
+    `section` stands behind these."""
 
     def __init__(
         self,
@@ -31,7 +36,9 @@ class AgentGroups:
         counters: Counters,
         metrics: ProducerMetrics,
     ) -> None:
-        self._is_posted = np.array([function.posted is not None for function in section.functions])
+        columns = dict.fromkeys((*section.names, *agents.reward_names))
+        self._is_posted = np.array([name in agents.reward_names for name in columns])
+        self._warn = Throttle(logger)
         self._agents = agents
         self._adapters = adapters
         self._prompts = prompts
@@ -56,6 +63,14 @@ class AgentGroups:
         )
         rewards = np.empty((len(episodes), len(self._is_posted)), np.float32)
         rewards[:, self._is_posted], rewards[:, ~self._is_posted] = posted, computed
+        failures = [episode.failure for episode in episodes if episode.failure]
+        if failures:
+            self._counters.failed_episodes += len(failures)
+            self._warn("episode", f"an episode of prompt {lease.prompt_id} failed: {failures[0]}")
+            # As those of an environment beside the producer:
+            rewards[[bool(episode.failure) for episode in episodes]] = np.nan
+            if np.isnan(rewards).all():
+                raise LeaseFailure("environment_failed", f"no episode could be scored: {failures[0]}")
         limit = lease.sampling.max_completion_length
         message = group_message(lease.lease_id, episodes, rewards, limit, generation_s, reward_s)
         self._count(episodes)

@@ -1,4 +1,4 @@
-"""What agents ask beside completions: a task, and to reward an episode (docs/serving.md).
+"""What agents ask beside completions: a task, and to end an episode (docs/serving.md).
 
 Guarantee: as `producer.agents`, over HTTP.
 """
@@ -17,6 +17,7 @@ from producer.refused import RefusedError
 from producer.served_requests import parse_object
 
 _LONGEST_WAIT_S = 60.0
+_LONGEST_REASON = 2000  # characters
 
 ReadBody = Callable[[Scope, Receive], Awaitable[bytes]]
 
@@ -44,9 +45,18 @@ def agent_routes(agents: Agents, read_body: ReadBody) -> list[Route]:
         values = parse_object(await read_body(scope, receive))
         await _respond(agents.reward(scope["path_params"]["episode"], values), scope, receive, send)
 
+    async def fail(scope: Scope, receive: Receive, send: Send) -> None:
+        values = parse_object(await read_body(scope, receive))
+        reason = values.pop("reason", None)
+        if values or not isinstance(reason, str) or not reason:
+            raise RefusedError(400, "malformed", "expected `reason`, a text, and nothing else", "reason")
+        episode = scope["path_params"]["episode"]
+        await _respond(agents.fail(episode, reason[:_LONGEST_REASON]), scope, receive, send)
+
     return [
         Route("/v1/rollouts", App(take), methods=["POST"]),
         Route("/v1/rollouts/{episode}/reward", App(reward), methods=["POST"]),
+        Route("/v1/rollouts/{episode}/failure", App(fail), methods=["POST"]),
     ]
 
 

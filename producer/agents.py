@@ -1,12 +1,13 @@
-"""Leases that outside agents fulfil (`serve.posted_rewards`).
+"""Leases that outside agents fulfil, in a run with posted rewards.
 
 Guarantee: a task is handed to one agent, once. What the policy sampled for its episodes, and nothing else, becomes the
-lease's group, when every episode has its rewards or, with the missing ones missing, shortly before the lease ends. A lease
-whose task nobody worked on goes back to the trainer; one that an agent left without a completion fails. What is posted for an
-episode that is over changes nothing.
+lease's group, when every episode has its rewards or has failed or, with the missing rewards missing, shortly before the lease
+ends. A lease whose task nobody worked on goes back to the trainer; one that an agent left without a completion fails. What is
+posted for an episode that is over changes nothing.
 
     waiting --take--> taken --rewards of all episodes--> scored --> answered
        |                |
+       |                +-- an episode failed without a completion: failed
        +-- its time is over: returned     +-- its time is over: answered without the missing rewards, or failed
 """
 
@@ -41,7 +42,12 @@ class Task:
     ends_at: float
     taken: bool = False
     taken_at: float = 0.0
+    failure: str = ""
     done: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def fail(self, reason: str) -> None:
+        self.failure = self.failure or reason
+        self.done.set()
 
 
 class Agents:
@@ -53,12 +59,12 @@ class Agents:
     """
 
     def __init__(self, reward_names: tuple[str, ...], clock: Callable[[], float] = time.monotonic) -> None:
-        self._names = reward_names
+        self.reward_names = self._names = reward_names
         self._clock = clock
         self._waiting: deque[Task] = deque()
         self._takers: deque[asyncio.Future[Task]] = deque()
         self._episodes: dict[str, tuple[Task, AgentEpisode]] = {}
-        self.taken = self.rewarded = self.unrewarded = 0
+        self.taken = self.rewarded = self.unrewarded = self.failed = 0
 
     @property
     def num_waiting(self) -> int:
@@ -71,7 +77,7 @@ class Agents:
         names), NaN for missing; the seconds since an agent took it.
 
         Raises:
-            LeaseFailure: nobody took it (`returned`), or an episode was left empty.
+            LeaseFailure: nobody took it (`returned`), or an episode was left empty, or failed so.
         """
         count = lease.sampling.num_generations
         names = [f"{lease.lease_id}.{number}" for number in range(count)]
@@ -90,6 +96,8 @@ class Agents:
                 self._waiting.remove(task)
             for name in names:
                 del self._episodes[name]
+        if task.failure:
+            raise LeaseFailure("environment_failed", task.failure)
         missing = dict.fromkeys(self._names, math.nan)
         posted = [[(episode.rewards or missing)[name] for name in self._names] for episode in episodes]
         rewards = np.array(posted, np.float32).reshape(count, len(self._names))
@@ -187,6 +195,34 @@ class Agents:
         else:
             episode.rewards = posted
             self.rewarded += 1
+        return self._ended(task, episode_id)
+
+    def fail(self, episode_id: str, reason: str) -> dict[str, Any]:
+        """Ends an episode whose agent could not bring it to its end. Its rewards are missing; if nothing was sampled for it, its
+        whole task has failed.
+
+        Raises:
+            RefusedError: there is no such episode, or it has its rewards.
+        """
+        task, episode = self._find(episode_id)
+        if episode.failure:
+            return self._ended(task, episode_id)
+        if episode.rewards is not None:
+            raise RefusedError(409, "malformed", "this episode has its rewards already", "episode")
+        self.failed += 1
+        episode.failure = reason
+        episode.rewards = dict.fromkeys(self._names, math.nan)
+        if not episode.records:
+            task.fail(f"an episode failed before anything was sampled for it: {reason}")
+        return self._ended(task, episode_id)
+
+    def fail_taken(self, reason: str) -> None:
+        """The agent of every task that was taken is gone."""
+        for task in {id(task): task for task, _ in self._episodes.values() if task.taken}.values():
+            self.failed += sum(episode.rewards is None for episode in task.episodes)
+            task.fail(reason)
+
+    def _ended(self, task: Task, episode_id: str) -> dict[str, Any]:
         left = sum(other.rewards is None for other in task.episodes)
         if left == 0:
             task.done.set()

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from producer.adapters import AdapterRegistry
 from producer.admission import Admission
 from producer.agent_groups import AgentGroups
+from producer.agent_program import AgentProgram
 from producer.agents import Agents
 from producer.atropos import Atropos
 from producer.atropos_groups import AtroposGroups
@@ -36,7 +37,7 @@ from producer.metrics import ProducerMetrics
 from producer.probe import SwapProof
 from producer.prompts import PromptFormat, load_tokenizer
 from producer.rewards import RewardPool
-from producer.serving import Serving, listening, read_keys
+from producer.serving import Serving, base_url, listening, read_keys
 from producer.timeline import Timeline
 from producer.watchdog import Situation, Watchdog
 from protocol import logs
@@ -104,7 +105,7 @@ class _Producer:
         self._counters = Counters()
         self._tasks: set[asyncio.Task[None]] = set()
         self._serving: Serving | None = None
-        self._agents = Agents(config.rewards.posted) if config.rewards.posted else None
+        self._agents = Agents(config.posted_rewards) if config.posted_rewards else None
         self._atropos: Atropos | None = None
 
     async def live(self, watch: Watch) -> None:
@@ -121,10 +122,19 @@ class _Producer:
             environments = EnvironmentPool(config.environment) if config.environment.factory else None
             if environments is not None:
                 stack.push_async_callback(environments.close)
+            program = None
+            if self._agents is not None and listener is not None and config.environment.is_played_outside:
+                key = serve_keys[0].decode() if serve_keys else ""
+                program = AgentProgram(config.environment, base_url(listener), key, self._agents.fail_taken)
+                stack.push_async_callback(program.close)
+                self._metrics.watch_agent_program(lambda: program.restarts)
+                self._health.check_ready("environment", lambda: program.problem)
             with self._health.starting("loading reward functions and engine", config.pipeline.stall_timeout_s):
                 await rewards.start()
                 if environments is not None:
                     await environments.start()
+                if program is not None:
+                    await program.start()
                 logger.info("loading the engine for %s ...", config.model.path)
                 started = time.monotonic()
                 from producer.engine import Engine  # vLLM takes seconds to import
@@ -138,6 +148,8 @@ class _Producer:
             if listener is not None:
                 self._serving = self._endpoint(engine, serve_keys, watch)
                 self._spawn(self._serving.run(listener))
+            if program is not None:
+                self._spawn(program.run())
             timeline.record("start", name=self.name, engine_start_s=round(time.monotonic() - started, 3))
             try:
                 await self._serve(engine, rewards, timeline)

@@ -155,7 +155,7 @@ class Endpoint:
     @property
     def _with_agents(self) -> Agents:
         if self._agents is None:
-            raise RefusedError(400, "malformed", "this run has no episodes: it has no serve.posted_rewards", "episode")
+            raise RefusedError(400, "malformed", "this run has no episodes: it has no posted reward", "episode")
         return self._agents
 
     async def _generate(

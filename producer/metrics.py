@@ -101,6 +101,13 @@ class ProducerMetrics:
     def reward_failed(self, function: str, reason: Failure, num_completions: int) -> None:
         self._missing.labels(function, reason).inc(num_completions)
 
+    def watch_agent_program(self, restarts: Callable[[], int]) -> None:
+        Readings(self._registry).counter(
+            "rl_producer_environment_restarts_total",
+            "Times that the agent program of an environment (`verifiers`, `nemo_gym`) was started again because it had ended.",
+            restarts,
+        )
+
     def watch(
         self,
         name: str,

@@ -86,10 +86,10 @@ def group_message(
     reward_s: float,
 ) -> Group:
     """The group of these episodes. A record that is too long after the prompt of the group, because `reset` gave its siblings
-    other prompts, loses its end.
+    other prompts, loses its end; one that keeps no sampled token then is left out.
 
     Raises:
-        LeaseFailure: the records have no token in common, or one keeps no sampled token.
+        LeaseFailure: the records have no token in common, or an episode keeps no record.
     """
     everything = [record for episode in episodes for record in episode.records]
     first = everything[0].token_ids
@@ -107,13 +107,14 @@ def group_message(
         for record in episode.records:
             if len(record.token_ids) > limit:
                 record.cut(limit)
-            if len(record.token_ids) <= len(prompt):
-                raise LeaseFailure(
-                    "bad_prompt", "the prompts of the episodes differ by more than sampling.max_completion_length"
-                )
-            records.append(record)
-            numbers.append(number)
-            truncated.append(episode.truncated or too_long)
+            if len(record.token_ids) > len(prompt):
+                records.append(record)
+                numbers.append(number)
+                truncated.append(episode.truncated or too_long)
+        if number not in numbers[-1:]:
+            raise LeaseFailure(
+                "bad_prompt", "the prompts of the episodes differ by more than sampling.max_completion_length"
+            )
     logprobs = [logprob for record in records for logprob in record.logprobs[start:]]
     versions = [version for record in records for version in _filled(record.versions[start:])]
     sampled = [version is not None for record in records for version in record.versions[start:]]

@@ -62,7 +62,7 @@ class ServeMetrics:
             "rl_producer_serve_episodes_total",
             "Episodes of tasks that agents took (with posted rewards), by what became of them.",
             "outcome",
-            lambda: {"rewarded": agents.rewarded, "unrewarded": agents.unrewarded},
+            lambda: {"rewarded": agents.rewarded, "unrewarded": agents.unrewarded, "failed": agents.failed},
         )
         self._readings.gauge(
             "rl_producer_serve_waiting_tasks",

@@ -65,6 +65,13 @@ def listening(section: ServeSection, gpus: list[int]) -> Iterator[socket.socket 
         yield listener
 
 
+def base_url(listener: socket.socket) -> str:
+    """Of the endpoint there, for clients on this host."""
+    host, port = listener.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - where nobody can connect to
+    return f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
+
+
 def read_keys(file: str | None) -> tuple[bytes, ...]:
     """The keys that clients may send.
 

@@ -217,9 +217,9 @@ class RunConfig(Section):
                 "an environment that has get_reward"
             )
         own = self.environment
-        if own.reward_weight is not None and own.factory is None and not own.atropos:
+        if own.reward_weight is not None and not own.is_given:
             raise ValueError("environment.reward_weight: there is no environment.factory")
-        if REWARD_NAME in self.rewards.names and self.environment.reward_weight is not None:
+        if REWARD_NAME in self.rewards.names and self.environment.own_weight is not None:
             raise ValueError(f"rewards.functions: {REWARD_NAME!r} is what the environment's own reward is called")
         return self
 
@@ -242,7 +242,11 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _agents_can_work(self) -> "RunConfig":
-        posted = ", ".join(self.rewards.posted)
+        posted = ", ".join(self.posted_rewards)
+        if self.environment.is_played_outside and not self.serve.enabled:
+            raise ValueError(
+                "environment: its episodes are played through the endpoint, which is off; set serve.enabled=true"
+            )
         if posted and not self.serve.enabled:
             raise ValueError(
                 f"rewards.functions: agents post {posted} to the endpoint, which is off; set serve.enabled=true"
@@ -250,6 +254,11 @@ class RunConfig(Section):
         if posted and self.environment.factory is not None:
             raise ValueError(
                 f"environment: agents that post {posted} have their own; remove the section, or that reward"
+            )
+        if self.environment.nemo_gym is not None and self.serve.port == 0:
+            raise ValueError(
+                "environment.nemo_gym: its model server has to know where the policy is; set serve.port, and its base URL to "
+                "http://HOST:PORT/v1"
             )
         if posted and self.evaluation is not None:
             raise ValueError(
@@ -264,8 +273,6 @@ class RunConfig(Section):
         rows = {"path": ATROPOS_ITEMS, "chat_template_kwargs": self.dataset.chat_template_kwargs}
         wrong = {
             "serve.enabled: environments of Atropos generate through the endpoint, which is off; set it": not self.serve.enabled,
-            "environment.factory: environments of Atropos run by themselves; remove it": self.environment.factory
-            is not None,
             "rewards.functions: environments of Atropos score their groups; remove them": bool(self.rewards.functions),
             "dataset: environments of Atropos have their own items; remove the section, but for chat_template_kwargs": (
                 self.dataset != DatasetSection.model_validate(rows)
@@ -319,12 +326,17 @@ class RunConfig(Section):
     @property
     def reward_names(self) -> tuple[str, ...]:
         """The columns of every reward array: the functions in order, then the environment's own."""
-        return self.rewards.names + ((REWARD_NAME,) if self.environment.reward_weight is not None else ())
+        return self.rewards.names + ((REWARD_NAME,) if self.environment.own_weight is not None else ())
+
+    @property
+    def posted_rewards(self) -> tuple[str, ...]:
+        """Those of these columns that agents post."""
+        return self.rewards.posted + ((REWARD_NAME,) if self.environment.is_played_outside else ())
 
     @property
     def reward_weights(self) -> tuple[float, ...]:
         """Of these columns."""
-        own = self.environment.reward_weight
+        own = self.environment.own_weight
         return tuple(function.weight for function in self.rewards.functions) + (() if own is None else (own,))
 
     @property

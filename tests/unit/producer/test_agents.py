@@ -135,6 +135,54 @@ def test_what_its_time_leaves_undone():
     run(body)
 
 
+def test_an_episode_that_failed_has_no_rewards_and_without_a_completion_costs_its_task():
+    async def body():
+        agents = Agents(("solved",))
+        fulfilling, _ = await begun(agents)
+        for number in range(2):
+            agents.prepare(f"lease-7.{number}", CALL)[0].note(sampled([1], [2]))
+        assert agents.fail("lease-7.0", "the tool hangs")["episodes_left"] == 1
+        assert agents.fail("lease-7.0", "the tool hangs")["episodes_left"] == 1
+        with pytest.raises(RefusedError, match="has other rewards already"):
+            agents.reward("lease-7.0", {"solved": 1.0})
+        agents.reward("lease-7.1", {"solved": 1.0})
+        with pytest.raises(RefusedError) as rewarded:
+            agents.fail("lease-7.1", "too late")
+        assert rewarded.value.status == 409
+        episodes, rewards, _ = await fulfilling
+        np.testing.assert_array_equal(rewards, np.array([[np.nan], [1.0]], "f4"))
+        assert [episode.failure for episode in episodes] == ["the tool hangs", ""]
+        assert (agents.rewarded, agents.failed) == (1, 1)
+
+        fulfilling, _ = await begun(agents)
+        agents.fail("lease-7.1", "no room")
+        with pytest.raises(LeaseFailure, match="before anything was sampled for it: no room") as failed:
+            await fulfilling
+        assert failed.value.reason == "environment_failed"
+
+    run(body)
+
+
+def test_the_tasks_of_an_agent_that_is_gone_fail_at_once_and_waiting_ones_stay():
+    async def body():
+        agents = Agents(("solved",))
+        fulfilling, _ = await begun(agents)
+        agents.prepare("lease-7.0", CALL)[0].note(sampled([1], [2]))
+        other = asyncio.create_task(agents.fulfil(lease(8, sampling=Sampling(2, 8, 0.7))))
+        await asyncio.sleep(0)
+        agents.fail_taken("killed")
+        with pytest.raises(LeaseFailure, match="killed") as failed:
+            await fulfilling
+        assert failed.value.reason == "environment_failed"
+        assert agents.failed == 2
+        taken = await agents.take(1.0)
+        assert taken is not None
+        assert taken["id"] == "lease-8"
+        other.cancel()
+
+    run(body)
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -215,5 +263,45 @@ def test_the_group_has_posted_and_computed_rewards_in_the_order_of_the_file():
         assert np.frombuffer(group.rewards, "<f4").tolist() == [7.0, 0.0, 8.0, 1.0]
         assert (counters.groups, counters.completions, counters.tokens, counters.prompt_tokens) == (1, 2, 2, 1)
         assert offered == [True]
+
+    run(body)
+
+
+def test_an_environments_own_reward_stands_behind_the_functions_and_a_failed_episode_has_none():
+    class Adapters:
+        async def wait_for(self, floor: int) -> None: ...
+
+    class Prompts:
+        def decode(self, prompt, completions):
+            return [str(ids) for ids in completions]
+
+    class Rewards:
+        async def score(self, prompt, completions, completion_ids, columns):
+            return np.array([[7.0], [8.0]], "f4"), 0.25
+
+    async def body():
+        agents, counters = Agents(("solved", "environment")), Counters()
+        section = RewardsSection.model_validate({"functions": [{"posted": "solved"}, {"function": "a:b"}]})
+        metrics = ProducerMetrics(CollectorRegistry())
+        groups = AgentGroups(section, agents, Adapters(), Prompts(), Rewards(), counters, metrics)  # type: ignore[arg-type]
+
+        async def group(*failing: int):
+            grouping = asyncio.create_task(groups.group(task(), lambda: None))
+            await agents.take(5.0)
+            for number in range(2):
+                agents.prepare(f"lease-7.{number}", CALL)[0].note(sampled([1], [10 + 2 * number]))
+                if number in failing:
+                    agents.fail(f"lease-7.{number}", "it hangs")
+                else:
+                    agents.reward(f"lease-7.{number}", {"solved": number, "environment": 0.5})
+            return await grouping
+
+        rewards = np.frombuffer((await group(1)).rewards, "<f4")
+        np.testing.assert_array_equal(rewards, np.array([0.0, 7.0, 0.5, np.nan, np.nan, np.nan], "f4"))
+        assert counters.failed_episodes == 1
+        with pytest.raises(LeaseFailure, match="no episode could be scored: it hangs") as failed:
+            await group(0, 1)
+        assert failed.value.reason == "environment_failed"
+        assert counters.failed_episodes == 3
 
     run(body)

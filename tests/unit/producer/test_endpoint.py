@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import time
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -283,13 +284,18 @@ def test_an_agent_takes_a_task_generates_for_its_episodes_and_rewards_them(tmp_p
             assert (await it.post(CHAT | {"temperature": 0.5}, x_episode="lease-7.1"))[0] == 400
             status, _, content = await it.post(CHAT, x_episode="lease-8.0")
             assert (status, json.loads(content)["error"]["type"]) == (404, "unknown_episode")
-            for number in range(2):
-                status, _, content = await it.post({"solved": number}, f"/v1/rollouts/lease-7.{number}/reward")
-                assert (status, json.loads(content)["episodes_left"]) == (200, 1 - number)
+            status, _, content = await it.post({"solved": 1}, "/v1/rollouts/lease-7.0/reward")
+            assert (status, json.loads(content)["episodes_left"]) == (200, 1)
+            for wrong in ({}, {"reason": ""}, {"reason": 1}, {"reason": "a", "more": 1}):
+                assert (await it.post(wrong, "/v1/rollouts/lease-7.1/failure"))[0] == 400
+            assert (await it.post({"reason": "x" * 3000}, "/v1/rollouts/lease-7.1/failure"))[0] == 200
             episodes, rewards, _ = await fulfilling
-            assert rewards.tolist() == [[0.0], [1.0]]
+            assert rewards[0].tolist() == [1.0]
+            assert math.isnan(rewards[1, 0])
+            assert [len(episode.failure) for episode in episodes] == [0, 2000]
             assert [episode.records[0].token_ids for episode in episodes] == [[1, 2, 7], [1, 2, 7]]
-            assert it.value("episodes_total", outcome="rewarded") == 2
+            assert it.value("episodes_total", outcome="rewarded") == 1
+            assert it.value("episodes_total", outcome="failed") == 1
 
     asyncio.run(body())
 

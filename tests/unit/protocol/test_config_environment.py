@@ -80,7 +80,8 @@ def test_environments_of_atropos_need_no_dataset_and_no_reward_functions() -> No
     ("sections", "said"),
     [
         ({"serve": {}}, "serve.enabled: environments of Atropos generate through the endpoint"),
-        ({"environment": {"atropos": True, "factory": "shop:Shop"}}, "environment.factory: environments of Atropos"),
+        ({"environment": {"atropos": True, "factory": "shop:Shop"}}, "got factory and atropos"),
+        ({"environment": {"atropos": True, "verifiers": {"id": "a"}}}, "got atropos and verifiers"),
         (
             {"rewards": {"functions": [{"function": "rewards:exact"}]}},
             "rewards.functions: environments of Atropos score",
@@ -99,4 +100,53 @@ def test_environments_of_atropos_need_no_dataset_and_no_reward_functions() -> No
 def test_what_does_not_go_with_environments_of_atropos_is_refused(sections: dict[str, Any], said: str) -> None:
     with pytest.raises(ValidationError) as caught:
         RunConfig.model_validate(ATROPOS | sections)
+    assert said in str(caught.value)
+
+
+def test_what_is_played_outside_posts_the_environments_reward_and_those_that_ask_for_more() -> None:
+    outside = {"verifiers": {"id": "gsm8k"}}
+    one = config(environment=outside, serve={"enabled": True}, rewards={})
+    assert (one.reward_names, one.reward_weights, one.posted_rewards) == (("environment",), (1.0,), ("environment",))
+    functions = [{"posted": "style", "weight": 0.0}, {"function": "rewards:exact"}]
+    more = config(
+        environment={"nemo_gym": {"url": "http://127.0.0.1:11000/run"}, "reward_weight": 0.5},
+        serve={"enabled": True, "port": 8000},
+        rewards={"functions": functions},
+    )
+    assert more.reward_names == ("style", "exact", "environment")
+    assert (more.reward_weights, more.posted_rewards) == ((0.0, 1.0, 0.5), ("style", "environment"))
+    assert more.environment.nemo_gym is not None
+    assert more.environment.nemo_gym.url == "http://127.0.0.1:11000"
+    assert RunConfig.model_validate(more.model_dump()) == more, "what --check prints can be read again"
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"environment": {"verifiers": {"id": "a"}}}, "which is off; set serve.enabled=true"),
+        ({"environment": {"verifiers": {"id": "a"}, "factory": "a:b"}}, "got factory and verifiers"),
+        (
+            {"environment": {"verifiers": {"id": "a"}, "max_turns": 3}},
+            "max_turns is for a factory, and verifiers has its own",
+        ),
+        ({"environment": {"verifiers": {"id": "a"}, "tool_parser": "hermes"}}, "set serve.tool_call_parser; remove it"),
+        ({"environment": {"verifiers": {"id": ""}}}, "at least 1 character"),
+        ({"environment": {"nemo_gym": {"url": "localhost:1"}}}, "expected `http://HOST:PORT`"),
+        (
+            {"environment": {"nemo_gym": {"url": "http://a:1"}}, "serve": {"enabled": True}},
+            "set serve.port, and its base URL",
+        ),
+        (
+            {
+                "environment": {"verifiers": {"id": "a"}},
+                "serve": {"enabled": True},
+                "evaluation": {"dataset": {"path": "held-out.jsonl"}, "metric": "exact"},
+            },
+            "nobody would post environment for completions that producers generate",
+        ),
+    ],
+)
+def test_what_cannot_be_played_outside_is_refused(sections: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        config(**sections)
     assert said in str(caught.value)

@@ -1,0 +1,194 @@
+"""Environments of the verifiers library, played by the agent program: through the endpoint, and in a run of both daemons."""
+
+import asyncio
+import contextlib
+import json
+import os
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from producer import environment_cli
+from producer.agent_program import AgentProgram, rows
+from producer.agents import Agents
+from producer.rollouts import Episode
+from protocol.config_environment import EnvironmentSection
+from protocol.errors import ConfigError
+from tests.integration.pair import Daemon
+from tests.integration.test_pair import read_steps, write_run
+from tests.scripted_policy import ScriptedPolicy, endpoint, lease_of, numbers_in
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+
+ENVIRONMENTS = Path(__file__).parent / "other_environments"
+INSTALLED = os.environ.get("SLIPSTREAM_TEST_VERIFIERS", "")
+"""A Python with the real verifiers, of any release that is supported."""
+
+
+def is_taskset(python: str) -> bool:
+    code = "import verifiers; print(verifiers.__version__)"
+    told = subprocess.run([python, "-c", code], check=True, capture_output=True, text=True).stdout
+    return tuple(map(int, told.strip().split(".")[:2])) >= (0, 4)
+
+
+needs_verifiers = pytest.mark.skipif(
+    not INSTALLED, reason="set SLIPSTREAM_TEST_VERIFIERS to a Python that has verifiers installed"
+)
+
+
+@pytest.fixture(params=["stand-in", pytest.param("installed", marks=needs_verifiers)])
+def section(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> EnvironmentSection:
+    """The doubling environment."""
+    places = [str(ENVIRONMENTS)]
+    verifiers: dict[str, Any] = {"id": "owner/classic-doubling", "arguments": {"numbers": 3}}
+    if request.param == "stand-in":
+        places.append(str(ENVIRONMENTS / "standin"))
+    else:
+        verifiers["python"] = INSTALLED
+        if is_taskset(INSTALLED):
+            verifiers |= {"id": "owner/doubling", "arguments": {"taskset": {"numbers": 3}}}
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(places))
+    return EnvironmentSection.model_validate({"verifiers": verifiers, "episode_timeout_s": 30})
+
+
+def third_time_right(messages: list[dict[str, Any]]) -> str:
+    """Of odd numbers; of even ones the first time."""
+    (number,) = numbers_in(messages[1]["content"])
+    is_right = number % 2 == 0 or len(messages) >= 6
+    return str(2 * number if is_right else "dunno")
+
+
+def test_episodes_of_several_turns_are_played_recorded_and_rewarded(section: EnvironmentSection, tmp_path: Path):
+    async def body() -> None:
+        table = [row async for row in rows(section, None, "")]
+        assert [numbers_in(row["prompt"][1]["content"]) for row in table] == [[0], [1], [2]]
+        assert table[0]["prompt"][0] == {"role": "system", "content": "Only numbers."}
+
+        policy = ScriptedPolicy(third_time_right)
+        agents = Agents(("turns", "nothing", "environment"))
+        async with endpoint(tmp_path, policy, agents) as url:
+            program = AgentProgram(section, url, "")
+            await program.start()
+            playing = asyncio.create_task(program.run())
+            try:
+                leases = [lease_of(row, number) for number, row in enumerate(table)]
+                done = await asyncio.gather(*map(agents.fulfil, leases))
+            finally:
+                playing.cancel()
+                await program.close()
+        turns = [1.0, 3.0, 1.0]
+        for number, (episodes, rewards, _) in enumerate(done):
+            np.testing.assert_array_equal(rewards, np.array([[turns[number], np.nan, 1.0]] * 2, "f4"))
+            assert [conversation(episode) for episode in episodes] == [expected(number)] * 2
+        assert agents.rewarded == 6
+        assert {request.fields["temperature"] for request in policy.requests} == {0.7}
+
+    asyncio.run(asyncio.wait_for(body(), 120))
+
+
+def conversation(episode: Episode) -> list[tuple[bool, str]]:
+    """The one record of an episode in pieces: whether the policy said it."""
+    (record,) = episode.records
+    pieces: list[tuple[bool, str]] = []
+    for token, version in zip(record.token_ids, record.versions, strict=True):
+        sampled = version is not None
+        if pieces and pieces[-1][0] == sampled:
+            pieces[-1] = (sampled, pieces[-1][1] + chr(token))
+        else:
+            pieces.append((sampled, chr(token)))
+    return pieces
+
+
+def expected(number: int) -> list[tuple[bool, str]]:
+    begins = (False, f"s:Only numbers.\nu:double {number}\na:")
+    again = (False, "u:no, again\na:")
+    answer = (True, f"{2 * number}\n")
+    return [begins, answer] if number % 2 == 0 else [begins, (True, "dunno\n"), again, (True, "dunno\n"), again, answer]
+
+
+@pytest.mark.parametrize(
+    ("verifiers", "said"),
+    [
+        (
+            {"id": "owner/no-such"},
+            r"environment\.verifiers\.id: .*python\S* has no module no_such; install the environment there",
+        ),
+        ({"id": "classic-doubling", "arguments": {"nmbers": 3}}, r"environment\.verifiers\.arguments: .*'nmbers'"),
+        ({"id": "json"}, r"json has no load_environment, so it is for verifiers from 0\.4 on, and .* has 0\.3\.1"),
+        (
+            {"id": "antigravity-free", "python": "/no/python"},
+            r"environment\.verifiers\.python: /no/python is no program",
+        ),
+        ({"id": "any", "python": "false"}, r"the agent program ended \(exit status 1\); its last words are above"),
+    ],
+)
+def test_what_cannot_be_played_is_said_before_the_engine_is_loaded(
+    verifiers: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (ENVIRONMENTS, ENVIRONMENTS / "standin"))))
+    with pytest.raises(ConfigError, match=said):
+        asyncio.run(AgentProgram(EnvironmentSection.model_validate({"verifiers": verifiers}), "", "").start())
+
+
+def test_a_python_without_verifiers_is_named():
+    section = EnvironmentSection.model_validate({"verifiers": {"id": "any"}})
+    with pytest.raises(
+        ConfigError, match=rf"environment\.verifiers\.python: {sys.executable} has no verifiers; install it"
+    ):
+        asyncio.run(AgentProgram(section, "", "").start())
+
+
+@pytest.fixture
+def daemons() -> Iterator[list[Daemon]]:
+    started: list[Daemon] = []
+    yield started
+    for daemon in started:
+        daemon.close()
+
+
+def test_a_run_learns_from_episodes_and_a_killed_agent_program_is_started_again(
+    short_dir: Path, daemons: list[Daemon], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (ENVIRONMENTS, ENVIRONMENTS / "standin"))))
+    arguments = {"numbers": 20, "rewards_length": True}
+    config = str(
+        write_run(
+            short_dir,
+            "llama",
+            [],
+            "def unused(**_): ...",
+            rewards={"functions": [{"posted": "turns", "weight": 0.0}]},
+            environment={"verifiers": {"id": "classic-doubling", "arguments": arguments}},
+            serve={"enabled": True, "max_requests": 32},
+            sampling={"num_generations": 4, "max_completion_length": 200},
+            engine={"max_model_len": 512, "max_num_seqs": 32, "enforce_eager": True},
+            trainer={"max_steps": 3, "save_steps": 100, "learning_rate": 1e-3},
+        )
+    )
+    ends = {"eos_token_id": [1, *range(60, 120)], "pad_token_id": 0}  # of the model's 400 or so tokens: turns are short
+    (short_dir / "model" / "generation_config.json").write_text(json.dumps(ends))
+    assert environment_cli.main(["rows", "--config", config, "--to", str(short_dir / "data.jsonl")]) == 0
+    producer = Daemon("producer.cli", short_dir / "producer.log", "--config", config)
+    daemons.append(producer)
+    producer.wait_for("engine ready")
+    trainer = Daemon("consumer.cli", short_dir / "trainer.log", "--config", config)
+    daemons.append(trainer)
+    trainer.wait_for(r"step 1/")
+    (program,) = [child for child in producer.family() if "producer.bridges" in " ".join(child.cmdline())]
+    program.kill()
+    producer.wait_for(r"the agent program of the environment ended \(killed by SIGKILL\); starting another in 1 s")
+    assert trainer.end(200) == 0, trainer.output[-3000:]
+    assert producer.end(60) == 0, producer.output[-3000:]
+    steps = read_steps(short_dir)
+    assert [line["step"] for line in steps] == [1, 2, 3]
+    assert steps[-1]["counts"]["trained"] == 12
+    assert all(1 < line["rewards/turns/mean"] <= 3 for line in steps), "episodes have several turns"
+    assert all(line["rewards/environment/std"] > 0 for line in steps)
+    with contextlib.closing(sqlite3.connect(f"file:{short_dir}/run/journal.sqlite?mode=ro", uri=True)) as connection:
+        assert connection.execute("SELECT count(*) FROM groups WHERE step IS NOT NULL").fetchone() == (12,)

@@ -1,0 +1,63 @@
+"""Stands in for the servers of NeMo Gym 0.4.0 on loopback: an agent server, and what its `simple_agent` and `vllm_model` make of
+a row (`responses_api_agents/simple_agent/app.py`, `responses_api_models/vllm_model/app.py`).
+"""
+
+import json
+import threading
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+Row = dict[str, Any]
+
+
+@contextmanager
+def agent_server(answer: Callable[[Row], tuple[int, dict[str, str], bytes]]) -> Iterator[str]:
+    """Its address. `answer` gives status, headers and body to the row that `/run` is asked."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self._say(200 if self.path == "/openapi.json" else 404, {}, b"{}")
+
+        def do_POST(self) -> None:
+            assert (self.path, self.headers["content-type"]) == ("/run", "application/json")
+            self._say(*answer(json.loads(self.rfile.read(int(self.headers["content-length"])))))
+
+        def _say(self, status: int, headers: dict[str, str], body: bytes) -> None:
+            self.send_response(status)
+            for name, value in {"content-length": str(len(body)), **headers}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None: ...
+
+    class Server(ThreadingHTTPServer):
+        def handle_error(self, *_: Any) -> None: ...  # a client that went away
+
+    with Server(("127.0.0.1", 0), Handler) as server:
+        serving = threading.Thread(target=server.serve_forever, args=(0.01,))
+        serving.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+            serving.join()
+
+
+def verified(row: Row, reward: Any, **more: Any) -> tuple[int, dict[str, str], bytes]:
+    """What `/run` answers when all went well."""
+    response = {"id": "resp_1", "object": "response", "output": []}
+    return 200, {}, json.dumps(row | {"response": response, "reward": reward} | more).encode()
+
+
+def ask_policy(base_url: str, create_params: Row, said_before: list[dict[str, str]]) -> str:
+    """One model call of an agent, as `vllm_model` sends it."""
+    others = {name: value for name, value in create_params.items() if name not in ("input", "model")}
+    body = {"messages": create_params["input"] + said_before, **others, "model": "policy"}
+    headers = {"content-type": "application/json", "authorization": "Bearer dummy_key"}
+    request = urllib.request.Request(f"{base_url}/chat/completions", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)["choices"][0]["message"]["content"]

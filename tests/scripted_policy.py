@@ -1,0 +1,99 @@
+"""A producer's endpoint with a stand-in for vLLM that says what is wanted, and leases for its agents."""
+
+import asyncio
+import itertools
+import re
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from producer.agents import Agents
+from producer.served_calls import Answer, Call
+from producer.served_requests import ServedRequest
+from producer.serving import Serving, base_url, listening
+from protocol.config import RunConfig
+from protocol.messages import Lease, Sampling
+from tests.scripted_trainer import lease
+from tests.unit.producer.test_served_versions import Registry
+
+Say = Callable[[list[dict[str, Any]]], str]
+"""What the policy answers to messages."""
+
+
+class ScriptedPolicy:
+    """In place of vLLM: a token per character, of prompts too, so that a conversation goes on token by token."""
+
+    def __init__(self, say: Say) -> None:
+        self._say = say
+        self._numbers = itertools.count()
+        self.requests: list[ServedRequest] = []
+
+    async def answer(self, request: ServedRequest, call: Call) -> Answer:
+        self.requests.append(request)
+        messages = request.fields["messages"]
+        said = self._say(messages)
+        sampled = call.of(f"r{next(self._numbers)}", 0, _tokens("".join(map(_rendered, messages)) + "a:"))
+        sampled.token_ids = _tokens(said + "\n")
+        sampled.logprobs = [-0.5] * len(sampled.token_ids)
+        sampled.token_versions = [call.adapter.version] * len(sampled.token_ids)
+        sampled.finish_reason = "stop"
+        usage = {"prompt_tokens": len(sampled.prompt_ids), "completion_tokens": len(sampled.token_ids)}
+        choice = {"index": 0, "message": {"role": "assistant", "content": said}, "finish_reason": "stop"}
+        return Answer(
+            {
+                "id": call.id,
+                "object": "chat.completion",
+                "created": int(time.time()),
+                "model": "?",
+                "choices": [choice],
+                "usage": usage | {"total_tokens": sum(usage.values())},
+            }
+        )
+
+
+def _rendered(message: dict[str, Any]) -> str:
+    return f"{message['role'][0]}:{message['content']}\n"
+
+
+def _tokens(text: str) -> list[int]:
+    return [ord(character) for character in text]
+
+
+@asynccontextmanager
+async def endpoint(folder: Path, policy: ScriptedPolicy, agents: Agents, **settings: Any) -> AsyncIterator[str]:
+    """Its base URL."""
+    config = RunConfig.model_validate(
+        {
+            "run_dir": str(folder),
+            "model": {"path": "unused"},
+            "dataset": {"path": "unused"},
+            "rewards": {"functions": [{"posted": "unused"}]},
+            "serve": {"enabled": True} | settings,
+        }
+    )
+    registry = Registry()
+    registry.swap(12)
+    with listening(config.serve, []) as listener:
+        assert listener is not None
+        serving = Serving(config, "test", (), policy, registry, 64, CollectorRegistry(), agents)  # type: ignore[arg-type]
+        task = asyncio.create_task(serving.run(listener))
+        try:
+            yield base_url(listener)
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+def lease_of(row: dict[str, Any], number: int, num_generations: int = 2, **changes: Any) -> Lease:
+    """A row of a dataset as the trainer leases it."""
+    columns = {name: value for name, value in row.items() if name != "prompt"}
+    sampling = Sampling(num_generations, 1000, 0.7)
+    return lease(number, prompt=row["prompt"], columns=columns, sampling=sampling, **changes)
+
+
+def numbers_in(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", text)]
