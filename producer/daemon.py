@@ -267,6 +267,7 @@ class _Producer:
             watch.registry,
             self._agents,
             self._atropos,
+            self._generation.clock.running,
         )
         self._health.check_ready("serve", lambda: serving.problem)
         return serving

@@ -11,6 +11,7 @@ import hmac
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 from starlette.datastructures import Headers
@@ -54,6 +55,7 @@ class Endpoint:
         keys: of which clients have to send one; none needed if empty.
         agents: in a run with posted rewards.
         atropos: in a run with `environment.atropos`.
+        running: entered while a request is in the engine.
     """
 
     def __init__(
@@ -66,8 +68,10 @@ class Endpoint:
         metrics: ServeMetrics,
         agents: Agents | None = None,
         atropos: Atropos | None = None,
+        running: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._settings = settings
+        self._running = running
         self._keys = keys
         self._answering = answering
         self._versions = versions
@@ -171,14 +175,15 @@ class Endpoint:
         async with self._places.take(request.num_completions), self._versions.use(request.model, floor) as adapter:
             call = Call(adapter)
             try:
-                answer = await self._answering.answer(request, call)
-                if isinstance(answer, Stream):
-                    await _send_events(answer.events, call, send, recorder)
-                else:
-                    _note(recorder, call)
-                    body = answer.body | {"model": model_name(call.version)}
-                    body = body if body_of is None else body_of(body, call)
-                    await JSONResponse(body, headers={VERSION_HEADER: str(call.version)})(scope, receive, send)
+                with self._running():
+                    answer = await self._answering.answer(request, call)
+                    if isinstance(answer, Stream):
+                        await _send_events(answer.events, call, send, recorder)
+                        return
+                _note(recorder, call)
+                body = answer.body | {"model": model_name(call.version)}
+                body = body if body_of is None else body_of(body, call)
+                await JSONResponse(body, headers={VERSION_HEADER: str(call.version)})(scope, receive, send)
             finally:
                 self._metrics.generated(call.num_prompt_tokens, call.num_tokens)
                 await call.close()

@@ -59,7 +59,8 @@ class BusyClock:
 
 
 class Generation:
-    """Works on leases, one task each.
+    """Works on leases, one task each. `clock` tells how long the engine had something to do; whoever else has requests in it
+    runs it, too.
 
     Args:
         places: of groups in the engine.
@@ -101,7 +102,7 @@ class Generation:
         self._open.set()
         self._works: dict[str, _Work] = {}
         self._warn = Throttle(logger)
-        self._clock = BusyClock()
+        self.clock = BusyClock()
 
     def start(self, lease: Lease) -> None:
         work = self._works[lease.lease_id] = _Work(lease)
@@ -142,7 +143,7 @@ class Generation:
             tuple(work.lease.policy_floor for work in works if work.stage == "waiting"),
             stages.count("generating") + stages.count("with agents"),
             stages.count("scoring"),
-            self._clock.busy_s(),
+            self.clock.busy_s(),
             stages.count("with agents"),
         )
 
@@ -179,7 +180,7 @@ class Generation:
         prompt_ids = self._prompts.encode(lease.prompt, lease.sampling.max_completion_length)
         async with self._place(work) as adapter:
             started = time.monotonic()
-            with self._clock.running():
+            with self.clock.running():
                 if adapter is None:
                     completions = await self._in_flight.sample(prompt_ids, lease.sampling)
                 else:
@@ -202,7 +203,7 @@ class Generation:
         source.check(lease)
         async with self._place(work) as adapter:
             started = time.monotonic()
-            episodes = await source.play(lease, adapter, self._clock.running)
+            episodes = await source.play(lease, adapter, self.clock.running)
         generation_s = time.monotonic() - started
         _check_evaluated(lease, {version for episode in episodes for version in episode.versions})
         self._count(

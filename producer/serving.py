@@ -11,7 +11,7 @@ import logging
 import os
 import socket
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import uvicorn
@@ -95,7 +95,7 @@ def read_keys(file: str | None) -> tuple[bytes, ...]:
 
 
 class Serving:
-    """The endpoint's parts, put together."""
+    """The endpoint's parts, put together. `running` is entered while a request is in the engine."""
 
     def __init__(
         self,
@@ -108,6 +108,7 @@ class Serving:
         registry: CollectorRegistry,
         agents: Agents | None = None,
         atropos: Atropos | None = None,
+        running: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
         settings = self._settings = config.serve
         self._name = name
@@ -122,7 +123,7 @@ class Serving:
             metrics.watch(agents)
         if atropos is not None:
             metrics.watch_atropos(atropos)
-        endpoint = Endpoint(settings, keys, answering, self._versions, places, metrics, agents, atropos)
+        endpoint = Endpoint(settings, keys, answering, self._versions, places, metrics, agents, atropos, running)
         door = Door(settings.receive_timeout_s, settings.max_connections, metrics.refused)
         self._server = _Server(
             uvicorn.Config(

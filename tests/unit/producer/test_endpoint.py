@@ -12,6 +12,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from producer.agents import Agents
+from producer.generation import BusyClock
 from producer.refused import RefusedError
 from producer.served_calls import Answer, Call, Stream
 from producer.serving import Serving, listening, read_keys
@@ -59,6 +60,7 @@ class Endpoint:
 
     def __init__(self, port: int, vllm: Vllm, metrics: CollectorRegistry, registry: Registry) -> None:
         self.port = port
+        self.clock = BusyClock()
         self.vllm = vllm
         self.metrics = metrics
         self.registry = registry
@@ -108,10 +110,11 @@ async def endpoint(folder: Path, keys: tuple[bytes, ...] = (), agents: Agents | 
     vllm, metrics, registry = Vllm(), CollectorRegistry(), Registry()
     registry.swap(12)
     with listening(config.serve, []) as listener:
-        serving = Serving(config, "test", keys, vllm, registry, 16, metrics, agents)
+        it = Endpoint(listener.getsockname()[1], vllm, metrics, registry)
+        serving = Serving(config, "test", keys, vllm, registry, 16, metrics, agents, running=it.clock.running)
         task = asyncio.create_task(serving.run(listener))
         try:
-            yield Endpoint(listener.getsockname()[1], vllm, metrics, registry)
+            yield it
             assert serving.problem is None
         finally:
             task.cancel()
@@ -128,6 +131,7 @@ def test_an_answer_names_its_version_and_where_it_listens_is_in_a_file(tmp_path)
             status, headers, content = await it.post(CHAT)
             assert (status, headers["x-policy-version"]) == (200, "12")
             assert json.loads(content)["model"] == "policy@v12"
+            assert it.clock.busy_s() == it.clock.busy_s() > 0, "while it was in the engine, and no longer"
             status, headers, content = await it.post(CHAT | {"stream": True})
             assert (status, headers["x-policy-version"]) == (200, "12")
             assert headers["content-type"] == "text/event-stream"
