@@ -44,6 +44,7 @@ class _Program:
         self._reader = reader
         self._writer = writer
         self._place = place
+        self._ending = asyncio.Lock()
 
     @classmethod
     async def start(cls, section: EnvironmentSection, work: dict[str, Any]) -> "_Program":
@@ -110,7 +111,10 @@ class _Program:
 
     async def end(self) -> str:
         """Ends it, kindly first, and whatever it started; says how it ended."""
-        process = self._process
+        async with self._ending:
+            return await self._end(self._process)
+
+    async def _end(self, process: "subprocess.Popen[bytes]") -> str:
         if process.returncode is None:  # not reaped yet, so the id is still its own
             os.kill(process.pid, signal.SIGTERM)  # Popen's own `terminate` would reap it
             deadline = time.monotonic() + _EXIT_GRACE_S
@@ -147,6 +151,7 @@ class AgentProgram:
         }
         self._agent_gone = agent_gone
         self._program: _Program | None = None
+        self._closed = False
         self.restarts = 0
         self.problem: str | None = None
 
@@ -159,13 +164,16 @@ class AgentProgram:
         self._program = await _Program.start(self._section, {"kind": "play"})
 
     async def run(self) -> None:
-        """Has it play, and another one when it has ended, until this is cancelled."""
+        """Has it play, and another one when it has ended, until this is cancelled or it is closed."""
         pause_s = _FIRST_PAUSE_S
         while True:
             if self._program is not None:
                 began, self.problem = time.monotonic(), None
                 await self._program.say(self._where)
-                self.problem = f"the agent program of the environment ended ({await self._program.ended()})"
+                how = await self._program.ended()
+                if self._closed:
+                    return
+                self.problem = f"the agent program of the environment ended ({how})"
                 self._program = None
                 self._agent_gone(self.problem)
                 if time.monotonic() - began > _LONGEST_PAUSE_S:
@@ -180,6 +188,7 @@ class AgentProgram:
                 self.problem = str(error)
 
     async def close(self) -> None:
+        self._closed = True
         if self._program is not None:
             await self._program.end()
 

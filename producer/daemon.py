@@ -107,6 +107,7 @@ class _Producer:
         self._serving: Serving | None = None
         self._agents = Agents(config.posted_rewards) if config.posted_rewards else None
         self._atropos: Atropos | None = None
+        self._program: AgentProgram | None = None
 
     async def live(self, watch: Watch) -> None:
         config = self._config
@@ -122,10 +123,10 @@ class _Producer:
             environments = EnvironmentPool(config.environment) if config.environment.factory else None
             if environments is not None:
                 stack.push_async_callback(environments.close)
-            program = None
             if self._agents is not None and listener is not None and config.environment.is_played_outside:
                 key = serve_keys[0].decode() if serve_keys else ""
                 program = AgentProgram(config.environment, base_url(listener), key, self._agents.fail_taken)
+                self._program = program
                 stack.push_async_callback(program.close)
                 self._metrics.watch_agent_program(lambda: program.restarts)
                 self._health.check_ready("environment", lambda: program.problem)
@@ -133,8 +134,8 @@ class _Producer:
                 await rewards.start()
                 if environments is not None:
                     await environments.start()
-                if program is not None:
-                    await program.start()
+                if self._program is not None:
+                    await self._program.start()
                 logger.info("loading the engine for %s ...", config.model.path)
                 started = time.monotonic()
                 from producer.engine import Engine  # vLLM takes seconds to import
@@ -148,8 +149,8 @@ class _Producer:
             if listener is not None:
                 self._serving = self._endpoint(engine, serve_keys, watch)
                 self._spawn(self._serving.run(listener))
-            if program is not None:
-                self._spawn(program.run())
+            if self._program is not None:
+                self._spawn(self._program.run())
             timeline.record("start", name=self.name, engine_start_s=round(time.monotonic() - started, 3))
             try:
                 await self._serve(engine, rewards, timeline)
@@ -298,6 +299,8 @@ class _Producer:
         """Nothing more is begun; what is finished is delivered, what is not is returned."""
         self._health.stopping("handing leases back")
         self._generation.hand_back_all()
+        if self._program is not None:
+            await self._program.close()  # before the endpoint, which it uses
         for task in self._tasks:
             task.cancel()
         if self._tasks:  # an engine that hangs must not keep the process
@@ -349,15 +352,9 @@ class _Producer:
             self._watchdog.check(now, self._counters, situation)
 
     def _totals(self) -> dict[str, Any]:
-        counters = self._counters
-        return {
-            "tokens": counters.tokens,
-            "busy_s": round(self._generation.workload().busy_s, 3),
-            "idle_s": round(counters.idle_s, 3),
-            "groups": counters.groups,
-            "failed": counters.failed,
-            "abandoned": counters.abandoned,
-        }
+        counters, busy_s = self._counters, self._generation.workload().busy_s
+        counts = {name: getattr(counters, name) for name in ("tokens", "groups", "failed", "abandoned")}
+        return counts | {"busy_s": round(busy_s, 3), "idle_s": round(counters.idle_s, 3)}
 
     # LinkEvents: called on the link's thread
 

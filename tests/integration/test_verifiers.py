@@ -80,8 +80,8 @@ def test_episodes_of_several_turns_are_played_recorded_and_rewarded(section: Env
                 leases = [lease_of(row, number) for number, row in enumerate(table)]
                 done = await asyncio.gather(*map(agents.fulfil, leases))
             finally:
-                playing.cancel()
                 await program.close()
+                await playing  # another is not started
         turns = [1.0, 3.0, 1.0]
         for number, (episodes, rewards, _) in enumerate(done):
             np.testing.assert_array_equal(rewards, np.array([[turns[number], np.nan, 1.0]] * 2, "f4"))
@@ -185,6 +185,7 @@ def test_a_run_learns_from_episodes_and_a_killed_agent_program_is_started_again(
     producer.wait_for(r"the agent program of the environment ended \(killed by SIGKILL\); starting another in 1 s")
     assert trainer.end(200) == 0, trainer.output[-3000:]
     assert producer.end(60) == 0, producer.output[-3000:]
+    assert producer.output.count("agent program of the environment ended") == 1, "the one that was killed"
     steps = read_steps(short_dir)
     assert [line["step"] for line in steps] == [1, 2, 3]
     assert steps[-1]["counts"]["trained"] == 12
