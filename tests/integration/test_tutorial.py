@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tomllib
@@ -25,13 +26,16 @@ def commands(folder: Path) -> Path:
     """A folder of the project's commands, whether or not this checkout is the one that is installed."""
     folder.mkdir()
     scripts = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["scripts"]
-    for name, place in scripts.items():
-        module = place.partition(":")[0]
-        (folder / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" -m {module} "$@"\n')
+    arguments = {name: f"-m {place.partition(':')[0]}" for name, place in scripts.items()} | {"python": ""}
+    for name, before in arguments.items():
+        (folder / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {before} "$@"\n')
         (folder / name).chmod(0o755)
-    (folder / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
-    (folder / "python").chmod(0o755)
     return folder
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
 
 
 def test_the_tutorial(short_dir: Path) -> None:
@@ -39,18 +43,20 @@ def test_the_tutorial(short_dir: Path) -> None:
     folder = short_dir / "task"
     folder.mkdir()
     build_model("llama", folder / "model")
-    script = []
+    script, port = [], str(free_port())
     for block in blocks:
         if block["file"]:
             (folder / block["file"]).write_text(block["text"])
         else:
             assert block["language"] == "sh", "a block is a file or commands"
-            script.append(block["text"])
+            script.append(block["text"].replace("8000", port))
     environment = os.environ | {
         "PATH": f"{commands(short_dir / 'bin')}:{os.environ['PATH']}",
         "PYTHONPATH": str(REPOSITORY),
         "HF_DATASETS_CACHE": str(short_dir / "cache"),
         "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB, not half the memory
+        "VLLM_NO_USAGE_STATS": "1",
     }
     with (short_dir / "log").open("wb") as log:
         shell = subprocess.Popen(
@@ -67,12 +73,18 @@ def test_the_tutorial(short_dir: Path) -> None:
             with contextlib.suppress(ProcessLookupError):  # the daemons are of its group and may outlive it
                 os.killpg(shell.pid, signal.SIGKILL)
             shell.wait(10)
-    logs = {name: (folder / name).read_text() for name in ("producer.log", "trainer.log") if (folder / name).exists()}
+    logs = {
+        name: (folder / name).read_text()
+        for name in ("producer.log", "trainer.log", "vllm.log")
+        if (folder / name).exists()
+    }
     output = (short_dir / "log").read_text()
     assert code == 0, f"{output[-3000:]}\n{[text[-2000:] for text in logs.values()]}"
     assert "rl-sft: wrote runs/larger/sft" in output
     assert "rl-trainer: finished at step 20 of 20" in output
     assert "rl-export: runs/larger/adapter merged into model: larger; log-probs agree to" in output
+    answered = json.JSONDecoder().raw_decode(output, output.index('{"id":'))[0]["choices"][0]["message"]["content"]
+    assert answered in output.split("+ python use.py")[1].splitlines(), "vLLM says what use.py does"
     steps = [json.loads(line) for line in (folder / "runs/larger/steps.jsonl").read_text().splitlines()]
     assert [step["step"] for step in steps] == list(range(1, 21))
     tokens = ([5, 6, 7], [8, 9, 10])
