@@ -4,6 +4,7 @@ Guarantee: as `producer.agents`; the run's other rewards score what was sampled,
 """
 
 import logging
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -54,9 +55,10 @@ class AgentGroups:
         Raises:
             LeaseFailure: no agent did it, or not all of it.
         """
+        began = time.monotonic()
         await self._adapters.wait_for(lease.policy_floor)
         offered()
-        episodes, posted, generation_s = await self._agents.fulfil(lease)
+        episodes, posted, generation_s = await self._agents.fulfil(lease, time.monotonic() - began)
         token_ids = [episode.token_ids for episode in episodes]
         computed, reward_s = await self._rewards.score(
             lease.prompt, self._prompts.decode(lease.prompt, token_ids), token_ids, lease.columns

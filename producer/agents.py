@@ -72,9 +72,12 @@ class Agents:
 
     # The lease's side
 
-    async def fulfil(self, lease: Lease) -> tuple[list[Episode], NDArray[np.float32], float]:
+    async def fulfil(self, lease: Lease, waited_s: float = 0.0) -> tuple[list[Episode], NDArray[np.float32], float]:
         """The episodes of this lease, once agents have generated and scored them; the rewards they posted, float32 (episodes,
         names), NaN for missing; the seconds since an agent took it.
+
+        Args:
+            waited_s: of the lease's time, is over.
 
         Raises:
             LeaseFailure: nobody took it (`returned`), or an episode was left empty, or failed so.
@@ -82,7 +85,7 @@ class Agents:
         count = lease.sampling.num_generations
         names = [f"{lease.lease_id}.{number}" for number in range(count)]
         episodes = [AgentEpisode(name, lease.sampling, lease.policy_floor) for name in names]
-        limit_s = lease.timeout_s * (1 - _MARGIN)
+        limit_s = max(0.0, lease.timeout_s * (1 - _MARGIN) - waited_s)
         task = Task(lease, episodes, self._clock() + limit_s)
         self._episodes |= {episode.id: (task, episode) for episode in episodes}
         self._offer(task)

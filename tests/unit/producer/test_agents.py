@@ -111,6 +111,8 @@ def test_what_its_time_leaves_undone():
             await agents.fulfil(task(timeout_s=0.1))
         assert untaken.value.reason == "returned"
         assert await agents.take(0.0) is None
+        with pytest.raises(LeaseFailure, match="no agent worked on it"):
+            await agents.fulfil(task(timeout_s=60.0), waited_s=57.0)  # for its policy; 5 % are for scoring and delivery
 
         fulfilling, _ = await begun(agents, timeout_s=0.1)
         with pytest.raises(LeaseFailure, match="no agent worked on it"):
