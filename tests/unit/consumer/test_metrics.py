@@ -28,6 +28,7 @@ COUNTED_THINGS = (
     "rl_trainer_evaluation_prompts_done", "rl_trainer_evaluation_score", "rl_trainer_evaluation_version",
     "rl_trainer_evaluation_without_improvement",
     "rl_trainer_check_failing", "rl_producer_check_failing", "rl_producer_connected", "rl_producer_leases",
+    "rl_producer_atropos_queue",
     "rl_producer_group_limit", "rl_producer_paused", "rl_producer_reward_workers", "rl_producer_serve_completions",
     "rl_producer_serve_waiting_tasks",
 )  # fmt: skip
