@@ -71,11 +71,11 @@ def test_the_demo_learns_to_use_the_calculator(short_dir: Path) -> None:
     scores = [line["score"] for line in lines]
     assert scores == pytest.approx([summary["eval_before"], summary["eval_after"]], abs=0.01)
 
-    used_the_tool = 0
-    for group in [group for group in groups_of(run_dir) if group.newest_version == 0][:4]:
-        for tokens in group.records:
-            sampled, ids = group.is_sampled[tokens], group.completion_ids[tokens].tolist()
-            expected = reference_logprobs(run_dir / "base", None, group.prompt_ids.tolist(), ids, 1.0).numpy()
-            np.testing.assert_allclose(group.logprobs[tokens][sampled], expected[sampled], atol=1e-3)
-            used_the_tool += not sampled.all()
-    assert used_the_tool > 2
+    of_the_base = [group for group in groups_of(run_dir) if group.newest_version == 0]
+    records = [(group, tokens) for group in of_the_base for tokens in group.records]
+    with_tool = [(group, tokens) for group, tokens in records if not group.is_sampled[tokens].all()]
+    assert len(with_tool) > 1
+    for group, tokens in with_tool[:8] + records[:16]:
+        sampled, ids = group.is_sampled[tokens], group.completion_ids[tokens].tolist()
+        expected = reference_logprobs(run_dir / "base", None, group.prompt_ids.tolist(), ids, 1.0).numpy()
+        np.testing.assert_allclose(group.logprobs[tokens][sampled], expected[sampled], atol=1e-3)
