@@ -29,7 +29,6 @@ from consumer.status_sources import find_sources
 from consumer.status_view import View
 from consumer.status_warnings import warnings
 from protocol import __version__
-from protocol.config_file import load_config
 from protocol.errors import ConfigError, ExitCode, SlipstreamError
 
 PROGRAM = "rl-status"
@@ -126,6 +125,8 @@ def _forever(watch: _Watch, every_s: float) -> NoReturn:
 
 def _run_dir(chosen: argparse.Namespace) -> Path | None:
     if chosen.config is not None:
+        from protocol.config_file import load_config  # as long to import as everything else
+
         return Path(load_config(chosen.config).run_dir)
     if chosen.run is None and chosen.url:
         return None
