@@ -20,7 +20,7 @@ from producer.interfaces import EngineLoad
 
 DECREASE = 0.75
 ROOM = 0.9  # of the KV cache in use: below it the limit may rise
-TOLERATED = 0.5  # preemptions per completion
+TOLERATED = 1.0  # preemptions per completion: about where throughput was best (docs/benchmarks.md)
 
 
 class AdmissionControl:

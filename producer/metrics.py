@@ -140,7 +140,7 @@ class ProducerMetrics:
         )
         readings.gauge(
             "rl_producer_group_limit",
-            "Groups that may be in the engine at once; it falls while vLLM preempts more than every second completion.",
+            "Groups that may be in the engine at once; it falls while vLLM preempts more often than once per completion.",
             group_limit,
         )
         readings.counter(

@@ -22,23 +22,23 @@ def run(body: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 def test_more_preemptions_than_are_tolerated_lower_the_limit_by_a_quarter_of_what_is_inside():
     control = AdmissionControl(40, 8)
-    assert not control.look(inside=16, load=load(preemptions=64)), "one for every second of 16 x 8 completions"
+    assert not control.look(inside=16, load=load(preemptions=128)), "one for each of 16 x 8 completions"
     assert control.limit == 40
-    assert control.look(inside=16, load=load(preemptions=65))
+    assert control.look(inside=16, load=load(preemptions=129))
     assert control.limit == 12
-    assert not control.look(inside=16, load=load(preemptions=65)), "the same preemptions are not counted twice"
+    assert not control.look(inside=16, load=load(preemptions=129)), "the same preemptions are not counted twice"
     assert control.limit == 12
 
 
-def test_every_group_that_leaves_pays_for_as_many_as_half_its_completions():
+def test_every_group_that_leaves_pays_for_as_many_as_its_completions():
     control = AdmissionControl(4, 8)
     for left in range(1, 100):
-        control.note_left(4, load(usage=1.0, preemptions=4 * left))
+        control.note_left(4, load(usage=1.0, preemptions=8 * left))
     assert control.limit == 4
-    for left in range(1, 8):
+    for left in range(1, 14):
         assert control.limit == 4
-        control.note_left(4, load(usage=1.0, preemptions=396 + 6 * left))
-    assert control.limit == 3, "2 more than tolerated each time: the seventh finds 6 x 2 + 6 and 16 are tolerated"
+        control.note_left(4, load(usage=1.0, preemptions=792 + 10 * left))
+    assert control.limit == 3, "2 more than tolerated each time: the 13th finds 12 x 2 + 10, and 32 are tolerated"
 
 
 def test_requests_that_wait_for_a_full_cache_are_no_reason_to_lower_it():
@@ -49,28 +49,28 @@ def test_requests_that_wait_for_a_full_cache_are_no_reason_to_lower_it():
 
 def test_a_decrease_is_not_repeated_before_the_groups_that_were_inside_have_left():
     control = AdmissionControl(4, 1)
-    control.look(4, load(preemptions=3))
+    control.look(4, load(preemptions=5))
     for left in range(1, 4):
-        control.note_left(4, load(preemptions=3 + 4 * left))
+        control.note_left(4, load(preemptions=5 + 6 * left))
         assert control.limit == 3
-    control.note_left(4, load(preemptions=19))
+    control.note_left(4, load(preemptions=29))
     assert control.limit == 3, "the fourth was inside, too"
-    control.look(3, load(preemptions=23))
+    control.look(3, load(preemptions=33))
     assert control.limit == 2, "0.75 x 3 = 2.25"
 
 
 def test_it_rises_by_about_one_in_a_round_of_groups_while_it_is_what_keeps_them_out():
     control = AdmissionControl(20, 1)
-    control.look(16, load(preemptions=9))
+    control.look(16, load(preemptions=17))
     for _ in range(13):
-        control.note_left(12, load(preemptions=9))
+        control.note_left(12, load(preemptions=17))
     assert control.limit == 13, "12 + 13 x about 1/12.5"
     for _ in range(1000):
-        control.note_left(5, load(preemptions=9))
-        control.note_left(13, load(usage=ROOM, preemptions=9))
+        control.note_left(5, load(preemptions=17))
+        control.note_left(13, load(usage=ROOM, preemptions=17))
     assert control.limit == 13, "neither with places left nor with a cache that is nearly full"
     for _ in range(1000):
-        control.note_left(20, load(preemptions=9))
+        control.note_left(20, load(preemptions=17))
     assert control.limit == 20
 
 
@@ -157,7 +157,7 @@ def test_what_was_preempted_before_does_not_count():
     run(body)
 
 
-@pytest.mark.parametrize(("preemptions", "inside"), [(0, 4), (2, 3)])
+@pytest.mark.parametrize(("preemptions", "inside"), [(0, 4), (4, 3)])
 def test_the_door_asks_the_engine_before_it_lets_in(preemptions: int, inside: int):
     async def body() -> None:
         told = load()
@@ -167,7 +167,7 @@ def test_the_door_asks_the_engine_before_it_lets_in(preemptions: int, inside: in
         told = load(preemptions=preemptions)
         entering = asyncio.create_task(admission.__aenter__())
         await asyncio.sleep(0)
-        assert (admission.limit, entering.done()) == (({0: 4, 2: 2}[preemptions]), inside == 4)
+        assert (admission.limit, entering.done()) == (({0: 4, 4: 2}[preemptions]), inside == 4)
         entering.cancel()
 
     run(body)
