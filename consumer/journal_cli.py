@@ -6,17 +6,15 @@ ends the process with its own exit code.
 
 import argparse
 import io
-import os
 import sys
-import traceback
 from contextlib import closing
 from pathlib import Path
-from typing import NoReturn
 
 from consumer.journal_selection import VERDICTS, Selection
 from protocol import __version__
 from protocol.config_file import load_config
-from protocol.errors import ExitCode, SlipstreamError
+from protocol.errors import ExitCode
+from protocol.tool import ToolParser, run_tool
 from replay.journal_reader import STATES, GroupFilter, JournalReader
 
 PROGRAM = "rl-journal"
@@ -26,23 +24,12 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = _parser().parse_args(arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
-    try:
-        with closing(JournalReader(_journal_file(chosen))) as reader:
-            code = _run(reader, chosen)
-        sys.stdout.flush()
-        return code
-    except SlipstreamError as error:
-        sys.stderr.write(f"{PROGRAM}: error: {error}\n")
-        return error.exit_code
-    except KeyboardInterrupt:
-        return ExitCode.INTERRUPTED
-    except BrokenPipeError:  # who reads our output, `head` perhaps, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return ExitCode.OK
-    except Exception:
-        traceback.print_exc()
-        sys.stderr.write(f"{PROGRAM}: this is a bug; please report it with the traceback above\n")
-        return ExitCode.BUG
+    return run_tool(PROGRAM, lambda: _look(chosen))
+
+
+def _look(chosen: argparse.Namespace) -> ExitCode:
+    with closing(JournalReader(_journal_file(chosen))) as reader:
+        return _run(reader, chosen)
 
 
 def _run(reader: JournalReader, chosen: argparse.Namespace) -> ExitCode:
@@ -91,13 +78,8 @@ def _selection(chosen: argparse.Namespace) -> Selection:
     return Selection(wanted, chosen.limit, chosen.verdict, chosen.replays)
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(ExitCode.USAGE, f"{PROGRAM}: error: {message}; see {self.prog} --help\n")
-
-
 def _parser() -> argparse.ArgumentParser:
-    result = _Parser(prog=PROGRAM, description="Looks into the journal of a run, also while its trainer is running.")
+    result = ToolParser(prog=PROGRAM, description="Looks into the journal of a run, also while its trainer is running.")
     place = result.add_mutually_exclusive_group()
     place.add_argument(
         "--run", metavar="RUN_DIR", default=".", help="the run's folder, or its journal file (default: this folder)"

@@ -8,10 +8,8 @@ import argparse
 import dataclasses
 import io
 import json
-import os
 import sys
 import time
-import traceback
 from collections import deque
 from pathlib import Path
 from typing import Any, NoReturn
@@ -29,7 +27,8 @@ from consumer.status_sources import find_sources
 from consumer.status_view import View
 from consumer.status_warnings import warnings
 from protocol import __version__
-from protocol.errors import ConfigError, ExitCode, SlipstreamError
+from protocol.errors import ConfigError, ExitCode
+from protocol.tool import ToolParser, run_tool
 
 PROGRAM = "rl-status"
 WINDOW_S = 60.0
@@ -40,23 +39,12 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = _parsed(arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
-    try:
-        watch = _Watch(_run_dir(chosen), chosen.url)
-        code = _once(watch, chosen) if chosen.once else _forever(watch, chosen.every or _EVERY_S)
-        sys.stdout.flush()
-        return code
-    except SlipstreamError as error:
-        sys.stderr.write(f"{PROGRAM}: error: {error}\n")
-        return error.exit_code
-    except KeyboardInterrupt:  # the way to leave a live view
-        return ExitCode.OK
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return ExitCode.OK
-    except Exception:
-        traceback.print_exc()
-        sys.stderr.write(f"{PROGRAM}: this is a bug; please report it with the traceback above\n")
-        return ExitCode.BUG
+    return run_tool(PROGRAM, lambda: _show(chosen), interrupted=ExitCode.OK)  # the way to leave a live view
+
+
+def _show(chosen: argparse.Namespace) -> ExitCode:
+    watch = _Watch(_run_dir(chosen), chosen.url)
+    return _once(watch, chosen) if chosen.once else _forever(watch, chosen.every or _EVERY_S)
 
 
 class _Watch:
@@ -136,13 +124,8 @@ def _run_dir(chosen: argparse.Namespace) -> Path | None:
     return run_dir
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(ExitCode.USAGE, f"{PROGRAM}: error: {message}; see {self.prog} --help\n")
-
-
 def _parser() -> argparse.ArgumentParser:
-    result = _Parser(
+    result = ToolParser(
         prog=PROGRAM, description="Shows what a run does now: whether it learns, who waits for whom, what to do."
     )
     place = result.add_mutually_exclusive_group()

@@ -9,13 +9,12 @@ import asyncio
 import json
 import os
 import sys
-import traceback
 from pathlib import Path
-from typing import NoReturn
 
 from protocol import __version__, logs
 from protocol.config_file import load_config
-from protocol.errors import ConfigError, DatasetError, ExitCode, SlipstreamError
+from protocol.errors import ConfigError, DatasetError, ExitCode
+from protocol.tool import ToolParser, run_tool
 
 PROGRAM = "rl-environment"
 
@@ -23,22 +22,10 @@ PROGRAM = "rl-environment"
 def main(arguments: list[str] | None = None) -> int:
     chosen = _parser().parse_args(arguments)
     logs.configure(PROGRAM)
-    try:
-        number = asyncio.run(_write_rows(chosen))
-        sys.stdout.write(f"{chosen.to}: {number} rows\n")
-    except SlipstreamError as error:
-        sys.stderr.write(f"{PROGRAM}: error: {error}\n")
-        return error.exit_code
-    except KeyboardInterrupt:
-        return ExitCode.INTERRUPTED
-    except Exception:
-        traceback.print_exc()
-        sys.stderr.write(f"{PROGRAM}: this is a bug; please report it with the traceback above\n")
-        return ExitCode.BUG
-    return ExitCode.OK
+    return run_tool(PROGRAM, lambda: asyncio.run(_write_rows(chosen)))
 
 
-async def _write_rows(chosen: argparse.Namespace) -> int:
+async def _write_rows(chosen: argparse.Namespace) -> ExitCode:
     from producer.agent_program import rows
 
     section = load_config(chosen.config, chosen.overrides).environment
@@ -59,16 +46,12 @@ async def _write_rows(chosen: argparse.Namespace) -> int:
         raise DatasetError(f"--to {chosen.to}: {error.strerror}") from error
     finally:
         partial.unlink(missing_ok=True)
-    return number
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(ExitCode.USAGE, f"{PROGRAM}: error: {message}; see {self.prog} --help\n")
+    sys.stdout.write(f"{chosen.to}: {number} rows\n")
+    return ExitCode.OK
 
 
 def _parser() -> argparse.ArgumentParser:
-    result = _Parser(prog=PROGRAM, description="Environments of verifiers and NeMo Gym.")
+    result = ToolParser(prog=PROGRAM, description="Environments of verifiers and NeMo Gym.")
     result.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = result.add_subparsers(dest="command", metavar="COMMAND", required=True)
     told = commands.add_parser("rows", help="write the environment's rows as a file for `dataset.path`")

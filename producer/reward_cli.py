@@ -5,16 +5,14 @@ error and ends the process with its own exit code; `ExitCode.NO_SIGNAL` says tha
 """
 
 import argparse
-import os
 import sys
-import traceback
 from pathlib import Path
-from typing import NoReturn
 
 from protocol import __version__, logs
 from protocol.command_line import select_gpus
 from protocol.config_file import load_config
-from protocol.errors import ExitCode, SlipstreamError
+from protocol.errors import ExitCode
+from protocol.tool import ToolParser, run_tool
 
 PROGRAM = "rl-reward"
 
@@ -22,22 +20,7 @@ PROGRAM = "rl-reward"
 def main(arguments: list[str] | None = None) -> int:
     chosen = _parser().parse_args(arguments)
     logs.configure(PROGRAM)
-    try:
-        code = _try(chosen)
-        sys.stdout.flush()
-        return code
-    except SlipstreamError as error:
-        sys.stderr.write(f"{PROGRAM}: error: {error}\n")
-        return error.exit_code
-    except KeyboardInterrupt:
-        return ExitCode.INTERRUPTED
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return ExitCode.OK
-    except Exception:
-        traceback.print_exc()
-        sys.stderr.write(f"{PROGRAM}: this is a bug; please report it with the traceback above\n")
-        return ExitCode.BUG
+    return run_tool(PROGRAM, lambda: _try(chosen))
 
 
 def _try(chosen: argparse.Namespace) -> ExitCode:
@@ -65,13 +48,8 @@ def _try(chosen: argparse.Namespace) -> ExitCode:
     return ExitCode.OK if has_signal else ExitCode.NO_SIGNAL
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(ExitCode.USAGE, f"{PROGRAM}: error: {message}; see {self.prog} --help\n")
-
-
 def _parser() -> argparse.ArgumentParser:
-    result = _Parser(prog=PROGRAM, description="Tries the rewards of a run on completions, without a run.")
+    result = ToolParser(prog=PROGRAM, description="Tries the rewards of a run on completions, without a run.")
     result.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = result.add_subparsers(dest="command", metavar="COMMAND", required=True)
     tried = commands.add_parser(
