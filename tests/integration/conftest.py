@@ -1,4 +1,4 @@
-"""Fixtures of the tests that run the real trainer."""
+"""Fixtures of the tests that run the real daemons."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from .models import build_model
+from .pair import Daemon
 from .runs import Run
 
 
@@ -15,6 +16,15 @@ from .runs import Run
 def trained_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The base model of the runs that `start` makes."""
     return build_model("qwen2", tmp_path_factory.mktemp("trainer") / "model")
+
+
+@pytest.fixture
+def daemons() -> Iterator[list[Daemon]]:
+    """Whatever a test starts and puts here ends with it."""
+    started: list[Daemon] = []
+    yield started
+    for daemon in started:
+        daemon.close()
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import sqlite3
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -63,14 +62,6 @@ class Agent(threading.Thread):
                     reward = float(sum(map(str.isdigit, completion.choices[0].text)))
                     http.post(f"/rollouts/{episode}/reward", json={"digits": reward}).raise_for_status()
                     self.posted.append(reward)
-
-
-@pytest.fixture
-def daemons() -> Iterator[list[Daemon]]:
-    started: list[Daemon] = []
-    yield started
-    for daemon in started:
-        daemon.close()
 
 
 def journal(run_dir: Path) -> dict[str, int | None]:

@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -127,14 +126,6 @@ class Environment(threading.Thread):
         for _ in range(2):  # as if it had not seen the answer
             headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
             http.post("/scored_data", content=packed, headers=headers).raise_for_status()
-
-
-@pytest.fixture
-def daemons() -> Iterator[list[Daemon]]:
-    started: list[Daemon] = []
-    yield started
-    for daemon in started:
-        daemon.close()
 
 
 def journal(run_dir: Path) -> tuple[dict[str, int | None], list[Group]]:

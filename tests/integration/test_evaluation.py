@@ -3,7 +3,6 @@
 import inspect
 import json
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +27,6 @@ def worth(completions, **_):
 
 WORTH = inspect.getsource(worth)
 HELD_OUT = [f"{i}+{i + 3}=" for i in range(40)]
-
-
-@pytest.fixture
-def daemons() -> Iterator[list[Daemon]]:
-    started: list[Daemon] = []
-    yield started
-    for daemon in started:
-        daemon.close()
 
 
 def worth_of_greedy(model_folder: Path, adapter: Path | None) -> float:

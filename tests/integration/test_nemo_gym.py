@@ -3,7 +3,6 @@
 import asyncio
 import json
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -85,14 +84,6 @@ def test_an_agent_that_is_not_there_is_said_before_the_engine_is_loaded():
     section = EnvironmentSection.model_validate({"nemo_gym": {"url": url}})
     with pytest.raises(ConfigError, match=rf"environment\.nemo_gym\.url: nothing answers at {url}"):
         asyncio.run(AgentProgram(section, "", "").start())
-
-
-@pytest.fixture
-def daemons() -> Iterator[list[Daemon]]:
-    started: list[Daemon] = []
-    yield started
-    for daemon in started:
-        daemon.close()
 
 
 def test_a_run_learns_from_episodes_of_an_agent_server(short_dir: Path, daemons: list[Daemon]):

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,14 +15,6 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 REWARD = "def ones(completions, **_):\n    return [float(text.count('1')) for text in completions]\n"
 CHAT_REWARD = "def length(completions, **_):\n    return [float(len(c[0]['content'])) for c in completions]\n"
-
-
-@pytest.fixture
-def daemons() -> Iterator[list[Daemon]]:
-    started: list[Daemon] = []
-    yield started
-    for daemon in started:
-        daemon.close()
 
 
 def write_run(folder: Path, family: str, rows: list[dict], reward: str, **sections: dict) -> Path:

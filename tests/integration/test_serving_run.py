@@ -2,7 +2,6 @@
 
 import json
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import openai
@@ -15,14 +14,6 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 ROWS = [{"prompt": [{"role": "user", "content": f"What is {i} and three?"}]} for i in range(40)]
 MESSAGES = [{"role": "user", "content": "What is two and three?"}]
-
-
-@pytest.fixture
-def daemons() -> Iterator[list[Daemon]]:
-    started: list[Daemon] = []
-    yield started
-    for daemon in started:
-        daemon.close()
 
 
 def client_of(run_dir: Path) -> openai.OpenAI:

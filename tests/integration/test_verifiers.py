@@ -7,7 +7,6 @@ import os
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -142,14 +141,6 @@ def test_a_python_without_verifiers_is_named():
         ConfigError, match=rf"environment\.verifiers\.python: {sys.executable} has no verifiers; install it"
     ):
         asyncio.run(AgentProgram(section, "", "").start())
-
-
-@pytest.fixture
-def daemons() -> Iterator[list[Daemon]]:
-    started: list[Daemon] = []
-    yield started
-    for daemon in started:
-        daemon.close()
 
 
 def test_a_run_learns_from_episodes_and_a_killed_agent_program_is_started_again(
