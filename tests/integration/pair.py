@@ -63,7 +63,7 @@ class Daemon:
                 self.process.wait(10)
 
 
-def gone(processes: list[psutil.Process], timeout_s: float = 15.0) -> bool:
+def gone(processes: list[psutil.Process], timeout_s: float = 60.0) -> bool:
     """Whether all of these have ended within the time."""
     _, alive = psutil.wait_procs(processes, timeout=timeout_s)
     return not [process for process in alive if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
