@@ -146,7 +146,8 @@ def refused_only(door: Door, honest: Honest, reason: str, at_least: int = 1, als
     changed = {name for name, count in after["refusals"].items() if count != before["refusals"][name]}
     assert changed - {also} == {reason}
     assert door.log.read_text().count("producer honest-1-aaaa ") == 1, "it joined and never left"
-    for count in ("bad_frames", "invalid", "duplicate"):
+    assert "duplicate" not in {ack.outcome for ack in honest.acks}
+    for count in ("bad_frames", "invalid"):
         assert after["counts"].get(count, 0) == before["counts"].get(count, 0), count
 
 
