@@ -27,7 +27,7 @@ from producer.interfaces import Adapter, Counters, LeaseFailure, Workload
 from producer.metrics import ProducerMetrics
 from producer.prompts import PromptFormat
 from producer.rewards import RewardPool
-from producer.rollouts import Episode, group_message
+from producer.rollouts import Episode, count, group_message
 from protocol.messages import FailureReason, Group, Lease, Nack
 from protocol.throttle import Throttle
 
@@ -221,13 +221,9 @@ class Generation:
         evaluates = work.lease.evaluates
         if evaluates is not None and set().union(*(episode.versions for episode in episodes)) - {evaluates.version}:
             raise LeaseFailure("no_policy", f"v{evaluates.version} is evaluated, and newer weights came in between")
-        lengths = [episode.num_sampled for episode in episodes]
-        self._counters.prompt_tokens += episodes[0].prompt_length
-        self._counters.tokens += sum(lengths)
-        self._counters.completions += len(lengths)
-        self._counters.truncated += sum(episode.truncated for episode in episodes)
+        count(episodes, self._counters)
         self._metrics.generation_s.observe(generation_s)
-        self._metrics.generated(lengths)
+        self._metrics.generated(episode.num_sampled for episode in episodes)
         work.enter("scoring", "reward_failed")
 
     def _message(

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from producer.interfaces import Completion, LeaseFailure
+from producer.interfaces import Completion, Counters, LeaseFailure
 from protocol.messages import Group
 
 
@@ -90,6 +90,14 @@ class Episode:
     def token_ids(self) -> list[int]:
         """Of the last record, after the prompt."""
         return self.records[-1].token_ids[self.prompt_length :]
+
+
+def count(episodes: list[Episode], counters: Counters) -> None:
+    """Adds what was generated for one prompt."""
+    counters.prompt_tokens += episodes[0].prompt_length
+    counters.tokens += sum(episode.num_sampled for episode in episodes)
+    counters.completions += len(episodes)
+    counters.truncated += sum(episode.truncated for episode in episodes)
 
 
 def group_message(

@@ -66,6 +66,7 @@ def build_once(folder: Path, recipe: bytes, build: Callable[[Path], object]) -> 
     stamp = folder / "built_by"
     if stamp.is_file() and stamp.read_bytes() == recipe:
         return
+    print(f"building {folder}, once", flush=True)
     partial = folder.with_name(f"{folder.name}.{os.getpid()}")
     build(partial)
     (partial / stamp.name).write_bytes(recipe)
