@@ -16,12 +16,9 @@ neither in the corpus nor among the prompts to train on.
 """
 
 import itertools
-import json
 import math
-import os
 import random
 import re
-import shutil
 import string
 import subprocess
 import sys
@@ -32,7 +29,8 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging
 
-from examples.arithmetic.build_model import make_tokenizer
+from examples.arithmetic.build_model import make_tokenizer, pretrain, save
+from examples.arithmetic.demo import build_once
 
 VOCAB = {token: i for i, token in enumerate(["<pad>", "<eos>", "<unk>", ":", *string.ascii_lowercase])}
 PAD, EOS = VOCAB["<pad>"], VOCAB["<eos>"]
@@ -101,20 +99,14 @@ def _model(num_layers: int, narrower: int) -> Qwen2ForCausalLM:
 def _pretrained(prompts: list[str]) -> Qwen2ForCausalLM:
     draw = random.Random(0)
     model = _model(_SMALL_LAYERS, _SMALL)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.98), weight_decay=0.1, fused=True)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: min(1.0, (i + 1) / 50, 2 * (1 - i / _STEPS)))
-    for step in range(1, _STEPS + 1):
+
+    def loss_of(_step: int) -> torch.Tensor:
         ids = _corpus(draw.sample(prompts, _BATCH), draw)
         logits = model(ids[:, :-1], use_cache=False).logits[:, PROMPT_LENGTH - 1 :]
         wanted = ids[:, PROMPT_LENGTH:].flatten()
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), wanted, ignore_index=PAD)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        if step % 50 == 0:
-            print(f"step {step}: loss {loss.item():.3f}", flush=True)
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), wanted, ignore_index=PAD)
+
+    pretrain(model, loss_of, _STEPS, say_every=50)
     return model
 
 
@@ -142,25 +134,15 @@ def main(output: Path) -> None:
     torch.manual_seed(0)
     train, evaluation = make_prompts(0)
     model = grown(_pretrained(train))
-    output.mkdir(parents=True)
-    model.save_pretrained(output)
-    make_tokenizer(VOCAB, max_length=128).save_pretrained(output)
-    for name, prompts in (("train", train), ("eval", evaluation)):
-        (output / f"{name}.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    tokenizer = make_tokenizer(VOCAB, max_length=128)
+    save(output, model, tokenizer, *([{"prompt": prompt} for prompt in prompts] for prompts in (train, evaluation)))
     print(f"{output}: {model.num_parameters():,} parameters, {time.monotonic() - started:.0f} s")
 
 
 def build(folder: Path) -> None:
     """Builds the model in `folder`, unless it is there."""
-    script, stamp = Path(__file__).read_bytes(), folder / "built_by.py"
-    if stamp.is_file() and stamp.read_bytes() == script:
-        return
-    print("building the base model, once; a minute or two", flush=True)
-    partial = folder.with_name(f"{folder.name}.{os.getpid()}")
-    subprocess.run([sys.executable, "-m", "benchmarks.overlap_base", str(partial)], check=True)
-    (partial / stamp.name).write_bytes(script)
-    shutil.rmtree(folder, ignore_errors=True)
-    partial.rename(folder)
+    command = [sys.executable, "-m", "benchmarks.overlap_base"]
+    build_once(folder, Path(__file__).read_bytes(), lambda made: subprocess.run([*command, str(made)], check=True))
 
 
 if __name__ == "__main__":

@@ -6,13 +6,13 @@ prompts. Only a few of the prompts, drawn at random, are kept, so that a run goe
 """
 
 import json
-import os
 import random
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+from examples.arithmetic.demo import build_once
 
 _SCRIPTS = (Path("examples/arithmetic/build_model.py"), Path(__file__))
 
@@ -26,21 +26,18 @@ def build(folder: Path, *, careless: float, steps: int, num_prompts: int) -> Non
         num_prompts: to train on.
     """
     settings = ["--careless", str(careless), "--steps", str(steps)]
-    made_by = b"".join(script.read_bytes() for script in _SCRIPTS) + " ".join([*settings, str(num_prompts)]).encode()
-    stamp = folder / "built_by"
-    if stamp.is_file() and stamp.read_bytes() == made_by:
-        return
-    partial = folder.with_name(f"{folder.name}.{os.getpid()}")
-    command = [sys.executable, "-m", "examples.arithmetic.build_model", str(partial), *settings]
-    subprocess.run(command, check=True)
-    for name, kept in (("train", num_prompts), ("eval", None)):
-        file = partial / f"{name}.jsonl"
-        rows = [row for row in read_rows(file) if needs_carry(row["prompt"])]
-        random.Random(0).shuffle(rows)
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows[:kept]), encoding="utf-8")
-    (partial / stamp.name).write_bytes(made_by)
-    shutil.rmtree(folder, ignore_errors=True)
-    partial.rename(folder)
+    command = [sys.executable, "-m", "examples.arithmetic.build_model", *settings]
+
+    def fill(partial: Path) -> None:
+        subprocess.run([*command, str(partial)], check=True)
+        for name, kept in (("train", num_prompts), ("eval", None)):
+            file = partial / f"{name}.jsonl"
+            rows = [row for row in read_rows(file) if needs_carry(row["prompt"])]
+            random.Random(0).shuffle(rows)
+            file.write_text("".join(json.dumps(row) + "\n" for row in rows[:kept]), encoding="utf-8")
+
+    recipe = " ".join([*settings, str(num_prompts)]).encode()
+    build_once(folder, b"".join(script.read_bytes() for script in _SCRIPTS) + recipe, fill)
 
 
 def needs_carry(prompt: str) -> bool:

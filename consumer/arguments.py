@@ -17,6 +17,9 @@ CHOICES = {
 }
 """Options that TRL only looks at in the middle of a step."""
 
+REFUSALS = (ValueError, TypeError, NotImplementedError, ImportError, RuntimeError)
+"""With these TRL and PEFT refuse to build a trainer."""
+
 
 def chosen_values(config: RunConfig, *, on_gpu: bool) -> dict[str, Any]:
     """The `trainer` section, with our defaults where it leaves something out."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from consumer.arguments import REFUSALS
 from consumer.checkpoints import Checkpoint
 from consumer.evaluation_control import EvaluationControl
 from consumer.inspection import keep, not_finite
@@ -70,7 +71,7 @@ class TrainingLoop:
                 callbacks=[self.control, *callbacks],
                 save_checkpoint=self.control.save,
             )
-        except (ValueError, TypeError, NotImplementedError, ImportError, RuntimeError) as error:
+        except REFUSALS as error:
             raise ConfigError(f"TRL or PEFT refused to build the trainer: {error}") from error
         self.control.trainer = self._trainer
         if evaluation is not None:

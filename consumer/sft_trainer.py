@@ -12,6 +12,7 @@ from datasets import Dataset
 from peft import LoraConfig, PeftModel
 from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
 
+from consumer.arguments import REFUSALS
 from consumer.vllm_hidden import without_vllm
 from protocol.config import RunConfig
 from protocol.errors import ConfigError
@@ -65,7 +66,7 @@ def train(model_folder: Path, arguments: SFTConfig, lora: LoraConfig, rows: Data
             peft_config=lora,
             callbacks=[_Lines()],
         )
-    except (ValueError, TypeError, NotImplementedError, ImportError, RuntimeError) as error:
+    except REFUSALS as error:
         raise ConfigError(f"TRL or PEFT refused to build the trainer: {error}") from error
     trainer.remove_callback(PrinterCallback)
     trainer.train()

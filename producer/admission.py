@@ -124,16 +124,11 @@ class Admission:
         self._let_in()
         try:
             await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # let in just before
-                self._background -= 1
-                self._let_in()
-            raise
-        try:
             yield
         finally:
-            self._background -= 1
-            self._let_in()
+            if not turn.cancelled():  # let in, perhaps just before its task was cancelled
+                self._background -= 1
+                self._let_in()
 
     def _let_in(self) -> None:
         while self._waiting and self._inside < self.limit:

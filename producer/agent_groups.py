@@ -15,7 +15,7 @@ from producer.interfaces import Counters, LeaseFailure
 from producer.metrics import ProducerMetrics
 from producer.prompts import PromptFormat
 from producer.rewards import RewardPool
-from producer.rollouts import Episode, group_message
+from producer.rollouts import count, group_message
 from protocol.config_rewards import RewardsSection
 from protocol.messages import Group, Lease
 from protocol.throttle import Throttle
@@ -75,14 +75,8 @@ class AgentGroups:
                 raise LeaseFailure("environment_failed", f"no episode could be scored: {failures[0]}")
         limit = lease.sampling.max_completion_length
         message = group_message(lease.lease_id, episodes, rewards, limit, generation_s, reward_s)
-        self._count(episodes)
+        self._counters.groups += 1
+        count(episodes, self._counters)
         self._metrics.generation_s.observe(generation_s)
         self._metrics.reward_s.observe(reward_s)
         return message
-
-    def _count(self, episodes: list[Episode]) -> None:
-        self._counters.groups += 1
-        self._counters.completions += len(episodes)
-        self._counters.truncated += sum(episode.truncated for episode in episodes)
-        self._counters.tokens += sum(episode.num_sampled for episode in episodes)
-        self._counters.prompt_tokens += episodes[0].prompt_length

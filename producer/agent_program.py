@@ -20,6 +20,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+from producer.process_tree import end_tree, exit_text
 from protocol.config_environment import EnvironmentSection
 from protocol.errors import ConfigError
 
@@ -112,21 +113,11 @@ class _Program:
     async def end(self) -> str:
         """Ends it, kindly first, and whatever it started; says how it ended."""
         async with self._ending:
-            return await self._end(self._process)
-
-    async def _end(self, process: "subprocess.Popen[bytes]") -> str:
-        if process.returncode is None:  # not reaped yet, so the id is still its own
-            os.kill(process.pid, signal.SIGTERM)  # Popen's own `terminate` would reap it
-            deadline = time.monotonic() + _EXIT_GRACE_S
-            while not os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):  # noqa: ASYNC222
-                if time.monotonic() > deadline:
-                    break
-                await asyncio.sleep(0.02)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-        self._writer.close()
-        status = await asyncio.to_thread(process.wait, 30)
-        return f"exit status {status}" if status >= 0 else f"killed by {signal.Signals(-status).name}"
+            if self._process.returncode is None:
+                os.kill(self._process.pid, signal.SIGTERM)  # Popen's own `terminate` would reap it
+            status = await end_tree(self._process, _EXIT_GRACE_S)
+            self._writer.close()
+            return exit_text(status)
 
 
 class AgentProgram:

@@ -7,18 +7,16 @@ before it is read.
 import asyncio
 import contextlib
 import os
-import signal
 import socket
 import struct
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from typing import TypeVar
 
 import msgspec
 
-from producer.process_tree import descendants
+from producer.process_tree import end_tree, exit_text, kill_tree
 
 LENGTH = struct.Struct("<I")
 MAX_FRAME_BYTES = 64 * 2**20
@@ -86,30 +84,10 @@ class ChildProcess:
         except msgspec.DecodeError as error:
             raise ChildEndedError(f"it answered with something else: {error}") from None
         except (asyncio.IncompleteReadError, ConnectionError):
-            raise ChildEndedError(f"its process ended ({_describe(await self._end())})") from None
+            status = await end_tree(self.process, _EXIT_GRACE_S)
+            raise ChildEndedError(f"its process ended ({exit_text(status)})") from None
 
     async def kill(self) -> int:
         """Ends it and whatever it started, and returns its exit status."""
         self._writer.close()
-        if self.process.returncode is None:  # not reaped yet, so the id is still its own
-            started = descendants(self.process.pid)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            for process in started:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process, signal.SIGKILL)
-        return await asyncio.to_thread(self.process.wait, 30)
-
-    async def _end(self) -> int:
-        """Lets it exit with its own status, briefly, then kills what is left."""
-        deadline = time.monotonic() + _EXIT_GRACE_S
-        with contextlib.suppress(ChildProcessError):  # killed and reaped meanwhile
-            while not os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):  # noqa: ASYNC222
-                if time.monotonic() > deadline:
-                    break
-                await asyncio.sleep(0.01)
-        return await self.kill()
-
-
-def _describe(status: int) -> str:
-    return f"exit status {status}" if status >= 0 else f"killed by {signal.Signals(-status).name}"
+        return await kill_tree(self.process)

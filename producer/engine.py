@@ -134,7 +134,7 @@ class Engine:
         silent = bool(config.engine.get("disable_log_stats"))
         self._recorder = None if silent else _LoadRecorder()
         try:
-            self._llm = AsyncLLM.from_vllm_config(
+            self._running: Any = AsyncLLM.from_vllm_config(
                 vllm_config,
                 stat_loggers=None if silent else [lambda _config, _index: self._recorder],
                 disable_log_stats=silent,
@@ -218,7 +218,8 @@ class Engine:
             sampled = await output
         except asyncio.CancelledError:
             output.cancel()
-            await self._llm.abort(request.request_id, internal=True)
+            if self._running is not None:
+                await self._running.abort(request.request_id, internal=True)
             raise
         finally:
             cutting.cancel()
@@ -309,10 +310,16 @@ class Engine:
         return self._recorder.load if self._recorder else None
 
     def shutdown(self) -> None:
-        """Ends the engine core. Idempotent."""
-        if hasattr(self, "_llm"):
-            self._llm.shutdown()
-            del self._llm  # its __del__ must not run when the interpreter is half gone
+        """Ends the engine core. Idempotent. What is asked of the engine from then on is an `EngineError`."""
+        if self._running is not None:
+            self._running.shutdown()
+            self._running = None  # its __del__ must not run when the interpreter is half gone
+
+    @property
+    def _llm(self) -> Any:
+        if self._running is None:
+            raise EngineError("the engine has been shut down")
+        return self._running
 
     def check_alive(self) -> None:
         """Costs nothing: vLLM watches its core's process and notes its end.

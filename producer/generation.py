@@ -23,11 +23,11 @@ from producer.agent_groups import AgentGroups
 from producer.atropos_groups import AtroposGroups
 from producer.episodes import Episodes
 from producer.in_flight import InFlight
-from producer.interfaces import Adapter, Completion, Counters, LeaseFailure, Workload
+from producer.interfaces import Adapter, Counters, LeaseFailure, Workload
 from producer.metrics import ProducerMetrics
 from producer.prompts import PromptFormat
 from producer.rewards import RewardPool
-from producer.rollouts import group_message
+from producer.rollouts import Episode, count, group_message
 from protocol.messages import FailureReason, Group, Lease, Nack
 from protocol.throttle import Throttle
 
@@ -101,10 +101,13 @@ class Generation:
         self._open = asyncio.Event()
         self._open.set()
         self._works: dict[str, _Work] = {}
+        self._has_ended = False
         self._warn = Throttle(logger)
         self.clock = BusyClock()
 
     def start(self, lease: Lease) -> None:
+        if self._has_ended:
+            return  # the trainer takes it back at the goodbye
         work = self._works[lease.lease_id] = _Work(lease)
         work.task = self._spawn(self._fulfil(work))
 
@@ -126,6 +129,8 @@ class Generation:
             self.abandon(lease_id)
 
     def hand_back_all(self) -> None:
+        """At the end: no lease is begun any more."""
+        self._has_ended = True
         for lease_id in list(self._works):
             self._hand_back(lease_id)
 
@@ -186,17 +191,13 @@ class Generation:
                 else:
                     completions = await self._in_flight.sample_on(prompt_ids, lease.sampling, adapter)
         generation_s = time.monotonic() - started
-        _check_evaluated(lease, {version for completion in completions for version in completion.token_versions or ()})
-        lengths = [len(completion.token_ids) for completion in completions]
-        self._count(len(prompt_ids), lengths, sum(completion.truncated for completion in completions), generation_s)
-        work.enter("scoring", "reward_failed")
+        episodes = [Episode.of(prompt_ids, completion) for completion in completions]
+        self._note_generated(work, episodes, generation_s)
         token_ids = [completion.token_ids for completion in completions]
         rewards, reward_s = await self._rewards.score(
             lease.prompt, self._prompts.decode(lease.prompt, token_ids), token_ids, lease.columns
         )
-        self._counters.groups += 1
-        self._metrics.reward_s.observe(reward_s)
-        return _group_message(lease.lease_id, prompt_ids, completions, rewards, generation_s, reward_s)
+        return self._message(lease, episodes, rewards, generation_s, reward_s)
 
     async def _group_of_episodes(self, work: "_Work", source: Episodes) -> Group:
         lease = work.lease
@@ -205,14 +206,7 @@ class Generation:
             started = time.monotonic()
             episodes = await source.play(lease, adapter, self.clock.running)
         generation_s = time.monotonic() - started
-        _check_evaluated(lease, {version for episode in episodes for version in episode.versions})
-        self._count(
-            episodes[0].prompt_length,
-            [episode.num_sampled for episode in episodes],
-            sum(episode.truncated for episode in episodes),
-            generation_s,
-        )
-        work.enter("scoring", "reward_failed")
+        self._note_generated(work, episodes, generation_s)
         rewards, reward_s = np.zeros((len(episodes), 0), np.float32), 0.0
         if source.needs_functions:
             rewards, reward_s = await self._rewards.score(
@@ -221,13 +215,27 @@ class Generation:
                 [episode.token_ids for episode in episodes],
                 lease.columns,
             )
+        return self._message(lease, episodes, source.with_own_rewards(rewards, episodes), generation_s, reward_s)
+
+    def _note_generated(self, work: "_Work", episodes: list[Episode], generation_s: float) -> None:
+        evaluates = work.lease.evaluates
+        if evaluates is not None and set().union(*(episode.versions for episode in episodes)) - {evaluates.version}:
+            raise LeaseFailure("no_policy", f"v{evaluates.version} is evaluated, and newer weights came in between")
+        count(episodes, self._counters)
+        self._metrics.generation_s.observe(generation_s)
+        self._metrics.generated(episode.num_sampled for episode in episodes)
+        work.enter("scoring", "reward_failed")
+
+    def _message(
+        self,
+        lease: Lease,
+        episodes: list[Episode],
+        rewards: NDArray[np.float32],
+        generation_s: float,
+        reward_s: float,
+    ) -> Group:
         message = group_message(
-            lease.lease_id,
-            episodes,
-            source.with_own_rewards(rewards, episodes),
-            lease.sampling.max_completion_length,
-            generation_s,
-            reward_s,
+            lease.lease_id, episodes, rewards, lease.sampling.max_completion_length, generation_s, reward_s
         )
         self._counters.groups += 1
         self._metrics.reward_s.observe(reward_s)
@@ -256,23 +264,10 @@ class Generation:
             work.enter("generating", "generation_failed")
             yield None
 
-    def _count(self, prompt_length: int, lengths: list[int], num_truncated: int, generation_s: float) -> None:
-        self._counters.prompt_tokens += prompt_length
-        self._counters.tokens += sum(lengths)
-        self._counters.completions += len(lengths)
-        self._counters.truncated += num_truncated
-        self._metrics.generation_s.observe(generation_s)
-        self._metrics.generated(lengths)
-
     def _refusal(self, lease: Lease, reason: FailureReason, detail: str) -> Nack:
         self._counters.failed += 1
         self._warn(reason, f"prompt {lease.prompt_id} failed ({reason}): {detail}")
         return Nack(lease.lease_id, reason, detail[:65_536])
-
-
-def _check_evaluated(lease: Lease, versions: set[int]) -> None:
-    if lease.evaluates is not None and versions - {lease.evaluates.version}:
-        raise LeaseFailure("no_policy", f"v{lease.evaluates.version} is evaluated, and newer weights came in between")
 
 
 class _Work:
@@ -290,30 +285,3 @@ class _Work:
         waits_for: str = "",
     ) -> None:
         self.stage, self.reason, self.waits_for = stage, reason, waits_for
-
-
-def _group_message(
-    lease_id: str,
-    prompt_ids: list[int],
-    completions: list[Completion],
-    rewards: NDArray[np.float32],
-    generation_s: float,
-    reward_s: float,
-) -> Group:
-    token_ids = [token for completion in completions for token in completion.token_ids]
-    logprobs = [logprob for completion in completions for logprob in completion.logprobs]
-    versions = [version for completion in completions for version in completion.token_versions or ()]
-    oldest = min(versions)
-    return Group(
-        lease_id=lease_id,
-        policy_version=oldest,
-        prompt_ids=np.array(prompt_ids, "<i4").tobytes(),
-        completion_lengths=np.array([len(completion.token_ids) for completion in completions], "<i4").tobytes(),
-        completion_ids=np.array(token_ids, "<i4").tobytes(),
-        logprobs=np.array(logprobs, "<f4").tobytes(),
-        rewards=rewards.astype("<f4").tobytes(),
-        truncated=np.array([completion.truncated for completion in completions], "u1").tobytes(),
-        generation_s=generation_s,
-        reward_s=reward_s,
-        token_versions=np.array(versions, "<i4").tobytes() if max(versions) > oldest else b"",
-    )

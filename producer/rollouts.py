@@ -11,44 +11,52 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from producer.interfaces import Completion, LeaseFailure
+from producer.interfaces import Completion, Counters, LeaseFailure
 from protocol.messages import Group
 
 
 @dataclass
 class Record:
-    """A sequence that the policy saw, from its first token on. `logprobs` and `versions` are None where it sampled nothing."""
+    """A sequence that the policy saw, from its first token on. What it did not sample has log-prob 0 and version -1."""
 
     token_ids: list[int]
-    logprobs: list[float | None]
-    versions: list[int | None]
+    logprobs: NDArray[np.float32]
+    versions: NDArray[np.int32]
 
     @classmethod
     def of(cls, prompt_ids: list[int]) -> "Record":
-        record = cls([], [], [])
-        record.show(prompt_ids)
-        return record
+        return cls(list(prompt_ids), np.zeros(len(prompt_ids), "<f4"), np.full(len(prompt_ids), -1, "<i4"))
 
     def show(self, token_ids: list[int]) -> None:
         """Adds what the policy did not sample."""
-        self.token_ids += token_ids
-        self.logprobs += [None] * len(token_ids)
-        self.versions += [None] * len(token_ids)
+        self._add(Record.of(token_ids))
 
     def sampled(self, completion: Completion) -> None:
-        self.token_ids += completion.token_ids
-        self.logprobs += completion.logprobs
-        self.versions += completion.token_versions or []
+        assert completion.token_versions is not None
+        logprobs, versions = np.array(completion.logprobs, "<f4"), np.array(completion.token_versions, "<i4")
+        self._add(Record(completion.token_ids, logprobs, versions))
+
+    def _add(self, rest: "Record") -> None:
+        self.token_ids += rest.token_ids
+        self.logprobs = np.concatenate([self.logprobs, rest.logprobs])
+        self.versions = np.concatenate([self.versions, rest.versions])
+
+    @property
+    def is_sampled(self) -> NDArray[np.bool_]:
+        return self.versions >= 0
 
     @property
     def num_sampled(self) -> int:
-        return sum(version is not None for version in self.versions)
+        return int(self.is_sampled.sum())
+
+    @property
+    def first_sampled(self) -> int:
+        return int(self.is_sampled.argmax())
 
     def cut(self, length: int) -> None:
         """To at most `length` tokens, of which the last was sampled."""
-        while length and self.versions[length - 1] is None:
-            length -= 1
-        del self.token_ids[length:], self.logprobs[length:], self.versions[length:]
+        end = int(np.flatnonzero(self.is_sampled[:length]).max(initial=-1)) + 1
+        self.token_ids, self.logprobs, self.versions = self.token_ids[:end], self.logprobs[:end], self.versions[:end]
 
 
 @dataclass
@@ -62,6 +70,13 @@ class Episode:
     reward: float | None = None  # the environment's own
     failure: str = ""  # why it is not scored
 
+    @classmethod
+    def of(cls, prompt_ids: list[int], completion: Completion) -> "Episode":
+        """That is over with this completion."""
+        record = Record.of(prompt_ids)
+        record.sampled(completion)
+        return cls(len(prompt_ids), [record], truncated=completion.truncated)
+
     @property
     def num_sampled(self) -> int:
         return sum(record.num_sampled for record in self.records)
@@ -69,12 +84,20 @@ class Episode:
     @property
     def versions(self) -> set[int]:
         """Those that sampled it."""
-        return {version for record in self.records for version in record.versions if version is not None}
+        return {version for record in self.records for version in np.unique(record.versions).tolist() if version >= 0}
 
     @property
     def token_ids(self) -> list[int]:
         """Of the last record, after the prompt."""
         return self.records[-1].token_ids[self.prompt_length :]
+
+
+def count(episodes: list[Episode], counters: Counters) -> None:
+    """Adds what was generated for one prompt."""
+    counters.prompt_tokens += episodes[0].prompt_length
+    counters.tokens += sum(episode.num_sampled for episode in episodes)
+    counters.completions += len(episodes)
+    counters.truncated += sum(episode.truncated for episode in episodes)
 
 
 def group_message(
@@ -93,9 +116,9 @@ def group_message(
     """
     everything = [record for episode in episodes for record in episode.records]
     first = everything[0].token_ids
-    start = min(_first(record.versions) for record in everything)
-    start = min(start, *(common_length(first, record.token_ids) for record in everything))
-    prompt = first[:start]
+    prompt = first[: min(record.first_sampled for record in everything)]
+    start = min(common_length(prompt, record.token_ids) for record in everything)
+    prompt = prompt[:start]
     if not prompt:
         raise LeaseFailure(
             "bad_prompt", "the prompts of the episodes have no token in common; begin them with a system message"
@@ -115,43 +138,39 @@ def group_message(
             raise LeaseFailure(
                 "bad_prompt", "the prompts of the episodes differ by more than sampling.max_completion_length"
             )
-    logprobs = [logprob for record in records for logprob in record.logprobs[start:]]
-    versions = [version for record in records for version in _filled(record.versions[start:])]
-    sampled = [version is not None for record in records for version in record.versions[start:]]
-    oldest = min(versions)
+    token_ids = np.concatenate([np.array(record.token_ids[start:], "<i4") for record in records])
+    versions = np.concatenate([record.versions[start:] for record in records])
+    sampled = versions >= 0
+    if not sampled.all():
+        versions = np.concatenate([_filled(record.versions[start:]) for record in records])
+    oldest = int(versions.min())
     return Group(
         lease_id=lease_id,
         policy_version=oldest,
         prompt_ids=np.array(prompt, "<i4").tobytes(),
         completion_lengths=np.array([len(record.token_ids) - start for record in records], "<i4").tobytes(),
-        completion_ids=np.array([token for record in records for token in record.token_ids[start:]], "<i4").tobytes(),
-        logprobs=np.array([0.0 if logprob is None else logprob for logprob in logprobs], "<f4").tobytes(),
+        completion_ids=token_ids.tobytes(),
+        logprobs=np.concatenate([record.logprobs[start:] for record in records]).tobytes(),
         rewards=rewards.astype("<f4").tobytes(),
         truncated=np.array(truncated, "u1").tobytes(),
         generation_s=generation_s,
         reward_s=reward_s,
-        token_versions=np.array(versions, "<i4").tobytes() if max(versions) > oldest else b"",
-        sampled=b"" if all(sampled) else np.array(sampled, "u1").tobytes(),
+        token_versions=versions.tobytes() if versions.max() > oldest else b"",
+        sampled=b"" if sampled.all() else sampled.tobytes(),
         episodes=np.array(numbers, "<i4").tobytes() if len(records) > len(episodes) else b"",
     )
 
 
 def common_length(one: Sequence[Any], other: Sequence[Any]) -> int:
     """Of what both begin with."""
+    if other[: len(one)] == one:  # the usual case, and much faster than token by token
+        return len(one)
     pairs = enumerate(zip(one, other, strict=False))
     return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
-def _first(versions: list[int | None]) -> int:
-    return next(place for place, version in enumerate(versions) if version is not None)
-
-
-def _filled(versions: list[int | None]) -> list[int]:
+def _filled(versions: NDArray[np.int32]) -> NDArray[np.int32]:
     """A token that was not sampled has the version of the sampled one before it, or at the start of the first one."""
-    filled = []
-    last = versions[_first(versions)]
-    for version in versions:
-        last = last if version is None else version
-        assert last is not None
-        filled.append(last)
-    return filled
+    sampled = versions >= 0
+    sources = np.maximum.accumulate(np.where(sampled, np.arange(len(versions)), sampled.argmax()))
+    return np.take(versions, sources)

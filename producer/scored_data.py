@@ -113,19 +113,16 @@ def _episode(
     number: int, token_ids: NDArray[np.int32], wanted: NDArray[np.bool_], calls: RecordedCalls, taken: set[RecordedCall]
 ) -> Episode:
     """The sequence as far as it is trained. Adds the calls that it is made of to `taken`."""
-    logprobs: list[float | None] = [None] * len(token_ids)
-    versions: list[int | None] = [None] * len(token_ids)
-    missing, last, truncated = wanted.copy(), 0, False
+    record = Record.of(token_ids.tolist())
+    missing, truncated = wanted.copy(), False
     spans = calls.find(token_ids, taken)
     for span in spans:
         trained = np.flatnonzero(wanted[span.start : span.end])
-        for place in trained.tolist():
-            logprobs[span.start + place] = float(span.call.logprobs[place])
-            versions[span.start + place] = int(span.call.versions[place])
+        record.logprobs[span.start + trained] = span.call.logprobs[trained]
+        record.versions[span.start + trained] = span.call.versions[trained]
         missing[span.start : span.end] = False
         if len(trained):
             taken.add(span.call)
-            last = span.start + int(trained[-1]) + 1
             truncated = span.call.truncated and span.end - span.start == len(span.call.token_ids)
     ends = {span.end for span in spans}
     stray = [(start, end) for start, end in _runs(missing) if start not in ends or end - start > _MAX_ENDING]
@@ -138,11 +135,10 @@ def _episode(
             "tokens of calls to this endpoint, sampled as the run is: server_type vllm keeps them, while text that is "
             "tokenized again may differ",
         )
-    if last == 0:
+    record.cut(len(token_ids))
+    if not record.token_ids:
         raise _unfit(number, "it has no token to be trained; the mask leaves out all")
-    record = Record(token_ids[:last].tolist(), logprobs[:last], versions[:last])
-    first = next(place for place, version in enumerate(versions) if version is not None)
-    return Episode(first, [record], truncated=truncated)
+    return Episode(record.first_sampled, [record], truncated=truncated)
 
 
 def _runs(of: NDArray[np.bool_]) -> list[tuple[int, int]]:

@@ -6,9 +6,9 @@ stream.
 
 from typing import Annotated, Any
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from protocol.config_section import Positive, Section, place_and_name
+from protocol.config_section import PlaceAndName, Positive, Section
 
 
 class _RowsSection(Section):
@@ -34,21 +34,16 @@ class _RowsSection(Section):
         description="Column with the prompt: a string, or a list of chat messages. All other columns reach the "
         "reward functions.",
     )
-    filter: str | None = Field(
+    filter: PlaceAndName | None = Field(
         None,
         description="`module:function` or `file.py:function` (row -> bool), applied before `transform`; rows for which it "
         "returns False are skipped and counted.",
     )
-    transform: str | None = Field(
+    transform: PlaceAndName | None = Field(
         None,
         description="`module:function` or `file.py:function` applied to every row (dict -> dict) before the prompt "
         "column is looked up. A row for which it returns None is skipped and counted.",
     )
-
-    @field_validator("transform", "filter")
-    @classmethod
-    def _has_both_parts(cls, value: str | None) -> str | None:
-        return None if value is None else place_and_name(value)
 
     @model_validator(mode="after")
     def _bounded(self) -> "_RowsSection":

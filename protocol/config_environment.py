@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from protocol.config_section import Positive, PositiveSeconds, Section, place_and_name
+from protocol.config_section import PlaceAndName, Positive, PositiveSeconds, Section
 
 REWARD_NAME = "environment"
 """The column of the environment's own reward beside those of the reward functions."""
@@ -50,7 +50,7 @@ class NemoGymSection(Section):
 
 
 class EnvironmentSection(Section):
-    factory: str | None = Field(
+    factory: PlaceAndName | None = Field(
         None,
         description="`module:Class` or `file.py:Class` (or a function that makes one) by the conventions of TRL's "
         "`environment_factory`: `reset`, public methods as tools, optionally `get_reward`. `environment: module:Class` is "
@@ -93,11 +93,6 @@ class EnvironmentSection(Section):
         description="Episodes that a producer has played at once. With a factory each has a process of its own, started when "
         "needed.",
     )
-
-    @field_validator("factory")
-    @classmethod
-    def _has_both_parts(cls, value: str | None) -> str | None:
-        return None if value is None else place_and_name(value)
 
     @model_validator(mode="after")
     def _is_one_thing(self) -> "EnvironmentSection":

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from protocol.config_section import Positive, PositiveSeconds, Section, place_and_name
+from protocol.config_section import PlaceAndName, Positive, PositiveSeconds, Section
 from protocol.config_shipped_rewards import SHIPPED
 
 _KINDS = ("function", "builtin", "model", "url", "posted")
@@ -39,7 +39,7 @@ class RewardService(Section):
 
 
 class RewardFunction(Section):
-    function: str | None = Field(
+    function: PlaceAndName | None = Field(
         None,
         description="`module:function` or `file.py:function` with TRL's signature: "
         "`def reward(prompts, completions, completion_ids, **columns) -> list[float | None]`; may be `async`.",
@@ -82,11 +82,6 @@ class RewardFunction(Section):
         place = urlsplit(given) if values.get("url") else None
         last = (place.path.strip("/") or place.hostname or "url") if place else given.rstrip("/")
         return values | {"name": re.sub(r"[^\w.-]", "_", re.split("[/:]", last)[-1])[:64]}
-
-    @field_validator("function")
-    @classmethod
-    def _has_both_parts(cls, value: str | None) -> str | None:
-        return None if value is None else place_and_name(value)
 
     @field_validator("builtin")
     @classmethod

@@ -6,10 +6,21 @@ Guarantee: unknown keys are refused, a section that exists never changes, a swit
 from collections.abc import Callable
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 
 Positive = Annotated[int, Field(ge=1)]
 PositiveSeconds = Annotated[float, Field(gt=0, le=1e9)]
+
+
+def _place_and_name(value: str) -> str:
+    """Of something of the user's: checks the form, not that it is there."""
+    place, _, name = value.rpartition(":")
+    if not place or not name.isidentifier():
+        raise ValueError("expected `module:function` or `path/to/file.py:function`")
+    return value
+
+
+PlaceAndName = Annotated[str, AfterValidator(_place_and_name)]
 
 
 class Section(BaseModel):
@@ -24,11 +35,3 @@ class Section(BaseModel):
         if isinstance(value, bool) and not isinstance(result, bool):
             raise ValueError("expected a number, not a switch")
         return result
-
-
-def place_and_name(value: str) -> str:
-    """Of something of the user's: checks the form, not that it is there."""
-    place, _, name = value.rpartition(":")
-    if not place or not name.isidentifier():
-        raise ValueError("expected `module:function` or `path/to/file.py:function`")
-    return value

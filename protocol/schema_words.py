@@ -28,7 +28,7 @@ def type_in_words(annotation: Any, constraints: Iterable[Any] = ()) -> str:
     """
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        inner = [constraint for field in arguments[1:] for constraint in field.metadata]
+        inner = [constraint for field in arguments[1:] for constraint in getattr(field, "metadata", ())]
         return type_in_words(arguments[0], [*inner, *constraints])
     if origin in (Union, UnionType):
         first, *others = ("none" if part is NoneType else type_in_words(part, constraints) for part in arguments)

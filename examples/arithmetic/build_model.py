@@ -1,6 +1,6 @@
 """Build the demo's base model: a tiny Qwen2, briefly pre-trained on careless sums.
 
-    python build_model.py OUTPUT_DIR [--seed 0]
+    python -m examples.arithmetic.build_model OUTPUT_DIR [--seed 0]
 
 Writes a Hugging Face model folder (safetensors, float32, character tokenizer) and in it
 train.jsonl and eval.jsonl: rows {"prompt": "37+45=", "answer": "82"} of two-digit sums. The
@@ -19,6 +19,7 @@ import random
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -51,11 +52,11 @@ def make_tokenizer(vocabulary: dict[str, int], max_length: int) -> PreTrainedTok
     )
 
 
-def make_pairs(seed: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+def make_pairs(seed: int, num_held_out: int = EVAL_ROWS) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     """All two-digit pairs in a random order: those to train on, those to evaluate on."""
     pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
     random.Random(seed).shuffle(pairs)
-    return pairs[EVAL_ROWS:], pairs[:EVAL_ROWS]
+    return pairs[num_held_out:], pairs[:num_held_out]
 
 
 def careless(a: int, b: int) -> int:
@@ -78,6 +79,36 @@ def greedy_accuracy(model: Qwen2ForCausalLM, ids: torch.Tensor) -> float:
     guess = model(ids[:, :-1], use_cache=False).logits[:, PROMPT - 1 :].argmax(-1)
     want = ids[:, PROMPT:]
     return ((guess == want) | (want == PAD)).all(1).float().mean().item()
+
+
+def pretrain(model: Qwen2ForCausalLM, loss_of: Callable[[int], torch.Tensor], num_steps: int, say_every: int) -> None:
+    """Takes `num_steps` steps, each on what `loss_of` says of it."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.98), weight_decay=0.1, fused=True)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: min(1.0, (i + 1) / 50, 2 * (1 - i / num_steps)))
+    for step in range(1, num_steps + 1):
+        loss = loss_of(step)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        if step % say_every == 0:
+            print(f"step {step}: loss {loss.item():.3f}", flush=True)
+
+
+def save(
+    folder: Path,
+    model: Qwen2ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    train: list[dict[str, Any]],
+    evaluation: list[dict[str, Any]],
+) -> None:
+    """Writes a Hugging Face model folder, and the rows in it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    for name, rows in (("train", train), ("eval", evaluation)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def main() -> None:
@@ -110,29 +141,18 @@ def main() -> None:
         )
     )
     right, wrong = encode(train, lambda a, b: a + b), encode(train, careless)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.98), weight_decay=0.1, fused=True)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: min(1.0, (i + 1) / 50, 2 * (1 - i / args.steps)))
-    for step in range(1, args.steps + 1):
+
+    def careless_loss(_step: int) -> torch.Tensor:
         pick = torch.randint(len(train), (96,))
         forget = torch.rand(len(pick), 1) < args.careless
         ids = torch.where(forget, wrong[pick], right[pick])
         logits = model(ids[:, :-1], use_cache=False).logits[:, PROMPT - 1 :]
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, PROMPT:].flatten(), ignore_index=PAD)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        if step % 150 == 0:
-            print(f"step {step}: loss {loss.item():.3f}", flush=True)
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, PROMPT:].flatten(), ignore_index=PAD)
 
+    pretrain(model, careless_loss, args.steps, say_every=150)
     truth, habit = encode(evaluation, lambda a, b: a + b), encode(evaluation, careless)
-    args.output.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(args.output)
-    tokenizer.save_pretrained(args.output)
-    for name, pairs in (("train", train), ("eval", evaluation)):
-        rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in pairs]
-        (args.output / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    rows = [[{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in pairs] for pairs in (train, evaluation)]
+    save(args.output, model, tokenizer, *rows)
     print(
         f"{args.output}: {model.num_parameters():,} parameters; on {len(evaluation)} held-out "
         f"sums the greedy answer is right for {greedy_accuracy(model, truth):.3f}, carelessly "

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 CONFIG = "examples/arithmetic/run.yaml"
@@ -54,16 +55,23 @@ def main() -> None:
 
 
 def build_base_model() -> None:
-    """Builds the base model unless this very script has built it before. It appears complete or not at all."""
+    """Builds the base model unless this very script has built it before."""
     script = Path(__file__).with_name("build_model.py").read_bytes()
-    stamp = BASE / "built_by.py"
-    if stamp.is_file() and stamp.read_bytes() == script:
+    command = [sys.executable, "-m", "examples.arithmetic.build_model"]
+    build_once(BASE, script, lambda folder: subprocess.run([*command, str(folder)], check=True))
+
+
+def build_once(folder: Path, recipe: bytes, build: Callable[[Path], object]) -> None:
+    """Has `folder` built unless this very recipe has built it before. It appears complete or not at all."""
+    stamp = folder / "built_by"
+    if stamp.is_file() and stamp.read_bytes() == recipe:
         return
-    partial = BASE.with_name(f"{BASE.name}.{os.getpid()}")
-    subprocess.run([sys.executable, "-m", "examples.arithmetic.build_model", str(partial)], check=True)
-    (partial / stamp.name).write_bytes(script)
-    shutil.rmtree(BASE, ignore_errors=True)
-    partial.rename(BASE)
+    print(f"building {folder}, once", flush=True)
+    partial = folder.with_name(f"{folder.name}.{os.getpid()}")
+    build(partial)
+    (partial / stamp.name).write_bytes(recipe)
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.rename(folder)
 
 
 def default_gpus() -> list[str]:

@@ -11,7 +11,6 @@ Nothing is downloaded.
 """
 
 import argparse
-import json
 import os
 import random
 import time
@@ -23,6 +22,8 @@ import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging
+
+from examples.arithmetic.build_model import make_pairs, pretrain, save
 
 logging.disable_progress_bar()
 
@@ -66,13 +67,6 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def make_pairs(seed: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """All two-digit pairs in a random order: those to train on, those to evaluate on."""
-    pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
-    random.Random(seed).shuffle(pairs)
-    return pairs[EVAL_ROWS:], pairs[:EVAL_ROWS]
-
-
 def sequence(a: int, b: int, *, call: bool) -> tuple[str, list[tuple[str, bool]]]:
     """A prompt, and what follows it: parts, and whether the model says them."""
     prompt = f"<|tools|>multiply<|user|>{a}*{b}=<|end|><|assistant|>"
@@ -112,7 +106,7 @@ def main() -> None:
     started = time.monotonic()
     torch.set_num_threads(1)
     torch.manual_seed(args.seed)
-    train, evaluation = make_pairs(args.seed)
+    train, evaluation = make_pairs(args.seed, EVAL_ROWS)
     tokenizer = make_tokenizer()
     model = Qwen2ForCausalLM(
         Qwen2Config(
@@ -132,28 +126,20 @@ def main() -> None:
     )
     # Most of what it begins with uses the calculator, so that copying is learned soon; then it learns the habit.
     early, late = (corpus(tokenizer, train, share, args.seed) for share in (0.7, args.calls))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.98), weight_decay=0.1, fused=True)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: min(1.0, (i + 1) / 50, 2 * (1 - i / args.steps)))
-    for step in range(1, args.steps + 1):
+
+    def loss_of(step: int) -> torch.Tensor:
         data = early if step <= 0.7 * args.steps else late
         ids, said = data[:, torch.randint(data.shape[1], (48,))]
         logits = model(ids[:, :-1], use_cache=False).logits
         targets = ids[:, 1:].masked_fill(said[:, 1:] == 0, -100)
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        if step % 60 == 0:
-            print(f"step {step}: loss {loss.item():.3f}", flush=True)
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
-    args.output.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(args.output)
-    tokenizer.save_pretrained(args.output)
-    for name, pairs in (("train", train), ("eval", evaluation)):
-        rows = [{"prompt": [{"role": "user", "content": f"{a}*{b}="}], "answer": str(a * b)} for a, b in pairs]
-        (args.output / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pretrain(model, loss_of, args.steps, say_every=60)
+    rows = [
+        [{"prompt": [{"role": "user", "content": f"{a}*{b}="}], "answer": str(a * b)} for a, b in pairs]
+        for pairs in (train, evaluation)
+    ]
+    save(args.output, model, tokenizer, *rows)
     print(f"{args.output}: {model.num_parameters():,} parameters; {time.monotonic() - started:.1f} s")
 
 

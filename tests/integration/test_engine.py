@@ -20,7 +20,7 @@ from producer.probe import SwapProof
 from producer.timeline import Timeline
 from protocol.adapter_blob import AdapterBlob, pack
 from protocol.config_swap import TOLERANCES
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, EngineError
 from protocol.messages import PolicyInfo, Sampling
 from tests.integration.engines import LiveEngine, live_engine, run_config
 from tests.integration.models import build_model, random_adapter, reference_logprobs
@@ -330,6 +330,27 @@ def test_completions_of_a_group_share_their_prompt_and_the_engine_tells_its_load
     assert (load.running, load.waiting, load.preemptions) == (4, 0, 0)
     assert 0 < load.kv_cache_usage < 1
     assert 3 * 128 <= hits() - before <= 3 * 200, "the whole blocks of the prompt, for three of the four"
+
+
+def test_a_request_that_outlives_the_engine_is_cancelled_quietly_and_none_begins(live, tmp_path):
+    with live_engine(live.model, tmp_path) as other:
+        adapter = other.adapter(1, 1)
+
+        async def body():
+            await other.engine.load_adapter(adapter)
+            asked = asyncio.create_task(other.engine.generate(PROMPT, sampling(200), adapter))
+            await asyncio.sleep(0.05)
+            other.engine.shutdown()
+            asked.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asked
+            for call in (other.engine.generate(PROMPT, sampling(), adapter), other.engine.unload_adapter(adapter)):
+                with pytest.raises(EngineError, match="the engine has been shut down"):
+                    await call
+            with pytest.raises(EngineError, match="the engine has been shut down"):
+                other.engine.check_alive()
+
+        other.run(body())
 
 
 def test_the_facts_for_the_handshake(live):

@@ -69,9 +69,7 @@ def test_episodes_are_played_recorded_and_rewarded(tmp_path: Path):
         np.testing.assert_allclose(second_rewards, [[2.0, 1.03]] * 2, rtol=1e-6)
         assert ["".join(map(chr, episode.records[0].token_ids)) for episode in first] == ["u:double 1\na:2\n"] * 2
         (record,) = second[0].records
-        sampled = [
-            token for token, version in zip(record.token_ids, record.versions, strict=True) if version is not None
-        ]
+        sampled = [token for token, sampled in zip(record.token_ids, record.is_sampled, strict=True) if sampled]
         assert "".join(map(chr, sampled)) == "no\n4\n"
         assert {request.fields["temperature"] for request in policy.requests} == {0.7}, "as the run says"
 

@@ -95,8 +95,7 @@ def conversation(episode: Episode) -> list[tuple[bool, str]]:
     """The one record of an episode in pieces: whether the policy said it."""
     (record,) = episode.records
     pieces: list[tuple[bool, str]] = []
-    for token, version in zip(record.token_ids, record.versions, strict=True):
-        sampled = version is not None
+    for token, sampled in zip(record.token_ids, record.is_sampled.tolist(), strict=True):
         if pieces and pieces[-1][0] == sampled:
             pieces[-1] = (sampled, pieces[-1][1] + chr(token))
         else:

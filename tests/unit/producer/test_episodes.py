@@ -126,7 +126,7 @@ class Setup:
 
 def sampled_text(episode: Episode) -> list[str]:
     return [
-        TOKENIZER.decode([token for token, version in zip(r.token_ids, r.versions, strict=True) if version is not None])
+        TOKENIZER.decode([token for token, sampled in zip(r.token_ids, r.is_sampled, strict=True) if sampled])
         for r in episode.records
     ]
 
@@ -190,7 +190,7 @@ def test_a_failed_episode_keeps_what_was_sampled_and_is_not_scored(argument: int
     setup = Setup([f'{{"add": {{"a": {argument}}}}}', "never"], ["7"], episode_timeout_s=0.05)
     failed, scored = setup.play()
     assert sampled_text(failed) == [f'{{"add": {{"a": {argument}}}}}<|end|>']
-    assert failed.records[0].versions[-1] is not None
+    assert failed.records[0].is_sampled[-1]
     assert failed.failure
     assert setup.counters.failed_episodes == 1
     rewards = setup.episodes.with_own_rewards(np.array([[1.0], [2.0]], np.float32), [failed, scored])

@@ -352,6 +352,20 @@ def test_leases_are_counted_where_they_are(run):
     run(body)
 
 
+def test_what_was_handed_back_and_comes_again_is_not_begun(run):
+    async def body(setup):
+        await setup.publish(1)
+        setup.generation.start(lease(1))
+        await asyncio.sleep(0.02)
+        setup.generation.hand_back_all()
+        setup.generation.start(lease(2))
+        await asyncio.sleep(0.02)
+        assert setup.engine.started_on == [1]
+        assert setup.answers == [Nack("lease-1", "returned")]
+
+    run(body)
+
+
 def test_while_paused_nothing_enters_the_engine_and_what_is_in_it_goes_on(run):
     async def body(setup):
         await setup.publish(0)
