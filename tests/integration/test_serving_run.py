@@ -38,7 +38,7 @@ def test_clients_are_served_the_newest_policy_and_named_ones_while_it_trains(sho
     daemons.append(producer)
     trainer = Daemon("consumer.cli", short_dir / "trainer.log", "--config", config)
     daemons.append(trainer)
-    trainer.wait_for(r"step 2/")
+    trainer.wait_for(r"step 2/", beside=producer)
 
     def greedy(model: str) -> tuple[str, str]:
         answer = client.chat.completions.create(model=model, messages=MESSAGES, max_tokens=12, temperature=0.0)
@@ -60,6 +60,6 @@ def test_clients_are_served_the_newest_policy_and_named_ones_while_it_trains(sho
         assert len(texts) > 1, "the weights change, not their name alone"
         assert sorted(seen, key=lambda name: int(name.rpartition("v")[2]))[0] == pinned[0]
     steps = len(read_steps(short_dir))
-    trainer.wait_for(rf"step {steps + 3}/")
+    trainer.wait_for(rf"step {steps + 3}/", beside=producer)
     producer.close()
     assert producer.process.returncode == 0

@@ -20,13 +20,19 @@ _zygotes: dict[str, Zygote] = {}
 
 
 class WarmProcess:
-    """A running daemon, with what tests need of `subprocess.Popen`."""
+    """A running daemon, with what tests need of `subprocess.Popen`.
 
-    def __init__(self, module: str, arguments: list[str], log: Path, environment: dict[str, str]) -> None:
+    Args:
+        spawns: a producer lets vLLM start its engine core in its own way, which takes longer; see `forked_cores`.
+    """
+
+    def __init__(
+        self, module: str, arguments: list[str], log: Path, environment: dict[str, str], *, spawns: bool = False
+    ) -> None:
         log.touch()
         role = "trainer" if module.startswith("consumer.") else "producer"
         self._daemon = _zygote(f"tests.integration.warm_{role}").start(
-            [module, *arguments], log=log, module=module, environment=environment, cwd=os.getcwd()
+            [module, *arguments], log=log, module=module, environment=environment, cwd=os.getcwd(), spawns=spawns
         )
         self.pid = self._daemon.pid
 
