@@ -363,7 +363,8 @@ def test_a_message_without_end_from_a_peer_without_keys(stack: ExitStack, tmp_pa
                     peer.sendall(greeting(b"NULL") + ready)
                     answer = b""
                     while b"READY" not in answer:  # only then is the handshake over for the guard too
-                        assert (more := peer.recv(4096))
+                        more = peer.recv(4096)
+                        assert more
                         answer += more
                     while True:
                         peer.sendall(part)
