@@ -6,12 +6,12 @@ again. What is kept is bounded in bytes and in time; the oldest goes first.
 """
 
 import time
-import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
+from isal.isal_zlib import crc32
 from numpy.typing import NDArray
 
 from producer.served_calls import Sampled
@@ -104,7 +104,7 @@ class RecordedCalls:
         data, spans = token_ids.tobytes(), list[Span]()
         check, before = 0, 0
         for length in sorted(length for length in self._lengths if length < len(token_ids)):
-            check, before = zlib.crc32(data[4 * before : 4 * length], check), length
+            check, before = crc32(data[4 * before : 4 * length], check), length
             best: Span | None = None
             for call in reversed(self._by_prompt.get((length, check), ())):
                 if call in taken or call.prompt != data[: 4 * length]:
@@ -150,7 +150,7 @@ class RecordedCalls:
 
 
 def _key(call: RecordedCall) -> tuple[int, int]:
-    return call.prompt_length, zlib.crc32(call.prompt)
+    return call.prompt_length, crc32(call.prompt)
 
 
 def _fit(span: Span) -> tuple[int, int]:

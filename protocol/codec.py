@@ -17,13 +17,13 @@ is encoded for an older schema, refused in a frame of it, and have their default
 """
 
 import struct
-import zlib
 from collections.abc import Container
 from functools import cache, reduce
 from operator import or_
 from typing import Any, get_args
 
 import msgspec
+from isal.isal_zlib import crc32
 
 from protocol.messages import READABLE_SCHEMAS, SCHEMA_VERSION, SINCE, SINCE_MESSAGES, Lease, Message
 
@@ -110,7 +110,7 @@ def encode(message: Message, *, schema_version: int = SCHEMA_VERSION) -> bytes:
     except (TypeError, OverflowError, ValueError, RecursionError) as error:
         raise CodecError(f"cannot encode {type(message).__name__}: {error}") from error
     version = _VERSION.pack(_MAGIC, schema_version)
-    return version + _CRC.pack(zlib.crc32(body, zlib.crc32(version))) + body
+    return version + _CRC.pack(crc32(body, crc32(version))) + body
 
 
 def schema_of(frame: bytes | memoryview) -> int:
@@ -135,7 +135,7 @@ def decode(frame: bytes | memoryview, kinds: Any = Message, readable_schemas: Co
     magic, schema_version = _VERSION.unpack(version)
     if magic != _MAGIC:
         raise CodecError(f"frame starts with {magic!r}, not {_MAGIC!r}")
-    if _CRC.unpack(crc)[0] != zlib.crc32(body, zlib.crc32(version)):
+    if _CRC.unpack(crc)[0] != crc32(body, crc32(version)):
         raise CodecError("checksum mismatch")
     if schema_version not in readable_schemas:
         raise SchemaMismatchError(schema_version)

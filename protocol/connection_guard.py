@@ -233,15 +233,15 @@ class ConnectionGuard(threading.Thread):
         """The oldest go first: an honest handshake takes no time."""
         if len(self._connections) <= MAX_UNFINISHED:
             return
-        unfinished = [one for key, one in self._open() if not self._is_finished(key, one)]
+        unfinished = [one for key, one in self._open() if not self._is_finished(key, one, one.counts())]
         for connection in unfinished[:-MAX_UNFINISHED]:
             self._shut(connection, "too_many_connections")
         for _, connection in self._open()[self._max_connections :]:
             self._shut(connection, "too_many_connections")
 
-    def _is_finished(self, key: _Key, connection: _Connection) -> bool:
+    def _is_finished(self, key: _Key, connection: _Connection, counts: tuple[int, int] | None) -> bool:
+        """Its handshake, by the `counts` of one moment: two of them could hide a handshake between them."""
         if not connection.finished:
-            counts = connection.counts()
             connection.finished = (
                 counts is None
                 or key in self._deliveries
@@ -260,24 +260,20 @@ class ConnectionGuard(threading.Thread):
             logger.error("the authenticator is dead: no producer can connect any more until the trainer is restarted")
         watchful = False
         for key, connection in self._open():
-            user = self._users.get(key)
+            user, counts = self._users.get(key), connection.counts()
             if self._authorized is not None and user is not None and self._authorized.identity(user) is None:
                 self._shut(connection, "revoked")
-            elif not self._is_finished(key, connection):
+            elif not self._is_finished(key, connection, counts):
                 watchful = True
-                counts = connection.counts()
                 if counts is not None and counts[1] > _HANDSHAKE_BYTES:
                     self._shut(connection, "bad_handshake")
-            else:
-                watchful |= self._check_progress(key, connection)
+            elif counts is not None:
+                watchful |= self._check_progress(key, connection, counts[1])
         return watchful
 
-    def _check_progress(self, key: _Key, connection: _Connection) -> bool:
+    def _check_progress(self, key: _Key, connection: _Connection, received: int) -> bool:
         """Shuts a connection that sends and sends and completes nothing. Returns True when it has sent too much so far."""
-        counts = connection.counts()
-        if counts is None:
-            return False
-        received, deliveries = counts[1], self._deliveries.get(key, 0)
+        deliveries = self._deliveries.get(key, 0)
         if deliveries != connection.deliveries:
             connection.deliveries, connection.mark, connection.over_since = deliveries, received, None
             return False

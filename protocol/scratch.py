@@ -2,7 +2,7 @@
 
 Guarantee: `scratch_folder` gives an empty folder to this process alone and removes it in the end; what killed processes of
 the same user left beside it is removed by the next one that starts. A folder in use is never touched: its owner holds a
-lock on it.
+lock on it. Nor is one of another name, such as a run in `/tmp/slipstream-mine`.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-PREFIX = "slipstream-"
+PREFIX = "slipstream-scratch-"
 
 
 @contextlib.contextmanager

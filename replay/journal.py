@@ -23,13 +23,13 @@ import contextlib
 import fcntl
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 import apsw
+from isal.isal_zlib import crc32
 
 from protocol.errors import ExitCode, JournalError
 from replay.disk import sync
@@ -108,7 +108,7 @@ def row_crc(
     group_id: str, epoch: int, prompt_id: int, reroll: int, attempt: int, version: int, outcome: str, frame: bytes
 ) -> int:
     identity = f"{group_id} {epoch} {prompt_id} {reroll} {attempt} {version} {outcome}"
-    return zlib.crc32(frame, zlib.crc32(identity.encode()))
+    return crc32(frame, crc32(identity.encode()))
 
 
 @dataclass(frozen=True)

@@ -84,13 +84,13 @@ class ScriptedTrainer:
     def all(self, kind: type[Kind]) -> list[Kind]:
         return [message for message in list(self.received) if isinstance(message, kind)]
 
-    def wait_for(self, condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    def wait_for(self, condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert time.monotonic() < deadline, f"waited {timeout_s} s; received {self.received[-20:]}"
             time.sleep(0.005)
 
-    def wait_for_message(self, kind: type[Kind], count: int = 1, timeout_s: float = 10.0) -> list[Kind]:
+    def wait_for_message(self, kind: type[Kind], count: int = 1, timeout_s: float = 60.0) -> list[Kind]:
         self.wait_for(lambda: len(self.all(kind)) >= count, timeout_s)
         return self.all(kind)
 

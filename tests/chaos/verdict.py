@@ -13,6 +13,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from protocol.scratch import PREFIX
 from tests.chaos import collect
 from tests.chaos.checker import check
 from tests.chaos.evidence import read
@@ -126,7 +127,7 @@ def summarize(
         "checkpoints_compared": retrained.checkpoints if retrained else 0,
         "wall_s": round(wall_s, 1),
         "retraining_s": retrained.wall_s if retrained else 0.0,
-        "folders_left_by_killed_producers": len(list((folder / "tmp").glob("slipstream-*"))),
+        "folders_left_by_killed_producers": len(list((folder / "tmp").glob(f"{PREFIX}*"))),
         "problems": [problem._asdict() for problem in problems],
     }
 

@@ -79,7 +79,7 @@ def end_well(trainer: Daemon, producer: Daemon, timeout_s: float = 200.0) -> Non
     assert producer.end() == 0, producer.last_words
 
 
-def gone(processes: list[psutil.Process], timeout_s: float = 15.0) -> bool:
+def gone(processes: list[psutil.Process], timeout_s: float = 60.0) -> bool:
     """Whether all of these have ended within the time."""
     _, alive = psutil.wait_procs(processes, timeout=timeout_s)
     return not [process for process in alive if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]

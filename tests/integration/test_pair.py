@@ -6,9 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
-from tests.integration.models import build_model
+from protocol.scratch import PREFIX
+from tests.integration.models import build_model, reference_logprobs
 from tests.integration.pair import Daemon, end_well, gone
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
@@ -77,9 +79,7 @@ def test_each_waits_for_the_other_and_training_goes_on(short_dir: Path, daemons:
     assert len(family) >= 3, "engine core and reward worker are processes of their own"
     sockets = {Path(s.laddr) for member in family for s in member.net_connections("unix") if s.laddr[:1] == "/"}
     assert sockets, "the engine core is reached over sockets"
-    assert {path.parent.name.partition("-")[0] for path in sockets} == {"slipstream"}, (
-        "where the next producer cleans up"
-    )
+    assert all(path.parent.name.startswith(PREFIX) for path in sockets), "where the next producer cleans up"
     producer.kill()
     assert gone(family), "the engine core and the reward worker end with their daemon"
     trainer.wait_for(r"producer \S+ left \((silent for|it cannot be reached).*prompts go out again")
@@ -144,3 +144,44 @@ def test_without_staleness_the_run_is_on_policy(short_dir: Path, daemons: list[D
         assert line["sampling/importance_sampling_ratio/min"] == pytest.approx(1.0, abs=2e-4)
         assert line["sampling/importance_sampling_ratio/max"] == pytest.approx(1.0, abs=2e-4)
     assert steps[-1]["counts"]["trained"] == 8 * 4
+
+
+def test_completions_go_on_through_swaps_and_are_trained_token_by_token(short_dir: Path, daemons: list[Daemon]) -> None:
+    """Each token's log-prob is that of the checkpoint of the version which it names, in the journal that is trained from."""
+    config = str(
+        write_run(
+            short_dir,
+            "qwen2",
+            [{"prompt": f"{i}+1="} for i in range(40)],
+            REWARD,
+            sampling={"max_completion_length": 120},
+            engine={"max_model_len": 160},
+            pipeline={"max_staleness": 4, "groups_per_step": 2},
+            swap={"in_flight": "continue"},
+            trainer={"max_steps": 8, "save_steps": 1},
+        )
+    )
+    for module, name in (("producer.cli", "producer"), ("consumer.cli", "trainer")):
+        daemons.append(Daemon(module, short_dir / f"{name}.log", "--config", config))
+    producer, trainer = daemons
+    end_well(trainer, producer)
+
+    steps = read_steps(short_dir)
+    assert steps[-1]["counts"]["trained"] == 8 * 2
+    assert max(line["staleness/newer_token_share"] for line in steps) > 0
+    exported = short_dir / "trained.jsonl"
+    command = [sys.executable, "-m", "consumer.journal_cli", "--run", str(short_dir / "run"), "export"]
+    subprocess.run([*command, "--state", "trained", "--to", str(exported)], check=True, timeout=60)
+    spanning = 0
+    for group in map(json.loads, exported.read_text().splitlines()):
+        for ids, logprobs, of_tokens in zip(
+            group["completion_ids"], group["logprobs"], group["token_versions"], strict=True
+        ):
+            assert of_tokens == sorted(of_tokens)
+            spanning += len(set(of_tokens)) > 1
+            for version in set(of_tokens):
+                adapter = short_dir / "run" / "checkpoints" / f"checkpoint-{version}" if version else None
+                expected = reference_logprobs(short_dir / "model", adapter, group["prompt_ids"], ids, 1.0)
+                its_own = torch.tensor([one == version for one in of_tokens])
+                torch.testing.assert_close(torch.tensor(logprobs)[its_own], expected[its_own], atol=1e-3, rtol=0)
+    assert spanning > 0

@@ -236,7 +236,7 @@ def test_what_it_holds_survives_its_trainer_but_not_the_run(run, start_quick):
         trainer.send(moody(3, "fine", policy_floor=5))
         assert isinstance(answer_to(trainer, 1), Group)
         trainer.wait_for(lambda: where(trainer) == (1, 0, 1, 1))
-    daemon.wait_for("waiting for it at ipc://", 10)
+    daemon.wait_for("waiting for it at ipc://")
     with run.trainer("restarts", session="session-2", outcome="duplicate") as trainer:
         assert trainer.wait_for_message(Hello)[0].held == ["lease-2", "lease-3", "lease-1"]
         assert isinstance(answer_to(trainer, 1), Group)
@@ -247,7 +247,7 @@ def test_what_it_holds_survives_its_trainer_but_not_the_run(run, start_quick):
         assert isinstance(answer_to(trainer, 2), Group)
         assert [group.lease_id for group in trainer.all(Group)] == ["lease-1", "lease-2"]
     with run.trainer("restarts", session="session-3", run_id="run-2") as trainer:
-        assert trainer.wait_for_message(Hello, timeout_s=15)[0].held == ["lease-2"]
+        assert trainer.wait_for_message(Hello, timeout_s=30)[0].held == ["lease-2"]
         trainer.send(moody(4, "fine"))
         assert isinstance(answer_to(trainer, 4), Group)
         trainer.wait_for(lambda: where(trainer) == (0, 0, 0, 0))
@@ -257,7 +257,7 @@ def test_what_it_holds_survives_its_trainer_but_not_the_run(run, start_quick):
         trainer.send(moody(5, "fine"))
         assert isinstance(answer_to(trainer, 5), Group)
         daemon.process.send_signal(signal.SIGTERM)
-        daemon.wait_for("SIGTERM: handing leases back and stopping", 5)
+        daemon.wait_for("SIGTERM: handing leases back and stopping")
         trainer.wait_for_message(Heartbeat, len(trainer.all(Heartbeat)) + 3)
         assert daemon.process.poll() is None, "it waits for the group to be acknowledged"
         trainer.send(Ack("lease-5", "accepted", trainer.policy))
@@ -405,7 +405,7 @@ def test_a_second_interrupt_ends_it_at_once(run, fleet):
         trainer.send(moody(1, "fine"))
         answer_to(trainer, 1)
         os.killpg(daemon.process.pid, signal.SIGINT)
-        daemon.wait_for("SIGINT: handing leases back and stopping", 5)
+        daemon.wait_for("SIGINT: handing leases back and stopping")
         assert daemon.process.poll() is None, "it waits for the group to be acknowledged"
         os.killpg(daemon.process.pid, signal.SIGINT)
         assert daemon.end(3) == 130, daemon.output[-3000:]

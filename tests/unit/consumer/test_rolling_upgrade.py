@@ -34,7 +34,7 @@ from .intake.builders import BLOB, DIGEST, SHAPE, Trainer
 from .test_retraining import FACTS
 
 LIMIT = 2**20
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 Endpoints = tuple[str, str]
 

@@ -183,7 +183,7 @@ def test_wait_for_returns_when_the_floor_is_reached(setup):
             await asyncio.sleep(0)
             assert not waiter.done()
             await setup.publish(version)
-        await asyncio.wait_for(waiter, 1)
+        await asyncio.wait_for(waiter, 30)
 
     asyncio.run(body())
 
@@ -214,7 +214,7 @@ def test_a_new_trainer_voids_versions_that_it_does_not_serve(setup):
         await asyncio.sleep(0)
         assert not waiter.done()
         await setup.publish(5)
-        await asyncio.wait_for(waiter, 1)
+        await asyncio.wait_for(waiter, 30)
         assert setup.engine.versions == [5]
 
     asyncio.run(body())
@@ -313,7 +313,7 @@ def test_one_that_cannot_be_had_fails_its_leases(setup, what):
         else:
             setup.registry.bring(Arrival(policy, b"damaged", 0.0))
         with pytest.raises(LeaseFailure, match="could not be had or loaded here"):
-            await asyncio.wait_for(waiting, 5)
+            await asyncio.wait_for(waiting, 30)
         assert (setup.engine.versions, setup.folders()) == ([2], 1)
         running.cancel()
 
@@ -332,7 +332,7 @@ def test_an_engine_of_one_version_keeps_it_for_an_evaluation_and_not_for_ever(tm
         await asyncio.sleep(0.1)
         assert setup.counters.policy_version == 1, "held"
         until.set()
-        await asyncio.wait_for(evaluating, 5)
+        await asyncio.wait_for(evaluating, 30)
         await asyncio.wait_for(setup.registry.wait_for(3), 5)
         with pytest.raises(LeaseFailure, match="the engine has other weights by now"):
             await pinned(setup, 1)

@@ -79,7 +79,7 @@ def test_every_announced_policy_is_handed_over_once_unless_superseded():
 
 
 def test_a_file_is_read_instead_of_chunks_and_chunks_when_it_cannot_be():
-    policy, offer = PolicyInfo(1, "a" * 64, 10), PolicyOffer("a" * 64, "/dev/shm/slipstream-x/y")
+    policy, offer = PolicyInfo(1, "a" * 64, 10), PolicyOffer("a" * 64, "/dev/shm/slipstream-scratch-x/y")
     for content in (b"0123456789", None):
         following = PolicyDownload(10)
         following.announce(policy)
@@ -102,7 +102,7 @@ def test_a_file_that_a_newer_policy_overtook_is_dropped():
     following = PolicyDownload(10)
     following.announce(PolicyInfo(1, "a" * 64, 10))
     following.due_requests(0.0)
-    following.take_offer(PolicyOffer("a" * 64, "/dev/shm/slipstream-x/y"))
+    following.take_offer(PolicyOffer("a" * 64, "/dev/shm/slipstream-scratch-x/y"))
     following.announce(PolicyInfo(2, "b" * 64, 10))
     assert following.take_file("a" * 64, b"0123456789") is None
     assert following.due_requests(0.0) == [PolicyRequest("b" * 64)]

@@ -11,7 +11,7 @@ from protocol.loopback import LoopbackServer
 from protocol.zmq_channel import ZmqClient, ZmqServer
 
 LIMIT = 4 * 2**20
-PATIENCE_S = 20.0  # for things that must happen; none of them takes that long
+PATIENCE_S = 60.0  # for things that must happen; none of them takes that long
 
 
 def reserve_port(stack: ExitStack) -> int:

@@ -32,12 +32,12 @@ def test_it_goes_with_its_content(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_process_left_goes_and_nothing_else(tmp_path: Path) -> None:
-    left = leave(tmp_path, "slipstream-killed")
-    other = leave(tmp_path, "something-else")
-    (tmp_path / "slipstream-link").symlink_to(other)
+    left = leave(tmp_path, "slipstream-scratch-killed")
+    others = [leave(tmp_path, name) for name in ("something-else", "slipstream-run")]
+    (tmp_path / "slipstream-scratch-link").symlink_to(others[0])
     with scratch_folder():
         assert not left.exists()
-        assert (other / "v1").exists()
+        assert all((other / "v1").exists() for other in others)
 
 
 def test_a_folder_in_use_is_not_touched() -> None:
