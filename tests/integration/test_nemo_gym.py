@@ -118,7 +118,7 @@ def test_a_run_learns_from_episodes_of_an_agent_server(short_dir: Path, daemons:
         producer.wait_for("engine ready")
         trainer = Daemon("consumer.cli", short_dir / "trainer.log", "--config", config)
         daemons.append(trainer)
-        end_well(trainer, producer)
+        end_well(trainer, producer, 240)
     steps = read_steps(short_dir)
     assert [line["step"] for line in steps] == [1, 2]
     assert steps[-1]["counts"]["trained"] == 8
