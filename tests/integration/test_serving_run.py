@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import openai
@@ -16,10 +17,11 @@ ROWS = [{"prompt": [{"role": "user", "content": f"What is {i} and three?"}]} for
 MESSAGES = [{"role": "user", "content": "What is two and three?"}]
 
 
-def client_of(run_dir: Path) -> openai.OpenAI:
-    """A client of the producer whose address is written there."""
-    deadline = time.monotonic() + 120
+def client_of(run_dir: Path, timeout_s: float = 120.0, has_ended: Callable[[], bool] = lambda: False) -> openai.OpenAI:
+    """A client of the producer whose address is written there, by then or before the run has ended."""
+    deadline = time.monotonic() + timeout_s
     while not (files := list((run_dir / "serve").glob("rl-producer-*.json"))):
+        assert not has_ended(), "it ended before it served"
         assert time.monotonic() < deadline
         time.sleep(0.1)
     address = json.loads(files[0].read_text())[0]["targets"][0]
