@@ -7,7 +7,7 @@ import gc
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -28,8 +28,18 @@ settings.register_profile("search", parent=settings.get_profile("house"), derand
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "house"))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is imported is no garbage, and nobody need look for any meanwhile."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_finish() -> None:
-    """What was imported is no garbage: collections need not look at all of torch, half a second each."""
+    """Nor later: looking at all of torch takes half a second each time."""
     gc.collect()
     gc.freeze()
 

@@ -10,6 +10,7 @@ from producer.interfaces import Adapter
 from protocol.adapter_blob import unpack
 from protocol.config import RunConfig
 from protocol.messages import PolicyInfo
+from tests.integration.forked_cores import forked_cores
 from tests.integration.models import random_adapter
 
 Result = TypeVar("Result")
@@ -42,7 +43,8 @@ class LiveEngine:
         self._published: dict[int, tuple[Path, bytes, str]] = {}
 
     async def _start(self, factory: Any) -> Any:
-        engine = factory(self.config, 0)
+        with forked_cores():
+            engine = factory(self.config, 0)
         await engine.warm_up()
         return engine
 

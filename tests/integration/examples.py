@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from tests.integration.models import CHAT_TEMPLATE
-from tests.integration.pair import Daemon
+from tests.integration.pair import Daemon, end_well
 
 SMALL = {
     "model.dtype": "float32",
@@ -60,8 +60,7 @@ def run_example(folder: Path, config: str, settings: dict[str, Any]) -> list[dic
     producer = Daemon("producer.cli", folder / "producer.log", *arguments)
     trainer = Daemon("consumer.cli", folder / "trainer.log", *arguments)
     try:
-        assert trainer.end(200) == 0, trainer.output[-3000:] + producer.output[-3000:]
-        assert producer.end() == 0, producer.output[-3000:]
+        end_well(trainer, producer)
     finally:
         producer.close()
         trainer.close()

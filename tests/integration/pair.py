@@ -17,24 +17,29 @@ START_S = 240.0
 class Daemon:
     """One `rl-producer` or `rl-trainer` process whose output goes to a file."""
 
-    def __init__(self, module: str, log: Path, *arguments: str) -> None:
+    def __init__(self, module: str, log: Path, *arguments: str, spawns: bool = False) -> None:
         self._log = log
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
-        self.process = WarmProcess(module, ["--gpu", "cpu", *arguments], log, environment)
+        self.process = WarmProcess(module, ["--gpu", "cpu", *arguments], log, environment, spawns=spawns)
 
     @property
     def output(self) -> str:
         return self._log.read_text(errors="replace")
 
-    def wait_for(self, pattern: str, timeout_s: float = START_S) -> re.Match[str]:
-        """Until the log matches; fails if the process ends or the time is over first."""
+    @property
+    def last_words(self) -> str:
+        return f"{self._log.name} ended with {self.process.returncode}:\n{self.output[-3000:]}"
+
+    def wait_for(self, pattern: str, timeout_s: float = START_S, *, beside: "Daemon | None" = None) -> re.Match[str]:
+        """Until the log matches; fails if the process, or the one it needs beside it, ends or the time is over first."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             ended = self.process.poll() is not None
             found = re.search(pattern, self.output)
             if found:
                 return found
-            assert not ended, f"{self._log.name} ended with {self.process.returncode}:\n{self.output[-3000:]}"
+            assert not ended, self.last_words
+            assert beside is None or beside.process.poll() is None, beside.last_words
             time.sleep(0.1)
         raise AssertionError(f"{self._log.name}: no {pattern!r} within {timeout_s} s:\n{self.output[-3000:]}")
 
@@ -61,6 +66,17 @@ class Daemon:
             except subprocess.TimeoutExpired:
                 os.killpg(self.process.pid, signal.SIGKILL)
                 self.process.wait(10)
+
+
+def end_well(trainer: Daemon, producer: Daemon, timeout_s: float = 200.0) -> None:
+    """Until both have ended, the trainer first; a producer that fails ends the wait."""
+    deadline = time.monotonic() + timeout_s
+    while trainer.process.poll() is None:
+        assert producer.process.poll() in (None, 0), producer.last_words
+        assert time.monotonic() < deadline, f"no end within {timeout_s} s:\n{trainer.output[-3000:]}"
+        time.sleep(0.1)
+    assert trainer.process.returncode == 0, trainer.last_words
+    assert producer.end() == 0, producer.last_words
 
 
 def gone(processes: list[psutil.Process], timeout_s: float = 60.0) -> bool:

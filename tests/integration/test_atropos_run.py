@@ -13,6 +13,7 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -22,12 +23,18 @@ from transformers import AutoTokenizer
 
 from protocol.codec import decode
 from protocol.messages import JOURNAL_SCHEMAS, Group
-from tests.integration.pair import Daemon
-from tests.integration.test_pair import read_steps, write_run
+from tests.integration.outsiders import (
+    NUM_STEPS,
+    address,
+    check_learned,
+    check_steps,
+    run_through_the_death_of_a_producer,
+)
+from tests.integration.pair import Daemon, end_well
+from tests.integration.test_pair import write_run
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
-NUM_STEPS = 8
 GROUP_SIZE = 4
 
 
@@ -45,36 +52,17 @@ def write_atropos_run(folder: Path, max_steps: int) -> str:
     return str(path)
 
 
-def address(run_dir: Path) -> str:
-    newest = max((run_dir / "serve").glob("*.json"), key=lambda file: file.stat().st_mtime, default=None)
-    if newest is None:
-        raise FileNotFoundError("no producer yet")
-    return json.loads(newest.read_text())[0]["targets"][0]
-
-
-class Environment(threading.Thread):
+class Environment:
     """Does what `BaseEnv` does, in its order and with its requests, and registers again when its producer is another one."""
 
-    def __init__(self, run_dir: Path, model: Path) -> None:
-        super().__init__(daemon=True)
-        self._run_dir = run_dir
+    def __init__(self, model: Path) -> None:
         self._tokenizer = AutoTokenizer.from_pretrained(model)
         self._item = 0
-        self.over = threading.Event()
-        self.failures: list[str] = []
         self.sampled: dict[tuple[int, ...], list[list[float]]] = {}
         """Log-probs of sequences that were posted, by their tokens."""
 
-    def run(self) -> None:
-        while not self.over.is_set():
-            try:
-                self._work(f"http://{address(self._run_dir)}/atropos")
-            except (OSError, IndexError, json.JSONDecodeError, httpx.HTTPError) as error:
-                self.failures.append(f"{type(error).__name__}: {error}")
-                time.sleep(0.2)
-
-    def _work(self, url: str) -> None:
-        with httpx.Client(base_url=url, timeout=30) as http:
+    def work(self, url: str, over: threading.Event) -> None:
+        with httpx.Client(base_url=f"{url}/atropos", timeout=30) as http:
             registration = {
                 "max_token_length": 32,
                 "desired_name": "digits",
@@ -87,7 +75,7 @@ class Environment(threading.Thread):
                 time.sleep(0.5)
                 return
             batch_size = http.get("/info").raise_for_status().json()["batch_size"]
-            while not self.over.is_set():
+            while not over.is_set():
                 body = {"env_id": registered["env_id"]}
                 status = http.request("GET", "/status-env", json=body).raise_for_status().json()
                 if status["queue_size"] * GROUP_SIZE >= 3 * batch_size:
@@ -128,12 +116,10 @@ class Environment(threading.Thread):
             http.post("/scored_data", content=packed, headers=headers).raise_for_status()
 
 
-def journal(run_dir: Path) -> tuple[dict[str, int | None], list[Group]]:
-    """The step that trained each group, by its id; and all groups."""
+def groups_of(run_dir: Path) -> list[Group]:
     with contextlib.closing(sqlite3.connect(f"file:{run_dir}/journal.sqlite?mode=ro", uri=True)) as connection:
-        steps = dict(connection.execute("SELECT group_id, step FROM groups").fetchall())
         frames = connection.execute("SELECT frame FROM bodies").fetchall()
-    return steps, [decode(bytes(frame), Group, JOURNAL_SCHEMAS) for (frame,) in frames]
+    return [decode(bytes(frame), Group, JOURNAL_SCHEMAS) for (frame,) in frames]
 
 
 def sequences(group: Group) -> list[tuple[tuple[int, ...], list[float]]]:
@@ -144,46 +130,18 @@ def sequences(group: Group) -> list[tuple[tuple[int, ...], list[float]]]:
     return [((*prompt.tolist(), *tokens[part].tolist()), logprobs[part].tolist()) for part in parts]
 
 
-def check_steps(folder: Path, run_dir: Path) -> None:
-    steps = read_steps(folder)
-    assert [line["step"] for line in steps] == list(range(1, NUM_STEPS + 1))
-    assert steps[-1]["counts"]["trained"] == NUM_STEPS * 4
+def check_run(steps: list[dict[str, Any]]) -> None:
     assert steps[-1]["counts"].get("rerolls_leased", 0) == 0
-    trained = Counter(step for step in journal(run_dir)[0].values() if step is not None)
-    assert sorted(trained.values()) == [4] * NUM_STEPS, "each row says the one step that trained it"
-    digits = [line["rewards/environment/mean"] for line in steps]
-    assert sum(digits[-3:]) > sum(digits[:3]), digits
+    check_learned(steps, "environment")
 
 
 def test_a_run_learns_from_what_environments_post_through_the_death_of_a_producer(
     short_dir: Path, daemons: list[Daemon]
 ):
     config = write_atropos_run(short_dir, NUM_STEPS)
-    run_dir = short_dir / "run"
-    environments = [Environment(run_dir, short_dir / "model") for _ in range(2)]
-    producer = Daemon("producer.cli", short_dir / "producer-1.log", "--config", config)
-    daemons.append(producer)
-    trainer = Daemon("consumer.cli", short_dir / "trainer.log", "--config", config)
-    daemons.append(trainer)
-    for environment in environments:
-        environment.start()
-    try:
-        trainer.wait_for(r"step 3/")
-        producer.kill()
-        accepted, _ = journal(run_dir)
-        second = Daemon("producer.cli", short_dir / "producer-2.log", "--config", config)
-        daemons.append(second)
-        assert trainer.end(200) == 0, trainer.output[-3000:]
-        assert second.end(60) == 0, second.output[-3000:]
-    finally:
-        for environment in environments:
-            environment.over.set()
-        for environment in environments:
-            environment.join(40)
-    assert any(environment.failures for environment in environments), "they noticed the kill, and went on"
-    check_steps(short_dir, run_dir)
-    after, groups = journal(run_dir)
-    assert accepted.keys() <= after.keys()
+    environments = [Environment(short_dir / "model") for _ in range(2)]
+    works = [environment.work for environment in environments]
+    check_run(run_through_the_death_of_a_producer(short_dir, config, works, daemons))
     answered = Counter(
         (tokens, tuple(np.float32(value) for value in values))
         for environment in environments
@@ -191,7 +149,9 @@ def test_a_run_learns_from_what_environments_post_through_the_death_of_a_produce
         for values in of_one
     )
     kept = Counter(
-        (tokens, tuple(np.float32(v) for v in values)) for group in groups for tokens, values in sequences(group)
+        (tokens, tuple(np.float32(v) for v in values))
+        for group in groups_of(short_dir / "run")
+        for tokens, values in sequences(group)
     )
     assert kept, "nothing is in the journal"
     assert kept <= answered, "each sequence with the log-probs that it was sampled with, and as often as it was sampled"
@@ -200,13 +160,13 @@ def test_a_run_learns_from_what_environments_post_through_the_death_of_a_produce
 @pytest.mark.skipif(atropos_python() is None, reason="atroposlib is not installed; ATROPOS_PYTHON names another Python")
 def test_an_environment_of_atroposlib_trains_a_run(short_dir: Path, daemons: list[Daemon]):
     config = write_atropos_run(short_dir, NUM_STEPS)
-    run_dir, log = short_dir / "run", short_dir / "environment.log"
+    log = short_dir / "environment.log"
     producer = Daemon("producer.cli", short_dir / "producer.log", "--config", config)
     daemons.append(producer)
     trainer = Daemon("consumer.cli", short_dir / "trainer.log", "--config", config)
     daemons.append(trainer)
     producer.wait_for("OpenAI-compatible endpoint")
-    url = f"http://{address(run_dir)}/atropos"
+    url = f"http://{address(short_dir / 'run')}/atropos"
     options = {
         "env.rollout_server_url": url,
         "env.total_steps": -1,
@@ -219,9 +179,11 @@ def test_an_environment_of_atroposlib_trains_a_run(short_dir: Path, daemons: lis
     with log.open("wb") as stream:
         environment = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, cwd=short_dir)
     try:
-        assert trainer.end(200) == 0, trainer.output[-3000:] + log.read_text()[-3000:]
-        assert producer.end(60) == 0, producer.output[-3000:]
+        end_well(trainer, producer)
+    except AssertionError as failure:
+        failure.add_note(log.read_text()[-3000:])
+        raise
     finally:
         environment.kill()
         environment.wait(10)
-    check_steps(short_dir, run_dir)
+    check_run(check_steps(short_dir))

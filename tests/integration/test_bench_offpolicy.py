@@ -1,13 +1,12 @@
 """`make bench-offpolicy` in its quick form: real training at scripted staleness, tables, picture, nothing run twice."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from .models import build_model
+from .warm import run_to_its_end
 
 
 @pytest.mark.integration
@@ -17,12 +16,10 @@ def test_the_quick_form_measures_and_repeats_nothing(tmp_path: Path) -> None:
     for name in ("train", "eval"):
         (base / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     out, plot = tmp_path / "out", tmp_path / "offpolicy.png"
-    command = [sys.executable, "-m", "benchmarks.offpolicy", "--quick", "--workers", "1"]
-    command += ["--base", str(base), "--out", str(out), "--plot", str(plot)]
+    arguments = ["--quick", "--workers", "1", "--base", str(base), "--out", str(out), "--plot", str(plot)]
 
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "| accuracy after 4 steps | staleness 0 | staleness 2 |" in done.stdout
+    said = run_to_its_end("benchmarks.offpolicy", arguments, tmp_path / "log", 200)
+    assert "| accuracy after 4 steps | staleness 0 | staleness 2 |" in said
     runs = json.loads((out / "results.json").read_text())["scripted"]
     assert len(runs) == 4
     # Of four steps the first two cannot be two versions behind: 0, 1, 2, 2.
@@ -32,6 +29,6 @@ def test_the_quick_form_measures_and_repeats_nothing(tmp_path: Path) -> None:
 
     files = sorted(out.glob("*-seed1.json"))
     written = [file.stat().st_mtime_ns for file in files]
-    subprocess.run(command, capture_output=True, timeout=200, check=True)
+    run_to_its_end("benchmarks.offpolicy", arguments, tmp_path / "log", 200)
     assert len(files) == 4
     assert [file.stat().st_mtime_ns for file in files] == written

@@ -25,11 +25,12 @@ def groups_of(run_dir: Path) -> list[RolloutGroup]:
         reader.close()
 
 
-def asks_with_tools_and_gets_calls(run_dir: Path) -> None:
-    """An OpenAI client of the run's endpoint, while the run learns."""
+def asks_with_tools_and_gets_calls(run_dir: Path, demo: "subprocess.Popen[bytes]") -> None:
+    """An OpenAI client of the run's endpoint, while the run learns. Before that the demo trains its base model."""
     parameters = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
     tool = {"type": "function", "function": {"name": "multiply", "parameters": parameters}}
-    with client_of(run_dir).with_options(max_retries=30) as client:  # at first there is no policy
+    served = client_of(run_dir, 240, lambda: demo.poll() is not None)
+    with served.with_options(max_retries=30) as client:  # at first there is no policy
         answer = client.chat.completions.create(
             model="policy",
             messages=[{"role": "user", "content": "47*86="}],
@@ -48,14 +49,14 @@ def asks_with_tools_and_gets_calls(run_dir: Path) -> None:
 
 
 @pytest.mark.integration
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(540)
 def test_the_demo_learns_to_use_the_calculator(short_dir: Path) -> None:
     run_dir = short_dir / "run"
     command = [sys.executable, "-m", "examples.calculator.demo", "--run-dir", str(run_dir), "--steps", str(STEPS)]
     log = short_dir / "demo.log"
     with log.open("wb") as stream, subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT) as demo:
         try:
-            asks_with_tools_and_gets_calls(run_dir)
+            asks_with_tools_and_gets_calls(run_dir, demo)
             assert demo.wait(280) == 0, log.read_text()[-3000:]
         finally:
             demo.terminate()

@@ -13,7 +13,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from protocol.messages import Group, Lease
-from tests.integration.pair import Daemon
+from tests.integration.pair import Daemon, end_well
 from tests.integration.runs import Run
 from tests.integration.test_pair import write_run
 from tests.scripted import made_up_group
@@ -74,7 +74,7 @@ def test_every_score_is_that_of_the_version_it_names_whoever_is_killed(short_dir
         return daemons[-1]
 
     producer, trainer = start("producer.cli", "producer-1.log"), start("consumer.cli", "trainer-1.log")
-    trainer.wait_for(r"evaluation of v0 \(step 0\)")
+    trainer.wait_for(r"evaluation of v0 \(step 0\)", beside=producer)
     wait_until(lambda: pending(short_dir))
     producer.kill()
     first = pending(short_dir)
@@ -82,8 +82,7 @@ def test_every_score_is_that_of_the_version_it_names_whoever_is_killed(short_dir
     wait_until(lambda: pending(short_dir) not in (first, []))
     trainer.kill()
     trainer = start("consumer.cli", "trainer-2.log", "--resume")
-    assert trainer.end(180) == 0, trainer.output[-3000:]
-    assert producer.end() == 0, producer.output[-3000:]
+    end_well(trainer, producer)
 
     run_dir = short_dir / "run"
     lines = [json.loads(line) for line in (run_dir / "evaluations.jsonl").read_text().splitlines()]

@@ -14,7 +14,7 @@ from producer.agent_program import AgentProgram
 from producer.agents import Agents
 from protocol.config_environment import EnvironmentSection
 from protocol.errors import ConfigError
-from tests.integration.pair import Daemon
+from tests.integration.pair import Daemon, end_well
 from tests.integration.test_pair import read_steps, write_run
 from tests.nemo_gym_servers import Row, agent_server, ask_policy, verified
 from tests.scripted_policy import ScriptedPolicy, endpoint, lease_of, numbers_in
@@ -116,8 +116,7 @@ def test_a_run_learns_from_episodes_of_an_agent_server(short_dir: Path, daemons:
         producer.wait_for("engine ready")
         trainer = Daemon("consumer.cli", short_dir / "trainer.log", "--config", config)
         daemons.append(trainer)
-        assert trainer.end(240) == 0, trainer.output[-3000:]
-        assert producer.end(60) == 0, producer.output[-3000:]
+        end_well(trainer, producer, 240)
     steps = read_steps(short_dir)
     assert [line["step"] for line in steps] == [1, 2]
     assert steps[-1]["counts"]["trained"] == 8

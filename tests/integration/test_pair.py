@@ -11,7 +11,7 @@ import yaml
 
 from protocol.scratch import PREFIX
 from tests.integration.models import build_model, reference_logprobs
-from tests.integration.pair import Daemon, gone
+from tests.integration.pair import Daemon, end_well, gone
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
@@ -59,12 +59,12 @@ def test_each_waits_for_the_other_and_training_goes_on(short_dir: Path, daemons:
     rows = [{"prompt": f"{i}+1="} for i in range(40)]
     config = str(write_run(short_dir, "qwen2", rows, REWARD, trainer={"max_steps": 1_000_000}))
 
-    producer = Daemon("producer.cli", short_dir / "producer-1.log", "--config", config)
+    producer = Daemon("producer.cli", short_dir / "producer-1.log", "--config", config, spawns=True)
     daemons.append(producer)
     trainer = Daemon("consumer.cli", short_dir / "trainer-1.log", "--config", config)
     daemons.append(trainer)
     trainer.wait_for(r"listening at .*waiting for producers")
-    trainer.wait_for(r"step 8/")
+    trainer.wait_for(r"step 8/", beside=producer)
     producer.wait_for(r"policy v([5-9]|\d\d+) is live")
 
     seen = status(short_dir / "run")
@@ -92,7 +92,7 @@ def test_each_waits_for_the_other_and_training_goes_on(short_dir: Path, daemons:
     daemons.append(producer)
     producer.wait_for(r"connected to the trainer")
     before = len(read_steps(short_dir))
-    trainer.wait_for(rf"step {before + 5}/")
+    trainer.wait_for(rf"step {before + 5}/", beside=producer)
 
     trainer.kill()
     producer.wait_for(r"(?i)trainer.*(silent|lost|gone)")
@@ -111,8 +111,7 @@ def test_each_waits_for_the_other_and_training_goes_on(short_dir: Path, daemons:
         *("--config", config, "--resume", "--set", f"trainer.max_steps={committed + 20}"),
     )
     daemons.append(resumed)
-    assert resumed.end(120) == 0, resumed.output[-3000:]
-    assert producer.end() == 0, producer.output[-3000:]
+    end_well(resumed, producer)
     steps = [line["step"] for line in read_steps(short_dir)]
     assert steps[-20:] == list(range(committed + 1, committed + 21)), "it went on from the checkpoint, one by one"
     assert (short_dir / "run" / "adapter" / "adapter_model.safetensors").is_file()
@@ -137,8 +136,7 @@ def test_without_staleness_the_run_is_on_policy(short_dir: Path, daemons: list[D
     for module, name in (("producer.cli", "producer"), ("consumer.cli", "trainer")):
         daemons.append(Daemon(module, short_dir / f"{name}.log", "--config", config))
     producer, trainer = daemons
-    assert trainer.end(180) == 0, trainer.output[-3000:]
-    assert producer.end() == 0, producer.output[-3000:]
+    end_well(trainer, producer)
     steps = read_steps(short_dir)
     assert [line["policy_version"] for line in steps] == list(range(8))
     for line in steps:
@@ -166,8 +164,7 @@ def test_completions_go_on_through_swaps_and_are_trained_token_by_token(short_di
     for module, name in (("producer.cli", "producer"), ("consumer.cli", "trainer")):
         daemons.append(Daemon(module, short_dir / f"{name}.log", "--config", config))
     producer, trainer = daemons
-    assert trainer.end(180) == 0, trainer.output[-3000:]
-    assert producer.end() == 0, producer.output[-3000:]
+    end_well(trainer, producer)
 
     steps = read_steps(short_dir)
     assert steps[-1]["counts"]["trained"] == 8 * 2

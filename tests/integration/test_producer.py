@@ -86,7 +86,7 @@ class Run:
         return path
 
     def start(self, name: str, module: str = "producer.cli", **sections: object) -> Daemon:
-        return Daemon(module, self.folder / f"{name}.log", "--config", str(self.config(name, **sections)))
+        return Daemon(module, self.folder / f"{name}.log", "--config", str(self.config(name, **sections)), spawns=True)
 
     def endpoints(self, name: str) -> tuple[str, str]:
         return f"ipc://{self.folder}/{name}/control.ipc", f"ipc://{self.folder}/{name}/control.ipc.blobs"

@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import openai
@@ -16,10 +17,11 @@ ROWS = [{"prompt": [{"role": "user", "content": f"What is {i} and three?"}]} for
 MESSAGES = [{"role": "user", "content": "What is two and three?"}]
 
 
-def client_of(run_dir: Path) -> openai.OpenAI:
-    """A client of the producer whose address is written there."""
-    deadline = time.monotonic() + 120
+def client_of(run_dir: Path, timeout_s: float = 120.0, has_ended: Callable[[], bool] = lambda: False) -> openai.OpenAI:
+    """A client of the producer whose address is written there, by then or before the run has ended."""
+    deadline = time.monotonic() + timeout_s
     while not (files := list((run_dir / "serve").glob("rl-producer-*.json"))):
+        assert not has_ended(), "it ended before it served"
         assert time.monotonic() < deadline
         time.sleep(0.1)
     address = json.loads(files[0].read_text())[0]["targets"][0]
@@ -38,7 +40,7 @@ def test_clients_are_served_the_newest_policy_and_named_ones_while_it_trains(sho
     daemons.append(producer)
     trainer = Daemon("consumer.cli", short_dir / "trainer.log", "--config", config)
     daemons.append(trainer)
-    trainer.wait_for(r"step 2/")
+    trainer.wait_for(r"step 2/", beside=producer)
 
     def greedy(model: str) -> tuple[str, str]:
         answer = client.chat.completions.create(model=model, messages=MESSAGES, max_tokens=12, temperature=0.0)
@@ -60,6 +62,6 @@ def test_clients_are_served_the_newest_policy_and_named_ones_while_it_trains(sho
         assert len(texts) > 1, "the weights change, not their name alone"
         assert sorted(seen, key=lambda name: int(name.rpartition("v")[2]))[0] == pinned[0]
     steps = len(read_steps(short_dir))
-    trainer.wait_for(rf"step {steps + 3}/")
+    trainer.wait_for(rf"step {steps + 3}/", beside=producer)
     producer.close()
     assert producer.process.returncode == 0

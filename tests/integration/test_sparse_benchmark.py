@@ -1,29 +1,19 @@
 """`make bench-sparse` in its small form: real buffer, journal and trainer, a model that is built on the spot."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from .warm import run_to_its_end
 
 
 @pytest.mark.integration
 @pytest.mark.timeout(280)
 def test_the_benchmark_of_sparse_rewards_counts_every_generated_token(short_dir: Path) -> None:
     out = short_dir / "sparse"
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.sparse",
-        "--quick",
-        "--out",
-        str(out),
-        "--plot",
-        str(out / "sparse.png"),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=270, check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    arguments = ["--quick", "--out", str(out), "--plot", str(out / "sparse.png")]
+    run_to_its_end("benchmarks.sparse", arguments, short_dir / "log", 270)
     report = json.loads((out / "results.json").read_text())
     runs = {run["arm"]: run for run in report["runs"]}
     assert runs.keys() == {"plain", "all"}

@@ -19,7 +19,7 @@ from producer.agents import Agents
 from producer.rollouts import Episode
 from protocol.config_environment import EnvironmentSection
 from protocol.errors import ConfigError
-from tests.integration.pair import Daemon
+from tests.integration.pair import Daemon, end_well
 from tests.integration.test_pair import read_steps, write_run
 from tests.scripted_policy import ScriptedPolicy, endpoint, lease_of, numbers_in
 
@@ -169,12 +169,11 @@ def test_a_run_learns_from_episodes_and_a_killed_agent_program_is_started_again(
     producer.wait_for("engine ready")
     trainer = Daemon("consumer.cli", short_dir / "trainer.log", "--config", config)
     daemons.append(trainer)
-    trainer.wait_for(r"step 1/")
+    trainer.wait_for(r"step 1/", beside=producer)
     (program,) = [child for child in producer.family() if "producer.bridges" in " ".join(child.cmdline())]
     program.kill()
     producer.wait_for(r"the agent program of the environment ended \(killed by SIGKILL\); starting another in 1 s")
-    assert trainer.end(200) == 0, trainer.output[-3000:]
-    assert producer.end(60) == 0, producer.output[-3000:]
+    end_well(trainer, producer)
     assert producer.output.count("; starting another in") == 1, "the one that was killed"
     steps = read_steps(short_dir)
     assert [line["step"] for line in steps] == [1, 2, 3]

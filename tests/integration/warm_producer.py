@@ -1,15 +1,22 @@
 """What `tests.chaos.zygote` imports and runs for `rl-producer`."""
 
 import importlib
+from typing import Any
 
 from tests.integration import warm
+from tests.integration.forked_cores import forked_cores
 
 _USED = ("producer.daemon", "producer.engine", "vllm.v1.engine.core_client", "transformers.models.qwen2")
 """What a producer imports before its engine core starts."""
-
-main = warm.run
 
 
 def preload() -> None:
     for name in _USED:
         importlib.import_module(name)
+
+
+def main(request: dict[str, Any]) -> int:
+    if request["spawns"]:
+        return warm.run(request)
+    with forked_cores():
+        return warm.run(request)

@@ -61,11 +61,14 @@ MISTAKES = {
         ("unit/replay/test_buffer.py", "test_a_batch_holds_the_first_groups_and_everything_that_arrived"),
     ],
     "data carries no policy version": [
-        ("unit/consumer/test_intake.py", "test_a_version_that_was_never_published_is_invalid"),
+        ("unit/consumer/intake/test_intake_groups.py", "test_a_version_that_was_never_published_is_invalid"),
         ("integration/test_pair.py", "test_without_staleness_the_run_is_on_policy"),
     ],
     "one bad prompt ends the run, counts as a completion, or vanishes": [
-        ("unit/consumer/test_intake.py", "test_bad_prompts_are_skipped_and_counted_and_the_others_go_out"),
+        (
+            "unit/consumer/intake/test_intake_leases.py",
+            "test_bad_prompts_are_skipped_and_counted_and_the_others_go_out",
+        ),
         (
             "unit/replay/test_buffer.py",
             "test_failures_are_counted_by_reason_and_prompts_given_up_become_dead_letters",
@@ -78,7 +81,10 @@ MISTAKES = {
     ],
     "a trainer polls a collector that is dead": [
         ("unit/consumer/test_patience.py", "test_it_gives_up_after_the_stall_timeout_and_names_it"),
-        ("unit/consumer/test_intake.py", "test_a_silent_producer_is_given_up_and_its_leases_go_to_the_others"),
+        (
+            "unit/consumer/intake/test_intake_presence.py",
+            "test_a_silent_producer_is_given_up_and_its_leases_go_to_the_others",
+        ),
     ],
     "engines of others on the same host are killed by name": [
         ("integration/test_producer.py", "test_no_child_survives_kill_9"),

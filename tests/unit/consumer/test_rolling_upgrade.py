@@ -30,7 +30,7 @@ from tests.scripted import facts, made_up_group
 from tests.unit.replay.builders import entry
 
 from .builders import FillableJournal, live_buffer
-from .test_intake import BLOB, DIGEST, SHAPE, Trainer
+from .intake.builders import BLOB, DIGEST, SHAPE, Trainer
 from .test_retraining import FACTS
 
 LIMIT = 2**20

@@ -1,0 +1,30 @@
+"""Engine cores without a second import of vLLM: on a CPU vLLM spawns them, each some ten seconds of computing; beside a GPU
+it forks them, and within `forked_cores` it does so here too.
+"""
+
+import multiprocessing.context
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+
+class _Core(multiprocessing.context.ForkProcess):
+    def run(self) -> None:
+        warnings.simplefilter("default")  # as in a new process, whatever a test makes of them
+        super().run()
+
+
+class _Context(multiprocessing.context.ForkContext):
+    Process = _Core
+
+
+@contextmanager
+def forked_cores() -> Iterator[None]:
+    with (
+        warnings.catch_warnings(),
+        mock.patch("vllm.v1.engine.utils.get_mp_context", return_value=_Context()),
+    ):
+        # Python 3.12 and newer warn of the threads that a fork does not have; vLLM's core needs none of them.
+        warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+        yield

@@ -1,0 +1,140 @@
+"""An intake whose ticks and clock are the test's, and producers that say what the test says."""
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+from consumer.intake import Intake
+from consumer.leasing import LeaseDesk
+from protocol.errors import DatasetError
+from protocol.handshake import TrainerNeeds
+from protocol.loopback import LoopbackClient, LoopbackServer
+from protocol.messages import Group, Heartbeat, Hello, Lease, Sampling
+from protocol.shared_memory import NO_MEMORY, SharedMemory
+from replay.buffer import RolloutBuffer
+from replay.disk import DiskGuard
+from replay.groups import GroupShape
+from tests.scripted import facts, made_up_group
+from tests.unit.consumer.builders import FillableJournal, live_buffer
+
+NEEDS = TrainerNeeds("0" * 64, "1" * 64, "float32", 8, 3, 4, ("reward",))
+
+SAMPLING = Sampling(num_generations=4, max_completion_length=4, temperature=1.0)
+
+BLOB = bytes(range(250)) * 10
+
+DIGEST = hashlib.sha256(BLOB).hexdigest()
+
+SHAPE = GroupShape(num_generations=4, num_rewards=1, max_completion_length=4, vocab_size=12)
+
+
+class Prompts:
+    """Prompt `n` is "n"; some are bad."""
+
+    def __init__(self, bad: Callable[[int], bool] = lambda prompt_id: False, columns: Any = None) -> None:
+        self.bad = bad
+        self.columns = columns or {"answer": 1}
+
+    def __getitem__(self, prompt_id: int) -> tuple[str, dict[str, Any]]:
+        if self.bad(prompt_id):
+            raise DatasetError(f"row {prompt_id} has no usable prompt")
+        return str(prompt_id), self.columns
+
+
+class Trainer:
+    """An intake whose ticks and clock are the test's, with version 0 published."""
+
+    def __init__(
+        self,
+        journal: FillableJournal,
+        disk: DiskGuard,
+        channel: Any = None,
+        prompts: Any = None,
+        replay: RolloutBuffer | None = None,
+        memory: SharedMemory = NO_MEMORY,
+        **budget: int,
+    ) -> None:
+        self.channel = channel or LoopbackServer()
+        self.replay = replay or live_buffer(journal, **budget)
+        self.now = 100.0
+        self.intake = Intake(
+            self.channel,
+            self.replay,
+            journal,
+            disk,
+            LeaseDesk(self.channel, self.replay, prompts or Prompts(), disk, sampling=SAMPLING, timeout_s=60.0),
+            needs=NEEDS,
+            shape=SHAPE,
+            run_id="run",
+            session="session",
+            heartbeat_interval_s=1.0,
+            heartbeat_timeout_s=6.0,
+            keep_blobs=2,
+            memory=memory,
+            clock=lambda: self.now,
+        )
+        self.intake.publish(0, BLOB, DIGEST)
+
+    def tick(self) -> None:
+        self.intake.tick(0.0)
+
+    def producer(self, name: str = "p", *, capacity: int = 64, held: list[str] | None = None) -> "Producer":
+        client = Producer(self, self.channel.connect(name), name)
+        client.hello(capacity, held)
+        return client
+
+
+class Producer:
+    def __init__(self, trainer: Trainer, channel: LoopbackClient, name: str) -> None:
+        self.trainer = trainer
+        self.channel = channel
+        self.name = name
+        self.inbox: list[Any] = []
+
+    def hello(self, capacity: int = 64, held: list[str] | None = None, **changes: Any) -> list[Any]:
+        return self.say(Hello(self.name, facts(**changes), capacity, held or []))
+
+    def say(self, *messages: Any) -> list[Any]:
+        """Sends, lets the trainer tick, and returns everything that came back."""
+        for message in messages:
+            assert self.channel.send(message)
+        self.trainer.tick()
+        return self.hear()
+
+    def hear(self) -> list[Any]:
+        arrived = self.channel.poll(0.0)
+        self.inbox += arrived
+        return arrived
+
+    def all(self, kind: type) -> list[Any]:
+        self.hear()
+        return [message for message in self.inbox if isinstance(message, kind)]
+
+    @property
+    def leases(self) -> list[Lease]:
+        return self.all(Lease)
+
+    def beat(self, tokens: int = 0, version: int = 0, capacity: int = 64, held: list[str] | None = None) -> list[Any]:
+        """By default it names all leases that it ever got."""
+        names = [lease.lease_id for lease in self.leases] if held is None else held
+        return self.say(Heartbeat(version, capacity, names, tokens, 0.0))
+
+
+Start = Callable[..., Trainer]
+
+
+def only(messages: list[Any], kind: type) -> Any:
+    [message] = [message for message in messages if isinstance(message, kind)]
+    return message
+
+
+def answer(lease: Lease, version: int = 0, **changes: Any) -> Group:
+    return made_up_group(lease, version, **changes)
+
+
+def renamed(group: Group, **changes: Any) -> Group:
+    return Group(**({name: getattr(group, name) for name in group.__struct_fields__} | changes))
+
+
+def made_lease(lease_id: str) -> Lease:
+    return Lease(lease_id, 0, 1, "0", {}, SAMPLING, 0, 60.0)

@@ -1,0 +1,27 @@
+"""A trainer process on the journal of the test, and goodbyes that nobody waits for."""
+
+from typing import Any
+
+import pytest
+
+from consumer import intake as intake_module
+from replay.disk import DiskGuard
+from tests.unit.consumer.builders import FillableJournal
+
+from .builders import Start, Trainer
+
+
+@pytest.fixture
+def start(journal: FillableJournal, disk: DiskGuard) -> Start:
+    """A trainer process; the journal outlives it."""
+
+    def trainer(*arguments: Any, **options: Any) -> Trainer:
+        return Trainer(journal, disk, *arguments, **options)
+
+    return trainer
+
+
+@pytest.fixture
+def short_farewell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests whose producers do not answer a goodbye."""
+    monkeypatch.setattr(intake_module, "_FAREWELL_S", 0.1)

@@ -1,0 +1,89 @@
+"""Leases of a trainer process that is gone: the next one adopts them, acknowledges those that are answered and refuses
+what nobody wants any more."""
+
+from protocol.messages import Ack, Nack, PolicyInfo, Welcome
+from tests.unit.consumer.builders import FillableJournal, live_buffer
+
+from .builders import BLOB, DIGEST, SHAPE, Start, Trainer, answer, only
+
+
+def next_process(start: Start, journal: FillableJournal, session: str = "t") -> Trainer:
+    replay = live_buffer(journal, session=session, groups_per_step=4)
+    replay.restore(None, step=0, shape=SHAPE)
+    return start(replay=replay)
+
+
+def test_leases_of_an_older_process_are_adopted_and_their_groups_accepted(
+    start: Start, journal: FillableJournal
+) -> None:
+    before = start(groups_per_step=4).producer(capacity=3)
+    leases = before.leases
+    trainer = next_process(start, journal)
+    producer = trainer.producer(capacity=3, held=[lease.lease_id for lease in leases[:2]])
+    assert trainer.replay.counts["adopted"] == 2
+    assert producer.all(Nack) == producer.all(Ack) == []
+    assert [lease.lease_id for lease in producer.leases] == ["0-2-0-1-t"], "adopted leases take room"
+    assert trainer.replay.leased_to("p") == {"0-0-0-1-s", "0-1-0-1-s", "0-2-0-1-t"}
+    ack = only(producer.say(answer(leases[0])), Ack)
+    assert (ack.lease_id, ack.outcome) == ("0-0-0-1-s", "accepted")
+    assert journal.query("SELECT group_id FROM groups") == [("0-0-0-1-s",)]
+    assert producer.leases[-1].lease_id == "0-3-0-1-t", "its room is free again"
+
+
+def test_an_adopted_lease_has_the_whole_time_of_a_new_one(start: Start, journal: FillableJournal) -> None:
+    [lease, *_] = start(groups_per_step=4).producer().leases
+    trainer = next_process(start, journal)
+    trainer.now = 5000.0
+    producer = trainer.producer(capacity=0, held=[lease.lease_id])
+    for _ in range(11):
+        trainer.now += 5.0
+        producer.beat(capacity=0, held=[lease.lease_id])
+    assert trainer.replay.counts["failed_expired"] == 0
+    trainer.now += 5.0
+    producer.beat(capacity=0, held=[lease.lease_id])
+    assert trainer.replay.counts["failed_expired"] == 1
+
+
+def test_leases_that_the_older_process_answered_are_acknowledged_as_duplicates(
+    start: Start, journal: FillableJournal
+) -> None:
+    older = start(groups_per_step=4).producer()
+    answered, open_lease, *_ = older.leases
+    older.say(answer(answered))  # and the acknowledgement is lost
+    trainer = next_process(start, journal)
+    producer = trainer.producer(capacity=0, held=[answered.lease_id, open_lease.lease_id])
+    assert producer.all(Ack) == [Ack(answered.lease_id, "duplicate", PolicyInfo(0, DIGEST, len(BLOB)))]
+    assert producer.all(Nack) == []
+    assert isinstance(producer.inbox[0], Welcome), "before anything else"
+    assert trainer.replay.leased_to("p") == {open_lease.lease_id}
+    assert trainer.replay.counts["adopted"] == 1
+
+
+def test_leases_that_nobody_wants_any_more_are_refused(start: Start, journal: FillableJournal) -> None:
+    older = start(groups_per_step=4).producer()
+    lease, *_ = older.leases
+    trainer = next_process(start, journal)
+    other = trainer.producer("other", capacity=1)
+    assert other.leases[0].prompt_id == lease.prompt_id
+    foreign = ["7-0-0-1-s", "0-5000-0-1-s", "not a lease"]
+    producer = trainer.producer(capacity=0, held=[lease.lease_id, *foreign])
+    words = "its prompt is not wanted any more"
+    assert producer.all(Nack) == [Nack(name, "unknown_lease", words) for name in (lease.lease_id, *foreign)]
+    assert trainer.replay.counts["adopted"] == 0
+    assert trainer.replay.leased_to("p") == set()
+    assert only(other.say(answer(other.leases[0])), Ack).outcome == "accepted"
+
+
+def test_groups_of_a_version_that_only_the_journal_knows_are_accepted_and_later_ones_refused(
+    start: Start, journal: FillableJournal
+) -> None:
+    """The last process published more than the checkpoint that this one starts from."""
+    journal.end_step(3)
+    journal.note_policy(3, 3, "a" * 64)
+    trainer = next_process(start, journal)
+    producer = trainer.producer(capacity=2)
+    first, second = producer.leases
+    assert only(producer.say(answer(first, version=3)), Ack).outcome == "accepted"
+    nack = only(producer.say(answer(second, version=4)), Nack)
+    assert (nack.reason, nack.detail) == ("invalid", "policy version 4 was never published")
+    assert journal.query("SELECT policy_version FROM groups") == [(3,)]

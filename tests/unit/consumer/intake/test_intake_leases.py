@@ -1,0 +1,116 @@
+"""Leases go out by the room of producers and the staleness budget, and again when they expire or are lost."""
+
+import time
+
+import pytest
+
+from protocol.messages import Ack, Heartbeat, Hello, Nack, Policy, PolicyInfo
+from tests.scripted import facts
+
+from .builders import Prompts, Start, answer, made_lease, only
+
+
+def test_two_producers_share_the_leases_by_their_room(start: Start) -> None:
+    trainer = start(groups_per_step=9)
+    small, large = trainer.producer("small", capacity=0), trainer.producer("large", capacity=0)
+    small.channel.send(Heartbeat(0, 3, [], 0, 0.0))
+    large.channel.send(Heartbeat(0, 5, [], 0, 0.0))
+    trainer.tick()
+    assert (len(small.leases), len(large.leases)) == (3, 5)
+    assert len({lease.prompt_id for lease in small.leases + large.leases}) == 8
+
+
+def test_a_full_producer_gets_one_lease_for_each_answer(start: Start) -> None:
+    trainer = start(groups_per_step=9)
+    producer = trainer.producer(capacity=2)
+    assert len(producer.leases) == 2
+    producer.say(answer(producer.leases[0]))
+    assert len(producer.leases) == 3
+    producer.say(Nack(producer.leases[1].lease_id, "generation_failed", "out of memory"))
+    assert len(producer.leases) == 4
+
+
+def test_leases_wait_for_the_staleness_budget(start: Start) -> None:
+    trainer = start(groups_per_step=2, max_staleness=1)
+    producer = trainer.producer()
+    assert len(producer.leases) == 4
+    producer.say(*[answer(lease) for lease in producer.leases])
+    assert len(producer.leases) == 4
+    assert trainer.replay.next_batch(0.0) is not None
+    trainer.intake.publish(1, b"next", "a" * 64)
+    trainer.tick()
+    assert [lease.policy_floor for lease in producer.leases[4:]] == [1, 1]
+
+
+def test_a_new_policy_is_announced_once_and_with_every_acknowledgement(start: Start) -> None:
+    trainer = start(groups_per_step=4)
+    producer = trainer.producer(capacity=4)
+    producer.inbox.clear()
+    trainer.intake.publish(1, b"next", "a" * 64)
+    trainer.tick()
+    trainer.tick()
+    new = PolicyInfo(1, "a" * 64, 4)
+    assert producer.hear() == [Policy(new)]
+    assert producer.beat(capacity=4) == [Policy(new)]
+    assert only(producer.say(answer(made_lease("0-0-0-1-s"))), Ack) == Ack("0-0-0-1-s", "accepted", new)
+
+
+def test_an_expired_lease_goes_to_somebody_else(start: Start) -> None:
+    trainer = start(groups_per_step=1)
+    slow = trainer.producer("slow", capacity=1)
+    fast = trainer.producer("fast", capacity=1)
+    assert (len(slow.leases), len(fast.leases)) == (1, 0)
+    for _ in range(12):
+        trainer.now += 5
+        slow.beat(capacity=0)  # alive, and wants nothing more
+        fast.beat(capacity=1)
+    assert trainer.replay.counts["failed_expired"] == 1
+    assert [lease.prompt_id for lease in fast.leases] == [slow.leases[0].prompt_id] == [0]
+    assert only(slow.say(answer(slow.leases[0])), Ack).outcome == "accepted"
+    assert only(fast.say(answer(fast.leases[0])), Ack).outcome == "duplicate"
+
+
+def test_leases_of_a_trainer_that_is_gone_take_no_room(start: Start) -> None:
+    trainer = start(groups_per_step=4)
+    producer = trainer.producer(capacity=2, held=["dead-1", "dead-2"])
+    assert len(producer.leases) == 2
+
+
+def test_a_lease_that_two_heartbeats_do_not_name_goes_out_again(start: Start) -> None:
+    """It was lost on the way; its deadline may be an hour away."""
+    trainer = start(groups_per_step=2)
+    producer = trainer.producer(capacity=2)
+    kept, lost = (lease.lease_id for lease in producer.leases)
+    producer.beat(capacity=2, held=[kept])
+    assert len(producer.leases) == 2, "a heartbeat may cross a lease that is on its way"
+    producer.beat(capacity=2, held=[kept, lost])
+    producer.beat(capacity=2, held=[kept])
+    assert len(producer.leases) == 2, "not two in a row"
+    producer.beat(capacity=2, held=[kept])
+    assert [lease.prompt_id for lease in producer.leases] == [0, 1, 1]
+    assert trainer.replay.counts["failed_released"] == 1
+
+
+def test_bad_prompts_are_skipped_and_counted_and_the_others_go_out(start: Start) -> None:
+    trainer = start(prompts=Prompts(bad=lambda prompt_id: prompt_id % 2 == 0), groups_per_step=3)
+    producer = trainer.producer()
+    assert [lease.prompt_id for lease in producer.leases] == [1, 3, 5]
+    assert trainer.replay.counts["failed_bad_prompt"] == trainer.replay.counts["dead_letters"] == 3
+
+
+@pytest.mark.usefixtures("short_farewell")
+def test_a_column_that_cannot_travel_is_a_bad_prompt(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    prompts = Prompts()
+    trainer = start(prompts=prompts)
+    prompts.columns = {"image": object()}
+    trainer.intake.start()  # every prompt fails, so there is no end of giving: it must still be possible to stop
+    client = trainer.channel.connect("p")
+    client.send(Hello("p", facts(), 8))
+    deadline = time.monotonic() + 10
+    while trainer.replay.counts["failed_bad_prompt"] < 30:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    began = time.monotonic()
+    trainer.intake.stop("stopping")
+    assert time.monotonic() - began < 4
+    assert "cannot encode Lease" in caplog.text

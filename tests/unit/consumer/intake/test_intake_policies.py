@@ -1,0 +1,116 @@
+"""A policy comes in chunks, from memory or from a file, for as long as somebody can ask for it."""
+
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protocol.messages import BlobChunk, BlobMissing, BlobRequest, Heartbeat, PolicyOffer, PolicyRequest
+from protocol.shared_memory import shared_memory
+from protocol.zmq_channel import ZmqClient, ZmqServer
+
+from .builders import BLOB, DIGEST, Start
+
+
+def test_a_blob_comes_in_chunks_and_the_end_is_short(start: Start) -> None:
+    trainer = start()
+    client = trainer.channel.connect("p")
+    for offset in (0, 1000, 2000):
+        client.send(BlobRequest(DIGEST, offset, 1000))
+    trainer.tick()
+    chunks = client.poll(0.0)
+    assert [(chunk.offset, len(chunk.data)) for chunk in chunks] == [(0, 1000), (1000, 1000), (2000, 500)]
+    assert b"".join(chunk.data for chunk in chunks) == BLOB
+
+
+def test_a_blob_that_is_gone_or_an_offset_behind_its_end_is_missing(start: Start) -> None:
+    trainer = start()
+    client = trainer.channel.connect("p")
+    for version in (1, 2):
+        trainer.intake.publish(version, b"next", str(version) * 64)
+    for request in (BlobRequest(DIGEST, 0, 10), BlobRequest("2" * 64, 4, 10), BlobRequest("1" * 64, 0, 10)):
+        client.send(request)
+    trainer.tick()
+    assert client.poll(0.0) == [BlobMissing(DIGEST), BlobMissing("2" * 64), BlobChunk("1" * 64, 0, b"next")]
+
+
+def test_an_offer_has_the_probe_of_its_policy(start: Start) -> None:
+    trainer = start()
+    trainer.intake.publish(1, b"next", "1" * 64, (b"ids!", b"logs"))
+    client = trainer.channel.connect("p")
+    for digest in ("1" * 64, DIGEST, "2" * 64):
+        client.send(PolicyRequest(digest))
+    trainer.tick()
+    plain, missing = PolicyOffer(DIGEST), BlobMissing("2" * 64)
+    assert client.poll(0.0) == [PolicyOffer("1" * 64, "", b"ids!", b"logs"), plain, missing]
+
+
+def test_the_memory_of_a_policy_is_given_back_when_nobody_can_ask_for_it_any_more(start: Start) -> None:
+    trainer = start()
+    gone: list[int] = []
+    for version in (1, 2, 3):
+        trainer.intake.publish(version, b"next", str(version) * 64, release=partial(gone.append, version))
+    assert gone == [1], "two are kept"
+    trainer.intake.publish(4, b"next", "2" * 64, release=partial(gone.append, 4))
+    assert gone == [1, 2], "the same weights again"
+
+
+def test_a_policy_lies_in_a_file_where_there_is_room_and_chunks_come_out_of_it(start: Start, tmp_path: Path) -> None:
+    given_back: list[int] = []
+    with shared_memory(tmp_path) as memory:
+        trainer = start(memory=memory)
+        for version in (1, 2):
+            trainer.intake.publish(version, b"next", str(version) * 64, release=partial(given_back.append, version))
+        client = trainer.channel.connect("p")
+        for request in (PolicyRequest("1" * 64), BlobRequest("1" * 64, 1, 2), PolicyRequest(DIGEST)):
+            client.send(request)
+        trainer.tick()
+        offer, chunk, gone = client.poll(0.0)
+        assert Path(offer.shared_file).read_bytes() == b"next"
+        assert chunk == BlobChunk("1" * 64, 1, b"ex")
+        assert gone == BlobMissing(DIGEST)
+        assert given_back == [1, 2], "a policy is in memory once"
+        assert memory.folder is not None
+        assert len(list(memory.folder.iterdir())) == 2, "those of policies that went are gone"
+
+
+def test_a_refused_version_counts_once_for_each_producer_and_shows(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = start()
+    for name in ("p", "q"):
+        client = trainer.producer(name)
+        beat = Heartbeat(0, 64, [], 0, 0.0, refused_version=1, refusal="not what the trainer computes")
+        client.say(beat, beat)
+        assert caplog.text.count(f"{name} refuses policy v1: not what the trainer computes") == 1
+        assert f"{name} (policy v0, refuses v1: not what the trainer computes, heard" in trainer.intake.describe()
+    assert trainer.replay.counts["swaps_refused"] == 2
+    assert [member.refused_version for member in trainer.intake.fleet()] == [1, 1]
+    client.say(Heartbeat(2, 64, [], 0, 0.0), Heartbeat(2, 64, [], 0, 0.0, refused_version=3, refusal="again"))
+    assert trainer.replay.counts["swaps_refused"] == 3
+
+
+def test_a_chunk_that_no_frame_may_carry_is_refused_and_the_thread_goes_on(start: Start, short_dir: Path) -> None:
+    endpoints = [f"ipc://{short_dir}/{name}" for name in ("control", "blobs")]
+    trainer = start(ZmqServer(*endpoints, 65_536))
+    blob = bytes(200_000)
+    trainer.intake.publish(1, blob, "a" * 64)
+    trainer.intake.start()
+    client = ZmqClient("p", *endpoints, 65_536)
+    try:
+        received: list[Any] = []
+        deadline = time.monotonic() + 10
+        for request in (BlobRequest("a" * 64, 0, 2**26), BlobRequest("a" * 64, 0, 1000)):
+            while not client.send(request):
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+        while len(received) < 2:
+            assert time.monotonic() < deadline
+            received += client.poll(0.1)
+        assert received == [BlobMissing("a" * 64), BlobChunk("a" * 64, 0, bytes(1000))]
+        trainer.intake.check()
+    finally:
+        client.close()
+        trainer.intake.stop("stopping")

@@ -1,0 +1,102 @@
+"""Producers that come, fall silent, leave and come again under their own or another name: no lease is lost with them."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from protocol.codec import encode
+from protocol.messages import Ack, Bye, Heartbeat
+
+from .builders import Start, answer, only
+
+
+def test_a_silent_producer_is_given_up_and_its_leases_go_to_the_others(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = start()
+    silent, other = trainer.producer("silent", capacity=2), trainer.producer("other", capacity=2)
+    assert (len(silent.leases), len(other.leases)) == (2, 0)
+    trainer.now += 6.0
+    other.beat()
+    assert trainer.intake.num_producers == 2
+    trainer.now += 0.1
+    other.beat()
+    assert trainer.intake.num_producers == 1
+    assert [lease.prompt_id for lease in other.leases] == [0, 1]
+    assert "producer silent left (silent for 6.1 s); 2 prompts go out again" in caplog.text
+    assert silent.beat() == [Bye("unknown_session")]
+
+
+def test_a_producer_that_says_goodbye_frees_its_leases(start: Start) -> None:
+    trainer = start()
+    producer = trainer.producer()
+    producer.say(Bye("stopping"))
+    assert trainer.intake.num_producers == 0
+    assert trainer.replay.counts["failed_released"] == 2
+    assert trainer.intake.describe() == "no producer is connected; start one with: rl-producer --config FILE"
+
+
+def test_a_producer_that_reconnects_keeps_what_it_holds(start: Start) -> None:
+    trainer = start(groups_per_step=3)
+    producer = trainer.producer(capacity=3)
+    held, lost, finished = producer.leases
+    producer.channel.reset()
+    producer.inbox.clear()
+    producer.hello(3, [held.lease_id, finished.lease_id])
+    assert trainer.intake.num_producers == 1
+    assert [(lease.prompt_id, lease.attempt) for lease in producer.leases] == [(lost.prompt_id, 2)]
+    assert only(producer.say(answer(finished)), Ack).outcome == "accepted"
+    assert trainer.replay.counts["failed_released"] == 1
+
+
+def test_a_peer_that_changes_its_name_leaves_nothing_behind(start: Start) -> None:
+    trainer = start()
+    producer = trainer.producer("before")
+    assert len(producer.leases) == 2
+    producer.name = "after"
+    producer.hello()
+    assert trainer.intake.num_producers == 1
+    assert trainer.replay.depth()["leased"] == 2
+    assert [lease.attempt for lease in producer.leases] == [1, 1, 2, 2]
+
+
+def test_a_producer_that_cannot_be_reached_is_given_up(start: Start) -> None:
+    trainer = start()
+    producer = trainer.producer(capacity=0)
+    trainer.channel.clients.pop(producer.channel.peer)
+    trainer.channel.inbox.put(producer.channel.peer, encode(Heartbeat(0, 5, [], 0, 0.0)))
+    trainer.tick()
+    assert trainer.intake.num_producers == 0
+    assert trainer.replay.depth()["leased"] == 0
+
+
+def test_tokens_are_counted_once_however_often_a_producer_comes_back(start: Start) -> None:
+    trainer = start()
+    producer = trainer.producer()
+    for tokens in (0, 100, 250):
+        producer.beat(tokens)
+    producer.channel.reset()
+    producer.hello()
+    producer.beat(300)
+    veteran = trainer.producer("of-an-earlier-trainer")
+    for tokens in (1_000_000, 1_000_050):
+        veteran.beat(tokens)
+    assert trainer.intake.tokens_generated == 350
+
+
+def test_who_waits_for_whom_in_words(start: Start, usage: SimpleNamespace) -> None:
+    trainer = start(groups_per_step=4)
+    first, _ = trainer.producer("a", capacity=3), trainer.producer("b", capacity=0)
+    held = [lease.lease_id for lease in first.leases]
+    first.say(Heartbeat(0, 3, held, 0, 0.0, waiting=1, generating=2, scoring=0, unacked=5))
+    first.say(answer(first.leases[0]))
+    trainer.now += 1.5
+    words = (
+        "2 producer(s), 3 leases out, 1 groups ready, newest policy v0; a (policy v0, heard 1.5 s ago, 3 leases: "
+        "1 waiting, 2 generating, 0 scoring, 5 not acknowledged); b (no heartbeat yet)"
+    )
+    assert trainer.intake.describe() == words
+    usage.used, usage.free = 950, 50
+    trainer.tick()
+    full = "no leases are given: the disk of run_dir is 95% full (replay.max_disk_used)"
+    assert trainer.intake.describe() == f"{words}; {full}"

@@ -1,0 +1,91 @@
+"""Nothing that a peer sends ends the thread; its own end says goodbye and is raised in the main thread."""
+
+import logging
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from protocol.codec import encode
+from protocol.messages import Ack, Bye, Heartbeat, Policy, PolicyInfo, Reject
+
+from .builders import DIGEST, Start, answer, made_lease, only
+
+
+def test_garbage_and_messages_of_the_wrong_side_are_counted_and_survived(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = start()
+    producer = trainer.producer()
+    good = encode(Heartbeat(0, 1, [], 0, 0.0))
+    frames = [b"", b"SL", b"x" * 1000, good[:-1], good + b"\0", bytes([good[0] ^ 1]) + good[1:]]
+    for frame in frames:
+        producer.channel.send_frame(frame)
+    trainer.tick()
+    assert trainer.replay.counts["bad_frames"] == len(frames)
+    producer.say(Reject(["you too"]), Policy(PolicyInfo(0, DIGEST, 1)), made_lease("s-1"))
+    assert trainer.replay.counts["bad_frames"] == len(frames) + 3
+    assert len([record for record in caplog.records if "refused a frame: " in record.getMessage()]) == 5
+    assert only(producer.say(answer(producer.leases[0])), Ack).outcome == "accepted"
+
+
+def test_a_message_of_the_wrong_side_is_named(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    start().producer().say(Reject(["you too"]))
+    assert "refused a frame: body refused: Invalid value 'reject'" in caplog.text
+
+
+@pytest.mark.parametrize("reason", ["finished", "stopping"])
+def test_the_thread_says_goodbye_to_everybody_and_waits_for_theirs(start: Start, reason: Any) -> None:
+    trainer = start()
+    clients = [trainer.producer(name).channel for name in "ab"]
+    heard: list[Any] = []
+
+    def answer_goodbyes() -> None:
+        waiting = list(clients)
+        while waiting:
+            for client in list(waiting):
+                farewells = [message for message in client.poll(0.01) if isinstance(message, Bye)]
+                if farewells:
+                    heard.extend(farewells)
+                    client.send(Bye("stopping"))
+                    waiting.remove(client)
+
+    peers = threading.Thread(target=answer_goodbyes, daemon=True)
+    peers.start()
+    trainer.intake.start()
+    began = time.monotonic()
+    trainer.intake.stop(reason)
+    assert time.monotonic() - began < 1.5
+    assert not trainer.intake._thread.is_alive()
+    peers.join(5)
+    assert heard == [Bye(reason), Bye(reason)]
+    trainer.intake.check()
+
+
+@pytest.mark.usefixtures("short_farewell")
+def test_a_producer_that_does_not_answer_a_goodbye_holds_nobody_up(start: Start) -> None:
+    trainer = start()
+    producer = trainer.producer()
+    trainer.intake.start()
+    trainer.intake.stop("finished")
+    assert not trainer.intake._thread.is_alive()
+    assert producer.hear()[-1:] == [Bye("finished")]
+
+
+def test_the_end_of_the_thread_is_raised_in_the_main_thread(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL)
+    trainer = start()
+
+    def broken(timeout_s: float) -> list[Any]:
+        raise OSError("socket gone")
+
+    trainer.channel.poll = broken
+    trainer.intake.check()
+    trainer.intake.start()
+    trainer.intake._thread.join(10)
+    with pytest.raises(OSError, match="socket gone"):
+        trainer.intake.check()
+    trainer.intake.publish(1, b"next", "a" * 64)  # the main thread may not have looked yet
+    trainer.intake.wake()
+    trainer.intake.stop("stopping")
