@@ -364,7 +364,9 @@ def test_a_message_without_end_from_a_peer_without_keys(stack: ExitStack, tmp_pa
                     peer.sendall(greeting(b"NULL") + ready)
                     answer = b""
                     while b"READY" not in answer:  # only then is the handshake over for the guard too
-                        answer += peer.recv(4096)
+                        more = peer.recv(4096)
+                        assert more
+                        answer += more
                     while True:
                         peer.sendall(part)
                         time.sleep(len(part) / 250e6)
