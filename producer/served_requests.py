@@ -79,6 +79,8 @@ def check_request(kind: Kind, values: dict[str, Any]) -> ServedRequest:
         if "max_tokens" in values:  # the name before
             values.setdefault("max_completion_tokens", values.pop("max_tokens"))
         _check_messages(values)
+        if not values.get("tools"):
+            values.pop("tool_choice", None)  # there is nothing to choose, which vLLM refuses
     elif isinstance(prompt := values.get("prompt"), list) and prompt and isinstance(prompt[0], str | list):
         num_completions *= len(prompt)
     _check_stops(values.get("stop", []))

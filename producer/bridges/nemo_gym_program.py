@@ -106,19 +106,23 @@ class NemoGymAgent:
         request = urllib.request.Request(  # noqa: S310 - http, which the configuration has checked
             f"{self._url}/run", row, {"content-type": "application/json"}
         )
-        ends_at, body = time.monotonic() + self._timeout_s, bytearray()
+        ends_at = time.monotonic() + self._timeout_s
         try:
             with self._opener.open(request, timeout=self._timeout_s) as answer:
-                while piece := answer.read1(_PIECE_BYTES):
-                    body += piece
-                    if len(body) > _LONGEST_ANSWER_BYTES:
-                        raise RuntimeError(f"{self._url}/run answered with more than {_LONGEST_ANSWER_BYTES} bytes")
-                    if time.monotonic() > ends_at:
-                        raise TimeoutError(f"{self._url}/run did not come to the end of its answer")
+                return self._body(answer, ends_at)
         except urllib.error.HTTPError as error:
             with error:
-                said = error.read(_SHOWN).decode(errors="replace")
+                said = _unescaped(self._body(error, ends_at).decode(errors="replace"))[:_SHOWN]
             raise RuntimeError(f"{self._url}/run: status {error.code}: {said}") from None
+
+    def _body(self, answer: Any, ends_at: float) -> bytes:
+        body = bytearray()
+        while piece := answer.read1(_PIECE_BYTES):
+            body += piece
+            if len(body) > _LONGEST_ANSWER_BYTES:
+                raise RuntimeError(f"{self._url}/run answered with more than {_LONGEST_ANSWER_BYTES} bytes")
+            if time.monotonic() > ends_at:
+                raise TimeoutError(f"{self._url}/run did not come to the end of its answer")
         return bytes(body)
 
     async def _in_thread(self, function: Callable[..., _T], *arguments: Any) -> _T:
@@ -135,6 +139,8 @@ def _prompt(line: str, place: str) -> list[dict[str, str]]:
         return [{"role": "user", "content": asked}]
     items = asked if isinstance(asked, list) else []
     messages = [item for item in items if isinstance(item, dict) and isinstance(item.get("role"), str)]
+    if asked == []:  # the agent asks its environment
+        return [{"role": "user", "content": ""}]
     if not messages:
         raise ProblemError(f"{place}: responses_create_params.input has no message")
     return [{"role": item["role"], "content": _text(item.get("content"))} for item in messages]
@@ -144,6 +150,11 @@ def _text(content: Any) -> str:
     if isinstance(content, list):
         return "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
     return content if isinstance(content, str) else ""
+
+
+def _unescaped(said: str) -> str:
+    """Each server quotes what the one behind it said, with twice the backslashes."""
+    return said.replace("\\", "")
 
 
 def _is_number(value: Any) -> bool:

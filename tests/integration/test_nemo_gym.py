@@ -1,7 +1,9 @@
-"""An agent of NeMo Gym plays: through the endpoint, and in a run of both daemons. Its servers are stand-ins."""
+"""An agent of NeMo Gym plays: through the endpoint, and in a run of both daemons. Its servers are stand-ins, or the real ones."""
 
 import asyncio
+import contextlib
 import json
+import os
 import socket
 from pathlib import Path
 from typing import Any
@@ -16,10 +18,13 @@ from protocol.config_environment import EnvironmentSection
 from protocol.errors import ConfigError
 from tests.integration.pair import Daemon, end_well
 from tests.integration.test_pair import read_steps, write_run
-from tests.nemo_gym_servers import Row, agent_server, ask_policy, verified
+from tests.nemo_gym_servers import Row, agent_server, ask_policy, real_servers, verified
 from tests.scripted_policy import ScriptedPolicy, endpoint, lease_of, numbers_in
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+
+INSTALLED = os.environ.get("SLIPSTREAM_TEST_NEMO_GYM", "")
+"""A Python with the real NeMo Gym."""
 
 
 def row_of(number: int) -> Row:
@@ -32,7 +37,7 @@ def played(base_url: str, row: Row) -> tuple[int, dict[str, str], bytes]:
     create_params, said = row["responses_create_params"], []
     for _ in range(2):
         answer = ask_policy(base_url, create_params, said)
-        said += [{"role": "assistant", "content": answer}, {"role": "user", "content": "no, again"}]
+        said += [{"role": "assistant", "content": answer, "tool_calls": []}, {"role": "user", "content": "no, again"}]
         if str(row["expected"]) in answer:
             break
     is_right = str(row["expected"]) in answer
@@ -74,6 +79,59 @@ def test_episodes_are_played_recorded_and_rewarded(tmp_path: Path):
         assert {request.fields["temperature"] for request in policy.requests} == {0.7}, "as the run says"
 
     asyncio.run(asyncio.wait_for(body(), 60))
+
+
+@pytest.mark.skipif(not INSTALLED, reason="set SLIPSTREAM_TEST_NEMO_GYM to a Python that has nemo-gym installed")
+def test_the_real_servers_play_several_turns(short_dir: Path):
+    policy_port, agent_port, head_port = free_ports(3)
+    name = "example_multi_turn_gymnasium"
+    agent = {
+        "entrypoint": "app.py",
+        "port": agent_port,
+        "resources_server": {"type": "resources_servers", "name": name},
+        "model_server": {"type": "responses_api_models", "name": "policy_model"},
+    }
+    config = {
+        "policy_base_url": f"http://127.0.0.1:{policy_port}/v1",
+        "policy_api_key": "none",
+        "policy_model_name": "policy",
+        "head_server": {"host": "127.0.0.1", "port": head_port},
+        name: {"resources_servers": {name: {"entrypoint": "app.py", "domain": "other"}}},
+        "agent": {"responses_api_agents": {"gymnasium_agent": agent}},
+    }
+    asked = {"input": "say it", "tool_choice": "auto", "max_output_tokens": 1, "metadata": {"level": "3"}}
+    row = {"responses_create_params": asked, "follow_ups": ["again"], "expected_answer": "two"}
+
+    async def body() -> None:
+        policy = ScriptedPolicy(lambda messages: "two" if len(messages) == 3 else "one")
+        agents = Agents(("terminated", "environment"))
+        async with endpoint(short_dir, policy, agents, port=policy_port) as base_url:
+            section = EnvironmentSection.model_validate({"nemo_gym": {"url": f"http://127.0.0.1:{agent_port}"}})
+            program = AgentProgram(section, base_url, "")
+            await program.start()
+            playing = asyncio.create_task(program.run())
+            try:
+                episodes, rewards, _ = await agents.fulfil(lease_of({"prompt": "unused", "task": json.dumps(row)}, 0))
+            finally:
+                playing.cancel()
+                await program.close()
+        np.testing.assert_array_equal(rewards, [[1.0, 1.0]] * 2)
+        for episode in episodes:
+            (record,) = episode.records
+            assert "".join(map(chr, record.token_ids)) == "u:say it\na:one\nu:again\na:two\n"
+            sampled = [token for token, v in zip(record.token_ids, record.versions, strict=True) if v is not None]
+            assert "".join(map(chr, sampled)) == "one\ntwo\n"
+        assert [request.metadata["level"] for request in policy.requests] == ["3"] * 4
+
+    with real_servers(
+        INSTALLED, short_dir, config, f"resources_servers/{name}", "responses_api_agents/gymnasium_agent"
+    ):
+        asyncio.run(asyncio.wait_for(body(), 60))
+
+
+def free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as taken:
+        return [taken.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in range(count)]
 
 
 def test_an_agent_that_is_not_there_is_said_before_the_engine_is_loaded():

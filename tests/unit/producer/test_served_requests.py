@@ -18,6 +18,18 @@ def test_what_passes_is_handed_on_without_what_is_ours():
     assert request.metadata == {"episode": "a"}
 
 
+@pytest.mark.parametrize("tools", [{}, {"tools": []}, {"tools": None}])
+def test_how_to_choose_among_no_tools_says_nothing(tools):
+    request = parse_request("chat", json.dumps(CHAT | tools | {"tool_choice": "auto"}).encode())
+    assert "tool_choice" not in request.fields
+
+
+def test_how_to_choose_among_tools_is_handed_on():
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    request = parse_request("chat", json.dumps(CHAT | {"tools": tools, "tool_choice": "auto"}).encode())
+    assert (request.fields["tools"], request.fields["tool_choice"]) == (tools, "auto")
+
+
 @pytest.mark.parametrize(("prompt", "count"), [("a", 2), (["a", "b"], 4), ([1, 2, 3], 2), ([[1], [2], [3]], 6)])
 def test_every_prompt_counts(prompt, count):
     body = {"model": "policy", "prompt": prompt, "n": 2}

@@ -11,7 +11,7 @@ from producer.bridges import nemo_gym_program
 from producer.bridges.nemo_gym_program import load
 from producer.bridges.policy_endpoint import _number
 from producer.bridges.program import ProblemError, row_of
-from tests.nemo_gym_servers import Row, agent_server, verified
+from tests.nemo_gym_servers import Row, agent_server, refusal_of_the_policy, verified
 
 ROW: Row = {
     "responses_create_params": {
@@ -58,6 +58,10 @@ def test_a_row_goes_as_it_is_but_names_its_episode_and_says_nothing_of_sampling(
     ("answer", "said"),
     [
         ((500, {}, b"x" * 600), r"/run: status 500: x{500}$"),
+        (
+            refusal_of_the_policy('{"error":{"message":"not served: store; remove it"}}'),
+            """: b'"Hit an exception in VLLMModel.* server: b'{"error":{"message":"not served: store; remove it"}}'""",
+        ),
         ((302, {"location": "http://127.0.0.1:9/"}, b""), "/run: status 302"),
         ((200, {}, b"never"), "/run answered with no JSON"),
         ((200, {"content-length": "9"}, b'{"a": 1'), "/run answered with no JSON"),
@@ -74,8 +78,9 @@ def test_a_wrong_answer_fails_the_episode_and_says_what_was_wrong(
         played(url)
 
 
-def test_an_answer_without_an_end_is_left_at_the_episodes_time_limit():
-    silent = (200, {"content-length": "100"}, b'{"reward"')
+@pytest.mark.parametrize("status", [200, 500])
+def test_an_answer_without_an_end_is_left_at_the_episodes_time_limit(status: int):
+    silent = (status, {"content-length": "100"}, b'{"reward"')
     with agent_server(lambda _: silent) as url, pytest.raises((TimeoutError, RuntimeError)):
         played(url, timeout_s=0.2)
 
@@ -117,6 +122,7 @@ def test_rows_are_those_of_the_agents_file(tmp_path: Path):
         json.dumps(
             {"responses_create_params": {"input": [{"role": "system", "content": parts}, {"type": "reasoning"}]}}
         ),
+        '{"responses_create_params": {"input": []}, "task_idx": 3}',  # of an agent that asks its environment
     ]
     file = tmp_path / "rows.jsonl"
     file.write_text("\n".join(lines))
@@ -125,6 +131,7 @@ def test_rows_are_those_of_the_agents_file(tmp_path: Path):
         [{"role": "user", "content": "double 2"}],
         [{"role": "user", "content": "hello"}],
         [{"role": "system", "content": "ab"}],
+        [{"role": "user", "content": ""}],
     ]
     assert [json.loads(row["task"]) for row in found] == [json.loads(line) for line in lines if line]
 
