@@ -10,7 +10,7 @@ BACKEND := $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)
 STAMP := $(VENV)/.installed-$(BACKEND)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test unit unit-torch unit-plain check docs chaos fuzz bench bench-overlap bench-journal bench-offpolicy bench-sparse bench-metrics bench-swap bench-swap-modes bench-transport bench-scale bench-startup bench-admission bench-in-flight bench-trainer-step install-systemd uninstall-systemd clean
+.PHONY: help demo test unit check docs chaos fuzz bench bench-overlap bench-journal bench-offpolicy bench-sparse bench-metrics bench-swap bench-swap-modes bench-transport bench-scale bench-startup bench-admission bench-in-flight bench-trainer-step install-systemd uninstall-systemd clean
 
 help: ## show this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -23,16 +23,8 @@ test: unit ## run every test
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not alone" tests/integration tests/chaos tests/faults
 	$(BIN)/python -m pytest -m alone tests/integration tests/chaos tests/faults
 
-unit: $(STAMP) ## run the unit tests but for those of thousands of cases
-	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target unit-torch unit-plain
-
-# Ten seconds of imports for each process that runs any of these, and none for the process that runs the others meanwhile.
-TORCH_TESTS := tests/unit/benchmarks tests/unit/consumer tests/unit/producer tests/contract
-unit-torch:
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not long" $(TORCH_TESTS)
-
-unit-plain:
-	$(BIN)/python -m pytest -m "not long" tests/unit $(TORCH_TESTS:%=--ignore=%)
+unit: $(STAMP) ## run the unit tests but for the long ones
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not long" tests/unit tests/contract
 
 check: $(STAMP) ## lint, format, types, import rules, generated files
 	$(BIN)/ruff check .

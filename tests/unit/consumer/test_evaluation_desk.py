@@ -223,6 +223,7 @@ def test_the_shelf_takes_one_that_is_only_in_its_file(tmp_path: Path) -> None:
     assert isinstance(process.shelf.offer(PolicyRequest(blob(2)[1])), BlobMissing)
 
 
+@pytest.mark.long
 def test_the_end_of_the_run_waits_for_the_last_version_and_not_for_ever(tmp_path: Path) -> None:
     process = Process(tmp_path, before_training=False, wait_s=0.25)
     process.publish(6)

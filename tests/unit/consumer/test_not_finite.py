@@ -49,6 +49,7 @@ class PoisonedRun(Run):
         return [*weights, *(value for value in states if isinstance(value, torch.Tensor))]
 
 
+@pytest.mark.long
 def test_the_step_is_not_taken_and_a_batch_that_fails_twice_is_left_out(tmp_path: Path, one_layer_model: Path) -> None:
     run: PoisonedRun = PoisonedRun.__new__(PoisonedRun)
     with pytest.raises(NotFiniteStep, match=r"loss -?[0-9.e-]+, gradient norm nan"):

@@ -230,6 +230,7 @@ def test_a_stop_request_ends_the_run_with_a_committed_checkpoint(tmp_path: Path,
     assert column(run, "step") == [1, 2]
 
 
+@pytest.mark.long
 def test_a_resumed_run_goes_on_where_it_stopped(tmp_path: Path, one_layer_model: Path) -> None:
     whole = Run(tmp_path / "whole", one_layer_model, lora={"lora_dropout": 0.2})
     Run(tmp_path / "halves", one_layer_model, stop_at=2, lora={"lora_dropout": 0.2})
@@ -248,12 +249,14 @@ def test_checkpoints_and_stops_wait_for_the_last_iteration_over_a_batch(tmp_path
     assert run.trainer.state.global_step == 9
 
 
+@pytest.mark.long
 def test_checkpoints_wait_for_a_step_that_publishes_and_stops_do_not(tmp_path: Path, one_layer_model: Path) -> None:
     settings = {"pipeline": {"sync_interval": 3}, "trainer": {"max_steps": 99, "save_steps": 4}}
     run = Run(tmp_path, one_layer_model, stop_at=7, **settings)
     assert run.committed == ["checkpoint-6", "checkpoint-7"], "due at 4; the request came after 7"
 
 
+@pytest.mark.long
 def test_a_run_that_ends_between_iterations_ends_there_and_can_go_on(tmp_path: Path, one_layer_model: Path) -> None:
     trainer = {"num_iterations": 2, "save_steps": 2}
     first = Run(tmp_path, one_layer_model, trainer=trainer | {"max_steps": 5})

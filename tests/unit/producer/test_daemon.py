@@ -127,6 +127,7 @@ def test_an_engine_that_dies_while_idle_ends_the_producer(config, monkeypatch):
     assert engine.num_gpus == 2
 
 
+@pytest.mark.long
 def test_an_engine_that_dies_with_leases_open_hands_them_back(config, monkeypatch, trainer):
     monkeypatch.setattr(Engine, "alive_s", 1.0)
 
@@ -178,6 +179,7 @@ def test_a_lease_whose_policy_never_comes_is_a_stall(config, trainer):
     assert made[0].shut_down
 
 
+@pytest.mark.long
 def test_an_engine_that_hangs_with_its_adapters_does_not_keep_the_process(config, trainer, monkeypatch):
     monkeypatch.setattr(sys.modules["producer.engine"], "Engine", Hanging)
     monkeypatch.setattr(daemon, "_UNWIND_S", 0.2)
@@ -202,6 +204,7 @@ def test_an_engine_that_hangs_with_its_adapters_does_not_keep_the_process(config
     assert made[0].shut_down
 
 
+@pytest.mark.long
 def test_an_outbox_that_nobody_empties_pauses_generation_and_is_a_stall(config, trainer, monkeypatch):
     monkeypatch.setattr(sys.modules["producer.engine"], "Engine", Answering)
     monkeypatch.setattr(daemon, "_FLUSH_S", 0.2)

@@ -205,6 +205,7 @@ def test_a_key_is_needed_where_there_are_keys_and_shows_nowhere(tmp_path, caplog
     assert KEY.decode() not in caplog.text
 
 
+@pytest.mark.long
 def test_honest_work_goes_on_beside_idle_and_slow_connections(tmp_path):
     async def body():
         async with endpoint(tmp_path, receive_timeout_s=3.0, max_connections=100) as it:

@@ -196,6 +196,7 @@ def test_an_older_policy_is_fetched_beside_the_newest_once_or_is_known_to_be_gon
     setup.wait_for(lambda: len(setup.events.fetches) == 3)
 
 
+@pytest.mark.long
 def test_lost_chunks_are_asked_for_again(setup):
     lost = []
 
@@ -262,6 +263,7 @@ def test_a_duplicate_lease_is_worked_on_once(setup):
     assert [held.lease_id for held in setup.events.leases] == ["lease-1", "lease-2"]
 
 
+@pytest.mark.long
 def test_a_silent_trainer_is_noticed_and_greeted_again_with_what_is_held(setup, caplog):
     caplog.set_level("INFO", logger="producer")
     setup.start()
@@ -281,6 +283,7 @@ def test_a_silent_trainer_is_noticed_and_greeted_again_with_what_is_held(setup, 
     assert setup.counters.abandoned == 0
 
 
+@pytest.mark.long
 def test_an_unacknowledged_group_is_sent_again_and_an_acknowledged_one_is_not(setup, monkeypatch):
     monkeypatch.setattr("producer.outbox._RESEND_AFTER_S", 0.2)
     setup.trainer.acknowledges = False
@@ -347,6 +350,7 @@ def test_a_trainer_of_another_run_voids_all_leases(setup):
     assert setup.counters.abandoned == 2
 
 
+@pytest.mark.long
 def test_what_ends_between_hello_and_welcome_is_told_once_after_it(setup):
     setup.start()
     setup.trainer.wait_for_message(Hello)

@@ -256,6 +256,7 @@ def test_asynchronous_functions_wait_side_by_side_in_one_worker(reward_file):
     assert time.monotonic() - started < 10
 
 
+@pytest.mark.long
 def test_of_asynchronous_functions_the_one_that_hangs_is_named_whether_it_waits_or_blocks(reward_file, monkeypatch):
     monkeypatch.setattr("producer.reward_process._ASYNC_GRACE_S", 0.1)
     seen = Seen()
@@ -275,6 +276,7 @@ def test_a_function_that_takes_too_much_memory_is_killed(reward_file):
     assert seen.failures == [("eats", "memory", 3)]
 
 
+@pytest.mark.long
 def test_after_a_hang_the_pool_works_on_with_a_new_process(reward_file):
     async def use(pool: RewardPool):
         (first, _), (again, _) = [await pool.score("p", ["a"], [[1]], {}) for _ in range(2)]
@@ -289,6 +291,7 @@ def test_after_a_hang_the_pool_works_on_with_a_new_process(reward_file):
         assert not os.path.exists(f"/proc/{process_id}")
 
 
+@pytest.mark.long
 def test_workers_score_side_by_side(reward_file):
     async def use(pool: RewardPool):
         return await asyncio.gather(*(pool.score("p", ["hang"], [[1]], {}) for _ in range(2)), return_exceptions=True)

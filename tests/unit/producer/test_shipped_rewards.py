@@ -79,6 +79,7 @@ def test_penalties_count_token_ids():
     assert make("reasoning_length", options)(completion_ids=[[1] * 9] * 2, reasoning_tokens=[0, 4]) == [0.0, -0.5]
 
 
+@pytest.mark.long
 def test_math_verify():
     texts = [r"\boxed{\frac{1}{2}}", "so it is $0.5$", "0.4", "no idea"]
     score = make("math_verify", {})
