@@ -14,6 +14,7 @@ import pytest
 from producer import environment_cli
 from producer.agent_program import AgentProgram
 from producer.agents import Agents
+from producer.rollouts import Record
 from protocol.config_environment import EnvironmentSection
 from protocol.errors import ConfigError
 from tests.integration.pair import Daemon, end_well
@@ -46,6 +47,10 @@ def played(base_url: str, row: Row) -> tuple[int, dict[str, str], bytes]:
     )
 
 
+def sampled_text(record: Record) -> str:
+    return "".join(chr(token) for token, sampled in zip(record.token_ids, record.is_sampled, strict=True) if sampled)
+
+
 def test_episodes_are_played_recorded_and_rewarded(tmp_path: Path):
     place = {"base_url": ""}
 
@@ -74,8 +79,7 @@ def test_episodes_are_played_recorded_and_rewarded(tmp_path: Path):
         np.testing.assert_allclose(second_rewards, [[2.0, 1.03]] * 2, rtol=1e-6)
         assert ["".join(map(chr, episode.records[0].token_ids)) for episode in first] == ["u:double 1\na:2\n"] * 2
         (record,) = second[0].records
-        sampled = [token for token, sampled in zip(record.token_ids, record.is_sampled, strict=True) if sampled]
-        assert "".join(map(chr, sampled)) == "no\n4\n"
+        assert sampled_text(record) == "no\n4\n"
         assert {request.fields["temperature"] for request in policy.requests} == {0.7}, "as the run says"
 
     asyncio.run(asyncio.wait_for(body(), 60))
@@ -119,8 +123,7 @@ def test_the_real_servers_play_several_turns(short_dir: Path):
         for episode in episodes:
             (record,) = episode.records
             assert "".join(map(chr, record.token_ids)) == "u:say it\na:one\nu:again\na:two\n"
-            sampled = [token for token, v in zip(record.token_ids, record.versions, strict=True) if v is not None]
-            assert "".join(map(chr, sampled)) == "one\ntwo\n"
+            assert sampled_text(record) == "one\ntwo\n"
         assert [request.metadata["level"] for request in policy.requests] == ["3"] * 4
 
     with real_servers(
