@@ -119,7 +119,6 @@ class _Producer:
             folder, memory = stack.enter_context(scratch_folder()), stack.enter_context(shared_memory())
             listener = stack.enter_context(listening(config.serve, self._gpus))
             serve_keys = read_keys(config.serve.api_key_file)
-            os.environ["VLLM_RPC_BASE_PATH"] = str(folder)  # or a killed producer's sockets would stay in /tmp
             environments = EnvironmentPool(config.environment) if config.environment.factory else None
             if environments is not None:
                 stack.push_async_callback(environments.close)

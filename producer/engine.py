@@ -12,6 +12,7 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; only the CPU build 
 
 import asyncio
 import itertools
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,7 @@ from protocol.errors import ConfigError, EngineError
 from protocol.handshake import LOGPROBS_MODE
 from protocol.library_section import build
 from protocol.messages import EngineFacts, Sampling
+from protocol.scratch import scratch_folder
 
 if TYPE_CHECKING:
     from producer.openai_server import OpenAIServer
@@ -133,6 +135,8 @@ class Engine:
         _leave_a_core(vllm_config)
         silent = bool(config.engine.get("disable_log_stats"))
         self._recorder = None if silent else _LoadRecorder()
+        self._sockets = ExitStack()  # vLLM leaves them, after a kill or not
+        os.environ["VLLM_RPC_BASE_PATH"] = str(self._sockets.enter_context(scratch_folder()))
         try:
             self._running: Any = AsyncLLM.from_vllm_config(
                 vllm_config,
@@ -140,6 +144,7 @@ class Engine:
                 disable_log_stats=silent,
             )
         except Exception as error:
+            self._sockets.close()
             raise EngineError(f"the engine did not start: {error} (its own messages are above)") from error
         self._merged = MergedWeights(self._call_workers) if config.swap.mode == "merged" else None
         self._request_ids = itertools.count()
@@ -314,6 +319,7 @@ class Engine:
         if self._running is not None:
             self._running.shutdown()
             self._running = None  # its __del__ must not run when the interpreter is half gone
+            self._sockets.close()
 
     @property
     def _llm(self) -> Any:
