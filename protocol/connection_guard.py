@@ -233,7 +233,8 @@ class ConnectionGuard(threading.Thread):
         """The oldest go first: an honest handshake takes no time."""
         if len(self._connections) <= MAX_UNFINISHED:
             return
-        unfinished = [one for key, one in self._open() if not self._is_finished(key, one, one.counts())]
+        begun = [(key, one) for key, one in self._open() if not one.finished]
+        unfinished = [one for key, one in begun if not self._is_finished(key, one, one.counts())]
         for connection in unfinished[:-MAX_UNFINISHED]:
             self._shut(connection, "too_many_connections")
         for _, connection in self._open()[self._max_connections :]:
