@@ -68,6 +68,14 @@ class Daemon:
                 self.process.wait(10)
 
 
+def run_pair(folder: Path, config: str, daemons: list[Daemon]) -> None:
+    """Both from start to end."""
+    for module, name in (("producer.cli", "producer"), ("consumer.cli", "trainer")):
+        daemons.append(Daemon(module, folder / f"{name}.log", "--config", config))
+    producer, trainer = daemons
+    end_well(trainer, producer)
+
+
 def end_well(trainer: Daemon, producer: Daemon, timeout_s: float = 200.0) -> None:
     """Until both have ended, the trainer first; a producer that fails ends the wait."""
     deadline = time.monotonic() + timeout_s

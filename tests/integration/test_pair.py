@@ -11,7 +11,7 @@ import yaml
 
 from protocol.scratch import PREFIX
 from tests.integration.models import build_model, reference_logprobs
-from tests.integration.pair import Daemon, end_well, gone
+from tests.integration.pair import Daemon, end_well, gone, run_pair
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
@@ -133,10 +133,7 @@ def test_without_staleness_the_run_is_on_policy(short_dir: Path, daemons: list[D
             correction={"ratio_max": 100.0},
         )
     )
-    for module, name in (("producer.cli", "producer"), ("consumer.cli", "trainer")):
-        daemons.append(Daemon(module, short_dir / f"{name}.log", "--config", config))
-    producer, trainer = daemons
-    end_well(trainer, producer)
+    run_pair(short_dir, config, daemons)
     steps = read_steps(short_dir)
     assert [line["policy_version"] for line in steps] == list(range(8))
     for line in steps:
@@ -161,10 +158,7 @@ def test_completions_go_on_through_swaps_and_are_trained_token_by_token(short_di
             trainer={"max_steps": 8, "save_steps": 1},
         )
     )
-    for module, name in (("producer.cli", "producer"), ("consumer.cli", "trainer")):
-        daemons.append(Daemon(module, short_dir / f"{name}.log", "--config", config))
-    producer, trainer = daemons
-    end_well(trainer, producer)
+    run_pair(short_dir, config, daemons)
 
     steps = read_steps(short_dir)
     assert steps[-1]["counts"]["trained"] == 8 * 2

@@ -27,6 +27,7 @@ from replay.disk import DiskGuard
 from replay.journal_reader import JournalReader
 from tests import release_before
 from tests.scripted import facts, made_up_group
+from tests.unit.protocol.channel_harness import PATIENCE_S
 from tests.unit.replay.builders import entry
 
 from .builders import FillableJournal, live_buffer
@@ -34,7 +35,6 @@ from .intake.builders import BLOB, DIGEST, SHAPE, Trainer
 from .test_retraining import FACTS
 
 LIMIT = 2**20
-PATIENCE_S = 60.0
 
 Endpoints = tuple[str, str]
 

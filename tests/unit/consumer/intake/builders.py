@@ -132,9 +132,5 @@ def answer(lease: Lease, version: int = 0, **changes: Any) -> Group:
     return made_up_group(lease, version, **changes)
 
 
-def renamed(group: Group, **changes: Any) -> Group:
-    return Group(**({name: getattr(group, name) for name in group.__struct_fields__} | changes))
-
-
 def made_lease(lease_id: str) -> Lease:
     return Lease(lease_id, 0, 1, "0", {}, SAMPLING, 0, 60.0)

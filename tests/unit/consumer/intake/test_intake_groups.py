@@ -1,5 +1,6 @@
 """Every group and every failure is answered with its outcome; what is invalid is refused with the reason."""
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -7,7 +8,7 @@ from protocol.messages import Ack, Group, Nack
 from protocol.throttle import NUM_SHOWN_AT_ONCE, THEN_EVERY_S
 from tests.unit.consumer.builders import FillableJournal
 
-from .builders import BLOB, DIGEST, SHAPE, Start, answer, made_lease, only, renamed
+from .builders import BLOB, DIGEST, SHAPE, Start, answer, made_lease, only
 
 
 def test_every_outcome_is_acknowledged(start: Start) -> None:
@@ -23,7 +24,7 @@ def test_an_invalid_group_is_refused_with_the_reason_and_its_prompt_goes_out_aga
     trainer = start(groups_per_step=1)
     producer = trainer.producer()
     [lease] = producer.leases
-    broken = renamed(answer(lease), rewards=b"\0\0")
+    broken = msgspec.structs.replace(answer(lease), rewards=b"\0\0")
     assert only(producer.say(broken), Nack) == Nack(lease.lease_id, "invalid", "rewards has 2 bytes, expected 4 x 4")
     assert [(again.prompt_id, again.attempt) for again in producer.leases[1:]] == [(0, 2)]
     assert trainer.replay.counts["failed_invalid"] == 1
@@ -47,7 +48,7 @@ def test_the_versions_of_a_group_s_tokens_are_journaled_and_none_may_be_unpublis
     def spanning(group: Group, newest: int) -> Group:
         versions = np.zeros(len(group.logprobs) // 4, "<i4")
         versions[-1] = newest
-        return renamed(group, token_versions=versions.tobytes())
+        return msgspec.structs.replace(group, token_versions=versions.tobytes())
 
     assert only(producer.say(spanning(first, 1)), Ack).outcome == "accepted"
     nack = only(producer.say(spanning(second, 2)), Nack)
@@ -63,7 +64,7 @@ def test_a_lease_of_another_trainer_is_unknown(start: Start) -> None:
     assert only(producer.say(answer(made_lease("old-1"))), Nack) == Nack(
         "old-1", "unknown_lease", "not a lease of this run"
     )
-    broken = renamed(answer(made_lease("old-2")), rewards=b"")
+    broken = msgspec.structs.replace(answer(made_lease("old-2")), rewards=b"")
     assert only(producer.say(broken), Nack).reason == "invalid"
     producer.say(Nack("old-3", "reward_failed", "boom"))
     assert trainer.replay.counts["unknown_lease"] == 1, "of groups alone"
@@ -76,7 +77,7 @@ def test_an_endless_list_of_rewards_or_tokens_is_refused(start: Start) -> None:
     producer = trainer.producer()
     for field in ("rewards", "completion_ids", "logprobs", "truncated", "completion_lengths"):
         [*_, lease] = producer.leases
-        endless = renamed(answer(lease), **{field: b"\0" * 4_000_000})
+        endless = msgspec.structs.replace(answer(lease), **{field: b"\0" * 4_000_000})
         assert f"{field} has 4000000 bytes" in only(producer.say(endless), Nack).detail
 
 

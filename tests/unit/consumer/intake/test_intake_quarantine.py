@@ -2,12 +2,14 @@
 
 from contextlib import closing
 
+import msgspec
+
 from protocol.codec import encode
 from protocol.messages import Ack, Reject
 from replay.journal_reader import JournalReader
 from tests.unit.consumer.builders import FillableJournal
 
-from .builders import Start, answer, only, renamed
+from .builders import Start, answer, only
 
 
 def quarantine(journal: FillableJournal) -> list[tuple[str, int]]:
@@ -19,7 +21,7 @@ def test_what_cannot_be_used_is_kept_for_inspection_with_its_reason(start: Start
     trainer = start()
     producer = trainer.producer()
     lease = producer.leases[0]
-    broken = renamed(answer(lease), rewards=b"\0\0")
+    broken = msgspec.structs.replace(answer(lease), rewards=b"\0\0")
     producer.channel.send_frame(b"garbage")
     producer.say(broken, Reject(["you too"]))
     (bad, num_bytes), invalid, wrong_side = quarantine(journal)
