@@ -32,8 +32,6 @@ def test_clients_are_served_the_newest_policy_and_named_ones_while_it_trains(sho
     sections = {
         "serve": {"enabled": True, "version_ttl_s": 30},
         "trainer": {"max_steps": 1_000_000, "save_steps": 100_000},
-        # vLLM's CPU kernels fail to score prompts beside other requests where embeddings are not tied.
-        "swap": {"probe_every": 0},
     }
     config = str(write_run(short_dir, "llama", ROWS, CHAT_REWARD, **sections))
     producer = Daemon("producer.cli", short_dir / "producer.log", "--config", config)
@@ -49,9 +47,9 @@ def test_clients_are_served_the_newest_policy_and_named_ones_while_it_trains(sho
     with client_of(short_dir / "run") as client:
         pinned = greedy("policy")
         seen, texts = {pinned[0]}, {pinned[1]}
-        deadline = time.monotonic() + 60
-        while len(seen) < 6:
-            assert time.monotonic() < deadline, (seen, trainer.output[-2000:])
+        deadline = time.monotonic() + 120
+        while len(seen) < 6 or len(texts) < 2:  # the weights change, not their name alone
+            assert time.monotonic() < deadline, (seen, texts, trainer.output[-2000:])
             assert greedy(pinned[0]) == pinned
             with client.chat.completions.create(
                 model="policy", messages=MESSAGES, max_tokens=12, temperature=0.0, stream=True
@@ -59,7 +57,6 @@ def test_clients_are_served_the_newest_policy_and_named_ones_while_it_trains(sho
                 pieces = list(stream)
             seen.add(pieces[0].model)
             texts.add("".join(piece.choices[0].delta.content or "" for piece in pieces))
-        assert len(texts) > 1, "the weights change, not their name alone"
         assert sorted(seen, key=lambda name: int(name.rpartition("v")[2]))[0] == pinned[0]
     steps = len(read_steps(short_dir))
     trainer.wait_for(rf"step {steps + 3}/", beside=producer)
