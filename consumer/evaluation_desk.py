@@ -18,7 +18,7 @@ from consumer.producers import ProducerSession
 from protocol.channel import ServerChannel
 from protocol.codec import CodecError
 from protocol.errors import DatasetError
-from protocol.messages import Ack, Group, Lease, Nack, Sampling
+from protocol.messages import Ack, Group, Lease, Nack, PolicyInfo, Sampling
 from replay.evaluation import Answer, Evaluation, Metric
 from replay.failures import FailureClass, RetryBudget
 from replay.groups import GroupShape, InvalidGroupError
@@ -87,6 +87,12 @@ class EvaluationDesk:
         self._now: tuple[DueVersion, Evaluation] | None = None
         self._began: float | None = None  # with its first lease
         self.finished: queue.SimpleQueue[Finished] = queue.SimpleQueue()
+
+    @property
+    def policy(self) -> PolicyInfo | None:
+        """The one that is evaluated now."""
+        now = self._now
+        return None if now is None else now[0].policy
 
     @property
     def progress(self) -> Progress:

@@ -31,7 +31,6 @@ from protocol.messages import (
     Hello,
     Nack,
     Policy,
-    PolicyInfo,
     PolicyRequest,
     ProducerMessage,
     Reject,
@@ -99,7 +98,7 @@ class Intake:
         self._beat = beat
         self._clock = clock
         self._shelf = PolicyShelf(keep_blobs, memory)
-        self._announced: PolicyInfo | None = None
+        self._announced: Policy | None = None
         self._producers: dict[bytes, ProducerSession] = {}
         self._warn = Throttle(logger, clock)
         self._arrivals = Arrivals(channel, buffer, journal, disk, self._shelf, self._warn, clock)
@@ -320,7 +319,7 @@ class Intake:
         if lost:
             self._release(session.name, keep=session.leases | session.evaluations)
             self._warn("lost", f"{session.name} knows nothing of {len(lost)} leases; their prompts go out again")
-        self._channel.send(peer, Policy(self._shelf.newest))
+        self._channel.send(peer, self._announcement())
 
     def _note_refusal(self, name: str, message: Heartbeat) -> None:
         """A version counts once for each producer that refuses it."""
@@ -348,12 +347,15 @@ class Intake:
             self._warn("blob", f"a producer asks for too much at once (transport.blob_chunk_bytes): {error}")
             self._channel.send(peer, BlobMissing(request.digest))
 
+    def _announcement(self) -> Policy:
+        return Policy(self._shelf.newest, None if self._evaluations is None else self._evaluations.policy)
+
     def _announce(self) -> None:
-        policy = self._shelf.newest
-        if policy is not self._announced:
-            self._announced = policy
+        announcement = self._announcement()
+        if announcement != self._announced:
+            self._announced = announcement
             for peer in self._producers:
-                self._channel.send(peer, Policy(policy))
+                self._channel.send(peer, announcement)
 
     # Groups
 

@@ -81,9 +81,9 @@ class AdapterRegistry:
         self._brought: Arrival | None = None
         self._fetched = asyncio.Event()
         self._unavailable: set[PolicyInfo] = set()
-        self._num_evaluating = 0
-        self._none_evaluating = asyncio.Event()
-        self._none_evaluating.set()
+        self._in_evaluation: PolicyInfo | None = None
+        self._may_swap = asyncio.Event()  # with `hold_s`
+        self._may_swap.set()
 
     @property
     def current(self) -> Adapter | None:
@@ -94,6 +94,7 @@ class AdapterRegistry:
         """A new trainer process serves `policy`: a version that only its predecessor knew is no longer current."""
         self._session += 1
         self._offer = self._evaluated = None
+        self.note_evaluation(None)
         self._unavailable.clear()
         if self._current_policy != policy:
             self._flip(None, None)
@@ -114,6 +115,14 @@ class AdapterRegistry:
         self._unavailable.add(policy)
         self._tell_fetched()
 
+    def note_evaluation(self, policy: PolicyInfo | None) -> None:
+        """The trainer evaluates this one now, or none. Between two of its leases, too, which a producer cannot know."""
+        self._in_evaluation = policy
+        if policy is None or policy != self._current_policy:
+            self._may_swap.set()
+        else:
+            self._may_swap.clear()
+
     async def run(self) -> None:
         """Publishes what is offered and loads what was fetched, one version at a time."""
         while True:
@@ -125,7 +134,7 @@ class AdapterRegistry:
             if self._offer is not None:
                 if self._hold_s is not None:
                     with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(self._none_evaluating.wait(), self._hold_s)
+                        await asyncio.wait_for(self._may_swap.wait(), self._hold_s)
                 offer, self._offer = self._offer, None
                 if offer is not None:  # else another trainer came meanwhile
                     await self.publish(*offer)
@@ -209,16 +218,12 @@ class AdapterRegistry:
             self._fetch(policy)
             await self._fetched.wait()
         self._evaluated = adapter
-        self._num_evaluating += 1
-        self._none_evaluating.clear()
+        self.note_evaluation(policy)
         self._pins[adapter] += 1
         try:
             yield adapter
         finally:
             self._pins[adapter] -= 1
-            self._num_evaluating -= 1
-            if self._num_evaluating == 0:
-                self._none_evaluating.set()
             await self.unload_idle()
 
     async def wait_for(self, floor: int) -> None:
@@ -290,6 +295,7 @@ class AdapterRegistry:
 
     def _flip(self, adapter: Adapter | None, policy: PolicyInfo | None) -> None:
         self._current, self._current_policy = adapter, policy
+        self.note_evaluation(self._in_evaluation)
         self._counters.policy_version = -1 if adapter is None else adapter.version
         self._counters.refused_version, self._counters.refusal = -1, ""
         logs.bind(version=None if adapter is None else adapter.version)

@@ -387,6 +387,9 @@ class _Producer:
         else:
             self._loop.call_soon_threadsafe(self._adapters.bring, arrival)
 
+    def evaluates(self, policy: PolicyInfo | None) -> None:
+        self._loop.call_soon_threadsafe(self._adapters.note_evaluation, policy)
+
     def outbox_full(self, full: bool) -> None:
         self._loop.call_soon_threadsafe(self._generation.pause, full)
 

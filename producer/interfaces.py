@@ -185,6 +185,9 @@ class LinkEvents(Protocol):
     def fetched(self, policy: PolicyInfo, arrival: Arrival | None) -> None:
         """What `Link.fetch` asked for; None: the trainer does not have it."""
 
+    def evaluates(self, policy: PolicyInfo | None) -> None:
+        """Which policy the trainer evaluates now; said again and again."""
+
     def outbox_full(self, full: bool) -> None:
         """Said when it changes: while it is full, no generation may begin."""
 

@@ -262,6 +262,7 @@ class Link(threading.Thread):
                 self._counters.settled += self._outbox.settle(lease_id)
                 self._download.announce(message.policy)
             case Policy(policy):
+                self._events.evaluates(message.evaluates)
                 self._download.announce(policy)
             case Nack():
                 self._drop(message)

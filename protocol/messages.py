@@ -162,9 +162,10 @@ class Nack(Struct, frozen=True, forbid_unknown_fields=True, tag="nack"):
 
 
 class Policy(Struct, frozen=True, forbid_unknown_fields=True, tag="policy"):
-    """Announces the newest policy; also the trainer's answer to a heartbeat."""
+    """Announces the newest policy, and which one an evaluation is asked of now; also the trainer's answer to a heartbeat."""
 
     policy: PolicyInfo
+    evaluates: PolicyInfo | None = None
 
 
 class Heartbeat(Struct, frozen=True, forbid_unknown_fields=True, tag="heartbeat"):
@@ -237,6 +238,7 @@ BLOB_MESSAGES = (PolicyRequest, PolicyOffer, BlobRequest, BlobChunk, BlobMissing
 SINCE: dict[type[Struct], dict[str, int]] = {
     Hello: {"release": 2, "swap_mode": 2, "evaluates": 2},
     Lease: {"evaluates": 2},
+    Policy: {"evaluates": 2},
     Heartbeat: {"idle_s": 2, "refused_version": 2, "refusal": 2},
     Group: {"token_versions": 2, "sampled": 2, "episodes": 2},
 }

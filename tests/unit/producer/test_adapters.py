@@ -323,16 +323,18 @@ def test_one_that_cannot_be_had_fails_its_leases(setup, what):
 def test_an_engine_of_one_version_keeps_it_for_an_evaluation_and_not_for_ever(tmp_path):
     async def body():
         setup = Setup(tmp_path, hold_s=0.3)
-        running, until = asyncio.create_task(setup.registry.run()), asyncio.Event()
+        running = asyncio.create_task(setup.registry.run())
         await setup.publish(1)
-        evaluating = asyncio.create_task(pinned(setup, 1, until))
-        await asyncio.sleep(0.01)
-        for version in (2, 3):
-            setup.registry.offer(Arrival(*blob(version), 0.0))
-        await asyncio.sleep(0.1)
-        assert setup.counters.policy_version == 1, "held"
-        until.set()
-        await asyncio.wait_for(evaluating, 30)
+        for _ in range(2):
+            await pinned(setup, 1)
+            for version in (2, 3):
+                setup.registry.offer(Arrival(*blob(version), 0.0))
+            await asyncio.sleep(0.05)
+            assert setup.counters.policy_version == 1, "held, also between two prompts of the evaluation"
+        setup.registry.note_evaluation(blob(1)[0])
+        await asyncio.sleep(0.05)
+        assert setup.counters.policy_version == 1
+        setup.registry.note_evaluation(None)
         await asyncio.wait_for(setup.registry.wait_for(3), 5)
         with pytest.raises(LeaseFailure, match="the engine has other weights by now"):
             await pinned(setup, 1)
@@ -341,6 +343,8 @@ def test_an_engine_of_one_version_keeps_it_for_an_evaluation_and_not_for_ever(tm
         setup.registry.offer(Arrival(*blob(4), 0.0))
         await asyncio.wait_for(setup.registry.wait_for(4), 5)
         assert not evaluating.done(), "the bound is over"
+        setup.registry.offer(Arrival(*blob(5), 0.0))
+        await asyncio.wait_for(setup.registry.wait_for(5), 0.2)
         for task in (evaluating, running):
             task.cancel()
         assert setup.fetched == []

@@ -23,6 +23,7 @@ from protocol.messages import (
     Hello,
     Lease,
     Nack,
+    Policy,
     PolicyInfo,
     PolicyOffer,
     PolicyRequest,
@@ -54,9 +55,13 @@ class Events:
         self.fullness: list[bool] = []
         self.outcome: list[BaseException | None] = []
         self.fetches: list[tuple[int, bytes | None]] = []
+        self.evaluations: list[PolicyInfo | None] = []
 
     def fetched(self, policy: PolicyInfo, arrival: Arrival | None) -> None:
         self.fetches.append((policy.version, arrival and arrival.blob))
+
+    def evaluates(self, policy: PolicyInfo | None) -> None:
+        self.evaluations.append(policy)
 
     def run_began(self, policy: PolicyInfo) -> None:
         self.runs.append(policy)
@@ -178,6 +183,15 @@ def test_a_producer_of_the_same_host_reads_the_file_and_asks_for_chunks_only_if_
         setup.wait_for(lambda: setup.events.blobs)
     assert setup.events.blobs == [(0, setup.blob)]
     assert bool(setup.trainer.all(BlobRequest)) == (content == "damaged")
+
+
+def test_what_the_trainer_evaluates_is_handed_over(setup):
+    setup.start()
+    setup.wait_for(lambda: setup.events.blobs)
+    evaluated = setup.trainer.policy
+    setup.trainer.send(Policy(evaluated, evaluated))
+    setup.wait_for(lambda: evaluated in setup.events.evaluations)
+    setup.wait_for(lambda: setup.events.evaluations[-1] is None)
 
 
 def test_an_older_policy_is_fetched_beside_the_newest_once_or_is_known_to_be_gone(setup):

@@ -47,7 +47,7 @@ SAMPLES = [
     ),
     m.Ack(lease_id="7.0", outcome="accepted", policy=POLICY),
     m.Nack(lease_id="7.0", reason="reward_failed", detail="exact raised KeyError: 'answer'"),
-    m.Policy(policy=POLICY),
+    m.Policy(policy=POLICY, evaluates=POLICY),
     m.Heartbeat(
         policy_version=-1,
         capacity=64,

@@ -52,6 +52,7 @@ class Trainer:
         prompts: Any = None,
         replay: RolloutBuffer | None = None,
         memory: SharedMemory = NO_MEMORY,
+        evaluations: Any = None,
         **budget: int,
     ) -> None:
         self.channel = channel or LoopbackServer()
@@ -70,6 +71,7 @@ class Trainer:
             heartbeat_interval_s=1.0,
             heartbeat_timeout_s=6.0,
             keep_blobs=2,
+            evaluations=evaluations,
             memory=memory,
             clock=lambda: self.now,
         )

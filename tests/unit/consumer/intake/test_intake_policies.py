@@ -3,11 +3,21 @@
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from protocol.messages import BlobChunk, BlobMissing, BlobRequest, Heartbeat, PolicyOffer, PolicyRequest
+from protocol.messages import (
+    BlobChunk,
+    BlobMissing,
+    BlobRequest,
+    Heartbeat,
+    Policy,
+    PolicyInfo,
+    PolicyOffer,
+    PolicyRequest,
+)
 from protocol.shared_memory import shared_memory
 from protocol.zmq_channel import ZmqClient, ZmqServer
 
@@ -45,6 +55,19 @@ def test_an_offer_has_the_probe_of_its_policy(start: Start) -> None:
     trainer.tick()
     plain, missing = PolicyOffer(DIGEST), BlobMissing("2" * 64)
     assert client.poll(0.0) == [PolicyOffer("1" * 64, "", b"ids!", b"logs"), plain, missing]
+
+
+def test_what_is_evaluated_is_announced_when_it_begins_and_ends_and_after_every_heartbeat(start: Start) -> None:
+    desk = SimpleNamespace(policy=None, tick=lambda *_: [], release=lambda *_, **__: set())
+    trainer = start(evaluations=desk)
+    producer, policy = trainer.producer(capacity=4), PolicyInfo(0, DIGEST, len(BLOB))
+    for evaluated in (policy, None):
+        desk.policy = evaluated
+        producer.hear()
+        trainer.tick()
+        trainer.tick()
+        assert producer.hear() == [Policy(policy, evaluated)]
+        assert producer.beat(capacity=4) == [Policy(policy, evaluated)]
 
 
 def test_the_memory_of_a_policy_is_given_back_when_nobody_can_ask_for_it_any_more(start: Start) -> None:
