@@ -49,7 +49,7 @@ from replay.ledger import LeaseRecord
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.2
-_FAREWELL_S = 5.0
+_FAREWELL_S = 30.0
 _LOOK_AT_DISK_EVERY_S = 1.0
 
 
@@ -199,15 +199,21 @@ class Intake:
             self._channel.close()
 
     def _farewell(self, reason: Literal["finished", "stopping"]) -> None:
-        """Says goodbye and waits for the same from every producer: ZeroMQ drops what a peer has not read when its
-        connection ends, and a producer that missed the end of the run would wait for this trainer for ever."""
-        for peer in self._producers:
+        """Says goodbye and waits for the same from every producer that is heard, however slow it is: ZeroMQ drops what a peer
+        has not read when its connection ends, and one that missed the end of the run would wait for this trainer for ever."""
+        heard = dict.fromkeys(self._producers, self._clock())
+        for peer in heard:
             self._channel.send(peer, Bye(reason))
         deadline = time.monotonic() + _FAREWELL_S
-        while self._producers and time.monotonic() < deadline:
+        while heard and time.monotonic() < deadline:
             for peer, message in self._channel.poll(TICK_S):
                 if isinstance(message, Bye):
-                    self._producers.pop(peer, None)
+                    heard.pop(peer, None)
+                elif isinstance(message, Hello | Heartbeat):  # it was away when the others were told
+                    heard[peer] = self._clock()
+                    self._channel.send(peer, Bye(reason))
+            silent_since = self._clock() - self._heartbeat_timeout_s
+            heard = {peer: at for peer, at in heard.items() if at > silent_since}
 
     def tick(self, timeout_s: float) -> None:
         """One round: everything received, then everything due."""

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from protocol.codec import encode
-from protocol.messages import Ack, Bye, Heartbeat, Policy, PolicyInfo, Reject
+from protocol.messages import Ack, Bye, Heartbeat, Hello, Policy, PolicyInfo, Reject
+from tests.scripted import facts
 
-from .builders import DIGEST, Start, answer, made_lease, only
+from .builders import DIGEST, Producer, Start, answer, made_lease, only
 
 
 def test_garbage_and_messages_of_the_wrong_side_are_counted_and_survived(
@@ -61,6 +62,32 @@ def test_the_thread_says_goodbye_to_everybody_and_waits_for_theirs(start: Start,
     peers.join(5)
     assert heard == [Bye(reason), Bye(reason)]
     trainer.intake.check()
+
+
+def test_who_comes_late_is_told_too_and_only_the_silent_are_not_waited_for(start: Start) -> None:
+    trainer = start()
+    slow, silent = trainer.producer("slow"), trainer.producer("silent")
+    trainer.intake.start()
+    ending = threading.Thread(target=trainer.intake.stop, args=("finished",))
+    ending.start()
+    late = Producer(trainer, trainer.channel.connect("late"), "late")
+    for producer, word in ((late, Hello("late", facts(), 1)), (slow, Heartbeat(0, 1, [], 0, 0.0))):
+        producer.inbox.clear()
+        producer.channel.send(word)
+        while Bye("finished") not in producer.all(Bye):
+            time.sleep(0.01)
+    late.channel.send(Bye("stopping"))
+    trainer.now += 5.0
+    slow.channel.send(Heartbeat(0, 1, [], 0, 0.0))
+    while len(slow.all(Bye)) < 3:
+        time.sleep(0.01)
+    trainer.now += 5.0
+    time.sleep(0.5)
+    assert ending.is_alive(), "the slow one was heard 5 s ago"
+    slow.channel.send(Bye("stopping"))
+    ending.join(5)
+    assert not ending.is_alive()
+    assert len(silent.all(Bye)) == 1
 
 
 @pytest.mark.usefixtures("short_farewell")
