@@ -206,6 +206,7 @@ class Intake:
             self._channel.send(peer, Bye(reason))
         deadline = time.monotonic() + _FAREWELL_S
         while heard and time.monotonic() < deadline:
+            self._beat()
             for peer, message in self._channel.poll(TICK_S):
                 if isinstance(message, Bye):
                     heard.pop(peer, None)
