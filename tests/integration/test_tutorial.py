@@ -57,6 +57,7 @@ def test_the_tutorial(short_dir: Path) -> None:
         "PATH": f"{commands(short_dir / 'bin')}:{os.environ['PATH']}",
         "PYTHONPATH": str(REPOSITORY),
         "HF_DATASETS_CACHE": str(short_dir / "cache"),
+        "TMPDIR": str(short_dir),  # vLLM's server leaves its sockets there
         "OMP_NUM_THREADS": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB, not half the memory
         "VLLM_NO_USAGE_STATS": "1",
