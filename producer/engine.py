@@ -12,7 +12,8 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; only the CPU build 
 
 import asyncio
 import itertools
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -91,6 +92,20 @@ def _leave_a_core(vllm_config: Any) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) - 1)))
 
 
+@contextmanager
+def _variable(name: str, value: str) -> Iterator[None]:
+    """In the environment of the processes that begin within, and of no others."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
 _MERGED = {"enable_lora": False, "worker_extension_cls": "producer.merging.MergingWorker"}
 
 
@@ -136,13 +151,14 @@ class Engine:
         silent = bool(config.engine.get("disable_log_stats"))
         self._recorder = None if silent else _LoadRecorder()
         self._sockets = ExitStack()  # vLLM leaves them, after a kill or not
-        os.environ["VLLM_RPC_BASE_PATH"] = str(self._sockets.enter_context(scratch_folder()))
+        sockets = self._sockets.enter_context(scratch_folder())
         try:
-            self._running: Any = AsyncLLM.from_vllm_config(
-                vllm_config,
-                stat_loggers=None if silent else [lambda _config, _index: self._recorder],
-                disable_log_stats=silent,
-            )
+            with _variable("VLLM_RPC_BASE_PATH", str(sockets)):
+                self._running: Any = AsyncLLM.from_vllm_config(
+                    vllm_config,
+                    stat_loggers=None if silent else [lambda _config, _index: self._recorder],
+                    disable_log_stats=silent,
+                )
         except Exception as error:
             self._sockets.close()
             raise EngineError(f"the engine did not start: {error} (its own messages are above)") from error

@@ -118,6 +118,11 @@ def test_a_swap_that_is_right_is_proved_and_one_that_is_not_leaves_the_old_versi
     assert worst_difference(live, completions, 1, 1.0) < 1e-3
 
 
+def test_another_vllm_that_is_started_beside_it_keeps_its_sockets_where_it_likes(live):
+    """In the engine's folder they could not be made once the engine has ended."""
+    assert "VLLM_RPC_BASE_PATH" not in os.environ
+
+
 def test_a_probe_that_cannot_be_scored_proves_nothing_and_ends_nothing(live, registry):
     for token_ids in ([5] * 300, [5, 10**6]):
         odd = Probe(tuple(token_ids), (0.0,) * (len(token_ids) - 1))
