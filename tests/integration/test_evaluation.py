@@ -13,7 +13,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from protocol.messages import Group, Lease
-from tests.integration.pair import Daemon, end_well
+from tests.integration.pair import Daemon, end_well, run_pair
 from tests.integration.runs import Run
 from tests.integration.test_pair import write_run
 from tests.scripted import made_up_group
@@ -102,6 +102,28 @@ def test_every_score_is_that_of_the_version_it_names_whoever_is_killed(short_dir
     assert best["score"] == pytest.approx(worth_of_greedy(short_dir / "model", kept), abs=1e-6)
     assert json.loads((run_dir / "trainer.json").read_text())["best"]["version"] == best["version"]
     assert list((run_dir / "evaluation").iterdir()) == []
+
+
+def test_merged_weights_stay_until_the_last_prompt_of_their_evaluation_is_answered(
+    short_dir: Path, daemons: list[Daemon]
+) -> None:
+    """Training goes on meanwhile, and an engine of one version has newer ones waiting."""
+    prompts = [f"{i}+{j}=" for i in range(20) for j in range(10)]
+    (short_dir / "held-out.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    config = write_run(
+        short_dir,
+        "qwen2",
+        [{"prompt": f"{i}+1="} for i in range(40)],
+        WORTH,
+        evaluation={"dataset": {"path": str(short_dir / "held-out.jsonl")}, "every_versions": 4},
+        swap={"mode": "merged"},
+        trainer={"max_steps": 8, "learning_rate": 1e-2},
+    )
+    run_pair(short_dir, str(config), daemons)
+    lines = [json.loads(line) for line in (short_dir / "run" / "evaluations.jsonl").read_text().splitlines()]
+    assert [(line["version"], line["num_scored"]) for line in lines] == [
+        (version, len(prompts)) for version in (0, 4, 8)
+    ]
 
 
 def falling_after_two(lease: Lease, policy_version: int) -> Group:
