@@ -15,6 +15,7 @@ from typing import Literal
 
 from consumer.arrivals import Arrivals
 from consumer.evaluation_desk import EvaluationDesk
+from consumer.farewell import FAREWELL_S, say_goodbye
 from consumer.leasing import LeaseDesk
 from consumer.policy_shelf import PolicyShelf
 from consumer.producers import FleetMember, ProducerSession
@@ -49,7 +50,6 @@ from replay.ledger import LeaseRecord
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.2
-_FAREWELL_S = 30.0
 _LOOK_AT_DISK_EVERY_S = 1.0
 
 
@@ -120,7 +120,7 @@ class Intake:
         """The staleness budget may have changed: look for leases to give."""
         self._channel.wake()
 
-    def stop(self, reason: Literal["finished", "stopping"], timeout_s: float = _FAREWELL_S + 5.0) -> None:
+    def stop(self, reason: Literal["finished", "stopping"], timeout_s: float = FAREWELL_S + 5.0) -> None:
         """Says goodbye to every producer, closes the sockets and ends the thread."""
         self._bye = reason
         self._channel.wake()
@@ -192,29 +192,14 @@ class Intake:
             while self._bye is None:
                 self._beat()
                 self.tick(TICK_S)
-            self._farewell(self._bye)
+            say_goodbye(
+                self._channel, self._producers, self._bye,
+                silence_s=self._heartbeat_timeout_s, beat=self._beat, clock=self._clock,
+            )  # fmt: skip
         except BaseException as error:
             self.error = error
         finally:
             self._channel.close()
-
-    def _farewell(self, reason: Literal["finished", "stopping"]) -> None:
-        """Says goodbye and waits for the same from every producer that is heard, however slow it is: ZeroMQ drops what a peer
-        has not read when its connection ends, and one that missed the end of the run would wait for this trainer for ever."""
-        heard = dict.fromkeys(self._producers, self._clock())
-        for peer in heard:
-            self._channel.send(peer, Bye(reason))
-        deadline = time.monotonic() + _FAREWELL_S
-        while heard and time.monotonic() < deadline:
-            self._beat()
-            for peer, message in self._channel.poll(TICK_S):
-                if isinstance(message, Bye):
-                    heard.pop(peer, None)
-                elif isinstance(message, Hello | Heartbeat):  # it was away when the others were told
-                    heard[peer] = self._clock()
-                    self._channel.send(peer, Bye(reason))
-            silent_since = self._clock() - self._heartbeat_timeout_s
-            heard = {peer: at for peer, at in heard.items() if at > silent_since}
 
     def tick(self, timeout_s: float) -> None:
         """One round: everything received, then everything due."""

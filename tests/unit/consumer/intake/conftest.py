@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from consumer import intake as intake_module
+from consumer import farewell
 from replay.disk import DiskGuard
 from tests.unit.consumer.builders import FillableJournal
 
@@ -24,4 +24,4 @@ def start(journal: FillableJournal, disk: DiskGuard) -> Start:
 @pytest.fixture
 def short_farewell(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests whose producers do not answer a goodbye."""
-    monkeypatch.setattr(intake_module, "_FAREWELL_S", 0.1)
+    monkeypatch.setattr(farewell, "FAREWELL_S", 0.1)
