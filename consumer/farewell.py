@@ -39,8 +39,9 @@ def say_goodbye(
         for peer, message in channel.poll(_LOOK_EVERY_S):
             if isinstance(message, Bye):
                 heard.pop(peer, None)
-            elif isinstance(message, Hello | Heartbeat):  # it was away when the others were told
-                heard[peer] = clock()
+            elif isinstance(message, Hello | Heartbeat):  # it was away when the others were told, or is back already
                 channel.send(peer, Bye(reason))
+                if peer in heard:
+                    heard[peer] = clock()
         silent_since = clock() - silence_s
         heard = {peer: at for peer, at in heard.items() if at > silent_since}

@@ -76,7 +76,6 @@ def test_who_comes_late_is_told_too_and_only_the_silent_are_not_waited_for(start
         producer.channel.send(word)
         while Bye("finished") not in producer.all(Bye):
             time.sleep(0.01)
-    late.channel.send(Bye("stopping"))
     trainer.now += 5.0
     slow.channel.send(Heartbeat(0, 1, [], 0, 0.0))
     while len(slow.all(Bye)) < 3:
@@ -86,7 +85,7 @@ def test_who_comes_late_is_told_too_and_only_the_silent_are_not_waited_for(start
     assert ending.is_alive(), "the slow one was heard 5 s ago"
     slow.channel.send(Bye("stopping"))
     ending.join(5)
-    assert not ending.is_alive()
+    assert not ending.is_alive(), "the late one is not waited for"
     assert len(silent.all(Bye)) == 1
 
 
