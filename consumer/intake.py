@@ -236,7 +236,8 @@ class Intake:
             self._serve_blob(peer, message)
             return
         if isinstance(message, PolicyRequest):
-            self._channel.send(peer, self._shelf.offer(message))
+            with contextlib.suppress(CodecError):  # it has gone since it asked, and what is known of its schema with it
+                self._channel.send(peer, self._shelf.offer(message))
             return
         if isinstance(message, Hello):
             self._let_in(peer, message)

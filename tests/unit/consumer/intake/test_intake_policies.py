@@ -57,6 +57,27 @@ def test_an_offer_has_the_probe_of_its_policy(start: Start) -> None:
     assert client.poll(0.0) == [PolicyOffer("1" * 64, "", b"ids!", b"logs"), plain, missing]
 
 
+def test_who_asks_for_a_policy_and_is_gone_before_the_answer_ends_nothing(start: Start) -> None:
+    """Found by the chaos campaign: a send to a killed producer fails, with its schema forgotten, in the round of its request."""
+    trainer = start()
+    client = trainer.channel.connect("p")
+    poll = trainer.channel.poll
+
+    def poll_and_forget(timeout_s: float) -> list[Any]:
+        arrived: list[Any] = poll(timeout_s)
+        trainer.channel._schemas.forget(client.peer)
+        return arrived
+
+    trainer.channel.poll = poll_and_forget
+    client.send(PolicyRequest(DIGEST))
+    trainer.tick()
+    assert client.poll(0.0) == []
+    trainer.channel.poll = poll
+    client.send(PolicyRequest(DIGEST))
+    trainer.tick()
+    assert client.poll(0.0) == [PolicyOffer(DIGEST)]
+
+
 def test_what_is_evaluated_is_announced_when_it_begins_and_ends_and_after_every_heartbeat(start: Start) -> None:
     desk = SimpleNamespace(policy=None, tick=lambda *_: [], release=lambda *_, **__: set())
     trainer = start(evaluations=desk)
