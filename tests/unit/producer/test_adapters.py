@@ -343,8 +343,9 @@ def test_an_engine_of_one_version_keeps_it_for_an_evaluation_and_not_for_ever(tm
         setup.registry.offer(Arrival(*blob(4), 0.0))
         await asyncio.wait_for(setup.registry.wait_for(4), 5)
         assert not evaluating.done(), "the bound is over"
+        setup.registry._hold_s = 60.0  # nothing is held any more
         setup.registry.offer(Arrival(*blob(5), 0.0))
-        await asyncio.wait_for(setup.registry.wait_for(5), 0.2)
+        await asyncio.wait_for(setup.registry.wait_for(5), 5)
         for task in (evaluating, running):
             task.cancel()
         assert setup.fetched == []
