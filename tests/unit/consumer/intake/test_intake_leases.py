@@ -112,5 +112,5 @@ def test_a_column_that_cannot_travel_is_a_bad_prompt(start: Start, caplog: pytes
         time.sleep(0.01)
     began = time.monotonic()
     trainer.intake.stop("stopping")
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - began < 20
     assert "cannot encode Lease" in caplog.text

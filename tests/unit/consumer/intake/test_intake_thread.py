@@ -57,7 +57,7 @@ def test_the_thread_says_goodbye_to_everybody_and_waits_for_theirs(start: Start,
     trainer.intake.start()
     began = time.monotonic()
     trainer.intake.stop(reason)
-    assert time.monotonic() - began < 1.5
+    assert time.monotonic() - began < 10
     assert not trainer.intake._thread.is_alive()
     peers.join(5)
     assert heard == [Bye(reason), Bye(reason)]
