@@ -1,8 +1,10 @@
 """User functions named in the configuration as `module:function` or `path/to/file.py:function`.
 
-Guarantee: `load_function` returns a callable or raises `ConfigError` that names the key, the place and the reason.
+Guarantee: `load_function` returns a callable or raises `ConfigError` that names the key, the place and the reason. A file is
+executed once, however many of its functions are asked for: what it loads or remembers is theirs together.
 """
 
+import functools
 import importlib
 import importlib.util
 import sys
@@ -19,7 +21,7 @@ def load_function(spec: str, key: str) -> Callable[..., Any]:
     if place.endswith(".py") and not Path(place).is_file():
         raise ConfigError(f"{key}: {spec}: there is no file {place} (looked from {Path.cwd()})")
     try:
-        module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
+        module = _load_file(Path(place).resolve()) if place.endswith(".py") else _load_module(place)
     except Exception as error:
         raise ConfigError(f"{key}: {spec}: importing {place} failed: {type(error).__name__}: {error}") from error
     function = getattr(module, name, None)
@@ -30,6 +32,7 @@ def load_function(spec: str, key: str) -> Callable[..., Any]:
     return function  # type: ignore[no-any-return]
 
 
+@functools.cache
 def _load_file(path: Path) -> Any:
     spec = importlib.util.spec_from_file_location(f"slipstream_user_{path.stem}", path)
     assert spec is not None

@@ -225,7 +225,7 @@ def test_the_shelf_takes_one_that_is_only_in_its_file(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_the_end_of_the_run_waits_for_the_last_version_and_not_for_ever(tmp_path: Path) -> None:
-    process = Process(tmp_path, before_training=False, wait_s=0.25)
+    process = Process(tmp_path, before_training=False, wait_s=1.0)
     process.publish(6)
     process.publish(7)
 
@@ -237,7 +237,7 @@ def test_the_end_of_the_run_waits_for_the_last_version_and_not_for_ever(tmp_path
     patience = Patience(check=work, say=print, stall_timeout_s=0.01)
     process.control.wait_for_last(patience, lambda: "")
     assert process.results.versions == [6, 7], "the last one although 7 is odd"
-    process = Process(tmp_path, "t", first_step=70, before_training=True, wait_s=0.25)
+    process = Process(tmp_path, "t", first_step=70, before_training=True, wait_s=1.0)
     process.publish(0)
     process.control.wait_for_last(
         Patience(check=lambda: None, say=print, stall_timeout_s=9.0), lambda: "nobody is there"

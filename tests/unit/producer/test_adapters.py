@@ -14,6 +14,7 @@ from producer.probe import SwapProof
 from producer.timeline import Timeline
 from protocol.adapter_blob import AdapterBlob, pack
 from protocol.messages import PolicyInfo, Sampling
+from tests.unit.producer.loop import settle, until
 
 
 def blob(version: int) -> tuple[PolicyInfo, bytes]:
@@ -30,6 +31,7 @@ class FakeEngine:
         self.adopted: list[int] = []
         self.refuses = False
         self.score_of: dict[int, float | None] = {}  # by version; None: it cannot be scored
+        self.loading = 0
         self.slow = asyncio.Event()
         self.slow.set()
 
@@ -45,7 +47,9 @@ class FakeEngine:
         return [score] * (len(token_ids) - 1)
 
     async def load_adapter(self, adapter: Adapter) -> None:
+        self.loading += 1
         await self.slow.wait()
+        self.loading -= 1
         if self.refuses:
             raise AdapterRefusedError("rank 512 is too large")
         assert (adapter.path / "adapter_model.safetensors").is_file()
@@ -194,7 +198,7 @@ def test_only_the_newest_offer_is_published(setup):
         setup.engine.slow.clear()
         for version in range(5):
             setup.registry.offer(Arrival(*blob(version), 0.0))
-            await asyncio.sleep(0.05)
+            await settle()
         setup.engine.slow.set()
         await asyncio.wait_for(setup.registry.wait_for(4), 5)
         runner.cancel()
@@ -224,7 +228,7 @@ def test_a_version_of_a_trainer_that_died_while_it_was_loaded_never_goes_live(se
     async def body():
         setup.engine.slow.clear()
         loading = asyncio.create_task(setup.publish(9))
-        await asyncio.sleep(0.05)
+        await until(lambda: setup.engine.loading)
         setup.registry.follow(blob(3)[0])
         setup.engine.slow.set()
         assert not await loading
@@ -287,7 +291,7 @@ def test_one_that_is_gone_is_fetched_proved_and_served_beside_the_newest(setup):
         for version in (1, 2):
             await setup.publish(version)
         waiting = [asyncio.create_task(pinned(setup, 1)) for _ in range(3)]
-        await asyncio.sleep(0.01)
+        await settle()
         assert set(setup.fetched) == {blob(1)[0]}
         setup.registry.bring(Arrival(*blob(1), 0.0, Probe((1, 2), (-0.5,))))
         assert await asyncio.wait_for(asyncio.gather(*waiting), 5) == [1, 1, 1]
@@ -304,7 +308,7 @@ def test_one_that_cannot_be_had_fails_its_leases(setup, what):
         running = asyncio.create_task(setup.registry.run())
         await setup.publish(2)
         waiting = asyncio.create_task(pinned(setup, 1))
-        await asyncio.sleep(0.01)
+        await settle()
         policy, data = blob(1)
         if what == "missing":
             setup.registry.miss(policy)
@@ -322,24 +326,25 @@ def test_one_that_cannot_be_had_fails_its_leases(setup, what):
 
 def test_an_engine_of_one_version_keeps_it_for_an_evaluation_and_not_for_ever(tmp_path):
     async def body():
-        setup = Setup(tmp_path, hold_s=0.3)
+        setup = Setup(tmp_path, hold_s=60.0)
         running = asyncio.create_task(setup.registry.run())
         await setup.publish(1)
         for _ in range(2):
             await pinned(setup, 1)
             for version in (2, 3):
                 setup.registry.offer(Arrival(*blob(version), 0.0))
-            await asyncio.sleep(0.05)
+            await settle()
             assert setup.counters.policy_version == 1, "held, also between two prompts of the evaluation"
         setup.registry.note_evaluation(blob(1)[0])
-        await asyncio.sleep(0.05)
+        await settle()
         assert setup.counters.policy_version == 1
         setup.registry.note_evaluation(None)
         await asyncio.wait_for(setup.registry.wait_for(3), 5)
         with pytest.raises(LeaseFailure, match="the engine has other weights by now"):
             await pinned(setup, 1)
+        setup.registry._hold_s = 0.3
         evaluating = asyncio.create_task(pinned(setup, 3, asyncio.Event()))
-        await asyncio.sleep(0.01)
+        await settle()
         setup.registry.offer(Arrival(*blob(4), 0.0))
         await asyncio.wait_for(setup.registry.wait_for(4), 5)
         assert not evaluating.done(), "the bound is over"

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from producer.admission import DECREASE, ROOM, TOLERATED, Admission, AdmissionControl
 from producer.interfaces import EngineLoad
+from tests.unit.producer.loop import settle
 
 
 def load(usage: float = 0.5, waiting: int = 0, preemptions: int = 0) -> EngineLoad:
@@ -208,7 +209,7 @@ def test_an_evaluation_takes_the_places_that_training_leaves_and_always_one():
         assert (count("training"), count("evaluation")) == (3, 2), "one place's worth, however busy it is"
         tasks[-1].cancel()  # while it waits
         tasks[5].cancel()  # inside
-        await asyncio.sleep(0.01)
+        await settle()
         assert count("evaluation") == 3
         done.set()
         await asyncio.gather(*tasks, return_exceptions=True)

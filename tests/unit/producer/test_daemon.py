@@ -186,7 +186,7 @@ def test_an_engine_that_hangs_with_its_adapters_does_not_keep_the_process(config
     serve_blobs(trainer)
 
     async def body() -> None:
-        producer = daemon._Producer(changed(config, "pipeline", stall_timeout_s=1.0), [])
+        producer = daemon._Producer(changed(config, "pipeline", stall_timeout_s=2.0), [])
         running = asyncio.create_task(producer.live(watch()))
         await asyncio.to_thread(trainer.wait_for_message, Hello)
         trainer.send(lease(1))
@@ -200,7 +200,7 @@ def test_an_engine_that_hangs_with_its_adapters_does_not_keep_the_process(config
     started = time.monotonic()
     with pytest.raises(StalledError, match=r"leases generating: 1\n"):
         asyncio.run(asyncio.wait_for(body(), 30))
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 15
     assert made[0].shut_down
 
 
@@ -210,7 +210,7 @@ def test_an_outbox_that_nobody_empties_pauses_generation_and_is_a_stall(config, 
     monkeypatch.setattr(daemon, "_FLUSH_S", 0.2)
     serve_blobs(trainer)
     trainer.acknowledges = False
-    config = changed(changed(config, "transport", max_unacked_bytes=0), "pipeline", stall_timeout_s=0.6)
+    config = changed(changed(config, "transport", max_unacked_bytes=0), "pipeline", stall_timeout_s=2.0)
 
     async def body() -> None:
         running = asyncio.create_task(daemon._Producer(config, []).live(watch()))

@@ -20,6 +20,7 @@ from protocol.config_serve import ServeSection
 from protocol.errors import ConfigError, EndpointInUseError
 from protocol.messages import Sampling
 from tests.scripted_trainer import lease
+from tests.unit.producer.loop import settle, until
 from tests.unit.producer.test_served_versions import Registry
 
 KEY = b"k" * 32
@@ -124,7 +125,7 @@ async def endpoint(folder: Path, keys: tuple[bytes, ...] = (), agents: Agents | 
 def test_an_answer_names_its_version_and_where_it_listens_is_in_a_file(tmp_path):
     async def body():
         async with endpoint(tmp_path) as it:
-            await asyncio.sleep(0.05)
+            await until(lambda: list((tmp_path / "serve").glob("*.json")))
             (file,) = (tmp_path / "serve").glob("rl-producer-test.json")
             assert json.loads(file.read_text())[0]["targets"] == [f"127.0.0.1:{it.port}"]
             status, headers, content = await it.post(CHAT)
@@ -244,7 +245,7 @@ def test_honest_work_goes_on_beside_idle_and_slow_connections(tmp_path):
 
 def test_a_client_that_leaves_or_takes_too_long_ends_its_generation(tmp_path):
     async def body():
-        async with endpoint(tmp_path, request_timeout_s=0.3) as it:
+        async with endpoint(tmp_path, request_timeout_s=1.5) as it:
             it.vllm.delay_s = 30.0
             status, _, content = await it.post(CHAT)
             assert (status, json.loads(content)["error"]["type"]) == (504, "timed_out")
@@ -252,11 +253,10 @@ def test_a_client_that_leaves_or_takes_too_long_ends_its_generation(tmp_path):
             _, writer = await it.connect()
             head = "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
             writer.write(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
-            await asyncio.sleep(0.1)
-            assert it.vllm.running == 1
+            await until(lambda: it.vllm.running == 1)
             writer.close()
-            await asyncio.sleep(0.1)
-            assert it.vllm.running == 0
+            await until(lambda: it.vllm.running == 0)
+            await settle()
             assert (
                 it.value("requests_total", outcome="timed_out")
                 == it.value("requests_total", outcome="client_gone")

@@ -42,7 +42,7 @@ def test_an_episode_costs_nothing_but_itself() -> None:
     """One process serves many; one that hangs or dies is replaced."""
 
     async def body() -> None:
-        async with pool(max_concurrent=1, call_timeout_s=0.3) as environments:
+        async with pool(max_concurrent=1, call_timeout_s=1.5) as environments:
             async with environments.session() as environment:
                 first = environment._process.process.pid
                 assert await environment.reset(columns()) == " stock 4"
@@ -62,7 +62,7 @@ def test_an_episode_costs_nothing_but_itself() -> None:
                 assert await environment.reset(columns(stock=0)) == " stock 0"
                 assert await environment.reward() is None
                 with pytest.raises(
-                    EnvironmentFailedError, match=r"tool hang did not return .*call_timeout_s=0.3 seconds"
+                    EnvironmentFailedError, match=r"tool hang did not return .*call_timeout_s=1.5 seconds"
                 ):
                     await environment.call("hang", {})
                 with pytest.raises(EnvironmentFailedError, match="gone"):

@@ -2,6 +2,7 @@
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -19,6 +20,7 @@ from producer.timeline import Timeline
 from protocol.errors import EngineError
 from protocol.messages import Group, Nack, Sampling
 from tests.scripted_trainer import lease
+from tests.unit.producer.loop import settle
 from tests.unit.producer.test_adapters import FakeEngine, blob
 
 
@@ -147,11 +149,11 @@ def test_an_evaluation_is_answered_by_the_version_that_it_names_beside_newer_gro
         await setup.publish(3)
         held_out = msgspec.structs.replace(lease(1), sampling=Sampling(1, 6, 0.0), policy_floor=3, evaluates=blob(3)[0])
         setup.generation.start(held_out)
-        await asyncio.sleep(0.01)
+        await settle()
         await setup.publish(5)
         setup.generation.start(lease(2))
         setup.generation.start(msgspec.structs.replace(held_out, lease_id="lease-3"))
-        await asyncio.sleep(0.01)
+        await settle()
         assert sorted(setup.engine.started_on) == [3, 3, 5]
         setup.engine.release.set()
         await setup.settle()
@@ -197,7 +199,7 @@ def test_a_group_that_was_cut_has_the_version_of_each_token_and_is_as_old_as_its
         setup.generation._in_flight = InFlight(CutEngine(), setup.registry, setup.counters, "continue")
         await setup.publish(3)
         setup.generation.start(lease(1))
-        await asyncio.sleep(0.02)
+        await settle()
         setup.generation.pause(True)  # nothing begins, but what is in the engine goes on
         await setup.publish(5)
         await setup.settle()
@@ -216,7 +218,7 @@ def test_no_more_groups_than_places_are_in_the_engine_and_late_ones_get_the_newe
         await setup.publish(0)
         for number in range(5):
             setup.generation.start(lease(number))
-        await asyncio.sleep(0.05)
+        await settle()
         assert setup.engine.running == 2
         await setup.publish(1)
         setup.engine.release.set()
@@ -235,7 +237,7 @@ def test_a_lease_waits_for_its_policy_floor(run):
         setup.generation.start(lease(0, policy_floor=2))
         for version in (0, 1):
             await setup.publish(version)
-            await asyncio.sleep(0.01)
+            await settle()
             assert setup.answers == []
         await setup.publish(2)
         await setup.settle()
@@ -266,7 +268,7 @@ def test_failures_are_answers(run):
 def test_a_lease_past_its_deadline_is_answered(run, floor, reason, said):
     async def body(setup):
         await setup.publish(0)
-        setup.generation.start(lease(0, policy_floor=floor, timeout_s=0.05))
+        setup.generation.start(lease(0, policy_floor=floor, timeout_s=0.2))
         await setup.settle()
         (nack,) = setup.answers
         assert (nack.lease_id, nack.reason) == ("lease-0", reason)
@@ -281,10 +283,10 @@ def test_abandoned_leases_are_not_answered_and_free_their_places(run):
         await setup.publish(0)
         for number in range(4):
             setup.generation.start(lease(number))
-        await asyncio.sleep(0.02)
+        await settle()
         setup.generation.abandon("lease-0")
         setup.generation.abandon("no such lease")
-        await asyncio.sleep(0.02)
+        await settle()
         assert setup.engine.running == 2
         setup.generation.abandon_all()
         await setup.settle()
@@ -308,18 +310,21 @@ def test_a_dead_engine_is_no_answer_but_an_error(run):
     run(body)
 
 
-def test_busy_time_is_the_union_of_running_requests(run):
+def test_busy_time_is_the_union_of_running_requests(run, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("producer.generation.time", SimpleNamespace(monotonic=lambda: now[0]))
+
     async def body(setup):
         await setup.publish(0)
         for number in range(2):
             setup.generation.start(lease(number))
-        await asyncio.sleep(0.2)
-        assert 0.15 < setup.generation.workload().busy_s < 0.35
+            await settle()
+            now[0] += 2.0
+        assert setup.generation.workload().busy_s == 4.0
         setup.engine.release.set()
         await setup.settle()
-        busy_s = setup.generation.workload().busy_s
-        await asyncio.sleep(0.05)
-        assert setup.generation.workload().busy_s == busy_s
+        now[0] += 1.0
+        assert setup.generation.workload().busy_s == 4.0
 
     run(body)
 
@@ -336,13 +341,13 @@ def test_leases_are_counted_where_they_are(run):
             setup.generation.start(lease(number, policy_floor=1))
         setup.generation.start(lease(3, policy_floor=4))
         assert stages() == ((1, 1, 1, 4), 0, 0)
-        await asyncio.sleep(0.02)
+        await settle()
         assert stages() == ((1, 4), 2, 0)
         setup.engine.release.set()
-        await asyncio.sleep(0.02)
+        await settle()
         assert stages() == ((4,), 0, 3)
         scored.set()
-        await asyncio.sleep(0.02)
+        await settle()
         assert stages() == ((4,), 0, 0)
         setup.generation.hand_back_all()
         assert stages() == ((), 0, 0)
@@ -356,10 +361,10 @@ def test_what_was_handed_back_and_comes_again_is_not_begun(run):
     async def body(setup):
         await setup.publish(1)
         setup.generation.start(lease(1))
-        await asyncio.sleep(0.02)
+        await settle()
         setup.generation.hand_back_all()
         setup.generation.start(lease(2))
-        await asyncio.sleep(0.02)
+        await settle()
         assert setup.engine.started_on == [1]
         assert setup.answers == [Nack("lease-1", "returned")]
 
@@ -370,13 +375,13 @@ def test_while_paused_nothing_enters_the_engine_and_what_is_in_it_goes_on(run):
     async def body(setup):
         await setup.publish(0)
         setup.generation.start(lease(0))
-        await asyncio.sleep(0.02)
+        await settle()
         setup.generation.pause(True)
         for number in range(1, 4):
             setup.generation.start(lease(number, policy_floor=1))
         setup.engine.release.set()
         await setup.publish(1)
-        await asyncio.sleep(0.05)
+        await settle()
         assert [group.lease_id for group in setup.answers] == ["lease-0"]
         assert setup.generation.workload().waiting_floors == (1, 1, 1)
         await setup.publish(2)
@@ -394,10 +399,10 @@ def test_a_version_that_goes_while_paused_is_waited_for_again(run):
         setup.engine.release.set()
         setup.generation.pause(True)
         setup.generation.start(lease(0, policy_floor=2))
-        await asyncio.sleep(0.02)
+        await settle()
         setup.registry.follow(blob(2)[0])
         setup.generation.pause(False)
-        await asyncio.sleep(0.02)
+        await settle()
         assert setup.answers == []
         await setup.publish(2)
         await setup.settle()
@@ -413,14 +418,14 @@ def test_another_process_of_the_run_lets_work_go_on_and_gets_back_what_might_wai
             setup.generation.start(lease(number, policy_floor=5))  # in the engine, on v5
         for number, floor in {2: 5, 3: 4, 4: 3, 5: 6}.items():
             setup.generation.start(lease(number, policy_floor=floor))
-        await asyncio.sleep(0.02)
+        await settle()
         setup.generation.hand_back_above(4)
         setup.registry.follow(blob(4)[0])
         assert setup.answers == [Nack("lease-2", "returned"), Nack("lease-5", "returned")]
         setup.generation.hand_back_above(4)
         assert len(setup.answers) == 2
         setup.engine.release.set()
-        await asyncio.sleep(0.05)
+        await settle()
         assert [(group.lease_id, group.policy_version) for group in setup.answers[2:]] == [
             ("lease-0", 5),
             ("lease-1", 5),
@@ -464,7 +469,7 @@ def test_a_lease_that_comes_again_is_not_answered_by_its_first_task(run):
     async def body(setup):
         await setup.publish(0)
         setup.generation.start(lease(0))
-        await asyncio.sleep(0.02)
+        await settle()
         setup.generation.abandon("lease-0")
         setup.generation.start(lease(0))
         setup.engine.release.set()
@@ -478,7 +483,7 @@ def test_a_lease_that_finds_no_room_in_time_says_so(run):
     async def body(setup):
         await setup.publish(0)
         setup.generation.pause(True)
-        setup.generation.start(lease(0, timeout_s=0.05))
+        setup.generation.start(lease(0, timeout_s=0.2))
         await setup.settle()
         (nack,) = setup.answers
         assert (nack.reason, setup.engine.started_on) == ("generation_failed", [])
@@ -491,7 +496,7 @@ def test_with_agents_the_engine_is_theirs_and_what_nobody_did_goes_back_without_
     class Agents:
         async def group(self, lease, offered):
             offered()
-            await asyncio.sleep(0.01)
+            await settle()
             assert setup_of[0].generation.workload().with_agents == 1
             raise LeaseFailure("returned", "no agent worked on it")
 

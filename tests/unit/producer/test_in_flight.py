@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from producer.in_flight import InFlight
 from producer.interfaces import Adapter, Completion, Counters, LeaseFailure
 from protocol.messages import Sampling
+from tests.unit.producer.loop import settle, until
 
 PROMPT = [-1, -2, -3]
 NUM, LONGEST = 3, 6
@@ -113,11 +114,6 @@ class Engine:
         tokens = row.tokens if ended else row.tokens[: max(0, len(row.tokens) - self.num_lost)]
         truncated = ended and tokens[-1] not in self.stops
         return Completion(tokens, [-float(token) for token in tokens], truncated, cut=not ended)
-
-
-async def settle() -> None:
-    for _ in range(20):
-        await asyncio.sleep(0)
 
 
 class Group:
@@ -243,9 +239,7 @@ def test_a_cut_that_had_to_wait_goes_over_to_the_newest_policy():
         for _ in range(3):
             await group.flip()
         assert group.counters.cut == NUM
-        await asyncio.sleep(0.04)
-        await settle()
-        assert {row.adapter.version for row in group.engine.rows} == {3}
+        await until(lambda: {row.adapter.version for row in group.engine.rows} == {3})
         assert {pins for adapter, pins in group.policies.pins.items() if adapter.version < 3} == {0}
 
     run(body)

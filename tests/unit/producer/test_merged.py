@@ -8,6 +8,7 @@ import pytest
 
 from producer.interfaces import Adapter, AdapterRefusedError
 from producer.merged import Flight, MergedWeights
+from tests.unit.producer.loop import settle
 
 
 def adapter(version: int) -> Adapter:
@@ -55,11 +56,6 @@ class Group:
             self.aborted += 1
             raise
         return f"output of {request}"
-
-
-async def settle() -> None:
-    for _ in range(10):
-        await asyncio.sleep(0)
 
 
 async def loaded(workers: Workers, version: int = 1) -> MergedWeights:

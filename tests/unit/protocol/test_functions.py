@@ -29,6 +29,16 @@ def test_from_a_file_and_from_a_module_of_the_working_directory(folder: Path) ->
     assert load_function("math:sqrt", KEY)(9) == 3.0
 
 
+def test_functions_of_one_file_share_it_and_files_of_one_name_do_not(folder: Path) -> None:
+    text = "calls = []\ndef first(x):\n    calls.append(x)\n    return calls\ndef second(x):\n    return first(x)\n"
+    (folder / "one.py").write_text(text)
+    (folder / "other").mkdir()
+    (folder / "other" / "one.py").write_text(text)
+    assert load_function("one.py:first", KEY)(1) == [1]
+    assert load_function("other/one.py:first", KEY)(2) == [2]
+    assert load_function(f"{folder}/one.py:second", KEY)(3) == [1, 3]
+
+
 def test_a_file_may_define_dataclasses(folder: Path) -> None:
     """Dataclasses look their module up in sys.modules while they are made."""
     text = "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass Score:\n    value: float\n"

@@ -148,10 +148,10 @@ def test_what_an_environment_raises_or_takes_too_long_for_fails_its_episode_alon
                 raise TimeoutError("of its own")
         return {"environment": 1.0, "style": 0.0}
 
-    posted = played(Producer(task("a", 4)), Player(does), 4, timeout_s=0.3)
+    posted = played(Producer(task("a", 4)), Player(does), 4, timeout_s=1.5)
     assert posted == {
         "/a.0/failure": {"reason": "KeyError: 'number'"},
-        "/a.1/failure": {"reason": "it was not over within environment.episode_timeout_s=0.3 seconds"},
+        "/a.1/failure": {"reason": "it was not over within environment.episode_timeout_s=1.5 seconds"},
         "/a.2/failure": {"reason": "TimeoutError: of its own"},
         "/a.3/reward": {"environment": 1.0, "style": 0.0},
     }
