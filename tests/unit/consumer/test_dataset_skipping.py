@@ -11,6 +11,7 @@ import pytest
 
 from consumer import dataset_skipping
 from consumer.prompts import PromptDataset
+from protocol import functions
 from protocol.config_dataset import DatasetSection
 from protocol.errors import DatasetError
 from tests.integration.models import build_model
@@ -117,6 +118,7 @@ def test_rows_are_judged_once(rows: Path, monkeypatch: pytest.MonkeyPatch) -> No
     (rows.parent / "task.py").write_text(
         TASK.replace("== 0", "== 1") + "# longer, or bytecode of the same second would count\n"
     )
+    functions._load_file.cache_clear()  # what another process would find
     other = opened(rows, filter="even")
     assert other[0][0] == "n1"
     assert len(calls) == 10, "another file of functions may decide otherwise"
