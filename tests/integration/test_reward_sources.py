@@ -230,7 +230,7 @@ def moody(completions, number, **_):
 @pytest.mark.timeout(240)
 def test_ten_thousand_calls_leave_nothing_behind(tmp_path: Path) -> None:
     (tmp_path / "moods.py").write_text(LONG_RUN)
-    rewards = section(f"{tmp_path}/moods.py:quick", f"{tmp_path}/moods.py:moody", timeout_s=1.0, num_workers=2)
+    rewards = section(f"{tmp_path}/moods.py:quick", f"{tmp_path}/moods.py:moody", timeout_s=2.0, num_workers=2)
     seen, me = Seen(), psutil.Process()
 
     async def use(pool: RewardPool) -> tuple[list[int], list[int], list[int]]:
