@@ -202,13 +202,17 @@ class Intake:
             self._channel.close()
 
     def tick(self, timeout_s: float) -> None:
-        """One round: everything received, then everything due."""
+        """One round: everything received, then everything due. While it stands still (a slow disk), nobody is silent."""
+        began = self._clock()
         for peer, message in self._channel.poll(timeout_s):
             self._receive(peer, message)
             if self._arrivals.is_commit_due():
                 self._arrivals.commit()
         self._arrivals.commit()
         now = self._clock()
+        if (stood_still_s := now - began - timeout_s) > self._heartbeat_interval_s:
+            for session in self._producers.values():
+                session.last_heard += stood_still_s
         self._look_at_disk(now)
         for record in self._buffer.expire(now):
             self._warn("expired", f"lease {record.lease_id} of {record.producer} expired; its prompt goes out again")
@@ -307,7 +311,7 @@ class Intake:
         before = self._tokens_seen.setdefault(session.name, message.tokens_generated)  # its first words after Welcome
         self.tokens_generated += max(0, message.tokens_generated - before)
         self._tokens_seen[session.name] = message.tokens_generated
-        lost = session.note(message)
+        lost = session.note(message, self._heartbeat_interval_s)
         self._note_refusal(session.name, message)
         if lost:
             self._release(session.name, keep=session.leases | session.evaluations)

@@ -33,21 +33,27 @@ class ProducerSession:
     evaluates: bool = False  # whether it may be given leases of an evaluation
     evaluations: set[str] = field(default_factory=set)  # those; they take no room from the others
     heartbeat: Heartbeat | None = None
-    _absent: set[str] = field(default_factory=set)  # leases that its last heartbeat did not name
+    _absent: dict[str, float] = field(default_factory=dict)  # leases that its heartbeats do not name, and since when
 
     @property
     def room(self) -> int:
         """Leases that it would still take."""
         return self.capacity - len(self.leases)
 
-    def note(self, heartbeat: Heartbeat) -> set[str]:
-        """Takes its report and returns the leases that are lost: they, or their answers, never arrived (an answer may be
-        under way for one heartbeat)."""
+    def note(self, heartbeat: Heartbeat, interval_s: float) -> set[str]:
+        """Takes its report, heard at `last_heard`, and returns the leases that are lost: they, or their answers, never arrived.
+
+        Args:
+            interval_s: from one of its heartbeats to the next. A lease or an answer may be under way for one of them; those that
+                waited here together, while this process stood still, count as one.
+        """
         self.heartbeat = heartbeat
         self.capacity = heartbeat.capacity
         absent = (self.leases | self.evaluations) - set(heartbeat.held)
-        lost = absent & self._absent
-        self._absent = absent - lost
+        self._absent = {lease_id: self._absent.get(lease_id, self.last_heard) for lease_id in absent}
+        lost = {lease_id for lease_id, since in self._absent.items() if self.last_heard - since >= interval_s / 2}
+        for lease_id in lost:
+            del self._absent[lease_id]
         self.leases -= lost
         self.evaluations -= lost
         return lost

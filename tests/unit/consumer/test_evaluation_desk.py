@@ -172,7 +172,9 @@ def test_leases_that_are_lost_go_out_again(tmp_path: Path) -> None:
     session = process.sessions[b"p"]
     first, second, third, *_ = sorted(session.evaluations)
     beat = Heartbeat(0, 3, [lease for lease in session.evaluations if lease != first], 0, 0.0)
-    assert [session.note(beat), session.note(beat)] == [set(), {first}]
+    assert session.note(beat, 2.0) == set()
+    session.last_heard += 2.0
+    assert session.note(beat, 2.0) == {first}
     assert process.desk.release("p", keep=session.evaluations) == session.evaluations
     process.desk.take_failure(session, Nack(second, "returned"))
     process.desk.take_failure(session, Nack(third, "generation_failed", "no"))

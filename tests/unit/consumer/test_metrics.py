@@ -116,7 +116,9 @@ def test_attempts_are_read_out_of_the_counts() -> None:
 def test_a_session_in_numbers() -> None:
     session = ProducerSession("a", capacity=4, last_heard=10.0, leases={"x", "y"}, release="0.2.0")
     assert session.member(now=12.0) == FleetMember("a", "0.2.0", -1, 2, 2.0, 0.0, -1)
-    session.note(Heartbeat(policy_version=3, capacity=4, held=["x", "y"], tokens_generated=0, busy_s=0.0, idle_s=1.5))
+    session.note(
+        Heartbeat(policy_version=3, capacity=4, held=["x", "y"], tokens_generated=0, busy_s=0.0, idle_s=1.5), 2.0
+    )
     assert session.member(now=12.0) == FleetMember("a", "0.2.0", 3, 2, 2.0, 1.5, -1)
 
 

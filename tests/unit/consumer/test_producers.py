@@ -8,8 +8,16 @@ def beat(*held: str, capacity: int = 4) -> Heartbeat:
     return Heartbeat(7, capacity, list(held), 0, 0.0, waiting=1, generating=2, scoring=3, unacked=4)
 
 
-def session(*leases: str) -> ProducerSession:
-    return ProducerSession("p", 4, 100.0, set(leases))
+class Session(ProducerSession):
+    """Hears a heartbeat every two seconds."""
+
+    def note(self, heartbeat: Heartbeat, interval_s: float = 2.0) -> set[str]:
+        self.last_heard += 2.0
+        return super().note(heartbeat, interval_s)
+
+
+def session(*leases: str) -> Session:
+    return Session("p", 4, 100.0, set(leases))
 
 
 def test_the_room_is_the_capacity_that_it_said_last_without_its_leases() -> None:
@@ -27,6 +35,16 @@ def test_a_lease_is_lost_when_two_heartbeats_in_a_row_do_not_name_it() -> None:
     assert producer.note(beat("a")) == {"b"}
     assert producer.leases == {"a"}
     assert producer.note(beat("a")) == set(), "it is lost once"
+
+
+def test_heartbeats_that_are_read_together_count_as_one() -> None:
+    producer = ProducerSession("p", 4, 100.0, {"given after they were sent"})
+    for _ in range(3):
+        assert producer.note(beat(), 2.0) == set()
+    producer.last_heard = 100.9
+    assert producer.note(beat(), 2.0) == set()
+    producer.last_heard = 101.0
+    assert producer.note(beat(), 2.0) == {"given after they were sent"}
 
 
 def test_a_lease_that_is_named_in_between_is_not_lost() -> None:
@@ -61,6 +79,6 @@ def test_what_it_is_doing_in_words() -> None:
     producer = session("a", "b")
     assert producer.describe(101.0) == "p (no heartbeat yet)"
     producer.note(beat("a", "b"))
-    assert producer.describe(102.5) == (
+    assert producer.describe(104.5) == (
         "p (policy v7, heard 2.5 s ago, 2 leases: 1 waiting, 2 generating, 3 scoring, 4 not acknowledged)"
     )

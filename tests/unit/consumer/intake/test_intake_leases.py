@@ -87,6 +87,9 @@ def test_a_lease_that_two_heartbeats_do_not_name_goes_out_again(start: Start) ->
     producer.beat(capacity=2, held=[kept])
     assert len(producer.leases) == 2, "not two in a row"
     producer.beat(capacity=2, held=[kept])
+    assert len(producer.leases) == 2, "these waited here together"
+    trainer.now += 1.0
+    producer.beat(capacity=2, held=[kept])
     assert [lease.prompt_id for lease in producer.leases] == [0, 1, 1]
     assert trainer.replay.counts["failed_released"] == 1
 

@@ -1,11 +1,13 @@
 """Producers that come, fall silent, leave and come again under their own or another name: no lease is lost with them."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from protocol.codec import encode
 from protocol.messages import Ack, Bye, Heartbeat
+from tests.unit.consumer.builders import FillableJournal
 
 from .builders import Start, answer, only
 
@@ -25,6 +27,28 @@ def test_a_silent_producer_is_given_up_and_its_leases_go_to_the_others(
     assert [lease.prompt_id for lease in other.leases] == [0, 1]
     assert "producer silent left (silent for 6.1 s); 2 prompts go out again" in caplog.text
     assert silent.beat() == [Bye("unknown_session")]
+
+
+def test_while_the_trainer_stands_still_nobody_is_silent(
+    start: Start, journal: FillableJournal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = start()
+    writer, reader = trainer.producer("writer", capacity=2), trainer.producer("reader", capacity=2)
+    append = journal.append
+
+    def slow(*arguments: Any) -> Any:
+        trainer.now += 60.0
+        return append(*arguments)
+
+    trainer.now += 5.0
+    with monkeypatch.context() as patched:
+        patched.setattr(journal, "append", slow)
+        writer.say(answer(writer.leases[0]))
+    assert trainer.intake.num_producers == 2
+    trainer.now += 1.5
+    trainer.tick()
+    assert trainer.intake.num_producers == 1, "5 s before it and 1.5 after it are more than 6"
+    assert only(reader.beat(), Bye) == Bye("unknown_session")
 
 
 def test_a_producer_that_says_goodbye_frees_its_leases(start: Start) -> None:
