@@ -17,6 +17,7 @@ is encoded for an older schema, refused in a frame of it, and have their default
 """
 
 import struct
+import threading
 from collections.abc import Container
 from functools import cache, reduce
 from operator import or_
@@ -60,9 +61,18 @@ def _as_of(
     return msgspec.defstruct(kind.__name__, fields, frozen=True, forbid_unknown_fields=True, tag=tag)
 
 
-@cache
 def _decoder(kinds: Any, schema_version: int) -> tuple[msgspec.msgpack.Decoder[Any], dict[type, type]]:
     """The decoder of such messages, and by the type that it returns the message's own."""
+    with _one_builds:
+        return _built(kinds, schema_version)
+
+
+_one_builds = threading.Lock()
+"""msgspec 0.22 lets a thread have a type whose nested types another one still looks up; a decoder made of it crashes."""
+
+
+@cache
+def _built(kinds: Any, schema_version: int) -> tuple[msgspec.msgpack.Decoder[Any], dict[type, type]]:
     each = [kind for kind in get_args(kinds) or (kinds,) if SINCE_MESSAGES.get(kind, 1) <= schema_version]
     kind_of = {_as_of(schema_version, kind, _PackedLease if kind is Lease else None): kind for kind in each}
     return msgspec.msgpack.Decoder(reduce(or_, kind_of)), kind_of

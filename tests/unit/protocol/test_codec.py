@@ -1,7 +1,9 @@
 """What `protocol.codec` guarantees: a frame decodes to exactly the message that was encoded, or CodecError."""
 
 import struct
+import time
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 
 import msgpack
 import msgspec
@@ -9,6 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from protocol import codec
 from protocol import messages as m
 from protocol.codec import PREFIX_BYTES, CodecError, SchemaMismatchError, decode, encode
 from protocol.messages import READABLE_SCHEMAS, SCHEMA_VERSION
@@ -51,6 +54,28 @@ def test_round_trip(kind: type) -> None:
         assert decoded == as_of(schema, message)
 
     round_trip()
+
+
+def test_threads_that_decode_for_the_first_time_build_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two at once crash: see `_one_builds`."""
+    building = []
+    most = []
+    build = msgspec.msgpack.Decoder
+
+    def slow(kinds: object) -> object:
+        building.append(kinds)
+        most.append(len(building))
+        time.sleep(0.05)
+        building.pop()
+        return build(kinds)
+
+    codec._built.cache_clear()
+    monkeypatch.setattr(msgspec.msgpack, "Decoder", slow)
+    frame = encode(SAMPLES[0])
+    with ThreadPoolExecutor(4) as pool:
+        decoded = list(pool.map(decode, [frame] * 4, [m.Message, type(SAMPLES[0])] * 2))
+    assert decoded == [SAMPLES[0]] * 4
+    assert most == [1, 1]
 
 
 def test_the_frame_byte_by_byte() -> None:
