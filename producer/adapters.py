@@ -302,12 +302,14 @@ class AdapterRegistry:
         self._flipped.set()
         self._flipped = asyncio.Event()
 
+    def _idle(self) -> Adapter | None:
+        kept = (self._current, self._evaluated)
+        return next((adapter for adapter, pins in self._pins.items() if pins == 0 and adapter not in kept), None)
+
     async def unload_idle(self) -> None:
         """Unloads what is neither current, nor evaluated, nor pinned, then deletes its folder."""
-        kept = (self._current, self._evaluated)
-        for adapter in [a for a, pins in self._pins.items() if pins == 0 and a not in kept]:
-            if self._pins.pop(adapter, None) is None:
-                continue  # another task was faster while this one awaited
+        while (adapter := self._idle()) is not None:  # looked for again after every wait: others pin meanwhile
+            del self._pins[adapter]
             self._policies.pop(adapter, None)
             await self._engine.unload_adapter(adapter)
             shutil.rmtree(adapter.path, ignore_errors=True)

@@ -65,7 +65,7 @@ def test_every_score_is_that_of_the_version_it_names_whoever_is_killed(short_dir
             [{"prompt": f"{i}+1="} for i in range(40)],
             WORTH,
             evaluation={"dataset": {"path": str(short_dir / "held-out.jsonl")}, "every_versions": 3},
-            trainer={"max_steps": 10, "learning_rate": 1e-2, "save_steps": 3, "save_total_limit": 100},
+            trainer={"max_steps": 10, "learning_rate": 3e-3, "save_steps": 3, "save_total_limit": 100},
         )
     )
 
@@ -117,7 +117,7 @@ def test_merged_weights_stay_until_the_last_prompt_of_their_evaluation_is_answer
         WORTH,
         evaluation={"dataset": {"path": str(short_dir / "held-out.jsonl")}, "every_versions": 4},
         swap={"mode": "merged"},
-        trainer={"max_steps": 8, "learning_rate": 1e-2},
+        trainer={"max_steps": 8, "learning_rate": 1e-3},
     )
     run_pair(short_dir, str(config), daemons)
     lines = [json.loads(line) for line in (short_dir / "run" / "evaluations.jsonl").read_text().splitlines()]

@@ -302,6 +302,24 @@ def test_one_that_is_gone_is_fetched_proved_and_served_beside_the_newest(setup):
     asyncio.run(body())
 
 
+def test_one_that_is_wanted_again_while_another_is_unloaded_stays(setup):
+    """A request whose adapter is gone ends the engine."""
+
+    async def body():
+        await setup.publish(1)
+        assert await pinned(setup, 1) == 1
+        await setup.publish(2)
+        setup.registry.follow(blob(0)[0])  # of a new trainer: both are idle
+        evaluating = asyncio.create_task(pinned(setup, 2, asyncio.Event()))
+        await setup.publish(5)
+        await settle()
+        assert setup.engine.versions == [2, 5]
+        assert setup.folders() == 2
+        evaluating.cancel()
+
+    asyncio.run(body())
+
+
 @pytest.mark.parametrize("what", ["missing", "refused", "damaged"])
 def test_one_that_cannot_be_had_fails_its_leases(setup, what):
     async def body():
