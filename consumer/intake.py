@@ -212,7 +212,7 @@ class Intake:
         now = self._clock()
         if (stood_still_s := now - began - timeout_s) > self._heartbeat_interval_s:
             for session in self._producers.values():
-                session.last_heard += stood_still_s
+                session.last_heard = min(now, session.last_heard + stood_still_s)
         self._look_at_disk(now)
         for record in self._buffer.expire(now):
             self._warn("expired", f"lease {record.lease_id} of {record.producer} expired; its prompt goes out again")

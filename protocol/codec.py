@@ -61,14 +61,14 @@ def _as_of(
     return msgspec.defstruct(kind.__name__, fields, frozen=True, forbid_unknown_fields=True, tag=tag)
 
 
+_one_builds = threading.Lock()
+"""msgspec 0.22 lets a thread have a type whose nested types another one still looks up; a decoder made of it crashes."""
+
+
 def _decoder(kinds: Any, schema_version: int) -> tuple[msgspec.msgpack.Decoder[Any], dict[type, type]]:
     """The decoder of such messages, and by the type that it returns the message's own."""
     with _one_builds:
         return _built(kinds, schema_version)
-
-
-_one_builds = threading.Lock()
-"""msgspec 0.22 lets a thread have a type whose nested types another one still looks up; a decoder made of it crashes."""
 
 
 @cache
