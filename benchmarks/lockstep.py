@@ -25,7 +25,7 @@ from consumer.setup import Setup
 from consumer.snapshots import Snapshot
 from protocol.adapter_blob import AdapterBlob
 from protocol.functions import load_function
-from replay.cutting import CutBatch
+from replay.cutting import Arrival, CutBatch
 from replay.groups import RolloutGroup
 
 _EVALUATED_AT_ONCE = 500
@@ -171,7 +171,7 @@ class LockstepFeed:
                 break
         groups = (with_signal + without)[:wanted]
         self.num_fillers += max(0, wanted - len(with_signal))
-        arrivals = [(group, "accepted") for group in with_signal] + [(group, "no_signal") for group in without]
+        arrivals = [Arrival.of(group) for group in with_signal] + [Arrival.of(group, "no_signal") for group in without]
         return CutBatch(step, 1, step + 1, groups, len(groups), arrivals)
 
     def _sample(self, step: int, turn: int, version: int) -> list[RolloutGroup]:

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from consumer.learning_metrics import LearningMetrics
 from protocol import logs
 from protocol.json_lines import forget_after, open_to_append, unless_full
-from replay.cutting import CutBatch
+from replay.cutting import Arrival, CutBatch
 
 logger = logging.getLogger(__name__)
 
@@ -31,11 +31,11 @@ def batch_metrics(batch: CutBatch, version: int, weights: np.ndarray, names: lis
     selection for training; staleness is of the groups that are trained for the first time, against `version`, the policy
     that cut them, and of a group that of its oldest token; groups that stand in again have an age of their own.
     """
-    groups = [group for group, _ in batch.arrivals] or batch.groups
-    rewards = np.concatenate([group.rewards for group in groups])
+    arrivals = batch.arrivals or [Arrival.of(group) for group in batch.groups]
+    rewards = np.concatenate([arrival.rewards for arrival in arrivals])
     scored = ~np.isnan(rewards).all(axis=1)
     total = np.nansum(rewards * weights, axis=1)[scored]
-    lengths = np.concatenate([group.sampled_lengths for group in groups])
+    lengths = np.concatenate([arrival.lengths for arrival in arrivals])
     ages = [version - group.policy_version for group in batch.groups]
     staleness, replayed = ages[: batch.num_fresh], ages[batch.num_fresh :]
     fresh = batch.groups[: batch.num_fresh]
@@ -45,10 +45,10 @@ def batch_metrics(batch: CutBatch, version: int, weights: np.ndarray, names: lis
     metrics = {
         "reward": float(total.mean()) if len(total) else float("nan"),
         "reward_std": float(total.std(ddof=1)) if len(total) > 1 else 0.0,
-        "frac_reward_zero_std": sum(outcome == "no_signal" for _, outcome in batch.arrivals) / len(groups),
+        "frac_reward_zero_std": sum(arrival.outcome == "no_signal" for arrival in arrivals) / len(arrivals),
         "completions/mean_length": float(lengths.mean()),
         "completions/max_length": float(lengths.max()),
-        "completions/clipped_ratio": float(np.concatenate([group.was_truncated for group in groups]).mean()),
+        "completions/clipped_ratio": float(np.concatenate([arrival.truncated for arrival in arrivals]).mean()),
         "staleness/mean": float(np.mean(staleness)),
         "staleness/max": float(max(staleness)),
         "staleness/token_mean": float(version - versions.mean()),

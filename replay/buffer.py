@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 from protocol.errors import DataFailuresError
 from replay import recovery
-from replay.cutting import BatchCutter, CutBatch
+from replay.cutting import Arrival, BatchCutter, CutBatch
 from replay.failures import failure_class
 from replay.groups import GroupShape, RolloutGroup
 from replay.journal import DeadLetter, Entry, Journal, JournalFullError
@@ -32,7 +32,7 @@ Outcome = Decision | Literal["duplicate", "unknown_lease"]
 FAILURE_WINDOW = 64
 """Finished prompts over which the share of dead letters is judged."""
 
-_REMEMBERED_ARRIVALS = 4096  # groups kept for statistics while no batch is cut
+_REMEMBERED_ARRIVALS = 4096  # groups that the report of a step speaks of, the newest
 
 
 class Delivery(NamedTuple):
@@ -75,7 +75,7 @@ class RolloutBuffer:
         self._changed = threading.Condition()
         self._fates: deque[bool] = deque(maxlen=FAILURE_WINDOW)  # of prompts; True: dead letter
         self._last_failure = ""
-        self._arrivals: deque[tuple[RolloutGroup, Decision]] = deque(maxlen=_REMEMBERED_ARRIVALS)
+        self._arrivals: deque[Arrival] = deque(maxlen=_REMEMBERED_ARRIVALS)  # since the last batch
         self._version = -1  # nothing is published yet
         self._newest_version = -1
         self.counts: Counter[str] = Counter()
@@ -311,7 +311,7 @@ class RolloutBuffer:
 
     def _admit(self, group: RolloutGroup, outcome: Decision, judgement: Judgement) -> None:
         key = self._ledger.hold(group.group_id).key
-        self._arrivals.append((group, outcome))
+        self._arrivals.append(Arrival.of(group, outcome))
         if outcome == "stale":
             self._ledger.requeue(key)
             return

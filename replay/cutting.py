@@ -9,7 +9,11 @@ were. Not thread-safe: the rollout buffer holds its lock.
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from replay.groups import RolloutGroup
 from replay.journal import Journal, Outcome
@@ -21,15 +25,30 @@ from replay.table import FifoTable
 Load = Callable[[Sequence[str]], list[RolloutGroup]]
 
 
+@dataclass(frozen=True, eq=False)
+class Arrival:
+    """What the report of a step says of a group that arrived: a few bytes for each of its n completions, however long they
+    are, because many arrive while no batch is cut."""
+
+    outcome: Outcome
+    rewards: NDArray[np.float32]  # (n, F), NaN where a function gave none
+    lengths: NDArray[np.int32]  # (n,), in tokens that the policy sampled
+    truncated: NDArray[np.bool_]  # (n,)
+
+    @classmethod
+    def of(cls, group: RolloutGroup, outcome: Outcome = "accepted") -> "Arrival":
+        return cls(outcome, group.rewards, group.sampled_lengths, group.was_truncated)
+
+
 class CutBatch(NamedTuple):
-    """The groups of the next optimizer steps, and everything that arrived since the batch before, for statistics."""
+    """The groups of the next optimizer steps, and what is to be said of everything that arrived since the batch before."""
 
     step: int  # taken before the batch was first trained: its policy is the one that cut it
     num_iterations: int  # optimizer steps to take over it from now on
     last_step: int  # of them, counted from 1
     groups: list[RolloutGroup]
     num_fresh: int  # of the groups, which come first; the others stand in again
-    arrivals: Sequence[tuple[RolloutGroup, Outcome]] = ()
+    arrivals: Sequence[Arrival] = ()
 
 
 class BatchCutter:

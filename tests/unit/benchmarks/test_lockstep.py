@@ -127,7 +127,7 @@ def test_groups_without_signal_fill_the_batch(setup: Callable[..., Setup], blobs
     feed = LockstepFeed(one, Sampler(one), policies, 0, ROUNDS)
     batch = next(iter(feed))
     assert (len(batch.groups), feed.num_fillers) == (3, 3)
-    assert [outcome for _, outcome in batch.arrivals] == ["no_signal"] * 3 * ROUNDS
+    assert [arrival.outcome for arrival in batch.arrivals] == ["no_signal"] * 3 * ROUNDS
 
 
 def test_greedy_accuracy_counts_exact_answers(setup: Callable[..., Setup], blobs: list[bytes]) -> None:

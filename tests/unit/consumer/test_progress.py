@@ -12,7 +12,7 @@ import pytest
 
 from consumer import progress
 from consumer.progress import StepReport, batch_metrics, success_rates
-from replay.cutting import CutBatch
+from replay.cutting import Arrival, CutBatch
 
 from .builders import learning_metrics, rollout_group
 
@@ -40,7 +40,7 @@ def test_metrics_by_hand() -> None:
     used = rollout_group([[3], [4, 5]], rewards=[[1.0, 2.0], [0.0, math.nan]], truncated=[False, True], version=3,
                          token_versions=[3, 3, 4])  # fmt: skip
     dull = rollout_group([[3, 4, 5], [4]], rewards=[[1.0, math.nan], [math.nan, math.nan]], version=5)
-    batch = CutBatch(5, 1, 6, [used], 1, [(used, "accepted"), (dull, "no_signal")])
+    batch = CutBatch(5, 1, 6, [used], 1, [Arrival.of(used), Arrival.of(dull, "no_signal")])
     metrics = batch_metrics(batch, 5, np.array([1.0, 0.5]), ["first", "second"])
     # weighted sums 2, 0, 1; the completion without any reward is left out
     assert metrics == pytest.approx(

@@ -4,6 +4,7 @@ import contextlib
 import random
 import threading
 import time
+import weakref
 from collections import Counter
 
 import pytest
@@ -97,10 +98,10 @@ def test_a_batch_holds_the_first_groups_and_everything_that_arrived(journal: Jou
     batch = cut(replay)
     assert (batch.step, batch.num_iterations) == (0, 1)
     assert names(batch.groups) == [first, third]
-    assert [(g.group_id, outcome) for g, outcome in batch.arrivals] == [
-        (first, "accepted"),
-        (dull, "no_signal"),
-        (third, "accepted"),
+    assert [(arrival.outcome, len(arrival.rewards)) for arrival in batch.arrivals] == [
+        ("accepted", 2),
+        ("no_signal", 2),
+        ("accepted", 2),
     ]
     replay.published(1)
     offer(replay, second)
@@ -108,6 +109,22 @@ def test_a_batch_holds_the_first_groups_and_everything_that_arrived(journal: Jou
     following = cut(replay)
     assert following.step == 1
     assert len(following.arrivals) == 2
+
+
+def test_of_what_arrives_without_signal_no_completion_stays_in_memory(journal: Journal) -> None:
+    """A run that has converged gets few others, and may wait long for a batch."""
+    replay = buffer(journal, max_staleness=2)
+    dull = delivery(lease(replay), signal=False)
+    completions, logprobs = weakref.ref(dull.group.completion_ids), weakref.ref(dull.group.logprobs)
+    assert replay.offer([dull]) == ["no_signal"]
+    del dull
+    assert completions() is None
+    assert logprobs() is None
+    fill(replay)
+    arrival, *_ = cut(replay).arrivals
+    assert (arrival.rewards.tolist(), arrival.lengths.tolist(), arrival.truncated.tolist()) == (
+        [[0.0], [0.0]], [3, 1], [False, True],
+    )  # fmt: skip
 
 
 def test_a_batch_trained_twice_moves_the_step_by_two(journal: Journal) -> None:
