@@ -381,7 +381,7 @@ class Intake:
         self._end_lease(message.lease_id, message.reason, message.detail)
 
     def _end_lease(self, lease_id: str, reason: str, detail: str) -> None:
-        """On a full disk a lease may stay; it is lost with the heartbeats that do not name it."""
+        """On a full disk a lease may stay; it ends with the first round that finds room (`RolloutBuffer.expire`)."""
         with contextlib.suppress(JournalFullError):
             self._buffer.fail(lease_id, reason, detail, self._clock())
 

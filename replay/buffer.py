@@ -7,6 +7,7 @@ decided and nothing is lost; the same call succeeds later. No method waits but f
 has a timeout.
 """
 
+import contextlib
 import logging
 import math
 import threading
@@ -15,10 +16,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
-from protocol.errors import DataFailuresError
 from replay import recovery
 from replay.cutting import Arrival, BatchCutter, CutBatch
-from replay.failures import failure_class
+from replay.failures import FailureWatch, failure_class
 from replay.groups import GroupShape, RolloutGroup
 from replay.journal import DeadLetter, Entry, Journal, JournalFullError
 from replay.journal import Outcome as Decision
@@ -29,9 +29,6 @@ from replay.signal_watch import SignalWatch
 logger = logging.getLogger(__name__)
 
 Outcome = Decision | Literal["duplicate", "unknown_lease"]
-FAILURE_WINDOW = 64
-"""Finished prompts over which the share of dead letters is judged."""
-
 _REMEMBERED_ARRIVALS = 4096  # groups that the report of a step speaks of, the newest
 
 
@@ -69,12 +66,11 @@ class RolloutBuffer:
         self._journal = journal
         self._rules = rules
         self._mean_reward = mean_reward
-        self._max_failed_share = max_failed_share
+        self._failure_watch = FailureWatch(max_failed_share)
         self._signal_watch = SignalWatch(max_groups_without_signal)
         self._lease_budget = cutter.budget
         self._changed = threading.Condition()
-        self._fates: deque[bool] = deque(maxlen=FAILURE_WINDOW)  # of prompts; True: dead letter
-        self._last_failure = ""
+        self._unburied: dict[str, tuple[str, str]] = {}  # leases that a full disk keeps from ending, reason and detail
         self._arrivals: deque[Arrival] = deque(maxlen=_REMEMBERED_ARRIVALS)  # since the last batch
         self._version = -1  # nothing is published yet
         self._newest_version = -1
@@ -140,7 +136,8 @@ class RolloutBuffer:
         """A lease came back without a group. Returns as `PromptLedger.fail`: goes out again, is given up, or is moot.
 
         Raises:
-            JournalFullError: the prompt would become a dead letter, but the disk is full; the lease stays.
+            JournalFullError: the prompt would become a dead letter, but the disk is full; the lease stays, and `expire` tries
+                again.
         """
         with self._changed:
             return self._fail(lease_id, reason, detail, now)
@@ -151,8 +148,11 @@ class RolloutBuffer:
             self.counts["returned"] += 1
 
     def expire(self, now: float) -> list[LeaseRecord]:
-        """Takes back every lease whose deadline has passed."""
+        """Takes back every lease whose deadline has passed. Leases that could not end on a full disk end now if they can."""
         with self._changed:
+            with contextlib.suppress(JournalFullError):
+                for lease_id, (reason, detail) in list(self._unburied.items()):
+                    self._fail(lease_id, reason, detail, now)
             return self._take_back(self._ledger.overdue(now), "expired", now)
 
     def release(self, producer: str, now: float, keep: frozenset[str] = frozenset()) -> list[LeaseRecord]:
@@ -315,7 +315,7 @@ class RolloutBuffer:
         if outcome == "stale":
             self._ledger.requeue(key)
             return
-        self._fates.append(False)
+        self._failure_watch.answered()
         numbers = (1, judgement.num_scored, judgement.num_successes)
         self.counts.update(dict(zip(recovery.attempt_counts(key[2]), numbers, strict=True)))
         if outcome == "no_signal":
@@ -340,29 +340,25 @@ class RolloutBuffer:
             try:
                 self._fail(record.lease_id, reason, f"leased to {record.producer}", now)
             except JournalFullError:
-                continue  # it stays a lease and runs into its deadline
+                continue  # it stays a lease; `expire` tries again
             ended.append(record)
         return ended
 
     def _fail(self, lease_id: str, reason: str, detail: str, now: float) -> bool | None:
         spent = self._ledger.spent_by(lease_id, reason)
         if spent is not None:
+            self._unburied.setdefault(lease_id, (reason, detail))
             self._journal.bury(DeadLetter(*spent.key, spent.attempt, failure_class(reason), reason, detail))
             self.counts["dead_letters"] += 1
-            self._fates.append(True)
-            self._last_failure = f"{reason}: {detail}"
+            self._failure_watch.given_up(f"{reason}: {detail}")
             self._changed.notify_all()
+        self._unburied.pop(lease_id, None)
         again = self._ledger.fail(lease_id, reason, now)
         self.counts[f"failed_{reason}"] += again is not None
         return again
 
     def _try_cut(self, partial: bool) -> CutBatch | None:
-        failed = sum(self._fates)
-        if len(self._fates) == FAILURE_WINDOW and failed > self._max_failed_share * FAILURE_WINDOW:
-            raise DataFailuresError(
-                f"{failed} of the last {FAILURE_WINDOW} prompts were given up, more than "
-                f"pipeline.max_failed_share={self._max_failed_share} allows. The last one: {self._last_failure}"
-            )
+        self._failure_watch.check()
         try:
             for group in self._cutter.remove_stale():
                 self._ledger.requeue(parse_lease_id(group.group_id)[0])

@@ -1,16 +1,22 @@
 """Why a lease did not become a group, as data: the class of every reason, and how often and when it is tried again.
 
 Guarantee: every reason has a class. A *data* failure is the prompt's own (its reward raises, it is malformed); an
-*infra* failure would have hit any prompt (a producer died, a lease expired). Each class has its own budget.
+*infra* failure would have hit any prompt (a producer died, a lease expired). Each class has its own budget. A run most of whose
+prompts are given up ends, and says why the last one was.
 """
 
+from collections import deque
 from dataclasses import dataclass
 from typing import Literal
+
+from protocol.errors import DataFailuresError
 
 FailureClass = Literal["data", "infra"]
 _DATA = ("prompt_too_long", "bad_prompt", "reward_failed", "environment_failed")
 _HOPELESS = ("prompt_too_long", "bad_prompt")
 _MAX_BACKOFF_S = 60.0
+FAILURE_WINDOW = 64
+"""Finished prompts over which the share of those that were given up is judged."""
 
 
 def failure_class(reason: str) -> FailureClass:
@@ -32,3 +38,35 @@ class RetryBudget:
     def delay_s(self, failures: int) -> float:
         """The wait after failure number `failures` (from 1): doubling, at most a minute."""
         return min(_MAX_BACKOFF_S, self.backoff_s * 2.0 ** min(failures - 1, 30))
+
+
+class FailureWatch:
+    """The last finished prompts.
+
+    Args:
+        max_share: of them that may have been given up.
+    """
+
+    def __init__(self, max_share: float) -> None:
+        self._max_share = max_share
+        self._given_up: deque[bool] = deque(maxlen=FAILURE_WINDOW)
+        self._last_reason = ""
+
+    def answered(self) -> None:
+        self._given_up.append(False)
+
+    def given_up(self, why: str) -> None:
+        self._given_up.append(True)
+        self._last_reason = why
+
+    def check(self) -> None:
+        """
+        Raises:
+            DataFailuresError: too many were given up.
+        """
+        failed = sum(self._given_up)
+        if len(self._given_up) == FAILURE_WINDOW and failed > self._max_share * FAILURE_WINDOW:
+            raise DataFailuresError(
+                f"{failed} of the last {FAILURE_WINDOW} prompts were given up, more than "
+                f"pipeline.max_failed_share={self._max_share} allows. The last one: {self._last_reason}"
+            )

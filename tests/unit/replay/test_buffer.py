@@ -11,14 +11,17 @@ import pytest
 
 from protocol.codec import encode
 from protocol.errors import DataFailuresError
-from replay.buffer import FAILURE_WINDOW, Delivery, RolloutBuffer
+from replay.buffer import Delivery, RolloutBuffer
+from replay.failures import FAILURE_WINDOW
 from replay.journal import Journal
 
 from .builders import (
+    FillableJournal,
     buffer,
     cut,
     delivery,
     fill,
+    full_disk,
     group,
     group_message,
     lease,
@@ -83,6 +86,20 @@ def test_a_failed_prompt_waits_while_the_others_go_on(journal: Journal) -> None:
     replay = buffer(journal, max_staleness=3)
     assert replay.fail(lease(replay), "reward_failed", "boom", 0.0) is True
     assert [lease(replay, now=0.9), lease(replay, now=1.0)] == ["0-1-0-1-s", "0-0-0-2-s"]
+
+
+def test_a_lease_whose_producer_left_on_a_full_disk_ends_when_there_is_room(journal: FillableJournal) -> None:
+    replay = buffer(journal, num_prompts=1)
+    for _ in range(9):
+        replay.fail(lease(replay, now=99.0), "expired", "", -99.0)
+    last = lease(replay, "a", now=99.0, timeout_s=60.0)
+    with full_disk(journal):
+        assert replay.release("a", 100.0) == []
+        assert replay.expire(100.2) == []
+        assert replay.leased_to("a") == {last}
+    assert replay.expire(100.4) == []
+    assert replay.leased_to("a") == set()
+    assert journal.query("SELECT reason, detail FROM dead_letters") == [("released", "leased to a")]
 
 
 # Groups.

@@ -5,8 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from protocol.messages import Ack
+from protocol.messages import Ack, Nack
 from replay.disk import DiskGuard
+from tests.unit.consumer.builders import FillableJournal
 
 from .builders import Start, answer
 
@@ -48,3 +49,25 @@ def test_without_room_for_leases_groups_are_still_taken(start: Start, usage: Sim
     trainer.now += 1.0
     producer.say(*[answer(lease) for lease in producer.leases])
     assert [ack.outcome for ack in producer.all(Ack)] == ["accepted", "accepted"]
+
+
+def test_a_lease_that_cannot_end_on_a_full_disk_ends_when_there_is_room(start: Start, journal: FillableJournal) -> None:
+    """Its producer forgot it with its answer; nobody waits for the lease's time-out, and the reason is not lost."""
+    trainer = start(groups_per_step=2)
+    producer = trainer.producer(capacity=1)
+    first = producer.leases[0]
+    journal.full = True
+    producer.say(Nack(first.lease_id, "prompt_too_long", "9 tokens"))
+    trainer.now += 0.2
+    trainer.tick()
+    assert first.lease_id in trainer.replay.leased_to("p")
+    journal.full = False
+    trainer.now += 0.2
+    trainer.tick()
+    assert first.lease_id not in trainer.replay.leased_to("p")
+    assert journal.query("SELECT prompt_id, reason, detail FROM dead_letters") == [
+        (first.prompt_id, "prompt_too_long", "9 tokens")
+    ]
+    trainer.now += 60.0
+    trainer.tick()
+    assert trainer.replay.counts["dead_letters"] == 1
