@@ -17,6 +17,7 @@ import msgspec
 from producer.reward_worker import Failure, Job, Scores, checked
 from protocol.config_rewards import RewardService
 from protocol.errors import ConfigError
+from protocol.secret_lines import secret_line
 
 if TYPE_CHECKING:
     from aiohttp import ClientResponse, ClientSession
@@ -30,7 +31,7 @@ class _Answer(msgspec.Struct):
 
 
 class HttpReward:
-    """Raises ConfigError where a header's variable is not set."""
+    """Raises ConfigError where a header's variable is not set, or holds what no header can."""
 
     def __init__(self, name: str, url: str, settings: RewardService, concurrency: int) -> None:
         self._url = url
@@ -43,7 +44,8 @@ class HttpReward:
                 raise ConfigError(
                     f"rewards.functions: {name}: header {header} needs the environment variable {variable}"
                 )
-            self._headers[header] = os.environ[variable]
+            where = f"rewards.functions: {name}: environment variable {variable}, header {header}"
+            self._headers[header] = secret_line(os.environb[variable.encode()], where)
 
     async def close(self) -> None:
         if self._session is not None:

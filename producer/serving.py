@@ -8,9 +8,7 @@ import asyncio
 import contextlib
 import errno
 import logging
-import os
 import socket
-import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -30,6 +28,7 @@ from protocol.config import RunConfig
 from protocol.config_serve import ServeSection
 from protocol.errors import ConfigError, EndpointInUseError
 from protocol.exposition import announced
+from protocol.secret_lines import read_private, secret_line
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +37,7 @@ _FAREWELL_S = 2
 _KEEP_ALIVE_S = 30
 _MAX_HEADER_BYTES = 16 * 1024
 _MIN_KEY_CHARACTERS = 16
+_KEYS = "serve.api_key_file"
 
 
 @contextlib.contextmanager
@@ -80,15 +80,13 @@ def read_keys(file: str | None) -> tuple[bytes, ...]:
     """
     if file is None:
         return ()
-    try:
-        if os.stat(file).st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-            raise ConfigError(f"serve.api_key_file: {file} can be read by others: chmod 600 {file}")
-        keys = tuple(line.strip() for line in Path(file).read_bytes().splitlines() if line.strip())
-    except OSError as error:
-        raise ConfigError(f"serve.api_key_file: {file} cannot be read: {error.strerror}") from error
+    content = read_private(Path(file), _KEYS)
+    keys = tuple(
+        secret_line(line.strip(), f"{_KEYS}: {file}").encode() for line in content.splitlines() if line.strip()
+    )
     if not keys or min(map(len, keys)) < _MIN_KEY_CHARACTERS:
         raise ConfigError(
-            f"serve.api_key_file: {file}: expected one key of at least {_MIN_KEY_CHARACTERS} characters per line "
+            f"{_KEYS}: {file}: expected one key of at least {_MIN_KEY_CHARACTERS} characters per line "
             f"(openssl rand -hex 32 > {file})"
         )
     return keys

@@ -37,6 +37,14 @@ class RewardService(Section):
     )
     max_answer_bytes: Annotated[int, Field(ge=1024)] = Field(2**20, description="Largest answer that is read.")
 
+    @field_validator("headers_env")
+    @classmethod
+    def _are_headers(cls, values: dict[str, str]) -> dict[str, str]:
+        for name in values:
+            if not re.fullmatch(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", name):
+                raise ValueError(f"{name!r} is no name of a header, such as Authorization")
+        return values
+
 
 class RewardFunction(Section):
     function: PlaceAndName | None = Field(

@@ -19,7 +19,6 @@ import os
 import re
 import secrets
 import socket
-import stat
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +26,7 @@ import zmq
 from zmq.utils import z85
 
 from protocol.errors import ConfigError
+from protocol.secret_lines import read_private
 
 TRAINER = "trainer"
 AUTHORIZED = "authorized"
@@ -176,7 +176,7 @@ def read_public(file: Path) -> tuple[str, bytes]:
     Raises:
         ConfigError: it holds none.
     """
-    return _parse(file, _read(file), _PUBLIC)
+    return _parse(file, read_private(file, others_may_read=True), _PUBLIC)
 
 
 def read_secret(file: Path, *, is_private: bool = False) -> tuple[str, SecretKey]:
@@ -188,7 +188,7 @@ def read_secret(file: Path, *, is_private: bool = False) -> tuple[str, SecretKey
     Raises:
         ConfigError: it holds none, or others can read it.
     """
-    text = _read(file, others_may_read=is_private)
+    text = read_private(file, others_may_read=is_private)
     name, key = _parse(file, text, _SECRET)
     return name, SecretKey(key)
 
@@ -224,16 +224,6 @@ def _write_new(file: Path, content: bytes, mode: int) -> None:
         os.link(partial, file)
     finally:
         partial.unlink()
-
-
-def _read(file: Path, *, others_may_read: bool = True) -> bytes:
-    try:
-        with file.open("rb") as opened:
-            if not others_may_read and stat.S_IMODE(os.fstat(opened.fileno()).st_mode) & 0o077:
-                raise ConfigError(f"{file}: others can read this secret. Mend it: chmod 600 {file}")
-            return opened.read(4096)
-    except OSError as error:
-        raise ConfigError(f"{file}: cannot be read: {error.strerror}") from error
 
 
 def _parse(file: Path, content: bytes, kind: str) -> tuple[str, bytes]:

@@ -319,11 +319,14 @@ def test_ports_and_key_files_are_checked_before_the_engine_is_loaded(tmp_path):
     assert read_keys(str(file)) == (b"0123456789abcdef", b"fedcba9876543210")
     assert read_keys(None) == ()
     file.chmod(0o640)
-    with pytest.raises(ConfigError, match="can be read by others: chmod 600"):
+    with pytest.raises(ConfigError, match=r"others can read this secret\. Mend it: chmod 600"):
         read_keys(str(file))
     file.chmod(0o600)
     file.write_text("short\n")
     with pytest.raises(ConfigError, match="at least 16 characters per line"):
+        read_keys(str(file))
+    file.write_bytes(b"0123456789abc\x00def\r\n")
+    with pytest.raises(ConfigError, match=r"serve.api_key_file: .*: it holds a character that does not print"):
         read_keys(str(file))
     with pytest.raises(ConfigError, match=r"serve.api_key_file: .*: No such file"):
         read_keys(str(tmp_path / "none"))

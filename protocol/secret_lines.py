@@ -1,0 +1,54 @@
+"""Secrets that a user gives, in files and in environment variables.
+
+Guarantee: a secret file is read only if nobody else can read it; a secret that goes into a header is one line without a character
+that does not print; no message quotes any of it.
+"""
+
+import os
+import stat
+from pathlib import Path
+
+from protocol.errors import ConfigError
+
+_MAX_BYTES = 2**16
+
+
+def read_private(file: Path, place: str = "", *, others_may_read: bool = False) -> bytes:
+    """What a file holds, up to 64 KiB.
+
+    Args:
+        place: the key of the configuration that names the file, for messages.
+        others_may_read: it is no secret, or its folder keeps others out whatever its mode says.
+
+    Raises:
+        ConfigError: it cannot be read, or others can read it.
+    """
+    where = f"{place}: {file}" if place else str(file)
+    try:
+        with file.open("rb") as opened:
+            if not others_may_read and stat.S_IMODE(os.fstat(opened.fileno()).st_mode) & 0o077:
+                raise ConfigError(f"{where}: others can read this secret. Mend it: chmod 600 {file}")
+            return opened.read(_MAX_BYTES)
+    except OSError as error:
+        raise ConfigError(f"{where}: cannot be read: {error.strerror}") from error
+
+
+def secret_line(raw: bytes, where: str) -> str:
+    """One line as text, without the newline that `echo` and editors put at its end.
+
+    Raises:
+        ConfigError: it is empty, or holds more lines or a character that does not print.
+    """
+    line = raw.removesuffix(b"\n").removesuffix(b"\r")
+    try:
+        text = line.decode()
+    except UnicodeDecodeError:
+        raise ConfigError(f"{where}: it is not text in UTF-8") from None
+    if not text:
+        raise ConfigError(f"{where}: it is empty")
+    if not text.isprintable():
+        raise ConfigError(
+            f"{where}: it holds a character that does not print, such as a line break in the middle; expected one line of "
+            "text. Write it with `printf %s SECRET`"
+        )
+    return text
