@@ -6,23 +6,29 @@ whichever of three layouts fits:
     rows     every prompt stands before its completion without a gap, so that all padding is at the end, where causal
              attention never looks: no attention mask, and no more columns than the longest row has tokens
     shared   prompts once each, their keys and values copied to their completions, with gradients
-    packed   all rows one behind the other, positions beginning anew, for attention kernels of variable length
+    packed   all rows one behind the other, positions beginning anew, for attention kernels of variable length and models
+             of which no layer carries anything from one row to the next
 
 Only tokens in the loss go through the LM head.
 """
 
 import inspect
+import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+logger = logging.getLogger(__name__)
 
 _WORTH_SHARING = 0.8  # of the tokens, padding included; what is left attends through a mask, which costs something
 
 Head = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """From hidden states (N, H), weights (V, H), bias and targets (N,) to log-probs and entropies (N,)."""
+
+_TRIED_TOKENS = 8  # of each of two rows that must not see each other
 
 _SCALED = ("final_logit_softcapping", "logit_scale", "output_multiplier", "lm_head_multiplier", "logits_scaling")
 """Configurations with one of these do more to hidden states than multiply them by the LM head."""
@@ -64,30 +70,82 @@ def is_plain(model: Any) -> bool:
 
 
 def is_packable(model: Any) -> bool:
-    """Whether its attention kernel takes rows of any length one behind the other."""
-    return "flash" in (model.config._attn_implementation or "")
+    """Whether its attention kernel takes rows of any length one behind the other, and every layer keeps them apart."""
+    if "flash" not in (model.config._attn_implementation or ""):
+        return False
+    if _cache_layers(model) <= {DynamicLayer, DynamicSlidingWindowLayer} and keeps_rows_apart(model):
+        return True
+    logger.info("rows are padded instead of packed: layers of this model carry a state from one packed row to the next")
+    return False
+
+
+def keeps_rows_apart(model: Any) -> bool:
+    """Whether of two packed rows the second is computed as if the first were not there.
+
+    This is tried, because the configuration does not always say it: some models have recurrent layers that it does not list, and
+    others do not hand the positions on to their attention. Whatever a row depends on has a gradient, and where rows are apart it
+    is exactly zero.
+    """
+    if not _takes_positions(model):
+        return False
+    embeddings, device = model.get_input_embeddings(), model.get_input_embeddings().weight.device
+    ids = torch.linspace(0, embeddings.num_embeddings - 1, 2 * _TRIED_TOKENS, device=device).long()
+    positions = torch.arange(_TRIED_TOKENS, device=device).repeat(2)
+    seen: list[torch.Tensor] = []
+
+    def watch(_module: Any, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        seen.append(output.detach().requires_grad_())
+        return seen[0]
+
+    with torch.enable_grad(), embeddings.register_forward_hook(watch):
+        hidden = model.base_model(input_ids=ids[None], position_ids=positions[None], use_cache=False).last_hidden_state
+        second = (
+            hidden[0, _TRIED_TOKENS:].float().pow(3).sum()
+        )  # a norm may keep the sum, and that of squares, constant
+        [gradient] = torch.autograd.grad(second, seen)
+    of_first, of_second = gradient[0].split(_TRIED_TOKENS)
+    return bool(of_second.any()) and not of_first.any()
 
 
 def is_shareable(model: Any) -> bool:
     """Whether every layer's cache is all keys and values, which can be copied to another row."""
     return (
         not model.is_gradient_checkpointing
-        and "position_ids" in inspect.signature(model.base_model.forward).parameters
-        and all(type(layer) is DynamicLayer for layer in DynamicCache(config=model.config).layers)
+        and _takes_positions(model)
+        and _cache_layers(model) == {DynamicLayer}
+        and not getattr(model, "_is_stateful", False)
     )
 
 
-def token_logprobs(model: Any, tokens: Tokens, head: Head) -> tuple[torch.Tensor, torch.Tensor]:
-    """(B, T) log-probs and entropies, 0 for tokens that do not count; at least one does."""
+def _takes_positions(model: Any) -> bool:
+    return "position_ids" in inspect.signature(model.base_model.forward).parameters
+
+
+def _cache_layers(model: Any) -> set[type]:
+    """The kinds of its layers, as its configuration names them; `object` for one that transformers does not know."""
+    try:
+        return {type(layer) for layer in DynamicCache(config=model.config).layers}
+    except KeyError:
+        return {object}
+
+
+def token_logprobs(
+    model: Any, tokens: Tokens, head: Head, *, packed: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(B, T) log-probs and entropies, 0 for tokens that do not count; at least one does.
+
+    Args:
+        packed: only for a model that `is_packable`.
+    """
     counts, linear = tokens.counts, model.get_output_embeddings()
-    hidden = hidden_states(model, tokens).to(linear.weight.dtype)
+    hidden = hidden_states(model, tokens, packed=packed).to(linear.weight.dtype)
     logprobs, entropies = head(hidden, linear.weight, linear.bias, tokens.completion_ids[counts])
     return tuple(value.new_zeros(counts.shape).masked_scatter(counts, value) for value in (logprobs, entropies))
 
 
-def hidden_states(model: Any, tokens: Tokens) -> torch.Tensor:
+def hidden_states(model: Any, tokens: Tokens, *, packed: bool = False) -> torch.Tensor:
     """(N, H), before each token that counts, row by row, by the layout that fits."""
-    if is_packable(model):
+    if packed:
         return hidden_of_packed(model.base_model, tokens)
     if is_shareable(model):
         prompts = distinct_prompts(tokens)

@@ -127,11 +127,13 @@ class SlipstreamTrainer(GRPOTrainer):
         self._entropy_cut: EntropyCut | None = None
         model = self._causal_model
         self._is_plain = is_plain(model) and not (arguments.cast_lm_head_to_fp32 or self.aux_loss_enabled)
+        with self.accelerator.autocast():  # as in every later pass; some kernels take no float32
+            packed = self._is_plain and is_packable(model)
         self.recipe = BatchRecipe(
             rewards=RewardRecipe.of(config, arguments.multi_objective_aggregation),
             num_generations=config.sampling.num_generations,
             max_tokens=config.pipeline.trainer_tokens_per_micro_batch,
-            packed=self._is_plain and is_packable(model),
+            packed=packed,
             only_advantages=self.beta == 0.0 and not self._entropy_bonus_enabled and self.top_entropy_quantile == 1.0,
             pad_token_id=self._tokenizer.pad_token_id,
             scale_rewards=arguments.scale_rewards,
@@ -302,7 +304,7 @@ class SlipstreamTrainer(GRPOTrainer):
         tokens = Tokens(input_ids, attention_mask, logits_to_keep, loss_mask)
         if self._is_plain and tokens.counts.any():
             with self.accelerator.autocast():
-                result = (*token_logprobs(self._causal_model, tokens, self._head), None)
+                result = (*token_logprobs(self._causal_model, tokens, self._head, packed=self.recipe.packed), None)
         else:
             result = super()._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, logits_to_keep, **options

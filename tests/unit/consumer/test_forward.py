@@ -73,7 +73,7 @@ def test_log_probs_entropies_and_gradients(
 ) -> None:
     """Packed rows go through SDPA here, which is exact and slow; in production only attention kernels of varying length."""
     rows = tokens(prompts)
-    monkeypatch.setattr(forward, "hidden_states", lambda model, rows: layout(model.base_model, rows))
+    monkeypatch.setattr(forward, "hidden_states", lambda model, rows, **_: layout(model.base_model, rows))
     ours, theirs = token_logprobs(model, rows, head), plain(model, rows)
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
     expected = gradient(model, theirs)
