@@ -54,6 +54,7 @@ class BatchRecipe:
     max_tokens: int  # of a micro-batch
     packed: bool  # rows stand one behind the other, without padding
     only_advantages: bool  # without advantage a row has no gradient
+    keeps_all_rows: bool  # each has one, because the experts' load-balancing loss is a mean over all tokens
     pad_token_id: int
     scale_rewards: str
     baseline: str
@@ -69,10 +70,15 @@ class BatchRecipe:
         """
         rows = self._rows(groups)
         num_items = torch.tensor(sum(row.num_sampled for row in rows if row.counts))
-        moving = [row for row in rows if row.counts and (row.advantage or not self.only_advantages)]
+        moving = [row for row in rows if self._moves(row)]
         rows = moving or [min(rows, key=lambda row: row.num_tokens)]
         cut = cut_rows([row.num_tokens for row in rows], self.max_tokens, padded=not self.packed)
         return [self._pad([rows[i] for i in part]) | {"num_items_in_batch": num_items} for part in cut]
+
+    def _moves(self, row: _Row) -> bool:
+        if self.keeps_all_rows:
+            return True
+        return row.counts and (bool(row.advantage) or not self.only_advantages)
 
     def advantages_of(self, groups: list[RolloutGroup]) -> torch.Tensor:
         """Float32 (N,), of the completions in the order of the groups."""

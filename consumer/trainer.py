@@ -135,6 +135,7 @@ class SlipstreamTrainer(GRPOTrainer):
             max_tokens=config.pipeline.trainer_tokens_per_micro_batch,
             packed=packed,
             only_advantages=self.beta == 0.0 and not self._entropy_bonus_enabled and self.top_entropy_quantile == 1.0,
+            keeps_all_rows=self.aux_loss_enabled,
             pad_token_id=self._tokenizer.pad_token_id,
             scale_rewards=arguments.scale_rewards,
             baseline=config.advantage.baseline,

@@ -16,9 +16,13 @@ from transformers import (
     Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 from transformers.utils import logging as transformers_logging
 
@@ -68,7 +72,7 @@ def byte_bpe_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_model(family: str, folder: Path, seed: int = 0, num_layers: int = 2) -> Path:
-    """Writes a model of `family` (qwen2, llama or gemma3) with its tokenizer to `folder`, in float32."""
+    """Writes a model of `family` (qwen2, llama, gemma3, mixtral or qwen3_moe) with its tokenizer to `folder`, in float32."""
     tokenizer = byte_bpe_tokenizer() if family == "llama" else char_tokenizer()
     settings = _SHAPE | {
         "num_hidden_layers": num_layers,
@@ -89,6 +93,11 @@ def build_model(family: str, folder: Path, seed: int = 0, num_layers: int = 2) -
                     **settings, bos_token_id=None, head_dim=32, sliding_window=64, query_pre_attn_scalar=32
                 )
             )
+        case "mixtral":
+            model = MixtralForCausalLM(MixtralConfig(**settings, bos_token_id=None, num_local_experts=4))
+        case "qwen3_moe":
+            experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 32}
+            model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**settings, **experts, bos_token_id=None))
         case _:
             raise ValueError(family)
     with torch.no_grad():

@@ -25,6 +25,7 @@ RECIPE = BatchRecipe(
     max_tokens=1000,
     packed=False,
     only_advantages=False,
+    keeps_all_rows=False,
     pad_token_id=PAD,
     scale_rewards="none",
     baseline="group",

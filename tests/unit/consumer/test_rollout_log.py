@@ -24,6 +24,7 @@ RECIPE = BatchRecipe(
     max_tokens=100,
     packed=False,
     only_advantages=False,
+    keeps_all_rows=False,
     pad_token_id=0,
     scale_rewards="none",
     baseline="group",
