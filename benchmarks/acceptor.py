@@ -74,6 +74,7 @@ class Acceptor:
             shape=SHAPE,
             run_id="bench",
             session="bench",
+            resumed=False,
             heartbeat_interval_s=HEARTBEAT_INTERVAL_S,
             heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S,
             keep_blobs=2,

@@ -86,7 +86,7 @@ class Arrivals:
             while self._unwritten:
                 arrivals = list(self._unwritten.values())[:COMMIT_ROWS]
                 outcomes = self._buffer.offer([arrival.delivery for arrival in arrivals])
-                for (peer, (group, _, _)), outcome in zip(arrivals, outcomes, strict=True):
+                for (peer, (group, *_)), outcome in zip(arrivals, outcomes, strict=True):
                     del self._unwritten[group.group_id]
                     if outcome == "unknown_lease":
                         answer: Message = Nack(group.group_id, "unknown_lease", "not a lease of this run")

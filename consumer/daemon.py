@@ -128,8 +128,9 @@ def _train_live(setup: Setup, resume: bool, watch: Watch) -> ExitCode:
         report = setup.report(buffer.counts, first_step, watch.registry)
         evaluation = evaluation_of(setup, channel, session, first_step, report.say)
         intake = _intake(
-            setup, channel, journal, buffer, disk, facts, session, memory, lambda: health.beat("intake"), evaluation
-        )
+            setup, channel, journal, buffer, disk, facts, session, memory, lambda: health.beat("intake"), evaluation,
+            resumed=start is not None or bool(before),
+        )  # fmt: skip
 
         def beat() -> None:
             _beat(health, setup.stop)
@@ -230,6 +231,8 @@ def _intake(
     memory: SharedMemory,
     beat: Callable[[], None],
     evaluation: EvaluationControl | None,
+    *,
+    resumed: bool,
 ) -> Intake:
     config = setup.config
     sampling = config.sampling
@@ -266,6 +269,7 @@ def _intake(
         shape=setup.shape,
         run_id=facts["run_id"],
         session=session,
+        resumed=resumed,
         heartbeat_interval_s=config.transport.heartbeat_interval_s,
         heartbeat_timeout_s=config.transport.heartbeat_timeout_s,
         keep_blobs=config.max_loras,

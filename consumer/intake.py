@@ -50,13 +50,13 @@ from replay.ledger import LeaseRecord
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.2
-_LOOK_AT_DISK_EVERY_S = 1.0
 
 
 class Intake:
     """See the module's guarantee.
 
     Args:
+        resumed: whether the run had a process before this one, whose leases producers may hold.
         keep_blobs: adapter versions that producers can still download.
         evaluations: None: there are none in this run.
         memory: for adapters that producers of this host read as files.
@@ -76,6 +76,7 @@ class Intake:
         shape: GroupShape,
         run_id: str,
         session: str,
+        resumed: bool,
         heartbeat_interval_s: float,
         heartbeat_timeout_s: float,
         keep_blobs: int,
@@ -92,6 +93,7 @@ class Intake:
         self._shape = shape
         self._run_id = run_id
         self._session = session
+        self._resumed = resumed
         self._heartbeat_interval_s = heartbeat_interval_s
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._evaluations = evaluations
@@ -102,8 +104,6 @@ class Intake:
         self._producers: dict[bytes, ProducerSession] = {}
         self._warn = Throttle(logger, clock)
         self._arrivals = Arrivals(channel, buffer, journal, disk, self._shelf, self._warn, clock)
-        self._look_at_disk_at = 0.0
-        self._had_room = True
         self._tokens_seen: dict[str, int] = {}  # by producer, as last reported; outlives its sessions
         self._refused: dict[str, int] = {}  # by producer, the version that it last said it refuses, or -1
         self._bye: Literal["finished", "stopping"] | None = None
@@ -213,7 +213,6 @@ class Intake:
         if (stood_still_s := now - began - timeout_s) > self._heartbeat_interval_s:
             for session in self._producers.values():
                 session.last_heard = min(now, session.last_heard + stood_still_s)
-        self._look_at_disk(now)
         for record in self._buffer.expire(now):
             self._warn("expired", f"lease {record.lease_id} of {record.producer} expired; its prompt goes out again")
             for session in self._producers.values():
@@ -288,15 +287,17 @@ class Intake:
         self._release(hello.producer, keep=hello.held)
         leases = self._buffer.leased_to(hello.producer)
         evaluations = self._evaluations.release(hello.producer, keep=hello.held) if self._evaluations else set()
+        of_this_run = hello.run_id == self._run_id if hello.run_id else self._resumed  # the release before names none
         answers = self._buffer.adopt(
             hello.producer,
             [lease_id for lease_id in hello.held if lease_id not in leases | evaluations],
             deadline=now + self._desk.timeout_s,
+            of_this_run=of_this_run,
         )
         leases |= {lease_id for lease_id, wanted in answers.items() if wanted}
         leases -= self._arrivals.waiting()
         self._producers[peer] = ProducerSession(
-            hello.producer, hello.capacity, now, leases, hello.release, hello.evaluates, evaluations
+            hello.producer, hello.capacity, now, leases, hello.release, hello.evaluates, evaluations, of_this_run
         )
         release = hello.release or "unknown"
         logger.info("producer %s joined (release %s, up to %d groups at once)", hello.producer, release, hello.capacity)
@@ -370,7 +371,8 @@ class Intake:
             self._channel.send(peer, Nack(message.lease_id, "invalid", str(error)))
             return
         schema = group_schema(*(name for name in ("token_versions", "sampled", "episodes") if getattr(message, name)))
-        self._arrivals.add(peer, Delivery(group, encode(message, schema_version=schema), session.name))
+        frame = encode(message, schema_version=schema)
+        self._arrivals.add(peer, Delivery(group, frame, session.name, session.of_this_run))
 
     def _take_failure(self, session: ProducerSession, message: Nack) -> None:
         session.leases.discard(message.lease_id)
@@ -384,16 +386,3 @@ class Intake:
         """On a full disk a lease may stay; it ends with the first round that finds room (`RolloutBuffer.expire`)."""
         with contextlib.suppress(JournalFullError):
             self._buffer.fail(lease_id, reason, detail, self._clock())
-
-    def _look_at_disk(self, now: float) -> None:
-        if now < self._look_at_disk_at:
-            return
-        self._look_at_disk_at = now + _LOOK_AT_DISK_EVERY_S
-        self._disk.look()
-        if self._disk.has_room is not self._had_room:
-            self._had_room = self._disk.has_room
-            full = f"the disk of run_dir is {self._disk.used:.0%} full"
-            if self._disk.has_room:
-                logger.info("%s: leases are given again", full)
-            else:
-                logger.warning("%s: no leases until there is room (replay.max_disk_used)", full)

@@ -4,6 +4,7 @@ Guarantee: the producer with the most room gets the next lease, so that several 
 sent fails alone; nothing is leased while the disk has no room for the groups that would come back.
 """
 
+import logging
 from collections.abc import Iterable
 from typing import Any, Protocol
 
@@ -17,7 +18,10 @@ from replay.disk import DiskGuard
 from replay.journal import JournalFullError
 from replay.ledger import LeaseRecord
 
+logger = logging.getLogger(__name__)
+
 _LEASES_PER_TICK = 256
+_LOOK_AT_DISK_EVERY_S = 1.0
 
 
 class PromptSource(Protocol):
@@ -45,6 +49,8 @@ class LeaseDesk:
         self._disk = disk
         self._sampling = sampling
         self.timeout_s = timeout_s
+        self._look_at_disk_at = 0.0
+        self._had_room = True
 
     def give(self, producers: Iterable[tuple[bytes, ProducerSession]], now: float) -> tuple[list[str], list[bytes]]:
         """Gives leases while there is room, a limited number at a time.
@@ -52,6 +58,7 @@ class LeaseDesk:
         Returns:
             What was wrong with prompts that could not be sent, and the producers that cannot be reached.
         """
+        self._look_at_disk(now)
         reachable = dict(producers)
         problems: list[str] = []
         lost: list[bytes] = []
@@ -80,6 +87,19 @@ class LeaseDesk:
                 del reachable[peer]
         self._channel.wake()  # there is more to give, after a look at what has arrived
         return problems, lost
+
+    def _look_at_disk(self, now: float) -> None:
+        if now < self._look_at_disk_at:
+            return
+        self._look_at_disk_at = now + _LOOK_AT_DISK_EVERY_S
+        self._disk.look()
+        if self._disk.has_room is not self._had_room:
+            self._had_room = self._disk.has_room
+            full = f"the disk of run_dir is {self._disk.used:.0%} full"
+            if self._disk.has_room:
+                logger.info("%s: leases are given again", full)
+            else:
+                logger.warning("%s: no leases until there is room (replay.max_disk_used)", full)
 
     def _message(self, record: LeaseRecord) -> Lease:
         prompt, columns = self._prompts[record.item.prompt_id]

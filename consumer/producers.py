@@ -32,6 +32,7 @@ class ProducerSession:
     release: str = ""
     evaluates: bool = False  # whether it may be given leases of an evaluation
     evaluations: set[str] = field(default_factory=set)  # those; they take no room from the others
+    of_this_run: bool = True  # False: what it held when it joined is another run's
     heartbeat: Heartbeat | None = None
     _absent: dict[str, float] = field(default_factory=dict)  # leases that its heartbeats do not name, and since when
 

@@ -168,7 +168,7 @@ class Link(threading.Thread):
         if self._connection.hello_due(now):
             me = self._identity
             held = self._outbox.held()
-            hello = Hello(me.name, me.facts, me.capacity, held, __version__, me.swap_mode, me.evaluates)
+            hello = Hello(me.name, me.facts, me.capacity, held, __version__, me.swap_mode, me.evaluates, self._run_id)
             self._schema_version = self._channel.schema_version
             if self._channel.send(hello):
                 self._connection.note_hello(now)

@@ -62,9 +62,9 @@ class Sampling(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Hello(Struct, frozen=True, forbid_unknown_fields=True, tag="hello"):
-    """Opens a session. `held` names the leases that the producer still works on or holds results for, `release` its
-    version of Slipstream ("": unknown), `swap_mode` how it takes new policies (`swap.mode`), `evaluates` whether it may be
-    given leases of an evaluation."""
+    """Opens a session. `held` names the leases that the producer still works on or holds results for, `run_id` the run that
+    gave them ("": unknown, or none has), `release` its version of Slipstream ("": unknown), `swap_mode` how it takes new policies
+    (`swap.mode`), `evaluates` whether it may be given leases of an evaluation."""
 
     producer: Name
     facts: EngineFacts
@@ -73,6 +73,7 @@ class Hello(Struct, frozen=True, forbid_unknown_fields=True, tag="hello"):
     release: Annotated[str, Meta(max_length=128)] = ""
     swap_mode: Literal["adapter", "merged"] = "adapter"
     evaluates: bool = False
+    run_id: Annotated[str, Meta(max_length=128)] = ""
 
 
 class Welcome(Struct, frozen=True, forbid_unknown_fields=True, tag="welcome"):
@@ -236,7 +237,7 @@ BLOB_MESSAGES = (PolicyRequest, PolicyOffer, BlobRequest, BlobChunk, BlobMissing
 """Messages that travel on their own socket, so that a large adapter never delays a lease or an acknowledgement."""
 
 SINCE: dict[type[Struct], dict[str, int]] = {
-    Hello: {"release": 2, "swap_mode": 2, "evaluates": 2},
+    Hello: {"release": 2, "swap_mode": 2, "evaluates": 2, "run_id": 2},
     Lease: {"evaluates": 2},
     Policy: {"evaluates": 2},
     Heartbeat: {"idle_s": 2, "refused_version": 2, "refusal": 2},

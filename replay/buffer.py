@@ -38,6 +38,7 @@ class Delivery(NamedTuple):
     group: RolloutGroup
     frame: bytes
     producer: str
+    of_this_run: bool = True  # False: the producer came from another run, so that only a lease of this process is meant
 
 
 class RolloutBuffer:
@@ -92,18 +93,21 @@ class RolloutBuffer:
             self.counts["rerolls_leased"] += record.item.reroll > 0
             return record
 
-    def adopt(self, producer: str, lease_ids: Sequence[str], *, deadline: float) -> dict[str, bool | None]:
+    def adopt(
+        self, producer: str, lease_ids: Sequence[str], *, deadline: float, of_this_run: bool = True
+    ) -> dict[str, bool | None]:
         """Leases that `producer` holds from before a silence or another trainer process. For each: True if it may go
-        on, False if it is not wanted, None if its group is in the journal already."""
+        on, False if it is not wanted, None if its group is in the journal already.
+
+        Args:
+            of_this_run: False if they may be another run's, unless this process gave them.
+        """
         with self._changed:
             known = self._journal.known(lease_ids)
-            result: dict[str, bool | None] = {}
-            for lease_id in dict.fromkeys(lease_ids):
-                try:
-                    wanted = lease_id not in known and self._ledger.adopt(lease_id, producer, deadline=deadline)
-                except UnknownLeaseError:
-                    wanted = False
-                result[lease_id] = None if lease_id in known else wanted
+            result = dict.fromkeys(lease_ids, False) | dict.fromkeys(known)
+            for name in [name for name in result if name not in known]:
+                with contextlib.suppress(UnknownLeaseError):
+                    result[name] = self._ledger.adopt(name, producer, deadline=deadline, of_this_run=of_this_run)
             self.counts["adopted"] += sum(bool(wanted) for wanted in result.values())
             return result
 
@@ -148,12 +152,13 @@ class RolloutBuffer:
             self.counts["returned"] += 1
 
     def expire(self, now: float) -> list[LeaseRecord]:
-        """Takes back every lease whose deadline has passed. Leases that could not end on a full disk end now if they can."""
+        """Takes back every lease whose deadline has passed. What could not end on a full disk ends now if it can."""
         with self._changed:
+            overdue = self._ledger.overdue(now)
             with contextlib.suppress(JournalFullError):
                 for lease_id, (reason, detail) in list(self._unburied.items()):
                     self._fail(lease_id, reason, detail, now)
-            return self._take_back(self._ledger.overdue(now), "expired", now)
+            return self._take_back(overdue, "expired", now)
 
     def release(self, producer: str, now: float, keep: frozenset[str] = frozenset()) -> list[LeaseRecord]:
         """Takes back the leases of a producer that left, except those it still holds."""
@@ -283,9 +288,9 @@ class RolloutBuffer:
         answered = self._journal.known(delivery.group.group_id for delivery in deliveries)
         taken: set[Key] = set()
         outcomes: list[Outcome] = []
-        for group, _, _ in deliveries:
+        for group, _, _, of_this_run in deliveries:
             try:
-                key = self._ledger.find(group.group_id)
+                key = self._ledger.find(group.group_id, of_this_run=of_this_run)
             except UnknownLeaseError:
                 outcomes.append("unknown_lease")
                 continue

@@ -135,14 +135,17 @@ class PromptLedger:
         floor = max(policy_floor, item.return_version)
         return self._give(LeaseRecord(lease_id, item, producer, floor, deadline))
 
-    def adopt(self, lease_id: str, producer: str, *, deadline: float) -> bool:
+    def adopt(self, lease_id: str, producer: str, *, deadline: float, of_this_run: bool = True) -> bool:
         """A producer still works on a lease of the trainer process before this one. Returns whether it may go on: not
         when the prompt is answered, or leased to somebody else by now.
+
+        Args:
+            of_this_run: as of `find`.
 
         Raises:
             UnknownLeaseError: not a lease of this run.
         """
-        key = self.find(lease_id)
+        key = self.find(lease_id, of_this_run=of_this_run)
         if key is None or self._is_leased(key):
             return False
         self._reach(key)
@@ -150,12 +153,17 @@ class PromptLedger:
         self._give(LeaseRecord(lease_id, item, producer, 0, deadline))
         return True
 
-    def find(self, lease_id: str) -> Key | None:
+    def find(self, lease_id: str, *, of_this_run: bool = True) -> Key | None:
         """The prompt that a group with this id would answer; None if it is answered or given up.
+
+        Args:
+            of_this_run: False if the lease may be of another run, unless this process gave it.
 
         Raises:
             UnknownLeaseError: not a lease of this run.
         """
+        if not of_this_run and not lease_id.endswith(f"-{self._session}"):
+            raise UnknownLeaseError(lease_id)
         key, _ = self._parse(lease_id)
         return key if key in self._open or key in self._rerolls or self._is_fresh(key) else None
 

@@ -23,6 +23,7 @@ from protocol.codec import schema_of
 from protocol.config import TransportSection
 from protocol.messages import Lease, PolicyInfo
 from protocol.zmq_channel import ZmqClient, ZmqServer
+from replay.buffer import RolloutBuffer
 from replay.disk import DiskGuard
 from replay.journal_reader import JournalReader
 from tests import release_before
@@ -104,9 +105,9 @@ class Site:
         self.disk = disk
         self.stack = stack
 
-    def trainer(self) -> Trainer:
-        buffer = live_buffer(self.journal, groups_per_step=4)
-        made = Trainer(self.journal, self.disk, ZmqServer(*self.endpoints, LIMIT), replay=buffer)
+    def trainer(self, replay: RolloutBuffer | None = None, **options: Any) -> Trainer:
+        replay = replay or live_buffer(self.journal, groups_per_step=4)
+        made = Trainer(self.journal, self.disk, ZmqServer(*self.endpoints, LIMIT), replay=replay, **options)
         made.intake._heartbeat_interval_s = 0.1
         made.intake.start()
         self.stack.callback(made.intake.stop, "stopping", 0.0)

@@ -158,6 +158,7 @@ def test_the_policy_is_downloaded_in_chunks_and_handed_over_once(setup):
     assert [r.offset for r in setup.trainer.all(BlobRequest)] == list(range(0, 5120, 1024))
     (hello,) = setup.trainer.all(Hello)
     assert (hello.producer, hello.capacity, hello.held, hello.swap_mode) == ("p", 8, [], "merged")
+    assert hello.run_id == "", "it has worked for none"
 
 
 def test_a_policy_comes_with_its_probe_and_a_refusal_goes_back(setup):
@@ -359,6 +360,8 @@ def test_a_trainer_of_another_run_voids_all_leases(setup):
     setup.restart_trainer(policy(7, b"other"), b"other")
     setup.wait_for(lambda: setup.events.runs[1:] == [setup.trainer.policy])
     setup.wait_for(lambda: setup.events.blobs and setup.events.blobs[-1] == (7, b"other"))
+    greeting = setup.trainer.all(Hello)[-1]
+    assert (greeting.run_id, greeting.held) == ("run", ["lease-2", "lease-1"]), "the run whose leases they are"
     setup.finish(2)  # its task had not noticed yet
     setup.take_leases(3)
     setup.finish(3)

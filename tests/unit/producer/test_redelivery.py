@@ -89,6 +89,7 @@ class Redelivery(RuleBasedStateMachine):
         self.peer: bytes | None = None
         self.leases = 0
         self.open: set[str] = set()
+        self.run_of: dict[str, str] = {}  # by lease
         self.fates: dict[str, Group | Nack] = {}  # the journal
         self.produced: dict[str, Group | Nack] = {}
 
@@ -123,6 +124,7 @@ class Redelivery(RuleBasedStateMachine):
         for floor in floors:
             self.leases += 1
             self.open.add(f"lease-{self.leases}")
+            self.run_of[f"lease-{self.leases}"] = f"run-{self.run_id}"
             self.server.send(self.peer, lease(self.leases, policy_floor=floor))
 
     @rule()
@@ -131,6 +133,7 @@ class Redelivery(RuleBasedStateMachine):
             match message:
                 case Hello():
                     self.peer = peer
+                    assert {self.run_of[lease_id] for lease_id in message.held} <= {message.run_id}
                     welcome = Welcome(f"run-{self.run_id}", f"session-{self.session}", POLICY, 1e-9)
                     self.server.send(peer, welcome)
                     self.check_lost(self.open - set(message.held))

@@ -17,7 +17,14 @@ FACTS = m.EngineFacts(
 
 SAMPLES = [
     m.Hello(
-        producer="host-1", facts=FACTS, capacity=64, held=["7.0"], release="0.2.0", swap_mode="merged", evaluates=True
+        producer="host-1",
+        facts=FACTS,
+        capacity=64,
+        held=["7.0"],
+        release="0.2.0",
+        swap_mode="merged",
+        evaluates=True,
+        run_id="run",
     ),
     m.Welcome(run_id="run", session="s1", policy=POLICY, heartbeat_interval_s=1.0),
     m.Reject(problems=["another base model: give both the same model.path"]),

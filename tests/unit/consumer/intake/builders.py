@@ -53,6 +53,8 @@ class Trainer:
         replay: RolloutBuffer | None = None,
         memory: SharedMemory = NO_MEMORY,
         evaluations: Any = None,
+        resumed: bool = True,
+        run_id: str = "run",
         **budget: int,
     ) -> None:
         self.channel = channel or LoopbackServer()
@@ -66,8 +68,9 @@ class Trainer:
             LeaseDesk(self.channel, self.replay, prompts or Prompts(), disk, sampling=SAMPLING, timeout_s=60.0),
             needs=NEEDS,
             shape=SHAPE,
-            run_id="run",
+            run_id=run_id,
             session="session",
+            resumed=resumed,
             heartbeat_interval_s=1.0,
             heartbeat_timeout_s=6.0,
             keep_blobs=2,
@@ -80,9 +83,11 @@ class Trainer:
     def tick(self) -> None:
         self.intake.tick(0.0)
 
-    def producer(self, name: str = "p", *, capacity: int = 64, held: list[str] | None = None) -> "Producer":
+    def producer(
+        self, name: str = "p", *, capacity: int = 64, held: list[str] | None = None, run_id: str = ""
+    ) -> "Producer":
         client = Producer(self, self.channel.connect(name), name)
-        client.hello(capacity, held)
+        client.hello(capacity, held, run_id)
         return client
 
 
@@ -93,8 +98,8 @@ class Producer:
         self.name = name
         self.inbox: list[Any] = []
 
-    def hello(self, capacity: int = 64, held: list[str] | None = None, **changes: Any) -> list[Any]:
-        return self.say(Hello(self.name, facts(**changes), capacity, held or []))
+    def hello(self, capacity: int = 64, held: list[str] | None = None, run_id: str = "", **changes: Any) -> list[Any]:
+        return self.say(Hello(self.name, facts(**changes), capacity, held or [], run_id=run_id))
 
     def say(self, *messages: Any) -> list[Any]:
         """Sends, lets the trainer tick, and returns everything that came back."""

@@ -1,5 +1,8 @@
 """Leases of a trainer process that is gone: the next one adopts them, acknowledges those that are answered and refuses
-what nobody wants any more."""
+what nobody wants any more. Another run's are none of its business."""
+
+import pytest
+from msgspec.structs import replace
 
 from protocol.messages import Ack, Nack, PolicyInfo, Welcome
 from tests.unit.consumer.builders import FillableJournal, live_buffer
@@ -87,3 +90,55 @@ def test_groups_of_a_version_that_only_the_journal_knows_are_accepted_and_later_
     nack = only(producer.say(answer(second, version=4)), Nack)
     assert (nack.reason, nack.detail) == ("invalid", "policy version 4 was never published")
     assert journal.query("SELECT policy_version FROM groups") == [(3,)]
+
+
+OTHER_RUN_S = ["1-5-0-1-old", "0-0-0-1-old"]
+"""Leases of another run, of prompts and an epoch that this one has too."""
+
+
+@pytest.mark.parametrize(
+    ("run_id", "resumed", "adopted"),
+    [
+        ("run", True, 2),
+        ("run", False, 2),
+        ("another run", True, 0),
+        ("another run", False, 0),
+        ("", True, 2),  # a producer of the release before, which does not know
+        ("", False, 0),
+    ],
+)
+def test_only_this_run_s_leases_are_adopted(
+    start: Start, journal: FillableJournal, run_id: str, resumed: bool, adopted: int
+) -> None:
+    trainer = start(groups_per_step=4, resumed=resumed)
+    fresh = trainer.replay.state()["ledger"]
+    producer = trainer.producer(capacity=0, held=OTHER_RUN_S, run_id=run_id)
+    assert trainer.replay.counts["adopted"] == adopted
+    assert (trainer.replay.state()["ledger"] == fresh) is (adopted == 0), "else the cursor stands in the next epoch"
+    assert [nack.lease_id for nack in producer.all(Nack)] == ([] if adopted else OTHER_RUN_S)
+
+
+def test_a_group_of_another_run_is_not_judged(start: Start, journal: FillableJournal) -> None:
+    """Its id names a prompt that this run leases, too."""
+    trainer = start(groups_per_step=4, resumed=False)
+    producer = trainer.producer(capacity=1, held=OTHER_RUN_S, run_id="another run")
+    [ours] = producer.leases
+    nack = only(producer.say(replace(answer(ours), lease_id="0-0-0-1-old")), Nack)
+    assert (nack.lease_id, nack.reason, nack.detail) == ("0-0-0-1-old", "unknown_lease", "not a lease of this run")
+    assert trainer.replay.leased_to("p") == {ours.lease_id}
+    assert journal.query("SELECT count(*) FROM groups") == [(0,)]
+    assert only(producer.say(answer(ours)), Ack).outcome == "accepted"
+
+
+@pytest.mark.parametrize("run_id", ["", "another run"])
+def test_a_lease_of_this_process_is_known_whatever_run_its_producer_names(start: Start, run_id: str) -> None:
+    """It was silent for long, and a producer of the release before names no run. Or its greeting was under way when it learned
+    of this run."""
+    trainer = start(groups_per_step=4, resumed=False)
+    [lease] = trainer.producer(capacity=1).leases
+    trainer.now += 7.0
+    trainer.tick()
+    assert trainer.replay.leased_to("p") == set()
+    producer = trainer.producer(capacity=0, held=[lease.lease_id], run_id=run_id)
+    assert trainer.replay.leased_to("p") == {lease.lease_id}
+    assert only(producer.say(answer(lease)), Ack).outcome == "accepted"
