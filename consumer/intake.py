@@ -205,7 +205,10 @@ class Intake:
         """One round: everything received, then everything due. While it stands still (a slow disk), nobody is silent."""
         began = self._clock()
         for peer, message in self._channel.poll(timeout_s):
-            self._receive(peer, message)
+            try:
+                self._receive(peer, message)
+            except CodecError as error:
+                self._warn("unanswerable", f"a message of a producer has no answer that can be sent: {error}")
             if self._arrivals.is_commit_due():
                 self._arrivals.commit()
         self._arrivals.commit()
@@ -239,8 +242,7 @@ class Intake:
             self._serve_blob(peer, message)
             return
         if isinstance(message, PolicyRequest):
-            with contextlib.suppress(CodecError):  # it has gone since it asked, and what is known of its schema with it
-                self._channel.send(peer, self._shelf.offer(message))
+            self._channel.send(peer, self._shelf.offer(message))
             return
         if isinstance(message, Hello):
             self._let_in(peer, message)
@@ -278,7 +280,7 @@ class Intake:
             self._lose(peer, f"it calls itself {hello.producer} now")
         found = problems(self._needs, hello.facts, hello.swap_mode)
         if found:
-            logger.warning("refused producer %s: %s", hello.producer, "; ".join(found))
+            self._warn("refused", f"refused producer {hello.producer}: {'; '.join(found)}")
             self._channel.send(peer, Reject(found))
             return
         for other, session in list(self._producers.items()):

@@ -51,7 +51,13 @@ class Authenticator(threading.Thread):
         poller.register(self._stop_fd, zmq.POLLIN)
         try:
             while self._stop_fd not in dict(poller.poll()):
-                self._socket.send_multipart(self._answer(self._socket.recv_multipart()))
+                request = self._socket.recv_multipart()
+                try:
+                    answer = self._answer(request)
+                except Exception as error:  # keeps out this one peer
+                    self._refusals("unknown_key", f"a connection whose key cannot be looked up: {error!r}")
+                    answer = [_VERSION, request[1], b"500", b"not looked up", b"", b""]
+                self._socket.send_multipart(answer)
         except Exception:
             logger.exception("the authenticator failed")
 

@@ -41,6 +41,8 @@ def received(frame: bytes | memoryview, kinds: Any, note_schema: Callable[[int],
         return BadFrame(str(error), error.peer_version, bytes(frame))
     except CodecError as error:
         return BadFrame(str(error), frame=bytes(frame))
+    except Exception as error:  # whatever a peer finds that nobody foresaw costs that one message
+        return BadFrame(f"a message that cannot be read: {type(error).__name__}: {error}", frame=bytes(frame))
     note_schema(schema_of(frame))
     return message
 

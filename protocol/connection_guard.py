@@ -8,8 +8,9 @@ libzmq bounds a frame (`MAXMSGSIZE`) and a handshake's time, but collects the fr
 accepts connections until descriptors run out. It does say which descriptor a connection has (socket monitors) and which
 one a message came over (`SRCFD`), and Linux counts what each has received and what was acknowledged (`TCP_INFO`). The guard
 works on duplicates of those descriptors, so that it can never shut another connection that got the same number: libzmq
-reports the end of a connection before it closes it, and the guard reads all reports before it acts. Connections over ipc
-have no such counts; there, who may connect is a matter of file permissions, and only the number of all connections is bounded.
+reports the end of a connection before it closes it, and the guard reads all reports before it acts. Between the two a number
+may already name a file, or a socket of something else; that is let alone. Connections over ipc have no such counts; there,
+who may connect is a matter of file permissions, and only the number of all connections is bounded.
 """
 
 import contextlib
@@ -184,13 +185,11 @@ class ConnectionGuard(threading.Thread):
                     self._failures[lane] = event, value
 
     def _begin(self, key: _Key) -> None:
-        try:
-            duplicate = socket.socket(fileno=os.dup(key[1]))
-        except OSError:  # it is gone already, or there are no descriptors left; then HANDSHAKE_S has to do
-            return
         self._deliveries.pop(key, None)
         self._users.pop(key, None)
-        self._connections[key] = _Connection(duplicate, time.monotonic())
+        duplicate = _duplicate(key[1])
+        if duplicate is not None:
+            self._connections[key] = _Connection(duplicate, time.monotonic())
 
     def _end(self, key: _Key) -> None:
         """One thread of libzmq serves all connections, so a handshake's failure directly precedes its disconnect."""
@@ -203,20 +202,20 @@ class ConnectionGuard(threading.Thread):
         elif event and self._authenticator is not None and not self._authenticator.is_alive():
             reason = "authenticator_dead"
         else:
-            reason = self._unsaid_reason(connection, in_handshake=event != 0) if connection else None
+            reason = self._unsaid_reason(key, connection, in_handshake=event != 0) if connection else None
         if reason and not (connection and connection.was_shut):
             self._refusals(reason, connection.peer() if connection else "a connection that is gone")
         if connection:
             connection.socket.close()
 
-    def _unsaid_reason(self, connection: _Connection, *, in_handshake: bool) -> str | None:
+    def _unsaid_reason(self, key: _Key, connection: _Connection, *, in_handshake: bool) -> str | None:
         """Why libzmq ended a connection of which it says nothing else; None if the peer did."""
         if connection.peer_left():
             counts = connection.counts()
             left_at_greeting = self._authenticator is not None and counts is not None and 64 <= counts[1] < 200
             return "no_key" if in_handshake and left_at_greeting else None  # it learned from ours that it needs one
         if not in_handshake:
-            return "oversized"
+            return "oversized" if self._is_finished(key, connection, connection.counts()) else "bad_handshake"
         return "handshake_timeout" if time.monotonic() - connection.accepted_at > HANDSHAKE_S - 0.5 else "bad_handshake"
 
     def _shut(self, connection: _Connection, reason: str) -> None:
@@ -287,6 +286,27 @@ class ConnectionGuard(threading.Thread):
         elif self._drained_at[key[0]] > connection.over_since:  # else its messages may wait for their reader
             self._shut(connection, "multipart")
         return True
+
+
+def _duplicate(descriptor: int) -> socket.socket | None:
+    """Of a connection. None: it is gone and its number another thing's by now, or no descriptors are left; then HANDSHAKE_S
+    has to do."""
+    try:
+        copy = os.dup(descriptor)
+    except OSError:
+        return None
+    try:
+        duplicate = socket.socket(fileno=copy)
+    except OSError:  # no socket
+        os.close(copy)
+        return None
+    try:
+        if duplicate.type == socket.SOCK_STREAM and duplicate.getpeername() is not None:
+            return duplicate
+    except OSError:  # a socket of nobody, or of one who left
+        pass
+    duplicate.close()
+    return None
 
 
 def _raise_descriptor_limit() -> int:

@@ -11,6 +11,8 @@ from protocol.messages import EngineFacts
 LOGPROBS_MODE = "processed_logprobs"
 """vLLM's name for log-probs of the distribution that was sampled from (after temperature), which ratios need."""
 
+_SHOWN = 1000  # characters of what a peer sent at will
+
 
 @dataclass(frozen=True)
 class TrainerNeeds:
@@ -65,7 +67,7 @@ def problems(needs: TrainerNeeds, facts: EngineFacts, swap_mode: str = "adapter"
         )
     if tuple(facts.reward_names) != needs.reward_names:
         found.append(
-            f"the producer scores with {list(facts.reward_names)}, the trainer expects {list(needs.reward_names)}: "
+            f"the producer scores with {str(facts.reward_names)[:_SHOWN]}, the trainer expects {list(needs.reward_names)}: "
             "give both the same rewards section"
         )
     return found

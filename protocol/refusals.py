@@ -17,11 +17,12 @@ REASONS = (
     "wrong_server_key",  # takes this trainer for another one
     "wrong_identity",  # claims the name of another key
     "revoked",  # its key was taken out while it was connected
-    "bad_handshake",  # no ZMTP, or too many bytes of it
+    "bad_handshake",  # no ZMTP of version 3, or too many bytes of it
     "handshake_timeout",  # connected and did not finish its handshake
     "too_many_connections",  # one of more unfinished handshakes, or of more connections, than there may be
     "oversized",  # a frame above max_message_bytes, or one that is none
     "multipart",  # a message without end
+    "unreadable",  # a message of no known connection, or under a routing id that is too long
     "authenticator_dead",  # nobody is left to ask about its key
 )
 

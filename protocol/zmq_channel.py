@@ -3,7 +3,8 @@
 Guarantee: a message is sent whole or `send` says False; nothing waits in a queue for a peer that is not there
 (`IMMEDIATE`), no frame above `max_message_bytes` is accepted or sent, none is accepted of a kind that the other side does
 not send, and an endpoint is served by one process at a time. With keys, every message of a producer came under the key of
-the identity in its name and in its routing id; any other is refused.
+the identity in its name and in its routing id; any other is refused. Nothing that a peer sends raises here: what cannot be
+used is dropped whole and counted.
 """
 
 import os
@@ -34,6 +35,7 @@ _NOBLOCK, _PEER, _SRCFD = (
     int(zmq.NOBLOCK | zmq.SNDMORE),
     int(zmq.SRCFD),
 )  # enums cost more than a send
+_MAX_ROUTING_ID_BYTES = 255  # as ZMTP has it; libzmq takes longer ones, and every place that knows a peer keeps its own
 _FAREWELL_MS = 2000  # for the last control messages, such as Bye, when a connection is closed
 
 
@@ -54,12 +56,17 @@ def _configure(socket: zmq.Socket[bytes], endpoint: str, max_message_bytes: int)
     socket.setsockopt(zmq.RCVHWM, _SEND_HWM)
 
 
-def _receive(socket: "zmq.Socket[bytes]", kinds: Any, note_schema: Callable[[int], None]) -> Any:
-    """The message that comes next, one of `kinds`, or what is wrong with it. Keeps one frame of however many."""
+def _take(socket: "zmq.Socket[bytes]") -> tuple[bytes, int]:
+    """The next frame, and of how many it is the first. The others are dropped."""
     frame, num_frames = socket.recv(_NOBLOCK), 1
     while socket.get(zmq.RCVMORE):
         socket.recv()
         num_frames += 1
+    return frame, num_frames
+
+
+def _read(frame: bytes, num_frames: int, kinds: Any, note_schema: Callable[[int], None]) -> Any:
+    """The message in it, one of `kinds`, or what is wrong with it."""
     if num_frames > 1:
         return BadFrame(f"message of {num_frames} frames, expected 1", frame=frame)
     return received(frame, kinds, note_schema)
@@ -169,8 +176,10 @@ class ZmqServer:
         self._lanes = [socket for socket, _ in opened]
         for socket in self._lanes:
             socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            # Also without keys, when nobody answers for the domain: libzmq then refuses ZMTP 1 and 2, whose messages do not say
+            # which connection they came over, and lets in everybody else.
+            socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
             if keys is not None:
-                socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
                 socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
                 socket.setsockopt(zmq.CURVE_SERVER, 1)
                 socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.reveal())
@@ -218,15 +227,28 @@ class ZmqServer:
                 except zmq.Again:
                     self._guard.note_drained(lane)
                     break
-                peer = head.bytes
-                message = _receive(socket, ProducerMessage, partial(self._schemas.note, peer))
-                user = str(head.get("User-Id")).encode() if self._authorized is not None else b""
-                self._guard.note_delivery(lane, int(head.get(_SRCFD)), user)
-                if self._authorized is None or self._may_say(peer, message, user):
-                    arrived.append((peer, message))
+                message = self._receive(lane, head, *_take(socket))
+                if message is not None:
+                    arrived.append((head.bytes, message))
             if socket not in ready:
                 self._guard.note_drained(lane)
         return arrived
+
+    def _receive(self, lane: int, head: zmq.Frame, frame: bytes, num_frames: int) -> ProducerMessage | BadFrame | None:
+        """What has come under the routing id in `head`; None if it is refused."""
+        assert self._guard is not None
+        peer = head.bytes
+        try:
+            user = str(head.get("User-Id")).encode() if self._authorized is not None else b""
+            self._guard.note_delivery(lane, int(head.get(_SRCFD)), user)
+        except zmq.ZMQError:
+            self.refusals("unreadable", "a message that does not say which connection it came over")
+            return None
+        if len(peer) > _MAX_ROUTING_ID_BYTES:
+            self.refusals("unreadable", f"a message under a routing id of {len(peer)} bytes")
+            return None
+        message = _read(frame, num_frames, ProducerMessage, partial(self._schemas.note, peer))
+        return message if self._authorized is None or self._may_say(peer, message, user) else None
 
     def _may_say(self, peer: bytes, message: ProducerMessage | BadFrame, user: bytes) -> bool:
         """Whether the key that a message came with is that of the name it came under."""
@@ -338,7 +360,7 @@ class ZmqClient:
         for socket in self._sockets.wait(timeout_s):
             for _ in range(_BURST):
                 try:
-                    arrived.append(_receive(socket, TrainerMessage, self._schema.note))
+                    arrived.append(_read(*_take(socket), TrainerMessage, self._schema.note))
                 except zmq.Again:
                     break
         return arrived

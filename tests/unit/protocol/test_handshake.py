@@ -101,3 +101,9 @@ def test_every_problem_ends_with_its_fix() -> None:
 def test_more_or_fewer_reward_functions_are_refused(names: list[str]) -> None:
     [problem] = problems(NEEDS, msgspec.structs.replace(FACTS, reward_names=names))
     assert problem.startswith(f"the producer scores with {names}, ")
+
+
+def test_what_a_peer_sends_at_will_is_not_repeated_at_any_length() -> None:
+    """Whoever says hello again and again would fill the trainer's log, and a `Reject` that nobody can decode."""
+    [problem] = problems(NEEDS, msgspec.structs.replace(FACTS, reward_names=["\0" * 128] * 256))
+    assert len(problem) < 2000

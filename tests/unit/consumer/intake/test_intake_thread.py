@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from protocol.codec import encode
+from protocol.codec import CodecError, encode
 from protocol.messages import Ack, Bye, Heartbeat, Hello, Policy, PolicyInfo, Reject
 from tests.scripted import facts
 
@@ -29,6 +29,22 @@ def test_garbage_and_messages_of_the_wrong_side_are_counted_and_survived(
     assert trainer.replay.counts["bad_frames"] == len(frames) + 3
     assert len([record for record in caplog.records if "refused a frame: " in record.getMessage()]) == 5
     assert only(producer.say(answer(producer.leases[0])), Ack).outcome == "accepted"
+
+
+def test_a_message_whose_answer_cannot_be_sent_costs_itself_alone(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = start()
+    send = trainer.channel.send
+
+    def bounded(peer: bytes, message: Any) -> bool:
+        if isinstance(message, Reject):
+            raise CodecError("Reject is too large")
+        return send(peer, message)
+
+    trainer.channel.send = bounded
+    stranger = Producer(trainer, trainer.channel.connect("stranger"), "stranger")
+    assert stranger.hello(base_model_digest="a" * 64) == []
+    assert "has no answer that can be sent: Reject is too large" in caplog.text
+    assert only(trainer.producer().say(Heartbeat(0, 1, [], 0, 0.0)), Policy).policy.version == 0
 
 
 def test_a_message_of_the_wrong_side_is_named(start: Start, caplog: pytest.LogCaptureFixture) -> None:
