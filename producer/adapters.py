@@ -155,13 +155,13 @@ class AdapterRegistry:
         session, started = self._session, time.monotonic()
         adapter = self._adapter(policy, len(blob))
         if (problem := await self._load(adapter, policy, blob, is_verified)) is not None:
-            self._refuse(policy.version, problem)
+            self.refuse(policy.version, problem)
             return False
         loaded = time.monotonic()
         refusal = None if probe is None else await self._prove(adapter, probe)
         self._pins[adapter] = 0  # not before, or the end of any request would unload it in mid-proof
         if refusal is not None:
-            self._refuse(policy.version, refusal)
+            self.refuse(policy.version, refusal)
             await self.unload_idle()
             return False
         if session != self._session:  # its trainer died meanwhile
@@ -285,7 +285,8 @@ class AdapterRegistry:
             logger.warning("policy v%d cannot be proved: %s", adapter.version, error)
             return None
 
-    def _refuse(self, version: int, reason: str) -> None:
+    def refuse(self, version: int, reason: str) -> None:
+        """Notes that a version is not served, for the trainer, `/readyz` and the metrics."""
         counters, current = self._counters, self._current
         counters.failed_swaps += 1
         counters.refused_version, counters.refusal = version, reason[:_MAX_REASON]

@@ -381,6 +381,9 @@ class _Producer:
     def policy_arrived(self, arrival: Arrival) -> None:
         self._loop.call_soon_threadsafe(self._adapters.offer, arrival)
 
+    def policy_refused(self, policy: PolicyInfo, reason: str) -> None:
+        self._loop.call_soon_threadsafe(self._adapters.refuse, policy.version, reason)
+
     def fetched(self, policy: PolicyInfo, arrival: Arrival | None) -> None:
         if arrival is None:
             self._loop.call_soon_threadsafe(self._adapters.miss, policy)

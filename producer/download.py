@@ -1,12 +1,15 @@
 """The newest adapter on its way, as state machines without sockets.
 
 Guarantee: every policy announced is handed over exactly once, with its probe and every byte in its place, whichever messages
-were lost, repeated or reordered, unless a newer one supersedes it; what has arrived is not asked for again, also after a
-reconnect.
+were lost, repeated or reordered, unless a newer one supersedes it, or it is refused because it does not fit the memory; what has
+arrived is not asked for again, also after a reconnect.
 """
 
 import time
+from collections.abc import Callable
 from itertools import islice
+
+import psutil
 
 from producer.interfaces import Arrival
 from producer.probe import probe_of
@@ -26,21 +29,20 @@ class BlobDownload:
     def __init__(self, policy: PolicyInfo, chunk_bytes: int, announced_at: float) -> None:
         self.policy = policy
         self.announced_at = announced_at
-        self._lengths = {
-            offset: min(chunk_bytes, policy.num_bytes - offset) for offset in range(0, policy.num_bytes, chunk_bytes)
-        }
+        self._chunk_bytes = chunk_bytes
+        self._offsets = range(0, policy.num_bytes, chunk_bytes)
         self._chunks: dict[int, bytes] = {}
         self._asked_at: dict[int, float] = {}
 
     def due_requests(self, now: float) -> list[BlobRequest]:
         """What to ask for now: the window's free places, and requests that stayed unanswered too long."""
         requests = []
-        missing = (offset for offset in self._lengths if offset not in self._chunks)
+        missing = (offset for offset in self._offsets if offset not in self._chunks)
         for offset in islice(missing, _WINDOW):
             asked_at = self._asked_at.get(offset)
             if asked_at is None or now - asked_at >= _REPEAT_AFTER_S:
                 self._asked_at[offset] = now
-                requests.append(BlobRequest(self.policy.digest, offset, self._lengths[offset]))
+                requests.append(BlobRequest(self.policy.digest, offset, self._length(offset)))
         return requests
 
     def forget_requests(self) -> None:
@@ -51,32 +53,52 @@ class BlobDownload:
         """The whole blob, when this chunk was the last one missing."""
         if chunk.digest != self.policy.digest or chunk.offset in self._chunks:
             return None
-        if len(chunk.data) != self._lengths.get(chunk.offset):
+        if chunk.offset not in self._offsets or len(chunk.data) != self._length(chunk.offset):
             return None
         self._chunks[chunk.offset] = chunk.data
-        if len(self._chunks) < len(self._lengths):
+        if len(self._chunks) < len(self._offsets):
             return None
-        return b"".join(self._chunks[offset] for offset in self._lengths)
+        return b"".join(self._chunks[offset] for offset in self._offsets)
+
+    def _length(self, offset: int) -> int:
+        return min(self._chunk_bytes, self.policy.num_bytes - offset)
+
+
+def _free_memory() -> int:
+    return int(psutil.virtual_memory().available)
 
 
 class PolicyDownload:
-    """Follows the announced policies and gets the newest: its offer first, then the file that this names, or the chunks."""
+    """Follows the announced policies and gets the newest: its offer first, then the file that this names, or the chunks.
 
-    def __init__(self, chunk_bytes: int) -> None:
+    Args:
+        free_memory: in bytes, now.
+    """
+
+    def __init__(self, chunk_bytes: int, free_memory: Callable[[], int] = _free_memory) -> None:
         self._chunk_bytes = chunk_bytes
+        self._free_memory = free_memory
         self._announced: PolicyInfo | None = None
         self._download: BlobDownload | None = None
         self._offer: PolicyOffer | None = None
         self._offer_asked_at: float | None = None
         self._reads_file = False
 
-    def announce(self, policy: PolicyInfo) -> None:
-        """The newest policy; said again and again, so only a change counts."""
-        if policy != self._announced:
-            self._announced = policy
-            self._download = BlobDownload(policy, self._chunk_bytes, time.monotonic())
-            self._offer = self._offer_asked_at = None
-            self._reads_file = False
+    def announce(self, policy: PolicyInfo) -> str | None:
+        """The newest policy; said again and again, so only a change counts. Returns why it is refused, once, if it is."""
+        if policy == self._announced:
+            return None
+        self._announced, self._download = policy, None
+        self._offer = self._offer_asked_at = None
+        self._reads_file = False
+        free = self._free_memory()
+        if 2 * policy.num_bytes > free:  # its chunks, and what they are put together to
+            return (
+                f"it is {policy.num_bytes} bytes large, and taking it needs twice that: this host has {free} bytes of memory "
+                "free. Give it more, or train a smaller adapter (lora.r)"
+            )
+        self._download = BlobDownload(policy, self._chunk_bytes, time.monotonic())
+        return None
 
     def due_requests(self, now: float, *, knows_offers: bool = True) -> list[PolicyRequest | BlobRequest]:
         """

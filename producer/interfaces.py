@@ -182,6 +182,9 @@ class LinkEvents(Protocol):
 
     def policy_arrived(self, arrival: Arrival) -> None: ...
 
+    def policy_refused(self, policy: PolicyInfo, reason: str) -> None:
+        """It is not taken from the trainer."""
+
     def fetched(self, policy: PolicyInfo, arrival: Arrival | None) -> None:
         """What `Link.fetch` asked for; None: the trainer does not have it."""
 

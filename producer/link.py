@@ -204,7 +204,10 @@ class Link(threading.Thread):
             policy = self._asked.get_nowait()
             if policy != self._fetching:
                 self._fetching = policy
-                self._fetch.announce(policy)
+                if (refusal := self._fetch.announce(policy)) is not None:
+                    logger.error("policy v%d cannot be evaluated here: %s", policy.version, refusal)
+                    self._forget_fetch()
+                    self._events.fetched(policy, None)
 
     def _arrive(self, arrived: Arrival | None) -> None:
         if arrived is not None:
@@ -260,10 +263,10 @@ class Link(threading.Thread):
                     self._events.leased(message)
             case Ack(lease_id):
                 self._counters.settled += self._outbox.settle(lease_id)
-                self._download.announce(message.policy)
+                self._announce(message.policy)
             case Policy(policy):
                 self._events.evaluates(message.evaluates)
-                self._download.announce(policy)
+                self._announce(policy)
             case Nack():
                 self._drop(message)
             case BlobChunk():
@@ -311,7 +314,11 @@ class Link(threading.Thread):
         self._run_id, self._session = welcome.run_id, welcome.session
         self._connection.note_welcome()
         self._sender.start_over(welcome.heartbeat_interval_s)
-        self._download.announce(welcome.policy)
+        self._announce(welcome.policy)
+
+    def _announce(self, policy: PolicyInfo) -> None:
+        if (refusal := self._download.announce(policy)) is not None:
+            self._events.policy_refused(policy, refusal)
 
     def _drop(self, nack: Nack) -> None:
         if self._outbox.abandon(nack.lease_id):

@@ -27,6 +27,9 @@ Sha256 = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 LeaseIds = Annotated[list[Name], Meta(max_length=65_536)]
 Version = Annotated[int, Meta(ge=0, le=2**31)]
 
+LARGEST_POLICY_BYTES = 2**40
+"""No adapter is nearly as large. Who takes one looks at its memory, too."""
+
 
 class EngineFacts(Struct, frozen=True, forbid_unknown_fields=True):
     """What an engine is, compared with what the trainer needs before any work starts (see `protocol.handshake`)."""
@@ -46,7 +49,7 @@ class PolicyInfo(Struct, frozen=True, forbid_unknown_fields=True):
 
     version: Version
     digest: Sha256
-    num_bytes: Count
+    num_bytes: Annotated[int, Meta(ge=0, le=LARGEST_POLICY_BYTES)]
 
 
 class Sampling(Struct, frozen=True, forbid_unknown_fields=True):

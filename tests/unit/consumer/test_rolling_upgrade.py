@@ -77,6 +77,8 @@ class Worker:
     def policy_arrived(self, arrival: Arrival) -> None:
         self.blobs.append(arrival.blob)
 
+    def policy_refused(self, policy: PolicyInfo, reason: str) -> None: ...
+
     def ended(self, error: BaseException | None) -> None:
         self.outcome.append(error)
 

@@ -2,12 +2,13 @@
 
 import random
 import struct
+import tracemalloc
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from producer.download import BlobDownload, PolicyDownload
-from protocol.messages import BlobChunk, BlobRequest, PolicyInfo, PolicyOffer, PolicyRequest
+from protocol.messages import LARGEST_POLICY_BYTES, BlobChunk, BlobRequest, PolicyInfo, PolicyOffer, PolicyRequest
 
 DIGEST = "a" * 64
 
@@ -128,3 +129,29 @@ def test_a_policy_is_fetched_again_after_its_blob_was_missing_or_the_trainer_cha
         following.announce(policy)
         assert len(following.due_requests(0.0)) == 1
         forget()
+
+
+def test_a_policy_that_does_not_fit_the_memory_is_refused_once_before_any_of_it_is_taken():
+    room = 10**9
+    following = PolicyDownload(1024, lambda: room)
+    huge = PolicyInfo(1, "a" * 64, LARGEST_POLICY_BYTES)
+    refusal = following.announce(huge)
+    assert refusal == (
+        f"it is {LARGEST_POLICY_BYTES} bytes large, and taking it needs twice that: this host has 1000000000 bytes of memory "
+        "free. Give it more, or train a smaller adapter (lora.r)"
+    )
+    assert following.announce(huge) is None, "said once"
+    assert following.due_requests(0.0) == []
+    assert following.announce(PolicyInfo(2, "b" * 64, room // 2)) is None
+    assert following.due_requests(0.0) == [PolicyRequest("b" * 64)]
+
+
+def test_the_largest_download_takes_no_memory_before_its_bytes_do():
+    tracemalloc.start()
+    try:
+        started = BlobDownload(PolicyInfo(3, DIGEST, LARGEST_POLICY_BYTES), 1024, 0.0)
+        assert [request.offset for request in started.due_requests(0.0)] == [0, 1024, 2048, 3072]
+        started.receive(BlobChunk(DIGEST, LARGEST_POLICY_BYTES - 1024, bytes(1024)))
+        assert tracemalloc.get_traced_memory()[1] < 100_000
+    finally:
+        tracemalloc.stop()

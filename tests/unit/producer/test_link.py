@@ -15,6 +15,7 @@ from protocol.config import TransportSection
 from protocol.errors import IncompatiblePeerError
 from protocol.loopback import LoopbackServer
 from protocol.messages import (
+    LARGEST_POLICY_BYTES,
     Ack,
     BlobRequest,
     Bye,
@@ -50,6 +51,7 @@ class Events:
         self.abandoned_ids: list[str] = []
         self.blobs: list[tuple[int, bytes]] = []
         self.probes: list[Probe | None] = []
+        self.refusals: list[tuple[int, str]] = []
         self.fullness: list[bool] = []
         self.outcome: list[BaseException | None] = []
         self.fetches: list[tuple[int, bytes | None]] = []
@@ -76,6 +78,9 @@ class Events:
     def policy_arrived(self, arrival: Arrival) -> None:
         self.blobs.append((arrival.policy.version, arrival.blob))
         self.probes.append(arrival.probe)
+
+    def policy_refused(self, policy: PolicyInfo, reason: str) -> None:
+        self.refusals.append((policy.version, reason))
 
     def outbox_full(self, full: bool) -> None:
         self.fullness.append(full)
@@ -211,6 +216,22 @@ def test_an_older_policy_is_fetched_beside_the_newest_once_or_is_known_to_be_gon
     assert setup.events.blobs == [(0, setup.blob)]
     setup.link.fetch(policy(2, older))
     setup.wait_for(lambda: len(setup.events.fetches) == 3)
+
+
+def test_a_policy_that_no_memory_holds_is_refused_and_the_next_one_served(setup):
+    setup.start()
+    setup.wait_for(lambda: setup.events.blobs)
+    setup.trainer.policy = PolicyInfo(1, "f" * 64, LARGEST_POLICY_BYTES)
+    setup.trainer.send(Policy(setup.trainer.policy))
+    setup.wait_for(lambda: setup.events.refusals)
+    setup.link.fetch(setup.trainer.policy)
+    setup.wait_for(lambda: setup.events.fetches)
+    setup.trainer.publish(policy(2, b"small"), b"small")
+    setup.wait_for(lambda: len(setup.events.blobs) == 2)
+    [(version, reason)] = setup.events.refusals
+    assert version == 1
+    assert reason.startswith("it is 1099511627776 bytes large")
+    assert (setup.events.fetches, setup.events.blobs[1]) == ([(1, None)], (2, b"small"))
 
 
 @pytest.mark.long

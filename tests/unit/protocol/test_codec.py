@@ -206,6 +206,11 @@ def test_a_damaged_frame_is_not_taken_for_another_release() -> None:
         (m.Heartbeat, {"policy_version": -2}, "Expected `int` >= -1 - at `$.policy_version`"),
         (m.Heartbeat, {"policy_version": 2**31 + 1}, "Expected `int` <= 2147483648 - at `$.policy_version`"),
         (m.Heartbeat, {"policy_version": True}, "Expected `int`, got `bool` - at `$.policy_version`"),
+        (
+            m.Ack,
+            {"policy": {"version": 0, "digest": SHA, "num_bytes": 2**40 + 1}},
+            "Expected `int` <= 1099511627776 - at `$.policy.num_bytes`",
+        ),
         (m.Heartbeat, {"tokens_generated": 2**53 + 1}, "Expected `int` <= 9007199254740992 - at `$.tokens_generated`"),
         (m.Heartbeat, {"tokens_generated": 2**64 - 1}, "Expected `int` <= 9007199254740992 - at `$.tokens_generated`"),
         (m.Heartbeat, {"capacity": -1}, "Expected `int` >= 0 - at `$.capacity`"),

@@ -31,7 +31,9 @@ def test_garbage_and_messages_of_the_wrong_side_are_counted_and_survived(
     assert only(producer.say(answer(producer.leases[0])), Ack).outcome == "accepted"
 
 
-def test_a_message_whose_answer_cannot_be_sent_costs_itself_alone(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_message_whose_answer_cannot_be_sent_costs_itself_alone(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
     trainer = start()
     send = trainer.channel.send
 
