@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from consumer.trainer import SlipstreamTrainer
 
 
+_MOST_LOGS = 100  # that transformers keeps and writes into checkpoints; steps.jsonl has all of them
 _EFFECTIVE_SHARE = "sampling/importance_sampling_ratio/effective_sample_share"
 
 
@@ -129,6 +130,7 @@ class RunControl(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
         self._report.logged(logs)
+        del state.log_history[:-_MOST_LOGS]
 
     def save_if_needed(self, first_step: int) -> None:
         """Commits a checkpoint of this moment, unless nothing was trained since the last one."""

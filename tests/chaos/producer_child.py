@@ -5,23 +5,15 @@ Guarantee: every acknowledgement that reaches this process is on the disk before
 groups have equal tokens, so that digests tell them apart.
 """
 
-import asyncio
 import importlib
-import os
-import random
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-from producer.interfaces import AdapterRefusedError, Completion
-from protocol.digests import base_model_digest, tokenizer_digest
+from tests import scripted_engine
 from tests.chaos.aims import Aim
 from tests.chaos.evidence import EvidenceLog, digest_of_message
-from tests.scripted import facts
 
 _USED = ("producer.daemon", "producer.cli")
-_FAST_S, _SLOW_S, _SHARE_SLOW = 0.03, 0.9, 0.4  # so slow that the trainer waits, and groups stand in
 
 
 def preload() -> None:
@@ -35,66 +27,12 @@ def preload() -> None:
 def main(request: dict[str, Any]) -> int:
     log = EvidenceLog(Path(request["evidence"]))
     aim = Aim(*request.get("aim", ()))
-    stand_in = ModuleType("producer.engine")
-    stand_in.Engine = _engine_class(aim)  # type: ignore[attr-defined]
-    sys.modules["producer.engine"] = stand_in
+    scripted_engine.install(reach=aim.reach)
     _watch(log, aim)
     from producer import cli
 
     log.note("process", argv=request["argv"])
     return cli.main()
-
-
-def _engine_class(aim: Aim) -> type:
-    class Engine:
-        max_num_seqs = 8
-
-        def __init__(self, config: Any, num_gpus: int) -> None:
-            self.folder = Path(config.model.path)
-            self.facts = facts(
-                base_model_digest=base_model_digest(self.folder),
-                tokenizer_digest=tokenizer_digest(self.folder),
-                reward_names=list(config.reward_names),
-            )
-            self._random = random.Random(os.urandom(16))
-
-        async def warm_up(self) -> None: ...
-
-        async def generate(self, prompt_ids: Any, sampling: Any, adapter: Any, cut: Any) -> list[Completion]:
-            aim.reach("generate.begin")
-            chance = self._random
-            await asyncio.sleep(chance.uniform(0, _SLOW_S if chance.random() < _SHARE_SLOW else _FAST_S))
-            aim.reach("generate.half")
-            await asyncio.sleep(0)
-            longest = sampling.max_completion_length
-            lengths = [chance.randint(1, longest) for _ in range(sampling.num_generations)]
-            aim.reach("generate.done")
-            return [
-                Completion(
-                    [chance.randrange(3, 40) for _ in range(length)],
-                    [-chance.uniform(0.1, 4.0) for _ in range(length)],
-                    length == longest,
-                )
-                for length in lengths
-            ]
-
-        async def score(self, token_ids: Any, adapter: Any) -> list[float]:
-            raise AdapterRefusedError("there are no weights here")
-
-        def load(self) -> None:
-            return None
-
-        async def load_adapter(self, adapter: Any) -> None: ...
-
-        def adopt_adapter(self, adapter: Any) -> None: ...
-
-        async def unload_adapter(self, adapter: Any) -> None: ...
-
-        def check_alive(self) -> None: ...
-
-        def shutdown(self) -> None: ...
-
-    return Engine
 
 
 def _watch(log: EvidenceLog, aim: Aim) -> None:

@@ -220,6 +220,16 @@ def test_numbers_of_a_step_are_over_all_its_micro_batches(tmp_path: Path, one_la
     assert logged[f"{name}/min"] > min(column(run, f"{name}/min")), "TRL's is the mean of minima"
 
 
+def test_transformers_record_of_what_was_logged_does_not_grow_with_the_run(
+    tmp_path: Path, one_layer_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_control_module, "_MOST_LOGS", 3)
+    run = Run(tmp_path, one_layer_model, trainer={"max_steps": 6, "save_steps": 5})
+    assert [entry["step"] for entry in run.trainer.state.log_history[:2]] == [5, 6]
+    saved = json.loads((run.config.checkpoints_dir / "checkpoint-5" / "trainer_state.json").read_text())
+    assert [entry["step"] for entry in saved["log_history"]] == [3, 4, 5]
+
+
 def test_a_stop_request_ends_the_run_with_a_committed_checkpoint(tmp_path: Path, one_layer_model: Path) -> None:
     run = Run(tmp_path, one_layer_model, stop_at=2)
     assert run.trainer.state.global_step == 2

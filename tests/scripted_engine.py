@@ -1,0 +1,158 @@
+"""A stand-in for `producer.engine`, for tests that run the real `rl-producer` without vLLM.
+
+Guarantee: everything around the engine is the product's own; completions are random tokens that the small models of
+`tests.integration.models` know, after random times, some of them long. Clients and agents of the endpoint get answers too,
+whole or as a stream.
+"""
+
+import asyncio
+import json
+import os
+import random
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from producer.interfaces import Adapter, AdapterRefusedError, Completion
+from producer.served_calls import Answer, Call, Sampled, Stream
+from producer.served_requests import ServedRequest
+from protocol.digests import base_model_digest, tokenizer_digest
+from tests.scripted import facts
+
+_LOWEST_TOKEN, _HIGHEST_TOKEN = 3, 40
+_PIECES = 4  # of a streamed answer
+
+
+class Pace(NamedTuple):
+    """How long a group takes: up to `fast_s`, and `share_slow` of them up to `slow_s`."""
+
+    fast_s: float = 0.03
+    slow_s: float = 0.9
+    share_slow: float = 0.4  # so many and so slow that the trainer waits, and groups stand in
+
+    def draw(self, chance: random.Random) -> float:
+        return chance.uniform(0, self.slow_s if chance.random() < self.share_slow else self.fast_s)
+
+
+DEFAULT_PACE = Pace()
+
+
+def install(
+    pace: Pace = DEFAULT_PACE, seed: int | None = None, reach: Callable[[str], None] = lambda point: None
+) -> None:
+    """Whoever imports `producer.engine` in this process gets the stand-in.
+
+    Args:
+        seed: of what is sampled. None: no two processes sample the same.
+        reach: called at the points `generate.begin`, `.half` and `.done`.
+    """
+    chance = random.Random(os.urandom(16) if seed is None else seed)
+
+    class Bound(Engine):
+        def __init__(self, config: Any, num_gpus: int) -> None:
+            super().__init__(config, pace, chance, reach)
+
+    stand_in = ModuleType("producer.engine")
+    stand_in.Engine = Bound  # type: ignore[attr-defined]
+    sys.modules["producer.engine"] = stand_in
+
+
+class Engine:
+    max_num_seqs = 8
+
+    def __init__(self, config: Any, pace: Pace, chance: random.Random, reach: Callable[[str], None]) -> None:
+        self.folder = Path(config.model.path)
+        self.facts = facts(
+            base_model_digest=base_model_digest(self.folder),
+            tokenizer_digest=tokenizer_digest(self.folder),
+            reward_names=list(config.reward_names),
+        )
+        self._pace = pace
+        self._random = chance
+        self._reach = reach
+
+    async def warm_up(self) -> None: ...
+
+    async def generate(self, prompt_ids: Any, sampling: Any, adapter: Any, cut: Any) -> list[Completion]:
+        self._reach("generate.begin")
+        await asyncio.sleep(self._pace.draw(self._random))
+        self._reach("generate.half")
+        await asyncio.sleep(0)
+        longest = sampling.max_completion_length
+        lengths = [self._random.randint(1, longest) for _ in range(sampling.num_generations)]
+        self._reach("generate.done")
+        return [Completion(*sample(self._random, length), truncated=length == longest) for length in lengths]
+
+    async def score(self, token_ids: Any, adapter: Any) -> list[float]:
+        raise AdapterRefusedError("there are no weights here")
+
+    def openai_server(self, config: Any) -> "OpenAIServer":
+        return OpenAIServer(self._pace, self._random, config.sampling.max_completion_length)
+
+    def load(self) -> None:
+        return None
+
+    async def load_adapter(self, adapter: Adapter) -> None: ...
+
+    def adopt_adapter(self, adapter: Adapter) -> None: ...
+
+    async def unload_adapter(self, adapter: Adapter) -> None: ...
+
+    def check_alive(self) -> None: ...
+
+    def shutdown(self) -> None: ...
+
+
+class OpenAIServer:
+    """In the place of vLLM's serving classes (`producer.openai_server`)."""
+
+    def __init__(self, pace: Pace, chance: random.Random, longest: int) -> None:
+        self._pace = pace
+        self._random = chance
+        self._longest = longest
+
+    async def answer(self, request: ServedRequest, call: Call) -> Answer | Stream:
+        await asyncio.sleep(self._pace.draw(self._random))
+        sampled = call.of(call.id, 0, _tokens_of(request))
+        if request.streams:
+            events = self._events(sampled, call)
+            call.generators.append(events)
+            return Stream(events)
+        self._sample_more(sampled, call, self._random.randint(1, self._longest))
+        sampled.finish_reason = "stop"
+        usage = {"prompt_tokens": len(sampled.prompt_ids), "completion_tokens": len(sampled.token_ids)}
+        choice = {"index": 0, "text": "?", "message": {"role": "assistant", "content": "?"}, "finish_reason": "stop"}
+        return Answer({"id": call.id, "created": int(time.time()), "choices": [choice], "usage": usage})
+
+    async def _events(self, sampled: Sampled, call: Call) -> AsyncIterator[str]:
+        for number in range(_PIECES):
+            await asyncio.sleep(self._pace.draw(self._random) / _PIECES)
+            self._sample_more(sampled, call, 1)
+            sampled.finish_reason = "stop" if number + 1 == _PIECES else None
+            choice = {"index": 0, "delta": {"content": "?"}, "finish_reason": sampled.finish_reason}
+            yield f"data: {json.dumps({'id': call.id, 'choices': [choice]})}\n\n"
+        yield "data: [DONE]\n\n"
+
+    def _sample_more(self, sampled: Sampled, call: Call, length: int) -> None:
+        token_ids, logprobs = sample(self._random, length)
+        sampled.token_ids += token_ids
+        sampled.logprobs += logprobs
+        sampled.token_versions += [call.adapter.version] * length
+
+
+def _tokens_of(request: ServedRequest) -> list[int]:
+    """One for each character."""
+    messages = request.fields.get("messages")
+    text = request.fields["prompt"] if messages is None else "".join(message["content"] for message in messages)
+    return [_LOWEST_TOKEN + ord(character) % (_HIGHEST_TOKEN - _LOWEST_TOKEN) for character in text]
+
+
+def sample(chance: random.Random, length: int) -> tuple[list[int], list[float]]:
+    """So many tokens and their log-probs."""
+    return (
+        [chance.randrange(_LOWEST_TOKEN, _HIGHEST_TOKEN) for _ in range(length)],
+        [-chance.uniform(0.1, 4.0) for _ in range(length)],
+    )

@@ -1,0 +1,23 @@
+"""`rl-producer` around the scripted engine, for a soak; with leaks where the harness asks for them.
+
+Guarantee: but for the engine and the leaks it is the real command.
+"""
+
+from typing import Any
+
+from tests import scripted_engine
+from tests.chaos.producer_child import preload
+from tests.soak import leaks
+
+__all__ = ["main", "preload"]
+
+_PACE = scripted_engine.Pace(fast_s=0.2, slow_s=2.0, share_slow=0.1)  # leaves the cores time for what is measured
+
+
+def main(request: dict[str, Any]) -> int:
+    scripted_engine.install(_PACE, request["seed"])
+    if request["plant"]:
+        leaks.plant()
+    from producer import cli
+
+    return cli.main()
