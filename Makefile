@@ -4,13 +4,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 SEED ?= 1
+HOURS ?= 1
 PREFIX ?= /opt/slipstream
 DESTDIR ?=
 BACKEND := $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)
 STAMP := $(VENV)/.installed-$(BACKEND)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test unit check docs chaos fuzz bench bench-overlap bench-journal bench-offpolicy bench-sparse bench-metrics bench-swap bench-swap-modes bench-transport bench-scale bench-startup bench-admission bench-in-flight bench-trainer-step install-systemd uninstall-systemd clean
+.PHONY: help demo test unit check docs chaos soak fuzz bench bench-overlap bench-journal bench-offpolicy bench-sparse bench-metrics bench-swap bench-swap-modes bench-transport bench-scale bench-startup bench-admission bench-in-flight bench-trainer-step install-systemd uninstall-systemd clean
 
 help: ## show this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -20,8 +21,8 @@ demo: $(STAMP) ## teach a small model arithmetic with a real vLLM producer and a
 
 test: unit ## run every test
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m long tests/unit tests/contract
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not alone" tests/integration tests/chaos tests/faults
-	$(BIN)/python -m pytest -m alone tests/integration tests/chaos tests/faults
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not alone" tests/integration tests/chaos tests/faults tests/soak
+	$(BIN)/python -m pytest -m alone tests/integration tests/chaos tests/faults tests/soak
 
 unit: $(STAMP) ## run the unit tests but for the long ones
 	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not long" tests/unit tests/contract
@@ -42,6 +43,9 @@ docs: $(STAMP) ## regenerate docs/configuration.md, docs/metrics.md and Grafana'
 
 chaos: $(STAMP) ## kill real daemons some 200 times and check that nothing is lost or trained twice (SEED=1)
 	$(BIN)/python -m tests.chaos --kills 200 --seed $(SEED) --out runs/chaos/summary.json
+
+soak: $(STAMP) ## both daemons under a mixed load, and what of theirs grows (HOURS=1, SEED=1)
+	$(BIN)/python -m tests.soak --hours $(HOURS) --seed $(SEED) --out runs/soak/summary.json
 
 fuzz: $(STAMP) ## a million spoiled frames against the codec, about a minute (SEED=1)
 	$(BIN)/python -m tests.fuzz.frames --count 1000000 --seed $(SEED)

@@ -18,6 +18,7 @@ import httpx
 
 from tests.soak.run_folder import RunFolder
 
+_AGENTS = 8
 _TIMEOUT_S = 20.0
 _PAUSE_S = 0.2
 _MESSAGES = [{"role": "user", "content": "1+1="}]
@@ -35,7 +36,7 @@ class Clients:
         for run in runs:
             work += [(ask, run.run_dir), (be_rude, run.run_dir)]
             if run.has_agents:
-                work += [(do_task, run.run_dir)] * 5
+                work += [(do_task, run.run_dir)] * _AGENTS
         self._threads = [
             threading.Thread(target=self._repeat, args=(*each, random.Random(1000 * seed + number)), daemon=True)
             for number, each in enumerate(work)

@@ -11,6 +11,7 @@ import time
 
 from tests.soak.samples import SHARED_MEMORY, scratch_of
 
+PLANTED = ("sleep", "7200")
 _EVERY_S = 1.0
 _BYTES = 2**20
 
@@ -26,7 +27,7 @@ def _leak() -> None:
         kept.append(b"\1" * _BYTES)
         kept.append(os.open(os.devnull, os.O_RDONLY))
         threading.Thread(target=threading.Event().wait, daemon=True).start()
-        kept.append(subprocess.Popen(["sleep", "3600"]))
+        kept.append(subprocess.Popen(PLANTED))
         for folder in scratch_of(os.getpid()):
             if folder.parent == SHARED_MEMORY:
                 (folder / f"planted-{len(kept)}").touch()

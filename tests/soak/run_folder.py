@@ -78,6 +78,7 @@ def _write_run(folder: Path, name: str, seed: int) -> RunFolder:
     values = _shared(folder, seed) | {"run_dir": str(run.run_dir)}
     computed = {"function": f"{folder / 'rewards.py'}:parity"}
     if run.has_agents:
+        values["pipeline"]["groups_per_step"] = 2  # as fast as agents are
         values["rewards"]["functions"] = [computed, {"posted": "judged"}]
     else:
         values["rewards"]["functions"] = [computed]
@@ -111,7 +112,7 @@ def _shared(folder: Path, seed: int) -> dict[str, Any]:
             "max_steps": 10_000_000,
             "learning_rate": 1e-4,
             "lr_scheduler_type": "constant",
-            "save_steps": 20,
+            "save_steps": 10,
             "save_total_limit": 2,
             "gradient_checkpointing": False,
         },

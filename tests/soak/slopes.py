@@ -33,9 +33,6 @@ class Slope(NamedTuple):
     low: float
     high: float
 
-    def scaled(self, factor: float) -> "Slope":
-        return Slope(self.value * factor, self.low * factor, self.high * factor)
-
 
 def slope(x: Sequence[float], y: Sequence[float]) -> Slope | None:
     """Of a series in the order of `x`, which does not fall; None if it is too short to tell anything.
@@ -46,11 +43,7 @@ def slope(x: Sequence[float], y: Sequence[float]) -> Slope | None:
     num_blocks = min(MOST_BLOCKS, len(x) // SAMPLES_PER_BLOCK)
     if num_blocks < FEWEST_BLOCKS:
         return None
-    places = np.array([np.median(block) for block in np.array_split(np.asarray(x, float), num_blocks)])
-    # The lower quartile is one of the samples, so that counts stay whole numbers.
-    floors = np.array(
-        [np.quantile(block, _FLOOR, method="lower") for block in np.array_split(np.asarray(y, float), num_blocks)]
-    )
+    places, floors = (_floors(values, num_blocks) for values in (x, y))
     first, second = np.triu_indices(num_blocks, 1)
     runs = places[second] - places[first]
     rises = (floors[second] - floors[first])[runs > 0]
@@ -59,8 +52,14 @@ def slope(x: Sequence[float], y: Sequence[float]) -> Slope | None:
         return None
     value = float(np.median(slopes))
     half = _TWO_SIDED_95 * _spread(floors) * math.sqrt(_memory(floors - value * places)) / 2
-    return Slope(value, float(slopes[_within(math.floor(len(slopes) / 2 - half), slopes)]),
-                 float(slopes[_within(math.ceil(len(slopes) / 2 + half) - 1, slopes)]))  # fmt: skip
+    low, high = math.floor(len(slopes) / 2 - half) - 1, math.ceil(len(slopes) / 2 + half)
+    return Slope(value, float(slopes[_within(low, slopes)]), float(slopes[_within(high, slopes)]))
+
+
+def _floors(values: Sequence[float], num_blocks: int) -> NDArray[np.float64]:
+    """The lower quartile of each block. It is one of the samples, so that counts stay whole numbers."""
+    blocks = np.array_split(np.asarray(values, float), num_blocks)
+    return np.array([np.quantile(block, _FLOOR, method="lower") for block in blocks])
 
 
 def _spread(values: NDArray[np.float64]) -> float:

@@ -1,0 +1,30 @@
+"""The short form of `make soak`: in so little time memory says nothing yet, but what is not given back does."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.soak.__main__ import run
+from tests.soak.leaks import PLANTED
+from tests.soak.load import Plan
+from tests.soak.picture import draw
+from tests.soak.report import Bounds
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
+
+BOUNDS = Bounds(memory_per_hour=1e9, memory_per_1000_groups=5e7, counts_per_hour=360.0)
+"""Planted is a MB and one of each a second. Less than one in ten seconds may be a pool that fills."""
+
+
+def test_the_planted_leaks_are_found_and_nothing_else(short_dir: Path) -> None:
+    plan = Plan(duration_s=80.0, seed=3, plant=True)
+    summary, record = run(short_dir, plan, BOUNDS)
+    grows = {(row["name"], row["kind"]) for row in summary["slopes"] if row["grows"]}
+    kinds = ("rss_bytes", "descriptors", "threads", "processes", "files_in_shared_memory")
+    assert grows == {("agents: producer 1", kind) for kind in kinds}, summary["problems"]
+    judged = {row["name"] for row in summary["slopes"]}
+    assert {"evaluated: trainer 1", "evaluated: producer 1", "agents: producer 1", "evaluated", "agents"} <= judged
+    assert not any("no load" in problem for problem in summary["problems"])
+    assert set(record.left) <= {f"process: {' '.join(PLANTED)}"}
+    draw(record, plan.warm_up_s, short_dir / "soak.png")
+    assert (short_dir / "soak.png").stat().st_size > 10_000
