@@ -79,6 +79,7 @@ async def _measure(scratch: Path, arguments: argparse.Namespace) -> dict[str, An
             metrics = ProducerMetrics(CollectorRegistry())
             folder, proof = scratch / "adapters", SwapProof(TOLERANCES["float32"])
             adapters = AdapterRegistry(watched, lambda num_bytes: folder, proof, counters, metrics, timeline)
+            unloading = asyncio.create_task(adapters.unload_released())
             swaps = _Swaps(adapters, blobs)
             for index in range(arguments.repeat):
                 order = MODES[index % 3 :] + MODES[: index % 3]
@@ -87,6 +88,7 @@ async def _measure(scratch: Path, arguments: argparse.Namespace) -> dict[str, An
                 arguments.out.write_text(json.dumps(_report(turns), indent=1), encoding="utf-8")
             adapters.follow(PolicyInfo(0, "0" * 64, 0))
             await adapters.unload_idle()
+            unloading.cancel()
     finally:
         engine.shutdown()
         await asyncio.sleep(0.1)

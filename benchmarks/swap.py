@@ -81,7 +81,7 @@ class Traffic:
         from vllm.sampling_params import RequestOutputKind
 
         while True:
-            async with self.pin() as adapter:
+            with self.pin() as adapter:
                 params = SamplingParams(
                     max_tokens=_LENGTH, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.DELTA
                 )
@@ -187,6 +187,7 @@ class Side:
         with_lora = engine._merged is None
         side.traffic = Traffic(engine._llm, side.registry.pin, with_lora)
         side.streams = [asyncio.create_task(side.traffic.stream(number)) for number in range(_NUM_STREAMS)]
+        side.streams.append(asyncio.create_task(side.registry.unload_released()))
         await side.traffic.flows.wait()
         await asyncio.sleep(_AROUND_S)
         return side

@@ -2,7 +2,8 @@
 
 Guarantee: a request runs on the adapter it pinned to its end. Every load has a name, an id and a folder of its own; a
 superseded version is unloaded, and its folder deleted after that, only when nothing pins it and it is not the one that is
-evaluated. A version that cannot be loaded, or that the engine does not compute as the trainer does, changes nothing: the one
+evaluated. Who lets a version go does not wait for that and cannot be cancelled in the middle of it: the registry's own task
+unloads. A version that cannot be loaded, or that the engine does not compute as the trainer does, changes nothing: the one
 before stays current. An evaluated version that is not here any more is fetched and loaded beside the current one; an engine
 that has one version at a time (`swap.mode: merged`) keeps it instead, for a while, when a newer one has arrived. (vLLM dies
 when it has to re-read an adapter whose folder is gone, and confuses two adapters of one name: docs/architecture.md, "The
@@ -15,8 +16,8 @@ import itertools
 import logging
 import shutil
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 from producer.interfaces import (
@@ -70,6 +71,7 @@ class AdapterRegistry:
         self._current: Adapter | None = None
         self._current_policy: PolicyInfo | None = None
         self._pins: dict[Adapter, int] = {}  # every loaded adapter
+        self._released = asyncio.Event()
         self._flipped = asyncio.Event()
         self._offer: Arrival | None = None
         self._offered = asyncio.Event()
@@ -139,6 +141,13 @@ class AdapterRegistry:
                 if offer is not None:  # else another trainer came meanwhile
                     await self.publish(*offer)
 
+    async def unload_released(self) -> None:
+        """Unloads what requests have let go, one version after the other, until it is cancelled."""
+        while True:
+            await self._released.wait()
+            self._released.clear()
+            await self.unload_idle()
+
     async def publish(
         self,
         policy: PolicyInfo,
@@ -187,17 +196,21 @@ class AdapterRegistry:
         await self.unload_idle()
         return True
 
-    @asynccontextmanager
-    async def pin(self) -> AsyncIterator[Adapter]:
+    @contextmanager
+    def pin(self) -> Iterator[Adapter]:
         """The current adapter, kept loaded for the duration of the context. Only after `wait_for`."""
-        adapter = self._current
-        assert adapter is not None
+        assert self._current is not None
+        with self._pinned(self._current) as adapter:
+            yield adapter
+
+    @contextmanager
+    def _pinned(self, adapter: Adapter) -> Iterator[Adapter]:
         self._pins[adapter] += 1
         try:
             yield adapter
         finally:
             self._pins[adapter] -= 1
-            await self.unload_idle()
+            self._released.set()
 
     @asynccontextmanager
     async def pin_evaluated(self, policy: PolicyInfo) -> AsyncIterator[Adapter]:
@@ -219,12 +232,8 @@ class AdapterRegistry:
             await self._fetched.wait()
         self._evaluated = adapter
         self.note_evaluation(policy)
-        self._pins[adapter] += 1
-        try:
+        with self._pinned(adapter):
             yield adapter
-        finally:
-            self._pins[adapter] -= 1
-            await self.unload_idle()
 
     async def wait_for(self, floor: int) -> None:
         """Returns once the current version is `floor` or newer. The caller sets the deadline."""

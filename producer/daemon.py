@@ -276,6 +276,7 @@ class _Producer:
         for number in (signal.SIGINT, signal.SIGTERM):
             self._loop.add_signal_handler(number, self._on_signal, signal.Signals(number).name)
         self._spawn(self._adapters.run())
+        self._spawn(self._adapters.unload_released())
         self._spawn(self._watch(engine, rewards, timeline))
         self._link.start()
         self._health.started(f"engine ready, trainer at {self._config.control_endpoint}")
@@ -370,7 +371,7 @@ class _Producer:
         if self._atropos is not None:
             self._atropos.forget()
         if self._serving is not None:
-            self._spawn(self._serving.forget())
+            self._serving.forget()
 
     def leased(self, lease: Lease) -> None:
         self._loop.call_soon_threadsafe(self._generation.start, lease)

@@ -10,8 +10,8 @@ import base64
 import hmac
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AbstractContextManager, aclosing, nullcontext
 from typing import Any, Protocol
 
 from starlette.datastructures import Headers
@@ -248,14 +248,15 @@ def _note(recorder: Recorder | None, call: Call) -> None:
                 recorder.note(sampled)
 
 
-async def _send_events(events: AsyncIterator[str], call: Call, send: Send, recorder: Recorder | None) -> None:
+async def _send_events(events: AsyncGenerator[str, None], call: Call, send: Send, recorder: Recorder | None) -> None:
     begun = False
-    async for event in events:
-        if not begun:  # not before the first one, so that what fails at once has a status of its own
-            headers = [(b"content-type", b"text/event-stream"), (VERSION_HEADER.encode(), str(call.version).encode())]
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
-            begun = True
-        await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
+    async with aclosing(events):
+        async for event in events:
+            if not begun:  # not before the first one, so that what fails at once has a status of its own
+                headers = [(b"content-type", b"text/event-stream"), (VERSION_HEADER.encode(), str(call.version).encode())]
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
+                begun = True
+            await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
     _note(recorder, call)
     await send({"type": "http.response.body", "body": b"", "more_body": False})
 

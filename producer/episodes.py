@@ -132,9 +132,10 @@ class Episodes:
             EngineError: the engine is dead.
         """
         try:
-            async with self._in_flight.kept() as kept, asyncio.TaskGroup() as group:
-                plays = [self._episode(lease, adapter or kept, busy) for _ in range(lease.sampling.num_generations)]
-                tasks = [group.create_task(play) for play in plays]
+            with self._in_flight.kept() as kept:
+                async with asyncio.TaskGroup() as group:
+                    plays = [self._episode(lease, adapter or kept, busy) for _ in range(lease.sampling.num_generations)]
+                    tasks = [group.create_task(play) for play in plays]
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         episodes = [task.result() for task in tasks]

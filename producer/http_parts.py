@@ -1,6 +1,6 @@
 """Parts of ASGI applications.
 
-Guarantee: work for a client that hung up ends.
+Guarantee: work for a client that hung up is cancelled, and whoever asked for it goes on only when it has ended.
 """
 
 import asyncio
@@ -25,19 +25,23 @@ class App:
 
 
 async def until_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Does `work` unless the client hangs up meanwhile."""
+    """Does `work` unless the client hangs up meanwhile. A server says so, too, of a client that has its whole answer.
+
+    Raises:
+        ClientGoneError: it did.
+    """
 
     async def hang_up() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    tasks = [asyncio.create_task(work), asyncio.create_task(hang_up())]
+    working, leaving = asyncio.create_task(work), asyncio.create_task(hang_up())
     try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if not tasks[0].done():
-            raise ClientGoneError
-        tasks[0].result()
+        await asyncio.wait([working, leaving], return_when=asyncio.FIRST_COMPLETED)
     finally:
-        for task in tasks:
+        for task in (working, leaving):
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(working, leaving, return_exceptions=True)
+    if working.cancelled():
+        raise ClientGoneError
+    working.result()

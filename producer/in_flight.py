@@ -17,8 +17,8 @@ import asyncio
 import dataclasses
 import math
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
 import msgspec
@@ -52,14 +52,14 @@ class InFlight:
         self._clock = clock
         self._keeps_weights = keeps_weights
 
-    @asynccontextmanager
-    async def kept(self) -> AsyncIterator[Adapter | None]:
+    @contextmanager
+    def kept(self) -> Iterator[Adapter | None]:
         """The adapter on which all turns of a group are sampled, for `sample_on`; None where each begins on the current one.
         Only after `AdapterRegistry.wait_for`."""
         if self._on_swap != "finish" or not self._keeps_weights:
             yield None
             return
-        async with self._adapters.pin() as adapter:
+        with self._adapters.pin() as adapter:
             yield adapter
 
     async def sample(self, prompt_ids: list[int], sampling: Sampling) -> list[Completion]:
@@ -70,16 +70,15 @@ class InFlight:
             EngineError: the engine is dead.
         """
         began = self._clock()
-        async with AsyncExitStack() as pins:
-            adapter = await pins.enter_async_context(self._adapters.pin())
+        with ExitStack() as pins:
+            adapter = pins.enter_context(self._adapters.pin())
             completions = await self._stretch(
                 [(prompt_ids, sampling)], adapter, uncut_s=math.inf if self._on_swap == "finish" else 0.0
             )
             while places := [place for place, completion in enumerate(completions) if completion.cut]:
                 if self._adapters.has_newer(adapter):  # otherwise it went when another trainer came
-                    former = pins.pop_all()
-                    adapter = await pins.enter_async_context(self._adapters.pin())
-                    await former.aclose()
+                    with pins.pop_all():
+                        adapter = pins.enter_context(self._adapters.pin())
                 if self._on_swap == "restart":
                     self._counters.restarted += 1
                     self._counters.dropped_tokens += sum(len(completion.token_ids) for completion in completions)

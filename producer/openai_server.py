@@ -152,15 +152,13 @@ class _Client:
             params.logprobs, params.flat_logprobs = 0, True
         call = _CALL.get()
         if self._merged is None:
-            generator = self._on_adapter(call, prompt, params, request_id, lora_request, options)
-        else:
-            generator = self._on_merged(self._merged, call, prompt, params, request_id, options)
-        call.generators.append(generator)
-        return generator
+            return call.add(request_id, self._on_adapter(call, prompt, params, request_id, lora_request, options))
+        return call.add(request_id, self._on_merged(self._merged, call, prompt, params, request_id, options))
 
     async def _on_adapter(
         self, call: Call, prompt: Any, params: Any, request_id: str, lora_request: Any, options: dict[str, Any]
     ) -> AsyncGenerator[Any, None]:
+        call.note_reader(request_id)
         generating = self._llm.generate(prompt, params, request_id, lora_request=lora_request, **options)
         async with aclosing(generating) as outputs:
             async for output in outputs:
@@ -169,6 +167,7 @@ class _Client:
                     sampled = call.of(request_id, sample.index, output.prompt_token_ids or [])
                     _note(sampled, sample, [call.adapter.version] * len(sample.token_ids))
                 yield output
+                call.note_reader(request_id)
 
     async def _on_merged(
         self,
@@ -180,6 +179,7 @@ class _Client:
         options: dict[str, Any],
     ) -> AsyncGenerator[Any, None]:
         """In one piece: what was in flight while weights were on trial may yet be taken back."""
+        call.note_reader(request_id)
         params.output_kind = RequestOutputKind.FINAL_ONLY
 
         async def final(group: str, salt: str) -> Any:

@@ -4,8 +4,9 @@ Guarantee: every sampled token is noted with its log-prob and the policy version
 call is in the engine.
 """
 
+import asyncio
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -34,8 +35,18 @@ class Call:
     def __init__(self, adapter: Adapter) -> None:
         self.id = uuid.uuid4().hex
         self.adapter = adapter
-        self.generators: list[AsyncGenerator[Any, None]] = []
+        self._generators: dict[str, AsyncGenerator[Any, None]] = {}
+        self._readers: dict[str, asyncio.Task[Any] | None] = {}
         self._sampled: dict[tuple[str, int], Sampled] = {}
+
+    def add(self, request_id: str, generator: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+        """What it samples for one of its prompts. The generator itself calls `note_reader` whenever it goes on."""
+        self._generators[request_id] = generator
+        return generator
+
+    def note_reader(self, request_id: str) -> None:
+        """The current task reads this generator. Of several prompts vLLM reads each in tasks of its own."""
+        self._readers[request_id] = asyncio.current_task()
 
     def of(self, request_id: str, index: int, prompt_ids: list[int]) -> Sampled:
         """The completion `index` of one of its prompts."""
@@ -61,8 +72,18 @@ class Call:
         return sum(prompts.values())
 
     async def close(self) -> None:
-        for generator in self.generators:
-            await generator.aclose()
+        """Nothing is waited for before everything has been told to end."""
+        readers = []
+        for request_id, generator in self._generators.items():
+            reader = self._readers.get(request_id)
+            if reader is not None and generator.ag_running:  # it can be closed by nobody else
+                reader.cancel()
+                readers.append(reader)
+        for generator in self._generators.values():
+            if not generator.ag_running:
+                await generator.aclose()
+        if readers:
+            await asyncio.wait(readers)
 
 
 @dataclass(frozen=True)
@@ -76,7 +97,7 @@ class Answer:
 class Stream:
     """An answer in pieces, each a server-sent event."""
 
-    events: AsyncIterator[str]
+    events: AsyncGenerator[str, None]
 
 
 class Answering(Protocol):

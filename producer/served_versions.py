@@ -6,18 +6,16 @@ over at most two superseded versions, because they begin on an older one while t
 for a LoRA slot, whatever clients do.
 """
 
-import contextlib
 import math
 import re
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
 from producer.adapters import AdapterRegistry
 from producer.interfaces import Adapter
 from producer.refused import RefusedError
-from protocol.errors import EngineError
 
 POLICY = "policy"
 _NAME = re.compile(rf"{POLICY}(?:@v(\d{{1,10}}))?")
@@ -32,7 +30,7 @@ def model_name(version: int) -> str:
 class _Use:
     """What clients do with one adapter."""
 
-    pin: AsyncExitStack = field(default_factory=AsyncExitStack)
+    pin: ExitStack = field(default_factory=ExitStack)
     active: int = 0
     used_at: float = -math.inf
     named_at: float = -math.inf
@@ -82,8 +80,8 @@ class ServedVersions:
         if found is None:
             raise self._unknown(name)
         await self._adapters.wait_for(floor)
-        async with AsyncExitStack() as pin:
-            current = await pin.enter_async_context(self._adapters.pin())
+        with ExitStack() as pin:
+            current = pin.enter_context(self._adapters.pin())
             is_new, adapter = current not in self._uses, None
             self._uses.setdefault(current, _Use())
             try:
@@ -102,9 +100,9 @@ class ServedVersions:
         finally:
             use.active -= 1
             use.used_at = self._clock()
-            await self.release_unused()
+            self.release_unused()
 
-    async def release_unused(self) -> None:
+    def release_unused(self) -> None:
         """Lets go of what nobody may ask for any more."""
         now = self._clock()
         idle = [
@@ -114,25 +112,21 @@ class ServedVersions:
         num_named = sum(use.active > 0 and use.named_at > -math.inf for use in self._uses.values())
         kept = 0 if self._is_merged else max(0, self._max_versions - num_named)
         for rank, adapter in enumerate(idle):
-            use = self._uses.get(adapter)
-            if use is None or use.active:  # while another was let go
-                continue
+            use = self._uses[adapter]
             if rank >= kept or now - max(use.named_at, use.used_at) >= self._ttl_s:
                 del self._uses[adapter]
-                await use.pin.aclose()
+                use.pin.close()
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """Lets go of everything."""
         while self._uses:
-            _, use = self._uses.popitem()
-            with contextlib.suppress(EngineError):  # others say that the engine is dead
-                await use.pin.aclose()
+            self._uses.popitem()[1].pin.close()
 
-    async def forget(self) -> None:
+    def forget(self) -> None:
         """Another trainer process may give the same versions to other weights."""
         for use in self._uses.values():
             use.used_at = use.named_at = -math.inf
-        await self.release_unused()
+        self.release_unused()
 
     def _choose(self, current: Adapter, floor: int) -> Adapter:
         draining = [

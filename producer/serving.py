@@ -159,16 +159,16 @@ class Serving:
             logger.exception("%s; the daemon goes on without it", self.problem)
         finally:
             sweeping.cancel()
-            await self._versions.close()
+            self._versions.close()
 
-    async def forget(self) -> None:
+    def forget(self) -> None:
         """Another trainer process: its versions are not those that clients knew."""
-        await self._versions.forget()
+        self._versions.forget()
 
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(_SWEEP_EVERY_S)
-            await self._versions.release_unused()
+            self._versions.release_unused()
 
 
 class _Server(uvicorn.Server):

@@ -108,7 +108,7 @@ def test_a_swap_that_is_right_is_proved_and_one_that_is_not_leaves_the_old_versi
     async def body():
         assert await registry.publish(*live.policy(1), 0.0, probe(live, 1))
         assert not await registry.publish(*spoiled(live, 2, factor, settings), 0.0, probe(live, 2))
-        async with registry.pin() as adapter:
+        with registry.pin() as adapter:
             before = await live.engine.generate(PROMPT, sampling(), adapter)
         assert await registry.publish(*live.policy(2), 0.0, probe(live, 2))
         return adapter.version, before
@@ -134,7 +134,7 @@ def test_logprobs_after_a_swap_are_those_of_transformers_and_peft(live, registry
     async def body():
         for version in (1, 2):
             assert await registry.publish(*live.policy(version), 0.0)
-        async with registry.pin() as adapter:
+        with registry.pin() as adapter:
             return adapter.version, await live.engine.generate(PROMPT, sampling(temperature=temperature), adapter)
 
     version, completions = live.run(body())
@@ -149,7 +149,7 @@ def test_scores_of_given_tokens_are_those_of_transformers_and_peft_also_a_second
 
     async def body():
         await registry.publish(*live.policy(1), 0.0)
-        async with registry.pin() as adapter:
+        with registry.pin() as adapter:
             return [await live.engine.score(tokens, adapter) for _ in range(2)]
 
     expected = reference_logprobs(live.model, live.peft_folder(1), tokens[:1], tokens[1:], 1.0)
@@ -160,7 +160,7 @@ def test_scores_of_given_tokens_are_those_of_transformers_and_peft_also_a_second
 def test_the_models_own_sampling_defaults_are_not_applied(live, registry):
     async def body():
         await registry.publish(*live.policy(1), 0.0)
-        async with registry.pin() as adapter:
+        with registry.pin() as adapter:
             return await live.engine.generate(PROMPT, sampling(24, n=64), adapter)
 
     assert live.engine._llm.model_config.get_diff_sampling_param()["repetition_penalty"] == 1.5, "vLLM has read it"
@@ -172,7 +172,7 @@ def test_the_models_own_sampling_defaults_are_not_applied(live, registry):
 
 def test_requests_in_flight_finish_on_their_adapter_and_new_ones_start_on_the_new(live, registry):
     async def generate():
-        async with registry.pin() as adapter:
+        with registry.pin() as adapter:
             return adapter.version, await live.engine.generate(PROMPT, sampling(200, n=8), adapter)
 
     async def body():
@@ -235,7 +235,7 @@ def test_many_swaps_under_load_leave_the_engine_alive_and_one_folder(live, regis
 
     async def keep_generating(stop: asyncio.Event):
         while not stop.is_set():
-            async with registry.pin() as adapter:
+            with registry.pin() as adapter:
                 completions = await live.engine.generate(PROMPT, sampling(12), adapter)
                 versions.append(adapter.version)
                 assert all(len(c.token_ids) == len(c.logprobs) for c in completions)
@@ -272,7 +272,7 @@ def test_a_refused_adapter_or_request_leaves_the_engine_alive(live, registry, tm
         shutil.copytree(tmp_path / "rank16", too_large.path, dirs_exist_ok=True)
         with pytest.raises(AdapterRefusedError, match="rank"):
             await live.engine.load_adapter(too_large)
-        async with registry.pin() as adapter:
+        with registry.pin() as adapter:
             with pytest.raises(LeaseFailure) as caught:
                 await live.engine.generate([5] * 300, sampling(), adapter)
             assert caught.value.reason == "generation_failed"
@@ -285,7 +285,7 @@ def test_truncation_is_told(live, registry):
     async def body():
         await registry.publish(*live.policy(1), 0.0)
         completions: list = []
-        async with registry.pin() as adapter:
+        with registry.pin() as adapter:
             while not (any(c.truncated for c in completions) and any(not c.truncated for c in completions)):
                 assert len(completions) < 64 * 50, "random completions end early or late, never both"
                 completions += await live.engine.generate(PROMPT, sampling(40, n=64), adapter)
@@ -301,7 +301,7 @@ def test_abandoned_requests_leave_the_engine(live, registry):
         await registry.publish(*live.policy(1), 0.0)
 
         async def generate():
-            async with registry.pin() as adapter:
+            with registry.pin() as adapter:
                 await live.engine.generate(PROMPT, sampling(200), adapter)
 
         task = asyncio.create_task(generate())
@@ -309,7 +309,7 @@ def test_abandoned_requests_leave_the_engine(live, registry):
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         await registry.publish(*live.policy(2), 0.0)
-        async with registry.pin() as adapter:
+        with registry.pin() as adapter:
             return await live.engine.generate(PROMPT, sampling(), adapter)
 
     assert worst_difference(live, live.run(body()), 2, 1.0) < 1e-3
@@ -318,7 +318,7 @@ def test_abandoned_requests_leave_the_engine(live, registry):
 def test_completions_of_a_group_share_their_prompt_and_the_engine_tells_its_load(live, registry):
     async def body():
         assert await registry.publish(*live.policy(1), 0.0)
-        async with registry.pin() as adapter:
+        with registry.pin() as adapter:
             asked = asyncio.create_task(live.engine.generate([5] * 200, sampling(length=40), adapter))
             seen = set()
             while not asked.done():

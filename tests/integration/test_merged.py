@@ -46,7 +46,7 @@ def registry(live: LiveEngine, tmp_path):
 
 
 async def generate(live: LiveEngine, registry: AdapterRegistry, length: int, n: int = 4) -> list[Completion]:
-    async with registry.pin() as adapter:
+    with registry.pin() as adapter:
         return await live.engine.generate(PROMPT, Sampling(n, length, 1.0), adapter)
 
 
@@ -100,7 +100,7 @@ def test_what_clients_get_has_its_version_token_by_token(live, registry, n):
         request = parse_request("completion", json.dumps(fields).encode())
         await registry.publish(*live.policy(1), 0.0)
         for _ in range(10):
-            async with registry.pin() as adapter:
+            with registry.pin() as adapter:
                 call = Call(adapter)
                 running = asyncio.create_task(everything(server.answer(request, call)))
                 await asyncio.sleep(0.03)
@@ -126,7 +126,7 @@ def test_what_clients_get_has_its_version_token_by_token(live, registry, n):
 def test_there_and_back_under_load_gives_the_same_bits_and_a_refused_policy_leaves_none_of_its_tokens(live, registry):
     async def body():
         assert await registry.publish(*live.policy(1), 0.0)
-        async with registry.pin() as current:
+        with registry.pin() as current:
             first = await live.engine.score(PROBE, current)
             running = [asyncio.create_task(generate(live, registry, 240, n=16)) for _ in range(3)]
             for number in range(10):

@@ -5,16 +5,20 @@ A cancellation arrives where a coroutine waits, and nowhere else. So whoever is 
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from typing import Any
 
 from tests.unit.producer.loop import settle
 
 
-async def cancel_at_each_wait(make: Callable[[], Coroutine[Any, Any, Any]], check: Callable[[], None]) -> int:
+async def cancel_at_each_wait(
+    make: Callable[[], Coroutine[Any, Any, Any]],
+    check: Callable[[], None],
+    prepare: Callable[[], Awaitable[Any]] | None = None,
+) -> int:
     """Runs what `make` returns once for each time that it waits, and cancels it there: alone, and again at each of the waits
-    with which it ends then. Calls `check` after every run, when the other tasks of the loop have gone as far as they can. The
-    last run is the one that is not cancelled. Returns how often it waited.
+    with which it ends then. Calls `prepare` before every run, which is not cancelled, and `check` after it, when the other tasks
+    of the loop have gone as far as they can. The last run is the one that is not cancelled. Returns how often it waited.
 
     An exception other than the cancellation is raised, with the number of the wait as a note.
     """
@@ -22,6 +26,8 @@ async def cancel_at_each_wait(make: Callable[[], Coroutine[Any, Any, Any]], chec
     while True:
         number += 1
         for is_repeated in (False, True):
+            if prepare is not None:
+                await prepare()
             work = _Cancelled(make(), number, is_repeated)
             try:
                 with contextlib.suppress(asyncio.CancelledError):

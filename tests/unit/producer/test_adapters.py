@@ -1,7 +1,9 @@
 """Versions are pinned, superseded, unloaded and deleted in an order that never starves the engine of a folder."""
 
 import asyncio
+import itertools
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from producer.probe import SwapProof
 from producer.timeline import Timeline
 from protocol.adapter_blob import AdapterBlob, pack
 from protocol.messages import PolicyInfo, Sampling
+from tests.unit.producer.cancellation import cancel_at_each_wait
 from tests.unit.producer.loop import settle, until
 
 
@@ -118,19 +121,24 @@ def test_a_superseded_version_goes_at_once_when_nothing_pins_it(setup):
 
 def test_pinned_versions_stay_until_their_last_request_is_done(setup):
     async def body():
+        unloading = asyncio.create_task(setup.registry.unload_released())
         await setup.publish(0)
-        async with setup.registry.pin() as first:
-            async with setup.registry.pin() as second:
+        with setup.registry.pin() as first:
+            with setup.registry.pin() as second:
                 await setup.publish(1)
-                async with setup.registry.pin() as newest:
+                with setup.registry.pin() as newest:
                     await setup.publish(2)
                     assert (first.version, second.version, newest.version) == (0, 0, 1)
                     assert setup.engine.versions == [0, 1, 2]
+                await settle()
                 assert setup.engine.versions == [0, 2]
+            await settle()
             assert setup.engine.versions == [0, 2]
             assert first.path.is_dir()
+        await settle()
         assert setup.engine.versions == [2]
         assert setup.folders() == 1
+        unloading.cancel()
 
     asyncio.run(body())
 
@@ -143,7 +151,7 @@ def test_a_version_that_cannot_be_loaded_leaves_the_old_one_current(setup, caplo
         setup.engine.refuses = False
         policy, data = blob(2)
         assert not await setup.registry.publish(policy, data[:-1], 0.0)
-        async with setup.registry.pin() as adapter:
+        with setup.registry.pin() as adapter:
             assert adapter.version == 0
         assert setup.folders() == 1
         assert await setup.publish(3)
@@ -241,7 +249,8 @@ def test_a_version_of_a_trainer_that_died_while_it_was_loaded_never_goes_live(se
 
 def test_a_request_that_ends_while_a_version_is_proved_does_not_unload_it(setup, monkeypatch):
     async def score(token_ids: list[int], adapter: Adapter) -> list[float]:
-        await running.__aexit__(None, None, None)
+        running.__exit__(None, None, None)
+        await settle()
         assert adapter.id in setup.engine.loaded
         return [-0.5]
 
@@ -249,7 +258,7 @@ def test_a_request_that_ends_while_a_version_is_proved_does_not_unload_it(setup,
         nonlocal running
         await setup.publish(0)
         running = setup.registry.pin()
-        await running.__aenter__()
+        running.__enter__()
         monkeypatch.setattr(setup.engine, "score", score)
         assert await setup.registry.publish(*blob(1), 0.0, Probe((5, 6), (-0.5,)))
         assert setup.engine.versions == [1]
@@ -278,9 +287,35 @@ def test_an_evaluated_version_stays_until_another_one_is_evaluated(setup):
         assert setup.engine.versions == [1, 3]
         assert await pinned(setup, 1) == 1
         assert setup.fetched == []
+        unloading = asyncio.create_task(setup.registry.unload_released())
         assert await pinned(setup, 3) == 3
+        await settle()
         assert setup.engine.versions == [3]
         assert setup.folders() == 1
+        unloading.cancel()
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("is_evaluated", [False, True])
+def test_a_request_that_is_cancelled_at_any_moment_leaves_no_pin_and_no_folder(setup, is_evaluated):
+    """Its client hung up, or its lease was abandoned, perhaps just when it let go of a version that is not current any more."""
+    versions = itertools.count()
+
+    async def request() -> None:
+        policy = setup.registry._current_policy
+        async with setup.registry.pin_evaluated(policy) if is_evaluated else nullcontext():
+            with setup.registry.pin():
+                setup.registry.follow(blob(0)[0])  # from now on there is no current version
+                await asyncio.sleep(0)
+
+    def check() -> None:
+        assert (setup.registry._pins, setup.engine.versions, setup.folders()) == ({}, [], 0)
+
+    async def body():
+        unloading = asyncio.create_task(setup.registry.unload_released())
+        await cancel_at_each_wait(request, check, prepare=lambda: setup.publish(next(versions) + 1))
+        unloading.cancel()
 
     asyncio.run(body())
 

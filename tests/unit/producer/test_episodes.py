@@ -3,7 +3,7 @@
 import asyncio
 import json
 import math
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from typing import Any
 
 import msgspec
@@ -73,8 +73,8 @@ class InFlight:
         self.asked: list[tuple[str, int]] = []
         self.of: dict[tuple[int, ...], list[str]] = {}
 
-    @asynccontextmanager
-    async def kept(self):
+    @contextmanager
+    def kept(self):
         yield "kept"
 
     async def sample_on(self, prompt_ids: list[int], sampling: Any, kept: Any) -> list[Completion]:

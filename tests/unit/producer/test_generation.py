@@ -110,6 +110,7 @@ class Setup:
 
     async def settle(self) -> None:
         await asyncio.wait_for(asyncio.gather(*self.tasks, return_exceptions=True), 5)
+        await settle()
 
 
 @pytest.fixture
@@ -117,7 +118,10 @@ def run(tmp_path):
     def runner(body, max_groups=2):
         async def main():
             with Timeline(tmp_path / "timeline.jsonl") as timeline:
-                await body(Setup(tmp_path / "adapters", max_groups, timeline))
+                setup = Setup(tmp_path / "adapters", max_groups, timeline)
+                unloading = asyncio.create_task(setup.registry.unload_released())
+                await body(setup)
+                unloading.cancel()
 
         asyncio.run(main())
 

@@ -1,7 +1,7 @@
 """Whatever policies arrive while a group is sampled, and wherever it is cut, its tokens are whole and known by their policy."""
 
 import asyncio
-from contextlib import asynccontextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import pytest
@@ -33,8 +33,8 @@ class Policies:
         self.flipped.set()
         self.flipped = asyncio.Event()
 
-    @asynccontextmanager
-    async def pin(self):
+    @contextmanager
+    def pin(self):
         assert self.current is not None
         pinned = self.current
         self.pins[pinned] = self.pins.get(pinned, 0) + 1
@@ -42,7 +42,6 @@ class Policies:
             yield pinned
         finally:
             self.pins[pinned] -= 1
-            await asyncio.sleep(0)
 
     async def wait_for(self, floor: int) -> None:
         while self.current is None or self.current.version < floor:
@@ -286,7 +285,7 @@ def test_the_turns_of_a_group_stay_on_one_policy_where_requests_do(on_swap, keep
         policies.flip()
         in_flight = InFlight(engine, policies, Counters(), on_swap, lambda: 0.0, keeps_weights=keeps_weights)
         sampling = Sampling(num_generations=1, max_completion_length=1, temperature=1.0)
-        async with in_flight.kept() as adapter:
+        with in_flight.kept() as adapter:
             assert (adapter and adapter.version) == kept
             for version in (0, 1):
                 sampled = (

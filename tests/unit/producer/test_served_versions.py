@@ -1,7 +1,7 @@
 """Which version answers, and which ones clients keep loaded."""
 
 import asyncio
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -21,8 +21,8 @@ class Registry:
     def swap(self, version: int) -> None:
         self.current = Adapter(version, f"v{version}", version, Path("unused"))
 
-    @asynccontextmanager
-    async def pin(self):
+    @contextmanager
+    def pin(self):
         adapter = self.current
         self.pins[adapter.version] = self.pins.get(adapter.version, 0) + 1
         try:
@@ -66,10 +66,10 @@ def test_a_version_that_answered_can_be_named_after_the_swap_until_its_time_is_o
         assert await scene.ask("policy@v1") == 1
         assert scene.versions.names() == ["policy", "policy@v2", "policy@v1"]
         scene.now = 118.0
-        await scene.versions.release_unused()
+        scene.versions.release_unused()
         assert scene.registry.pinned() == {1, 2}
         scene.now = 119.0
-        await scene.versions.release_unused()
+        scene.versions.release_unused()
         assert scene.registry.pinned() == {2}
         with pytest.raises(RefusedError, match=r"there is: policy, policy@v2 \(others are not loaded\)") as refused:
             await scene.ask("policy@v1")
@@ -140,7 +140,7 @@ def test_another_trainer_process_voids_the_names_of_the_one_before():
         scene = Scene()
         await scene.ask("policy@v1")
         scene.registry.swap(2)
-        await scene.versions.forget()
+        scene.versions.forget()
         assert scene.registry.pinned() == set()
         with pytest.raises(RefusedError):
             await scene.ask("policy@v1")
