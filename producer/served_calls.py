@@ -82,8 +82,7 @@ class Call:
         for generator in self._generators.values():
             if not generator.ag_running:
                 await generator.aclose()
-        if readers:
-            await asyncio.wait(readers)
+        await asyncio.gather(*readers, return_exceptions=True)
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ class FakeEngine:
         self.refuses = False
         self.score_of: dict[int, float | None] = {}  # by version; None: it cannot be scored
         self.loading = 0
+        self.unload_waits = 1
         self.slow = asyncio.Event()
         self.slow.set()
 
@@ -66,7 +67,8 @@ class FakeEngine:
         self.adopted.append(adapter.version)
 
     async def unload_adapter(self, adapter: Adapter) -> None:
-        await asyncio.sleep(0)
+        for _ in range(self.unload_waits):
+            await asyncio.sleep(0)
         assert adapter.path.is_dir(), "the folder went before the adapter"
         del self.loaded[adapter.id]
 

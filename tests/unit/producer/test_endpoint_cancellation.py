@@ -125,6 +125,7 @@ class Scene:
 def run(tmp_path):
     async def main(body) -> None:
         setup = Setup(tmp_path)
+        setup.engine.unload_waits = 10
         with setup.timeline:
             unloading = asyncio.create_task(setup.registry.unload_released())
             scene = Scene(setup)

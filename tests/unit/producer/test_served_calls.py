@@ -32,7 +32,13 @@ class Engine:
 
 async def merged(*generators: AsyncGenerator[int, None]) -> AsyncGenerator[int, None]:
     """As vLLM does with several prompts: a task reads each, and stays when this is left where it yields."""
-    reading = {asyncio.ensure_future(anext(generator)): generator for generator in generators}
+
+    def read(generator: AsyncGenerator[int, None]) -> asyncio.Future[int]:
+        reader = asyncio.ensure_future(anext(generator))
+        reader.add_done_callback(lambda done: done.cancelled() or done.exception())  # asyncio complains of what nobody looks at
+        return reader
+
+    reading = {read(generator): generator for generator in generators}
     while reading:
         done, _ = await asyncio.wait(reading, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
@@ -41,7 +47,7 @@ async def merged(*generators: AsyncGenerator[int, None]) -> AsyncGenerator[int, 
                 token = task.result()
             except StopAsyncIteration:
                 continue
-            reading[asyncio.ensure_future(anext(generator))] = generator
+            reading[read(generator)] = generator
             yield token
 
 
