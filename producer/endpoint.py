@@ -253,7 +253,10 @@ async def _send_events(events: AsyncGenerator[str, None], call: Call, send: Send
     async with aclosing(events):
         async for event in events:
             if not begun:  # not before the first one, so that what fails at once has a status of its own
-                headers = [(b"content-type", b"text/event-stream"), (VERSION_HEADER.encode(), str(call.version).encode())]
+                headers = [
+                    (b"content-type", b"text/event-stream"),
+                    (VERSION_HEADER.encode(), str(call.version).encode()),
+                ]
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
                 begun = True
             await send({"type": "http.response.body", "body": event.encode(), "more_body": True})

@@ -35,7 +35,7 @@ class Call:
     def __init__(self, adapter: Adapter) -> None:
         self.id = uuid.uuid4().hex
         self.adapter = adapter
-        self._generators: dict[str, AsyncGenerator[Any, None]] = {}
+        self._generators: dict[str, Any] = {}  # typeshed's AsyncGenerator lacks `ag_running`
         self._readers: dict[str, asyncio.Task[Any] | None] = {}
         self._sampled: dict[tuple[str, int], Sampled] = {}
 

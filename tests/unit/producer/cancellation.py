@@ -1,6 +1,6 @@
 """Cancels a coroutine at every place where it waits, to show that none of them leaves anything behind.
 
-A cancellation arrives where a coroutine waits, and nowhere else. So whoever is tried at each of its waits is tried at all of them.
+A cancellation arrives where a coroutine waits and nowhere else, so these are all of its possible ends.
 """
 
 import asyncio

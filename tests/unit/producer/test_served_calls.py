@@ -35,7 +35,7 @@ async def merged(*generators: AsyncGenerator[int, None]) -> AsyncGenerator[int, 
 
     def read(generator: AsyncGenerator[int, None]) -> asyncio.Future[int]:
         reader = asyncio.ensure_future(anext(generator))
-        reader.add_done_callback(lambda done: done.cancelled() or done.exception())  # asyncio complains of what nobody looks at
+        reader.add_done_callback(lambda done: done.cancelled() or done.exception())  # asyncio wants somebody to look
         return reader
 
     reading = {read(generator): generator for generator in generators}
