@@ -275,9 +275,8 @@ class _Producer:
     async def _serve(self, engine: "Engine", rewards: RewardPool, timeline: Timeline) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             self._loop.add_signal_handler(number, self._on_signal, signal.Signals(number).name)
-        self._spawn(self._adapters.run())
-        self._spawn(self._adapters.unload_released())
-        self._spawn(self._watch(engine, rewards, timeline))
+        for work in (self._adapters.run(), self._adapters.unload_released(), self._watch(engine, rewards, timeline)):
+            self._spawn(work)
         self._link.start()
         self._health.started(f"engine ready, trainer at {self._config.control_endpoint}")
         asked = self._loop.create_task(self._stop.wait())
