@@ -23,7 +23,7 @@ from replay.buffer import RolloutBuffer
 from replay.cutting import CutBatch
 from replay.disk import DiskGuard, out_of_space
 from replay.journal import Journal, JournalFullError
-from replay.retention import prune
+from replay.retention import Retention
 
 logger = logging.getLogger(__name__)
 
@@ -99,6 +99,7 @@ class LivePipeline:
         self._settings = settings
         self._staleness = staleness
         self._evaluation = evaluation
+        self._retention = Retention(journal)
         self._publisher = Publisher(self._announce, patience, intake.describe)
         if staleness is not None:
             buffer.lease_within(staleness.staleness)
@@ -148,8 +149,7 @@ class LivePipeline:
             return
         states = [checkpoint.state for checkpoint in kept] + [self._buffer.state()]
         try:
-            prune(
-                self._journal,
+            self._retention.prune(
                 oldest_step=kept[0].step,
                 oldest_seq=kept[0].state["journal_seq"],
                 replayable={group_id for state in states for group_id, *_ in state["replay"]},

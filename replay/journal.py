@@ -62,6 +62,7 @@ CREATE INDEX IF NOT EXISTS groups_by_step ON groups(last_step, step, position);
 CREATE TABLE IF NOT EXISTS bodies(seq INTEGER PRIMARY KEY, frame BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS policies(version INTEGER PRIMARY KEY, step INTEGER NOT NULL, digest TEXT NOT NULL,
     published_at REAL NOT NULL);
+CREATE INDEX IF NOT EXISTS policies_by_step ON policies(step);
 CREATE TABLE IF NOT EXISTS dead_letters(id INTEGER PRIMARY KEY AUTOINCREMENT, epoch INTEGER NOT NULL,
     prompt_id INTEGER NOT NULL, reroll INTEGER NOT NULL, attempts INTEGER NOT NULL, failure TEXT NOT NULL,
     reason TEXT NOT NULL, detail TEXT NOT NULL, buried_at REAL NOT NULL);

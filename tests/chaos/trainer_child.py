@@ -55,7 +55,7 @@ def _write_evidence(log: EvidenceLog) -> None:
     from consumer.retraining import RetrainingPipeline
     from consumer.run_control import RunControl
     from consumer.trainer import SlipstreamTrainer
-    from replay import retention
+    from replay.retention import Retention
 
     steps = SlipstreamTrainer.steps
 
@@ -91,10 +91,11 @@ def _write_evidence(log: EvidenceLog) -> None:
 
         pipeline.publish = watched_publish
 
-    prune = retention.prune
+    prune = Retention.prune
 
-    def watched_prune(journal: Any, *, oldest_step: int, **settings: Any) -> int:
+    def watched_prune(self: Any, *, oldest_step: int, **settings: Any) -> int:
         """What is about to be deleted is written down first; more than that does no harm."""
+        journal = self._journal
         settled = (
             f"SELECT {COLUMNS}, frame FROM groups JOIN bodies USING(seq) WHERE last_step <= ? OR outcome != 'accepted'"
         )
@@ -104,10 +105,10 @@ def _write_evidence(log: EvidenceLog) -> None:
                 written.add(row)
         replays = journal.query(f"SELECT {REPLAY_COLUMNS} FROM replays WHERE last_step <= ?", (oldest_step,))
         log.note("replays", rows=replays)
-        return prune(journal, oldest_step=oldest_step, **settings)
+        return prune(self, oldest_step=oldest_step, **settings)
 
     written: set[Any] = set()
-    retention.prune = watched_prune
+    Retention.prune = watched_prune
 
     commit = checkpoints.commit
 
@@ -120,21 +121,21 @@ def _write_evidence(log: EvidenceLog) -> None:
 
 
 def _set_points(aim: Aim) -> None:
-    from consumer import checkpoints, pipeline
+    from consumer import checkpoints
     from consumer.intake import Intake
     from consumer.run_control import RunControl
     from consumer.trainer import SlipstreamTrainer
     from protocol.messages import Ack, Lease, Welcome
     from protocol.zmq_channel import ZmqServer
-    from replay import recovery, retention
+    from replay import recovery
     from replay.journal import Entry, Journal
+    from replay.retention import Retention
 
     points = TransactionPoints(aim, Journal)
     for name in ("append", "claim", "end_step", "note_policy", "note_facts"):
         points.name(Journal, name, name)
     points.name(recovery, "recover", "recover")
-    pipeline.prune = retention.prune
-    points.name(pipeline, "prune", "retention")
+    points.name(Retention, "prune", "retention")
     aim.around(Entry, "crc", "append.row", None)
 
     send = ZmqServer.send

@@ -11,7 +11,7 @@ from consumer.patience import StopRequested
 from consumer.retraining import RecordedFeed, RecordedRun, RetrainingPipeline
 from protocol.errors import ConfigError, JournalError
 from replay.journal import Journal
-from replay.retention import prune
+from replay.retention import Retention
 
 from .builders import SHAPE, fill, live_buffer, replay_of, snapshot
 
@@ -125,7 +125,7 @@ def test_several_iterations_and_a_start_between_them(journal: Journal, recorded:
 
 def test_a_batch_whose_groups_were_deleted_is_a_gap(journal: Journal, recorded: RecordedRun) -> None:
     made = record(journal, 3)
-    prune(journal, oldest_step=2, oldest_seq=journal.last_seq, replayable=set(), keep_bytes=0, keep_age_s=1.0)
+    Retention(journal).prune(oldest_step=2, oldest_seq=journal.last_seq, replayable=set(), keep_bytes=0, keep_age_s=1.0)
     with pytest.raises(JournalError) as caught:
         batches(recorded)
     assert str(caught.value) == (
@@ -138,7 +138,9 @@ def test_a_batch_whose_groups_were_deleted_is_a_gap(journal: Journal, recorded: 
 def test_a_batch_that_retention_left_a_part_of_is_a_gap(journal: Journal, recorded: RecordedRun) -> None:
     made = record(journal, 3)
     spared = {made[0][1]}  # it may stand in
-    prune(journal, oldest_step=1, oldest_seq=journal.last_seq, replayable=spared, keep_bytes=0, keep_age_s=1.0)
+    Retention(journal).prune(
+        oldest_step=1, oldest_seq=journal.last_seq, replayable=spared, keep_bytes=0, keep_age_s=1.0
+    )
     with pytest.raises(JournalError, match="the groups of step 1 are not in the journal"):
         batches(recorded)
     assert batches(recorded, 2)[0] == (1, 1, 2, made[1])

@@ -13,7 +13,7 @@ from protocol.errors import ExitCode
 from protocol.messages import Heartbeat
 from replay.journal import Journal
 from replay.journal_reader import JournalReader
-from replay.retention import prune
+from replay.retention import Retention
 from tests.unit.replay.builders import group_message
 from tests.unit.replay.test_journal_reader import claim, damage, entry
 
@@ -219,7 +219,7 @@ def test_verify_follows_the_groups_that_stand_in(
 
 def test_retention_may_have_deleted_groups_that_stood_in(journal: Journal, command: Command) -> None:
     with_stand_ins(journal)
-    prune(journal, oldest_step=4, oldest_seq=11, replayable={"0-2-0-1-s"}, keep_bytes=0, keep_age_s=1e9)
+    Retention(journal).prune(oldest_step=4, oldest_seq=11, replayable={"0-2-0-1-s"}, keep_bytes=0, keep_age_s=1e9)
     assert command.lines("verify")[-1] == "0 problems"
 
 
