@@ -11,12 +11,11 @@ up by about one group per round of groups while the cache has room and the limit
 vLLM it stays where it is.
 """
 
-import asyncio
-from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from producer.interfaces import EngineLoad
+from producer.waiting_line import WaitingLine
 
 DECREASE = 0.75
 ROOM = 0.9  # of the KV cache in use: below it the limit may rise
@@ -82,35 +81,28 @@ class Admission:
         self._control = AdmissionControl(ceiling, group_size, told.preemptions if told else 0)
         self._load = load
         self._inside = 0
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._line = WaitingLine[None, None]()
         self._background = 0  # groups of an evaluation that are in the engine
-        self._waiting_behind: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._line_behind = WaitingLine[int, None]()
 
     @property
     def limit(self) -> int:
         return self._control.limit
 
     async def __aenter__(self) -> None:
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append(turn)
         load = self._load()
         if load is not None and self._inside:
             self._control.look(self._inside, load)
-        self._let_in()
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # let in just before
-                self._inside -= 1
-                self._let_in()
-            raise
+        if not self._line.wishes and self._inside < self.limit:
+            self._inside += 1
+        else:
+            await self._line.wait(None, take_back=lambda _: self._leave())
 
     async def __aexit__(self, *_: object) -> None:
         load = self._load()
         if load is not None:
             self._control.note_left(self._inside, load)
-        self._inside -= 1
-        self._let_in()
+        self._leave()
 
     @asynccontextmanager
     async def behind(self, per_place: int) -> AsyncIterator[None]:
@@ -119,26 +111,34 @@ class Admission:
         Args:
             per_place: of such groups, so many are worth one for training.
         """
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting_behind.append((per_place, turn))
-        self._let_in()
+        if not self._line_behind.wishes and self._has_room_behind(per_place):
+            self._background += 1
+        else:
+            await self._line_behind.wait(per_place, take_back=lambda _: self._leave_behind())
         try:
-            await turn
             yield
         finally:
-            if not turn.cancelled():  # let in, perhaps just before its task was cancelled
-                self._background -= 1
-                self._let_in()
+            self._leave_behind()
+
+    def _leave(self) -> None:
+        self._inside -= 1
+        self._let_in()
+
+    def _leave_behind(self) -> None:
+        self._background -= 1
+        self._let_in()
+
+    def _has_room_behind(self, per_place: int) -> bool:
+        return self._background < max(1, self.limit - self._inside) * per_place
 
     def _let_in(self) -> None:
-        while self._waiting and self._inside < self.limit:
-            turn = self._waiting.popleft()
-            if not turn.done():
-                self._inside += 1
-                turn.set_result(None)
-        free = max(1, self.limit - self._inside)
-        while self._waiting_behind and self._background < free * self._waiting_behind[0][0]:
-            _, turn = self._waiting_behind.popleft()
-            if not turn.done():
-                self._background += 1
-                turn.set_result(None)
+        for _ in self._line.wishes:
+            if self._inside >= self.limit:
+                break
+            self._inside += 1
+            self._line.give(None)
+        for per_place in self._line_behind.wishes:
+            if not self._has_room_behind(per_place):
+                return
+            self._background += 1
+            self._line_behind.give(None)

@@ -78,5 +78,6 @@ class AgentGroups:
         self._counters.groups += 1
         count(episodes, self._counters)
         self._metrics.generation_s.observe(generation_s)
+        self._metrics.generated(episode.num_sampled for episode in episodes)
         self._metrics.reward_s.observe(reward_s)
         return message

@@ -27,6 +27,7 @@ from producer.interfaces import LeaseFailure
 from producer.refused import RefusedError
 from producer.rollouts import Episode
 from producer.served_requests import ServedRequest
+from producer.waiting_line import WaitingLine
 from protocol.messages import Lease
 
 _MAX_CALLS = 256  # of an episode
@@ -41,6 +42,7 @@ class Task:
     episodes: list[AgentEpisode]
     ends_at: float
     taken: bool = False
+    is_over: bool = False
     taken_at: float = 0.0
     failure: str = ""
     done: asyncio.Event = field(default_factory=asyncio.Event)
@@ -62,7 +64,7 @@ class Agents:
         self.reward_names = self._names = reward_names
         self._clock = clock
         self._waiting: deque[Task] = deque()
-        self._takers: deque[asyncio.Future[Task]] = deque()
+        self._takers = WaitingLine[None, Task]()
         self._episodes: dict[str, tuple[Task, AgentEpisode]] = {}
         self.taken = self.rewarded = self.unrewarded = self.failed = 0
 
@@ -95,6 +97,7 @@ class Agents:
         except TimeoutError:
             self._check_left(task, limit_s)
         finally:
+            task.is_over = True
             if task in self._waiting:
                 self._waiting.remove(task)
             for name in names:
@@ -120,14 +123,14 @@ class Agents:
             )
 
     def _offer(self, task: Task) -> None:
-        while self._takers:
-            taker = self._takers.popleft()
-            if not taker.done():
-                task.taken = True
-                taker.set_result(task)
-                return
-        task.taken = False
-        self._waiting.append(task)
+        """To the agent that waits longest. It comes back if that has gone meanwhile."""
+        task.taken = bool(self._takers.wishes)
+        if task.is_over:
+            return
+        if task.taken:
+            self._takers.give(task)
+        else:
+            self._waiting.append(task)
 
     # The agent's side
 
@@ -137,19 +140,11 @@ class Agents:
             task = self._waiting.popleft()
             task.taken = True
         else:
-            taker: asyncio.Future[Task] = asyncio.get_running_loop().create_future()
-            self._takers.append(taker)
             try:
                 async with asyncio.timeout(wait_s):
-                    task = await taker
+                    task = await self._takers.wait(None, take_back=self._offer)
             except TimeoutError:
-                if taker.cancelled():
-                    return None
-                task = taker.result()  # handed over just before
-            except asyncio.CancelledError:
-                if not taker.cancelled():
-                    self._offer(taker.result())
-                raise
+                return None
         self.taken += 1
         task.taken_at = self._clock()
         lease = task.lease

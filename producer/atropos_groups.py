@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Callable
 
 import msgspec
+import numpy as np
 
 from producer.adapters import AdapterRegistry
 from producer.atropos import Atropos
@@ -51,9 +52,20 @@ class AtroposGroups:
         return msgspec.structs.replace(group, lease_id=lease.lease_id)
 
     def _count(self, group: Group) -> None:
+        lengths = _sampled_lengths(group)
         self._counters.groups += 1
-        self._counters.completions += len(group.truncated)
+        self._counters.completions += len(lengths)
         self._counters.truncated += sum(group.truncated)
-        self._counters.tokens += sum(group.sampled) if group.sampled else len(group.completion_ids) // 4
+        self._counters.tokens += sum(lengths)
         self._counters.prompt_tokens += len(group.prompt_ids) // 4
         self._metrics.generation_s.observe(group.generation_s)
+        self._metrics.generated(lengths)
+
+
+def _sampled_lengths(group: Group) -> list[int]:
+    """Of each completion, which is one sequence here, the tokens that were sampled."""
+    lengths = np.frombuffer(group.completion_lengths, "<i4")
+    if group.sampled:
+        starts = np.cumsum(lengths) - lengths
+        lengths = np.add.reduceat(np.frombuffer(group.sampled, "u1"), starts, dtype=np.int64)
+    return [int(length) for length in lengths]

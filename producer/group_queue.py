@@ -4,11 +4,11 @@ Guarantee: a group goes to one lease, whose floor is not above the policy that s
 Groups wait only while no lease does, so many at most; one that the waiting leases are all too new for is stale.
 """
 
-import asyncio
 from collections import deque
 from typing import Literal
 
 from producer.interfaces import LeaseFailure
+from producer.waiting_line import WaitingLine
 from protocol.messages import Group
 
 
@@ -22,7 +22,7 @@ class GroupQueue:
     def __init__(self, max_groups: int) -> None:
         self._max_groups = max_groups
         self._groups: deque[Group] = deque()
-        self._leases: deque[tuple[int, asyncio.Future[Group]]] = deque()
+        self._leases = WaitingLine[int, Group]()  # with their floors
         self._trainers = 1  # whose leases there were
         self.leased = self.stale = self.void = 0
 
@@ -33,35 +33,29 @@ class GroupQueue:
     @property
     def num_leases(self) -> int:
         """That wait."""
-        return len(self._waiting)
+        return len(self._leases.wishes)
 
     @property
     def floor(self) -> int:
         """The oldest policy that a waiting lease takes; 0 if none waits."""
-        return min((floor for floor, _ in self._leases), default=0)
-
-    @property
-    def _waiting(self) -> list[tuple[int, asyncio.Future[Group]]]:
-        """Without leases whose time is over, which have not noticed yet."""
-        return [entry for entry in self._leases if not entry[1].done()]
+        return min(self._leases.wishes, default=0)
 
     def offer(self, group: Group) -> Literal["leased", "queued", "stale"]:
         """
         Raises:
             QueueFullError: nothing has changed; offer it later.
         """
-        waiting = self._waiting
-        if not waiting:
+        floors = self._leases.wishes
+        if not floors:
             if len(self._groups) >= self._max_groups:
                 raise QueueFullError
             self._groups.append(group)
             return "queued"
-        entry = next((entry for entry in waiting if entry[0] <= group.policy_version), None)
-        if entry is None:
+        place = next((place for place, floor in enumerate(floors) if floor <= group.policy_version), None)
+        if place is None:
             self.stale += 1
             return "stale"
-        self._leases.remove(entry)
-        entry[1].set_result(group)
+        self._leases.give(group, place)
         self.leased += 1
         return "leased"
 
@@ -74,18 +68,8 @@ class GroupQueue:
                 return group
         self.stale += len(self._groups)
         self._groups.clear()
-        lease: asyncio.Future[Group] = asyncio.get_running_loop().create_future()
-        entry, trainer = (floor, lease), self._trainers
-        self._leases.append(entry)
-        try:
-            return await lease
-        except asyncio.CancelledError:
-            if entry in self._leases:
-                self._leases.remove(entry)
-            elif not lease.cancelled() and lease.exception() is None:  # given just before
-                self.leased -= 1
-                self._return(lease.result(), trainer)
-            raise
+        trainer = self._trainers
+        return await self._leases.wait(floor, take_back=lambda group: self._return(group, trainer))
 
     def drop_older(self, version: int) -> None:
         """No lease will take what an older policy sampled."""
@@ -98,15 +82,14 @@ class GroupQueue:
         self._trainers += 1
         self.void += len(self._groups)
         self._groups.clear()
-        for _, lease in self._waiting:
-            lease.set_exception(LeaseFailure("returned", "the trainer is another process now"))
-        self._leases.clear()
+        self._leases.refuse(LeaseFailure("returned", "the trainer is another process now"))
 
     def _return(self, group: Group, trainer: int) -> None:
         """It was here before, so it is never one too many."""
+        self.leased -= 1
         if trainer != self._trainers:
             self.void += 1
-        elif self._waiting:
+        elif self._leases.wishes:
             self.offer(group)
         else:
             self._groups.appendleft(group)

@@ -11,13 +11,13 @@ after a flip.
 """
 
 import asyncio
-import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from producer.interfaces import Adapter
 from producer.preparation import CallWorkers, prepare
+from producer.token_counts import completion_of
 
 
 @dataclass(eq=False)
@@ -122,9 +122,8 @@ class MergedWeights:
         self._num_flips += 1
         by_group: dict[str, dict[int, int]] = {}
         for request, count in counts.items():
-            # vLLM's name of a completion; a number goes before those of several, a suffix may follow
-            if found := re.match(r"(?:(\d+)_)?(group-\d+)", request):
-                by_group.setdefault(found[2], {})[int(found[1] or 0)] = count
+            if completion := completion_of(request):
+                by_group.setdefault(completion[0], {})[completion[1]] = count
         if adapter is None:
             return  # back before the first policy, when nothing can be in flight
         for group, flight in self._flights.items():

@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from producer.loading import NICENESS
+from producer.token_counts import TokenCounts
 
 _WEIGHTS = "adapter_model.safetensors"
 _DOWN = ".lora_A.weight"
@@ -61,47 +62,6 @@ class MergingWorker:
     def merging_flip(self) -> dict[str, int]:
         self._merging.flip()
         return self._token_counts.take()
-
-
-class TokenCounts:
-    """How many tokens each request has been given by the steps that were launched, whether or not their results are known.
-
-    A step that computes the position before token n samples token n. Requests that ended stay until `take`, because
-    whoever asks may not have heard of their end.
-    """
-
-    def __init__(self) -> None:
-        self._prompt_lens: dict[str, int] = {}
-        self._num_computed: dict[str, int] = {}  # before the request's last step
-        self._num_scheduled: dict[str, int] = {}  # in that step
-        self._num_known: dict[str, int] = {}  # tokens before it, which a preempted request computes once more
-        self._ended: set[str] = set()
-
-    def note(self, step: Any) -> None:
-        """Takes in a vLLM SchedulerOutput."""
-        for new in step.scheduled_new_reqs:
-            if new.req_id in self._prompt_lens:
-                self._num_known[new.req_id] = self._count(new.req_id)
-            self._prompt_lens[new.req_id] = len(new.prompt_token_ids)
-            self._num_computed[new.req_id] = new.num_computed_tokens
-        cached = step.scheduled_cached_reqs
-        self._num_computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        self._num_known.update(zip(cached.req_ids, cached.num_output_tokens, strict=True))
-        self._num_scheduled.update(step.num_scheduled_tokens)
-        self._ended |= step.finished_req_ids
-
-    def take(self) -> dict[str, int]:
-        """Of each request that ever ran since the last call."""
-        counts = {request: self._count(request) for request in self._prompt_lens}
-        for request in self._ended:
-            for facts in (self._prompt_lens, self._num_computed, self._num_scheduled, self._num_known):
-                facts.pop(request, None)
-        self._ended.clear()
-        return counts
-
-    def _count(self, request: str) -> int:
-        computed = self._num_computed[request] + self._num_scheduled[request]
-        return max(0, self._num_known.get(request, 0), computed - self._prompt_lens[request] + 1)
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,11 @@ enters first, so that none is passed over; when too many wait, the next one is t
 """
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from producer.refused import RefusedError
+from producer.waiting_line import WaitingLine
 
 
 class Places:
@@ -20,7 +20,7 @@ class Places:
         self.limit = limit
         self._max_waiting = max_waiting
         self._taken = 0
-        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._line = WaitingLine[int, int]()
 
     @property
     def taken(self) -> int:
@@ -28,7 +28,7 @@ class Places:
 
     @property
     def waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._line.wishes)
 
     @asynccontextmanager
     async def take(self, count: int) -> AsyncIterator[None]:
@@ -41,34 +41,31 @@ class Places:
             raise RefusedError(
                 400, "malformed", f"{count} completions are more than the {self.limit} of serve.max_requests", "n"
             )
-        if self._waiting or self._taken + count > self.limit:
+        if self.waiting or self._taken + count > self.limit:
             await self._wait(count)
         else:
             self._taken += count
         try:
             yield
         finally:
-            self._taken -= count
-            self._let_in()
+            self._give_back(count)
 
     async def _wait(self, count: int) -> None:
-        if len(self._waiting) >= self._max_waiting:
-            raise RefusedError(429, "busy", f"{len(self._waiting)} requests wait already (serve.max_waiting)")
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((count, turn))
+        if self.waiting >= self._max_waiting:
+            raise RefusedError(429, "busy", f"{self.waiting} requests wait already (serve.max_waiting)")
         try:
-            await turn
+            await self._line.wait(count, take_back=self._give_back)
         except asyncio.CancelledError:
-            if turn.cancelled():
-                self._waiting = deque(waiting for waiting in self._waiting if waiting[1] is not turn)
-            else:  # let in just before
-                self._taken -= count
-            self._let_in()
+            self._let_in()  # smaller ones may have stood behind it
             raise
 
+    def _give_back(self, count: int) -> None:
+        self._taken -= count
+        self._let_in()
+
     def _let_in(self) -> None:
-        while self._waiting and self._taken + self._waiting[0][0] <= self.limit:
-            count, turn = self._waiting.popleft()
-            if not turn.done():
-                self._taken += count
-                turn.set_result(None)
+        for count in self._line.wishes:
+            if self._taken + count > self.limit:
+                return
+            self._taken += count
+            self._line.give(count)

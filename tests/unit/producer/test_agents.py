@@ -17,6 +17,7 @@ from producer.served_requests import ServedRequest
 from protocol.config_rewards import RewardsSection
 from protocol.messages import Sampling
 from tests.scripted_trainer import lease
+from tests.unit.producer.cancellation import cancel_at_each_wait
 
 CALL = ServedRequest("chat", "policy", {"messages": []}, 1, {})
 
@@ -254,7 +255,8 @@ def test_the_group_has_posted_and_computed_rewards_in_the_order_of_the_file():
     async def body():
         agents, counters, offered = Agents(("solved",)), Counters(), []
         section = RewardsSection.model_validate({"functions": [{"function": "a:b"}, {"posted": "solved"}]})
-        metrics = ProducerMetrics(CollectorRegistry())
+        registry = CollectorRegistry()
+        metrics = ProducerMetrics(registry)
         groups = AgentGroups(section, agents, Adapters(), Prompts(), Rewards(), counters, metrics)  # type: ignore[arg-type]
         grouping = asyncio.create_task(groups.group(task(), lambda: offered.append(True)))
         await agents.take(5.0)
@@ -264,6 +266,8 @@ def test_the_group_has_posted_and_computed_rewards_in_the_order_of_the_file():
         group = await grouping
         assert np.frombuffer(group.rewards, "<f4").tolist() == [7.0, 0.0, 8.0, 1.0]
         assert (counters.groups, counters.completions, counters.tokens, counters.prompt_tokens) == (1, 2, 2, 1)
+        assert registry.get_sample_value("rl_producer_completion_length_tokens_count") == 2
+        assert registry.get_sample_value("rl_producer_completion_length_tokens_sum") == 2
         assert offered == [True]
 
     run(body)
@@ -305,5 +309,62 @@ def test_an_environments_own_reward_stands_behind_the_functions_and_a_failed_epi
             await group(0, 1)
         assert failed.value.reason == "environment_failed"
         assert counters.failed_episodes == 3
+
+    run(body)
+
+
+def test_agents_that_ask_again_and_again_for_a_task_leave_nothing_behind():
+    async def body():
+        agents = Agents(("solved",))
+        for _ in range(100):
+            assert await agents.take(0.0) is None
+            polling = asyncio.create_task(agents.take(60.0))
+            await asyncio.sleep(0)
+            polling.cancel()
+            await asyncio.gather(polling, return_exceptions=True)
+        assert not agents._takers._turns
+
+    run(body)
+
+
+def test_an_agent_that_is_cancelled_anywhere_leaves_its_task_to_another():
+    async def body():
+        agents = Agents(("solved",))
+        leases: list[asyncio.Task] = []
+
+        async def take() -> None:
+            taken = await agents.take(60.0)
+            agents.fail(taken["episodes"][0], "it goes on")
+
+        async def offer() -> None:  # before the agent comes, and while it waits
+            leases.append(asyncio.ensure_future(agents.fulfil(lease(len(leases), sampling=Sampling(1, 8, 0.7)))))
+            if len(leases) % 2:
+                await asyncio.sleep(0)
+
+        def check() -> None:
+            left = [one for one in leases if not one.done()]
+            assert agents.num_waiting == len(left) == len(agents._episodes)
+            assert not agents._takers._turns
+
+        await cancel_at_each_wait(take, check, offer)
+        for one in leases:
+            one.cancel()
+        assert await asyncio.gather(*leases, return_exceptions=True)
+        assert (agents.num_waiting, agents._episodes) == (0, {})
+
+    run(body)
+
+
+def test_a_task_whose_time_is_over_just_when_its_agent_goes_is_offered_to_nobody():
+    async def body():
+        agents = Agents(("solved",))
+        taking = asyncio.create_task(agents.take(60.0))
+        await asyncio.sleep(0)
+        fulfilling = asyncio.create_task(agents.fulfil(task()))
+        fulfilling.add_done_callback(lambda _: taking.cancel())
+        await asyncio.sleep(0)
+        agents.fail_taken("the agent is gone")
+        await asyncio.gather(taking, fulfilling, return_exceptions=True)
+        assert agents.num_waiting == 0
 
     run(body)

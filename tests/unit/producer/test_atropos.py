@@ -12,10 +12,11 @@ from prometheus_client import CollectorRegistry
 from producer.adapters import AdapterRegistry
 from producer.atropos_groups import AtroposGroups
 from producer.atropos_routes import unzip
-from producer.interfaces import Counters, LeaseFailure
+from producer.interfaces import Completion, Counters, LeaseFailure
 from producer.metrics import ProducerMetrics
 from producer.refused import RefusedError
-from protocol.messages import Sampling
+from producer.rollouts import Episode, Record, group_message
+from protocol.messages import Group, Sampling
 from tests.scripted_trainer import lease
 from tests.unit.producer.atropos_scene import Scene, scene
 from tests.unit.producer.test_endpoint import KEY, endpoint
@@ -300,6 +301,34 @@ class _Late(_Adapters):
         await asyncio.Event().wait()
 
 
+def test_of_a_completion_the_sampled_tokens_are_counted():
+    async def body():
+        class Posted:
+            sampling = Sampling(2, 8, 1.0)
+
+            async def fulfil(self, floor: int) -> Group:
+                record = Record.of([1])
+                for shown, token_ids in (([50, 51], [10, 11]), ([52], [12])):
+                    record.sampled(Completion(token_ids, [-0.5] * len(token_ids), False, [3] * len(token_ids)))
+                    record.show(shown)
+                other = Episode.of([1], Completion([13], [-0.5], True, [3]))
+                return group_message("", [Episode(1, [record]), other], np.zeros((2, 1)), 8, 1.0, 0.0)
+
+        counters, metrics = Counters(), CollectorRegistry()
+        groups = AtroposGroups(Posted(), _Adapters(), counters, ProducerMetrics(metrics))  # type: ignore[arg-type]
+        await groups.group(lease(7, sampling=Posted.sampling), lambda: None)
+        assert (counters.completions, counters.truncated, counters.tokens) == (2, 1, 4)
+        assert lengths(metrics) == (2, 4)
+
+    run(body)
+
+
+def lengths(metrics: CollectorRegistry) -> tuple[float, float]:
+    """Number and sum."""
+    name = "rl_producer_completion_length_tokens"
+    return metrics.get_sample_value(f"{name}_count"), metrics.get_sample_value(f"{name}_sum")
+
+
 def test_a_lease_becomes_the_group_that_was_posted_or_goes_back(tmp_path):
     async def body():
         async with scene(tmp_path) as it:
@@ -312,6 +341,7 @@ def test_a_lease_becomes_the_group_that_was_posted_or_goes_back(tmp_path):
             assert (await working).lease_id == "lease-7"
             assert stages == ["with agents"]
             assert (counters.groups, counters.completions, counters.tokens, counters.prompt_tokens) == (1, 2, 4, 2)
+            assert lengths(it.metrics) == (2, 4)
             late = AtroposGroups(it.atropos, _Late(), counters, ProducerMetrics(CollectorRegistry(), ("environment",)))
             with pytest.raises(LeaseFailure) as failure:
                 await late.group(lease(10, sampling=Sampling(2, 8, 1.0), timeout_s=0.05), lambda: None)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from producer.merging import Merging, TokenCounts, base_weight, merged, scaling
+from producer.merging import Merging, base_weight, merged, scaling
 
 
 class Fused(torch.nn.Module):
@@ -186,43 +186,3 @@ def test_the_weights_of_a_packed_layer_are_what_it_makes_of_unit_vectors():
     layer = SimpleNamespace(weight=torch.empty(0), input_size=1500)
     layer.quant_method = SimpleNamespace(apply=lambda layer, rows, bias: rows @ weight.t())
     assert torch.equal(base_weight(layer), weight)
-
-
-def step(new=(), cached=(), scheduled=None, finished=()):
-    """A SchedulerOutput: `new` (id, prompt length, computed), `cached` (id, computed, tokens so far)."""
-    return SimpleNamespace(
-        scheduled_new_reqs=[
-            SimpleNamespace(req_id=name, prompt_token_ids=[0] * length, num_computed_tokens=computed)
-            for name, length, computed in new
-        ],
-        scheduled_cached_reqs=SimpleNamespace(
-            req_ids=[row[0] for row in cached],
-            num_computed_tokens=[row[1] for row in cached],
-            num_output_tokens=[row[2] for row in cached],
-        ),
-        num_scheduled_tokens=scheduled or {},
-        finished_req_ids=set(finished),
-    )
-
-
-def test_tokens_are_counted_by_the_steps_that_were_launched():
-    counts = TokenCounts()
-    counts.note(step(new=[("a", 5, 0), ("b", 10, 8), ("c", 9, 0)], scheduled={"a": 5, "b": 2, "c": 4}))
-    assert counts.take() == {"a": 1, "b": 1, "c": 0}, "c has not computed its whole prompt"
-    counts.note(step(cached=[("a", 5, 1), ("c", 4, 0)], scheduled={"a": 1, "c": 5}))
-    assert counts.take() == {"a": 2, "b": 1, "c": 1}, "b was not scheduled"
-    counts.note(step(cached=[("a", 6, 2)], scheduled={"a": 1}, finished=["c"]))
-    assert counts.take() == {"a": 3, "b": 1, "c": 1}, "c's end may not be known yet"
-    assert counts.take() == {"a": 3, "b": 1}
-
-
-def test_a_preempted_request_keeps_its_tokens_while_it_computes_them_once_more():
-    counts = TokenCounts()
-    counts.note(step(new=[("a", 4, 0)], scheduled={"a": 4}))
-    counts.note(step(cached=[("a", 4, 1)], scheduled={"a": 1}))
-    counts.note(step(cached=[("a", 0, 2)], scheduled={"a": 3}))
-    assert counts.take() == {"a": 2}
-    counts.note(step(new=[("a", 4, 0)], scheduled={"a": 2}))  # as vLLM's second model runner is told of it
-    assert counts.take() == {"a": 2}
-    counts.note(step(cached=[("a", 2, 2)], scheduled={"a": 4}))
-    assert counts.take() == {"a": 3}
