@@ -39,7 +39,7 @@ from consumer.setup import Setup
 from consumer.trainer import build_arguments, build_lora
 from protocol import logs
 from protocol.config import RunConfig
-from protocol.errors import ConfigError, DatasetError, DeviceError, ExitCode, JournalError
+from protocol.errors import ConfigError, DeviceError, ExitCode, JournalError
 from protocol.handshake import TrainerNeeds
 from protocol.health import Health
 from protocol.keys import trainer_keys
@@ -116,10 +116,7 @@ def _train_live(setup: Setup, resume: bool, watch: Watch) -> ExitCode:
 
         session = secrets.token_hex(4)  # of this process; the run may outlive it
         buffer = rollout_buffer(setup, journal, session)
-        try:
-            buffer.restore(start.state if start else None, step=first_step, shape=setup.shape, comparable=same_shape)
-        except ValueError as error:
-            raise DatasetError(f"dataset.path: {error}; go on with the old one, or choose another run_dir") from error
+        buffer.restore(start.state if start else None, step=first_step, shape=setup.shape, comparable=same_shape)
         if start is not None:
             logger.info("resuming at step %d from %s", first_step, start.folder)
         disk = DiskGuard(Path(config.run_dir), config.replay.max_disk_used)

@@ -133,9 +133,9 @@ class EvaluationDesk:
             self._channel.send(peer, self.take(session, message, shelf))
 
     def take(self, session: ProducerSession, message: Group, shelf: PolicyShelf) -> Ack | Nack:
-        """The answer to an answer."""
+        """The answer to an answer. One that comes late, whatever it is, is done with."""
         session.evaluations.discard(message.lease_id)
-        if self._now is None:
+        if self._now is None or not self._now[1].awaits(message.lease_id):
             return Ack(message.lease_id, "duplicate", shelf.newest)
         _, evaluation = self._now
         try:
@@ -146,8 +146,8 @@ class EvaluationDesk:
             self._warn("invalid", f"answer {message.lease_id} of {session.name} is invalid: {error}")
             evaluation.fail(message.lease_id, "invalid", self._clock())
             return Nack(message.lease_id, "invalid", str(error))
-        taken = evaluation.answer(message.lease_id, Answer.of(group, self._metric))
-        return Ack(message.lease_id, "accepted" if taken else "duplicate", shelf.newest)
+        evaluation.answer(message.lease_id, Answer.of(group, self._metric))
+        return Ack(message.lease_id, "accepted", shelf.newest)
 
     def take_failure(self, session: ProducerSession, message: Nack) -> None:
         session.evaluations.discard(message.lease_id)

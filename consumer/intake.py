@@ -254,8 +254,11 @@ class Intake:
             return
         session.last_heard = self._clock()
         match message:
-            case Group() | Nack() if is_evaluation(message.lease_id) and self._evaluations:
-                self._evaluations.receive(peer, session, message, self._shelf)
+            case Group() | Nack() if is_evaluation(message.lease_id):
+                if self._evaluations is not None:
+                    self._evaluations.receive(peer, session, message, self._shelf)
+                elif isinstance(message, Group):  # of a process before this one, which evaluates nothing
+                    self._channel.send(peer, Ack(message.lease_id, "duplicate", self._shelf.newest))
             case Group():
                 self._take(peer, session, message)
             case Nack():

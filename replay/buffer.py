@@ -238,7 +238,7 @@ class RolloutBuffer:
             comparable: False if the journal's groups were made under settings that do not fit any more.
 
         Raises:
-            ValueError: the dataset has another size than at the checkpoint.
+            DatasetError: the dataset has another size than at the checkpoint.
         """
         with self._changed:
             if state is not None:

@@ -156,8 +156,12 @@ class Evaluation:
                 return lease_id, prompt_id, prompt.attempt
         return None
 
+    def awaits(self, lease_id: str) -> bool:
+        """Whether an answer to this lease would count: not if its prompt is done, or it is of another evaluation."""
+        return self._prompt_of(lease_id) in self._unanswered
+
     def answer(self, lease_id: str, answer: Answer) -> bool:
-        """False if the prompt is done already, or the lease is not one of this evaluation."""
+        """Returns whether it counts."""
         prompt_id = self._prompt_of(lease_id)
         if prompt_id is None or prompt_id not in self._unanswered:
             return False

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from protocol.errors import DatasetError
 from replay.failures import FailureClass, RetryBudget, failure_class, is_hopeless
 from replay.rerolls import Key, RerollQueue
 
@@ -263,11 +264,12 @@ class PromptLedger:
         """Continues from `state`, on a fresh ledger of the same dataset.
 
         Raises:
-            ValueError: the dataset has another size than when the state was written.
+            DatasetError: the dataset has another size than when the state was written.
         """
         if state["num_prompts"] != self._num_prompts:
-            raise ValueError(
-                f"the dataset has {self._num_prompts} prompts now and had {state['num_prompts']} at the checkpoint"
+            raise DatasetError(
+                f"dataset: the dataset has {self._num_prompts} prompts now and had {state['num_prompts']} at the checkpoint; "
+                "go on with the old one, or choose another run_dir"
             )
         self._begin_epoch(state["epoch"])
         self._rests = dict(state["resting"])  # after it: when all rest, they come back with the next epoch

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from msgspec.structs import replace
 
 from consumer.evaluation_control import EvaluationControl
 from consumer.evaluation_desk import EvaluationDesk, Progress
@@ -163,6 +164,25 @@ def test_an_answer_must_be_of_the_evaluated_version_alone(tmp_path: Path) -> Non
     assert [lease.lease_id for _, lease in process.sent] == ["evaluation-0-0-2-s"]
     assert process.answer(process.sent[0][1]) == Ack("evaluation-0-0-2-s", "accepted", process.shelf.newest)
     assert process.answer(lease) == Ack(lease.lease_id, "duplicate", process.shelf.newest)
+
+
+def test_an_answer_to_an_evaluation_before_this_one_comes_late_and_is_not_invalid(tmp_path: Path) -> None:
+    process = Process(tmp_path, every_versions=1)
+    process.publish(0)
+    process.tick()
+    late = process.sent[0][1]
+    process.now = 11.0  # it is given up, and goes out again
+    process.answer_all()
+    process.control.collect()
+    process.publish(1)
+    process.tick()
+    assert process.desk.progress.version == 1
+    assert process.answer(late) == Ack(late.lease_id, "duplicate", process.shelf.newest)
+    of_another_process = replace(process.sent[0][1], lease_id="evaluation-0-0-1-before")
+    assert process.answer(of_another_process, version=0) == Ack(
+        "evaluation-0-0-1-before", "duplicate", process.shelf.newest
+    )
+    assert "invalid" not in process.warned
 
 
 def test_leases_that_are_lost_go_out_again(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from protocol.errors import DatasetError
 from replay.ledger import LeaseRecord, PromptLedger, UnknownLeaseError, WorkItem, parse_lease_id
 
 from .books import FAR, answer, expire, lease, prompts_of
@@ -381,5 +382,5 @@ def test_restore_brings_back_exactly_the_unsettled_ones() -> None:
 
 
 def test_restore_refuses_a_dataset_of_another_size() -> None:
-    with pytest.raises(ValueError, match="the dataset has 5 prompts now and had 4 at the checkpoint"):
+    with pytest.raises(DatasetError, match="the dataset has 5 prompts now and had 4 at the checkpoint; go on with"):
         ledger(5).restore(ledger(4).state())

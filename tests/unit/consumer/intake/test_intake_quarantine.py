@@ -9,7 +9,7 @@ from protocol.messages import Ack, Reject
 from replay.journal_reader import JournalReader
 from tests.unit.consumer.builders import FillableJournal
 
-from .builders import Start, answer, only
+from .builders import Start, answer, made_lease, only
 
 
 def quarantine(journal: FillableJournal) -> list[tuple[str, int]]:
@@ -61,3 +61,16 @@ def test_garbage_on_a_full_disk_is_kept_in_bounds_and_holds_no_group_up(start: S
     trainer.tick()
     assert len(quarantine(journal)) == 32
     assert only(producer.all(Ack), Ack).outcome == "accepted"
+
+
+def test_an_answer_to_an_evaluation_that_this_process_does_not_make_is_late_and_not_invalid(
+    start: Start, journal: FillableJournal
+) -> None:
+    """The run went on without its `evaluation:`. The answer has another number of completions than a group of training."""
+    trainer = start(groups_per_step=4)
+    producer = trainer.producer(capacity=0)
+    lease = made_lease("evaluation-3-0-1-before")
+    late = answer(msgspec.structs.replace(lease, sampling=msgspec.structs.replace(lease.sampling, num_generations=1)))
+    assert [(ack.lease_id, ack.outcome) for ack in producer.say(late)] == [("evaluation-3-0-1-before", "duplicate")]
+    assert trainer.replay.counts["invalid"] == trainer.replay.counts["unknown_lease"] == 0
+    assert journal.query("SELECT reason FROM frames") == []
