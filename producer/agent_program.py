@@ -11,16 +11,15 @@ import json
 import logging
 import os
 import shutil
-import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-from producer.process_tree import end_tree, exit_text
+from producer.kept_process import KeptProcess
+from producer.process_tree import exit_text
 from protocol.config_environment import EnvironmentSection
 from protocol.errors import ConfigError
 
@@ -39,13 +38,12 @@ class _Program:
     """A process of it, and the lines that it and the producer write to each other."""
 
     def __init__(
-        self, process: "subprocess.Popen[bytes]", reader: asyncio.StreamReader, writer: asyncio.StreamWriter, place: str
+        self, process: KeptProcess, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, place: str
     ) -> None:
         self._process = process
         self._reader = reader
         self._writer = writer
         self._place = place
-        self._ending = asyncio.Lock()
 
     @classmethod
     async def start(cls, section: EnvironmentSection, work: dict[str, Any]) -> "_Program":
@@ -66,10 +64,12 @@ class _Program:
         command = [_found(python or sys.executable), "-c", _RUN.format(module), str(_ROOT)]
         ours, theirs = socket.socketpair()
         with theirs:
-            process = subprocess.Popen(  # noqa: ASYNC220 - returns within milliseconds
-                command, stdin=theirs.fileno(), stdout=theirs.fileno(), start_new_session=True
-            )
-        program = cls(process, *await asyncio.open_connection(sock=ours, limit=_MAX_LINE_BYTES), place)
+            process = KeptProcess(command, _EXIT_GRACE_S, stdin=theirs.fileno(), stdout=theirs.fileno())
+        try:
+            program = cls(process, *await asyncio.open_connection(sock=ours, limit=_MAX_LINE_BYTES), place)
+        except BaseException:
+            process.end()
+            raise
         try:
             await program.say(settings | work)
             async with asyncio.timeout(_START_TIMEOUT_S):
@@ -111,13 +111,11 @@ class _Program:
         return await self.end()
 
     async def end(self) -> str:
-        """Ends it, kindly first, and whatever it started; says how it ended."""
-        async with self._ending:
-            if self._process.returncode is None:
-                os.kill(self._process.pid, signal.SIGTERM)  # Popen's own `terminate` would reap it
-            status = await end_tree(self._process, _EXIT_GRACE_S)
-            self._writer.close()
-            return exit_text(status)
+        """Ends it, kindly first, and whatever it started; says how it ended. Goes on by itself when it is cancelled."""
+        ending = self._process.end()
+        ending.add_done_callback(lambda _: self._writer.close())
+        status = await asyncio.shield(ending)
+        return "it does not end" if status is None else exit_text(status)
 
 
 class AgentProgram:

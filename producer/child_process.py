@@ -1,14 +1,13 @@
-"""A child process that runs a module of ours and answers in frames over a socket.
+"""Child processes that run a module of ours with code of the user's, and answer in frames over a socket.
 
-Guarantee: it dies with the daemon; `kill` ends it and whatever it started, by process id; a frame above the limit is refused
-before it is read.
+Guarantee: they end with the daemon, and with them whatever they started; `end` needs no await (`producer.kept_process`); a frame
+above the limit is refused before it is read; what they write is in the daemon's log, within bounds (`producer.worker_output`).
 """
 
 import asyncio
 import contextlib
 import os
 import socket
-import struct
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -16,9 +15,12 @@ from typing import TypeVar
 
 import msgspec
 
-from producer.process_tree import end_tree, exit_text, kill_tree
+from producer.kept_process import KeptProcess
+from producer.process_tree import exit_text
+from producer.worker_channel import LENGTH
+from producer.worker_output import WorkerOutput
+from protocol.throttle import Throttle
 
-LENGTH = struct.Struct("<I")
 MAX_FRAME_BYTES = 64 * 2**20
 
 _EXIT_GRACE_S = 1.0
@@ -26,37 +28,49 @@ _Frame = TypeVar("_Frame", bound=msgspec.Struct)
 
 
 class ChildEndedError(Exception):
-    """It closed its end, or sent what is no frame. The text says how it ended."""
+    """It closed its end, sent what is no frame, or never began. The text says how it ended."""
 
 
 class ChildProcess:
-    """`python -m MODULE FD PARENT_PID ARGUMENT...`, with frames of 4 bytes length and msgpack over socket FD."""
+    """`python -m MODULE FD ARGUMENT...`, where FD is its `producer.worker_channel`.
+
+    Args:
+        source: what the log calls who writes in it.
+        environment: variables beside the daemon's own.
+
+    Raises:
+        ChildEndedError: it cannot be started.
+    """
 
     def __init__(
-        self, process: "subprocess.Popen[bytes]", reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self,
+        module: str,
+        *arguments: str,
+        throttle: Throttle,
+        source: str,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
-        self.process = process
-        self._reader = reader
-        self._writer = writer
-
-    @classmethod
-    async def start(cls, module: str, *arguments: str, environment: Mapping[str, str] | None = None) -> "ChildProcess":
-        """
-        Args:
-            environment: variables beside the daemon's own.
-        """
-        ours, theirs = socket.socketpair()
-        with theirs:
-            process = subprocess.Popen(  # noqa: ASYNC220 - returns within milliseconds
-                [sys.executable, "-m", module, str(theirs.fileno()), str(os.getpid()), *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=2,
-                pass_fds=[theirs.fileno()],
-                env=os.environ | (environment or {}),
-                start_new_session=True,
-            )
-        reader, writer = await asyncio.open_connection(sock=ours)
-        return cls(process, reader, writer)
+        with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
+            try:
+                self._socket, channel = socket.socketpair()
+                ours.enter_context(self._socket)
+                theirs.enter_context(channel)
+                reading, writing = os.pipe()
+                ours.callback(os.close, reading)
+                theirs.callback(os.close, writing)
+                self.process = KeptProcess(
+                    [sys.executable, "-m", module, str(channel.fileno()), *arguments],
+                    stdin=subprocess.DEVNULL,
+                    stdout=writing,
+                    stderr=writing,
+                    pass_fds=[channel.fileno()],
+                    env=os.environ | (environment or {}),
+                )
+            except OSError as error:
+                raise ChildEndedError(f"it cannot be started: {error}") from error
+            ours.pop_all()
+        self.output = WorkerOutput(reading, throttle, source)
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def ask(self, message: msgspec.Struct, kind: type[_Frame]) -> _Frame:
         """Sends `message` and returns the answer.
@@ -65,9 +79,10 @@ class ChildProcess:
             ChildEndedError: it has ended.
         """
         body = msgspec.msgpack.encode(message)
-        self._writer.write(LENGTH.pack(len(body)) + body)
+        _, writer = await self._connected()
+        writer.write(LENGTH.pack(len(body)) + body)
         with contextlib.suppress(ConnectionError):  # receiving says how it ended
-            await self._writer.drain()
+            await writer.drain()
         return await self.receive(kind)
 
     async def receive(self, kind: type[_Frame]) -> _Frame:
@@ -76,18 +91,68 @@ class ChildProcess:
         Raises:
             ChildEndedError: it has ended.
         """
+        reader, _ = await self._connected()
         try:
-            (size,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
+            (size,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
             if size > MAX_FRAME_BYTES:
                 raise ChildEndedError(f"it answered with {size} bytes, of which {MAX_FRAME_BYTES} are allowed")
-            return msgspec.msgpack.decode(await self._reader.readexactly(size), type=kind)
+            return msgspec.msgpack.decode(await reader.readexactly(size), type=kind)
         except msgspec.DecodeError as error:
             raise ChildEndedError(f"it answered with something else: {error}") from None
         except (asyncio.IncompleteReadError, ConnectionError):
-            status = await end_tree(self.process, _EXIT_GRACE_S)
-            raise ChildEndedError(f"its process ended ({exit_text(status)})") from None
+            raise ChildEndedError(await self._how_it_ended()) from None
 
-    async def kill(self) -> int:
-        """Ends it and whatever it started, and returns its exit status."""
-        self._writer.close()
-        return await kill_tree(self.process)
+    def end(self) -> "asyncio.Task[int | None]":
+        """Begins to kill it with whatever it started; the task is done when that is so, and its last words are in the log."""
+        if self._streams is None:
+            self._socket.close()
+        else:
+            self._streams[1].transport.abort()
+        ending = self.process.end()
+        ending.add_done_callback(lambda _: self.output.close())
+        return ending
+
+    async def _connected(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        if self._streams is None:
+            self._streams = await asyncio.open_connection(sock=self._socket)
+        return self._streams
+
+    async def _how_it_ended(self) -> str:
+        status = await self.process.exited(_EXIT_GRACE_S)
+        if status is None:
+            return "it closed its connection to the producer, and was killed"
+        return f"its process ended ({exit_text(status)})"
+
+
+class ChildProcesses:
+    """Those of one owner, with one throttle for what they write."""
+
+    def __init__(self, throttle: Throttle) -> None:
+        self._throttle = throttle
+        self._alive: set[ChildProcess] = set()
+        self._closed = False
+
+    def start(
+        self, module: str, *arguments: str, source: str, environment: Mapping[str, str] | None = None
+    ) -> ChildProcess:
+        """
+        Raises:
+            ChildEndedError: it cannot be started, or `close` was called.
+        """
+        if self._closed:
+            raise ChildEndedError("it is not started: the producer ends")
+        child = ChildProcess(module, *arguments, throttle=self._throttle, source=source, environment=environment)
+        self._alive.add(child)
+        return child
+
+    def end(self, child: ChildProcess) -> None:
+        """Begins to end it and waits for nothing; `close` does."""
+        child.end().add_done_callback(lambda _: self._alive.discard(child))
+
+    async def close(self) -> None:
+        """Ends all of them, of which every one is told before the first is waited for."""
+        self._closed = True
+        endings = [child.end() for child in self._alive]
+        if endings:
+            await asyncio.wait(endings)
+        self._alive.clear()

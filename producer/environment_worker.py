@@ -1,27 +1,22 @@
 """One environment in a process of its own, made once and reset for every episode, as TRL does.
 
 Guarantee: whatever the environment does short of blocking or killing the process comes back as a value or as a reason; only
-its public methods can be called as tools; what it prints goes to standard error and never into the answer. Run by
-`producer.environments` as `python -m producer.environment_worker FD PARENT_PID FACTORY`.
+its public methods can be called as tools. Run by `producer.environments` as `python -m producer.environment_worker FD FACTORY`.
 """
 
 import asyncio
 import inspect
 import math
-import socket
 import sys
-import traceback
 from collections.abc import Callable
 from typing import Any, Literal
 
 import msgspec
 
-from producer.child_process import LENGTH
-from producer.lifeline import die_with_parent
+from producer.worker_channel import WorkerChannel, raised
 from protocol.errors import ConfigError
 from protocol.functions import load_function
 
-_TRACEBACK_LINES = 6
 _NOT_TOOLS = ("reset", "get_reward")
 
 
@@ -76,8 +71,7 @@ class Environment:
                 case "tool":
                     return self._tool(call)
         except Exception:
-            lines = traceback.format_exc().strip().splitlines()[-_TRACEBACK_LINES:]
-            return Answer(problem="raised\n" + "\n".join(lines))
+            return Answer(problem=raised())
 
     def _tool(self, call: Call) -> Answer:
         """The content of its message, in TRL's words when it raises: that is for the model to see."""
@@ -104,25 +98,22 @@ class Environment:
         return self._loop.run_until_complete(result)
 
 
-def main(descriptor: int, parent_pid: int, factory: str) -> None:
-    die_with_parent(parent_pid)
-    with socket.socket(fileno=descriptor) as connection, connection.makefile("rwb") as stream:
-        environment, problem = None, ""
+def main(descriptor: int, factory: str) -> None:
+    channel = WorkerChannel(descriptor)
+    environment, problem = None, ""
+    try:
+        environment = Environment(factory)
+    except ConfigError as error:
+        problem = str(error)
+    except Exception as error:
+        problem = f"environment.factory: {factory} raised {type(error).__name__}: {error}"
+    while (frame := channel.receive()) is not None:
+        call = msgspec.msgpack.decode(frame, type=Call)
+        answer = Answer(problem=problem) if environment is None else environment.answer(call)
         try:
-            environment = Environment(factory)
-        except ConfigError as error:
-            problem = str(error)
-        except Exception as error:
-            problem = f"environment.factory: {factory} raised {type(error).__name__}: {error}"
-        while len(prefix := stream.read(LENGTH.size)) == LENGTH.size:
-            call = msgspec.msgpack.decode(stream.read(LENGTH.unpack(prefix)[0]), type=Call)
-            answer = Answer(problem=problem) if environment is None else environment.answer(call)
-            try:
-                body = msgspec.msgpack.encode(answer)
-            except (TypeError, OverflowError, ValueError) as error:
-                body = msgspec.msgpack.encode(Answer(problem=f"returned what cannot be sent: {error}"))
-            stream.write(LENGTH.pack(len(body)) + body)
-            stream.flush()
+            channel.send(answer)
+        except (TypeError, OverflowError, ValueError) as error:
+            channel.send(Answer(problem=f"returned what cannot be sent: {error}"))
 
 
 def _observation(value: Any) -> str | list[Any] | None:
@@ -141,4 +132,4 @@ def _number(value: Any) -> float | None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    main(int(sys.argv[1]), sys.argv[2])

@@ -2,20 +2,25 @@
 
 Guarantee: no call takes longer than its limit; an environment that hangs or dies is killed by its own process id and costs the
 episode that it was in, and no process outlives the daemon. Processes are started when they are needed, at most
-`environment.max_concurrent`, and serve one episode after the other.
+`environment.max_concurrent` beside those that are being killed, and serve one episode after the other. What an episode took is
+given back in every case, whoever is cancelled.
 """
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
 
-from producer.child_process import ChildEndedError, ChildProcess
+from producer.child_process import ChildEndedError, ChildProcess, ChildProcesses
 from producer.environment_worker import Answer, Call, Description
 from protocol.config_environment import EnvironmentSection
 from protocol.errors import ConfigError
+from protocol.throttle import Throttle
+
+logger = logging.getLogger(__name__)
 
 _START_TIMEOUT_S = 120.0  # imports of the user's modules included
 
@@ -96,7 +101,7 @@ class EnvironmentPool:
         self._factory = section.factory
         self._places = asyncio.Semaphore(section.max_concurrent)
         self._idle: list[ChildProcess] = []
-        self._alive: set[ChildProcess] = set()
+        self._children = ChildProcesses(Throttle(logger))
         self.description = Description([], has_reward=False)
 
     async def start(self) -> None:
@@ -122,14 +127,17 @@ class EnvironmentPool:
             )
 
     async def close(self) -> None:
-        await asyncio.gather(*(process.kill() for process in self._alive))
-        self._alive.clear()
+        await self._children.close()
 
     @asynccontextmanager
     async def session(self) -> AsyncIterator[EnvironmentSession]:
-        """An environment, once there is room; reset it first."""
+        """An environment, once there is room; reset it first.
+
+        Raises:
+            EnvironmentFailedError: no process can be started.
+        """
         async with self._places:
-            process, is_new = (self._idle.pop(), False) if self._idle else (await self._start(), True)
+            process, is_new = (self._idle.pop(), False) if self._idle else (self._start(), True)
             session = EnvironmentSession(process, self._section, is_new=is_new)
             try:
                 yield session
@@ -137,10 +145,12 @@ class EnvironmentPool:
                 if session.is_usable:
                     self._idle.append(process)
                 else:
-                    self._alive.discard(process)
-                    await process.kill()
+                    self._children.end(process)
 
-    async def _start(self) -> ChildProcess:
-        process = await ChildProcess.start("producer.environment_worker", self._factory)
-        self._alive.add(process)
-        return process
+    def _start(self) -> ChildProcess:
+        try:
+            return self._children.start(
+                "producer.environment_worker", self._factory, source=f"environment {self._factory}"
+            )
+        except ChildEndedError as error:
+            raise EnvironmentFailedError(str(error)) from None

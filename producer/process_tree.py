@@ -1,15 +1,11 @@
 """A process and everything it started, as Linux counts them.
 
-Guarantee: processes that end meanwhile are no error; a look costs microseconds per process, whatever else the host runs;
-nothing is killed by an id that may be another's by then.
+Guarantee: processes that end meanwhile are no error; a look costs microseconds per process, whatever else the host runs.
+Nothing is missing below a keeper (`producer.keeper`); elsewhere, what lost its parent is.
 """
 
-import asyncio
-import contextlib
 import os
 import signal
-import subprocess
-import time
 from pathlib import Path
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -37,29 +33,6 @@ def resident_bytes(pid: int) -> int:
         except (OSError, IndexError):
             continue
     return total * _PAGE_BYTES
-
-
-async def end_tree(process: "subprocess.Popen[bytes]", grace_s: float) -> int:
-    """Lets a child that leads a session exit with its own status, so long, then kills what is left; returns its status."""
-    deadline = time.monotonic() + grace_s
-    with contextlib.suppress(ChildProcessError):  # killed and reaped meanwhile
-        while not os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):  # noqa: ASYNC222
-            if time.monotonic() > deadline:
-                break
-            await asyncio.sleep(0.01)
-    return await kill_tree(process)
-
-
-async def kill_tree(process: "subprocess.Popen[bytes]") -> int:
-    """Kills a child that leads a session and whatever it started; returns its exit status."""
-    if process.returncode is None:  # not reaped yet, so the id is still its own
-        started = descendants(process.pid)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        for pid in started:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-    return await asyncio.to_thread(process.wait, 30)
 
 
 def exit_text(status: int) -> str:

@@ -1,23 +1,26 @@
 """Reward workers as processes, seen from the producer.
 
 Guarantee: `WorkerLane.call` returns or raises `WorkerLostError` within the limit of its functions, whatever they do; a worker
-that hangs, dies or takes too much memory is killed by its own process id, with what it started, and replaced, and none
-outlives the daemon.
+that hangs, dies or takes too much memory is killed with what it started, and replaced, and none outlives the daemon. The slot
+of a call goes back in every case and at once: whoever is cancelled, and whether or not its worker can be killed.
 
 Memory is what is resident, looked at ten times a second. RLIMIT_AS and RLIMIT_DATA count what is reserved, of which torch and
 CUDA take tens of gigabytes and use little, so no limit there would be right for both a model and a runaway list.
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import Mapping
 
 import msgspec
 
-from producer.child_process import ChildEndedError, ChildProcess
-from producer.process_tree import resident_bytes
+from producer.child_process import ChildEndedError, ChildProcess, ChildProcesses
 from producer.reward_worker import Answer, Call, Failure, Job, Ready, Scores, Source
 from protocol.errors import ConfigError
+from protocol.throttle import Throttle
+
+logger = logging.getLogger(__name__)
 
 _ASYNC_GRACE_S = 1.0  # an asynchronous function keeps its limit itself, unless it blocks the loop
 _LOOK_EVERY_S = 0.1
@@ -35,15 +38,14 @@ class WorkerLane:
     """`num_workers` processes that all hold the same functions; a call takes one of them.
 
     Args:
-        names: of the functions, as messages shall call them.
+        sources: of the functions, by their names, of which messages and log speak.
         max_memory_bytes: resident, of a worker with its children. None: no limit.
         environment: variables of the workers beside the daemon's own.
     """
 
     def __init__(
         self,
-        sources: list[Source],
-        names: list[str],
+        sources: dict[str, Source],
         num_workers: int,
         max_memory_bytes: int | None,
         start_timeout_s: float,
@@ -51,13 +53,14 @@ class WorkerLane:
     ) -> None:
         self.num_workers = num_workers
         self.asynchronous: list[int] = []
-        self._sources = msgspec.json.encode(sources).decode()
-        self._names = names
+        self._sources = msgspec.json.encode(list(sources.values())).decode()
+        self._names = list(sources)
+        self._shown = ", ".join(f"{name} ({source.function or source.shipped})" for name, source in sources.items())
         self._max_memory_bytes = max_memory_bytes
         self._start_timeout_s = start_timeout_s
         self._environment = environment
         self._slots: asyncio.Queue[ChildProcess | None] = asyncio.Queue()
-        self._alive: set[ChildProcess] = set()
+        self._children = ChildProcesses(Throttle(logger))
 
     @property
     def num_idle(self) -> int:
@@ -77,8 +80,7 @@ class WorkerLane:
             self._slots.put_nowait(worker)
 
     async def close(self) -> None:
-        await asyncio.gather(*(worker.kill() for worker in self._alive))
-        self._alive.clear()
+        await self._children.close()
 
     async def call(self, functions: list[int], jobs: list[Job], limits_s: list[float]) -> list[Scores]:
         """What these functions say of a job each.
@@ -91,13 +93,14 @@ class WorkerLane:
         grace_s = _ASYNC_GRACE_S if functions[0] in self.asynchronous else 0.0
         try:
             worker = worker or await self._start_worker()
+            worker.output.begin(f"reward {', '.join(self._names[index] for index in functions)}")
             answer = await self._watched(worker, Call(functions, jobs, limits_s), grace_s)
             reusable = True
             return answer.scores
         finally:
-            if worker is not None and not reusable:
-                await self._discard(worker)
             self._slots.put_nowait(worker if reusable else None)
+            if worker is not None and not reusable:
+                self._children.end(worker)
 
     async def _watched(self, worker: ChildProcess, call: Call, grace_s: float) -> Answer:
         """The answer to a call, unless time or memory end first."""
@@ -120,11 +123,12 @@ class WorkerLane:
         except ChildEndedError as error:
             raise WorkerLostError("crashed", f"lost its worker: {error}") from None
         finally:
-            asked.cancel()
+            if not asked.cancel() and not asked.cancelled():
+                asked.exception()  # nobody may have looked, if this was cancelled at the same time
 
     def _check_memory(self, worker: ChildProcess) -> None:
         limit = self._max_memory_bytes
-        if limit is not None and (taken := resident_bytes(worker.process.pid)) > limit:
+        if limit is not None and (taken := worker.process.resident_bytes()) > limit:
             raise WorkerLostError(
                 "memory",
                 f"took {taken / 2**20:,.0f} MiB, more than rewards.max_memory_bytes={limit} ({limit / 2**20:,.0f} MiB), and "
@@ -132,26 +136,28 @@ class WorkerLane:
             )
 
     async def _start_worker(self) -> ChildProcess:
-        worker = await ChildProcess.start("producer.reward_worker", self._sources, environment=self._environment)
-        self._alive.add(worker)
+        try:
+            worker = self._children.start(
+                "producer.reward_worker",
+                self._sources,
+                source=f"rewards {self._shown}, while loading,",
+                environment=self._environment,
+            )
+        except ChildEndedError as error:
+            raise WorkerLostError("crashed", f"rewards.functions: {self._shown} have no worker: {error}") from None
         usable = False
-        named = ", ".join(self._names)
         try:
             ready = await asyncio.wait_for(worker.receive(Ready), self._start_timeout_s)
             self.asynchronous = ready.asynchronous
             usable = not ready.problems
             problem = "\n".join(ready.problems)
         except TimeoutError:
-            problem = f"rewards.functions: loading {named} took more than {self._start_timeout_s:g} seconds"
+            problem = f"rewards.functions: loading {self._shown} took more than {self._start_timeout_s:g} seconds"
         except ChildEndedError as error:
-            problem = f"rewards.functions: importing {named} lost the worker: {error}"
+            problem = f"rewards.functions: importing {self._shown} lost the worker: {error}"
         finally:
             if not usable:
-                await self._discard(worker)
+                self._children.end(worker)
         if problem:
             raise WorkerLostError("crashed", problem)
         return worker
-
-    async def _discard(self, worker: ChildProcess) -> None:
-        self._alive.discard(worker)
-        await worker.kill()

@@ -1,31 +1,27 @@
 """One reward worker: a process that makes its reward functions once and then scores group after group, in its main thread.
 
-Guarantee: whatever a function does short of blocking or killing the process comes back as a value or as a reason; what
-it prints goes to standard error and never into the answer. Run by `producer.reward_process` as
-`python -m producer.reward_worker FD PARENT_PID SOURCES`, with frames of 4 bytes length and msgpack over socket FD.
+Guarantee: whatever a function does short of blocking or killing the process comes back as a value or as a reason. Run by
+`producer.reward_process` as `python -m producer.reward_worker FD SOURCES`.
 """
 
 import asyncio
 import contextlib
 import inspect
 import math
-import socket
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
-from producer.child_process import LENGTH
-from producer.lifeline import die_with_parent
+from producer.worker_channel import WorkerChannel, raised
 from protocol.errors import ConfigError
 from protocol.functions import load_function
 
 FLOAT32_MAX = 3.4028234663852886e38
-_TRACEBACK_LINES = 6
+_PROBLEM_CHARACTERS = 500
 _NOT_COLUMNS = ("prompt", "prompts", "completion", "completions", "completion_ids")
 _KILLED_FIRST = "1000"  # of oom_score_adj: when the host is out of memory, a worker goes before the engine
 
@@ -97,24 +93,20 @@ class Ready(msgspec.Struct, frozen=True):
     asynchronous: list[int] = []
 
 
-def main(descriptor: int, parent_pid: int, sources: bytes) -> None:
-    die_with_parent(parent_pid)
+def main(descriptor: int, sources: bytes) -> None:
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(_KILLED_FIRST)
-    with socket.socket(fileno=descriptor) as connection:
-        functions, problems = [], []
-        for source in msgspec.json.decode(sources, type=list[Source]):
-            try:
-                functions.append(_function(source))
-            except ConfigError as error:
-                problems.append(str(error))
-        _send(connection, Ready(problems, [index for index, made in enumerate(functions) if _is_asynchronous(made)]))
-        while not problems:
-            frame = _receive(connection)
-            if frame is None:
-                return
-            call = msgspec.msgpack.decode(frame, type=Call)
-            _send(connection, Answer(_answer([functions[index] for index in call.functions], call)))
+    channel = WorkerChannel(descriptor)
+    functions, problems = [], []
+    for source in msgspec.json.decode(sources, type=list[Source]):
+        try:
+            functions.append(_function(source))
+        except ConfigError as error:
+            problems.append(str(error))
+    channel.send(Ready(problems, [index for index, made in enumerate(functions) if _is_asynchronous(made)]))
+    while not problems and (frame := channel.receive()) is not None:
+        call = msgspec.msgpack.decode(frame, type=Call)
+        channel.send(Answer(_answer([functions[index] for index in call.functions], call)))
 
 
 def _function(source: Source) -> Callable[..., Any]:
@@ -154,7 +146,7 @@ async def _await_one(function: Callable[..., Any], job: Job, limit_s: float) -> 
     except Exception as error:
         if isinstance(error, TimeoutError) and clock.expired():
             return Scores(None, f"did not return within {limit_s:g} seconds", "timeout")
-        return _raised()
+        return Scores(None, raised())
     return checked(returned, len(job.completions))
 
 
@@ -166,7 +158,7 @@ def _score(function: Callable[..., Any], job: Job) -> Scores:
     except MemoryError:
         return Scores(None, "ran out of memory", "memory")
     except Exception:
-        return _raised()
+        return Scores(None, raised())
     return checked(returned, len(job.completions))
 
 
@@ -180,11 +172,6 @@ def _arguments(job: Job) -> dict[str, Any]:
         "completions": job.completions,
         "completion_ids": job.completion_ids,
     } | repeated
-
-
-def _raised() -> Scores:
-    lines = traceback.format_exc().strip().splitlines()[-_TRACEBACK_LINES:]
-    return Scores(None, "raised\n" + "\n".join(lines))
 
 
 def checked(returned: Any, count: int) -> Scores:
@@ -201,7 +188,8 @@ def checked(returned: Any, count: int) -> Scores:
     for index, reward in enumerate(returned):
         value = math.nan
         if isinstance(reward, Exception):
-            failed[index] = "timeout" if isinstance(reward, TimeoutError) else "raised", f"reward {index}: {reward}"
+            said = f"reward {index}: {reward!s:.{_PROBLEM_CHARACTERS}}"
+            failed[index] = "timeout" if isinstance(reward, TimeoutError) else "raised", said
         elif reward is not None:
             value, problem = _number(reward)
             if problem:
@@ -219,23 +207,11 @@ def _number(reward: Any) -> tuple[float, str]:
     try:
         value = float(reward)
     except Exception as error:
-        return math.nan, f"of type {type(reward).__name__} is no number: {error}"
+        return math.nan, f"of type {type(reward).__name__} is no number: {error!s:.{_PROBLEM_CHARACTERS}}"
     if abs(value) > FLOAT32_MAX:
         return math.nan, f"is {value}; return a finite number, or None for missing"
     return value, ""
 
 
-def _send(connection: socket.socket, message: msgspec.Struct) -> None:
-    body = msgspec.msgpack.encode(message)
-    connection.sendall(LENGTH.pack(len(body)) + body)
-
-
-def _receive(connection: socket.socket) -> bytes | None:
-    """The next frame; None when the daemon has closed its end."""
-    with connection.makefile("rb") as stream:
-        prefix = stream.read(LENGTH.size)
-        return stream.read(LENGTH.unpack(prefix)[0]) if len(prefix) == LENGTH.size else None
-
-
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3].encode())
+    main(int(sys.argv[1]), sys.argv[2].encode())

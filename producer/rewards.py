@@ -88,8 +88,7 @@ class RewardPool:
         self._in_lane = [i for i, f in enumerate(section.functions) if f.kind in ("function", "builtin")]
         ours = [section.functions[index] for index in self._in_lane]
         self._lane = WorkerLane(
-            [_source(function) for function in ours],
-            [function.place for function in ours],
+            {function.name: _source(function) for function in ours},
             section.num_workers if ours else 0,
             section.max_memory_bytes,
             _START_TIMEOUT_S,
@@ -113,8 +112,7 @@ class RewardPool:
         if isinstance(settings, RewardModel):
             shown = "" if settings.gpu is None else str(settings.gpu)
             lane = WorkerLane(
-                [Source(shipped="model", options=function.options | {"path": function.model})],
-                [function.place],
+                {function.name: Source(shipped="model", options=function.options | {"path": function.model})},
                 function.concurrency or 1,
                 None,  # a model takes what it takes
                 _MODEL_START_TIMEOUT_S,

@@ -248,7 +248,9 @@ def test_ten_thousand_calls_leave_nothing_behind(tmp_path: Path) -> None:
             gc.collect()
             descriptors.append(len(os.listdir("/proc/self/fd")))
             children.append(len(me.children(recursive=True)))
-            resident.append(me.memory_info().rss + sum(child.memory_info().rss for child in me.children()))
+            resident.append(
+                me.memory_info().rss + sum(child.memory_info().rss for child in me.children(recursive=True))
+            )
         return descriptors, children, resident
 
     before = len(os.listdir("/proc/self/fd")), len(me.children(recursive=True))
@@ -259,6 +261,6 @@ def test_ten_thousand_calls_leave_nothing_behind(tmp_path: Path) -> None:
     assert len(seen.calls) == 10_000
     assert Counter(reason for _, reason, _ in seen.failures) == {"timeout": 3, "crashed": 3, "raised": 2}
     assert {(function, count) for function, _, count in seen.failures} == {("moody", 2)}
-    assert max(children) <= before[1] + 2
+    assert max(children) <= before[1] + 4  # two workers, each with its keeper
     assert max(descriptors) - min(descriptors) <= 2
     assert max(resident[2:]) - resident[1] < 16 * 2**20

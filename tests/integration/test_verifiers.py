@@ -170,7 +170,8 @@ def test_a_run_learns_from_episodes_and_a_killed_agent_program_is_started_again(
     trainer = Daemon("consumer.cli", short_dir / "trainer.log", "--config", config)
     daemons.append(trainer)
     trainer.wait_for(r"step 1/", beside=producer)
-    (program,) = [child for child in producer.family() if "producer.bridges" in " ".join(child.cmdline())]
+    commands = {child: " ".join(child.cmdline()) for child in producer.family()}
+    (program,) = [child for child, said in commands.items() if "producer.bridges" in said and "keeper.py" not in said]
     program.kill()
     producer.wait_for(r"the agent program of the environment ended \(killed by SIGKILL\); starting another in 1 s")
     end_well(trainer, producer)

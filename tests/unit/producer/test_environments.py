@@ -11,6 +11,7 @@ from producer.environment_worker import Answer, Call, Environment
 from producer.environments import EnvironmentFailedError, EnvironmentPool
 from protocol.config_environment import EnvironmentSection
 from protocol.errors import ConfigError
+from tests.unit.producer.loop import until
 
 SHOP = "tests.unit.producer.toys:Shop"
 
@@ -21,7 +22,8 @@ def section(**changes: object) -> EnvironmentSection:
 
 def children() -> set[psutil.Process]:
     """Those of the pool: this process may have others."""
-    return {child for child in psutil.Process().children() if "producer.environment_worker" in child.cmdline()}
+    commands = {child: child.as_dict(["cmdline"])["cmdline"] for child in psutil.Process().children()}
+    return {child for child, command in commands.items() if "producer.environment_worker" in (command or ())}
 
 
 @asynccontextmanager
@@ -67,7 +69,7 @@ def test_an_episode_costs_nothing_but_itself() -> None:
                     await environment.call("hang", {})
                 with pytest.raises(EnvironmentFailedError, match="gone"):
                     await environment.reward()
-            assert not psutil.pid_exists(first)
+            await until(lambda: not psutil.pid_exists(first))
             async with environments.session() as environment:
                 await environment.reset(columns())
                 with pytest.raises(EnvironmentFailedError, match=r"tool die: its process ended \(exit status 3\)"):
@@ -93,7 +95,7 @@ def test_an_abandoned_episode_leaves_no_process_in_the_middle_of_a_call() -> Non
             await started.wait()
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-            assert not children()
+            await until(lambda: not children())
 
     asyncio.run(body())
 
@@ -171,16 +173,9 @@ def test_what_does_not_fit_is_said_at_the_start(
         async def ask(self, call: Call, _kind: type[Answer]) -> Answer:
             return Answer(problem=self._problem) if self._problem else self._environment.answer(call)
 
-        async def kill(self) -> None:
-            pass
-
     async def body() -> None:
         environments = EnvironmentPool(section(**changes))
-
-        async def start() -> Local:
-            return Local(environments._factory)
-
-        monkeypatch.setattr(environments, "_start", start)
+        monkeypatch.setattr(environments, "_start", lambda: Local(environments._factory))
         with pytest.raises(ConfigError) as caught:
             await environments.start()
         assert said in str(caught.value)

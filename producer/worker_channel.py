@@ -1,0 +1,73 @@
+"""The channel between a child process and the daemon, on the child's side: frames of 4 bytes length and msgpack over a socket.
+
+Guarantee: the frames are those of this process. Where code of the user's has closed or replaced the descriptor, the process ends
+with one line that says so; where it has forked and comes back twice, the copy ends and says nothing to the daemon.
+"""
+
+import contextlib
+import os
+import socket
+import struct
+import traceback
+from typing import NoReturn
+
+import msgspec
+
+LENGTH = struct.Struct("<I")
+LOST_STATUS = 74  # EX_IOERR
+_TRACEBACK_LINES, _TRACEBACK_CHARACTERS = 6, 2000
+
+
+class WorkerChannel:
+    """Takes over the socket `descriptor`."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._pid = os.getpid()
+        self._socket = socket.socket(fileno=descriptor)
+        self._stream = self._socket.makefile("rwb")
+        self._file = self._identity()
+
+    def receive(self) -> bytes | None:
+        """The next frame; None when the daemon has closed its end."""
+        self._check()
+        try:
+            prefix = self._stream.read(LENGTH.size)
+            return self._stream.read(LENGTH.unpack(prefix)[0]) if len(prefix) == LENGTH.size else None
+        except OSError as error:
+            self._lost(error)
+
+    def send(self, message: msgspec.Struct) -> None:
+        body = msgspec.msgpack.encode(message)
+        self._check()
+        try:
+            self._stream.write(LENGTH.pack(len(body)) + body)
+            self._stream.flush()
+        except OSError as error:
+            self._lost(error)
+
+    def _check(self) -> None:
+        if os.getpid() != self._pid:
+            os._exit(0)
+        try:
+            is_same = self._identity() == self._file
+        except OSError as error:
+            self._lost(error)
+        if not is_same:
+            self._lost(OSError("it is another file by now"))
+
+    def _identity(self) -> tuple[int, int]:
+        found = os.fstat(self._socket.fileno())
+        return found.st_dev, found.st_ino
+
+    def _lost(self, error: OSError) -> NoReturn:
+        line = f"descriptor {self._socket.fileno()}, the connection to the producer, was closed by code that runs here: {error}\n"
+        with contextlib.suppress(OSError):
+            os.write(2, line.encode())
+        os._exit(LOST_STATUS)
+
+
+def raised() -> str:
+    """The exception that is handled, as the problem of an answer: the end of its traceback, in what UTF-8 can say."""
+    lines = traceback.format_exc().strip().splitlines()[-_TRACEBACK_LINES:]
+    text = "\n".join(lines)[-_TRACEBACK_CHARACTERS:]
+    return f"raised\n{text.encode(errors='replace').decode()}"
