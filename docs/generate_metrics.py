@@ -28,6 +28,7 @@ from producer.metrics import ProducerMetrics  # noqa: E402
 from producer.places import Places  # noqa: E402
 from producer.serve_metrics import ServeMetrics  # noqa: E402
 from protocol.config import RunConfig  # noqa: E402
+from protocol.exposition import add_connection_metrics  # noqa: E402
 from protocol.health import Health  # noqa: E402
 from protocol.metrics import add_process_metrics  # noqa: E402
 from protocol.observability import add_health_metrics  # noqa: E402
@@ -59,6 +60,7 @@ def trainer_registry() -> CollectorRegistry:
     registry = CollectorRegistry()
     add_process_metrics(registry, "rl_trainer", [])
     add_health_metrics(registry, "rl_trainer", _healthy())
+    add_connection_metrics(registry, "rl_trainer", Counter())
     LearningMetrics(registry, ["FUNCTION"], max_steps=0, max_staleness=0)
     buffer: Any = SimpleNamespace(counts=Counter(), depth=lambda: defaultdict(int))
     fleet = [FleetMember("PRODUCER", "RELEASE", -1, 0, 0.0, 0.0, -1)]
@@ -74,6 +76,7 @@ def producer_registry() -> CollectorRegistry:
     registry = CollectorRegistry()
     add_process_metrics(registry, "rl_producer", [])
     add_health_metrics(registry, "rl_producer", _healthy())
+    add_connection_metrics(registry, "rl_producer", Counter())
     delivery = Delivery(connected=False, heard_ago_s=0.0, held=0, unacked=0, unacked_bytes=0, full=False)
     metrics = ProducerMetrics(registry, ["FUNCTION"])
     metrics.watch_agent_program(lambda: 0)

@@ -56,6 +56,9 @@ class ServeMetrics:
             lambda: {"generating": places.taken, "waiting": places.waiting},
         )
 
+    def refuse(self, reason: Reason) -> None:
+        self.refused[reason] += 1
+
     def watch(self, agents: Agents) -> None:
         """Adds what agents do in a run with posted rewards."""
         self._readings.counters(

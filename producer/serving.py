@@ -6,36 +6,31 @@ Guarantee: it listens before the engine is loaded, so that a port in use is told
 
 import asyncio
 import contextlib
-import errno
 import logging
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import uvicorn
 from prometheus_client import CollectorRegistry
 
 from producer.adapters import AdapterRegistry
 from producer.agents import Agents
 from producer.atropos import Atropos
 from producer.endpoint import Endpoint
-from producer.http_door import Door, connections_of
 from producer.places import Places
 from producer.serve_metrics import ServeMetrics
 from producer.served_calls import Answering
 from producer.served_versions import ServedVersions
 from protocol.config import RunConfig
 from protocol.config_serve import ServeSection
-from protocol.errors import ConfigError, EndpointInUseError
+from protocol.errors import ConfigError
 from protocol.exposition import announced
+from protocol.http_door import Door, Server, listen
 from protocol.secret_lines import read_private, secret_line
 
 logger = logging.getLogger(__name__)
 
 _SWEEP_EVERY_S = 1.0
-_FAREWELL_S = 2
-_KEEP_ALIVE_S = 30
-_MAX_HEADER_BYTES = 16 * 1024
 _MIN_KEY_CHARACTERS = 16
 _KEYS = "serve.api_key_file"
 
@@ -52,15 +47,7 @@ def listening(section: ServeSection, gpus: list[int]) -> Iterator[socket.socket 
         yield None
         return
     port = section.port + (gpus[0] if gpus and section.port else 0)
-    family = socket.AF_INET6 if ":" in section.host else socket.AF_INET
-    try:
-        listener = socket.create_server((section.host, port), family=family, backlog=128)
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise EndpointInUseError(
-                f"serve.port: {section.host}:{port} is in use by another process; choose another port, or 0 for a free one"
-            ) from error
-        raise ConfigError(f"serve.host, port: cannot listen at {section.host}:{port}: {error}") from error
+    listener = listen(section.host, port, "serve", "host", "port")
     with listener:
         yield listener
 
@@ -122,23 +109,9 @@ class Serving:
         if atropos is not None:
             metrics.watch_atropos(atropos)
         endpoint = Endpoint(settings, keys, answering, self._versions, places, metrics, agents, atropos, running)
-        door = Door(settings.receive_timeout_s, settings.max_connections, metrics.refused)
-        self._server = _Server(
-            uvicorn.Config(
-                endpoint,
-                http=connections_of(door),
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                log_level="critical",  # of malformed requests there are counts
-                access_log=False,
-                server_header=False,
-                proxy_headers=False,
-                timeout_keep_alive=_KEEP_ALIVE_S,
-                timeout_graceful_shutdown=_FAREWELL_S,
-                h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
-            )
-        )
+        answer_s = settings.request_timeout_s + settings.receive_timeout_s  # the last of which is for its last bytes
+        door = Door(settings.receive_timeout_s, answer_s, settings.max_connections, metrics.refuse)
+        self._server = Server(endpoint, door)
         self.problem: str | None = None
 
     async def run(self, listener: socket.socket) -> None:
@@ -169,11 +142,3 @@ class Serving:
         while True:
             await asyncio.sleep(_SWEEP_EVERY_S)
             self._versions.release_unused()
-
-
-class _Server(uvicorn.Server):
-    """Leaves signals to the daemon."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield

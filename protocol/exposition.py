@@ -1,71 +1,139 @@
 """The HTTP port of a daemon: `/metrics` for Prometheus, `/healthz` and `/readyz` with reasons in JSON.
 
-Guarantee: it answers GET of these three and nothing else, on threads of its own, and a client that says nothing is hung up on.
-Where it listens stands in `RUN_DIR/metrics/` as long as it does, in the form that Prometheus' file discovery reads.
+Guarantee: it answers GET of these three and nothing else, through a `Door` on a thread of its own, so that neither the daemon's
+loops nor any number of clients, however slow, hold an answer up. What an answer shows is read on one more thread for each of the
+three; a reading that takes long costs those who ask for the same a 503 and the others nothing. Where it listens stands in
+`RUN_DIR/metrics/` as long as it does, in the form that Prometheus' file discovery reads.
 """
 
+import asyncio
 import contextlib
 import errno
 import json
+import logging
 import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import psutil
 from prometheus_client import CollectorRegistry, generate_latest
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
-from protocol.errors import ConfigError, EndpointInUseError
+from protocol.errors import ConfigError
 from protocol.health import Findings, Health
+from protocol.http_door import REASONS, Door, Reason, Server, listen
+from protocol.metrics import Readings
+from protocol.throttle import Throttle
 
-_CLIENT_TIMEOUT_S = 5.0
-_TEXT_FORMAT = "text/plain; version=0.0.4; charset=utf-8"  # the OpenMetrics encoder would make `vllm_` of `vllm:`
+logger = logging.getLogger(__name__)
+
+_HEADERS_S = 5.0
+_READING_S = 10.0
+_ANSWER_S = 40.0
+_MAX_CONNECTIONS = 64
+_TEXT_FORMAT = "text/plain; version=0.0.4; charset=utf-8"
 _WILDCARDS = ("0.0.0.0", "::", "")  # noqa: S104  compared with, not bound to
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    block_on_close = False
-    registry: CollectorRegistry
-    health: Health
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away in the middle is no event."""
+class _Page(NamedTuple):
+    status: HTTPStatus
+    content_type: str
+    body: bytes
 
 
-class _Handler(BaseHTTPRequestHandler):
-    server: _Server
-    timeout = _CLIENT_TIMEOUT_S
+def _metrics(registry: CollectorRegistry) -> _Page:
+    return _Page(HTTPStatus.OK, _TEXT_FORMAT, generate_latest(registry))
 
-    def do_GET(self) -> None:
-        path = self.path.partition("?")[0]
-        if path == "/metrics":
-            self._answer(HTTPStatus.OK, _TEXT_FORMAT, generate_latest(self.server.registry))
-        elif path == "/healthz":
-            self._findings(self.server.health.alive())
-        elif path == "/readyz":
-            self._findings(self.server.health.ready())
-        else:
-            self._answer(HTTPStatus.NOT_FOUND, "text/plain", b"/metrics /healthz /readyz\n")
 
-    def _findings(self, findings: Findings) -> None:
-        fine = not any(findings.values())
-        body = {"status": "ok" if fine else "failing", "checks": {name: why or "ok" for name, why in findings.items()}}
-        status = HTTPStatus.OK if fine else HTTPStatus.SERVICE_UNAVAILABLE
-        self._answer(status, "application/json", json.dumps(body, indent=1).encode() + b"\n")
+def _findings(look: Callable[[], Findings]) -> _Page:
+    findings = look()
+    fine = not any(findings.values())
+    body = {"status": "ok" if fine else "failing", "checks": {name: why or "ok" for name, why in findings.items()}}
+    status = HTTPStatus.OK if fine else HTTPStatus.SERVICE_UNAVAILABLE
+    return _Page(status, "application/json", json.dumps(body, indent=1).encode() + b"\n")
 
-    def _answer(self, status: HTTPStatus, content_type: str, body: bytes) -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", content_type)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
 
-    def log_message(self, *_: Any) -> None: ...
+class _Reader:
+    """Reads a page on a thread, once for all who ask meanwhile."""
+
+    def __init__(self, read: Callable[[], _Page]) -> None:
+        self._read = read
+        self._reading: asyncio.Future[_Page] | None = None
+
+    async def page(self) -> _Page:
+        """
+        Raises:
+            TimeoutError: it takes long; it goes on, and nobody begins another one.
+        """
+        if self._reading is None or self._reading.done():
+            reading = asyncio.get_running_loop().create_future()
+            # No executor: the end of the process would wait for one of its threads that hangs.
+            threading.Thread(target=self._run, args=(reading,), name="reading", daemon=True).start()
+            self._reading = reading
+        return await asyncio.wait_for(asyncio.shield(self._reading), _READING_S)
+
+    def _run(self, reading: "asyncio.Future[_Page]") -> None:
+        try:
+            settle = partial(reading.set_result, self._read())
+        except Exception as error:
+            settle = partial(reading.set_exception, error)
+        with contextlib.suppress(RuntimeError):  # the daemon has ended meanwhile
+            reading.get_loop().call_soon_threadsafe(settle)
+
+
+class _Application:
+    """Of ASGI. Not the one of prometheus_client: that one reads on the event loop, where it would hold up `/healthz`, and has
+    Prometheus choose OpenMetrics, whose encoder makes `vllm_` of `vllm:`."""
+
+    def __init__(self, registry: CollectorRegistry, health: Health) -> None:
+        self._readers = {
+            "/metrics": _Reader(lambda: _metrics(registry)),
+            "/healthz": _Reader(lambda: _findings(health.alive)),
+            "/readyz": _Reader(lambda: _findings(health.ready)),
+        }
+        self._warn = Throttle(logger)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        page = await self._page(scope["method"], scope["path"])
+        headers = {"content-type": page.content_type, "allow": "GET"}
+        await Response(page.body, page.status, headers)(scope, receive, send)
+
+    async def _page(self, method: str, path: str) -> _Page:
+        plain = partial(_Page, content_type="text/plain")
+        reader = self._readers.get(path)
+        if reader is None:
+            return plain(HTTPStatus.NOT_FOUND, body=b"/metrics /healthz /readyz\n")
+        if method != "GET":
+            return plain(HTTPStatus.METHOD_NOT_ALLOWED, body=b"GET\n")
+        try:
+            return await reader.page()
+        except TimeoutError:
+            self._warn("slow", f"{path} has not been read in {_READING_S:g} s")
+            return plain(HTTPStatus.SERVICE_UNAVAILABLE, body=b"it takes long to read\n")
+        except Exception as error:
+            self._warn("failed", f"{path} cannot be read: {type(error).__name__}: {error}", logging.ERROR)
+            return plain(HTTPStatus.INTERNAL_SERVER_ERROR, body=b"the daemon's log says why\n")
+
+
+def add_connection_metrics(registry: CollectorRegistry, prefix: str, refused: "Counter[Reason]") -> None:
+    """What the port refuses.
+
+    Args:
+        prefix: `rl_producer` or `rl_trainer`.
+    """
+    Readings(registry).counters(
+        f"{prefix}_metrics_connections_refused_total",
+        "Connections to the port of the metrics that were closed, because they were slow, too many or no HTTP.",
+        "reason",
+        lambda: {str(reason): refused[reason] for reason in REASONS},
+    )
 
 
 @contextlib.contextmanager
@@ -85,36 +153,22 @@ def serve(
         EndpointInUseError: another process has the port.
         ConfigError: this machine has no such address, or the port is not allowed.
     """
-    server = _bound(host, port, key)
-    server.registry, server.health = registry, health
+    listener = listen(host, port, "observability", "metrics_host", key)
     reachable = socket.gethostname() if host in _WILDCARDS else host
     address = f"[{reachable}]" if ":" in reachable else reachable
-    address = f"{address}:{server.server_address[1]}"
-    thread = threading.Thread(target=server.serve_forever, name="exposition", daemon=True)
+    address = f"{address}:{listener.getsockname()[1]}"
+    refused: Counter[Reason] = Counter()
+    add_connection_metrics(registry, job.replace("-", "_"), refused)
+    door = Door(_HEADERS_S, _ANSWER_S, _MAX_CONNECTIONS, lambda reason: refused.update((reason,)))
+    server = Server(_Application(registry, health), door)
+    thread = threading.Thread(target=asyncio.run, args=(server.serve([listener]),), name="exposition", daemon=True)
     thread.start()
     try:
         with announced(folder, job, name, address):
             yield address
     finally:
-        server.shutdown()
-        server.server_close()
+        server.should_exit = True
         thread.join()
-
-
-def _bound(host: str, port: int, key: str) -> _Server:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    kind = type("_FamilyServer", (_Server,), {"address_family": family})
-    try:
-        server: _Server = kind((host, port), _Handler)
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise EndpointInUseError(
-                f"observability.{key}: {host}:{port} is in use by another process; choose another port, or 0 for a free one"
-            ) from error
-        raise ConfigError(
-            f"observability.metrics_host, {key}: cannot listen at {host}:{port}: {error.strerror or error}"
-        ) from error
-    return server
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import socket
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ class Vllm:
     def __init__(self) -> None:
         self.delay_s = 0.0
         self.running = 0
+        self.events = [f"data: {number}\n\n" for number in range(3)]
 
     async def answer(self, request, call: Call) -> Answer | Stream:
         if request.fields.get("user") == "refuse":
@@ -50,8 +52,8 @@ class Vllm:
         return Stream(self._events()) if request.streams else Answer({"choices": [], "model": "?"})
 
     async def _events(self):
-        for number in range(3):
-            yield f"data: {number}\n\n"
+        for event in self.events:
+            yield event
             await asyncio.sleep(self.delay_s)
 
 
@@ -264,6 +266,23 @@ def test_a_client_that_leaves_or_takes_too_long_ends_its_generation(tmp_path):
             )
             it.vllm.delay_s = 0.0
             assert (await it.post(CHAT))[0] == 200
+            assert it.registry.pinned() == {12}
+
+    asyncio.run(body())
+
+
+def test_a_client_that_does_not_take_its_answer_is_cut_off(tmp_path):
+    """It would keep its connection for ever, and `max_connections` of them everybody else out."""
+
+    async def body():
+        async with endpoint(tmp_path, request_timeout_s=0.5, receive_timeout_s=0.3) as it:
+            it.vllm.events = ["x" * 2**20] * 64
+            data = json.dumps(CHAT | {"stream": True}).encode()
+            with socket.create_connection(("127.0.0.1", it.port)) as client:
+                head = "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+                client.sendall(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
+                await until(lambda: it.value("refused_total", reason="too_slow"))
+            assert it.value("requests_total", outcome="timed_out") == 1
             assert it.registry.pinned() == {12}
 
     asyncio.run(body())

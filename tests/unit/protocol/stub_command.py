@@ -10,7 +10,7 @@ from protocol.command_line import main, parser
 from protocol.config import RunConfig
 from protocol.errors import ConfigError, ExitCode
 
-HEAVY = ("torch", "vllm", "trl", "transformers", "peft", "datasets", "numpy")
+HEAVY = ("torch", "vllm", "trl", "transformers", "peft", "datasets", "numpy", "uvicorn", "starlette")
 
 
 def _check_libraries(config: RunConfig) -> None:

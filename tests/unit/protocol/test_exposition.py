@@ -62,7 +62,7 @@ def test_health_and_readiness_come_with_reasons_and_503_when_something_is_wrong(
 def test_any_other_path_is_not_found_and_other_methods_are_refused(tmp_path: Path) -> None:
     with exposition.serve(CollectorRegistry(), health(), "127.0.0.1", 0, folder=tmp_path, **NAMES) as address:
         assert get(address, "/../etc/passwd")[0] == 404
-        with pytest.raises(urllib.error.HTTPError, match="501") as refused:
+        with pytest.raises(urllib.error.HTTPError, match="405") as refused:
             urllib.request.urlopen(f"http://{address}/metrics", data=b"x", timeout=10)
         refused.value.close()
 
