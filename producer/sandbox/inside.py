@@ -30,7 +30,7 @@ _AT_FDCWD, _AT_RECURSIVE, _MNT_DETACH = -100, 0x8000, 2
 _MOUNT_SETATTR = 442  # the same on every architecture
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
 _SYSTEM = ("/lib", "/lib32", "/lib64", "/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/local/lib", "/etc/ld.so.cache")
-_DEVICES = ("null", "zero", "urandom")
+_DEVICES = ("null", "urandom")  # a shared mapping of zero is memory that nobody counts
 
 # The kernel's number of a machine in audit records.
 _MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
@@ -43,7 +43,12 @@ _REFUSED = {  # what a program has no use for and an attack on the kernel has: (
     "io_uring_setup": (425, 425), "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430),
     "fsmount": (432, 432), "mount_setattr": (442, 442), "quotactl": (179, 60), "acct": (163, 89),
     "open_by_handle_at": (304, 265), "name_to_handle_at": (303, 264),
+    # Memory that is resident in no process, and so neither counted nor limited:
+    "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "shmat": (30, 196), "msgget": (68, 186),
+    "semget": (64, 190), "mq_open": (240, 180), "vmsplice": (278, 75),
 }  # fmt: skip
+_MMAP = (9, 222)
+_MAP_SHARED, _MAP_ANONYMOUS, _MAP_HUGETLB = 1, 0x20, 0x40000
 _SOCKET = (41, 198)
 _CLONE, _CLONE3 = (56, 220), 435
 _FAMILIES = (1, 2, 10)  # unix, IPv4, IPv6: they end in the namespace; others (vsock) may not
@@ -215,7 +220,8 @@ def _filter_system_calls() -> None:
 
 
 def _filter(audit: int, column: int) -> bytes:
-    """Classic BPF: refuses foreign ABIs, the calls above, sockets of other families, and new namespaces by clone."""
+    """Classic BPF: refuses foreign ABIs, the calls above, sockets of other families, new namespaces by clone, and mappings
+    whose pages stay when no process has them: shared ones of no file, and huge ones."""
     load, equal, greater, any_bit, answer = 0x20, 0x15, 0x35, 0x45, 0x06
     kill, allow, refuse, missing = 0x80000000, 0x7FFF0000, 0x50000 | _EPERM, 0x50000 | _ENOSYS
     steps = [(load, 0, 0, 4), (equal, 1, 0, audit), (answer, 0, 0, kill), (load, 0, 0, 0)]
@@ -232,8 +238,17 @@ def _filter(audit: int, column: int) -> bytes:
         (load, 0, 0, 16),
         (any_bit, 0, 1, _NAMESPACES | _CLONE_NEWNS),
         (answer, 0, 0, refuse),
+        (answer, 0, 0, allow),
     ]
-    steps += [(answer, 0, 0, allow)]
+    steps += [
+        (equal, 0, 6, _MMAP[column]),
+        (load, 0, 0, 40),
+        (any_bit, 3, 0, _MAP_HUGETLB),
+        (any_bit, 0, 1, _MAP_ANONYMOUS),
+        (any_bit, 1, 0, _MAP_SHARED),
+        (answer, 0, 0, allow),
+        (answer, 0, 0, refuse),
+    ]
     steps += [(equal, 0, 2 + len(_FAMILIES), _SOCKET[column]), (load, 0, 0, 16)]
     steps += [(equal, len(_FAMILIES) - index, 0, family) for index, family in enumerate(_FAMILIES)]
     steps += [(answer, 0, 0, refuse), (answer, 0, 0, allow)]

@@ -102,7 +102,7 @@ for folder in ("/", "/usr", "/usr/lib", "/dev", os.path.dirname(os.__file__)):
         print("writes", folder)
     except OSError:
         pass
-for path in ("/dev/zero", os.__file__):
+for path in ("/dev/null", os.__file__):
     try:
         os.chmod(path, 0o777)
         print("changes", path)
@@ -138,6 +138,53 @@ def test_memory_of_one_process_and_of_all_together() -> None:
     )
     outcome = run(shared, processes=16)
     assert outcome.ended == "memory"
+
+
+def test_memory_that_no_process_has_resident_is_refused() -> None:
+    """memfd, segments and queues of System V, queues of POSIX, shared mappings without a file, huge pages, pages in a pipe."""
+    program = """
+import ctypes, mmap, os
+libc = ctypes.CDLL(None, use_errno=True)
+libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+SIZE, READ_WRITE = 2**26, mmap.PROT_READ | mmap.PROT_WRITE
+
+def call(name, *arguments):
+    ctypes.set_errno(0)
+    return getattr(libc, name)(*arguments)
+
+def mapped(flags):
+    return -1 if call("mmap", None, SIZE, READ_WRITE, flags, -1, 0) == ctypes.c_void_p(-1).value else 0
+
+def vmspliced():
+    page = ctypes.create_string_buffer(4096)
+    part = (ctypes.c_void_p * 2)(ctypes.addressof(page), 4096)
+    return call("vmsplice", os.pipe()[1], part, 1, 0)
+
+ATTEMPTS = {
+    "memfd_create": lambda: call("memfd_create", b"x", 0),
+    "memfd_secret": lambda: call("syscall", 447, 0),
+    "shmget": lambda: call("shmget", 0, SIZE, 0o1600),
+    "shmat": lambda: -1 if call("shmat", 0, None, 0) == -1 else 0,
+    "msgget": lambda: call("msgget", 0, 0o1600),
+    "semget": lambda: call("semget", 0, 100, 0o1600),
+    "mq_open": lambda: call("syscall", NUMBER_OF_MQ_OPEN, b"x", os.O_CREAT | os.O_RDWR, 0o600, None),
+    "vmsplice": vmspliced,
+    "shared": lambda: mapped(mmap.MAP_SHARED | mmap.MAP_ANONYMOUS),
+    "shared and validated": lambda: mapped(3 | mmap.MAP_ANONYMOUS),
+    "huge": lambda: mapped(mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x40000),
+}
+for name, attempt in ATTEMPTS.items():
+    if attempt() != -1 or ctypes.get_errno() != 1:
+        print(name, ctypes.get_errno())
+print(mapped(mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), os.path.exists("/dev/zero"), os.path.exists("/dev/shm"))
+with open("file", "w+b") as file:
+    file.truncate(4096)
+    print(len(mmap.mmap(file.fileno(), 4096)))
+"""
+    mq_open = 240 if os.uname().machine == "x86_64" else 180
+    outcome = run(program.replace("NUMBER_OF_MQ_OPEN", str(mq_open)))
+    assert outcome.output == b"0 False False\n4096\n", outcome
 
 
 def test_time_on_the_clock_and_on_the_processor() -> None:
