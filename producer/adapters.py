@@ -16,6 +16,7 @@ import itertools
 import logging
 import shutil
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -39,6 +40,7 @@ from protocol.messages import PolicyInfo
 logger = logging.getLogger(__name__)
 
 _MAX_REASON = 500  # characters of it that the trainer is told
+_MAX_UNAVAILABLE = 16  # policies that are known not to be had; few are evaluated at a time
 
 
 class AdapterRegistry:
@@ -82,7 +84,7 @@ class AdapterRegistry:
         self._evaluated: Adapter | None = None  # stays loaded until another one is evaluated
         self._brought: Arrival | None = None
         self._fetched = asyncio.Event()
-        self._unavailable: set[PolicyInfo] = set()
+        self._unavailable: deque[PolicyInfo] = deque(maxlen=_MAX_UNAVAILABLE)
         self._in_evaluation: PolicyInfo | None = None
         self._may_swap = asyncio.Event()  # with `hold_s`
         self._may_swap.set()
@@ -114,7 +116,7 @@ class AdapterRegistry:
 
     def miss(self, policy: PolicyInfo) -> None:
         """The trainer does not have it any more."""
-        self._unavailable.add(policy)
+        self._unavailable.append(policy)
         self._tell_fetched()
 
     def note_evaluation(self, policy: PolicyInfo | None) -> None:
@@ -279,7 +281,7 @@ class AdapterRegistry:
                 self._policies[adapter], self._evaluated = policy, adapter
         if refusal is not None:
             logger.error("policy v%d cannot be evaluated here: %s", policy.version, refusal)
-            self._unavailable.add(policy)
+            self._unavailable.append(policy)
         self._tell_fetched()
         await self.unload_idle()
 

@@ -25,7 +25,7 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
-from vllm.v1.metrics.loggers import StatLoggerBase
+from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerBase
 
 from producer.interfaces import Adapter, AdapterRefusedError, Completion, EngineLoad, LeaseFailure
 from producer.merged import Flight, MergedWeights
@@ -156,7 +156,7 @@ class Engine:
             with _variable("VLLM_RPC_BASE_PATH", str(sockets)):
                 self._running: Any = AsyncLLM.from_vllm_config(
                     vllm_config,
-                    stat_loggers=None if silent else [lambda _config, _index: self._recorder],
+                    stat_loggers=None if silent else [lambda _config, _index: self._recorder, _Prometheus],
                     disable_log_stats=silent,
                 )
         except Exception as error:
@@ -372,6 +372,12 @@ class _LoadRecorder(StatLoggerBase):
 
     def log_engine_initialized(self) -> None:
         pass
+
+
+class _Prometheus(PrometheusStatLogger):
+    gauge_lora_info = property(
+        lambda self: None, lambda self, gauge: None
+    )  # its labels, names of adapters, would stay for ever
 
 
 def _prompt(token_ids: list[int], salt: str = "") -> Any:

@@ -1,11 +1,12 @@
 """Real engines for tests: one per module, on an asyncio loop of its own, with tiny local models."""
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+from producer.adapters import AdapterRegistry
 from producer.interfaces import Adapter
 from protocol.adapter_blob import unpack
 from protocol.config import RunConfig
@@ -70,6 +71,15 @@ class LiveEngine:
             folder = self.folder / f"peft-{version}"
             self._published[version] = (folder, *random_adapter(self.model, folder, seed=version))
         return self._published[version]
+
+    @contextmanager
+    def unloading(self, registry: AdapterRegistry) -> Iterator[AdapterRegistry]:
+        """Whenever `run` runs something, what was let go is unloaded. In the end all is."""
+        task = self.loop.create_task(registry.unload_released())
+        yield registry
+        task.cancel()
+        registry.follow(PolicyInfo(0, "0" * 64, 0))
+        self.run(registry.unload_idle())
 
     def close(self) -> None:
         self.engine.shutdown()

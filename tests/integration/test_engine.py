@@ -24,6 +24,8 @@ from protocol.errors import ConfigError, EngineError
 from protocol.messages import PolicyInfo, Sampling
 from tests.integration.engines import LiveEngine, live_engine, run_config
 from tests.integration.models import build_model, random_adapter, reference_logprobs
+from tests.unit.producer.cancellation import cancel_at_each_wait
+from tests.unit.producer.loop import until
 
 pytestmark = pytest.mark.integration
 
@@ -81,9 +83,8 @@ def registry(live: LiveEngine, tmp_path):
             ProducerMetrics(CollectorRegistry()),
             timeline,
         )
-        yield made
-        made.follow(PolicyInfo(0, "0" * 64, 0))
-        live.run(made.unload_idle())
+        with live.unloading(made):
+            yield made
 
 
 def worst_difference(live: LiveEngine, completions, version: int, temperature: float) -> float:
@@ -250,6 +251,7 @@ def test_many_swaps_under_load_leave_the_engine_alive_and_one_folder(live, regis
         await asyncio.sleep(0.3)
         stop.set()
         await asyncio.gather(*workers)
+        await until(lambda: len(list((tmp_path / "adapters").iterdir())) == 1)
 
     for version in range(10, 22):
         live.policy(version)  # built beforehand: that takes longer than a swap
@@ -257,7 +259,8 @@ def test_many_swaps_under_load_leave_the_engine_alive_and_one_folder(live, regis
     assert versions[0] == 10
     assert versions[-1] == 21
     assert len(set(versions)) >= 8
-    assert len(list((tmp_path / "adapters").iterdir())) == 1
+    families = {family.name: family for family in prometheus_client.REGISTRY.collect()}
+    assert families["vllm:lora_requests_info"].samples == [], "no label grows with the run"
 
 
 def test_a_refused_adapter_or_request_leaves_the_engine_alive(live, registry, tmp_path):
@@ -313,6 +316,38 @@ def test_abandoned_requests_leave_the_engine(live, registry):
             return await live.engine.generate(PROMPT, sampling(), adapter)
 
     assert worst_difference(live, live.run(body()), 2, 1.0) < 1e-3
+
+
+@pytest.mark.parametrize("n", [1, 4])
+def test_a_request_that_is_cancelled_at_any_moment_leaves_nothing_in_the_engine(live, registry, n):
+    """vLLM adds the completions of a group one by one, but waits for nothing between the first and the last."""
+    from vllm import SamplingParams
+
+    from producer.engine import _prompt
+
+    llm = live.engine._llm
+    processor = llm.output_processor
+
+    async def add() -> None:
+        request = await llm.add_request("cancelled", _prompt(PROMPT), SamplingParams(n=n, max_tokens=24))
+        await llm.abort(request.request_id, internal=True)
+
+    async def generate() -> None:
+        with registry.pin() as adapter:
+            await live.engine.generate(PROMPT, sampling(24, n=n), adapter)
+
+    def check() -> None:
+        assert (processor.request_states, processor.parent_requests, processor.external_req_ids) == ({}, {}, {})
+
+    async def body():
+        await registry.publish(*live.policy(1), 0.0)
+        assert await cancel_at_each_wait(generate, check) > 0
+        assert await cancel_at_each_wait(add, check) == 0
+        with registry.pin() as adapter:  # load is told by steps, and so by one that is after all these
+            await live.engine.generate(PROMPT, sampling(4), adapter)
+        await until(lambda: live.engine.load().running == live.engine.load().waiting == 0)
+
+    live.run(body())
 
 
 def test_completions_of_a_group_share_their_prompt_and_the_engine_tells_its_load(live, registry):

@@ -17,6 +17,7 @@ from producer.serving import Serving, listening
 from producer.timeline import Timeline
 from tests.integration.engines import LiveEngine, live_engine
 from tests.integration.models import build_model, reference_logprobs
+from tests.unit.producer.loop import until
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
@@ -35,9 +36,11 @@ def live(tmp_path_factory) -> Iterator[LiveEngine]:
 def registry(live: LiveEngine) -> Iterator[AdapterRegistry]:
     metrics, tmp_path = ProducerMetrics(CollectorRegistry()), live.folder
     with Timeline(tmp_path / "timeline.jsonl") as timeline:
-        yield AdapterRegistry(
+        made = AdapterRegistry(
             live.engine, lambda _: tmp_path / "adapters", SwapProof(1e-3), Counters(), metrics, timeline
         )
+        with live.unloading(made):
+            yield made
 
 
 @asynccontextmanager
@@ -165,7 +168,43 @@ HOSTILE = [
     {"prompt": []},
     {"prompt": {"a": 1}},
     {"prompt": [5] * 300},
+    {"prompt": [2**70]},
+    {"prompt": [True, 5.5]},
+    {"prompt": ["a", 5]},
+    {"prompt": [[5], "a"]},
+    {"prompt": [[[5]]]},
+    {"prompt": [[5]] * 200},
+    {"prompt": "a", "logprobs": 2**40},
+    {"prompt": "a", "stream_options": {"include_usage": True}},
+    {"prompt": "a", "max_tokens": 2**70},
+    {"messages": MESSAGES, "chat_template_kwargs": {"chat_template": "{% for i in range(10**12) %}{% endfor %}"}},
+    {"messages": MESSAGES, "top_k": -5},
+    {"messages": MESSAGES, "min_p": 1.5},
+    {"messages": MESSAGES, "presence_penalty": 1e9},
+    {"messages": MESSAGES, "parallel_tool_calls": {"a": 1}},
+    {"messages": MESSAGES, "return_token_ids": []},
+    {"messages": [{"role": "assistant", "content": None, "tool_calls": [{"x": 1}]}]},
 ]
+TOLERATED = [
+    {"messages": MESSAGES, "temperature": 1e308},
+    {"messages": MESSAGES, "temperature": 1e-320},
+    {"messages": MESSAGES, "top_p": 1e-320},
+    {"messages": MESSAGES, "top_k": 2**31},
+    {"messages": MESSAGES, "top_k": 2**62},
+    {"messages": MESSAGES, "seed": -(2**63)},
+    {"messages": MESSAGES, "seed": 2**63 - 1, "n": 4},
+    {"messages": MESSAGES, "chat_template_kwargs": {"tokenize": False, "add_generation_prompt": "x", "messages": 7}},
+    {"messages": MESSAGES, "chat_template_kwargs": {"tools": 7, "documents": "x", "conversation": None}},
+    {"messages": MESSAGES, "stop": ["\u0000", "\uffff"], "max_tokens": 4},
+    {"messages": [{"role": "r" * 200, "content": "\u0000"}], "max_tokens": 4},
+    {"messages": [{"role": "tool", "content": ""}], "max_tokens": 4},
+    {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}], "name": {"a": 1}}], "max_tokens": 4},
+    {"messages": MESSAGES, "user": 5, "stream": "yes"},
+    {"prompt": ""},
+    {"prompt": [[]]},
+    {"prompt": [0], "max_tokens": 0},
+]
+"""What vLLM, or the model's chat template, may or may not refuse."""
 
 
 def test_no_request_harms_the_engine_and_a_client_that_leaves_frees_it(live, registry):
@@ -177,6 +216,16 @@ def test_no_request_harms_the_engine_and_a_client_that_leaves_frees_it(live, reg
                 with pytest.raises(openai.APIStatusError) as refused:
                     await client.post(path, body={"model": "policy"} | values, cast_to=object)
                 assert 400 <= refused.value.status_code < 500, (values, refused.value)
+            for values in TOLERATED:
+                path = "/completions" if "prompt" in values else "/chat/completions"
+                status = 200
+                try:
+                    async with asyncio.timeout(60):
+                        await client.post(path, body={"model": "policy", "max_tokens": 8} | values, cast_to=object)
+                except openai.APIStatusError as error:
+                    status = error.status_code
+                assert status < 500, values
+                live.engine.check_alive()
             asked = {"model": "policy", "messages": MESSAGES, "n": 8, "max_tokens": 200}
             leaving = asyncio.create_task(client.chat.completions.create(**asked))
             while live.engine.load().running == 0:  # noqa: ASYNC110 - the engine tells nobody
@@ -188,5 +237,35 @@ def test_no_request_harms_the_engine_and_a_client_that_leaves_frees_it(live, reg
                 while live.engine.load().running:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
             live.engine.check_alive()
+
+    live.run(body())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_of_several_prompts_that_leaves_leaves_nothing_in_the_engine(live, registry, stream):
+    processor = live.engine._llm.output_processor
+
+    async def body():
+        await registry.publish(*live.policy(5), 0.0)
+        async with served(live, registry) as client:
+            prompts, before = [[5, 6, 7], [8, 9], [10]], registry._pins[registry.current]
+
+            async def ask() -> None:
+                asked = {"model": "policy", "prompt": prompts, "n": 2, "max_tokens": 200}
+                answer = await client.completions.create(**asked, stream=stream)
+                if stream:
+                    async for _ in answer:
+                        await asyncio.sleep(0.05)  # it reads slowly
+
+            for delay_s in (0.0, 0.02, 0.1, 0.3):
+                asking = asyncio.create_task(ask())
+                await until(lambda asking=asking: processor.request_states or asking.done())
+                await asyncio.sleep(delay_s)
+                asking.cancel()
+                await asyncio.gather(asking, return_exceptions=True)
+                await until(lambda: not processor.request_states)
+                assert (processor.parent_requests, processor.external_req_ids) == ({}, {})
+            assert registry._pins[registry.current] <= before + 1, "what clients keep, once"
+            assert len((await client.completions.create(model="policy", prompt=prompts, max_tokens=2)).choices) == 3
 
     live.run(body())

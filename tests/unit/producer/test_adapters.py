@@ -379,6 +379,12 @@ def test_one_that_cannot_be_had_fails_its_leases(setup, what):
     asyncio.run(body())
 
 
+def test_of_versions_that_cannot_be_had_only_the_last_ones_are_known(setup):
+    for version in range(100):
+        setup.registry.miss(blob(version)[0])
+    assert len(setup.registry._unavailable) == 16
+
+
 def test_an_engine_of_one_version_keeps_it_for_an_evaluation_and_not_for_ever(tmp_path):
     async def body():
         setup = Setup(tmp_path, hold_s=60.0)
