@@ -375,9 +375,8 @@ class _LoadRecorder(StatLoggerBase):
 
 
 class _Prometheus(PrometheusStatLogger):
-    gauge_lora_info = property(
-        lambda self: None, lambda self, gauge: None
-    )  # its labels, names of adapters, would stay for ever
+    # Its labels are names of adapters, which would stay for ever.
+    gauge_lora_info = property(lambda self: None, lambda self, gauge: None)
 
 
 def _prompt(token_ids: list[int], salt: str = "") -> Any:
