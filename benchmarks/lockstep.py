@@ -25,7 +25,8 @@ from consumer.setup import Setup
 from consumer.snapshots import Snapshot
 from protocol.adapter_blob import AdapterBlob
 from protocol.functions import load_function
-from replay.cutting import Arrival, CutBatch
+from replay.cutting import CutBatch
+from replay.delivery import Arrival
 from replay.groups import RolloutGroup
 
 _EVALUATED_AT_ONCE = 500

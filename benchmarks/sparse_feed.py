@@ -21,8 +21,9 @@ from consumer.snapshots import Snapshot
 from protocol.codec import decode, encode
 from protocol.functions import load_function
 from protocol.messages import Group
-from replay.buffer import Delivery, RolloutBuffer
+from replay.buffer import RolloutBuffer
 from replay.cutting import CutBatch
+from replay.delivery import Delivery
 from replay.journal import Journal
 from replay.ledger import LeaseRecord
 

@@ -12,7 +12,8 @@ from consumer.policy_shelf import PolicyShelf
 from protocol.channel import ServerChannel
 from protocol.messages import Ack, Message, Nack
 from protocol.throttle import Throttle
-from replay.buffer import Delivery, RolloutBuffer
+from replay.buffer import RolloutBuffer
+from replay.delivery import Delivery
 from replay.disk import DiskGuard
 from replay.journal import Journal, JournalFullError
 

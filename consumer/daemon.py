@@ -27,16 +27,19 @@ from consumer.evaluation_setup import evaluation_of
 from consumer.feed import BatchFeed
 from consumer.heartbeat import Heartbeat
 from consumer.intake import Intake
-from consumer.leasing import LeaseDesk
+from consumer.leasing import LeaseDesk, PromptSource
 from consumer.loop import TrainingLoop
 from consumer.metrics import TrainerMetrics
 from consumer.patience import Patience, StopRequested
 from consumer.pipeline import LivePipeline
+from consumer.placeholders import Placeholders
+from consumer.prompts import PromptDataset
 from consumer.retraining import RecordedFeed, RecordedRun, RetrainingPipeline
 from consumer.rollouts import rollout_buffer, staleness_controller
 from consumer.run_facts import comparable, dataset_change
 from consumer.setup import Setup
 from consumer.trainer import build_arguments, build_lora
+from consumer.transformed_prompts import read_aside
 from protocol import logs
 from protocol.config import RunConfig
 from protocol.errors import ConfigError, DeviceError, ExitCode, JournalError
@@ -123,10 +126,14 @@ def _train_live(setup: Setup, resume: bool, watch: Watch) -> ExitCode:
         channel = _channel(config)
         memory = ended.enter_context(shared_memory())
         report = setup.report(buffer.counts, first_step, watch.registry)
-        evaluation = evaluation_of(setup, channel, session, first_step, report.say)
+
+        def read(prompts: PromptDataset | Placeholders) -> PromptSource:
+            return ended.enter_context(read_aside(prompts, channel.wake))
+
+        evaluation = evaluation_of(setup, channel, read, session, first_step, report.say)
         intake = _intake(
-            setup, channel, journal, buffer, disk, facts, session, memory, lambda: health.beat("intake"), evaluation,
-            resumed=start is not None or bool(before),
+            setup, read(setup.prompts), channel, journal, buffer, disk, facts, session, memory,
+            lambda: health.beat("intake"), evaluation, resumed=start is not None or bool(before),
         )  # fmt: skip
 
         def beat() -> None:
@@ -219,6 +226,7 @@ def _channel(config: RunConfig) -> ZmqServer:
 
 def _intake(
     setup: Setup,
+    prompts: PromptSource,
     channel: ZmqServer,
     journal: Journal,
     buffer: RolloutBuffer,
@@ -236,7 +244,7 @@ def _intake(
     desk = LeaseDesk(
         channel,
         buffer,
-        setup.prompts,
+        prompts,
         disk,
         sampling=Sampling(
             sampling.num_generations,

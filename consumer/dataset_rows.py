@@ -30,11 +30,15 @@ class RowReader:
     """
 
     def __init__(self, source: SourceSection, key: str, rows: Dataset) -> None:
-        self._source = source
-        self._key = key
+        self.source = source
+        self.key = key
         self.rows = rows
         self._filter = load_function(source.filter, f"{key}.filter") if source.filter else None
         self._transform = load_function(source.transform, f"{key}.transform") if source.transform else None
+
+    @property
+    def has_transform(self) -> bool:
+        return self._transform is not None
 
     @property
     def may_skip(self) -> bool:
@@ -52,7 +56,7 @@ class RowReader:
         passes = self._call("filter", self._filter, row, number)
         if type(passes).__name__ not in ("bool", "bool_"):  # numpy's, too
             raise DatasetError(
-                f"{self._key}.filter returned {passes!r:.80} for {self.place(number)}; it must return True or False"
+                f"{self.key}.filter returned {passes!r:.80} for {self.place(number)}; it must return True or False"
             )
         return bool(passes)
 
@@ -68,38 +72,42 @@ class RowReader:
                 return None
             if not isinstance(made, dict):
                 raise DatasetError(
-                    f"{self._key}.transform returned {made!r:.80} for {self.place(number)}; it must return a dict or None"
+                    f"{self.key}.transform returned {made!r:.80} for {self.place(number)}; it must return a dict or None"
                 )
             row = dict(made)
-        column = self._source.prompt_column
+        column = self.source.prompt_column
         if column not in row:
             raise DatasetError(
-                f"{self._key}.prompt_column: {self._source.path} has no column {column!r}; it has "
+                f"{self.key}.prompt_column: {self.source.path} has no column {column!r}; it has "
                 f"{', '.join(map(repr, row))} (row {number})"
             )
         prompt = row.pop(column)
         if not (prompt if isinstance(prompt, str) else is_conversational(prompt)):
             raise DatasetError(
-                f"{self._key}: {self.place(number)}: {column!r} must be a string that is not empty, or a list of "
+                f"{self.key}: {self.place(number)}: {column!r} must be a string that is not empty, or a list of "
                 f"messages with role and content, got {str(prompt)[:80]!r}"
             )
         return prompt, row
 
     def __getitem__(self, number: int) -> tuple[Any, Row]:
+        """As `read_kept`, of the row with this number."""
+        return self.read_kept(self.rows[number], number)
+
+    def read_kept(self, row: Row, number: int) -> tuple[Any, Row]:
         """As `read`, of a row that was not skipped at the start.
 
         Raises:
             DatasetError: as `read`, or it is to be skipped now.
         """
-        result = self.read(self.rows[number], number)
+        result = self.read(row, number)
         if result is None:
-            raise DatasetError(f"{self._key}.transform skips {self.place(number)} now, and did not before")
+            raise DatasetError(f"{self.key}.transform skips {self.place(number)} now, and did not before")
         return result
 
     def code_digest(self) -> str:
         """sha256 over the files that the functions are in, and what else decides how a row is read."""
-        digest = hashlib.sha256(self._source.prompt_column.encode())
-        for spec, function in ((self._source.filter, self._filter), (self._source.transform, self._transform)):
+        digest = hashlib.sha256(self.source.prompt_column.encode())
+        for spec, function in ((self.source.filter, self._filter), (self.source.transform, self._transform)):
             digest.update(f"\0{spec}\0".encode())
             if function is not None:
                 digest.update(_file_of(function))
@@ -110,12 +118,12 @@ class RowReader:
             return function(dict(row))
         except Exception as error:
             raise DatasetError(
-                f"{self._key}.{what} raised on {self.place(number)}: {type(error).__name__}: {error}"
+                f"{self.key}.{what} raised on {self.place(number)}: {type(error).__name__}: {error}"
             ) from error
 
     def place(self, number: int) -> str:
         """For messages."""
-        return f"row {number} of {self._source.path}"
+        return f"row {number} of {self.source.path}"
 
 
 def _file_of(function: Callable[[Row], Any]) -> bytes:

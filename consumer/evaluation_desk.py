@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from consumer.evaluation_queue import DueVersion, EvaluationQueue
-from consumer.leasing import PromptSource
+from consumer.leasing import Prompt, PromptSource
 from consumer.policy_shelf import PolicyShelf
 from consumer.producers import ProducerSession
 from protocol.channel import ServerChannel
@@ -180,12 +180,16 @@ class EvaluationDesk:
             peer, session = max(able.items(), key=lambda entry: self._room(entry[1]))
             if self._room(session) <= 0:
                 return lost
-            lease = evaluation.lease(session.name, now=now, deadline=now + self._timeout_s)
-            if lease is None:
+            found = self._next_prompt(evaluation, now)
+            if found is None:
                 return lost
+            lease = evaluation.lease(session.name, now=now, deadline=now + self._timeout_s)
+            assert lease is not None, "one is due"
             lease_id, prompt_id, attempt = lease
             try:
-                prompt, columns = self._prompts[prompt_id]
+                if isinstance(found, DatasetError):
+                    raise found
+                prompt, columns = found
                 sent = self._channel.send(
                     peer,
                     Lease(
@@ -203,6 +207,14 @@ class EvaluationDesk:
                 del able[peer]
         self._channel.wake()  # there is more to give
         return lost
+
+    def _next_prompt(self, evaluation: Evaluation, now: float) -> Prompt | DatasetError | None:
+        """None: none is due, or the next is being read."""
+        prompt_id = evaluation.next_prompt(now)
+        try:
+            return None if prompt_id is None else self._prompts[prompt_id]
+        except DatasetError as error:
+            return error
 
     def _room(self, session: ProducerSession) -> int:
         return self._per_place * max(1, session.room) - len(session.evaluations)

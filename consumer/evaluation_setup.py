@@ -10,6 +10,8 @@ from consumer.evaluation_control import EvaluationControl
 from consumer.evaluation_desk import EvaluationDesk
 from consumer.evaluation_queue import EvaluationQueue
 from consumer.evaluation_results import EvaluationResults
+from consumer.leasing import PromptSource
+from consumer.prompts import PromptDataset
 from consumer.setup import Setup
 from protocol.channel import ServerChannel
 from protocol.config import RunConfig
@@ -24,11 +26,17 @@ logger = logging.getLogger(__name__)
 
 
 def evaluation_of(
-    setup: Setup, channel: ServerChannel, session: str, first_step: int, say: Callable[..., None]
+    setup: Setup,
+    channel: ServerChannel,
+    read: Callable[[PromptDataset], PromptSource],
+    session: str,
+    first_step: int,
+    say: Callable[..., None],
 ) -> EvaluationControl | None:
     """None for a run without evaluations.
 
     Args:
+        read: makes of a dataset what the intake's thread may ask.
         session: unique per trainer process.
         first_step: steps taken before this process.
     """
@@ -42,7 +50,7 @@ def evaluation_of(
     desk = EvaluationDesk(
         channel,
         due,
-        setup.held_out,
+        read(setup.held_out),
         min(len(setup.held_out), section.max_prompts or len(setup.held_out)),
         sampling=Sampling(section.num_completions, config.sampling.max_completion_length, section.temperature),
         metric=_metric(config, section),

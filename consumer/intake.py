@@ -40,7 +40,8 @@ from protocol.messages import (
 )
 from protocol.shared_memory import NO_MEMORY, SharedMemory
 from protocol.throttle import Throttle
-from replay.buffer import Delivery, RolloutBuffer
+from replay.buffer import RolloutBuffer
+from replay.delivery import Delivery
 from replay.disk import DiskGuard
 from replay.evaluation import is_evaluation
 from replay.groups import GroupShape, InvalidGroupError

@@ -1,11 +1,16 @@
 """Giving prompts to producers.
 
 Guarantee: the producer with the most room gets the next lease, so that several share the work; a prompt that cannot be
-sent fails alone; nothing is leased while the disk has no room for the groups that would come back.
+sent fails alone; nothing is leased while the disk has no room for the groups that would come back. Prompts go out in the order
+in which the ledger leases them. Where reading one takes time, as with a user's transform, a few more are leased to nobody and
+read meanwhile, as far as producers have room: they wait for those before them, and nothing else waits.
 """
 
 import logging
+import math
+from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from consumer.producers import ProducerSession
@@ -21,13 +26,27 @@ from replay.ledger import LeaseRecord
 logger = logging.getLogger(__name__)
 
 _LEASES_PER_TICK = 256
+_READ_AHEAD = 32  # leases
+_NOBODY = ""
 _LOOK_AT_DISK_EVERY_S = 1.0
 
 
+Prompt = tuple[Any, dict[str, Any]]
+"""A string or a list of messages, and the columns of its row."""
+
+
 class PromptSource(Protocol):
-    def __getitem__(self, prompt_id: int) -> tuple[Any, dict[str, Any]]:
-        """Prompt and columns of a row; raises DatasetError for one without a usable prompt."""
+    def __getitem__(self, prompt_id: int) -> Prompt | None:
+        """Raises DatasetError for a row without a usable prompt. None: it is being read; whoever reads it wakes the channel."""
         ...
+
+
+@dataclass
+class _Unsent:
+    """A lease that no producer has yet."""
+
+    record: LeaseRecord
+    prompt: Prompt | DatasetError | None  # None: it is being read
 
 
 class LeaseDesk:
@@ -49,6 +68,7 @@ class LeaseDesk:
         self._disk = disk
         self._sampling = sampling
         self.timeout_s = timeout_s
+        self._unsent: deque[_Unsent] = deque()
         self._look_at_disk_at = 0.0
         self._had_room = True
 
@@ -68,11 +88,14 @@ class LeaseDesk:
             peer, session = max(reachable.items(), key=lambda entry: entry[1].room)
             if session.room <= 0:
                 return problems, lost
-            record = self._buffer.lease(session.name, now=now, timeout_s=self.timeout_s)
-            if record is None:
+            unsent = self._next(sum(max(0, each.room) for each in reachable.values()), now)
+            if unsent is None:
                 return problems, lost
+            record = unsent.record
+            if not self._buffer.hand_over(record.lease_id, session.name, deadline=now + self.timeout_s):
+                continue
             try:
-                sent = self._channel.send(peer, self._message(record))
+                sent = self._channel.send(peer, self._message(unsent))
             except (DatasetError, CodecError) as error:
                 problems.append(str(error))
                 try:
@@ -101,8 +124,30 @@ class LeaseDesk:
             else:
                 logger.warning("%s: no leases until there is room (replay.max_disk_used)", full)
 
-    def _message(self, record: LeaseRecord) -> Lease:
-        prompt, columns = self._prompts[record.item.prompt_id]
+    def _next(self, room: int, now: float) -> _Unsent | None:
+        """The next lease; None if there is none, or its prompt is being read. Then others are read meanwhile."""
+        for unsent in self._unsent:
+            if unsent.prompt is None:
+                unsent.prompt = self._read(unsent.record)
+        while len(self._unsent) < min(room, _READ_AHEAD) and not (self._unsent and self._unsent[0].prompt):
+            record = self._buffer.lease(_NOBODY, now=now, timeout_s=math.inf)
+            if record is None:
+                break
+            self._unsent.append(_Unsent(record, self._read(record)))
+        return self._unsent.popleft() if self._unsent and self._unsent[0].prompt else None
+
+    def _read(self, record: LeaseRecord) -> Prompt | DatasetError | None:
+        try:
+            return self._prompts[record.item.prompt_id]
+        except DatasetError as error:
+            return error
+
+    def _message(self, unsent: _Unsent) -> Lease:
+        record = unsent.record
+        if isinstance(unsent.prompt, DatasetError):
+            raise unsent.prompt
+        assert unsent.prompt is not None
+        prompt, columns = unsent.prompt
         return Lease(
             lease_id=record.lease_id,
             prompt_id=record.item.prompt_id,

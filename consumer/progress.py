@@ -19,7 +19,8 @@ from tqdm import tqdm
 from consumer.learning_metrics import LearningMetrics
 from protocol import logs
 from protocol.json_lines import forget_after, open_to_append, unless_full
-from replay.cutting import Arrival, CutBatch
+from replay.cutting import CutBatch
+from replay.delivery import Arrival
 
 logger = logging.getLogger(__name__)
 

@@ -67,8 +67,18 @@ class PromptDataset:
 
     def place(self, prompt_id: int) -> str:
         """Row and dataset of a prompt, for messages."""
+        source, number = self.locate(prompt_id)
+        return self.readers[source].place(number)
+
+    @property
+    def readers(self) -> list[RowReader]:
+        """Of the sources, in their order."""
+        return [source.reader for source in self._sources]
+
+    def locate(self, prompt_id: int) -> tuple[int, int]:
+        """The index of a prompt's reader, and the number of its row there."""
         source, row = self._mixture[prompt_id]
-        return self._sources[source].place(row)
+        return source, self._sources[source].number(row)
 
     def _describe(self, counts: list[int]) -> str:
         return ", ".join(
@@ -83,26 +93,23 @@ class _Source:
     def __init__(self, section: SourceSection, key: str, limit: TokenLimit | None) -> None:
         self.path = section.path
         rows = load_rows(section, key)
-        self._reader = RowReader(section, key, rows)
+        self.reader = RowReader(section, key, rows)
         self._kept: np.ndarray | None = None
-        self.digest = f"{rows_digest(rows)} {self._reader.code_digest()}"
-        if limit is not None or self._reader.may_skip:
-            found = verdicts(self._reader, limit, self.digest)
+        self.digest = f"{rows_digest(rows)} {self.reader.code_digest()}"
+        if limit is not None or self.reader.may_skip:
+            found = verdicts(self.reader, limit, self.digest)
             self._kept = np.flatnonzero((found == Verdict.KEPT) | (found == Verdict.UNUSABLE))
             self._say(key, found, in_words(found, limit))
             self.digest += f" {limit.identity if limit else ''}"
         self[0]
 
     def __len__(self) -> int:
-        return len(self._reader.rows) if self._kept is None else len(self._kept)
+        return len(self.reader.rows) if self._kept is None else len(self._kept)
 
     def __getitem__(self, index: int) -> tuple[Any, dict[str, Any]]:
-        return self._reader[self._number(index)]
+        return self.reader[self.number(index)]
 
-    def place(self, index: int) -> str:
-        return self._reader.place(self._number(index))
-
-    def _number(self, index: int) -> int:
+    def number(self, index: int) -> int:
         return index if self._kept is None else int(self._kept[index])
 
     def _say(self, key: str, found: np.ndarray, skipped: str) -> None:
@@ -112,7 +119,7 @@ class _Source:
             logger.info("%s: %d of the %d rows of %s are used; %s", key, len(self), len(found), self.path, skipped)
         unusable = int((found == Verdict.UNUSABLE).sum())
         if unusable:
-            why = first_unusable(self._reader, found)
+            why = first_unusable(self.reader, found)
             logger.warning("%s: %d rows cannot be used and will each be refused; the first: %s", key, unusable, why)
 
 

@@ -6,10 +6,10 @@ forking it, multiprocessing imports this module first, so that the core is tied 
 
 import sys
 
-from producer.lifeline import follow_parent_if_tied
 from protocol import command_line
 from protocol.config import RunConfig
 from protocol.errors import ExitCode
+from protocol.lifeline import follow_parent_if_tied
 
 follow_parent_if_tied()
 

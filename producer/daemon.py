@@ -31,7 +31,6 @@ from producer.episodes import Episodes
 from producer.generation import Generation
 from producer.in_flight import InFlight
 from producer.interfaces import Arrival, Counters, Identity
-from producer.lifeline import tie_children
 from producer.link import Link
 from producer.metrics import ProducerMetrics
 from producer.probe import SwapProof
@@ -45,6 +44,7 @@ from protocol.config import RunConfig
 from protocol.config_swap import TOLERANCES
 from protocol.errors import EngineError, ExitCode, StalledError
 from protocol.keys import producer_keys
+from protocol.lifeline import tie_children
 from protocol.messages import Lease, PolicyInfo
 from protocol.observability import Watch, watched
 from protocol.scratch import scratch_folder
@@ -83,7 +83,7 @@ def _leave_while_starting(_number: int, _frame: FrameType | None) -> None:
 
 
 def _leave_at_once(_number: int, _frame: FrameType | None) -> None:
-    """Also while the loop is blocked, as it is when the engine shuts down. Children follow (`producer.lifeline`)."""
+    """Also while the loop is blocked, as it is when the engine shuts down. Children follow (`protocol.lifeline`)."""
     os._exit(ExitCode.INTERRUPTED)
 
 

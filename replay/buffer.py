@@ -14,13 +14,14 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from replay import recovery
-from replay.cutting import Arrival, BatchCutter, CutBatch
+from replay.cutting import BatchCutter, CutBatch
+from replay.delivery import Arrival, Delivery
 from replay.failures import FailureWatch, failure_class
 from replay.groups import GroupShape, RolloutGroup
-from replay.journal import DeadLetter, Entry, Journal, JournalFullError
+from replay.journal import DeadLetter, Journal, JournalFullError
 from replay.journal import Outcome as Decision
 from replay.ledger import LeaseRecord, PromptLedger, UnknownLeaseError, parse_lease_id
 from replay.rerolls import Judgement, Key, RerollRules
@@ -30,15 +31,6 @@ logger = logging.getLogger(__name__)
 
 Outcome = Decision | Literal["duplicate", "unknown_lease"]
 _REMEMBERED_ARRIVALS = 4096  # groups that the report of a step speaks of, the newest
-
-
-class Delivery(NamedTuple):
-    """A group that arrived, with the frame that goes into the journal."""
-
-    group: RolloutGroup
-    frame: bytes
-    producer: str
-    of_this_run: bool = True  # False: the producer came from another run, so that only a lease of this process is meant
 
 
 class RolloutBuffer:
@@ -93,6 +85,11 @@ class RolloutBuffer:
             self.counts["rerolls_leased"] += record.item.reroll > 0
             return record
 
+    def hand_over(self, lease_id: str, producer: str, *, deadline: float) -> bool:
+        """Gives a lease, which nobody has, to `producer`. False if its prompt is answered by now, which ends the lease."""
+        with self._changed:
+            return self._ledger.hand_over(lease_id, producer, deadline=deadline)
+
     def adopt(
         self, producer: str, lease_ids: Sequence[str], *, deadline: float, of_this_run: bool = True
     ) -> dict[str, bool | None]:
@@ -124,7 +121,10 @@ class RolloutBuffer:
                 for delivery, outcome in zip(deliveries, outcomes, strict=True)
                 if outcome == "accepted" or outcome == "no_signal" or outcome == "stale"
             ]
-            entries = [self._entry(delivery, outcome) for delivery, outcome in fresh]
+            entries = [
+                delivery.entry(outcome, self._mean_reward(delivery.group), self._rules.judge(delivery.group))
+                for delivery, outcome in fresh
+            ]
             if entries:
                 self._journal.append(entries)
             for (delivery, outcome), entry in zip(fresh, entries, strict=True):
@@ -304,15 +304,6 @@ class RolloutBuffer:
             taken.add(key)
             outcomes.append("accepted" if self._cutter.signal(group) > 0.0 else "no_signal")
         return outcomes
-
-    def _entry(self, delivery: Delivery, outcome: Decision) -> Entry:
-        group = delivery.group
-        key, attempt = parse_lease_id(group.group_id)
-        reward = self._mean_reward(group)
-        return Entry(
-            group.group_id, *key, attempt, delivery.producer, group.policy_version, outcome,
-            None if math.isnan(reward) else reward, self._rules.judge(group), group.num_tokens, delivery.frame,
-        )  # fmt: skip
 
     def _admit(self, group: RolloutGroup, outcome: Decision, judgement: Judgement) -> None:
         key = self._ledger.hold(group.group_id).key

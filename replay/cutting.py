@@ -9,35 +9,17 @@ were. Not thread-safe: the rollout buffer holds its lock.
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
+from replay.delivery import Arrival
 from replay.groups import RolloutGroup
-from replay.journal import Journal, Outcome
+from replay.journal import Journal
 from replay.recovery import RecordedBatch, Recovery
 from replay.replay_table import ReplayTable
 from replay.staleness import StalenessBudget
 from replay.table import FifoTable
 
 Load = Callable[[Sequence[str]], list[RolloutGroup]]
-
-
-@dataclass(frozen=True, eq=False)
-class Arrival:
-    """What the report of a step says of a group that arrived: a few bytes for each of its n completions, however long they
-    are, because many arrive while no batch is cut."""
-
-    outcome: Outcome
-    rewards: NDArray[np.float32]  # (n, F), NaN where a function gave none
-    lengths: NDArray[np.int32]  # (n,), in tokens that the policy sampled
-    truncated: NDArray[np.bool_]  # (n,)
-
-    @classmethod
-    def of(cls, group: RolloutGroup, outcome: Outcome = "accepted") -> "Arrival":
-        return cls(outcome, group.rewards, group.sampled_lengths, group.was_truncated)
 
 
 class CutBatch(NamedTuple):

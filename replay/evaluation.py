@@ -144,17 +144,22 @@ class Evaluation:
         """Of the prompts that are done, in their order."""
         return [prompt.answer for prompt in self._prompts if prompt.answer is not None]
 
+    def next_prompt(self, now: float) -> int | None:
+        """The one that `lease` would give; None when none is due."""
+        waiting = ((prompt_id, self._prompts[prompt_id]) for prompt_id in self._unanswered)
+        return next((i for i, prompt in waiting if prompt.lease_id is None and prompt.not_before <= now), None)
+
     def lease(self, producer: str, *, now: float, deadline: float) -> tuple[str, int, int] | None:
         """Gives the next prompt to `producer`: lease id, prompt id and attempt; None when none is due."""
-        for prompt_id in self._unanswered:
-            prompt = self._prompts[prompt_id]
-            if prompt.lease_id is None and prompt.not_before <= now:
-                prompt.attempt += 1
-                lease_id = f"{_PREFIX}{self.version}-{prompt_id}-{prompt.attempt}-{self._session}"
-                prompt.lease_id = lease_id
-                self._out[lease_id] = _Out(prompt_id, producer, deadline)
-                return lease_id, prompt_id, prompt.attempt
-        return None
+        prompt_id = self.next_prompt(now)
+        if prompt_id is None:
+            return None
+        prompt = self._prompts[prompt_id]
+        prompt.attempt += 1
+        lease_id = f"{_PREFIX}{self.version}-{prompt_id}-{prompt.attempt}-{self._session}"
+        prompt.lease_id = lease_id
+        self._out[lease_id] = _Out(prompt_id, producer, deadline)
+        return lease_id, prompt_id, prompt.attempt
 
     def awaits(self, lease_id: str) -> bool:
         """Whether an answer to this lease would count: not if its prompt is done, or it is of another evaluation."""

@@ -136,6 +136,14 @@ class PromptLedger:
         floor = max(policy_floor, item.return_version)
         return self._give(LeaseRecord(lease_id, item, producer, floor, deadline))
 
+    def hand_over(self, lease_id: str, producer: str, *, deadline: float) -> bool:
+        """The lease is `producer`'s from now on. False if its prompt is answered or the lease has ended; then it is none."""
+        record = self._leases.pop(lease_id, None)
+        if record is None or record.item.key not in self._open:
+            return False
+        self._leases[lease_id] = replace(record, producer=producer, deadline=deadline)
+        return True
+
     def adopt(self, lease_id: str, producer: str, *, deadline: float, of_this_run: bool = True) -> bool:
         """A producer still works on a lease of the trainer process before this one. Returns whether it may go on: not
         when the prompt is answered, or leased to somebody else by now.

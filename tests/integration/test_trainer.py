@@ -265,3 +265,38 @@ def test_a_stop_before_the_first_step_leaves_nothing(start: Callable[..., Run]) 
     assert trainer.end() == 0, "nothing was trained, so there is nothing to save"
     assert not run.config.checkpoints_dir.exists() or not list(run.config.checkpoints_dir.glob("checkpoint-*"))
     assert "rl-trainer: stopped at step 0 of 6; go on with --resume" in trainer.output
+
+
+HANGING_TRANSFORM = """
+import re
+from pathlib import Path
+
+def to_prompt(row):
+    if Path("{flag}").exists():
+        re.match(r"(a+)+$", "a" * 60 + "b")  # for years, and no other thread of its process runs
+    return row
+"""
+
+
+def test_a_transform_that_hangs_holds_up_neither_heartbeats_nor_the_goodbye(
+    start: Callable[..., Run], tmp_path: Path
+) -> None:
+    flag, file = tmp_path / "hang", tmp_path / "transforms.py"
+    file.write_text(HANGING_TRANSFORM.format(flag=flag))
+    run = start(dataset={"transform": f"{file}:to_prompt"})
+    trainer = run.trainer()
+    trainer.wait_for("waiting for producers", 90)
+    flag.touch()
+    producer = run.producer()
+    trainer.wait_for("prompts wait for the transform, at work on row .* for 10 s", 90)
+    time.sleep(2 * run.config.transport.heartbeat_timeout_s)
+    assert producer.farewell is None
+    trainer.process.send_signal(signal.SIGTERM)
+    assert trainer.end() == 0
+    assert producer.farewell == "stopping"
+    assert "silent" not in trainer.output
+    flag.unlink()
+    resumed, producer = run.trainer("--resume"), run.producer()
+    assert resumed.end() == 0
+    assert run.column("step") == [1, 2, 3, 4, 5, 6]
+    assert producer.nacks == []

@@ -15,8 +15,9 @@ from consumer.snapshots import Snapshot
 from protocol.codec import encode
 from protocol.config import ReplaySection, RunConfig
 from protocol.messages import Group
-from replay.buffer import Delivery, RolloutBuffer
+from replay.buffer import RolloutBuffer
 from replay.cutting import BatchCutter
+from replay.delivery import Delivery
 from replay.failures import RetryBudget
 from replay.groups import GroupShape, RolloutGroup
 from replay.journal import Entry, Journal, JournalFullError

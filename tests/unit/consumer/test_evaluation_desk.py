@@ -47,7 +47,12 @@ NUM_PROMPTS = 6
 
 
 class Prompts:
-    def __getitem__(self, prompt_id: int) -> tuple[Any, dict[str, Any]]:
+    def __init__(self) -> None:
+        self.unread: set[int] = set()
+
+    def __getitem__(self, prompt_id: int) -> tuple[Any, dict[str, Any]] | None:
+        if prompt_id in self.unread:
+            return None
         if prompt_id == 5:
             raise DatasetError("row 5 has no prompt")
         return f"{prompt_id}=", {"answer": prompt_id}
@@ -65,6 +70,7 @@ class Process:
         self.warned: list[str] = []
         self.logged: list[dict[str, float]] = []
         self.now = 0.0
+        self.prompts = Prompts()
         channel: Any = SimpleNamespace(send=self.send, wake=lambda: None)
         options = section(**({"every_versions": 2} | values))
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
@@ -72,7 +78,7 @@ class Process:
         self.due = EvaluationQueue(folder)
         self.due.restore(first_step, self.results.versions)
         self.desk = EvaluationDesk(
-            channel, self.due, Prompts(), NUM_PROMPTS, sampling=Sampling(1, 6, 0.0),
+            channel, self.due, self.prompts, NUM_PROMPTS, sampling=Sampling(1, 6, 0.0),
             metric=Metric(np.ones(1, np.float32)), shape=GroupShape(1, 1, 6, 64), budgets=BUDGETS, per_place=per_place,
             timeout_s=10.0, session=session, warn=lambda kind, text: self.warned.append(kind), clock=lambda: self.now,
         )  # fmt: skip
@@ -149,6 +155,19 @@ def test_training_goes_first_and_an_evaluation_gets_on_all_the_same(tmp_path: Pa
     given = [peer for peer, _ in process.sent]
     assert (given.count(b"busy"), given.count(b"idle"), given.count(b"old")) == (2, 3, 0)
     assert [busy.room, idle.room] == [0, 2], "no place for training is taken"
+
+
+def test_a_prompt_that_takes_time_to_read_is_leased_when_it_is_read(tmp_path: Path) -> None:
+    process = Process(tmp_path)
+    process.publish(0)
+    process.prompts.unread = {1}
+    process.tick()
+    process.tick()
+    assert [lease.lease_id for _, lease in process.sent] == ["evaluation-0-0-1-s"]
+    process.prompts.unread = set()
+    process.tick()
+    assert [lease.lease_id for _, lease in process.sent][1] == "evaluation-0-1-1-s", "its first attempt"
+    assert len(process.sent) == 5
 
 
 def test_an_answer_must_be_of_the_evaluated_version_alone(tmp_path: Path) -> None:

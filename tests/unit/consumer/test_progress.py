@@ -12,7 +12,8 @@ import pytest
 
 from consumer import progress
 from consumer.progress import StepReport, batch_metrics, success_rates
-from replay.cutting import Arrival, CutBatch
+from replay.cutting import CutBatch
+from replay.delivery import Arrival
 
 from .builders import learning_metrics, rollout_group
 

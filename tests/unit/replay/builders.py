@@ -13,8 +13,9 @@ import numpy as np
 
 from protocol.codec import encode
 from protocol.messages import Group
-from replay.buffer import Delivery, Outcome, RolloutBuffer
+from replay.buffer import Outcome, RolloutBuffer
 from replay.cutting import BatchCutter, CutBatch
+from replay.delivery import Delivery
 from replay.failures import RetryBudget
 from replay.groups import GroupShape, RolloutGroup
 from replay.journal import Entry, Journal

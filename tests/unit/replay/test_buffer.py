@@ -11,7 +11,8 @@ import pytest
 
 from protocol.codec import encode
 from protocol.errors import DataFailuresError
-from replay.buffer import Delivery, RolloutBuffer
+from replay.buffer import RolloutBuffer
+from replay.delivery import Delivery
 from replay.failures import FAILURE_WINDOW
 from replay.journal import Journal
 
