@@ -19,6 +19,7 @@ from producer.serving import Serving, listening, read_keys
 from protocol.config import RunConfig
 from protocol.config_serve import ServeSection
 from protocol.errors import ConfigError, EndpointInUseError
+from protocol.http_door import Door
 from protocol.messages import Sampling
 from tests.scripted_trainer import lease
 from tests.unit.producer.loop import settle, until
@@ -66,6 +67,7 @@ class Endpoint:
         self.vllm = vllm
         self.metrics = metrics
         self.registry = registry
+        self.door: Door
 
     def value(self, name: str, **labels: str) -> float:
         return self.metrics.get_sample_value(f"rl_producer_serve_{name}", labels) or 0.0
@@ -114,6 +116,7 @@ async def endpoint(folder: Path, keys: tuple[bytes, ...] = (), agents: Agents | 
     with listening(config.serve, []) as listener:
         it = Endpoint(listener.getsockname()[1], vllm, metrics, registry)
         serving = Serving(config, "test", keys, vllm, registry, 16, metrics, agents, running=it.clock.running)
+        it.door = serving._server._door
         task = asyncio.create_task(serving.run(listener))
         try:
             yield it
