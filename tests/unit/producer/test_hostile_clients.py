@@ -1,5 +1,4 @@
-"""Clients that keep no rules end nothing, grow nothing and stop nobody: whatever they send, whenever they leave, whether or not they
-read."""
+"""Clients that keep no rules end nothing, grow nothing and stop nobody: whatever they send, and whenever they leave."""
 
 import asyncio
 import json
