@@ -1,0 +1,164 @@
+"""A lease that is abandoned at any of its waits gives everything back: its place, its pin, its requests, its task."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import msgspec
+import pytest
+from prometheus_client import CollectorRegistry
+
+from producer.admission import Admission
+from producer.generation import Generation
+from producer.in_flight import InFlight, OnSwap
+from producer.interfaces import Adapter, Completion, Counters
+from producer.merged import MergedWeights
+from producer.metrics import ProducerMetrics
+from protocol.messages import Lease, Sampling
+from tests.scripted_trainer import lease
+from tests.unit.producer.cancellation import cancel_at_each_wait
+from tests.unit.producer.test_adapters import Setup, blob
+from tests.unit.producer.test_generation import Prompts, Rewards
+from tests.unit.producer.test_in_flight import Policies
+from tests.unit.producer.test_merged import Workers, adapter
+
+
+class Engine:
+    """Samples a token at each of its waits, of three; `stepped` is called after each."""
+
+    def __init__(self) -> None:
+        self.running = 0
+        self.stepped: Callable[[], None] = lambda: None
+
+    async def generate(
+        self, prompt_ids: list[int], sampling: Sampling, adapter: Adapter, cut: asyncio.Event
+    ) -> list[Completion]:
+        self.running += 1
+        try:
+            for number in range(1, 4):
+                await asyncio.sleep(0)
+                self.stepped()
+                if cut.is_set() or number == sampling.max_completion_length:
+                    break
+            is_cut = cut.is_set() and number < min(3, sampling.max_completion_length)
+            one = Completion([7] * number, [-0.5] * number, False, None, is_cut)
+            return [one] * sampling.num_generations
+        finally:
+            self.running -= 1
+
+
+class Scene:
+    """Leases that are worked on in a task of the test."""
+
+    def __init__(self, registry: Any, on_swap: OnSwap) -> None:
+        self.engine, self.answers = Engine(), list[Any]()
+        self.places = Admission(1, 4, lambda: None)
+        self._begun: list[Coroutine[Any, Any, None]] = []
+        counters = Counters()
+        self.generation = Generation(
+            InFlight(self.engine, registry, counters, on_swap),  # type: ignore[arg-type]
+            registry,
+            Prompts(),  # type: ignore[arg-type]
+            Rewards(),  # type: ignore[arg-type]
+            counters,
+            ProducerMetrics(CollectorRegistry()),
+            self.places,
+            4,
+            self._begun.append,  # type: ignore[arg-type]
+            self.answers.append,
+        )
+
+    def fulfil(self, lease: Lease) -> Coroutine[Any, Any, None]:
+        self.generation.start(lease)
+        return self._begun.pop()
+
+    async def two(self, lease: Lease) -> None:
+        """One in the engine, and one that waits for its place."""
+        other = msgspec.structs.replace(lease, lease_id="other")
+        async with asyncio.TaskGroup() as group:
+            for one in (lease, other):
+                group.create_task(self.fulfil(one))
+
+    def check(self, num_tasks: int = 1) -> None:
+        for work in self.generation._works.values():
+            work.task = None
+        self.generation.abandon_all()
+        places = self.places
+        assert (self.engine.running, places._inside, places._background, self.generation.clock._active) == (0, 0, 0, 0)
+        assert (places._line._turns, places._line_behind._turns) == ({}, {})
+        assert len(asyncio.all_tasks()) == num_tasks
+
+
+@pytest.mark.parametrize("on_swap", ["finish", "continue", "restart"])
+def test_of_training_whatever_becomes_of_it_at_a_swap(on_swap: OnSwap) -> None:
+    async def body() -> None:
+        policies = Policies()
+        scene = Scene(policies, on_swap)
+        scene.engine.stepped = policies.flip
+        policies.flip()
+        wanted = lease(7, sampling=Sampling(2, 3, 1.0))
+
+        def check() -> None:
+            scene.check()
+            assert set(policies.pins.values()) <= {0}
+
+        assert await cancel_at_each_wait(lambda: scene.fulfil(wanted), check) > 1
+        assert await cancel_at_each_wait(lambda: scene.two(wanted), check) > 0
+        assert len(scene.answers) >= 2
+
+    asyncio.run(body())
+
+
+def test_of_an_evaluation(tmp_path) -> None:
+    setup = Setup(tmp_path)
+
+    async def body() -> None:
+        unloading = asyncio.create_task(setup.registry.unload_released())
+        scene = Scene(setup.registry, "finish")
+        await setup.publish(1)
+        wanted = lease(7, sampling=Sampling(2, 3, 1.0), evaluates=blob(1)[0])
+
+        def check() -> None:
+            scene.check(num_tasks=2)
+            assert list(setup.registry._pins.values()) == [0]
+
+        assert await cancel_at_each_wait(lambda: scene.fulfil(wanted), check) > 0
+        assert await cancel_at_each_wait(lambda: scene.two(wanted), check) > 0
+        unloading.cancel()
+
+    with setup.timeline:
+        asyncio.run(body())
+
+
+def test_of_merged_weights_also_while_they_are_on_trial() -> None:
+    running = 0
+
+    async def body() -> None:
+        weights = MergedWeights(Workers())
+        first = adapter(1)
+        await weights.load(first)
+        weights.adopt(first)
+
+        async def generate(group: str, salt: str) -> str:
+            nonlocal running
+            running += 1
+            try:
+                for _ in range(3):
+                    await asyncio.sleep(0)
+                weights._settled.clear()  # a swap begins,
+                asyncio.get_running_loop().call_later(0.001, weights._settled.set)  # and ends
+                return group
+            finally:
+                running -= 1
+
+        def check() -> None:
+            weights._settled.set()
+            assert (running, weights._flights) == (0, {})
+            assert len(asyncio.all_tasks()) == 1
+
+        async def sample() -> None:
+            await weights.sample(generate)
+
+        assert await cancel_at_each_wait(sample, check) == 2
+
+    asyncio.run(body())
