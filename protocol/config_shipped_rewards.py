@@ -91,8 +91,9 @@ class Code(Section):
 
     column: str = Field(
         "tests",
-        description="Dataset column with the tests: Python that raises where the code is wrong, a list of such texts, or a list "
-        "of mappings `{input: ..., output: ...}` for programs that read standard input.",
+        description="Dataset column with the tests: Python that calls the code's functions and raises where they are wrong, a "
+        "list of such texts, or a list of mappings `{input: ..., output: ...}` for programs that read standard input. "
+        "docs/security.md, Tests, says what such Python can do.",
     )
     score: Literal["all", "share"] = Field(
         "all", description="`all`: 1 if every test passes, else 0. `share`: the share of the tests that pass."
@@ -105,7 +106,8 @@ class Code(Section):
     time_s: PositiveSeconds = Field(5.0, description="Time of one test, on the clock.")
     memory_bytes: Annotated[int, Field(ge=2**24)] = Field(
         256 * 2**20,
-        description="Memory of all processes of a test together; files in its /tmp count extra, up to a quarter.",
+        description="Memory of all processes of a test together; files in its /tmp count extra, up to a quarter. A test in "
+        "Python has as much beside it.",
     )
     processes: Annotated[int, Field(ge=1, le=4096)] = Field(8, description="Processes and threads of a test at once.")
     parallel: Positive = Field(4, description="Tests that run at once, in each reward worker.")

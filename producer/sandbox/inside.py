@@ -20,6 +20,7 @@ import sys
 from typing import Any, NoReturn
 
 _FAILED = 120
+_CHANNEL = 3  # the program's, to whoever runs it
 _HOME = "/tmp"  # noqa: S108 - the sandbox has its own
 _NOBODY = 65_534
 _CLONE_NEWNS = 0x20000
@@ -68,6 +69,9 @@ def _call(name: str, *arguments: object) -> None:
 
 def main() -> None:
     spec = json.loads(sys.argv[1])
+    if spec.get("channel") is not None:
+        os.dup2(spec["channel"], _CHANNEL)
+        os.closerange(_CHANNEL + 1, 64)
     try:
         if os.uname().machine not in _MACHINES:
             raise _SystemCallError(f"{os.uname().machine}: only {' and '.join(_MACHINES)} are supported")
@@ -85,8 +89,7 @@ def main() -> None:
         except BaseException as error:
             _fail(error)
     signal.signal(signal.SIGTERM, lambda _number, _frame: os.kill(first, signal.SIGKILL))
-    for descriptor in (0, 1, 2):
-        os.close(descriptor)
+    os.closerange(0, _CHANNEL + 1)
     _, status = os.waitpid(first, 0)  # the kernel lets the first process go when all others are gone
     os._exit(_as_exit(status))
 
@@ -138,8 +141,7 @@ def _be_the_first(spec: dict[str, Any]) -> None:
             os.execve(spec["command"][0], spec["command"], environment)  # noqa: S606 - there is no shell inside
         except BaseException as error:
             _fail(error)
-    for descriptor in (0, 1, 2):
-        os.close(descriptor)
+    os.closerange(0, _CHANNEL + 1)
     while True:
         ended, status = os.wait()
         if ended == program:

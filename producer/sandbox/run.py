@@ -10,21 +10,25 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from producer.process_tree import resident_bytes
 from protocol.errors import ConfigError
 
 _INSIDE = Path(__file__).with_name("inside.py")
 _WALLS_FAILED = 120
+CHANNEL = 3  # descriptor of a program's channel
 _UNTOUCHED_BYTES = 2**27  # what an interpreter reserves and does not use
 _WALLS_BYTES = 2**25  # resident: the script on both sides of the wall
 _LOOK_EVERY_S = 0.05
 _GRACE_S = 10.0  # of a loaded host, beyond the program's own time, for walls and teardown
+
+Ended = Literal["itself", "time", "memory", "output"]
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,11 @@ class Outcome:
     code: int
     output: bytes
     errors: bytes
-    ended: Literal["itself", "time", "memory", "output"]
+    ended: Ended
+
+    @property
+    def ended_well(self) -> bool:
+        return self.ended == "itself" and self.code == 0
 
 
 class Sandbox:
@@ -63,8 +71,11 @@ class Sandbox:
         self._python, self._readable = _interpreter(python or sys._base_executable)  # type: ignore[attr-defined]
         self._flags = ["-I", "-X", "utf8"] + ([] if python else ["-S"])
 
-    async def run(self, program: str, stdin: bytes = b"") -> Outcome:
+    async def run(self, program: str, stdin: bytes = b"", channel: socket.socket | None = None) -> Outcome:
         """`program` as a script of its own.
+
+        Args:
+            channel: that it has as descriptor `CHANNEL`. Closed on this side.
 
         Raises:
             ConfigError: the walls could not be built, so that nothing was run.
@@ -78,19 +89,19 @@ class Sandbox:
             "memory_bytes": limits.memory_bytes + _UNTOUCHED_BYTES,
             "disk_bytes": limits.disk_bytes,
             "processes": limits.processes,
+            "channel": None if channel is None else channel.fileno(),
         }
         source = program.encode()
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-I", "-S", str(_INSIDE), json.dumps(spec),
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, env={}, cwd="/",
-        )  # fmt: skip
+        with channel or contextlib.nullcontext():
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-I", "-S", str(_INSIDE), json.dumps(spec), start_new_session=True, env={}, cwd="/",
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                pass_fds=() if channel is None else (channel.fileno(),),
+            )  # fmt: skip
         try:
             return await self._watch(process, len(source).to_bytes(8, "little") + source + stdin)
         finally:
-            if process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
-                await process.wait()
+            await _end(process)
 
     async def _watch(self, process: asyncio.subprocess.Process, given: bytes) -> Outcome:
         assert process.stdin is not None
@@ -100,31 +111,38 @@ class Sandbox:
         feeding = asyncio.ensure_future(_feed(process.stdin, given))
         output, errors = _Collected(limits.output_bytes), _Collected(limits.output_bytes)
         reading = asyncio.gather(output.read(process.stdout), errors.read(process.stderr), process.wait())
-        ended: Literal["itself", "time", "memory", "output"] = "itself"
+        try:
+            ended = await self._until_it_ends(process, reading, (output, errors))
+        finally:
+            feeding.cancel()
+            reading.cancel()
+            await asyncio.gather(feeding, reading, return_exceptions=True)
+        code = process.returncode if process.returncode is not None else -signal.SIGKILL
+        if code == _WALLS_FAILED and ended == "itself" and not output.content:
+            raise ConfigError(_refusal(errors.content.decode(errors="replace")))
+        return Outcome(128 - code if code < 0 else code, bytes(output.content), bytes(errors.content), ended)
+
+    async def _until_it_ends(
+        self, process: asyncio.subprocess.Process, reading: "asyncio.Future[Any]", collected: tuple["_Collected", ...]
+    ) -> Ended:
         clock = asyncio.get_running_loop().time
-        deadline = clock() + limits.time_s
-        while not reading.done():
+        deadline = clock() + self.limits.time_s
+        while True:
             await asyncio.wait({reading}, timeout=_LOOK_EVERY_S)
+            ended: Ended = "itself"
             if reading.done():
-                break
-            if output.full or errors.full:
+                return ended
+            if any(each.full for each in collected):
                 ended = "output"
             elif clock() > deadline:
                 ended = "time"
-            elif resident_bytes(process.pid) > limits.memory_bytes + _WALLS_BYTES:
+            elif resident_bytes(process.pid) > self.limits.memory_bytes + _WALLS_BYTES:
                 ended = "memory"
             if ended != "itself":
                 with contextlib.suppress(ProcessLookupError):
                     process.terminate()  # it ends the first process inside and waits until all are gone
                 await asyncio.wait({reading}, timeout=_GRACE_S)
-                break
-        feeding.cancel()
-        reading.cancel()
-        await asyncio.gather(feeding, reading, return_exceptions=True)
-        code = process.returncode if process.returncode is not None else -signal.SIGKILL
-        if code == _WALLS_FAILED and ended == "itself" and not output.content:
-            raise ConfigError(_refusal(errors.content.decode(errors="replace")))
-        return Outcome(128 - code if code < 0 else code, bytes(output.content), bytes(errors.content), ended)
+                return ended
 
     async def check(self) -> None:
         """Runs a program that pulls at the walls.
@@ -136,6 +154,20 @@ class Sandbox:
         if outcome.output != b"held" or outcome.code != 0:
             found = (outcome.errors or outcome.output).decode(errors="replace").strip()[-400:]
             raise ConfigError(_refusal(found or f"the trial ended by {outcome.ended} with {outcome.code}"))
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """Whether it was cancelled or not: SIGTERM ends the first process inside, and the script waits until all are gone."""
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+        try:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), _GRACE_S)
+        finally:
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
 
 
 class _Collected:

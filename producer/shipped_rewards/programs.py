@@ -1,17 +1,16 @@
 """The reward `code`: whether the program in a completion passes its tests.
 
-Guarantee: a completion's code runs in the sandbox (`producer.sandbox`) or not at all; expected output never enters it. Tests
-that run beside the code are believed only if the program also reaches its last line, where a number that is drawn anew for
-every run is printed.
+Guarantee: a completion's code runs in the sandbox (`producer.sandbox`) or not at all. No test enters its sandbox: expected output
+is compared outside, and tests in Python run in another one and call the code's functions from there (`producer.judge`).
 """
 
 import asyncio
 import re
-import secrets
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from producer.sandbox.run import Limits, Outcome, Sandbox
+from producer.judge.session import passes
+from producer.sandbox.run import Limits, Sandbox
 from producer.shipped_rewards.texts import column_of, text_of
 from protocol.config_shipped_rewards import Code
 
@@ -27,16 +26,16 @@ def code(options: Code) -> Callable[..., Coroutine[Any, Any, Rewards]]:
     async def score_all(completions: list[Any], **columns: Any) -> Rewards:
         places = asyncio.Semaphore(options.parallel)
 
-        async def passes(source: str, test: Any) -> bool:
+        async def within_limits(source: str, test: Any) -> bool:
             async with places:
                 return await _passes(sandbox, source, test)
 
         async def score(completion: Any, tests: Any) -> float:
             source, listed = program_of(text_of(completion)), _listed(tests, options.column)
             if options.score == "share":
-                return sum(await asyncio.gather(*(passes(source, test) for test in listed))) / len(listed)
+                return sum(await asyncio.gather(*(within_limits(source, test) for test in listed))) / len(listed)
             for test in listed:
-                if not await passes(source, test):
+                if not await within_limits(source, test):
                     return 0.0
             return 1.0
 
@@ -67,15 +66,9 @@ def _listed(tests: Any, column: str) -> list[Any]:
 
 async def _passes(sandbox: Sandbox, source: str, test: Any) -> bool:
     if isinstance(test, str):
-        number = secrets.token_hex(16)
-        outcome = await sandbox.run(f"{source}\n\n{test}\n\nprint('\\n{number}', end='', flush=True)\n")
-        return _ended_well(outcome) and outcome.output.endswith(number.encode())
+        return await passes(sandbox, source, test)
     outcome = await sandbox.run(source, str(test["input"]).encode())
-    return _ended_well(outcome) and _lines(outcome.output.decode(errors="replace")) == _lines(str(test["output"]))
-
-
-def _ended_well(outcome: Outcome) -> bool:
-    return outcome.ended == "itself" and outcome.code == 0
+    return outcome.ended_well and _lines(outcome.output.decode(errors="replace")) == _lines(str(test["output"]))
 
 
 def _lines(text: str) -> list[str]:

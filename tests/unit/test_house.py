@@ -15,6 +15,7 @@ MODULES = sorted(file for package in PACKAGES for file in (REPOSITORY / package)
 LONGEST_MODULE = 400
 FORBIDDEN_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve"}
 FORBIDDEN_CALLS = {"eval", "exec"}
+RUN_IN_A_SANDBOX = {"producer.judge.judge", "producer.judge.judged"}  # where the code that a model wrote is run
 UNPICKLING = {("allow_pickle", True), ("weights_only", False)}  # of numpy.load and torch.load
 
 every_module = pytest.mark.parametrize("file", MODULES, ids=lambda file: str(file.relative_to(REPOSITORY)))
@@ -62,7 +63,18 @@ def violations(tree: ast.AST) -> Iterator[str]:
 
 @every_module
 def test_nothing_unpickles_or_evaluates(file: Path) -> None:
-    assert list(violations(parsed(file))) == []
+    found = list(violations(parsed(file)))
+    if ".".join(file.relative_to(REPOSITORY).with_suffix("").parts) in RUN_IN_A_SANDBOX:
+        found = [violation for violation in found if not violation.endswith("exec()")]
+    assert found == []
+
+
+@every_module
+def test_what_runs_in_a_sandbox_is_imported_nowhere_else(file: Path) -> None:
+    """It is read as text. One of them may import another."""
+    if file.parent != REPOSITORY / "producer/judge":
+        imported = {node.module for node in ast.walk(parsed(file)) if isinstance(node, ast.ImportFrom)}
+        assert not imported & RUN_IN_A_SANDBOX
 
 
 def test_the_scan_sees_what_it_forbids() -> None:
