@@ -1,13 +1,13 @@
 """`rl-producer` around the scripted engine, for a soak; with leaks where the harness asks for them.
 
-Guarantee: but for the engine and the leaks it is the real command.
+Guarantee: but for the engine, the leaks and `tests.soak.resident` it is the real command.
 """
 
 from typing import Any
 
 from tests import scripted_engine
 from tests.chaos.producer_child import preload
-from tests.soak import leaks
+from tests.soak import leaks, resident
 
 __all__ = ["main", "preload"]
 
@@ -16,6 +16,7 @@ _PACE = scripted_engine.Pace(fast_s=0.2, slow_s=2.0, share_slow=0.1)  # leaves t
 
 def main(request: dict[str, Any]) -> int:
     scripted_engine.install(_PACE, request["seed"])
+    resident.keep_to_what_is_held()
     if request["plant"]:
         leaks.plant()
     from producer import cli

@@ -1,16 +1,18 @@
 """`rl-trainer`, for a soak.
 
-Guarantee: it is the real command.
+Guarantee: but for `tests.soak.resident` it is the real command.
 """
 
 from typing import Any
 
 from tests.chaos.trainer_child import preload
+from tests.soak import resident
 
 __all__ = ["main", "preload"]
 
 
 def main(request: dict[str, Any]) -> int:
+    resident.keep_to_what_is_held()
     from consumer import cli
 
     return cli.main()
