@@ -7,6 +7,7 @@ folder is then kept. With `--plant` a producer leaks, so that 1 is what a workin
 import argparse
 import json
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Callable
@@ -25,6 +26,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="write the summary to this file, and a picture beside it")
     parser.add_argument("--keep", action="store_true", help="keep the run's folder also when all is well")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(130))  # so that the daemons end with this process
     folder = Path(tempfile.mkdtemp(prefix="sl-soak-", dir="/tmp"))
     plan = Plan(3600 * arguments.hours, arguments.seed, arguments.plant)
     try:
