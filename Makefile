@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 SEED ?= 1
+MINUTES ?= 10
 HOURS ?= 1
 PREFIX ?= /opt/slipstream
 DESTDIR ?=
@@ -47,8 +48,9 @@ chaos: $(STAMP) ## kill real daemons some 200 times and check that nothing is lo
 soak: $(STAMP) ## both daemons under a mixed load, and what of theirs grows (HOURS=1, SEED=1)
 	$(BIN)/python -m tests.soak --hours $(HOURS) --seed $(SEED) --out runs/soak/summary.json
 
-fuzz: $(STAMP) ## a million spoiled frames against the codec, about a minute (SEED=1)
+fuzz: $(STAMP) ## a million spoiled frames against the codec, and strangers against a trainer's door (SEED=1 MINUTES=10)
 	$(BIN)/python -m tests.fuzz.frames --count 1000000 --seed $(SEED)
+	$(BIN)/python -m tests.fuzz.strangers --minutes $(MINUTES) --seed $(SEED)
 
 bench: $(STAMP) ## every benchmark, one after the other, with a summary; an hour or so
 	@test -e runs/demo/steps.jsonl || $(MAKE) demo # bench-metrics measures against a step of it

@@ -1,8 +1,8 @@
 """Bounds on what strangers can make a server keep: unfinished handshakes, connections, messages without end.
 
 Guarantee: at most `MAX_UNFINISHED` connections are in their handshake, each with at most `_HANDSHAKE_BYTES`; a connection
-that has sent more than a message may hold, and completed none, is shut, and so is one whose key was revoked. Whatever
-libzmq or this guard turns away is counted with its reason.
+that has sent more than a message may hold, or a first one, and completed none, is shut, and so is one whose key was revoked.
+Whatever libzmq or this guard turns away is counted with its reason.
 
 libzmq bounds a frame (`MAXMSGSIZE`) and a handshake's time, but collects the frames of one message without limit, and
 accepts connections until descriptors run out. It does say which descriptor a connection has (socket monitors) and which
@@ -44,7 +44,7 @@ MONITORED = (
 )
 
 _HANDSHAKE_BYTES = 65_536  # far more than any handshake takes
-_SLACK_BYTES = 2**20  # beside the largest message: framing, encryption
+_SLACK_BYTES = 2**20  # for a first message, and beside the largest one: framing, encryption
 _CHECK_EVERY_S, _PER_CONNECTION_S = 0.02, 0.002  # so that checks stay below a hundredth of a core
 _WATCHED_S = 0.0002  # instead, for each connection, while one is in its handshake or has sent too much
 _REFRESH_EVERY_S = 0.5
@@ -278,7 +278,10 @@ class ConnectionGuard(threading.Thread):
             connection.deliveries, connection.mark, connection.over_since = deliveries, received, None
             return False
         unread = connection.socket.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)  # may wait for libzmq in the kernel
-        if received - connection.mark <= self._max_message_bytes + unread + _SLACK_BYTES:
+        most = (
+            self._max_message_bytes if deliveries else 0
+        )  # a hello is small; what a namesake sends, libzmq keeps for ever
+        if received - connection.mark <= most + unread + _SLACK_BYTES:
             return False
         if connection.over_since is None:
             connection.over_since = time.monotonic()

@@ -7,6 +7,7 @@ JSON, and ends with the input. The line `stop authenticator` does that first.
 import json
 import logging
 import sys
+import threading
 from pathlib import Path
 
 from benchmarks.acceptor import Acceptor
@@ -22,7 +23,9 @@ def main(folder: str, control: str, blob: str, max_message_bytes: str, keys: str
         for line in sys.stdin:
             if line == "stop authenticator\n":
                 server._authenticator.stop()
-            print(json.dumps({"refusals": server.refusals.counts, "counts": acceptor.buffer.counts}), flush=True)
+            threads = sorted(thread.name for thread in threading.enumerate())
+            seen = {"refusals": server.refusals.counts, "counts": acceptor.buffer.counts, "threads": threads}
+            print(json.dumps(seen), flush=True)
 
 
 if __name__ == "__main__":

@@ -2,105 +2,28 @@
 a producer with a right to be there does not notice.
 """
 
-import json
 import logging
 import shutil
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
-import zmq
 
 from benchmarks.terms import ENGINE_FACTS
 from protocol.connection_guard import MAX_UNFINISHED
 from protocol.keys import AUTHORIZED, ProducerKeys, generate, producer_keys
-from protocol.messages import Ack, Group, Hello, Lease, Nack, Reject, Welcome
+from protocol.messages import Ack, Hello, Nack, Reject, Welcome
 from protocol.zmq_channel import ZmqClient
-from tests.scripted import ScriptedProducer, made_up_group
-from tests.unit.protocol.channel_harness import eventually, receive, reserve_port
+from tests.faults.doors import LIMIT, Door, Honest
+from tests.fuzz.zmtp import greeting
+from tests.unit.protocol.channel_harness import eventually, receive
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
-
-LIMIT = 2**20
-REPOSITORY = Path(__file__).parents[2]
-
-
-class Door:
-    """See `tests.faults.door`."""
-
-    def __init__(self, stack: ExitStack, folder: Path, keys: Path | None) -> None:
-        self.keys = keys
-        self.ports = [reserve_port(stack) for _ in range(2)]
-        self.endpoints = [f"tcp://127.0.0.1:{port}" for port in self.ports]
-        command = [sys.executable, "-m", "tests.faults.door", str(folder), *self.endpoints, str(LIMIT)]
-        self.log = folder / "door.log"
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                [*command, str(keys)] if keys else command,
-                cwd=REPOSITORY,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-            )
-        stack.enter_context(self.process)
-        stack.callback(self.process.kill)
-        assert self.process.stdout.readline() == "open\n", self.log.read_text()
-
-    def look(self, command: str = "") -> Any:
-        self.process.stdin.write(f"{command}\n")
-        self.process.stdin.flush()
-        return json.loads(self.process.stdout.readline())
-
-    def refused(self, reason: str) -> int:
-        return self.look()["refusals"][reason]
-
-    def memory_mb(self) -> float:
-        return psutil.Process(self.process.pid).memory_info().rss / 2**20
-
-    def identity(self, name: str, *, authorized: bool = True) -> ProducerKeys:
-        generate(self.keys, name)
-        if authorized:
-            shutil.copy(self.keys / f"{name}.public", self.keys / AUTHORIZED)
-        return producer_keys(self.keys, name)
-
-    def client(self, name: str, keys: ProducerKeys | None) -> ZmqClient:
-        return ZmqClient(name, *self.endpoints, LIMIT, keys)
-
-    def raw(self, stack: ExitStack, keys: ProducerKeys, port: int) -> "zmq.Socket[bytes]":
-        """A peer that keeps none of our rules."""
-        dealer = stack.enter_context(stack.enter_context(zmq.Context()).socket(zmq.DEALER))
-        dealer.linger = 0
-        dealer.reconnect_ivl = -1
-        dealer.curve_serverkey, dealer.curve_publickey = keys.trainer, keys.secret.public()
-        dealer.curve_secretkey = keys.secret.reveal()
-        dealer.connect(f"tcp://127.0.0.1:{port}")
-        return dealer
-
-
-class Honest(ScriptedProducer):
-    """A producer that works at an easy pace, and remembers its groups."""
-
-    def __init__(self, channel: Any, name: str) -> None:
-        self.groups: list[Group] = []
-        super().__init__(channel, ENGINE_FACTS, name=name, answer=self._make)
-
-    def _make(self, lease: Lease, version: int) -> Group:
-        time.sleep(0.02)
-        self.groups.append(made_up_group(lease, version))
-        return self.groups[-1]
-
-    def wait_for_acks(self, more: int = 3) -> None:
-        wanted = len(self.acks) + more
-        eventually(lambda: len(self.acks) >= wanted, "acknowledgements of honest work")
 
 
 @pytest.fixture(scope="module")
@@ -303,11 +226,6 @@ def test_a_handshake_that_swells_is_cut_off(door: Door, honest: Honest) -> None:
         say_and_wait_for_the_end(
             door, greeting(b"CURVE") + b"\x06" + (LIMIT - 1).to_bytes(8, "big") + bytes(LIMIT // 2)
         )
-
-
-def greeting(mechanism: bytes) -> bytes:
-    """Of ZMTP 3.0."""
-    return b"\xff" + bytes(8) + b"\x7f\x03\x00" + mechanism.ljust(20, b"\0") + bytes(32)
 
 
 def say_and_wait_for_the_end(door: Door, what: bytes) -> None:

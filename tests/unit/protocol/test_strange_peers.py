@@ -139,6 +139,21 @@ def test_a_routing_id_longer_than_zeromq_has_them_is_refused(harness: Harness, l
         eventually(lambda: not server.poll(0.01) and server.refusals.counts["unreadable"] == 1, "the refusal")
 
 
+def test_a_namesake_cannot_make_the_server_keep_what_it_sends(stack: ExitStack, short_dir: Path) -> None:
+    """libzmq ignores it and keeps its bytes until the socket is closed."""
+    harness = Harness("tcp", short_dir, stack)
+    server = harness.server(limit=2**30)
+    peer = introduce(server, harness.client(server, limit=2**30))
+    with zmq.Context() as context, context.socket(zmq.DEALER) as namesake:
+        namesake.linger = 0
+        namesake.routing_id = peer
+        namesake.reconnect_ivl = -1
+        namesake.connect(harness.endpoints[0])
+        for _ in range(64):
+            namesake.send(bytes(2**20))
+        eventually(lambda: not server.poll(0.01) and server.refusals.counts["multipart"], "its end")
+
+
 # The guard reads of connections that may be gone, and their numbers be those of other things.
 
 
