@@ -29,6 +29,7 @@ _START_TIMEOUT_S = 900.0  # a download of a dataset included
 _EXIT_GRACE_S = 3.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _MAX_LINE_BYTES = 64 * 2**20  # a row of a dataset
+_SHOWN_BYTES = 200  # of a line that is none of the program's
 _ROOT = Path(__file__).resolve().parents[1]
 _RUN = "import sys; sys.path.insert(0, sys.argv[1]); from producer.bridges import {0}, program; del sys.path[0]; "
 _RUN += "program.main({0}.load)"
@@ -64,7 +65,11 @@ class _Program:
         command = [_found(python or sys.executable), "-c", _RUN.format(module), str(_ROOT)]
         ours, theirs = socket.socketpair()
         with theirs:
-            process = KeptProcess(command, _EXIT_GRACE_S, stdin=theirs.fileno(), stdout=theirs.fileno())
+            try:
+                process = KeptProcess(command, _EXIT_GRACE_S, stdin=theirs.fileno(), stdout=theirs.fileno())
+            except OSError as error:
+                ours.close()
+                raise ConfigError(f"{place}: the agent program cannot be started: {error}") from error
         try:
             program = cls(process, *await asyncio.open_connection(sock=ours, limit=_MAX_LINE_BYTES), place)
         except BaseException:
@@ -91,7 +96,7 @@ class _Program:
         """The next thing that it says.
 
         Raises:
-            ConfigError: a problem, or nothing because it ended.
+            ConfigError: a problem, what is no JSON object, or nothing because it ended.
         """
         try:
             line = await self._reader.readline()
@@ -99,7 +104,15 @@ class _Program:
             line = b""
         if not line.endswith(b"\n"):
             raise ConfigError(f"{self._place}: the agent program ended ({await self.end()}); its last words are above")
-        message: dict[str, Any] = json.loads(line)
+        try:
+            message = json.loads(line)
+        except (ValueError, RecursionError):
+            message = None
+        if not isinstance(message, dict):
+            raise ConfigError(
+                f"{self._place}: the agent program said {line[:_SHOWN_BYTES]!r}, expected a JSON object: "
+                "whatever the environment prints belongs on standard error"
+            )
         if "problem" in message:
             raise ConfigError(str(message["problem"]))
         return message
