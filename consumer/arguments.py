@@ -44,6 +44,7 @@ def reserved_values(config: RunConfig, *, on_gpu: bool) -> dict[str, Any]:
     return {
         "output_dir": str(config.checkpoints_dir),
         "seed": config.seed,
+        "trust_remote_code": config.model.trust_remote_code,
         "use_cpu": not on_gpu,
         "num_generations": config.sampling.num_generations,
         "max_completion_length": config.sampling.max_completion_length,
@@ -54,6 +55,19 @@ def reserved_values(config: RunConfig, *, on_gpu: bool) -> dict[str, Any]:
         "disable_tqdm": True,
         "model_init_kwargs": {"dtype": config.model.dtype} | model_options,
     }
+
+
+def check_model(arguments: Any, model_config: Any) -> None:
+    """Refuses what TRL cannot do with this model.
+
+    Raises:
+        ConfigError: says which key and what to do instead.
+    """
+    if arguments.cast_lm_head_to_fp32 and model_config.tie_word_embeddings:
+        raise ConfigError(
+            "trainer.cast_lm_head_to_fp32: the head of this model has the weights of its embeddings (tie_word_embeddings), and "
+            "TRL cannot cast those under LoRA; remove it"
+        )
 
 
 def check_arguments(arguments: Any, config: RunConfig) -> None:
@@ -79,5 +93,3 @@ def check_arguments(arguments: Any, config: RunConfig) -> None:
         )
     if arguments.world_size > 1:
         raise ConfigError("one trainer process per run: start rl-trainer without accelerate launch or torchrun")
-    if arguments.eval_strategy != "no":
-        raise ConfigError("trainer.eval_strategy: held-out evaluation is not part of this release; remove it")

@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from consumer.adapter_choice import choose_adapter
 from consumer.adapter_folder import AdapterFolder
+from consumer.tokenizer import load_tokenizer
 from protocol.config import RunConfig
 from protocol.config_swap import TOLERANCES
 from protocol.digests import resolve_model
@@ -41,7 +42,9 @@ def run(config: RunConfig, gpus: list[int], *, which: str, to: Path, repository:
     transformers_logging.disable_progress_bar()
     chosen = choose_adapter(config, which)
     AdapterFolder.read(chosen, "--checkpoint")
-    model_folder = resolve_model(config.model.path, config.model.revision)
+    model_folder = resolve_model(
+        config.model.path, config.model.revision, trust_remote_code=config.model.trust_remote_code
+    )
     staged = to.with_name(f"{to.name}.partial")
     shutil.rmtree(staged, ignore_errors=True)
     try:
@@ -57,10 +60,11 @@ def run(config: RunConfig, gpus: list[int], *, which: str, to: Path, repository:
 
 def _merge(config: RunConfig, device: str, model_folder: Path, adapter: Path, staged: Path) -> str:
     """Writes the merged model. Returns how well it agrees, in words."""
-    dtype = config.model.dtype
+    dtype, trusted = config.model.dtype, config.model.trust_remote_code
 
     def load(folder: Path) -> Any:
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).to(device).eval()
+        options = {"dtype": getattr(torch, dtype), "trust_remote_code": trusted}
+        return AutoModelForCausalLM.from_pretrained(folder, **options).to(device).eval()
 
     base = load(model_folder)
     ids = _token_ids(base.config.get_text_config().vocab_size, config.seed).to(device)
@@ -70,7 +74,7 @@ def _merge(config: RunConfig, device: str, model_folder: Path, adapter: Path, st
         moved = float((wanted - logprobs(adapted, ids)).abs().max())
     merged = adapted.merge_and_unload(safe_merge=True)
     merged.save_pretrained(staged)
-    AutoTokenizer.from_pretrained(model_folder).save_pretrained(staged)
+    load_tokenizer(model_folder, trust_remote_code=trusted).save_pretrained(staged)
     del adapted, base, merged
     difference = float((wanted - logprobs(load(staged), ids)).abs().max())
     check(difference, moved, TOLERANCES[dtype], dtype)

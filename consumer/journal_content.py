@@ -76,7 +76,8 @@ class ContentReader:
 
 
 def load_tokenizer(facts: dict[str, str]) -> Any:
-    """The tokenizer that the run was made with; never downloaded.
+    """The tokenizer that the run was made with; never downloaded, and never code that came with a model: a journal is data, and
+    whoever reads one has not decided to run what it names.
 
     Raises:
         JournalError: it is not to be had. The text says why.
@@ -85,12 +86,13 @@ def load_tokenizer(facts: dict[str, str]) -> Any:
     if folder is None:
         raise JournalError("the journal does not say which model it is of")
     try:
-        expected = facts.get("tokenizer_digest")
-        if expected is not None and Path(folder).is_dir() and tokenizer_digest(Path(folder)) != expected:
+        expected, trusted = facts.get("tokenizer_digest"), facts.get("trust_remote_code") == "true"
+        is_local = expected is not None and Path(folder).is_dir()
+        if is_local and tokenizer_digest(Path(folder), trust_remote_code=trusted) != expected:
             raise JournalError(f"the tokenizer in {folder} is not the one of the run")
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except SlipstreamError as error:
         raise JournalError(_first_line(error)) from error
     except Exception as error:  # transformers raises what its many parts raise

@@ -37,7 +37,9 @@ def open_prompts(config: RunConfig, model_folder: Path) -> PromptDataset | Place
     Raises:
         DatasetError, ConfigError: as PromptDataset.
     """
-    return Placeholders() if config.environment.atropos else PromptDataset(config.dataset, model_folder)
+    if config.environment.atropos:
+        return Placeholders()
+    return PromptDataset(config.dataset, model_folder, trust_remote_code=config.model.trust_remote_code)
 
 
 def check_has_rows(config: RunConfig) -> None:

@@ -19,8 +19,10 @@ def main(path: str, number: int, overrides: list[str]) -> int:
     try:
         config = load_config(path, overrides)
         check_has_rows(config)
-        folder = resolve_model(config.model.path, config.model.revision)
-        dataset = PromptDataset(config.dataset, folder)
+        folder = resolve_model(
+            config.model.path, config.model.revision, trust_remote_code=config.model.trust_remote_code
+        )
+        dataset = PromptDataset(config.dataset, folder, trust_remote_code=config.model.trust_remote_code)
         for prompt, columns in (dataset[index] for index in range(min(number, len(dataset)))):
             sys.stdout.buffer.write(msgspec.json.encode({"prompt": prompt, "columns": columns}) + b"\n")
     except SlipstreamError as error:

@@ -6,6 +6,7 @@ has none is refused alone, with its number. Ids stay the same at every start as 
 
 import hashlib
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from consumer.dataset_loading import load_rows, rows_digest
 from consumer.dataset_rows import RowReader
 from consumer.dataset_skipping import TokenLimit, Verdict, first_unusable, in_words, verdicts
 from consumer.mixture import Mixture
+from consumer.tokenizer import load_tokenizer
 from protocol.config_dataset import DatasetSection, SourceSection
 from protocol.digests import tokenizer_digest
 from protocol.errors import DatasetError
@@ -30,14 +32,17 @@ class PromptDataset:
 
     Args:
         model_folder: whose tokenizer counts the tokens of prompts; needed with `max_prompt_tokens`.
+        trust_remote_code: whether that tokenizer may be made of files of its own.
 
     Raises:
         DatasetError: no such dataset or split, no rows, no prompt in the first row, or the filter raised.
         ConfigError: a function that the section names cannot be imported.
     """
 
-    def __init__(self, section: DatasetSection, model_folder: Path | None = None) -> None:
-        limit = _limit(section, model_folder)
+    def __init__(
+        self, section: DatasetSection, model_folder: Path | None = None, *, trust_remote_code: bool = False
+    ) -> None:
+        limit = _limit(section, model_folder, trust_remote_code)
         self._sources = [_Source(source, key, limit) for key, source in section.all_sources.items()]
         weights = [source.weight for source in section.all_sources.values()]
         given = [weight for weight in weights if weight is not None]
@@ -123,16 +128,10 @@ class _Source:
             logger.warning("%s: %d rows cannot be used and will each be refused; the first: %s", key, unusable, why)
 
 
-def _limit(section: DatasetSection, model_folder: Path | None) -> TokenLimit | None:
+def _limit(section: DatasetSection, model_folder: Path | None, trust_remote_code: bool) -> TokenLimit | None:
     if section.max_prompt_tokens is None:
         return None
     assert model_folder is not None, "whoever opens a dataset with max_prompt_tokens has the model"
-
-    def load_tokenizer() -> Any:
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(model_folder)
-
-    return TokenLimit(
-        section.max_prompt_tokens, load_tokenizer, tokenizer_digest(model_folder), section.chat_template_kwargs
-    )
+    digest = tokenizer_digest(model_folder, trust_remote_code=trust_remote_code)
+    load = partial(load_tokenizer, model_folder, trust_remote_code=trust_remote_code)
+    return TokenLimit(section.max_prompt_tokens, load, digest, section.chat_template_kwargs)

@@ -28,8 +28,9 @@ def run_facts(
     facts: dict[str, Any] = {
         "run_id": run_id,
         "model_path": str(model_folder),
-        "base_model_digest": base_model_digest(model_folder),
-        "tokenizer_digest": tokenizer_digest(model_folder),
+        "trust_remote_code": config.model.trust_remote_code,
+        "base_model_digest": base_model_digest(model_folder, trust_remote_code=config.model.trust_remote_code),
+        "tokenizer_digest": tokenizer_digest(model_folder, trust_remote_code=config.model.trust_remote_code),
         "reward_names": list(config.reward_names),
         "reward_weights": list(config.reward_weights),
         "wire_schema": group_schema(*_newer_fields(config)),

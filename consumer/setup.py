@@ -14,6 +14,7 @@ from peft import LoraConfig
 from prometheus_client import CollectorRegistry
 from transformers import AutoConfig
 
+from consumer.arguments import check_model
 from consumer.initial_adapter import InitialAdapter
 from consumer.learning_metrics import LearningMetrics
 from consumer.placeholders import Placeholders, open_prompts
@@ -22,8 +23,8 @@ from consumer.prompts import PromptDataset
 from consumer.run_facts import run_facts
 from consumer.trainer import build_arguments, build_lora
 from protocol.config import RunConfig
-from protocol.digests import resolve_model
-from protocol.errors import ConfigError, DatasetError
+from protocol.digests import cannot_load, resolve_model
+from protocol.errors import DatasetError
 from replay.groups import GroupShape
 from replay.rewards import RewardRecipe
 from replay.staleness import StalenessBudget
@@ -49,15 +50,19 @@ class Setup:
     def load(cls, config: RunConfig, gpus: list[int], stop: Callable[[], bool]) -> "Setup":
         lora = build_lora(config)
         initial_adapter = InitialAdapter.open(config.lora["init_from"], lora) if config.lora.get("init_from") else None
-        model_folder = resolve_model(config.model.path, config.model.revision)
+        model_folder = resolve_model(
+            config.model.path, config.model.revision, trust_remote_code=config.model.trust_remote_code
+        )
         prompts = open_prompts(config, model_folder)
         held_out = _held_out(config, model_folder)
         arguments = build_arguments(config, on_gpu=bool(gpus), num_prompts=len(prompts))
+        model = model_config(model_folder, trust_remote_code=config.model.trust_remote_code)
+        check_model(arguments, model)
         shape = GroupShape(
             config.sampling.num_generations,
             len(config.reward_names),
             config.sampling.max_completion_length,
-            _vocab_size(model_folder),
+            int(model.vocab_size),
         )
         budget = StalenessBudget(
             config.pipeline.groups_per_step,
@@ -102,13 +107,17 @@ def _held_out(config: RunConfig, model_folder: Path) -> PromptDataset | None:
     if config.evaluation is None:
         return None
     try:
-        return PromptDataset(config.evaluation.dataset, model_folder)
+        return PromptDataset(config.evaluation.dataset, model_folder, trust_remote_code=config.model.trust_remote_code)
     except DatasetError as error:
         raise DatasetError(f"evaluation.{error}") from error
 
 
-def _vocab_size(model_folder: Path) -> int:
+def model_config(model_folder: Path, *, trust_remote_code: bool) -> Any:
+    """
+    Raises:
+        ConfigError: transformers cannot read it.
+    """
     try:
-        return int(AutoConfig.from_pretrained(model_folder).get_text_config().vocab_size)
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"model.path: transformers cannot read {model_folder}/config.json: {error}") from error
+        return AutoConfig.from_pretrained(model_folder, trust_remote_code=trust_remote_code).get_text_config()
+    except (ValueError, OSError, ImportError) as error:
+        raise cannot_load(f"{model_folder}/config.json", error) from error

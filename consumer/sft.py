@@ -45,8 +45,10 @@ def run(config: RunConfig, gpus: list[int], *, to: Path) -> ExitCode:
     staged = to.with_name(f"{to.name}.partial")
     lora, arguments = build_lora(config), build_sft_arguments(config, staged, on_gpu=bool(gpus))
     check_has_rows(config)
-    model_folder = resolve_model(config.model.path, config.model.revision)
-    prompts = PromptDataset(config.dataset, model_folder)
+    model_folder = resolve_model(
+        config.model.path, config.model.revision, trust_remote_code=config.model.trust_remote_code
+    )
+    prompts = PromptDataset(config.dataset, model_folder, trust_remote_code=config.model.trust_remote_code)
     rows = Dataset.from_list(list(training_rows(prompts, config.sft)))
     if config.dataset.chat_template_kwargs:
         rows = rows.add_column("chat_template_kwargs", [config.dataset.chat_template_kwargs] * len(rows))

@@ -10,9 +10,10 @@ from typing import Any
 
 from datasets import Dataset
 from peft import LoraConfig, PeftModel
-from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
+from transformers import PrinterCallback, TrainerCallback
 
 from consumer.arguments import REFUSALS
+from consumer.tokenizer import load_tokenizer
 from consumer.vllm_hidden import without_vllm
 from protocol.config import RunConfig
 from protocol.errors import ConfigError
@@ -39,6 +40,7 @@ def build_sft_arguments(config: RunConfig, output_dir: Path, *, on_gpu: bool) ->
         defaults | chosen,
         output_dir=str(output_dir),
         seed=config.seed,
+        trust_remote_code=config.model.trust_remote_code,
         use_cpu=not on_gpu,
         save_strategy="no",
         disable_tqdm=True,
@@ -62,7 +64,7 @@ def train(model_folder: Path, arguments: SFTConfig, lora: LoraConfig, rows: Data
             model=str(model_folder),
             args=arguments,
             train_dataset=rows,
-            processing_class=AutoTokenizer.from_pretrained(model_folder),
+            processing_class=load_tokenizer(model_folder, trust_remote_code=arguments.trust_remote_code),
             peft_config=lora,
             callbacks=[_Lines()],
         )

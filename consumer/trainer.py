@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import AutoTokenizer, PrinterCallback, Trainer, TrainerCallback
+from transformers import PrinterCallback, Trainer, TrainerCallback
 
 from consumer import checkpoints
 from consumer.arguments import check_arguments, chosen_values, reserved_values
@@ -36,6 +36,7 @@ from consumer.lm_head import TokenLogprobs
 from consumer.ratio_statistics import ratio_statistics
 from consumer.reference import ReferencePolicy
 from consumer.step_loss import EntropyCut, Part, Pass, accumulation_steps, means_over_tokens, metrics_of_step
+from consumer.tokenizer import load_tokenizer
 from consumer.vllm_hidden import without_vllm
 from protocol.config import RunConfig
 from protocol.library_rules import for_library
@@ -102,7 +103,8 @@ class SlipstreamTrainer(GRPOTrainer):
         callbacks: list[TrainerCallback],
         save_checkpoint: Callable[[Path, Callable[[], None]], None],
     ) -> None:
-        tokenizer = AutoTokenizer.from_pretrained(model_folder, padding_side="left", truncation_side="left")
+        sides = {"padding_side": "left", "truncation_side": "left"}
+        tokenizer = load_tokenizer(model_folder, trust_remote_code=arguments.trust_remote_code, **sides)
         super().__init__(
             model=str(model_folder),
             reward_funcs=[_scored_elsewhere(name) for name in config.reward_names],

@@ -17,6 +17,8 @@ sys.path.insert(0, str(ROOT))
 from pydantic import BaseModel  # noqa: E402
 from pydantic.fields import FieldInfo  # noqa: E402
 
+from docs.markdown import reserved, row  # noqa: E402
+from docs.trainer_section import trainer_section  # noqa: E402
 from protocol import config as schema  # noqa: E402
 from protocol import library_rules as rules  # noqa: E402
 from protocol.config_rewards import RewardModel, RewardService  # noqa: E402
@@ -92,6 +94,10 @@ ENGINE = """\
 
 [vLLM engine arguments](https://docs.vllm.ai/en/latest/configuration/engine_args.html), read by the producer. Often
 useful: `max_model_len`, `gpu_memory_utilization`, `max_num_seqs`, `enforce_eager`.
+
+The GPUs that `--gpu` names hold one model: each layer is spread over all of them or, with `pipeline_parallel_size: P`, over
+a P-th of them. Keys that start with `data_parallel_` are refused, because vLLM answers for the first of its replicas alone
+and nobody could tell whether the others took up a policy: start one `rl-producer` for each replica.
 """
 
 UNREPRODUCIBLE = """\
@@ -118,17 +124,6 @@ SFT = """\
 [`trl.SFTConfig`](https://huggingface.co/docs/trl/sft_trainer#trl.SFTConfig), read by `rl-sft`, which trains an adapter
 on the rows of the `dataset` section by imitation, for `lora.init_from`. Often useful: `learning_rate`, `max_steps`,
 `num_train_epochs`, `per_device_train_batch_size`, `max_length`.
-"""
-
-TRAINER = """\
-### `trainer`
-
-[`trl.GRPOConfig`](https://huggingface.co/docs/trl/grpo_trainer#trl.GRPOConfig), which includes everything of transformers'
-`TrainingArguments`, read by the trainer. Often useful: `learning_rate`, `max_steps`, `loss_type`, `beta`, `scale_rewards`,
-`num_iterations`, `save_steps`, `report_to`.
-
-How a step is cut into forward and backward passes follows from `pipeline.trainer_tokens_per_micro_batch`. Every key that starts
-with `vllm_` is refused, because generation is the producer's.
 """
 
 OVERRIDES = """\
@@ -192,10 +187,6 @@ def default_of(field: FieldInfo) -> str:
     return f"`{default:_}`" if isinstance(default, int) and default >= 100_000 else f"`{default}`"
 
 
-def row(*cells: str) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-
 def table(model: type[BaseModel], prefix: str = "", *, only_values: bool = False) -> Iterator[str]:
     """One row per key; the rows of a list of mappings follow their list."""
     yield row("key", "type", "default", "meaning")
@@ -215,14 +206,6 @@ def rows(model: type[BaseModel], prefix: str, *, only_values: bool) -> Iterator[
                 yield from rows(argument, f"{prefix}{name}[].", only_values=False)
         if (section := section_of(field.annotation)) is not None:
             yield from rows(section, f"{prefix}{name}.", only_values=False)
-
-
-def reserved(keys: dict[str, str | None]) -> Iterator[str]:
-    yield row("key", "decided by")
-    yield "|---|---|"
-    for key, owner in keys.items():
-        yield row(f"`{key}`", " and ".join(f"`{part}`" for part in owner.split(" and ")) if owner else "fixed")
-    yield ""
 
 
 def own(section: str) -> Iterator[str]:
@@ -276,7 +259,7 @@ def page() -> str:
     lines += [UNREPRODUCIBLE, *refused(rules.ENGINE_UNREPRODUCIBLE)]
     lines += [LORA.format(default=default, largest=rules.SERVABLE_RANKS[-1]), *unservable(rules.LORA_UNSERVABLE)]
     lines += own("lora")
-    lines += [TRAINER, *reserved(rules.TRAINER_RESERVED)]
+    lines += trainer_section()
     lines += [SFT, *own("sft"), *reserved(rules.SFT_RESERVED)]
     lines += [OVERRIDES, DERIVED.format(ranks=", ".join(map(str, rules.SERVABLE_RANKS)))]
     return "\n".join(lines)

@@ -201,9 +201,9 @@ class _Producer:
             hold_s=evaluation.hold_swap_s if evaluation and merged else None,
         )
         goes_on = merged and config.swap.on_swap == "continue"  # by itself, without a cut
-        tokenizer, template_kwargs = load_tokenizer(engine.folder), config.dataset.chat_template_kwargs
-        rewards.read_thinking(tokenizer, template_kwargs)
-        prompts = PromptFormat(tokenizer, engine.facts.max_model_len, template_kwargs)
+        tokenizer = load_tokenizer(engine.folder, trust_remote_code=config.model.trust_remote_code)
+        rewards.read_thinking(tokenizer, config.dataset.chat_template_kwargs)
+        prompts = PromptFormat(tokenizer, engine.facts.max_model_len, config.dataset.chat_template_kwargs)
         agent_groups: AgentGroups | AtroposGroups | None = None
         if config.environment.atropos:
             self._atropos = Atropos(config, engine.facts.max_model_len, lambda: self._counters.policy_version)

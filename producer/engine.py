@@ -27,13 +27,13 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerBase
 
+from producer.engine_arguments import num_parts, own_arguments
 from producer.interfaces import Adapter, AdapterRefusedError, Completion, EngineLoad, LeaseFailure
 from producer.merged import Flight, MergedWeights
 from producer.preparation import prepare
 from protocol.config import RunConfig
-from protocol.digests import base_model_digest, resolve_model, tokenizer_digest
+from protocol.digests import base_model_digest, cannot_load, resolve_model, tokenizer_digest
 from protocol.errors import ConfigError, EngineError
-from protocol.handshake import LOGPROBS_MODE
 from protocol.library_section import build
 from protocol.messages import EngineFacts, Sampling
 from protocol.scratch import scratch_folder
@@ -48,25 +48,24 @@ def check_engine_section(config: RunConfig) -> None:
     Raises:
         ConfigError: vLLM does not know a key or refuses a value.
     """
-    _vllm_config(config, resolve_model(config.model.path, config.model.revision), num_gpus=1)
+    _vllm_config(config, _model_folder(config), num_gpus=num_parts(config))
+
+
+def _model_folder(config: RunConfig) -> Path:
+    model = config.model
+    return resolve_model(model.path, model.revision, trust_remote_code=model.trust_remote_code)
 
 
 def _vllm_config(config: RunConfig, folder: Path, num_gpus: int) -> Any:
-    alone = num_gpus * config.engine.get("pipeline_parallel_size", 1) == 1
-    arguments = build(
-        "engine",
-        AsyncEngineArgs,
-        (_ON_CPU if alone and current_platform.is_cpu() else {}) | config.engine,
-        model=str(folder),
-        dtype=config.model.dtype,
-        seed=config.seed,
-        tensor_parallel_size=num_gpus,
-        logprobs_mode=LOGPROBS_MODE,
-        **_MERGED if config.swap.mode == "merged" else _loras(config),
-    )
+    ours = own_arguments(config, folder, num_gpus)
+    alone = ours["tensor_parallel_size"] * num_parts(config) == 1
+    chosen = (_ON_CPU if alone and current_platform.is_cpu() else {}) | config.engine
+    arguments = build("engine", AsyncEngineArgs, chosen, **ours)
     try:
         vllm_config = arguments.create_engine_config()
     except Exception as error:
+        if "trust_remote_code" in str(error):
+            raise cannot_load(f"{folder}/config.json", error) from error
         said = str(error).partition(" [type=")[0]  # pydantic goes on with a dump of all arguments
         raise ConfigError(f"engine: refused by vLLM: {said}") from error
     if vllm_config.load_config.load_format == "dummy":
@@ -106,20 +105,6 @@ def _variable(name: str, value: str) -> Iterator[None]:
             os.environ[name] = before
 
 
-_MERGED = {"enable_lora": False, "worker_extension_cls": "producer.merging.MergingWorker"}
-
-
-def _loras(config: RunConfig) -> dict[str, Any]:
-    num_slots = config.max_loras + config.serve.num_lora_slots
-    return {
-        "enable_lora": True,
-        "worker_extension_cls": "producer.loading.LoadingWorker",
-        "max_loras": num_slots,
-        "max_cpu_loras": num_slots + 1,  # the one being loaded must not evict one that is in use
-        "max_lora_rank": config.max_lora_rank,
-    }
-
-
 def _check_mergeable(vllm_config: Any) -> None:
     on_cpu = current_platform.is_cpu()
     for cannot, reason in (
@@ -128,8 +113,8 @@ def _check_mergeable(vllm_config: Any) -> None:
         (on_cpu and not vllm_config.model_config.enforce_eager, "on a CPU it needs engine.enforce_eager: true"),
         (vllm_config.speculative_config is not None, "it counts one token per step; remove engine.speculative_config"),
         (
-            vllm_config.parallel_config.pipeline_parallel_size * vllm_config.parallel_config.data_parallel_size > 1,
-            "it needs all layers in one place; remove engine.pipeline_parallel_size and engine.data_parallel_size",
+            vllm_config.parallel_config.pipeline_parallel_size > 1,
+            "it needs all layers in one place; remove engine.pipeline_parallel_size",
         ),
     ):
         if cannot:
@@ -145,8 +130,8 @@ class Engine:
     """
 
     def __init__(self, config: RunConfig, num_gpus: int) -> None:
-        folder = resolve_model(config.model.path, config.model.revision)
-        vllm_config = _vllm_config(config, folder, max(1, num_gpus))
+        folder = _model_folder(config)
+        vllm_config = _vllm_config(config, folder, num_gpus)
         _leave_a_core(vllm_config)
         silent = bool(config.engine.get("disable_log_stats"))
         self._recorder = None if silent else _LoadRecorder()
@@ -169,8 +154,8 @@ class Engine:
         self.folder = folder
         self.max_num_seqs: int = vllm_config.scheduler_config.max_num_seqs
         self.facts = EngineFacts(
-            base_model_digest=base_model_digest(folder),
-            tokenizer_digest=tokenizer_digest(folder),
+            base_model_digest=base_model_digest(folder, trust_remote_code=config.model.trust_remote_code),
+            tokenizer_digest=tokenizer_digest(folder, trust_remote_code=config.model.trust_remote_code),
             dtype=str(vllm_config.model_config.dtype).removeprefix("torch."),
             logprobs_mode=str(vllm_config.model_config.logprobs_mode),
             max_lora_rank=lora.max_lora_rank if lora else 0,

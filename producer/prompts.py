@@ -8,15 +8,23 @@ from pathlib import Path
 from typing import Any
 
 from producer.interfaces import LeaseFailure
+from protocol.digests import cannot_load
 from protocol.prompts import is_conversational, prompt_token_ids
 
 Messages = list[dict[str, Any]]
 
 
-def load_tokenizer(folder: Path) -> Any:
+def load_tokenizer(folder: Path, *, trust_remote_code: bool) -> Any:
+    """
+    Raises:
+        ConfigError: transformers cannot, or not without running files of the model's own.
+    """
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(folder)
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, ImportError) as error:
+        raise cannot_load(f"the tokenizer in {folder}", error) from error
 
 
 class PromptFormat:

@@ -31,7 +31,9 @@ def _try(chosen: argparse.Namespace) -> ExitCode:
     from producer.prompts import load_tokenizer
     from protocol.digests import resolve_model
 
-    tokenizer = load_tokenizer(resolve_model(config.model.path, config.model.revision))
+    model, trusted = config.model, config.model.trust_remote_code
+    folder = resolve_model(model.path, model.revision, trust_remote_code=trusted)
+    tokenizer = load_tokenizer(folder, trust_remote_code=trusted)
     if chosen.completions is not None:
         groups = reward_trial.given(chosen.completions, tokenizer)
     else:

@@ -124,9 +124,11 @@ def sampled(config: RunConfig, rows: list[dict[str, Any]], num_completions: int,
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    folder = resolve_model(config.model.path, config.model.revision)
-    tokenizer = load_tokenizer(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, config.model.dtype)).to(device)
+    trusted = config.model.trust_remote_code
+    folder = resolve_model(config.model.path, config.model.revision, trust_remote_code=trusted)
+    tokenizer = load_tokenizer(folder, trust_remote_code=trusted)
+    dtype = getattr(torch, config.model.dtype)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=trusted).to(device)
     longest = config.engine.get("max_model_len") or model.config.max_position_embeddings
     prompts = PromptFormat(tokenizer, longest, config.dataset.chat_template_kwargs)
     settings = config.sampling

@@ -34,6 +34,11 @@ from protocol.library_rules import LORA_DEFAULTS, SERVABLE_RANKS, check_engine, 
 class ModelSection(Section):
     path: str = Field(description="Base model: a local folder or a hub name, in transformers format.")
     revision: str | None = Field(None, description="Hub revision (branch, tag or commit).")
+    trust_remote_code: bool = Field(
+        False,
+        description="Run the Python files that come with the model, where its classes or its tokenizer are not part of "
+        "transformers. Both daemons do, as the user that runs them; see docs/security.md.",
+    )
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "bfloat16",
         description="Dtype of the base weights, in the engine and in the trainer. LoRA weights train in fp32.",

@@ -1,7 +1,8 @@
 """Digests that tell whether two processes hold the same base model and tokenizer, without loading either.
 
 Guarantee: equal folders give equal digests on every machine; another fine-tune of the same architecture gives another
-one. Weights are sampled (16 evenly spaced MiB per file, with its size), so a 70B model takes milliseconds, not minutes.
+one. Weights are sampled (16 evenly spaced MiB per file, with its size), so a 70B model takes milliseconds, not minutes. Where the
+Python files of a model are run (`model.trust_remote_code`), they are part of both.
 """
 
 import contextlib
@@ -33,6 +34,7 @@ _TOKENIZER_CONFIG_KEYS = (  # older models keep the chat template and the specia
     "eos_token",
     "unk_token",
 )
+_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 _VOLATILE_CONFIG_KEYS = ("transformers_version", "_name_or_path", "torch_dtype", "dtype")
 
 
@@ -47,8 +49,11 @@ def _unreadable_is_configuration() -> Iterator[None]:
 
 
 @_unreadable_is_configuration()
-def resolve_model(path: str, revision: str | None = None) -> Path:
+def resolve_model(path: str, revision: str | None = None, *, trust_remote_code: bool = False) -> Path:
     """The local folder of a model: `path` itself, or the snapshot of a hub name (downloaded if need be).
+
+    Args:
+        trust_remote_code: whether its Python files are needed.
 
     Raises:
         ConfigError: neither a local model folder nor a hub model that can be had.
@@ -63,11 +68,8 @@ def resolve_model(path: str, revision: str | None = None) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(
-            snapshot_download(
-                path, revision=revision, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
-            )
-        )
+        patterns = [*_PATTERNS, "*.py"] if trust_remote_code else _PATTERNS
+        return Path(snapshot_download(path, revision=revision, allow_patterns=patterns))
     except Exception as error:
         raise ConfigError(
             f"model.path: {path} is neither a local folder nor a hub model that could be fetched: {error}"
@@ -75,13 +77,15 @@ def resolve_model(path: str, revision: str | None = None) -> Path:
 
 
 @_unreadable_is_configuration()
-def base_model_digest(folder: Path) -> str:
+def base_model_digest(folder: Path, *, trust_remote_code: bool = False) -> str:
     """sha256 over the configuration and samples of every weight file, as 64 hex digits."""
     digest = hashlib.sha256()
     config = _json_object(folder / "config.json")
     for key in _VOLATILE_CONFIG_KEYS:
         config.pop(key, None)
     digest.update(json.dumps(config, sort_keys=True).encode())
+    if trust_remote_code:
+        _add_code(digest, folder)
     weights = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
     if not weights:
         raise ConfigError(f"model.path: {folder} has no weights (*.safetensors)")
@@ -96,7 +100,7 @@ def base_model_digest(folder: Path) -> str:
 
 
 @_unreadable_is_configuration()
-def tokenizer_digest(folder: Path) -> str:
+def tokenizer_digest(folder: Path, *, trust_remote_code: bool = False) -> str:
     """sha256 over the files that decide token ids and the chat template, as 64 hex digits."""
     digest = hashlib.sha256()
     for name in _TOKENIZER_FILES:
@@ -108,7 +112,25 @@ def tokenizer_digest(folder: Path) -> str:
         config = _json_object(file)
         chosen = {key: config[key] for key in _TOKENIZER_CONFIG_KEYS if key in config}
         digest.update(json.dumps(chosen, sort_keys=True).encode())
+    if trust_remote_code:
+        _add_code(digest, folder)
     return digest.hexdigest()
+
+
+def cannot_load(what: str, error: Exception) -> ConfigError:
+    """What to raise when transformers does not read something of the model's folder."""
+    text = str(error).strip()
+    reason = text.splitlines()[0] if text else type(error).__name__
+    if "trust_remote_code" in text:
+        reason = (
+            "it needs the Python files that come with it; read them, and set model.trust_remote_code=true to run them"
+        )
+    return ConfigError(f"model.path: transformers cannot read {what}: {reason}")
+
+
+def _add_code(digest: Any, folder: Path) -> None:
+    for file in sorted(folder.glob("*.py")):
+        digest.update(file.name.encode() + b"\0" + file.read_bytes())
 
 
 def _json_object(file: Path) -> dict[str, Any]:

@@ -6,12 +6,15 @@ Everything else in these sections is for the library to judge when its daemon st
 
 from typing import Any
 
+from protocol import trainer_keys
+
 SERVABLE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The LoRA ranks that vLLM has kernels for; an adapter is served by the smallest that holds it."""
 
 ENGINE_RESERVED = {
     "model": "model.path",
     "revision": "model.revision",
+    "trust_remote_code": "model.trust_remote_code",
     "tokenizer": "model.path",
     "dtype": "model.dtype",
     "seed": "seed",
@@ -39,29 +42,6 @@ ENGINE_UNREPRODUCIBLE = {
 }
 """Engine arguments with which vLLM's log-probs are not those of the trainer's model, and why."""
 
-TRAINER_RESERVED = {
-    "output_dir": "run_dir",
-    "seed": "seed",
-    "num_generations": "sampling.num_generations",
-    "max_completion_length": "sampling.max_completion_length",
-    "temperature": "sampling.temperature",
-    "top_p": "sampling.top_p",
-    "top_k": "sampling.top_k",
-    "min_p": "sampling.min_p",
-    "reward_weights": "rewards.functions[].weight",
-    "per_device_train_batch_size": "pipeline.trainer_tokens_per_micro_batch",
-    "gradient_accumulation_steps": "pipeline.trainer_tokens_per_micro_batch",
-    "generation_batch_size": "pipeline.groups_per_step",
-    "steps_per_generation": "pipeline.groups_per_step",
-    "chat_template_kwargs": "dataset.chat_template_kwargs",
-    "repetition_penalty": None,
-    "generation_kwargs": None,
-    "use_vllm": None,
-    "disable_tqdm": "observability.progress",
-    "remove_unused_columns": None,
-    "ignore_data_skip": None,
-    "auto_find_batch_size": None,
-}
 LORA_DEFAULTS: dict[str, Any] = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
 """Where the file leaves one of these out, so that `--set lora.r=8` does not also change the target modules."""
 
@@ -82,6 +62,7 @@ OWN_KEYS = {
 
 SFT_RESERVED = {
     "output_dir": "--to",
+    "trust_remote_code": "model.trust_remote_code",
     "seed": "seed",
     "save_strategy": None,
     "push_to_hub": "rl-export --push-to-hub",
@@ -114,14 +95,25 @@ def check_engine(section: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(f"`{key}` {ENGINE_UNREPRODUCIBLE[key]}, so importance ratios would be wrong; remove it")
         if key in ENGINE_RESERVED:
             raise _reserved(key, ENGINE_RESERVED[key])
+        if key.startswith("data_parallel_") and (key, section[key]) != ("data_parallel_size", 1):
+            raise ValueError(
+                f"`{key}: {section[key]}` is refused: vLLM answers for its first replica alone, so nobody could tell whether the "
+                "others took up a policy. Start one rl-producer for each replica, with its own --gpu, instead"
+            )
+    parts = section.get("pipeline_parallel_size", 1)
+    if not isinstance(parts, int) or isinstance(parts, bool) or parts < 1:
+        raise ValueError(f"`pipeline_parallel_size` must be a positive integer, got {parts!r}")
     return section
 
 
 def check_trainer(section: dict[str, Any]) -> dict[str, Any]:
     """trl.GRPOConfig."""
-    for key in section:
-        if key in TRAINER_RESERVED or key.startswith("vllm_"):
-            raise _reserved(key, TRAINER_RESERVED.get(key))
+    for key, value in section.items():
+        if trainer_keys.is_reserved(key):
+            raise _reserved(key, trainer_keys.RESERVED.get(key))
+        if (problem := trainer_keys.refusal(key, value)) is not None:
+            raise ValueError(problem)
+    _check_model_options(section)
     return section
 
 
@@ -146,6 +138,7 @@ def check_sft(section: dict[str, Any]) -> dict[str, Any]:
     for key in section:
         if key in SFT_RESERVED:
             raise _reserved(key, SFT_RESERVED[key])
+    _check_model_options(section)
     if section.get("completion_column") and section.get("messages_column"):
         raise ValueError("`messages_column` and `completion_column` exclude each other; remove one")
     return section
@@ -161,6 +154,14 @@ def _check_own(name: str, section: dict[str, Any]) -> None:
         value = section.get(key)
         if value is not None and not (isinstance(value, str) and value.strip()):
             raise ValueError(f"`{key}` must be a text that is not empty, got {value!r}")
+
+
+def _check_model_options(section: dict[str, Any]) -> None:
+    options = section.get("model_init_kwargs")
+    for key in options if isinstance(options, dict) else ():
+        if key in trainer_keys.MODEL_INIT_RESERVED:
+            owner = trainer_keys.MODEL_INIT_RESERVED[key]
+            raise ValueError(f"`model_init_kwargs`: `{key}` is set by Slipstream; set {owner} instead")
 
 
 def _reserved(key: str, owner: str | None) -> ValueError:

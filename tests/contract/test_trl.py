@@ -5,6 +5,7 @@ test; tests/unit/consumer/test_loss_parity.py then tells whether the arithmetic 
 """
 
 import ast
+import dataclasses
 import importlib.metadata
 import inspect
 import textwrap
@@ -16,6 +17,8 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy
+from transformers.training_args import OptimizerNames
 
 from consumer.arguments import CHOICES
 from consumer.trainer import (
@@ -26,6 +29,7 @@ from consumer.trainer import (
     build_arguments,
     build_lora,
 )
+from protocol import trainer_keys
 from protocol.library_fields import SOURCES, fields
 from replay.cutting import CutBatch
 from tests.integration.models import build_model
@@ -429,3 +433,30 @@ def test_options_that_we_set_refuse_or_read(name: str) -> None:
 @pytest.mark.parametrize(("section", "library"), [("trainer", GRPOConfig), ("lora", LoraConfig)])
 def test_what_is_read_from_the_sources_is_what_the_libraries_say_when_imported(section: str, library: type) -> None:
     assert_same_arguments(fields(SOURCES[section][1]), library)
+
+
+def test_every_key_of_trl_was_looked_at() -> None:
+    """A field that is new, or has another default, needs a place in protocol/trainer_keys.py."""
+    defaults = {
+        field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        for field in dataclasses.fields(GRPOConfig)
+        if field.init
+    }
+    working = {key for keys in trainer_keys.WORKS.values() for key in keys}
+    placed = working | trainer_keys.RESERVED.keys() | trainer_keys.REFUSED.keys()
+    assert {name for name in defaults if not name.startswith("vllm_")} == placed
+    refused = trainer_keys.REFUSED.items()
+    assert {key: refusal.default for key, refusal in refused} == {key: defaults[key] for key, _ in refused}
+
+
+def test_values_that_are_refused_are_values_of_transformers() -> None:
+    values = trainer_keys.REFUSED_VALUES
+    assert set(values["optim"]) <= {member.value for member in OptimizerNames}
+    in_backward = {member.value for member in OptimizerNames if "layerwise" in member.value or "lomo" in member.value}
+    assert set(values["optim"]) == in_backward
+    assert set(values["save_strategy"]) == {member.value for member in SaveStrategy} - {"no", "steps"}
+    assert set(values["logging_strategy"]) == {member.value for member in IntervalStrategy} - {"no", "steps"}
+
+
+def test_what_trl_refuses_itself_with_an_adapter() -> None:
+    assert "You passed `sync_ref_model=True` while using a PEFT model" in source(GRPOTrainer.__init__)

@@ -5,6 +5,7 @@ transformers does, so that distributions are far from uniform and a wrong adapte
 """
 
 import functools
+import json
 from pathlib import Path
 
 import torch
@@ -107,6 +108,52 @@ def build_model(family: str, folder: Path, seed: int = 0, num_layers: int = 2) -
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+_OWN_FILES = {
+    "configuration_own.py": """
+from transformers import Qwen2Config
+
+class OwnConfig(Qwen2Config):
+    model_type = "own"
+""",
+    "modeling_own.py": """
+from transformers import Qwen2ForCausalLM, Qwen2Model
+from .configuration_own import OwnConfig
+
+class OwnModel(Qwen2Model):
+    config_class = OwnConfig
+
+class OwnForCausalLM(Qwen2ForCausalLM):
+    config_class = OwnConfig
+""",
+    "tokenization_own.py": """
+from transformers import PreTrainedTokenizerFast
+
+class OwnTokenizer(PreTrainedTokenizerFast):
+    pass
+""",
+}
+
+
+def build_model_with_code(folder: Path) -> Path:
+    """As `build_model("qwen2", folder)`, but configuration, model and tokenizer are classes that come with the folder."""
+    build_model("qwen2", folder, num_layers=1)
+    for name, source in _OWN_FILES.items():
+        (folder / name).write_text(source)
+    classes = {
+        "AutoConfig": "configuration_own.OwnConfig",
+        "AutoModel": "modeling_own.OwnModel",
+        "AutoModelForCausalLM": "modeling_own.OwnForCausalLM",
+    }
+    _change_json(folder / "config.json", model_type="own", architectures=["OwnForCausalLM"], auto_map=classes)
+    tokenizers = {"AutoTokenizer": [None, "tokenization_own.OwnTokenizer"]}
+    _change_json(folder / "tokenizer_config.json", tokenizer_class="OwnTokenizer", auto_map=tokenizers)
+    return folder
+
+
+def _change_json(file: Path, **changes: object) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
 def _written(folder: Path | None) -> tuple[int, ...]:

@@ -2,11 +2,16 @@
 
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
+import transformers
 
+from protocol.config import RunConfig
+from protocol.errors import ConfigError
 from protocol.library_fields import SOURCES, fields
 from protocol.library_section import build
+from tests.integration.models import build_model_with_code
 from tests.unit.protocol.test_library_fields import assert_same_arguments
 from tests.unit.protocol.test_library_section import refusal
 
@@ -78,3 +83,25 @@ def test_what_is_read_from_vllms_source_is_what_it_says_when_imported() -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     assert_same_arguments(fields(SOURCES["engine"][1]), AsyncEngineArgs)
+
+
+def test_a_model_with_python_files_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM reads it where `model.trust_remote_code` says so, and the GPUs are shared by the parts of a pipeline."""
+    from producer.engine import check_engine_section
+
+    modules = str(tmp_path / "modules")
+    monkeypatch.setenv("HF_MODULES_CACHE", modules)  # for processes that vLLM starts
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", modules)
+    monkeypatch.syspath_prepend(modules)
+    model = {"path": str(build_model_with_code(tmp_path / "with_code")), "dtype": "float32"}
+    with pytest.raises(ConfigError, match=r"model.path: .* set model.trust_remote_code=true to run them"):
+        check_engine_section(run_config(tmp_path, model=model))
+    engine = {"max_model_len": 64, "enforce_eager": True, "pipeline_parallel_size": 2}
+    check_engine_section(run_config(tmp_path, model=model | {"trust_remote_code": True}, engine=engine))
+
+
+def run_config(run_dir: Path, **sections: Any) -> RunConfig:
+    rewards = {"functions": [{"function": "rewards:exact"}]}
+    return RunConfig.model_validate(
+        {"run_dir": str(run_dir), "dataset": {"path": "rows.jsonl"}, "rewards": rewards, **sections}
+    )

@@ -18,7 +18,7 @@ MESSAGES = [{"role": "user", "content": "What is the sum of two and three? ä½ å¥
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_family(family, tmp_path):
     model = build_model(family, tmp_path / "model")
-    tokenizer = load_tokenizer(model)
+    tokenizer = load_tokenizer(model, trust_remote_code=False)
     prompts = PromptFormat(tokenizer, 256, {})
     prompt = MESSAGES if family == "llama" else "12+30="
     prompt_ids = prompts.encode(prompt, 16)

@@ -43,6 +43,7 @@ def test_the_facts_of_a_run(tmp_path: Path, tiny_model: Path) -> None:
         "fill": "full",
         "num_iterations": "3",
         "num_threads": "7",
+        "trust_remote_code": "false",
     }
 
 

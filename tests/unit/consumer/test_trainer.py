@@ -8,7 +8,9 @@ from unittest.mock import patch
 import pandas as pd
 import pytest
 import torch
+from transformers import AutoConfig
 
+from consumer.arguments import check_model
 from consumer.trainer import GRPOConfig, build_arguments, build_lora
 from protocol.errors import ConfigError
 from replay.cutting import CutBatch
@@ -93,7 +95,6 @@ def test_options_of_the_user_reach_trl(tmp_path: Path) -> None:
         ({"scale_rewards": "epoch"}, "trainer.scale_rewards: 'epoch' is not one that TRL knows: group, batch, none"),
         ({"optim": "sgdd"}, "trainer: refused by trl.GRPOConfig: sgdd is not a valid OptimizerNames"),
         ({"scale_rewards": True}, "trainer.scale_rewards: Input should be a valid string (got True)"),
-        ({"eval_strategy": "steps", "eval_steps": 5}, "trainer"),
     ],
 )
 def test_what_trl_does_not_know_or_refuses(tmp_path: Path, options: dict[str, Any], words: str) -> None:
@@ -126,6 +127,17 @@ def test_bounds_that_leave_no_room_for_on_policy_tokens_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=f"correction: ratios from {bounds} leave out 1"):
         build_arguments(run_config(tmp_path, correction=correction), on_gpu=False, num_prompts=8)
+
+
+def test_trl_cannot_cast_a_head_that_has_the_weights_of_the_embeddings(tmp_path: Path, tiny_model: Path) -> None:
+    cast, model = arguments(tmp_path, cast_lm_head_to_fp32=True), AutoConfig.from_pretrained(tiny_model)
+    with pytest.raises(
+        ConfigError, match=r"trainer.cast_lm_head_to_fp32: the head .* TRL cannot cast those under LoRA"
+    ):
+        check_model(cast, model)
+    check_model(arguments(tmp_path), model)
+    model.tie_word_embeddings = False
+    check_model(cast, model)
 
 
 def test_several_trainer_processes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,7 +88,7 @@ def config(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
     fake = ModuleType("producer.engine")
     fake.Engine = Engine  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "producer.engine", fake)
-    monkeypatch.setattr(daemon, "load_tokenizer", lambda folder: Tokenizer())
+    monkeypatch.setattr(daemon, "load_tokenizer", lambda folder, **_: Tokenizer())
     monkeypatch.setattr(daemon, "_WATCH_EVERY_S", 0.05)
     monkeypatch.setattr(daemon, "_SIGNAL_GRACE_S", 0.05)
     (short_dir / "rewards.py").write_text("def reward(completions, **_):\n    return [1.0] * len(completions)\n")

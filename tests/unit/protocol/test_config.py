@@ -447,6 +447,10 @@ def test_all_problems_are_reported_at_once(run_yaml: Path) -> None:
         ("engine", "override_generation_config", "; set sampling instead"),
         ("engine", "runner", ""),
         ("engine", "skip_tokenizer_init", ""),
+        ("engine", "trust_remote_code", "; set model.trust_remote_code instead"),
+        ("sft", "trust_remote_code", "; set model.trust_remote_code instead"),
+        ("trainer", "trust_remote_code", "; set model.trust_remote_code instead"),
+        ("trainer", "use_cpu", "; set --gpu cpu instead"),
         ("trainer", "output_dir", "; set run_dir instead"),
         ("trainer", "num_generations", "; set sampling.num_generations instead"),
         ("trainer", "top_p", "; set sampling.top_p instead"),
@@ -478,6 +482,22 @@ def test_engine_arguments_that_falsify_log_probs_are_refused(run_yaml: Path, key
     message = f"engine.{key}: `{key}` {reason}, so importance ratios would be wrong; remove it"
     assert refusal(run_yaml, MINIMAL + f"engine:\n  # comment\n  {key}: 1\n") == f"run.yaml:{NEXT + 2}: {message}"
     assert refusal(run_yaml, overrides=[f"engine.{key}=1"]) == f"--set {message}"
+
+
+def test_replicas_within_an_engine_are_refused(run_yaml: Path) -> None:
+    message = (
+        "engine.data_parallel_size: `data_parallel_size: 2` is refused: vLLM answers for its first replica alone, so nobody "
+        "could tell whether the others took up a policy. Start one rl-producer for each replica, with its own --gpu, instead"
+    )
+    assert refusal(run_yaml, MINIMAL + "engine:\n  data_parallel_size: 2\n") == f"run.yaml:{NEXT + 1}: {message}"
+    assert "engine.data_parallel_rank" in refusal(run_yaml, MINIMAL + "engine: {data_parallel_rank: 0}\n")
+    assert load(run_yaml, MINIMAL + "engine: {data_parallel_size: 1}\n").engine == {"data_parallel_size": 1}
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "two", "true"])
+def test_a_pipeline_has_a_number_of_parts(run_yaml: Path, value: str) -> None:
+    said = refusal(run_yaml, MINIMAL + f"engine: {{pipeline_parallel_size: {value}}}\n")
+    assert "engine.pipeline_parallel_size: `pipeline_parallel_size` must be a positive integer, got" in said
 
 
 @pytest.mark.parametrize(
@@ -582,11 +602,8 @@ def test_a_key_given_twice_is_refused(run_yaml: Path) -> None:
 
 
 def test_merge_keys_and_anchors_work(run_yaml: Path) -> None:
-    text = (
-        MINIMAL
-        + "trainer: &t {trust_remote_code: true}\nengine:\n  <<: *t\n  <<: {block_size: 16}\n  max_model_len: 8\n"
-    )
-    assert load(run_yaml, text).engine == {"trust_remote_code": True, "block_size": 16, "max_model_len": 8}
+    text = MINIMAL + "trainer: &t {learning_rate: 0.1}\nsft:\n  <<: *t\n  <<: {max_steps: 16}\n  max_length: 8\n"
+    assert load(run_yaml, text).sft == {"learning_rate": 0.1, "max_steps": 16, "max_length": 8}
 
 
 def test_a_key_that_is_no_string(run_yaml: Path) -> None:

@@ -1,0 +1,72 @@
+"""The `trainer` section of docs/configuration.md, from the table in protocol/trainer_keys.py."""
+
+from collections.abc import Iterator
+
+from docs.markdown import reserved, row
+from protocol import trainer_keys
+
+TRAINER = """\
+### `trainer`
+
+[`trl.GRPOConfig`](https://huggingface.co/docs/trl/grpo_trainer#trl.GRPOConfig), which includes everything of transformers'
+`TrainingArguments`, read by the trainer. Often useful: `learning_rate`, `max_steps`, `loss_type`, `beta`, `scale_rewards`,
+`num_iterations`, `save_steps`, `report_to`.
+
+How a step is cut into forward and backward passes follows from `pipeline.trainer_tokens_per_micro_batch`. Every key that starts
+with `vllm_` is refused, because generation is the producer's.
+
+These work as TRL and transformers document them:
+"""
+
+RESERVED = """\
+These follow from other keys:
+"""
+
+REFUSED = """\
+These would have no effect here, or a harmful one. They are refused unless they have the value that they have anyway:
+"""
+
+REFUSED_VALUES = """\
+Of these, some values are refused:
+"""
+
+
+def trainer_section() -> Iterator[str]:
+    """The lines of the page."""
+    yield from [TRAINER, *working(trainer_keys.WORKS)]
+    model_options = {f"model_init_kwargs.{key}": owner for key, owner in trainer_keys.MODEL_INIT_RESERVED.items()}
+    yield from [RESERVED, *reserved(trainer_keys.RESERVED | model_options)]
+    yield from [REFUSED, *refused_unless_default(trainer_keys.REFUSED)]
+    yield from [REFUSED_VALUES, *refused_values(trainer_keys.REFUSED_VALUES)]
+
+
+def working(groups: dict[str, tuple[str, ...]]) -> Iterator[str]:
+    yield row("what", "keys")
+    yield "|---|---|"
+    yield from (row(what, ", ".join(f"`{key}`" for key in keys)) for what, keys in groups.items())
+    yield ""
+
+
+def refused_unless_default(keys: dict[str, trainer_keys.Refusal]) -> Iterator[str]:
+    """A row for the keys of each reason."""
+    yield row("keys", "why", "use")
+    yield "|---|---|---|"
+    reasons = dict.fromkeys((refusal.reason, refusal.instead) for refusal in keys.values())
+    for reason, instead in reasons:
+        same = [f"`{key}`" for key, refusal in keys.items() if (refusal.reason, refusal.instead) == (reason, instead)]
+        yield row(", ".join(same), reason, _code(instead))
+    yield ""
+
+
+def refused_values(keys: dict[str, dict[str, str]]) -> Iterator[str]:
+    yield row("key", "value", "why")
+    yield "|---|---|---|"
+    for key, values in keys.items():
+        yield from (row(f"`{key}`", f"`{value}`", reason) for value, reason in values.items())
+    yield ""
+
+
+def _code(instead: str | None) -> str:
+    if instead is None:
+        return ""
+    return instead if "`" in instead else f"`{instead}`"
