@@ -74,6 +74,7 @@ def test_every_key_is_in_one_place_and_no_secret_in_a_message(run_yaml: Path) ->
     assert "hf_abc" not in refusal(run_yaml, overrides=["trainer.hub_token=hf_abc"])
 
 
+@pytest.mark.long
 def test_check_says_it_without_loading_a_library(run_yaml: Path) -> None:  # noqa: F811
     run_yaml.write_text(trainer_section(push_to_hub=True))
     program = (
