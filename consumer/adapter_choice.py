@@ -36,8 +36,8 @@ def _last(config: RunConfig) -> Path:
     run_dir, newest = Path(config.run_dir), checkpoints.latest(config.checkpoints_dir)
     final, summary = run_dir / "adapter", run_dir / "trainer.json"
     if (final / CONFIG_FILE).is_file() and summary.is_file():
-        steps = int(json.loads(summary.read_text(encoding="utf-8"))["steps"])
-        if newest is None or steps >= newest.step:
+        ended = json.loads(summary.read_text(encoding="utf-8"))
+        if newest is None or (ended["finished"] and int(ended["steps"]) >= newest.step):
             return final
     if newest is None:
         raise ConfigError(f"run_dir: {run_dir} has no adapter yet: neither a checkpoint nor the final one")

@@ -1,17 +1,17 @@
 """Checkpoints: TRL's own folders plus the pipeline state.
 
 Guarantee: a checkpoint is written under `checkpoints/.partial`, brought to the disk, and then appears under its own name
-in one rename; what `latest` returns is whole and can be resumed from, whenever the machine went down.
+in one rename; what `latest` returns is whole and can be resumed from, whenever the machine went down. What a crash left half
+written or half deleted goes when the next process starts.
 """
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from protocol.errors import ConfigError
-from replay.disk import sync
+from protocol.staged import settle, sync
 
 _STATE_FILE = "pipeline_state.json"
 
@@ -37,27 +37,23 @@ def staging(checkpoints_dir: Path) -> Path:
     return checkpoints_dir / ".partial"
 
 
-def clear_staging(checkpoints_dir: Path) -> None:
-    """Removes what a crash left half written."""
+def clear_leftovers(checkpoints_dir: Path) -> None:
+    """Removes what a crash left half written, or half deleted."""
     shutil.rmtree(staging(checkpoints_dir), ignore_errors=True)
+    for folder in _numbered(checkpoints_dir).values():
+        if not is_committed(folder):
+            shutil.rmtree(folder)
 
 
 def commit(staged: Path, state: dict[str, Any]) -> None:
     """Completes the checkpoint in `staging(...)/checkpoint-N` with the pipeline state, and makes it count. One that
     counts already stays: it is of the same step, and from the same weights."""
     (staged / _STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
-    for folder, _, names in os.walk(staged, topdown=False):
-        for name in names:
-            sync(Path(folder) / name)
-        sync(Path(folder))
     final = staged.parents[1] / staged.name
     if is_committed(final):
         shutil.rmtree(staged)
     else:
-        if final.exists():  # the rest of one that `prune` was deleting
-            shutil.rmtree(final)
-        staged.rename(final)
-    sync(final.parent)
+        settle(staged, final)
 
 
 def is_committed(folder: Path) -> bool:
@@ -65,10 +61,11 @@ def is_committed(folder: Path) -> bool:
 
 
 def prune(checkpoints_dir: Path, keep: int) -> None:
-    """Deletes all but the newest `keep` checkpoints that count. Each stops counting before its files go."""
+    """Deletes all but the newest `keep` checkpoints that count. Each stops counting, on the disk too, before its files go."""
     for folder in _folders(checkpoints_dir)[:-keep]:
         (folder / _STATE_FILE).unlink()
-        shutil.rmtree(folder)
+        sync(folder)
+    clear_leftovers(checkpoints_dir)
 
 
 def latest(checkpoints_dir: Path) -> Checkpoint | None:
@@ -106,9 +103,13 @@ def _load(folder: Path) -> Checkpoint:
 
 def _folders(checkpoints_dir: Path) -> list[Path]:
     """Of the checkpoints that count, oldest first."""
-    steps = {
+    return [folder for _, folder in sorted(_numbered(checkpoints_dir).items()) if is_committed(folder)]
+
+
+def _numbered(checkpoints_dir: Path) -> dict[int, Path]:
+    """By step, also those that do not count."""
+    return {
         int(folder.name.removeprefix("checkpoint-")): folder
         for folder in checkpoints_dir.glob("checkpoint-*")
-        if folder.name.removeprefix("checkpoint-").isdigit() and is_committed(folder)
+        if folder.name.removeprefix("checkpoint-").isdigit()
     }
-    return [steps[step] for step in sorted(steps)]

@@ -95,7 +95,7 @@ def _train_live(setup: Setup, resume: bool, watch: Watch) -> ExitCode:
     metrics = TrainerMetrics(watch.registry)
     with ExitStack() as ended:
         journal = ended.enter_context(closing(Journal(config.journal_file, metrics.commit_s.observe)))
-        checkpoints.clear_staging(config.checkpoints_dir)
+        checkpoints.clear_leftovers(config.checkpoints_dir)
         before = journal.facts()
         start = checkpoints.starting_point(
             Path(config.run_dir), config.checkpoints_dir, has_groups=journal.last_seq > 0, resume=resume
@@ -189,6 +189,7 @@ def _train_again(setup: Setup, resume: bool, source: Path, watch: Watch) -> Exit
         run_id = recorded.check(setup.facts("?"))
         logs.bind(run=run_id)
         torch.set_num_threads(recorded.num_threads)
+        checkpoints.clear_leftovers(config.checkpoints_dir)
         start = checkpoints.starting_point(
             Path(config.run_dir), config.checkpoints_dir, has_groups=False, resume=resume
         )

@@ -4,7 +4,6 @@ Guarantee: a version that is due is whole in `RUN_DIR/evaluation` before any pro
 most two are there: the one that is being evaluated and the newest that became due meanwhile, in place of any between.
 """
 
-import os
 import threading
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from protocol.messages import PolicyInfo
-from replay.disk import sync
+from protocol.staged import staged
 
 
 class DueVersion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -60,13 +59,8 @@ class EvaluationQueue:
         """
         version = due.policy.version
         file = self._folder / f"version-{version}-step-{due.step}.adapter"
-        partial = file.with_suffix(".partial")
-        with partial.open("wb") as stream:
-            stream.write(msgspec.msgpack.encode(due))
-            stream.flush()
-            os.fsync(stream.fileno())
-        partial.rename(file)
-        sync(self._folder)
+        with staged(file) as partial:
+            partial.write_bytes(msgspec.msgpack.encode(due))
         with self._lock:
             self._due = sorted([entry for entry in self._due if entry[0] != version] + [(version, file)])
             self._skip()

@@ -7,14 +7,13 @@ best that this run ever had, also of steps that a crash undid. `record` may be r
 
 import json
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
 from protocol.adapter_blob import unpack
 from protocol.config_evaluation import EvaluationSection
 from protocol.json_lines import append, encode_line, forget_after, open_to_append
-from replay.disk import sync
+from protocol.staged import mend, staged, sync
 
 _RESULT = "evaluation.json"
 
@@ -42,11 +41,7 @@ class EvaluationResults:
         forget_after(self._file, first_step)
         lines = self._file.read_text(encoding="utf-8").splitlines() if self._file.exists() else []
         self._results: list[dict[str, Any]] = [json.loads(line) for line in lines]
-        old = self._best.with_name(".best.old")
-        if old.exists():  # a crash between the two renames of `_keep`
-            if not self._best.exists():
-                old.rename(self._best)
-            shutil.rmtree(old, ignore_errors=True)
+        mend(self._best)
 
     @property
     def versions(self) -> list[int]:
@@ -118,16 +113,6 @@ class EvaluationResults:
         return [result["score"] for result in self._results if self.counts(result)]
 
     def _keep(self, result: dict[str, Any], blob: bytes) -> None:
-        partial, old = self._best.with_name(".best"), self._best.with_name(".best.old")
-        for rest in (partial, old):
-            shutil.rmtree(rest, ignore_errors=True)
-        unpack(blob, result["digest"], partial)
-        (partial / _RESULT).write_text(json.dumps(json.loads(encode_line(result)), indent=1), encoding="utf-8")
-        for file in partial.iterdir():
-            sync(file)
-        sync(partial)
-        if self._best.exists():
-            self._best.rename(old)
-        partial.rename(self._best)
-        sync(self._best.parent)
-        shutil.rmtree(old, ignore_errors=True)
+        with staged(self._best) as partial:
+            unpack(blob, result["digest"], partial)
+            (partial / _RESULT).write_text(json.dumps(json.loads(encode_line(result)), indent=1), encoding="utf-8")

@@ -1,10 +1,9 @@
 """`rl-export`: an adapter merged into its base model, as a folder that needs no PEFT.
 
-Guarantee: the folder appears whole, and only when the model in it, read back from the disk, computes what base model and
+Guarantee: the folder appears whole and on the disk, and only when the model in it, read back, computes what base model and
 adapter compute together; nothing leaves the machine unless a repository is named.
 """
 
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from protocol.config import RunConfig
 from protocol.config_swap import TOLERANCES
 from protocol.digests import resolve_model
 from protocol.errors import ConfigError, ExitCode
+from protocol.staged import staged
 
 _ROWS, _LENGTH = 4, 32
 _MOST_LOST = 0.5  # of what the adapter changes
@@ -45,20 +45,15 @@ def run(config: RunConfig, gpus: list[int], *, which: str, to: Path, repository:
     model_folder = resolve_model(
         config.model.path, config.model.revision, trust_remote_code=config.model.trust_remote_code
     )
-    staged = to.with_name(f"{to.name}.partial")
-    shutil.rmtree(staged, ignore_errors=True)
-    try:
-        said = _merge(config, "cuda" if gpus else "cpu", model_folder, chosen, staged)
-        staged.rename(to)
-    finally:
-        shutil.rmtree(staged, ignore_errors=True)
+    with staged(to) as partial:
+        said = _merge(config, "cuda" if gpus else "cpu", model_folder, chosen, partial)
     sys.stdout.write(f"rl-export: {chosen} merged into {model_folder}: {to}; {said}\n")
     if repository is not None:
         sys.stdout.write(f"rl-export: uploaded to {upload(to, repository)}\n")
     return ExitCode.OK
 
 
-def _merge(config: RunConfig, device: str, model_folder: Path, adapter: Path, staged: Path) -> str:
+def _merge(config: RunConfig, device: str, model_folder: Path, adapter: Path, to: Path) -> str:
     """Writes the merged model. Returns how well it agrees, in words."""
     dtype, trusted = config.model.dtype, config.model.trust_remote_code
 
@@ -73,10 +68,10 @@ def _merge(config: RunConfig, device: str, model_folder: Path, adapter: Path, st
     with adapted.disable_adapter():
         moved = float((wanted - logprobs(adapted, ids)).abs().max())
     merged = adapted.merge_and_unload(safe_merge=True)
-    merged.save_pretrained(staged)
-    load_tokenizer(model_folder, trust_remote_code=trusted).save_pretrained(staged)
+    merged.save_pretrained(to)
+    load_tokenizer(model_folder, trust_remote_code=trusted).save_pretrained(to)
     del adapted, base, merged
-    difference = float((wanted - logprobs(load(staged), ids)).abs().max())
+    difference = float((wanted - logprobs(load(to), ids)).abs().max())
     check(difference, moved, TOLERANCES[dtype], dtype)
     return f"log-probs agree to {difference:.1e} (the adapter moves them by up to {moved:.2g})"
 

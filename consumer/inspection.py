@@ -1,7 +1,7 @@
 """What a step that was not finite leaves behind, in `RUN_DIR/inspect/step-N`.
 
 Guarantee: `step.json` says what was found and names the groups, `groups.safetensors` holds their arrays under `ID/NAME` (no
-pickle). The folder appears whole; a full disk costs the folder and nothing else.
+pickle). The folder appears whole; a full disk costs the folder and nothing else. Folders of the newest eight steps are kept.
 """
 
 import json
@@ -16,18 +16,18 @@ import torch
 from safetensors.numpy import save_file
 
 from protocol.json_lines import encode_line, unless_full
+from protocol.staged import staged
 from replay.cutting import CutBatch
-from replay.disk import sync
 from replay.groups import RolloutGroup
 
 _ARRAYS = ("prompt_ids", "completion_lengths", "completion_ids", "logprobs", "rewards", "versions")
 _MAX_NAMES = 16
+_KEPT = 8
 
 
 def keep(run_dir: Path, step: int, batch: CutBatch, found: dict[str, Any]) -> Path:
     """Writes the folder of optimizer step `step` (from 1), in place of one from an earlier try, and returns it."""
     folder = run_dir / "inspect" / f"step-{step}"
-    partial = folder.with_name(f"{folder.name}.partial")
     values = {"step": step} | found | {"groups": [_row(group) for group in batch.groups]}
     arrays = {
         f"{group.group_id}/{name}": np.ascontiguousarray(getattr(group, name))
@@ -35,15 +35,13 @@ def keep(run_dir: Path, step: int, batch: CutBatch, found: dict[str, Any]) -> Pa
         for name in _ARRAYS
     }
     with unless_full():
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        (partial / "step.json").write_text(json.dumps(json.loads(encode_line(values)), indent=1), encoding="utf-8")
-        save_file(arrays, partial / "groups.safetensors")
-        for file in partial.iterdir():
-            sync(file)
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.rename(folder)
-        sync(folder.parent)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with staged(folder) as partial:
+            partial.mkdir()
+            (partial / "step.json").write_text(json.dumps(json.loads(encode_line(values)), indent=1), encoding="utf-8")
+            save_file(arrays, partial / "groups.safetensors")
+    for old in sorted(folder.parent.glob("step-*"), key=lambda place: place.stat().st_mtime)[:-_KEPT]:
+        shutil.rmtree(old)
     return folder
 
 

@@ -1,21 +1,26 @@
 """`rl-journal backup`: a run as it is now, copied while its trainer goes on.
 
 Guarantee: the folder appears under its name when it is complete and on the disk, or not at all; `rl-trainer --resume` goes on
-from it: its journal holds every group that its checkpoint, or a start from scratch, needs.
+from it as from the original after a crash: its journal holds every group that its checkpoint, or a start from scratch, needs,
+no result of an evaluation and no version that waits for one is missing, and neither is the best adapter.
 """
 
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from consumer import checkpoints
 from consumer.journal_text import say, size
 from protocol.errors import JournalError
-from replay.disk import sync
+from protocol.rotated_lines import opened
+from protocol.staged import aside, staged
 from replay.journal_reader import JournalReader
 
 _ATTEMPTS = 5
-_BESIDE = ("steps.jsonl", "rollouts.jsonl", "rollouts.1.jsonl", "trainer.json")
+_LINES = ("steps.jsonl", "rollouts.jsonl")
+_FILES = ("evaluations.jsonl", "trainer.json")
+_FOLDERS = ("checkpoints/best", "adapter", "sft")
 
 
 def backup(reader: JournalReader, to: Path) -> None:
@@ -24,24 +29,19 @@ def backup(reader: JournalReader, to: Path) -> None:
     """
     if to.exists():
         raise JournalError(f"--to {to}: exists already; choose a new folder")
-    partial = to.with_name(f".{to.name}.{os.getpid()}")
     try:
-        for _ in range(_ATTEMPTS):
-            shutil.rmtree(partial, ignore_errors=True)
-            if _copy(reader, partial):
-                break
-        else:
-            raise JournalError(
-                f"the trainer deleted each of {_ATTEMPTS} checkpoints while it was copied; raise trainer.save_total_limit or "
-                "trainer.save_steps"
-            )
-        _sync_all(partial)
-        partial.rename(to)
-        sync(to.parent)
+        with staged(to) as partial:
+            for _ in range(_ATTEMPTS):
+                shutil.rmtree(partial, ignore_errors=True)
+                if _copy(reader, partial):
+                    break
+            else:
+                raise JournalError(
+                    f"the trainer replaced a checkpoint in each of {_ATTEMPTS} attempts to copy it; raise "
+                    "trainer.save_total_limit or trainer.save_steps"
+                )
     except OSError as error:
         raise JournalError(f"--to {to}: cannot be written: {error.strerror or error}; choose another place") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     found = checkpoints.latest(to / "checkpoints")
     start = f"checkpoint-{found.step}" if found else "no checkpoint"
     say(f"{start} and a journal of {size((to / reader.path.name).stat().st_size)} in {to}")
@@ -51,8 +51,9 @@ def backup(reader: JournalReader, to: Path) -> None:
 def _copy(reader: JournalReader, to: Path) -> bool:
     """Copies into `to`; False if it has to be done again.
 
-    The checkpoint comes first, because groups that came after it are trained again, but groups that it has trained may be
-    gone. The journal keeps what the oldest checkpoint needs, so that it fits if ours is still there afterwards.
+    The checkpoint comes first, because what came after it is forgotten and done again, but groups that it has trained may be
+    gone. The journal keeps what the oldest checkpoint needs, so that it fits if ours is still there afterwards. A version leaves
+    `evaluation/` when its line is written, and that is after the best adapter was replaced; they are copied in this order.
     """
     run_dir = reader.path.parent
     found = checkpoints.latest(run_dir / "checkpoints")
@@ -64,17 +65,35 @@ def _copy(reader: JournalReader, to: Path) -> bool:
             if checkpoints.is_committed(found.folder):
                 raise
             return False
-    for name in _BESIDE:
-        if (run_dir / name).is_file():
+    (to / "evaluation").mkdir()
+    for file in (run_dir / "evaluation").glob("*.adapter"):
+        with suppress(FileNotFoundError):
+            shutil.copy2(file, to / "evaluation" / file.name)
+    for name in _FILES:
+        with suppress(FileNotFoundError):
             shutil.copy2(run_dir / name, to / name)
+    if not all(_copy_folder(run_dir / name, to / name) for name in _FOLDERS):
+        return False
+    for name in _LINES:
+        with opened(run_dir / name) as files:
+            for lines in files:
+                with (to / Path(lines.name).name).open("wb") as copy:
+                    shutil.copyfileobj(lines, copy)
     reader.copy_to(to / reader.path.name)
     if found is None:
         return checkpoints.latest(run_dir / "checkpoints") is None
     return checkpoints.is_committed(found.folder)
 
 
-def _sync_all(folder: Path) -> None:
-    for place, _, names in os.walk(folder, topdown=False):
-        for name in names:
-            sync(Path(place) / name)
-        sync(Path(place))
+def _copy_folder(folder: Path, to: Path) -> bool:
+    """Of one that is replaced in two renames, and may be away from its name in between. False: it was replaced meanwhile."""
+    for source in (folder, aside(folder), folder):
+        with suppress(FileNotFoundError):
+            before = source.stat()
+            try:
+                shutil.copytree(source, to)
+            except shutil.Error:
+                if os.path.samestat(before, source.stat()):
+                    raise
+            return os.path.samestat(before, source.stat())
+    return not to.exists()

@@ -3,9 +3,7 @@
 Guarantee: the file appears under its name when it is complete, or not at all. Memory is bounded by one Parquet row group.
 """
 
-import contextlib
 import json
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from consumer.journal_selection import Selection
 from consumer.journal_text import plain, say, with_progress
 from consumer.journal_views import as_dict
 from protocol.errors import JournalError
+from protocol.staged import staged
 from replay.journal_reader import GroupRow, JournalReader
 
 _ROW_GROUP_ROWS = 1000
@@ -30,16 +29,12 @@ def export(reader: JournalReader, chosen: Selection, to: Path) -> None:
     bodies = ContentReader(reader)
     rows = with_progress(chosen.rows(reader), chosen.most(reader), "group")
     records = (_record(row, content) for row in rows if (content := bodies.read(row)) is not None)
-    partial = to.with_name(f".{to.name}.{os.getpid()}")
     write: Callable[[Iterator[dict[str, Any]], Path], int] = _parquet if to.suffix == ".parquet" else _jsonl
     try:
-        count = write(records, partial)
-        partial.replace(to)
+        with staged(to) as partial:
+            count = write(records, partial)
     except OSError as error:
         raise JournalError(f"--to {to}: cannot be written: {error.strerror or error}; choose another place") from error
-    finally:
-        with contextlib.suppress(OSError):
-            partial.unlink()
     say(f"{count} groups in {to}")
 
 

@@ -1,11 +1,11 @@
 """The trainer between its feed and its pipeline: from the first step to the final adapter.
 
-Guarantee: it ends with every step taken, or with a checkpoint of the last one that was, unless the disk has no room for it;
-the final adapter appears whole.
+Guarantee: it ends with every step taken, or with a checkpoint of the last one that was, unless the disk has no room for it.
+After the last step the final adapter is on the disk before anything else happens, and where an evaluation of it follows, so is a
+checkpoint: a run that is stopped or killed meanwhile goes on with the evaluation and takes no step again.
 """
 
 import json
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,6 +26,7 @@ from consumer.run_control import RunControl
 from consumer.setup import Setup
 from consumer.trainer import NotFiniteStep, SlipstreamTrainer
 from protocol.errors import ConfigError, NotFiniteError
+from protocol.staged import staged
 
 
 class TrainingLoop:
@@ -99,27 +100,55 @@ class TrainingLoop:
             describe: says who waits for whom.
         """
         self._started = time.monotonic()
-        trainer, max_steps = self._trainer, self._setup.arguments.max_steps
-        finished = False
+        was_stopped = False
         try:
-            if self._first_step < max_steps and self.control.seen_enough is None:
-                trainer.train(resume_from_checkpoint=str(self._start.folder) if self._start else None)
-            else:  # transformers would wait for one batch more
-                trainer.state.global_step = self._first_step
-            finished = trainer.state.global_step >= max_steps or self.control.seen_enough is not None
-            if self._evaluation is not None and trainer.state.global_step >= max_steps:
-                self._evaluation.wait_for_last(self._patience, describe)
+            self._take_steps()
         except NotFiniteStep as found:
             raise NotFiniteError(self._explain(found)) from found
         except StopRequested:
-            if finished:
-                self._report.say("stopped before the last evaluation was done")
-                return False
-            try:
+            was_stopped = True
+        if not self._keep() or not self._has_trained:
+            return False
+        if self._evaluation is None or not self._took_all_steps:
+            return True
+        try:
+            if not was_stopped:  # otherwise perhaps before the last version was published, and known to be due
+                self._evaluation.wait_for_last(self._patience, describe)
+                return True
+        except StopRequested:
+            pass
+        self._report.say("stopped before the last evaluation was done; the final adapter is written")
+        return False
+
+    @property
+    def _took_all_steps(self) -> bool:
+        return bool(self._trainer.state.global_step >= self._setup.arguments.max_steps)
+
+    @property
+    def _has_trained(self) -> bool:
+        """Whether there is no step left to take."""
+        return self._took_all_steps or self.control.seen_enough is not None
+
+    def _take_steps(self) -> None:
+        if self._first_step < self._setup.arguments.max_steps and self.control.seen_enough is None:
+            self._trainer.train(resume_from_checkpoint=str(self._start.folder) if self._start else None)
+        else:  # transformers would wait for one batch more
+            self._trainer.state.global_step = self._first_step
+
+    def _keep(self) -> bool:
+        """Brings what was trained to the disk: a checkpoint if the run may have to go on from here, and the final adapter.
+        False: there was no room until a stop was requested."""
+        what, then = "a checkpoint", "the steps since the last one will be taken again"
+        try:
+            if self._evaluation is not None or not self._has_trained:
                 self.control.save_if_needed(self._first_step)
-            except StopRequested:
-                self._report.say("no room for a checkpoint: the steps since the last one will be taken again")
-        return bool(finished or (self._evaluation is None and trainer.state.global_step >= max_steps))
+            if self._has_trained:
+                what, then = "the adapter", "go on with --resume to have it written"
+                self._write(Path(self._setup.config.run_dir) / "adapter", self._trainer.save_model, what)
+        except StopRequested:
+            self._report.say(f"no room for {what}: {then}")
+            return False
+        return True
 
     def _explain(self, found: NotFiniteStep) -> str:
         """Keeps the batch, and says what was found and how to go on."""
@@ -151,7 +180,7 @@ class TrainingLoop:
         )
 
     def write_results(self, finished: bool, numbers: dict[str, Any]) -> None:
-        """The final adapter, a summary for programs and one for people."""
+        """A summary for programs and one for people."""
         run_dir, step = Path(self._setup.config.run_dir), self._trainer.state.global_step
         summary = {"finished": finished, "steps": step, "wall_s": time.monotonic() - self._started} | numbers
         if self._evaluation is not None:
@@ -161,19 +190,24 @@ class TrainingLoop:
                 "best": best and {**best, "folder": "checkpoints/best"},
             }
 
-        def write() -> None:
-            if finished:
-                self._trainer.save_model(str(run_dir / "adapter.partial"))
-                shutil.rmtree(run_dir / "adapter", ignore_errors=True)
-                (run_dir / "adapter.partial").rename(run_dir / "adapter")
-            (run_dir / "trainer.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
+        def write(file: str) -> None:
+            Path(file).write_text(json.dumps(summary, indent=1), encoding="utf-8")
 
         try:
-            write_when_there_is_room(write, self._patience, run_dir, "the adapter")
+            self._write(run_dir / "trainer.json", write, "trainer.json")
         except StopRequested:
-            self._report.say("no room for the adapter; go on with --resume to have it written")
+            self._report.say("no room for trainer.json; go on with --resume to have it written")
         hint = "" if finished else "; go on with --resume"
         outcome = "finished" if finished else "stopped"
         if finished and (reason := self.control.seen_enough) is not None:
             outcome += f" early, because {reason},"
         self._report.say(f"rl-trainer: {outcome} at step {step} of {self._setup.arguments.max_steps}{hint}")
+
+    def _write(self, final: Path, write: Callable[[str], object], what: str) -> None:
+        """Has `write` make a file or folder that appears whole, as soon as there is room for it."""
+
+        def attempt() -> None:
+            with staged(final) as partial:
+                write(str(partial))
+
+        write_when_there_is_room(attempt, self._patience, final.parent, what)

@@ -145,12 +145,12 @@ class RunControl(TrainerCallback):
         state = self._pipeline.state() | {"step": step, "run_id": self._run_id}
 
         def whole() -> None:
-            checkpoints.clear_staging(self._checkpoints_dir)
+            checkpoints.clear_leftovers(self._checkpoints_dir)
             try:
                 write()
                 checkpoints.commit(staged, state)
             except BaseException:
-                checkpoints.clear_staging(self._checkpoints_dir)
+                checkpoints.clear_leftovers(self._checkpoints_dir)
                 raise
 
         write_when_there_is_room(whole, self._patience, self._checkpoints_dir, "a checkpoint")

@@ -1,9 +1,9 @@
 """`rl-sft`: a supervised warm start from the run's own configuration and dataset.
 
-Guarantee: the result is a plain PEFT adapter with the run's `lora` settings, which `lora.init_from` takes; it appears whole.
+Guarantee: the result is a plain PEFT adapter with the run's `lora` settings, which `lora.init_from` takes; it appears whole
+and on the disk.
 """
 
-import shutil
 import sys
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from protocol import logs
 from protocol.config import RunConfig
 from protocol.digests import resolve_model
 from protocol.errors import ConfigError, ExitCode
+from protocol.staged import staged
 
 
 def check_libraries(config: RunConfig) -> None:
@@ -42,8 +43,7 @@ def run(config: RunConfig, gpus: list[int], *, to: Path) -> ExitCode:
     logs.adopt_libraries()
     datasets.disable_progress_bars()
     transformers_logging.disable_progress_bar()
-    staged = to.with_name(f"{to.name}.partial")
-    lora, arguments = build_lora(config), build_sft_arguments(config, staged, on_gpu=bool(gpus))
+    lora = build_lora(config)
     check_has_rows(config)
     model_folder = resolve_model(
         config.model.path, config.model.revision, trust_remote_code=config.model.trust_remote_code
@@ -53,12 +53,9 @@ def run(config: RunConfig, gpus: list[int], *, to: Path) -> ExitCode:
     if config.dataset.chat_template_kwargs:
         rows = rows.add_column("chat_template_kwargs", [config.dataset.chat_template_kwargs] * len(rows))
     sys.stdout.write(f"rl-sft: {len(rows)} rows\n")
-    shutil.rmtree(staged, ignore_errors=True)
-    try:
-        train(model_folder, arguments, lora, rows).save_pretrained(staged)
-        AdapterFolder.read(staged, "rl-sft")
-        staged.rename(to)
-    finally:
-        shutil.rmtree(staged, ignore_errors=True)
+    with staged(to) as partial:
+        arguments = build_sft_arguments(config, partial, on_gpu=bool(gpus))
+        train(model_folder, arguments, lora, rows).save_pretrained(partial)
+        AdapterFolder.read(partial, "rl-sft")
     sys.stdout.write(f"rl-sft: wrote {to}; start from it with --set lora.init_from={to}\n")
     return ExitCode.OK

@@ -7,13 +7,13 @@ ends the process with its own exit code.
 import argparse
 import asyncio
 import json
-import os
 import sys
 from pathlib import Path
 
 from protocol import __version__, logs
 from protocol.config_file import load_config
 from protocol.errors import ConfigError, DatasetError, ExitCode
+from protocol.staged import staged
 from protocol.tool import ToolParser, run_tool
 
 PROGRAM = "rl-environment"
@@ -33,19 +33,16 @@ async def _write_rows(chosen: argparse.Namespace) -> ExitCode:
         raise ConfigError(f"{chosen.config}: environment: only verifiers and nemo_gym have rows of their own")
     if section.nemo_gym is not None and chosen.source is None:
         raise ConfigError("name the agent's rows: --from FILE.jsonl, which has `responses_create_params` in every line")
-    partial, number = chosen.to.with_name(chosen.to.name + ".partial"), 0
+    number = 0
     try:
-        with partial.open("w", encoding="utf-8") as file:
+        with staged(chosen.to) as partial, partial.open("w", encoding="utf-8") as file:
             async for row in rows(section, chosen.max_rows, str(chosen.source or "")):
                 file.write(json.dumps(row) + "\n")
                 number += 1
-        if number == 0:
-            raise DatasetError(f"the environment has no rows, so {chosen.to} was not written")
-        os.replace(partial, chosen.to)
+            if number == 0:
+                raise DatasetError(f"the environment has no rows, so {chosen.to} was not written")
     except OSError as error:
         raise DatasetError(f"--to {chosen.to}: {error.strerror}") from error
-    finally:
-        partial.unlink(missing_ok=True)
     sys.stdout.write(f"{chosen.to}: {number} rows\n")
     return ExitCode.OK
 

@@ -65,12 +65,3 @@ def out_of_space(folder: Path, error: BaseException) -> bool:
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return True
     return shutil.disk_usage(folder).free < _NOTHING_LEFT_BYTES
-
-
-def sync(path: Path) -> None:
-    """Brings a file's content, or a folder's entries, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

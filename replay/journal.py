@@ -32,7 +32,7 @@ import apsw
 from isal.isal_zlib import crc32
 
 from protocol.errors import ExitCode, JournalError
-from replay.disk import sync
+from protocol.staged import sync
 
 if TYPE_CHECKING:
     from replay.rerolls import Judgement  # which needs numpy; programs that read a journal do not

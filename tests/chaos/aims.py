@@ -42,8 +42,18 @@ CHECKPOINT = (
     "checkpoint.uncounted",
     "checkpoint.pruned",
 )
-FINISH = ("adapter.saved", "adapter.removing", "adapter.renamed", "farewell.begin", "farewell.done")
+FINISH = (
+    "adapter.synced",
+    "adapter.renamed",
+    "adapter.aside",  # in place of the one that the death before this has left
+    "farewell.begin",
+    "farewell.done",
+    "summary.synced",
+    "summary.renamed",
+)
 """Reached once, at the end of the run."""
+EVALUATION = ("evaluation.awaited", "evaluation.begin", "evaluation.recorded")
+"""Of the last version, between adapter and farewell."""
 PRODUCER = (
     "hello.begin",
     "hello.sent",

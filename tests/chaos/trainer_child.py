@@ -38,7 +38,7 @@ def main(request: dict[str, Any]) -> int:
     log = EvidenceLog(Path(request["evidence"]))
     aim = Aim(*request.get("aim", ()))
     _write_evidence(log)
-    _set_points(aim)
+    set_points(aim)
     control = request.get("control")
     if control:
         controls.CONTROLS[control]()
@@ -120,11 +120,14 @@ def _write_evidence(log: EvidenceLog) -> None:
     checkpoints.commit = watched_commit
 
 
-def _set_points(aim: Aim) -> None:
+def set_points(aim: Aim) -> None:
     from consumer import checkpoints
+    from consumer.evaluation_control import EvaluationControl
+    from consumer.evaluation_results import EvaluationResults
     from consumer.intake import Intake
     from consumer.run_control import RunControl
     from consumer.trainer import SlipstreamTrainer
+    from protocol import staged
     from protocol.messages import Ack, Lease, Welcome
     from protocol.zmq_channel import ZmqServer
     from replay import recovery
@@ -159,28 +162,37 @@ def _set_points(aim: Aim) -> None:
     aim.around(SlipstreamTrainer, "_compute_loss", None, "step.loss")
     aim.around(SlipstreamTrainer, "__init__", None, "model.loaded")
     aim.around(checkpoints, "commit", "checkpoint.begin", "checkpoint.done")
-    aim.around(checkpoints, "sync", "checkpoint.syncing", None)
     aim.around(checkpoints, "prune", "checkpoint.pruning", "checkpoint.pruned")
 
-    rename, rmtree = Path.rename, shutil.rmtree
+    aim.around(EvaluationControl, "wait_for_last", "evaluation.awaited", None)
+    aim.around(EvaluationResults, "record", "evaluation.begin", "evaluation.recorded")
+
+    rename, rmtree, sync = Path.rename, shutil.rmtree, staged.sync
+    kinds = {"checkpoint": "checkpoint", ".adapter.partial": "adapter", ".trainer.json.partial": "summary"}
+
+    def watched_sync(path: Path) -> None:
+        if any(part.startswith("checkpoint-") for part in path.parts):
+            aim.reach("checkpoint.syncing")
+        sync(path)
 
     def watched_rename(path: Path, target: Any) -> Path:
-        kind = {"checkpoint": "checkpoint", "adapter.partial": "adapter"}.get(path.name.partition("-")[0])
+        kind = kinds.get(path.name.partition("-")[0])
         if kind:
-            aim.reach("checkpoint.synced" if kind == "checkpoint" else "adapter.removing")
+            aim.reach(f"{kind}.synced")
         result = rename(path, target)
         if kind:
             aim.reach(f"{kind}.renamed")
+        elif path.name == "adapter":
+            aim.reach("adapter.aside")
         return result
 
     def watched_rmtree(path: Any, *args: Any, **kwargs: Any) -> None:
         name = Path(path).name
         if name.startswith("checkpoint-"):
             aim.reach("checkpoint.uncounted")
-        elif name == "adapter":
-            aim.reach("adapter.saved")
         rmtree(path, *args, **kwargs)
 
+    staged.sync = watched_sync
     Path.rename = watched_rename  # type: ignore[method-assign]
     shutil.rmtree = watched_rmtree  # type: ignore[assignment]
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from consumer import checkpoints, cli
 
-_clear_staging = checkpoints.clear_staging
+_clear_leftovers = checkpoints.clear_leftovers
 
 
-def clear_staging(checkpoints_dir: Path) -> None:
-    _clear_staging(checkpoints_dir)
+def clear_leftovers(checkpoints_dir: Path) -> None:
+    _clear_leftovers(checkpoints_dir)
     barrier = Path(os.environ["CHECKPOINTS_WAIT"])
     while barrier.exists():
         barrier.with_suffix(".reached").touch()
@@ -21,5 +21,5 @@ def clear_staging(checkpoints_dir: Path) -> None:
 
 
 if __name__ == "__main__":
-    checkpoints.clear_staging = clear_staging
+    checkpoints.clear_leftovers = clear_leftovers
     cli.main()

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from protocol import rotated_lines
 from protocol.config_file import load_config
 from protocol.digests import base_model_digest, tokenizer_digest
 from protocol.zmq_channel import ZmqClient
@@ -43,8 +44,8 @@ class Run:
         self.config_file.write_text(yaml.safe_dump(values))
         self.config = load_config(str(self.config_file))
 
-    def trainer(self, *arguments: str) -> Daemon:
-        process = Daemon("consumer.cli", self.folder / "trainer.log", "--config", str(self.config_file), *arguments)
+    def trainer(self, *arguments: str, module: str = "consumer.cli") -> Daemon:
+        process = Daemon(module, self.folder / "trainer.log", "--config", str(self.config_file), *arguments)
         self.stack.callback(process.kill)
         return process
 
@@ -57,9 +58,7 @@ class Run:
 
     @property
     def steps(self) -> list[dict[str, Any]]:
-        file = Path(self.config.run_dir) / "steps.jsonl"
-        lines = file.read_text().splitlines() if file.exists() else []
-        return [json.loads(line) for line in lines]
+        return rotated_lines.read(Path(self.config.run_dir) / "steps.jsonl")
 
     def column(self, name: str) -> list[Any]:
         return [step[name] for step in self.steps]

@@ -30,7 +30,8 @@ class WarmProcess:
         self, module: str, arguments: list[str], log: Path, environment: dict[str, str], *, spawns: bool = False
     ) -> None:
         log.touch()
-        role = "trainer" if module.startswith(("consumer.", "benchmarks.")) else "producer"
+        is_trainer = module.startswith(("consumer.", "benchmarks.")) or module.endswith("_trainer")
+        role = "trainer" if is_trainer else "producer"
         self._daemon = _zygote(f"tests.integration.warm_{role}").start(
             [module, *arguments], log=log, module=module, environment=environment, cwd=os.getcwd(), spawns=spawns
         )

@@ -10,7 +10,7 @@ import pytest
 
 from consumer.checkpoints import (
     Checkpoint,
-    clear_staging,
+    clear_leftovers,
     commit,
     committed,
     is_committed,
@@ -157,7 +157,7 @@ def test_a_crash_anywhere_in_a_commit_leaves_the_old_state_or_the_new(
         assert found is not None
         assert is_whole(found)
         steps.append(found.step)
-        clear_staging(folder)  # as the next process does
+        clear_leftovers(folder)  # as the next process does
         assert is_whole(Checkpoint(checkpoint(folder, 2), {}))
     assert steps == [1] * 6 + [2], "three files and two folders to bring to the disk, the rename, the folder above"
 
@@ -169,7 +169,7 @@ def test_a_crash_anywhere_in_a_commit_of_the_same_step_leaves_that_step(
     checkpoint(tmp_path, 2)
 
     def again() -> None:
-        clear_staging(tmp_path)
+        clear_leftovers(tmp_path)
         commit(staged(tmp_path, 2, "the same weights"), state(2, again=True))
 
     number = 0
@@ -183,8 +183,10 @@ def test_a_crash_anywhere_in_a_commit_of_the_same_step_leaves_that_step(
     assert number > 6
 
 
-def test_a_commit_replaces_the_rest_of_a_checkpoint_that_was_being_deleted(tmp_path: Path) -> None:
+def test_the_rest_of_a_checkpoint_that_was_being_deleted_is_not_in_the_way_of_a_new_one(tmp_path: Path) -> None:
     uncounted(tmp_path, 4)
+    clear_leftovers(tmp_path)  # as the start does, and every save
+    assert list(tmp_path.iterdir()) == []
     found = Checkpoint(checkpoint(tmp_path, 4), state(4))
     assert latest(tmp_path) == found
     assert is_whole(found)
@@ -194,8 +196,8 @@ def test_what_a_crash_left_in_staging_counts_for_nothing_and_is_cleared(tmp_path
     place = staged(tmp_path, 9)
     (place / "pipeline_state.json").write_text('{"step": 9, "run_id": "run"}')  # all but the rename
     assert latest(tmp_path) is None
-    clear_staging(tmp_path)
-    clear_staging(tmp_path)
+    clear_leftovers(tmp_path)
+    clear_leftovers(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -236,7 +238,7 @@ def test_pruning_keeps_the_newest_that_count(tmp_path: Path) -> None:
     uncounted(tmp_path, 12)
     prune(tmp_path, 2)
     names = sorted(folder.name for folder in tmp_path.glob("checkpoint-*"))
-    assert names == ["checkpoint-10", "checkpoint-12", "checkpoint-4"]
+    assert names == ["checkpoint-10", "checkpoint-4"], "what was left of step 12 does not count"
     prune(tmp_path, 5)
     prune(tmp_path, 1)
     found = latest(tmp_path)
@@ -255,9 +257,11 @@ def test_a_crash_anywhere_in_pruning_leaves_only_whole_checkpoints_that_count(
         number += 1
         assert all(map(is_whole, committed(tmp_path)))
         assert committed(tmp_path)
-        if not is_committed(tmp_path / "checkpoint-2"):  # put back what the last attempt deleted
-            checkpoint(tmp_path, 2)
-        if not is_committed(tmp_path / "checkpoint-1"):
-            checkpoint(tmp_path, 1)
+        clear_leftovers(tmp_path)  # as the next process does
+        assert sorted(tmp_path.iterdir()) == sorted(found.folder for found in committed(tmp_path))
+        for step in (1, 2):  # put back what the last attempt deleted
+            if not is_committed(tmp_path / f"checkpoint-{step}"):
+                checkpoint(tmp_path, step)
+        clear_leftovers(tmp_path)
     assert [found.step for found in committed(tmp_path)] == [3]
-    assert number == 2 * 5, "of each three files, first the state, and two folders"
+    assert number == 2 * 6, "of each three files, first the state, which is synced, and two folders"

@@ -1,6 +1,7 @@
 """What is exported is what was trained, and which of a run's adapters that is."""
 
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -33,9 +34,18 @@ def run(tmp_path: Path, tiny_model: Path) -> RunConfig:
     return config
 
 
-def test_the_merged_model_is_the_trained_one(run: RunConfig, tiny_model: Path, capsys: Any) -> None:
-    to = Path(run.run_dir) / "merged"
+def test_the_merged_model_is_the_trained_one(
+    run: RunConfig, tiny_model: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    to, synced, fsync = Path(run.run_dir) / "merged", set(), os.fsync
+
+    def watched_sync(descriptor: int) -> None:
+        synced.add(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", watched_sync)
     export.run(run, [], which="last", to=to, repository=None)
+    assert {place.stat().st_ino for place in (to, to.parent, *to.iterdir())} <= synced, "it is on the disk"
     merged = reference_logprobs(to, None, [3, 4], [5, 6, 7], 1.0)
     adapted = reference_logprobs(tiny_model, Path(run.run_dir) / "adapter", [3, 4], [5, 6, 7], 1.0)
     torch.testing.assert_close(merged, adapted, atol=1e-4, rtol=0)
@@ -77,6 +87,8 @@ def test_which_adapter_is_meant(run: RunConfig, tmp_path: Path) -> None:
     assert choose_adapter(run, "best") == run.checkpoints_dir / "best"
     (run_dir / "trainer.json").write_text(json.dumps({"finished": True, "steps": 3}))
     assert choose_adapter(run, "last") == run.checkpoints_dir / "checkpoint-4", "the run went on after its end"
+    (run_dir / "trainer.json").write_text(json.dumps({"finished": False, "steps": 4}))
+    assert choose_adapter(run, "last") == run.checkpoints_dir / "checkpoint-4", "... and was stopped"
     shutil.rmtree(run_dir)
     with pytest.raises(ConfigError, match="has no adapter yet"):
         choose_adapter(run, "last")

@@ -1,6 +1,7 @@
 """A step whose gradient is not finite changes nothing, leaves its batch behind, and holds a resumed run up for one try more."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -106,3 +107,12 @@ def test_names_of_what_is_not_finite() -> None:
         model[1].weight[0, 1] = torch.inf
     assert not_finite(model.named_parameters(), lambda parameter: parameter) == ["1.weight"]
     assert not_finite(model.named_parameters(), lambda parameter: parameter.grad) == []
+
+
+def test_of_a_run_that_is_started_again_and_again_the_newest_batches_are_kept(tmp_path: Path) -> None:
+    batch = CutBatch(0, 1, 1, [rollout_group([[3], [4]])], 1)
+    for number, step in enumerate((90, *range(1, 12))):  # step 90 was undone
+        folder = keep(tmp_path, step, batch, {})
+        os.utime(folder, (1e9 + number, 1e9 + number))
+    kept = sorted(int(folder.name.removeprefix("step-")) for folder in (tmp_path / "inspect").iterdir())
+    assert kept == list(range(4, 12))

@@ -1,15 +1,20 @@
 """`rl-journal backup` beside a journal that is being written: whole copies, or none."""
 
+import functools
 import json
+import shutil
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from consumer import checkpoints, journal_backup
 from protocol.errors import ExitCode
+from protocol.staged import aside
 from replay.journal import Journal
 from replay.journal_reader import EVERY_GROUP, JournalReader
+from tests.unit.consumer.test_evaluation_desk import Process
 
 from .command import Command
 
@@ -115,3 +120,89 @@ def test_a_place_that_cannot_be_written_is_named(journal: Journal, command: Comm
     (tmp_path / "file").write_text("")
     command("backup", "--to", str(tmp_path / "file" / "copy"), code=ExitCode.JOURNAL)
     assert f"--to {tmp_path}/file/copy: cannot be written" in command.err
+
+
+def evaluations(run_dir: Path, session: str = "s") -> Process:
+    """Of a run whose every version is due."""
+    return Process(run_dir, session, every_versions=1, first_step=100)
+
+
+def evaluate(process: Process, version: int, reward: float) -> None:
+    process.publish(version)
+    process.answer_all(reward)
+    process.control.collect()
+
+
+def test_the_copy_of_a_run_knows_its_evaluations_and_its_best(
+    journal: Journal, command: Command, tmp_path: Path
+) -> None:
+    process = evaluations(command.run_dir)
+    evaluate(process, 1, 0.75)
+    evaluate(process, 2, 0.5)
+    process.publish(3)  # is due
+    for name in ("adapter", "sft"):
+        (command.run_dir / name).mkdir()
+        (command.run_dir / name / "adapter_model.safetensors").write_text(name)
+    for name in ("steps.jsonl", "steps.1.jsonl", "rollouts.jsonl", "trainer.json"):
+        (command.run_dir / name).write_text(name)
+    to = tmp_path / "copy"
+    command("backup", "--to", str(to))
+    for place in ("evaluations.jsonl", "evaluation", "checkpoints/best", "adapter", "sft", "steps.jsonl", "steps.1.jsonl",
+                  "rollouts.jsonl", "trainer.json"):  # fmt: skip
+        assert content(to / place) == content(command.run_dir / place), place
+    restored = evaluations(to, "t")
+    assert (restored.results.versions, restored.due.versions) == ([1, 2], [3])
+    assert (restored.control.best or {})["version"] == 1
+
+
+@pytest.mark.parametrize(
+    "at", ["evaluations.jsonl", "version-3-step-30.adapter", "evaluation.json", "adapter_model.safetensors"]
+)
+@pytest.mark.parametrize("is_better", [False, True])
+def test_a_result_that_comes_while_it_is_copied_is_neither_lost_nor_torn(
+    journal: Journal, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str, is_better: bool
+) -> None:
+    """At the moment when this file is copied."""
+    process = evaluations(command.run_dir)
+    evaluate(process, 1, 0.5)
+    process.publish(3)
+    copy, reward = shutil.copy2, 0.75 if is_better else 0.25
+
+    def copy_and_evaluate(source: Any, target: Any, **options: Any) -> Any:
+        if Path(source).name == at and 3 in process.due.versions:
+            process.answer_all(reward)
+            process.control.collect()
+        return copy(source, target, **options)
+
+    monkeypatch.setattr(shutil, "copytree", functools.partial(shutil.copytree, copy_function=copy_and_evaluate))
+    monkeypatch.setattr(shutil, "copy2", copy_and_evaluate)
+    to = tmp_path / "copy"
+    command("backup", "--to", str(to))
+    assert process.due.versions == []
+    best = content(to / "checkpoints" / "best")
+    assert best["adapter_model.safetensors"] == b"weights of v%d" % best["evaluation.json"]["version"]
+    restored = evaluations(to, "t")
+    assert 1 in restored.results.versions
+    if 3 in restored.due.versions:
+        evaluate(restored, 3, reward)
+    assert restored.results.versions == [1, 3]
+    assert content(to / "checkpoints" / "best") == content(command.run_dir / "checkpoints" / "best")
+
+
+def test_the_best_is_copied_also_between_the_two_renames_that_replace_it(
+    journal: Journal, command: Command, tmp_path: Path
+) -> None:
+    evaluate(evaluations(command.run_dir), 1, 0.5)
+    best = command.run_dir / "checkpoints" / "best"
+    best.rename(aside(best))
+    command("backup", "--to", str(tmp_path / "copy"))
+    assert content(tmp_path / "copy" / "checkpoints" / "best") == content(aside(best))
+
+
+def content(place: Path) -> Any:
+    """Of a file, or of every file of a folder but the time of a result."""
+    if place.is_dir():
+        return {file.name: content(file) for file in place.iterdir()}
+    if place.name == "evaluation.json":
+        return json.loads(place.read_text()) | {"t": None, "duration_s": None}
+    return place.read_bytes()

@@ -1,0 +1,73 @@
+"""A file or folder that appears under its name complete and on the disk, or not at all.
+
+Guarantee: whenever the process or the machine dies, the name has what it had before or all that is new. A file is replaced in
+one rename. A folder needs two, and a crash between them leaves the old one beside its name, from where `mend` takes it back.
+"""
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+
+@contextlib.contextmanager
+def staged(final: Path) -> Iterator[Path]:
+    """Gives a path at which nothing is, for the body to make a file or a folder there, and moves that to `final` in the end.
+    An error in the body leaves `final` as it was."""
+    partial = final.with_name(f".{final.name}.partial")
+    _remove(partial)  # what a killed process left, as `mend` does
+    mend(final)
+    try:
+        yield partial
+        settle(partial, final)
+    finally:
+        _remove(partial)
+        mend(final)
+
+
+def settle(partial: Path, final: Path) -> None:
+    """Brings what is at `partial` to the disk and moves it to `final`. A folder that it replaces is left for `mend`."""
+    sync_all(partial)
+    if partial.is_dir() and final.is_dir():
+        final.rename(aside(final))
+    partial.rename(final)
+    sync(final.parent)
+
+
+def mend(final: Path) -> None:
+    """Takes back the folder that a crash between the two renames has left aside, or removes one that was replaced."""
+    old = aside(final)
+    if old.is_dir() and not final.exists():
+        old.rename(final)
+    _remove(old)
+
+
+def aside(final: Path) -> Path:
+    """Where a folder is while another takes its name."""
+    return final.with_name(f".{final.name}.old")
+
+
+def sync_all(place: Path) -> None:
+    """Brings a file, or a folder with everything in it, to the disk."""
+    for folder, _, names in os.walk(place, topdown=False):
+        for name in names:
+            sync(Path(folder) / name)
+        sync(Path(folder))
+    if place.is_file():
+        sync(place)
+
+
+def sync(path: Path) -> None:
+    """Brings a file's content, or a folder's entries, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove(place: Path) -> None:
+    shutil.rmtree(place, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        place.unlink()
