@@ -75,20 +75,20 @@ async def _measure(scratch: Path, arguments: argparse.Namespace) -> dict[str, An
     try:
         await engine.warm_up()
         watched, counters = WatchedEngine(engine), Counters()
-        with Timeline(scratch / "timeline.jsonl") as timeline:
-            metrics = ProducerMetrics(CollectorRegistry())
-            folder, proof = scratch / "adapters", SwapProof(TOLERANCES["float32"])
-            adapters = AdapterRegistry(watched, lambda num_bytes: folder, proof, counters, metrics, timeline)
-            unloading = asyncio.create_task(adapters.unload_released())
-            swaps = _Swaps(adapters, blobs)
-            for index in range(arguments.repeat):
-                order = MODES[index % 3 :] + MODES[: index % 3]
-                for mode in order:
-                    turns[mode].append(await _turn(mode, index, watched, adapters, counters, swaps, arguments))
-                arguments.out.write_text(json.dumps(_report(turns), indent=1), encoding="utf-8")
-            adapters.follow(PolicyInfo(0, "0" * 64, 0))
-            await adapters.unload_idle()
-            unloading.cancel()
+        timeline = Timeline(scratch / "timeline.jsonl")
+        metrics = ProducerMetrics(CollectorRegistry())
+        folder, proof = scratch / "adapters", SwapProof(TOLERANCES["float32"])
+        adapters = AdapterRegistry(watched, lambda num_bytes: folder, proof, counters, metrics, timeline)
+        unloading = asyncio.create_task(adapters.unload_released())
+        swaps = _Swaps(adapters, blobs)
+        for index in range(arguments.repeat):
+            order = MODES[index % 3 :] + MODES[: index % 3]
+            for mode in order:
+                turns[mode].append(await _turn(mode, index, watched, adapters, counters, swaps, arguments))
+            arguments.out.write_text(json.dumps(_report(turns), indent=1), encoding="utf-8")
+        adapters.follow(PolicyInfo(0, "0" * 64, 0))
+        await adapters.unload_idle()
+        unloading.cancel()
     finally:
         engine.shutdown()
         await asyncio.sleep(0.1)

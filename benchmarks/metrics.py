@@ -22,6 +22,7 @@ from consumer.learning_metrics import LearningMetrics
 from consumer.metrics import TrainerMetrics
 from producer.interfaces import Adapter
 from producer.metrics import ProducerMetrics
+from protocol import rotated_lines
 from protocol.config import RunConfig
 from protocol.config_file import load_config
 from protocol.health import Health
@@ -155,7 +156,7 @@ def main() -> None:
     parser.add_argument("--bursts", type=int, default=60, help=f"of {BURST_GROUPS} groups for each engine")
     parser.add_argument("--out", type=Path, default=Path("runs/bench/metrics.json"))
     arguments = parser.parse_args()
-    steps = [json.loads(line) for line in (arguments.run / "steps.jsonl").read_text(encoding="utf-8").splitlines()]
+    steps = rotated_lines.read(arguments.run / "steps.jsonl")
     config = load_config(CONFIG, [])
     step_s = statistics.median(step["step_s"] for step in steps[1:])
     engines = Engines(config, arguments.run / "adapter")

@@ -21,6 +21,7 @@ from benchmarks.lockstep import LockstepFeed, Policies, Sampler, greedy_accuracy
 from consumer.loop import TrainingLoop
 from consumer.patience import Patience
 from consumer.setup import Setup
+from protocol import rotated_lines
 from protocol.config_file import load_config
 
 CONFIG = "examples/arithmetic/run.yaml"
@@ -102,7 +103,7 @@ def train(plan: Plan, case: Case, run_dir: Path) -> dict[str, Any]:
 def describe(plan: Plan, case: Case, curve: dict[int, float], run_dir: Path, started: float) -> dict[str, Any]:
     """A run as plain data: plan and case, `curve` as [step, accuracy], its last accuracy, the mean of it after step 0,
     and the trainer's statistics."""
-    steps = [json.loads(line) for line in (run_dir / "steps.jsonl").read_text(encoding="utf-8").splitlines()]
+    steps = rotated_lines.read(run_dir / "steps.jsonl")
     assert len(steps) == plan.steps, f"{run_dir}: {len(steps)} steps of {plan.steps}"
     return {
         "plan": asdict(plan),

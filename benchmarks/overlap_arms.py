@@ -3,7 +3,6 @@
 Guarantee: a step's times are the daemons' own (`steps.jsonl`), the engine's are those of the groups in the journal.
 """
 
-import json
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from pathlib import Path
 from benchmarks.overlap_pair import CONFIG, pinned, run_pair
 from benchmarks.overlap_report import Interval, Step
 from consumer.journal_content import ContentReader
+from protocol import rotated_lines
 from replay.journal_reader import JournalReader
 
 
@@ -42,7 +42,7 @@ def trl(run_dir: Path, settings: Sequence[str]) -> Arm:
 
 
 def _steps(run_dir: Path) -> list[Step]:
-    lines = map(json.loads, (run_dir / "steps.jsonl").read_text(encoding="utf-8").splitlines())
+    lines = rotated_lines.read(run_dir / "steps.jsonl")
     return [Step(line["t"], line["reward"], line.get("wait_s", 0.0), line.get("step_s", 0.0)) for line in lines]
 
 

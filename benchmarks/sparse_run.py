@@ -28,6 +28,7 @@ from consumer.patience import Patience
 from consumer.rollouts import rollout_buffer
 from consumer.setup import Setup
 from consumer.snapshots import Snapshot
+from protocol import rotated_lines
 from protocol.config_file import load_config
 from replay.groups import RolloutGroup
 from replay.journal import Journal
@@ -196,7 +197,7 @@ def _train(plan: Plan, case: Case, run_dir: Path) -> dict[str, Any]:
         finally:
             report.close()
         attempts = by_reroll(journal.query(QUERY))
-    steps = read_rows(run_dir / "steps.jsonl")
+    steps = rotated_lines.read(run_dir / "steps.jsonl")
     return asdict(case) | {
         "name": case.name,
         "plan": asdict(plan),

@@ -131,7 +131,8 @@ async def _measure(scratch: Path, size: int, arguments: argparse.Namespace) -> l
     found: list[dict[str, Any]] = []
     try:
         await engine.warm_up()
-        with Timeline(scratch / "timeline.jsonl") as timeline, shared_memory() as memory:
+        timeline = Timeline(scratch / "timeline.jsonl")
+        with shared_memory() as memory:
             for round_number in range(arguments.repeat):
                 for way in WAYS[round_number % 2 :] + WAYS[: round_number % 2]:
                     if way == WAYS[2] and arguments.mode == "merged":

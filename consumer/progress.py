@@ -1,12 +1,12 @@
 """What a run says about itself while it runs: a progress bar, one line per step in `steps.jsonl`, and TRL's metrics.
 
 Guarantee: every optimizer step leaves exactly one line in `RUN_DIR/steps.jsonl`, written when the step ends or, on a full
-disk, when there is room; steps that a crash undid leave none.
+disk, when there is room; steps that a crash undid leave none. The file and the older one that it replaced, `steps.1.jsonl`,
+are bounded (`protocol.rotated_lines`): together they have the last hundred thousand steps or more.
 """
 
 import json
 import logging
-import os
 import sys
 import time
 from collections.abc import Mapping
@@ -18,11 +18,14 @@ from tqdm import tqdm
 
 from consumer.learning_metrics import LearningMetrics
 from protocol import logs
-from protocol.json_lines import forget_after, open_to_append, unless_full
+from protocol.json_lines import unless_full
+from protocol.rotated_lines import RotatedLines
 from replay.cutting import CutBatch
 from replay.delivery import Arrival
 
 logger = logging.getLogger(__name__)
+
+_MAX_BYTES = 256 * 2**20  # of one file; a step's line has some 2.5 kB
 
 
 def batch_metrics(batch: CutBatch, version: int, weights: np.ndarray, names: list[str]) -> dict[str, float]:
@@ -88,9 +91,9 @@ class StepReport:
         show_bar: bool,
     ) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
-        forget_after(run_dir / "steps.jsonl", first_step)  # steps that were trained, but are not in the checkpoint
-        self._file = open_to_append(run_dir / "steps.jsonl")
-        self._unwritten = b""
+        self._file = RotatedLines(run_dir / "steps.jsonl", _MAX_BYTES)
+        self._file.forget_after(first_step)  # steps that were trained, but are not in the checkpoint
+        self._unwritten: list[bytes] = []
         self._counts = counts
         self._metrics = metrics
         self._max_steps = max_steps
@@ -124,7 +127,7 @@ class StepReport:
         self._metrics.step(step, now, metrics, wait_s=wait_s, step_s=step_s, tokens=tokens)
         line: dict[str, Any] = {"step": step, "t": now, "wait_s": wait_s, "step_s": step_s, "tokens": tokens}
         totals = {**success_rates(self._counts), "counts": dict(self._counts)}
-        self._unwritten += (json.dumps(line | metrics | totals) + "\n").encode()
+        self._unwritten.append((json.dumps(line | metrics | totals) + "\n").encode())
         self._write()
         whole_s = max(1e-9, wait_s + step_s)
         fields = {
@@ -160,9 +163,9 @@ class StepReport:
     def close(self) -> None:
         self._bar.close()
         self._write()
-        os.close(self._file)
 
     def _write(self) -> None:
         with unless_full():
             while self._unwritten:
-                self._unwritten = self._unwritten[os.write(self._file, self._unwritten) :]
+                self._file.append(self._unwritten[0])
+                del self._unwritten[0]

@@ -1,11 +1,10 @@
 """Some completions of every step as text, in `RUN_DIR/rollouts.jsonl`.
 
 Guarantee: which ones is a function of seed, step and batch: one of the best rewarded, one of the worst, then any others.
-The file and the older one that it replaced, `rollouts.1.jsonl`, are bounded; steps that a crash undid leave no lines; a full
-disk costs lines and nothing else.
+The file and the older one that it replaced, `rollouts.1.jsonl`, are bounded (`protocol.rotated_lines`); steps that a crash
+undid leave no lines; a full disk costs lines and nothing else.
 """
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,7 +15,8 @@ from numpy.typing import NDArray
 
 from consumer.batches import BatchRecipe
 from protocol.config import RunConfig
-from protocol.json_lines import append, encode_line, forget_after, open_to_append, unless_full
+from protocol.json_lines import encode_line, unless_full
+from protocol.rotated_lines import RotatedLines
 from replay.cutting import CutBatch
 from replay.ledger import parse_lease_id
 
@@ -47,14 +47,12 @@ class RolloutLog:
         reward_names: Sequence[str],
         decode: Callable[[list[int]], str],
     ) -> None:
-        self._path, self._older = run_dir / "rollouts.jsonl", run_dir / "rollouts.1.jsonl"
+        self._file = RotatedLines(run_dir / "rollouts.jsonl", max_bytes)
+        self._file.forget_after(first_step)
         self._num_samples = num_samples
-        self._max_bytes = max_bytes
         self._recipe = recipe
         self._reward_names = reward_names
         self._decode = decode
-        for path in (self._older, self._path):
-            forget_after(path, first_step)
 
     @classmethod
     def of(cls, trainer: "SlipstreamTrainer", config: RunConfig, first_step: int) -> "RolloutLog":
@@ -88,7 +86,8 @@ class RolloutLog:
             | {"reward": float(totals[row]), "advantage": advantages[row]}
             for row in chosen(totals, self._num_samples, np.random.default_rng([self._recipe.seed, step]))
         ]
-        self._write("".join(f"{encode_line(line)}\n" for line in lines).encode())
+        with unless_full():
+            self._file.append("".join(f"{encode_line(line)}\n" for line in lines).encode())
 
     def _completion(self, batch: CutBatch, row: int, version: int) -> dict[str, Any]:
         place, number = divmod(row, self._recipe.num_generations)
@@ -108,16 +107,6 @@ class RolloutLog:
             "truncated": bool(group.was_truncated[number]),
             "rewards": dict(zip(self._reward_names, group.rewards[number].tolist(), strict=True)),
         }
-
-    def _write(self, lines: bytes) -> None:
-        with unless_full():
-            if self._path.is_file() and self._path.stat().st_size + len(lines) > self._max_bytes:
-                self._path.replace(self._older)
-            file = open_to_append(self._path)
-            try:
-                append(file, lines)
-            finally:
-                os.close(file)
 
 
 def chosen(totals: NDArray[np.float32], count: int, draw: np.random.Generator) -> list[int]:

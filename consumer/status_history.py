@@ -1,11 +1,13 @@
 """The rewards of the last steps, out of `RUN_DIR/steps.jsonl`.
 
-Guarantee: it reads the end of the file alone, however long the run is; what it cannot read it leaves out.
+Guarantee: it reads the end of the lines alone, however long the run is; what it cannot read it leaves out.
 """
 
 import json
 import math
 from pathlib import Path
+
+from protocol.rotated_lines import read_end
 
 _TAIL_BYTES = 512 * 1024  # some 200 steps
 
@@ -13,7 +15,7 @@ _TAIL_BYTES = 512 * 1024  # some 200 steps
 def rewards_of_steps(run_dir: Path | None) -> dict[int, float]:
     """By step, oldest first."""
     found: dict[int, float] = {}
-    for line in _last_lines(run_dir / "steps.jsonl") if run_dir else []:
+    for line in _last_lines(run_dir) if run_dir else []:
         try:
             step = json.loads(line)
             number, reward = int(step["step"]), float(step["reward"])
@@ -24,12 +26,8 @@ def rewards_of_steps(run_dir: Path | None) -> dict[int, float]:
     return found
 
 
-def _last_lines(file: Path) -> list[bytes]:
+def _last_lines(run_dir: Path) -> list[bytes]:
     try:
-        with file.open("rb") as stream:
-            start = max(0, stream.seek(0, 2) - _TAIL_BYTES)
-            stream.seek(start)
-            lines = stream.read(_TAIL_BYTES).splitlines()
+        return read_end(run_dir / "steps.jsonl", _TAIL_BYTES)
     except OSError:
         return []
-    return lines[1:] if start else lines

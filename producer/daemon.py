@@ -112,7 +112,7 @@ class _Producer:
     async def live(self, watch: Watch) -> None:
         config = self._config
         async with AsyncExitStack() as stack:
-            timeline = stack.enter_context(Timeline(Path(config.run_dir) / f"producer-{self.name}.jsonl"))
+            timeline = Timeline(Path(config.run_dir) / f"producer-{self.name}.jsonl")
             self._health, self._metrics = watch.health, ProducerMetrics(watch.registry, config.rewards.names)
             rewards = RewardPool(config.rewards.computed, self._metrics)
             stack.push_async_callback(rewards.close)

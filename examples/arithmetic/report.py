@@ -1,21 +1,18 @@
 """What a run was like, from the files that the daemons leave behind: steps.jsonl and producer-*.jsonl."""
 
-import json
 import statistics
 from pathlib import Path
 from typing import Any
 
+from protocol import rotated_lines
+
 WINDOW = 10  # steps averaged for the first and the last reward
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def summarize(run_dir: Path, *, eval_before: float, eval_after: float, wall_s: float) -> dict[str, Any]:
     """The numbers of docs/operations.md, "The demo's summary". Times in seconds unless named otherwise."""
-    steps = read_lines(run_dir / "steps.jsonl")
-    timelines = [read_lines(path) for path in sorted(run_dir.glob("producer-*.jsonl"))]
+    steps = rotated_lines.read(run_dir / "steps.jsonl")
+    timelines = [rotated_lines.read(path) for path in rotated_lines.paths(run_dir, "producer-*.jsonl")]
     swaps = [event for timeline in timelines for event in timeline if event["event"] == "swap"]
     last = [[event for event in timeline if event["event"] in ("stats", "stop")][-1] for timeline in timelines]
     begin, end = steps[0]["t"], steps[-1]["t"]  # steady state: from the end of the first step to the end of the last
@@ -79,7 +76,7 @@ def plot(run_dir: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    steps = read_lines(run_dir / "steps.jsonl")
+    steps = rotated_lines.read(run_dir / "steps.jsonl")
     numbers = [step["step"] for step in steps]
     figure, (upper, lower) = pyplot.subplots(
         2, 1, figsize=(8, 5), sharex=True, height_ratios=(2, 1), layout="constrained"

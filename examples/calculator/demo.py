@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 
 from examples.arithmetic.demo import run_pair
-from examples.arithmetic.report import read_lines
 from examples.calculator.evaluate import greedy_accuracy
+from protocol import rotated_lines
 
 CONFIG = "examples/calculator/run.yaml"
 WINDOW = 3  # steps averaged for the first and the last reward
@@ -42,7 +42,7 @@ def main() -> None:
     run_pair(run_dir, settings, ["cpu", "cpu"])
 
     still_alone, after = greedy_accuracy(base, base / "eval.jsonl", run_dir / "adapter")
-    rewards = [step["reward"] for step in read_lines(run_dir / "steps.jsonl")]
+    rewards = [step["reward"] for step in rotated_lines.read(run_dir / "steps.jsonl")]
     summary = {
         "alone_before": alone,
         "eval_before": before,

@@ -13,6 +13,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from protocol import rotated_lines
 from protocol.scratch import PREFIX
 from tests.chaos import collect
 from tests.chaos.checker import check
@@ -84,7 +85,7 @@ def summarize(
     retrained = retrain(folder, evidence.final_step, evidence.rules.sync_interval) if trained_again else None
     if retrained is not None:
         problems += retrained.problems
-    lines = [line["step"] for line in read(folder / "run" / "steps.jsonl")]
+    lines = [line["step"] for line in rotated_lines.read(folder / "run" / "steps.jsonl")]
     if lines != list(range(1, evidence.final_step + 1)):
         problems.append(Problem("steps", "steps.jsonl does not name every step once and in order"))
     times = by_daemon(tally.restarts, _signs_of_life(folder))

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import psutil
 import yaml
 
+from protocol import rotated_lines
 from protocol.config_file import load_config
 from replay.journal_reader import JournalReader
 from tests.integration.pair import Daemon
@@ -144,9 +145,8 @@ class Run:
     def step(self) -> int:
         """Steps taken, by the last line of steps.jsonl."""
         file = Path(self.config.run_dir) / "steps.jsonl"
-        lines = file.read_text().splitlines(keepends=True) if file.exists() else []
-        whole = [line for line in lines if line.endswith("\n")]
-        return int(json.loads(whole[-1])["step"]) if whole else 0
+        lines = rotated_lines.read(file)
+        return int(lines[-1]["step"]) if lines else 0
 
     def wait_for_step(self, number: int, timeout_s: float = 90.0) -> None:
         eventually(lambda: self.step >= number, f"step {number}", timeout_s)

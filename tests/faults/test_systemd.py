@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from protocol import rotated_lines
 from protocol.errors import ExitCode
 from tests.integration.runs import eventually
 
@@ -114,9 +115,8 @@ class Systemd(Machine):
     @property
     def step(self) -> int:
         """The newest."""
-        file = self.path(f"{RUN_DIR}/steps.jsonl")
-        whole = file.read_text().rpartition("\n")[0] if file.exists() else ""
-        return int(json.loads(whole.splitlines()[-1])["step"]) if whole else 0
+        lines = rotated_lines.read(self.path(f"{RUN_DIR}/steps.jsonl"))
+        return int(lines[-1]["step"]) if lines else 0
 
     def wait(self, condition: Callable[[], bool]) -> None:
         try:

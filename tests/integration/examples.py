@@ -1,6 +1,5 @@
 """Examples run as their users would run them, with a small local model in place of the one from the hub."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +7,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
+from protocol import rotated_lines
 from tests.integration.models import CHAT_TEMPLATE
 from tests.integration.pair import Daemon, end_well
 
@@ -64,4 +64,4 @@ def run_example(folder: Path, config: str, settings: dict[str, Any]) -> list[dic
     finally:
         producer.close()
         trainer.close()
-    return [json.loads(line) for line in (folder / "run" / "steps.jsonl").read_text().splitlines()]
+    return rotated_lines.read(folder / "run" / "steps.jsonl")

@@ -74,17 +74,17 @@ def spoiled(live: LiveEngine, version: int, factor: float, settings: dict[str, o
 
 @pytest.fixture
 def registry(live: LiveEngine, tmp_path):
-    with Timeline(tmp_path / "timeline.jsonl") as timeline:
-        made = AdapterRegistry(
-            live.engine,
-            lambda num_bytes: tmp_path / "adapters",
-            SwapProof(TOLERANCES["float32"]),
-            Counters(),
-            ProducerMetrics(CollectorRegistry()),
-            timeline,
-        )
-        with live.unloading(made):
-            yield made
+    timeline = Timeline(tmp_path / "timeline.jsonl")
+    made = AdapterRegistry(
+        live.engine,
+        lambda num_bytes: tmp_path / "adapters",
+        SwapProof(TOLERANCES["float32"]),
+        Counters(),
+        ProducerMetrics(CollectorRegistry()),
+        timeline,
+    )
+    with live.unloading(made):
+        yield made
 
 
 def worst_difference(live: LiveEngine, completions, version: int, temperature: float) -> float:

@@ -61,31 +61,31 @@ def play(live: LiveEngine, folder, template: str) -> RolloutGroup:
     )
 
     async def body() -> RolloutGroup:
-        with Timeline(folder / "timeline.jsonl") as timeline:
-            registry = AdapterRegistry(
-                live.engine, lambda _: folder / "adapters", SwapProof(1e-3), counters,
-                ProducerMetrics(CollectorRegistry()), timeline,
-            )  # fmt: skip
-            pool = EnvironmentPool(section)
-            chat = ChatFormat(tokenizer, [], {})
-            in_flight = InFlight(live.engine, registry, counters, "finish")
-            episodes = Episodes(section, pool, in_flight, chat, AlwaysBuys(), tokenizer.decode, 256, counters)
-            await registry.publish(*live.policy(1), 0.0)
-            wanted = msgspec.structs.replace(
-                lease(1), prompt=[{"role": "user", "content": "The sum"}], columns={"stock": 5}, sampling=SAMPLING
-            )
-            try:
-                playing = asyncio.create_task(episodes.play(wanted, None, nullcontext))
-                while not counters.turns:  # noqa: ASYNC110 - a counter has no event
-                    await asyncio.sleep(0.01)
-                await registry.publish(*live.policy(2), 0.0)
-                played = await playing
-            finally:
-                await pool.close()
-                registry.follow(PolicyInfo(0, "0" * 64, 0))
-                await registry.unload_idle()
-            rewards = episodes.with_own_rewards(np.zeros(0, np.float32), played)
-            return GroupShape(6, 1, 120, len(tokenizer)).parse(group_message("lease", played, rewards, 120, 0.0, 0.0))
+        timeline = Timeline(folder / "timeline.jsonl")
+        registry = AdapterRegistry(
+            live.engine, lambda _: folder / "adapters", SwapProof(1e-3), counters,
+            ProducerMetrics(CollectorRegistry()), timeline,
+        )  # fmt: skip
+        pool = EnvironmentPool(section)
+        chat = ChatFormat(tokenizer, [], {})
+        in_flight = InFlight(live.engine, registry, counters, "finish")
+        episodes = Episodes(section, pool, in_flight, chat, AlwaysBuys(), tokenizer.decode, 256, counters)
+        await registry.publish(*live.policy(1), 0.0)
+        wanted = msgspec.structs.replace(
+            lease(1), prompt=[{"role": "user", "content": "The sum"}], columns={"stock": 5}, sampling=SAMPLING
+        )
+        try:
+            playing = asyncio.create_task(episodes.play(wanted, None, nullcontext))
+            while not counters.turns:  # noqa: ASYNC110 - a counter has no event
+                await asyncio.sleep(0.01)
+            await registry.publish(*live.policy(2), 0.0)
+            played = await playing
+        finally:
+            await pool.close()
+            registry.follow(PolicyInfo(0, "0" * 64, 0))
+            await registry.unload_idle()
+        rewards = episodes.with_own_rewards(np.zeros(0, np.float32), played)
+        return GroupShape(6, 1, 120, len(tokenizer)).parse(group_message("lease", played, rewards, 120, 0.0, 0.0))
 
     return live.run(body())
 

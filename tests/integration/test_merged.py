@@ -39,12 +39,12 @@ def live(tmp_path_factory):
 
 @pytest.fixture
 def registry(live: LiveEngine, tmp_path):
-    with Timeline(tmp_path / "timeline.jsonl") as timeline:
-        metrics = ProducerMetrics(CollectorRegistry())
-        folder, proof = tmp_path / "adapters", SwapProof(TOLERANCES["float32"])
-        made = AdapterRegistry(live.engine, lambda num_bytes: folder, proof, Counters(), metrics, timeline)
-        with live.unloading(made):
-            yield made
+    timeline = Timeline(tmp_path / "timeline.jsonl")
+    metrics = ProducerMetrics(CollectorRegistry())
+    folder, proof = tmp_path / "adapters", SwapProof(TOLERANCES["float32"])
+    made = AdapterRegistry(live.engine, lambda num_bytes: folder, proof, Counters(), metrics, timeline)
+    with live.unloading(made):
+        yield made
 
 
 async def generate(live: LiveEngine, registry: AdapterRegistry, length: int, n: int = 4) -> list[Completion]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import yaml
 
+from protocol import rotated_lines
 from protocol.scratch import PREFIX
 from tests.integration.models import build_model, reference_logprobs
 from tests.integration.pair import Daemon, end_well, gone, run_pair
@@ -46,7 +47,7 @@ def write_run(folder: Path, family: str, rows: list[dict], reward: str, **sectio
 
 
 def read_steps(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "run" / "steps.jsonl").read_text().splitlines()]
+    return rotated_lines.read(folder / "run" / "steps.jsonl")
 
 
 def status(run_dir: Path) -> dict:

@@ -1,7 +1,6 @@
 """A run that is killed is the run that would have been: the same batches, the same weights, bit for bit."""
 
 import hashlib
-import json
 from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 
 from consumer.journal_cli import main as rl_journal
+from protocol import rotated_lines
 from protocol.errors import ExitCode
 from replay.journal_reader import JournalReader
 from tests.scripted import Answer, half_without_signal, made_up_episodes, made_up_group
@@ -94,7 +94,7 @@ def test_a_run_with_stand_ins_and_rerolls_ends_as_one_that_never_was_killed(star
     assert run.column("step") == list(range(1, STEPS + 1))
     again = train_again(run)
     assert adapters(Path(run.config.run_dir)) == adapters(again)
-    lines = [json.loads(line) for line in (again / "steps.jsonl").read_text().splitlines()]
+    lines = rotated_lines.read(again / "steps.jsonl")
     for name in ("replay/share", "staleness/max", "policy_version"):
         assert [line[name] for line in lines] == run.column(name)
 
@@ -142,13 +142,13 @@ def test_ready_groups_survive_the_trainer_and_a_copy_of_the_live_run_goes_on_too
     reader.close()
 
     assert rl_journal(["--run", str(copy), "verify"]) == 0
-    copied = len((copy / "steps.jsonl").read_text().splitlines())
+    copied = len(rotated_lines.read(copy / "steps.jsonl"))
     restored = run.trainer("--resume", "--set", f"run_dir={copy}", "--set", f"transport.endpoint=ipc://{copy}/c.ipc")
     again = run.trainer("--resume")
     again.wait_for(r"journal: \d+ groups ready, [1-9]\d* steps to train again as they were cut")
     again.wait_for(r"listening at .*waiting for producers(.|\n)*listening at .*waiting for producers")
     run.wait_for_step(reached)
-    eventually(lambda: len((copy / "steps.jsonl").read_text().splitlines()) >= copied, 60)
+    eventually(lambda: len(rotated_lines.read(copy / "steps.jsonl")) >= copied, 60)
     assert restored.process.poll() is None
 
 

@@ -35,12 +35,10 @@ def live(tmp_path_factory) -> Iterator[LiveEngine]:
 @pytest.fixture(scope="module")
 def registry(live: LiveEngine) -> Iterator[AdapterRegistry]:
     metrics, tmp_path = ProducerMetrics(CollectorRegistry()), live.folder
-    with Timeline(tmp_path / "timeline.jsonl") as timeline:
-        made = AdapterRegistry(
-            live.engine, lambda _: tmp_path / "adapters", SwapProof(1e-3), Counters(), metrics, timeline
-        )
-        with live.unloading(made):
-            yield made
+    timeline = Timeline(tmp_path / "timeline.jsonl")
+    made = AdapterRegistry(live.engine, lambda _: tmp_path / "adapters", SwapProof(1e-3), Counters(), metrics, timeline)
+    with live.unloading(made):
+        yield made
 
 
 @asynccontextmanager

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from protocol import rotated_lines
 from tests.integration.models import build_model, reference_logprobs
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(540)]
@@ -91,7 +92,7 @@ def test_the_tutorial(short_dir: Path) -> None:
     assert "rl-export: runs/larger/adapter merged into model: larger; log-probs agree to" in output
     answered = json.JSONDecoder().raw_decode(output, output.index('{"id":'))[0]["choices"][0]["message"]["content"]
     assert answered in output.split("+ python use.py")[1].splitlines(), "vLLM says what use.py does"
-    steps = [json.loads(line) for line in (folder / "runs/larger/steps.jsonl").read_text().splitlines()]
+    steps = rotated_lines.read(folder / "runs/larger/steps.jsonl")
     assert [step["step"] for step in steps] == list(range(1, 21))
     tokens = ([5, 6, 7], [8, 9, 10])
     merged = reference_logprobs(folder / "larger", None, *tokens, 1.0)

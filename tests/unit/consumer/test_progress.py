@@ -12,6 +12,7 @@ import pytest
 
 from consumer import progress
 from consumer.progress import StepReport, batch_metrics, success_rates
+from protocol import rotated_lines
 from replay.cutting import CutBatch
 from replay.delivery import Arrival
 
@@ -29,7 +30,7 @@ def report(
 
 
 def steps(folder: Path) -> list[int]:
-    return [json.loads(line)["step"] for line in (folder / "steps.jsonl").read_text().splitlines()]
+    return [line["step"] for line in rotated_lines.read(folder / "steps.jsonl")]
 
 
 def write(place: StepReport, *numbers: int) -> None:
@@ -230,3 +231,17 @@ def test_where_logs_are_json_a_step_is_a_record(
         },
         {},
     ]
+
+
+def test_a_long_run_keeps_the_newest_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "_MAX_BYTES", 2000)
+    place = report(tmp_path)
+    write(place, *range(1, 60))
+    place.close()
+    resumed = report(tmp_path, first_step=50)
+    write(resumed, *range(51, 101))
+    resumed.close()
+    assert sum(file.stat().st_size for file in tmp_path.iterdir()) <= 4000
+    kept = steps(tmp_path)
+    assert len(kept) > 2000 // 200
+    assert kept == list(range(101 - len(kept), 101))

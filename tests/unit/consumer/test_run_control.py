@@ -25,6 +25,7 @@ from consumer.progress import StepReport
 from consumer.rollout_log import RolloutLog
 from consumer.run_control import RunControl
 from consumer.trainer import SlipstreamTrainer, build_arguments, build_lora
+from protocol import rotated_lines
 from protocol.errors import StalledError
 from replay.disk import DiskGuard
 from replay.journal import Journal
@@ -139,12 +140,11 @@ class Run:
 
     @property
     def steps(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (Path(self.config.run_dir) / "steps.jsonl").read_text().splitlines()]
+        return rotated_lines.read(Path(self.config.run_dir) / "steps.jsonl")
 
     @property
     def samples(self) -> list[dict[str, Any]]:
-        lines = (Path(self.config.run_dir) / "rollouts.jsonl").read_text().splitlines()
-        return [json.loads(line) | {"t": None} for line in lines]
+        return [line | {"t": None} for line in rotated_lines.read(Path(self.config.run_dir) / "rollouts.jsonl")]
 
     @property
     def committed(self) -> list[str]:

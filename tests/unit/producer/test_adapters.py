@@ -101,9 +101,7 @@ class Setup:
 
 @pytest.fixture
 def setup(tmp_path):
-    made = Setup(tmp_path)
-    with made.timeline:
-        yield made
+    return Setup(tmp_path)
 
 
 def test_a_superseded_version_goes_at_once_when_nothing_pins_it(setup):
@@ -415,6 +413,5 @@ def test_an_engine_of_one_version_keeps_it_for_an_evaluation_and_not_for_ever(tm
         for task in (evaluating, running):
             task.cancel()
         assert setup.fetched == []
-        setup.timeline.__exit__(None, None, None)
 
     asyncio.run(body())

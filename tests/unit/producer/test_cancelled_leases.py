@@ -126,8 +126,7 @@ def test_of_an_evaluation(tmp_path) -> None:
         assert await cancel_at_each_wait(lambda: scene.two(wanted), check) > 0
         unloading.cancel()
 
-    with setup.timeline:
-        asyncio.run(body())
+    asyncio.run(body())
 
 
 def test_of_merged_weights_also_while_they_are_on_trial() -> None:

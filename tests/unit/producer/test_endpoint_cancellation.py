@@ -126,14 +126,13 @@ def run(tmp_path):
     async def main(body) -> None:
         setup = Setup(tmp_path)
         setup.engine.unload_waits = 10
-        with setup.timeline:
-            unloading = asyncio.create_task(setup.registry.unload_released())
-            scene = Scene(setup)
-            await body(scene)
-            scene.versions.close()
-            await settle()
-            assert set(setup.registry._pins.values()) <= {0}
-            unloading.cancel()
+        unloading = asyncio.create_task(setup.registry.unload_released())
+        scene = Scene(setup)
+        await body(scene)
+        scene.versions.close()
+        await settle()
+        assert set(setup.registry._pins.values()) <= {0}
+        unloading.cancel()
 
     return lambda body: asyncio.run(main(body))
 

@@ -117,11 +117,11 @@ class Setup:
 def run(tmp_path):
     def runner(body, max_groups=2):
         async def main():
-            with Timeline(tmp_path / "timeline.jsonl") as timeline:
-                setup = Setup(tmp_path / "adapters", max_groups, timeline)
-                unloading = asyncio.create_task(setup.registry.unload_released())
-                await body(setup)
-                unloading.cancel()
+            timeline = Timeline(tmp_path / "timeline.jsonl")
+            setup = Setup(tmp_path / "adapters", max_groups, timeline)
+            unloading = asyncio.create_task(setup.registry.unload_released())
+            await body(setup)
+            unloading.cancel()
 
         asyncio.run(main())
 

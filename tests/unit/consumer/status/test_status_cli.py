@@ -157,6 +157,11 @@ def test_the_end_of_a_long_steps_file_is_enough(tmp_path: Path) -> None:
     assert 200 < len(rewards) < 400
     assert list(rewards) == list(range(1001 - len(rewards), 1001))
     assert rewards[1000] == 500.0
+    (tmp_path / "steps.jsonl").rename(tmp_path / "steps.1.jsonl")  # it was full
+    (tmp_path / "steps.jsonl").write_text('{"step": 1001, "reward": 1.0}\n')
+    across = list(rewards_of_steps(tmp_path))
+    assert len(rewards) <= len(across) <= len(rewards) + 1
+    assert across == list(range(1002 - len(across), 1002))
     assert rewards_of_steps(tmp_path / "no") == rewards_of_steps(None) == {}
 
 
