@@ -43,18 +43,17 @@ def run(config: RunConfig, gpus: list[int], *, to: Path) -> ExitCode:
     logs.adopt_libraries()
     datasets.disable_progress_bars()
     transformers_logging.disable_progress_bar()
-    lora = build_lora(config)
-    check_has_rows(config)
-    model_folder = resolve_model(
-        config.model.path, config.model.revision, trust_remote_code=config.model.trust_remote_code
-    )
-    prompts = PromptDataset(config.dataset, model_folder, trust_remote_code=config.model.trust_remote_code)
-    rows = Dataset.from_list(list(training_rows(prompts, config.sft)))
-    if config.dataset.chat_template_kwargs:
-        rows = rows.add_column("chat_template_kwargs", [config.dataset.chat_template_kwargs] * len(rows))
-    sys.stdout.write(f"rl-sft: {len(rows)} rows\n")
     with staged(to) as partial:
-        arguments = build_sft_arguments(config, partial, on_gpu=bool(gpus))
+        lora, arguments = build_lora(config), build_sft_arguments(config, partial, on_gpu=bool(gpus))
+        check_has_rows(config)
+        model_folder = resolve_model(
+            config.model.path, config.model.revision, trust_remote_code=config.model.trust_remote_code
+        )
+        prompts = PromptDataset(config.dataset, model_folder, trust_remote_code=config.model.trust_remote_code)
+        rows = Dataset.from_list(list(training_rows(prompts, config.sft)))
+        if config.dataset.chat_template_kwargs:
+            rows = rows.add_column("chat_template_kwargs", [config.dataset.chat_template_kwargs] * len(rows))
+        sys.stdout.write(f"rl-sft: {len(rows)} rows\n")
         train(model_folder, arguments, lora, rows).save_pretrained(partial)
         AdapterFolder.read(partial, "rl-sft")
     sys.stdout.write(f"rl-sft: wrote {to}; start from it with --set lora.init_from={to}\n")

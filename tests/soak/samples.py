@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
+from protocol import rotated_lines
 from protocol.scratch import PREFIX
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -105,8 +106,8 @@ def of_run(run_dir: Path) -> dict[str, float]:
 
 def done_in(run_dir: Path) -> dict[str, int]:
     """Steps and evaluations of the run."""
-    numbers = {f"steps of {run_dir.name}": run_dir / "steps.jsonl", "evaluations": run_dir / "evaluations.jsonl"}
-    return {what: len(file.read_bytes().splitlines()) if file.exists() else 0 for what, file in numbers.items()}
+    files = {f"steps of {run_dir.name}": run_dir / "steps.jsonl", "evaluations": run_dir / "evaluations.jsonl"}
+    return {what: len(rotated_lines.read(file)) for what, file in files.items()}
 
 
 def num_files(folder: Path) -> int:
