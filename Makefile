@@ -11,8 +11,11 @@ DESTDIR ?=
 BACKEND := $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)
 STAMP := $(VENV)/.installed-$(BACKEND)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Vector widths and orders of summation of other CPUs, on this one: torch's own kernels, and MKL's.
+CPUS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=COMPATIBLE MKL_CBWR=AUTO
+OLD_CPU := ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE
 
-.PHONY: help demo test unit check docs chaos soak fuzz bench bench-overlap bench-journal bench-offpolicy bench-sparse bench-metrics bench-swap bench-swap-modes bench-transport bench-scale bench-startup bench-admission bench-in-flight bench-trainer-step install-systemd uninstall-systemd clean
+.PHONY: help demo test unit portable check docs chaos soak fuzz bench bench-overlap bench-journal bench-offpolicy bench-sparse bench-metrics bench-swap bench-swap-modes bench-transport bench-scale bench-startup bench-admission bench-in-flight bench-trainer-step install-systemd uninstall-systemd clean
 
 help: ## show this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -21,12 +24,18 @@ demo: $(STAMP) ## teach a small model arithmetic with a real vLLM producer and a
 	$(BIN)/python -m examples.arithmetic.demo --seed $(SEED)
 
 test: unit ## run every test
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m long tests/unit tests/contract
+	$(OLD_CPU) $(BIN)/python -m pytest -n 2 --dist loadfile -m long tests/unit tests/contract
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not alone" tests/integration tests/chaos tests/faults tests/soak
 	$(BIN)/python -m pytest -m alone tests/integration tests/chaos tests/faults tests/soak
 
 unit: $(STAMP) ## run the unit tests but for the long ones
 	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not long" tests/unit tests/contract
+
+portable: $(STAMP) ## the unit tests that compute, as on other CPUs, with one and two threads, some ten minutes
+	@set -e; for threads in 1 2; do for cpu in $(CPUS); do \
+	  echo "$$cpu OMP_NUM_THREADS=$$threads"; \
+	  env $$cpu OMP_NUM_THREADS=$$threads OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -m numeric tests/unit tests/contract; \
+	done; done
 
 check: $(STAMP) ## lint, format, types, import rules, generated files
 	$(BIN)/ruff check .

@@ -19,7 +19,10 @@ _MIN_TILE_TOKENS = 128  # fewer would read the weights more often than they are 
 
 
 class TokenLogprobs(torch.autograd.Function):  # type: ignore[misc]
-    """float32 (N,) log-probs and entropies of `targets` (N,), given hidden states (N, H) and weights (V, H)."""
+    """(N,) log-probs and entropies of `targets` (N,), given hidden states (N, H) and weights (V, H).
+
+    They are computed in the wider of float32 and what is given.
+    """
 
     @staticmethod
     def forward(
@@ -31,7 +34,8 @@ class TokenLogprobs(torch.autograd.Function):  # type: ignore[misc]
         temperature: float,
         entropy_trains: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        logprobs = torch.empty(len(hidden), dtype=dtype, device=hidden.device)
         entropies = torch.empty_like(logprobs)
         trains = ctx.needs_input_grad[0]
         slopes = torch.empty_like(hidden) if trains else None
@@ -39,7 +43,7 @@ class TokenLogprobs(torch.autograd.Function):  # type: ignore[misc]
         tile = max(_MIN_TILE_TOKENS, _TILE_ELEMENTS // len(weight))
         for start in range(0, len(hidden), tile):
             part = slice(start, start + tile)
-            z = torch.nn.functional.linear(hidden[part], weight, bias).float().div_(temperature)
+            z = torch.nn.functional.linear(hidden[part], weight, bias).to(dtype).div_(temperature)
             z -= z.logsumexp(-1, keepdim=True)  # log p
             logprobs[part] = z.gather(1, targets[part, None])[:, 0]
             p = z.exp()

@@ -43,7 +43,7 @@ class EntropyCut(NamedTuple):
 
     @classmethod
     def at(cls, entropies: torch.Tensor, quantile: float) -> "EntropyCut":
-        threshold = torch.quantile(entropies.float(), quantile)
+        threshold = torch.quantile(entropies.to(torch.promote_types(entropies.dtype, torch.float32)), quantile)
         return cls(threshold, (entropies >= threshold).sum())
 
 

@@ -38,6 +38,13 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where a module knows torch, its tests may depend on how a CPU rounds."""
+    for item in items:
+        if hasattr(item.module, "torch"):
+            item.add_marker("numeric")
+
+
 def pytest_collection_finish() -> None:
     """Nor later: looking at all of torch takes half a second each time."""
     gc.collect()

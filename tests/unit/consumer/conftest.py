@@ -12,6 +12,7 @@ from replay.disk import DiskGuard
 from tests.integration.models import build_model
 
 from .builders import Clock, FillableJournal
+from .wide import in_float64
 
 
 @pytest.fixture(scope="session")
@@ -23,6 +24,13 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def one_layer_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """For many steps where the subject is not the model: half the time of `tiny_model`."""
     return build_model("qwen2", tmp_path_factory.mktemp("one-layer") / "model", num_layers=1)
+
+
+@pytest.fixture(scope="module")
+def float64(tiny_model: Path, one_layer_model: Path) -> Iterator[None]:
+    """For modules that compare formulas. The models come first: their weights are drawn in float32, whoever needs them."""
+    with in_float64():
+        yield
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Advantages against numbers worked by hand and against TRL's own code on the same rewards."""
+"""Advantages against numbers worked by hand and against TRL's own code on the same rewards, in float64."""
 
 import itertools
 import math
@@ -21,7 +21,10 @@ from .builders import rollout_group, run_config
 from .trl_reference import trl_inputs, trl_trainer
 
 NAN = math.nan
-ONE = torch.tensor([1.0])
+ONE = torch.tensor([1.0], dtype=torch.float64)
+TOLERANCE = 1e-12  # numbers around 1, of a few dozen operations
+
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def column(*values: float) -> torch.Tensor:
@@ -29,7 +32,7 @@ def column(*values: float) -> torch.Tensor:
 
 
 def close(actual: torch.Tensor, expected: list[float]) -> None:
-    torch.testing.assert_close(actual, torch.tensor(expected, dtype=torch.float32), atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(actual, torch.tensor(expected, dtype=torch.float64), atol=TOLERANCE, rtol=TOLERANCE)
 
 
 # By hand.
@@ -133,10 +136,10 @@ def test_leaving_one_out_is_each_functions_own_where_functions_are_normalized() 
 
 # TRL's own code.
 
-CASES = {
+CASES = {  # every number is one of float32 too, in which rewards travel
     "plain": [[0.0], [1.0], [0.5], [0.25], [3.0], [3.0], [3.0], [4.0]],
-    "two functions": [[0.0, 5.0], [1.0, 4.0], [0.5, 3.0], [0.2, 2.0], [1.0, 1.0], [1.0, 0.0], [0.0, 0.0], [0.0, 9.0]],
-    "missing": [[0.0, NAN], [1.0, 2.0], [NAN, NAN], [0.2, 2.0], [NAN, 1.0], [NAN, 0.5], [0.3, NAN], [0.0, 9.0]],
+    "two functions": [[0.0, 5.0], [1.0, 4.0], [0.5, 3.0], [0.25, 2.0], [1.0, 1.0], [1.0, 0.0], [0.0, 0.0], [0.0, 9.0]],
+    "missing": [[0.0, NAN], [1.0, 2.0], [NAN, NAN], [0.25, 2.0], [NAN, 1.0], [NAN, 0.5], [0.375, NAN], [0.0, 9.0]],
     "a group without any": [[NAN, NAN]] * 4 + [[0.0, 1.0], [1.0, 1.0], [2.0, 1.0], [0.5, 1.0]],
     "a group that is equal": [[1.0, 2.0]] * 4 + [[0.0, 1.0], [1.0, 1.0], [2.0, 1.0], [0.5, 1.0]],
     "one function gave none": [[float(i), NAN] for i in range(8)],
@@ -166,7 +169,7 @@ def test_equal_to_trl(reference: dict[int, GRPOTrainer], case: str, scale_reward
     groups = [rollout_group([[3], [4], [5], [6]], rewards=rewards[i : i + 4].tolist()) for i in (0, 4)]
     expected = trl_inputs(trainer, groups)["advantages"]
     actual = advantages(rewards, trainer.reward_weights, 4, scale_rewards=scale_rewards, aggregation=aggregation)
-    torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(actual, expected, atol=TOLERANCE, rtol=TOLERANCE)
     assert expected.isfinite().all()
 
 
@@ -188,13 +191,15 @@ def rloo(one_layer_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any
         report_to="none",
         disable_tqdm=True,
     )
-    return RLOOTrainer(
+    trainer = RLOOTrainer(
         model=str(one_layer_model),
         reward_funcs=[lambda **_: [], lambda **_: []],
         args=arguments,
         train_dataset=Dataset.from_dict({"prompt": [""]}),
         processing_class=AutoTokenizer.from_pretrained(one_layer_model, padding_side="left"),
     )
+    trainer.model.double()
+    return trainer
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -205,7 +210,7 @@ def test_leaving_one_out_is_equal_to_trl(rloo: Any, case: str) -> None:
     rloo._calculate_rewards = lambda *_: rewards
     expected = rloo._generate_and_score_completions([{"prompt": ""}] * 8)["advantages"]
     actual = advantages(rewards, rloo.reward_weights, 4, scale_rewards="none", baseline="leave_one_out")
-    torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(actual, expected, atol=TOLERANCE, rtol=TOLERANCE)
     assert expected.abs().max() > 0.1
 
 
@@ -229,10 +234,10 @@ reward_tables = st.integers(1, 3).flatmap(
 @given(reward_tables)
 def test_a_group_has_signal_exactly_if_an_advantage_is_not_zero(table: tuple[list[float], list[list[float]]]) -> None:
     weights, rewards = table
-    tensor, weight_tensor = torch.tensor(rewards, dtype=torch.float64), torch.tensor(weights, dtype=torch.float64)
+    tensor, weight_tensor = torch.tensor(rewards), torch.tensor(weights)
     group = rollout_group([[3]] * len(rewards), rewards=rewards)
     for scale_rewards, baseline, aggregation in COMBINATIONS:
-        signal = RewardRecipe(weight_tensor.float().numpy(), aggregation).signal(group)
+        signal = RewardRecipe(weight_tensor.numpy(), aggregation).signal(group)
         values = advantages(
             tensor, weight_tensor, len(rewards), scale_rewards=scale_rewards, baseline=baseline, aggregation=aggregation
         )
@@ -244,4 +249,4 @@ def test_a_group_has_signal_exactly_if_an_advantage_is_not_zero(table: tuple[lis
 def test_signal_is_the_sum_of_the_advantages_before_they_are_divided(values: list[float]) -> None:
     deviations = centred(torch.tensor(values), 0, "group").nan_to_num(nan=0.0)
     group = rollout_group([[3]] * len(values), rewards=values)
-    assert RewardRecipe(ONE.numpy()).signal(group) == pytest.approx(deviations.abs().sum().item(), abs=1e-5)
+    assert RewardRecipe(ONE.numpy()).signal(group) == pytest.approx(deviations.abs().sum().item(), abs=TOLERANCE)

@@ -1,4 +1,4 @@
-"""Batches in a real trainer: partial ones, and groups that are trained again in other company."""
+"""Batches in a real trainer: partial ones, and groups that are trained again in other company. It computes in float64."""
 
 import dataclasses
 import math
@@ -21,6 +21,9 @@ from .trl_reference import loss_and_gradients, perturb, slipstream_trainer
 SEQUENCE_MEANS = ("grpo", "sapo", "luspo", "dr_grpo")
 TOKEN_MEANS = ("dapo", "cispo", "vespo", "bnpo")
 NUM_GROUPS = 4  # of a full batch
+TOLERANCE = 1e-11  # of log-probs, and of the largest gradient
+
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def some_groups(count: int, *, flat: bool = False, sampled: bool = False, seed: int = 0) -> list[RolloutGroup]:
@@ -63,7 +66,7 @@ def trained(trainer: SlipstreamTrainer, batches: list[MicroBatch]) -> tuple[floa
 def assert_same_gradient(actual: torch.Tensor, expected: torch.Tensor) -> None:
     scale = expected.abs().max().item()
     assert scale > 1e-4, "the comparison must compare something"
-    torch.testing.assert_close(actual / scale, expected / scale, atol=2e-5, rtol=0)
+    torch.testing.assert_close(actual / scale, expected / scale, atol=TOLERANCE, rtol=0)
 
 
 # Partial batches.
@@ -184,7 +187,7 @@ def test_a_replayed_group_has_no_holes_and_loses_no_prompt_end_in_other_widths(t
                 widths.add((batch["prompt_ids"].size(1), batch["completion_ids"].size(1)))
                 together = policy_logprobs(trainer, batch)
                 for row, values in zip(rows_of(batch), together, strict=True):
-                    torch.testing.assert_close(values[: len(row[1])], alone[row], atol=1e-5, rtol=0)
+                    torch.testing.assert_close(values[: len(row[1])], alone[row], atol=TOLERANCE, rtol=0)
     assert len(widths) > 4
 
 
@@ -201,7 +204,7 @@ def test_a_replayed_group_gets_its_ratio_from_the_policy_that_trains_it(tmp_path
         loss_and_gradients(trainer, [inputs])
         ratio, mask = inputs["importance_sampling_ratio"], inputs["completion_mask"].bool()
         expected = (policy_logprobs(trainer, batch) - inputs["sampling_per_token_logps"]).exp()
-        torch.testing.assert_close(ratio[mask], expected[mask], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(ratio[mask], expected[mask], atol=TOLERANCE, rtol=TOLERANCE)
         own = [i for i, (prompt, _) in enumerate(rows_of(batch)) if prompt == tuple(again.prompt_ids.tolist())]
         ratios.append(sorted(ratio[own][mask[own]].tolist()))
         perturb(trainer, seed=step)

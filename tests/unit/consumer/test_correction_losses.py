@@ -17,8 +17,10 @@ from .trl_reference import inputs_of_logprobs, loss_of_logprobs, slipstream_trai
 
 NAN = math.nan
 ADVANTAGES = torch.tensor([1.0, -1.0])
-CURRENT = torch.tensor([[-1.0, -0.5, -2.0, -0.3], [-1.0, -0.5, -2.0, -0.3]])
+CURRENT = torch.tensor([[-1.0, -0.5, -2.0, -0.3], [-1.0, -0.5, -2.0, -0.3]], dtype=torch.float64)
 MASK = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
+
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 @pytest.fixture(scope="module")

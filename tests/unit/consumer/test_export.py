@@ -48,7 +48,8 @@ def test_the_merged_model_is_the_trained_one(
     assert {place.stat().st_ino for place in (to, to.parent, *to.iterdir())} <= synced, "it is on the disk"
     merged = reference_logprobs(to, None, [3, 4], [5, 6, 7], 1.0)
     adapted = reference_logprobs(tiny_model, Path(run.run_dir) / "adapter", [3, 4], [5, 6, 7], 1.0)
-    torch.testing.assert_close(merged, adapted, atol=1e-4, rtol=0)
+    rounding = torch.finfo(torch.float32).eps * adapted.abs().max().item()
+    torch.testing.assert_close(merged, adapted, atol=100 * rounding, rtol=0)
     assert AutoTokenizer.from_pretrained(to)("1+1=") == AutoTokenizer.from_pretrained(tiny_model)("1+1=")
     assert AutoModelForCausalLM.from_pretrained(to).dtype == torch.float32
     assert "log-probs agree to" in capsys.readouterr().out

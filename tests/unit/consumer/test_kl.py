@@ -1,4 +1,4 @@
-"""The KL term that the correction adds to TRL's: by hand, against the true gradient, and inside every loss type."""
+"""The KL term that the correction adds to TRL's: by hand, against the true gradient, and inside every loss type, in float64."""
 
 import dataclasses
 import math
@@ -18,10 +18,17 @@ from .trl_reference import inputs_of_logprobs, loss_of_logprobs, slipstream_trai
 
 NAN = math.nan
 BETA = 0.1
+TOLERANCE = 1e-12  # numbers around 1, of a few dozen operations
 MASK = torch.tensor([[1, 1, 1], [1, 1, 0]])
-CURRENT = torch.tensor([[-1.0, -0.5, -2.0], [-1.5, -0.7, -0.1]])
-REFERENCE = torch.tensor([[-1.2, -0.4, -1.0], [-1.5, -1.7, -3.0]])
-RATIO = torch.tensor([[1.0, 2.0, 9.0], [0.5, NAN, 7.0]])  # p / b
+CURRENT = torch.tensor([[-1.0, -0.5, -2.0], [-1.5, -0.7, -0.1]], dtype=torch.float64)
+REFERENCE = torch.tensor([[-1.2, -0.4, -1.0], [-1.5, -1.7, -3.0]], dtype=torch.float64)
+RATIO = torch.tensor([[1.0, 2.0, 9.0], [0.5, NAN, 7.0]], dtype=torch.float64)  # p / b
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(actual, expected, atol=TOLERANCE, rtol=TOLERANCE)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +72,7 @@ def test_the_missing_part_by_hand() -> None:
         torch.ones(1, 2),
         level="token",
     )
-    torch.testing.assert_close(weights, torch.tensor([[(4 - 1) * 3 * (math.log(2) - 0.5), 0.0]]))
+    assert_close(weights, torch.tensor([[(4 - 1) * 3 * (math.log(2) - 0.5), 0.0]]))
 
 
 def test_with_the_sequence_level_it_is_the_geometric_mean_of_the_tokens_that_count() -> None:
@@ -73,13 +80,13 @@ def test_with_the_sequence_level_it_is_the_geometric_mean_of_the_tokens_that_cou
     weights = missing_kl(
         current, proximal, current - 1, torch.full((1, 3), 2.0), torch.tensor([[1, 1, 0]]), level="sequence"
     )
-    torch.testing.assert_close(weights[0, :2], torch.full((2,), 2.0 * math.exp(-1)))
+    assert_close(weights[0, :2], torch.full((2,), 2.0 * math.exp(-1)))
 
 
 def test_with_the_missing_part_the_gradient_is_that_of_the_true_kl() -> None:
     """Summed over a vocabulary of four, each token as often as the sampler draws it. TRL's part alone is biased."""
     draw = torch.Generator().manual_seed(0)
-    logits, behaviour, proximal, reference = torch.randn(4, 4, generator=draw, dtype=torch.float64).log_softmax(-1)
+    logits, behaviour, proximal, reference = torch.randn(4, 4, generator=draw).log_softmax(-1)
     logits = logits.clone().requires_grad_()
 
     def gradient(value: torch.Tensor) -> torch.Tensor:
@@ -91,7 +98,7 @@ def test_with_the_missing_part_the_gradient_is_that_of_the_true_kl() -> None:
     trl = behaviour.exp() * (policy - proximal).exp() * ((reference - policy).exp() - (reference - policy) - 1)
     ratio = (proximal - behaviour).exp()
     missing = behaviour.exp() * missing_kl(policy, proximal, reference, ratio, torch.ones(4), level="token")
-    torch.testing.assert_close(gradient((trl + missing).sum()), true)
+    assert_close(gradient((trl + missing).sum()), true)
     policy = logits.log_softmax(-1)
     trl = behaviour.exp() * (policy - proximal).exp() * ((reference - policy).exp() - (reference - policy) - 1)
     assert not torch.allclose(gradient(trl.sum()), true, rtol=0.1)
@@ -113,7 +120,7 @@ def test_sums_are_normalized_as_trl_does(trainer: SlipstreamTrainer, loss_type: 
         max_completion_length=6,
     )
     assert loss > 1e-3
-    assert ours.item() == pytest.approx(loss, rel=1e-6)
+    assert ours.item() == pytest.approx(loss, rel=TOLERANCE)
 
 
 def test_every_loss_type_has_a_sum() -> None:
@@ -140,8 +147,8 @@ def test_with_ratio_one_the_loss_is_trls(trainer: SlipstreamTrainer, loss_type: 
     theirs, their_gradient = loss_of_logprobs(
         trainer, CURRENT, batch | {"importance_sampling_ratio": torch.ones(2, 3)}, trl=True
     )
-    assert ours == pytest.approx(theirs, abs=1e-6)
-    torch.testing.assert_close(our_gradient, their_gradient, atol=1e-6, rtol=0)
+    assert ours == pytest.approx(theirs, rel=TOLERANCE)
+    assert_close(our_gradient, their_gradient)
 
 
 @pytest.mark.parametrize("loss_type", CHOICES["loss_type"])
@@ -153,8 +160,8 @@ def test_with_one_ratio_everywhere_the_kl_is_trls_times_that(trainer: Slipstream
     theirs, their_gradient = loss_of_logprobs(
         trainer, CURRENT, batch | {"importance_sampling_ratio": torch.ones(2, 3)}, trl=True
     )
-    assert ours == pytest.approx(theirs, rel=1e-5)
-    torch.testing.assert_close(our_gradient, their_gradient, rtol=1e-5, atol=1e-7)
+    assert ours == pytest.approx(theirs, rel=TOLERANCE)
+    assert_close(our_gradient, their_gradient)
 
 
 @pytest.mark.parametrize(
@@ -177,10 +184,10 @@ def test_every_token_has_the_weight_of_its_preset(
     trainer.vllm_importance_sampling_correction = trainer._correction.acts
     loss, gradient = loss_of_logprobs(trainer, CURRENT, inputs())
     weighted = torch.tensor(weights) * k3(CURRENT) * MASK
-    assert loss == pytest.approx(BETA * weighted.sum().item() / 5, rel=1e-5)
+    assert loss == pytest.approx(BETA * weighted.sum().item() / 5, rel=TOLERANCE)
     # d/dlog π of (π / p) k3 is (π / p) (k3 + 1 - ref / π), which is log π - log ref at π = p
     expected = BETA * torch.tensor(weights) * (CURRENT - REFERENCE) * MASK / 5
-    torch.testing.assert_close(gradient, expected, atol=1e-6, rtol=1e-5)
+    assert_close(gradient, expected)
 
 
 def test_without_bias_correction_the_term_is_trls(trainer: SlipstreamTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,7 +201,7 @@ def test_without_bias_correction_the_term_is_trls(trainer: SlipstreamTrainer, mo
 def test_trls_metric_stays_and_one_micro_batch_does_not_leak_into_the_next(trainer: SlipstreamTrainer) -> None:
     trainer._metrics["train"].clear()
     first, _ = loss_of_logprobs(trainer, CURRENT, inputs())
-    assert trainer._metrics["train"]["kl"] == [pytest.approx((k3(CURRENT) * MASK).sum().item() / 5)]
+    assert trainer._metrics["train"]["kl"] == [pytest.approx((k3(CURRENT) * MASK).sum().item() / 5, rel=TOLERANCE)]
     trainer.beta = 0.0
     assert loss_of_logprobs(trainer, CURRENT, inputs() | {"advantages": torch.ones(2)})[0] < 0
     trainer.beta = BETA

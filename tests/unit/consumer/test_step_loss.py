@@ -3,8 +3,9 @@
 import math
 
 import pytest
+import torch
 
-from consumer.step_loss import Part, accumulation_steps, metrics_of_step
+from consumer.step_loss import EntropyCut, Part, accumulation_steps, metrics_of_step
 
 PARTS = [Part(rows=1, tokens=30), Part(rows=3, tokens=10)]
 
@@ -21,6 +22,12 @@ def test_what_a_micro_batch_is_divided_by(loss_type: str, expected: list[float])
 
 def test_a_micro_batch_in_which_nothing_counts() -> None:
     assert accumulation_steps("bnpo", Part(1, 0), num_completions=8, num_tokens=0) == 1.0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_the_cut_is_at_an_entropy_and_not_at_its_rounding(dtype: torch.dtype) -> None:
+    cut = EntropyCut.at(torch.tensor([0.3, 0.2, 0.1], dtype=dtype), 0.5)
+    assert cut.num_tokens == 2
 
 
 def test_metrics_by_hand() -> None:

@@ -4,6 +4,7 @@ Only generation and the reward call are replaced. Padding, truncation masks, adv
 importance ratio (as TRL computes it beside vLLM) and the loss are TRL's.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,9 +15,18 @@ from transformers import AutoTokenizer
 
 from consumer.batches import MicroBatch
 from consumer.importance import Correction, resolve
-from consumer.trainer import GRPOConfig, GRPOTrainer, SlipstreamTrainer, build_arguments, build_lora
+from consumer.trainer import (
+    ChunkedLogProbFunction,
+    GRPOConfig,
+    GRPOTrainer,
+    SlipstreamTrainer,
+    build_arguments,
+    build_lora,
+)
 from protocol.config import RunConfig
 from replay.groups import RolloutGroup
+
+from .wide import in_float64, is_wide
 
 LORA_STD = 0.1
 
@@ -64,7 +74,7 @@ def trl_inputs(trainer: GRPOTrainer, groups: list[RolloutGroup]) -> MicroBatch:
         lengths = group.completion_lengths.tolist()
         completions += [part.tolist() for part in torch.tensor(group.completion_ids).split(lengths)]
         logprobs += [part.tolist() for part in torch.tensor(group.logprobs).split(lengths)]
-    rewards = torch.cat([torch.tensor(group.rewards) for group in groups])
+    rewards = torch.cat([torch.tensor(group.rewards, dtype=torch.get_default_dtype()) for group in groups])
     texts = ["" for _ in completions]
     tool_mask = None
     if any(group.sampled is not None for group in groups):
@@ -98,7 +108,8 @@ def loss_and_gradients(trainer: GRPOTrainer, batch: Any) -> tuple[float, torch.T
     """The loss of a step, a list of micro-batches in ours, and its gradient as one vector."""
     trainer.model.zero_grad()
     loss = trainer.compute_loss(trainer.model, batch)
-    loss.backward()
+    with _wide_kernel() if is_wide() else nullcontext():
+        loss.backward()
     return loss.item(), torch.cat([parameter.grad.flatten() for parameter in lora_parameters(trainer)])
 
 
@@ -138,10 +149,18 @@ def inputs_of_logprobs(
 
 
 def _ready(trainer: GRPOTrainer) -> GRPOTrainer:
+    if is_wide():
+        trainer.model.double()
     set_weights(trainer)
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = 1
     return trainer
+
+
+def _wide_kernel() -> AbstractContextManager[Any]:
+    """TRL's kernel accumulates gradients in float32."""
+    backward = in_float64()(ChunkedLogProbFunction.backward)
+    return patch.object(ChunkedLogProbFunction, "backward", staticmethod(backward))
 
 
 def _named(name: str):
