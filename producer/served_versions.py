@@ -100,6 +100,8 @@ class ServedVersions:
         finally:
             use.active -= 1
             use.used_at = self._clock()
+            if not use.active and self._uses.get(adapter) is not use:  # everything else was let go meanwhile
+                use.pin.close()
             self.release_unused()
 
     def release_unused(self) -> None:
@@ -118,9 +120,11 @@ class ServedVersions:
                 use.pin.close()
 
     def close(self) -> None:
-        """Lets go of everything."""
+        """Lets go of everything; of what is in use, when it is not any more."""
         while self._uses:
-            self._uses.popitem()[1].pin.close()
+            _, use = self._uses.popitem()
+            if not use.active:
+                use.pin.close()
 
     def forget(self) -> None:
         """Another trainer process may give the same versions to other weights."""

@@ -153,3 +153,23 @@ def test_other_names_are_unknown(name):
     with pytest.raises(RefusedError) as refused:
         asyncio.run(Scene().ask(name))
     assert refused.value.status == 404
+
+
+def test_a_request_keeps_its_version_when_the_endpoint_ends_before_it():
+    """Without it the engine would die."""
+
+    async def body():
+        scene = Scene()
+        (_, first), (_, second) = [await scene.begin("policy") for _ in range(2)]
+        scene.versions.close()
+        assert scene.registry.pinned() == {1}
+        _, after = await scene.begin("policy")
+        for stack in (first, second):
+            assert scene.registry.pinned() == {1}
+            await stack.aclose()
+        assert scene.registry.pins == {1: 1}
+        await after.aclose()
+        scene.versions.close()
+        assert scene.registry.pins == {1: 0}
+
+    asyncio.run(body())
