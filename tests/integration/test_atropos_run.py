@@ -58,6 +58,7 @@ class Environment:
     def __init__(self, model: Path) -> None:
         self._tokenizer = AutoTokenizer.from_pretrained(model)
         self._item = 0
+        self.num_asked = 0  # sequences
         self.sampled: dict[tuple[int, ...], list[list[float]]] = {}
         """Log-probs of sequences that were posted, by their tokens."""
 
@@ -93,6 +94,7 @@ class Environment:
             "max_tokens": 16,
             "temperature": 1.0,
         }
+        self.num_asked += GROUP_SIZE
         answer = http.post("/generate", json=request).raise_for_status().json()
         tokens = [prompt + [int(next(iter(entry[0]))) for entry in each] for each in answer["logprobs"]]
         logprobs = [[next(iter(entry[0].values())) for entry in each] for each in answer["logprobs"]]
@@ -154,7 +156,11 @@ def test_a_run_learns_from_what_environments_post_through_the_death_of_a_produce
         for tokens, values in sequences(group)
     )
     assert kept, "nothing is in the journal"
-    assert kept <= answered, "each sequence with the log-probs that it was sampled with, and as often as it was sampled"
+    # An answer that its producer's death kept back was sampled, too, and stands in for equal tokens of another environment.
+    num_lost = sum(environment.num_asked for environment in environments) - answered.total()
+    said = "each sequence with the log-probs that it was sampled with, and as often as it was sampled"
+    assert (kept - answered).total() <= num_lost, said
+    assert num_lost <= kept.total() / 4, "nearly all answers came"
 
 
 @pytest.mark.skipif(atropos_python() is None, reason="atroposlib is not installed; ATROPOS_PYTHON names another Python")
