@@ -40,13 +40,14 @@ class EvaluationResults:
         self._max_unscored_share = max_unscored_share
         forget_after(self._file, first_step)
         lines = self._file.read_text(encoding="utf-8").splitlines() if self._file.exists() else []
-        self._results: list[dict[str, Any]] = [json.loads(line) for line in lines]
+        self.versions: list[int] = []  # those that have a result
+        self.best_score: float | None = None  # of the results that count
+        self.num_without_improvement = (
+            0  # evaluations since the last one that was more than `min_delta` above all before it
+        )
+        for line in lines:
+            self._note(json.loads(line))
         mend(self._best)
-
-    @property
-    def versions(self) -> list[int]:
-        """Those that have a result."""
-        return [int(result["version"]) for result in self._results]
 
     @property
     def best(self) -> dict[str, Any] | None:
@@ -56,21 +57,6 @@ class EvaluationResults:
         except OSError:
             return None
         return found if found["metric"] == self._section.score_name else None
-
-    @property
-    def best_score(self) -> float | None:
-        """Of the results that count."""
-        return max(self._scores(), default=None)
-
-    @property
-    def num_without_improvement(self) -> int:
-        """Evaluations since the last one whose score was more than `min_delta` above all before it."""
-        best, streak = None, 0
-        for score in self._scores():
-            improved = best is None or score > best + self._section.min_delta
-            streak = 0 if improved else streak + 1
-            best = score if best is None else max(best, score)
-        return streak
 
     @property
     def stop_reason(self) -> str | None:
@@ -106,11 +92,17 @@ class EvaluationResults:
         finally:
             os.close(file)
         sync(self._file.parent)
-        self._results.append(result)
+        self._note(result)
         return is_best
 
-    def _scores(self) -> list[float]:
-        return [result["score"] for result in self._results if self.counts(result)]
+    def _note(self, result: dict[str, Any]) -> None:
+        """The numbers that the run needs again; the file has the rest."""
+        self.versions.append(int(result["version"]))
+        if self.counts(result):
+            score, best = result["score"], self.best_score
+            improved = best is None or score > best + self._section.min_delta
+            self.num_without_improvement = 0 if improved else self.num_without_improvement + 1
+            self.best_score = score if best is None else max(best, score)
 
     def _keep(self, result: dict[str, Any], blob: bytes) -> None:
         with staged(self._best) as partial:

@@ -2,6 +2,9 @@
 
 Guarantee: a number fails only where the lower end of its interval is above its bound; what was too short to be judged is named as
 such and never counts as fine. Every lifetime is judged by itself, from the end of its own warm-up on.
+
+Memory comes in pages, and Python asks for them by the arena. Growth of less than one arena in all that was watched cannot be
+told from an arena that was begun, however steady it is; of bounds that are lower than that a longer soak can tell more.
 """
 
 import math
@@ -10,10 +13,11 @@ from typing import Any
 
 from tests.soak.load import Record
 from tests.soak.samples import GROUPS, MEMORY, Lifetime
-from tests.soak.slopes import Slope, slope
+from tests.soak.slopes import slope
 
 _HOUR_S = 3600.0
 _PER_GROUPS = 1000.0
+ARENA = float(2**20)  # of CPython's allocator, in bytes
 COUNTS = ("descriptors", "threads", "processes", "files_in_shared_memory", "files")
 NEEDED = (
     "asked: whole",
@@ -70,19 +74,21 @@ def _judged(lifetime: Lifetime, warm_up_s: float, bounds: Bounds) -> list[dict[s
     rows = []
     for kind, series in values.items():
         bound = bounds.memory_per_hour if kind == MEMORY else bounds.counts_per_hour if kind in COUNTS else math.inf
-        rows.append(_row(lifetime, kind, "hour", slope(hours, series), bound, series))
+        rows.append(_row(lifetime, kind, "hour", hours, series, bound))
         if kind == MEMORY:
             pairs = [pair for pair in zip(groups, series, strict=True) if not math.isnan(pair[0])]
-            found = slope([pair[0] / _PER_GROUPS for pair in pairs], [pair[1] for pair in pairs])
-            rows.append(_row(lifetime, kind, "1000 groups", found, bounds.memory_per_1000_groups, series))
+            thousands, seen = [pair[0] / _PER_GROUPS for pair in pairs], [pair[1] for pair in pairs]
+            rows.append(_row(lifetime, kind, "1000 groups", thousands, seen, bounds.memory_per_1000_groups))
     return [row for row in rows if row is not None]
 
 
 def _row(
-    lifetime: Lifetime, kind: str, per: str, found: Slope | None, bound: float, series: list[float]
+    lifetime: Lifetime, kind: str, per: str, x: list[float], series: list[float], bound: float
 ) -> dict[str, Any] | None:
+    found = slope(x, series)
     if found is None:
         return None
+    is_visible = kind != MEMORY or found.low * (x[-1] - x[0]) >= ARENA
     return {
         "name": lifetime.name,
         "kind": kind,
@@ -90,5 +96,5 @@ def _row(
         **{name: round(value, 3) for name, value in found._asdict().items()},
         "first": series[0],
         "last": series[-1],
-        "grows": found.low > bound,
+        "grows": found.low > bound and is_visible,
     }

@@ -1,6 +1,8 @@
 """What stays of evaluations: lines, the best adapter, and when a run has seen enough; through crashes at any point."""
 
+import gc
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,14 @@ def best(folder: Path) -> tuple[bytes, int]:
     return (kept / "adapter_model.safetensors").read_bytes(), json.loads((kept / "evaluation.json").read_text())[
         "version"
     ]
+
+
+def test_what_was_recorded_is_not_kept_in_memory(tmp_path: Path) -> None:
+    """One dictionary with a few strings per evaluation, in a run that evaluates for weeks."""
+    kept = results(tmp_path)
+    recorded = result(1, 0.5)
+    kept.record(recorded, blob(1)[0])
+    assert not [one for one in gc.get_referrers(recorded) if one is not sys._getframe()]
 
 
 def test_the_best_adapter_is_kept_and_an_equal_one_does_not_replace_it(tmp_path: Path) -> None:
