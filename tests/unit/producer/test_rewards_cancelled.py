@@ -29,6 +29,7 @@ def scored(message: Any) -> Any:
 def test_the_slot_of_a_call_goes_back_wherever_it_is_cancelled(monkeypatch: pytest.MonkeyPatch, temper: Temper) -> None:
     monkeypatch.setattr("producer.reward_process._LOOK_EVERY_S", 0.001)
     children = FakeChildren(monkeypatch, scored)
+    limit_s = 0.004 if temper == "hangs" else 60.0
 
     async def body() -> None:
         lane = WorkerLane({"length": Source("x.py:length")}, NUM_WORKERS, None, 10.0)
@@ -37,7 +38,7 @@ def test_the_slot_of_a_call_goes_back_wherever_it_is_cancelled(monkeypatch: pyte
         async def call() -> None:
             children.temper = temper
             try:
-                await lane.call([0], [Job("p", ["c"], [[1]], {})], [0.004])
+                await lane.call([0], [Job("p", ["c"], [[1]], {})], [limit_s])
             except WorkerLostError:
                 assert temper != "answers"
             children.temper = "answers"
@@ -85,20 +86,27 @@ def test_the_place_of_an_episode_goes_back_wherever_it_is_cancelled(
     monkeypatch: pytest.MonkeyPatch, temper: Temper
 ) -> None:
     children = FakeChildren(monkeypatch, lambda _: Played("seen"))
-    section = EnvironmentSection.model_validate({"factory": "x.py:Shop", "max_concurrent": 1, "call_timeout_s": 0.002})
-    monkeypatch.setattr("producer.environments._START_TIMEOUT_S", 0.0)
+    limit_s = 0.002 if temper == "hangs" else 60.0
+    section = EnvironmentSection.model_validate(
+        {"factory": "x.py:Shop", "max_concurrent": 1, "call_timeout_s": limit_s}
+    )
+
+    def let_new_ones_take(seconds: float) -> None:
+        monkeypatch.setattr("producer.environments._START_TIMEOUT_S", seconds)
 
     async def body() -> None:
         pool = EnvironmentPool(section)
 
         async def episode() -> None:
             children.temper = temper
+            let_new_ones_take(0.0)
             async with pool.session() as environment:
                 try:
                     await environment.reset({})
                 except EnvironmentFailedError:
                     assert temper != "answers"
             children.temper = "answers"
+            let_new_ones_take(60.0)  # where the one before did not answer, this is a new one
             async with pool.session() as environment:
                 assert await environment.reset({}) == "seen"
 
