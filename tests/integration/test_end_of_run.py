@@ -101,9 +101,9 @@ def test_a_kill_at_any_point_after_the_last_step_undoes_no_step(
     is_evaluated(run)
 
 
-def best_is_the_second(lease: Lease, policy_version: int) -> Group:
-    reward = 0.75 if policy_version == 2 else 0.5
-    return made_up_group(lease, policy_version, rewards=[reward] if lease.evaluates else None)
+def best_is_the_first(lease: Lease, policy_version: int) -> Group:
+    """Whichever versions are evaluated: a busy machine may pass over some."""
+    return made_up_group(lease, policy_version, rewards=[1 / (1 + policy_version)] if lease.evaluates else None)
 
 
 def test_a_copy_of_a_live_run_knows_its_evaluations_its_best_and_its_steps(
@@ -113,29 +113,29 @@ def test_a_copy_of_a_live_run_knows_its_evaluations_its_best_and_its_steps(
     sections["evaluation"]["every_versions"] = 1
     run = start(**sections)
     run_dir, copy = Path(run.config.run_dir), tmp_path / "copy"
-    run.producer(answer=best_is_the_second, evaluates=True)
+    run.producer(answer=best_is_the_first, evaluates=True)
     trainer = run.trainer()
-    eventually(lambda: len(lines(run_dir)) >= 4 and max(line["score"] for line in lines(run_dir)) == 0.75)
-    seen = lines(run_dir)[:4]
+    eventually(lambda: len(lines(run_dir)) >= 2)
+    seen = lines(run_dir)[:2]
     run.wait_for_step(seen[-1]["step"] + 3)
     assert rl_journal(["--run", str(run_dir), "backup", "--to", str(copy)]) == 0
     trainer.kill()
     found = checkpoints.latest(copy / "checkpoints")
     assert found is not None
     kept = [line for line in lines(run_dir) if line["step"] <= found.step]
-    assert kept[:4] == seen
+    assert kept[:2] == seen
     steps = [line for line in run.steps if line["step"] <= found.step]
     waiting = {int(file.name.split("-")[1]) for file in (copy / "evaluation").iterdir()}
     assert {line["version"] for line in kept} <= {line["version"] for line in lines(copy)} | waiting
 
     there = [f"run_dir={copy}", f"transport.endpoint=ipc://{short_dir}/copy.ipc"]
     run.config = load_config(str(run.config_file), there)
-    run.producer("other", answer=best_is_the_second, evaluates=True)
+    run.producer("other", answer=best_is_the_first, evaluates=True)
     restored = run.trainer("--resume", "--set", there[0], "--set", there[1])
     assert restored.end(120) == 0, restored.output[-2000:]
     assert run.steps[: found.step] == steps
     assert [step["step"] for step in run.steps] == list(range(1, 31))
-    assert lines(copy)[:4] == seen
-    assert json.loads((copy / "trainer.json").read_text())["best"]["version"] == 2
+    assert lines(copy)[:2] == seen
+    assert json.loads((copy / "trainer.json").read_text())["best"]["version"] == seen[0]["version"]
     assert digest(copy / "checkpoints" / "best") == digest(run_dir / "checkpoints" / "best")
     assert lines(copy)[-1]["version"] == 30

@@ -208,7 +208,7 @@ def test_a_signal_while_it_waits_for_the_trainer_ends_it(run, number):
     daemon = run.start(f"waits-{number}", ENGINELESS)
     daemon.wait_for("waiting for the trainer at ipc://")
     family = daemon.family()
-    assert len(family) == 2, "the daemon and one reward worker"
+    assert len(family) == 3, "the daemon, one reward worker and its keeper"
     daemon.process.send_signal(number)
     assert daemon.end(10) == 0, daemon.output
     assert gone(family)
@@ -289,7 +289,7 @@ def test_no_child_survives_kill_9(run, start_quick):
         trainer.send(moody(1, "hangs"))
         trainer.wait_for(lambda: where(trainer) == (0, 0, 1, 0))
         family = daemon.family()
-        assert len(family) == 3, "the daemon and two reward workers"
+        assert len(family) == 5, "the daemon, two reward workers and their keepers"
         daemon.kill()
     assert gone(family)
 
