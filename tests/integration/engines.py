@@ -77,9 +77,16 @@ class LiveEngine:
         """Whenever `run` runs something, what was let go is unloaded. In the end all is."""
         task = self.loop.create_task(registry.unload_released())
         yield registry
-        task.cancel()
         registry.follow(PolicyInfo(0, "0" * 64, 0))
-        self.run(registry.unload_idle())
+        self.run(self._unloaded(registry))
+        task.cancel()
+        self.run(asyncio.wait([task]))
+
+    async def _unloaded(self, registry: AdapterRegistry) -> None:
+        await registry.unload_idle()
+        async with asyncio.timeout(60):
+            while self.engine._loaded_ids:  # noqa: ASYNC110 - of an unloading that has begun, which no event says
+                await asyncio.sleep(0.01)
 
     def close(self) -> None:
         self.engine.shutdown()
