@@ -43,7 +43,7 @@ def told(tmp_path: Path) -> Iterator[Path]:
     file.touch()
     yield file
     said = file.read_text()
-    if said and psutil.pid_exists(int(said)) and psutil.Process(int(said)).status() != psutil.STATUS_ZOMBIE:
+    if said and not is_gone(int(said)):
         os.kill(int(said), signal.SIGKILL)
         raise AssertionError("the daemon was left")
 
@@ -54,9 +54,16 @@ async def daemon_of(told: Path) -> psutil.Process:
     return psutil.Process(int(said()))
 
 
-async def gone(process: psutil.Process) -> None:
+def is_gone(pid: int) -> bool:
     """Dead; whoever inherited it may not have reaped it yet."""
-    await until(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE)
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+async def gone(process: psutil.Process) -> None:
+    await until(lambda: is_gone(process.pid))
 
 
 @pytest.mark.parametrize(
