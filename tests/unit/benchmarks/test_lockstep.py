@@ -12,7 +12,7 @@ from consumer.setup import Setup
 from protocol.config import RunConfig
 from replay.groups import RolloutGroup
 from tests.integration.models import build_model, random_adapter, reference_logprobs
-from tests.unit.consumer.builders import snapshot
+from tests.unit.consumer.snapshots import snapshot
 
 pytestmark = pytest.mark.long
 

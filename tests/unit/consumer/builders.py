@@ -1,17 +1,15 @@
-"""Small things that the tests of `consumer` need again and again."""
+"""Small things that the tests of `consumer` need again and again. None of them needs torch, which takes seconds to import."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import apsw
 import numpy as np
-import torch
 from prometheus_client import CollectorRegistry
 
 from consumer.learning_metrics import LearningMetrics
-from consumer.snapshots import Snapshot
 from protocol.codec import encode
 from protocol.config import ReplaySection, RunConfig
 from protocol.messages import Group
@@ -27,10 +25,6 @@ from replay.rerolls import RerollQueue, RerollRules
 from replay.staleness import StalenessBudget
 
 SHAPE = GroupShape(num_generations=4, num_rewards=1, max_completion_length=6, vocab_size=64)
-
-
-def snapshot(data: bytes, release: Callable[[], None] = lambda: None) -> Snapshot:
-    return Snapshot(torch.frombuffer(bytearray(data), dtype=torch.uint8), None, release)
 
 
 def run_config(run_dir: Path, model: Path | str = "model", **sections: Any) -> RunConfig:

@@ -19,7 +19,8 @@ from replay.disk import DiskGuard
 from replay.journal_reader import JournalReader
 from replay.replay_table import ReplayTable
 
-from .builders import Clock, FillableJournal, fill, live_buffer, replay_of, snapshot
+from .builders import Clock, FillableJournal, fill, live_buffer, replay_of
+from .snapshots import snapshot
 
 ADAPTER_DIGEST = hashlib.sha256(b"adapter").hexdigest()
 

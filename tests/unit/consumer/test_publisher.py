@@ -9,7 +9,7 @@ from consumer.patience import Patience, StopRequested
 from consumer.publisher import Publisher
 from consumer.snapshots import Snapshot
 
-from .builders import snapshot
+from .snapshots import snapshot
 
 
 class Setup:

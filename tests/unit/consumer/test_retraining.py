@@ -13,7 +13,8 @@ from protocol.errors import ConfigError, JournalError
 from replay.journal import Journal
 from replay.retention import Retention
 
-from .builders import SHAPE, fill, live_buffer, replay_of, snapshot
+from .builders import SHAPE, fill, live_buffer, replay_of
+from .snapshots import snapshot
 
 FACTS = {
     "run_id": "run",

@@ -4,7 +4,6 @@ Only generation and the reward call are replaced. Padding, truncation masks, adv
 importance ratio (as TRL computes it beside vLLM) and the loss are TRL's.
 """
 
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,7 +15,6 @@ from transformers import AutoTokenizer
 from consumer.batches import MicroBatch
 from consumer.importance import Correction, resolve
 from consumer.trainer import (
-    ChunkedLogProbFunction,
     GRPOConfig,
     GRPOTrainer,
     SlipstreamTrainer,
@@ -25,8 +23,6 @@ from consumer.trainer import (
 )
 from protocol.config import RunConfig
 from replay.groups import RolloutGroup
-
-from .wide import in_float64, is_wide
 
 LORA_STD = 0.1
 
@@ -108,8 +104,7 @@ def loss_and_gradients(trainer: GRPOTrainer, batch: Any) -> tuple[float, torch.T
     """The loss of a step, a list of micro-batches in ours, and its gradient as one vector."""
     trainer.model.zero_grad()
     loss = trainer.compute_loss(trainer.model, batch)
-    with _wide_kernel() if is_wide() else nullcontext():
-        loss.backward()
+    loss.backward()
     return loss.item(), torch.cat([parameter.grad.flatten() for parameter in lora_parameters(trainer)])
 
 
@@ -149,18 +144,12 @@ def inputs_of_logprobs(
 
 
 def _ready(trainer: GRPOTrainer) -> GRPOTrainer:
-    if is_wide():
+    if torch.get_default_dtype() == torch.float64:  # the fixture `float64`
         trainer.model.double()
     set_weights(trainer)
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = 1
     return trainer
-
-
-def _wide_kernel() -> AbstractContextManager[Any]:
-    """TRL's kernel accumulates gradients in float32."""
-    backward = in_float64()(ChunkedLogProbFunction.backward)
-    return patch.object(ChunkedLogProbFunction, "backward", staticmethod(backward))
 
 
 def _named(name: str):
