@@ -15,20 +15,20 @@ import numpy as np
 
 from benchmarks.groups import SHAPE
 from benchmarks.terms import HEARTBEAT_INTERVAL_S, HEARTBEAT_TIMEOUT_S, NEEDS
-from consumer.intake import Intake
-from consumer.leasing import LeaseDesk
-from protocol.messages import Sampling
-from protocol.shared_memory import NO_MEMORY, SharedMemory
-from protocol.zmq_channel import ZmqServer
+from consumer.intake.dispatcher import LeaseDesk
+from consumer.intake.intake import Intake
+from protocol.files.shared_memory import NO_MEMORY, SharedMemory
+from protocol.transport.zeromq import ZmqServer
+from protocol.wire.messages import Sampling
+from replay.batches.cutting import BatchCutter
 from replay.buffer import RolloutBuffer
-from replay.cutting import BatchCutter
-from replay.disk import DiskGuard
-from replay.failures import RetryBudget
-from replay.journal import Journal
-from replay.ledger import PromptLedger
-from replay.rerolls import RerollQueue, RerollRules
+from replay.journal.disk import DiskGuard
+from replay.journal.writer import Journal
+from replay.prompts.failure_budgets import RetryBudget
+from replay.prompts.ledger import PromptLedger
+from replay.prompts.rerolls import RerollQueue, RerollRules
+from replay.prompts.staleness import StalenessBudget
 from replay.rewards import RewardRecipe
-from replay.staleness import StalenessBudget
 
 GROUPS_PER_STEP = 64
 MAX_STALENESS = 64  # steps take no time here, and two producers are soon some apart

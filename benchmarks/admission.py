@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from producer.admission import Admission
 from producer.interfaces import Adapter
-from protocol.config import RunConfig
-from protocol.messages import Sampling
+from producer.rollouts.admission import Admission
+from protocol.config.run import RunConfig
+from protocol.wire.messages import Sampling
 
 _VOCABULARY = 512
 _COMPLETIONS = 8
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 async def _measure(folder: Path, blocks: int, groups: int, repeat: int) -> list[dict[str, Any]]:
-    from producer.engine import Engine
+    from producer.engine.engine import Engine
 
     model, adapter = _build(folder)
     engine_section = {

@@ -5,8 +5,8 @@ Guarantee: every group has the same number of bytes and passes every check of in
 
 import numpy as np
 
-from protocol.codec import encode
-from protocol.messages import Group
+from protocol.wire.codec import encode
+from protocol.wire.messages import Group
 from replay.groups import GroupShape
 
 SHAPE = GroupShape(num_generations=8, num_rewards=1, max_completion_length=512, vocab_size=150_000)

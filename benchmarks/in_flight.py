@@ -18,16 +18,16 @@ from typing import Any, get_args
 import numpy as np
 from prometheus_client import CollectorRegistry
 
-from producer.adapters import AdapterRegistry
-from producer.in_flight import InFlight, OnSwap
 from producer.interfaces import Adapter, Completion, Counters
 from producer.metrics import ProducerMetrics
-from producer.probe import SwapProof
+from producer.policies.registry import AdapterRegistry
+from producer.policies.verification import SwapProof
+from producer.rollouts.in_flight import InFlight, OnSwap
 from producer.timeline import Timeline
-from protocol.adapter_blob import AdapterBlob, pack
-from protocol.config import RunConfig
-from protocol.config_swap import TOLERANCES
-from protocol.messages import PolicyInfo, Sampling
+from protocol.config.run import RunConfig
+from protocol.config.swap import TOLERANCES
+from protocol.wire.adapter_blob import AdapterBlob, pack
+from protocol.wire.messages import PolicyInfo, Sampling
 
 NUM_COMPLETIONS = 4  # of a group
 MODES: tuple[OnSwap, ...] = get_args(OnSwap)
@@ -68,7 +68,7 @@ async def _measure(scratch: Path, arguments: argparse.Namespace) -> dict[str, An
     """The report, which is written after every round."""
     config = _config(_build_model(scratch / "model"), scratch)
     blobs = [_adapter(scratch / "model", scratch / f"peft-{seed}", seed) for seed in range(2)]
-    from producer.engine import Engine
+    from producer.engine.engine import Engine
 
     engine = Engine(config, 0)
     turns: dict[str, list[dict[str, float]]] = {mode: [] for mode in MODES}

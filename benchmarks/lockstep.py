@@ -20,13 +20,13 @@ from peft import get_peft_model, set_peft_model_state_dict
 from safetensors.torch import load
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from consumer.retraining import RetrainingPipeline
-from consumer.setup import Setup
-from consumer.snapshots import Snapshot
-from protocol.adapter_blob import AdapterBlob
-from protocol.functions import load_function
-from replay.cutting import CutBatch
-from replay.delivery import Arrival
+from consumer.publishing.snapshots import Snapshot
+from consumer.training.retraining import RetrainingPipeline
+from consumer.training.run_components import Setup
+from protocol.config.functions import load_function
+from protocol.wire.adapter_blob import AdapterBlob
+from replay.batches.cutting import CutBatch
+from replay.batches.delivery import Arrival
 from replay.groups import RolloutGroup
 
 _EVALUATED_AT_ONCE = 500
@@ -133,7 +133,7 @@ class Policies(RetrainingPipeline):
 
 
 class LockstepFeed:
-    """A `consumer.pipeline.Feed` that samples the batch of every step when it is asked for it.
+    """A `consumer.training.pipeline.Feed` that samples the batch of every step when it is asked for it.
 
     As in a live run, groups without signal are not trained: prompts are drawn in rounds of a batch, and the first groups
     with signal make the batch. Where `rounds` do not give enough, groups without signal fill it, so that a policy which

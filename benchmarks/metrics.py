@@ -18,17 +18,17 @@ from typing import Any
 import prometheus_client
 from prometheus_client import CollectorRegistry, generate_latest
 
-from consumer.learning_metrics import LearningMetrics
-from consumer.metrics import TrainerMetrics
+from consumer.reporting.learning_metrics import LearningMetrics
+from consumer.reporting.metrics import TrainerMetrics
 from producer.interfaces import Adapter
 from producer.metrics import ProducerMetrics
-from protocol import rotated_lines
-from protocol.config import RunConfig
-from protocol.config_file import load_config
-from protocol.health import Health
-from protocol.messages import Sampling
-from protocol.metrics import Reexport, add_process_metrics
-from protocol.systemd import Notifier
+from protocol.config.loader import load_config
+from protocol.config.run import RunConfig
+from protocol.files import rotated_lines
+from protocol.service.health import Health
+from protocol.service.metrics import Reexport, add_process_metrics
+from protocol.service.systemd import Notifier
+from protocol.wire.messages import Sampling
 
 CONFIG = "examples/arithmetic/run.yaml"
 SCRAPE_EVERY_S = 15.0
@@ -86,7 +86,7 @@ class Engines:
     """Two engines with the run's adapter loaded, one of them with vLLM's statistics."""
 
     def __init__(self, config: RunConfig, adapter: Path) -> None:
-        from producer.engine import Engine
+        from producer.engine.engine import Engine
 
         self._loop = asyncio.new_event_loop()
         self._sampling = Sampling(config.sampling.num_generations, config.sampling.max_completion_length, 1.0)

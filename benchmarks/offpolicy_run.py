@@ -18,11 +18,11 @@ import transformers
 from prometheus_client import CollectorRegistry
 
 from benchmarks.lockstep import LockstepFeed, Policies, Sampler, greedy_accuracy
-from consumer.loop import TrainingLoop
-from consumer.patience import Patience
-from consumer.setup import Setup
-from protocol import rotated_lines
-from protocol.config_file import load_config
+from consumer.training.loop import TrainingLoop
+from consumer.training.run_components import Setup
+from consumer.waiting import Patience
+from protocol.config.loader import load_config
+from protocol.files import rotated_lines
 
 CONFIG = "examples/arithmetic/run.yaml"
 ROUNDS = 4  # of prompts, at most, for a batch of groups with signal

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from benchmarks.overlap_pair import CONFIG, pinned, run_pair
 from benchmarks.overlap_report import Interval, Step
-from consumer.journal_content import ContentReader
-from protocol import rotated_lines
-from replay.journal_reader import JournalReader
+from protocol.files import rotated_lines
+from replay.journal.reader import JournalReader
+from tools.journal.content import ContentReader
 
 
 @dataclass(frozen=True)

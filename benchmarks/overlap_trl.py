@@ -16,11 +16,11 @@ import datasets
 import transformers
 from transformers import TrainerCallback
 
-from consumer.arguments import chosen_values, reserved_values
-from consumer.trainer import GRPOConfig, GRPOTrainer, build_lora
-from protocol.config_file import load_config
-from protocol.functions import load_function
-from protocol.library_section import build
+from consumer.training.trainer import GRPOConfig, GRPOTrainer, build_lora
+from consumer.training.trl_arguments import chosen_values, reserved_values
+from protocol.config.functions import load_function
+from protocol.config.library_section import build
+from protocol.config.loader import load_config
 
 _ROWS = 32  # of a micro-batch; TRL pads all of them to the longest completion of the step
 

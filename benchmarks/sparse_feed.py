@@ -15,17 +15,17 @@ import numpy as np
 import torch
 
 from benchmarks.lockstep import Sampler, Samples
-from consumer.patience import StopRequested
-from consumer.setup import Setup
-from consumer.snapshots import Snapshot
-from protocol.codec import decode, encode
-from protocol.functions import load_function
-from protocol.messages import Group
+from consumer.publishing.snapshots import Snapshot
+from consumer.training.run_components import Setup
+from consumer.waiting import StopRequested
+from protocol.config.functions import load_function
+from protocol.wire.codec import decode, encode
+from protocol.wire.messages import Group
+from replay.batches.cutting import CutBatch
+from replay.batches.delivery import Delivery
 from replay.buffer import RolloutBuffer
-from replay.cutting import CutBatch
-from replay.delivery import Delivery
-from replay.journal import Journal
-from replay.ledger import LeaseRecord
+from replay.journal.writer import Journal
+from replay.prompts.ledger import LeaseRecord
 
 PRODUCER = "lockstep"
 _FOREVER_S = 1e9
@@ -33,7 +33,7 @@ _AT_ONCE = 4  # prompts; few, so that a batch is cut as soon as there is one, as
 
 
 class LeasingFeed:
-    """A `consumer.pipeline.Feed`: asked for a batch, it fulfils leases until the buffer cuts one.
+    """A `consumer.training.pipeline.Feed`: asked for a batch, it fulfils leases until the buffer cuts one.
 
     Args:
         policies: `version` and `blob` of the newest one.
@@ -136,7 +136,7 @@ class LeasingFeed:
 
 
 class Policies:
-    """A `consumer.pipeline.Pipeline` that keeps the newest policy. It knows a policy before the buffer leases for it,
+    """A `consumer.training.pipeline.Pipeline` that keeps the newest policy. It knows a policy before the buffer leases for it,
     and the journal knows it before both."""
 
     def __init__(self, buffer: RolloutBuffer, journal: Journal) -> None:

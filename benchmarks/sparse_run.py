@@ -23,15 +23,15 @@ from benchmarks.lockstep import Sampler
 from benchmarks.sparse_attempts import QUERY, by_reroll
 from benchmarks.sparse_base import read_rows
 from benchmarks.sparse_feed import LeasingFeed, Policies
-from consumer.loop import TrainingLoop
-from consumer.patience import Patience
-from consumer.rollouts import rollout_buffer
-from consumer.setup import Setup
-from consumer.snapshots import Snapshot
-from protocol import rotated_lines
-from protocol.config_file import load_config
+from consumer.assembly.rollouts import rollout_buffer
+from consumer.publishing.snapshots import Snapshot
+from consumer.training.loop import TrainingLoop
+from consumer.training.run_components import Setup
+from consumer.waiting import Patience
+from protocol.config.loader import load_config
+from protocol.files import rotated_lines
 from replay.groups import RolloutGroup
-from replay.journal import Journal
+from replay.journal.writer import Journal
 from replay.rewards import RewardRecipe
 
 CONFIG = "examples/arithmetic/run.yaml"

@@ -26,9 +26,9 @@ COMMANDS = {
     "rl-trainer --help": ["consumer.cli", "--help"],
     "rl-producer --check": ["producer.cli", "--config", CONFIG, "--check"],
     "rl-trainer --check": ["consumer.cli", "--config", CONFIG, "--check"],
-    "rl-journal --help": ["consumer.journal_cli", "--help"],
-    "rl-status --help": ["consumer.status_cli", "--help"],
-    "rl-keys --help": ["protocol.keys_cli", "--help"],
+    "rl-journal --help": ["tools.journal.cli", "--help"],
+    "rl-status --help": ["tools.status.cli", "--help"],
+    "rl-keys --help": ["tools.keys.cli", "--help"],
 }
 PRODUCER = (
     "interpreter",

@@ -71,7 +71,7 @@ def _watch_producer() -> None:
 
     def watch_engine() -> None:
         stamp("import of vLLM")
-        from producer import engine
+        from producer.engine import engine
 
         watch(engine.AsyncLLM, "from_vllm_config", before="engine configuration")
         watch(engine.Engine, "__init__", after="engine start, model load")
@@ -96,7 +96,9 @@ def _watch_producer() -> None:
 
 
 def _watch_trainer() -> None:
-    from consumer import daemon, progress, trainer
+    from consumer import daemon
+    from consumer.reporting import step_report as progress
+    from consumer.training import trainer
 
     stamp("imports")
     watch(daemon.Setup, "load", after="dataset and model facts")

@@ -18,8 +18,8 @@ import apsw
 import numpy as np
 
 from benchmarks.groups import GroupFactory
-from replay.journal import Entry, Journal
-from replay.rerolls import Judgement
+from replay.journal.writer import Entry, Journal
+from replay.prompts.rerolls import Judgement
 
 BATCHES = (1, 8, 32)
 RAW, FULL, NORMAL = "raw append + fdatasync", "journal (FULL)", "journal (NORMAL)"

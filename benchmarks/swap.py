@@ -27,15 +27,15 @@ from prometheus_client import CollectorRegistry
 
 from benchmarks.swap_trainer import serve
 from benchmarks.terms import ENGINE_FACTS, MAX_MESSAGE_BYTES
-from producer.adapters import AdapterRegistry
 from producer.interfaces import Adapter, Arrival, Counters, Identity, Workload
-from producer.link import Link
+from producer.link.link import Link
 from producer.metrics import ProducerMetrics
-from producer.probe import SwapProof
+from producer.policies.registry import AdapterRegistry
+from producer.policies.verification import SwapProof
 from producer.timeline import Timeline
-from protocol.config import RunConfig, TransportSection
-from protocol.shared_memory import SharedMemory, shared_memory
-from protocol.zmq_channel import ZmqClient
+from protocol.config.run import RunConfig, TransportSection
+from protocol.files.shared_memory import SharedMemory, shared_memory
+from protocol.transport.zeromq import ZmqClient
 
 RANKS = {1: 4, 10: 32, 40: 128, 160: 512}
 """Of an adapter of about so many MB for the model of `_build_model`."""
@@ -125,7 +125,7 @@ class Receiver:
 async def _measure(scratch: Path, size: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     rank, model = RANKS[size], _build_model(scratch / "model")
     config = _config(model, scratch, rank, arguments.mode)
-    from producer.engine import Engine
+    from producer.engine.engine import Engine
 
     engine = Engine(config, 0)
     found: list[dict[str, Any]] = []

@@ -19,8 +19,8 @@ from typing import Any
 import psutil
 
 from producer.interfaces import Adapter
-from protocol.config import RunConfig
-from protocol.messages import Sampling
+from protocol.config.run import RunConfig
+from protocol.wire.messages import Sampling
 
 MODELS: dict[str, dict[str, int]] = {
     "0.6M": {
@@ -96,7 +96,7 @@ class Arm:
     """One engine, and how it samples."""
 
     def __init__(self, name: str, folder: Path, dtype: str) -> None:
-        from producer.engine import Engine
+        from producer.engine.engine import Engine
 
         self.name = name
         self._folder = folder

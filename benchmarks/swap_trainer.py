@@ -17,12 +17,12 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.acceptor import Acceptor
 from benchmarks.terms import MAX_MESSAGE_BYTES
-from consumer.patience import Patience
-from consumer.probe import NUM_TOKENS, Probe
-from consumer.publisher import Publisher
-from consumer.snapshots import AdapterSnapshots, Snapshot
-from protocol.shared_memory import NO_MEMORY, SharedMemory, shared_memory
-from protocol.zmq_channel import ZmqServer
+from consumer.publishing.probe import NUM_TOKENS, Probe
+from consumer.publishing.publisher import Publisher
+from consumer.publishing.snapshots import AdapterSnapshots, Snapshot
+from consumer.waiting import Patience
+from protocol.files.shared_memory import NO_MEMORY, SharedMemory, shared_memory
+from protocol.transport.zeromq import ZmqServer
 
 PROBE_IDS = np.arange(3, 3 + NUM_TOKENS, dtype=np.int32)
 

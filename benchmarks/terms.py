@@ -1,8 +1,8 @@
 """What both sides of the measurement agree on. Imports nothing heavy, so that producers start at once."""
 
 from benchmarks.groups import SHAPE
-from protocol.handshake import LOGPROBS_MODE, TrainerNeeds
-from protocol.messages import EngineFacts
+from protocol.wire.handshake import LOGPROBS_MODE, TrainerNeeds
+from protocol.wire.messages import EngineFacts
 
 HEARTBEAT_INTERVAL_S, HEARTBEAT_TIMEOUT_S = 1.0, 30.0
 MAX_MESSAGE_BYTES = 64 * 2**20

@@ -17,8 +17,8 @@ import torch
 from datasets import Dataset
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
-from consumer.trainer import GRPOTrainer, SlipstreamTrainer, build_arguments, build_lora
-from protocol.config import RunConfig
+from consumer.training.trainer import GRPOTrainer, SlipstreamTrainer, build_arguments, build_lora
+from protocol.config.run import RunConfig
 from replay.groups import RolloutGroup
 from tests.integration.models import char_tokenizer
 

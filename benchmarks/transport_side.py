@@ -19,10 +19,10 @@ import zmq
 
 from benchmarks.groups import SHAPE, GroupFactory
 from benchmarks.terms import MAX_MESSAGE_BYTES
-from protocol.codec import encode
-from protocol.keys import producer_keys, trainer_keys
-from protocol.messages import Ack, Bye, Group, Nack, PolicyInfo, group_schema
-from protocol.zmq_channel import ZmqClient, ZmqServer
+from protocol.security.keys import producer_keys, trainer_keys
+from protocol.transport.zeromq import ZmqClient, ZmqServer
+from protocol.wire.codec import encode
+from protocol.wire.messages import Ack, Bye, Group, Nack, PolicyInfo, group_schema
 
 WARM_UP = 500  # groups
 PRODUCER = "bench"

@@ -3,10 +3,10 @@
 import sys
 from pathlib import Path
 
-from protocol.command_line import main as run_command
-from protocol.command_line import parser
-from protocol.config import RunConfig
+from protocol.config.run import RunConfig
 from protocol.errors import ExitCode
+from protocol.service.command_line import main as run_command
+from protocol.service.command_line import parser
 
 
 def main() -> None:

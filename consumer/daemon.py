@@ -20,39 +20,40 @@ import datasets
 import torch
 import transformers
 
-from consumer import checkpoints
-from consumer.evaluation_control import EvaluationControl
-from consumer.evaluation_metrics import watch_evaluation
-from consumer.evaluation_setup import evaluation_of
-from consumer.feed import BatchFeed
-from consumer.heartbeat import Heartbeat
-from consumer.intake import Intake
-from consumer.leasing import LeaseDesk, PromptSource
-from consumer.loop import TrainingLoop
-from consumer.metrics import TrainerMetrics
-from consumer.patience import Patience, StopRequested
-from consumer.pipeline import LivePipeline
-from consumer.placeholders import Placeholders
-from consumer.prompts import PromptDataset
-from consumer.retraining import RecordedFeed, RecordedRun, RetrainingPipeline
-from consumer.rollouts import rollout_buffer, staleness_controller
-from consumer.run_facts import comparable, dataset_change
-from consumer.setup import Setup
-from consumer.trainer import build_arguments, build_lora
-from consumer.transformed_prompts import read_aside
-from protocol import logs
-from protocol.config import RunConfig
+from consumer.assembly.evaluation import evaluation_of
+from consumer.assembly.rollouts import rollout_buffer, staleness_controller
+from consumer.checkpoints import folders as checkpoints
+from consumer.checkpoints.run_facts import comparable, dataset_change
+from consumer.evaluation.control import EvaluationControl
+from consumer.intake.dispatcher import LeaseDesk
+from consumer.intake.intake import Intake
+from consumer.prompts.dataset import PromptDataset
+from consumer.prompts.placeholders import Placeholders
+from consumer.prompts.source import PromptSource
+from consumer.prompts.transformed import read_aside
+from consumer.reporting.evaluation_metrics import watch_evaluation
+from consumer.reporting.metrics import TrainerMetrics
+from consumer.training.feed import BatchFeed
+from consumer.training.heartbeat import Heartbeat
+from consumer.training.loop import TrainingLoop
+from consumer.training.pipeline import LivePipeline
+from consumer.training.retraining import RecordedFeed, RecordedRun, RetrainingPipeline
+from consumer.training.run_components import Setup
+from consumer.training.trainer import build_arguments, build_lora
+from consumer.waiting import Patience, StopRequested
+from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, DeviceError, ExitCode, JournalError
-from protocol.handshake import TrainerNeeds
-from protocol.health import Health
-from protocol.keys import trainer_keys
-from protocol.messages import Sampling
-from protocol.observability import Watch, watched
-from protocol.shared_memory import SharedMemory, shared_memory
-from protocol.zmq_channel import ZmqServer
+from protocol.files.shared_memory import SharedMemory, shared_memory
+from protocol.security.keys import trainer_keys
+from protocol.service import logs
+from protocol.service.health import Health
+from protocol.service.observability import Watch, watched
+from protocol.transport.zeromq import ZmqServer
+from protocol.wire.handshake import TrainerNeeds
+from protocol.wire.messages import Sampling
 from replay.buffer import RolloutBuffer
-from replay.disk import DiskGuard
-from replay.journal import Journal
+from replay.journal.disk import DiskGuard
+from replay.journal.writer import Journal
 
 logger = logging.getLogger(__name__)
 

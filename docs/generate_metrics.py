@@ -17,23 +17,23 @@ sys.path.insert(0, str(ROOT))
 
 from prometheus_client import CollectorRegistry  # noqa: E402
 
-from consumer.evaluation_metrics import watch_evaluation  # noqa: E402
-from consumer.learning_metrics import LearningMetrics  # noqa: E402
-from consumer.metrics import TrainerMetrics  # noqa: E402
-from consumer.producers import FleetMember  # noqa: E402
-from producer.agents import Agents  # noqa: E402
-from producer.atropos import Atropos  # noqa: E402
+from consumer.intake.sessions import FleetMember  # noqa: E402
+from consumer.reporting.evaluation_metrics import watch_evaluation  # noqa: E402
+from consumer.reporting.learning_metrics import LearningMetrics  # noqa: E402
+from consumer.reporting.metrics import TrainerMetrics  # noqa: E402
+from producer.environments.agents import Agents  # noqa: E402
+from producer.environments.atropos import Atropos  # noqa: E402
 from producer.interfaces import Counters, Delivery, Workload  # noqa: E402
 from producer.metrics import ProducerMetrics  # noqa: E402
-from producer.places import Places  # noqa: E402
-from producer.serve_metrics import ServeMetrics  # noqa: E402
-from protocol.config import RunConfig  # noqa: E402
-from protocol.exposition import add_connection_metrics  # noqa: E402
-from protocol.health import Health  # noqa: E402
-from protocol.metrics import add_process_metrics  # noqa: E402
-from protocol.observability import add_health_metrics  # noqa: E402
-from protocol.refusals import Refusals  # noqa: E402
-from protocol.systemd import Notifier  # noqa: E402
+from producer.serving.client_limits import Places  # noqa: E402
+from producer.serving.metrics import ServeMetrics  # noqa: E402
+from protocol.config.run import RunConfig  # noqa: E402
+from protocol.security.rejections import Refusals  # noqa: E402
+from protocol.service.exposition import add_connection_metrics  # noqa: E402
+from protocol.service.health import Health  # noqa: E402
+from protocol.service.metrics import add_process_metrics  # noqa: E402
+from protocol.service.observability import add_health_metrics  # noqa: E402
+from protocol.service.systemd import Notifier  # noqa: E402
 
 PAGE = ROOT / "docs" / "metrics.md"
 OPEN_LABELS = ("producer", "function", "gpu", "check")

@@ -1,9 +1,9 @@
-"""The `trainer` section of docs/configuration.md, from the table in protocol/trainer_keys.py."""
+"""The `trainer` section of docs/configuration.md, from the table in protocol/config/trainer_keys.py."""
 
 from collections.abc import Iterator
 
 from docs.markdown import reserved, row
-from protocol import trainer_keys
+from protocol.config import trainer_keys
 
 TRAINER = """\
 ### `trainer`

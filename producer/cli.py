@@ -6,16 +6,16 @@ forking it, multiprocessing imports this module first, so that the core is tied 
 
 import sys
 
-from protocol import command_line
-from protocol.config import RunConfig
+from protocol.config.run import RunConfig
 from protocol.errors import ExitCode
-from protocol.lifeline import follow_parent_if_tied
+from protocol.processes.lifeline import follow_parent_if_tied
+from protocol.service import command_line
 
 follow_parent_if_tied()
 
 
 def _check_libraries(config: RunConfig) -> None:
-    from producer.engine import check_engine_section
+    from producer.engine.engine import check_engine_section
 
     check_engine_section(config)
 

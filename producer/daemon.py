@@ -19,40 +19,40 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from producer.adapters import AdapterRegistry
-from producer.admission import Admission
-from producer.agent_groups import AgentGroups
-from producer.agent_program import AgentProgram
-from producer.agents import Agents
-from producer.atropos import Atropos
-from producer.atropos_groups import AtroposGroups
-from producer.environments import EnvironmentPool
-from producer.episodes import Episodes
-from producer.generation import Generation
-from producer.in_flight import InFlight
+from producer.environments.agent_program import AgentProgram
+from producer.environments.agents import Agents
+from producer.environments.atropos import Atropos
+from producer.environments.pool import EnvironmentPool
 from producer.interfaces import Arrival, Counters, Identity
-from producer.link import Link
+from producer.link.link import Link
 from producer.metrics import ProducerMetrics
-from producer.probe import SwapProof
-from producer.prompts import PromptFormat, load_tokenizer
-from producer.rewards import RewardPool
-from producer.serving import Serving, base_url, listening, read_keys
+from producer.policies.registry import AdapterRegistry
+from producer.policies.verification import SwapProof
+from producer.rewards.pool import RewardPool
+from producer.rollouts.admission import Admission
+from producer.rollouts.agent_groups import AgentGroups
+from producer.rollouts.atropos_groups import AtroposGroups
+from producer.rollouts.episodes import Episodes
+from producer.rollouts.generation import Generation
+from producer.rollouts.in_flight import InFlight
+from producer.rollouts.prompts import PromptFormat, load_tokenizer
+from producer.serving.serving import Serving, base_url, listening, read_keys
 from producer.timeline import Timeline
 from producer.watchdog import Situation, Watchdog
-from protocol import logs
-from protocol.config import RunConfig
-from protocol.config_swap import TOLERANCES
+from protocol.config.run import RunConfig
+from protocol.config.swap import TOLERANCES
 from protocol.errors import EngineError, ExitCode, StalledError
-from protocol.keys import producer_keys
-from protocol.lifeline import tie_children
-from protocol.messages import Lease, PolicyInfo
-from protocol.observability import Watch, watched
-from protocol.scratch import scratch_folder
-from protocol.shared_memory import SharedMemory, shared_memory
-from protocol.zmq_channel import ZmqClient
+from protocol.files.scratch import scratch_folder
+from protocol.files.shared_memory import SharedMemory, shared_memory
+from protocol.processes.lifeline import tie_children
+from protocol.security.keys import producer_keys
+from protocol.service import logs
+from protocol.service.observability import Watch, watched
+from protocol.transport.zeromq import ZmqClient
+from protocol.wire.messages import Lease, PolicyInfo
 
 if TYPE_CHECKING:
-    from producer.engine import Engine
+    from producer.engine.engine import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ def _leave_while_starting(_number: int, _frame: FrameType | None) -> None:
 
 
 def _leave_at_once(_number: int, _frame: FrameType | None) -> None:
-    """Also while the loop is blocked, as it is when the engine shuts down. Children follow (`protocol.lifeline`)."""
+    """Also while the loop is blocked, as it is when the engine shuts down. Children follow (`protocol.processes.lifeline`)."""
     os._exit(ExitCode.INTERRUPTED)
 
 
@@ -137,7 +137,7 @@ class _Producer:
                     await self._program.start()
                 logger.info("loading the engine for %s ...", config.model.path)
                 started = time.monotonic()
-                from producer.engine import Engine  # vLLM takes seconds to import
+                from producer.engine.engine import Engine  # vLLM takes seconds to import
 
                 logs.adopt_libraries()
                 engine = Engine(config, len(self._gpus))
@@ -216,8 +216,8 @@ class _Producer:
         in_flight = InFlight(engine, self._adapters, self._counters, on_swap, keeps_weights=not merged)
         episodes = None
         if environments is not None:
-            max_model_len = engine.facts.max_model_len
-            episodes = Episodes.of(config, environments, in_flight, tokenizer, max_model_len, self._counters)
+            facts = (tokenizer, engine.facts.max_model_len)
+            episodes = Episodes.of(config, environments, in_flight, *facts, self._counters, engine.tool_parser)
         self._generation = Generation(
             in_flight,
             self._adapters,

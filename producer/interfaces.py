@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
-from protocol.messages import EngineFacts, FailureReason, Lease, PolicyInfo, Sampling
+from protocol.wire.messages import EngineFacts, FailureReason, Lease, PolicyInfo, Sampling
+
+FAILURES = ("raised", "timeout", "crashed", "memory", "invalid", "unavailable")
+Failure = Literal["raised", "timeout", "crashed", "memory", "invalid", "unavailable"]
 
 
 @dataclass(frozen=True)
@@ -114,8 +117,18 @@ class AdapterRefusedError(Exception):
     """The engine is alive, but does not take this adapter."""
 
 
+class ToolParser(Protocol):
+    """Finds tool calls in what the model sampled."""
+
+    def parse(self, token_ids: list[int]) -> tuple[str, list[ToolCall]]:
+        """Content, and calls."""
+
+
 class GenerationEngine(Protocol):
-    """What generation and the adapter registry need of `producer.engine.Engine`."""
+    """What generation and the adapter registry need of `producer.engine.engine.Engine`."""
+
+    def tool_parser(self, name: str, tokenizer: Any, tools: list[dict[str, Any]]) -> "ToolParser":
+        """The parser `name` of tool calls, for these tools. Raises ConfigError if there is none."""
 
     async def generate(
         self, prompt_ids: list[int], sampling: Sampling, adapter: Adapter, cut: asyncio.Event

@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterable, Sequence
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Histogram, Info
 
-from producer.interfaces import Counters, Delivery, Workload
-from producer.reward_worker import FAILURES, Failure
+from producer.interfaces import FAILURES, Counters, Delivery, Failure, Workload
 from protocol import __version__
-from protocol.metrics import Readings, Reexport
+from protocol.service.metrics import Readings, Reexport
 
 GENERATION_BUCKETS_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 600)
 REWARD_BUCKETS_S = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30, 60)

@@ -1,7 +1,7 @@
 """The producer's timeline: one JSON object per line in `RUN_DIR/producer-NAME.jsonl`.
 
 Guarantee: a line is written when `record` returns, so that a killed producer loses none; on a full disk lines are left out,
-whole, and the producer goes on. What timelines take is bounded: of one producer by rotation (`protocol.rotated_lines`), of
+whole, and the producer goes on. What timelines take is bounded: of one producer by rotation (`protocol.files.rotated_lines`), of
 those that came and went by removing the oldest at the next start.
 """
 
@@ -10,8 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from protocol.json_lines import encode_line, unless_full
-from protocol.rotated_lines import RotatedLines, older, paths
+from protocol.files.json_lines import encode_line, unless_full
+from protocol.files.rotated_lines import RotatedLines, older, paths
 
 _MAX_BYTES = 16 * 2**20  # of one file; at a line a second more than a day
 _KEPT = 64

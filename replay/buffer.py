@@ -16,16 +16,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from replay import recovery
-from replay.cutting import BatchCutter, CutBatch
-from replay.delivery import Arrival, Delivery
-from replay.failures import FailureWatch, failure_class
+from replay.batches.cutting import BatchCutter, CutBatch
+from replay.batches.delivery import Arrival, Delivery
+from replay.batches.signal_watch import SignalWatch
 from replay.groups import GroupShape, RolloutGroup
-from replay.journal import DeadLetter, Journal, JournalFullError
-from replay.journal import Outcome as Decision
-from replay.ledger import LeaseRecord, PromptLedger, UnknownLeaseError, parse_lease_id
-from replay.rerolls import Judgement, Key, RerollRules
-from replay.signal_watch import SignalWatch
+from replay.journal import recovery
+from replay.journal.writer import DeadLetter, Journal, JournalFullError
+from replay.journal.writer import Outcome as Decision
+from replay.prompts.failure_budgets import FailureWatch, failure_class
+from replay.prompts.ledger import LeaseRecord, PromptLedger, UnknownLeaseError, parse_lease_id
+from replay.prompts.rerolls import Judgement, Key, RerollRules
 
 logger = logging.getLogger(__name__)
 

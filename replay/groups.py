@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from protocol.codec import decode
-from protocol.messages import JOURNAL_SCHEMAS, Group
+from protocol.wire.codec import decode
+from protocol.wire.messages import JOURNAL_SCHEMAS, Group
 
 _INT32, _UINT32, _FLOAT32, _UINT8 = (np.dtype(name) for name in ("<i4", "<u4", "<f4", "u1"))
 

@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from protocol.config import RunConfig
+from protocol.config.run import RunConfig
 from replay.groups import RolloutGroup
 
 EPSILON = 1e-4

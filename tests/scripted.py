@@ -11,7 +11,7 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 
-from protocol.messages import (
+from protocol.wire.messages import (
     Ack,
     Bye,
     EngineFacts,

@@ -1,4 +1,4 @@
-"""A stand-in for `producer.engine`, for tests that run the real `rl-producer` without vLLM.
+"""A stand-in for `producer.engine.engine`, for tests that run the real `rl-producer` without vLLM.
 
 Guarantee: everything around the engine is the product's own; completions are random tokens that the small models of
 `tests.integration.models` know, after random times, some of them long. Clients and agents of the endpoint get answers too,
@@ -16,10 +16,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from producer.calls.calls import Answer, Call, Sampled, Stream
+from producer.calls.requests import ServedRequest
 from producer.interfaces import Adapter, AdapterRefusedError, Completion
-from producer.served_calls import Answer, Call, Sampled, Stream
-from producer.served_requests import ServedRequest
-from protocol.digests import base_model_digest, tokenizer_digest
+from protocol.wire.digests import base_model_digest, tokenizer_digest
 from tests.scripted import facts
 
 _LOWEST_TOKEN, _HIGHEST_TOKEN = 3, 40
@@ -43,7 +43,7 @@ DEFAULT_PACE = Pace()
 def install(
     pace: Pace = DEFAULT_PACE, seed: int | None = None, reach: Callable[[str], None] = lambda point: None
 ) -> None:
-    """Whoever imports `producer.engine` in this process gets the stand-in.
+    """Whoever imports `producer.engine.engine` in this process gets the stand-in.
 
     Args:
         seed: of what is sampled. None: no two processes sample the same.
@@ -55,9 +55,9 @@ def install(
         def __init__(self, config: Any, num_gpus: int) -> None:
             super().__init__(config, pace, chance, reach)
 
-    stand_in = ModuleType("producer.engine")
+    stand_in = ModuleType("producer.engine.engine")
     stand_in.Engine = Bound  # type: ignore[attr-defined]
-    sys.modules["producer.engine"] = stand_in
+    sys.modules["producer.engine.engine"] = stand_in
 
 
 class Engine:
@@ -107,7 +107,7 @@ class Engine:
 
 
 class OpenAIServer:
-    """In the place of vLLM's serving classes (`producer.openai_server`)."""
+    """In the place of vLLM's serving classes (`producer.engine.openai_server`)."""
 
     def __init__(self, pace: Pace, chance: random.Random, longest: int) -> None:
         self._pace = pace

@@ -11,14 +11,14 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from producer.agents import Agents
-from producer.served_calls import Answer, Call
-from producer.served_requests import ServedRequest
-from producer.serving import Serving, base_url, listening
-from protocol.config import RunConfig
-from protocol.messages import Lease, Sampling
+from producer.calls.calls import Answer, Call
+from producer.calls.requests import ServedRequest
+from producer.environments.agents import Agents
+from producer.serving.serving import Serving, base_url, listening
+from protocol.config.run import RunConfig
+from protocol.wire.messages import Lease, Sampling
 from tests.scripted_trainer import lease
-from tests.unit.producer.test_served_versions import Registry
+from tests.unit.producer.serving.test_served_versions import Registry
 
 Say = Callable[[list[dict[str, Any]]], str]
 """What the policy answers to messages."""

@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable
 from typing import Literal, TypeVar
 
-from protocol.channel import ServerChannel
-from protocol.messages import (
+from protocol.transport.channel import ServerChannel
+from protocol.wire.messages import (
     Ack,
     BlobChunk,
     BlobMissing,
@@ -134,7 +134,7 @@ class ScriptedTrainer:
 
 
 def lease(number: int, prompt="1+1=", **changes) -> Lease:
-    from protocol.messages import Sampling
+    from protocol.wire.messages import Sampling
 
     values = {
         "lease_id": f"lease-{number}",

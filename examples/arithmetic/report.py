@@ -4,7 +4,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from protocol import rotated_lines
+from protocol.files import rotated_lines
 
 WINDOW = 10  # steps averaged for the first and the last reward
 

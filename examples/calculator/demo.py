@@ -14,7 +14,7 @@ from pathlib import Path
 
 from examples.arithmetic.demo import run_pair
 from examples.calculator.evaluate import greedy_accuracy
-from protocol import rotated_lines
+from protocol.files import rotated_lines
 
 CONFIG = "examples/calculator/run.yaml"
 WINDOW = 3  # steps averaged for the first and the last reward

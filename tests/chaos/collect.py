@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from protocol.codec import decode
-from protocol.messages import Group
+from protocol.wire.codec import decode
+from protocol.wire.messages import Group
 from tests.chaos.evidence import digest_of_message, read
 from tests.chaos.known import Answer, Batch, Evidence, Incarnation, Replay, Row, Rules
 

@@ -16,7 +16,7 @@ _HELD_BACK_S = 0.2
 def acknowledge_before_commit() -> None:
     """Rows wait in memory until the next ones come, or until the journal is asked for anything but whether it knows a group,
     and then for so long that whoever was acknowledged has heard of it."""
-    from replay.journal import Journal
+    from replay.journal.writer import Journal
 
     append, known = Journal.append, Journal.known
     waiting: list[Any] = []
@@ -88,7 +88,7 @@ def stand_in_unrecorded() -> None:
 
 def stand_in_for_ever() -> None:
     """The group that was kept first stands in always, however often and however old."""
-    from replay.replay_table import ReplayTable
+    from replay.batches.replay_table import ReplayTable
 
     def pick(table: Any, num_groups: int, **_: Any) -> list[Any]:
         table._max_size = 1_000_000

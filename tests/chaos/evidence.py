@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from protocol.messages import Group
+from protocol.wire.messages import Group
 from replay.groups import RolloutGroup
 
 

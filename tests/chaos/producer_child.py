@@ -36,10 +36,10 @@ def main(request: dict[str, Any]) -> int:
 
 
 def _watch(log: EvidenceLog, aim: Aim) -> None:
-    from producer.adapters import AdapterRegistry
-    from producer.link import Link
-    from protocol.messages import Ack, Group, Hello, Lease, Nack, Welcome
-    from protocol.zmq_channel import ZmqClient
+    from producer.link.link import Link
+    from producer.policies.registry import AdapterRegistry
+    from protocol.transport.zeromq import ZmqClient
+    from protocol.wire.messages import Ack, Group, Hello, Lease, Nack, Welcome
 
     receive = Link._receive
 

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 from examples.arithmetic.demo import BASE, CONFIG, build_base_model
-from replay.journal_reader import JournalReader
+from replay.journal.reader import JournalReader
 
 START_S = 180.0
 STEPS = 60

@@ -50,12 +50,12 @@ def main(request: dict[str, Any]) -> int:
 
 
 def _write_evidence(log: EvidenceLog) -> None:
-    from consumer import checkpoints
-    from consumer.pipeline import LivePipeline
-    from consumer.retraining import RetrainingPipeline
-    from consumer.run_control import RunControl
-    from consumer.trainer import SlipstreamTrainer
-    from replay.retention import Retention
+    from consumer.checkpoints import folders as checkpoints
+    from consumer.training.callbacks import RunControl
+    from consumer.training.pipeline import LivePipeline
+    from consumer.training.retraining import RetrainingPipeline
+    from consumer.training.trainer import SlipstreamTrainer
+    from replay.journal.retention import Retention
 
     steps = SlipstreamTrainer.steps
 
@@ -121,18 +121,18 @@ def _write_evidence(log: EvidenceLog) -> None:
 
 
 def set_points(aim: Aim) -> None:
-    from consumer import checkpoints
-    from consumer.evaluation_control import EvaluationControl
-    from consumer.evaluation_results import EvaluationResults
-    from consumer.intake import Intake
-    from consumer.run_control import RunControl
-    from consumer.trainer import SlipstreamTrainer
-    from protocol import staged
-    from protocol.messages import Ack, Lease, Welcome
-    from protocol.zmq_channel import ZmqServer
-    from replay import recovery
-    from replay.journal import Entry, Journal
-    from replay.retention import Retention
+    from consumer.checkpoints import folders as checkpoints
+    from consumer.evaluation.control import EvaluationControl
+    from consumer.evaluation.results import EvaluationResults
+    from consumer.intake.intake import Intake
+    from consumer.training.callbacks import RunControl
+    from consumer.training.trainer import SlipstreamTrainer
+    from protocol.files import staged
+    from protocol.transport.zeromq import ZmqServer
+    from protocol.wire.messages import Ack, Lease, Welcome
+    from replay.journal import recovery
+    from replay.journal.retention import Retention
+    from replay.journal.writer import Entry, Journal
 
     points = TransactionPoints(aim, Journal)
     for name in ("append", "claim", "end_step", "note_policy", "note_facts"):

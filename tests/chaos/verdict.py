@@ -13,8 +13,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from protocol import rotated_lines
-from protocol.scratch import PREFIX
+from protocol.files import rotated_lines
+from protocol.files.scratch import PREFIX
 from tests.chaos import collect
 from tests.chaos.checker import check
 from tests.chaos.evidence import read

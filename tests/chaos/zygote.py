@@ -14,7 +14,7 @@ import signal
 import sys
 from typing import Any, TextIO
 
-from protocol.lifeline import die_with_parent
+from protocol.processes.lifeline import die_with_parent
 
 _POLL_S = 0.5
 

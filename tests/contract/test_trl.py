@@ -1,7 +1,7 @@
-"""TRL 1.16.0: everything that consumer/trainer.py and consumer/run_control.py take for granted about it.
+"""TRL 1.16.0: everything that consumer/training/trainer.py and consumer/training/callbacks.py take for granted about it.
 
-When TRL is upgraded and one of these fails, read consumer/trainer.py with TRL's new source beside it before changing the
-test; tests/unit/consumer/test_loss_parity.py then tells whether the arithmetic still agrees.
+When TRL is upgraded and one of these fails, read consumer/training/trainer.py with TRL's new source beside it before changing the
+test; tests/unit/consumer/loss/test_loss_parity.py then tells whether the arithmetic still agrees.
 """
 
 import ast
@@ -20,8 +20,7 @@ from peft import LoraConfig
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from transformers.training_args import OptimizerNames
 
-from consumer.arguments import CHOICES
-from consumer.trainer import (
+from consumer.training.trainer import (
     ChunkedLogProbFunction,
     GRPOConfig,
     GRPOTrainer,
@@ -29,12 +28,13 @@ from consumer.trainer import (
     build_arguments,
     build_lora,
 )
-from protocol import trainer_keys
-from protocol.library_fields import SOURCES, fields
-from replay.cutting import CutBatch
+from consumer.training.trl_arguments import CHOICES
+from protocol.config import trainer_keys
+from protocol.config.library_fields import SOURCES, fields
+from replay.batches.cutting import CutBatch
 from tests.integration.models import build_model
 from tests.unit.consumer.builders import rollout_group, run_config
-from tests.unit.protocol.test_library_fields import assert_same_arguments
+from tests.unit.protocol.config.test_library_fields import assert_same_arguments
 
 PINNED = "1.16.0"
 
@@ -52,13 +52,15 @@ def requires(function: Callable[..., Any], *lines: str) -> None:
     text = source(function)
     missing = [line for line in lines if ast.unparse(ast.parse(line)) not in text]
     assert not missing, (
-        f"TRL {importlib.metadata.version('trl')} changed GRPOTrainer.{function.__name__}: consumer/trainer.py relies on "
+        f"TRL {importlib.metadata.version('trl')} changed GRPOTrainer.{function.__name__}: consumer/training/trainer.py needs "
         f"{missing}, which is no longer there"
     )
 
 
 def test_the_pinned_release_is_installed() -> None:
-    assert importlib.metadata.version("trl") == PINNED, f"these tests and consumer/trainer.py were written for {PINNED}"
+    assert importlib.metadata.version("trl") == PINNED, (
+        f"these tests and consumer/training/trainer.py were written for {PINNED}"
+    )
 
 
 @pytest.mark.parametrize(
@@ -132,7 +134,7 @@ def test_a_batch_of_transformers_may_be_a_list_of_micro_batches() -> None:
 
 
 def test_what_a_micro_batch_is_divided_by() -> None:
-    """consumer/step_loss.py chooses the number; it need not be whole."""
+    """consumer/loss/step_loss.py chooses the number; it need not be whole."""
     text = source(GRPOTrainer._compute_loss)
     per_micro_batch = "normalizer = self.current_gradient_accumulation_steps if mode == 'train' else 1.0"
     assert text.count(per_micro_batch) == 5, "grpo and sapo, bnpo, dr_grpo, luspo, and the load-balancing loss"
@@ -181,7 +183,7 @@ def test_the_loss_reads_the_ratio_behind_both_flags_and_after_the_log_probs() ->
 
 
 def test_the_kl_term_is_added_after_the_ratio_and_carries_only_that_of_the_iterations() -> None:
-    """consumer/kl.py adds what is missing; tests/unit/consumer/test_kl.py compares the sums of every loss type."""
+    """consumer/loss/kl.py adds what is missing; tests/unit/consumer/loss/test_kl.py compares the sums of every loss type."""
     requires(
         GRPOTrainer._compute_loss,
         "per_token_kl = per_token_kl * coef_1",
@@ -243,7 +245,7 @@ def test_the_inputs_of_the_loss_are_those_that_we_make() -> None:
         "importance_sampling_ratio",
         "ref_per_token_logps",
         "tool_mask",  # only where it is present
-    }, "TRL's loss wants other inputs: see consumer/batches.py"
+    }, "TRL's loss wants other inputs: see consumer/batches/tensors.py"
 
 
 def test_the_token_normalizer_is_the_step() -> None:
@@ -436,7 +438,7 @@ def test_what_is_read_from_the_sources_is_what_the_libraries_say_when_imported(s
 
 
 def test_every_key_of_trl_was_looked_at() -> None:
-    """A field that is new, or has another default, needs a place in protocol/trainer_keys.py."""
+    """A field that is new, or has another default, needs a place in protocol/config/trainer_keys.py."""
     defaults = {
         field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         for field in dataclasses.fields(GRPOConfig)

@@ -11,8 +11,8 @@ import threading
 from pathlib import Path
 
 from benchmarks.acceptor import Acceptor
-from protocol.keys import trainer_keys
-from protocol.zmq_channel import ZmqServer
+from protocol.security.keys import trainer_keys
+from protocol.transport.zeromq import ZmqServer
 
 
 def main(folder: str, control: str, blob: str, max_message_bytes: str, keys: str | None = None) -> None:

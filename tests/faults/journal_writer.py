@@ -13,9 +13,9 @@ from pathlib import Path
 
 import apsw
 
-from consumer import checkpoints
-from replay.journal import Entry, Journal
-from replay.rerolls import Judgement
+from consumer.checkpoints import folders as checkpoints
+from replay.journal.writer import Entry, Journal
+from replay.prompts.rerolls import Judgement
 
 PAYLOAD = "payload.bin"
 _FRAME_BYTES = 6000

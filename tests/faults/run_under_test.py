@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import psutil
 import yaml
 
-from protocol import rotated_lines
-from protocol.config_file import load_config
-from replay.journal_reader import JournalReader
+from protocol.config.loader import load_config
+from protocol.files import rotated_lines
+from replay.journal.reader import JournalReader
 from tests.integration.pair import Daemon
 
 RECOVERY_S = 15.0

@@ -18,10 +18,10 @@ from typing import Any
 
 from producer import cli, daemon
 from producer.interfaces import AdapterRefusedError, Completion
-from protocol.channel import BadFrame
-from protocol.digests import base_model_digest, tokenizer_digest
-from protocol.messages import Ack, Lease, Message, Sampling
-from protocol.zmq_channel import ZmqClient
+from protocol.transport.channel import BadFrame
+from protocol.transport.zeromq import ZmqClient
+from protocol.wire.digests import base_model_digest, tokenizer_digest
+from protocol.wire.messages import Ack, Lease, Message, Sampling
 from tests.scripted import facts
 
 
@@ -77,8 +77,8 @@ class ListingClient(ZmqClient):
 
 
 if __name__ == "__main__":
-    stand_in = ModuleType("producer.engine")
+    stand_in = ModuleType("producer.engine.engine")
     stand_in.Engine = Engine  # type: ignore[attr-defined]
-    sys.modules["producer.engine"] = stand_in
+    sys.modules["producer.engine.engine"] = stand_in
     daemon.ZmqClient = ListingClient  # type: ignore[misc]
     sys.exit(cli.main())

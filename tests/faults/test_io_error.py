@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from protocol.errors import ExitCode
-from replay.journal_reader import JournalReader
+from replay.journal.reader import JournalReader
 
 from .run_under_test import Run, eventually
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol.keys import AUTHORIZED, generate
+from protocol.security.keys import AUTHORIZED, generate
 
 from .namespace import Namespace
 from .run_under_test import HEARTBEAT_TIMEOUT_S, RECOVERY_S, Memory, Run

@@ -23,10 +23,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from consumer import checkpoints
+from consumer.checkpoints import folders as checkpoints
 from protocol.errors import JournalError
-from replay.journal import Journal
-from replay.journal_reader import JournalReader
+from replay.journal.reader import JournalReader
+from replay.journal.writer import Journal
 
 from .journal_writer import KINDS, PAYLOAD, made_up_entry
 from .mounts import make_ext4, mounted_image

@@ -15,10 +15,10 @@ import psutil
 import pytest
 
 from benchmarks.terms import ENGINE_FACTS
-from protocol.connection_guard import MAX_UNFINISHED
-from protocol.keys import AUTHORIZED, ProducerKeys, generate, producer_keys
-from protocol.messages import Ack, Hello, Nack, Reject, Welcome
-from protocol.zmq_channel import ZmqClient
+from protocol.security.keys import AUTHORIZED, ProducerKeys, generate, producer_keys
+from protocol.transport.connection_guard import MAX_UNFINISHED
+from protocol.transport.zeromq import ZmqClient
+from protocol.wire.messages import Ack, Hello, Nack, Reject, Welcome
 from tests.faults.doors import LIMIT, Door, Honest
 from tests.fuzz.zmtp import greeting
 from tests.unit.protocol.channel_harness import eventually, receive

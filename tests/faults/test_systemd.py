@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from protocol import rotated_lines
 from protocol.errors import ExitCode
+from protocol.files import rotated_lines
 from tests.integration.runs import eventually
 
 from .machine import Machine
@@ -38,7 +38,7 @@ exec {PREFIX}/bin/python -m MODULE "$@"
 PROGRAMS = {
     "rl-trainer": "consumer.cli",
     "rl-producer": "tests.faults.stand_in_producer",
-    "rl-keys": "protocol.keys_cli",
+    "rl-keys": "tools.keys.cli",
 }
 RUN: dict[str, Any] = {
     "run_dir": RUN_DIR,

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from consumer import cli
-from consumer.run_control import RunControl
+from consumer.training.callbacks import RunControl
 
 _save = RunControl.save
 

@@ -1,4 +1,4 @@
-"""A campaign of spoiled frames against `protocol.codec`: `python -m tests.fuzz.frames --count 1000000 --seed 1`.
+"""A campaign of spoiled frames against `protocol.wire.codec`: `python -m tests.fuzz.frames --count 1000000 --seed 1`.
 
 Guarantee: a campaign that ends without a `Defect` has shown, for each of its frames, that
 - `decode` raised `CodecError` or returned a message that encodes and decodes to itself;
@@ -18,8 +18,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from protocol.codec import CodecError, SchemaMismatchError, decode, encode
-from protocol.messages import Message
+from protocol.wire.codec import CodecError, SchemaMismatchError, decode, encode
+from protocol.wire.messages import Message
 
 from .mutations import Mutant, Mutator
 

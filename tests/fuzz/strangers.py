@@ -29,7 +29,7 @@ import apsw
 import psutil
 import zmq
 
-from protocol.keys import ProducerKeys, generate
+from protocol.security.keys import ProducerKeys, generate
 from tests.faults.doors import Door, Honest
 from tests.fuzz.mutations import Mutator
 from tests.fuzz.zmtp import AWAIT_READY, Script, Scripts

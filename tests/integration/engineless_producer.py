@@ -42,7 +42,7 @@ class Engine:
 
 
 if __name__ == "__main__":
-    stand_in = ModuleType("producer.engine")
+    stand_in = ModuleType("producer.engine.engine")
     stand_in.Engine = Engine  # type: ignore[attr-defined]
-    sys.modules["producer.engine"] = stand_in
+    sys.modules["producer.engine.engine"] = stand_in
     sys.exit(cli.main())

@@ -6,11 +6,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from producer.adapters import AdapterRegistry
 from producer.interfaces import Adapter
-from protocol.adapter_blob import unpack
-from protocol.config import RunConfig
-from protocol.messages import PolicyInfo
+from producer.policies.registry import AdapterRegistry
+from protocol.config.run import RunConfig
+from protocol.wire.adapter_blob import unpack
+from protocol.wire.messages import PolicyInfo
 from tests.integration.forked_cores import forked_cores
 from tests.integration.models import random_adapter
 
@@ -34,7 +34,7 @@ class LiveEngine:
     """A started engine and random adapters for its model. `run` executes coroutines on the engine's loop."""
 
     def __init__(self, model: Path, folder: Path, **sections: Any) -> None:
-        from producer.engine import Engine
+        from producer.engine.engine import Engine
 
         self.model = model
         self.folder = folder

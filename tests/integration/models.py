@@ -27,7 +27,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from protocol.adapter_blob import AdapterBlob, pack
+from protocol.wire.adapter_blob import AdapterBlob, pack
 
 transformers_logging.disable_progress_bar()
 

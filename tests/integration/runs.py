@@ -9,10 +9,10 @@ from typing import Any
 
 import yaml
 
-from protocol import rotated_lines
-from protocol.config_file import load_config
-from protocol.digests import base_model_digest, tokenizer_digest
-from protocol.zmq_channel import ZmqClient
+from protocol.config.loader import load_config
+from protocol.files import rotated_lines
+from protocol.transport.zeromq import ZmqClient
+from protocol.wire.digests import base_model_digest, tokenizer_digest
 from tests.scripted import ScriptedProducer, facts
 
 from .pair import Daemon

@@ -21,8 +21,8 @@ import pytest
 import yaml
 from transformers import AutoTokenizer
 
-from protocol.codec import decode
-from protocol.messages import JOURNAL_SCHEMAS, Group
+from protocol.wire.codec import decode
+from protocol.wire.messages import JOURNAL_SCHEMAS, Group
 from tests.integration.outsiders import (
     NUM_STEPS,
     address,

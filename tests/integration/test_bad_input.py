@@ -14,10 +14,10 @@ import pytest
 import yaml
 
 from consumer import cli
-from protocol.config_file import load_config
-from protocol.digests import base_model_digest, tokenizer_digest
-from protocol.messages import Group, Lease, Nack
-from protocol.zmq_channel import ZmqClient
+from protocol.config.loader import load_config
+from protocol.transport.zeromq import ZmqClient
+from protocol.wire.digests import base_model_digest, tokenizer_digest
+from protocol.wire.messages import Group, Lease, Nack
 from tests.scripted import ScriptedProducer, facts
 
 from .models import build_model

@@ -54,9 +54,9 @@ class Engine:
 def test_it_writes_and_prints_every_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import producer.engine
+    import producer.engine.engine
 
-    monkeypatch.setattr(producer.engine, "Engine", Engine)
+    monkeypatch.setattr(producer.engine.engine, "Engine", Engine)
     monkeypatch.setattr(swap, "_AROUND_S", 0.1)
     swap.main(["--sizes", "1", "--repeat", "1", "--out", str(tmp_path / "swap.json")])
     swaps = json.loads((tmp_path / "swap.json").read_text())["swaps"]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from replay.groups import GroupShape, RolloutGroup
-from replay.journal_reader import JournalReader
+from replay.journal.reader import JournalReader
 from tests.integration.models import reference_logprobs
 from tests.integration.test_serving_run import client_of
 

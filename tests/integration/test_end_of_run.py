@@ -11,13 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from consumer import checkpoints
-from consumer.adapter_folder import TENSORS_FILE
-from consumer.journal_cli import main as rl_journal
-from protocol.config_file import load_config
-from protocol.messages import Group, Lease
+from consumer.checkpoints import folders as checkpoints
+from consumer.checkpoints.adapter_folder import TENSORS_FILE
+from protocol.config.loader import load_config
+from protocol.wire.messages import Group, Lease
 from tests.chaos import aims
 from tests.scripted import made_up_group
+from tools.journal.cli import main as rl_journal
 
 from .runs import Run, eventually
 

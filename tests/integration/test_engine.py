@@ -11,17 +11,17 @@ import torch
 from prometheus_client import CollectorRegistry
 from safetensors.torch import load_file, save
 
-from producer.adapters import AdapterRegistry
-from producer.in_flight import InFlight
+from producer.engine.adapter_loading import ByAdapter
 from producer.interfaces import AdapterRefusedError, Counters, LeaseFailure, Probe
-from producer.loading import ByAdapter
 from producer.metrics import ProducerMetrics
-from producer.probe import SwapProof
+from producer.policies.registry import AdapterRegistry
+from producer.policies.verification import SwapProof
+from producer.rollouts.in_flight import InFlight
 from producer.timeline import Timeline
-from protocol.adapter_blob import AdapterBlob, pack
-from protocol.config_swap import TOLERANCES
+from protocol.config.swap import TOLERANCES
 from protocol.errors import ConfigError, EngineError
-from protocol.messages import PolicyInfo, Sampling
+from protocol.wire.adapter_blob import AdapterBlob, pack
+from protocol.wire.messages import PolicyInfo, Sampling
 from tests.integration.engines import LiveEngine, live_engine, run_config
 from tests.integration.models import build_model, random_adapter, reference_logprobs
 from tests.unit.producer.cancellation import cancel_at_each_wait
@@ -323,7 +323,7 @@ def test_a_request_that_is_cancelled_at_any_moment_leaves_nothing_in_the_engine(
     """vLLM adds the completions of a group one by one, but waits for nothing between the first and the last."""
     from vllm import SamplingParams
 
-    from producer.engine import _prompt
+    from producer.engine.engine import _prompt
 
     llm = live.engine._llm
     processor = llm.output_processor
@@ -433,7 +433,7 @@ def test_the_engine_leaves_a_core_to_everything_else(live):
     ],
 )
 def test_what_vllm_refuses_is_a_configuration_error(live, tmp_path, engine, said):
-    from producer.engine import check_engine_section
+    from producer.engine.engine import check_engine_section
 
     with pytest.raises(ConfigError) as caught:
         check_engine_section(run_config(live.model, tmp_path, engine=engine))
@@ -441,7 +441,7 @@ def test_what_vllm_refuses_is_a_configuration_error(live, tmp_path, engine, said
 
 
 def test_a_sound_engine_section_is_accepted(live, tmp_path):
-    from producer.engine import check_engine_section
+    from producer.engine.engine import check_engine_section
 
     check_engine_section(run_config(live.model, tmp_path, engine={"max_model_len": 128, "enforce_eager": True}))
 

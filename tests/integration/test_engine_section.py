@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import transformers
 
-from protocol.config import RunConfig
+from protocol.config.library_fields import SOURCES, fields
+from protocol.config.library_section import build
+from protocol.config.run import RunConfig
 from protocol.errors import ConfigError
-from protocol.library_fields import SOURCES, fields
-from protocol.library_section import build
 from tests.integration.models import build_model_with_code
-from tests.unit.protocol.test_library_fields import assert_same_arguments
-from tests.unit.protocol.test_library_section import refusal
+from tests.unit.protocol.config.test_library_fields import assert_same_arguments
+from tests.unit.protocol.config.test_library_section import refusal
 
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
 
@@ -87,7 +87,7 @@ def test_what_is_read_from_vllms_source_is_what_it_says_when_imported() -> None:
 
 def test_a_model_with_python_files_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM reads it where `model.trust_remote_code` says so, and the GPUs are shared by the parts of a pipeline."""
-    from producer.engine import check_engine_section
+    from producer.engine.engine import check_engine_section
 
     modules = str(tmp_path / "modules")
     monkeypatch.setenv("HF_MODULES_CACHE", modules)  # for processes that vLLM starts

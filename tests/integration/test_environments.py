@@ -10,20 +10,20 @@ import pytest
 from prometheus_client import CollectorRegistry
 from transformers import AutoTokenizer
 
-from producer.adapters import AdapterRegistry
-from producer.chat import ChatFormat
-from producer.environments import EnvironmentPool
-from producer.episodes import Episodes
-from producer.in_flight import InFlight
+from producer.engine.tool_calls import ToolCallParser
+from producer.environments.pool import EnvironmentPool
+from producer.groups import group_message
 from producer.interfaces import Counters, ToolCall
 from producer.metrics import ProducerMetrics
-from producer.probe import SwapProof
-from producer.rollouts import group_message
+from producer.policies.registry import AdapterRegistry
+from producer.policies.verification import SwapProof
+from producer.rollouts.chat import ChatFormat
+from producer.rollouts.episodes import Episodes
+from producer.rollouts.in_flight import InFlight
 from producer.timeline import Timeline
-from producer.tool_calls import ToolCallParser
-from protocol.config_environment import EnvironmentSection
+from protocol.config.environment import EnvironmentSection
 from protocol.errors import ConfigError
-from protocol.messages import PolicyInfo, Sampling
+from protocol.wire.messages import PolicyInfo, Sampling
 from replay.groups import GroupShape, RolloutGroup
 from tests.integration.engines import LiveEngine, live_engine
 from tests.integration.models import CHAT_TEMPLATE, build_model, reference_logprobs

@@ -12,7 +12,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from protocol.messages import Group, Lease
+from protocol.wire.messages import Group, Lease
 from tests.integration.pair import Daemon, end_well, run_pair
 from tests.integration.runs import Run
 from tests.integration.test_pair import write_run

@@ -10,7 +10,7 @@ import yaml
 
 from examples.gsm8k.make_rows import rows
 from examples.gsm8k.task import to_prompt
-from producer.shipped_rewards import make
+from producer.rewards.builtin import make
 from tests.integration.examples import run_example, word_model
 
 

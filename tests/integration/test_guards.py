@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from protocol.messages import Group, Lease
+from protocol.wire.messages import Group, Lease
 from tests.integration.runs import Run
 from tests.scripted import made_up_group
 

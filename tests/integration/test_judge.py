@@ -7,8 +7,8 @@ import time
 import psutil
 import pytest
 
-from producer.judge.session import passes
-from producer.sandbox.run import Limits, Sandbox
+from producer.rewards.judge.session import passes
+from producer.rewards.sandbox.run import Limits, Sandbox
 from tests.unit.producer.cancellation import cancel_at_each_wait
 from tests.unit.producer.loop import until
 

@@ -9,16 +9,16 @@ from peft import PeftModel
 from prometheus_client import CollectorRegistry
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from producer.adapters import AdapterRegistry
+from producer.calls.calls import Call, Stream
+from producer.calls.requests import parse_request
 from producer.interfaces import AdapterRefusedError, Completion, Counters
 from producer.metrics import ProducerMetrics
-from producer.probe import SwapProof
-from producer.served_calls import Call, Stream
-from producer.served_requests import parse_request
+from producer.policies.registry import AdapterRegistry
+from producer.policies.verification import SwapProof
 from producer.timeline import Timeline
-from protocol.config_swap import TOLERANCES
+from protocol.config.swap import TOLERANCES
 from protocol.errors import ConfigError
-from protocol.messages import Sampling
+from protocol.wire.messages import Sampling
 from tests.integration.engines import LiveEngine, live_engine, run_config
 from tests.integration.models import build_model, reference_logprobs
 
@@ -156,7 +156,7 @@ def test_there_and_back_under_load_gives_the_same_bits_and_a_refused_policy_leav
 
 
 def test_a_module_that_the_engine_does_not_have_is_refused_and_so_is_an_engine_that_cannot_merge(live, tmp_path):
-    from producer.engine import check_engine_section
+    from producer.engine.engine import check_engine_section
 
     adapter = live.adapter(1, 300)
     weights = adapter.path / "adapter_model.safetensors"

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 import torch
 
-from producer.prompts import PromptFormat, load_tokenizer
-from protocol.messages import Sampling
+from producer.rollouts.prompts import PromptFormat, load_tokenizer
+from protocol.wire.messages import Sampling
 from tests.integration.engines import live_engine
 from tests.integration.models import build_model, reference_logprobs
 

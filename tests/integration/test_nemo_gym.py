@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from producer import environment_cli
-from producer.agent_program import AgentProgram
-from producer.agents import Agents
-from producer.rollouts import Record
-from protocol.config_environment import EnvironmentSection
+from producer.environments.agent_program import AgentProgram
+from producer.environments.agents import Agents
+from producer.groups import Record
+from protocol.config.environment import EnvironmentSection
 from protocol.errors import ConfigError
 from tests.integration.pair import Daemon, end_well
 from tests.integration.test_pair import read_steps, write_run
 from tests.nemo_gym_servers import Row, agent_server, ask_policy, real_servers, verified
 from tests.scripted_policy import ScriptedPolicy, endpoint, lease_of, numbers_in
+from tools.environments import cli as environment_cli
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 import yaml
 
-from protocol import rotated_lines
-from protocol.scratch import PREFIX
+from protocol.files import rotated_lines
+from protocol.files.scratch import PREFIX
 from tests.integration.models import build_model, reference_logprobs
 from tests.integration.pair import Daemon, end_well, gone, run_pair
 
@@ -52,7 +52,7 @@ def read_steps(folder: Path) -> list[dict]:
 
 def status(run_dir: Path) -> dict:
     """What `rl-status` says now."""
-    command = [sys.executable, "-m", "consumer.status_cli", "--run", str(run_dir), "--once", "--json"]
+    command = [sys.executable, "-m", "tools.status.cli", "--run", str(run_dir), "--once", "--json"]
     return json.loads(subprocess.run(command, capture_output=True, timeout=60, check=True).stdout)
 
 
@@ -165,7 +165,7 @@ def test_completions_go_on_through_swaps_and_are_trained_token_by_token(short_di
     assert steps[-1]["counts"]["trained"] == 8 * 2
     assert max(line["staleness/newer_token_share"] for line in steps) > 0
     exported = short_dir / "trained.jsonl"
-    command = [sys.executable, "-m", "consumer.journal_cli", "--run", str(short_dir / "run"), "export"]
+    command = [sys.executable, "-m", "tools.journal.cli", "--run", str(short_dir / "run"), "export"]
     subprocess.run([*command, "--state", "trained", "--to", str(exported)], check=True, timeout=60)
     spanning = 0
     for group in map(json.loads, exported.read_text().splitlines()):

@@ -16,10 +16,10 @@ import pytest
 import yaml
 import zmq
 
-from protocol.codec import encode
-from protocol.handshake import TrainerNeeds, problems
-from protocol.messages import Ack, Bye, Group, Heartbeat, Hello, Nack, PolicyInfo
-from protocol.zmq_channel import ZmqServer
+from protocol.transport.zeromq import ZmqServer
+from protocol.wire.codec import encode
+from protocol.wire.handshake import TrainerNeeds, problems
+from protocol.wire.messages import Ack, Bye, Group, Heartbeat, Hello, Nack, PolicyInfo
 from tests.integration.models import build_model, random_adapter
 from tests.integration.pair import START_S, Daemon, gone
 from tests.scripted import facts
@@ -310,7 +310,7 @@ def family_of(daemon: Daemon) -> list[psutil.Process]:
     daemon.wait_for("waiting for the trainer at ipc://", 240)
     family = daemon.family()
     assert engine_core(family).is_running()
-    assert [each for each in family if "producer.reward_worker" in " ".join(each.cmdline())]
+    assert [each for each in family if "producer.rewards.worker" in " ".join(each.cmdline())]
     return family
 
 

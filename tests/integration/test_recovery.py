@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from consumer.journal_cli import main as rl_journal
-from protocol import rotated_lines
 from protocol.errors import ExitCode
-from replay.journal_reader import JournalReader
+from protocol.files import rotated_lines
+from replay.journal.reader import JournalReader
 from tests.scripted import Answer, half_without_signal, made_up_episodes, made_up_group
+from tools.journal.cli import main as rl_journal
 
 from .runs import Run, eventually
 

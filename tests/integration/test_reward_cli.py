@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from producer import reward_report
-from producer.reward_trial import Sampled, Scored, Trial
 from protocol.errors import ExitCode
 from tests.integration.models import build_model
+from tools.rewards import report as reward_report
+from tools.rewards.trial import Sampled, Scored, Trial
 
 pytestmark = pytest.mark.integration
 
 
 def tried(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "producer.reward_cli", "try", "--config", str(folder / "run.yaml"), *arguments]
+    command = [sys.executable, "-m", "tools.rewards.cli", "try", "--config", str(folder / "run.yaml"), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=200)
 
 
@@ -82,7 +82,7 @@ def test_given_completions_in_a_table_and_no_signal(run_folder: Path) -> None:
 def test_help_is_quick() -> None:
     started = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "producer.reward_cli", "try", "--help"],
+        [sys.executable, "-X", "importtime", "-m", "tools.rewards.cli", "try", "--help"],
         capture_output=True,
         text=True,
     )

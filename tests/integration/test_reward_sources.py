@@ -20,11 +20,11 @@ import torch
 from transformers import AutoModelForSequenceClassification, Qwen2Config, Qwen2ForSequenceClassification
 
 from producer.interfaces import LeaseFailure
-from producer.rewards import RewardPool
-from protocol.config_rewards import RewardsSection
+from producer.rewards.pool import RewardPool
+from protocol.config.rewards import RewardsSection
 from protocol.errors import ConfigError
 from tests.integration.models import byte_bpe_tokenizer
-from tests.unit.producer.test_rewards import Seen, section, with_pool
+from tests.unit.producer.rewards.test_rewards import Seen, section, with_pool
 
 pytestmark = pytest.mark.integration
 
@@ -102,7 +102,7 @@ def score(rewards: RewardsSection, seen: Seen | None = None) -> np.ndarray:
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("producer.rewards._FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("producer.rewards.pool._FIRST_PAUSE_S", 0.01)
 
 
 def test_a_service_is_sent_the_group_and_its_rewards_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:

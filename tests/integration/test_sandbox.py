@@ -14,10 +14,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from producer.sandbox import inside
-from producer.sandbox.run import Limits, Outcome, Sandbox
-from producer.shipped_rewards import make
-from producer.shipped_rewards.programs import program_of
+from producer.rewards.builtin import make
+from producer.rewards.builtin.programs import program_of
+from producer.rewards.sandbox import inside
+from producer.rewards.sandbox.run import Limits, Outcome, Sandbox
 from protocol.errors import ConfigError
 
 pytestmark = pytest.mark.integration
@@ -242,7 +242,7 @@ for action in (lambda: os.setuid(0), lambda: os.kill(1, 9), lambda: os.mknod("d"
 
 def test_its_end_is_the_end_of_who_started_it() -> None:
     starter = (
-        "import asyncio, sys\nfrom producer.sandbox.run import Limits, Sandbox\n"
+        "import asyncio, sys\nfrom producer.rewards.sandbox.run import Limits, Sandbox\n"
         "asyncio.run(Sandbox(Limits(time_s=60)).run('import time; print(1, flush=True); time.sleep(2718)'))"
     )
     process = subprocess.Popen([sys.executable, "-c", starter])
@@ -304,7 +304,7 @@ def test_where_the_walls_cannot_stand_nothing_runs(monkeypatch: pytest.MonkeyPat
         .read_text()
         .replace("    user, group =", "    raise OSError('unshare: refused')\n    user, group =")
     )
-    monkeypatch.setattr("producer.sandbox.run._INSIDE", broken)
+    monkeypatch.setattr("producer.rewards.sandbox.run._INSIDE", broken)
     with pytest.raises(ConfigError, match=r"cannot hold untrusted code: .*sysctl user.max_user_namespaces"):
         asyncio.run(Sandbox(LIMITS).check())
     with pytest.raises(ConfigError, match="Nothing was run"):

@@ -9,11 +9,11 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
-from producer.adapters import AdapterRegistry
 from producer.interfaces import Counters
 from producer.metrics import ProducerMetrics
-from producer.probe import SwapProof
-from producer.serving import Serving, listening
+from producer.policies.registry import AdapterRegistry
+from producer.policies.verification import SwapProof
+from producer.serving.serving import Serving, listening
 from producer.timeline import Timeline
 from tests.integration.engines import LiveEngine, live_engine
 from tests.integration.models import build_model, reference_logprobs

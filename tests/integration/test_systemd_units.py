@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from protocol.config_file import load_config
+from protocol.config.loader import load_config
 from protocol.errors import ExitCode
 
 pytestmark = pytest.mark.integration

@@ -14,9 +14,9 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from protocol.codec import decode
-from protocol.messages import Group, Lease
-from replay.journal_reader import JournalReader
+from protocol.wire.codec import decode
+from protocol.wire.messages import Group, Lease
+from replay.journal.reader import JournalReader
 from tests.scripted import made_up_group
 
 from .runs import Run

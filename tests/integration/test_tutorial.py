@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from protocol import rotated_lines
+from protocol.files import rotated_lines
 from tests.integration.models import build_model, reference_logprobs
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(540)]

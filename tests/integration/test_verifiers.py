@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from producer import environment_cli
-from producer.agent_program import AgentProgram, rows
-from producer.agents import Agents
-from producer.rollouts import Episode
-from protocol.config_environment import EnvironmentSection
+from producer.environments.agent_program import AgentProgram, rows
+from producer.environments.agents import Agents
+from producer.groups import Episode
+from protocol.config.environment import EnvironmentSection
 from protocol.errors import ConfigError
 from tests.integration.pair import Daemon, end_well
 from tests.integration.test_pair import read_steps, write_run
 from tests.scripted_policy import ScriptedPolicy, endpoint, lease_of, numbers_in
+from tools.environments import cli as environment_cli
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
@@ -171,7 +171,9 @@ def test_a_run_learns_from_episodes_and_a_killed_agent_program_is_started_again(
     daemons.append(trainer)
     trainer.wait_for(r"step 1/", beside=producer)
     commands = {child: " ".join(child.cmdline()) for child in producer.family()}
-    (program,) = [child for child, said in commands.items() if "producer.bridges" in said and "keeper.py" not in said]
+    (program,) = [
+        child for child, said in commands.items() if "producer.environments.bridges" in said and "keeper.py" not in said
+    ]
     program.kill()
     producer.wait_for(r"the agent program of the environment ended \(killed by SIGKILL\); starting another in 1 s")
     end_well(trainer, producer)

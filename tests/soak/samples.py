@@ -16,8 +16,8 @@ from pathlib import Path
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-from protocol import rotated_lines
-from protocol.scratch import PREFIX
+from protocol.files import rotated_lines
+from protocol.files.scratch import PREFIX
 
 SHARED_MEMORY = Path("/dev/shm")
 MEMORY = "rss_bytes"

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import yaml
 
-from protocol import config as schema
-from protocol.config_file import load_config
+from protocol.config import run as schema
+from protocol.config.loader import load_config
 
 REPOSITORY = Path(__file__).parents[2]
 PAGE = REPOSITORY / "docs" / "configuration.md"

@@ -10,12 +10,15 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[2]
-PACKAGES = ("protocol", "replay", "producer", "consumer")
+PACKAGES = ("protocol", "replay", "producer", "consumer", "tools")
 MODULES = sorted(file for package in PACKAGES for file in (REPOSITORY / package).rglob("*.py"))
 LONGEST_MODULE = 400
 FORBIDDEN_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve"}
 FORBIDDEN_CALLS = {"eval", "exec"}
-RUN_IN_A_SANDBOX = {"producer.judge.judge", "producer.judge.judged"}  # where the code that a model wrote is run
+RUN_IN_A_SANDBOX = {
+    "producer.rewards.judge.judge",
+    "producer.rewards.judge.judged",
+}  # where the code that a model wrote is run
 UNPICKLING = {("allow_pickle", True), ("weights_only", False)}  # of numpy.load and torch.load
 
 every_module = pytest.mark.parametrize("file", MODULES, ids=lambda file: str(file.relative_to(REPOSITORY)))
@@ -72,7 +75,7 @@ def test_nothing_unpickles_or_evaluates(file: Path) -> None:
 @every_module
 def test_what_runs_in_a_sandbox_is_imported_nowhere_else(file: Path) -> None:
     """It is read as text. One of them may import another."""
-    if file.parent != REPOSITORY / "producer/judge":
+    if file.parent != REPOSITORY / "producer/rewards/judge":
         imported = {node.module for node in ast.walk(parsed(file)) if isinstance(node, ast.ImportFrom)}
         assert not imported & RUN_IN_A_SANDBOX
 

@@ -12,47 +12,47 @@ TESTS = Path(__file__).resolve().parents[1]
 MISTAKES = {
     # Importance correction
     "modes that mask clamp what they masked, so that nothing is masked": [
-        ("unit/consumer/test_importance.py", "test_mask_modes_do_not_clamp_again_what_they_masked"),
+        ("unit/consumer/loss/test_importance.py", "test_mask_modes_do_not_clamp_again_what_they_masked"),
     ],
     "ratios of whole completions explode with their length": [
         (
-            "unit/consumer/test_importance.py",
+            "unit/consumer/loss/test_importance.py",
             "test_a_sequence_ratio_explodes_with_length_and_a_geometric_mean_does_not",
         ),
-        ("unit/consumer/test_importance.py", "test_a_geometric_mean_does_not_depend_on_length"),
+        ("unit/consumer/loss/test_importance.py", "test_a_geometric_mean_does_not_depend_on_length"),
     ],
     "the clip is inverted for negative advantages": [
         (
-            "unit/consumer/test_correction_losses.py",
+            "unit/consumer/loss/test_correction_losses.py",
             "test_the_clip_binds_on_the_right_side_for_both_signs_of_the_advantage",
         ),
     ],
     # Replay
     "replayed groups keep the ratio of their first training": [
         (
-            "unit/consumer/test_batches_trained.py",
+            "unit/consumer/batches/test_batches_trained.py",
             "test_a_replayed_group_gets_its_ratio_from_the_policy_that_trains_it",
         ),
     ],
     "replay writes left-padded prompts into other widths: holes, and prompts without their end": [
         (
-            "unit/consumer/test_batches_trained.py",
+            "unit/consumer/batches/test_batches_trained.py",
             "test_a_replayed_group_has_no_holes_and_loses_no_prompt_end_in_other_widths",
         ),
     ],
     "the heap of the replay table freezes on the earliest data": [
-        ("unit/replay/test_replay_table.py", "test_the_replay_heap_freezes_on_the_earliest_data"),
+        ("unit/replay/batches/test_replay_table.py", "test_the_replay_heap_freezes_on_the_earliest_data"),
     ],
     # Rerolls
     "the hook that puts rerolls in is never called": [
         (
-            "unit/consumer/test_rollouts.py",
+            "unit/consumer/assembly/test_rollouts.py",
             "test_a_constant_format_reward_does_not_hide_a_failure_and_the_prompt_returns_to_a_newer_policy",
         ),
     ],
     "a constant format reward keeps failed prompts from being rerolled": [
         (
-            "unit/consumer/test_rollouts.py",
+            "unit/consumer/assembly/test_rollouts.py",
             "test_a_constant_format_reward_does_not_hide_a_failure_and_the_prompt_returns_to_a_newer_policy",
         ),
     ],
@@ -76,8 +76,8 @@ MISTAKES = {
     ],
     # Processes
     "the wait for a reward worker has no end": [
-        ("unit/producer/test_rewards.py", "test_a_hanging_function_fails_in_time"),
-        ("unit/producer/test_rewards.py", "test_after_a_hang_the_pool_works_on_with_a_new_process"),
+        ("unit/producer/rewards/test_rewards.py", "test_a_hanging_function_fails_in_time"),
+        ("unit/producer/rewards/test_rewards.py", "test_after_a_hang_the_pool_works_on_with_a_new_process"),
     ],
     "a trainer polls a collector that is dead": [
         ("unit/consumer/test_patience.py", "test_it_gives_up_after_the_stall_timeout_and_names_it"),
@@ -88,11 +88,11 @@ MISTAKES = {
     ],
     "engines of others on the same host are killed by name": [
         ("integration/test_producer.py", "test_no_child_survives_kill_9"),
-        ("unit/protocol/test_scratch.py", "test_what_a_killed_process_left_goes_and_nothing_else"),
+        ("unit/protocol/files/test_scratch.py", "test_what_a_killed_process_left_goes_and_nothing_else"),
     ],
     # The swap
     "a swap that failed is a warning, and generation goes on as if it had not": [
-        ("unit/producer/test_adapters.py", "test_a_version_that_cannot_be_loaded_leaves_the_old_one_current"),
+        ("unit/producer/policies/test_adapters.py", "test_a_version_that_cannot_be_loaded_leaves_the_old_one_current"),
         ("integration/test_engine.py", "test_a_refused_adapter_or_request_leaves_the_engine_alive"),
     ],
     "adapters are delivered and never used": [

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from benchmarks.lockstep import LockstepFeed, Policies, Sampler, greedy_accuracy
-from consumer.setup import Setup
-from protocol.config import RunConfig
+from consumer.training.run_components import Setup
+from protocol.config.run import RunConfig
 from replay.groups import RolloutGroup
 from tests.integration.models import build_model, random_adapter, reference_logprobs
 from tests.unit.consumer.snapshots import snapshot

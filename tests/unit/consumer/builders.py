@@ -9,20 +9,20 @@ import apsw
 import numpy as np
 from prometheus_client import CollectorRegistry
 
-from consumer.learning_metrics import LearningMetrics
-from protocol.codec import encode
-from protocol.config import ReplaySection, RunConfig
-from protocol.messages import Group
+from consumer.reporting.learning_metrics import LearningMetrics
+from protocol.config.run import ReplaySection, RunConfig
+from protocol.wire.codec import encode
+from protocol.wire.messages import Group
+from replay.batches.cutting import BatchCutter
+from replay.batches.delivery import Delivery
+from replay.batches.replay_table import ReplayTable, replay_table
 from replay.buffer import RolloutBuffer
-from replay.cutting import BatchCutter
-from replay.delivery import Delivery
-from replay.failures import RetryBudget
 from replay.groups import GroupShape, RolloutGroup
-from replay.journal import Entry, Journal, JournalFullError
-from replay.ledger import PromptLedger
-from replay.replay_table import ReplayTable, replay_table
-from replay.rerolls import RerollQueue, RerollRules
-from replay.staleness import StalenessBudget
+from replay.journal.writer import Entry, Journal, JournalFullError
+from replay.prompts.failure_budgets import RetryBudget
+from replay.prompts.ledger import PromptLedger
+from replay.prompts.rerolls import RerollQueue, RerollRules
+from replay.prompts.staleness import StalenessBudget
 
 SHAPE = GroupShape(num_generations=4, num_rewards=1, max_completion_length=6, vocab_size=64)
 

@@ -1,4 +1,4 @@
-"""A small model, built once; a journal, a disk and a clock that do what the test says. What needs torch imports it itself."""
+"""A journal, a disk and a clock that do what the test says. What needs torch imports it itself."""
 
 import shutil
 from collections.abc import Iterator
@@ -7,31 +7,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from consumer import patience as patience_module
-from replay.disk import DiskGuard
-
-from .builders import Clock, FillableJournal
-
-
-@pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tests.integration.models import build_model
-
-    return build_model("qwen2", tmp_path_factory.mktemp("tiny") / "model")
-
-
-@pytest.fixture(scope="session")
-def one_layer_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """For many steps where the subject is not the model: half the time of `tiny_model`."""
-    from tests.integration.models import build_model
-
-    return build_model("qwen2", tmp_path_factory.mktemp("one-layer") / "model", num_layers=1)
+from consumer import waiting as patience_module
+from replay.journal.disk import DiskGuard
+from tests.unit.consumer.builders import Clock, FillableJournal
 
 
 @pytest.fixture(scope="module")
 def float64(tiny_model: Path, one_layer_model: Path) -> Iterator[None]:
     """For modules that compare formulas. The models come first: their weights are drawn in float32, whoever needs them."""
-    from .float64 import in_float64
+    from tests.unit.consumer.float64 import in_float64
 
     with in_float64():
         yield

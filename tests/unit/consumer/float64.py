@@ -13,7 +13,7 @@ from unittest.mock import patch
 import torch
 from transformers.models.qwen2 import modeling_qwen2
 
-from consumer.vllm_hidden import without_vllm
+from consumer.training.import_guard import without_vllm
 
 with without_vllm():
     from trl.kernels import chunked_logprob

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from consumer.snapshots import Snapshot
+from consumer.publishing.snapshots import Snapshot
 
 
 def snapshot(data: bytes, release: Callable[[], None] = lambda: None) -> Snapshot:

@@ -2,10 +2,9 @@
 
 import pytest
 
-from consumer.patience import Patience, StopRequested
+from consumer.waiting import Patience, StopRequested
 from protocol.errors import JournalError, StalledError
-
-from .builders import Clock
+from tests.unit.consumer.builders import Clock
 
 
 def never() -> None:

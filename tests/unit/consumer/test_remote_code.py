@@ -11,21 +11,20 @@ import transformers
 from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
-from consumer import export
-from consumer.journal_content import load_tokenizer as tokenizer_of_journal
-from consumer.prompts import PromptDataset
-from consumer.run_facts import run_facts
-from consumer.setup import model_config
-from consumer.sft_trainer import build_sft_arguments, train
-from consumer.tokenizer import load_tokenizer
-from consumer.trainer import build_lora
-from protocol.config import RunConfig
-from protocol.digests import base_model_digest, tokenizer_digest
+from consumer.checkpoints.run_facts import run_facts
+from consumer.prompts.dataset import PromptDataset
+from consumer.prompts.tokenizer import load_tokenizer
+from consumer.training.run_components import model_config
+from consumer.training.trainer import build_lora
+from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, JournalError
+from protocol.wire.digests import base_model_digest, tokenizer_digest
 from tests.integration.models import build_model_with_code
-
-from .builders import rollout_group, run_config
-from .trl_reference import loss_and_gradients, slipstream_trainer
+from tests.unit.consumer.builders import rollout_group, run_config
+from tests.unit.consumer.trl_reference import loss_and_gradients, slipstream_trainer
+from tools.export import merge as export
+from tools.journal.content import load_tokenizer as tokenizer_of_journal
+from tools.sft.trainer import build_sft_arguments, train
 
 FIX = "it needs the Python files that come with it; read them, and set model.trust_remote_code=true to run them"
 

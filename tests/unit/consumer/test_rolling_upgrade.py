@@ -13,27 +13,26 @@ from typing import Any
 
 import pytest
 
-from consumer.journal_content import ContentReader
-from consumer.retraining import RecordedRun
-from consumer.run_facts import comparable
+from consumer.checkpoints.run_facts import comparable
+from consumer.training.retraining import RecordedRun
 from producer.interfaces import Arrival, Counters, Identity, Workload
-from producer.link import Link
+from producer.link.link import Link
 from protocol import __version__
-from protocol.codec import schema_of
-from protocol.config import TransportSection
-from protocol.messages import Lease, PolicyInfo
-from protocol.zmq_channel import ZmqClient, ZmqServer
+from protocol.config.run import TransportSection
+from protocol.transport.zeromq import ZmqClient, ZmqServer
+from protocol.wire.codec import schema_of
+from protocol.wire.messages import Lease, PolicyInfo
 from replay.buffer import RolloutBuffer
-from replay.disk import DiskGuard
-from replay.journal_reader import JournalReader
+from replay.journal.disk import DiskGuard
+from replay.journal.reader import JournalReader
 from tests import release_before
 from tests.scripted import facts, made_up_group
+from tests.unit.consumer.builders import FillableJournal, live_buffer
+from tests.unit.consumer.intake.builders import BLOB, DIGEST, SHAPE, Trainer
+from tests.unit.consumer.training.test_retraining import FACTS
 from tests.unit.protocol.channel_harness import PATIENCE_S
 from tests.unit.replay.builders import entry
-
-from .builders import FillableJournal, live_buffer
-from .intake.builders import BLOB, DIGEST, SHAPE, Trainer
-from .test_retraining import FACTS
+from tools.journal.content import ContentReader
 
 LIMIT = 2**20
 

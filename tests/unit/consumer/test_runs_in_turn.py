@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from protocol.messages import Lease
-from replay.disk import DiskGuard
+from protocol.wire.messages import Lease
+from replay.journal.disk import DiskGuard
 from tests.scripted import made_up_group
-
-from .builders import FillableJournal, live_buffer
-from .intake.builders import SHAPE
-from .test_rolling_upgrade import Endpoints, Site, Worker, until
+from tests.unit.consumer.builders import FillableJournal, live_buffer
+from tests.unit.consumer.intake.builders import SHAPE
+from tests.unit.consumer.test_rolling_upgrade import Endpoints, Site, Worker, until
 
 
 class SlowWorker(Worker):

@@ -12,16 +12,16 @@ import torch
 from datasets import Dataset
 from transformers import AutoTokenizer
 
-from consumer.batches import MicroBatch
-from consumer.importance import Correction, resolve
-from consumer.trainer import (
+from consumer.batches.tensors import MicroBatch
+from consumer.loss.importance import Correction, resolve
+from consumer.training.trainer import (
     GRPOConfig,
     GRPOTrainer,
     SlipstreamTrainer,
     build_arguments,
     build_lora,
 )
-from protocol.config import RunConfig
+from protocol.config.run import RunConfig
 from replay.groups import RolloutGroup
 
 LORA_STD = 0.1

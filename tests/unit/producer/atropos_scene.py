@@ -9,12 +9,12 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from producer.atropos import Atropos
-from producer.served_calls import Answer, Call
-from producer.serving import Serving, listening
-from protocol.config import RunConfig
-from tests.unit.producer.test_endpoint import Endpoint
-from tests.unit.producer.test_served_versions import Registry
+from producer.calls.calls import Answer, Call
+from producer.environments.atropos import Atropos
+from producer.serving.serving import Serving, listening
+from protocol.config.run import RunConfig
+from tests.unit.producer.serving.test_endpoint import Endpoint
+from tests.unit.producer.serving.test_served_versions import Registry
 
 GROUP_SIZE = 2
 

@@ -8,19 +8,19 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
-from producer.admission import Admission
-from producer.generation import Generation
-from producer.in_flight import InFlight, OnSwap
+from producer.engine.merged import MergedWeights
 from producer.interfaces import Adapter, Completion, Counters
-from producer.merged import MergedWeights
 from producer.metrics import ProducerMetrics
-from protocol.messages import Lease, Sampling
+from producer.rollouts.admission import Admission
+from producer.rollouts.generation import Generation
+from producer.rollouts.in_flight import InFlight, OnSwap
+from protocol.wire.messages import Lease, Sampling
 from tests.scripted_trainer import lease
 from tests.unit.producer.cancellation import cancel_at_each_wait
-from tests.unit.producer.test_adapters import Setup, blob
-from tests.unit.producer.test_generation import Prompts, Rewards
-from tests.unit.producer.test_in_flight import Policies
-from tests.unit.producer.test_merged import Workers, adapter
+from tests.unit.producer.engine.test_merged import Workers, adapter
+from tests.unit.producer.policies.test_adapters import Setup, blob
+from tests.unit.producer.rollouts.test_generation import Prompts, Rewards
+from tests.unit.producer.rollouts.test_in_flight import Policies
 
 
 class Engine:

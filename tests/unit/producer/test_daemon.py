@@ -11,16 +11,16 @@ from prometheus_client import CollectorRegistry
 
 from producer import daemon
 from producer.interfaces import Completion
-from protocol.config import RunConfig
+from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, EngineError, IncompatiblePeerError, StalledError
-from protocol.health import Health
-from protocol.messages import Ack, Bye, Group, Heartbeat, Hello, Nack, PolicyInfo
-from protocol.observability import Watch
-from protocol.systemd import Notifier
-from protocol.zmq_channel import ZmqServer
+from protocol.service.health import Health
+from protocol.service.observability import Watch
+from protocol.service.systemd import Notifier
+from protocol.transport.zeromq import ZmqServer
+from protocol.wire.messages import Ack, Bye, Group, Heartbeat, Hello, Nack, PolicyInfo
 from tests.scripted import facts
 from tests.scripted_trainer import ScriptedTrainer, lease
-from tests.unit.producer.test_adapters import FakeEngine, blob
+from tests.unit.producer.policies.test_adapters import FakeEngine, blob
 
 
 def watch() -> Watch:
@@ -85,9 +85,9 @@ def serve_blobs(trainer: ScriptedTrainer) -> None:
 @pytest.fixture
 def config(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
     made.clear()
-    fake = ModuleType("producer.engine")
+    fake = ModuleType("producer.engine.engine")
     fake.Engine = Engine  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "producer.engine", fake)
+    monkeypatch.setitem(sys.modules, "producer.engine.engine", fake)
     monkeypatch.setattr(daemon, "load_tokenizer", lambda folder, **_: Tokenizer())
     monkeypatch.setattr(daemon, "_WATCH_EVERY_S", 0.05)
     monkeypatch.setattr(daemon, "_SIGNAL_GRACE_S", 0.05)
@@ -181,7 +181,7 @@ def test_a_lease_whose_policy_never_comes_is_a_stall(config, trainer):
 
 @pytest.mark.long
 def test_an_engine_that_hangs_with_its_adapters_does_not_keep_the_process(config, trainer, monkeypatch):
-    monkeypatch.setattr(sys.modules["producer.engine"], "Engine", Hanging)
+    monkeypatch.setattr(sys.modules["producer.engine.engine"], "Engine", Hanging)
     monkeypatch.setattr(daemon, "_UNWIND_S", 0.2)
     serve_blobs(trainer)
 
@@ -206,7 +206,7 @@ def test_an_engine_that_hangs_with_its_adapters_does_not_keep_the_process(config
 
 @pytest.mark.long
 def test_an_outbox_that_nobody_empties_pauses_generation_and_is_a_stall(config, trainer, monkeypatch):
-    monkeypatch.setattr(sys.modules["producer.engine"], "Engine", Answering)
+    monkeypatch.setattr(sys.modules["producer.engine.engine"], "Engine", Answering)
     monkeypatch.setattr(daemon, "_FLUSH_S", 0.2)
     serve_blobs(trainer)
     trainer.acknowledges = False
@@ -231,7 +231,7 @@ def test_an_outbox_that_nobody_empties_pauses_generation_and_is_a_stall(config, 
 
 
 def test_generation_goes_on_by_itself_when_acknowledgements_come(config, trainer, monkeypatch):
-    monkeypatch.setattr(sys.modules["producer.engine"], "Engine", Answering)
+    monkeypatch.setattr(sys.modules["producer.engine.engine"], "Engine", Answering)
     serve_blobs(trainer)
     trainer.acknowledges = False
     config = changed(config, "transport", max_unacked_bytes=0)

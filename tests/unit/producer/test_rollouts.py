@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from producer.groups import Episode, Record, common_length, group_message
 from producer.interfaces import Completion, LeaseFailure
-from producer.rollouts import Episode, Record, common_length, group_message
-from protocol.messages import Group
+from protocol.wire.messages import Group
 from replay.groups import GroupShape, RolloutGroup
 
 SHAPE = GroupShape(num_generations=2, num_rewards=1, max_completion_length=6, vocab_size=50)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from producer.timeline import Timeline
-from protocol.rotated_lines import older, paths
+from protocol.files.rotated_lines import older, paths
 
 
 def events(path: Path) -> list[str]:

@@ -7,8 +7,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from protocol.loopback import LoopbackServer
-from protocol.zmq_channel import ZmqClient, ZmqServer
+from protocol.transport.zeromq import ZmqClient, ZmqServer
+from tests.loopback import LoopbackServer
 
 LIMIT = 4 * 2**20
 PATIENCE_S = 60.0  # for things that must happen; none of them takes that long

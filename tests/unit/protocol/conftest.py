@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from protocol import logs
+from protocol.service import logs
 
 
 @pytest.fixture

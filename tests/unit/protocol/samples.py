@@ -1,6 +1,6 @@
 """One small message of every type."""
 
-from protocol import messages as m
+from protocol.wire import messages as m
 
 SHA = "0123456789abcdef" * 4
 POLICY = m.PolicyInfo(version=3, digest=SHA, num_bytes=70_000)

@@ -1,4 +1,4 @@
-"""A command on `protocol.command_line` that says what it was given, fails with seed 1 and is interrupted with seed 2.
+"""A command on `protocol.service.command_line` that says what it was given, fails with seed 1 and is interrupted with seed 2.
 
 As a process, `python -m tests.unit.protocol.stub_command`, it also fails if anything heavy was imported.
 """
@@ -6,9 +6,9 @@ As a process, `python -m tests.unit.protocol.stub_command`, it also fails if any
 import os
 import sys
 
-from protocol.command_line import main, parser
-from protocol.config import RunConfig
+from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, ExitCode
+from protocol.service.command_line import main, parser
 
 HEAVY = ("torch", "vllm", "trl", "transformers", "peft", "datasets", "numpy", "uvicorn", "starlette")
 

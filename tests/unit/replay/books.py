@@ -1,6 +1,6 @@
 """What the tests of the ledger do again and again."""
 
-from replay.ledger import LeaseRecord, PromptLedger, WorkItem
+from replay.prompts.ledger import LeaseRecord, PromptLedger, WorkItem
 
 FAR = 1e9
 

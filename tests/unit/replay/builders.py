@@ -11,18 +11,18 @@ from typing import Any
 import apsw
 import numpy as np
 
-from protocol.codec import encode
-from protocol.messages import Group
+from protocol.wire.codec import encode
+from protocol.wire.messages import Group
+from replay.batches.cutting import BatchCutter, CutBatch
+from replay.batches.delivery import Delivery
+from replay.batches.replay_table import ReplayTable
 from replay.buffer import Outcome, RolloutBuffer
-from replay.cutting import BatchCutter, CutBatch
-from replay.delivery import Delivery
-from replay.failures import RetryBudget
 from replay.groups import GroupShape, RolloutGroup
-from replay.journal import Entry, Journal
-from replay.ledger import PromptLedger
-from replay.replay_table import ReplayTable
-from replay.rerolls import Judgement, RerollQueue, RerollRules
-from replay.staleness import StalenessBudget
+from replay.journal.writer import Entry, Journal
+from replay.prompts.failure_budgets import RetryBudget
+from replay.prompts.ledger import PromptLedger
+from replay.prompts.rerolls import Judgement, RerollQueue, RerollRules
+from replay.prompts.staleness import StalenessBudget
 
 
 class FillableJournal(Journal):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from .builders import FillableJournal, memory_folder
+from tests.unit.replay.builders import FillableJournal, memory_folder
 
 
 @pytest.fixture

@@ -4,12 +4,11 @@ from collections import Counter
 
 from hypothesis.stateful import invariant
 
+from replay.batches.cutting import BatchCutter
 from replay.buffer import RolloutBuffer
-from replay.cutting import BatchCutter
-
-from .builders import FillableJournal, names
-from .crash_model import Model
-from .crash_records import key_of
+from tests.unit.replay.builders import FillableJournal, names
+from tests.unit.replay.crash_model import Model
+from tests.unit.replay.crash_records import key_of
 
 OUTCOMES = ("accepted", "no_signal", "stale", "duplicate", "unknown_lease")
 

@@ -4,12 +4,11 @@ import copy
 import math
 from collections.abc import Iterable
 
-from replay.ledger import Key, PromptLedger
-from replay.rerolls import RerollQueue, RerollRules
-from replay.staleness import StalenessBudget
-
-from .builders import ledger
-from .crash_records import (
+from replay.prompts.ledger import Key, PromptLedger
+from replay.prompts.rerolls import RerollQueue, RerollRules
+from replay.prompts.staleness import StalenessBudget
+from tests.unit.replay.builders import ledger
+from tests.unit.replay.crash_records import (
     ATTEMPTS,
     BURST,
     REWARDS,

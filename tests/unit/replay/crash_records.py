@@ -4,9 +4,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from replay.ledger import Key, parse_lease_id
-from replay.replay_table import RateLimiter, ReplayTable
-from replay.selectors import fifo, oldest
+from replay.batches.replay_table import RateLimiter, ReplayTable
+from replay.batches.selectors import fifo, oldest
+from replay.prompts.ledger import Key, parse_lease_id
 
 ATTEMPTS = {"data": 2, "infra": 3}
 BURST = 8

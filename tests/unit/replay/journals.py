@@ -5,9 +5,8 @@ from pathlib import Path
 
 import apsw
 
-from replay.journal import DeadLetter, Journal
-
-from .builders import claim, entry, group_ids
+from replay.journal.writer import DeadLetter, Journal
+from tests.unit.replay.builders import claim, entry, group_ids
 
 COLUMNS = (
     "seq, group_id, epoch, prompt_id, attempt, producer, policy_version, outcome, reward, num_tokens, num_bytes,"

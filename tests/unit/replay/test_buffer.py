@@ -9,14 +9,13 @@ from collections import Counter
 
 import pytest
 
-from protocol.codec import encode
 from protocol.errors import DataFailuresError
+from protocol.wire.codec import encode
+from replay.batches.delivery import Delivery
 from replay.buffer import RolloutBuffer
-from replay.delivery import Delivery
-from replay.failures import FAILURE_WINDOW
-from replay.journal import Journal
-
-from .builders import (
+from replay.journal.writer import Journal
+from replay.prompts.failure_budgets import FAILURE_WINDOW
+from tests.unit.replay.builders import (
     FillableJournal,
     buffer,
     cut,

@@ -2,9 +2,8 @@
 
 import pytest
 
-from replay.journal import Journal, JournalFullError
-
-from .builders import (
+from replay.journal.writer import Journal, JournalFullError
+from tests.unit.replay.builders import (
     FillableJournal,
     buffer,
     cut,

@@ -21,15 +21,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from replay.batches.cutting import BatchCutter
 from replay.buffer import RolloutBuffer
-from replay.cutting import BatchCutter
-from replay.journal import JournalFullError
-from replay.rerolls import RerollRules
-from replay.staleness import StalenessBudget
-
-from .builders import SHAPE, FillableJournal, delivery, mean_reward, memory_folder, names, spread
-from .crash_invariants import Invariants
-from .crash_records import ATTEMPTS, REWARDS, Arrival, Checkpoint, Replay, key_of
+from replay.journal.writer import JournalFullError
+from replay.prompts.rerolls import RerollRules
+from replay.prompts.staleness import StalenessBudget
+from tests.unit.replay.builders import SHAPE, FillableJournal, delivery, mean_reward, memory_folder, names, spread
+from tests.unit.replay.crash_invariants import Invariants
+from tests.unit.replay.crash_records import ATTEMPTS, REWARDS, Arrival, Checkpoint, Replay, key_of
 
 PATIENCE_S = 3.0
 

@@ -5,10 +5,9 @@ import math
 import numpy as np
 import pytest
 
-from protocol.messages import Group
+from protocol.wire.messages import Group
 from replay.groups import GroupShape, InvalidGroupError
-
-from .builders import SHAPE, group_message
+from tests.unit.replay.builders import SHAPE, group_message
 
 
 def ints(*values: int) -> bytes:

@@ -8,10 +8,9 @@ import pytest
 from hypothesis import HealthCheck, event, example, given, settings
 from hypothesis import strategies as st
 
-from protocol.messages import Group
+from protocol.wire.messages import Group
 from replay.groups import GroupShape, InvalidGroupError, RolloutGroup
-
-from .builders import SHAPE, group_message
+from tests.unit.replay.builders import SHAPE, group_message
 
 INT32 = st.integers(-(2**31), 2**31 - 1) | st.sampled_from([-(2**31), -1, 0, 1, 4, 5, 9, 10, 2**31 - 1, 2**30])
 SHAPES = st.builds(

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from protocol.config import RunConfig
+from protocol.config.run import RunConfig
 from replay.groups import RolloutGroup
 from replay.rewards import EPSILON, OverlongPenalty, RewardRecipe
 

@@ -4,16 +4,16 @@ import hashlib
 from collections.abc import Callable
 from typing import Any
 
-from consumer.intake import Intake
-from consumer.leasing import LeaseDesk
+from consumer.intake.dispatcher import LeaseDesk
+from consumer.intake.intake import Intake
 from protocol.errors import DatasetError
-from protocol.handshake import TrainerNeeds
-from protocol.loopback import LoopbackClient, LoopbackServer
-from protocol.messages import Group, Heartbeat, Hello, Lease, Sampling
-from protocol.shared_memory import NO_MEMORY, SharedMemory
+from protocol.files.shared_memory import NO_MEMORY, SharedMemory
+from protocol.wire.handshake import TrainerNeeds
+from protocol.wire.messages import Group, Heartbeat, Hello, Lease, Sampling
 from replay.buffer import RolloutBuffer
-from replay.disk import DiskGuard
 from replay.groups import GroupShape
+from replay.journal.disk import DiskGuard
+from tests.loopback import LoopbackClient, LoopbackServer
 from tests.scripted import facts, made_up_group
 from tests.unit.consumer.builders import FillableJournal, live_buffer
 

@@ -4,11 +4,10 @@ from typing import Any
 
 import pytest
 
-from consumer import farewell
-from replay.disk import DiskGuard
+from consumer.intake import farewell
+from replay.journal.disk import DiskGuard
 from tests.unit.consumer.builders import FillableJournal
-
-from .builders import Start, Trainer
+from tests.unit.consumer.intake.builders import Start, Trainer
 
 
 @pytest.fixture

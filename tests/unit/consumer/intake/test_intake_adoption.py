@@ -4,10 +4,9 @@ what nobody wants any more. Another run's are none of its business."""
 import pytest
 from msgspec.structs import replace
 
-from protocol.messages import Ack, Nack, PolicyInfo, Welcome
+from protocol.wire.messages import Ack, Nack, PolicyInfo, Welcome
 from tests.unit.consumer.builders import FillableJournal, live_buffer
-
-from .builders import BLOB, DIGEST, SHAPE, Start, Trainer, answer, only
+from tests.unit.consumer.intake.builders import BLOB, DIGEST, SHAPE, Start, Trainer, answer, only
 
 
 def next_process(start: Start, journal: FillableJournal, session: str = "t") -> Trainer:

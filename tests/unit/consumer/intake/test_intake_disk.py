@@ -5,11 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from protocol.messages import Ack, Nack
-from replay.disk import DiskGuard
+from protocol.wire.messages import Ack, Nack
+from replay.journal.disk import DiskGuard
 from tests.unit.consumer.builders import FillableJournal
-
-from .builders import Start, answer
+from tests.unit.consumer.intake.builders import Start, answer
 
 
 @pytest.mark.parametrize("at_the_start", [False, True])

@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 
-from consumer.arrivals import COMMIT_ROWS
+from consumer.intake.arrivals import COMMIT_ROWS
 from protocol.errors import JournalError
-from protocol.messages import Ack, Bye, Nack, PolicyInfo
-from replay.disk import DiskGuard
-from replay.journal_reader import JournalReader
+from protocol.wire.messages import Ack, Bye, Nack, PolicyInfo
+from replay.journal.disk import DiskGuard
+from replay.journal.reader import JournalReader
 from tests.unit.consumer.builders import FillableJournal
-
-from .builders import DIGEST, Start, Trainer, answer, only
+from tests.unit.consumer.intake.builders import DIGEST, Start, Trainer, answer, only
 
 
 class Disclosure:

@@ -4,11 +4,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from protocol.messages import Ack, Group, Nack
 from protocol.throttle import NUM_SHOWN_AT_ONCE, THEN_EVERY_S
+from protocol.wire.messages import Ack, Group, Nack
 from tests.unit.consumer.builders import FillableJournal
-
-from .builders import BLOB, DIGEST, SHAPE, Start, answer, made_lease, only
+from tests.unit.consumer.intake.builders import BLOB, DIGEST, SHAPE, Start, answer, made_lease, only
 
 
 def test_every_outcome_is_acknowledged(start: Start) -> None:

@@ -2,11 +2,10 @@
 
 import pytest
 
-from protocol.codec import encode
-from protocol.messages import Bye, Group, Heartbeat, Hello, Lease, Nack, PolicyInfo, Reject, Welcome
+from protocol.wire.codec import encode
+from protocol.wire.messages import Bye, Group, Heartbeat, Hello, Lease, Nack, PolicyInfo, Reject, Welcome
 from tests.scripted import facts
-
-from .builders import BLOB, DIGEST, SAMPLING, Producer, Start, only
+from tests.unit.consumer.intake.builders import BLOB, DIGEST, SAMPLING, Producer, Start, only
 
 
 def test_a_producer_that_fits_is_welcomed_and_leased_to(start: Start) -> None:

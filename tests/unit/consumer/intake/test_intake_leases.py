@@ -4,10 +4,9 @@ import time
 
 import pytest
 
-from protocol.messages import Ack, Heartbeat, Hello, Nack, Policy, PolicyInfo
+from protocol.wire.messages import Ack, Heartbeat, Hello, Nack, Policy, PolicyInfo
 from tests.scripted import facts
-
-from .builders import Prompts, Start, answer, made_lease, only
+from tests.unit.consumer.intake.builders import Prompts, Start, answer, made_lease, only
 
 
 def test_two_producers_share_the_leases_by_their_room(start: Start) -> None:

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from protocol.messages import (
+from protocol.files.shared_memory import shared_memory
+from protocol.transport.zeromq import ZmqClient, ZmqServer
+from protocol.wire.messages import (
     BlobChunk,
     BlobMissing,
     BlobRequest,
@@ -18,10 +20,7 @@ from protocol.messages import (
     PolicyOffer,
     PolicyRequest,
 )
-from protocol.shared_memory import shared_memory
-from protocol.zmq_channel import ZmqClient, ZmqServer
-
-from .builders import BLOB, DIGEST, Start
+from tests.unit.consumer.intake.builders import BLOB, DIGEST, Start
 
 
 def test_a_blob_comes_in_chunks_and_the_end_is_short(start: Start) -> None:

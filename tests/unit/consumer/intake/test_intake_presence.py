@@ -5,11 +5,10 @@ from typing import Any
 
 import pytest
 
-from protocol.codec import encode
-from protocol.messages import Ack, Bye, Heartbeat
+from protocol.wire.codec import encode
+from protocol.wire.messages import Ack, Bye, Heartbeat
 from tests.unit.consumer.builders import FillableJournal
-
-from .builders import Start, answer, only
+from tests.unit.consumer.intake.builders import Start, answer, only
 
 
 def test_a_silent_producer_is_given_up_and_its_leases_go_to_the_others(

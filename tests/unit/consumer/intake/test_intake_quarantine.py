@@ -4,12 +4,11 @@ from contextlib import closing
 
 import msgspec
 
-from protocol.codec import encode
-from protocol.messages import Ack, Reject
-from replay.journal_reader import JournalReader
+from protocol.wire.codec import encode
+from protocol.wire.messages import Ack, Reject
+from replay.journal.reader import JournalReader
 from tests.unit.consumer.builders import FillableJournal
-
-from .builders import Start, answer, made_lease, only
+from tests.unit.consumer.intake.builders import Start, answer, made_lease, only
 
 
 def quarantine(journal: FillableJournal) -> list[tuple[str, int]]:

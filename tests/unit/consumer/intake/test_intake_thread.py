@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from protocol.codec import CodecError, encode
-from protocol.messages import Ack, Bye, Heartbeat, Hello, Policy, PolicyInfo, Reject
+from protocol.wire.codec import CodecError, encode
+from protocol.wire.messages import Ack, Bye, Heartbeat, Hello, Policy, PolicyInfo, Reject
 from tests.scripted import facts
-
-from .builders import DIGEST, Producer, Start, answer, made_lease, only
+from tests.unit.consumer.intake.builders import DIGEST, Producer, Start, answer, made_lease, only
 
 
 def test_garbage_and_messages_of_the_wrong_side_are_counted_and_survived(

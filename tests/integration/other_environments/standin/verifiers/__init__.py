@@ -1,4 +1,4 @@
-"""What `producer.bridges.verifiers_classic` and `classic_doubling` use of verifiers 0.3.1, as that release has it
+"""What `producer.environments.bridges.verifiers_classic` and `classic_doubling` use of verifiers 0.3.1, as that release has it
 (`legacy/envs/environment.py`, `legacy/envs/multiturn_env.py`, `legacy/rubrics/rubric.py`, `legacy/utils/env_utils.py`), for
 tests where it is not installed.
 """

@@ -1,0 +1,73 @@
+"""The rollout buffer of a run and what adapts it, from the configuration. Wiring only."""
+
+from typing import Any
+
+from consumer.training.run_components import Setup
+from protocol.config.run import RunConfig
+from replay.batches.cutting import BatchCutter
+from replay.batches.replay_table import replay_table
+from replay.buffer import RolloutBuffer
+from replay.journal.writer import Journal
+from replay.prompts.adaptive_staleness import StalenessController
+from replay.prompts.failure_budgets import RetryBudget
+from replay.prompts.ledger import PromptLedger
+from replay.prompts.rerolls import RerollQueue, RerollRules
+
+
+def rollout_buffer(setup: Setup, journal: Journal, session: str) -> RolloutBuffer:
+    """An empty buffer.
+
+    Args:
+        session: unique per trainer process.
+
+    Raises:
+        ConfigError: the replay section would never let a group stand in.
+    """
+    config = setup.config
+    pipeline, reroll = config.pipeline, config.reroll
+    ledger = PromptLedger(
+        len(setup.prompts),
+        seed=config.seed,
+        shuffle=config.dataset.shuffle,
+        budgets={
+            "data": RetryBudget(pipeline.max_data_attempts, pipeline.data_backoff_s),
+            "infra": RetryBudget(pipeline.max_infra_attempts, pipeline.infra_backoff_s),
+        },
+        session=session,
+        rerolls=RerollQueue(max_share=reroll.max_share, max_pending=reroll.max_pending),
+    )
+    cutter = BatchCutter(
+        setup.budget,
+        journal,
+        signal=setup.rewards.signal,
+        replay=replay_table(config.replay, config.seed),
+        max_replayed=min(int(config.replay.max_share * pipeline.groups_per_step), pipeline.groups_per_step - 1),
+        partial=pipeline.fill == "partial",
+    )
+    return RolloutBuffer(
+        ledger,
+        cutter,
+        journal,
+        rules=RerollRules(
+            column=config.reward_names.index(reroll.reward) if reroll.reward else 0,
+            fail_threshold=reroll.fail_threshold,
+            solved_threshold=reroll.solved_threshold,
+            delay_versions=reroll.delay_versions,
+            max_attempts=reroll.max_attempts,
+            solved_cooldown_epochs=reroll.solved_cooldown_epochs,
+        ),
+        mean_reward=setup.rewards.mean_reward,
+        max_failed_share=pipeline.max_failed_share,
+        max_groups_without_signal=config.guards.max_groups_without_signal,
+    )
+
+
+def staleness_controller(config: RunConfig, state: dict[str, Any]) -> StalenessController | None:
+    """What adapts the staleness under `max_staleness: auto`, as it was at the checkpoint with this pipeline state."""
+    pipeline = config.pipeline
+    if pipeline.max_staleness != "auto":
+        return None
+    controller = StalenessController(*pipeline.auto_staleness, pipeline.auto_min_effective_share)
+    if "staleness" in state:
+        controller.restore(state["staleness"])
+    return controller

@@ -1,0 +1,129 @@
+"""Rollout groups to the tensors that TRL's loss takes.
+
+Guarantee: a step is cut into micro-batches of bounded size by the lengths of its rows; every micro-batch is padded to its own
+longest prompt and completion and to nothing else, and its log-probs stand beside the tokens they were sampled with. Tokens that
+the policy did not sample are attended to and never in the loss. Rows that cannot move the policy are left out. What a group was
+padded to before, and any importance ratio it had, is nowhere kept, so a group can be trained again in any company.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from consumer.batches.advantages import advantages
+from consumer.batches.micro_batches import cut_rows
+from replay.groups import RolloutGroup
+from replay.rewards import RewardRecipe
+
+MicroBatch = dict[str, torch.Tensor]
+
+
+def loss_mask(batch: MicroBatch) -> torch.Tensor:
+    """(B, T), 1 for the tokens in the loss."""
+    return batch["completion_mask"] * batch["tool_mask"] if "tool_mask" in batch else batch["completion_mask"]
+
+
+class _Row(NamedTuple):
+    """One record of a completion."""
+
+    prompt_ids: NDArray[np.int32]
+    completion_ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    advantage: float  # of the completion
+    counts: bool  # in the loss
+    sampled: NDArray[np.bool_] | None  # None: all of it
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_ids) + len(self.completion_ids)
+
+    @property
+    def num_sampled(self) -> int:
+        return len(self.completion_ids) if self.sampled is None else int(self.sampled.sum())
+
+
+@dataclass(frozen=True)
+class BatchRecipe:
+    """What turns groups into tensors, fixed for a run."""
+
+    rewards: RewardRecipe
+    num_generations: int
+    max_tokens: int  # of a micro-batch
+    packed: bool  # rows stand one behind the other, without padding
+    only_advantages: bool  # without advantage a row has no gradient
+    keeps_all_rows: bool  # each has one, because the experts' load-balancing loss is a mean over all tokens
+    pad_token_id: int
+    scale_rewards: str
+    baseline: str
+    mask_truncated: bool
+    seed: int
+
+    def tensors(self, groups: list[RolloutGroup]) -> list[MicroBatch]:
+        """The micro-batches of the optimizer steps over one batch, at least one, on the CPU.
+
+        Each has `prompt_ids`, `prompt_mask` (left-padded), `completion_ids`, `completion_mask` (right-padded),
+        `sampling_per_token_logps`, `advantages` (B,) and `num_items_in_batch` (tokens in the loss, of the whole step); and, where
+        there are tokens that the policy did not sample, TRL's `tool_mask`, which is 0 for them.
+        """
+        rows = self._rows(groups)
+        num_items = torch.tensor(sum(row.num_sampled for row in rows if row.counts))
+        moving = [row for row in rows if self._moves(row)]
+        rows = moving or [min(rows, key=lambda row: row.num_tokens)]
+        cut = cut_rows([row.num_tokens for row in rows], self.max_tokens, padded=not self.packed)
+        return [self._pad([rows[i] for i in part]) | {"num_items_in_batch": num_items} for part in cut]
+
+    def _moves(self, row: _Row) -> bool:
+        if self.keeps_all_rows:
+            return True
+        return row.counts and (bool(row.advantage) or not self.only_advantages)
+
+    def advantages_of(self, groups: list[RolloutGroup]) -> torch.Tensor:
+        """Float32 (N,), of the completions in the order of the groups."""
+        return advantages(
+            torch.from_numpy(np.concatenate([self.rewards.columns(group) for group in groups])),
+            torch.from_numpy(self.rewards.column_weights),
+            self.num_generations,
+            scale_rewards=self.scale_rewards,
+            aggregation=self.rewards.aggregation,
+            baseline=self.baseline,
+        )
+
+    def _rows(self, groups: list[RolloutGroup]) -> list[_Row]:
+        values = self.advantages_of(groups).tolist()
+        result = []
+        for first, group in zip(range(0, len(values), self.num_generations), groups, strict=True):
+            for tokens, completion, cut in zip(group.records, group.completion_of, group.truncated, strict=True):
+                completion_ids, logprobs = group.completion_ids[tokens], group.logprobs[tokens]
+                sampled = None if group.sampled is None else group.sampled[tokens]
+                counts = not (cut and self.mask_truncated)
+                advantage = values[first + completion]
+                result.append(_Row(group.prompt_ids, completion_ids, logprobs, advantage, counts, sampled))
+        return result
+
+    def _pad(self, rows: list[_Row]) -> MicroBatch:
+        num_rows = len(rows)
+        prompt_width = max(len(row.prompt_ids) for row in rows)
+        width = max(len(row.completion_ids) for row in rows)
+        batch = {
+            "prompt_ids": torch.full((num_rows, prompt_width), self.pad_token_id),
+            "prompt_mask": torch.zeros((num_rows, prompt_width), dtype=torch.long),
+            "completion_ids": torch.full((num_rows, width), self.pad_token_id),
+            "completion_mask": torch.zeros((num_rows, width), dtype=torch.long),
+            "sampling_per_token_logps": torch.zeros((num_rows, width)),
+            "advantages": torch.tensor([row.advantage for row in rows]),
+        }
+        if any(row.sampled is not None for row in rows):
+            batch["tool_mask"] = torch.ones((num_rows, width), dtype=torch.long)
+        for i, row in enumerate(rows):
+            start, end = prompt_width - len(row.prompt_ids), len(row.completion_ids)
+            batch["prompt_ids"][i, start:] = torch.from_numpy(row.prompt_ids.astype(np.int64))
+            batch["prompt_mask"][i, start:] = 1
+            batch["completion_ids"][i, :end] = torch.from_numpy(row.completion_ids.astype(np.int64))
+            batch["completion_mask"][i, :end] = int(row.counts)
+            batch["sampling_per_token_logps"][i, :end] = torch.from_numpy(row.logprobs.copy())
+            if row.sampled is not None:
+                batch["tool_mask"][i, :end] = torch.from_numpy(row.sampled.astype(np.int64))
+        return batch

@@ -1,0 +1,115 @@
+"""Checkpoints: TRL's own folders plus the pipeline state.
+
+Guarantee: a checkpoint is written under `checkpoints/.partial`, brought to the disk, and then appears under its own name
+in one rename; what `latest` returns is whole and can be resumed from, whenever the machine went down. What a crash left half
+written or half deleted goes when the next process starts.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from protocol.errors import ConfigError
+from protocol.files.staged import settle, sync
+
+_STATE_FILE = "pipeline_state.json"
+
+
+class Checkpoint(NamedTuple):
+    """A checkpoint that counts: its folder and the pipeline state in it."""
+
+    folder: Path
+    state: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken."""
+        return int(self.state["step"])
+
+    @property
+    def run_id(self) -> str:
+        return str(self.state["run_id"])
+
+
+def staging(checkpoints_dir: Path) -> Path:
+    """Where checkpoints are written before they count."""
+    return checkpoints_dir / ".partial"
+
+
+def clear_leftovers(checkpoints_dir: Path) -> None:
+    """Removes what a crash left half written, or half deleted."""
+    shutil.rmtree(staging(checkpoints_dir), ignore_errors=True)
+    for folder in _numbered(checkpoints_dir).values():
+        if not is_committed(folder):
+            shutil.rmtree(folder)
+
+
+def commit(staged: Path, state: dict[str, Any]) -> None:
+    """Completes the checkpoint in `staging(...)/checkpoint-N` with the pipeline state, and makes it count. One that
+    counts already stays: it is of the same step, and from the same weights."""
+    (staged / _STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
+    final = staged.parents[1] / staged.name
+    if is_committed(final):
+        shutil.rmtree(staged)
+    else:
+        settle(staged, final)
+
+
+def is_committed(folder: Path) -> bool:
+    return (folder / _STATE_FILE).is_file()
+
+
+def prune(checkpoints_dir: Path, keep: int) -> None:
+    """Deletes all but the newest `keep` checkpoints that count. Each stops counting, on the disk too, before its files go."""
+    for folder in _folders(checkpoints_dir)[:-keep]:
+        (folder / _STATE_FILE).unlink()
+        sync(folder)
+    clear_leftovers(checkpoints_dir)
+
+
+def latest(checkpoints_dir: Path) -> Checkpoint | None:
+    """The newest checkpoint that counts; None if there is none."""
+    folders = _folders(checkpoints_dir)
+    return _load(folders[-1]) if folders else None
+
+
+def committed(checkpoints_dir: Path) -> list[Checkpoint]:
+    """The checkpoints that count, oldest first."""
+    return [_load(folder) for folder in _folders(checkpoints_dir)]
+
+
+def starting_point(run_dir: Path, checkpoints_dir: Path, *, has_groups: bool, resume: bool) -> Checkpoint | None:
+    """Where a run starts: the newest checkpoint with `--resume`, else from scratch.
+
+    Args:
+        has_groups: whether the journal holds any.
+
+    Raises:
+        ConfigError: there is a run to go on with, and nobody said to go on with it.
+    """
+    found = latest(checkpoints_dir)
+    if (found is not None or has_groups) and not resume:
+        what = found.folder.name if found is not None else "groups in its journal"
+        raise ConfigError(
+            f"run_dir: {run_dir} already holds a run ({what}). Go on with it by --resume, or choose another run_dir"
+        )
+    return found
+
+
+def _load(folder: Path) -> Checkpoint:
+    return Checkpoint(folder, json.loads((folder / _STATE_FILE).read_text(encoding="utf-8")))
+
+
+def _folders(checkpoints_dir: Path) -> list[Path]:
+    """Of the checkpoints that count, oldest first."""
+    return [folder for _, folder in sorted(_numbered(checkpoints_dir).items()) if is_committed(folder)]
+
+
+def _numbered(checkpoints_dir: Path) -> dict[int, Path]:
+    """By step, also those that do not count."""
+    return {
+        int(folder.name.removeprefix("checkpoint-")): folder
+        for folder in checkpoints_dir.glob("checkpoint-*")
+        if folder.name.removeprefix("checkpoint-").isdigit()
+    }

@@ -1,0 +1,167 @@
+"""Evaluations as the run sees them: which versions are due, what is done with results, when the run has seen enough.
+
+Guarantee: no step waits for an evaluation; only the end of the run does, within `evaluation.wait_s` without an answer. Every
+result is recorded once (`consumer.evaluation.results`), said once, and reaches the trackers under `evaluation/`.
+"""
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from consumer.evaluation.leases import EvaluationDesk, Finished
+from consumer.evaluation.queue import DueVersion, EvaluationQueue
+from consumer.evaluation.results import EvaluationResults
+from consumer.waiting import Patience
+from protocol.config.evaluation import EvaluationSection
+from protocol.wire.messages import PolicyInfo
+from replay.journal.disk import out_of_space
+from replay.prompts.evaluation_leases import summary
+
+logger = logging.getLogger(__name__)
+
+_PAUSE_S = 0.1
+_SAY_EVERY_S = 10.0
+
+
+class EvaluationControl:
+    """`submit` belongs to the publisher's thread, the rest to the main thread; numbers may be read by any.
+
+    Args:
+        last_version: of the run, if it takes every step.
+        say: shows a line to the user, with its numbers as fields.
+    """
+
+    def __init__(
+        self,
+        section: EvaluationSection,
+        due: EvaluationQueue,
+        results: EvaluationResults,
+        desk: EvaluationDesk,
+        *,
+        run_dir: Path,
+        reward_names: tuple[str, ...],
+        last_version: int,
+        say: Callable[..., None],
+    ) -> None:
+        self._section = section
+        self._due = due
+        self._results = results
+        self._run_dir = run_dir
+        self._reward_names = reward_names
+        self._last_version = last_version
+        self._say = say
+        self.desk = desk
+        self.log: Callable[[Mapping[str, float]], None] = lambda numbers: None  # to the trackers; set with the trainer
+        self.last: dict[str, Any] | None = None
+        self.counts: Counter[str] = Counter()
+
+    @property
+    def best(self) -> dict[str, Any] | None:
+        return self._results.best if self._section.keep_best else None
+
+    @property
+    def best_score(self) -> float | None:
+        return self._results.best_score
+
+    @property
+    def num_skipped(self) -> int:
+        return self._due.num_skipped
+
+    @property
+    def num_without_improvement(self) -> int:
+        return self._results.num_without_improvement
+
+    @property
+    def stop_reason(self) -> str | None:
+        """Why the run should end now, if it should."""
+        return self._results.stop_reason
+
+    def submit(self, policy: PolicyInfo, step: int, blob: bytes | memoryview, probe: tuple[bytes, bytes]) -> None:
+        """A policy is about to be published: it is to be evaluated if it is due and has no result.
+
+        Raises:
+            OSError: it could not be written.
+        """
+        version = policy.version
+        if version in self._results.versions:
+            return
+        due = version % self._section.every_versions == 0 if version else self._section.before_training
+        if due or version == self._last_version:
+            self._due.put(DueVersion(policy, step, bytes(blob), *probe))
+
+    def collect(self) -> None:
+        """Records what has finished. On a full disk it waits for the next call."""
+        while not self.desk.finished.empty():
+            if not self._record(self.desk.finished.get_nowait()):
+                return
+
+    def wait_for_last(self, patience: Patience, describe: Callable[[], str]) -> None:
+        """Returns when every version that is due has its result, or nothing came in for too long.
+
+        Raises:
+            StopRequested: or whatever else `patience.check` raises.
+        """
+        progress, changed_at = None, time.monotonic()
+        said = changed_at
+        while self._due.versions:
+            patience.check()
+            self.collect()
+            now = time.monotonic()
+            if progress != (progress := (self.desk.progress, len(self._due.versions))):
+                changed_at = now
+            if now - changed_at > self._section.wait_s:
+                versions = ", ".join(f"v{version}" for version in self._due.versions)
+                self._say(
+                    f"the evaluation of {versions} is given up after evaluation.wait_s without an answer: {describe()}"
+                )
+                return
+            if now - said > _SAY_EVERY_S:
+                said, at = now, self.desk.progress
+                self._say(f"evaluating v{at.version}: {at.num_done} of {at.num_prompts} prompts; {describe()}")
+            time.sleep(_PAUSE_S)
+
+    def _record(self, finished: Finished) -> bool:
+        """False: no room on the disk; it is tried again."""
+        policy = finished.due.policy
+        result = {
+            "version": policy.version,
+            "step": finished.due.step,
+            "t": time.time(),
+            "metric": self._section.score_name,
+            **summary(finished.answers, self._reward_names),
+            "duration_s": round(finished.duration_s, 3),
+            "digest": policy.digest,
+        }
+        try:
+            is_best = self._results.record(result, finished.due.blob)
+        except OSError as error:
+            if not out_of_space(self._run_dir, error):
+                raise
+            self.desk.finished.put(finished)
+            return False
+        self._due.done(policy.version)
+        self.last = result
+        self.counts["scored" if self._results.counts(result) else "incomplete"] += 1
+        self._report(result, is_best)
+        return True
+
+    def _report(self, result: dict[str, Any], is_best: bool) -> None:
+        score, unscored = result["score"], result["num_prompts"] - result["num_scored"]
+        shown = "no score" if score is None else f"{result['metric']} {score:.4g}"
+        notes = [f"{result['num_prompts']} prompts", f"{result['duration_s']:.1f} s"]
+        if unscored:
+            notes.append(f"{unscored} without a score")
+        if not self._results.counts(result):
+            notes.append("too few to count")
+        elif is_best:
+            notes.append("the best so far")
+        elif self._results.best_score is not None:
+            notes.append(f"best {self._results.best_score:.4g}")
+        fields = {"version": result["version"], "step": result["step"], "score": score, "best": is_best}
+        self._say(f"evaluation of v{result['version']} (step {result['step']}): {shown} ({', '.join(notes)})", **fields)
+        numbers = {"score": score, "version": result["version"], "mean_length": result["mean_length"]}
+        numbers |= {f"rewards/{name}": value for name, value in result["rewards"].items()}
+        self.log({f"evaluation/{name}": float(value) for name, value in numbers.items() if value is not None})

@@ -1,0 +1,135 @@
+"""From a row to a prompt and its columns, by the functions that the configuration names.
+
+Guarantee: whatever a user's function does wrong is a `DatasetError` that names the function, the row and the dataset.
+"""
+
+import hashlib
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+
+from protocol.config.dataset import SourceSection
+from protocol.config.functions import load_function
+from protocol.errors import DatasetError
+from protocol.wire.prompts import is_conversational
+
+Row = dict[str, Any]
+
+
+class RowReader:
+    """Reads the rows of one source by their numbers.
+
+    Args:
+        key: of the source in the configuration file.
+
+    Raises:
+        ConfigError: `filter` or `transform` cannot be imported.
+    """
+
+    def __init__(self, source: SourceSection, key: str, rows: Dataset) -> None:
+        self.source = source
+        self.key = key
+        self.rows = rows
+        self._filter = load_function(source.filter, f"{key}.filter") if source.filter else None
+        self._transform = load_function(source.transform, f"{key}.transform") if source.transform else None
+
+    @property
+    def has_transform(self) -> bool:
+        return self._transform is not None
+
+    @property
+    def may_skip(self) -> bool:
+        """Whether a row may have to go for a reason that only its content tells."""
+        return self._filter is not None or self._transform is not None
+
+    def passes(self, row: Row, number: int) -> bool:
+        """Whether the filter lets the row through.
+
+        Raises:
+            DatasetError: the filter raised, or did not say.
+        """
+        if self._filter is None:
+            return True
+        passes = self._call("filter", self._filter, row, number)
+        if type(passes).__name__ not in ("bool", "bool_"):  # numpy's, too
+            raise DatasetError(
+                f"{self.key}.filter returned {passes!r:.80} for {self.place(number)}; it must return True or False"
+            )
+        return bool(passes)
+
+    def read(self, row: Row, number: int) -> tuple[Any, Row] | None:
+        """The prompt (a string or a list of messages) and all other columns; None for a row that the transform skips.
+
+        Raises:
+            DatasetError: the transform raised, or the row has no usable prompt.
+        """
+        if self._transform is not None:
+            made = self._call("transform", self._transform, row, number)
+            if made is None:
+                return None
+            if not isinstance(made, dict):
+                raise DatasetError(
+                    f"{self.key}.transform returned {made!r:.80} for {self.place(number)}; it must return a dict or None"
+                )
+            row = dict(made)
+        column = self.source.prompt_column
+        if column not in row:
+            raise DatasetError(
+                f"{self.key}.prompt_column: {self.source.path} has no column {column!r}; it has "
+                f"{', '.join(map(repr, row))} (row {number})"
+            )
+        prompt = row.pop(column)
+        if not (prompt if isinstance(prompt, str) else is_conversational(prompt)):
+            raise DatasetError(
+                f"{self.key}: {self.place(number)}: {column!r} must be a string that is not empty, or a list of "
+                f"messages with role and content, got {str(prompt)[:80]!r}"
+            )
+        return prompt, row
+
+    def __getitem__(self, number: int) -> tuple[Any, Row]:
+        """As `read_kept`, of the row with this number."""
+        return self.read_kept(self.rows[number], number)
+
+    def read_kept(self, row: Row, number: int) -> tuple[Any, Row]:
+        """As `read`, of a row that was not skipped at the start.
+
+        Raises:
+            DatasetError: as `read`, or it is to be skipped now.
+        """
+        result = self.read(row, number)
+        if result is None:
+            raise DatasetError(f"{self.key}.transform skips {self.place(number)} now, and did not before")
+        return result
+
+    def code_digest(self) -> str:
+        """sha256 over the files that the functions are in, and what else decides how a row is read."""
+        digest = hashlib.sha256(self.source.prompt_column.encode())
+        for spec, function in ((self.source.filter, self._filter), (self.source.transform, self._transform)):
+            digest.update(f"\0{spec}\0".encode())
+            if function is not None:
+                digest.update(_file_of(function))
+        return digest.hexdigest()
+
+    def _call(self, what: str, function: Callable[[Row], Any], row: Row, number: int) -> Any:
+        try:
+            return function(dict(row))
+        except Exception as error:
+            raise DatasetError(
+                f"{self.key}.{what} raised on {self.place(number)}: {type(error).__name__}: {error}"
+            ) from error
+
+    def place(self, number: int) -> str:
+        """For messages."""
+        return f"row {number} of {self.source.path}"
+
+
+def _file_of(function: Callable[[Row], Any]) -> bytes:
+    """Empty for a function that is in none."""
+    try:
+        file = inspect.getsourcefile(inspect.unwrap(function))
+    except TypeError:
+        return b""
+    return Path(file).read_bytes() if file and Path(file).is_file() else b""

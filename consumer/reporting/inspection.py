@@ -1,0 +1,73 @@
+"""What a step that was not finite leaves behind, in `RUN_DIR/inspect/step-N`.
+
+Guarantee: `step.json` says what was found and names the groups, `groups.safetensors` holds their arrays under `ID/NAME` (no
+pickle). The folder appears whole; a full disk costs the folder and nothing else. Folders of the newest eight steps are kept.
+"""
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.numpy import save_file
+
+from protocol.files.json_lines import encode_line, unless_full
+from protocol.files.staged import staged
+from replay.batches.cutting import CutBatch
+from replay.groups import RolloutGroup
+
+_ARRAYS = ("prompt_ids", "completion_lengths", "completion_ids", "logprobs", "rewards", "versions")
+_MAX_NAMES = 16
+_KEPT = 8
+
+
+def keep(run_dir: Path, step: int, batch: CutBatch, found: dict[str, Any]) -> Path:
+    """Writes the folder of optimizer step `step` (from 1), in place of one from an earlier try, and returns it."""
+    folder = run_dir / "inspect" / f"step-{step}"
+    values = {"step": step} | found | {"groups": [_row(group) for group in batch.groups]}
+    arrays = {
+        f"{group.group_id}/{name}": np.ascontiguousarray(getattr(group, name))
+        for group in batch.groups
+        for name in _ARRAYS
+    }
+    with unless_full():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with staged(folder) as partial:
+            partial.mkdir()
+            (partial / "step.json").write_text(json.dumps(json.loads(encode_line(values)), indent=1), encoding="utf-8")
+            save_file(arrays, partial / "groups.safetensors")
+    for old in sorted(folder.parent.glob("step-*"), key=lambda place: place.stat().st_mtime)[:-_KEPT]:
+        shutil.rmtree(old)
+    return folder
+
+
+def _row(group: RolloutGroup) -> dict[str, Any]:
+    return {
+        "group": group.group_id,
+        "policy_version": group.policy_version,
+        "num_tokens": group.num_tokens,
+        "num_unscored_tokens": int(np.isnan(group.logprobs).sum()),
+        "rewards": [[None if math.isnan(value) else value for value in row] for row in group.rewards.tolist()],
+    }
+
+
+def not_finite(
+    named: Iterable[tuple[str, torch.nn.Parameter]], what: Callable[[torch.nn.Parameter], torch.Tensor | None]
+) -> list[str]:
+    """Names of parameters of which a tensor is not finite everywhere, the first few.
+
+    Args:
+        what: takes the tensor from a parameter; None where there is none.
+    """
+    found = []
+    for name, parameter in named:
+        tensor = what(parameter)
+        if tensor is not None and not bool(tensor.isfinite().all()):
+            found.append(name)
+            if len(found) == _MAX_NAMES:
+                break
+    return found

@@ -1,0 +1,124 @@
+"""Some completions of every step as text, in `RUN_DIR/rollouts.jsonl`.
+
+Guarantee: which ones is a function of seed, step and batch: one of the best rewarded, one of the worst, then any others.
+The file and the older one that it replaced, `rollouts.1.jsonl`, are bounded (`protocol.files.rotated_lines`); steps that a crash
+undid leave no lines; a full disk costs lines and nothing else.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from consumer.batches.tensors import BatchRecipe
+from protocol.config.run import RunConfig
+from protocol.files.json_lines import encode_line, unless_full
+from protocol.files.rotated_lines import RotatedLines
+from replay.batches.cutting import CutBatch
+from replay.prompts.ledger import parse_lease_id
+
+_MAX_CHARS = 8192  # of a text
+
+
+class RolloutLog:
+    """See the module's guarantee.
+
+    Args:
+        first_step: steps taken before this process.
+        num_samples: lines per step; 0 writes nothing.
+        max_bytes: of one file. Lines of one step stay together, also where they alone are more.
+        decode: token ids to text.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        first_step: int,
+        *,
+        num_samples: int,
+        max_bytes: int,
+        recipe: BatchRecipe,
+        reward_names: Sequence[str],
+        decode: Callable[[list[int]], str],
+    ) -> None:
+        self._file = RotatedLines(run_dir / "rollouts.jsonl", max_bytes)
+        self._file.forget_after(first_step)
+        self._num_samples = num_samples
+        self._recipe = recipe
+        self._reward_names = reward_names
+        self._decode = decode
+
+    @classmethod
+    def of(
+        cls, config: RunConfig, recipe: BatchRecipe, decode: Callable[[list[int]], str], first_step: int
+    ) -> "RolloutLog":
+        """The one of a run."""
+        return cls(
+            Path(config.run_dir),
+            first_step,
+            num_samples=config.observability.rollout_samples,
+            max_bytes=config.observability.rollouts_max_bytes,
+            recipe=recipe,
+            reward_names=config.reward_names,
+            decode=decode,
+        )
+
+    def note(self, step: int, batch: CutBatch, version: int) -> None:
+        """Writes the samples of optimizer step `step`, counted from 1.
+
+        Args:
+            version: the policy that cut the batch.
+        """
+        if not self._num_samples:
+            return
+        rewards = np.concatenate([group.rewards for group in batch.groups])
+        totals = np.where(
+            np.isnan(rewards).all(axis=1), np.nan, np.nansum(rewards * self._recipe.rewards.weights, axis=1)
+        )
+        advantages = self._recipe.advantages_of(batch.groups).tolist()
+        now = time.time()
+        lines = [
+            {"step": step, "t": now}
+            | self._completion(batch, row, version)
+            | {"reward": float(totals[row]), "advantage": advantages[row]}
+            for row in chosen(totals, self._num_samples, np.random.default_rng([self._recipe.seed, step]))
+        ]
+        with unless_full():
+            self._file.append("".join(f"{encode_line(line)}\n" for line in lines).encode())
+
+    def _completion(self, batch: CutBatch, row: int, version: int) -> dict[str, Any]:
+        place, number = divmod(row, self._recipe.num_generations)
+        group = batch.groups[place]
+        tokens = group.last_record(number)
+        (_, prompt_id, _), _ = parse_lease_id(group.group_id)
+        return {
+            "group": group.group_id,
+            "prompt_id": prompt_id,
+            "policy_version": group.policy_version,
+            "staleness": version - group.policy_version,
+            "versions": group.tokens_by_version(tokens),
+            "stands_in": place >= batch.num_fresh,
+            "prompt": shortened(self._decode(group.prompt_ids.tolist())),
+            "completion": shortened(self._decode(group.completion_ids[tokens].tolist())),
+            "length": int(group.sampled_lengths[number]),
+            "truncated": bool(group.was_truncated[number]),
+            "rewards": dict(zip(self._reward_names, group.rewards[number].tolist(), strict=True)),
+        }
+
+
+def chosen(totals: NDArray[np.float32], count: int, draw: np.random.Generator) -> list[int]:
+    """Indexes of at most `count` completions: of a best one, of a worst one, then of others. NaN is neither."""
+    order = draw.permutation(len(totals)).tolist()
+    scored = [row for row in order if not np.isnan(totals[row])]
+    extremes = [max(scored, key=totals.__getitem__), min(scored, key=totals.__getitem__)] if scored else []
+    return list(dict.fromkeys([*extremes, *order]))[:count]
+
+
+def shortened(text: str) -> str:
+    """At most about `_MAX_CHARS`: the middle of a longer one is left out, because answers stand at the end."""
+    left_out = len(text) - _MAX_CHARS
+    half = _MAX_CHARS // 2
+    return text if left_out <= 0 else f"{text[:half]}[... {left_out} characters left out ...]{text[-half:]}"

@@ -1,0 +1,145 @@
+"""Training again, from a run's journal and without producers.
+
+Guarantee: the batches of the surviving lineage, in the recorded order and nothing else. With the same configuration, on
+the same kind of CPU and in float32, every checkpoint comes out bit for bit as in the recorded run.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from consumer.publishing.snapshots import Snapshot
+from consumer.waiting import StopRequested
+from protocol.errors import ConfigError, JournalError
+from protocol.wire.messages import JOURNAL_SCHEMAS
+from replay.batches.cutting import CutBatch
+from replay.groups import GroupShape
+from replay.journal.reader import JournalReader
+
+_SAME = {
+    "base_model_digest": "model.path",
+    "initial_adapter_digest": "lora.init_from",
+    "tokenizer_digest": "model.path (its tokenizer)",
+    "num_generations": "sampling.num_generations",
+    "max_completion_length": "sampling.max_completion_length",
+    "reward_names": "rewards.functions",
+    "groups_per_step": "pipeline.groups_per_step",
+    "num_iterations": "trainer.num_iterations",
+}
+
+
+class RecordedRun:
+    """The journal of a run that is over, or of one still running.
+
+    Raises:
+        JournalError: there is none, or it cannot be read.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._reader = JournalReader(run_dir / "journal.sqlite")
+        self._facts = self._reader.facts()
+
+    def close(self) -> None:
+        self._reader.close()
+
+    @property
+    def num_threads(self) -> int:
+        """CPU threads of torch in the recorded run; sums come out the same with as many only."""
+        return int(json.loads(self._facts["num_threads"]))
+
+    def check(self, facts: dict[str, str]) -> str:
+        """Returns the id of the recorded run.
+
+        Raises:
+            ConfigError: the configuration does not fit its groups.
+            JournalError: its groups are those of a newer release.
+        """
+        schema_version = int(self._facts.get("wire_schema", 1))
+        if schema_version not in JOURNAL_SCHEMAS:
+            raise JournalError(
+                f"{self._reader.path} has groups of protocol schema {schema_version}, this release reads up to "
+                f"{JOURNAL_SCHEMAS[-1]}; use its release"
+            )
+        recorded = {"initial_adapter_digest": ""} | self._facts  # journals of older releases know no such adapters
+        for name, key in _SAME.items():
+            if recorded.get(name) != facts[name]:
+                raise ConfigError(
+                    f"--from-journal: {key} is {facts[name] or 'not given'}, the run was made with "
+                    f"{recorded.get(name) or 'none'}"
+                )
+        return self._facts["run_id"]
+
+    def batches(self, from_step: int, shape: GroupShape) -> Iterator[CutBatch]:
+        """The batches from optimizer step `from_step` (from 1) on, which may lie in the middle of the first.
+
+        Raises:
+            JournalError: one is missing, because old groups were deleted.
+        """
+        expected = from_step
+        for step, last_step, group_ids, num_fresh in self._reader.batches(from_step):
+            if step > expected:
+                raise _missing(expected)
+            if len(group_ids) < int(self._facts["groups_per_step"]) and self._reader.num_deleted():
+                raise _missing(step)  # or a partial batch; where groups were deleted nobody can tell
+            groups = [shape.load(frame) for frame in self._reader.frames(group_ids)]
+            yield CutBatch(step - 1, last_step - expected + 1, last_step, groups, num_fresh)
+            expected = last_step + 1
+        if expected == from_step:
+            raise _missing(expected)
+
+
+class RecordedFeed:
+    """A `Feed` of recorded batches; it ends the run after the last one."""
+
+    def __init__(
+        self,
+        recorded: RecordedRun,
+        shape: GroupShape,
+        check: Callable[[], None],
+        first_step: int,
+        counts: Counter[str],
+    ) -> None:
+        self._recorded = recorded
+        self._shape = shape
+        self._check = check
+        self._first_step = first_step
+        self._counts = counts
+        self.wait_s = 0.0
+        self.last: CutBatch | None = None
+
+    def __iter__(self) -> Iterator[CutBatch]:
+        for batch in self._recorded.batches(self._first_step + 1, self._shape):
+            self._check()
+            self._counts["trained"] += batch.num_fresh
+            self._counts["replayed"] += len(batch.groups) - batch.num_fresh
+            self.last = batch
+            yield batch
+        raise StopRequested
+
+
+class RetrainingPipeline:
+    """A `Pipeline` that leads nowhere."""
+
+    def publish(self, step: int, version: int, snapshot: Snapshot) -> None:
+        snapshot.release()
+
+    def flush(self) -> None: ...
+
+    def end_step(self, step: int) -> None: ...
+
+    def observe(self, effective_share: float | None, wait_share: float) -> dict[str, float]:
+        return {}
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def checkpointed(self, checkpoints_dir: Path) -> None: ...
+
+
+def _missing(step: int) -> JournalError:
+    return JournalError(
+        f"--from-journal: the groups of step {step} are not in the journal (any more). Runs that will be trained again "
+        "need replay.keep_all: true"
+    )

@@ -1,0 +1,123 @@
+"""What follows from the configuration alone, and every way of training needs.
+
+Guarantee: whatever is wrong with dataset, sections of libraries or model folder is said here, before anything is written.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from prometheus_client import CollectorRegistry
+from transformers import AutoConfig
+
+from consumer.checkpoints.initial_adapter import InitialAdapter
+from consumer.checkpoints.run_facts import run_facts
+from consumer.prompts.dataset import PromptDataset
+from consumer.prompts.placeholders import Placeholders, open_prompts
+from consumer.reporting.learning_metrics import LearningMetrics
+from consumer.reporting.step_report import StepReport
+from consumer.training.trainer import build_arguments, build_lora
+from consumer.training.trl_arguments import check_model
+from protocol.config.run import RunConfig
+from protocol.errors import DatasetError
+from protocol.wire.digests import cannot_load, resolve_model
+from replay.groups import GroupShape
+from replay.prompts.staleness import StalenessBudget
+from replay.rewards import RewardRecipe
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What every way of training needs."""
+
+    config: RunConfig
+    stop: Callable[[], bool]
+    lora: LoraConfig
+    initial_adapter: InitialAdapter | None
+    prompts: PromptDataset | Placeholders
+    held_out: PromptDataset | None  # what is evaluated
+    arguments: Any
+    model_folder: Path
+    shape: GroupShape
+    budget: StalenessBudget
+    rewards: RewardRecipe
+
+    @classmethod
+    def load(cls, config: RunConfig, gpus: list[int], stop: Callable[[], bool]) -> "Setup":
+        lora = build_lora(config)
+        initial_adapter = InitialAdapter.open(config.lora["init_from"], lora) if config.lora.get("init_from") else None
+        model_folder = resolve_model(
+            config.model.path, config.model.revision, trust_remote_code=config.model.trust_remote_code
+        )
+        prompts = open_prompts(config, model_folder)
+        held_out = _held_out(config, model_folder)
+        arguments = build_arguments(config, on_gpu=bool(gpus), num_prompts=len(prompts))
+        model = model_config(model_folder, trust_remote_code=config.model.trust_remote_code)
+        check_model(arguments, model)
+        shape = GroupShape(
+            config.sampling.num_generations,
+            len(config.reward_names),
+            config.sampling.max_completion_length,
+            int(model.vocab_size),
+        )
+        budget = StalenessBudget(
+            config.pipeline.groups_per_step,
+            config.pipeline.staleness_limit,
+            config.pipeline.sync_interval,
+            arguments.num_iterations,
+        )
+        rewards = RewardRecipe.of(config, arguments.multi_objective_aggregation)
+        return cls(
+            config, stop, lora, initial_adapter, prompts, held_out, arguments, model_folder, shape, budget, rewards
+        )
+
+    def facts(self, run_id: str) -> dict[str, str]:
+        facts = run_facts(
+            self.config, self.model_folder, run_id, self.shape.vocab_size, self.arguments.num_iterations,
+            torch.get_num_threads(),
+        )  # fmt: skip
+        return facts | {
+            "dataset_digest": self.prompts.digest,
+            "num_prompts": str(len(self.prompts)),
+            "initial_adapter_digest": self.initial_adapter.digest if self.initial_adapter else "",
+        }
+
+    def report(self, counts: Counter[str], first_step: int, registry: CollectorRegistry) -> StepReport:
+        metrics = LearningMetrics(
+            registry,
+            self.config.reward_names,
+            max_steps=self.arguments.max_steps,
+            max_staleness=self.config.pipeline.staleness_limit,
+        )
+        return StepReport(
+            Path(self.config.run_dir),
+            counts,
+            metrics,
+            max_steps=self.arguments.max_steps,
+            first_step=first_step,
+            show_bar=self.config.observability.progress,
+        )
+
+
+def _held_out(config: RunConfig, model_folder: Path) -> PromptDataset | None:
+    if config.evaluation is None:
+        return None
+    try:
+        return PromptDataset(config.evaluation.dataset, model_folder, trust_remote_code=config.model.trust_remote_code)
+    except DatasetError as error:
+        raise DatasetError(f"evaluation.{error}") from error
+
+
+def model_config(model_folder: Path, *, trust_remote_code: bool) -> Any:
+    """
+    Raises:
+        ConfigError: transformers cannot read it.
+    """
+    try:
+        return AutoConfig.from_pretrained(model_folder, trust_remote_code=trust_remote_code).get_text_config()
+    except (ValueError, OSError, ImportError) as error:
+        raise cannot_load(f"{model_folder}/config.json", error) from error

@@ -1,0 +1,95 @@
+"""What TRL's arguments are made of, and what is wrong with them. TRL itself is imported by consumer/training/trainer.py only.
+
+Guarantee: what TRL would only notice in the middle of a step, or never, is refused when the trainer starts.
+"""
+
+from typing import Any
+
+from consumer.loss.importance import resolve
+from protocol.config.run import RunConfig
+from protocol.errors import ConfigError
+
+CHOICES = {
+    "loss_type": ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"),
+    "importance_sampling_level": ("token", "sequence"),
+    "scale_rewards": ("group", "batch", "none"),
+    "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
+}
+"""Options that TRL only looks at in the middle of a step."""
+
+REFUSALS = (ValueError, TypeError, NotImplementedError, ImportError, RuntimeError)
+"""With these TRL and PEFT refuse to build a trainer."""
+
+
+def chosen_values(config: RunConfig, *, on_gpu: bool) -> dict[str, Any]:
+    """The `trainer` section, with our defaults where it leaves something out."""
+    defaults = {
+        "logging_steps": 1,
+        "num_train_epochs": 1,
+        "report_to": "none",
+        "bf16": on_gpu and config.model.dtype == "bfloat16" and not config.trainer.get("fp16"),
+    }
+    return defaults | {name: value for name, value in config.trainer.items() if name != "model_init_kwargs"}
+
+
+def reserved_values(config: RunConfig, *, on_gpu: bool) -> dict[str, Any]:
+    """What follows from the other sections.
+
+    Raises:
+        ConfigError: `trainer.model_init_kwargs` is no mapping.
+    """
+    model_options = config.trainer.get("model_init_kwargs") or {}
+    if not isinstance(model_options, dict):
+        raise ConfigError(f"trainer.model_init_kwargs: expected a mapping (got {model_options!r})")
+    return {
+        "output_dir": str(config.checkpoints_dir),
+        "seed": config.seed,
+        "trust_remote_code": config.model.trust_remote_code,
+        "use_cpu": not on_gpu,
+        "num_generations": config.sampling.num_generations,
+        "max_completion_length": config.sampling.max_completion_length,
+        "temperature": config.sampling.temperature,
+        "per_device_train_batch_size": config.completions_per_step,  # TRL's batch is the step; see consumer/loss/step_loss.py
+        "gradient_accumulation_steps": 1,
+        "ignore_data_skip": True,
+        "disable_tqdm": True,
+        "model_init_kwargs": {"dtype": config.model.dtype} | model_options,
+    }
+
+
+def check_model(arguments: Any, model_config: Any) -> None:
+    """Refuses what TRL cannot do with this model.
+
+    Raises:
+        ConfigError: says which key and what to do instead.
+    """
+    if arguments.cast_lm_head_to_fp32 and model_config.tie_word_embeddings:
+        raise ConfigError(
+            "trainer.cast_lm_head_to_fp32: the head of this model has the weights of its embeddings (tie_word_embeddings), and "
+            "TRL cannot cast those under LoRA; remove it"
+        )
+
+
+def check_arguments(arguments: Any, config: RunConfig) -> None:
+    """Refuses what a `trl.GRPOConfig` accepts and this trainer, or TRL later on, does not.
+
+    Raises:
+        ConfigError: says which key and what to do instead.
+    """
+    for key, choices in CHOICES.items():
+        value = getattr(arguments, key)
+        if value not in choices:
+            raise ConfigError(f"trainer.{key}: {value!r} is not one that TRL knows: {', '.join(choices)}")
+    correction = resolve(config.correction)
+    if not correction.ratio_min <= 1 <= correction.ratio_max:
+        raise ConfigError(
+            f"correction: ratios from {correction.ratio_min:g} to {correction.ratio_max:g} leave out 1, which is that of "
+            "a token on-policy; choose ratio_min of at most and ratio_max of at least 1"
+        )
+    if arguments.loss_type == "vespo" and correction.level in ("sequence", "geometric"):
+        raise ConfigError(
+            f"correction.preset: {config.correction.preset} has one ratio per completion, and trainer.loss_type: vespo "
+            "multiplies those of the tokens itself; use token_truncate, token_mask, icepop or none"
+        )
+    if arguments.world_size > 1:
+        raise ConfigError("one trainer process per run: start rl-trainer without accelerate launch or torchrun")

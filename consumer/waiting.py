@@ -1,0 +1,78 @@
+"""How the main thread waits: never silently, never for ever.
+
+Guarantee: every wait says every ten seconds for whom or what, and ends with `StalledError` after `stall_timeout_s` or with
+what `check` raises.
+"""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from protocol.errors import StalledError
+from replay.journal.disk import out_of_space
+
+_PAUSE_S = 0.25
+_SAY_EVERY_S = 10.0
+_Result = TypeVar("_Result")
+
+
+class StopRequested(Exception):  # noqa: N818  a request, not an error
+    """SIGTERM or Ctrl-C arrived; everything trained so far is in the weights."""
+
+
+class Patience:
+    """See the module's guarantee.
+
+    Args:
+        check: raises when waiting makes no sense any more: `StopRequested`, or an error of another thread.
+        say: shows a line to the user.
+    """
+
+    def __init__(self, *, check: Callable[[], None], say: Callable[[str], None], stall_timeout_s: float) -> None:
+        self.check = check
+        self._say = say
+        self._stall_timeout_s = stall_timeout_s
+
+    def until(
+        self, attempt: Callable[[], _Result | None], what: str, describe: Callable[[], str], *, pause_s: float = 0.0
+    ) -> _Result:
+        """Calls `attempt` until it returns something, and returns that.
+
+        Args:
+            what: is waited for.
+            describe: says who waits for whom.
+            pause_s: sleep between attempts, for those that do not wait themselves.
+        """
+        started = said = time.monotonic()
+        while (result := attempt()) is None:
+            self.check()
+            now = time.monotonic()
+            if now - started > self._stall_timeout_s:
+                raise StalledError(
+                    f"no {what} for pipeline.stall_timeout_s={self._stall_timeout_s:.0f} s: {describe()}"
+                )
+            if now - said > _SAY_EVERY_S:
+                said = now
+                self._say(f"waiting for {what} ({now - started:.0f} s): {describe()}")
+            time.sleep(pause_s)
+        return result
+
+
+def write_when_there_is_room(write: Callable[[], None], patience: Patience, folder: Path, what: str) -> None:
+    """Calls `write`, again and again while the disk of `folder` is too full for it.
+
+    Args:
+        what: is written.
+    """
+
+    def attempt() -> bool | None:
+        try:
+            write()
+        except Exception as error:
+            if not out_of_space(folder, error):
+                raise
+            return None
+        return True
+
+    patience.until(attempt, f"room for {what}", lambda: "the disk of run_dir is full", pause_s=_PAUSE_S)

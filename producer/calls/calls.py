@@ -1,0 +1,107 @@
+"""One request of a client in the engine, and what was sampled for it.
+
+Guarantee: every sampled token is noted with its log-prob and the policy version that sampled it; after `close` nothing of the
+call is in the engine.
+"""
+
+import asyncio
+import uuid
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from producer.calls.requests import ServedRequest
+from producer.interfaces import Adapter
+
+
+@dataclass
+class Sampled:
+    """One completion. The three lists are of equal length; `finish_reason` is None until it has ended."""
+
+    prompt_ids: list[int]
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    token_versions: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+
+
+class Call:
+    """See the module's guarantee.
+
+    Args:
+        adapter: pinned by the caller.
+    """
+
+    def __init__(self, adapter: Adapter) -> None:
+        self.id = uuid.uuid4().hex
+        self.adapter = adapter
+        self._generators: dict[str, Any] = {}  # typeshed's AsyncGenerator lacks `ag_running`
+        self._readers: dict[str, asyncio.Task[Any] | None] = {}
+        self._sampled: dict[tuple[str, int], Sampled] = {}
+
+    def add(self, request_id: str, generator: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+        """What it samples for one of its prompts. The generator itself calls `note_reader` whenever it goes on."""
+        self._generators[request_id] = generator
+        return generator
+
+    def note_reader(self, request_id: str) -> None:
+        """The current task reads this generator. Of several prompts vLLM reads each in tasks of its own."""
+        self._readers[request_id] = asyncio.current_task()
+
+    def of(self, request_id: str, index: int, prompt_ids: list[int]) -> Sampled:
+        """The completion `index` of one of its prompts."""
+        return self._sampled.setdefault((request_id, index), Sampled(prompt_ids))
+
+    @property
+    def sampled(self) -> list[Sampled]:
+        return [self._sampled[key] for key in sorted(self._sampled)]
+
+    @property
+    def version(self) -> int:
+        """The oldest that sampled a token."""
+        return min((min(each.token_versions, default=self.adapter.version) for each in self.sampled), default=-1)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(each.token_ids) for each in self.sampled)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Once per prompt."""
+        prompts = {request_id: len(each.prompt_ids) for (request_id, _), each in self._sampled.items()}
+        return sum(prompts.values())
+
+    async def close(self) -> None:
+        """Nothing is waited for before everything has been told to end."""
+        readers = []
+        for request_id, generator in self._generators.items():
+            reader = self._readers.get(request_id)
+            if reader is not None and generator.ag_running:  # it can be closed by nobody else
+                reader.cancel()
+                readers.append(reader)
+        for generator in self._generators.values():
+            if not generator.ag_running:
+                await generator.aclose()
+        await asyncio.gather(*readers, return_exceptions=True)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A whole answer, as OpenAI has it."""
+
+    body: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Stream:
+    """An answer in pieces, each a server-sent event."""
+
+    events: AsyncGenerator[str, None]
+
+
+class Answering(Protocol):
+    """What the endpoint needs of `producer.engine.openai_server`."""
+
+    async def answer(self, request: ServedRequest, call: Call) -> Answer | Stream:
+        """Raises RefusedError for a request that vLLM refuses."""
+        ...

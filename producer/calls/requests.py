@@ -1,0 +1,138 @@
+"""What clients may ask for.
+
+Guarantee: of a request that passes, every field is known to be harmless to the engine and to its log-probs' meaning, whatever
+its value; types and bounds are vLLM's to check. Fields that could reach files, other hosts, the scheduler or the weights of
+the distribution (structured outputs, custom templates, images, priorities, token masks) are refused by name.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import msgspec
+
+from producer.calls.refusals import RefusedError
+
+Kind = Literal["chat", "completion"]
+
+_COMMON = """model n temperature top_p top_k min_p max_tokens stop seed stream stream_options presence_penalty
+    frequency_penalty logprobs user metadata return_token_ids"""
+_CHAT = "messages max_completion_tokens top_logprobs tools tool_choice parallel_tool_calls chat_template_kwargs"
+FIELDS: dict[Kind, set[str]] = {
+    "chat": {*_COMMON.split(), *_CHAT.split()},
+    "completion": {*_COMMON.split(), "prompt"},
+}
+_MAX_STOPS, _MAX_STOP_CHARACTERS = 16, 256
+_MAX_METADATA = 16
+
+
+@dataclass(frozen=True)
+class ServedRequest:
+    """A request that passed.
+
+    Args:
+        fields: for vLLM.
+        num_completions: that it asks for in all.
+    """
+
+    kind: Kind
+    model: str
+    fields: dict[str, Any]
+    num_completions: int
+    metadata: dict[str, str]
+
+    @property
+    def streams(self) -> bool:
+        return bool(self.fields.get("stream"))
+
+    def with_fields(self, fields: dict[str, Any]) -> "ServedRequest":
+        return replace(self, fields=self.fields | fields)
+
+
+def parse_request(kind: Kind, body: bytes) -> ServedRequest:
+    """Checks the body of a request.
+
+    Raises:
+        RefusedError: it is no JSON object, or has a field that is not served.
+    """
+    return check_request(kind, parse_object(body))
+
+
+def check_request(kind: Kind, values: dict[str, Any]) -> ServedRequest:
+    """Checks the fields of a request.
+
+    Raises:
+        RefusedError: one is not served.
+    """
+    values = {name: value for name, value in values.items() if value is not None}
+    if unknown := sorted(values.keys() - FIELDS[kind]):
+        raise _malformed(f"not served: {', '.join(unknown)[:200]}; remove it", unknown[0][:80])
+    model = values.pop("model", None)
+    if not isinstance(model, str):
+        raise _malformed("expected the name of a model", "model")
+    metadata = values.pop("metadata", {})
+    if not isinstance(metadata, dict) or len(metadata) > _MAX_METADATA or not all(map(_is_text, metadata.values())):
+        raise _malformed(f"expected up to {_MAX_METADATA} texts by name", "metadata")
+    num_completions = values.get("n", 1)
+    if type(num_completions) is not int or num_completions < 1:
+        raise _malformed("expected a count", "n")
+    if kind == "chat":
+        if "max_tokens" in values:  # the name before
+            values.setdefault("max_completion_tokens", values.pop("max_tokens"))
+        _check_messages(values)
+        if not values.get("tools"):
+            values.pop("tool_choice", None)  # there is nothing to choose, which vLLM refuses
+    elif isinstance(prompt := values.get("prompt"), list) and prompt and isinstance(prompt[0], str | list):
+        num_completions *= len(prompt)
+    _check_stops(values.get("stop", []))
+    return ServedRequest(kind, model, values, num_completions, metadata)
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """A JSON object, without the numbers that JSON does not have.
+
+    Raises:
+        RefusedError: it is none.
+    """
+    try:
+        values = msgspec.json.decode(body or b"{}")
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise _malformed(f"the body is not JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise _malformed(f"the body must be a JSON object, not {type(values).__name__}")
+    return values
+
+
+def _check_messages(values: dict[str, Any]) -> None:
+    messages = values.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise _malformed("expected a list of messages", "messages")
+    for message in messages:
+        if not isinstance(message, dict):
+            raise _malformed("expected messages such as {'role': 'user', 'content': '...'}", "messages")
+        content = message.get("content")
+        parts = content if isinstance(content, list) else []
+        for part in parts:
+            if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+                raise _malformed("only parts of type `text` are served", "messages")
+        if not parts and not isinstance(content, str | None):
+            raise _malformed("expected a text, or parts of type `text`", "messages")
+    if not isinstance(choice := values.get("tool_choice", "auto"), str) or choice not in ("auto", "none"):
+        raise _malformed("only `auto` and `none` are served", "tool_choice")
+
+
+def _check_stops(stops: Any) -> None:
+    texts = [stops] if isinstance(stops, str) else stops
+    if not isinstance(texts, list) or len(texts) > _MAX_STOPS or not all(map(_is_short, texts)):
+        raise _malformed(f"expected up to {_MAX_STOPS} texts of 1 to {_MAX_STOP_CHARACTERS} characters", "stop")
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_short(value: Any) -> bool:
+    return isinstance(value, str) and 1 <= len(value) <= _MAX_STOP_CHARACTERS
+
+
+def _malformed(message: str, parameter: str | None = None) -> RefusedError:
+    return RefusedError(400, "malformed", message, parameter)

@@ -1,0 +1,149 @@
+"""Loading LoRA adapters inside vLLM's worker processes (`swap.mode: adapter`) without holding up the steps.
+
+Guarantee: an adapter is read in a thread of low priority; between two engine steps there is only the copy to where the layers
+read. vLLM's code for CPUs copies an adapter's matrices for every token of a step: here each adapter is multiplied once with all
+tokens that name it. (Knows vLLM's objects only by what they have: no import.)
+"""
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+NICENESS = 10  # decoding goes first
+
+
+class LoadingWorker:
+    """Methods that vLLM adds to its worker (`worker_extension_cls`), called by `producer.engine.engine` through the engine."""
+
+    def loading_start(self) -> None:
+        """Once, before the first request."""
+        self._loading = Loading(self.model_runner.lora_manager)  # type: ignore[attr-defined]
+
+    def loading_prepare(self, request: tuple[str, int, str]) -> None:
+        """Begins to read an adapter."""
+        self._loading.prepare(Reading(*request))
+
+    def loading_refusal(self) -> str | None:
+        """None while it is being read, "" when it is in its place, otherwise why it cannot be."""
+        return self._loading.finish(self.add_lora)  # type: ignore[attr-defined]
+
+
+class Reading(NamedTuple):
+    """What vLLM's loader needs of a LoRARequest."""
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+    load_inplace: bool = False
+    is_3d_lora_weight: bool = False
+
+
+class Loading:
+    """Stands before the loader of vLLM's LoRA manager."""
+
+    def __init__(self, manager: Any) -> None:
+        self._load = manager._load_adapter
+        self._request: Reading | None = None
+        self._ready: dict[int, Any] = {}
+        self._refusal: str | None = ""
+        self.thread: threading.Thread | None = None
+        manager._load_adapter = self._take
+        for wrapper in manager._adapter_manager.punica_wrapper_mapping.values():
+            if type(wrapper).__name__ == "PunicaWrapperCPU":
+                ByAdapter(wrapper)
+
+    def prepare(self, request: Reading) -> None:
+        self._request, self._refusal = request, None
+        self.thread = threading.Thread(target=self._read, args=(request,), name="loading", daemon=True)
+        self.thread.start()
+
+    def _read(self, request: Reading) -> None:
+        try:
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+            self._ready = {request.lora_int_id: self._load(request)}
+            self._refusal = ""
+        except Exception as error:
+            self._refusal = str(error) or type(error).__name__
+
+    def finish(self, add: Callable[[Any], bool]) -> str | None:
+        """Has vLLM put it in its place, once it is read. Between two steps; see `LoadingWorker.loading_refusal`."""
+        if self._refusal == "" and self._request is not None:
+            request, self._request = self._request, None
+            try:
+                self._refusal = "" if add(request) else "vLLM did not load it and gives no reason"
+            except Exception as error:
+                self._refusal = str(error) or type(error).__name__
+        return self._refusal
+
+    def _take(self, request: Any) -> Any:
+        read = self._ready.pop(request.lora_int_id, None)
+        return self._load(request) if read is None else read
+
+
+class ByAdapter:
+    """Computes in place of a vLLM `PunicaWrapperCPU`: T tokens of a step, A adapters' places."""
+
+    def __init__(self, wrapper: Any) -> None:
+        self._wrapper = wrapper
+        self._update = wrapper.update_metadata
+        self._groups: list[tuple[int, slice | torch.Tensor]] = []
+        wrapper.update_metadata = self.update_metadata
+        wrapper._apply_shrink, wrapper._apply_expand = self.shrink, self.expand
+        wrapper.add_lora_logits = self.add_to_logits
+
+    def update_metadata(self, *arguments: Any, **keywords: Any) -> None:
+        """Before a step whose tokens are of other adapters than those of the one before."""
+        self._update(*arguments, **keywords)
+        self._groups = groups_of(self._wrapper.token_lora_indices)
+
+    def shrink(self, y: torch.Tensor, x: torch.Tensor, w_t_all: torch.Tensor, scale: float) -> None:
+        """y (T, rank) = scale * x (T, inputs) @ the transposed matrix in w_t_all (A, 1, rank, inputs) of each token."""
+        for adapter, tokens in self._groups:
+            y[tokens] = scale * (x[tokens].to(y.dtype) @ w_t_all[adapter, 0].to(y.dtype).t())
+
+    def expand(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        w_t_all: torch.Tensor,
+        y_offset: int,
+        y_slice_size: int,
+        add_inputs: bool = True,
+    ) -> None:
+        """y (T, outputs), from column `y_offset` on, += x (T, rank) @ the transposed matrix in w_t_all (A, 1, y_slice_size,
+        rank)."""
+        part = y[:, y_offset : y_offset + y_slice_size]
+        if not add_inputs:
+            part.zero_()
+        for adapter, tokens in self._groups:
+            part[tokens] += x[tokens].to(y.dtype) @ w_t_all[adapter, 0].to(y.dtype).t()
+
+    def add_to_logits(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        lora_a_stacked: torch.Tensor,
+        lora_b_stacked: torch.Tensor,
+        scale: float,
+        **_: Any,
+    ) -> None:
+        """The head's part, for the rows that are sampled. vLLM comes here with rows of a prompt that is scored, too, and does
+        not say whose they are (its own code ends the engine then); only an adapter of the head would change them, and the
+        configuration lets nobody score under one."""
+        sampled = self._wrapper.sampler_indices
+        if len(x) == len(sampled):
+            part = y[:, : lora_b_stacked.shape[-2]]  # either may be padded
+            for adapter, rows in groups_of(sampled):
+                between = scale * (x[rows].float() @ lora_a_stacked[adapter, 0].float().t())
+                part[rows] += (between @ lora_b_stacked[adapter, 0, : part.shape[1]].float().t()).to(y.dtype)
+
+
+def groups_of(adapters: torch.Tensor) -> "list[tuple[int, slice | torch.Tensor]]":
+    """Each adapter's place in `adapters` (T,), and its tokens; those of -1 have none."""
+    places = adapters.unique().tolist()
+    if len(places) == 1:
+        return [(place, slice(None)) for place in places if place >= 0]
+    return [(place, (adapters == place).nonzero().squeeze(1)) for place in places if place >= 0]

@@ -1,0 +1,60 @@
+"""The vLLM engine arguments that follow from the rest of the file and from `--gpu`, computed without vLLM.
+
+Guarantee: every GPU that `--gpu` names holds one part of one model, or nothing starts. For more than one model there is more
+than one producer.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from protocol.config.run import RunConfig
+from protocol.errors import ConfigError
+from protocol.wire.handshake import LOGPROBS_MODE
+
+_MERGED = {"enable_lora": False, "worker_extension_cls": "producer.engine.merging.MergingWorker"}
+
+
+def own_arguments(config: RunConfig, folder: Path, num_gpus: int) -> dict[str, Any]:
+    """
+    Args:
+        num_gpus: that `--gpu` names; 0 for the CPU.
+
+    Raises:
+        ConfigError: they cannot be shared by the pipeline's parts.
+    """
+    return {
+        "model": str(folder),
+        "trust_remote_code": config.model.trust_remote_code,
+        "dtype": config.model.dtype,
+        "seed": config.seed,
+        "tensor_parallel_size": tensor_parallel_size(config, num_gpus),
+        "logprobs_mode": LOGPROBS_MODE,
+        **(_MERGED if config.swap.mode == "merged" else _loras(config)),
+    }
+
+
+def num_parts(config: RunConfig) -> int:
+    """Groups of layers, each of which has GPUs of its own."""
+    return int(config.engine.get("pipeline_parallel_size", 1))
+
+
+def tensor_parallel_size(config: RunConfig, num_gpus: int) -> int:
+    """GPUs that each layer is spread over."""
+    parts = num_parts(config)
+    if num_gpus % parts:
+        raise ConfigError(
+            f"engine.pipeline_parallel_size: {parts} groups of layers cannot share {num_gpus} GPUs equally; name {parts} GPUs "
+            f"with --gpu, or a multiple, or change engine.pipeline_parallel_size"
+        )
+    return max(1, num_gpus // parts)
+
+
+def _loras(config: RunConfig) -> dict[str, Any]:
+    num_slots = config.max_loras + config.serve.num_lora_slots
+    return {
+        "enable_lora": True,
+        "worker_extension_cls": "producer.engine.adapter_loading.LoadingWorker",
+        "max_loras": num_slots,
+        "max_cpu_loras": num_slots + 1,  # the one being loaded must not evict one that is in use
+        "max_lora_rank": config.max_lora_rank,
+    }

@@ -1,0 +1,208 @@
+"""vLLM's own OpenAI serving classes over the engine that training uses.
+
+Guarantee: what clients get is built by vLLM (chat templates, stops, log-probs, tool calls, streams); what was sampled for
+them is noted token by token. A request runs on the adapter of its call and on nothing else.
+
+Beside `producer.engine.engine`, which hands vLLM's engine over, this is the only module that imports vLLM: it holds what the
+engine proper has no part in. The constructors used here agree in releases 0.26 to 0.32.
+"""
+
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from contextvars import ContextVar
+from typing import Any
+
+from pydantic import ValidationError
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+from vllm.entrypoints.openai.models.protocol import BaseModelPath
+from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+from vllm.lora.request import LoRARequest
+from vllm.renderers.online_renderer import OnlineRenderer
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+from producer.calls.calls import Answer, Call, Sampled, Stream
+from producer.calls.refusals import RefusedError
+from producer.calls.requests import ServedRequest
+from producer.engine.merged import MergedWeights
+from producer.interfaces import Adapter
+from producer.serving.versions import model_name
+from protocol.config.run import RunConfig
+from protocol.errors import ConfigError
+
+_CALL: ContextVar[Call] = ContextVar("call")
+
+
+class OpenAIServer:
+    """Answers requests. What they leave open (temperature, length, ...) is as in `sampling:`.
+
+    Args:
+        llm: vLLM's AsyncLLM.
+        merged: the weights, with `swap.mode: merged`.
+        lora_request: vLLM's name of an adapter.
+
+    Raises:
+        ConfigError: vLLM does not know `serve.tool_call_parser`.
+    """
+
+    def __init__(
+        self, llm: Any, merged: MergedWeights | None, lora_request: Callable[[Adapter], LoRARequest], config: RunConfig
+    ) -> None:
+        client: Any = _Client(llm, merged)
+        models = _Models(client, config.model.path, None if merged is not None else lora_request)
+        parser = config.serve.tool_call_parser
+        shared: dict[str, Any] = {
+            "request_logger": None,
+            "chat_template": None,
+            "chat_template_content_format": "auto",
+            "enable_auto_tools": parser is not None,
+            "tool_parser": parser,
+            "default_chat_template_kwargs": config.dataset.chat_template_kwargs,
+        }
+        try:
+            renderer = OnlineRenderer(llm.model_config, llm.renderer, **shared)
+            self._chat = OpenAIServingChat(client, models, "assistant", online_renderer=renderer, **shared)
+        except Exception as error:
+            raise ConfigError(f"serve.tool_call_parser: vLLM refuses {parser}: {error}") from error
+        self._completion = OpenAIServingCompletion(client, models, online_renderer=renderer, request_logger=None)
+        sampling = config.sampling
+        self._chat.default_sampling_params = self._completion.default_sampling_params = {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+        }
+        self._max_tokens = sampling.max_completion_length
+
+    async def answer(self, request: ServedRequest, call: Call) -> Answer | Stream:
+        """Generates; `call` notes what is sampled. A stream begins to generate when it is read.
+
+        Raises:
+            RefusedError: vLLM refuses the request.
+        """
+        _CALL.set(call)
+        limit = "max_completion_tokens" if request.kind == "chat" else "max_tokens"
+        values = {limit: self._max_tokens} | request.fields
+        values |= {"model": model_name(call.adapter.version), "request_id": call.id}
+        answer: Any
+        try:
+            if request.kind == "chat":
+                answer = await self._chat.create_chat_completion(ChatCompletionRequest.model_validate(values))
+            else:
+                answer = await self._completion.create_completion(CompletionRequest.model_validate(values))
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+            place = ".".join(map(str, first["loc"]))
+            raise RefusedError(400, "malformed", f"{place}: {first['msg']}", place or None) from None
+        except Exception as error:  # vLLM has many, and knows which of them are the client's fault
+            answer = self._chat.create_error_response(error)
+        if hasattr(answer, "error"):
+            info = answer.error
+            raise RefusedError(info.code, "malformed", f"vLLM refused: {info.message}", info.param)
+        return Stream(answer) if isinstance(answer, AsyncGenerator) else Answer(answer.model_dump(mode="json"))
+
+
+class _Models(OpenAIServingModels):
+    """Knows one model: that of the call being answered."""
+
+    def __init__(self, client: Any, path: str, lora_request: Callable[[Adapter], LoRARequest] | None) -> None:
+        self._lora_request = lora_request
+        super().__init__(engine_client=client, base_model_paths=[BaseModelPath("policy", path)])
+
+    @property
+    def lora_requests(self) -> dict[str, LoRARequest]:
+        if self._lora_request is None:
+            return {}
+        adapter = _CALL.get().adapter
+        return {model_name(adapter.version): self._lora_request(adapter)}
+
+    @lora_requests.setter
+    def lora_requests(self, _: dict[str, LoRARequest]) -> None:
+        """vLLM begins with none."""
+
+    def is_base_model(self, model_name: str) -> bool:
+        return self._lora_request is None
+
+    def model_name(self, lora_request: LoRARequest | None = None) -> str:
+        return model_name(_CALL.get().adapter.version)
+
+
+class _Client:
+    """The engine as vLLM's serving classes see it: `generate` is ours, everything else the engine's."""
+
+    def __init__(self, llm: Any, merged: MergedWeights | None) -> None:
+        self._llm = llm
+        self._merged = merged
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._llm, name)
+
+    def generate(
+        self,
+        prompt: Any,
+        params: SamplingParams,
+        request_id: str,
+        *,
+        lora_request: LoRARequest | None = None,
+        **options: Any,
+    ) -> AsyncGenerator[Any, None]:
+        if params.logprobs is None:  # they are noted all the same
+            params.logprobs, params.flat_logprobs = 0, True
+        call = _CALL.get()
+        if self._merged is None:
+            return call.add(request_id, self._on_adapter(call, prompt, params, request_id, lora_request, options))
+        return call.add(request_id, self._on_merged(self._merged, call, prompt, params, request_id, options))
+
+    async def _on_adapter(
+        self, call: Call, prompt: Any, params: Any, request_id: str, lora_request: Any, options: dict[str, Any]
+    ) -> AsyncGenerator[Any, None]:
+        call.note_reader(request_id)
+        generating = self._llm.generate(prompt, params, request_id, lora_request=lora_request, **options)
+        async with aclosing(generating) as outputs:
+            async for output in outputs:
+                assert output.lora_request == lora_request, f"sampled on {output.lora_request}, not {lora_request}"
+                for sample in output.outputs:
+                    sampled = call.of(request_id, sample.index, output.prompt_token_ids or [])
+                    _note(sampled, sample, [call.adapter.version] * len(sample.token_ids))
+                yield output
+                call.note_reader(request_id)
+
+    async def _on_merged(
+        self,
+        merged: MergedWeights,
+        call: Call,
+        prompt: Any,
+        params: Any,
+        request_id: str,
+        options: dict[str, Any],
+    ) -> AsyncGenerator[Any, None]:
+        """In one piece: what was in flight while weights were on trial may yet be taken back."""
+        call.note_reader(request_id)
+        params.output_kind = RequestOutputKind.FINAL_ONLY
+
+        async def final(group: str, salt: str) -> Any:
+            generating = self._llm.generate({**prompt, "cache_salt": salt}, params, group, **options)
+            async with aclosing(generating) as outputs:
+                return [output async for output in outputs][-1]
+
+        output, flight = await merged.sample(final)
+        for sample in output.outputs:
+            sampled = call.of(request_id, sample.index, output.prompt_token_ids or [])
+            _note(sampled, sample, flight.token_versions(sample.index, len(sample.token_ids)))
+        yield output
+
+
+def _note(sampled: Sampled, sample: Any, versions: list[int]) -> None:
+    """Adds what an output, or a piece of it, has of one completion."""
+    logprobs = sample.logprobs
+    if hasattr(logprobs, "start_indices"):
+        sampled.logprobs += [logprobs.logprobs[start] for start in logprobs.start_indices]
+    else:
+        sampled.logprobs += [
+            position[token].logprob for position, token in zip(logprobs or (), sample.token_ids, strict=True)
+        ]
+    sampled.token_ids += sample.token_ids
+    sampled.token_versions += versions
+    sampled.finish_reason = sample.finish_reason

@@ -1,0 +1,86 @@
+"""What an outside agent had sampled for one completion of a task.
+
+Guarantee: every token that the policy sampled for an answered call is in a record once, behind exactly the tokens that it saw,
+and every call was sampled as the run is.
+"""
+
+from dataclasses import dataclass, field
+
+from producer.calls.calls import Sampled
+from producer.calls.refusals import RefusedError
+from producer.calls.requests import ServedRequest
+from producer.groups import Episode, Record
+from producer.interfaces import Completion
+from protocol.wire.messages import Sampling
+
+_AS_IN_TRAINING = ("temperature", "top_p", "top_k", "min_p")
+_PENALTIES = ("presence_penalty", "frequency_penalty")
+
+
+@dataclass(eq=False)
+class AgentEpisode:
+    """One completion of a task, as it grows."""
+
+    id: str
+    sampling: Sampling
+    floor: int
+    records: list[Record] = field(default_factory=list)
+    prompt_length: int = 0
+    num_calls: int = 0
+    truncated: bool = False
+    rewards: dict[str, float] | None = None
+    failure: str = ""
+
+    def note(self, sampled: Sampled) -> None:
+        """A call that was answered: it goes on where a record ends, token by token, or begins another."""
+        if self.rewards is not None:
+            return
+        record = next((r for r in reversed(self.records) if _begins(sampled.prompt_ids, r.token_ids)), None)
+        if record is None:
+            record = Record.of(sampled.prompt_ids)
+            self.prompt_length = self.prompt_length or len(sampled.prompt_ids)
+        else:
+            self.records.remove(record)
+            record.show(sampled.prompt_ids[len(record.token_ids) :])
+        self.truncated = sampled.finish_reason == "length"
+        record.sampled(Completion(sampled.token_ids, sampled.logprobs, self.truncated, sampled.token_versions))
+        self.records.append(record)  # the last one is the one that grew last
+
+    def finished(self) -> Episode:
+        return Episode(self.prompt_length, self.records, truncated=self.truncated, failure=self.failure)
+
+
+def as_in_training(request: ServedRequest, sampling: Sampling) -> ServedRequest:
+    """The request, sampled as the lease says.
+
+    Raises:
+        RefusedError: it asks for something else.
+    """
+    if request.model != "policy" or request.num_completions != 1:
+        raise RefusedError(400, "malformed", "a call of an episode asks for one completion of `policy`", "model")
+    if (name := first_difference(request, sampling)) is not None:
+        said = f"episodes are sampled with {name}={_wanted(sampling)[name]:g}, as the run is; leave it out"
+        raise RefusedError(400, "malformed", said, name)
+    return sampled_as(request, sampling)
+
+
+def first_difference(request: ServedRequest, sampling: Sampling) -> str | None:
+    """A field that makes the request's distribution another one than the run's."""
+    wanted = _wanted(sampling)
+    return next((name for name, value in wanted.items() if request.fields.get(name, value) != value), None)
+
+
+def sampled_as(request: ServedRequest, sampling: Sampling) -> ServedRequest:
+    """The request with the run's distribution, and no more tokens than a completion of the run may have."""
+    limit = "max_completion_tokens" if request.kind == "chat" else "max_tokens"
+    longest = sampling.max_completion_length
+    asked = request.fields.get(limit, longest)
+    return request.with_fields(_wanted(sampling) | {limit: min(asked, longest) if isinstance(asked, int) else asked})
+
+
+def _wanted(sampling: Sampling) -> dict[str, float]:
+    return {name: getattr(sampling, name) for name in _AS_IN_TRAINING} | dict.fromkeys(_PENALTIES, 0)
+
+
+def _begins(token_ids: list[int], start: list[int]) -> bool:
+    return token_ids[: len(start)] == start

@@ -1,0 +1,218 @@
+"""The agent program that plays the environment of another library, beside the producer (`producer.environments.bridges`).
+
+Guarantee: before the engine is loaded the program has loaded its environment, or the producer ends and says why; afterwards there
+is one such program: when it ends, its tasks fail at once and another is started, after a pause that grows while it keeps ending.
+It dies with the daemon.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import shutil
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+from protocol.config.environment import EnvironmentSection
+from protocol.errors import ConfigError
+from protocol.processes.kept import KeptProcess
+from protocol.processes.tree import exit_text
+
+logger = logging.getLogger(__name__)
+
+_START_TIMEOUT_S = 900.0  # a download of a dataset included
+_EXIT_GRACE_S = 3.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
+_MAX_LINE_BYTES = 64 * 2**20  # a row of a dataset
+_SHOWN_BYTES = 200  # of a line that is none of the program's
+_ROOT = Path(__file__).resolve().parents[2]
+_RUN = "import sys; sys.path.insert(0, sys.argv[1]); from producer.environments.bridges import {0}, program; del sys.path[0]; "
+_RUN += "program.main({0}.load)"
+
+
+class _Program:
+    """A process of it, and the lines that it and the producer write to each other."""
+
+    def __init__(
+        self, process: KeptProcess, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, place: str
+    ) -> None:
+        self._process = process
+        self._reader = reader
+        self._writer = writer
+        self._place = place
+
+    @classmethod
+    async def start(cls, section: EnvironmentSection, work: dict[str, Any]) -> "_Program":
+        """One that has loaded its environment, to play or to tell rows (`producer.environments.bridges.program`).
+
+        Raises:
+            ConfigError: it cannot.
+        """
+        if section.verifiers is not None:
+            place, module, python = "environment.verifiers", "verifiers_program", section.verifiers.python
+            settings = section.verifiers.model_dump(include={"id", "arguments"})
+        else:
+            assert section.nemo_gym is not None
+            place, module, python = "environment.nemo_gym", "nemo_gym_program", None
+            settings = section.nemo_gym.model_dump() | section.model_dump(
+                include={"episode_timeout_s", "max_concurrent"}
+            )
+        command = [_found(python or sys.executable), "-c", _RUN.format(module), str(_ROOT)]
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                process = KeptProcess(command, _EXIT_GRACE_S, stdin=theirs.fileno(), stdout=theirs.fileno())
+            except OSError as error:
+                ours.close()
+                raise ConfigError(f"{place}: the agent program cannot be started: {error}") from error
+        try:
+            program = cls(process, *await asyncio.open_connection(sock=ours, limit=_MAX_LINE_BYTES), place)
+        except BaseException:
+            process.end()
+            raise
+        try:
+            await program.say(settings | work)
+            async with asyncio.timeout(_START_TIMEOUT_S):
+                await program.word()
+        except TimeoutError:
+            await program.end()
+            raise ConfigError(f"{place}: the environment was not loaded within {_START_TIMEOUT_S:g} s") from None
+        except BaseException:
+            await program.end()
+            raise
+        return program
+
+    async def say(self, message: dict[str, Any]) -> None:
+        with contextlib.suppress(ConnectionError):  # it has ended, which `word` and `ended` notice
+            self._writer.write(json.dumps(message).encode() + b"\n")
+            await self._writer.drain()
+
+    async def word(self) -> dict[str, Any]:
+        """The next thing that it says.
+
+        Raises:
+            ConfigError: a problem, what is no JSON object, or nothing because it ended.
+        """
+        try:
+            line = await self._reader.readline()
+        except (ConnectionError, ValueError):
+            line = b""
+        if not line.endswith(b"\n"):
+            raise ConfigError(f"{self._place}: the agent program ended ({await self.end()}); its last words are above")
+        try:
+            message = json.loads(line)
+        except (ValueError, RecursionError):
+            message = None
+        if not isinstance(message, dict):
+            raise ConfigError(
+                f"{self._place}: the agent program said {line[:_SHOWN_BYTES]!r}, expected a JSON object: "
+                "whatever the environment prints belongs on standard error"
+            )
+        if "problem" in message:
+            raise ConfigError(str(message["problem"]))
+        return message
+
+    async def ended(self) -> str:
+        """How, once it has."""
+        with contextlib.suppress(ConnectionError):
+            await self._reader.read()
+        return await self.end()
+
+    async def end(self) -> str:
+        """Ends it, kindly first, and whatever it started; says how it ended. Goes on by itself when it is cancelled."""
+        ending = self._process.end()
+        ending.add_done_callback(lambda _: self._writer.close())
+        status = await asyncio.shield(ending)
+        return "it does not end" if status is None else exit_text(status)
+
+
+class AgentProgram:
+    """See the module's guarantee.
+
+    Args:
+        section: whose episodes are played outside.
+        base_url: of the endpoint, for the program.
+        key: that the endpoint asks for, or nothing.
+        agent_gone: called when the program has ended, with the reason.
+    """
+
+    def __init__(
+        self, section: EnvironmentSection, base_url: str, key: str, agent_gone: Callable[[str], None] = lambda _: None
+    ) -> None:
+        self._section = section
+        self._where = {
+            "base_url": base_url,
+            "key": key,
+            "max_concurrent": section.max_concurrent,
+            "episode_timeout_s": section.episode_timeout_s,
+        }
+        self._agent_gone = agent_gone
+        self._program: _Program | None = None
+        self._closed = False
+        self.restarts = 0
+        self.problem: str | None = None
+
+    async def start(self) -> None:
+        """Has the program load its environment.
+
+        Raises:
+            ConfigError: it cannot.
+        """
+        self._program = await _Program.start(self._section, {"kind": "play"})
+
+    async def run(self) -> None:
+        """Has it play, and another one when it has ended, until this is cancelled or it is closed."""
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            if self._program is not None:
+                began, self.problem = time.monotonic(), None
+                await self._program.say(self._where)
+                how = await self._program.ended()
+                if self._closed:
+                    return
+                self.problem = f"the agent program of the environment ended ({how})"
+                self._program = None
+                self._agent_gone(self.problem)
+                if time.monotonic() - began > _LONGEST_PAUSE_S:
+                    pause_s = _FIRST_PAUSE_S
+            logger.warning("%s; starting another in %g s", self.problem, pause_s)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            self.restarts += 1
+            try:
+                await self.start()
+            except ConfigError as error:
+                self.problem = str(error)
+
+    async def close(self) -> None:
+        self._closed = True
+        if self._program is not None:
+            await self._program.end()
+
+
+async def rows(section: EnvironmentSection, max_rows: int | None, source: str) -> AsyncIterator[dict[str, Any]]:
+    """The first rows of the environment's dataset, or of the file `source` of an agent that has none.
+
+    Raises:
+        ConfigError: there are none to be had.
+    """
+    program = await _Program.start(section, {"kind": "rows", "max_rows": max_rows, "source": source})
+    try:
+        while "end" not in (message := await program.word()):
+            yield message
+    finally:
+        await program.end()
+
+
+def _found(python: str) -> str:
+    found = shutil.which(os.path.expanduser(python))
+    if found is None:
+        raise ConfigError(
+            f"environment.verifiers.python: {python} is no program; name the Python of a virtual environment"
+        )
+    return found

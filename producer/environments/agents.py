@@ -1,0 +1,242 @@
+"""Leases that outside agents fulfil, in a run with posted rewards.
+
+Guarantee: a task is handed to one agent, once. What the policy sampled for its episodes, and nothing else, becomes the
+lease's group, when every episode has its rewards or has failed or, with the missing rewards missing, shortly before the lease
+ends. A lease whose task nobody worked on goes back to the trainer; one that an agent left without a completion fails. What is
+posted for an episode that is over changes nothing.
+
+    waiting --take--> taken --rewards of all episodes--> scored --> answered
+       |                |
+       |                +-- an episode failed without a completion: failed
+       +-- its time is over: returned     +-- its time is over: answered without the missing rewards, or failed
+"""
+
+import asyncio
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from producer.calls.refusals import RefusedError
+from producer.calls.requests import ServedRequest
+from producer.environments.agent_episodes import AgentEpisode, as_in_training
+from producer.groups import Episode
+from producer.interfaces import LeaseFailure
+from producer.waiting_line import WaitingLine
+from protocol.wire.messages import Lease
+
+_MAX_CALLS = 256  # of an episode
+_MARGIN = 0.05  # of a lease's time, for scoring and delivery
+
+
+@dataclass(eq=False)
+class Task:
+    """A lease and its episodes."""
+
+    lease: Lease
+    episodes: list[AgentEpisode]
+    ends_at: float
+    taken: bool = False
+    is_over: bool = False
+    taken_at: float = 0.0
+    failure: str = ""
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def fail(self, reason: str) -> None:
+        self.failure = self.failure or reason
+        self.done.set()
+
+
+class Agents:
+    """See the module's guarantee.
+
+    Args:
+        reward_names: what agents post for an episode.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, reward_names: tuple[str, ...], clock: Callable[[], float] = time.monotonic) -> None:
+        self.reward_names = self._names = reward_names
+        self._clock = clock
+        self._waiting: deque[Task] = deque()
+        self._takers = WaitingLine[None, Task]()
+        self._episodes: dict[str, tuple[Task, AgentEpisode]] = {}
+        self.taken = self.rewarded = self.unrewarded = self.failed = 0
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    # The lease's side
+
+    async def fulfil(self, lease: Lease, waited_s: float = 0.0) -> tuple[list[Episode], NDArray[np.float32], float]:
+        """The episodes of this lease, once agents have generated and scored them; the rewards they posted, float32 (episodes,
+        names), NaN for missing; the seconds since an agent took it.
+
+        Args:
+            waited_s: of the lease's time, is over.
+
+        Raises:
+            LeaseFailure: nobody took it (`returned`), or an episode was left empty, or failed so.
+        """
+        count = lease.sampling.num_generations
+        names = [f"{lease.lease_id}.{number}" for number in range(count)]
+        episodes = [AgentEpisode(name, lease.sampling, lease.policy_floor) for name in names]
+        limit_s = max(0.0, lease.timeout_s * (1 - _MARGIN) - waited_s)
+        task = Task(lease, episodes, self._clock() + limit_s)
+        self._episodes |= {episode.id: (task, episode) for episode in episodes}
+        self._offer(task)
+        try:
+            async with asyncio.timeout(limit_s):
+                await task.done.wait()
+        except TimeoutError:
+            self._check_left(task, limit_s)
+        finally:
+            task.is_over = True
+            if task in self._waiting:
+                self._waiting.remove(task)
+            for name in names:
+                del self._episodes[name]
+        if task.failure:
+            raise LeaseFailure("environment_failed", task.failure)
+        missing = dict.fromkeys(self._names, math.nan)
+        posted = [[(episode.rewards or missing)[name] for name in self._names] for episode in episodes]
+        rewards = np.array(posted, np.float32).reshape(count, len(self._names))
+        return [episode.finished() for episode in episodes], rewards, self._clock() - task.taken_at
+
+    def _check_left(self, task: Task, limit_s: float) -> None:
+        if not any(episode.num_calls for episode in task.episodes):
+            raise LeaseFailure("returned", "no agent worked on it")
+        empty = sum(not episode.records for episode in task.episodes)
+        left = sum(episode.rewards is None for episode in task.episodes)
+        self.unrewarded += left
+        if empty or left == len(task.episodes):
+            raise LeaseFailure(
+                "generation_failed",
+                f"an agent took it, but within {limit_s:.0f} s it left {empty} of {len(task.episodes)} episodes without a "
+                f"completion and {left} without rewards; raise pipeline.lease_timeout_s if that is too short",
+            )
+
+    def _offer(self, task: Task) -> None:
+        """To the agent that waits longest. It comes back if that has gone meanwhile."""
+        task.taken = bool(self._takers.wishes)
+        if task.is_over:
+            return
+        if task.taken:
+            self._takers.give(task)
+        else:
+            self._waiting.append(task)
+
+    # The agent's side
+
+    async def take(self, wait_s: float) -> dict[str, Any] | None:
+        """A task for an agent, in the words of docs/serving.md; None if there is none within `wait_s`."""
+        if self._waiting:
+            task = self._waiting.popleft()
+            task.taken = True
+        else:
+            try:
+                async with asyncio.timeout(wait_s):
+                    task = await self._takers.wait(None, take_back=self._offer)
+            except TimeoutError:
+                return None
+        self.taken += 1
+        task.taken_at = self._clock()
+        lease = task.lease
+        return {
+            "id": lease.lease_id,
+            "prompt": lease.prompt,
+            "columns": lease.columns,
+            "episodes": [episode.id for episode in task.episodes],
+            "rewards": list(self._names),
+            "max_tokens": lease.sampling.max_completion_length,
+            "expires_in_s": round(max(0.0, task.ends_at - self._clock()), 1),
+        }
+
+    def prepare(self, episode_id: str, request: ServedRequest) -> tuple[AgentEpisode, ServedRequest]:
+        """A call of this episode, to be sampled as the lease says.
+
+        Raises:
+            RefusedError: there is no such episode, or the call is not one that can be trained.
+        """
+        _, episode = self._find(episode_id)
+        if episode.rewards is not None:
+            raise RefusedError(409, "malformed", "this episode has its rewards already", "episode")
+        if episode.num_calls >= _MAX_CALLS:
+            raise RefusedError(400, "malformed", f"an episode may have {_MAX_CALLS} calls", "episode")
+        prepared = as_in_training(request, episode.sampling)
+        episode.num_calls += 1
+        return episode, prepared
+
+    def reward(self, episode_id: str, rewards: Mapping[str, Any]) -> dict[str, Any]:
+        """Ends an episode. Said again with the same rewards it changes nothing.
+
+        Raises:
+            RefusedError: there is no such episode, nothing was sampled for it, or these are not its rewards.
+        """
+        task, episode = self._find(episode_id)
+        if rewards.keys() != set(self._names) or not all(map(_is_reward, rewards.values())):
+            raise RefusedError(
+                400, "malformed", f"expected a finite number or null for each of {', '.join(self._names)}"
+            )
+        posted = {name: math.nan if value is None else float(value) for name, value in rewards.items()}
+        if episode.rewards is not None:
+            if not np.array_equal(list(posted.values()), [episode.rewards[name] for name in posted], equal_nan=True):
+                raise RefusedError(409, "malformed", "this episode has other rewards already", "episode")
+        elif not episode.records:
+            raise RefusedError(409, "malformed", "nothing was sampled for this episode", "episode")
+        else:
+            episode.rewards = posted
+            self.rewarded += 1
+        return self._ended(task, episode_id)
+
+    def fail(self, episode_id: str, reason: str) -> dict[str, Any]:
+        """Ends an episode whose agent could not bring it to its end. Its rewards are missing; if nothing was sampled for it, its
+        whole task has failed.
+
+        Raises:
+            RefusedError: there is no such episode, or it has its rewards.
+        """
+        task, episode = self._find(episode_id)
+        if episode.failure:
+            return self._ended(task, episode_id)
+        if episode.rewards is not None:
+            raise RefusedError(409, "malformed", "this episode has its rewards already", "episode")
+        self.failed += 1
+        episode.failure = reason
+        episode.rewards = dict.fromkeys(self._names, math.nan)
+        if not episode.records:
+            task.fail(f"an episode failed before anything was sampled for it: {reason}")
+        return self._ended(task, episode_id)
+
+    def fail_taken(self, reason: str) -> None:
+        """The agent of every task that was taken is gone."""
+        for task in {id(task): task for task, _ in self._episodes.values() if task.taken}.values():
+            self.failed += sum(episode.rewards is None for episode in task.episodes)
+            task.fail(reason)
+
+    def _ended(self, task: Task, episode_id: str) -> dict[str, Any]:
+        left = sum(other.rewards is None for other in task.episodes)
+        if left == 0:
+            task.done.set()
+        return {"id": episode_id, "task": task.lease.lease_id, "episodes_left": left}
+
+    def _find(self, episode_id: str) -> tuple[Task, AgentEpisode]:
+        found = self._episodes.get(episode_id)
+        if found is None or not found[0].taken:
+            raise RefusedError(
+                404,
+                "unknown_episode",
+                "no such episode: its task is over, or this producer is another one; take another",
+                "episode",
+            )
+        return found
+
+
+def _is_reward(value: Any) -> bool:
+    return value is None or (type(value) in (int, float) and abs(value) < 1e30)

@@ -1,0 +1,236 @@
+"""What environments of Atropos ask of a run (`environment.atropos`): to be told how much is wanted, and to have groups trained.
+
+Guarantee: every group that is posted is queued for one lease, or refused with a reason, or told to come again; posted twice it
+is trained once. What is trained of it is said by `producer.environments.scored_data`. Queues, records and lists are bounded.
+"""
+
+import hashlib
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+from producer.calls.calls import Sampled
+from producer.calls.recorded import RecordedCalls
+from producer.calls.refusals import RefusedError
+from producer.calls.requests import ServedRequest
+from producer.environments.agent_episodes import first_difference, sampled_as
+from producer.environments.group_queue import GroupQueue, QueueFullError
+from producer.environments.registrations import Environments, Registration
+from producer.environments.scored_data import ScoredData, match_group
+from protocol.config.run import RunConfig
+from protocol.throttle import Throttle
+from protocol.wire.messages import Group, Sampling
+
+logger = logging.getLogger(__name__)
+
+_REMEMBERED_GROUPS = 4096  # to know those that are posted again
+_BYTES_PER_TOKEN = 128  # of a group as JSON: token, mask, log-prob, messages
+
+Outcome = Literal["leased", "stale", "void", "duplicate", "refused", "busy"]
+
+
+class Atropos:
+    """See the module's guarantee.
+
+    Args:
+        max_model_len: tokens of a sequence of the engine.
+        version: the policy that the engine has; -1 while there is none.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        max_model_len: int,
+        version: Callable[[], int],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        values = config.sampling
+        self.sampling = Sampling(
+            values.num_generations, values.max_completion_length, values.temperature, values.top_p, values.top_k, values.min_p
+        )  # fmt: skip
+        self.max_body_bytes = max(
+            config.serve.max_request_bytes, _BYTES_PER_TOKEN * values.num_generations * max_model_len
+        )
+        self._run_name = Path(config.run_dir).name
+        self._max_staleness = config.pipeline.staleness_limit
+        # An environment leaves when step and queue together pass the number of steps. What is in the queue may have no signal.
+        self._num_steps = int(config.trainer["max_steps"]) + 2 * (self._max_staleness + 1)
+        self._budget = (self._max_staleness + 1) * config.pipeline.groups_per_step
+        self._batch_size = config.completions_per_step
+        self._max_model_len = max_model_len
+        self._version = version
+        self._clock = clock
+        self.calls = RecordedCalls(clock=clock)
+        self.queue = GroupQueue(self._budget)
+        self._environments = Environments(clock)
+        self._known: dict[str, None] = {}  # groups, the oldest first
+        self._unlike = ""  # why a call was not recorded, the last one
+        self._posted: Counter[Outcome] = Counter()
+        self._warn = Throttle(logger)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the engine has a policy."""
+        return self._version() >= 0
+
+    @property
+    def outcomes(self) -> dict[str, int]:
+        """Groups that were posted, by what became of them; those in the queue are not decided."""
+        queue = self.queue
+        return {
+            "leased": queue.leased,
+            "stale": queue.stale,
+            "void": queue.void,
+            "duplicate": self._posted["duplicate"],
+            "refused": self._posted["refused"],
+            "busy": self._posted["busy"],
+        }
+
+    # Calls
+
+    @property
+    def floor(self) -> int:
+        """The oldest policy that is of use."""
+        return self.queue.floor
+
+    def prepare(self, request: ServedRequest) -> tuple["Atropos | None", ServedRequest]:
+        """Who notes what is sampled for this request, if anybody; and the request, sampled as the run is if it may be trained."""
+        name = "model" if request.model != "policy" else first_difference(request, self.sampling)
+        if name is None:
+            return self, sampled_as(request, self.sampling)
+        asked = request.model if name == "model" else request.fields.get(name)
+        self._unlike = f"; the last call that was not recorded asked for {name}={asked!r:.40}"
+        return None, request
+
+    def note(self, sampled: Sampled) -> None:
+        self.calls.note(sampled)
+
+    # Environments
+
+    def register(self, registration: Registration) -> dict[str, Any]:
+        """
+        Raises:
+            RefusedError: it is set up for another run.
+        """
+        if not self.is_ready:
+            return {"status": "wait for trainer to start"}
+        if registration.group_size != self.sampling.num_generations:
+            raise RefusedError(
+                400,
+                "malformed",
+                f"groups of this run have sampling.num_generations={self.sampling.num_generations} sequences; give the "
+                f"environment --env.group_size {self.sampling.num_generations}",
+                "group_size",
+            )
+        if registration.min_batch_allocation is not None:
+            raise RefusedError(
+                400,
+                "malformed",
+                "groups are trained as they come; leave min_batch_allocation out",
+                "min_batch_allocation",
+            )
+        number = self._environments.add(registration)
+        name = f"{(registration.desired_name or 'environment')[:80]}_{number}"
+        logger.info("environment %r of Atropos has registered", name)
+        return {
+            "status": "success",
+            "env_id": number,
+            "wandb_name": name,
+            "checkpoint_dir": "",
+            "starting_step": self._step,
+            "checkpoint_interval": -1,
+            "num_steps": self._num_steps,
+        }
+
+    def disconnect(self, env_id: Any) -> dict[str, Any]:
+        known = self._environments.remove(env_id)
+        return {"status": "success"} if known else {"status": "failure", "error": "no such environment"}
+
+    def status(self, env_id: Any = None) -> dict[str, Any]:
+        """How much there is already: what the trainer may have and has not trained, and what waits for a lease."""
+        self._drop_stale()
+        ready = max(0, self._budget - self.queue.num_leases) + self.queue.num_groups
+        return {
+            "current_step": self._step,
+            "queue_size": ready,
+            "self_queue_size": ready,
+            "unallocated_fraction": 1.0,
+            "max_group_size": self.sampling.num_generations,
+            "env_weight": self._environments.share_of(env_id),
+        }
+
+    def info(self) -> dict[str, Any]:
+        return {"batch_size": self._batch_size, "max_token_len": self._max_model_len}
+
+    def names(self) -> dict[str, Any]:
+        return {"group": self._run_name, "project": "slipstream"}
+
+    def post(self, groups: list[ScoredData]) -> dict[str, Any]:
+        """
+        Raises:
+            RefusedError: one of them is refused, or there is no room for one. Others of them may be accepted all the same.
+        """
+        self._drop_stale()
+        refusals: list[RefusedError] = []
+        for group in groups:
+            try:
+                self._accept(group)
+            except QueueFullError:
+                self._posted["busy"] += 1
+                raise RefusedError(
+                    503, "busy", "the trainer has more groups than it can use; post again in a few seconds"
+                ) from None
+            except RefusedError as error:
+                refusals.append(error)
+        if refusals:
+            self._posted["refused"] += len(refusals)
+            self._warn("refused", f"{len(refusals)} groups of an environment of Atropos are refused: {refusals[0]}")
+            raise refusals[0]
+        return {"status": "received", "groups_processed": len(groups)}
+
+    def _accept(self, data: ScoredData) -> None:
+        digest = hashlib.sha256(repr(data.tokens).encode()).hexdigest()
+        sampling = self.sampling
+        try:
+            message, calls = match_group(
+                data,
+                self.calls,
+                num_generations=sampling.num_generations,
+                max_completion_length=sampling.max_completion_length,
+                now=self._clock(),
+            )
+        except RefusedError as error:
+            if digest in self._known:
+                self._posted["duplicate"] += 1
+                return
+            if error.reason == "not_sampled":
+                raise RefusedError(error.status, error.reason, f"{error}{self._unlike}") from None
+            raise
+        self.queue.offer(message)
+        self.calls.remove(calls)
+        self._known[digest] = None
+        if len(self._known) > _REMEMBERED_GROUPS:
+            del self._known[next(iter(self._known))]
+
+    # Leases
+
+    async def fulfil(self, floor: int) -> Group:
+        """The group of a lease, whose id it still lacks."""
+        self._drop_stale()
+        return await self.queue.take(floor)
+
+    def forget(self) -> None:
+        """Another trainer process: versions may mean other weights."""
+        self.queue.forget()
+        self.calls.forget()
+
+    @property
+    def _step(self) -> int:
+        return max(0, self._version())
+
+    def _drop_stale(self) -> None:
+        self.queue.drop_older(self._version() - self._max_staleness)

@@ -1,0 +1,130 @@
+"""The life of an agent program, which `producer.environments.agent_program` starts.
+
+Guarantee: its first line on standard output says that it can play or why not, and nothing else is written there, whatever the
+environment prints; it ends when its parent does, however that ends, and takes along what it started; SIGTERM ends it with 0.
+
+    standard input                                       standard output
+    {"kind": "play" or "rows", ...}            ->
+                                               <-        {"ready": true}, or {"problem": "..."}
+    {"base_url": ..., "key": ..., ...}         ->        nothing; or with "rows": a row per line, then {"end": true}
+"""
+
+import asyncio
+import json
+import logging
+import os
+import queue
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager, suppress
+from itertools import islice
+from typing import Any, NoReturn, Protocol, TextIO
+
+from producer.environments.bridges.policy_endpoint import PolicyEndpoint
+from producer.environments.bridges.task_loop import Player, TaskLoop
+
+logger = logging.getLogger(__name__)
+
+
+class ProblemError(Exception):
+    """Why nothing can be played, in words for the user."""
+
+
+class Environment(Protocol):
+    """An environment that was loaded."""
+
+    def rows(self, max_rows: int | None) -> Iterator[dict[str, Any]]:
+        """Of the dataset, of which no more than `max_rows` are used: a `prompt` and what `play` needs."""
+
+    def playing(self, base_url: str, key: str) -> AbstractAsyncContextManager[Player]:
+        """With the policy at `base_url`."""
+
+
+def row_of(task: dict[str, Any]) -> dict[str, Any]:
+    """What the task's row has for the environment.
+
+    Raises:
+        ProblemError: it has nothing.
+    """
+    text = task["columns"].get("task")
+    try:
+        row = json.loads(text)
+    except (TypeError, ValueError):
+        row = None
+    if not isinstance(row, dict):
+        raise ProblemError("the row has no `task` of an environment; make the dataset with `rl-environment rows`")
+    return row
+
+
+def main(load: Callable[[dict[str, Any]], Environment]) -> NoReturn:
+    """Runs the program.
+
+    Args:
+        load: the environment that settings describe; what it raises is the problem.
+    """
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="environment: %(message)s")
+    logging.getLogger("producer.environments.bridges").setLevel(logging.INFO)
+    told, lines = _private_output(), _lines_of_parent()
+    settings = json.loads(lines.get())
+    try:
+        environment = load(settings)
+        if settings["kind"] == "rows":
+            _tell(told, {"ready": True})
+            for row in islice(environment.rows(settings["max_rows"]), settings["max_rows"]):
+                _tell(told, row)
+            _tell(told, {"end": True})
+            _leave(0)
+    except Exception as error:
+        logger.debug("it failed here:", exc_info=True)
+        _tell(told, {"problem": str(error) if isinstance(error, ProblemError) else f"{type(error).__name__}: {error}"})
+        _leave(1)
+    _tell(told, {"ready": True})
+    where = json.loads(lines.get())
+    with suppress(asyncio.CancelledError):
+        asyncio.run(_play(environment, where))
+    _leave(0)
+
+
+async def _play(environment: Environment, where: dict[str, Any]) -> None:
+    current = asyncio.current_task()
+    assert current is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, current.cancel)
+    endpoint = PolicyEndpoint(where["base_url"], where["key"], where["max_concurrent"] + 1)
+    async with environment.playing(where["base_url"], where["key"]) as player:
+        await TaskLoop(endpoint, player, where["max_concurrent"], where["episode_timeout_s"]).run()
+
+
+def _private_output() -> TextIO:
+    """What was standard output, which from now on is standard error."""
+    told = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return told
+
+
+def _lines_of_parent() -> "queue.Queue[str]":
+    """The lines of standard input, from which nobody else reads; at its end this process and its group are killed."""
+    source = os.fdopen(os.dup(0))
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    lines: queue.Queue[str] = queue.Queue()
+
+    def read() -> None:
+        for line in source:
+            lines.put(line)
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=read, daemon=True).start()
+    return lines
+
+
+def _tell(told: TextIO, message: dict[str, Any]) -> None:
+    told.write(json.dumps(message) + "\n")
+    told.flush()
+
+
+def _leave(status: int) -> NoReturn:
+    """Without waiting for threads that wait for tasks."""
+    logging.shutdown()
+    os._exit(status)

@@ -1,0 +1,116 @@
+"""Tasksets and environments of verifiers from release 0.4 on (`verifiers.v1`).
+
+Guarantee: as `producer.environments.bridges.verifiers_program`; an episode with an agent that calls the policy without being it
+fails, rather than have its words trained.
+"""
+
+import json
+import os
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import verifiers.v1 as vf
+from verifiers.v1.configs.agent import agent_config_fields
+from verifiers.v1.utils.loaders import load_environment, resolve_env_config
+
+from producer.environments.bridges.program import ProblemError, row_of
+from producer.environments.bridges.verifiers_program import API_KEY_VARIABLE
+
+
+class TasksetEnvironment:
+    """The environment of a taskset.
+
+    Args:
+        arguments: of its `[env]` block.
+    """
+
+    def __init__(self, taskset: str, arguments: Mapping[str, Any]) -> None:
+        own = arguments.get("taskset") or {}
+        try:
+            config = resolve_env_config(dict(arguments) | {"taskset": own | {"id": taskset}})
+        except (ValueError, TypeError) as error:
+            raise ProblemError(f"environment.verifiers.arguments: {error}") from error
+        for place, owner in {"": config, **agent_config_fields(config)}.items():
+            if owner.retries.max_retries or owner.retries.rules:
+                raise ProblemError(
+                    f"environment.verifiers.arguments.{place and place + '.'}retries: what is played again would be trained "
+                    "twice; remove them"
+                )
+        self._env = load_environment(config)
+
+    def rows(self, max_rows: int | None) -> Iterator[dict[str, Any]]:
+        if max_rows is None and not self._env.taskset.bounded:
+            raise ProblemError(
+                "environment.verifiers: its tasks have no end; say how many rows there are to be: --max-rows N"
+            )
+        for task in self._env.taskset:
+            data = task.data
+            system = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
+            prompt = [{"role": "user", "content": data.prompt or ""}]
+            if isinstance(data.prompt, list):
+                prompt = [{"role": message.role, "content": _text(message)} for message in data.prompt]
+            yield {"prompt": system + prompt, "task": json.dumps(data.model_dump(mode="json", exclude_none=True))}
+
+    @asynccontextmanager
+    async def playing(self, base_url: str, key: str) -> AsyncIterator["TasksetPlayer"]:
+        os.environ[API_KEY_VARIABLE] = key or "none"
+        async with self._env.serving():
+            yield TasksetPlayer(self._env, base_url)
+
+
+class TasksetPlayer:
+    """Plays while the environment serves."""
+
+    def __init__(self, env: Any, base_url: str) -> None:
+        self._env = env
+        self._base_url = base_url
+        self._task_class = type(env.taskset).task_type()
+
+    async def problem(self) -> str:
+        return ""
+
+    async def play(self, task: dict[str, Any], episode: str) -> dict[str, float | None]:
+        """The mean of the policy's agents' rewards as `environment`, and every reward and metric under its own name."""
+        data = self._task_class.data_type().model_validate(row_of(task))
+        client = vf.EvalClientConfig(
+            base_url=self._base_url, api_key_var=API_KEY_VARIABLE, headers={"x-episode": episode}
+        )
+        context = vf.ModelContext(model="policy", client=client)
+        (slot,) = self._env.slots(self._task_class(data, self._env.config.taskset.task))
+        done = await self._env.run_slot(slot, context)
+        if not done.ok:
+            errors = [*done.errors, *(error for trace in done.traces for error in trace.errors)]
+            raise RuntimeError("; ".join(f"{error.type}: {error.message}" for error in errors) or "it did not succeed")
+        for trace in done.traces:
+            agent = trace.agent
+            if not agent.trainable and agent.config.client.headers.get("x-episode") == episode:
+                raise RuntimeError(
+                    f"agent {agent.name} is not to be trained, but speaks with the policy; name a model and a client for it: "
+                    f"environment.verifiers.arguments.{agent.name}"
+                )
+        return rewards_of([trace for trace in done.traces if trace.agent.trainable])
+
+
+def rewards_of(traces: list[Any]) -> dict[str, float | None]:
+    """The mean over traces of the total reward, of each reward before its weight, and of each metric; None where a trace was not
+    scored."""
+    found: dict[str, list[float | None]] = {}
+    for trace in traces:
+        scores = {name: None if reward is None else reward.score for name, reward in trace.rewards.items()}
+        total = None if None in scores.values() else trace.reward
+        for name, value in (trace.metrics | scores | {"environment": total}).items():
+            found.setdefault(name, []).append(value)
+    return {name: _mean(values, len(traces)) for name, values in found.items()}
+
+
+def _mean(values: list[float | None], count: int) -> float | None:
+    given = [value for value in values if value is not None]
+    return sum(given) / count if len(given) == count else None
+
+
+def _text(message: Any) -> str:
+    content = getattr(message, "content", None)
+    if isinstance(content, str) or content is None:
+        return content or ""
+    return "".join(getattr(part, "text", "") for part in content)

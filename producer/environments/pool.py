@@ -1,0 +1,156 @@
+"""The environments of a producer: the user's blocking code, each instance in a process of its own.
+
+Guarantee: no call takes longer than its limit; an environment that hangs or dies is killed by its own process id and costs the
+episode that it was in, and no process outlives the daemon. Processes are started when they are needed, at most
+`environment.max_concurrent` beside those that are being killed, and serve one episode after the other. What an episode took is
+given back in every case, whoever is cancelled.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+
+from producer.environments.worker import Answer, Call, Description
+from protocol.config.environment import EnvironmentSection
+from protocol.errors import ConfigError
+from protocol.processes.child import ChildEndedError, ChildProcess, ChildProcesses
+from protocol.throttle import Throttle
+
+logger = logging.getLogger(__name__)
+
+_START_TIMEOUT_S = 120.0  # imports of the user's modules included
+
+
+class EnvironmentFailedError(Exception):
+    """The environment did not do what an episode needs. The text says what it did instead; the process may be gone."""
+
+
+class EnvironmentSession:
+    """An environment for one episode."""
+
+    def __init__(self, process: ChildProcess, section: EnvironmentSection, *, is_new: bool) -> None:
+        self.is_usable = True
+        self._process = process
+        self._section = section
+        self._is_new = is_new
+
+    async def reset(self, columns: dict[str, Any]) -> str | list[Any] | None:
+        """Begins an episode on a row of the dataset, and returns what the environment adds to its prompt.
+
+        Raises:
+            EnvironmentFailedError: it raised, hangs or has died.
+        """
+        return (await self._ask(Call("reset", arguments=columns))).value  # type: ignore[no-any-return]
+
+    async def call(self, tool: str, arguments: dict[str, Any]) -> tuple[str | list[Any], bool]:
+        """The content of the tool's message, and whether it says that the tool failed.
+
+        Raises:
+            EnvironmentFailedError: the environment hangs or has died.
+        """
+        answer = await self._ask(Call("tool", tool, arguments))
+        return answer.value, answer.raised
+
+    async def reward(self) -> float | None:
+        """What `get_reward` says of the episode.
+
+        Raises:
+            EnvironmentFailedError: it raised, hangs or has died.
+        """
+        return (await self._ask(Call("reward"))).value  # type: ignore[no-any-return]
+
+    async def describe(self) -> Description:
+        return msgspec.convert((await self._ask(Call("describe"))).value, Description)
+
+    async def _ask(self, call: Call) -> Answer:
+        what = f"tool {call.name}" if call.kind == "tool" else {"reward": "get_reward"}.get(call.kind, call.kind)
+        limit_s = self._section.call_timeout_s + (_START_TIMEOUT_S if self._is_new else 0.0)
+        was_usable, self.is_usable = self.is_usable, False  # until it has answered
+        if not was_usable:
+            raise EnvironmentFailedError(f"{what}: the process of the environment is gone")
+        try:
+            async with asyncio.timeout(limit_s):
+                answer = await self._process.ask(call, Answer)
+        except TimeoutError:
+            raise EnvironmentFailedError(
+                f"{what} did not return within environment.call_timeout_s={self._section.call_timeout_s:g} seconds and its "
+                "process was killed"
+            ) from None
+        except ChildEndedError as error:
+            raise EnvironmentFailedError(f"{what}: {error}") from None
+        self.is_usable, self._is_new = True, False
+        if answer.problem:
+            raise EnvironmentFailedError(f"{what} {answer.problem}")
+        return answer
+
+
+class EnvironmentPool:
+    """The environments of `environment.factory`.
+
+    Args:
+        section: whose `factory` is set.
+    """
+
+    def __init__(self, section: EnvironmentSection) -> None:
+        assert section.factory is not None
+        self._section = section
+        self._factory = section.factory
+        self._places = asyncio.Semaphore(section.max_concurrent)
+        self._idle: list[ChildProcess] = []
+        self._children = ChildProcesses(Throttle(logger))
+        self.description = Description([], has_reward=False)
+
+    async def start(self) -> None:
+        """Starts the first environment and has it describe what they all are.
+
+        Raises:
+            ConfigError: it cannot be imported or made, its tools have no schemas, or it does not fit the configuration.
+        """
+        try:
+            async with self.session() as environment:
+                self.description = description = await environment.describe()
+        except EnvironmentFailedError as error:
+            raise ConfigError(f"environment.factory: {self._factory}: {error}") from error
+        if description.has_reward != (self._section.reward_weight is not None):
+            raise ConfigError(
+                f"environment.reward_weight: {self._factory} has get_reward; say what it weighs, e.g. 1.0"
+                if description.has_reward
+                else f"environment.reward_weight: {self._factory} has no get_reward; remove the weight, or add the method"
+            )
+        if description.tools and self._section.tool_parser is None:
+            raise ConfigError(
+                f"environment.tool_parser: {self._factory} has tools; name vLLM's parser for the calls of this model, e.g. hermes"
+            )
+
+    async def close(self) -> None:
+        await self._children.close()
+
+    @asynccontextmanager
+    async def session(self) -> AsyncIterator[EnvironmentSession]:
+        """An environment, once there is room; reset it first.
+
+        Raises:
+            EnvironmentFailedError: no process can be started.
+        """
+        async with self._places:
+            process, is_new = (self._idle.pop(), False) if self._idle else (self._start(), True)
+            session = EnvironmentSession(process, self._section, is_new=is_new)
+            try:
+                yield session
+            finally:
+                if session.is_usable:
+                    self._idle.append(process)
+                else:
+                    self._children.end(process)
+
+    def _start(self) -> ChildProcess:
+        try:
+            return self._children.start(
+                "producer.environments.worker", self._factory, source=f"environment {self._factory}"
+            )
+        except ChildEndedError as error:
+            raise EnvironmentFailedError(str(error)) from None

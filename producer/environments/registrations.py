@@ -1,0 +1,83 @@
+"""Which environments of Atropos there are, and how they share the engine.
+
+Guarantee: an environment's share is its weight among those that were heard lately, so one that died, which tells nobody, does
+not keep its own. So many are known at most; of more, the one that was silent for longest is forgotten.
+"""
+
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import msgspec
+
+from producer.calls.refusals import RefusedError
+
+_MAX_ENVIRONMENTS = 256
+_HEARD_S = 60.0  # they ask for the status ten times a second
+_MIN_SHARE = 0.01  # as Atropos has it
+
+_Amount = Annotated[float, msgspec.Meta(ge=-1e9, le=1e9)]
+
+
+class Registration(msgspec.Struct):
+    """What an environment says of itself, in the words of Atropos."""
+
+    group_size: int
+    max_token_length: _Amount
+    weight: _Amount
+    desired_name: str | None = None
+    min_batch_allocation: Any = None
+
+
+def parse_registration(body: bytes) -> Registration:
+    """
+    Raises:
+        RefusedError: this is none.
+    """
+    try:
+        return msgspec.json.decode(body, type=Registration)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise RefusedError(400, "malformed", f"not the registration of an environment of Atropos: {error}") from None
+
+
+@dataclass
+class _Environment:
+    weight: float
+    heard_at: float
+
+
+class Environments:
+    """See the module's guarantee.
+
+    Args:
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._numbers = itertools.count()
+        self._known: dict[int, _Environment] = {}
+
+    def add(self, registration: Registration) -> int:
+        """Its number."""
+        if len(self._known) >= _MAX_ENVIRONMENTS:
+            del self._known[min(self._known, key=lambda number: self._known[number].heard_at)]
+        number = next(self._numbers)
+        weight = max(0.0, registration.weight) * max(0.0, registration.max_token_length)
+        self._known[number] = _Environment(weight, self._clock())
+        return number
+
+    def remove(self, number: Any) -> bool:
+        """Whether there was one."""
+        return type(number) is int and self._known.pop(number, None) is not None
+
+    def share_of(self, number: Any) -> float:
+        """From 0.01 to 1. It was heard with this; one that is not known has outlived a producer, and is not restrained."""
+        mine = self._known.get(number) if type(number) is int else None
+        if mine is None:
+            return 1.0
+        now = mine.heard_at = self._clock()
+        total = sum(each.weight for each in self._known.values() if now - each.heard_at <= _HEARD_S)
+        return max(_MIN_SHARE, mine.weight / total) if total else 1.0

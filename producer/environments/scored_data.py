@@ -1,0 +1,151 @@
+"""A group as an environment of Atropos posts it (`ScoredData`), and the group that it becomes on the wire.
+
+Guarantee: nothing that an environment claims is trained but its scores and its masks. Every token in the loss is one that this
+engine sampled behind exactly these tokens and was not trained before; its log-prob and version are those that were recorded.
+"""
+
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from producer.calls.recorded import RecordedCall, RecordedCalls
+from producer.calls.refusals import RefusedError
+from producer.groups import Episode, Record, group_message
+from producer.interfaces import LeaseFailure
+from protocol.wire.messages import Group
+
+_MASKED = -100
+_MAX_ENDING = 4
+"""Tokens right behind an answer that a chat template adds to end it, and environments therefore do not mask."""
+_MAX_GROUPS = 1024  # of one request
+
+_Token = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+_Mask = Annotated[int, msgspec.Meta(ge=_MASKED, lt=2**31)]
+_Score = Annotated[float, msgspec.Meta(gt=-1e30, lt=1e30)]
+
+
+class ScoredData(msgspec.Struct):
+    """Fields of Atropos' own. Of n sequences `tokens` and `masks` have their tokens each, `masks` with -100 for those that are
+    not to be trained. What is not named here is not looked at: `messages`, `inference_logprobs`, `ref_logprobs` and the like."""
+
+    tokens: list[list[_Token]]
+    masks: list[list[_Mask]]
+    scores: list[_Score]
+    advantages: list[Any] | None = None
+    overrides: list[Any] | None = None
+    group_overrides: dict[str, Any] | None = None
+    images: Any = None
+    distill_token_ids: Any = None
+    distill_logprobs: Any = None
+
+
+class MatchedGroup(NamedTuple):
+    """`message` has no lease yet; `calls` are those it is made of."""
+
+    message: Group
+    calls: set[RecordedCall]
+
+
+def parse_scored_data(body: bytes, *, is_list: bool) -> list[ScoredData]:
+    """
+    Raises:
+        RefusedError: this is no ScoredData, or no list of them.
+    """
+    expected: Any = Annotated[list[ScoredData], msgspec.Meta(max_length=_MAX_GROUPS)] if is_list else ScoredData
+    try:
+        found = msgspec.json.decode(body, type=expected)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise RefusedError(400, "malformed", f"not the scored data of Atropos: {error}") from None
+    return found if is_list else [found]
+
+
+def match_group(
+    data: ScoredData, calls: RecordedCalls, *, num_generations: int, max_completion_length: int, now: float
+) -> MatchedGroup:
+    """The group of these sequences, from what was recorded.
+
+    Args:
+        now: seconds of the clock of `calls`.
+
+    Raises:
+        RefusedError: it asks for what is not done, contradicts itself, or a token to be trained was not sampled here.
+    """
+    _check(data, num_generations)
+    taken: set[RecordedCall] = set()
+    episodes = []
+    for number, (tokens, masks) in enumerate(zip(data.tokens, data.masks, strict=True)):
+        token_ids, mask = np.array(tokens, "<i4"), np.array(masks, "<i4")
+        if len(mask) != len(token_ids) or ((mask != _MASKED) & (mask != token_ids)).any():
+            raise _unfit(number, "a mask has one entry per token, which is -100 or the token itself")
+        episodes.append(_episode(number, token_ids, mask != _MASKED, calls, taken))
+    began = min(call.at for call in taken)
+    try:
+        message = group_message(
+            "", episodes, np.array(data.scores, "<f4")[:, None], max_completion_length, max(0.0, now - began), 0.0
+        )
+    except LeaseFailure as failure:
+        raise RefusedError(400, "malformed", failure.detail) from None
+    return MatchedGroup(message, taken)
+
+
+def _check(data: ScoredData, num_generations: int) -> None:
+    counts = {len(data.tokens), len(data.masks), len(data.scores)}
+    if counts != {num_generations}:
+        raise RefusedError(
+            400,
+            "malformed",
+            f"a group has sampling.num_generations={num_generations} sequences, each with a mask and a score, and this one has "
+            f"{len(data.tokens)}, {len(data.masks)} and {len(data.scores)}; give the environment --env.group_size "
+            f"{num_generations}",
+        )
+    if any(data.advantages or ()):
+        raise RefusedError(400, "malformed", "advantages follow from the scores here; post none", "advantages")
+    for name in ("images", "distill_token_ids", "distill_logprobs"):
+        if getattr(data, name):
+            raise RefusedError(400, "malformed", f"{name} cannot be trained here; post none", name)
+    if any(data.overrides or ()) or set(data.group_overrides or ()) - {"group_size"}:
+        raise RefusedError(400, "malformed", "overrides are not honoured here; post none", "overrides")
+
+
+def _episode(
+    number: int, token_ids: NDArray[np.int32], wanted: NDArray[np.bool_], calls: RecordedCalls, taken: set[RecordedCall]
+) -> Episode:
+    """The sequence as far as it is trained. Adds the calls that it is made of to `taken`."""
+    record = Record.of(token_ids.tolist())
+    missing, truncated = wanted.copy(), False
+    spans = calls.find(token_ids, taken)
+    for span in spans:
+        trained = np.flatnonzero(wanted[span.start : span.end])
+        record.logprobs[span.start + trained] = span.call.logprobs[trained]
+        record.versions[span.start + trained] = span.call.versions[trained]
+        missing[span.start : span.end] = False
+        if len(trained):
+            taken.add(span.call)
+            truncated = span.call.truncated and span.end - span.start == len(span.call.token_ids)
+    ends = {span.end for span in spans}
+    stray = [(start, end) for start, end in _runs(missing) if start not in ends or end - start > _MAX_ENDING]
+    if stray:
+        raise RefusedError(
+            400,
+            "not_sampled",
+            f"sequence {number}: {int(missing.sum())} of {int(wanted.sum())} tokens to be trained, the first at place "
+            f"{stray[0][0]}, were not sampled here behind these tokens, or were trained before. Sequences have to hold the "
+            "tokens of calls to this endpoint, sampled as the run is: server_type vllm keeps them, while text that is "
+            "tokenized again may differ",
+        )
+    record.cut(len(token_ids))
+    if not record.token_ids:
+        raise _unfit(number, "it has no token to be trained; the mask leaves out all")
+    return Episode(record.first_sampled, [record], truncated=truncated)
+
+
+def _runs(of: NDArray[np.bool_]) -> list[tuple[int, int]]:
+    """Start and end of each run of True."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([False], of, [False])).astype(np.int8))).tolist()
+    return list(zip(edges[::2], edges[1::2], strict=True))
+
+
+def _unfit(number: int, why: str) -> RefusedError:
+    return RefusedError(400, "malformed", f"sequence {number}: {why}")

@@ -1,0 +1,136 @@
+"""One environment in a process of its own, made once and reset for every episode, as TRL does.
+
+Guarantee: whatever the environment does short of blocking or killing the process comes back as a value or as a reason; only its
+public methods can be called as tools. Run by `producer.environments.pool` as `python -m producer.environments.worker FD
+FACTORY`.
+"""
+
+import asyncio
+import inspect
+import math
+import sys
+from collections.abc import Callable
+from typing import Any, Literal
+
+import msgspec
+
+from protocol.config.functions import load_function
+from protocol.errors import ConfigError
+from protocol.processes.worker_channel import WorkerChannel, raised
+
+_NOT_TOOLS = ("reset", "get_reward")
+
+
+class Call(msgspec.Struct, frozen=True):
+    """What to do. `describe` says what there is, the others what TRL's trainer does with an environment."""
+
+    kind: Literal["describe", "reset", "tool", "reward"]
+    name: str = ""
+    arguments: dict[str, Any] = {}
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What came of it; with a `problem`, there is no value. A tool that raised has said so in its value, and `raised` is set."""
+
+    value: Any = None
+    problem: str = ""
+    raised: bool = False
+
+
+class Description(msgspec.Struct, frozen=True):
+    """The value of `describe`: a JSON schema for each tool, and whether there is a `get_reward`."""
+
+    tools: list[dict[str, Any]]
+    has_reward: bool
+
+
+class Environment:
+    """An instance of the user's, and what may be called of it."""
+
+    def __init__(self, factory: str) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._instance = load_function(factory, "environment.factory")()
+        functions = inspect.getmembers(type(self._instance), predicate=inspect.isfunction)
+        self._names = {name for name, _ in functions}
+        if "reset" not in self._names:
+            raise ConfigError(f"environment.factory: {factory} makes a {type(self._instance).__name__} without `reset`")
+        self._tools = {
+            name: getattr(self._instance, name)
+            for name in sorted(self._names)
+            if name not in _NOT_TOOLS and not name.startswith("_")
+        }
+
+    def answer(self, call: Call) -> Answer:
+        try:
+            match call.kind:
+                case "describe":
+                    return Answer(msgspec.to_builtins(self._description()))
+                case "reset":
+                    return Answer(_observation(self._run(self._instance.reset, call.arguments)))
+                case "reward":
+                    return Answer(_number(self._run(self._instance.get_reward, {})))
+                case "tool":
+                    return self._tool(call)
+        except Exception:
+            return Answer(problem=raised())
+
+    def _tool(self, call: Call) -> Answer:
+        """The content of its message, in TRL's words when it raises: that is for the model to see."""
+        try:
+            if call.name not in self._tools:
+                raise ValueError(f"Tool {call.name} not found.")
+            result = self._run(self._tools[call.name], call.arguments)
+        except Exception as error:
+            return Answer(str({"error": str(error)}), raised=True)
+        return Answer(result if isinstance(result, list) else str(result))
+
+    def _description(self) -> Description:
+        from transformers.utils import get_json_schema  # takes a second or two, and only the first process is asked
+
+        return Description([get_json_schema(tool) for tool in self._tools.values()], "get_reward" in self._names)
+
+    def _run(self, method: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+        result = method(**arguments)
+        if not inspect.isawaitable(result):
+            return result
+        self._loop = (
+            self._loop or asyncio.new_event_loop()
+        )  # one for all calls, so that clients may be kept between them
+        return self._loop.run_until_complete(result)
+
+
+def main(descriptor: int, factory: str) -> None:
+    channel = WorkerChannel(descriptor)
+    environment, problem = None, ""
+    try:
+        environment = Environment(factory)
+    except ConfigError as error:
+        problem = str(error)
+    except Exception as error:
+        problem = f"environment.factory: {factory} raised {type(error).__name__}: {error}"
+    while (frame := channel.receive()) is not None:
+        call = msgspec.msgpack.decode(frame, type=Call)
+        answer = Answer(problem=problem) if environment is None else environment.answer(call)
+        try:
+            channel.send(answer)
+        except (TypeError, OverflowError, ValueError) as error:
+            channel.send(Answer(problem=f"returned what cannot be sent: {error}"))
+
+
+def _observation(value: Any) -> str | list[Any] | None:
+    if value is None or isinstance(value, str | list):
+        return value
+    raise TypeError(f"reset returned a {type(value).__name__}; return text, a list of content parts, or None")
+
+
+def _number(value: Any) -> float | None:
+    if value is None:
+        return None
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"get_reward returned {number}; return a finite number, or None for missing")
+    return number
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,176 @@
+"""What was generated for one prompt, and the group that it becomes on the wire.
+
+Guarantee: every record begins with the group's prompt, which is all that the records have in common, and has a sampled token
+behind it; log-probs of tokens that were not sampled are 0.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from producer.interfaces import Completion, Counters, LeaseFailure
+from protocol.wire.messages import Group
+
+
+@dataclass
+class Record:
+    """A sequence that the policy saw, from its first token on. What it did not sample has log-prob 0 and version -1."""
+
+    token_ids: list[int]
+    logprobs: NDArray[np.float32]
+    versions: NDArray[np.int32]
+
+    @classmethod
+    def of(cls, prompt_ids: list[int]) -> "Record":
+        return cls(list(prompt_ids), np.zeros(len(prompt_ids), "<f4"), np.full(len(prompt_ids), -1, "<i4"))
+
+    def show(self, token_ids: list[int]) -> None:
+        """Adds what the policy did not sample."""
+        self._add(Record.of(token_ids))
+
+    def sampled(self, completion: Completion) -> None:
+        assert completion.token_versions is not None
+        logprobs, versions = np.array(completion.logprobs, "<f4"), np.array(completion.token_versions, "<i4")
+        self._add(Record(completion.token_ids, logprobs, versions))
+
+    def _add(self, rest: "Record") -> None:
+        self.token_ids += rest.token_ids
+        self.logprobs = np.concatenate([self.logprobs, rest.logprobs])
+        self.versions = np.concatenate([self.versions, rest.versions])
+
+    @property
+    def is_sampled(self) -> NDArray[np.bool_]:
+        return self.versions >= 0
+
+    @property
+    def num_sampled(self) -> int:
+        return int(self.is_sampled.sum())
+
+    @property
+    def first_sampled(self) -> int:
+        return int(self.is_sampled.argmax())
+
+    def cut(self, length: int) -> None:
+        """To at most `length` tokens, of which the last was sampled."""
+        end = int(np.flatnonzero(self.is_sampled[:length]).max(initial=-1)) + 1
+        self.token_ids, self.logprobs, self.versions = self.token_ids[:end], self.logprobs[:end], self.versions[:end]
+
+
+@dataclass
+class Episode:
+    """A completion: its records, and what scores it."""
+
+    prompt_length: int
+    records: list[Record]
+    messages: list[dict[str, Any]] = field(default_factory=list)  # after the prompt
+    truncated: bool = False
+    reward: float | None = None  # the environment's own
+    failure: str = ""  # why it is not scored
+
+    @classmethod
+    def of(cls, prompt_ids: list[int], completion: Completion) -> "Episode":
+        """That is over with this completion."""
+        record = Record.of(prompt_ids)
+        record.sampled(completion)
+        return cls(len(prompt_ids), [record], truncated=completion.truncated)
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(record.num_sampled for record in self.records)
+
+    @property
+    def versions(self) -> set[int]:
+        """Those that sampled it."""
+        return {version for record in self.records for version in np.unique(record.versions).tolist() if version >= 0}
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Of the last record, after the prompt."""
+        return self.records[-1].token_ids[self.prompt_length :]
+
+
+def count(episodes: list[Episode], counters: Counters) -> None:
+    """Adds what was generated for one prompt."""
+    counters.prompt_tokens += episodes[0].prompt_length
+    counters.tokens += sum(episode.num_sampled for episode in episodes)
+    counters.completions += len(episodes)
+    counters.truncated += sum(episode.truncated for episode in episodes)
+
+
+def group_message(
+    lease_id: str,
+    episodes: list[Episode],
+    rewards: NDArray[np.float32],
+    max_completion_length: int,
+    generation_s: float,
+    reward_s: float,
+) -> Group:
+    """The group of these episodes. A record that is too long after the prompt of the group, because `reset` gave its siblings
+    other prompts, loses its end; one that keeps no sampled token then is left out.
+
+    Raises:
+        LeaseFailure: the records have no token in common, or an episode keeps no record.
+    """
+    everything = [record for episode in episodes for record in episode.records]
+    first = everything[0].token_ids
+    prompt = first[: min(record.first_sampled for record in everything)]
+    start = min(common_length(prompt, record.token_ids) for record in everything)
+    prompt = prompt[:start]
+    if not prompt:
+        raise LeaseFailure(
+            "bad_prompt", "the prompts of the episodes have no token in common; begin them with a system message"
+        )
+    records, numbers, truncated = [], [], []
+    for number, episode in enumerate(episodes):
+        limit = len(prompt) + max_completion_length
+        too_long = any(len(record.token_ids) > limit for record in episode.records)
+        for record in episode.records:
+            if len(record.token_ids) > limit:
+                record.cut(limit)
+            if len(record.token_ids) > len(prompt):
+                records.append(record)
+                numbers.append(number)
+                truncated.append(episode.truncated or too_long)
+        if number not in numbers[-1:]:
+            raise LeaseFailure(
+                "bad_prompt", "the prompts of the episodes differ by more than sampling.max_completion_length"
+            )
+    token_ids = np.concatenate([np.array(record.token_ids[start:], "<i4") for record in records])
+    versions = np.concatenate([record.versions[start:] for record in records])
+    sampled = versions >= 0
+    if not sampled.all():
+        versions = np.concatenate([_filled(record.versions[start:]) for record in records])
+    oldest = int(versions.min())
+    return Group(
+        lease_id=lease_id,
+        policy_version=oldest,
+        prompt_ids=np.array(prompt, "<i4").tobytes(),
+        completion_lengths=np.array([len(record.token_ids) - start for record in records], "<i4").tobytes(),
+        completion_ids=token_ids.tobytes(),
+        logprobs=np.concatenate([record.logprobs[start:] for record in records]).tobytes(),
+        rewards=rewards.astype("<f4").tobytes(),
+        truncated=np.array(truncated, "u1").tobytes(),
+        generation_s=generation_s,
+        reward_s=reward_s,
+        token_versions=versions.tobytes() if versions.max() > oldest else b"",
+        sampled=b"" if sampled.all() else sampled.tobytes(),
+        episodes=np.array(numbers, "<i4").tobytes() if len(records) > len(episodes) else b"",
+    )
+
+
+def common_length(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Of what both begin with."""
+    if other[: len(one)] == one:  # the usual case, and much faster than token by token
+        return len(one)
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _filled(versions: NDArray[np.int32]) -> NDArray[np.int32]:
+    """A token that was not sampled has the version of the sampled one before it, or at the start of the first one."""
+    sampled = versions >= 0
+    sources = np.maximum.accumulate(np.where(sampled, np.arange(len(versions)), sampled.argmax()))
+    return np.take(versions, sources)

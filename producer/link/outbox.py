@@ -1,0 +1,120 @@
+"""The leases of one run and the answers to them, without sockets.
+
+Guarantee: a lease is begun once and answered once, also when it is begun under one trainer process and answered under the
+next. Its answer is kept until the trainer has it: a refusal until it is sent, a group, sent again and again, until it is
+settled. `held` names every lease that is worked on or whose answer is kept. How many those are is bounded by the leases
+that the trainer gives; the bytes of unsettled groups are bounded by their owner, who begins nothing new while it is full.
+"""
+
+from msgspec import structs
+
+from protocol.wire.messages import Group, Nack
+
+_RESEND_AFTER_S = 15.0  # a group that was neither settled nor lost with its connection
+
+
+class Outbox:
+    """Belongs to the link's thread; its numbers may be read by any.
+
+    Args:
+        max_bytes: with more bytes of unsettled groups than these it is full.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._working: set[str] = set()
+        self._answers: dict[str, Group | Nack] = {}
+        self._sent_at: dict[str, float] = {}
+        self.num_groups = 0
+        self.num_bytes = 0
+
+    @property
+    def full(self) -> bool:
+        return self.num_bytes > self._max_bytes
+
+    @property
+    def all_settled(self) -> bool:
+        """Whether the trainer has every answer."""
+        return not self._answers
+
+    @property
+    def num_held(self) -> int:
+        return len(self._working) + len(self._answers)
+
+    def held(self) -> list[str]:
+        return sorted(self._working) + list(self._answers)
+
+    def begin(self, lease_id: str) -> bool:
+        """Notes a lease; False if it is already held."""
+        if lease_id in self._working or lease_id in self._answers:
+            return False
+        self._working.add(lease_id)
+        return True
+
+    def finish(self, answer: Group | Nack) -> bool:
+        """Keeps the answer to a lease; False if nobody waits for it any more."""
+        if not self.abandon(answer.lease_id):
+            return False
+        self._keep(answer)
+        return True
+
+    def replace(self, answer: Nack) -> None:
+        """For a group that cannot be sent."""
+        self.settle(answer.lease_id)
+        self._keep(answer)
+
+    def due(self, now: float) -> list[Group | Nack]:
+        """Answers never sent over this connection, and groups sent long ago that are still not settled."""
+        return [
+            answer
+            for lease_id, answer in self._answers.items()
+            if now - self._sent_at.get(lease_id, float("-inf")) >= _RESEND_AFTER_S
+        ]
+
+    def note_sent(self, answer: Group | Nack, now: float) -> None:
+        """A refusal is done with, because nothing acknowledges it; if it is lost, `held` says so."""
+        if isinstance(answer, Nack):
+            self.settle(answer.lease_id)
+        else:
+            self._sent_at[answer.lease_id] = now
+
+    def settle(self, lease_id: str) -> bool:
+        """Forgets an answer; False if there is none."""
+        answer = self._answers.pop(lease_id, None)
+        self._sent_at.pop(lease_id, None)
+        if answer is not None:
+            self._count(answer, -1)
+        return answer is not None
+
+    def abandon(self, lease_id: str) -> bool:
+        """Forgets a lease that is worked on; False if there is none."""
+        known = lease_id in self._working
+        self._working.discard(lease_id)
+        return known
+
+    def forget_sends(self) -> None:
+        """The connection is gone, and with it everything that the trainer had not settled."""
+        self._sent_at.clear()
+
+    def void(self) -> int:
+        """Forgets every lease, because the run that gave them is another one; returns how many."""
+        count = self.num_held
+        self._working.clear()
+        self._answers.clear()
+        self._sent_at.clear()
+        self.num_groups = self.num_bytes = 0
+        return count
+
+    def _keep(self, answer: Group | Nack) -> None:
+        self._answers[answer.lease_id] = answer
+        self._count(answer, 1)
+
+    def _count(self, answer: Group | Nack, sign: int) -> None:
+        if isinstance(answer, Group):
+            self.num_groups += sign
+            self.num_bytes += sign * num_bytes(answer)
+
+
+def num_bytes(group: Group) -> int:
+    """Of its buffers, which is all of it but a few hundred bytes."""
+    return sum(len(value) for value in structs.astuple(group) if isinstance(value, bytes))

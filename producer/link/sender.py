@@ -1,0 +1,79 @@
+"""What a connected producer says unasked, and when.
+
+Guarantee: a heartbeat once per interval, every answer until the trainer has it, every request for a chunk until it is
+answered. Over a new connection all of it is due at once.
+"""
+
+from collections.abc import Callable, Sequence
+
+from producer.interfaces import Counters, Identity, Workload
+from producer.link.outbox import Outbox
+from producer.policies.download import PolicyDownload
+from protocol.transport.channel import ClientChannel
+from protocol.wire.codec import CodecError
+from protocol.wire.messages import SINCE_MESSAGES, Group, Heartbeat, Nack, PolicyRequest
+
+
+class Sender:
+    """Belongs to the link's thread."""
+
+    def __init__(
+        self,
+        channel: ClientChannel,
+        outbox: Outbox,
+        downloads: Sequence[PolicyDownload],
+        identity: Identity,
+        counters: Counters,
+        workload: Callable[[], Workload],
+    ) -> None:
+        self._channel = channel
+        self._outbox = outbox
+        self._downloads = downloads
+        self._identity = identity
+        self._counters = counters
+        self._workload = workload
+        self._interval_s = 0.0
+        self._heartbeat_at = 0.0
+
+    def start_over(self, interval_s: float) -> None:
+        """For a new connection: everything that was under way is lost, and everything is due."""
+        self._interval_s = interval_s
+        self._heartbeat_at = float("-inf")
+        self._outbox.forget_sends()
+        for download in self._downloads:
+            download.forget_requests()
+
+    def send_due(self, now: float) -> None:
+        if now - self._heartbeat_at >= self._interval_s:
+            self._heartbeat_at = now
+            self._channel.send(self._heartbeat())
+        for answer in self._outbox.due(now):
+            self._send_answer(answer, now)
+        knows_offers = self._channel.schema_version >= SINCE_MESSAGES[PolicyRequest]
+        for download in self._downloads:
+            for request in download.due_requests(now, knows_offers=knows_offers):
+                self._channel.send(request)
+
+    def _send_answer(self, answer: Group | Nack, now: float) -> None:
+        try:
+            if self._channel.send(answer):
+                self._outbox.note_sent(answer, now)
+        except CodecError as error:  # too large: no repetition will help
+            self._outbox.replace(Nack(answer.lease_id, "generation_failed", str(error)))
+
+    def _heartbeat(self) -> Heartbeat:
+        work = self._workload()
+        return Heartbeat(
+            policy_version=self._counters.policy_version,
+            capacity=self._identity.capacity,
+            held=self._outbox.held(),
+            tokens_generated=self._counters.tokens,
+            busy_s=work.busy_s,
+            waiting=len(work.waiting_floors),
+            generating=work.generating,
+            scoring=work.scoring,
+            unacked=self._outbox.num_groups,
+            idle_s=self._counters.idle_s,
+            refused_version=self._counters.refused_version,
+            refusal=self._counters.refusal,
+        )

@@ -1,0 +1,39 @@
+"""The reward `math_verify`: whether a mathematical answer is equivalent to the right one.
+
+Guarantee: as `producer.rewards.builtin`; math-verify interrupts itself by SIGALRM, which a worker's main thread allows.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from producer.rewards.builtin.texts import column_of, each
+from protocol.config.builtin_rewards import MathVerify
+from protocol.errors import ConfigError
+
+
+def math_verify(options: MathVerify) -> Callable[..., list[float | Exception | None]]:
+    try:
+        from math_verify import parse, verify
+    except ImportError as error:
+        raise ConfigError(
+            f"rewards.functions: builtin math_verify needs the package math-verify ({error}); pip install 'slipstream[math]'"
+        ) from error
+
+    def score_all(completions: list[Any], **columns: Any) -> list[float | Exception | None]:
+        answers = column_of(columns, options.column)
+
+        def score(index: int, text: str) -> float:
+            right = _parsed(str(answers[index]))
+            if not right:
+                raise ValueError(f"column {options.column!r} has no mathematics: {answers[index]!r:.80}")
+            found = parse(text, parsing_timeout=options.time_s, raise_on_error=True)
+            return float(verify(right, found, timeout_seconds=options.time_s, raise_on_error=True))
+
+        return each(completions, score)
+
+    def _parsed(answer: str) -> Any:
+        """An answer may be bare LaTeX, which math-verify finds between dollar signs only."""
+        limit = {"parsing_timeout": options.time_s, "raise_on_error": True}
+        return parse(answer, **limit) or parse(f"${answer}$", **limit)
+
+    return score_all

@@ -1,0 +1,77 @@
+"""The reward `code`: whether the program in a completion passes its tests.
+
+Guarantee: a completion's code runs in the sandbox (`producer.rewards.sandbox`) or not at all. No test enters its sandbox:
+expected output is compared outside, and tests in Python run in another one and call the code's functions from there
+(`producer.rewards.judge`).
+"""
+
+import asyncio
+import re
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from producer.rewards.builtin.texts import column_of, text_of
+from producer.rewards.judge.session import passes
+from producer.rewards.sandbox.run import Limits, Sandbox
+from protocol.config.builtin_rewards import Code
+
+_BLOCK = re.compile(r"```[ \t]*(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
+Rewards = list[float | Exception | None]
+
+
+def code(options: Code) -> Callable[..., Coroutine[Any, Any, Rewards]]:
+    limits = Limits(options.time_s, options.memory_bytes, options.memory_bytes // 4, options.processes)
+    sandbox = Sandbox(limits, options.python)
+    asyncio.run(sandbox.check())
+
+    async def score_all(completions: list[Any], **columns: Any) -> Rewards:
+        places = asyncio.Semaphore(options.parallel)
+
+        async def within_limits(source: str, test: Any) -> bool:
+            async with places:
+                return await _passes(sandbox, source, test)
+
+        async def score(completion: Any, tests: Any) -> float:
+            source, listed = program_of(text_of(completion)), _listed(tests, options.column)
+            if options.score == "share":
+                return sum(await asyncio.gather(*(within_limits(source, test) for test in listed))) / len(listed)
+            for test in listed:
+                if not await within_limits(source, test):
+                    return 0.0
+            return 1.0
+
+        tests = column_of(columns, options.column)
+        found = await asyncio.gather(*map(score, completions, tests), return_exceptions=True)
+        return [result if isinstance(result, float | Exception) else None for result in found]
+
+    return score_all
+
+
+def program_of(text: str) -> str:
+    """The last fenced block of Python, or of no language; the whole text where there is none."""
+    blocks = _BLOCK.findall(text)
+    return blocks[-1] if blocks else text
+
+
+def _listed(tests: Any, column: str) -> list[Any]:
+    listed = [tests] if isinstance(tests, str) else tests
+    right = isinstance(listed, list) and all(
+        isinstance(test, str) or (isinstance(test, dict) and {"input", "output"} <= test.keys()) for test in listed
+    )
+    if not right or not listed:
+        raise ValueError(
+            f"column {column!r} has {tests!r:.80}; expected Python, a list of such texts, or a list of {{input, output}}"
+        )
+    return listed
+
+
+async def _passes(sandbox: Sandbox, source: str, test: Any) -> bool:
+    if isinstance(test, str):
+        return await passes(sandbox, source, test)
+    outcome = await sandbox.run(source, str(test["input"]).encode())
+    return outcome.ended_well and _lines(outcome.output.decode(errors="replace")) == _lines(str(test["output"]))
+
+
+def _lines(text: str) -> list[str]:
+    """Without white space at the ends of lines and empty lines at the end."""
+    return [line.rstrip() for line in text.rstrip().splitlines()]

@@ -1,0 +1,247 @@
+"""The judge's side: a test whose names are those of a program in another sandbox.
+
+Guarantee: the mark is written only after the last line of the test, whatever the program answers; what comes from the program is
+a plain value, or an object that stands for one of the program's and answers by asking it. Such an object is equal to no plain
+value, and does not calculate with one: a number is a number, or the test fails. The names of Python itself are Python's: a
+test that uses one which the program has taken for its own fails.
+
+What an object of the program's own says of itself (its methods, what two of them say of each other) is the program's word.
+
+This runs in the judge's sandbox: it imports nothing but the standard library and what else is in `producer.rewards.judge`.
+"""
+
+import builtins
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from producer.rewards.judge.judged import BINARY
+from producer.rewards.judge.values import Channel, ChannelEndedError, decode, encode, importable, imported, is_shared
+
+_FAILED = 1
+
+
+class Remote:
+    """The program, as the test deals with it."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._objects: dict[int, Any] = {}
+        self._callbacks: list[Callable[..., Any]] = []
+        self.names = frozenset(channel.receive()["names"])
+
+    def name(self, name: str) -> Any:
+        return self._asked({"deed": "name", "name": name}, ())
+
+    def do(self, deed: str, *arguments: Any, **named: Any) -> Any:
+        given = [self._encoded(argument) for argument in arguments]
+        named = {name: self._encoded(argument) for name, argument in named.items()}
+        return self._asked({"deed": deed, "arguments": given, "named": named}, arguments)
+
+    def _asked(self, message: dict[str, Any], arguments: tuple[Any, ...]) -> Any:
+        """What the program answers. Where it is gone or answers with nonsense, the test ends here, whatever it would catch."""
+        try:
+            self._channel.send(message)
+            while "callback" in (answer := self._channel.receive()):
+                self._channel.send(self._called_back(answer))
+            return self._value(answer, arguments)
+        except ChannelEndedError as error:
+            _fail(error)
+
+    def _value(self, answer: dict[str, Any], arguments: tuple[Any, ...]) -> Any:
+        if answer["printed"]:
+            sys.stdout.write(answer["printed"])
+        if "raised" in answer:
+            raise self._error(answer) from None
+        for place, changed in answer.get("changed", {}).items():
+            _change(arguments[int(place)], self._decoded(changed))
+        return self._decoded(answer["value"])
+
+    def _error(self, answer: dict[str, Any]) -> BaseException:
+        kind, arguments = self._decoded(answer["raised"]), self._decoded(answer["arguments"])
+        try:
+            error = kind(*arguments)
+        except Exception:
+            error = RuntimeError(*arguments)
+        if isinstance(error, _ProgramError):
+            error.program_error = self._decoded(answer["error"])
+        if not isinstance(error, BaseException) or isinstance(error, ChannelEndedError):
+            raise ChannelEndedError(f"it raised {error!r:.80}")
+        return error
+
+    def _called_back(self, message: dict[str, Any]) -> dict[str, Any]:
+        try:
+            return {"value": self._encoded(self._callbacks[message["callback"]](*self._decoded(message["arguments"])))}
+        except ChannelEndedError:
+            raise
+        except Exception as error:
+            kind = importable(type(error)) or importable(RuntimeError)
+            return {"raised": kind, "arguments": self._encoded([str(argument) for argument in error.args])}
+
+    def _encoded(self, value: Any) -> Any:
+        return encode(value, self._refer)
+
+    def _decoded(self, data: Any) -> Any:
+        return decode(data, self._resolve)
+
+    def _refer(self, value: Any) -> list[Any]:
+        if type(value) is Stand:
+            return ["object", object.__getattribute__(value, "_number")]
+        if isinstance(value, type) and issubclass(value, _ProgramError):
+            return ["object", value.number]
+        if (reference := importable(value)) is not None:
+            return reference
+        if callable(value) and hasattr(value, "__code__"):
+            self._callbacks.append(value)
+            return ["callback", len(self._callbacks) - 1]
+        raise TypeError(
+            f"a {type(value).__name__} of the test's cannot be handed to the program; hand it plain data or a function"
+        )
+
+    def _resolve(self, reference: list[Any]) -> Any:
+        match reference:
+            case ["import", str(), str()] if is_shared(reference):
+                return imported(reference)
+            case ["callback", int(number)]:
+                return self._callbacks[number]
+            case ["object", int(number)]:
+                return self._objects.setdefault(number, Stand(self, number))
+            case ["coroutine", int(number)]:
+                return _awaited(self, Stand(self, number))
+            case ["exception", int(number), str(name), base]:
+                if number not in self._objects:
+                    above = self._decoded(base)
+                    bases = (above,) if issubclass(above, _ProgramError) else (_ProgramError, above)
+                    self._objects[number] = type(name, bases, {"number": number, "__module__": "__main__"})
+                return self._objects[number]
+        raise ChannelEndedError(f"it sent {reference!r:.80}")
+
+
+class Stand:
+    """Stands for an object of the program."""
+
+    def __init__(self, remote: Remote, number: int) -> None:
+        object.__setattr__(self, "_remote", remote)
+        object.__setattr__(self, "_number", number)
+
+    def __getattr__(self, name: str) -> Any:
+        return self._remote.do("getattr", self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._remote.do("setattr", self, name, value)
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        return self._remote.do("call", self, *arguments, **named)
+
+    def __iter__(self) -> Any:
+        return self._remote.do("iter", self)
+
+    def __next__(self) -> Any:
+        return self._remote.do("next", self)
+
+    def __len__(self) -> int:
+        return self._remote.do("len", self)  # type: ignore[no-any-return]
+
+    def __bool__(self) -> bool:
+        return self._remote.do("bool", self) is True
+
+    def __str__(self) -> str:
+        return self._remote.do("str", self)  # type: ignore[no-any-return]
+
+    def __repr__(self) -> str:
+        return self._remote.do("repr", self)  # type: ignore[no-any-return]
+
+    def __hash__(self) -> int:
+        return self._remote.do("hash", self)  # type: ignore[no-any-return]
+
+    def __neg__(self) -> Any:
+        return self._remote.do("neg", self)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._remote.do("getitem", self, key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._remote.do("setitem", self, key, value)
+
+    def __delitem__(self, key: Any) -> None:
+        self._remote.do("delitem", self, key)
+
+    def __enter__(self) -> Any:
+        return self._remote.do("enter", self)
+
+    def __exit__(self, *_: object) -> None:
+        self._remote.do("exit", self)
+
+    def __instancecheck__(self, value: Any) -> bool:
+        return type(value) is Stand and self._remote.do("isinstance", value, self) is True
+
+
+def _between_two(name: str) -> Callable[[Stand, Any], Any]:
+    def method(self: Stand, other: Any) -> Any:
+        return self._remote.do(name, self, other) if type(other) is Stand else NotImplemented
+
+    return method
+
+
+for _name in BINARY:
+    setattr(Stand, f"__{_name.rstrip('_')}__", _between_two(_name))
+
+
+class _ProgramError(Exception):
+    """Base of the exceptions that the program defines. `program_error`: the one that was raised."""
+
+    number: int
+    program_error: Stand
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "program_error":
+            raise AttributeError(name)
+        return getattr(self.program_error, name)
+
+
+class Names(dict[str, Any]):
+    """The test's own names; of those that it does not have, the program's."""
+
+    def __init__(self, remote: Remote) -> None:
+        super().__init__(__name__="__main__")
+        self._remote = remote
+
+    def __missing__(self, name: str) -> Any:
+        if name not in self._remote.names:
+            raise KeyError(name)
+        if hasattr(builtins, name):
+            raise AssertionError(f"the program has a {name} of its own: what Python's says, nobody knows then")
+        value = self._remote.name(name)
+        if type(value) is Stand:
+            self[name] = value
+        return value
+
+
+async def _awaited(remote: Remote, coroutine: Stand) -> Any:
+    return remote.do("await", coroutine)
+
+
+def _change(argument: Any, value: Any) -> None:
+    """As the program has changed what it was given."""
+    if isinstance(argument, list | bytearray):
+        argument[:] = value
+    elif isinstance(argument, dict | set):
+        argument.clear()
+        argument.update(value)
+
+
+def run(descriptor: int, test: str, mark: str) -> NoReturn:
+    try:
+        names = Names(Remote(Channel(descriptor)))
+        exec(compile(test, "test.py", "exec"), names)  # noqa: S102 - that is what it is for
+    except BaseException as error:
+        _fail(error)
+    sys.stdout.flush()
+    os.write(1, mark.encode())
+    os._exit(0)
+
+
+def _fail(error: BaseException) -> NoReturn:
+    os.write(2, f"{type(error).__name__}: {error}\n".encode(errors="replace"))
+    os._exit(_FAILED)

@@ -1,0 +1,158 @@
+"""The side of the program that is judged: runs it, and does with its objects what the judge asks for.
+
+Guarantee: none. The program shares this process and may change all of it; the judge believes nothing that it says but the values.
+
+This runs in the program's sandbox: it imports nothing but the standard library and `producer.rewards.judge.values`.
+"""
+
+import contextlib
+import io
+import operator
+import os
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+from producer.rewards.judge.values import Channel, ChannelEndedError, decode, encode, importable, imported, is_shared
+
+BINARY = (
+    "eq",
+    "ne",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "add",
+    "sub",
+    "mul",
+    "truediv",
+    "floordiv",
+    "mod",
+    "pow",
+    "and_",
+    "or_",
+    "xor",
+)
+_MUTABLE = (list, dict, set, bytearray)
+_DEEDS: dict[str, Callable[..., Any]] = {
+    "call": lambda function, *arguments, **named: function(*arguments, **named),
+    "await": lambda coroutine: _run(coroutine),
+    "enter": lambda manager: manager.__enter__(),
+    "exit": lambda manager: manager.__exit__(None, None, None),
+    "isinstance": isinstance,
+    "getattr": getattr,
+    "setattr": setattr,
+    "iter": iter,
+    "next": next,
+    "len": len,
+    "str": str,
+    "repr": repr,
+    "bool": bool,
+    "hash": hash,
+    "getitem": operator.getitem,
+    "setitem": operator.setitem,
+    "delitem": operator.delitem,
+    "neg": operator.neg,
+    **{name: getattr(operator, name) for name in BINARY},
+}
+
+
+class _Callback:
+    """A function of the test's, which the judge calls."""
+
+    def __init__(self, program: "Program", number: int) -> None:
+        self._program = program
+        self.number = number
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._program.call_back(self.number, arguments)
+
+
+class Program:
+    """The program's names and the objects that the judge has references to."""
+
+    def __init__(self, channel: Channel, source: str) -> None:
+        self._channel = channel
+        self._objects: list[Any] = []
+        self._numbers: dict[int, int] = {}
+        module = sys.modules["__main__"] = types.ModuleType("__main__")
+        self._names = module.__dict__
+        exec(compile(source, "main.py", "exec"), self._names)  # noqa: S102 - that is what it is for
+
+    def serve(self) -> None:
+        self._channel.send({"names": [name for name in self._names if not name.startswith("__")]})
+        while True:
+            self._channel.send(self._done(self._channel.receive()))
+
+    def call_back(self, number: int, arguments: tuple[Any, ...]) -> Any:
+        self._channel.send({"callback": number, "arguments": self._encoded(arguments)})
+        while "deed" in (message := self._channel.receive()):
+            self._channel.send(self._done(message))
+        if "raised" in message:
+            kind = decode(message["raised"], self._resolve)
+            raise kind(*decode(message["arguments"], self._resolve))
+        return decode(message["value"], self._resolve)
+
+    def _done(self, message: dict[str, Any]) -> dict[str, Any]:
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            try:
+                answer = self._do(message)
+            except ChannelEndedError:
+                raise
+            except BaseException as error:
+                kind = self._encoded(type(error))
+                answer = {"raised": kind, "arguments": self._encoded(error.args), "error": self._refer(error)}
+        return answer | {"printed": printed.getvalue()}
+
+    def _do(self, message: dict[str, Any]) -> dict[str, Any]:
+        if message["deed"] == "name":
+            return {"value": self._encoded(self._names[message["name"]])}
+        given = message["arguments"]
+        arguments = [decode(item, self._resolve) for item in given]
+        named = {name: decode(item, self._resolve) for name, item in message["named"].items()}
+        value = _DEEDS[message["deed"]](*arguments, **named)
+        changed = {}
+        for place, argument in enumerate(arguments):
+            if isinstance(argument, _MUTABLE) and (now := self._encoded(argument)) != given[place]:
+                changed[place] = now
+        return {"value": self._encoded(value), "changed": changed}
+
+    def _encoded(self, value: Any) -> Any:
+        return encode(value, self._refer)
+
+    def _refer(self, value: Any) -> list[Any]:
+        if isinstance(value, _Callback):
+            return ["callback", value.number]
+        if is_shared(reference := importable(value)):
+            assert reference is not None
+            return reference
+        number = self._numbers.setdefault(id(value), len(self._objects))
+        if number == len(self._objects):
+            self._objects.append(value)
+        if isinstance(value, type) and issubclass(value, BaseException):
+            return ["exception", number, value.__name__, self._encoded(value.__base__)]
+        return ["coroutine" if isinstance(value, types.CoroutineType) else "object", number]
+
+    def _resolve(self, reference: list[Any]) -> Any:
+        match reference:
+            case ["callback", number]:
+                return _Callback(self, number)
+            case ["import", *_]:
+                return imported(reference)
+            case [_, number, *_]:
+                return self._objects[number]
+        raise ChannelEndedError(str(reference))
+
+
+def _run(coroutine: Any) -> Any:
+    import asyncio  # a tenth of a second that most programs need not spend
+
+    return asyncio.run(coroutine)
+
+
+def run(descriptor: int, source: str) -> None:
+    with contextlib.suppress(ChannelEndedError):
+        Program(Channel(descriptor), source).serve()
+    sys.stdout.flush()
+    os._exit(0)

@@ -1,0 +1,164 @@
+"""Reward workers as processes, seen from the producer.
+
+Guarantee: `WorkerLane.call` returns or raises `WorkerLostError` within the limit of its functions, whatever they do; a worker
+that hangs, dies or takes too much memory is killed with what it started, and replaced, and none outlives the daemon. The slot
+of a call goes back in every case and at once: whoever is cancelled, and whether or not its worker can be killed.
+
+Memory is what is resident, looked at ten times a second. RLIMIT_AS and RLIMIT_DATA count what is reserved, of which torch and
+CUDA take tens of gigabytes and use little, so no limit there would be right for both a model and a runaway list.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+
+import msgspec
+
+from producer.interfaces import Failure
+from producer.rewards.worker import Answer, Call, Job, Ready, Scores, Source
+from protocol.errors import ConfigError
+from protocol.processes.child import ChildEndedError, ChildProcess, ChildProcesses
+from protocol.throttle import Throttle
+
+logger = logging.getLogger(__name__)
+
+_ASYNC_GRACE_S = 1.0  # an asynchronous function keeps its limit itself, unless it blocks the loop
+_LOOK_EVERY_S = 0.1
+
+
+class WorkerLostError(Exception):
+    """The worker of a call has been killed, or could not be started: nothing was scored."""
+
+    def __init__(self, reason: Failure, problem: str) -> None:
+        super().__init__(problem)
+        self.reason: Failure = reason
+
+
+class WorkerLane:
+    """`num_workers` processes that all hold the same functions; a call takes one of them.
+
+    Args:
+        sources: of the functions, by their names, of which messages and log speak.
+        max_memory_bytes: resident, of a worker with its children. None: no limit.
+        environment: variables of the workers beside the daemon's own.
+    """
+
+    def __init__(
+        self,
+        sources: dict[str, Source],
+        num_workers: int,
+        max_memory_bytes: int | None,
+        start_timeout_s: float,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self.num_workers = num_workers
+        self.asynchronous: list[int] = []
+        self._sources = msgspec.json.encode(list(sources.values())).decode()
+        self._names = list(sources)
+        self._shown = ", ".join(f"{name} ({source.function or source.shipped})" for name, source in sources.items())
+        self._max_memory_bytes = max_memory_bytes
+        self._start_timeout_s = start_timeout_s
+        self._environment = environment
+        self._slots: asyncio.Queue[ChildProcess | None] = asyncio.Queue()
+        self._children = ChildProcesses(Throttle(logger))
+
+    @property
+    def num_idle(self) -> int:
+        return self._slots.qsize()
+
+    async def start(self) -> None:
+        """Starts the workers.
+
+        Raises:
+            ConfigError: a function cannot be imported or made.
+        """
+        try:
+            workers = await asyncio.gather(*(self._start_worker() for _ in range(self.num_workers)))
+        except WorkerLostError as error:
+            raise ConfigError(str(error)) from error
+        for worker in workers:
+            self._slots.put_nowait(worker)
+
+    async def close(self) -> None:
+        await self._children.close()
+
+    async def call(self, functions: list[int], jobs: list[Job], limits_s: list[float]) -> list[Scores]:
+        """What these functions say of a job each.
+
+        Raises:
+            WorkerLostError: one of them hung, crashed or took too much memory, or no worker could be started.
+        """
+        worker = await self._slots.get()
+        reusable = False
+        grace_s = _ASYNC_GRACE_S if functions[0] in self.asynchronous else 0.0
+        try:
+            worker = worker or await self._start_worker()
+            worker.output.begin(f"reward {', '.join(self._names[index] for index in functions)}")
+            answer = await self._watched(worker, Call(functions, jobs, limits_s), grace_s)
+            reusable = True
+            return answer.scores
+        finally:
+            self._slots.put_nowait(worker if reusable else None)
+            if worker is not None and not reusable:
+                self._children.end(worker)
+
+    async def _watched(self, worker: ChildProcess, call: Call, grace_s: float) -> Answer:
+        """The answer to a call, unless time or memory end first."""
+        asked = asyncio.ensure_future(worker.ask(call, Answer))
+        limit_s = max(call.limits_s)
+        deadline = time.monotonic() + limit_s + grace_s
+        try:
+            while not asked.done():
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise WorkerLostError(
+                        "timeout",
+                        f"did not return within {limit_s:g} seconds and its worker was killed; make it faster, give it a "
+                        "deadline of its own, or raise its timeout_s (or rewards.timeout_s)",
+                    )
+                await asyncio.wait({asked}, timeout=min(left, _LOOK_EVERY_S))
+                if not asked.done():
+                    self._check_memory(worker)
+            return asked.result()
+        except ChildEndedError as error:
+            raise WorkerLostError("crashed", f"lost its worker: {error}") from None
+        finally:
+            if not asked.cancel() and not asked.cancelled():
+                asked.exception()  # nobody may have looked, if this was cancelled at the same time
+
+    def _check_memory(self, worker: ChildProcess) -> None:
+        limit = self._max_memory_bytes
+        if limit is not None and (taken := worker.process.resident_bytes()) > limit:
+            raise WorkerLostError(
+                "memory",
+                f"took {taken / 2**20:,.0f} MiB, more than rewards.max_memory_bytes={limit} ({limit / 2**20:,.0f} MiB), and "
+                "its worker was killed; make it leaner, or raise the limit",
+            )
+
+    async def _start_worker(self) -> ChildProcess:
+        try:
+            worker = self._children.start(
+                "producer.rewards.worker",
+                self._sources,
+                source=f"rewards {self._shown}, while loading,",
+                environment=self._environment,
+            )
+        except ChildEndedError as error:
+            raise WorkerLostError("crashed", f"rewards.functions: {self._shown} have no worker: {error}") from None
+        usable = False
+        try:
+            ready = await asyncio.wait_for(worker.receive(Ready), self._start_timeout_s)
+            self.asynchronous = ready.asynchronous
+            usable = not ready.problems
+            problem = "\n".join(ready.problems)
+        except TimeoutError:
+            problem = f"rewards.functions: loading {self._shown} took more than {self._start_timeout_s:g} seconds"
+        except ChildEndedError as error:
+            problem = f"rewards.functions: importing {self._shown} lost the worker: {error}"
+        finally:
+            if not usable:
+                self._children.end(worker)
+        if problem:
+            raise WorkerLostError("crashed", problem)
+        return worker

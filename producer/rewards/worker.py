@@ -1,0 +1,215 @@
+"""One reward worker: a process that makes its reward functions once and then scores group after group, in its main thread.
+
+Guarantee: whatever a function does short of blocking or killing the process comes back as a value or as a reason. Run by
+`producer.rewards.processes` as `python -m producer.rewards.worker FD SOURCES`.
+"""
+
+import asyncio
+import contextlib
+import inspect
+import math
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from producer.interfaces import Failure
+from protocol.config.functions import load_function
+from protocol.errors import ConfigError
+from protocol.processes.worker_channel import WorkerChannel, raised
+
+FLOAT32_MAX = 3.4028234663852886e38
+_PROBLEM_CHARACTERS = 500
+_NOT_COLUMNS = ("prompt", "prompts", "completion", "completions", "completion_ids")
+_KILLED_FIRST = "1000"  # of oom_score_adj: when the host is out of memory, a worker goes before the engine
+
+
+class Source(msgspec.Struct, frozen=True):
+    """Where a reward function comes from: the user's, by name, or one of `producer.rewards.builtin`, with its options."""
+
+    function: str = ""
+    shipped: str = ""
+    options: dict[str, Any] = {}
+
+
+class Job(msgspec.Struct, frozen=True):
+    """One group to score. The worker repeats prompt and columns for every completion, as TRL does.
+
+    Args:
+        reasoning_tokens: of each completion, for the function that asks for them; empty where none does.
+    """
+
+    prompt: Any
+    completions: list[Any]
+    completion_ids: list[list[int]]
+    columns: dict[str, Any]
+    reasoning_tokens: list[int] = []
+
+
+class Call(msgspec.Struct, frozen=True):
+    """Asks for the functions of these indexes; several only if all are asynchronous.
+
+    Args:
+        limits_s: of each function. The worker keeps it for asynchronous ones, whoever started it for the others.
+    """
+
+    functions: list[int]
+    jobs: list[Job]
+    limits_s: list[float]
+
+
+class Scores(msgspec.Struct, frozen=True):
+    """What one function said: a float per completion (NaN for missing), or why not.
+
+    Args:
+        failed: of single completions, whose reward is NaN: reason and text by index.
+        seconds: that the function took.
+        is_final: whether another try would say the same.
+    """
+
+    rewards: list[float] | None
+    problem: str = ""
+    reason: Failure = "raised"
+    failed: dict[int, tuple[Failure, str]] = {}
+    seconds: float = 0.0
+    is_final: bool = False
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """Scores of the functions of a call, in its order."""
+
+    scores: list[Scores]
+
+
+class Ready(msgspec.Struct, frozen=True):
+    """First frame of a worker: the functions that could not be made, and the indexes of those that are asynchronous."""
+
+    problems: list[str]
+    asynchronous: list[int] = []
+
+
+def main(descriptor: int, sources: bytes) -> None:
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(_KILLED_FIRST)
+    channel = WorkerChannel(descriptor)
+    functions, problems = [], []
+    for source in msgspec.json.decode(sources, type=list[Source]):
+        try:
+            functions.append(_function(source))
+        except ConfigError as error:
+            problems.append(str(error))
+    channel.send(Ready(problems, [index for index, made in enumerate(functions) if _is_asynchronous(made)]))
+    while not problems and (frame := channel.receive()) is not None:
+        call = msgspec.msgpack.decode(frame, type=Call)
+        channel.send(Answer(_answer([functions[index] for index in call.functions], call)))
+
+
+def _function(source: Source) -> Callable[..., Any]:
+    if source.function:
+        return load_function(source.function, "rewards.functions")
+    from producer.rewards.builtin import make
+
+    return make(source.shipped, source.options)
+
+
+def _is_asynchronous(function: Callable[..., Any]) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+
+
+def _answer(functions: list[Callable[..., Any]], call: Call) -> list[Scores]:
+    if _is_asynchronous(functions[0]):
+        return asyncio.run(_together(functions, call))
+    started = time.monotonic()
+    scores = _score(functions[0], call.jobs[0])
+    return [msgspec.structs.replace(scores, seconds=time.monotonic() - started)]
+
+
+async def _together(functions: list[Callable[..., Any]], call: Call) -> list[Scores]:
+    async def timed(function: Callable[..., Any], job: Job, limit_s: float) -> Scores:
+        started = time.monotonic()
+        scores = await _await_one(function, job, limit_s)
+        return msgspec.structs.replace(scores, seconds=time.monotonic() - started)
+
+    return await asyncio.gather(*map(timed, functions, call.jobs, call.limits_s))
+
+
+async def _await_one(function: Callable[..., Any], job: Job, limit_s: float) -> Scores:
+    clock = asyncio.timeout(limit_s)
+    try:
+        async with clock:
+            returned = await function(**_arguments(job))
+    except Exception as error:
+        if isinstance(error, TimeoutError) and clock.expired():
+            return Scores(None, f"did not return within {limit_s:g} seconds", "timeout")
+        return Scores(None, raised())
+    return checked(returned, len(job.completions))
+
+
+def _score(function: Callable[..., Any], job: Job) -> Scores:
+    try:
+        returned = function(**_arguments(job))
+        if inspect.iscoroutine(returned):
+            returned = asyncio.run(returned)
+    except MemoryError:
+        return Scores(None, "ran out of memory", "memory")
+    except Exception:
+        return Scores(None, raised())
+    return checked(returned, len(job.completions))
+
+
+def _arguments(job: Job) -> dict[str, Any]:
+    count = len(job.completions)
+    repeated = {key: [value] * count for key, value in job.columns.items() if key not in _NOT_COLUMNS}
+    if job.reasoning_tokens:
+        repeated["reasoning_tokens"] = job.reasoning_tokens
+    return {
+        "prompts": [job.prompt] * count,
+        "completions": job.completions,
+        "completion_ids": job.completion_ids,
+    } | repeated
+
+
+def checked(returned: Any, count: int) -> Scores:
+    """What a function returned: a number or None for each completion; an exception stands for one that failed."""
+    if not isinstance(returned, list | tuple):
+        returned_a = f"returned a {type(returned).__name__}"
+        return Scores(None, f"{returned_a}; return a list with one number or None per completion", "invalid")
+    if len(returned) != count:
+        return Scores(
+            None, f"returned {len(returned)} rewards for {count} completions; return one per completion", "invalid"
+        )
+    rewards: list[float] = []
+    failed: dict[int, tuple[Failure, str]] = {}
+    for index, reward in enumerate(returned):
+        value = math.nan
+        if isinstance(reward, Exception):
+            said = f"reward {index}: {reward!s:.{_PROBLEM_CHARACTERS}}"
+            failed[index] = "timeout" if isinstance(reward, TimeoutError) else "raised", said
+        elif reward is not None:
+            value, problem = _number(reward)
+            if problem:
+                failed[index] = "invalid", f"reward {index} {problem}"
+        rewards.append(value)
+    if failed and len(failed) == count:
+        reason, problem = failed[0]
+        return Scores(None, problem, reason)
+    return Scores(rewards, failed=failed)
+
+
+def _number(reward: Any) -> tuple[float, str]:
+    if not hasattr(type(reward), "__float__"):
+        return math.nan, f"is {reward!r:.80}; return a number, or None for missing"
+    try:
+        value = float(reward)
+    except Exception as error:
+        return math.nan, f"of type {type(reward).__name__} is no number: {error!s:.{_PROBLEM_CHARACTERS}}"
+    if abs(value) > FLOAT32_MAX:
+        return math.nan, f"is {value}; return a finite number, or None for missing"
+    return value, ""
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2].encode())

@@ -1,0 +1,139 @@
+"""A conversation with tools, as the model's chat template writes it.
+
+Guarantee: what the model sampled is never tokenized again. The tokens of a tool result are those that the template adds after
+the model's turn; where the template writes the history before that turn differently than it did, there are no such tokens, and
+the whole conversation is to begin as a new record.
+"""
+
+from typing import Any, NamedTuple
+
+from producer.groups import common_length
+from producer.interfaces import LeaseFailure
+from protocol.errors import ConfigError
+
+Messages = list[dict[str, Any]]
+
+_SENTINEL = "7351"
+
+
+class Continuation(NamedTuple):
+    """How a conversation goes on after a turn of the model."""
+
+    text: str  # all of it, as the template writes it, up to where the model is to go on
+    token_ids: list[int] | None  # what comes after the tokens that the model sampled; None: the history was rewritten
+
+
+class ChatFormat:
+    """The chat template with the tools of one environment.
+
+    Args:
+        tools: their JSON schemas.
+    """
+
+    def __init__(self, tokenizer: Any, tools: list[dict[str, Any]], chat_template_kwargs: dict[str, Any]) -> None:
+        self._tokenizer = tokenizer
+        self._tools = tools or None
+        self._chat_template_kwargs = chat_template_kwargs
+
+    def check(self) -> None:
+        """Raises:
+        ConfigError: the template has no place for tools or their results.
+        """
+        if self._tools is None:
+            return
+        name = self._tools[0]["function"]["name"]
+        asked: Messages = [{"role": "user", "content": ""}]
+        answered = [*asked, assistant_message("", [(name, {})], 0), tool_message(name, _SENTINEL, 0)]
+        try:
+            fits = _SENTINEL in self._render(answered) and name in self._render(asked)
+            problem = "leaves out the tools or their results"
+        except Exception as error:  # a template is a program of the model's author and raises whatever it likes
+            fits, problem = False, f"refuses a conversation with tools: {type(error).__name__}: {error}"
+        if not fits:
+            raise ConfigError(
+                f"environment.factory: it has tools, and the chat template of model.path {problem}; take a model whose template "
+                "renders `tools`, `tool_calls` and messages of role `tool`"
+            )
+
+    def prompt(self, messages: Messages) -> str:
+        """What the model is to go on from.
+
+        Raises:
+            LeaseFailure: the template refuses the messages.
+        """
+        try:
+            return self._render(messages)
+        except Exception as error:
+            raise LeaseFailure(
+                "bad_prompt", f"the chat template refused the messages: {type(error).__name__}: {error}"
+            ) from error
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of what the template wrote."""
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def end_of_turn(self, token_id: int) -> str:
+        return str(self._tokenizer.decode([token_id], skip_special_tokens=False))
+
+    def go_on(self, before: str, messages: Messages, num_answers: int, end_of_turn: str) -> Continuation:
+        """The conversation after a turn of the model and the messages that answer it.
+
+        Args:
+            before: what the model went on from in that turn, as the template wrote it.
+            messages: all of them; the last `num_answers` answer the turn.
+            end_of_turn: the token that the model ended it with.
+
+        Raises:
+            LeaseFailure: the template refuses the messages.
+        """
+        after = self.prompt(messages)
+        if not after.startswith(before):
+            return Continuation(after, None)
+        # The first place where another answer would read differently is behind the end of the turn.
+        other = list(messages)
+        place = len(messages) - num_answers
+        content = str(other[place]["content"])
+        other[place] = other[place] | {"content": "2" if content.startswith("1") else "1"}
+        upto = common_length(after, self.prompt(other))
+        ends = (
+            after.rfind(end, len(before), upto) + len(end) for end in (end_of_turn, self._tokenizer.eos_token) if end
+        )
+        end = next((end for end in ends if end > len(before)), None)
+        if end is None:
+            return Continuation(after, None)
+        turn, whole = self.encode(after[len(before) : end]), self.encode(after[len(before) :])
+        if whole[: len(turn)] == turn:
+            return Continuation(after, whole[len(turn) :])
+        return Continuation(after, self.encode(after[end:]))
+
+    def _render(self, messages: Messages) -> str:
+        return str(
+            self._tokenizer.apply_chat_template(
+                messages, tools=self._tools, add_generation_prompt=True, tokenize=False, **self._chat_template_kwargs
+            )
+        )
+
+
+def assistant_message(content: str, calls: list[tuple[str, dict[str, Any]]], first: int) -> dict[str, Any]:
+    """A turn of the model.
+
+    Args:
+        first: number of its first call in the episode.
+    """
+    message: dict[str, Any] = {"role": "assistant", "content": content}
+    if calls:
+        message["tool_calls"] = [
+            {"id": _call_id(first + place), "type": "function", "function": {"name": name, "arguments": arguments}}
+            for place, (name, arguments) in enumerate(calls)
+        ]
+    return message
+
+
+def tool_message(name: str, content: str | list[Any], number: int) -> dict[str, Any]:
+    """What call `number` of the episode returned."""
+    return {"role": "tool", "name": name, "content": content, "tool_call_id": _call_id(number)}
+
+
+def _call_id(number: int) -> str:
+    return f"{number:09}"  # some templates insist on nine characters

@@ -1,0 +1,143 @@
+"""A group's way through the engine, and through the swaps that come meanwhile (`swap.in_flight`).
+
+Guarantee: as many completions come out as were asked for, none longer than asked; each token has its log-prob and the version
+that sampled it, and versions never decrease along a completion. An adapter is pinned while a request names it, and the former
+one until the next is, so that a group never waits for a policy in between. However fast policies follow each other, a group
+ends:
+
+- `finish`: it stays on its adapter.
+- `continue`: its requests are cut. Completions that had ended stay as they are; the others go on as requests of their own, from
+  prompt and tokens, whose KV is computed anew under the new adapter. That is to stay cheap beside what is sampled, so a group
+  is not cut again before its time in the engine has doubled: at any pace of swaps about two tokens at most are computed again
+  for each that is sampled, and stretches grow until every completion gets ahead.
+- `restart`: its tokens are dropped, once. If it outlives a second swap, it takes longer than there is time between two.
+"""
+
+import asyncio
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal
+
+import msgspec
+
+from producer.interfaces import Adapter, Completion, Counters, GenerationEngine
+from producer.policies.registry import AdapterRegistry
+from protocol.wire.messages import Sampling
+
+OnSwap = Literal["finish", "continue", "restart"]
+
+_Request = tuple[list[int], Sampling]
+
+
+class InFlight:
+    """Takes groups through the engine."""
+
+    def __init__(
+        self,
+        engine: GenerationEngine,
+        adapters: AdapterRegistry,
+        counters: Counters,
+        on_swap: OnSwap,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        keeps_weights: bool = True,
+    ) -> None:
+        self._engine = engine
+        self._adapters = adapters
+        self._counters = counters
+        self._on_swap = on_swap
+        self._clock = clock
+        self._keeps_weights = keeps_weights
+
+    @contextmanager
+    def kept(self) -> Iterator[Adapter | None]:
+        """The adapter on which all turns of a group are sampled, for `sample_on`; None where each begins on the current one.
+        Only after `AdapterRegistry.wait_for`."""
+        if self._on_swap != "finish" or not self._keeps_weights:
+            yield None
+            return
+        with self._adapters.pin() as adapter:
+            yield adapter
+
+    async def sample(self, prompt_ids: list[int], sampling: Sampling) -> list[Completion]:
+        """Samples one group, from the current adapter on. Only after `AdapterRegistry.wait_for`.
+
+        Raises:
+            LeaseFailure: the engine refuses a request.
+            EngineError: the engine is dead.
+        """
+        began = self._clock()
+        with ExitStack() as pins:
+            adapter = pins.enter_context(self._adapters.pin())
+            completions = await self._stretch(
+                [(prompt_ids, sampling)], adapter, uncut_s=math.inf if self._on_swap == "finish" else 0.0
+            )
+            while places := [place for place, completion in enumerate(completions) if completion.cut]:
+                if self._adapters.has_newer(adapter):  # otherwise it went when another trainer came
+                    with pins.pop_all():
+                        adapter = pins.enter_context(self._adapters.pin())
+                if self._on_swap == "restart":
+                    self._counters.restarted += 1
+                    self._counters.dropped_tokens += sum(len(completion.token_ids) for completion in completions)
+                    completions = await self._stretch([(prompt_ids, sampling)], adapter, uncut_s=math.inf)
+                else:
+                    self._counters.cut += len(places)
+                    requests = [_rest(prompt_ids, sampling, completions[place].token_ids) for place in places]
+                    pieces = await self._stretch(requests, adapter, uncut_s=self._clock() - began)
+                    for place, piece in zip(places, pieces, strict=True):
+                        completions[place] = _joined(completions[place], piece)
+        return completions
+
+    async def sample_on(self, prompt_ids: list[int], sampling: Sampling, adapter: Adapter) -> list[Completion]:
+        """Samples one group on this adapter, which the caller pins. Where the engine's own weights change meanwhile, tokens
+        say so.
+
+        Raises:
+            LeaseFailure: the engine refuses a request.
+            EngineError: the engine is dead.
+        """
+        return await self._stretch([(prompt_ids, sampling)], adapter, uncut_s=math.inf)
+
+    async def _stretch(self, requests: list[_Request], adapter: Adapter, uncut_s: float) -> list[Completion]:
+        """What the engine samples for `requests` until they end or, after `uncut_s`, a newer adapter is current."""
+        cut = asyncio.Event()
+        samplers = [asyncio.create_task(self._engine.generate(*request, adapter, cut)) for request in requests]
+        tasks: list[asyncio.Task[Any]] = [*samplers]
+        if uncut_s < math.inf:
+            tasks.append(asyncio.create_task(self._cut_when_superseded(adapter, cut, uncut_s)))
+        try:
+            groups = await asyncio.gather(*samplers)
+        finally:  # no request may outlive the pin
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        return [_stamped(piece, adapter.version) for pieces in groups for piece in pieces]
+
+    async def _cut_when_superseded(self, adapter: Adapter, cut: asyncio.Event, after_s: float) -> None:
+        await asyncio.sleep(after_s)
+        await self._adapters.wait_for(adapter.version + 1)
+        cut.set()
+
+
+def _rest(prompt_ids: list[int], sampling: Sampling, token_ids: list[int]) -> _Request:
+    num_left = sampling.max_completion_length - len(token_ids)
+    return prompt_ids + token_ids, msgspec.structs.replace(sampling, num_generations=1, max_completion_length=num_left)
+
+
+def _stamped(piece: Completion, version: int) -> Completion:
+    if piece.token_versions is not None:
+        return piece
+    return dataclasses.replace(piece, token_versions=[version] * len(piece.token_ids))
+
+
+def _joined(completion: Completion, piece: Completion) -> Completion:
+    return Completion(
+        completion.token_ids + piece.token_ids,
+        completion.logprobs + piece.logprobs,
+        piece.truncated,
+        (completion.token_versions or []) + (piece.token_versions or []),
+        piece.cut,
+    )

@@ -1,0 +1,77 @@
+"""Prompts to token ids, and sampled tokens to what reward functions see.
+
+Guarantee: both follow TRL's GRPOTrainer (strings get the tokenizer's special tokens, messages go through the chat
+template with a generation prompt), and a prompt that cannot be used is a `LeaseFailure` that says what to change.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from producer.interfaces import LeaseFailure
+from protocol.wire.digests import cannot_load
+from protocol.wire.prompts import is_conversational, prompt_token_ids
+
+Messages = list[dict[str, Any]]
+
+
+def load_tokenizer(folder: Path, *, trust_remote_code: bool) -> Any:
+    """
+    Raises:
+        ConfigError: transformers cannot, or not without running files of the model's own.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, ImportError) as error:
+        raise cannot_load(f"the tokenizer in {folder}", error) from error
+
+
+class PromptFormat:
+    """How this run's tokenizer turns prompts into tokens and tokens into text."""
+
+    def __init__(self, tokenizer: Any, max_model_len: int, chat_template_kwargs: dict[str, Any]) -> None:
+        self._tokenizer = tokenizer
+        self._max_model_len = max_model_len
+        self._chat_template_kwargs = chat_template_kwargs
+
+    def encode(self, prompt: Any, max_completion_length: int) -> list[int]:
+        """The token ids of one prompt.
+
+        Raises:
+            LeaseFailure: the prompt is malformed, empty, or leaves no room for the completion.
+        """
+        if not (isinstance(prompt, str) or is_conversational(prompt)):
+            raise LeaseFailure(
+                "bad_prompt",
+                "expected a string or a list of messages such as {'role': 'user', 'content': '...'}, got "
+                f"{type(prompt).__name__}: {str(prompt)[:80]}",
+            )
+        try:
+            ids = prompt_token_ids(self._tokenizer, prompt, self._chat_template_kwargs)
+        except Exception as error:  # a template is a program of the model's author and raises whatever it likes
+            if isinstance(prompt, str):
+                raise
+            raise LeaseFailure(
+                "bad_prompt",
+                f"the chat template refused the messages: {type(error).__name__}: {error}; give plain-string prompts, or "
+                "a model.path whose tokenizer has a fitting chat template",
+            ) from error
+        if not ids:
+            raise LeaseFailure("bad_prompt", "the prompt has no tokens; remove the row or give it a text")
+        room = self._max_model_len - max_completion_length
+        if len(ids) > room:
+            raise LeaseFailure(
+                "prompt_too_long",
+                f"the prompt has {len(ids)} tokens, but engine.max_model_len={self._max_model_len} less "
+                f"sampling.max_completion_length={max_completion_length} leaves {room}; shorten the prompt, lower "
+                "sampling.max_completion_length or raise engine.max_model_len",
+            )
+        return ids
+
+    def decode(self, prompt: Any, completions: list[list[int]]) -> list[str] | list[Messages]:
+        """What reward functions get as `completions`: texts, or one assistant message each for message prompts."""
+        texts: list[str] = self._tokenizer.batch_decode(completions, skip_special_tokens=True)
+        if isinstance(prompt, str):
+            return texts
+        return [[{"role": "assistant", "content": text}] for text in texts]

@@ -1,0 +1,107 @@
+"""What the endpoint does, as Prometheus metrics.
+
+Guarantee: every outcome and every reason of a refusal is there from the start.
+"""
+
+from collections import Counter
+from typing import Literal, get_args
+
+from prometheus_client import CollectorRegistry, Histogram
+
+from producer.calls.refusals import REASONS, Reason
+from producer.environments.agents import Agents
+from producer.environments.atropos import Atropos
+from producer.metrics import GENERATION_BUCKETS_S
+from producer.serving.client_limits import Places
+from protocol.service.metrics import Readings
+
+Outcome = Literal["completed", "refused", "timed_out", "client_gone", "failed"]
+OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
+
+
+class ServeMetrics:
+    """Counts, as they happen. `refused` also counts connections that never became a request."""
+
+    def __init__(self, registry: CollectorRegistry, places: Places) -> None:
+        self.refused: Counter[Reason] = Counter()
+        self.outcomes: Counter[Outcome] = Counter()
+        self.prompt_tokens = self.completion_tokens = 0
+        self._seconds = Histogram(
+            "rl_producer_serve_request_seconds", "Time of a client's request, of any outcome; only with serve.enabled.",
+            buckets=GENERATION_BUCKETS_S, registry=registry,
+        )  # fmt: skip
+        readings = self._readings = Readings(registry)
+        readings.counters(
+            "rl_producer_serve_requests_total",
+            "Requests of clients to the endpoint (with serve.enabled, as the next), by how they ended.",
+            "outcome",
+            lambda: {str(outcome): self.outcomes[outcome] for outcome in OUTCOMES},
+        )
+        readings.counters(
+            "rl_producer_serve_refused_total",
+            "Requests and connections that the endpoint refused.",
+            "reason",
+            lambda: {str(reason): self.refused[reason] for reason in REASONS},
+        )
+        readings.counters(
+            "rl_producer_serve_tokens_total",
+            "Tokens of clients' prompts, and tokens generated for them.",
+            "kind",
+            lambda: {"prompt": self.prompt_tokens, "completion": self.completion_tokens},
+        )
+        readings.gauges(
+            "rl_producer_serve_completions",
+            "Completions for clients in the engine, and requests that wait for room.",
+            "state",
+            lambda: {"generating": places.taken, "waiting": places.waiting},
+        )
+
+    def refuse(self, reason: Reason) -> None:
+        self.refused[reason] += 1
+
+    def watch(self, agents: Agents) -> None:
+        """Adds what agents do in a run with posted rewards."""
+        self._readings.counters(
+            "rl_producer_serve_episodes_total",
+            "Episodes of tasks that agents took (with posted rewards), by what became of them.",
+            "outcome",
+            lambda: {"rewarded": agents.rewarded, "unrewarded": agents.unrewarded, "failed": agents.failed},
+        )
+        self._readings.gauge(
+            "rl_producer_serve_waiting_tasks",
+            "Tasks that wait for an agent (with posted rewards).",
+            lambda: agents.num_waiting,
+        )
+
+    def watch_atropos(self, atropos: Atropos) -> None:
+        """Adds what environments of Atropos post."""
+        self._readings.counters(
+            "rl_producer_atropos_groups_total",
+            "Groups that environments posted (with environment.atropos, as the next), by what became of them.",
+            "outcome",
+            lambda: atropos.outcomes,
+        )
+        self._readings.gauges(
+            "rl_producer_atropos_queue",
+            "Groups that wait for a lease, and leases that wait for a group.",
+            "waiting",
+            lambda: {"groups": atropos.queue.num_groups, "leases": atropos.queue.num_leases},
+        )
+        self._readings.gauge(
+            "rl_producer_atropos_recorded_bytes",
+            "What was sampled for environments and is not scored yet.",
+            lambda: atropos.calls.num_bytes,
+        )
+        self._readings.counter(
+            "rl_producer_atropos_evicted_total",
+            "Calls of environments that were forgotten to make room, before they were scored.",
+            lambda: atropos.calls.evicted,
+        )
+
+    def generated(self, num_prompt_tokens: int, num_tokens: int) -> None:
+        self.prompt_tokens += num_prompt_tokens
+        self.completion_tokens += num_tokens
+
+    def ended(self, outcome: Outcome, seconds: float) -> None:
+        self.outcomes[outcome] += 1
+        self._seconds.observe(seconds)

@@ -1,0 +1,144 @@
+"""The life of the OpenAI-compatible endpoint in a producer.
+
+Guarantee: it listens before the engine is loaded, so that a port in use is told at once; where it listens stands in
+`RUN_DIR/serve/` while it does. Whatever ends it, the daemon goes on without it and `/readyz` says so. No key is ever logged.
+"""
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry
+
+from producer.calls.calls import Answering
+from producer.environments.agents import Agents
+from producer.environments.atropos import Atropos
+from producer.policies.registry import AdapterRegistry
+from producer.serving.client_limits import Places
+from producer.serving.endpoint import Endpoint
+from producer.serving.metrics import ServeMetrics
+from producer.serving.versions import ServedVersions
+from protocol.config.run import RunConfig
+from protocol.config.serve import ServeSection
+from protocol.errors import ConfigError
+from protocol.security.secret_lines import read_private, secret_line
+from protocol.service.exposition import announced
+from protocol.service.http_door import Door, Server, listen
+
+logger = logging.getLogger(__name__)
+
+_SWEEP_EVERY_S = 1.0
+_MIN_KEY_CHARACTERS = 16
+_KEYS = "serve.api_key_file"
+
+
+@contextlib.contextmanager
+def listening(section: ServeSection, gpus: list[int]) -> Iterator[socket.socket | None]:
+    """The endpoint's socket; None where it is not enabled.
+
+    Raises:
+        EndpointInUseError: another process has the port.
+        ConfigError: this machine has no such address.
+    """
+    if not section.enabled:
+        yield None
+        return
+    port = section.port + (gpus[0] if gpus and section.port else 0)
+    listener = listen(section.host, port, "serve", "host", "port")
+    with listener:
+        yield listener
+
+
+def base_url(listener: socket.socket) -> str:
+    """Of the endpoint there, for clients on this host."""
+    host, port = listener.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - where nobody can connect to
+    return f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
+
+
+def read_keys(file: str | None) -> tuple[bytes, ...]:
+    """The keys that clients may send.
+
+    Raises:
+        ConfigError: the file is not there, not private, or has no usable key.
+    """
+    if file is None:
+        return ()
+    content = read_private(Path(file), _KEYS)
+    keys = tuple(
+        secret_line(line.strip(), f"{_KEYS}: {file}").encode() for line in content.splitlines() if line.strip()
+    )
+    if not keys or min(map(len, keys)) < _MIN_KEY_CHARACTERS:
+        raise ConfigError(
+            f"{_KEYS}: {file}: expected one key of at least {_MIN_KEY_CHARACTERS} characters per line "
+            f"(openssl rand -hex 32 > {file})"
+        )
+    return keys
+
+
+class Serving:
+    """The endpoint's parts, put together. `running` is entered while a request is in the engine."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        name: str,
+        keys: tuple[bytes, ...],
+        answering: Answering,
+        adapters: AdapterRegistry,
+        max_num_seqs: int,
+        registry: CollectorRegistry,
+        agents: Agents | None = None,
+        atropos: Atropos | None = None,
+        running: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+    ) -> None:
+        settings = self._settings = config.serve
+        self._name = name
+        self._folder = Path(config.run_dir) / "serve"
+        self._versions = ServedVersions(
+            adapters, settings.max_versions, settings.version_ttl_s, is_merged=config.swap.mode == "merged"
+        )
+        share = max_num_seqs if atropos is not None else max(1, max_num_seqs // 4)
+        places = Places(settings.max_requests or share, settings.max_waiting)
+        metrics = ServeMetrics(registry, places)
+        if agents is not None:
+            metrics.watch(agents)
+        if atropos is not None:
+            metrics.watch_atropos(atropos)
+        endpoint = Endpoint(settings, keys, answering, self._versions, places, metrics, agents, atropos, running)
+        answer_s = settings.request_timeout_s + settings.receive_timeout_s  # the last of which is for its last bytes
+        door = Door(settings.receive_timeout_s, answer_s, settings.max_connections, metrics.refuse)
+        self._server = Server(endpoint, door)
+        self.problem: str | None = None
+
+    async def run(self, listener: socket.socket) -> None:
+        """Serves until it is cancelled."""
+        host, port = listener.getsockname()[:2]
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        sweeping = asyncio.create_task(self._sweep())
+        try:
+            with announced(self._folder, "rl-producer", self._name, address):
+                logger.info("OpenAI-compatible endpoint at http://%s/v1", address)
+                await self._server.serve([listener])
+        except asyncio.CancelledError:
+            if self._server.started:
+                await self._server.shutdown([listener])
+            raise
+        except Exception as error:
+            self.problem = f"the endpoint ended: {type(error).__name__}: {error}"
+            logger.exception("%s; the daemon goes on without it", self.problem)
+        finally:
+            sweeping.cancel()
+            self._versions.close()
+
+    def forget(self) -> None:
+        """Another trainer process: its versions are not those that clients knew."""
+        self._versions.forget()
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(_SWEEP_EVERY_S)
+            self._versions.release_unused()

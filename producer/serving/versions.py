@@ -1,0 +1,175 @@
+"""Which policy version answers a request of a client, and how long clients keep one loaded.
+
+Guarantee: a request runs on one version to its end, and its answer can name it. Clients hold at most `max_versions`
+superseded versions by name, each no longer than `ttl_s` after it was last used; requests that did not name one are spread
+over at most two superseded versions, because they begin on an older one while two have not drained. So training never waits
+for a LoRA slot, whatever clients do.
+"""
+
+import math
+import re
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+
+from producer.calls.refusals import RefusedError
+from producer.interfaces import Adapter
+from producer.policies.registry import AdapterRegistry
+
+POLICY = "policy"
+_NAME = re.compile(rf"{POLICY}(?:@v(\d{{1,10}}))?")
+_MAX_DRAINING = 2
+
+
+def model_name(version: int) -> str:
+    return f"{POLICY}@v{version}"
+
+
+@dataclass(eq=False)
+class _Use:
+    """What clients do with one adapter."""
+
+    pin: ExitStack = field(default_factory=ExitStack)
+    active: int = 0
+    used_at: float = -math.inf
+    named_at: float = -math.inf
+
+
+class ServedVersions:
+    """See the module's guarantee.
+
+    Args:
+        is_merged: the engine has a single version at a time (`swap.mode: merged`).
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        adapters: AdapterRegistry,
+        max_versions: int,
+        ttl_s: float,
+        *,
+        is_merged: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._adapters = adapters
+        self._max_versions = max_versions
+        self._ttl_s = ttl_s
+        self._is_merged = is_merged
+        self._clock = clock
+        self._uses: dict[Adapter, _Use] = {}
+
+    def names(self) -> list[str]:
+        """What can be asked for now, the newest first."""
+        current = self._adapters.current
+        if current is None:
+            return []
+        older = [] if self._is_merged else [adapter.version for adapter in self._uses if adapter is not current]
+        return [POLICY, model_name(current.version), *map(model_name, sorted(older, reverse=True))]
+
+    @asynccontextmanager
+    async def use(self, name: str, floor: int = 0) -> AsyncIterator[Adapter]:
+        """The adapter that this name means, loaded for the duration of the context. Waits for version `floor`, and no older
+        one stands in for the current one.
+
+        Raises:
+            RefusedError: there is no such version, or too many are held.
+        """
+        found = _NAME.fullmatch(name)
+        if found is None:
+            raise self._unknown(name)
+        await self._adapters.wait_for(floor)
+        with ExitStack() as pin:
+            current = pin.enter_context(self._adapters.pin())
+            is_new, adapter = current not in self._uses, None
+            self._uses.setdefault(current, _Use())
+            try:
+                adapter = (
+                    self._choose(current, floor) if found[1] is None else self._named(name, int(found[1]), current)
+                )
+            finally:
+                if is_new and adapter is not current:
+                    del self._uses[current]
+                elif is_new:
+                    self._uses[current].pin = pin.pop_all()
+            use = self._uses[adapter]
+            use.active += 1
+        try:
+            yield adapter
+        finally:
+            use.active -= 1
+            use.used_at = self._clock()
+            if not use.active and self._uses.get(adapter) is not use:  # everything else was let go meanwhile
+                use.pin.close()
+            self.release_unused()
+
+    def release_unused(self) -> None:
+        """Lets go of what nobody may ask for any more."""
+        now = self._clock()
+        idle = [
+            adapter for adapter, use in self._uses.items() if not use.active and adapter is not self._adapters.current
+        ]
+        idle.sort(key=lambda adapter: (self._uses[adapter].named_at, self._uses[adapter].used_at), reverse=True)
+        num_named = sum(use.active > 0 and use.named_at > -math.inf for use in self._uses.values())
+        kept = 0 if self._is_merged else max(0, self._max_versions - num_named)
+        for rank, adapter in enumerate(idle):
+            use = self._uses[adapter]
+            if rank >= kept or now - max(use.named_at, use.used_at) >= self._ttl_s:
+                del self._uses[adapter]
+                use.pin.close()
+
+    def close(self) -> None:
+        """Lets go of everything; of what is in use, when it is not any more."""
+        while self._uses:
+            _, use = self._uses.popitem()
+            if not use.active:
+                use.pin.close()
+
+    def forget(self) -> None:
+        """Another trainer process may give the same versions to other weights."""
+        for use in self._uses.values():
+            use.used_at = use.named_at = -math.inf
+        self.release_unused()
+
+    def _choose(self, current: Adapter, floor: int) -> Adapter:
+        draining = [
+            adapter
+            for adapter, use in self._uses.items()
+            if use.active and use.named_at == -math.inf and adapter is not current
+        ]
+        if self._is_merged or self._uses[current].active or len(draining) < _MAX_DRAINING:
+            return current
+        newest = max(draining, key=lambda adapter: adapter.version)
+        return newest if newest.version >= floor else current
+
+    def _named(self, name: str, version: int, current: Adapter) -> Adapter:
+        known = [current] if self._is_merged else [current, *self._uses]
+        adapter = next((adapter for adapter in known if adapter.version == version), None)
+        if adapter is None:
+            raise self._unknown(name)
+        if not self._is_merged:
+            self._make_room(adapter)
+            self._uses[adapter].named_at = self._clock()
+        return adapter
+
+    def _make_room(self, adapter: Adapter) -> None:
+        """A name for `adapter`, at the cost of the version whose name was used least recently."""
+        others = [use for other, use in self._uses.items() if other is not adapter and use.named_at > -math.inf]
+        if self._uses[adapter].named_at > -math.inf or len(others) < max(1, self._max_versions):
+            return
+        idle = [use for use in others if not use.active]
+        if not idle:
+            raise RefusedError(
+                429,
+                "busy",
+                f"clients already use {len(others)} versions by name (serve.max_versions); ask for {POLICY}",
+            )
+        min(idle, key=lambda use: use.named_at).named_at = -math.inf
+
+    def _unknown(self, name: str) -> RefusedError:
+        why = "the engine has a single version with swap.mode: merged" if self._is_merged else "others are not loaded"
+        there = ", ".join(self.names()) or "nothing yet"
+        return RefusedError(
+            404, "unknown_model", f"there is no model {name[:80]!r}; there is: {there} ({why})", "model"
+        )

@@ -1,0 +1,170 @@
+"""What Slipstream sets itself, or must refuse, in the sections that belong to vLLM, TRL and PEFT.
+
+Guarantee: each check returns the section as it will be used, or raises `ValueError` with the key and what to do instead.
+Everything else in these sections is for the library to judge when its daemon starts.
+"""
+
+from typing import Any
+
+from protocol.config import trainer_keys
+
+SERVABLE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The LoRA ranks that vLLM has kernels for; an adapter is served by the smallest that holds it."""
+
+ENGINE_RESERVED = {
+    "model": "model.path",
+    "revision": "model.revision",
+    "trust_remote_code": "model.trust_remote_code",
+    "tokenizer": "model.path",
+    "dtype": "model.dtype",
+    "seed": "seed",
+    "tensor_parallel_size": "--gpu 0,1",
+    "enable_lora": None,
+    "logprobs_mode": None,
+    "max_loras": "pipeline.max_staleness",
+    "max_cpu_loras": "pipeline.max_staleness",
+    "max_lora_rank": "lora.r",
+    "lora_target_modules": "lora.target_modules",
+    "override_generation_config": "sampling",
+    "runner": None,
+    "convert": None,
+    "skip_tokenizer_init": None,
+}
+ENGINE_UNREPRODUCIBLE = {
+    "logits_processors": "edits what is sampled",
+    "watermark_config": "edits what is sampled",
+    "diffusion_config": "does not sample token by token",
+    "hf_overrides": "changes the model in the engine only; change the model's config.json",
+    "hf_config_path": "changes the model in the engine only; change the model's config.json",
+    "model_class_overrides": "changes the model in the engine only",
+    "model_weights": "changes the model in the engine only; set model.path",
+    "tokenizer_revision": "changes the tokenizer in the engine only; set model.revision",
+}
+"""Engine arguments with which vLLM's log-probs are not those of the trainer's model, and why."""
+
+LORA_DEFAULTS: dict[str, Any] = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
+"""Where the file leaves one of these out, so that `--set lora.r=8` does not also change the target modules."""
+
+OWN_KEYS = {
+    "lora": {
+        "init_from": "Adapter that the policy starts from: a folder (of `rl-sft`, of a checkpoint, of PEFT) or a hub name. It "
+        "must have the rank, alpha and modules that this section says, and change something. Policy version 0 is this adapter, "
+        "and so is the reference policy where `trainer.beta` is not 0."
+    },
+    "sft": {
+        "completion_column": "Column with what the model should answer: a text, or a list of messages where the prompt is one. "
+        "Default: `completion`.",
+        "messages_column": "Column with whole conversations instead: the last message is the completion, what is before it the "
+        "prompt.",
+    },
+}
+"""Keys of ours in sections that otherwise belong to a library; they never reach it."""
+
+SFT_RESERVED = {
+    "output_dir": "--to",
+    "trust_remote_code": "model.trust_remote_code",
+    "seed": "seed",
+    "save_strategy": None,
+    "push_to_hub": "rl-export --push-to-hub",
+    "chat_template_path": "model.path",
+    "eos_token": "model.path",
+    "pad_token": "model.path",
+    "disable_tqdm": "observability.progress",
+    "remove_unused_columns": None,
+}
+LORA_UNSERVABLE: dict[str, tuple[Any, ...]] = {
+    "use_dora": (False,),
+    "bias": ("none",),
+    "lora_bias": (False,),
+    "modules_to_save": (None, []),
+    "trainable_token_indices": (None,),
+    "rank_pattern": (None, {}),
+    "alpha_pattern": (None, {}),
+    "layer_replication": (None,),
+    "alora_invocation_tokens": (None,),
+    "use_bdlora": (None,),
+    "use_qalora": (False,),
+    "init_lora_weights": (True, False, "gaussian", "orthogonal"),  # the others change the base weights or need data
+}
+
+
+def check_engine(section: dict[str, Any]) -> dict[str, Any]:
+    """vLLM engine arguments."""
+    for key in section:
+        if key in ENGINE_UNREPRODUCIBLE:
+            raise ValueError(f"`{key}` {ENGINE_UNREPRODUCIBLE[key]}, so importance ratios would be wrong; remove it")
+        if key in ENGINE_RESERVED:
+            raise _reserved(key, ENGINE_RESERVED[key])
+        if key.startswith("data_parallel_") and (key, section[key]) != ("data_parallel_size", 1):
+            raise ValueError(
+                f"`{key}: {section[key]}` is refused: vLLM answers for its first replica alone, so nobody could tell whether the "
+                "others took up a policy. Start one rl-producer for each replica, with its own --gpu, instead"
+            )
+    parts = section.get("pipeline_parallel_size", 1)
+    if not isinstance(parts, int) or isinstance(parts, bool) or parts < 1:
+        raise ValueError(f"`pipeline_parallel_size` must be a positive integer, got {parts!r}")
+    return section
+
+
+def check_trainer(section: dict[str, Any]) -> dict[str, Any]:
+    """trl.GRPOConfig."""
+    for key, value in section.items():
+        if trainer_keys.is_reserved(key):
+            raise _reserved(key, trainer_keys.RESERVED.get(key))
+        if (problem := trainer_keys.refusal(key, value)) is not None:
+            raise ValueError(problem)
+    _check_model_options(section)
+    return section
+
+
+def check_lora(section: dict[str, Any]) -> dict[str, Any]:
+    """peft.LoraConfig, with our defaults filled in."""
+    section = LORA_DEFAULTS | section
+    _check_own("lora", section)
+    rank = section["r"]
+    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+        raise ValueError(f"`r` must be a positive integer, got {rank!r}")
+    if rank > SERVABLE_RANKS[-1]:
+        raise ValueError(f"`r: {rank}` cannot be served: vLLM's largest LoRA rank is {SERVABLE_RANKS[-1]}")
+    for key, allowed in LORA_UNSERVABLE.items():
+        if key in section and section[key] not in allowed:
+            raise ValueError(f"`{key}: {section[key]}` cannot be served by vLLM; remove it")
+    return section
+
+
+def check_sft(section: dict[str, Any]) -> dict[str, Any]:
+    """trl.SFTConfig."""
+    _check_own("sft", section)
+    for key in section:
+        if key in SFT_RESERVED:
+            raise _reserved(key, SFT_RESERVED[key])
+    _check_model_options(section)
+    if section.get("completion_column") and section.get("messages_column"):
+        raise ValueError("`messages_column` and `completion_column` exclude each other; remove one")
+    return section
+
+
+def for_library(name: str, section: dict[str, Any]) -> dict[str, Any]:
+    """What of the section `name` the library gets."""
+    return {key: value for key, value in section.items() if key not in OWN_KEYS.get(name, {})}
+
+
+def _check_own(name: str, section: dict[str, Any]) -> None:
+    for key in OWN_KEYS[name]:
+        value = section.get(key)
+        if value is not None and not (isinstance(value, str) and value.strip()):
+            raise ValueError(f"`{key}` must be a text that is not empty, got {value!r}")
+
+
+def _check_model_options(section: dict[str, Any]) -> None:
+    options = section.get("model_init_kwargs")
+    for key in options if isinstance(options, dict) else ():
+        if key in trainer_keys.MODEL_INIT_RESERVED:
+            owner = trainer_keys.MODEL_INIT_RESERVED[key]
+            raise ValueError(f"`model_init_kwargs`: `{key}` is set by Slipstream; set {owner} instead")
+
+
+def _reserved(key: str, owner: str | None) -> ValueError:
+    return ValueError(
+        f"`{key}` is set by Slipstream and cannot be given here" + (f"; set {owner} instead" if owner else "")
+    )

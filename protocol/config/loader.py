@@ -1,0 +1,192 @@
+"""From a YAML file and `--set` overrides to a `RunConfig`.
+
+Guarantee: every refusal names the file, the line, the key and the value, and where a name is close to a valid one, says
+which. All problems of a file are reported at once.
+"""
+
+import difflib
+import re
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from protocol.config.library_fields import SOURCES, problems
+from protocol.config.run import RunConfig
+from protocol.config.type_names import expected, is_compound, is_section
+from protocol.errors import ConfigError
+
+
+def load_config(path: str, overrides: list[str] | None = None) -> RunConfig:
+    """Reads `path`, applies overrides such as `pipeline.max_staleness=2`, and validates.
+
+    Raises:
+        ConfigError: the file or an override is not valid.
+    """
+    text = _read(path)
+    try:
+        loader = yaml.CSafeLoader(text)
+        node = loader.get_single_node()
+        _refuse_duplicate_keys(path, node)
+        values = None if node is None else loader.construct_document(node)
+    except (yaml.YAMLError, ValueError, AttributeError, RecursionError) as error:  # PyYAML raises all four
+        raise ConfigError(f"{path}: not valid YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: expected a mapping with sections such as `model:` and `dataset:`")
+    values = {key: value for key, value in values.items() if value is not None}  # `engine:` with nothing below it
+    overridden = set()
+    for override in overrides or []:
+        overridden.add(_apply(values, override))
+    try:
+        config = RunConfig.model_validate(values)
+    except ValidationError as error:
+        lines = [_explain(problem, path, node, overridden) for problem in error.errors()]
+        raise ConfigError("\n".join(dict.fromkeys(lines))) from error
+    lines = [
+        f"{_where([section, key], path, node, overridden)}: {problem}"
+        for section in SOURCES
+        for key, problem in problems(section, getattr(config, section))
+    ]
+    if lines:
+        raise ConfigError("\n".join(lines))
+    return config
+
+
+def dump_config(config: RunConfig) -> str:
+    """The resolved file, with the derived values as comments."""
+    derived = {
+        "completions per step": config.completions_per_step,
+        "control endpoint": config.control_endpoint,
+        "blob endpoint": config.blob_endpoint,
+        "engine max_loras": config.max_loras + config.serve.num_lora_slots,
+        "engine max_lora_rank": config.max_lora_rank,
+    }
+    body = yaml.dump(config.model_dump(mode="json"), Dumper=yaml.CSafeDumper, sort_keys=False, allow_unicode=True)
+    return body + "".join(f"# {name}: {value}\n" for name, value in derived.items())
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file. Give one with --config; examples/ has some to start from") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
+
+
+def _refuse_duplicate_keys(path: str, node: Any) -> None:
+    """YAML would keep the last of two equal keys without a word."""
+    if isinstance(node, yaml.MappingNode):
+        lines: dict[str, int] = {}
+        for key, value in node.value:
+            line = key.start_mark.line + 1
+            if isinstance(key, yaml.ScalarNode) and key.value in lines and key.value != "<<":
+                raise ConfigError(f"{path}:{line}: `{key.value}` is given twice, first in line {lines[key.value]}")
+            lines[str(key.value)] = line
+            _refuse_duplicate_keys(path, value)
+    elif isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            _refuse_duplicate_keys(path, item)
+
+
+def _apply(values: dict[str, Any], override: str) -> str:
+    key, separator, text = override.partition("=")
+    if not separator or not all(key.split(".")):
+        raise ConfigError(f"--set {override}: expected section.key=value, e.g. --set pipeline.max_staleness=2")
+    try:
+        value = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, AttributeError, RecursionError) as error:
+        raise ConfigError(f"--set {override}: the value is not valid YAML: {error}") from error
+    *parents, leaf = key.split(".")
+    place = values
+    for parent in parents:
+        if place.get(parent) is None:
+            place[parent] = {}
+        place = place[parent]
+        if not isinstance(place, dict):
+            raise ConfigError(f"--set {override}: `{parent}` is not a section")
+    place[leaf] = value
+    return key
+
+
+def _explain(problem: Any, path: str, node: Any, overridden: set[str]) -> str:
+    """One line for one pydantic error."""
+    message = problem["msg"].removeprefix("Value error, ")
+    location = [part for part in problem["loc"] if part != "[key]"]
+    depth, field = _compound_field(location)
+    if field is not None:  # one line for all of its parts
+        del location[depth:]
+        if problem["type"] != "value_error":
+            message = expected(field.annotation, field.metadata)
+    if named := re.match(r"`(\w+)[`:]", message):  # a key inside a section that belongs to a library
+        location.append(named[1])
+    unknown = problem["type"] == "extra_forbidden"
+    where = _where(location, path, node, overridden, unknown)
+    if unknown:
+        close = difflib.get_close_matches(str(location[-1]), _valid_names(location[:-1]), n=1)
+        hint = f"did you mean `{close[0]}`?" if close else f"valid: {', '.join(_valid_names(location[:-1]))}"
+        return f"{where}: unknown key `{location[-1]}`; {hint}"
+    if problem["type"] == "missing" and field is None:
+        return f"{where}: required, but not given"
+    shown = problem["input"]
+    if isinstance(shown, (str, int, float, bool)) or shown is None or (field is not None and len(str(shown)) < 80):
+        return f"{where}: {message} (got {shown!r})"
+    return f"{where}: {message}"
+
+
+def _where(location: list[Any], path: str, node: Any, overridden: set[str], unknown: bool = False) -> str:
+    """The override that gave the value, or its line in the file; of an unknown section, also one that names a key in it."""
+    key = ".".join(str(part) for part in location)
+    given_by_override = any(
+        key == name or key.startswith(f"{name}.") or (unknown and name.startswith(f"{key}.")) for name in overridden
+    )
+    return f"--set {key}" if given_by_override else f"{path}:{_line(node, location)}: {key}".rstrip(": ")
+
+
+def _line(node: Any, location: list[Any]) -> int:
+    """Line of the deepest part of `location` that the file has, from 1."""
+    line = 1
+    for part in location:
+        if isinstance(node, yaml.MappingNode):
+            found = [(key, value) for key, value in node.value if key.value == str(part)]
+            if not found:
+                return line
+            line, node = found[0][0].start_mark.line + 1, found[0][1]
+        elif isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
+            node = node.value[part]
+            line = node.start_mark.line + 1
+        else:
+            return line
+    return line
+
+
+def _compound_field(location: list[Any]) -> tuple[int, FieldInfo | None]:
+    """The field on the way to `location` whose parts pydantic reports one by one, under names of its own below the
+    field's; and how deep it is."""
+    model: Any = RunConfig
+    for depth, part in enumerate(location, start=1):
+        if isinstance(part, int):
+            continue
+        field = model.model_fields.get(part)
+        if field is None:
+            break
+        if is_compound(field.annotation):
+            return depth, field
+        sections = [c for c in (field.annotation, *get_args(field.annotation)) if is_section(c)]
+        if not sections:
+            break
+        model = sections[0]
+    return len(location), None
+
+
+def _valid_names(location: list[Any]) -> list[str]:
+    """Field names of the section at `location`."""
+    model: Any = RunConfig
+    for part in location:
+        if isinstance(part, int):
+            continue
+        annotation = model.model_fields[part].annotation
+        model = next(c for c in (annotation, *get_args(annotation)) if is_section(c))
+    return list(model.model_fields)

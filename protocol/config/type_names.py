@@ -1,0 +1,83 @@
+"""The types of the schema in words, the same on docs/configuration.md and in refusals.
+
+Guarantee: every annotation that protocol/config/run.py may use has words here; another one raises, so that it cannot reach
+the page or a user half described.
+"""
+
+from collections.abc import Iterable
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+
+_NO_BOUND = 1e9  # bounds from here on only keep values representable on the wire
+_WORDS = {str: "text", bool: "`true` or `false`", int: "integer", float: "number"}
+_ARTICLES = {"integer": "an ", "number": "a ", "list": "a ", "mapping": "a "}
+_COUNTS = {2: "two", 3: "three", 4: "four"}
+_SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+
+
+def type_in_words(annotation: Any, constraints: Iterable[Any] = ()) -> str:
+    """Such as "integer >= 1", "number from 0 to 1, or none", "two integers from 0 to 64".
+
+    Args:
+        constraints: of pydantic or annotated_types, such as `FieldInfo.metadata`.
+
+    Raises:
+        KeyError, ValueError: a type that has no words yet.
+    """
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        inner = [constraint for field in arguments[1:] for constraint in getattr(field, "metadata", ())]
+        return type_in_words(arguments[0], [*inner, *constraints])
+    if origin in (Union, UnionType):
+        first, *others = ("none" if part is NoneType else type_in_words(part, constraints) for part in arguments)
+        return (", or " if " " in first else " or ").join((first, *others))
+    if origin is Literal:
+        *others, last = (f"`{value}`" for value in arguments)
+        return " or ".join(part for part in (", ".join(others), last) if part)
+    if origin is list:
+        return "list of " + ("mappings" if is_section(arguments[0]) else type_in_words(arguments[0]))
+    if origin is tuple:
+        (words,) = {type_in_words(part) for part in arguments}
+        noun, _, bounds = words.partition(" ")
+        return f"{_COUNTS[len(arguments)]} {noun}s {bounds}".strip()
+    if origin is dict or is_section(annotation):
+        return "mapping"
+    return f"{_WORDS[annotation]} {_bounds_in_words(constraints)}".strip()
+
+
+def expected(annotation: Any, constraints: Iterable[Any] = ()) -> str:
+    """The type as a refusal says it: "expected an integer from 0 to 64, or `auto`"."""
+    words = type_in_words(annotation, constraints)
+    return f"expected {_ARTICLES.get(words.partition(' ')[0], '')}{words}"
+
+
+def is_section(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+def section_of(annotation: Any) -> type[BaseModel] | None:
+    """The section that a key holds, also one that may be left out."""
+    parts = [part for part in get_args(annotation) or (annotation,) if part is not NoneType]
+    return parts[0] if len(parts) == 1 and is_section(parts[0]) and get_origin(annotation) is not list else None
+
+
+def is_compound(annotation: Any) -> bool:
+    """Whether it takes values of several types, or several values: pydantic then reports each part by itself."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin in (Union, UnionType):
+        return len([part for part in arguments if part is not NoneType]) > 1
+    return origin is tuple
+
+
+def _bounds_in_words(constraints: Iterable[Any]) -> str:
+    bounds = {
+        name: getattr(constraint, name)
+        for constraint in constraints
+        for name in _SIGNS
+        if getattr(constraint, name, None) is not None and getattr(constraint, name) < _NO_BOUND
+    }
+    if set(bounds) == {"ge", "le"}:
+        return f"from {bounds['ge']:,} to {bounds['le']:,}"
+    return " and ".join(f"{_SIGNS[name]} {bound:,}" for name, bound in bounds.items())

@@ -1,0 +1,89 @@
+"""Files of JSON lines that keep the newest: a full one takes the place of the older file beside it.
+
+Guarantee: the two files hold at most `max_bytes` each, unless what is appended at once is more. What is appended at once stays
+together, whole or not at all. A reader beside the writer finds every line that both files hold once and in order.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from protocol.files.json_lines import append, forget_after, open_to_append
+
+
+class RotatedLines:
+    """Writes them. Of one path there is one writer."""
+
+    def __init__(self, path: Path, max_bytes: int) -> None:
+        self._path = path
+        self._max_bytes = max_bytes
+
+    def append(self, lines: bytes) -> None:
+        """
+        Raises:
+            OSError: they could not be written; none was.
+        """
+        with suppress(FileNotFoundError):
+            size = self._path.stat().st_size
+            if size > 0 and size + len(lines) > self._max_bytes:
+                self._path.replace(older(self._path))
+        file = open_to_append(self._path)
+        try:
+            append(file, lines)
+        finally:
+            os.close(file)
+
+    def forget_after(self, step: int) -> None:
+        """Cuts off lines of later steps; see `protocol.files.json_lines.forget_after`."""
+        for path in (older(self._path), self._path):
+            forget_after(path, step)
+
+
+def older(path: Path) -> Path:
+    """The file with the lines before those in `path`."""
+    return path.with_name(f"{path.stem}.1{path.suffix}")
+
+
+def paths(folder: Path, pattern: str) -> list[Path]:
+    """Of the files that `RotatedLines` wrote in `folder`, by name."""
+    return sorted(path for path in folder.glob(pattern) if not path.stem.endswith(".1"))
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """All lines, oldest first, without one that is still being written."""
+    with opened(path) as files:
+        return [json.loads(line) for file in files for line in file if line.endswith(b"\n")]
+
+
+def read_end(path: Path, num_bytes: int) -> list[bytes]:
+    """The lines that are whole in the last `num_bytes`, oldest first."""
+    with opened(path) as files:
+        sizes = [file.seek(0, os.SEEK_END) for file in files]
+        for file, size in zip(files, sizes, strict=True):
+            file.seek(max(0, size - num_bytes))
+        end = b"".join(file.read(num_bytes) for file in files)[-num_bytes:]
+    return end.splitlines()[1:] if sum(sizes) > num_bytes else end.splitlines()
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[list[BinaryIO]]:
+    """The files there are, older first, as they were at one moment."""
+    while True:
+        with ExitStack() as stack:
+            files: list[BinaryIO] = []
+            for place in (path, older(path)):  # in this order a rotation doubles lines, which can be seen
+                with suppress(FileNotFoundError):
+                    files.append(stack.enter_context(place.open("rb")))
+            if len(files) < 2 or _is(path, files[0]):
+                yield files[::-1]
+                return
+
+
+def _is(path: Path, file: BinaryIO) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
+    except FileNotFoundError:
+        return False

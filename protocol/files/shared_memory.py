@@ -1,0 +1,95 @@
+"""Files in memory, for scratch and for what daemons of one host hand each other (`/dev/shm`).
+
+Guarantee: a file is readable by its user alone, has a name that nobody can guess and goes with its folder, at the latest when
+the next daemon starts after a kill. Memory that others may need is left alone: without room there is no file. What another
+process offers is read only if it is a plain file of this user, in such a folder and of the size that was said.
+"""
+
+import contextlib
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from protocol.files.scratch import PREFIX, scratch_folder
+
+ROOT = Path("/dev/shm")  # noqa: S108  Linux' file system in memory
+_ROOM_FACTOR = 4  # of a file's size must be free before it is written
+
+
+class UnusableFileError(Exception):
+    """Why an offered file cannot be used: it is not there for us, or not what was offered."""
+
+
+class SharedMemory:
+    """A folder in memory.
+
+    Args:
+        folder: None: there is none on this machine.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self.folder = folder
+
+    def has_room(self, num_bytes: int) -> bool:
+        return self.folder is not None and shutil.disk_usage(self.folder).free >= _ROOM_FACTOR * num_bytes
+
+    def write(self, data: memoryview) -> Path | None:
+        """Returns the file, or None if there is no room for it."""
+        if self.folder is None or not self.has_room(len(data)):
+            return None
+        path = self.folder / secrets.token_hex(16)
+        try:
+            with open(path, "xb", buffering=0, opener=_private) as file:
+                while data:
+                    data = data[file.write(data) :]
+        except OSError:
+            path.unlink(missing_ok=True)
+            return None
+        return path
+
+
+NO_MEMORY = SharedMemory(None)
+
+
+@contextlib.contextmanager
+def shared_memory(root: Path | None = None) -> Iterator[SharedMemory]:
+    """This process's own folder in memory, while the context lasts."""
+    root = root or ROOT
+    if not os.access(root, os.W_OK):
+        yield NO_MEMORY
+        return
+    with scratch_folder(root) as folder:
+        yield SharedMemory(folder)
+
+
+def read_offered(path: str, num_bytes: int, root: Path | None = None) -> bytes:
+    """The content of a file that another process of this host wrote with `SharedMemory.write`.
+
+    Raises:
+        UnusableFileError: it cannot be read, or is not such a file.
+    """
+    folder = Path(path).parent
+    if folder.parent != (root or ROOT) or not folder.name.startswith(PREFIX):
+        raise UnusableFileError("it is in no folder of a daemon")
+    try:
+        with open(path, "rb", buffering=0, opener=_unfollowed) as file:
+            state = os.fstat(file.fileno())
+            if not stat.S_ISREG(state.st_mode) or state.st_uid != os.geteuid():
+                raise UnusableFileError("it is not a plain file of this user")
+            if state.st_size != num_bytes:
+                raise UnusableFileError(f"it has {state.st_size} bytes instead of {num_bytes}")
+            return file.read(num_bytes)
+    except (OSError, ValueError) as error:
+        raise UnusableFileError(str(error)) from error
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o600)
+
+
+def _unfollowed(path: str, flags: int) -> int:
+    """A pipe that nobody writes to must not block."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)

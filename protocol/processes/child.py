@@ -1,0 +1,159 @@
+"""Child processes that run a module of ours with code of the user's, and answer in frames over a socket.
+
+Guarantee: they end with the daemon, and with them whatever they started; `end` needs no await (`protocol.processes.kept`); a
+frame above the limit is refused before it is read; what they write is in the daemon's log, within bounds
+(`protocol.processes.worker_output`).
+"""
+
+import asyncio
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import TypeVar
+
+import msgspec
+
+from protocol.processes.kept import KeptProcess
+from protocol.processes.tree import exit_text
+from protocol.processes.worker_channel import LENGTH
+from protocol.processes.worker_output import WorkerOutput
+from protocol.throttle import Throttle
+
+MAX_FRAME_BYTES = 64 * 2**20
+
+_EXIT_GRACE_S = 1.0
+_Frame = TypeVar("_Frame", bound=msgspec.Struct)
+
+
+class ChildEndedError(Exception):
+    """It closed its end, sent what is no frame, or never began. The text says how it ended."""
+
+
+class ChildProcess:
+    """`python -m MODULE FD ARGUMENT...`, where FD is its `protocol.processes.worker_channel`.
+
+    Args:
+        source: what the log calls who writes in it.
+        environment: variables beside the daemon's own.
+
+    Raises:
+        ChildEndedError: it cannot be started.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        *arguments: str,
+        throttle: Throttle,
+        source: str,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
+            try:
+                self._socket, channel = socket.socketpair()
+                ours.enter_context(self._socket)
+                theirs.enter_context(channel)
+                reading, writing = os.pipe()
+                ours.callback(os.close, reading)
+                theirs.callback(os.close, writing)
+                self.process = KeptProcess(
+                    [sys.executable, "-m", module, str(channel.fileno()), *arguments],
+                    stdin=subprocess.DEVNULL,
+                    stdout=writing,
+                    stderr=writing,
+                    pass_fds=[channel.fileno()],
+                    env=os.environ | (environment or {}),
+                )
+            except OSError as error:
+                raise ChildEndedError(f"it cannot be started: {error}") from error
+            ours.pop_all()
+        self.output = WorkerOutput(reading, throttle, source)
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+
+    async def ask(self, message: msgspec.Struct, kind: type[_Frame]) -> _Frame:
+        """Sends `message` and returns the answer.
+
+        Raises:
+            ChildEndedError: it has ended.
+        """
+        body = msgspec.msgpack.encode(message)
+        _, writer = await self._connected()
+        writer.write(LENGTH.pack(len(body)) + body)
+        with contextlib.suppress(ConnectionError):  # receiving says how it ended
+            await writer.drain()
+        return await self.receive(kind)
+
+    async def receive(self, kind: type[_Frame]) -> _Frame:
+        """The next frame.
+
+        Raises:
+            ChildEndedError: it has ended.
+        """
+        reader, _ = await self._connected()
+        try:
+            (size,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+            if size > MAX_FRAME_BYTES:
+                raise ChildEndedError(f"it answered with {size} bytes, of which {MAX_FRAME_BYTES} are allowed")
+            return msgspec.msgpack.decode(await reader.readexactly(size), type=kind)
+        except msgspec.DecodeError as error:
+            raise ChildEndedError(f"it answered with something else: {error}") from None
+        except (asyncio.IncompleteReadError, ConnectionError):
+            raise ChildEndedError(await self._how_it_ended()) from None
+
+    def end(self) -> "asyncio.Task[int | None]":
+        """Begins to kill it with whatever it started; the task is done when that is so, and its last words are in the log."""
+        if self._streams is None:
+            self._socket.close()
+        else:
+            self._streams[1].transport.abort()
+        ending = self.process.end()
+        ending.add_done_callback(lambda _: self.output.close())
+        return ending
+
+    async def _connected(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        if self._streams is None:
+            self._streams = await asyncio.open_connection(sock=self._socket)
+        return self._streams
+
+    async def _how_it_ended(self) -> str:
+        status = await self.process.exited(_EXIT_GRACE_S)
+        if status is None:
+            return "it closed its connection to the producer, and was killed"
+        return f"its process ended ({exit_text(status)})"
+
+
+class ChildProcesses:
+    """Those of one owner, with one throttle for what they write."""
+
+    def __init__(self, throttle: Throttle) -> None:
+        self._throttle = throttle
+        self._alive: set[ChildProcess] = set()
+        self._closed = False
+
+    def start(
+        self, module: str, *arguments: str, source: str, environment: Mapping[str, str] | None = None
+    ) -> ChildProcess:
+        """
+        Raises:
+            ChildEndedError: it cannot be started, or `close` was called.
+        """
+        if self._closed:
+            raise ChildEndedError("it is not started: the producer ends")
+        child = ChildProcess(module, *arguments, throttle=self._throttle, source=source, environment=environment)
+        self._alive.add(child)
+        return child
+
+    def end(self, child: ChildProcess) -> None:
+        """Begins to end it and waits for nothing; `close` does."""
+        child.end().add_done_callback(lambda _: self._alive.discard(child))
+
+    async def close(self) -> None:
+        """Ends all of them, of which every one is told before the first is waited for."""
+        self._closed = True
+        endings = [child.end() for child in self._alive]
+        if endings:
+            await asyncio.wait(endings)
+        self._alive.clear()

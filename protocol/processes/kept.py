@@ -1,0 +1,80 @@
+"""A process that runs code of the user's, seen from the daemon.
+
+Guarantee: it ends with the daemon, however that ends, and nothing that it started outlives it (`protocol.processes.keeper`).
+`end` needs no await to begin and is finished by itself, so a cancelled caller leaves nothing half done; it holds no thread, and
+what cannot be killed is said after half a minute and waited for no longer.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from protocol.processes.tree import descendants, resident_bytes
+
+logger = logging.getLogger(__name__)
+
+_KEEPER = Path(__file__).with_name("keeper.py")
+_LOOK_EVERY_S = 0.01
+_KEEPER_S = 10.0  # for the keeper to kill everything; it needs milliseconds
+_KERNEL_S = 20.0  # for the kernel to let go what was killed
+
+
+class KeptProcess:
+    """A command with its keeper.
+
+    Args:
+        grace_s: between SIGTERM and SIGKILL when it is ended; 0 kills at once.
+        how: as for `subprocess.Popen`.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+
+    def __init__(self, command: list[str], grace_s: float = 0.0, **how: Any) -> None:
+        keeper = [sys.executable, "-I", "-S", str(_KEEPER), str(os.getpid()), str(grace_s)]
+        self._grace_s = grace_s
+        self._process = subprocess.Popen([*keeper, *command], start_new_session=True, **how)
+        self._ending: asyncio.Task[int | None] | None = None
+
+    @property
+    def pid(self) -> int:
+        """Of the keeper; the others are below it."""
+        return self._process.pid
+
+    def resident_bytes(self) -> int:
+        return resident_bytes(self.pid)
+
+    async def exited(self, within_s: float) -> int | None:
+        """Its exit status, negative for a signal; None if it does not end by then."""
+        deadline = time.monotonic() + within_s
+        while (status := self._process.poll()) is None and time.monotonic() < deadline:  # noqa: ASYNC110 - no event says it
+            await asyncio.sleep(_LOOK_EVERY_S)
+        return status
+
+    def end(self) -> "asyncio.Task[int | None]":
+        """Tells it to end; the task is done when it is gone with whatever it started, or when it could not be killed (None)."""
+        if self._ending is None:
+            self._process.send_signal(signal.SIGTERM)
+            self._ending = asyncio.ensure_future(self._ended())
+        return self._ending
+
+    async def _ended(self) -> int | None:
+        status = await self.exited(self._grace_s + _KEEPER_S)
+        if status is None:  # the keeper is stopped, or waits in vain
+            for pid in reversed(descendants(self.pid)):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            status = await self.exited(_KERNEL_S)
+        if status is None:
+            logger.error(
+                "process %d was killed and does not end; the kernel waits for something (often a network disk) on its behalf",
+                self.pid,
+            )
+        return status

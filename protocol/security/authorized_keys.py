@@ -1,0 +1,82 @@
+"""The producers that may connect, as the folder of their public keys says at this moment.
+
+Guarantee: a change of the folder counts from the next `refresh` on. A folder that cannot be read authorizes nobody; a file
+in it that holds no key, or another name's, authorizes nobody and is named in the log.
+"""
+
+import logging
+import os
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+
+from protocol.errors import ConfigError
+from protocol.security.keys import TRAINER, read_public
+
+logger = logging.getLogger(__name__)
+
+_Signature = tuple[tuple[str, int, int, int], ...]
+
+
+class AuthorizedKeys:
+    """May be used from any thread."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._names: dict[bytes, str] = {}
+        self._signature: _Signature | None = None
+        self._is_readable = True
+        self._lock = threading.Lock()
+        self.refresh()
+        if not self._names:
+            logger.warning("no producer is authorized: nobody can connect until `rl-keys authorize` lets one in")
+
+    def identity(self, key: bytes) -> str | None:
+        """The name that `key` is authorized under."""
+        return self._names.get(key)
+
+    def refresh(self) -> None:
+        """Reads the folder again if it has changed."""
+        with self._lock:
+            signature = self._look()
+            if signature != self._signature:
+                before, self._names = self._names, self._load(name for name, *_ in signature)
+                if self._signature is not None:
+                    self._say_what_changed(before)
+                self._signature = signature
+
+    def _look(self) -> _Signature:
+        found = []
+        try:
+            with os.scandir(self._folder) as entries:
+                for entry in entries:
+                    if entry.name.endswith(".public"):
+                        status = entry.stat()
+                        found.append((entry.name, status.st_ino, status.st_mtime_ns, status.st_size))
+            self._is_readable = True
+        except OSError as error:
+            if self._is_readable:
+                logger.error("%s cannot be read, so no producer is authorized: %s", self._folder, error.strerror)
+            self._is_readable = False
+            return ()
+        return tuple(sorted(found))
+
+    def _load(self, files: Iterable[str]) -> dict[bytes, str]:
+        names: dict[bytes, str] = {}
+        for file in files:
+            try:
+                name, key = read_public(self._folder / file)
+            except ConfigError as error:
+                logger.error("not authorized: %s", error)
+                continue
+            if file != f"{name}.public" or name == TRAINER or key in names:
+                logger.error("not authorized: %s holds the key of %s", self._folder / file, names.get(key, name))
+                continue
+            names[key] = name
+        return names
+
+    def _say_what_changed(self, before: dict[bytes, str]) -> None:
+        for key in self._names.keys() - before.keys():
+            logger.info("authorized: %s", self._names[key])
+        for key in before.keys() - self._names.keys():
+            logger.warning("no longer authorized: %s", before[key])

@@ -1,0 +1,243 @@
+"""Keys: who is who between trainer and producers, as files.
+
+Guarantee: a secret is read only from a file that nobody else can read, is written once and never over another one, and
+shows in no text that this process makes of it. Every refusal names the file and the fix.
+
+    keys/trainer.secret          the trainer's host only, 0600
+    keys/trainer.public          every host
+    keys/NAME.secret             the host of producer NAME only, 0600
+    keys/NAME.public             where `rl-keys authorize` can find it
+    keys/authorized/NAME.public  the trainer's host: producers that may connect
+
+A key file is one line: what it is, whose it is, the key in Z85. Under systemd a secret may instead be the credential
+`trainer.secret` or `producer.secret`.
+"""
+
+import base64
+import hashlib
+import os
+import re
+import secrets
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+import zmq
+from zmq.utils import z85
+
+from protocol.errors import ConfigError
+from protocol.security.secret_lines import read_private
+
+TRAINER = "trainer"
+AUTHORIZED = "authorized"
+
+_IDENTITY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
+_SECRET, _PUBLIC = "slipstream-secret-key", "slipstream-public-key"
+_KEY_CHARACTERS = 40  # 32 bytes in Z85
+
+
+class SecretKey:
+    """A secret that no formatting shows; `reveal` is for the socket that needs it."""
+
+    __slots__ = ("_key",)
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+
+    def reveal(self) -> bytes:
+        return self._key
+
+    def public(self) -> bytes:
+        return zmq.curve_public(self._key)
+
+    def __repr__(self) -> str:
+        return "SecretKey(...)"
+
+    def __reduce__(self) -> str:
+        raise TypeError("a secret key does not leave its process")
+
+
+@dataclass(frozen=True)
+class TrainerKeys:
+    secret: SecretKey
+    authorized: Path  # folder of the public keys that may connect
+
+
+@dataclass(frozen=True)
+class ProducerKeys:
+    identity: str
+    secret: SecretKey
+    trainer: bytes  # public key
+    trainer_file: Path  # where that was found
+
+
+def check_identity(name: str) -> str:
+    """Returns `name`.
+
+    Raises:
+        ConfigError: no name for a producer's key.
+    """
+    if not _IDENTITY.match(name):
+        raise ConfigError(
+            f"{name!r} is no name for a key: use up to 64 letters, digits, `.`, `_` and `-`, beginning with a letter or digit"
+        )
+    return name
+
+
+def identity_of(producer: str) -> str:
+    """Whose key a producer process must have: names are IDENTITY-PID-HEX."""
+    return producer.rsplit("-", 2)[0]
+
+
+def fingerprint(public: bytes) -> str:
+    """Of a public key, for people to compare."""
+    digest = hashlib.sha256(z85.decode(public)).digest()
+    return f"SHA256:{base64.b64encode(digest).decode().rstrip('=')}"
+
+
+def trainer_keys(folder: Path) -> TrainerKeys:
+    """The keys of the trainer.
+
+    Raises:
+        ConfigError: what is missing or not private.
+    """
+    _check_writers(folder)
+    credential = _credential(TRAINER)
+    file = credential or folder / f"{TRAINER}.secret"
+    if not file.exists():
+        raise ConfigError(f"transport.keys: {file}: no such file. Make it: rl-keys --keys {folder} generate {TRAINER}")
+    name, secret = read_secret(file, is_private=credential is not None)
+    if name != TRAINER:
+        raise ConfigError(f"transport.keys: {file} is the key of {name}, not of the trainer")
+    return TrainerKeys(secret, folder / AUTHORIZED)
+
+
+def producer_keys(folder: Path, identity: str | None) -> ProducerKeys:
+    """The keys of this producer.
+
+    Args:
+        identity: whose key; None for the one named like this host.
+
+    Raises:
+        ConfigError: what is missing, not private or not this producer's.
+    """
+    _check_writers(folder)
+    credential = _credential("producer")
+    wanted = None if credential and identity is None else check_identity(identity or socket.gethostname())
+    file = credential or folder / f"{wanted}.secret"
+    if not file.exists():
+        raise ConfigError(
+            f"transport.keys: {file}: no such file. Make it: rl-keys --keys {folder} generate {wanted}, then authorize "
+            f"{wanted}.public on the trainer's host; or name another key with transport.identity"
+        )
+    name, secret = read_secret(file, is_private=credential is not None)
+    if wanted is not None and name != wanted:
+        raise ConfigError(f"transport.keys: {file} is the key of {name}, not of {wanted}")
+    if name == TRAINER:
+        raise ConfigError(f"transport.keys: {file} is the trainer's key; a producer needs one of its own")
+    trainer_file = folder / f"{TRAINER}.public"
+    if not trainer_file.exists():
+        raise ConfigError(f"transport.keys: {trainer_file}: no such file. Copy it from the trainer's host")
+    owner, trainer = read_public(trainer_file)
+    if owner != TRAINER:
+        raise ConfigError(f"transport.keys: {trainer_file} is the key of {owner}, not of the trainer")
+    return ProducerKeys(name, secret, trainer, trainer_file)
+
+
+def generate(folder: Path, name: str) -> bytes:
+    """Makes the key pair `name` in `folder` and returns the public key.
+
+    Raises:
+        ConfigError: there is one already, or it cannot be written.
+    """
+    check_identity(name)
+    try:
+        (folder / AUTHORIZED if name == TRAINER else folder).mkdir(parents=True, exist_ok=True, mode=0o755)
+        _check_writers(folder)
+        for suffix in ("secret", "public"):
+            if (folder / f"{name}.{suffix}").exists():
+                raise ConfigError(f"{folder / f'{name}.{suffix}'} exists and is not overwritten; move it away first")
+        public, secret = zmq.curve_keypair()
+        _write_new(folder / f"{name}.secret", _line(_SECRET, name, secret), 0o600)
+        write_public(folder / f"{name}.public", name, public)
+    except OSError as error:
+        raise ConfigError(f"{error.filename or folder}: cannot be written: {error.strerror}") from error
+    return public
+
+
+def write_public(file: Path, name: str, key: bytes) -> None:
+    """Makes a new file that appears whole or not at all; `FileExistsError` if there is one."""
+    _write_new(file, _line(_PUBLIC, name, key), 0o644)
+
+
+def read_public(file: Path) -> tuple[str, bytes]:
+    """Whose public key `file` holds, and the key.
+
+    Raises:
+        ConfigError: it holds none.
+    """
+    return _parse(file, read_private(file, others_may_read=True), _PUBLIC)
+
+
+def read_secret(file: Path, *, is_private: bool = False) -> tuple[str, SecretKey]:
+    """Whose secret key `file` holds, and the key.
+
+    Args:
+        is_private: the place keeps others out, whatever the mode says (systemd's credentials carry an ACL).
+
+    Raises:
+        ConfigError: it holds none, or others can read it.
+    """
+    text = read_private(file, others_may_read=is_private)
+    name, key = _parse(file, text, _SECRET)
+    return name, SecretKey(key)
+
+
+def _credential(role: str) -> Path | None:
+    place = os.environ.get("CREDENTIALS_DIRECTORY")
+    file = Path(place) / f"{role}.secret" if place else None
+    return file if file is not None and file.exists() else None
+
+
+def _check_writers(folder: Path) -> None:
+    """Who can write to a folder of keys decides who is who."""
+    for place in (folder, folder / AUTHORIZED):
+        if place.is_dir() and place.stat().st_mode & 0o022:
+            raise ConfigError(
+                f"transport.keys: others may write to {place}, and so add keys. Mend it: chmod go-w {place}"
+            )
+
+
+def _line(kind: str, name: str, key: bytes) -> bytes:
+    return f"{kind} {name} {key.decode()}\n".encode()
+
+
+def _write_new(file: Path, content: bytes, mode: int) -> None:
+    partial = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with open(descriptor, "wb") as out:
+            out.write(content)
+            os.fchmod(descriptor, mode)
+            out.flush()
+            os.fsync(descriptor)
+        os.link(partial, file)
+    finally:
+        partial.unlink()
+
+
+def _parse(file: Path, content: bytes, kind: str) -> tuple[str, bytes]:
+    """Says what is wrong without quoting anything: it may be a secret."""
+    words = content.split()
+    if len(words) != 3 or words[0] != kind.encode():
+        wrong = next(
+            (other for other in (_SECRET, _PUBLIC) if other != kind and content.startswith(other.encode())), None
+        )
+        found = f"holds a {wrong}" if wrong else "is not a key file"
+        raise ConfigError(f"{file}: {found}; expected one line `{kind} NAME KEY`, as rl-keys writes it")
+    name, key = words[1].decode("ascii", "replace"), words[2]
+    if not _IDENTITY.match(name):
+        raise ConfigError(f"{file}: the name in it is none that rl-keys would give")
+    if len(key) != _KEY_CHARACTERS or not set(key) <= set(z85.Z85CHARS):
+        raise ConfigError(f"{file}: the key in it is damaged: it is not {_KEY_CHARACTERS} characters of Z85")
+    return name, key

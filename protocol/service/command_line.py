@@ -1,0 +1,132 @@
+"""What the two command lines share: flags, error reporting, exit codes, GPU selection.
+
+Guarantee: `--help` and `--check` import no heavy library; every `SlipstreamError` ends the process with its own exit code
+and a message on standard error without a traceback, every other exception with one and `ExitCode.BUG`. Where logs are JSON,
+so is that message.
+"""
+
+import argparse
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+
+from protocol import __version__
+from protocol.config.loader import dump_config, load_config
+from protocol.config.run import RunConfig
+from protocol.errors import DeviceError, ExitCode, SlipstreamError
+from protocol.service import logs
+
+logger = logging.getLogger(__name__)
+
+
+def parser(program: str, description: str) -> argparse.ArgumentParser:
+    """The flags that both daemons have."""
+    result = argparse.ArgumentParser(prog=program, description=description)
+    result.add_argument(
+        "--config", metavar="FILE", required=True, help="the run's YAML file (both daemons read the same)"
+    )
+    result.add_argument(
+        "--set",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        dest="overrides",
+        help="override one value, e.g. --set pipeline.max_staleness=2 (may be repeated)",
+    )
+    result.add_argument(
+        "--check",
+        nargs="?",
+        const="quick",
+        choices=("quick", "full"),
+        help="validate, print the resolved file and exit; `full` also asks vLLM, PEFT or TRL what only they can judge",
+    )
+    result.add_argument(
+        "--gpu", metavar="N[,N]|cpu", default="0", help="GPU index as nvidia-smi counts, or cpu (default: %(default)s)"
+    )
+    result.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    return result
+
+
+def main(
+    arguments: argparse.Namespace,
+    program: str,
+    check_libraries: Callable[[RunConfig], None],
+    run: Callable[[RunConfig, list[int]], ExitCode],
+) -> int:
+    """Loads the configuration, then checks or runs, and turns errors into exit codes.
+
+    Args:
+        check_libraries: validates the sections that belong to libraries; imports them.
+        run: the daemon; gets the configuration and the GPU indexes, empty for CPU.
+    """
+    logs.configure(program)
+    try:
+        config = load_config(arguments.config, arguments.overrides)
+        if arguments.check:
+            if arguments.check == "full":
+                check_libraries(config)
+            print(dump_config(config), end="")
+            return ExitCode.OK
+        logs.configure(program, config.observability.log_level, config.observability.log_format)
+        return run(config, select_gpus(arguments.gpu))
+    except SlipstreamError as error:
+        return _report_end(program, f"error: {error}", error.exit_code)
+    except KeyboardInterrupt:
+        return ExitCode.INTERRUPTED
+    except Exception:
+        return _report_end(program, "this is a bug; please report it with its traceback", ExitCode.BUG, bug=True)
+
+
+def _report_end(program: str, why: str, code: ExitCode, *, bug: bool = False) -> ExitCode:
+    if logs.structured():
+        fields = {"exit_code": int(code), "exit_name": code.name}
+        logger.critical("%s", why, exc_info=bug, extra={"fields": fields})
+    else:
+        if bug:
+            traceback.print_exc()
+        print(f"{program}: {why}", file=sys.stderr, flush=True)
+    return code
+
+
+def select_gpus(choice: str) -> list[int]:
+    """Makes exactly the chosen GPUs visible to this process, before any library looks at them.
+
+    Returns:
+        The indexes; empty for `cpu`.
+
+    Raises:
+        DeviceError: an index that is not a number or does not exist on this machine.
+    """
+    if choice == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        return []
+    try:
+        indexes = [int(part) for part in choice.split(",")]
+    except ValueError:
+        raise DeviceError(f"--gpu {choice}: expected an index such as 0, a list such as 0,1, or cpu") from None
+    count = _gpu_count()
+    for index in indexes:
+        if not 0 <= index < count:
+            existing = f"GPUs 0 to {count - 1}" if count > 1 else "only GPU 0" if count else "no NVIDIA GPU"
+            raise DeviceError(
+                f"--gpu {choice}: GPU {index} does not exist, this machine has {existing}; or use --gpu cpu"
+            )
+    if len(set(indexes)) != len(indexes):
+        raise DeviceError(f"--gpu {choice}: the same GPU is named twice")
+    os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, indexes))
+    return indexes
+
+
+def _gpu_count() -> int:
+    if shutil.which("nvidia-smi") is None:
+        return 0
+    try:
+        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise DeviceError(f"nvidia-smi does not answer: {error}. Is the driver in order? Or use --gpu cpu") from error
+    return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())

@@ -1,0 +1,202 @@
+"""The HTTP port of a daemon: `/metrics` for Prometheus, `/healthz` and `/readyz` with reasons in JSON.
+
+Guarantee: it answers GET of these three and nothing else, through a `Door` on a thread of its own, so that neither the daemon's
+loops nor any number of clients, however slow, hold an answer up. What an answer shows is read on one more thread for each of the
+three; a reading that takes long costs those who ask for the same a 503 and the others nothing. Where it listens stands in
+`RUN_DIR/metrics/` as long as it does, in the form that Prometheus' file discovery reads.
+"""
+
+import asyncio
+import contextlib
+import errno
+import json
+import logging
+import os
+import socket
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from http import HTTPStatus
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+from prometheus_client import CollectorRegistry, generate_latest
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from protocol.errors import ConfigError
+from protocol.service.health import Findings, Health
+from protocol.service.http_door import REASONS, Door, Reason, Server, listen
+from protocol.service.metrics import Readings
+from protocol.throttle import Throttle
+
+logger = logging.getLogger(__name__)
+
+_HEADERS_S = 5.0
+_READING_S = 10.0
+_ANSWER_S = 40.0
+_MAX_CONNECTIONS = 64
+_TEXT_FORMAT = "text/plain; version=0.0.4; charset=utf-8"
+_WILDCARDS = ("0.0.0.0", "::", "")  # noqa: S104  compared with, not bound to
+
+
+class _Page(NamedTuple):
+    status: HTTPStatus
+    content_type: str
+    body: bytes
+
+
+def _metrics(registry: CollectorRegistry) -> _Page:
+    return _Page(HTTPStatus.OK, _TEXT_FORMAT, generate_latest(registry))
+
+
+def _findings(look: Callable[[], Findings]) -> _Page:
+    findings = look()
+    fine = not any(findings.values())
+    body = {"status": "ok" if fine else "failing", "checks": {name: why or "ok" for name, why in findings.items()}}
+    status = HTTPStatus.OK if fine else HTTPStatus.SERVICE_UNAVAILABLE
+    return _Page(status, "application/json", json.dumps(body, indent=1).encode() + b"\n")
+
+
+class _Reader:
+    """Reads a page on a thread, once for all who ask meanwhile."""
+
+    def __init__(self, read: Callable[[], _Page]) -> None:
+        self._read = read
+        self._reading: asyncio.Future[_Page] | None = None
+
+    async def page(self) -> _Page:
+        """
+        Raises:
+            TimeoutError: it takes long; it goes on, and nobody begins another one.
+        """
+        if self._reading is None or self._reading.done():
+            reading = asyncio.get_running_loop().create_future()
+            # No executor: the end of the process would wait for one of its threads that hangs.
+            threading.Thread(target=self._run, args=(reading,), name="reading", daemon=True).start()
+            self._reading = reading
+        return await asyncio.wait_for(asyncio.shield(self._reading), _READING_S)
+
+    def _run(self, reading: "asyncio.Future[_Page]") -> None:
+        try:
+            settle = partial(reading.set_result, self._read())
+        except Exception as error:
+            settle = partial(reading.set_exception, error)
+        with contextlib.suppress(RuntimeError):  # the daemon has ended meanwhile
+            reading.get_loop().call_soon_threadsafe(settle)
+
+
+class _Application:
+    """Of ASGI. Not the one of prometheus_client: that one reads on the event loop, where it would hold up `/healthz`, and has
+    Prometheus choose OpenMetrics, whose encoder makes `vllm_` of `vllm:`."""
+
+    def __init__(self, registry: CollectorRegistry, health: Health) -> None:
+        self._readers = {
+            "/metrics": _Reader(lambda: _metrics(registry)),
+            "/healthz": _Reader(lambda: _findings(health.alive)),
+            "/readyz": _Reader(lambda: _findings(health.ready)),
+        }
+        self._warn = Throttle(logger)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        page = await self._page(scope["method"], scope["path"])
+        headers = {"content-type": page.content_type, "allow": "GET"}
+        await Response(page.body, page.status, headers)(scope, receive, send)
+
+    async def _page(self, method: str, path: str) -> _Page:
+        plain = partial(_Page, content_type="text/plain")
+        reader = self._readers.get(path)
+        if reader is None:
+            return plain(HTTPStatus.NOT_FOUND, body=b"/metrics /healthz /readyz\n")
+        if method != "GET":
+            return plain(HTTPStatus.METHOD_NOT_ALLOWED, body=b"GET\n")
+        try:
+            return await reader.page()
+        except TimeoutError:
+            self._warn("slow", f"{path} has not been read in {_READING_S:g} s")
+            return plain(HTTPStatus.SERVICE_UNAVAILABLE, body=b"it takes long to read\n")
+        except Exception as error:
+            self._warn("failed", f"{path} cannot be read: {type(error).__name__}: {error}", logging.ERROR)
+            return plain(HTTPStatus.INTERNAL_SERVER_ERROR, body=b"the daemon's log says why\n")
+
+
+def add_connection_metrics(registry: CollectorRegistry, prefix: str, refused: "Counter[Reason]") -> None:
+    """What the port refuses.
+
+    Args:
+        prefix: `rl_producer` or `rl_trainer`.
+    """
+    Readings(registry).counters(
+        f"{prefix}_metrics_connections_refused_total",
+        "Connections to the port of the metrics that were closed, because they were slow, too many or no HTTP.",
+        "reason",
+        lambda: {str(reason): refused[reason] for reason in REASONS},
+    )
+
+
+@contextlib.contextmanager
+def serve(
+    registry: CollectorRegistry, health: Health, host: str, port: int, *, key: str, job: str, name: str, folder: Path
+) -> Iterator[str]:
+    """Serves until the context ends; gives the address as HOST:PORT.
+
+    Args:
+        port: 0 takes a free one.
+        key: configuration key of the port, for messages.
+        job: `rl-producer` or `rl-trainer`, Prometheus' job label.
+        name: of this daemon, its `daemon` label.
+        folder: where the address is written.
+
+    Raises:
+        EndpointInUseError: another process has the port.
+        ConfigError: this machine has no such address, or the port is not allowed.
+    """
+    listener = listen(host, port, "observability", "metrics_host", key)
+    reachable = socket.gethostname() if host in _WILDCARDS else host
+    address = f"[{reachable}]" if ":" in reachable else reachable
+    address = f"{address}:{listener.getsockname()[1]}"
+    refused: Counter[Reason] = Counter()
+    add_connection_metrics(registry, job.replace("-", "_"), refused)
+    door = Door(_HEADERS_S, _ANSWER_S, _MAX_CONNECTIONS, lambda reason: refused.update((reason,)))
+    server = Server(_Application(registry, health), door)
+    thread = threading.Thread(target=asyncio.run, args=(server.serve([listener]),), name="exposition", daemon=True)
+    thread.start()
+    try:
+        with announced(folder, job, name, address):
+            yield address
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+@contextlib.contextmanager
+def announced(folder: Path, job: str, name: str, address: str) -> Iterator[None]:
+    """Has the address in a file of `folder` until the context ends. On a full disk it is not announced, but served all the
+    same."""
+    file = folder / f"{job}-{name}.json"
+    partial = file.with_suffix(".partial")
+    owner = {"host": socket.gethostname(), "daemon": name, "job": job, "pid": str(os.getpid())}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _remove_left(folder)
+        partial.write_text(json.dumps([{"targets": [address], "labels": owner}]), encoding="utf-8")
+        partial.replace(file)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise ConfigError(f"run_dir: {error.filename or folder} cannot be written: {error.strerror}") from error
+    try:
+        yield
+    finally:
+        for left in (file, partial):
+            left.unlink(missing_ok=True)
+
+
+def _remove_left(folder: Path) -> None:
+    """What killed daemons of this host left."""
+    for file in folder.glob("*.json"):
+        with contextlib.suppress(OSError, ValueError, KeyError, IndexError, TypeError):
+            labels = json.loads(file.read_text(encoding="utf-8"))[0]["labels"]
+            if labels["host"] == socket.gethostname() and not psutil.pid_exists(int(labels["pid"])):
+                file.unlink()

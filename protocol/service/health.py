@@ -1,0 +1,109 @@
+"""Whether a daemon is alive and whether it can work, with reasons, for `/healthz`, `/readyz` and systemd's watchdog.
+
+Guarantee: `alive` fails when a loop that has begun to beat has not done so for `unresponsive_after_s`, or when a check says
+why; `ready` fails for the same reasons, while the daemon starts or stops, and for checks of its own. The watchdog is fed by the
+loops that work and by nothing else. May be used from any thread.
+"""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from protocol.service.systemd import Notifier
+
+Check = Callable[[], str | None]
+"""Returns what is wrong, or None."""
+
+Findings = dict[str, str | None]
+"""By what was looked at: what is wrong with it, or None."""
+
+_EXTEND_EVERY_S = 10.0
+_EXTEND_BY_S = 60.0
+
+
+class Health:
+    """See the module's guarantee.
+
+    Args:
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self, unresponsive_after_s: float, notifier: Notifier, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._unresponsive_after_s = unresponsive_after_s
+        self._notifier = notifier
+        self._clock = clock
+        self._beats: dict[str, float] = {}
+        self._alive_checks: dict[str, Check] = {}
+        self._ready_checks: dict[str, Check] = {}
+        self._phase: str | None = "starting"
+
+    def beat(self, loop: str) -> None:
+        """The loop of this name came round. Costs a microsecond."""
+        self._beats[loop] = self._clock()
+        if any(self._late_loops().values()):
+            return
+        self._notifier.watchdog()
+        if self._phase == "stopping":
+            self._notifier.extend_timeout(_EXTEND_BY_S)
+
+    def end(self, loop: str) -> None:
+        """The loop of this name has ended as it should."""
+        self._beats.pop(loop, None)
+
+    def check_alive(self, name: str, check: Check) -> None:
+        """Adds a check to both answers."""
+        self._alive_checks[name] = check
+
+    def check_ready(self, name: str, check: Check) -> None:
+        self._ready_checks[name] = check
+
+    @contextlib.contextmanager
+    def starting(self, what: str, limit_s: float) -> Iterator[None]:
+        """While the daemon does `what`, systemd is asked for patience, `limit_s` at most."""
+        self._phase = what
+        done = threading.Event()
+        deadline = self._clock() + limit_s
+
+        def plead() -> None:
+            while self._clock() < deadline:
+                self._notifier.extend_timeout(_EXTEND_BY_S)
+                if done.wait(_EXTEND_EVERY_S):
+                    return
+
+        self._notifier.status(what)
+        thread = threading.Thread(target=plead, name="starting", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+
+    def started(self, status: str) -> None:
+        self._phase = None
+        self._notifier.ready(status)
+
+    def stopping(self, status: str) -> None:
+        if self._phase != "stopping":
+            self._phase = "stopping"
+            self._notifier.stopping(status)
+
+    def alive(self) -> Findings:
+        return self._late_loops() | {name: check() for name, check in self._alive_checks.items()}
+
+    def ready(self) -> Findings:
+        phase: Findings = {"phase": self._phase}
+        return phase | self.alive() | {name: check() for name, check in self._ready_checks.items()}
+
+    def _late_loops(self) -> Findings:
+        now = self._clock()
+        return {
+            f"{loop} loop": None
+            if now - at <= self._unresponsive_after_s
+            else f"has not come round for {now - at:.0f} s (observability.unresponsive_after_s="
+            f"{self._unresponsive_after_s:g})"
+            for loop, at in list(self._beats.items())
+        }

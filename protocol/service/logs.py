@@ -1,0 +1,94 @@
+"""Logging of both daemons, to standard error: text for people, or JSON for programs.
+
+Guarantee: a record is one line of valid JSON, or text whose further lines are indented and which holds no control characters,
+whatever peers and libraries put into it. Nothing of the environment is logged.
+
+A caller adds columns of its own with `extra={"fields": {...}}`; text leaves them out.
+"""
+
+import logging
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+from protocol.files.json_lines import encode_line
+from protocol.service.systemd import running_under_systemd
+
+_OUR_PACKAGES = ("protocol", "replay", "producer", "consumer")
+_MAX_CHARS = 8192  # of a message or traceback under JSON: journald splits lines above 48 KiB
+_UNPRINTABLE = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if code not in b"\t\n"}
+_SYSLOG_PRIORITIES = {"DEBUG": 7, "INFO": 6, "WARNING": 4, "ERROR": 3, "CRITICAL": 2}
+
+_context: dict[str, Any] = {}
+
+
+def configure(role: str, level: str = "info", log_format: Literal["auto", "text", "json"] = "auto") -> None:
+    """Sets logging up, or anew.
+
+    Args:
+        role: the daemon's name.
+        level: of our own packages; those of others log warnings and worse.
+        log_format: `auto` is JSON where standard error goes to systemd's journal, and text elsewhere.
+    """
+    to_journal = running_under_systemd()
+    as_json = log_format == "json" or (log_format == "auto" and to_journal)
+    handler = logging.StreamHandler()
+    handler.setFormatter(_JsonFormatter(role, to_journal) if as_json else _TextFormatter(role))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+    logging.captureWarnings(as_json)
+    for package in _OUR_PACKAGES:
+        logging.getLogger(package).setLevel(level.upper())
+
+
+def bind(**context: Any) -> None:
+    """Values that every further record of this process carries, such as `run` and `version`; None takes one away."""
+    _context.update(context)
+
+
+def structured() -> bool:
+    """Whether records are JSON: then a line for people that bypasses logging would not fit in."""
+    return any(isinstance(handler.formatter, _JsonFormatter) for handler in logging.getLogger().handlers)
+
+
+def adopt_libraries() -> None:
+    """What libraries that are imported by now (vLLM, transformers) print by handlers of their own goes through ours."""
+    for logger in list(logging.Logger.manager.loggerDict.values()):
+        if isinstance(logger, logging.Logger) and any(type(it) is logging.StreamHandler for it in logger.handlers):
+            logger.handlers.clear()
+            logger.propagate = True
+
+
+class _TextFormatter(logging.Formatter):
+    def __init__(self, role: str) -> None:
+        super().__init__(f"%(asctime)s {role} %(levelname)s %(message)s", "%H:%M:%S")
+
+    def format(self, record: logging.LogRecord) -> str:
+        return super().format(record).rstrip().translate(_UNPRINTABLE).replace("\n", "\n    ")
+
+
+class _JsonFormatter(logging.Formatter):
+    def __init__(self, role: str, with_priority: bool) -> None:
+        super().__init__()
+        self._role = role
+        self._with_priority = with_priority  # of syslog: journald takes it off the line and files it under PRIORITY
+
+    def format(self, record: logging.LogRecord) -> str:
+        values: dict[str, Any] = {
+            "ts": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "level": record.levelname.lower(),
+            "role": self._role,
+            **{name: value for name, value in _context.items() if value is not None},
+            "logger": record.name,
+            "msg": _message(record)[:_MAX_CHARS],
+        }
+        if record.exc_info:
+            values["exc"] = self.formatException(record.exc_info)[-_MAX_CHARS:]
+        fields = getattr(record, "fields", None)
+        line = encode_line({**values, **fields, **values} if isinstance(fields, dict) else values)
+        return f"<{_SYSLOG_PRIORITIES.get(record.levelname, 6)}>{line}" if self._with_priority else line
+
+
+def _message(record: logging.LogRecord) -> str:
+    try:
+        return record.getMessage().rstrip()
+    except Exception:  # arguments that do not fit the format: logging would print a traceback of its own
+        return f"{record.msg} {record.args!r}"

@@ -1,0 +1,118 @@
+"""What a channel is, whichever way it carries messages.
+
+Guarantee: `poll` never blocks longer than its timeout, `send` never blocks, and a frame that does not decode comes out
+as a `BadFrame` with its reason instead of an exception. All methods but `wake` belong to the one thread that owns the
+channel; `wake` may be called from any thread and makes a running `poll` return early.
+
+A server answers each peer in the schema of that peer's last frame. A client begins every connection in this release's schema
+and goes down to that of its trainer's frames, never up; so each end sends only what the other one reads.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from protocol.wire.codec import CodecError, SchemaMismatchError, decode, schema_of
+from protocol.wire.messages import READABLE_SCHEMAS, SCHEMA_VERSION, Message, ProducerMessage, TrainerMessage
+
+_MAX_PEERS = 4096
+
+
+@dataclass(frozen=True)
+class BadFrame:
+    """A frame that was refused. `peer_schema` is set when the peer runs another release; `frame` is what arrived."""
+
+    reason: str
+    peer_schema: int | None = None
+    frame: bytes = field(default=b"", compare=False, repr=False)
+
+
+def received(frame: bytes | memoryview, kinds: Any, note_schema: Callable[[int], None]) -> Any:
+    """The message in `frame`, one of `kinds`, or what is wrong with it as a `BadFrame`.
+
+    Args:
+        note_schema: is told the schema of a frame that is intact.
+    """
+    try:
+        message = decode(frame, kinds)
+    except SchemaMismatchError as error:
+        note_schema(error.peer_version)
+        return BadFrame(str(error), error.peer_version, bytes(frame))
+    except CodecError as error:
+        return BadFrame(str(error), frame=bytes(frame))
+    except Exception as error:  # whatever a peer finds that nobody foresaw costs that one message
+        return BadFrame(f"a message that cannot be read: {type(error).__name__}: {error}", frame=bytes(frame))
+    note_schema(schema_of(frame))
+    return message
+
+
+class PeerSchemas:
+    """The schema to answer each peer in. A peer that is not known, or not any more, gets the oldest, which all can read."""
+
+    def __init__(self) -> None:
+        self._last: OrderedDict[bytes, int] = OrderedDict()
+
+    def note(self, peer: bytes, schema_version: int) -> None:
+        self._last[peer] = _spoken_here(schema_version)
+        self._last.move_to_end(peer)
+        if len(self._last) > _MAX_PEERS:
+            self._last.popitem(last=False)
+
+    def forget(self, peer: bytes) -> None:
+        self._last.pop(peer, None)
+
+    def __getitem__(self, peer: bytes) -> int:
+        return self._last.get(peer, READABLE_SCHEMAS[0])
+
+
+class TrainerSchema:
+    """The schema to speak with the trainer over one connection."""
+
+    def __init__(self) -> None:
+        self.version = SCHEMA_VERSION
+
+    def note(self, schema_version: int) -> None:
+        self.version = min(self.version, _spoken_here(schema_version))
+
+
+def _spoken_here(schema_version: int) -> int:
+    """The schema nearest to a peer's that this process speaks: a newer release understands it, too."""
+    return min(max(schema_version, READABLE_SCHEMAS[0]), SCHEMA_VERSION)
+
+
+class ServerChannel(Protocol):
+    """The trainer's end: many peers, each named by an opaque routing id."""
+
+    def send(self, peer: bytes, message: Message) -> bool:
+        """Returns False when the peer cannot be reached; the message is then dropped."""
+        ...
+
+    def poll(self, timeout_s: float) -> list[tuple[bytes, ProducerMessage | BadFrame]]: ...
+
+    def wake(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class ClientChannel(Protocol):
+    """A producer's end: one trainer."""
+
+    @property
+    def schema_version(self) -> int:
+        """The schema that the next message is sent in."""
+        ...
+
+    def send(self, message: Message) -> bool:
+        """Returns False when nobody listens; the message is then dropped."""
+        ...
+
+    def poll(self, timeout_s: float) -> list[TrainerMessage | BadFrame]: ...
+
+    def reset(self) -> None:
+        """Drops the connection with everything queued in it and connects anew under a fresh routing id."""
+        ...
+
+    def wake(self) -> None: ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,86 @@
+"""Why a producer does not get through to its trainer, in words.
+
+Guarantee: a handshake that fails is said in the log with what to do, at once and then every ten seconds, and tried again:
+ZeroMQ itself gives up after some failures, so a key that is authorized later would never be noticed.
+"""
+
+import logging
+import struct
+import time
+
+import zmq
+
+from protocol.security.keys import ProducerKeys, fingerprint
+
+logger = logging.getLogger(__name__)
+
+_EVENTS = (
+    zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+_FATAL = (zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.EVENT_HANDSHAKE_FAILED_AUTH)  # after which ZeroMQ does not try again
+_RETRY_S = 1.0
+_REMIND_EVERY_S = 10.0
+_UNEXPLAINED = 3  # in a row; a trainer that is being stopped may cause one
+
+
+class HandshakeWatch:
+    """Of one socket at a time."""
+
+    def __init__(self, endpoint: str, keys: ProducerKeys | None) -> None:
+        self._endpoint = endpoint
+        self._keys = keys
+        self._socket: zmq.Socket[bytes] | None = None
+        self._monitor: zmq.Socket[bytes] | None = None
+        self._failures = 0
+        self._retry_at: float | None = None
+        self._said_at = float("-inf")
+
+    def begin(self, socket: "zmq.Socket[bytes]") -> None:
+        self._socket, self._monitor = socket, socket.get_monitor_socket(_EVENTS)
+        self._retry_at = None
+
+    def end(self) -> None:
+        """Before the socket is closed. May be called twice."""
+        if self._socket is not None and self._monitor is not None:
+            self._socket.disable_monitor()
+            self._monitor.close()
+        self._socket = self._monitor = None
+
+    def must_reconnect(self) -> bool:
+        now = time.monotonic()
+        while self._monitor is not None and self._monitor.poll(0):
+            event, value = struct.unpack("=Hi", self._monitor.recv_multipart()[0])
+            self._note(event, value, now)
+        return self._retry_at is not None and now >= self._retry_at
+
+    def _note(self, event: int, value: int, now: float) -> None:
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._failures = 0
+            return
+        self._failures += 1
+        if event in _FATAL:
+            self._retry_at = now + _RETRY_S
+        elif self._failures < _UNEXPLAINED:
+            return
+        if now - self._said_at >= _REMIND_EVERY_S:
+            self._said_at = now
+            logger.warning("the trainer at %s %s", self._endpoint, self._explain(event, value))
+
+    def _explain(self, event: int, value: int) -> str:
+        keys = self._keys
+        if keys is None:
+            return "ends the handshake: it wants keys. Set transport.keys, as the trainer does (docs/security.md)"
+        if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH and value == 400:
+            return (
+                f"does not know the key of {keys.identity} ({fingerprint(keys.secret.public())}): give its host "
+                f"{keys.identity}.public, and there run `rl-keys authorize {keys.identity}`"
+            )
+        if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+            return "has no keys, and this producer has: set transport.keys for both or for neither"
+        return (
+            f"ends the handshake: it has another key than {keys.trainer_file} ({fingerprint(keys.trainer)}), or none. Copy "
+            "trainer.public from its host; or its log says why it refuses"
+        )

@@ -1,0 +1,196 @@
+"""Messages to frames and back.
+
+Guarantee: `decode` returns exactly the message that was encoded or raises `CodecError`; a frame with any single bit
+flipped, any length, is refused. One message is one frame:
+
+    2 bytes   magic b"SL"
+    2 bytes   schema version, little-endian
+    4 bytes   CRC-32 of the first four bytes and the body, little-endian
+    n bytes   body: a msgpack map, `type` names the message
+
+The time to decode grows with the length of the frame and with nothing else. Python does not randomize the hashes of
+numbers and tuples, so a map of them can be made to collide on every key, and takes the square of its length to build:
+a map of more than 15 entries must have text for keys, however deep in a prompt or a column it hides.
+
+A frame says its schema version and has the fields of that schema, no other: those that are newer are left out when a message
+is encoded for an older schema, refused in a frame of it, and have their defaults in what is decoded from it.
+"""
+
+import struct
+import threading
+from collections.abc import Container
+from functools import cache, reduce
+from operator import or_
+from typing import Any, get_args
+
+import msgspec
+from isal.isal_zlib import crc32
+
+from protocol.wire.messages import READABLE_SCHEMAS, SCHEMA_VERSION, SINCE, SINCE_MESSAGES, Lease, Message
+
+_MAGIC = b"SL"
+_VERSION = struct.Struct("<2sH")
+_CRC = struct.Struct("<I")
+PREFIX_BYTES = _VERSION.size + _CRC.size
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+class _PackedLease(Lease, frozen=True, forbid_unknown_fields=True, tag="lease"):
+    """A lease whose free-form fields are still msgpack."""
+
+    prompt: msgspec.Raw
+    columns: dict[str, msgspec.Raw]
+
+
+@cache
+def _as_of(
+    schema_version: int, message: type[msgspec.Struct], form: type[msgspec.Struct] | None = None
+) -> type[msgspec.Struct]:
+    """The message as that schema has it, or the form of it that is given."""
+    kind = form or message
+    newer = {name for name, since in SINCE.get(message, {}).items() if since > schema_version}
+    if not newer:
+        return kind
+    fields = [
+        (field.name, field.type, msgspec.field(default=field.default, default_factory=field.default_factory))  # type: ignore[call-overload]
+        for field in msgspec.structs.fields(kind)
+        if field.name not in newer
+    ]
+    tag = kind.__struct_config__.tag
+    return msgspec.defstruct(kind.__name__, fields, frozen=True, forbid_unknown_fields=True, tag=tag)
+
+
+_one_builds = threading.Lock()
+"""msgspec 0.22 lets a thread have a type whose nested types another one still looks up; a decoder made of it crashes."""
+
+
+def _decoder(kinds: Any, schema_version: int) -> tuple[msgspec.msgpack.Decoder[Any], dict[type, type]]:
+    """The decoder of such messages, and by the type that it returns the message's own."""
+    with _one_builds:
+        return _built(kinds, schema_version)
+
+
+@cache
+def _built(kinds: Any, schema_version: int) -> tuple[msgspec.msgpack.Decoder[Any], dict[type, type]]:
+    each = [kind for kind in get_args(kinds) or (kinds,) if SINCE_MESSAGES.get(kind, 1) <= schema_version]
+    kind_of = {_as_of(schema_version, kind, _PackedLease if kind is Lease else None): kind for kind in each}
+    return msgspec.msgpack.Decoder(reduce(or_, kind_of)), kind_of
+
+
+_anything = msgspec.msgpack.Decoder(Any)
+_items = msgspec.msgpack.Decoder(list[msgspec.Raw])
+_small_map = msgspec.msgpack.Decoder(dict[Any, msgspec.Raw])
+_large_map = msgspec.msgpack.Decoder(dict[str, msgspec.Raw])
+_LARGE_MAPS = (0xDE, 0xDF)  # headers of maps with a 16-bit and a 32-bit length; up to 15 entries need neither
+_SMALLEST_LARGE_MAP = 3 + 16 * 2  # bytes of a header, 16 keys and 16 values
+_ARRAYS = frozenset((*range(0x90, 0xA0), 0xDC, 0xDD))
+_MAX_NESTING = 64  # where it is unpacked level by level: every level reads what is inside it once more
+
+
+class CodecError(ValueError):
+    """A frame that is not one of our messages. The text says why."""
+
+
+class SchemaMismatchError(CodecError):
+    """A well-formed frame of another schema version: the peer runs another release."""
+
+    def __init__(self, peer_version: int) -> None:
+        readable = " and ".join(map(str, READABLE_SCHEMAS))
+        super().__init__(f"peer speaks protocol schema {peer_version}, this process speaks {readable}")
+        self.peer_version = peer_version
+
+
+def encode(message: Message, *, schema_version: int = SCHEMA_VERSION) -> bytes:
+    """Returns the frame of `message`, without the fields that are newer than `schema_version`.
+
+    Raises:
+        CodecError: a free-form field (a prompt or a dataset column) holds a value that msgpack cannot carry, or that
+            the peer would refuse.
+    """
+    try:
+        if SINCE_MESSAGES.get(type(message), 0) > schema_version:
+            raise ValueError(f"schema {schema_version} does not have it")
+        kind = _as_of(schema_version, type(message))
+        body = _encoder.encode(message if kind is type(message) else _copied(message, kind))
+        if isinstance(message, Lease):
+            _decoded(
+                memoryview(body), Message, schema_version
+            )  # what the peer would refuse must not leave: the lease would go out for ever
+    except (TypeError, OverflowError, ValueError, RecursionError) as error:
+        raise CodecError(f"cannot encode {type(message).__name__}: {error}") from error
+    version = _VERSION.pack(_MAGIC, schema_version)
+    return version + _CRC.pack(crc32(body, crc32(version))) + body
+
+
+def schema_of(frame: bytes | memoryview) -> int:
+    """The schema version of an intact frame."""
+    return int(_VERSION.unpack(frame[: _VERSION.size])[1])
+
+
+def decode(frame: bytes | memoryview, kinds: Any = Message, readable_schemas: Container[int] = READABLE_SCHEMAS) -> Any:
+    """Returns the message in `frame`.
+
+    Args:
+        kinds: the message that is accepted, or a union of them.
+
+    Raises:
+        SchemaMismatchError: the frame is intact, but of a schema version that is not readable.
+        CodecError: the frame is anything else than one intact message of these kinds.
+    """
+    if len(frame) < PREFIX_BYTES:
+        raise CodecError(f"frame of {len(frame)} bytes is shorter than the {PREFIX_BYTES}-byte prefix")
+    view = memoryview(frame)
+    version, crc, body = view[:4], view[4:PREFIX_BYTES], view[PREFIX_BYTES:]
+    magic, schema_version = _VERSION.unpack(version)
+    if magic != _MAGIC:
+        raise CodecError(f"frame starts with {magic!r}, not {_MAGIC!r}")
+    if _CRC.unpack(crc)[0] != crc32(body, crc32(version)):
+        raise CodecError("checksum mismatch")
+    if schema_version not in readable_schemas:
+        raise SchemaMismatchError(schema_version)
+    try:
+        return _decoded(body, kinds, schema_version)
+    except (msgspec.DecodeError, RecursionError, ValueError, OverflowError) as error:
+        raise CodecError(f"body refused: {error}") from error
+
+
+def _decoded(body: memoryview, kinds: Any, schema_version: int) -> Any:
+    decoder, kind_of = _decoder(kinds, schema_version)
+    message = decoder.decode(body)
+    kind = kind_of[type(message)]
+    if kind is type(message):
+        return message
+    if kind is not Lease:
+        return _copied(message, kind)
+    fields = msgspec.structs.asdict(message)
+    fields["prompt"] = _unpacked(message.prompt)
+    fields["columns"] = {name: _unpacked(packed) for name, packed in message.columns.items()}
+    return Lease(**fields)
+
+
+def _copied(message: msgspec.Struct, kind: type[msgspec.Struct]) -> msgspec.Struct:
+    """The fields of `message` that `kind` has too; others of `kind` have their defaults."""
+    return kind(**{name: getattr(message, name) for name in kind.__struct_fields__ if hasattr(message, name)})
+
+
+def _unpacked(packed: msgspec.Raw, nesting: int = 0) -> Any:
+    """The value in `packed`: in one go, or level by level where a byte could be the header of a large map."""
+    copy = bytes(packed)
+    if len(copy) < _SMALLEST_LARGE_MAP or not (_LARGE_MAPS[0] in copy or _LARGE_MAPS[1] in copy):
+        return _anything.decode(copy)
+    if nesting > _MAX_NESTING:
+        raise ValueError(f"nested more than {_MAX_NESTING} levels deep")
+    first = copy[0]
+    del copy  # or every level would keep one of everything below it
+    if first in _ARRAYS:
+        return [_unpacked(item, nesting + 1) for item in _items.decode(packed)]
+    if 0x80 <= first < 0x90:
+        return {key: _unpacked(value, nesting + 1) for key, value in _small_map.decode(packed).items()}
+    if first not in _LARGE_MAPS:
+        return _anything.decode(packed)
+    try:
+        entries = _large_map.decode(packed)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"a map of more than 15 entries needs text for keys: {error}") from error
+    return {key: _unpacked(value, nesting + 1) for key, value in entries.items()}

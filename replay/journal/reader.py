@@ -1,0 +1,321 @@
+"""The journal as everybody but its writer sees it: read-only, beside a live trainer or after one that was killed.
+
+Guarantee: reading never changes the journal and never holds its writer up. Rows come in short statements of at most 1000,
+so that any journal is listed in bounded memory and an unfinished iteration keeps no transaction open. Every body is
+checked against its row before it is handed out. A group is in exactly one state:
+
+    ready         accepted, in no step yet
+    claimed       in a step that has not ended; or did not, when its trainer died
+    trained       its step ended
+    no_signal     all rewards equal: settled on arrival
+    stale         too old, on arrival or when the batch was cut
+    quarantined   the trainer died too often in its step
+    dropped       it no longer fits the configuration
+"""
+
+import contextlib
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+import apsw
+
+from protocol.errors import JournalError
+from replay.journal.writer import SCHEMA, DeadLetter, row_crc
+
+State = Literal["ready", "claimed", "trained", "no_signal", "stale", "quarantined", "dropped"]
+STATES: tuple[State, ...] = get_args(State)
+
+_PAGE_ROWS = 1000
+_HEAD_BYTES = 64
+_WHAT_IT_IS = "a journal is RUN_DIR/journal.sqlite, written by rl-trainer"
+_STATE = """CASE
+    WHEN dropped = 'quarantined' THEN 'quarantined' WHEN outcome = 'stale' OR dropped = 'stale' THEN 'stale'
+    WHEN dropped IS NOT NULL THEN 'dropped' WHEN outcome = 'no_signal' THEN 'no_signal'
+    WHEN last_step IS NULL THEN 'ready' WHEN tries > 0 THEN 'claimed' ELSE 'trained' END"""
+_GROUP = f"""seq, group_id, epoch, prompt_id, reroll, attempt, producer, policy_version, outcome, reward, verdict, num_scored,
+    num_successes, num_tokens, num_bytes, accepted_at, crc, step, last_step, position, tries, dropped,
+    (SELECT count(*) FROM replays WHERE replays.group_id = groups.group_id), {_STATE}"""
+_WANTED = f"""(:version IS NULL OR policy_version BETWEEN :version AND :last_version)
+    AND (:step IS NULL OR step <= :last_step AND last_step >= :step) AND (:state IS NULL OR {_STATE} = :state)
+    AND (:reward IS NULL OR reward BETWEEN :reward AND :max_reward) AND (:prompt_id IS NULL OR prompt_id = :prompt_id)"""
+# A batch that was quarantined after some of its iterations were in a checkpoint stays trained as far as that, with its
+# last step moved back. Any other quarantined group was never part of the run that survived.
+_RECORDED = """outcome = 'accepted' AND last_step IS NOT NULL
+    AND (dropped IS NULL OR dropped = 'quarantined' AND last_step - step + 1 < :num_iterations)"""
+
+
+@dataclass(frozen=True)
+class GroupRow:
+    """What the journal knows of one group, beside its body. The columns are those of `replay.journal.writer`."""
+
+    seq: int
+    group_id: str
+    epoch: int
+    prompt_id: int
+    reroll: int
+    attempt: int
+    producer: str
+    policy_version: int
+    outcome: str
+    reward: float | None
+    verdict: str
+    num_scored: int
+    num_successes: int
+    num_tokens: int
+    num_bytes: int
+    accepted_at: float
+    crc: int
+    step: int | None
+    last_step: int | None
+    position: int | None
+    tries: int
+    dropped: str | None
+    num_replays: int  # times that it stood in after its first training
+    state: State
+
+
+@dataclass(frozen=True)
+class PolicyRow:
+    version: int
+    step: int  # that made it
+    digest: str
+    published_at: float
+
+
+@dataclass(frozen=True)
+class DeadLetterRow(DeadLetter):
+    buried_at: float
+
+
+@dataclass(frozen=True)
+class RefusedFrame:
+    received_at: float
+    reason: str
+    num_bytes: int
+    head: bytes  # its first bytes
+
+
+class Batch(NamedTuple):
+    step: int
+    last_step: int
+    group_ids: list[str]
+    num_fresh: int  # of them, which come first; the others stood in again
+
+
+class Use(NamedTuple):
+    """A group stood in again."""
+
+    step: int
+    position: int
+    last_step: int
+    group_id: str
+    tries: int
+
+
+@dataclass(frozen=True)
+class GroupFilter:
+    """Which groups are meant. Bounds are inclusive; what is None does not matter."""
+
+    versions: tuple[int, int] | None = None
+    steps: tuple[int, int] | None = None
+    state: State | None = None
+    rewards: tuple[float, float] | None = None
+    prompt_id: int | None = None
+
+    def bindings(self) -> dict[str, Any]:
+        pairs = (("version", "last_version"), ("step", "last_step"), ("reward", "max_reward"))
+        result: dict[str, Any] = {"state": self.state, "prompt_id": self.prompt_id}
+        for names, bounds in zip(pairs, (self.versions, self.steps, self.rewards), strict=True):
+            result |= zip(names, bounds or (None, None), strict=True)
+        return result
+
+
+EVERY_GROUP = GroupFilter()
+
+
+class JournalReader:
+    """See the module's guarantee. Use it with `contextlib.closing`.
+
+    Raises:
+        JournalError: there is no journal at `path`, or none that this release can read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        if not path.is_file():
+            raise JournalError(f"{path}: no such file; {_WHAT_IT_IS}")
+        # In a folder that we may not write the reader's side files find no place. Without a writer it needs none.
+        alone = not os.access(path.parent, os.W_OK) and not Path(f"{path}-wal").exists()
+        uri = f"{path.absolute().as_uri()}?mode=ro" + ("&immutable=1" if alone else "")
+        with self._errors():
+            self._db = apsw.Connection(uri, flags=apsw.SQLITE_OPEN_READONLY | apsw.SQLITE_OPEN_URI)
+            self._db.set_busy_timeout(10_000)
+        try:
+            if not self._query("SELECT 1 FROM sqlite_master WHERE name = 'groups'"):
+                raise JournalError(f"{path} is not a journal; {_WHAT_IT_IS}")
+            ((schema,),) = self._query("PRAGMA user_version")
+            if schema != SCHEMA:
+                raise JournalError(f"{path} has journal schema {schema}, this release reads {SCHEMA}; use its release")
+        except BaseException:
+            self._db.close()
+            raise
+
+    def close(self) -> None:
+        self._db.close()
+
+    def copy_to(self, path: Path) -> None:
+        """Copies the journal as it is at one moment into a new file.
+
+        Raises:
+            JournalError: the copy cannot be made.
+        """
+        try:
+            with contextlib.closing(apsw.Connection(str(path))) as copy, copy.backup("main", self._db, "main") as pages:
+                pages.step()
+        except apsw.Error as error:
+            raise JournalError(f"{path}: the journal cannot be copied there ({error})") from error
+
+    # What the run is
+
+    def facts(self) -> dict[str, str]:
+        return dict(self._query("SELECT name, value FROM facts ORDER BY name"))
+
+    def policies(self) -> Iterator[PolicyRow]:
+        return (PolicyRow(*row) for row in self._pages("version, step, digest, published_at", "policies"))
+
+    def policy_at(self, step: int) -> PolicyRow | None:
+        """The newest policy there was after so many optimizer steps; None if the journal knows none."""
+        sql = (
+            "SELECT version, step, digest, published_at FROM policies WHERE step <= ? ORDER BY step DESC, version DESC"
+        )
+        found = self._query(f"{sql} LIMIT 1", (step,))
+        return PolicyRow(*found[0]) if found else None
+
+    # Groups
+
+    def rows(self, wanted: GroupFilter = EVERY_GROUP, newest: int = 0) -> Iterator[GroupRow]:
+        """The groups that are there now, in order of arrival: the newest so many of them, or (0) all."""
+        newest_first = f"SELECT seq FROM groups WHERE {_WANTED} ORDER BY seq DESC LIMIT :newest"
+        bindings = wanted.bindings() | {"newest": newest or -1}
+        ((first, last),) = self._query(f"SELECT min(seq), max(seq) FROM ({newest_first})", bindings)
+        bounds = {"first_seq": first, "last_seq": last}
+        where = f"seq BETWEEN :first_seq AND :last_seq AND {_WANTED}"
+        return (GroupRow(*row) for row in self._pages(_GROUP, "groups", where, wanted.bindings() | bounds))
+
+    def count(self, wanted: GroupFilter = EVERY_GROUP) -> int:
+        return int(self._query(f"SELECT count(*) FROM groups WHERE {_WANTED}", wanted.bindings())[0][0])
+
+    def row(self, group_id: str) -> GroupRow | None:
+        found = self._query(f"SELECT {_GROUP} FROM groups WHERE group_id = ?", (group_id,))
+        return GroupRow(*found[0]) if found else None
+
+    def body(self, row: GroupRow) -> bytes | None:
+        """The message of a group; None if the trainer has deleted the group since its row was read.
+
+        Raises:
+            JournalError: it is not there, or does not fit the row.
+        """
+        found = self._query("SELECT frame FROM groups LEFT JOIN bodies USING(seq) WHERE seq = ?", (row.seq,))
+        if not found:
+            return None
+        frame: bytes | None = found[0][0]
+        if frame is None:
+            raise JournalError(f"{self.path}: group {row.group_id} has no body; restore a copy of run_dir")
+        identity = (row.group_id, row.epoch, row.prompt_id, row.reroll, row.attempt, row.policy_version, row.outcome)
+        if row_crc(*identity, frame) != row.crc:
+            raise JournalError(f"{self.path}: group {row.group_id} is damaged (checksum); restore a copy of run_dir")
+        return frame
+
+    def frames(self, group_ids: Iterable[str]) -> list[bytes]:
+        """The messages of these groups, in the order asked for.
+
+        Raises:
+            JournalError: one is not there, or is damaged.
+        """
+        return [self._frame(group_id) for group_id in group_ids]
+
+    def _frame(self, group_id: str) -> bytes:
+        row = self.row(group_id)
+        frame = self.body(row) if row is not None else None
+        if frame is None:
+            raise JournalError(f"{self.path} does not hold group {group_id}; `rl-journal list` shows what it holds")
+        return frame
+
+    def batches(self, from_step: int = 1) -> Iterator[Batch]:
+        """The batches that train optimizer step `from_step` and all later ones, in the order in which they were trained.
+        Steps that a restart cut anew come once, as cut last. The newest may be of a step that has not ended."""
+        num_iterations = int(self.facts().get("num_iterations", 1))
+        while rows := self._query(
+            f"SELECT step, last_step, group_id FROM groups WHERE {_RECORDED} AND last_step ="
+            f" (SELECT min(last_step) FROM groups WHERE last_step >= :from_step AND {_RECORDED}) ORDER BY position",
+            {"from_step": from_step, "num_iterations": num_iterations},
+        ):
+            step, last_step, _ = rows[0]
+            fresh = [group_id for _, _, group_id in rows]
+            again = self._query("SELECT group_id FROM replays WHERE step = ? ORDER BY position", (step,))
+            yield Batch(step, last_step, fresh + [group_id for (group_id,) in again], len(fresh))
+            from_step = last_step + 1
+
+    def uses(self, *, of_group: str | None = None, of_step: int | None = None) -> Iterator[Use]:
+        """Groups that stood in, in the order of training: all, those of one group, or those of the batch that begins
+        with one step."""
+        sql = (
+            "SELECT step, position, last_step, group_id, tries FROM replays"
+            " WHERE (:group IS NULL OR group_id = :group) AND (:only IS NULL OR step = :only)"
+            f" AND (step, position) > (:step, :position) ORDER BY step, position LIMIT {_PAGE_ROWS}"
+        )
+        wanted = {"group": of_group, "only": of_step}
+        last = (-1, -1)
+        while page := self._query(sql, wanted | {"step": last[0], "position": last[1]}):
+            yield from (Use(*row) for row in page)
+            last = page[-1][:2]
+
+    def num_deleted(self) -> int:
+        """Groups that retention has deleted, of all there ever were."""
+        ever = "SELECT seq FROM sqlite_sequence WHERE name = 'groups'"
+        return int(self._query(f"SELECT coalesce(({ever}), 0) - count(*) FROM groups")[0][0])
+
+    def dead_letters(self) -> Iterator[DeadLetterRow]:
+        columns = "id, epoch, prompt_id, reroll, attempts, failure, reason, detail, buried_at"
+        return (DeadLetterRow(*row[1:]) for row in self._pages(columns, "dead_letters"))
+
+    def refused_frames(self) -> Iterator[RefusedFrame]:
+        columns = f"id, received_at, reason, num_bytes, substr(frame, 1, {_HEAD_BYTES})"
+        return (RefusedFrame(*row[1:]) for row in self._pages(columns, "frames"))
+
+    def database_problems(self) -> list[str]:
+        """What SQLite finds wrong with the file, and bodies that belong to no group."""
+        problems = [text for (text,) in self._query("PRAGMA integrity_check") if text != "ok"]
+        orphans = self._query("SELECT seq FROM bodies WHERE seq NOT IN (SELECT seq FROM groups)")
+        return problems + [f"body {seq} belongs to no group" for (seq,) in orphans]
+
+    def _query(self, sql: str, bindings: tuple[Any, ...] | dict[str, Any] = ()) -> list[Any]:
+        with self._errors():
+            return self._db.execute(sql, bindings).fetchall()
+
+    def _pages(
+        self, columns: str, table: str, where: str = "TRUE", bindings: dict[str, Any] | None = None
+    ) -> Iterator[Any]:
+        """Rows in the order of the rowid, which is their first column."""
+        sql = f"SELECT {columns} FROM {table} WHERE rowid > :after AND {where} ORDER BY rowid LIMIT {_PAGE_ROWS}"
+        after = -1
+        while page := self._query(sql, (bindings or {}) | {"after": after}):
+            yield from page
+            after = page[-1][0]
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except apsw.NotADBError as error:
+            raise JournalError(f"{self.path} is not a journal; {_WHAT_IT_IS}") from error
+        except apsw.CorruptError as error:
+            raise JournalError(f"{self.path} is damaged ({error}); restore a copy of run_dir") from error
+        except (apsw.CantOpenError, apsw.ReadOnlyError) as error:
+            copy = f"copy it, and {self.path.name}-wal if there is one, to a folder of your own"
+            raise JournalError(f"{self.path} cannot be opened ({error}); {copy}") from error
+        except apsw.Error as error:
+            raise JournalError(f"{self.path} cannot be read ({error}); look at the disk, then try again") from error

@@ -1,0 +1,183 @@
+"""What the journal says to a trainer that starts at a checkpoint.
+
+Guarantee: after `recover`, every accepted group is in exactly one place: trained by the steps up to the checkpoint,
+in a recorded batch of a step after it, ready, or dropped with a reason. Steps after the checkpoint are cut again exactly
+as they were, so that the surviving run is the run that would have been; from the first step that cannot be (a group of it
+is quarantined, or the batch has another size or would be too stale now) all later ones are cut anew, in the order in
+which groups arrived.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import apsw
+
+from replay.journal.writer import MAX_TRIES, Journal
+from replay.prompts.rerolls import Key
+from replay.prompts.staleness import StalenessBudget
+
+_AVAILABLE = "outcome = 'accepted' AND dropped IS NULL AND (last_step IS NULL OR last_step > :step)"
+_END_BEGUN = f"UPDATE groups SET last_step = :step WHERE {_AVAILABLE} AND step <= :step"
+"""What was trained in part stays trained as far as that."""
+
+
+@dataclass(frozen=True)
+class RecordedBatch:
+    """Groups of the optimizer steps `step` to `last_step` (from 1), in order."""
+
+    step: int
+    last_step: int
+    group_ids: list[str]
+    num_fresh: int  # of them; the others stood in again
+
+
+class Fate(NamedTuple):
+    """What became of a prompt, by the newest group of one of its turns."""
+
+    key: Key
+    fate: Literal["held", "settled", "again"]
+    verdict: str
+    policy_version: int
+    is_new: bool  # the checkpoint may know nothing of it
+
+
+@dataclass
+class Recovery:
+    """What comes back."""
+
+    batches: list[RecordedBatch] = field(default_factory=list)
+    ready: list[str] = field(default_factory=list)  # group ids in order of arrival
+    fates: list[Fate] = field(default_factory=list)  # of every prompt that the checkpoint may not know of
+    counts: dict[str, int] = field(default_factory=dict)  # of what the checkpoint does not know of
+    quarantined: int = 0
+    not_replayable: set[str] = field(default_factory=set)  # group ids
+
+
+def recover(
+    journal: Journal, step: int, since_seq: int, budget: StalenessBudget, *, partial: bool, comparable: bool
+) -> Recovery:
+    """Makes available again what was consumed after `step`.
+
+    Args:
+        step: optimizer steps that the checkpoint has taken; 0 without one.
+        since_seq: the newest row that the checkpoint's ledger knows.
+        budget: of the run as it is configured now.
+        partial: whether batches may be smaller than `groups_per_step`.
+        comparable: False when groups must look different now; those available are then dropped.
+    """
+    with journal.transaction() as db:
+        broken, quarantined = _drop_unusable(db, step, comparable)
+        batches = _recorded(db, step, budget, partial, broken)
+        _release_the_rest(db, step, batches)
+    recorded = {group_id for batch in batches for group_id in batch.group_ids}
+    ready = journal.query(f"SELECT group_id FROM groups WHERE {_AVAILABLE} ORDER BY seq", {"step": step})
+    unfit = journal.query("SELECT group_id FROM groups WHERE NOT replayable OR dropped IS NOT NULL")
+    return Recovery(
+        batches=batches,
+        ready=[group_id for (group_id,) in ready if group_id not in recorded],
+        fates=_fates(journal, step, since_seq),
+        counts=_counts(journal, since_seq),
+        quarantined=quarantined,
+        not_replayable={group_id for (group_id,) in unfit},
+    )
+
+
+def _drop_unusable(db: apsw.Connection, step: int, comparable: bool) -> tuple[set[int], int]:
+    """The first steps of the batches that are not whole any more, and the number of groups in quarantine now."""
+    killers = f"{_AVAILABLE} AND tries >= :tries"
+    bindings = {"step": step, "tries": MAX_TRIES}
+    broken = {first for (first,) in db.execute(f"SELECT DISTINCT step FROM groups WHERE {killers}", bindings)}
+    db.execute(
+        f"UPDATE groups SET dropped = 'quarantined', last_step = iif(step <= :step, :step, last_step) WHERE {killers}",
+        bindings,
+    )
+    quarantined = int(db.changes())
+    db.execute(
+        "UPDATE groups SET replayable = 0 WHERE group_id IN"
+        " (SELECT group_id FROM replays WHERE last_step > :step AND tries >= :tries)",
+        bindings,
+    )
+    if not comparable:
+        db.execute(_END_BEGUN, {"step": step})
+        db.execute(f"UPDATE groups SET dropped = 'configuration' WHERE {_AVAILABLE}", {"step": step})
+    return broken, quarantined
+
+
+def _recorded(
+    db: apsw.Connection, step: int, budget: StalenessBudget, partial: bool, broken: set[int]
+) -> list[RecordedBatch]:
+    """The batches after `step` that can be cut again as they were, up to the first that cannot."""
+    claimed: dict[tuple[int, int], list[str]] = {}
+    oldest: dict[tuple[int, int], int] = {}
+    for group_id, first, last, version in db.execute(
+        f"SELECT group_id, step, last_step, policy_version FROM groups WHERE {_AVAILABLE} AND step IS NOT NULL"
+        " ORDER BY step, position",
+        {"step": step},
+    ):
+        claimed.setdefault((first, last), []).append(group_id)
+        oldest[first, last] = min(version, oldest.get((first, last), version))
+    result: list[RecordedBatch] = []
+    expected = step + 1
+    for (first, last), fresh in claimed.items():
+        begun = first <= step  # some iterations over this batch are in the checkpoint
+        again = [g for (g,) in db.execute("SELECT group_id FROM replays WHERE step = ? ORDER BY position", (first,))]
+        size = len(fresh) + len(again)
+        fits = (
+            first not in broken
+            and (size == budget.groups_per_step or (partial and size < budget.groups_per_step))
+            and last - first + 1 == budget.num_iterations
+            and oldest[first, last] >= budget.oldest_usable(first - 1)
+        )
+        if not fits or (first != expected and not begun):
+            break
+        result.append(RecordedBatch(first, last, fresh + again, len(fresh)))
+        expected = last + 1
+    return result
+
+
+def _release_the_rest(db: apsw.Connection, step: int, batches: list[RecordedBatch]) -> None:
+    """Takes back the claims of steps that will be cut anew."""
+    from_step = batches[-1].last_step + 1 if batches else step + 1
+    if not any(batch.step <= step for batch in batches):
+        db.execute(_END_BEGUN, {"step": step})
+        db.execute("UPDATE replays SET last_step = :step WHERE step <= :step AND last_step > :step", {"step": step})
+    db.execute("DELETE FROM replays WHERE step >= ?", (from_step,))
+    db.execute(
+        f"UPDATE groups SET step = NULL, last_step = NULL, position = NULL WHERE {_AVAILABLE} AND step >= :from_step",
+        {"step": step, "from_step": from_step},
+    )
+
+
+def _fates(journal: Journal, step: int, since_seq: int) -> list[Fate]:
+    """In order of arrival, later ones override earlier ones."""
+    rows = journal.query(
+        "SELECT epoch, prompt_id, reroll, CASE"
+        f" WHEN {_AVAILABLE} THEN 'held'"
+        " WHEN outcome = 'stale' OR dropped IN ('stale', 'configuration') THEN 'again'"
+        " ELSE 'settled' END, verdict, policy_version, seq > :seq FROM groups"
+        f" WHERE seq > :seq OR dropped = 'quarantined' OR {_AVAILABLE} ORDER BY seq",
+        {"step": step, "seq": since_seq},
+    )
+    fates = [
+        Fate((epoch, prompt_id, reroll), fate, verdict, version, bool(is_new))
+        for epoch, prompt_id, reroll, fate, verdict, version, is_new in rows
+    ]
+    buried = journal.query("SELECT epoch, prompt_id, reroll FROM dead_letters ORDER BY id")
+    return fates + [Fate(key, "settled", "unscored", 0, True) for key in buried]
+
+
+def _counts(journal: Journal, since_seq: int) -> dict[str, int]:
+    outcomes = journal.query("SELECT outcome, count(*) FROM groups WHERE seq > ? GROUP BY outcome", (since_seq,))
+    result = dict(outcomes)
+    for reroll, *numbers in journal.query(
+        "SELECT reroll, count(*), sum(num_scored), sum(num_successes) FROM groups"
+        " WHERE seq > ? AND outcome != 'stale' GROUP BY reroll",
+        (since_seq,),
+    ):
+        result |= zip(attempt_counts(reroll), numbers, strict=True)
+    return result
+
+
+def attempt_counts(reroll: int) -> tuple[str, str, str]:
+    """The names under which groups, scored completions and successes of a prompt's so many-th return are counted."""
+    return (f"attempt_{reroll + 1}_groups", f"attempt_{reroll + 1}_scored", f"attempt_{reroll + 1}_successes")

@@ -1,0 +1,91 @@
+"""How much of the past the journal keeps.
+
+Guarantee: a row goes only when no checkpoint that can be resumed from needs it; of the others the newest stay, up to so
+many bytes and so long. The file gives freed pages back to the disk. What it costs follows from what has arrived and what is
+deleted since the time before, not from how much is kept.
+"""
+
+import time
+from collections.abc import Iterator, Set
+from typing import Any
+
+from replay.journal.writer import Journal
+
+_ROWS_PER_TRANSACTION = 256  # so that an acknowledgement never waits long for a deletion
+_ROWS_PER_COUNT = 1024  # nor for a count
+_PAGES_PER_TRANSACTION = 1024
+_MAX_DEAD_LETTERS = 100_000
+_SETTLED = """
+(seq <= :seq AND NOT (
+    outcome = 'accepted' AND (dropped IS NULL OR dropped = 'quarantined') AND (last_step IS NULL OR last_step > :step)
+))"""  # without the row of a quarantined group, an older checkpoint would send its prompt out again
+
+
+class Retention:
+    """Belongs to one thread of the process that writes the journal; nobody else deletes groups."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+        self._counted_to = 0  # a sequence number: no row up to it is needed any more
+        self._counted_bytes = 0  # of those rows
+
+    def prune(
+        self, *, oldest_step: int, oldest_seq: int, replayable: Set[str], keep_bytes: int, keep_age_s: float
+    ) -> int:
+        """Deletes what is neither needed nor kept for inspection, the oldest first, and returns the number of groups.
+
+        Args:
+            oldest_step: optimizer steps in the oldest checkpoint that can be resumed from.
+            oldest_seq: the newest row that its ledger knows.
+            replayable: groups in the replay table of any such checkpoint, or of the run as it is now.
+        """
+        journal, needed = self._journal, {"step": oldest_step, "seq": oldest_seq}
+        excess = self._kept_bytes(needed) - keep_bytes
+        doomed: list[tuple[int, int]] = []
+        too_old = time.time() - keep_age_s
+        for seq, group_id, num_bytes, accepted_at in self._oldest_first(needed):
+            if excess <= 0 and accepted_at >= too_old:
+                break
+            excess -= num_bytes
+            if group_id not in replayable:
+                doomed.append((seq, num_bytes))
+        for start in range(0, len(doomed), _ROWS_PER_TRANSACTION):
+            self._delete(doomed[start : start + _ROWS_PER_TRANSACTION])
+        with journal.transaction() as db:
+            newest = "(SELECT max(id) FROM dead_letters)"
+            db.execute(f"DELETE FROM dead_letters WHERE id <= {newest} - ?", (_MAX_DEAD_LETTERS,))
+        while journal.query("PRAGMA freelist_count")[0][0] > 0:
+            journal.query(f"PRAGMA incremental_vacuum({_PAGES_PER_TRANSACTION})")
+        return len(doomed)
+
+    def _kept_bytes(self, needed: dict[str, int]) -> int:
+        """Of all rows that no checkpoint needs. Counts each row once: what is not needed will not be needed again."""
+        page = f"SELECT seq, num_bytes, {_SETTLED} AS settled FROM groups WHERE seq > :after ORDER BY seq LIMIT :rows"
+        while True:
+            bindings = needed | {"after": self._counted_to, "rows": _ROWS_PER_COUNT}
+            count = f"SELECT count(*), max(seq), sum(num_bytes), min(settled) FROM ({page})"
+            ((num_rows, last, num_bytes, all_settled),) = self._journal.query(count, bindings)
+            if num_rows < _ROWS_PER_COUNT or not all_settled:
+                break
+            self._counted_to, self._counted_bytes = last, self._counted_bytes + num_bytes
+        rest = f"SELECT coalesce(sum(num_bytes), 0) FROM groups WHERE seq > :after AND {_SETTLED}"
+        return self._counted_bytes + int(self._journal.query(rest, bindings)[0][0])
+
+    def _oldest_first(self, needed: dict[str, int]) -> Iterator[Any]:
+        sql = (
+            f"SELECT seq, group_id, num_bytes, accepted_at FROM groups WHERE seq > :after AND {_SETTLED}"
+            " ORDER BY seq LIMIT :rows"
+        )
+        after = 0
+        while page := self._journal.query(sql, needed | {"after": after, "rows": _ROWS_PER_TRANSACTION}):
+            yield from page
+            after = page[-1][0]
+
+    def _delete(self, rows: list[tuple[int, int]]) -> None:
+        seqs = [(seq,) for seq, _ in rows]
+        with self._journal.transaction() as db:
+            of_it = "group_id = (SELECT group_id FROM groups WHERE seq = ?)"
+            db.executemany(f"DELETE FROM replays WHERE {of_it}", seqs)
+            for table in ("bodies", "groups"):
+                db.executemany(f"DELETE FROM {table} WHERE seq = ?", seqs)
+        self._counted_bytes -= sum(num_bytes for seq, num_bytes in rows if seq <= self._counted_to)

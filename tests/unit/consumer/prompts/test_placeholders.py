@@ -1,0 +1,46 @@
+"""A run without a dataset: credits for groups, which nothing acts on as if they were prompts."""
+
+import pytest
+
+from consumer.prompts.placeholders import Placeholders, check_has_rows, open_prompts
+from consumer.publishing.probe import probe_tokens
+from protocol.config.run import RunConfig
+from protocol.errors import DatasetError
+from replay.prompts.failure_budgets import RetryBudget
+from replay.prompts.ledger import PromptLedger
+from replay.prompts.rerolls import RerollQueue
+
+RUN = {"run_dir": "run", "model": {"path": "model"}, "trainer": {"max_steps": 10}}
+ATROPOS = RunConfig.model_validate(RUN | {"environment": {"atropos": True}, "serve": {"enabled": True}})
+
+
+def test_every_placeholder_can_be_leased(tmp_path):
+    prompts = open_prompts(ATROPOS, tmp_path)
+    assert isinstance(prompts, Placeholders)
+    prompt, columns = prompts[len(prompts) - 1]
+    assert prompt
+    assert columns == {}
+    budgets = {"data": RetryBudget(2, 0.0), "infra": RetryBudget(2, 0.0)}
+    ledger = PromptLedger(
+        len(prompts),
+        seed=3,
+        shuffle=True,
+        budgets=budgets,
+        session="s",
+        rerolls=RerollQueue(max_share=0.5, max_pending=9),
+    )
+    leases = [ledger.lease("p", version=0, policy_floor=0, now=0.0, deadline=1.0) for _ in range(100)]
+    assert len({record.item.prompt_id for record in leases}) == 100
+    ledger.give_back(leases[7].lease_id)
+    again = ledger.lease("p", version=0, policy_floor=0, now=0.0, deadline=1.0)
+    assert (again.item.key, again.item.data_failures, again.item.infra_failures) == (leases[7].item.key, 0, 0)
+
+
+def test_the_probe_of_a_swap_has_tokens():
+    tokens = probe_tokens(Placeholders(), lambda text: {"input_ids": list(text.encode())}, seed=42)
+    assert len(set(tokens.tolist())) > 1
+
+
+def test_what_needs_rows_says_that_there_are_none():
+    with pytest.raises(DatasetError, match=r"with environment\.atropos there is none"):
+        check_has_rows(ATROPOS)

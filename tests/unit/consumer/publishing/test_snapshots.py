@@ -1,0 +1,75 @@
+"""A snapshot is the adapter: PEFT loads it and gets the trainer's weights and outputs, whatever is trained afterwards."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import msgspec
+import torch
+from peft import PeftModel
+from safetensors.torch import load
+from transformers import AutoModelForCausalLM
+
+from consumer.publishing.snapshots import AdapterSnapshots
+from protocol.wire.adapter_blob import AdapterBlob, unpack
+from tests.unit.consumer.builders import run_config
+from tests.unit.consumer.trl_reference import lora_parameters, perturb, slipstream_trainer
+
+
+def test_peft_loads_a_snapshot_and_computes_the_same(tmp_path: Path, tiny_model: Path) -> None:
+    trainer = slipstream_trainer(run_config(tmp_path, tiny_model), tiny_model)
+    snapshots = AdapterSnapshots(trainer.model)
+    perturb(trainer, seed=1)
+    snapshot = snapshots.take()
+    unpack(bytes(snapshot.data), snapshot.digest(), tmp_path / "adapter")
+    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model), tmp_path / "adapter")
+    expected = {name: value for name, value in trainer.model.state_dict().items() if "lora_" in name}
+    actual = {name: value for name, value in loaded.state_dict().items() if "lora_" in name}
+    assert len(expected) == len(actual) == 2 * 2 * 7  # A and B, two layers, all linear modules
+    for name, value in expected.items():
+        torch.testing.assert_close(actual[name], value, atol=0, rtol=0)
+    tokens = torch.tensor([[3, 4, 5, 6]])
+    with torch.no_grad():
+        ours = trainer.model.eval()(input_ids=tokens, fused_lm_head=False).logits
+        torch.testing.assert_close(loaded.eval()(input_ids=tokens).logits, ours)
+
+
+def test_a_snapshot_is_of_its_moment_and_equal_weights_give_equal_bytes(tmp_path: Path, tiny_model: Path) -> None:
+    trainer = slipstream_trainer(run_config(tmp_path, tiny_model), tiny_model)
+    snapshots = AdapterSnapshots(trainer.model)
+    first, same = snapshots.take(), snapshots.take()
+    before = bytes(first.data)
+    assert bytes(same.data) == before
+    assert first.digest() == same.digest() == hashlib.sha256(before).hexdigest()
+    assert bytes(AdapterSnapshots(trainer.model).take().data) == before, "another process makes the same bytes of them"
+    perturb(trainer, seed=1)
+    assert bytes(first.data) == before, "training went on, the snapshot did not"
+    assert snapshots.take().digest() != first.digest()
+    assert all(parameter.requires_grad for parameter in lora_parameters(trainer))
+
+
+def test_memory_is_used_again_after_its_release_and_not_before(tmp_path: Path, tiny_model: Path) -> None:
+    trainer = slipstream_trainer(run_config(tmp_path, tiny_model), tiny_model)
+    snapshots = AdapterSnapshots(trainer.model)
+    first, second = snapshots.take(), snapshots.take()
+    addresses = [one._blob.data_ptr() for one in (first, second)]
+    assert addresses[0] != addresses[1]
+    second.release()
+    perturb(trainer, seed=1)
+    third = snapshots.take()
+    assert third._blob.data_ptr() == addresses[1]
+    weights = load(msgspec.msgpack.decode(bytes(third.data), type=AdapterBlob).safetensors)
+    for parameter in lora_parameters(trainer):
+        assert any(torch.equal(parameter, weight) for weight in weights.values())
+
+
+def test_the_configuration_is_plain_json_for_inference(tmp_path: Path, tiny_model: Path) -> None:
+    trainer = slipstream_trainer(run_config(tmp_path, tiny_model), tiny_model)
+    blob = msgspec.msgpack.decode(bytes(AdapterSnapshots(trainer.model).take().data), type=AdapterBlob)
+    settings = json.loads(blob.config_json)
+    assert settings["peft_type"] == "LORA"
+    assert settings["task_type"] == "CAUSAL_LM"
+    assert settings["inference_mode"] is True
+    assert (settings["r"], settings["lora_alpha"]) == (4, 8)
+    assert settings["target_modules"] == sorted(settings["target_modules"])
+    assert len(settings["target_modules"]) == 2 * 7

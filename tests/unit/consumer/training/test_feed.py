@@ -1,0 +1,150 @@
+"""The wait for a batch: in order, measured, and ended by whatever ended the run."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from consumer.training import feed as feed_module
+from consumer.training.feed import BatchFeed
+from consumer.waiting import Patience, StopRequested
+from protocol.errors import StalledError
+from replay.buffer import RolloutBuffer
+from replay.journal.writer import Journal
+from tests.unit.consumer.builders import Clock, FillableJournal, fill, live_buffer
+
+
+class FakeIntake:
+    def __init__(self) -> None:
+        self.wakes = 0
+
+    def wake(self) -> None:
+        self.wakes += 1
+
+    def describe(self) -> str:
+        return "1 producer(s), 2 leases out"
+
+
+@pytest.fixture(autouse=True)
+def polls(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time passes in `next_batch` alone."""
+
+    def next_batch(self: RolloutBuffer, timeout_s: float, *, partial: bool = False) -> Any:
+        clock.now += timeout_s
+        return original(self, 0.0, partial=partial)
+
+    original = RolloutBuffer.next_batch
+    monkeypatch.setattr(RolloutBuffer, "next_batch", next_batch)
+    monkeypatch.setattr(feed_module, "time", clock)
+
+
+def feed(
+    replay: RolloutBuffer,
+    intake: FakeIntake | None = None,
+    said: list[str] | None = None,
+    check: Callable[[], None] = lambda: None,
+    partial_after_s: float | None = None,
+) -> BatchFeed:
+    said = [] if said is None else said
+    waits = Patience(check=check, say=said.append, stall_timeout_s=60.0)
+    return BatchFeed(replay, intake or FakeIntake(), waits, partial_after_s=partial_after_s)
+
+
+def test_batches_come_in_order_and_the_intake_is_told_of_the_room(journal: Journal) -> None:
+    replay, intake = live_buffer(journal, max_staleness=1), FakeIntake()
+    lease_ids = fill(replay, 4)
+    batches = iter(feed(replay, intake))
+    assert [g.group_id for g in next(batches).groups] == lease_ids[:2]
+    assert intake.wakes == 1
+    assert [g.group_id for g in next(batches).groups] == lease_ids[2:]
+    assert intake.wakes == 2
+
+
+def test_the_wait_of_a_batch_is_measured(journal: Journal) -> None:
+    replay = live_buffer(journal, max_staleness=1)
+    answers = iter([False] * 8)
+
+    def check() -> None:
+        if next(answers, None) is None and not replay.depth()["ready"]:
+            fill(replay, 4)
+
+    waiting = feed(replay, check=check)
+    batches = iter(waiting)
+    next(batches)
+    assert waiting.wait_s == pytest.approx(9 * 0.25)
+    batch = next(batches)
+    assert waiting.wait_s == pytest.approx(0.25)
+    assert waiting.last is batch
+
+
+def test_a_partial_batch_will_do_after_a_while(journal: Journal, clock: Clock) -> None:
+    replay = live_buffer(journal, max_staleness=1, partial=True)
+    lease_ids = fill(replay, 3)
+    batches = iter(feed(replay, partial_after_s=5.0))
+    assert [g.group_id for g in next(batches).groups] == lease_ids[:2]
+    assert clock.now < 1001, "a full one is there"
+    begun = clock.now
+    assert [g.group_id for g in next(batches).groups] == lease_ids[2:]
+    assert clock.now - begun == pytest.approx(5.25)
+
+
+def test_no_batch_is_so_partial_that_it_is_empty(journal: Journal, clock: Clock) -> None:
+    replay = live_buffer(journal, partial=True)
+
+    def check() -> None:
+        if clock.now >= 1020 and not replay.depth()["ready"]:
+            fill(replay, 1)
+
+    batch = next(iter(feed(replay, check=check, partial_after_s=5.0)))
+    assert (len(batch.groups), batch.num_fresh) == (1, 1)
+    assert 1020 < clock.now < 1021
+
+
+def test_a_stop_request_ends_the_wait(journal: Journal, clock: Clock) -> None:
+    def check() -> None:
+        if clock.now > 1005:
+            raise StopRequested
+
+    with pytest.raises(StopRequested):
+        next(iter(feed(live_buffer(journal), check=check)))
+    assert clock.now < 1006
+
+
+def test_a_stop_request_comes_before_a_batch_that_is_ready(journal: Journal) -> None:
+    def check() -> None:
+        raise StopRequested
+
+    replay = live_buffer(journal)
+    fill(replay)
+    with pytest.raises(StopRequested):
+        next(iter(feed(replay, check=check)))
+    assert replay.depth()["ready"] == 2
+
+
+def test_a_stall_names_who_waits_for_what(journal: Journal, clock: Clock) -> None:
+    said: list[str] = []
+    replay = live_buffer(journal)
+    replay.lease("p", now=0.0, timeout_s=1.0)
+    with pytest.raises(StalledError) as caught:
+        next(iter(feed(replay, said=said)))
+    assert 1060 < clock.now < 1061
+    words = "1 producer(s), 2 leases out; so far {'leased': 1, 'rerolls_leased': 0}"
+    assert str(caught.value) == f"no rollouts for pipeline.stall_timeout_s=60 s: {words}"
+    assert said[0] == f"waiting for rollouts (10 s): {words}"
+    assert len(said) == 5
+
+
+def test_a_batch_that_the_full_disk_cannot_note_is_cut_when_there_is_room(
+    journal: FillableJournal, clock: Clock
+) -> None:
+    replay = live_buffer(journal)
+    lease_ids = fill(replay)
+    journal.full = True
+
+    def check() -> None:
+        journal.full = clock.now < 1002
+
+    batch = next(iter(feed(replay, check=check)))
+    assert [g.group_id for g in batch.groups] == lease_ids
+    assert clock.now == pytest.approx(1002.25)
+    assert journal.query("SELECT group_id, step FROM groups ORDER BY position") == [(lease, 1) for lease in lease_ids]

@@ -1,0 +1,247 @@
+"""The end of a step is in the journal before anybody hears of its policy; old groups go when no checkpoint needs them."""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from consumer.checkpoints import folders as checkpoints
+from consumer.training.pipeline import LivePipeline
+from consumer.waiting import Patience, StopRequested
+from protocol.config.learning import ReplaySection
+from protocol.errors import JournalError, StalledError
+from replay.batches.replay_table import ReplayTable
+from replay.journal.disk import DiskGuard
+from replay.journal.reader import JournalReader
+from tests.unit.consumer.builders import Clock, FillableJournal, fill, live_buffer, replay_of
+from tests.unit.consumer.snapshots import snapshot
+
+ADAPTER_DIGEST = hashlib.sha256(b"adapter").hexdigest()
+
+
+class Announcements:
+    """The intake, and what the disk held whenever a policy was announced."""
+
+    def __init__(self, journal: Path) -> None:
+        self._journal = journal
+        self.heard: list[tuple[int, bytes, str, list[tuple[int, int, str]]]] = []
+
+    def publish(
+        self, version: int, data: memoryview, digest: str, probe: tuple[bytes, bytes], release: Callable[[], None]
+    ) -> None:
+        with closing(JournalReader(self._journal)) as reader:
+            on_disk = [(row.version, row.step, row.digest) for row in reader.policies()]
+        self.heard.append((version, bytes(data), digest, on_disk))
+        release()
+
+    def describe(self) -> str:
+        return "1 producer(s)"
+
+
+class Run:
+    """A pipeline and everything around it."""
+
+    def __init__(
+        self,
+        folder: Path,
+        journal: FillableJournal,
+        disk: DiskGuard,
+        clock: Clock,
+        replay: ReplayTable | None = None,
+        **settings: Any,
+    ) -> None:
+        self.folder, self.journal, self.clock = folder, journal, clock
+        self.replay = live_buffer(journal, max_staleness=9, replay=replay)
+        self.intake = Announcements(journal.path)
+        self.said: list[str] = []
+        self.room_at = 0.0
+        self.stop_at = float("inf")
+        self.pipeline = LivePipeline(
+            self.replay,
+            journal,
+            self.intake,
+            Patience(check=self.check, say=self.said.append, stall_timeout_s=60.0),
+            disk,
+            ReplaySection(**({"keep_bytes": 0} | settings)),
+        )
+
+    def check(self) -> None:
+        if self.clock.now >= self.stop_at:
+            raise StopRequested
+        if self.clock.now >= self.room_at:
+            self.journal.full = False
+
+    def step(self, number: int) -> list[str]:
+        """Trains two groups; returns their ids."""
+        fill(self.replay)
+        batch = self.replay.next_batch(0.0)
+        assert batch is not None
+        self.pipeline.publish(number, number, snapshot(b"adapter"))
+        return [group.group_id for group in batch.groups]
+
+    def checkpoint(self, step: int) -> None:
+        staged = checkpoints.staging(self.folder) / f"checkpoint-{step}"
+        staged.mkdir(parents=True)
+        checkpoints.commit(staged, self.pipeline.state() | {"step": step, "run_id": "run"})
+
+    def steps_in_journal(self) -> list[int]:
+        return [step for (step,) in self.journal.query("SELECT DISTINCT step FROM groups ORDER BY step")]
+
+
+@pytest.fixture
+def run(tmp_path: Path, journal: FillableJournal, disk: DiskGuard, clock: Clock) -> Iterator[Run]:
+    made = Run(tmp_path / "checkpoints", journal, disk, clock)
+    yield made
+    made.pipeline.close()
+
+
+def test_a_policy_is_in_the_journal_when_it_is_announced(run: Run) -> None:
+    run.pipeline.publish(0, 0, snapshot(b"first"))
+    run.pipeline.publish(3, 1, snapshot(b"second"))
+    run.pipeline.flush()
+    first, second = (hashlib.sha256(data).hexdigest() for data in (b"first", b"second"))
+    assert run.intake.heard == [
+        (0, b"first", first, [(0, 0, first)]),
+        (1, b"second", second, [(0, 0, first), (1, 3, second)]),
+    ]
+
+
+def test_a_step_without_a_policy_ends_too(run: Run) -> None:
+    fill(run.replay)
+    assert run.replay.next_batch(0.0) is not None
+    assert run.journal.query("SELECT tries FROM groups") == [(1,), (1,)]
+    run.pipeline.end_step(1)
+    assert run.journal.query("SELECT tries FROM groups") == [(0,), (0,)]
+    assert run.intake.heard == []
+    assert run.journal.newest_version == -1
+
+
+def test_on_a_full_disk_the_end_of_a_step_is_waited_for_and_then_announced(run: Run, tmp_path: Path) -> None:
+    run.journal.full, run.room_at = True, 1012.0
+    run.pipeline.publish(1, 1, snapshot(b"adapter"))
+    run.pipeline.flush()
+    assert run.clock.now == 1012.25
+    assert run.journal.refused == 49, "four times a second"
+    assert run.said == ["waiting for room on the disk of run_dir (10 s): 1 producer(s)"]
+    assert run.intake.heard == [(1, b"adapter", ADAPTER_DIGEST, [(1, 1, ADAPTER_DIGEST)])]
+    assert not (tmp_path / "journal.reserve").exists(), "the reserve was given up for it"
+
+
+def test_a_disk_that_stays_full_ends_the_run(run: Run) -> None:
+    run.journal.full, run.room_at = True, float("inf")
+    with pytest.raises(StalledError, match="no room on the disk of run_dir for pipeline"):
+        run.pipeline.end_step(1)
+    assert run.intake.heard == []
+
+
+def test_a_stop_request_ends_the_wait_for_room_and_nothing_is_announced(run: Run) -> None:
+    run.journal.full, run.room_at, run.stop_at = True, float("inf"), 1005.0
+    with pytest.raises(StopRequested):
+        run.pipeline.publish(1, 1, snapshot(b"adapter"))
+    assert run.intake.heard == []
+
+
+@pytest.mark.parametrize("write", ["end_step", "note_policy"])
+def test_a_journal_that_is_damaged_ends_the_run(run: Run, monkeypatch: pytest.MonkeyPatch, write: str) -> None:
+    def damaged(*_: Any) -> None:
+        raise JournalError("damaged")
+
+    monkeypatch.setattr(run.journal, write, damaged)
+
+    def publish() -> None:
+        run.pipeline.publish(1, 1, snapshot(b"adapter"))
+        run.pipeline.flush()
+
+    with pytest.raises(JournalError, match="damaged"):
+        publish()
+    assert run.intake.heard == []
+
+
+def test_groups_go_when_the_oldest_kept_checkpoint_does_not_need_them(run: Run) -> None:
+    for number in (1, 2, 3, 4):
+        run.step(number)
+        if number % 2 == 0:
+            run.checkpoint(number)
+    run.pipeline.checkpointed(run.folder)
+    assert run.steps_in_journal() == [3, 4], "checkpoint-2 may still be resumed from"
+    checkpoints.prune(run.folder, keep=1)
+    run.pipeline.checkpointed(run.folder)
+    assert run.steps_in_journal() == []
+
+
+def test_groups_that_may_stand_in_stay_until_no_kept_checkpoint_has_them(
+    tmp_path: Path, journal: FillableJournal, disk: DiskGuard, clock: Clock
+) -> None:
+    run = Run(tmp_path / "checkpoints", journal, disk, clock, replay_of(max_size=2))
+    run.step(1)
+    run.checkpoint(1)  # whose table has the groups of step 1; afterwards those of later steps displace them
+    for number in (2, 3):
+        run.step(number)
+        run.checkpoint(number)
+        run.pipeline.checkpointed(run.folder)
+    assert run.steps_in_journal() == [1, 2, 3]
+    checkpoints.prune(run.folder, keep=2)
+    run.pipeline.checkpointed(run.folder)
+    assert run.steps_in_journal() == [2, 3], "of a step that the oldest checkpoint holds, and still in its table"
+    checkpoints.prune(run.folder, keep=1)
+    run.pipeline.checkpointed(run.folder)
+    assert run.steps_in_journal() == [3]
+
+
+def test_groups_newer_than_the_state_of_the_checkpoint_stay(run: Run) -> None:
+    run.step(1)
+    run.checkpoint(1)
+    run.step(2)
+    state_file = run.folder / "checkpoint-1" / "pipeline_state.json"
+    state = json.loads(state_file.read_text())
+    assert state["journal_seq"] == 2
+    state_file.write_text(json.dumps(state | {"step": 2}))  # only the rows that it knows may go
+    run.pipeline.checkpointed(run.folder)
+    assert run.steps_in_journal() == [2]
+
+
+def test_without_a_checkpoint_nothing_goes(run: Run) -> None:
+    run.step(1)
+    run.pipeline.checkpointed(run.folder)
+    assert run.steps_in_journal() == [1]
+
+
+def test_with_keep_all_nothing_goes(tmp_path: Path, journal: FillableJournal, disk: DiskGuard, clock: Clock) -> None:
+    run = Run(tmp_path / "checkpoints", journal, disk, clock, keep_all=True)
+    run.step(1)
+    run.checkpoint(1)
+    run.pipeline.checkpointed(run.folder)
+    assert run.steps_in_journal() == [1]
+
+
+def test_what_may_be_kept_for_inspection_is_deleted_when_the_disk_has_no_room(
+    tmp_path: Path, journal: FillableJournal, disk: DiskGuard, clock: Clock, usage: SimpleNamespace
+) -> None:
+    run = Run(tmp_path / "checkpoints", journal, disk, clock, keep_bytes=10**6)
+    run.step(1)
+    run.checkpoint(1)
+    run.pipeline.checkpointed(run.folder)
+    assert run.steps_in_journal() == [1]
+    usage.free = 10
+    disk.look()
+    run.pipeline.checkpointed(run.folder)
+    assert run.steps_in_journal() == []
+
+
+def test_a_disk_too_full_to_delete_from_the_journal_is_tried_again_at_the_next_checkpoint(
+    run: Run, tmp_path: Path
+) -> None:
+    run.step(1)
+    run.checkpoint(1)
+    run.journal.full = True
+    run.pipeline.checkpointed(run.folder)
+    assert not (tmp_path / "journal.reserve").exists()
+    run.journal.full = False
+    assert run.steps_in_journal() == [1]
+    run.pipeline.checkpointed(run.folder)
+    assert run.steps_in_journal() == []

@@ -1,0 +1,48 @@
+"""What follows from `--gpu` and from the other sections, without vLLM."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from producer.engine.arguments import own_arguments, tensor_parallel_size
+from protocol.config.run import RunConfig
+from protocol.errors import ConfigError
+
+
+def config_of(tmp_path: Path, *, engine: dict[str, Any] | None = None, **model: Any) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "run_dir": str(tmp_path),
+            "model": {"path": "model"} | model,
+            "dataset": {"path": "train.jsonl"},
+            "rewards": {"functions": [{"function": "rewards:exact"}]},
+            "engine": engine or {},
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "parts", "size"),
+    [(0, 1, 1), (1, 1, 1), (4, 1, 4), (4, 2, 2), (2, 2, 1), (8, 4, 2), (6, 3, 2), (0, 2, 1)],
+)
+def test_the_parts_of_the_pipeline_share_the_gpus(tmp_path: Path, num_gpus: int, parts: int, size: int) -> None:
+    config = config_of(tmp_path, engine={"pipeline_parallel_size": parts})
+    assert tensor_parallel_size(config, num_gpus) == size
+    assert own_arguments(config, tmp_path, num_gpus)["tensor_parallel_size"] == size
+
+
+@pytest.mark.parametrize(("num_gpus", "parts"), [(1, 2), (3, 2), (4, 3), (2, 4)])
+def test_gpus_that_cannot_be_shared_equally_are_refused(tmp_path: Path, num_gpus: int, parts: int) -> None:
+    config = config_of(tmp_path, engine={"pipeline_parallel_size": parts})
+    with pytest.raises(
+        ConfigError,
+        match=f"engine.pipeline_parallel_size: {parts} groups of layers cannot share {num_gpus} GPUs equally; name {parts} GPUs",
+    ):
+        own_arguments(config, tmp_path, num_gpus)
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+def test_files_of_the_model_run_where_the_model_section_says_so(tmp_path: Path, trusted: bool) -> None:
+    ours = own_arguments(config_of(tmp_path, trust_remote_code=trusted), tmp_path, 1)
+    assert ours["trust_remote_code"] is trusted

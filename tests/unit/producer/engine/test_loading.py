@@ -1,0 +1,105 @@
+"""`producer.engine.adapter_loading`, with numbers worked by hand."""
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from producer.engine.adapter_loading import ByAdapter, Loading, Reading, groups_of
+
+ONE = Reading("v1", 1, "/adapters/v1")
+
+
+class Manager:
+    """Stands for vLLM's worker-side LoRA manager."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.read: list[int] = []
+        self._error = error
+        self._adapter_manager = SimpleNamespace(punica_wrapper_mapping={})
+
+    def _load_adapter(self, request: Any) -> str:
+        self.read.append(request.lora_int_id)
+        if self._error is not None:
+            raise self._error
+        return f"weights of {request.lora_name}"
+
+
+def prepared(manager: Manager) -> Loading:
+    loading = Loading(manager)
+    loading.prepare(ONE)
+    assert loading.thread is not None
+    loading.thread.join()
+    return loading
+
+
+def test_what_was_read_in_the_thread_is_put_in_its_place_once() -> None:
+    manager = Manager()
+    loading, placed = prepared(manager), []
+
+    def add(request: Any) -> bool:
+        placed.append(manager._load_adapter(request))
+        return True
+
+    assert [loading.finish(add), loading.finish(add)] == ["", ""]
+    assert (placed, manager.read) == (["weights of v1"], [1])
+    manager._load_adapter(ONE)
+    assert manager.read == [1, 1]
+
+
+def test_while_it_is_read_nothing_is_put_anywhere() -> None:
+    manager, may_go_on = Manager(), threading.Event()
+    read, manager._load_adapter = manager._load_adapter, lambda request: may_go_on.wait(10) and read(request)  # type: ignore
+    loading = Loading(manager)
+    loading.prepare(ONE)
+    assert loading.finish(lambda request: pytest.fail("too early")) is None
+    may_go_on.set()
+    assert loading.thread is not None
+    loading.thread.join()
+    assert loading.finish(lambda request: True) == ""
+
+
+def test_another_adapter_is_read_when_it_is_asked_for() -> None:
+    manager = Manager()
+    prepared(manager)
+    assert manager._load_adapter(Reading("v2", 2, "/adapters/v2")) == "weights of v2"
+
+
+@pytest.mark.parametrize(("error", "said"), [(OSError("no such file"), "no such file"), (KeyError(), "KeyError")])
+def test_what_cannot_be_read_is_refused_with_the_reason(error, said) -> None:
+    assert prepared(Manager(error)).finish(lambda request: pytest.fail("nothing to add")) == said
+
+
+def test_what_cannot_be_put_in_its_place_is_refused_with_the_reason() -> None:
+    def fits_nowhere(request: Any) -> bool:
+        raise RuntimeError("shapes differ")
+
+    loading = prepared(Manager())
+    assert [loading.finish(fits_nowhere), loading.finish(fits_nowhere)] == ["shapes differ"] * 2
+    assert prepared(Manager()).finish(lambda request: False) == "vLLM did not load it and gives no reason"
+
+
+def test_tokens_by_adapter() -> None:
+    assert groups_of(torch.tensor([2, 2, 2])) == [(2, slice(None))]
+    assert groups_of(torch.tensor([-1, -1])) == []
+    groups = [(place, tokens.tolist()) for place, tokens in groups_of(torch.tensor([1, -1, 0, 1]))]
+    assert groups == [(0, [2]), (1, [0, 3])]
+
+
+def test_each_token_is_multiplied_with_the_matrices_of_its_adapter() -> None:
+    """Rank 1, two inputs, three outputs of which the last two are this layer's."""
+    wrapper = SimpleNamespace(token_lora_indices=torch.tensor([1, -1, 0]), update_metadata=lambda mapping: None)
+    ByAdapter(wrapper)  # type: ignore[arg-type]
+    wrapper.update_metadata("mapping")
+    down = torch.tensor([[[[1.0, 10.0]]], [[[2.0, 20.0]]]])  # (adapters, 1, rank, inputs)
+    up = torch.tensor([[[[1.0], [2.0]]], [[[3.0], [4.0]]]])  # (adapters, 1, outputs, rank)
+    x = torch.tensor([[1.0, 1.0], [5.0, 5.0], [2.0, 0.0]])
+    between, y = torch.zeros(3, 1), torch.full((3, 3), 100.0)
+    wrapper._apply_shrink(between, x, down, 0.5)
+    assert between.tolist() == [[11.0], [0.0], [1.0]]
+    wrapper._apply_expand(y, between, up, 1, 2)
+    assert y.tolist() == [[100.0, 133.0, 144.0], [100.0, 100.0, 100.0], [100.0, 101.0, 102.0]]
+    wrapper._apply_expand(y, between, up, 1, 2, add_inputs=False)
+    assert y.tolist() == [[100.0, 33.0, 44.0], [100.0, 0.0, 0.0], [100.0, 1.0, 2.0]]

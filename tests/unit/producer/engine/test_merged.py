@@ -1,0 +1,195 @@
+"""Whose weights the engine has, through trials that end well or badly, and the version of every token."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from producer.engine.merged import Flight, MergedWeights
+from producer.interfaces import Adapter, AdapterRefusedError
+from tests.unit.producer.loop import settle
+
+
+def adapter(version: int) -> Adapter:
+    return Adapter(version, f"v{version}", version, Path(f"/adapters/{version}"))
+
+
+class Workers:
+    """Two of them, that know paths and counts only."""
+
+    def __init__(self) -> None:
+        self.paths: list[str | None] = ["base"]
+        self.next: str | None = None
+        self.counts: dict[str, int] = {}
+        self.refusals: list[str | None] = ["", ""]
+        self.polls = 0
+
+    async def __call__(self, method: str, *args: Any) -> list[Any]:
+        await asyncio.sleep(0)
+        match method:
+            case "merging_prepare":
+                self.next = args[0]
+                self.polls = 0
+            case "merging_refusal":
+                self.polls += 1
+                return self.refusals if self.polls > 1 else ["", None]
+            case "merging_flip":
+                self.paths.append(self.paths[-2] if self.next is None else self.next)
+                return [self.counts, {}]
+        return [None, None]
+
+
+class Group:
+    """A request of the engine that ends when it is told to."""
+
+    def __init__(self) -> None:
+        self.begun: list[tuple[str, str]] = []
+        self.aborted = 0
+        self.end = asyncio.Event()
+
+    async def __call__(self, request: str, salt: str) -> str:
+        self.begun.append((request, salt))
+        try:
+            await self.end.wait()
+        except asyncio.CancelledError:
+            self.aborted += 1
+            raise
+        return f"output of {request}"
+
+
+async def loaded(workers: Workers, version: int = 1) -> MergedWeights:
+    weights = MergedWeights(workers)
+    first = adapter(version)
+    await weights.load(first)
+    weights.adopt(first)
+    return weights
+
+
+def test_tokens_are_stamped_by_what_each_completion_had_at_each_flip() -> None:
+    flight = Flight(3, [(4, {0: 2, 1: 5}), (6, {0: 2, 1: 9})])
+    assert flight.token_versions(0, 4) == [3, 3, 6, 6]
+    assert flight.token_versions(1, 10) == [3] * 5 + [4] * 4 + [6]
+    assert flight.token_versions(1, 7) == [3] * 5 + [4] * 2, "it ended in between"
+    assert flight.token_versions(1, 4) == [3] * 4, "the step after its last token was launched already"
+    assert flight.token_versions(2, 2) == [6, 6], "it waited all the time"
+    assert Flight(3).token_versions(0, 2) == [3, 3]
+
+
+def test_a_request_for_one_completion_is_known_by_its_name_alone() -> None:
+    async def body() -> None:
+        workers, alone = Workers(), Group()
+        weights = await loaded(workers)
+        sampling = asyncio.create_task(weights.sample(alone))
+        await settle()
+        workers.counts = {"group-0-1a2b": 2, "group-00-1a2b": 1}
+        second = adapter(2)
+        await weights.load(second)
+        weights.adopt(second)
+        alone.end.set()
+        _, flight = await sampling
+        assert flight.token_versions(0, 3) == [1, 1, 2]
+
+    asyncio.run(body())
+
+
+def test_a_group_in_flight_goes_on_through_a_swap_and_the_next_has_kv_of_its_own() -> None:
+    async def body() -> None:
+        workers, old, new = Workers(), Group(), Group()
+        weights = await loaded(workers)
+        sampling = asyncio.create_task(weights.sample(old))
+        await settle()
+        workers.counts = {"0_group-0-1a2b": 2, "1_group-0-1a2b": 1, "0_group-00": 7, "score-3": 1, "a-group-0": 9}
+        second = adapter(2)
+        await weights.load(second)
+        weights.adopt(second)
+        old.end.set()
+        output, flight = await sampling
+        assert output == "output of group-0"
+        assert [flight.token_versions(index, 3) for index in (0, 1, 2)] == [[1, 1, 2], [1, 2, 2], [2, 2, 2]]
+        new.end.set()
+        output, flight = await weights.sample(new)
+        assert flight.token_versions(0, 2) == [2, 2]
+        assert [salt for _, salt in old.begun + new.begun] == ["weights-1", "weights-2"]
+        assert workers.paths == ["base", "/adapters/1", "/adapters/2"]
+
+    asyncio.run(body())
+
+
+def test_nothing_begins_and_nothing_is_handed_out_on_trial() -> None:
+    async def body() -> None:
+        workers, old, new = Workers(), Group(), Group()
+        weights = await loaded(workers)
+        early = asyncio.create_task(weights.sample(old))
+        await settle()
+        second = adapter(2)
+        await weights.load(second)
+        late = asyncio.create_task(weights.sample(new))
+        old.end.set()
+        await settle()
+        assert (early.done(), new.begun) == (False, [])
+        weights.adopt(second)
+        new.end.set()
+        assert (await early)[0] == "output of group-0"
+        assert (await late)[1].version == 2
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("ended", [True, False], ids=["ended on trial", "still running"])
+def test_refused_weights_are_taken_back_and_what_saw_them_begins_anew(ended: bool) -> None:
+    async def body() -> None:
+        workers, group = Workers(), Group()
+        weights = await loaded(workers)
+        sampling = asyncio.create_task(weights.sample(group))
+        await settle()
+        second = adapter(2)
+        await weights.load(second)
+        if ended:
+            group.end.set()
+            await settle()
+        await weights.discard(second)
+        await settle()
+        assert workers.paths[-3:] == ["/adapters/1", "/adapters/2", "/adapters/1"]
+        group.end.set()
+        output, flight = await sampling
+        assert output == "output of group-1"
+        assert flight.token_versions(0, 2) == [1, 1]
+        assert group.begun == [("group-0", "weights-1"), ("group-1", "weights-3")]
+        assert group.aborted == (0 if ended else 1)
+        third = adapter(3)
+        await weights.load(third)
+        weights.adopt(third)
+        assert workers.paths[-1] == "/adapters/3"
+
+    asyncio.run(body())
+
+
+def test_an_adapter_that_a_worker_cannot_merge_changes_nothing() -> None:
+    async def body() -> None:
+        workers = Workers()
+        weights = await loaded(workers)
+        workers.refusals = ["", "lm_head is no linear layer"]
+        second = adapter(2)
+        with pytest.raises(AdapterRefusedError, match="lm_head"):
+            await weights.load(second)
+        await weights.discard(second)
+        assert workers.paths == ["base", "/adapters/1"]
+        assert weights.salt == "weights-1"
+
+    asyncio.run(body())
+
+
+def test_a_cancelled_group_leaves_the_engine() -> None:
+    async def body() -> None:
+        group = Group()
+        weights = await loaded(Workers())
+        sampling = asyncio.create_task(weights.sample(group))
+        await settle()
+        sampling.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await sampling
+        await settle()
+        assert group.aborted == 1
+
+    asyncio.run(body())

@@ -1,0 +1,188 @@
+"""Weights after a merge, in numbers worked by hand, with stand-ins for vLLM's layers."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from producer.engine.merging import Merging, base_weight, merged, scaling
+
+
+class Fused(torch.nn.Module):
+    """Loads its shards one above the other, as vLLM's fused layers do, and keeps two rows each."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(weight, requires_grad=False)
+        self.input_size = weight.shape[1]
+
+    def weight_loader(self, param, loaded, shard=None):
+        start, rows = (
+            (0, len(param)) if shard is None else (2 * "qkv".index(shard) if shard in ("q", "k", "v") else 2 * shard, 2)
+        )
+        assert loaded.shape == (rows, param.shape[1])
+        param.data[start : start + rows].copy_(loaded)
+
+
+class Attention(Fused):
+    total_num_kv_heads = 1
+
+
+def engine_model(dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    model = torch.nn.Module()
+    model.attn, model.mlp = torch.nn.Module(), torch.nn.Module()
+    model.attn.qkv_proj = Attention(torch.ones(6, 2, dtype=dtype))
+    model.attn.o_proj = Fused(torch.ones(2, 2, dtype=dtype))
+    model.mlp.gate_up_proj = Fused(torch.ones(4, 2, dtype=dtype))
+    model.packed_modules_mapping = {
+        "qkv_proj": ["q_proj", "k_proj", "v_proj"],
+        "gate_up_proj": ["gate_proj", "up_proj"],
+    }
+    return model
+
+
+def adapter(folder: Path, *modules: str, config: dict | None = None, **extra: torch.Tensor) -> Path:
+    """Module number i gets B @ A = [[i, 2 i], [3 i, 6 i]] and a scaling of 2."""
+    folder.mkdir()
+    tensors = dict(extra)
+    for number, module in enumerate(modules, 1):
+        tensors[f"base_model.model.{module}.lora_A.weight"] = torch.tensor([[1.0, 2.0]])
+        tensors[f"base_model.model.{module}.lora_B.weight"] = torch.tensor([[1.0], [3.0]]) * number
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps({"lora_alpha": 2} | (config or {})))
+    return folder
+
+
+def swap(merging: Merging, folder: Path | None) -> None:
+    prepare(merging, folder)
+    assert merging.refusal == ""
+    merging.flip()
+
+
+def prepare(merging: Merging, folder: Path | None) -> None:
+    if folder is None:
+        merging.prepare_former()
+    else:
+        merging.prepare(folder)
+    if merging.thread is not None:
+        merging.thread.join()
+
+
+def test_each_shard_is_added_to_its_own_rows_of_a_fused_layer(tmp_path):
+    model = engine_model()
+    names = ("attn.k_proj", "attn.o_proj", "attn.v_proj", "mlp.up_proj")
+    swap(Merging(model), adapter(tmp_path / "a", *names))
+    assert model.attn.qkv_proj.weight.tolist() == [[1, 1], [1, 1], [3, 5], [7, 13], [7, 13], [19, 37]]
+    assert model.attn.o_proj.weight.tolist() == [[5, 9], [13, 25]]
+    assert model.mlp.gate_up_proj.weight.tolist() == [[1, 1], [1, 1], [9, 17], [25, 49]]
+
+
+@pytest.mark.long
+def test_a_thousand_swaps_leave_no_trace(tmp_path):
+    torch.manual_seed(0)
+    model = engine_model(torch.bfloat16)
+    model.attn.o_proj.weight.data = torch.randn(2, 2).to(torch.bfloat16)
+    base = model.attn.o_proj.weight.clone()
+    one, two = (
+        adapter(tmp_path / "1", "attn.o_proj"),
+        adapter(tmp_path / "2", "attn.o_proj", config={"lora_alpha": 0.37}),
+    )
+    merging = Merging(model)
+    swap(merging, one)
+    after_one = model.attn.o_proj.weight.clone()
+    assert not torch.equal(after_one, base)
+    swap(merging, two)
+    for _ in range(999):
+        swap(merging, None)  # back to the one before, again and again
+    assert torch.equal(model.attn.o_proj.weight, after_one)
+    swap(merging, two)
+    swap(merging, one)
+    assert torch.equal(model.attn.o_proj.weight, after_one)
+
+
+def test_before_the_first_adapter_there_is_the_base_and_what_an_adapter_leaves_out_returns_to_it(tmp_path):
+    model = engine_model()
+    merging = Merging(model)
+    swap(merging, adapter(tmp_path / "1", "attn.o_proj"))
+    swap(merging, None)
+    assert model.attn.o_proj.weight.tolist() == [[1, 1], [1, 1]]
+    swap(merging, adapter(tmp_path / "2", "attn.o_proj", "mlp.up_proj"))
+    swap(merging, adapter(tmp_path / "3", "mlp.up_proj"))
+    assert model.attn.o_proj.weight.tolist() == [[1, 1], [1, 1]]
+    assert model.mlp.gate_up_proj.weight[2].tolist() == [3, 5]
+
+
+def test_the_sum_is_rounded_once():
+    base = torch.tensor([1.0], dtype=torch.bfloat16)  # whose neighbours are 1 - 2**-8 and 1 + 2**-7
+    assert merged(base, torch.tensor([2.0**-8])).item() == 1.0, "a tie goes to the even one"
+    assert merged(base, torch.tensor([2.0**-8 + 2.0**-20])).item() == 1 + 2.0**-7
+
+
+def test_scaling_is_that_of_peft():
+    assert scaling({"lora_alpha": 32}, "attn.q_proj", 16) == 2
+    assert scaling({"lora_alpha": 32, "use_rslora": True}, "attn.q_proj", 16) == 8
+    patterns = {"lora_alpha": 32, "alpha_pattern": {"q_proj": 8, r"layers\.1\..*": 4}}
+    assert scaling(patterns, "layers.1.q_proj", 4) == 2
+    assert scaling(patterns, "layers.1.k_proj", 4) == 1
+    assert scaling(patterns, "layers.0.xq_proj", 4) == 8
+
+
+@pytest.mark.parametrize(
+    ("modules", "extra", "said"),
+    [
+        (("attn.o_proj", "attn.rotary"), {}, "attn.rotary is no linear layer of the engine"),
+        (("mlp.gate_up_proj.base",), {}, "mlp.gate_up_proj.base is no linear layer"),
+        (
+            ("attn.o_proj",),
+            {"base_model.model.embed.lora_embedding_A": torch.ones(1)},
+            "embed.lora_embedding_A: not a pair",
+        ),
+        (
+            ("attn.o_proj",),
+            {"base_model.model.attn.k_proj.lora_A.weight": torch.ones(1, 2)},
+            "k_proj.lora_A.weight: not a pair",
+        ),
+        ((), {}, "the adapter is empty"),
+    ],
+)
+def test_an_adapter_that_would_be_served_in_part_is_refused(tmp_path, modules, extra, said):
+    model = engine_model()
+    merging = Merging(model)
+    prepare(merging, adapter(tmp_path / "a", *modules, **extra))
+    assert said in merging.refusal
+    merging.flip()
+    assert model.attn.o_proj.weight.tolist() == [[1, 1], [1, 1]]
+
+
+def test_other_inputs_than_those_of_the_layer_are_refused_and_so_is_a_folder_without_an_adapter(tmp_path):
+    merging = Merging(engine_model())
+    folder = adapter(tmp_path / "a", "attn.o_proj")
+    key = "base_model.model.attn.o_proj"
+    save_file(
+        {f"{key}.lora_A.weight": torch.ones(1, 3), f"{key}.lora_B.weight": torch.ones(2, 1)},
+        folder / "adapter_model.safetensors",
+    )
+    prepare(merging, folder)
+    assert "takes 3 inputs, its layer in the engine 2" in merging.refusal
+    prepare(merging, tmp_path)
+    assert "adapter_model.safetensors" in merging.refusal
+
+
+def test_a_shared_weight_is_not_changed_behind_the_back_of_the_other_layer(tmp_path):
+    model = engine_model()
+    model.lm_head = Fused(torch.ones(2, 2))
+    model.embed = torch.nn.Module()
+    model.embed.weight = model.lm_head.weight
+    merging = Merging(model)
+    prepare(merging, adapter(tmp_path / "a", "lm_head"))
+    assert "lm_head shares its weight with another layer" in merging.refusal
+
+
+def test_the_weights_of_a_packed_layer_are_what_it_makes_of_unit_vectors():
+    weight = torch.randn(3, 1500)
+    layer = SimpleNamespace(weight=torch.empty(0), input_size=1500)
+    layer.quant_method = SimpleNamespace(apply=lambda layer, rows, bias: rows @ weight.t())
+    assert torch.equal(base_weight(layer), weight)

@@ -1,0 +1,183 @@
+"""The user's environments, as real processes: what they say, what they fail at, and what is left of them."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import psutil
+import pytest
+
+from producer.environments.pool import EnvironmentFailedError, EnvironmentPool
+from producer.environments.worker import Answer, Call, Environment
+from protocol.config.environment import EnvironmentSection
+from protocol.errors import ConfigError
+from tests.unit.producer.loop import until
+
+SHOP = "tests.unit.producer.toys:Shop"
+
+
+def section(**changes: object) -> EnvironmentSection:
+    return EnvironmentSection.model_validate({"factory": SHOP, "reward_weight": 1.0, "tool_parser": "hermes"} | changes)
+
+
+def children() -> set[psutil.Process]:
+    """Those of the pool: this process may have others."""
+    commands = {child: child.as_dict(["cmdline"])["cmdline"] for child in psutil.Process().children()}
+    return {child for child, command in commands.items() if "producer.environments.worker" in (command or ())}
+
+
+@asynccontextmanager
+async def pool(**changes: object) -> AsyncIterator[EnvironmentPool]:
+    environments = EnvironmentPool(section(**changes))
+    try:
+        yield environments
+    finally:
+        await environments.close()
+        assert not children()
+
+
+def columns(**changes: object) -> dict[str, object]:
+    return {"prompt": [{"role": "user", "content": "shop"}], "stock": 4} | changes
+
+
+def test_an_episode_costs_nothing_but_itself() -> None:
+    """One process serves many; one that hangs or dies is replaced."""
+
+    async def body() -> None:
+        async with pool(max_concurrent=1, call_timeout_s=1.5) as environments:
+            async with environments.session() as environment:
+                first = environment._process.process.pid
+                assert await environment.reset(columns()) == " stock 4"
+                assert await environment.call("buy", {"count": 3}) == ("sold 3", False)
+                assert await environment.call("buy", {"count": 9}) == ("{'error': 'only 4 left'}", True)
+                assert await environment.call("wait", {"seconds": 0.01}) == ("waited", False)
+                content, failed = await environment.call("buy", {"how": "many"})
+                assert failed
+                assert "unexpected keyword argument 'how'" in content
+                for name in ("_hidden", "reset", "get_reward", "__init__", "sell"):
+                    assert await environment.call(name, {}) == (f"{{'error': 'Tool {name} not found.'}}", True)
+                assert await environment.reward() == 0.75
+            async with environments.session() as environment:
+                assert environment._process.process.pid == first
+                with pytest.raises(EnvironmentFailedError, match=r"reset raised\n(.|\n)*ValueError: no such stock"):
+                    await environment.reset(columns(stock=-1))
+                assert await environment.reset(columns(stock=0)) == " stock 0"
+                assert await environment.reward() is None
+                with pytest.raises(
+                    EnvironmentFailedError, match=r"tool hang did not return .*call_timeout_s=1.5 seconds"
+                ):
+                    await environment.call("hang", {})
+                with pytest.raises(EnvironmentFailedError, match="gone"):
+                    await environment.reward()
+            await until(lambda: not psutil.pid_exists(first))
+            async with environments.session() as environment:
+                await environment.reset(columns())
+                with pytest.raises(EnvironmentFailedError, match=r"tool die: its process ended \(exit status 3\)"):
+                    await environment.call("die", {})
+            async with environments.session() as environment:
+                assert await environment.reset(columns(stock=1)) == " stock 1"
+
+    asyncio.run(body())
+
+
+def test_an_abandoned_episode_leaves_no_process_in_the_middle_of_a_call() -> None:
+    async def body() -> None:
+        async with pool() as environments:
+
+            async def episode() -> None:
+                async with environments.session() as environment:
+                    await environment.reset(columns())
+                    started.set()
+                    await environment.call("hang", {})
+
+            started = asyncio.Event()
+            task = asyncio.create_task(episode())
+            await started.wait()
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await until(lambda: not children())
+
+    asyncio.run(body())
+
+
+def test_as_many_at_once_as_there_may_be() -> None:
+    async def body() -> None:
+        async with pool(max_concurrent=2) as environments:
+            running = most = 0
+
+            async def episode() -> None:
+                nonlocal running, most
+                async with environments.session() as environment:
+                    running += 1
+                    most = max(most, running)
+                    await environment.reset(columns())
+                    await environment.call("wait", {"seconds": 0.05})
+                    running -= 1
+
+            await asyncio.gather(*(episode() for _ in range(4)))
+            assert (most, len(children())) == (2, 2)
+
+    asyncio.run(body())
+
+
+def test_tools_are_described_as_transformers_describes_functions() -> None:
+    described = Environment(SHOP).answer(Call("describe")).value
+    assert described["has_reward"]
+    assert [tool["function"]["name"] for tool in described["tools"]] == ["buy", "die", "hang", "wait"]
+    assert described["tools"][0]["function"]["parameters"] == {
+        "type": "object",
+        "properties": {"count": {"type": "integer", "description": "How many."}},
+        "required": ["count"],
+    }
+    assert Environment("tests.unit.producer.toys:Silent").answer(Call("describe")).value == {
+        "tools": [],
+        "has_reward": False,
+    }
+
+
+def test_only_text_lists_and_finite_numbers_come_out() -> None:
+    environment = Environment(SHOP)
+    environment._instance.reset = lambda **_: 7
+    assert "reset returned a int" in environment.answer(Call("reset")).problem
+    environment._instance.get_reward = lambda: float("nan")
+    assert "get_reward returned nan" in environment.answer(Call("reward")).problem
+    environment._tools["buy"] = lambda: [{"type": "text", "text": "x"}]
+    assert environment.answer(Call("tool", "buy")) == Answer([{"type": "text", "text": "x"}])
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"factory": "tests.unit.producer.toys:Missing"}, "has no `Missing`"),
+        ({"factory": "tests.unit.producer.toys:NoReset"}, "makes a NoReset without `reset`"),
+        ({"factory": "tests.unit.producer.toys:broken"}, "raised RuntimeError: cannot connect"),
+        ({"reward_weight": None}, "has get_reward; say what it weighs"),
+        ({"factory": "tests.unit.producer.toys:Silent"}, "has no get_reward; remove the weight"),
+    ],
+)
+def test_what_does_not_fit_is_said_at_the_start(
+    changes: dict[str, object], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In this process, without the seconds that transformers takes to describe tools."""
+    monkeypatch.setattr("transformers.utils.get_json_schema", lambda tool: {"function": {"name": tool.__name__}})
+
+    class Local:
+        def __init__(self, factory: str) -> None:
+            try:
+                self._environment, self._problem = Environment(factory), ""
+            except ConfigError as error:
+                self._problem = str(error)
+            except Exception as error:
+                self._problem = f"raised {type(error).__name__}: {error}"
+
+        async def ask(self, call: Call, _kind: type[Answer]) -> Answer:
+            return Answer(problem=self._problem) if self._problem else self._environment.answer(call)
+
+    async def body() -> None:
+        environments = EnvironmentPool(section(**changes))
+        monkeypatch.setattr(environments, "_start", lambda: Local(environments._factory))
+        with pytest.raises(ConfigError) as caught:
+            await environments.start()
+        assert said in str(caught.value)
+
+    asyncio.run(body())

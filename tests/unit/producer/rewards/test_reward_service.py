@@ -1,0 +1,55 @@
+"""The headers of a reward service, whose values are secrets that somebody wrote with an editor."""
+
+import asyncio
+
+import pytest
+
+from producer.rewards.service import HttpReward
+from producer.rewards.worker import Job
+from protocol.config.rewards import RewardService
+from protocol.errors import ConfigError
+
+NOWHERE = "http://127.0.0.1:9/judge"
+
+
+def judge(header: str = "Authorization") -> HttpReward:
+    return HttpReward("judge", NOWHERE, RewardService(headers_env={header: "JUDGE_TOKEN"}), 1)
+
+
+@pytest.mark.parametrize("end", ["", "\n", "\r\n"])
+def test_a_newline_at_the_end_of_a_secret_is_none_of_it(monkeypatch: pytest.MonkeyPatch, end: str) -> None:
+    monkeypatch.setenv("JUDGE_TOKEN", f"Bearer secret{end}")
+
+    async def asked() -> None:
+        service = judge()
+        assert service._headers["Authorization"] == "Bearer secret"
+        scores = await service.ask(Job("p", ["a"], [[1]], {}), 5.0)  # aiohttp raises a ValueError for a line break
+        await service.close()
+        assert (scores.rewards, scores.reason) == (None, "unavailable")
+
+    asyncio.run(asked())
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (b"Bearer\nsecret", "it holds a character that does not print"),
+        (b"secret\n\n", "it holds a character that does not print"),
+        (b"sec\x1bret", "it holds a character that does not print"),
+        (b"sec\xffret", "it is not text in UTF-8"),
+        (b"\n", "it is empty"),
+    ],
+)
+def test_what_no_header_can_hold_is_refused_at_the_start(
+    monkeypatch: pytest.MonkeyPatch, value: bytes, said: str
+) -> None:
+    monkeypatch.setenv("JUDGE_TOKEN", value.decode(errors="surrogateescape"))
+    with pytest.raises(ConfigError, match="environment variable JUDGE_TOKEN, header Authorization: ") as caught:
+        judge()
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["", "Two words", "Line\nbreak", "Größe"])
+def test_names_of_headers(name: str) -> None:
+    with pytest.raises(ValueError, match="is no name of a header"):
+        RewardService(headers_env={name: "JUDGE_TOKEN"})

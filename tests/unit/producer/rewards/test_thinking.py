@@ -1,0 +1,150 @@
+"""Reasoning told from answers, counted in tokens; with a tokenizer of one token per character but for `<think>`."""
+
+import asyncio
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from producer.rewards.pool import RewardPool
+from producer.rewards.thinking import Thinking, stretches
+from producer.rewards.views import View
+from producer.rewards.worker import Job, Scores
+from protocol.config.rewards import RewardsSection, ThinkingSection
+
+TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}A:{{ tail }}{% endif %}"
+
+
+def tokenizer(special: bool = False) -> PreTrainedTokenizerFast:
+    letters = {letter: index for index, letter in enumerate("abcdefghijklmnopqrstuvwxyz<>/ 0123456789")}
+    inner = Tokenizer(models.WordLevel(letters | {"?": len(letters)}, unk_token="?"))
+    inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    inner.decoder = decoders.Fuse()
+    (inner.add_special_tokens if special else inner.add_tokens)(["<think>", "</think>"])
+    inner.add_special_tokens(["<eos>"])
+    extra: dict[str, Any] = {"extra_special_tokens": ["<think>", "</think>"]} if special else {}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner, eos_token="<eos>", unk_token="?", chat_template=TEMPLATE, **extra
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "opened", "found", "closed"),
+    [
+        ("plain", False, [], True),
+        ("plain", True, [(0, 5)], False),
+        ("<think>a</think>b", False, [(0, 16)], True),
+        ("a</think>b", True, [(0, 9)], True),
+        ("a</think>b", False, [(0, 9)], True),
+        ("<think>a</think>b", True, [(0, 16)], True),
+        ("x<think>a", False, [(1, 9)], False),
+        ("a</think>b<think>c</think>d</think>", True, [(0, 9), (10, 26)], True),
+    ],
+)
+def test_stretches(text, opened, found, closed):
+    assert stretches(text, "<think>", "</think>", opened=opened) == (found, closed)
+
+
+def read(thinking: Thinking, prompt: Any, texts: list[str], made: PreTrainedTokenizerFast) -> Any:
+    ids = [made(text)["input_ids"] for text in texts]
+    shown = made.batch_decode(ids, skip_special_tokens=True)
+    return thinking.read(prompt, shown, ids, count=True)
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_answers_and_tokens(special):
+    made = tokenizer(special)
+    texts = ["<think>abc</think> 42<eos>", "42<eos>", "a<think>bc", "ab</think>42"]
+    found = read(Thinking(ThinkingSection(), made, {}), "p", texts, made)
+    assert found.answers == ["42", "42", "a", "42"]
+    assert found.is_closed == [True, True, False, True]
+    assert found.num_tokens == [5, 0, 3, 3]
+
+
+def test_tags_of_many_tokens_and_a_prompt_that_opens():
+    made = tokenizer()
+    section = ThinkingSection(open="<a>", close="</a>")
+    found = read(Thinking(section, made, {}), "p <a>\n", ["bc</a>7", "bc"], made)
+    assert (found.answers, found.is_closed, found.num_tokens) == (["7", ""], [True, False], [6, 2])
+    asked = [{"role": "user", "content": "p"}]
+    for tail, closed in (("<a>", False), ("<a></a>", True)):
+        thinking = Thinking(section, made, {"tail": tail})
+        found = thinking.read(asked, [[{"role": "assistant", "content": "bc"}]], [[1, 2]], count=True)
+        assert (found.is_closed, found.num_tokens) == ([closed], [0 if closed else 2])
+
+
+def test_every_assistant_message_loses_its_reasoning():
+    said = [
+        {"role": "assistant", "content": "<think>x</think>call"},
+        {"role": "tool", "content": "<think>"},
+        {"role": "assistant", "content": "<think>y</think>4"},
+    ]
+    found = Thinking(ThinkingSection(), tokenizer(), {}).read("p", [said], [[]], count=False)
+    assert [message["content"] for message in found.answers[0]] == ["call", "<think>", "4"]
+    assert (found.is_closed, found.num_tokens) == ([True], [])
+
+
+def test_the_pool_strips_counts_and_scores_what_never_ends():
+    made = tokenizer()
+    section = RewardsSection.model_validate(
+        {
+            "functions": [
+                {"builtin": "exact_match"},
+                {"builtin": "exact_match", "name": "whole", "strip_thinking": False},
+                {"builtin": "reasoning_length", "options": {"per_token": 0.125}},
+            ],
+            "num_workers": 1,
+            "thinking": {"strip": True, "unclosed": -1.0},
+        }
+    )
+    texts = ["<think>ab</think>42", "42", "<think>4"]
+
+    async def score() -> np.ndarray:
+        pool = RewardPool(section)
+        try:
+            await pool.start()
+            pool.read_thinking(made, {})
+            ids = [made(text)["input_ids"] for text in texts]
+            return (await pool.score("p", texts, ids, {"answer": "42"}))[0]
+        finally:
+            await pool.close()
+
+    np.testing.assert_array_equal(asyncio.run(score()), [[1, 0, -0.5], [1, 1, 0], [-1, 0, -0.25]])
+
+
+@pytest.mark.parametrize(
+    ("unclosed", "shown", "rewards", "left_out"),
+    [
+        (0.0, ["4"], [1.0, 0.0], set()),
+        (-0.5, ["4"], [1.0, -0.5], set()),
+        ("missing", ["4"], [1.0, math.nan], {1}),
+        ("as_is", ["4", "<think>4"], [1.0, 2.0], set()),
+    ],
+)
+def test_unclosed_reasoning_scores_as_configured(unclosed, shown, rewards, left_out):
+    section = RewardsSection.model_validate(
+        {
+            "functions": [
+                {"function": "a:stripped"},
+                {"function": "a:whole", "strip_thinking": False},
+                {"builtin": "reasoning_length"},
+            ],
+            "thinking": {"strip": True, "unclosed": unclosed},
+        }
+    )
+    assert section.reads_thinking
+    reasoning: Any = SimpleNamespace(answers=["4", ""], is_closed=[True, False], num_tokens=[3, 2])
+    job = Job("p", ["<think></think>4", "<think>4"], [[1], [2]], {})
+    stripped, whole, counted = (View.of(section, function, job, reasoning) for function in section.functions)
+    assert stripped.job.completions == shown
+    widened = stripped.widened(Scores([1.0, 2.0][: len(shown)], failed={0: ("timeout", "slow")}), 2)
+    assert widened.rewards == pytest.approx(rewards, nan_ok=True)
+    assert widened.failed == {0: ("timeout", "slow")}
+    assert stripped.left_out(2) == left_out
+    assert whole.job is job
+    assert counted.job.reasoning_tokens == [3, 2]
+    assert counted.job.completions == job.completions

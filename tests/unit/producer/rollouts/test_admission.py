@@ -1,0 +1,218 @@
+"""The limit of groups in the engine, and the door that keeps it."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from producer.interfaces import EngineLoad
+from producer.rollouts.admission import DECREASE, ROOM, TOLERATED, Admission, AdmissionControl
+from tests.unit.producer.loop import settle
+
+
+def load(usage: float = 0.5, waiting: int = 0, preemptions: int = 0) -> EngineLoad:
+    return EngineLoad(usage, 8, waiting, preemptions)
+
+
+def run(body: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(asyncio.wait_for(body(), 5))
+
+
+def test_more_preemptions_than_are_tolerated_lower_the_limit_by_a_quarter_of_what_is_inside():
+    control = AdmissionControl(40, 8)
+    assert not control.look(inside=16, load=load(preemptions=128)), "one for each of 16 x 8 completions"
+    assert control.limit == 40
+    assert control.look(inside=16, load=load(preemptions=129))
+    assert control.limit == 12
+    assert not control.look(inside=16, load=load(preemptions=129)), "the same preemptions are not counted twice"
+    assert control.limit == 12
+
+
+def test_every_group_that_leaves_pays_for_as_many_as_its_completions():
+    control = AdmissionControl(4, 8)
+    for left in range(1, 100):
+        control.note_left(4, load(usage=1.0, preemptions=8 * left))
+    assert control.limit == 4
+    for left in range(1, 14):
+        assert control.limit == 4
+        control.note_left(4, load(usage=1.0, preemptions=792 + 10 * left))
+    assert control.limit == 3, "2 more than tolerated each time: the 13th finds 12 x 2 + 10, and 32 are tolerated"
+
+
+def test_requests_that_wait_for_a_full_cache_are_no_reason_to_lower_it():
+    control = AdmissionControl(8, 8)
+    assert not control.look(inside=8, load=load(usage=1.0, waiting=5))
+    assert control.limit == 8
+
+
+def test_a_decrease_is_not_repeated_before_the_groups_that_were_inside_have_left():
+    control = AdmissionControl(4, 1)
+    control.look(4, load(preemptions=5))
+    for left in range(1, 4):
+        control.note_left(4, load(preemptions=5 + 6 * left))
+        assert control.limit == 3
+    control.note_left(4, load(preemptions=29))
+    assert control.limit == 3, "the fourth was inside, too"
+    control.look(3, load(preemptions=33))
+    assert control.limit == 2, "0.75 x 3 = 2.25"
+
+
+def test_it_rises_by_about_one_in_a_round_of_groups_while_it_is_what_keeps_them_out():
+    control = AdmissionControl(20, 1)
+    control.look(16, load(preemptions=17))
+    for _ in range(13):
+        control.note_left(12, load(preemptions=17))
+    assert control.limit == 13, "12 + 13 x about 1/12.5"
+    for _ in range(1000):
+        control.note_left(5, load(preemptions=17))
+        control.note_left(13, load(usage=ROOM, preemptions=17))
+    assert control.limit == 13, "neither with places left nor with a cache that is nearly full"
+    for _ in range(1000):
+        control.note_left(20, load(preemptions=17))
+    assert control.limit == 20
+
+
+STEPS = st.tuples(st.integers(1, 80), st.floats(0, 1), st.integers(0, 9), st.integers(0, 99), st.booleans())
+
+
+@given(st.integers(1, 64), st.integers(1, 16), st.lists(STEPS, max_size=60))
+def test_whatever_is_told_the_limit_stays_in_its_bounds_falls_only_for_a_reason_and_recovers(ceiling, size, steps):
+    control, preemptions = AdmissionControl(ceiling, size), 0
+    unpaid, unsettled = 0, 0  # preemptions since the last reason, groups since the last decrease
+    for inside, usage, waiting, preempted, leaves in steps:
+        before, preemptions, unpaid = control.limit, preemptions + preempted, unpaid + preempted
+        told = load(usage, waiting, preemptions)
+        if leaves:
+            control.note_left(inside, told)
+        else:
+            control.look(inside, told)
+        assert 1 <= control.limit <= ceiling
+        if control.limit < before:
+            assert unpaid > TOLERATED * size * inside
+            assert unsettled == 0
+            assert (
+                max(1, int(DECREASE * min(before, inside)))
+                <= control.limit
+                <= max(1, DECREASE * min(before + 1, inside))
+            )
+            unpaid, unsettled = 0, inside
+        unsettled = max(0, unsettled - leaves)
+    for _ in range(ceiling * ceiling):
+        control.note_left(ceiling, load(preemptions=preemptions))
+    assert control.limit == ceiling
+
+
+def test_the_door_lets_in_up_to_the_limit_in_order_and_whoever_gives_up_costs_no_place():
+    async def body() -> None:
+        admission, entered, leave = Admission(2, 1, lambda: None), [], asyncio.Event()
+
+        async def group(number: int) -> None:
+            async with admission:
+                entered.append(number)
+                await leave.wait()
+
+        tasks = [asyncio.create_task(group(number)) for number in range(5)]
+        await asyncio.sleep(0)
+        assert entered == [0, 1]
+        tasks[2].cancel()
+        tasks[0].cancel()
+        await asyncio.gather(tasks[0], tasks[2], return_exceptions=True)
+        await asyncio.sleep(0)
+        assert entered == [0, 1, 3]
+        leave.set()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert entered == [0, 1, 3, 4]
+
+    run(body)
+
+
+def test_who_is_cancelled_the_moment_it_is_let_in_gives_its_place_back():
+    async def body() -> None:
+        admission, entered = Admission(1, 1, lambda: None), []
+
+        async def group(number: int) -> None:
+            async with admission:
+                entered.append(number)
+
+        await admission.__aenter__()
+        tasks = [asyncio.create_task(group(number)) for number in range(2)]
+        await asyncio.sleep(0)
+        await admission.__aexit__()  # lets the first in
+        tasks[0].cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert entered == [1]
+
+    run(body)
+
+
+def test_what_was_preempted_before_does_not_count():
+    async def body() -> None:
+        admission = Admission(4, 1, lambda: load(preemptions=100))
+        for _ in range(4):
+            await admission.__aenter__()
+        assert admission.limit == 4
+
+    run(body)
+
+
+@pytest.mark.parametrize(("preemptions", "inside"), [(0, 4), (4, 3)])
+def test_the_door_asks_the_engine_before_it_lets_in(preemptions: int, inside: int):
+    async def body() -> None:
+        told = load()
+        admission = Admission(4, 1, lambda: told)
+        for _ in range(3):
+            await admission.__aenter__()
+        told = load(preemptions=preemptions)
+        entering = asyncio.create_task(admission.__aenter__())
+        await asyncio.sleep(0)
+        assert (admission.limit, entering.done()) == (({0: 4, 4: 2}[preemptions]), inside == 4)
+        entering.cancel()
+
+    run(body)
+
+
+def test_an_evaluation_takes_the_places_that_training_leaves_and_always_one():
+    async def body():
+        places, done = Admission(3, 1, lambda: None), asyncio.Event()
+        inside: list[str] = []
+
+        async def training() -> None:
+            async with places:
+                inside.append("training")
+                await done.wait()
+
+        async def evaluation() -> None:
+            async with places.behind(2):
+                inside.append("evaluation")
+                await done.wait()
+
+        def count(kind: str) -> int:
+            return inside.count(kind)
+
+        tasks = [asyncio.create_task(evaluation()) for _ in range(9)]
+        await asyncio.sleep(0)
+        assert count("evaluation") == 6, "three free places of two each"
+        tasks += [asyncio.create_task(training()) for _ in range(5)]
+        await asyncio.sleep(0)
+        assert count("training") == 3, "as if the evaluation was not there"
+        done.set()
+        await asyncio.gather(*tasks)
+        done.clear()
+        inside.clear()
+        tasks = [asyncio.create_task(training()) for _ in range(5)]
+        await asyncio.sleep(0)
+        tasks += [asyncio.create_task(evaluation()) for _ in range(5)]
+        await asyncio.sleep(0)
+        assert (count("training"), count("evaluation")) == (3, 2), "one place's worth, however busy it is"
+        tasks[-1].cancel()  # while it waits
+        tasks[5].cancel()  # inside
+        await settle()
+        assert count("evaluation") == 3
+        done.set()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert (count("training"), count("evaluation")) == (5, 4)
+
+    run(body)

@@ -1,0 +1,228 @@
+"""Policy and environment take turns: whose tokens are whose, which limit ends what, and what a failure costs."""
+
+import asyncio
+import json
+import math
+from contextlib import asynccontextmanager, contextmanager, nullcontext
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from producer.environments.pool import EnvironmentFailedError
+from producer.groups import Episode
+from producer.interfaces import Completion, Counters, LeaseFailure, ToolCall
+from producer.rollouts.chat import ChatFormat
+from producer.rollouts.episodes import Episodes
+from protocol.config.environment import EnvironmentSection
+from tests.scripted_trainer import lease
+from tests.unit.producer.rollouts.test_chat import PLAIN, TOOLS, tokenizer
+
+TOKENIZER = tokenizer(PLAIN)
+END = 128
+ASKED = [{"role": "user", "content": "2+3"}]
+
+
+class Environment:
+    """Adds; the argument -1 hangs it, and what it was asked is kept."""
+
+    def __init__(self, pool: "Pool") -> None:
+        self.pool = pool
+        self.sum = 0
+
+    async def reset(self, columns: dict[str, Any]) -> str | None:
+        self.pool.resets.append(columns)
+        if len(self.pool.resets) <= self.pool.failing_resets:
+            raise EnvironmentFailedError("reset raised")
+        return " go"
+
+    async def call(self, tool: str, arguments: dict[str, Any]) -> tuple[str, bool]:
+        if tool != "add":
+            return f"no {tool}", True
+        if arguments["a"] == -1:
+            raise EnvironmentFailedError("tool add did not return")
+        if arguments["a"] == -2:
+            await asyncio.sleep(60)
+        self.sum += arguments["a"]
+        return str(self.sum), False
+
+    async def reward(self) -> float | None:
+        if self.sum == 13:
+            raise EnvironmentFailedError("get_reward raised")
+        return float(self.sum)
+
+
+class Pool:
+    def __init__(self) -> None:
+        self.resets: list[dict[str, Any]] = []
+        self.failing_resets = 0
+
+    @asynccontextmanager
+    async def session(self):
+        yield Environment(self)
+
+
+class InFlight:
+    """Samples what the script of an episode says next, told apart by the first turn."""
+
+    def __init__(self, scripts: list[list[str]]) -> None:
+        self.scripts = [list(script) for script in scripts]
+        self.started = 0
+        self.asked: list[tuple[str, int]] = []
+        self.of: dict[tuple[int, ...], list[str]] = {}
+
+    @contextmanager
+    def kept(self):
+        yield "kept"
+
+    async def sample_on(self, prompt_ids: list[int], sampling: Any, kept: Any) -> list[Completion]:
+        assert (kept, sampling.num_generations) == ("kept", 1)
+        self.asked.append((TOKENIZER.decode(prompt_ids), sampling.max_completion_length))
+        known = [script for ids, script in self.of.items() if tuple(prompt_ids[: len(ids)]) == ids]
+        script = known[0] if known else self.scripts[self.started]
+        self.started += not known
+        ids = [*TOKENIZER(script.pop(0))["input_ids"], END]
+        cut = ids[: sampling.max_completion_length]
+        self.of[(*prompt_ids, *cut)] = script
+        return [Completion(cut, [-0.5] * len(cut), len(cut) < len(ids), [len(self.asked)] * len(cut))]
+
+
+class Parser:
+    """A turn that is JSON is a call of it."""
+
+    def parse(self, token_ids: list[int]) -> tuple[str, list[ToolCall]]:
+        text = TOKENIZER.decode(token_ids)
+        if not text.startswith("{"):
+            return text, []
+        return "", [ToolCall(name, arguments) for name, arguments in json.loads(text).items()]
+
+
+class Setup:
+    def __init__(self, *scripts: list[str], room: int = 100, **changes: Any) -> None:
+        values = {"factory": "shop:Shop", "tool_parser": "hermes", "reward_weight": 1.0}
+        section = EnvironmentSection.model_validate(values | changes)
+        self.pool, self.in_flight, self.counters = Pool(), InFlight(list(scripts)), Counters()
+        self.episodes = Episodes(
+            section,
+            self.pool,
+            self.in_flight,
+            ChatFormat(TOKENIZER, TOOLS, {}),
+            Parser(),
+            TOKENIZER.decode,
+            200,
+            self.counters,
+        )
+        self.lease = lease(1)
+        sampling = msgspec.structs.replace(
+            self.lease.sampling, num_generations=len(scripts), max_completion_length=room
+        )
+        self.lease = msgspec.structs.replace(self.lease, prompt=ASKED, columns={"answer": "5"}, sampling=sampling)
+
+    def play(self) -> list[Episode]:
+        return asyncio.run(self.episodes.play(self.lease, None, nullcontext))
+
+
+def sampled_text(episode: Episode) -> list[str]:
+    return [
+        TOKENIZER.decode([token for token, sampled in zip(r.token_ids, r.is_sampled, strict=True) if sampled])
+        for r in episode.records
+    ]
+
+
+def test_two_turns_and_one() -> None:
+    setup = Setup(['{"add": {"a": 5}}', "5"], ["7"])
+    first, second = setup.play()
+    prompt = "add[user]2+3 go<|end|>\n[assistant]"
+    assert [TOKENIZER.decode(record.token_ids) for record in first.records] == [
+        prompt + '{"add": {"a": 5}}<|end|>\n[tool]5<|end|>\n[assistant]5<|end|>'
+    ]
+    assert sampled_text(first) == ['{"add": {"a": 5}}<|end|>5<|end|>']
+    assert first.prompt_length == second.prompt_length == len(prompt.replace("<|end|>", "E"))
+    assert first.messages == [
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": "000000000", "type": "function", "function": {"name": "add", "arguments": {"a": 5}}}],
+        },
+        {"role": "tool", "name": "add", "content": "5", "tool_call_id": "000000000"},
+        {"role": "assistant", "content": "5"},
+    ]
+    assert second.messages == [{"role": "assistant", "content": "7"}]
+    assert (first.reward, second.reward, first.failure, first.truncated) == (5.0, 0.0, "", False)
+    assert setup.pool.resets == [{"answer": "5", "prompt": ASKED}] * 2
+    assert ASKED == [{"role": "user", "content": "2+3"}], "what reset adds is added to a copy"
+    assert (setup.counters.turns, setup.counters.tool_calls, setup.counters.failed_tool_calls) == (3, 1, 0)
+
+
+def test_calls_that_cannot_be_answered_are_answered_with_an_error() -> None:
+    setup = Setup(['{"sell": {}, "add": null}', "oh"], ["7"], room=150)
+    episode, _ = setup.play()
+    assert [message["content"] for message in episode.messages] == [
+        *("", "no sell", "{'error': 'The arguments are not a JSON object.'}", "oh")
+    ]
+    assert (setup.counters.tool_calls, setup.counters.failed_tool_calls) == (2, 2)
+
+
+def test_tools_that_the_last_turn_asks_for_are_not_run() -> None:
+    episode, _ = Setup(['{"add": {"a": 1}}', '{"add": {"a": 2}}', "never"], ["7"], max_turns=2).play()
+    assert episode.messages[-1]["tool_calls"][0]["function"]["arguments"] == {"a": 2}
+    assert (episode.reward, episode.truncated) == (1.0, False)
+
+
+def test_the_limits_of_turn_and_episode_are_those_of_tokens_and_end_it_truncated() -> None:
+    call = '{"add": {"a": 5}}'  # 17 tokens and an end; the result and what begins the next turn are 21 more
+    by_turn, _ = Setup([call, "5"], ["7"], max_turn_tokens=10).play()
+    assert (by_turn.truncated, by_turn.messages) == (True, [{"role": "assistant", "content": call[:10]}])
+    setup = Setup([call, "5555555"], ["7"], room=42)
+    within, _ = setup.play()
+    assert sorted(room for _, room in setup.in_flight.asked) == [3, 42, 42]
+    assert (within.truncated, within.messages[-1]["content"], len(within.token_ids)) == (True, "555", 42)
+    for room in (39, 18):
+        no_room, _ = Setup([call, "5"], ["7"], room=room).play()
+        assert (no_room.truncated, len(no_room.messages), len(no_room.token_ids)) == (True, 1, 18)
+        assert no_room.reward == 5.0
+
+
+@pytest.mark.parametrize("argument", [-1, -2], ids=["failed", "took too long"])
+def test_a_failed_episode_keeps_what_was_sampled_and_is_not_scored(argument: int) -> None:
+    setup = Setup([f'{{"add": {{"a": {argument}}}}}', "never"], ["7"], episode_timeout_s=0.5)
+    failed, scored = setup.play()
+    assert sampled_text(failed) == [f'{{"add": {{"a": {argument}}}}}<|end|>']
+    assert failed.records[0].is_sampled[-1]
+    assert failed.failure
+    assert setup.counters.failed_episodes == 1
+    rewards = setup.episodes.with_own_rewards(np.array([[1.0], [2.0]], np.float32), [failed, scored])
+    np.testing.assert_array_equal(rewards, [[math.nan, math.nan], [2.0, 0.0]])
+
+
+def test_a_reward_that_failed_is_missing_alone() -> None:
+    setup = Setup(['{"add": {"a": 13}}', "13"], ["7"])
+    episodes = setup.play()
+    rewards = setup.episodes.with_own_rewards(np.zeros((0,), np.float32), episodes)
+    np.testing.assert_array_equal(rewards, [[math.nan], [0.0]])
+
+
+def test_a_reset_is_tried_again_and_then_fails_the_group() -> None:
+    setup = Setup(["5"], ["7"])
+    setup.pool.failing_resets = 2
+    assert len(setup.play()) == 2
+    assert setup.counters.failed_episodes == 2
+    setup = Setup(["5"], ["7"])
+    setup.pool.failing_resets = 10
+    with pytest.raises(LeaseFailure, match="reset raised") as caught:
+        setup.play()
+    assert caught.value.reason == "environment_failed"
+
+
+def test_a_group_of_failed_episodes_fails() -> None:
+    with pytest.raises(LeaseFailure, match="tool add did not return"):
+        Setup(['{"add": {"a": -1}}'], ['{"add": {"a": -1}}']).play()
+
+
+def test_a_prompt_that_cannot_be_used_fails_its_lease() -> None:
+    setup = Setup(["5"], ["7"], room=190)
+    with pytest.raises(LeaseFailure, match=r"has 28 tokens, but engine\.max_model_len=200 less .*=190 leaves 10"):
+        setup.play()
+    with pytest.raises(LeaseFailure, match=r"an environment needs a list of messages .* got str: 2"):
+        setup.episodes.check(msgspec.structs.replace(setup.lease, prompt="2+3"))

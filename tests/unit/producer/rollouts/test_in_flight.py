@@ -1,0 +1,301 @@
+"""Whatever policies arrive while a group is sampled, and wherever it is cut, its tokens are whole and known by their policy."""
+
+import asyncio
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from producer.interfaces import Adapter, Completion, Counters, LeaseFailure
+from producer.rollouts.in_flight import InFlight
+from protocol.wire.messages import Sampling
+from tests.unit.producer.loop import settle, until
+
+PROMPT = [-1, -2, -3]
+NUM, LONGEST = 3, 6
+
+
+class Policies:
+    """The registry as `InFlight` sees it."""
+
+    def __init__(self) -> None:
+        self.current: Adapter | None = None
+        self.newest = -1
+        self.pins: dict[Adapter, int] = {}
+        self.flipped = asyncio.Event()
+
+    def flip(self, *, gone: bool = False) -> None:
+        """A newer policy goes live; or the one there is goes, as it does when another trainer comes."""
+        self.newest += not gone
+        self.current = None if gone else Adapter(self.newest, f"v{self.newest}", self.newest, None)
+        self.flipped.set()
+        self.flipped = asyncio.Event()
+
+    @contextmanager
+    def pin(self):
+        assert self.current is not None
+        pinned = self.current
+        self.pins[pinned] = self.pins.get(pinned, 0) + 1
+        try:
+            yield pinned
+        finally:
+            self.pins[pinned] -= 1
+
+    async def wait_for(self, floor: int) -> None:
+        while self.current is None or self.current.version < floor:
+            await self.flipped.wait()
+
+    def has_newer(self, adapter: Adapter) -> bool:
+        return self.current is not None and self.current.version > adapter.version
+
+
+@dataclass
+class Row:
+    """One completion in the engine."""
+
+    prompt: list[int]
+    longest: int
+    adapter: Adapter
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    tokens: list[int] = field(default_factory=list)
+
+
+class Engine:
+    """Samples when told to, every time another token, and remembers what it was sampled from and on."""
+
+    def __init__(self, policies: Policies, num_lost: int = 0) -> None:
+        self.policies = policies
+        self.num_lost = num_lost  # tokens of a request that are sampled and not told when it is cut
+        self.rows: list[Row] = []
+        self.sampled: list[tuple[list[int], int]] = []  # by token: what came before, and the version
+        self.stops: set[int] = set()
+        self.refuses = False  # the next request
+
+    async def generate(self, prompt_ids, sampling: Sampling, adapter: Adapter, cut: asyncio.Event):
+        assert self.policies.pins[adapter] > 0
+        assert sampling.max_completion_length > 0
+        if self.refuses:
+            self.refuses = False
+            raise LeaseFailure("generation_failed", "no")
+        rows = [Row(prompt_ids, sampling.max_completion_length, adapter) for _ in range(sampling.num_generations)]
+        self.rows += rows
+        waits = [asyncio.ensure_future(self._all(rows)), asyncio.ensure_future(cut.wait())]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            return [self._piece(row) for row in rows]
+        finally:
+            assert self.policies.pins[adapter] > 0, "unpinned before its requests ended"
+            self.rows = [row for row in self.rows if row not in rows]
+            for wait in waits:
+                wait.cancel()
+
+    def sample(self, which: int, stop: int) -> None:
+        """One token for each row whose bit is set; it is the last one where `stop` has the bit too."""
+        for index, row in enumerate(row for row in self.rows if not row.ended.is_set()):
+            if which >> index & 1:
+                token = len(self.sampled)
+                self.sampled.append((row.prompt + row.tokens, row.adapter.version))
+                row.tokens.append(token)
+                if stop >> index & 1:
+                    self.stops.add(token)
+                if token in self.stops or len(row.tokens) == row.longest:
+                    row.ended.set()
+
+    @staticmethod
+    async def _all(rows: list[Row]) -> None:
+        for row in rows:
+            await row.ended.wait()
+
+    def _piece(self, row: Row) -> Completion:
+        ended = row.ended.is_set()
+        tokens = row.tokens if ended else row.tokens[: max(0, len(row.tokens) - self.num_lost)]
+        truncated = ended and tokens[-1] not in self.stops
+        return Completion(tokens, [-float(token) for token in tokens], truncated, cut=not ended)
+
+
+class Group:
+    """A group under way."""
+
+    def __init__(self, on_swap: str, num_lost: int = 0, clock=lambda: 0.0) -> None:
+        self.policies, self.counters = Policies(), Counters()
+        self.engine = Engine(self.policies, num_lost)
+        self.policies.flip()
+        in_flight = InFlight(self.engine, self.policies, self.counters, on_swap, clock)  # type: ignore[arg-type]
+        sampling = Sampling(num_generations=NUM, max_completion_length=LONGEST, temperature=1.0)
+        self.task = asyncio.ensure_future(in_flight.sample(PROMPT, sampling))
+
+    async def sample(self, which: int = 0b111, stop: int = 0) -> None:
+        self.engine.sample(which, stop)
+        await settle()
+
+    async def flip(self, *, gone: bool = False) -> None:
+        self.policies.flip(gone=gone)
+        await settle()
+
+    def versions(self) -> list[list[int] | None]:
+        return [completion.token_versions for completion in self.task.result()]
+
+
+ACTIONS = st.lists(
+    st.tuples(
+        st.sampled_from([0b111, 0b111, 0b101, 0b010, 0]),
+        st.sampled_from([0, 0, 0, 0b001, 0b110]),
+        st.sampled_from(["flip", "flip", "gone", "flip, then gone", "stay"]),
+    ),
+    max_size=8,
+)
+
+
+@pytest.mark.parametrize(("on_swap", "num_examples"), [("finish", 10), ("continue", 50), ("restart", 15)])
+def test_tokens_are_whole_and_stamped_wherever_a_group_is_cut(on_swap, num_examples):
+    @settings(max_examples=num_examples)
+    @given(ACTIONS, st.integers(0, 1), st.integers(0, 9))
+    def holds(actions, num_lost, abandoned):
+        asyncio.run(live_through(actions, on_swap, num_lost, abandoned=abandoned == 0))
+
+    holds()
+
+
+async def live_through(actions, on_swap, num_lost, *, abandoned):
+    group = Group(on_swap, num_lost)
+    await settle()
+    for which, stop, change in actions:
+        await group.sample(which, stop)
+        if change == "flip, then gone":
+            group.policies.flip()
+            await asyncio.sleep(0)
+        if change != "stay":
+            await group.flip(gone=change != "flip")
+    if abandoned:
+        group.task.cancel()
+        await settle()
+    for _ in range(2 * LONGEST):
+        await group.sample()
+    assert group.engine.rows == []
+    assert set(group.policies.pins.values()) == {0}
+    if not group.task.cancelled():
+        check(group, on_swap)
+
+
+def check(group: Group, on_swap: str) -> None:
+    completions = group.task.result()
+    assert len(completions) == NUM
+    for completion in completions:
+        tokens, versions = completion.token_ids, completion.token_versions
+        assert len(tokens) == len(completion.logprobs) == len(versions)
+        assert 1 <= len(tokens) <= LONGEST
+        assert [(PROMPT + tokens[:i], versions[i]) for i in range(len(tokens))] == [
+            group.engine.sampled[token] for token in tokens
+        ]
+        assert completion.logprobs == [-float(token) for token in tokens]
+        assert versions == sorted(versions)
+        assert not completion.cut
+        assert completion.truncated == (tokens[-1] not in group.engine.stops)
+        assert len(tokens) == LONGEST or not completion.truncated
+    if on_swap != "continue":
+        assert len({version for versions in group.versions() for version in versions}) == 1
+    assert group.counters.restarted <= 1
+
+
+def run(body) -> None:
+    asyncio.run(body())
+
+
+def test_a_group_that_is_cut_goes_on_where_it_was_and_lets_go_of_the_old_adapter():
+    async def body():
+        group = Group("continue")
+        await settle()
+        await group.sample(0b111, stop=0b010)  # the second has ended
+        await group.flip()
+        assert [row.prompt for row in group.engine.rows] == [[*PROMPT, 0], [*PROMPT, 2]]
+        assert [row.longest for row in group.engine.rows] == [LONGEST - 1] * 2
+        assert [pins for _, pins in sorted(group.policies.pins.items(), key=lambda pin: pin[0].id)] == [0, 1]
+        await group.sample(0b11, stop=0b11)
+        assert group.versions() == [[0, 1], [0], [0, 1]]
+        assert (group.counters.cut, group.counters.restarted) == (2, 0)
+
+    run(body)
+
+
+def test_a_group_is_not_cut_again_before_its_time_in_the_engine_has_doubled():
+    async def body():
+        group = Group("continue", clock=iter([0.0, 1e6]).__next__)
+        await settle()
+        for _ in range(3):
+            await group.flip()
+        assert {row.adapter.version for row in group.engine.rows} == {1}
+        assert group.counters.cut == NUM
+
+    run(body)
+
+
+def test_a_cut_that_had_to_wait_goes_over_to_the_newest_policy():
+    async def body():
+        group = Group("continue", clock=iter([0.0, 0.02, 1e6]).__next__)
+        await settle()
+        for _ in range(3):
+            await group.flip()
+        assert group.counters.cut == NUM
+        await until(lambda: {row.adapter.version for row in group.engine.rows} == {3})
+        assert {pins for adapter, pins in group.policies.pins.items() if adapter.version < 3} == {0}
+
+    run(body)
+
+
+def test_a_group_restarts_once_and_then_finishes():
+    async def body():
+        group = Group("restart")
+        await settle()
+        await group.sample()
+        await group.flip()
+        assert [(row.prompt, row.tokens, row.adapter.version) for row in group.engine.rows] == [(PROMPT, [], 1)] * NUM
+        await group.flip()
+        await group.sample(0b111, stop=0b111)
+        assert group.versions() == [[1]] * NUM
+        assert (group.counters.restarted, group.counters.dropped_tokens, group.counters.cut) == (1, NUM, 0)
+
+    run(body)
+
+
+def test_a_refused_rest_ends_the_group_and_its_other_requests():
+    async def body():
+        group = Group("continue")
+        await settle()
+        await group.sample()
+        group.engine.refuses = True
+        await group.flip()
+        with pytest.raises(LeaseFailure):
+            group.task.result()
+        assert (group.engine.rows, set(group.policies.pins.values())) == ([], {0})
+
+    run(body)
+
+
+@pytest.mark.parametrize(
+    ("on_swap", "keeps_weights", "kept"), [("finish", True, 0), ("finish", False, None), ("continue", True, None)]
+)
+def test_the_turns_of_a_group_stay_on_one_policy_where_requests_do(on_swap, keeps_weights, kept):
+    """Where the engine's own weights are replaced under a request, as with `finish` here, nothing is kept."""
+
+    async def body():
+        policies = Policies()
+        engine = Engine(policies, 0)
+        policies.flip()
+        in_flight = InFlight(engine, policies, Counters(), on_swap, lambda: 0.0, keeps_weights=keeps_weights)
+        sampling = Sampling(num_generations=1, max_completion_length=1, temperature=1.0)
+        with in_flight.kept() as adapter:
+            assert (adapter and adapter.version) == kept
+            for version in (0, 1):
+                sampled = (
+                    in_flight.sample_on(PROMPT, sampling, adapter) if adapter else in_flight.sample(PROMPT, sampling)
+                )
+                turn = asyncio.ensure_future(sampled)
+                await settle()
+                engine.sample(1, 0)
+                ((token_version,),) = [completion.token_versions for completion in await turn]
+                assert token_version == (version if kept is None else kept)
+                policies.flip()
+
+    asyncio.run(body())

@@ -1,0 +1,141 @@
+"""Clients that keep no rules end nothing, grow nothing and stop nobody: whatever they send, and whenever they leave."""
+
+import asyncio
+import json
+import socket
+import struct
+
+import pytest
+
+from tests.unit.producer.loop import settle, until
+from tests.unit.producer.serving.test_endpoint import CHAT, Endpoint, endpoint
+
+HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+
+
+def posted(body: bytes, *headers: bytes) -> bytes:
+    return HEAD + b"".join(line + b"\r\n" for line in headers) + b"content-length: %d\r\n\r\n" % len(body) + body
+
+
+NO_REQUESTS = {
+    "zeros": bytes(100) + b"\r\n\r\n",
+    "HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    "TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\r\n\r\n",
+    "no host": b"GET /v1/models HTTP/1.1\r\n\r\n",
+    "two hosts": b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\nhost: localhost\r\n\r\n",
+    "another version": b"GET /v1/models HTTP/9.9\r\nhost: localhost\r\nconnection: close\r\n\r\n",
+    "a path of 20 kB": b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n",
+    "a header of 20 kB": HEAD + b"connection: close\r\nx: " + b"a" * 20_000 + b"\r\n\r\n",
+    "4000 headers": HEAD + b"connection: close\r\n" + b"x: a\r\n" * 4000 + b"\r\n",
+    "too many digits": HEAD + b"content-length: " + b"9" * 5000 + b"\r\n\r\n",
+    "a negative length": HEAD + b"content-length: -1\r\n\r\n",
+    "two lengths": HEAD + b"content-length: 2\r\ncontent-length: 3\r\n\r\n{}",
+    "no chunk": HEAD + b"transfer-encoding: chunked\r\n\r\nZZZ\r\n",
+    "an endless chunk": HEAD + b"transfer-encoding: chunked\r\n\r\nFFFFFFFFFFFFFFFF\r\n" + b"a" * 10_000,
+    "less than announced": HEAD + b"content-length: 100\r\n\r\n{",
+    "a body that is asked for": HEAD + b"expect: 100-continue\r\ncontent-length: 100\r\n\r\n",
+    "a WebSocket": b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\nconnection: upgrade, close\r\nupgrade: websocket\r\n\r\n",
+    "a body for GET": b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: 9\r\n\r\n123456789",
+    "another method": b"DELETE /v1/models HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n",
+    "another path": b"GET /../../etc/passwd%00 HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n",
+}
+NO_BODIES = {
+    "nothing": b"",
+    "half a body": b'{"model": "policy", "messages": [',
+    "deep": b"[" * 500_000,
+    "deep in a field": b'{"model": "policy", "messages": ' + b'[{"a":' * 100_000,
+    "no UTF-8": b'{"model": "\xff\xfe"}',
+    "half a character": b'{"model": "policy", "messages": [{"role": "user", "content": "\\ud800"}]}',
+    "infinite": b'{"model": "policy", "messages": [{"role": "user", "content": ""}], "temperature": 1e999}',
+    "NaN": b'{"model": "policy", "messages": [{"role": "user", "content": ""}], "temperature": NaN}',
+    "many": b'{"model": "policy", "messages": [{"role": "user", "content": ""}], "n": %d}' % 10**400,
+    "none": b'{"model": "policy", "messages": [{"role": "user", "content": ""}], "n": -5}',
+    "a list": b"[" + b"1," * 100_000 + b"1]",
+    "one of many names": json.dumps({f"field {number}": 1 for number in range(20_000)}).encode(),
+    "the name of a model of 900 kB": b'{"model": "'
+    + b"p" * 900_000
+    + b'", "messages": [{"role": "user", "content": ""}]}',
+    "keys that are no texts": b"{1: 2}",
+}
+
+
+async def num_tasks(it: Endpoint) -> int:
+    """Of a producer that has answered a request and has none."""
+    assert (await it.post(CHAT))[0] == 200
+    await until(lambda: not it.door._inside)
+    await settle()
+    return len(asyncio.all_tasks())
+
+
+async def check_untouched(it: Endpoint, tasks_before: int) -> None:
+    """Everything is free, and an honest request is answered."""
+    await until(lambda: it.vllm.running == it.value("completions", state="generating") == 0)
+    await until(lambda: not it.door._inside)
+    assert it.value("completions", state="waiting") == it.value("requests_total", outcome="failed") == 0
+    assert await num_tasks(it) == tasks_before
+    assert it.registry.pins == {12: 1}, "the current version, kept once"
+    assert not it.door._timers
+
+
+@pytest.mark.long
+def test_whatever_bytes_come_are_refused_and_counted(tmp_path):
+    async def body():
+        async with endpoint(tmp_path, receive_timeout_s=0.3) as it:
+            before = await num_tasks(it)
+            for name, data in NO_REQUESTS.items():
+                answer = await it.send(data, 30.0)
+                assert not answer.startswith(b"HTTP/1.1 5"), name
+            for name, data in NO_BODIES.items():
+                answer = await it.send(posted(data, b"connection: close"), 30.0)
+                assert answer.startswith(b"HTTP/1.1 4"), name
+            await check_untouched(it, before)
+            assert it.value("refused_total", reason="malformed") >= len(NO_BODIES)
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_may_leave_after_any_byte_that_it_sends_or_gets(tmp_path, stream):
+    request = posted(json.dumps(CHAT | {"stream": stream}).encode())
+
+    async def leave(it: Endpoint, sent: int, received: int, *, resets: bool) -> None:
+        reader, writer = await it.connect()
+        if resets:
+            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        writer.write(request[:sent])
+        if received:
+            await reader.readexactly(received)
+        writer.transport.abort()
+
+    async def body():
+        async with endpoint(tmp_path) as it:
+            before = await num_tasks(it)
+            it.vllm.delay_s = 0.001
+            for resets in (False, True):
+                await asyncio.gather(*(leave(it, sent, 0, resets=resets) for sent in range(0, len(request), 7)))
+                await asyncio.gather(*(leave(it, len(request), read, resets=resets) for read in range(0, 150, 7)))
+            await check_untouched(it, before)
+
+    asyncio.run(body())
+
+
+@pytest.mark.long
+def test_clients_that_do_not_read_are_cut_off_and_hold_nothing(tmp_path):
+    async def body():
+        async with endpoint(tmp_path, request_timeout_s=1.0, receive_timeout_s=0.5) as it:
+            before = await num_tasks(it)
+            it.vllm.events = [f"data: {'x' * 100_000}\n\n"] * 10_000
+            stream = posted(json.dumps(CHAT | {"stream": True}).encode())
+            clients = [await it.connect() for _ in range(4)]
+            for number, (reader, writer) in enumerate(clients):
+                reader._transport.pause_reading()  # type: ignore[attr-defined]
+                writer.write(stream * (1 + 100 * number))  # one request behind the other
+            await until(lambda: it.value("completions", state="generating") == 4)
+            assert (await it.post(CHAT | {"n": 0}))[0] == 400, "beside them"
+            await check_untouched(it, before)
+            assert it.value("requests_total", outcome="timed_out") == 4
+            assert it.value("refused_total", reason="too_slow") == 4
+            for _, writer in clients:
+                writer.transport.abort()
+
+    asyncio.run(body())

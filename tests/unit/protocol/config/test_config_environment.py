@@ -1,0 +1,152 @@
+"""The `environment:` section, its short form, and the column of rewards that it adds."""
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from protocol.config.run import RunConfig
+
+BASE: dict[str, Any] = {
+    "run_dir": "run",
+    "model": {"path": "model"},
+    "dataset": {"path": "train.jsonl"},
+    "rewards": {"functions": [{"function": "rewards:exact", "weight": 2.0}]},
+}
+
+
+def config(**sections: Any) -> RunConfig:
+    return RunConfig.model_validate(BASE | sections)
+
+
+def test_the_short_form_is_the_factory() -> None:
+    assert config(environment="shop:Shop").environment == config(environment={"factory": "shop:Shop"}).environment
+    assert config().environment.factory is None
+    with pytest.raises(ValidationError, match="expected `module:function`"):
+        config(environment="shop")
+
+
+def test_the_reward_of_the_environment_is_the_last_column() -> None:
+    assert (config().reward_names, config().reward_weights) == (("exact",), (2.0,))
+    own = config(environment={"factory": "shop:Shop", "reward_weight": 0.5}, reroll={"reward": "environment"})
+    assert (own.reward_names, own.reward_weights) == (("exact", "environment"), (2.0, 0.5))
+    alone = config(environment={"factory": "shop:Shop", "reward_weight": 1.0}, rewards={})
+    assert (alone.reward_names, alone.reward_weights) == (("environment",), (1.0,))
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"rewards": {}}, "rewards.functions: nothing scores the completions"),
+        ({"rewards": {}, "environment": "shop:Shop"}, "or set environment.reward_weight"),
+        ({"environment": {"reward_weight": 1.0}}, "there is no environment.factory"),
+        (
+            {
+                "environment": {"factory": "shop:Shop", "reward_weight": 1.0},
+                "rewards": {"functions": [{"function": "rewards:environment"}]},
+            },
+            "'environment' is what the environment's own reward is called",
+        ),
+        ({"reroll": {"reward": "environment"}}, "'environment' is not one of rewards.functions: exact"),
+    ],
+)
+def test_what_contradicts_itself_is_refused(sections: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        config(**sections)
+    assert said in str(caught.value)
+
+
+ATROPOS: dict[str, Any] = {
+    "run_dir": "run",
+    "model": {"path": "model"},
+    "environment": {"atropos": True},
+    "serve": {"enabled": True},
+    "trainer": {"max_steps": 10},
+}
+
+
+def test_environments_of_atropos_need_no_dataset_and_no_reward_functions() -> None:
+    derived = RunConfig.model_validate(ATROPOS)
+    assert (derived.reward_names, derived.reward_weights) == (("environment",), (1.0,))
+    assert (derived.dataset.path, derived.reroll.max_attempts) == ("atropos", 0)
+    assert RunConfig.model_validate(derived.model_dump(mode="json")) == derived, "what --check prints can be read again"
+    template = ATROPOS | {"dataset": {"chat_template_kwargs": {"enable_thinking": False}}}
+    assert RunConfig.model_validate(template).dataset.chat_template_kwargs == {"enable_thinking": False}
+    weighted = ATROPOS | {"environment": {"atropos": True, "reward_weight": 0.5}}
+    assert RunConfig.model_validate(weighted).reward_weights == (0.5,)
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"serve": {}}, "serve.enabled: environments of Atropos generate through the endpoint"),
+        ({"environment": {"atropos": True, "factory": "shop:Shop"}}, "got factory and atropos"),
+        ({"environment": {"atropos": True, "verifiers": {"id": "a"}}}, "got atropos and verifiers"),
+        (
+            {"rewards": {"functions": [{"function": "rewards:exact"}]}},
+            "rewards.functions: environments of Atropos score",
+        ),
+        ({"dataset": {"path": "train.jsonl"}}, "dataset: environments of Atropos have their own items"),
+        ({"dataset": {"max_prompt_tokens": 5}}, "dataset: environments of Atropos have their own items"),
+        ({"dataset": "train.jsonl"}, "dataset"),
+        ({"reroll": {"max_attempts": 2}}, "reroll: environments of Atropos choose their items"),
+        ({"reroll": {"solved_cooldown_epochs": 1}}, "reroll: environments of Atropos choose their items"),
+        ({"trainer": {}}, "trainer.max_steps: needed"),
+        ({"evaluation": {"dataset": {"path": "held-out"}}}, "evaluation: nobody would score"),
+        ({"environment": {"atropos": False}}, "dataset"),
+        ({"environment": {"atropos": 1}}, "dataset"),
+    ],
+)
+def test_what_does_not_go_with_environments_of_atropos_is_refused(sections: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        RunConfig.model_validate(ATROPOS | sections)
+    assert said in str(caught.value)
+
+
+def test_what_is_played_outside_posts_the_environments_reward_and_those_that_ask_for_more() -> None:
+    outside = {"verifiers": {"id": "gsm8k"}}
+    one = config(environment=outside, serve={"enabled": True}, rewards={})
+    assert (one.reward_names, one.reward_weights, one.posted_rewards) == (("environment",), (1.0,), ("environment",))
+    functions = [{"posted": "style", "weight": 0.0}, {"function": "rewards:exact"}]
+    more = config(
+        environment={"nemo_gym": {"url": "http://127.0.0.1:11000/run"}, "reward_weight": 0.5},
+        serve={"enabled": True, "port": 8000},
+        rewards={"functions": functions},
+    )
+    assert more.reward_names == ("style", "exact", "environment")
+    assert (more.reward_weights, more.posted_rewards) == ((0.0, 1.0, 0.5), ("style", "environment"))
+    assert more.environment.nemo_gym is not None
+    assert more.environment.nemo_gym.url == "http://127.0.0.1:11000"
+    assert RunConfig.model_validate(more.model_dump()) == more, "what --check prints can be read again"
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"environment": {"verifiers": {"id": "a"}}}, "which is off; set serve.enabled=true"),
+        ({"environment": {"verifiers": {"id": "a"}, "factory": "a:b"}}, "got factory and verifiers"),
+        (
+            {"environment": {"verifiers": {"id": "a"}, "max_turns": 3}},
+            "max_turns is for a factory, and verifiers has its own",
+        ),
+        ({"environment": {"verifiers": {"id": "a"}, "tool_parser": "hermes"}}, "set serve.tool_call_parser; remove it"),
+        ({"environment": {"verifiers": {"id": ""}}}, "at least 1 character"),
+        ({"environment": {"nemo_gym": {"url": "localhost:1"}}}, "expected `http://HOST:PORT`"),
+        (
+            {"environment": {"nemo_gym": {"url": "http://a:1"}}, "serve": {"enabled": True}},
+            "set serve.port, and its base URL",
+        ),
+        (
+            {
+                "environment": {"verifiers": {"id": "a"}},
+                "serve": {"enabled": True},
+                "evaluation": {"dataset": {"path": "held-out.jsonl"}, "metric": "exact"},
+            },
+            "nobody would post environment for completions that producers generate",
+        ),
+    ],
+)
+def test_what_cannot_be_played_outside_is_refused(sections: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        config(**sections)
+    assert said in str(caught.value)

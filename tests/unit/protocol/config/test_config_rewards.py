@@ -1,0 +1,62 @@
+"""What an entry of `rewards.functions` may be."""
+
+import pytest
+from pydantic import ValidationError
+
+from protocol.config.rewards import RewardFunction, RewardsSection
+
+
+@pytest.mark.parametrize(
+    ("entry", "name"),
+    [
+        ({"function": "a/b.py:exact"}, "exact"),
+        ({"builtin": "exact_match"}, "exact_match"),
+        ({"builtin": "exact_match", "name": "city"}, "city"),
+        ({"model": "org/Reward-7B"}, "Reward-7B"),
+        ({"model": "models/my reward/"}, "my_reward"),
+        ({"url": "http://127.0.0.1:8000/v1/judge"}, "judge"),
+        ({"url": "https://judge.example"}, "judge.example"),
+    ],
+)
+def test_every_kind_has_a_name(entry, name):
+    assert RewardFunction.model_validate(entry).name == name
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ({}, "give one of function, builtin, model, url, posted; got none of them"),
+        ({"function": "a:b", "model": "m"}, "got function and model"),
+        ({"builtin": "exact"}, "there is no 'exact'; there are exact_match, numeric_match"),
+        (
+            {"builtin": "exact_match", "options": {"colum": "x"}},
+            "options.colum: Extra inputs are not permitted. exact_match",
+        ),
+        ({"builtin": "format_regex"}, "options.pattern: Field required"),
+        ({"builtin": "format_regex", "options": {"pattern": "("}}, "'(' is no regular expression"),
+        ({"function": "a:b", "options": {"x": 1}}, "options are for builtin, model and url"),
+        ({"url": "ftp://x"}, "expected `http://HOST:PORT/PATH`"),
+        ({"function": "a:b", "name": "white space"}, "expected at most 64 letters"),
+        ({"function": "a:b", "retries": 21}, "less than or equal to 20"),
+    ],
+)
+def test_refusals(entry, said):
+    with pytest.raises(ValidationError) as caught:
+        RewardFunction.model_validate(entry)
+    assert said in str(caught.value)
+
+
+def test_defaults_follow_the_kind_and_the_section():
+    section = RewardsSection.model_validate(
+        {
+            "functions": [
+                {"function": "a:b"},
+                {"url": "http://x/y"},
+                {"builtin": "code", "timeout_s": 60, "retries": 0},
+            ],
+            "timeout_s": 7,
+        }
+    )
+    assert [function.attempts for function in section.functions] == [1, 4, 1]
+    assert [section.limit_s(function) for function in section.functions] == [7, 7, 60]
+    assert [section.strips(function) for function in section.functions] == [False] * 3

@@ -1,0 +1,316 @@
+"""Sections of libraries, checked against stand-ins and against the real PEFT and TRL."""
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Optional, Union
+
+import pytest
+
+from protocol.config.library_fields import problems
+from protocol.config.library_rules import check_lora, check_sft, for_library
+from protocol.config.library_section import build
+from protocol.errors import ConfigError, ExitCode
+
+if TYPE_CHECKING:
+    from nowhere import Unresolvable  # type: ignore[import-not-found]
+
+
+class Backend(enum.Enum):
+    FLASH = "package.flash.Backend"
+    EAGER = "package.eager.Backend"
+
+
+class Opaque:
+    """A class without a pydantic schema."""
+
+
+@dataclass
+class Nested:
+    depth: int = 1
+
+
+@dataclass
+class Base:
+    inherited: float = 0.0
+
+
+@dataclass
+class Options(Base):
+    rate: float = 0.1
+    count: int = 1
+    flag: bool = False
+    name: str = "x"
+    mode: Literal["fast", "slow"] = "fast"
+    maybe: Optional[int] = None  # noqa: UP045 - libraries write it so
+    either: Union[str, list[str], None] = None  # noqa: UP007
+    table: dict[str, Any] = field(default_factory=dict)
+    table_or_text: "dict | str | None" = None
+    nested: Nested = field(default_factory=Nested)
+    backend: Backend | None = None
+    opaque: Opaque | None = None
+    hook: Callable[[int], int] | None = None
+    unresolvable: "Unresolvable | None" = None
+
+    def __post_init__(self) -> None:
+        if self.count == 13:
+            raise ValueError("13 is refused\nfor a reason")
+
+
+def refusal(section: str, factory: Callable[..., Any], values: dict[str, Any], **ours: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        build(section, factory, values, **ours)
+    assert caught.value.exit_code == ExitCode.CONFIG
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "built"),
+    [
+        ("rate", "1e-5", 1e-5),
+        ("rate", 3, 3.0),
+        ("inherited", "2.5", 2.5),
+        ("count", 4, 4),
+        ("count", "4", 4),
+        ("count", 4.0, 4),
+        ("flag", True, True),
+        ("name", "y", "y"),
+        ("mode", "slow", "slow"),
+        ("maybe", None, None),
+        ("maybe", 3, 3),
+        ("either", "all-linear", "all-linear"),
+        ("either", ["q", "v"], ["q", "v"]),
+        ("either", None, None),
+        ("table", {"a": [1, {"b": None}]}, {"a": [1, {"b": None}]}),
+        ("table_or_text", {"a": 1}, {"a": 1}),
+        ("table_or_text", "text", "text"),
+        ("nested", {"depth": 3}, Nested(3)),
+        ("backend", "FLASH", Backend.FLASH),
+        ("backend", "package.eager.Backend", Backend.EAGER),
+        ("unresolvable", {"any": "thing"}, {"any": "thing"}),
+    ],
+)
+def test_valid_values_arrive(key: str, value: object, built: object) -> None:
+    got = getattr(build("engine", Options, {key: value}), key)
+    assert got == built
+    assert type(got) is type(built)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "problem"),
+    [
+        ("rate", "abc", "Input should be a valid number, unable to parse string as a number (got 'abc')"),
+        ("rate", [1], "Input should be a valid number (got [1])"),
+        ("rate", None, "Input should be a valid number (got None)"),
+        ("rate", True, "expected a number, not a switch (got True)"),
+        ("inherited", "abc", "Input should be a valid number, unable to parse string as a number (got 'abc')"),
+        ("count", True, "expected a number, not a switch (got True)"),
+        ("count", 1.5, "Input should be a valid integer, got a number with a fractional part (got 1.5)"),
+        ("flag", "maybe", "Input should be a valid boolean, unable to interpret input (got 'maybe')"),
+        ("name", 3, "Input should be a valid string (got 3)"),
+        ("mode", "medium", "Input should be 'fast' or 'slow' (got 'medium')"),
+        ("maybe", "x", "Input should be a valid integer, unable to parse string as an integer (got 'x')"),
+        ("either", 3, "Input should be a valid list, or: Input should be a valid string (got 3)"),
+        ("table", "x", "Input should be a valid dictionary (got 'x')"),
+        ("backend", "TPU", "Input should be 'package.flash.Backend' or 'package.eager.Backend' (got 'TPU')"),
+    ],
+)
+def test_wrong_types_are_refused(key: str, value: object, problem: str) -> None:
+    """Also where another hint of the same class cannot be resolved, as in vLLM's."""
+    assert refusal("engine", Options, {key: value}) == f"engine.{key}: {problem}, says tests.Options"
+
+
+def test_an_unknown_key_names_the_nearest() -> None:
+    assert refusal("engine", Options, {"cuont": 1}) == "engine.cuont: unknown to tests.Options; did you mean `count`?"
+    assert refusal("engine", Options, {"zzzzzz": 1}) == (
+        "engine.zzzzzz: unknown to tests.Options; see the documentation of tests.Options"
+    )
+
+
+def test_what_the_library_itself_refuses() -> None:
+    assert refusal("engine", Options, {"count": 13}) == "engine: refused by tests.Options: 13 is refused\nfor a reason"
+    assert "multiple values" in refusal("engine", Options, {"count": 1}, count=2)
+
+
+def test_ours_are_added_unchecked() -> None:
+    opaque = Opaque()
+    built = build("engine", Options, {"count": "2"}, opaque=opaque, rate="left alone")
+    assert (built.count, built.opaque, built.rate) == (2, opaque, "left alone")
+
+
+def test_a_plain_function_works_too() -> None:
+    def factory(size: int, *, label: str = "a") -> tuple[int, str]:
+        return size, label
+
+    assert build("lora", factory, {"size": "3"}, label="b") == (3, "b")
+    assert "Input should be a valid integer" in refusal("lora", factory, {"size": "x"})
+
+
+def test_long_errors_of_a_library_are_cut() -> None:
+    def factory() -> None:
+        raise RuntimeError("\n".join(map(str, range(100))))
+
+    assert refusal("lora", factory, {}) == f"lora: refused by {__name__.partition('.')[0]}.factory: 0\n1\n2\n3\n4\n5"
+
+
+# The real libraries. Importing them takes some seconds.
+
+
+@pytest.mark.filterwarnings("ignore")
+class TestPeft:
+    @pytest.mark.parametrize(
+        "values",
+        [
+            {"target_modules": "all-linear"},
+            {"target_modules": ["q_proj", "v_proj"]},
+            {"r": 4, "lora_alpha": 8, "lora_dropout": 0.05, "bias": "none"},
+            {"init_lora_weights": "gaussian"},
+            {"init_lora_weights": False},
+            {"exclude_modules": "lm_head", "task_type": "CAUSAL_LM"},
+            {"layers_to_transform": [0, 1], "layers_pattern": "layers", "target_modules": ["q_proj"]},
+        ],
+    )
+    def test_valid(self, values: dict[str, Any]) -> None:
+        from peft import LoraConfig
+
+        built = build("lora", LoraConfig, values)
+        for key, value in values.items():
+            got = getattr(built, key)
+            assert (sorted(got) if isinstance(got, set) else got) == value
+
+    @pytest.mark.parametrize(
+        ("values", "message"),
+        [
+            ({"target_module": "x"}, "lora.target_module: unknown to peft.LoraConfig; did you mean `target_modules`?"),
+            ({"lora_alpha": "much"}, "lora.lora_alpha: Input should be a valid integer, unable to parse string as an integer "
+             "(got 'much'), says peft.LoraConfig"),
+            ({"bias": "most"}, "lora.bias: Input should be 'none', 'all' or 'lora_only' (got 'most'), says peft.LoraConfig"),
+            ({"target_modules": 3}, "lora.target_modules: Input should be a valid list, or: Input should be a valid string "
+             "(got 3), says peft.LoraConfig"),
+            ({"layers_pattern": "layers"}, "lora: refused by peft.LoraConfig: When `layers_pattern` is specified, "
+             "`layers_to_transform` must also be specified. "),
+        ],
+    )  # fmt: skip
+    def test_refused(self, values: dict[str, Any], message: str) -> None:
+        from peft import LoraConfig
+
+        assert refusal("lora", LoraConfig, values) == message
+
+
+@pytest.mark.filterwarnings("ignore")
+class TestTrl:
+    @pytest.fixture
+    def ours(self, tmp_path: Path) -> dict[str, Any]:
+        return {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, "num_generations": 8}
+
+    @pytest.mark.parametrize(
+        ("values", "changed"),
+        [
+            ({"learning_rate": "1e-5"}, {"learning_rate": 1e-5}),
+            ({"learning_rate": 1}, {}),
+            ({"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"num_cycles": 2}}, {}),
+            ({"report_to": "tensorboard"}, {"report_to": ["tensorboard"]}),
+            ({"report_to": ["tensorboard", "wandb"]}, {}),
+            ({"report_to": "none"}, {"report_to": []}),
+            ({"save_strategy": "steps", "save_steps": 5}, {}),
+            ({"save_strategy": "no"}, {}),
+            ({"optim": "adamw_torch"}, {}),
+            ({"gradient_checkpointing_kwargs": {"use_reentrant": False}}, {}),
+            ({"warmup_steps": 10, "max_steps": 20}, {}),
+            ({"beta": 0.04, "loss_type": "bnpo", "scale_rewards": "batch"}, {}),
+            ({"delta": None, "epsilon_high": 0.28}, {}),
+            ({"model_init_kwargs": {"attn_implementation": "sdpa"}}, {}),
+            ({"logging_steps": 1, "debug": ""}, {"debug": []}),
+        ],
+    )
+    def test_valid(self, ours: dict[str, Any], values: dict[str, Any], changed: dict[str, Any]) -> None:
+        from trl import GRPOConfig
+
+        config = build("trainer", GRPOConfig, values, **ours)
+        assert {key: getattr(config, key) for key in values} == values | changed
+
+    @pytest.mark.parametrize(
+        ("values", "message"),
+        [
+            ({"learning_rat": 1}, "trainer.learning_rat: unknown to trl.GRPOConfig; did you mean `learning_rate`?"),
+            ({"learning_rate": "abc"}, "trainer.learning_rate: Input should be a valid number, unable to parse string as a "
+             "number (got 'abc'), says trl.GRPOConfig"),
+            ({"max_steps": True}, "trainer.max_steps: expected a number, not a switch (got True), says trl.GRPOConfig"),
+            ({"num_iterations": "two"}, "trainer.num_iterations: Input should be a valid integer, unable to parse string as "
+             "an integer (got 'two'), says trl.GRPOConfig"),
+            ({"report_to": 5}, "trainer.report_to: Input should be a valid list, or: Input should be a valid string (got 5), "
+             "says trl.GRPOConfig"),
+            ({"lr_scheduler_kwargs": [1]}, "trainer.lr_scheduler_kwargs: Input should be a valid dictionary, or: Input "
+             "should be a valid string (got [1]), says trl.GRPOConfig"),
+            # YAML 1.1 reads an unquoted `no` as false
+            ({"save_strategy": False}, "trainer.save_strategy: Input should be 'no', 'steps', 'epoch' or 'best', or: Input "
+             "should be a valid string (got False), says trl.GRPOConfig"),
+        ],
+    )  # fmt: skip
+    def test_refused_by_name_or_type(self, ours: dict[str, Any], values: dict[str, Any], message: str) -> None:
+        from trl import GRPOConfig
+
+        assert refusal("trainer", GRPOConfig, values, **ours) == message
+
+    @pytest.mark.parametrize(
+        ("values", "reason"),
+        [
+            ({"lr_scheduler_type": "nope"}, "nope is not a valid SchedulerType"),
+            ({"optim": "nope"}, "nope is not a valid OptimizerNames"),
+            (
+                {"per_device_train_batch_size": 12},
+                "generation_batch_size (12) must be divisible by num_generations (8).",
+            ),
+            ({"log_completions_hub_repo": "me/mine"}, "log_completions_hub_repo is set, but log_completions is False."),
+        ],
+    )
+    def test_refused_by_the_library(self, ours: dict[str, Any], values: dict[str, Any], reason: str) -> None:
+        from trl import GRPOConfig
+
+        assert refusal("trainer", GRPOConfig, values, **ours).startswith(
+            f"trainer: refused by trl.GRPOConfig: {reason}"
+        )
+
+    def test_every_default_passes_its_own_check(self, ours: dict[str, Any]) -> None:
+        """A hint that refuses what the library itself puts there would refuse users too."""
+        import dataclasses
+
+        from trl import GRPOConfig
+
+        optional = {f.name: f.default for f in dataclasses.fields(GRPOConfig) if f.default is not dataclasses.MISSING}
+        for name in ours:
+            optional.pop(name, None)
+        build("trainer", GRPOConfig, optional, **ours)
+
+
+class TestOwnKeys:
+    """Keys of ours in sections of libraries."""
+
+    @pytest.mark.parametrize(
+        ("section", "values"),
+        [
+            ("lora", {"init_from": "runs/sft"}),
+            ("sft", {"completion_column": "answer"}),
+            ("sft", {"messages_column": "m"}),
+        ],
+    )
+    def test_they_never_reach_the_library(self, section: str, values: dict[str, Any]) -> None:
+        assert list(problems(section, values)) == []
+        assert for_library(section, values | {"r": 4}) == {"r": 4}
+
+    @pytest.mark.parametrize("value", ["", " ", 3, ["a"]])
+    def test_they_are_names(self, value: Any) -> None:
+        with pytest.raises(ValueError, match="`init_from` must be a text that is not empty"):
+            check_lora({"init_from": value})
+        with pytest.raises(ValueError, match="`messages_column` must be a text that is not empty"):
+            check_sft({"messages_column": value})
+
+    def test_sft_refuses_what_is_decided_elsewhere(self) -> None:
+        with pytest.raises(
+            ValueError, match="`output_dir` is set by Slipstream and cannot be given here; set --to instead"
+        ):
+            check_sft({"output_dir": "x"})
+        with pytest.raises(ValueError, match="exclude each other"):
+            check_sft({"messages_column": "a", "completion_column": "b"})
+        assert [key for key, _ in problems("sft", {"learning_rat": 1e-5})] == ["learning_rat"]

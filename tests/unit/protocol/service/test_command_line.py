@@ -1,0 +1,284 @@
+"""Exit codes, messages and light imports of the two command lines: by `call` in this process, by `start` as one of its own."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+import protocol
+from protocol.config.loader import load_config
+from protocol.errors import (
+    ConfigError,
+    DataFailuresError,
+    DatasetError,
+    DeviceError,
+    EndpointInUseError,
+    EngineError,
+    ExitCode,
+    IncompatiblePeerError,
+    SlipstreamError,
+    StalledError,
+)
+from protocol.service.command_line import main, parser, select_gpus
+from tests.unit.protocol.config.test_config import MINIMAL
+from tests.unit.protocol.stub_command import HEAVY, rl_stub
+
+REPOSITORY = Path(__file__).parents[4]
+
+
+@pytest.fixture(autouse=True)
+def own_environment(own_logging: None) -> Iterator[None]:
+    """A command that is called in this process sets variables."""
+    with mock.patch.dict(os.environ):
+        yield
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "run.yaml").write_text(MINIMAL)
+    (tmp_path / "bin").mkdir()
+    return tmp_path
+
+
+def fake_nvidia_smi(folder: Path, script: str) -> None:
+    file = folder / "bin" / "nvidia-smi"
+    file.write_text(f"#!/bin/sh\n{script}\n")
+    file.chmod(0o755)
+
+
+def two_gpus(folder: Path) -> None:
+    fake_nvidia_smi(
+        folder, "echo 'GPU 0: NVIDIA H200 (UUID: GPU-a)'; echo '  MIG 1g'; echo 'GPU 1: NVIDIA H200 (UUID: GPU-b)'"
+    )
+
+
+Ended = subprocess.CompletedProcess[str]
+STUB = [sys.executable, "-m", "tests.unit.protocol.stub_command"]
+
+
+def start(folder: Path, *arguments: str) -> Ended:
+    return subprocess.run(
+        [*STUB, *arguments],
+        cwd=folder,
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+@pytest.fixture
+def call(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
+    monkeypatch.chdir(folder)
+    os.environ["PATH"] = f"{folder}/bin:/usr/bin:/bin"
+    for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
+        os.environ.pop(name, None)
+
+    def ended(*arguments: str) -> Ended:
+        try:
+            code = rl_stub(list(arguments))
+        except SystemExit as end:
+            code = end.code  # type: ignore[assignment]
+        return Ended(arguments, code or 0, *capsys.readouterr())
+
+    return ended
+
+
+def test_help_and_version(folder: Path, call: Callable[..., Ended]) -> None:
+    shown = start(folder, "--help")
+    assert shown.returncode == ExitCode.OK
+    for flag in ("--config", "--set", "--check", "--gpu", "--version"):
+        assert flag in shown.stdout
+    assert call("--version").stdout == f"rl-stub {protocol.__version__}\n"
+
+
+def test_check_prints_the_resolved_file_and_does_not_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = start(folder, "--config", "run.yaml", "--check", "--set", "pipeline.max_staleness=2")
+    assert (shown.returncode, shown.stderr) == (ExitCode.OK, "")
+    assert "max_staleness: 2\n" in shown.stdout
+    assert "# engine max_loras: 4\n" in shown.stdout
+    assert "running" not in shown.stdout
+    (folder / "resolved.yaml").write_text(shown.stdout)
+    monkeypatch.chdir(folder)
+    assert load_config("resolved.yaml") == load_config("run.yaml", ["pipeline.max_staleness=2"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (
+            ["--config", "absent.yaml"],
+            78,
+            "absent.yaml: no such file. Give one with --config; examples/ has some to start from",
+        ),
+        (["--config", "run.yaml", "--set", "sed=1"], 78, "--set sed: unknown key `sed`; did you mean `seed`?"),
+        (["--config", "run.yaml", "--check=full"], 78, "engine.max_model_len: refused by vllm"),
+        (
+            ["--config", "run.yaml", "--gpu", "x"],
+            71,
+            "--gpu x: expected an index such as 0, a list such as 0,1, or cpu",
+        ),
+        (["--config", "run.yaml", "--gpu", ""], 71, "--gpu : expected an index such as 0, a list such as 0,1, or cpu"),
+        (
+            ["--config", "run.yaml", "--gpu", "2"],
+            71,
+            "--gpu 2: GPU 2 does not exist, this machine has GPUs 0 to 1; or use --gpu cpu",
+        ),
+        (
+            ["--config", "run.yaml", "--gpu", "0,-1"],
+            71,
+            "--gpu 0,-1: GPU -1 does not exist, this machine has GPUs 0 to 1; or use --gpu cpu",
+        ),
+        (["--config", "run.yaml", "--gpu", "1,1"], 71, "--gpu 1,1: the same GPU is named twice"),
+    ],
+    ids=lambda value: " ".join(value[2:]) if isinstance(value, list) else None,
+)
+def test_what_a_user_gets_wrong(
+    folder: Path, call: Callable[..., Ended], arguments: list[str], code: int, message: str
+) -> None:
+    two_gpus(folder)
+    shown = call(*arguments)
+    assert (shown.returncode, shown.stdout, shown.stderr) == (code, "", f"rl-stub: error: {message}\n")
+
+
+@pytest.mark.parametrize("arguments", [[], ["--config"], ["--config", "run.yaml", "--check=some"], ["--nonsense"]])
+def test_usage_errors(call: Callable[..., Ended], arguments: list[str]) -> None:
+    shown = call(*arguments)
+    assert shown.returncode == ExitCode.USAGE == 2
+    assert shown.stderr.startswith("usage: rl-stub")
+
+
+@pytest.mark.parametrize(
+    ("choice", "shown"),
+    [("0", "[0] 0 PCI_BUS_ID"), ("1", "[1] 1 PCI_BUS_ID"), ("1,0", "[1, 0] 1,0 PCI_BUS_ID"), ("cpu", "[]  None")],
+)
+def test_exactly_the_chosen_gpus_are_visible(folder: Path, call: Callable[..., Ended], choice: str, shown: str) -> None:
+    two_gpus(folder)
+    assert call("--config", "run.yaml", "--gpu", choice).stdout == f"running on {shown}\n"
+
+
+@pytest.mark.parametrize(
+    ("script", "existing"),
+    [
+        ("echo 'GPU 0: NVIDIA A100 (UUID: GPU-a)'", "only GPU 0"),
+        ("echo 'NVIDIA-SMI has failed because it could not communicate with the driver.'; exit 9", "no NVIDIA GPU"),
+    ],
+)
+def test_fewer_gpus_than_asked_for(folder: Path, call: Callable[..., Ended], script: str, existing: str) -> None:
+    fake_nvidia_smi(folder, script)
+    shown = call("--config", "run.yaml", "--gpu", "3")
+    assert shown.returncode == ExitCode.DEVICE == 71
+    assert f"GPU 3 does not exist, this machine has {existing}; or use --gpu cpu" in shown.stderr
+
+
+def test_a_bug_ends_with_its_traceback_and_code(folder: Path) -> None:
+    shown = start(folder, "--config", "run.yaml", "--gpu", "cpu", "--set", "seed=1")
+    assert shown.returncode == ExitCode.BUG == 70
+    assert "Traceback (most recent call last)" in shown.stderr
+    assert shown.stderr.endswith("KeyError: 'a bug'\nrl-stub: this is a bug; please report it with its traceback\n")
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "message"),
+    [
+        (["--set", "sed=1"], ExitCode.CONFIG, "error: --set sed: unknown key `sed`; did you mean `seed`?"),
+        (["--set", "seed=1"], ExitCode.BUG, "this is a bug; please report it with its traceback"),
+    ],
+)
+def test_under_systemd_the_last_words_are_a_record(
+    folder: Path, changes: list[str], code: ExitCode, message: str
+) -> None:
+    """Also when the configuration, which may choose the format, cannot be read."""
+    with (folder / "journal").open("w+") as journal:
+        facts = os.fstat(journal.fileno())
+        environment = {"PYTHONPATH": str(REPOSITORY), "JOURNAL_STREAM": f"{facts.st_dev}:{facts.st_ino}"}
+        command = [*STUB, "--config", "run.yaml", "--gpu", "cpu", *changes]
+        assert subprocess.call(command, cwd=folder, env=environment, stderr=journal, timeout=60) == code
+        journal.seek(0)
+        [line] = journal.read().splitlines()
+    assert line.startswith("<2>")
+    record = json.loads(line[3:])
+    assert (record["role"], record["level"], record["msg"]) == ("rl-stub", "critical", message)
+    assert (record["exit_code"], record["exit_name"]) == (code, code.name)
+    assert ("KeyError: 'a bug'" in record.get("exc", "")) == (code is ExitCode.BUG)
+
+
+def test_an_interrupt_has_a_code(call: Callable[..., Ended]) -> None:
+    shown = call("--config", "run.yaml", "--gpu", "cpu", "--set", "seed=2")
+    assert (shown.returncode, shown.stderr) == (ExitCode.INTERRUPTED, "")
+    assert ExitCode.INTERRUPTED == 130
+
+
+@pytest.mark.parametrize("module", ["producer.cli", "consumer.cli", "tools.sft.cli", "tools.export.cli"])
+def test_the_daemons_import_nothing_heavy_for_help_and_check(folder: Path, module: str) -> None:
+    program = (
+        f"import sys\nfrom {module} import main\n"
+        "for arguments in (['--help'], ['--config', 'run.yaml', '--check']):\n"
+        "    sys.argv[1:] = arguments\n"
+        "    try:\n        code = main()\n    except SystemExit as end:\n        code = end.code\n"
+        f"    print([name for name in {HEAVY} if name in sys.modules], code or 0, file=sys.stderr)"
+    )
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(REPOSITORY)}
+    shown = subprocess.run(
+        [sys.executable, "-P", "-c", program],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert shown.stderr == "[] 0\n[] 0\n"
+
+
+# Inside this process.
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConfigError, 78),
+        (DatasetError, 65),
+        (DataFailuresError, 66),
+        (EngineError, 69),
+        (DeviceError, 71),
+        (EndpointInUseError, 73),
+        (StalledError, 75),
+        (IncompatiblePeerError, 76),
+    ],
+)
+def test_every_error_has_its_code(
+    folder: Path, capsys: pytest.CaptureFixture[str], error: type[SlipstreamError], code: int
+) -> None:
+    def run(config: object, gpus: list[int]) -> ExitCode:
+        raise error("what was wrong, and the fix")
+
+    arguments = parser("rl-stub", "").parse_args(["--config", str(folder / "run.yaml"), "--gpu", "cpu"])
+    assert main(arguments, "rl-stub", lambda config: None, run) == code
+    assert capsys.readouterr().err == "rl-stub: error: what was wrong, and the fix\n"
+
+
+def test_exit_codes_differ() -> None:
+    codes = [error.exit_code for error in SlipstreamError.__subclasses__()]
+    assert len(set(codes)) == len(codes) == 11
+
+
+def test_a_driver_that_hangs_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hang(*arguments: object, **options: object) -> None:
+        raise subprocess.TimeoutExpired("nvidia-smi", 30)
+
+    monkeypatch.setattr("shutil.which", lambda name: "/usr/bin/nvidia-smi")
+    monkeypatch.setattr(subprocess, "run", hang)
+    with pytest.raises(DeviceError, match=r"^nvidia-smi does not answer: .* timed out .* Or use --gpu cpu$"):
+        select_gpus("0")
+
+
+def test_a_machine_without_nvidia_smi_has_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    with pytest.raises(DeviceError) as caught:
+        select_gpus("0")
+    assert str(caught.value) == "--gpu 0: GPU 0 does not exist, this machine has no NVIDIA GPU; or use --gpu cpu"

@@ -1,0 +1,154 @@
+"""The HTTP port over a real socket: what it answers, where it says it is, and what it refuses."""
+
+import errno
+import json
+import os
+import socket
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter
+
+from protocol.errors import ConfigError, EndpointInUseError, ExitCode
+from protocol.service import exposition
+from protocol.service.health import Health
+from protocol.service.observability import add_health_metrics
+from protocol.service.systemd import Notifier
+
+NAMES = {"key": "trainer_metrics_port", "job": "rl-trainer", "name": "host-1"}
+
+
+def health() -> Health:
+    return Health(60.0, Notifier(None))
+
+
+def get(address: str, path: str, accept: str = "*/*") -> tuple[int, str, bytes]:
+    request = urllib.request.Request(f"http://{address}{path}", headers={"Accept": accept})
+    try:
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            return answer.status, answer.headers["Content-Type"], answer.read()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.headers["Content-Type"], error.read()
+
+
+def test_metrics_come_in_the_text_format_under_their_own_names_whatever_prometheus_would_like(tmp_path: Path) -> None:
+    registry = CollectorRegistry()
+    Counter("rl_trainer_things", "Things.", registry=registry).inc(3)
+    Counter("vllm:things", "Things.", registry=registry).inc(4)
+    with exposition.serve(registry, health(), "127.0.0.1", 0, folder=tmp_path, **NAMES) as address:
+        status, content_type, body = get(address, "/metrics", "application/openmetrics-text;version=1.0.0,text/plain")
+    assert status == 200
+    assert content_type.startswith("text/plain")
+    assert b"rl_trainer_things_total 3.0\n" in body
+    assert b"vllm:things_total 4.0\n" in body
+
+
+def test_health_and_readiness_come_with_reasons_and_503_when_something_is_wrong(tmp_path: Path) -> None:
+    state = health()
+    with exposition.serve(CollectorRegistry(), state, "127.0.0.1", 0, folder=tmp_path, **NAMES) as address:
+        assert get(address, "/healthz")[0] == 200
+        status, content_type, body = get(address, "/readyz")
+        assert (status, content_type) == (503, "application/json")
+        assert json.loads(body) == {"status": "failing", "checks": {"phase": "starting"}}
+        state.started("")
+        state.check_alive("disk", lambda: "99% full")
+        status, _, body = get(address, "/healthz")
+        assert (status, json.loads(body)) == (503, {"status": "failing", "checks": {"disk": "99% full"}})
+
+
+def test_any_other_path_is_not_found_and_other_methods_are_refused(tmp_path: Path) -> None:
+    with exposition.serve(CollectorRegistry(), health(), "127.0.0.1", 0, folder=tmp_path, **NAMES) as address:
+        assert get(address, "/../etc/passwd")[0] == 404
+        with pytest.raises(urllib.error.HTTPError, match="405") as refused:
+            urllib.request.urlopen(f"http://{address}/metrics", data=b"x", timeout=10)
+        refused.value.close()
+
+
+def test_the_address_stands_in_the_folder_for_as_long_as_it_is_served(tmp_path: Path) -> None:
+    folder = tmp_path / "metrics"
+    with exposition.serve(CollectorRegistry(), health(), "127.0.0.1", 0, folder=folder, **NAMES) as address:
+        (group,) = json.loads((folder / "rl-trainer-host-1.json").read_text())
+        assert group["targets"] == [address]
+        assert group["labels"] == {
+            "host": socket.gethostname(),
+            "daemon": "host-1",
+            "job": "rl-trainer",
+            "pid": str(os.getpid()),
+        }
+    assert list(folder.iterdir()) == []
+
+
+def test_what_a_killed_daemon_left_is_removed_and_what_others_serve_or_wrote_stays(tmp_path: Path) -> None:
+    def left(name: str, host: str, pid: int) -> None:
+        labels = {"host": host, "pid": str(pid), "daemon": name, "job": "rl-producer"}
+        (tmp_path / f"{name}.json").write_text(json.dumps([{"targets": ["127.0.0.1:1"], "labels": labels}]))
+
+    left("dead", socket.gethostname(), 2**22 + 1)  # above the kernel's greatest process id
+    left("alive", socket.gethostname(), os.getpid())
+    left("elsewhere", "another-host", 2**22 + 1)
+    (tmp_path / "strange.json").write_text("not ours")
+    with exposition.serve(CollectorRegistry(), health(), "127.0.0.1", 0, folder=tmp_path, **NAMES):
+        pass
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["alive.json", "elsewhere.json", "strange.json"]
+
+
+def test_a_folder_that_cannot_be_written_is_a_configuration_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"run_dir: .*/file.* cannot be written: Not a directory"):
+        exposition.serve(
+            CollectorRegistry(), health(), "127.0.0.1", 0, folder=tmp_path / "file" / "metrics", **NAMES
+        ).__enter__()
+
+
+def test_on_a_full_disk_it_serves_without_saying_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with exposition.serve(CollectorRegistry(), health(), "127.0.0.1", 0, folder=tmp_path, **NAMES) as address:
+        assert get(address, "/healthz")[0] == 200
+        assert not list(tmp_path.glob("*.json"))
+
+
+def test_a_port_in_use_is_refused_with_the_key_to_change(tmp_path: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(
+            EndpointInUseError, match=f"observability.trainer_metrics_port: 127.0.0.1:{port} is in use"
+        ) as it:
+            exposition.serve(CollectorRegistry(), health(), "127.0.0.1", port, folder=tmp_path, **NAMES).__enter__()
+    assert it.value.exit_code == ExitCode.ENDPOINT_IN_USE
+
+
+def test_an_address_of_another_machine_is_refused_as_configuration(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"observability\.metrics_host"):
+        exposition.serve(CollectorRegistry(), health(), "192.0.2.1", 0, folder=tmp_path, **NAMES).__enter__()
+
+
+def test_ipv6_loopback_is_written_with_brackets(tmp_path: Path) -> None:
+    with exposition.serve(CollectorRegistry(), health(), "::1", 0, folder=tmp_path, **NAMES) as address:
+        assert address.startswith("[::1]:")
+        assert get(address, "/healthz")[0] == 200
+
+
+def test_an_idle_client_does_not_keep_another_one_waiting(tmp_path: Path) -> None:
+    with exposition.serve(CollectorRegistry(), health(), "127.0.0.1", 0, folder=tmp_path, **NAMES) as address:
+        host, _, port = address.rpartition(":")
+        with socket.create_connection((host, int(port))):
+            assert get(address, "/healthz")[0] == 200
+
+
+def test_checks_of_healthz_are_metrics_too() -> None:
+    registry, state = CollectorRegistry(), health()
+    add_health_metrics(registry, "rl_trainer", state)
+    state.check_alive("disk", lambda: "99% full")
+    state.check_alive("memory", lambda: None)
+    state.check_ready("journal", lambda: "cannot be written")
+    assert registry.get_sample_value("rl_trainer_check_failing", {"check": "disk"}) == 1
+    assert registry.get_sample_value("rl_trainer_check_failing", {"check": "memory"}) == 0
+    assert registry.get_sample_value("rl_trainer_check_failing", {"check": "journal"}) is None, "/readyz only"

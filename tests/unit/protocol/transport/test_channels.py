@@ -1,0 +1,261 @@
+"""The contract of `protocol.transport.channel`, kept by loopback, ipc and tcp alike."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protocol.transport.channel import BadFrame
+from protocol.wire.codec import CodecError, encode
+from protocol.wire.messages import BlobChunk, BlobMissing, BlobRequest, Bye, Heartbeat, Lease, Nack, Sampling
+from tests.unit.protocol.channel_harness import Harness, eventually, receive
+from tests.unit.protocol.samples import SHA
+
+MESSAGE = Nack("1.0", "returned")  # both sides send it
+
+
+@pytest.fixture(params=["loopback", "ipc", "tcp"])
+def harness(request: pytest.FixtureRequest, short_dir: Path) -> Iterator[Harness]:
+    with ExitStack() as stack:
+        yield Harness(request.param, short_dir, stack)
+
+
+def numbered(number: int) -> Nack:
+    return Nack(lease_id=str(number), reason="returned")
+
+
+def introduce(server: Any, client: Any) -> bytes:
+    """Sends a first message and returns the routing id it arrives under."""
+    eventually(lambda: client.send(Bye("stopping")), "a server that listens")
+    [(peer, message)] = receive(server, 1)
+    assert message == Bye("stopping")
+    return peer
+
+
+def introduce_blobs(server: Any, client: Any) -> bytes:
+    eventually(lambda: client.send(BlobRequest(SHA, 0, 1)), "a server that listens")
+    [(peer, message)] = receive(server, 1)
+    assert message == BlobRequest(SHA, 0, 1)
+    return peer
+
+
+def test_messages_arrive_whole_and_in_order_in_both_directions(harness: Harness) -> None:
+    server = harness.server()
+    client = harness.client(server)
+    peer = introduce(server, client)
+    sent = [numbered(number) for number in range(500)]
+    assert all(client.send(message) for message in sent)
+    assert receive(server, 500) == [(peer, message) for message in sent]
+    assert all(server.send(peer, message) for message in sent)
+    assert receive(client, 500) == sent
+
+
+def test_peers_are_kept_apart(harness: Harness) -> None:
+    server = harness.server()
+    clients = [harness.client(server, name) for name in ("left", "right")]
+    left, right = peers = [introduce(server, client) for client in clients]
+    assert left != right
+    for number, (client, peer) in enumerate(zip(clients, peers, strict=True)):
+        assert client.send(numbered(number))
+        assert receive(server, 1) == [(peer, numbered(number))]
+        assert server.send(peer, numbered(10 + number))
+    assert receive(clients[0], 1) == [numbered(10)]
+    assert receive(clients[1], 1) == [numbered(11)]
+
+
+def test_sending_to_an_unknown_peer_says_false(harness: Harness) -> None:
+    server = harness.server()
+    peer = introduce(server, harness.client(server))
+    assert server.send(peer, MESSAGE) is True
+    assert server.send(b"nobody", MESSAGE) is False
+    assert server.send(b"", MESSAGE) is False
+    assert server.send(b"nobody", BlobMissing(SHA)) is False
+
+
+def test_a_peer_that_left_becomes_unknown(harness: Harness) -> None:
+    server = harness.server()
+    client = harness.client(server)
+    peer = introduce(server, client)
+    client.close()
+    eventually(lambda: not server.send(peer, MESSAGE), "the departure to show")
+
+
+def test_reset_gives_a_new_routing_id_and_drops_what_was_queued(harness: Harness) -> None:
+    server = harness.server()
+    client = harness.client(server)
+    old = introduce(server, client)
+    assert introduce_blobs(server, client) == old
+    for number in range(5):
+        assert server.send(old, numbered(number))
+    assert server.send(old, BlobMissing(SHA))
+    time.sleep(0.05)
+    client.reset()
+    new = introduce(server, client)
+    assert new != old
+    eventually(lambda: not server.send(old, numbered(99)), "the old routing id to be forgotten")
+    assert server.send(new, numbered(100))
+    assert receive(client, 1) == [numbered(100)]
+    assert client.poll(0.05) == []
+
+
+def test_reset_again_and_again(harness: Harness) -> None:
+    server = harness.server()
+    client = harness.client(server)
+    peers = []
+    for _ in range(4):
+        peers.append(introduce(server, client))
+        assert introduce_blobs(server, client) == peers[-1]
+        client.reset()
+    assert len(set(peers)) == 4
+
+
+@pytest.mark.parametrize("end", ["server", "client"])
+def test_poll_returns_when_its_timeout_is_over(harness: Harness, end: str) -> None:
+    server = harness.server()
+    client = harness.client(server)
+    channel = server if end == "server" else client
+    for timeout_s in (0.0, 0.1, 0.3):
+        start = time.monotonic()
+        assert channel.poll(timeout_s) == []
+        assert timeout_s - 0.01 <= time.monotonic() - start < timeout_s + 10.0
+
+
+@pytest.mark.parametrize("end", ["server", "client"])
+def test_wake_ends_a_poll_of_another_thread(harness: Harness, end: str) -> None:
+    server = harness.server()
+    client = harness.client(server)
+    channel = server if end == "server" else client
+    waker = threading.Timer(0.1, channel.wake)
+    waker.start()
+    start = time.monotonic()
+    assert channel.poll(60.0) == []
+    assert time.monotonic() - start < 30.0
+    waker.join()
+
+
+@pytest.mark.parametrize("end", ["server", "client"])
+def test_a_wake_before_the_poll_is_remembered_once(harness: Harness, end: str) -> None:
+    server = harness.server()
+    client = harness.client(server)
+    channel = server if end == "server" else client
+    for _ in range(3):
+        channel.wake()
+    start = time.monotonic()
+    assert channel.poll(60.0) == []
+    assert time.monotonic() - start < 30.0
+    start = time.monotonic()
+    assert channel.poll(0.2) == []
+    assert time.monotonic() - start >= 0.19
+
+
+def test_a_wake_loses_no_message(harness: Harness) -> None:
+    server = harness.server()
+    client = harness.client(server)
+    peer = introduce(server, client)
+    assert client.send(MESSAGE)
+    server.wake()
+    assert receive(server, 1) == [(peer, MESSAGE)]
+
+
+def test_a_bad_frame_comes_out_with_its_reason_and_the_channel_goes_on(harness: Harness) -> None:
+    server = harness.server()
+    client = harness.client(server)
+    peer = introduce(server, client)
+    bad = [b"", b"GET / HTTP/1.1", encode(MESSAGE)[:-1], encode(MESSAGE, schema_version=9)]
+    expected = [
+        BadFrame("frame of 0 bytes is shorter than the 8-byte prefix"),
+        BadFrame("frame starts with b'GE', not b'SL'"),
+        BadFrame("checksum mismatch"),
+        BadFrame("peer speaks protocol schema 9, this process speaks 1 and 2", peer_schema=9),
+    ]
+    for frame in bad:
+        harness.inject_to_server(client, frame)
+        harness.inject_to_client(server, peer, frame)
+    assert client.send(MESSAGE)
+    assert server.send(peer, MESSAGE)
+    assert receive(server, 5) == [(peer, item) for item in [*expected, MESSAGE]]
+    assert receive(client, 5) == [*expected, MESSAGE]
+
+
+def test_a_peer_of_the_release_before_is_answered_in_its_schema_on_both_lanes(harness: Harness) -> None:
+    server = harness.server()
+    client = harness.client(server)
+    peer = introduce(server, client)
+    introduce_blobs(server, client)
+    beat = Heartbeat(0, 1, [], 0, 0.0, idle_s=5.0)
+    assert client.send(beat)
+    assert receive(server, 1) == [(peer, beat)]
+    assert server.send(peer, MESSAGE)
+    assert receive(client, 1) == [MESSAGE]
+    assert client.schema_version == 2
+    harness.inject_to_server(client, encode(MESSAGE, schema_version=1))
+    assert receive(server, 1) == [(peer, MESSAGE)]
+    assert server.send(peer, BlobMissing(SHA))
+    assert receive(client, 1) == [BlobMissing(SHA)]
+    assert client.schema_version == 1
+    assert client.send(beat)
+    assert receive(server, 1) == [(peer, Heartbeat(0, 1, [], 0, 0.0))]
+    assert server.send(peer, MESSAGE)
+    assert receive(client, 1) == [MESSAGE]
+    client.reset()
+    assert client.schema_version == 2
+
+
+def test_what_only_the_other_side_sends_is_a_bad_frame(harness: Harness) -> None:
+    server = harness.server()
+    client = harness.client(server)
+    peer = introduce(server, client)
+    lease = Lease("1.0", 1, 0, "1+1=", {}, Sampling(2, 8, 1.0), 0, 60.0)
+    beat = Heartbeat(0, 1, [], 0, 0.0)
+    assert client.send(lease)
+    assert server.send(peer, beat)
+    assert receive(server, 1) == [(peer, BadFrame("body refused: Invalid value 'lease' - at `$.type`"))]
+    assert receive(client, 1) == [BadFrame("body refused: Invalid value 'heartbeat' - at `$.type`")]
+
+
+def test_blobs_arrive_under_the_same_peer_and_control_does_not_wait_for_them(harness: Harness) -> None:
+    server = harness.server()
+    client = harness.client(server)
+    peer = introduce(server, client)
+    assert introduce_blobs(server, client) == peer
+    chunks = [BlobChunk(SHA, index * 2**20, bytes([index]) * 2**20) for index in range(16)]
+    assert all(server.send(peer, chunk) for chunk in chunks)
+    assert server.send(peer, MESSAGE)
+    arrived = receive(client, 17)
+    assert [message for message in arrived if isinstance(message, BlobChunk)] == chunks
+    assert MESSAGE in arrived
+
+
+def test_a_message_that_cannot_be_encoded_is_refused_at_the_sender(harness: Harness) -> None:
+    server = harness.server()
+    client = harness.client(server)
+    peer = introduce(server, client)
+    odd = Lease("1.0", 1, 0, "1+1=", {"odd": object()}, Sampling(2, 8, 1.0), 0, 60.0)
+    with pytest.raises(CodecError, match="cannot encode Lease"):
+        server.send(peer, odd)
+    with pytest.raises(CodecError, match="cannot encode Lease"):
+        client.send(odd)
+    assert client.send(MESSAGE)
+    assert receive(server, 1) == [(peer, MESSAGE)]
+
+
+def test_a_heartbeat_with_many_leases(harness: Harness) -> None:
+    server = harness.server()
+    client = harness.client(server)
+    peer = introduce(server, client)
+    beat = Heartbeat(3, 0, [f"{number}.0" for number in range(20_000)], 2**53, 1e9)
+    assert client.send(beat)
+    assert receive(server, 1) == [(peer, beat)]
+
+
+def test_closing_twice_is_harmless_and_so_is_a_late_wake(harness: Harness) -> None:
+    server = harness.server()
+    client = harness.client(server)
+    for channel in (client, server):
+        channel.close()
+        channel.wake()
+        channel.close()

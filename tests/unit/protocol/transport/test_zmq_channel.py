@@ -1,0 +1,483 @@
+"""What only sockets can suffer: endpoints in use, stale files, raw peers, full queues, restarts."""
+
+import os
+import re
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import zmq
+
+from protocol.errors import ConfigError, EndpointInUseError, ExitCode
+from protocol.security.keys import AUTHORIZED, ProducerKeys, TrainerKeys, generate, producer_keys, trainer_keys
+from protocol.security.rejections import REASONS, Refusals
+from protocol.transport.channel import BadFrame
+from protocol.transport.connection_guard import MAX_UNFINISHED
+from protocol.transport.zeromq import ZmqClient, ZmqServer
+from protocol.wire.codec import CodecError, encode
+from protocol.wire.messages import BlobChunk, BlobMissing, Bye, Nack
+from tests.unit.protocol.channel_harness import LIMIT, Harness, eventually, receive, reserve_port
+from tests.unit.protocol.samples import SHA
+from tests.unit.protocol.transport.test_channels import MESSAGE, introduce, introduce_blobs, numbered
+
+REPOSITORY = Path(__file__).parents[4]
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as opened:
+        yield opened
+
+
+@pytest.fixture(params=["ipc", "tcp"])
+def harness(request: pytest.FixtureRequest, short_dir: Path, stack: ExitStack) -> Harness:
+    return Harness(request.param, short_dir, stack)
+
+
+@pytest.fixture
+def ipc(short_dir: Path, stack: ExitStack) -> Harness:
+    return Harness("ipc", short_dir, stack)
+
+
+def start_owner(control: str, blob: str) -> "subprocess.Popen[str]":
+    """Another process that serves the endpoints until it is killed."""
+    program = (
+        "import sys, time\nfrom protocol.transport.zeromq import ZmqServer\n"
+        "server = ZmqServer(sys.argv[1], sys.argv[2], 65536)\nprint('bound', flush=True)\ntime.sleep(120)"
+    )
+    owner = subprocess.Popen(
+        [sys.executable, "-c", program, control, blob], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
+    )
+    assert owner.stdout is not None
+    assert owner.stdout.readline() == "bound\n"
+    return owner
+
+
+def test_an_ipc_endpoint_of_a_living_process_is_refused_and_of_a_dead_one_reused(ipc: Harness) -> None:
+    socket_file = Path(ipc.endpoints[0].removeprefix("ipc://"))
+    with start_owner(*ipc.endpoints) as owner:
+        with pytest.raises(EndpointInUseError) as caught:
+            ipc.server()
+        assert str(caught.value) == (
+            f"transport.endpoint: {ipc.endpoints[0]} is in use by another process. Stop that trainer, or give this run "
+            "an endpoint of its own (run_dir or transport.endpoint)"
+        )
+        assert caught.value.exit_code == ExitCode.ENDPOINT_IN_USE == 73
+        assert stat.S_ISSOCK(socket_file.stat().st_mode), "the refused server must not touch the living one's socket"
+        owner.send_signal(signal.SIGKILL)
+    assert stat.S_ISSOCK(socket_file.stat().st_mode), "killed, so it left its socket behind"
+    server = ipc.server()
+    introduce(server, ipc.client(server))
+
+
+def test_a_tcp_endpoint_in_use_is_refused(stack: ExitStack, short_dir: Path) -> None:
+    harness = Harness("tcp", short_dir, stack)
+    harness.server()
+    with pytest.raises(EndpointInUseError, match="is in use by another process"):
+        harness.server()
+
+
+@pytest.mark.parametrize("taken", [0, 1], ids=["control", "blob"])
+def test_a_tcp_port_of_a_stranger_is_refused(stack: ExitStack, taken: int) -> None:
+    stranger = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+    ports = [reserve_port(stack), reserve_port(stack)]
+    ports[taken] = stranger.getsockname()[1]
+    with pytest.raises(EndpointInUseError, match=f"tcp://127.0.0.1:{ports[taken]} is in use"):
+        ZmqServer(f"tcp://127.0.0.1:{ports[0]}", f"tcp://127.0.0.1:{ports[1]}", LIMIT)
+
+
+def test_a_refused_server_gives_back_what_it_had_taken(ipc: Harness) -> None:
+    control, blob = ipc.endpoints
+    first = ZmqServer(blob, f"{blob}.2", LIMIT)
+    with pytest.raises(EndpointInUseError):
+        ZmqServer(control, blob, LIMIT)
+    first.close()
+    ZmqServer(control, blob, LIMIT).close()
+
+
+def test_sockets_and_locks_are_private_and_folders_made(short_dir: Path) -> None:
+    folder = short_dir / "runs" / "one"
+    server = ZmqServer(f"ipc://{folder}/control.ipc", f"ipc://{folder}/control.ipc.blobs", LIMIT)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert sorted(os.listdir(folder)) == [
+        "control.ipc",
+        "control.ipc.blobs",
+        "control.ipc.blobs.lock",
+        "control.ipc.lock",
+    ]
+    assert stat.S_IMODE((folder / "control.ipc.lock").stat().st_mode) == 0o600
+    server.close()
+
+
+@pytest.mark.parametrize("place", ["control", "blob"])
+def test_an_ipc_path_that_is_too_long_is_a_configuration_error_on_both_ends(short_dir: Path, place: str) -> None:
+    path = f"{short_dir}/" + "x" * (108 - len(str(short_dir)) - 1)
+    endpoints = [f"ipc://{path}", f"ipc://{short_dir}/short"]
+    for make in (ZmqServer, lambda *arguments: ZmqClient("producer", *arguments)):
+        with pytest.raises(ConfigError) as caught:
+            make(*(endpoints if place == "control" else reversed(endpoints)), LIMIT)
+        assert str(caught.value) == (
+            f"transport.endpoint: the socket path {path} is longer than 107 bytes. Set a shorter one, e.g. "
+            "transport.endpoint=tcp://127.0.0.1:5557 or ipc:///tmp/NAME/control.ipc"
+        )
+
+
+def test_the_longest_ipc_path_works(short_dir: Path) -> None:
+    longest = f"{short_dir}/" + "x" * (107 - len(str(short_dir)) - 1)
+    server = ZmqServer(f"ipc://{longest}", f"ipc://{short_dir}/b", LIMIT)
+    client = ZmqClient("producer", f"ipc://{longest}", f"ipc://{short_dir}/b", LIMIT)
+    introduce(server, client)
+    client.close()
+    server.close()
+
+
+def test_a_file_that_is_no_socket_is_refused_and_kept(ipc: Harness, short_dir: Path) -> None:
+    precious = short_dir / "control.ipc"
+    precious.write_text("thesis")
+    with pytest.raises(ConfigError, match="exists and is not a socket; name another path"):
+        ipc.server()
+    assert precious.read_text() == "thesis"
+
+
+def test_a_path_that_cannot_be_made_is_a_configuration_error(short_dir: Path) -> None:
+    (short_dir / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"transport.endpoint: cannot create .*: (Not a directory|File exists)"):
+        ZmqServer(f"ipc://{short_dir}/file/control.ipc", f"ipc://{short_dir}/b", LIMIT)
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:http", "carrier-pigeon://coop"])
+def test_an_endpoint_that_is_none_is_a_configuration_error_on_both_ends(short_dir: Path, endpoint: str) -> None:
+    with pytest.raises(ConfigError, match=r"transport.endpoint: cannot bind "):
+        ZmqServer(endpoint, f"ipc://{short_dir}/short", LIMIT)
+    with pytest.raises(ConfigError, match=r"transport.endpoint: cannot connect to "):
+        ZmqClient("producer", endpoint, f"ipc://{short_dir}/short", LIMIT)
+
+
+@pytest.mark.parametrize("host", ["localhost", "[::1]"])
+def test_every_loopback_host_of_the_configuration_works(stack: ExitStack, host: str) -> None:
+    if host == "[::1]":
+        try:
+            socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+        except OSError:
+            pytest.skip("this machine has no IPv6 loopback")
+    endpoints = [f"tcp://{host}:{reserve_port(stack)}" for _ in range(2)]
+    server = ZmqServer(*endpoints, LIMIT)
+    stack.callback(server.close)
+    client = ZmqClient("producer", *endpoints, LIMIT)
+    stack.callback(client.close)
+    introduce(server, client)
+
+
+def test_a_wildcard_is_for_the_trainer_alone(stack: ExitStack, short_dir: Path) -> None:
+    endpoints = [f"tcp://*:{reserve_port(stack)}", f"ipc://{short_dir}/b"]
+    ZmqServer(*endpoints, LIMIT).close()
+    with pytest.raises(ConfigError, match=r"give producers the trainer's address with --set transport.endpoint$"):
+        ZmqClient("p", *endpoints, LIMIT)
+
+
+@pytest.mark.parametrize(
+    ("trainer_has", "producer_has", "said"),
+    [
+        # Which of the two it is depends on who hangs up first.
+        (
+            False,
+            True,
+            r"has no keys, and this producer has: set transport\.keys|it has another key than \S+ \(.*\), or none",
+        ),
+        (
+            True,
+            False,
+            r"ends the handshake: it wants keys\. Set transport\.keys, as the trainer does \(docs/security\.md\)",
+        ),
+    ],
+)
+def test_keys_on_one_side_only_are_said(
+    ipc: Harness, tmp_path: Path, caplog: pytest.LogCaptureFixture, trainer_has: bool, producer_has: bool, said: str
+) -> None:
+    of_trainer, of_producer = keys_in(tmp_path)
+    server = ZmqServer(*ipc.endpoints, LIMIT, of_trainer if trainer_has else None)
+    ipc.stack.callback(server.close)
+    client = ZmqClient("gpu01-1-abcd", *ipc.endpoints, LIMIT, of_producer if producer_has else None)
+    ipc.stack.callback(client.close)
+    eventually(lambda: client.poll(0.01) or re.search(said, caplog.text), "the explanation")
+    assert not client.send(MESSAGE)
+
+
+def test_a_guard_that_fails_ends_its_server(ipc: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it there are no bounds, so the trainer must not go on."""
+    server = ipc.server()
+    monkeypatch.setattr(server._guard, "_check", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        eventually(lambda: server.poll(0.05), "the error")
+    server.close()
+
+
+def test_who_sends_much_to_a_busy_server_is_not_taken_for_one_that_never_ends(
+    stack: ExitStack, short_dir: Path
+) -> None:
+    harness = Harness("tcp", short_dir, stack)
+    server = harness.server(limit=2**20)
+    client = harness.client(server, limit=2**20)
+    introduce(server, client)
+    connections = server._guard._connections
+    eventually(lambda: any(one.deliveries for one in list(connections.values())), "the guard to see the introduction")
+    for _ in range(40):
+        harness.inject_to_server(client, bytes(500_000))
+    suspect = eventually(
+        lambda: [one for one in list(connections.values()) if one.over_since], "the guard's suspicion"
+    )[0]
+    eventually(lambda: time.monotonic() - suspect.over_since > 0.2, "some more checks")
+    assert len(receive(server, 40)) == 40
+    eventually(lambda: not server.poll(0.01) and not any(one.over_since for one in connections.values()), "its end")
+    introduce(server, client)
+    assert server.refusals.counts.total() == 0
+
+
+def test_many_local_producers_that_start_together_are_all_let_in(ipc: Harness, stack: ExitStack) -> None:
+    """Their connections for blobs stay silent until there is a policy, which over ipc looks like an unfinished handshake."""
+    server = ipc.server()
+    context = stack.enter_context(zmq.Context(io_threads=1))
+    for _ in range(MAX_UNFINISHED + 8):
+        stack.enter_context(context.socket(zmq.DEALER)).connect(ipc.endpoints[1])
+    eventually(lambda: len(server._guard._connections) == MAX_UNFINISHED + 8, "all connections")
+    server._guard._bound_unfinished()
+    assert sum(server.refusals.counts.values()) == 0
+
+
+def test_refusals_are_counted_all_and_logged_a_few(caplog: pytest.LogCaptureFixture) -> None:
+    refusals = Refusals()
+    assert refusals.counts == dict.fromkeys(REASONS, 0)
+    for number in range(100):
+        refusals("no_key", f"peer {number}")
+    refusals("multipart", "another")
+    assert (refusals.counts["no_key"], refusals.counts["multipart"], refusals.counts.total()) == (100, 1, 101)
+    assert [record.getMessage() for record in caplog.records] == [
+        *(f"refused peer {number} (no_key, {number + 1} so far)" for number in range(3)),
+        "refused another (multipart, 1 so far)",
+    ]
+    with pytest.raises(AssertionError):
+        refusals("of_its_own", "a reason")
+
+
+def test_nobody_listening_says_false_at_once(harness: Harness) -> None:
+    client = ZmqClient("producer", *harness.endpoints, LIMIT)
+    harness.stack.callback(client.close)
+    start = time.monotonic()
+    assert client.send(MESSAGE) is False
+    assert client.send(BlobMissing(SHA)) is False
+    assert client.poll(0.0) == []
+    assert time.monotonic() - start < 10.0
+
+
+def test_a_client_that_started_first_finds_its_server(harness: Harness) -> None:
+    client = ZmqClient("producer", *harness.endpoints, LIMIT)
+    harness.stack.callback(client.close)
+    assert client.poll(0.3) == []
+    server = harness.server()
+    peer = introduce(server, client)
+    assert introduce_blobs(server, client) == peer
+    assert server.send(peer, MESSAGE)
+    assert receive(client, 1) == [MESSAGE]
+
+
+def test_a_client_outlives_its_server(harness: Harness) -> None:
+    server = harness.server()
+    client = harness.client(server)
+    introduce(server, client)
+    server.close()
+    eventually(lambda: not client.send(Bye("stopping")), "the server's end to show")
+    assert client.poll(0.0) == []
+    server = harness.server()
+    peer = introduce(server, client)
+    assert server.send(peer, MESSAGE)
+    assert receive(client, 1) == [MESSAGE]
+
+
+def test_the_limit_is_kept_by_the_sender(harness: Harness) -> None:
+    """A frame that the receiver refuses would cut the connection, and redelivery would repeat that for ever."""
+    server = harness.server(limit=65_536)
+    client = harness.client(server, limit=65_536)
+    peer = introduce(server, client)
+    overhead = 8 + len(
+        b"\x84\xa4type\xaablob_chunk\xa6digest\xd9\x40" + SHA.encode() + b"\xa6offset\x00\xa4data\xc5\xff\xff"
+    )
+    largest = BlobChunk(SHA, 0, bytes(65_536 - overhead))
+    too_large = BlobChunk(SHA, 0, bytes(65_537 - overhead))
+    assert introduce_blobs(server, client) == peer
+    for send in (client.send, lambda message: server.send(peer, message)):
+        with pytest.raises(CodecError) as caught:
+            send(too_large)
+        assert str(caught.value) == "BlobChunk of 65537 bytes is above transport.max_message_bytes=65536"
+        assert send(largest)
+    [(sender, chunk)] = receive(server, 1)  # whole, although producers send none
+    assert (sender, chunk.frame) == (peer, encode(largest))
+    assert receive(client, 1) == [largest]
+
+
+def test_a_raw_peer_with_too_large_a_frame_is_dropped_and_others_do_not_notice(harness: Harness) -> None:
+    server = harness.server(limit=65_536)
+    client = harness.client(server, limit=65_536)
+    peer = introduce(server, client)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as raw:
+        raw.linger = 0
+        raw.connect(harness.endpoints[0])
+        raw.send(bytes(65_537))
+        assert server.poll(0.3) == []
+    assert client.send(MESSAGE)
+    assert receive(server, 1) == [(peer, MESSAGE)]
+
+
+def test_a_message_of_several_frames_is_a_bad_frame(harness: Harness) -> None:
+    server = harness.server()
+    client = harness.client(server)
+    peer = introduce(server, client)
+    client._sockets.control.send_multipart([b"one", b"two", b"three"])
+    server._sockets.control.send_multipart([peer, b"one", b"two"])
+    assert receive(server, 1) == [(peer, BadFrame("message of 3 frames, expected 1"))]
+    assert receive(client, 1) == [BadFrame("message of 2 frames, expected 1")]
+    assert client.send(MESSAGE)
+    assert receive(server, 1) == [(peer, MESSAGE)]
+
+
+@pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 4096, bytes(64), b"\xff\0\0\0\0\0\0\0\1\x7f"])
+def test_a_stranger_that_speaks_no_zeromq_does_not_hurt(harness: Harness, garbage: bytes) -> None:
+    server = harness.server()
+    client = harness.client(server)
+    peer = introduce(server, client)
+    if harness.transport == "ipc":
+        stranger = socket.socket(socket.AF_UNIX)
+        stranger.connect(harness.endpoints[0].removeprefix("ipc://"))
+    else:
+        stranger = socket.create_connection(("127.0.0.1", int(harness.endpoints[0].rpartition(":")[2])))
+    with stranger:
+        stranger.sendall(garbage)
+        assert server.poll(0.1) == []
+        assert client.send(MESSAGE)
+        assert receive(server, 1) == [(peer, MESSAGE)]
+
+
+def test_a_peer_that_knows_another_ones_routing_id_cannot_take_its_place(ipc: Harness) -> None:
+    server = ipc.server()
+    first = ipc.client(server, "twin")
+    peer = introduce(server, first)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as second:
+        second.linger = 0
+        second.routing_id = peer
+        second.connect(ipc.endpoints[0])
+        second.send(encode(numbered(2)))
+        assert server.poll(0.2) == []
+        assert server.send(peer, MESSAGE)
+        assert receive(first, 1) == [MESSAGE]
+        assert not second.poll(100)
+
+
+def test_routing_ids_cannot_be_guessed(ipc: Harness) -> None:
+    server = ipc.server()
+    peers = [introduce(server, ipc.client(server, "twin")) for _ in range(2)]
+    assert all(re.fullmatch(rb"twin/1/[0-9a-f]{16}", peer) for peer in peers)
+    assert peers[0] != peers[1]
+
+
+def test_a_full_blob_lane_says_false_and_leaves_control_alone(ipc: Harness) -> None:
+    """A producer that stopped reading must not hold up the trainer, nor its adapters a lease."""
+    server = ipc.server()
+    client = ipc.client(server)
+    peer = introduce(server, client)
+    assert introduce_blobs(server, client) == peer
+    start = time.monotonic()
+    sent = 0
+    while server.send(peer, BlobChunk(SHA, sent, bytes(512))):
+        sent += 1
+        assert sent < 100_000
+    assert time.monotonic() - start < 30.0
+    assert sent >= 4096
+    assert server.send(peer, MESSAGE)
+    eventually(lambda: client._sockets.control.poll(0), "the lease, while no adapter byte is read")
+    first = receive(client, 1)
+    assert first[0] == MESSAGE, "control comes first"
+    chunks = first[1:] + receive(client, sent - len(first) + 1)
+    assert [chunk.offset for chunk in chunks] == list(range(sent))
+    assert server.send(peer, BlobMissing(SHA))
+
+
+def test_a_full_control_lane_says_false_instead_of_blocking(ipc: Harness) -> None:
+    server = ipc.server()
+    client = ipc.client(server)
+    introduce(server, client)
+    sent = 0
+    while client.send(Nack(str(sent), "returned", "x" * 512)):
+        sent += 1
+        assert sent < 100_000
+    arrived = receive(server, sent)
+    assert [message.lease_id for _, message in arrived] == [str(number) for number in range(sent)]
+    eventually(lambda: client.send(MESSAGE), "room in the queue")
+
+
+def test_what_a_client_sent_before_close_still_arrives(harness: Harness) -> None:
+    """A producer that stops delivers its last groups and its goodbye, then closes."""
+    server = harness.server()
+    client = harness.client(server)
+    peer = introduce(server, client)
+    for number in range(500):
+        assert client.send(Nack(str(number), "returned", "x" * 2048))
+    assert client.send(Bye("stopping"))
+    client.close()
+    assert receive(server, 501)[-1] == (peer, Bye("stopping"))
+
+
+def test_one_poll_takes_a_bounded_burst_of_each_lane(ipc: Harness) -> None:
+    server = ipc.server()
+    client = ipc.client(server)
+    peer = introduce(server, client)
+    introduce_blobs(server, client)
+    for number in range(1000):
+        assert server.send(peer, numbered(number))
+        assert server.send(peer, BlobMissing(SHA))
+    time.sleep(0.2)
+    batch = client.poll(1.0)
+    assert len(batch) <= 512
+    lanes = [isinstance(message, BlobMissing) for message in batch]
+    assert lanes == sorted(lanes), "control before blobs"
+    assert len(batch + receive(client, 2000 - len(batch))) == 2000
+
+
+def keys_in(folder: Path) -> tuple[TrainerKeys, ProducerKeys]:
+    generate(folder, "trainer")
+    generate(folder, "gpu01")
+    shutil.copy(folder / "gpu01.public", folder / AUTHORIZED)
+    return trainer_keys(folder), producer_keys(folder, "gpu01")
+
+
+@pytest.mark.parametrize("with_keys", [False, True])
+def test_channels_leak_no_descriptor(ipc: Harness, tmp_path: Path, with_keys: bool) -> None:
+    keys = keys_in(tmp_path) if with_keys else (None, None)
+
+    def open_descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    def once() -> None:
+        server = ZmqServer(*ipc.endpoints, LIMIT, keys[0])
+        client = ZmqClient("gpu01-1-abcd", *ipc.endpoints, LIMIT, keys[1])
+        introduce(server, client)
+        client.reset()
+        introduce(server, client)
+        client.close()
+        server.close()
+
+    once()
+    before = open_descriptors()
+    for _ in range(5):
+        once()
+        with pytest.raises(ConfigError):
+            ZmqServer("carrier-pigeon://coop", ipc.endpoints[1], LIMIT)
+        with pytest.raises(ConfigError):
+            ZmqClient("producer", "carrier-pigeon://coop", ipc.endpoints[1], LIMIT)
+    assert open_descriptors() == before

@@ -1,0 +1,327 @@
+"""What `protocol.wire.codec` guarantees: a frame decodes to exactly the message that was encoded, or CodecError."""
+
+import struct
+import time
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+
+import msgpack
+import msgspec
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from protocol.wire import codec
+from protocol.wire import messages as m
+from protocol.wire.codec import PREFIX_BYTES, CodecError, SchemaMismatchError, decode, encode
+from protocol.wire.messages import READABLE_SCHEMAS, SCHEMA_VERSION
+from tests.unit.protocol.samples import SAMPLES, SHA
+from tests.unit.protocol.strategies import MESSAGE_TYPES, any_message, as_of, body_of, has, messages_of, schemas_of
+
+every_sample = pytest.mark.parametrize(
+    ("message", "schema"),
+    [(message, schema) for message in SAMPLES for schema in READABLE_SCHEMAS if has(schema, type(message))],
+    ids=lambda value: value if isinstance(value, int) else type(value).__name__,
+)
+
+
+def sealed(body: bytes, version: int = SCHEMA_VERSION) -> bytes:
+    """A frame with a correct prefix around any body: what a peer with a bug, or malice, can send."""
+    prefix = b"SL" + version.to_bytes(2, "little")
+    return prefix + zlib.crc32(prefix + body).to_bytes(4, "little") + body
+
+
+def changed(message: m.Message, **fields: object) -> bytes:
+    return sealed(msgpack.packb(body_of(message) | fields))
+
+
+def sample(kind: type) -> m.Message:
+    return next(message for message in SAMPLES if type(message) is kind)
+
+
+def test_there_is_a_sample_of_every_message_type() -> None:
+    assert {type(message) for message in SAMPLES} == set(MESSAGE_TYPES)
+    assert len(SAMPLES) == len(MESSAGE_TYPES) == 15
+
+
+@pytest.mark.parametrize("kind", MESSAGE_TYPES, ids=lambda kind: kind.__name__)
+def test_round_trip(kind: type) -> None:
+    @given(messages_of(kind), schemas_of(kind))
+    def round_trip(message: m.Message, schema: int) -> None:
+        decoded = decode(encode(message, schema_version=schema))
+        assert type(decoded) is kind
+        assert decoded == as_of(schema, message)
+
+    round_trip()
+
+
+def test_threads_that_decode_for_the_first_time_build_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two at once crash: see `_one_builds`."""
+    building = []
+    most = []
+    build = msgspec.msgpack.Decoder
+
+    def slow(kinds: object) -> object:
+        building.append(kinds)
+        most.append(len(building))
+        time.sleep(0.05)
+        building.pop()
+        return build(kinds)
+
+    codec._built.cache_clear()
+    monkeypatch.setattr(msgspec.msgpack, "Decoder", slow)
+    frame = encode(SAMPLES[0])
+    with ThreadPoolExecutor(4) as pool:
+        decoded = list(pool.map(decode, [frame] * 4, [m.Message, type(SAMPLES[0])] * 2))
+    assert decoded == [SAMPLES[0]] * 4
+    assert most == [1, 1]
+
+
+def test_the_frame_byte_by_byte() -> None:
+    """If this fails, the wire changed: raise SCHEMA_VERSION."""
+    frame = encode(m.Bye(reason="finished"))
+    body = b"\x82" + b"\xa4type" + b"\xa3bye" + b"\xa6reason" + b"\xa8finished"
+    assert frame[:4] == b"SL\x02\x00"
+    assert frame[4:8] == struct.pack("<I", zlib.crc32(b"SL\x02\x00" + body)) == bytes.fromhex("261ee38e")
+    assert frame[8:] == body
+    assert PREFIX_BYTES == 8
+
+
+@every_sample
+def test_plain_msgpack_reads_the_body(message: m.Message, schema: int) -> None:
+    body = msgpack.unpackb(encode(message, schema_version=schema)[8:])
+    assert body == body_of(message, schema)
+    assert body["type"] == type(message).__struct_config__.tag
+
+
+@given(any_message)
+def test_plain_msgpack_reads_any_body_and_its_own_body_is_read(message: m.Message) -> None:
+    body = msgpack.unpackb(encode(message)[8:])
+    assert body == body_of(message)
+    assert decode(sealed(msgpack.packb(body))) == message
+
+
+@every_sample
+def test_every_single_bit_flip_is_refused(message: m.Message, schema: int) -> None:
+    frame = bytearray(encode(message, schema_version=schema))
+    for bit in range(8 * len(frame)):
+        frame[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(CodecError):
+            decode(bytes(frame))
+        frame[bit // 8] ^= 1 << bit % 8
+    assert decode(bytes(frame)) == as_of(schema, message)
+
+
+@every_sample
+def test_every_truncation_and_every_extension_is_refused(message: m.Message, schema: int) -> None:
+    frame = encode(message, schema_version=schema)
+    for length in range(len(frame)):
+        with pytest.raises(CodecError):
+            decode(frame[:length])
+    with pytest.raises(CodecError, match="checksum"):
+        decode(frame + b"\x00")
+    with pytest.raises(CodecError, match="trailing"):
+        decode(sealed(frame[8:] + b"\x00", schema))
+
+
+def test_the_reason_of_a_refusal() -> None:
+    frame = encode(m.Bye(reason="finished"))
+    for bad, reason in [
+        (b"", "frame of 0 bytes is shorter than the 8-byte prefix"),
+        (frame[:7], "frame of 7 bytes is shorter than the 8-byte prefix"),
+        (b"GET / HTTP/1.1\r\n", "frame starts with b'GE', not b'SL'"),
+        (frame[:-1] + b"\xff", "checksum mismatch"),
+    ]:
+        with pytest.raises(CodecError) as caught:
+            decode(bad)
+        assert str(caught.value) == reason
+
+
+@given(st.binary(max_size=200))
+@example(b"SL\x01\x00")
+@example(b"SL\x02\x00")
+def test_random_frames_are_refused(frame: bytes) -> None:
+    with pytest.raises(CodecError):
+        decode(frame)
+
+
+@given(st.binary(max_size=200))
+@example(b"\x81\x80\x01")  # a map as a map key
+@example(b"\x81\xd4\x05\x00\x01")  # an extension as a map key
+@example(b"\xc7\x0c\xff" + b"\xff" * 12)  # a timestamp with two billion nanoseconds
+@example(b"\xdf\xff\xff\xff\xff")  # a map of 2**32 - 1 entries in five bytes
+def test_only_codec_errors_escape_random_bodies_with_a_correct_checksum(body: bytes) -> None:
+    for schema in READABLE_SCHEMAS:
+        with pytest.raises(CodecError):
+            decode(sealed(body, schema))
+
+
+@pytest.mark.long
+@given(any_message, st.data())
+def test_only_codec_errors_escape_mutated_bodies_with_a_correct_checksum(
+    message: m.Message, data: st.DataObject
+) -> None:
+    schema = data.draw(schemas_of(type(message)))
+    body = bytearray(encode(message, schema_version=schema)[8:])
+    for _ in range(data.draw(st.integers(1, 3))):
+        body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        decoded = decode(sealed(bytes(body), schema))
+    except CodecError:
+        return
+    assert type(decoded) in MESSAGE_TYPES
+    encode(decoded)
+
+
+@pytest.mark.parametrize("version", [0, 3, 7, 65_535])
+def test_another_schema_version_is_named(version: int) -> None:
+    with pytest.raises(SchemaMismatchError) as caught:
+        decode(encode(m.Bye(reason="finished"), schema_version=version))
+    assert caught.value.peer_version == version
+    assert str(caught.value) == f"peer speaks protocol schema {version}, this process speaks 1 and 2"
+
+
+def test_another_schema_version_wins_over_a_body_that_is_unknown_here() -> None:
+    with pytest.raises(SchemaMismatchError):
+        decode(sealed(b"whatever release 3 sends", version=3))
+
+
+def test_a_damaged_frame_is_not_taken_for_another_release() -> None:
+    frame = bytearray(encode(m.Bye(reason="finished")))
+    frame[2] ^= 4
+    with pytest.raises(CodecError) as caught:
+        decode(bytes(frame))
+    assert not isinstance(caught.value, SchemaMismatchError)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "reason"),
+    [
+        (m.Bye, {"reason": "bored"}, "Invalid enum value 'bored' - at `$.reason`"),
+        (m.Bye, {"reason": 3}, "Expected `str`, got `int` - at `$.reason`"),
+        (m.Bye, {"mood": "good"}, "Object contains unknown field `mood`"),
+        (m.Bye, {"type": "goodbye"}, "Invalid value 'goodbye' - at `$.type`"),
+        (m.Bye, {"type": None}, "Expected `str`, got `null` - at `$.type`"),
+        (m.Heartbeat, {"policy_version": -2}, "Expected `int` >= -1 - at `$.policy_version`"),
+        (m.Heartbeat, {"policy_version": 2**31 + 1}, "Expected `int` <= 2147483648 - at `$.policy_version`"),
+        (m.Heartbeat, {"policy_version": True}, "Expected `int`, got `bool` - at `$.policy_version`"),
+        (
+            m.Ack,
+            {"policy": {"version": 0, "digest": SHA, "num_bytes": 2**40 + 1}},
+            "Expected `int` <= 1099511627776 - at `$.policy.num_bytes`",
+        ),
+        (m.Heartbeat, {"tokens_generated": 2**53 + 1}, "Expected `int` <= 9007199254740992 - at `$.tokens_generated`"),
+        (m.Heartbeat, {"tokens_generated": 2**64 - 1}, "Expected `int` <= 9007199254740992 - at `$.tokens_generated`"),
+        (m.Heartbeat, {"capacity": -1}, "Expected `int` >= 0 - at `$.capacity`"),
+        (m.Heartbeat, {"busy_s": float("nan")}, "Expected `float` >= 0.0 - at `$.busy_s`"),
+        (m.Heartbeat, {"busy_s": float("inf")}, "Expected `float` <= 1000000000.0 - at `$.busy_s`"),
+        (m.Heartbeat, {"held": ["a", ""]}, "Expected `str` of length >= 1 - at `$.held[1]`"),
+        (m.Heartbeat, {"held": ["x" * 129]}, "Expected `str` of length <= 128 - at `$.held[0]`"),
+        (m.Heartbeat, {"held": ["a"] * 65_537}, "Expected `array` of length <= 65536 - at `$.held`"),
+        (m.Nack, {"detail": "x" * 65_537}, "Expected `str` of length <= 65536 - at `$.detail`"),
+        (m.Lease, {"columns": [1]}, "Expected `object`, got `array` - at `$.columns`"),
+        (m.Lease, {"columns": {1: 2}}, "Expected `str`, got `int` - at `key` in `$.columns`"),
+        (m.Group, {"logprobs": [0.5, 0.25]}, "Expected `bytes`, got `array` - at `$.logprobs`"),
+        (m.Group, {"lease_id": b"7.0"}, "Expected `str`, got `bytes` - at `$.lease_id`"),
+        (m.BlobRequest, {"length": 0}, "Expected `int` >= 1 - at `$.length`"),
+        (m.BlobRequest, {"length": 2**26 + 1}, "Expected `int` <= 67108864 - at `$.length`"),
+        (m.BlobMissing, {"digest": "ABCD" * 16}, "at `$.digest`"),
+        (m.BlobMissing, {"digest": "../" + SHA[3:]}, "at `$.digest`"),
+        (m.BlobMissing, {"digest": SHA + "\n"}, "at `$.digest`"),
+    ],
+)
+def test_a_body_that_breaks_the_schema_is_refused_with_the_field(
+    kind: type, fields: dict[str, object], reason: str
+) -> None:
+    with pytest.raises(CodecError) as caught:
+        decode(changed(sample(kind), **fields))
+    assert str(caught.value).startswith("body refused: ")
+    assert str(caught.value).endswith(reason)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "field"),
+    [
+        ({"num_generations": 0}, "num_generations"),
+        ({"num_generations": 4097}, "num_generations"),
+        ({"max_completion_length": 0}, "max_completion_length"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"min_p": -0.1}, "min_p"),
+        ({"seed": 1}, "seed"),
+    ],
+)
+def test_a_lease_with_impossible_sampling_is_refused(sampling: dict[str, object], field: str) -> None:
+    possible = {"num_generations": 2, "max_completion_length": 8, "temperature": 1.0}
+    with pytest.raises(CodecError, match=field):
+        decode(changed(sample(m.Lease), sampling=possible | sampling))
+
+
+@every_sample
+def test_a_missing_field_is_refused(message: m.Message, schema: int) -> None:
+    required = [field.encode_name for field in msgspec.structs.fields(type(message)) if field.required]
+    for name in ["type", *required]:
+        body = body_of(message, schema)
+        del body[name]
+        with pytest.raises(CodecError, match=name):
+            decode(sealed(msgpack.packb(body), schema))
+
+
+@pytest.mark.parametrize("body", [b"", b"\xc0", b"\x90", b"\x80", b"\xa3bye", b"\xc1"])
+def test_a_body_that_is_no_message_is_refused(body: bytes) -> None:
+    with pytest.raises(CodecError, match="body refused"):
+        decode(sealed(body))
+
+
+def test_a_field_given_twice_does_not_escape_as_another_error() -> None:
+    body = b"\x83" + b"\xa4type\xa3bye" + b"\xa6reason\xa8finished" + b"\xa6reason\xa8stopping"
+    assert decode(sealed(body)) in (m.Bye(reason="finished"), m.Bye(reason="stopping"))
+
+
+NESTING = 100_000
+
+
+@pytest.mark.parametrize("field", ["prompt", "columns"])
+@pytest.mark.parametrize("shell", [b"\x91", b"\x81\xa1a"], ids=["arrays", "maps"])
+def test_a_nesting_bomb_is_refused(field: str, shell: bytes) -> None:
+    bomb = shell * NESTING + b"\xc0"
+    if field == "columns":
+        bomb = b"\x81\xa1x" + bomb
+    body = body_of(sample(m.Lease))
+    del body[field]
+    packed = msgpack.packb(body)
+    assert packed[0] == 0x80 + len(body)
+    frame = sealed(bytes([packed[0] + 1]) + packed[1:] + msgpack.packb(field) + bomb)
+    with pytest.raises(CodecError, match="recursion"):
+        decode(frame)
+
+
+def test_a_nested_column_is_refused_by_the_sender() -> None:
+    bomb: list[object] = []
+    for _ in range(NESTING):
+        bomb = [bomb]
+    lease = msgspec.structs.replace(sample(m.Lease), columns={"bomb": bomb})
+    with pytest.raises(CodecError, match="cannot encode Lease"):
+        encode(lease)
+    while bomb:  # one by one: freeing the list in one go is itself a deep recursion
+        bomb = bomb.pop()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [object(), 2**64, -(2**63) - 1, "\ud800", len, 1j],
+    ids=["object", "large", "small", "surrogate", "len", "1j"],
+)
+def test_a_column_that_msgpack_cannot_carry_is_refused_by_the_sender(value: object) -> None:
+    for fields in ({"columns": {"odd": value}}, {"prompt": [value]}):
+        with pytest.raises(CodecError, match=r"^cannot encode Lease: "):
+            encode(msgspec.structs.replace(sample(m.Lease), **fields))
+
+
+def test_a_memoryview_decodes_to_bytes_of_its_own() -> None:
+    frame = bytearray(encode(sample(m.BlobChunk)))
+    decoded = decode(memoryview(frame))
+    frame[:] = bytes(len(frame))
+    assert decoded == sample(m.BlobChunk)
+    assert type(decoded.data) is bytes

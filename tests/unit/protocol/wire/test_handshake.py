@@ -1,0 +1,109 @@
+"""Each reason to refuse an engine, alone and together, with its fix."""
+
+import msgspec
+import pytest
+
+from protocol.wire.handshake import LOGPROBS_MODE, TrainerNeeds, problems
+from protocol.wire.messages import EngineFacts, Reject
+
+A, B = "a" * 64, "b" * 64
+NEEDS = TrainerNeeds(
+    base_model_digest=A,
+    tokenizer_digest=A,
+    dtype="bfloat16",
+    lora_rank=16,
+    max_loras=3,
+    max_completion_length=256,
+    reward_names=("exact", "short"),
+)
+FACTS = EngineFacts(
+    base_model_digest=A,
+    tokenizer_digest=A,
+    dtype="bfloat16",
+    logprobs_mode=LOGPROBS_MODE,
+    max_lora_rank=16,
+    max_loras=3,
+    max_model_len=257,
+    reward_names=["exact", "short"],
+)
+PROBLEMS = [
+    (
+        {"base_model_digest": B},
+        "the producer serves another base model (bbbbbbbbbbbb) than the trainer trains (aaaaaaaaaaaa): give both the same "
+        "model.path and model.revision",
+    ),
+    (
+        {"tokenizer_digest": B},
+        "the producer has another tokenizer or chat template (bbbbbbbbbbbb) than the trainer (aaaaaaaaaaaa): give both the "
+        "same files",
+    ),
+    ({"dtype": "float16"}, "the engine runs in float16, the trainer in bfloat16: set the same model.dtype"),
+    (
+        {"logprobs_mode": "raw_logprobs"},
+        "the engine reports raw_logprobs, importance ratios need processed_logprobs: start it with rl-producer",
+    ),
+    (
+        {"max_lora_rank": 8},
+        "the engine serves LoRA ranks up to 8, the trainer's lora.r is 16: restart the producer with the trainer's lora.r",
+    ),
+    (
+        {"max_loras": 2},
+        "the engine has 2 LoRA slots, max_staleness needs 3: restart the producer with the trainer's "
+        "pipeline.max_staleness",
+    ),
+    (
+        {"max_model_len": 256},
+        "the engine's max_model_len=256 leaves no room for a prompt beside sampling.max_completion_length=256: raise "
+        "engine.max_model_len",
+    ),
+    (
+        {"reward_names": ["short", "exact"]},
+        "the producer scores with ['short', 'exact'], the trainer expects ['exact', 'short']: give both the same rewards "
+        "section",
+    ),
+]
+
+
+def test_an_engine_that_fits_exactly() -> None:
+    assert problems(NEEDS, FACTS) == []
+
+
+def test_an_engine_that_can_do_more() -> None:
+    assert problems(NEEDS, msgspec.structs.replace(FACTS, max_lora_rank=512, max_loras=8, max_model_len=8192)) == []
+
+
+def test_an_engine_that_merges_policies_into_its_weights_needs_no_lora_slots() -> None:
+    facts = msgspec.structs.replace(FACTS, max_lora_rank=0, max_loras=0)
+    assert problems(NEEDS, facts, "merged") == []
+    assert len(problems(NEEDS, facts, "adapter")) == 2
+
+
+@pytest.mark.parametrize(("facts", "problem"), PROBLEMS, ids=[next(iter(facts)) for facts, _ in PROBLEMS])
+def test_each_problem_alone(facts: dict[str, object], problem: str) -> None:
+    assert problems(NEEDS, msgspec.structs.replace(FACTS, **facts)) == [problem]
+
+
+def test_all_problems_together_fit_into_one_reject() -> None:
+    changes = {key: value for facts, _ in PROBLEMS for key, value in facts.items()}
+    assert set(changes) == set(EngineFacts.__struct_fields__), "every fact is compared"
+    found = problems(NEEDS, msgspec.structs.replace(FACTS, **changes))
+    assert found == [problem for _, problem in PROBLEMS]
+    message = Reject(problems=found)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=Reject) == message
+
+
+def test_every_problem_ends_with_its_fix() -> None:
+    for _, problem in PROBLEMS:
+        assert problem.rpartition(": ")[2].partition(" ")[0] in {"give", "set", "start", "restart", "raise"}
+
+
+@pytest.mark.parametrize("names", [["exact"], ["exact", "short", "long"], []])
+def test_more_or_fewer_reward_functions_are_refused(names: list[str]) -> None:
+    [problem] = problems(NEEDS, msgspec.structs.replace(FACTS, reward_names=names))
+    assert problem.startswith(f"the producer scores with {names}, ")
+
+
+def test_what_a_peer_sends_at_will_is_not_repeated_at_any_length() -> None:
+    """Whoever says hello again and again would fill the trainer's log, and a `Reject` that nobody can decode."""
+    [problem] = problems(NEEDS, msgspec.structs.replace(FACTS, reward_names=["\0" * 128] * 256))
+    assert len(problem) < 2000

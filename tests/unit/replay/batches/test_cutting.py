@@ -1,0 +1,371 @@
+"""Batches are full, or partial where that is allowed; first trainings first, and stand-ins within their bounds."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from replay.batches.cutting import BatchCutter
+from replay.batches.replay_table import RateLimiter, ReplayTable
+from replay.batches.selectors import DecayedScore, LowestScore, Prioritized, fifo, oldest
+from replay.journal.writer import Journal, JournalFullError
+from replay.prompts.staleness import StalenessBudget
+from tests.unit.replay.builders import (
+    FillableJournal,
+    buffer,
+    cut,
+    delivery,
+    entry,
+    fill,
+    full_disk,
+    group,
+    lease,
+    memory_folder,
+    names,
+    offer,
+    resumed,
+    spread,
+)
+
+PLENTY = 10**6
+
+
+def table(*, samples_per_insert: float = 1.0, min_size: int = 1, **limits: Any) -> ReplayTable:
+    """Those that came first stand in first."""
+    limiter = RateLimiter(samples_per_insert, min_size)
+    values = {"max_size": 8, "max_times_sampled": 2, "max_age_versions": 4, "seed": 0} | limits
+    return ReplayTable(fifo, oldest, limiter, **values)
+
+
+def cutter(journal: Journal, *, groups_per_step: int = 4, max_staleness: int = 9, **arguments: Any) -> BatchCutter:
+    return BatchCutter(StalenessBudget(groups_per_step, max_staleness), journal, signal=spread, **arguments)
+
+
+def insert(cutting: BatchCutter, journal: Journal, *prompt_ids: int, version: int = 0) -> list[str]:
+    rows = [entry(prompt_id, policy_version=version) for prompt_id in prompt_ids]
+    journal.append(rows)
+    for row in rows:
+        cutting.insert(group(row.group_id, version))
+    return [row.group_id for row in rows]
+
+
+def test_a_batch_is_full_or_nothing(journal: Journal) -> None:
+    cutting = cutter(journal)
+    first = insert(cutting, journal, 0, 1, 2)
+    assert cutting.cut(num_generated=3, num_trained=0, partial=False) is None
+    first += insert(cutting, journal, 3, 4)
+    batch = cutting.cut(num_generated=5, num_trained=0, partial=False)
+    assert batch is not None
+    assert (names(batch.groups), batch.num_fresh, batch.step, batch.last_step) == (first[:4], 4, 0, 1)
+    assert (cutting.num_ready, cutting.next_step, cutting.num_replayable) == (1, 1, 0)
+
+
+def test_a_partial_batch_takes_what_there_is_and_never_nothing(journal: Journal) -> None:
+    cutting = cutter(journal, partial=True)
+    assert cutting.cut(num_generated=0, num_trained=0, partial=True) is None
+    ids = insert(cutting, journal, 0)
+    batch = cutting.cut(num_generated=1, num_trained=0, partial=True)
+    assert batch is not None
+    assert (names(batch.groups), batch.num_fresh) == (ids, 1)
+
+
+def test_at_least_one_group_of_a_batch_is_trained_for_the_first_time(journal: Journal) -> None:
+    with pytest.raises(ValueError, match="at least one group that is trained for the first time"):
+        cutter(journal, max_replayed=4)
+    cutting = cutter(journal, groups_per_step=2, replay=table(), max_replayed=1, partial=True)
+    insert(cutting, journal, 0, 1)
+    assert cutting.cut(num_generated=PLENTY, num_trained=0, partial=True)
+    assert cutting.num_replayable == 2
+    assert cutting.cut(num_generated=PLENTY, num_trained=0, partial=True) is None
+
+
+@pytest.mark.parametrize(
+    ("max_replayed", "num_generated", "num_fresh", "expected"),
+    [
+        (2, PLENTY, 2, [0, 1]),
+        (2, PLENTY, 3, [0]),
+        (2, PLENTY, 1, None),  # two may stand in, and three are missing
+        (3, PLENTY, 1, [0, 1, 2]),
+        (1, PLENTY, 2, None),
+        (3, 8, 2, [0, 1]),  # 4 trained, 2 in the batch: two more make eight
+        (3, 7, 2, None),
+        (3, 7, 3, None),
+        (3, 8, 3, [0]),
+        (0, PLENTY, 3, None),
+    ],
+)
+def test_stand_ins_fill_a_batch_as_far_as_share_and_limiter_allow(
+    journal: Journal, max_replayed: int, num_generated: int, num_fresh: int, expected: list[int] | None
+) -> None:
+    cutting = cutter(journal, replay=table(), max_replayed=max_replayed)
+    trained = insert(cutting, journal, 0, 1, 2, 3)
+    assert cutting.cut(num_generated=4, num_trained=0, partial=False)
+    fresh = insert(cutting, journal, *range(10, 10 + num_fresh), version=1)
+    batch = cutting.cut(num_generated=num_generated, num_trained=4, partial=False)
+    if expected is None:
+        assert batch is None
+        return
+    assert batch is not None
+    assert names(batch.groups) == fresh + [trained[index] for index in expected]
+    assert batch.num_fresh == num_fresh
+    assert journal.query("SELECT step, position, last_step, group_id, tries FROM replays ORDER BY position") == [
+        (2, num_fresh + place, 2, trained[index], 1) for place, index in enumerate(expected)
+    ]
+
+
+def test_places_of_groups_without_signal_are_kept_for_one_batch_at_most(journal: Journal) -> None:
+    """More would let steps run ahead of the groups that are still under way, which would come back stale."""
+    cutting = cutter(journal, replay=table(max_times_sampled=9), max_replayed=3, partial=True)
+    insert(cutting, journal, 0, 1, 2, 3)
+    assert cutting.cut(num_generated=104, num_trained=0, partial=False), "100 had no signal"
+    insert(cutting, journal, 4)
+    second = cutting.cut(num_generated=105, num_trained=4, partial=False)
+    assert second is not None
+    assert second.num_fresh == 1
+    insert(cutting, journal, 5)
+    assert cutting.cut(num_generated=106, num_trained=8, partial=False) is None, "one of the four places is left"
+    third = cutting.cut(num_generated=106, num_trained=8, partial=True)
+    assert third is not None
+    assert (len(third.groups), third.num_fresh) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("samples_per_insert", "max_replayed", "places"), [(1.0, 3, 4), (2.0, 3, 2), (3.0, 3, 2), (4.0, 1, 3), (0.5, 3, 4)]
+)
+def test_leases_count_the_places_that_a_batch_takes_at_least(
+    journal: Journal, samples_per_insert: float, max_replayed: int, places: int
+) -> None:
+    replay = table(samples_per_insert=samples_per_insert)
+    assert cutter(journal, replay=replay, max_replayed=max_replayed).least_places == places
+    assert cutter(journal).least_places == 4
+
+
+def test_a_group_stands_in_until_it_is_used_up_or_too_old(journal: Journal) -> None:
+    replay = table(max_times_sampled=3, max_age_versions=2)
+    cutting = cutter(journal, groups_per_step=2, replay=replay, max_replayed=1)
+    first = insert(cutting, journal, 0, 1)
+    batches = [cutting.cut(num_generated=PLENTY, num_trained=0, partial=False)]
+    for step in range(1, 6):
+        insert(cutting, journal, 10 * step, version=step)
+        batches.append(cutting.cut(num_generated=PLENTY, num_trained=0, partial=False))
+    stand_ins = [names(batch.groups)[batch.num_fresh :] for batch in batches if batch is not None]
+    third = [entry(10 * step).group_id for step in range(6)]
+    assert stand_ins == [[], [first[0]], [first[0]], [third[1]], [third[2]], [third[3]]]
+
+
+def test_stale_groups_are_never_trained(journal: Journal) -> None:
+    cutting = cutter(journal, groups_per_step=1, max_staleness=1)
+    insert(cutting, journal, 0, 1, 2, 3)
+    for _ in range(2):
+        assert cutting.remove_stale() == []
+        assert cutting.cut(num_generated=4, num_trained=0, partial=False)
+    assert names(cutting.remove_stale()) == [entry(2).group_id, entry(3).group_id]
+    assert cutting.cut(num_generated=4, num_trained=0, partial=False) is None
+    assert journal.query("SELECT dropped FROM groups ORDER BY seq") == [(None,), (None,), ("stale",), ("stale",)]
+
+
+def test_the_journal_knows_a_batch_before_anybody_sees_it(journal: FillableJournal) -> None:
+    cutting = cutter(journal, groups_per_step=2, replay=table(), max_replayed=1)
+    insert(cutting, journal, 0, 1)
+    assert cutting.cut(num_generated=2, num_trained=0, partial=False)
+    insert(cutting, journal, 2, version=1)
+    before = cutting.state(), cutting.num_ready, cutting.next_step
+    with full_disk(journal), pytest.raises(JournalFullError):
+        cutting.cut(num_generated=PLENTY, num_trained=2, partial=False)
+    assert (cutting.state(), cutting.num_ready, cutting.next_step) == before
+    assert journal.query("SELECT * FROM replays") == []
+    assert cutting.cut(num_generated=PLENTY, num_trained=2, partial=False)
+
+
+# Through the buffer.
+
+
+def prioritized(seed: int = 3) -> ReplayTable:
+    score = DecayedScore(4.0)
+    limits: dict[str, Any] = {"max_size": 24, "max_times_sampled": 3, "max_age_versions": 6, "seed": seed}
+    return ReplayTable(Prioritized(score), LowestScore(score), RateLimiter(1.0, 4), **limits)
+
+
+REPLAYING: dict[str, Any] = {"groups_per_step": 8, "max_staleness": 2, "max_replayed": 4}
+
+
+def run(journal: Journal, num_steps: int, seed: int = 3) -> tuple[list[list[str]], list[Any], int]:
+    """Binary rewards, half of the groups without signal: the batches, their stand-ins' ages and the leases."""
+    draw = np.random.default_rng(0)
+    replay = buffer(journal, num_prompts=100_000, replay=prioritized(seed), **REPLAYING)
+    batches: list[list[str]] = []
+    seen: list[Any] = []
+    versions: dict[str, int] = {}
+    while len(batches) < num_steps:
+        step = len(batches)
+        record = replay.lease("p", now=0.0, timeout_s=1.0)
+        if record is not None:
+            lease_id = record.lease_id
+            versions[lease_id] = step
+            offer(replay, lease_id, step, signal=bool(draw.random() < 0.5))
+        batch = replay.next_batch(0.0)
+        if batch is None:
+            continue
+        batches.append(names(batch.groups))
+        again = names(batch.groups[batch.num_fresh :])
+        seen.append((batch.num_fresh, [step - versions[g] for g in names(batch.groups)], again))
+        seen[-1] += ([step + 1 - versions[row[0]] for row in replay.state()["replay"]],)
+        journal.end_step(step + 1)
+        journal.note_policy(step + 1, step + 1, "digest")
+        replay.published(step + 1)
+    return batches, seen, replay.counts["leased"]
+
+
+@pytest.mark.long
+def test_three_hundred_steps_with_half_of_the_groups_without_signal() -> None:
+    """Batches are always full; age, share and uses hold; what is in the table is always recent."""
+    with memory_folder() as folder:
+        journal = Journal(folder / "journal.sqlite")
+        batches, seen, num_leased = run(journal, 300)
+        journal.close()
+    assert {len(batch) for batch in batches} == {8}
+    assert all(len(set(batch)) == 8 for batch in batches)
+    uses: dict[str, int] = {}
+    trained: set[str] = set()
+    for batch, (num_fresh, ages, again, kept) in zip(batches, seen, strict=True):
+        assert 4 <= num_fresh <= 8
+        assert set(again) <= trained
+        assert not trained & set(batch[:num_fresh])
+        trained |= set(batch[:num_fresh])
+        assert max(ages[:num_fresh]) <= 2
+        assert max(ages[num_fresh:], default=0) <= 6
+        assert max(kept) <= 6
+        for group_id in again:
+            uses[group_id] = uses.get(group_id, 1) + 1
+    assert max(uses.values()) == 3
+    num_again = sum(len(again) for _, _, again, _ in seen)
+    assert num_leased >= 300 * 8 - 8, "the limiter: no more is trained than is generated"
+    assert 900 < num_again < 1200, "up to one half stands in, since one half has no signal"
+    assert num_leased < 1.1 * 300 * 8, "without stand-ins it takes twice as many"
+    assert np.mean([np.mean(kept) for *_, kept in seen]) < 4
+
+
+def test_batches_are_a_function_of_the_seed_and_of_what_arrives(journal: Journal) -> None:
+    runs = []
+    for seed in (3, 3, 4):
+        with memory_folder() as folder:
+            other = Journal(folder / "journal.sqlite")
+            runs.append(run(other, 12, seed)[0])
+            other.close()
+    assert runs[0] == runs[1] != runs[2]
+
+
+def with_stand_ins(journal: Journal, **arguments: Any) -> tuple[Any, Any, list[list[str]]]:
+    """A checkpoint after step 1, and two more steps: [2, 3 | 0 1] and [4, 5 | 0 1]."""
+    values = {"groups_per_step": 4, "max_staleness": 9, "max_replayed": 2} | arguments
+    replay = buffer(journal, replay=table(max_times_sampled=3, samples_per_insert=9.0), **values)
+    batches = []
+    state = None
+    for step in range(3):
+        fill(replay, 0, count=4 if step == 0 else 2)
+        batches.append(names(cut(replay).groups))
+        journal.end_step(step + 1)
+        replay.published(step + 1)
+        if step == 0:
+            state = replay.state()
+    return replay, state, batches
+
+
+def test_batches_with_stand_ins_are_cut_again_as_they_were(journal: Journal) -> None:
+    replay, state, batches = with_stand_ins(journal)
+    assert [len(batch) for batch in batches] == [4, 4, 4]
+    assert batches[1][2:] == batches[2][2:] == batches[0][:2]
+    fill(replay, 3, count=3)  # more to choose from, which must not matter
+    restored = resumed(journal, state, 1, replay=table(max_times_sampled=3, samples_per_insert=9.0), groups_per_step=4,
+                       max_staleness=9, max_replayed=2)  # fmt: skip
+    again = [cut(restored) for _ in range(2)]
+    assert [names(batch.groups) for batch in again] == batches[1:]
+    assert [batch.num_fresh for batch in again] == [2, 2]
+    assert restored.counts["replayed"] == 4
+    assert restored.state()["replay"] == replay.state()["replay"]
+    assert journal.query("SELECT step, position, tries FROM replays ORDER BY step, position") == [
+        (2, 2, 1), (2, 3, 1), (3, 2, 1), (3, 3, 1),
+    ]  # fmt: skip
+
+
+def test_batches_that_do_not_fit_any_more_are_cut_anew_and_their_stand_ins_are_forgotten(journal: Journal) -> None:
+    _, state, batches = with_stand_ins(journal)
+    restored = resumed(journal, state, 1, replay=table(), groups_per_step=3, max_staleness=9, max_replayed=2)
+    assert journal.query("SELECT * FROM replays") == []
+    batch = cut(restored)
+    assert (names(batch.groups), batch.num_fresh) == (batches[1][:2] + batches[2][:1], 3)
+
+
+def test_stand_ins_of_a_batch_that_killed_the_trainer_twice_stand_in_no_more(journal: Journal) -> None:
+    _, state, batches = with_stand_ins(journal)
+    arguments: dict[str, Any] = {"groups_per_step": 4, "max_staleness": 9, "max_replayed": 2}
+    for session in "tu":
+        replay = resumed(journal, state, 1, session=session, replay=table(max_times_sampled=3), **arguments)
+        assert names(cut(replay).groups) == batches[1]
+    last = resumed(journal, state, 1, session="v", replay=table(max_times_sampled=3), **arguments)
+    assert last.counts["quarantined"] == 2
+    assert [row[0] for row in last.state()["replay"]] == batches[0][2:]
+    assert journal.query("SELECT group_id FROM groups WHERE NOT replayable ORDER BY seq") == [
+        (group_id,) for group_id in batches[0][:2]
+    ]
+    assert journal.query("SELECT count(*) FROM replays") == [(0,)]
+    assert last.depth()["ready"] == 2, "the groups of the step after it"
+
+
+def test_a_group_that_killed_the_trainer_in_a_later_iteration_does_not_stand_in(journal: Journal) -> None:
+    """It is in the table of the checkpoint, because its first iteration went well."""
+    arguments: dict[str, Any] = {"num_iterations": 2, "max_staleness": 9, "max_replayed": 1}
+    replay = buffer(journal, replay=table(), **arguments)
+    fill(replay, 0)
+    cut(replay)
+    journal.end_step(1)
+    state = replay.state()
+    replay = resumed(journal, state, 1, replay=table(), **arguments)
+    assert len(replay.state()["replay"]) == 2
+    cut(replay)
+    last = resumed(journal, state, 1, session="u", replay=table(), **arguments)
+    assert last.counts["quarantined"] == 2
+    assert last.state()["replay"] == []
+
+
+def test_partial_batches_are_cut_again_as_they_were_unless_one_of_their_groups_is_gone(journal: Journal) -> None:
+    replay = buffer(journal, groups_per_step=3, max_staleness=9, partial=True)
+    first = fill(replay, 0, count=2)
+    batch = replay.next_batch(0.0, partial=True)
+    assert batch is not None
+    restored = resumed(journal, None, 0, groups_per_step=3, max_staleness=9, partial=True)
+    assert names(cut(restored).groups) == first, "as it was, although it is not full"
+    strict = resumed(journal, None, 0, groups_per_step=3, max_staleness=9)
+    assert strict.next_batch(0.0) is None
+    assert strict.counts["quarantined"] == 2
+
+
+def test_what_is_left_of_a_partial_batch_after_a_quarantine_is_not_taken_for_the_batch(journal: Journal) -> None:
+    replay = buffer(journal, groups_per_step=3, max_staleness=9, partial=True)
+    (harmless,) = fill(replay, 0, count=1)
+    (killer,) = fill(replay, 0, count=1)
+    journal.claim(1, 1, [harmless, killer], 2)
+    journal.query("UPDATE groups SET tries = 2 WHERE group_id = ?", (killer,))
+    restored = resumed(journal, None, 0, groups_per_step=3, max_staleness=9, partial=True)
+    assert journal.query("SELECT step, dropped FROM groups ORDER BY seq") == [(None, None), (1, "quarantined")]
+    assert restored.depth()["ready"] == 1
+    assert restored.offer([delivery(lease(restored))]) == ["accepted"]
+    batch = restored.next_batch(0.0, partial=True)
+    assert batch is not None
+    assert len(batch.groups) == 2
+
+
+def test_a_group_that_grows_stale_while_batches_are_cut_again_is_dropped_at_once(journal: Journal) -> None:
+    """It arrived from a policy that the crash had made the newest again."""
+    arguments: dict[str, int] = {"groups_per_step": 1, "max_staleness": 1}
+    replay = buffer(journal, **arguments)
+    for step in range(3):
+        fill(replay, step, count=1)
+        cut(replay)
+        journal.end_step(step + 1)
+        replay.published(step + 1)
+    restored = resumed(journal, None, 0, **arguments)
+    assert restored.offer([delivery("0-3-0-1-s", 0)]) == ["accepted"]
+    steps = [cut(restored).step for _ in range(3)]
+    assert (steps, restored.counts["went_stale"], restored.depth()["ready"]) == ([0, 1, 2], 1, 0)
+    assert restored.state()["ledger"]["unsettled"] == [[0, 3, 0, 0, 0, 0, 0]]

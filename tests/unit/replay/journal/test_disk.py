@@ -1,0 +1,73 @@
+"""The guard says no while the disk is too full, yes again by itself, and keeps a reserve for the worst moment."""
+
+import errno
+import os
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from replay.journal.disk import RESERVE_BYTES, DiskGuard
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A disk of 1000 bytes, 100 of them for root alone, 500 used."""
+    usage = SimpleNamespace(total=1000, used=500, free=400)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
+    return usage
+
+
+def test_the_used_share_is_that_of_df(tmp_path: Path, disk: SimpleNamespace) -> None:
+    guard = DiskGuard(tmp_path, 0.9)
+    assert guard.used == pytest.approx(500 / 900)
+    disk.free = 0
+    assert guard.used == 1.0
+    disk.used = 0
+    assert guard.used == 1.0, "a disk without any room is full, not empty"
+
+
+def test_it_says_no_above_the_limit_and_yes_again_below(tmp_path: Path, disk: SimpleNamespace) -> None:
+    guard = DiskGuard(tmp_path, 0.75)
+    answers = []
+    for used in (500, 675, 676, 700, 675, 100):
+        disk.used, disk.free = used, 900 - used
+        answers.append((guard.look(), guard.has_room))
+    assert answers == [(False, True), (False, True), (True, False), (False, False), (True, True), (False, True)]
+
+
+def test_a_disk_that_is_full_from_the_start_is_noticed(tmp_path: Path, disk: SimpleNamespace) -> None:
+    disk.used, disk.free = 890, 10
+    guard = DiskGuard(tmp_path, 0.9)
+    assert not guard.has_room
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_reserve_takes_real_room_and_comes_back_when_there_is_room(tmp_path: Path, disk: SimpleNamespace) -> None:
+    guard = DiskGuard(tmp_path, 0.9)
+    reserve = tmp_path / "journal.reserve"
+    assert reserve.stat().st_blocks * 512 >= RESERVE_BYTES
+    disk.used, disk.free = 890, 10
+    guard.look()
+    guard.spend_reserve()
+    guard.spend_reserve()
+    assert not reserve.exists()
+    guard.look()
+    assert not reserve.exists()
+    disk.used, disk.free = 100, 800
+    guard.look()
+    assert reserve.stat().st_size == RESERVE_BYTES
+
+
+def test_no_room_for_the_reserve_leaves_no_part_of_it(
+    tmp_path: Path, disk: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int, offset: int, length: int) -> None:
+        os.write(descriptor, b"part")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    guard = DiskGuard(tmp_path, 0.9)
+    assert guard.has_room
+    assert list(tmp_path.iterdir()) == []

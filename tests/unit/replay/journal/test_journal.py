@@ -1,0 +1,313 @@
+"""What a method wrote is there after any end of the process; when it raises, nothing of it happened."""
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import apsw
+import pytest
+
+from protocol.errors import ExitCode, JournalError
+from replay.journal.writer import DeadLetter, Journal
+from tests.unit.replay.builders import claim, entry, group_ids
+from tests.unit.replay.journals import alter, everything, fill, rows
+
+# What is written.
+
+
+def test_a_new_journal_is_empty_durable_and_can_shrink(journal: Journal) -> None:
+    assert (journal.facts(), journal.last_seq, journal.newest_version) == ({}, 0, -1)
+    pragmas = ("journal_mode", "synchronous", "auto_vacuum", "user_version")
+    assert [journal.query(f"PRAGMA {name}")[0][0] for name in pragmas] == ["wal", 2, 2, 1]
+
+
+def test_the_folder_of_a_journal_is_made(tmp_path: Path) -> None:
+    Journal(tmp_path / "runs" / "first" / "journal.sqlite").close()
+    assert (tmp_path / "runs" / "first" / "journal.sqlite").exists()
+
+
+def test_rows_come_in_the_order_they_were_appended(journal: Journal) -> None:
+    journal.append([entry(5), entry(3, outcome="no_signal", reward=None, producer="gpu-1", policy_version=7)])
+    journal.append([])
+    journal.append([entry(4, epoch=2, attempt=6, num_tokens=99, outcome="stale", frame=b"")])
+    assert rows(journal) == [
+        (1, "0-5-0-1-s", 0, 5, 1, "p", 0, "accepted", 0.5, 4, 17, None, None, None, 0, None),
+        (2, "0-3-0-1-s", 0, 3, 1, "gpu-1", 7, "no_signal", None, 4, 17, None, None, None, 0, None),
+        (3, "2-4-0-6-s", 2, 4, 6, "p", 0, "stale", 0.5, 99, 0, None, None, None, 0, None),
+    ]
+    assert journal.last_seq == 3
+    assert journal.frames(["2-4-0-6-s", "0-5-0-1-s"]) == [b"", b"frame of prompt 5"]
+
+
+def test_known_names_those_that_have_a_row(journal: Journal) -> None:
+    journal.append([entry(0), entry(1, outcome="stale")])
+    assert journal.known(group_ids(0, 1, 2)) == set(group_ids(0, 1))
+    assert journal.known([]) == set()
+
+
+def test_the_last_sequence_number_survives_the_deletion_of_its_row(journal: Journal) -> None:
+    journal.append([entry(0), entry(1)])
+    journal.query("DELETE FROM groups")
+    assert journal.last_seq == 2
+    journal.append([entry(2)])
+    assert rows(journal, "seq") == [(3,)]
+
+
+def test_a_claim_notes_the_steps_and_the_order_and_counts_the_tries(journal: Journal) -> None:
+    journal.append([entry(0), entry(1), entry(2)])
+    claim(journal, 5, 6, 2, 0)
+    assert rows(journal, "step, last_step, position, tries") == [(5, 6, 1, 1), (None, None, None, 0), (5, 6, 0, 1)]
+    claim(journal, 5, 6, 2, 0)
+    assert rows(journal, "tries") == [(2,), (0,), (2,)]
+
+
+def test_the_end_of_the_last_step_over_a_batch_clears_the_tries_of_its_groups_alone(journal: Journal) -> None:
+    journal.append([entry(i) for i in range(4)])
+    for index, (step, last_step) in enumerate([(1, 2), (3, 4), (5, 6)]):
+        claim(journal, step, last_step, index)
+    journal.end_step(3)
+    assert rows(journal, "tries") == [(1,), (1,), (1,), (0,)]
+    journal.end_step(4)
+    assert rows(journal, "tries") == [(1,), (0,), (1,), (0,)]
+    assert journal.newest_version == -1
+
+
+def test_stand_ins_have_rows_of_their_own_with_tries_that_end_with_the_last_step(journal: Journal) -> None:
+    journal.append([entry(i) for i in range(4)])
+    claim(journal, 1, 2, 0, 1)
+    claim(journal, 3, 4, 2, again=(1, 0))
+    claim(journal, 3, 4, 2, again=(1, 0))
+    claim(journal, 5, 6, 3, again=(1,))
+    uses = "SELECT step, position, last_step, group_id, tries FROM replays ORDER BY step, position"
+    one, zero = group_ids(1, 0)
+    assert journal.query(uses) == [(3, 1, 4, one, 2), (3, 2, 4, zero, 2), (5, 1, 6, one, 1)]
+    assert rows(journal, "step, tries")[:2] == [(1, 1), (1, 1)], "their first training stays what it was"
+    journal.end_step(3)
+    assert [tries for *_, tries in journal.query(uses)] == [2, 2, 1]
+    journal.end_step(4)
+    assert [tries for *_, tries in journal.query(uses)] == [0, 0, 1]
+
+
+def test_a_quarantined_group_keeps_its_tries_when_others_train_its_step(journal: Journal) -> None:
+    journal.append([entry(0), entry(1)])
+    claim(journal, 1, 1, 0)
+    claim(journal, 1, 1, 0)
+    journal.drop(group_ids(0), "quarantined")
+    claim(journal, 1, 1, 1)
+    journal.end_step(1)
+    assert rows(journal, "tries, dropped") == [(2, "quarantined"), (0, None)]
+
+
+def test_policies_are_kept_and_one_made_again_replaces_the_first(journal: Journal) -> None:
+    journal.end_step(2)
+    journal.note_policy(1, 2, "first")
+    journal.end_step(4)
+    journal.note_policy(2, 4, "second")
+    journal.end_step(2)
+    journal.note_policy(1, 2, "again")
+    assert journal.query("SELECT version, step, digest FROM policies ORDER BY version") == [
+        (1, 2, "again"),
+        (2, 4, "second"),
+    ]
+    assert journal.newest_version == 2
+
+
+def test_dropped_groups_say_why(journal: Journal) -> None:
+    journal.append([entry(0), entry(1), entry(2)])
+    journal.drop(group_ids(0), "stale")
+    journal.drop(group_ids(2), "configuration")
+    assert rows(journal, "dropped") == [("stale",), (None,), ("configuration",)]
+
+
+def test_dead_letters_are_kept_with_the_beginning_of_a_long_story(journal: Journal) -> None:
+    journal.bury(DeadLetter(1, 7, 1, 3, "data", "reward_failed", "x" * 5000))
+    found = journal.query("SELECT epoch, prompt_id, reroll, attempts, failure, reason, detail FROM dead_letters")
+    assert found == [(1, 7, 1, 3, "data", "reward_failed", "x" * 4096)]
+
+
+def test_of_refused_frames_the_newest_256_are_kept_and_the_beginning_of_long_ones(journal: Journal) -> None:
+    journal.quarantine_frames([(f"reason {i}", b"f%d" % i) for i in range(200)])
+    journal.quarantine_frames([(f"reason {i}", b"f%d" % i) for i in range(200, 299)])
+    journal.quarantine_frames([("long", memoryview(b"y" * 70_000))])
+    found = journal.query("SELECT reason, num_bytes, frame FROM frames ORDER BY id")
+    assert len(found) == 256
+    assert found[0] == ("reason 44", 3, b"f44")
+    assert found[-1] == ("long", 70_000, b"y" * 65_536)
+
+
+def test_facts_are_noted_and_replaced(journal: Journal) -> None:
+    journal.note_facts({"run_id": "a", "model": "m"})
+    journal.note_facts({"run_id": "b"})
+    assert journal.facts() == {"run_id": "b", "model": "m"}
+
+
+# What survives.
+
+
+def test_everything_is_there_after_a_close(tmp_path: Path) -> None:
+    first = Journal(tmp_path / "journal.sqlite")
+    fill(first)
+    before = everything(first)
+    first.close()
+    assert not (tmp_path / "journal.sqlite-wal").exists()
+    with contextlib.closing(Journal(tmp_path / "journal.sqlite")) as second:
+        assert everything(second) == before
+
+
+def test_everything_is_there_after_an_end_at_any_moment(tmp_path: Path, journal: Journal) -> None:
+    """What lies on the disk after each call, as a killed process would leave it."""
+    states = []
+    for index, call in enumerate(
+        [lambda: fill(journal), lambda: journal.append([entry(9)]), lambda: journal.end_step(2)]
+    ):
+        call()
+        states.append(everything(journal))
+        copy = tmp_path / str(index)
+        copy.mkdir()
+        for file in tmp_path.glob("journal.sqlite*"):
+            shutil.copy(file, copy)
+        assert (copy / "journal.sqlite-wal").stat().st_size > 0
+    for index, state in enumerate(states):
+        with contextlib.closing(Journal(tmp_path / str(index) / "journal.sqlite")) as after:
+            assert everything(after) == state
+
+
+def test_a_log_that_ends_in_the_middle_of_a_commit_loses_that_commit_alone(tmp_path: Path, journal: Journal) -> None:
+    journal.append([entry(0)])
+    wal = tmp_path / "journal.sqlite-wal"
+    committed = wal.stat().st_size
+    journal.append([entry(1, frame=b"x" * 50_000)])
+    full = wal.stat().st_size
+    for index, size in enumerate([committed, committed + 1000, (committed + full) // 2, full - 1, full]):
+        copy = tmp_path / str(index)
+        copy.mkdir()
+        for file in (tmp_path / "journal.sqlite", wal):
+            shutil.copy(file, copy)
+        os.truncate(copy / "journal.sqlite-wal", size)
+        with contextlib.closing(Journal(copy / "journal.sqlite")) as after:
+            assert rows(after, "group_id") == [(g,) for g in group_ids(*range(2 if size == full else 1))]
+
+
+def test_a_process_that_is_killed_leaves_what_it_was_told_was_written(tmp_path: Path) -> None:
+    code = """if True:
+        import os, signal, sys
+        from pathlib import Path
+        from replay.journal.writer import Journal
+        from tests.unit.replay.builders import claim, entry
+        journal = Journal(Path(sys.argv[1]))
+        for prompt_id in range(1000):
+            journal.append([entry(prompt_id)])
+            print(prompt_id, flush=True)
+            if prompt_id == 50:
+                os.kill(os.getpid(), signal.SIGKILL)
+    """
+    path = tmp_path / "journal.sqlite"
+    root = Path(__file__).parents[4]
+    ended = subprocess.run(
+        [sys.executable, "-c", code, str(path)], cwd=root, capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == -9
+    with contextlib.closing(Journal(path)) as after:
+        assert rows(after, "prompt_id") == [(int(line),) for line in ended.stdout.split()] == [(i,) for i in range(51)]
+
+
+# What is refused.
+
+
+def test_a_changed_body_is_noticed_by_its_group(journal: Journal) -> None:
+    journal.append([entry(0), entry(1)])
+    alter(journal.path, "UPDATE bodies SET frame = ? WHERE seq = 2", b"frame of prompt 0")
+    assert journal.frames(group_ids(0)) == [b"frame of prompt 0"]
+    with pytest.raises(JournalError, match=r"group 0-1-0-1-s is damaged on disk \(checksum\); see rl-journal verify"):
+        journal.frames(group_ids(1))
+
+
+@pytest.mark.parametrize("column", ["group_id", "epoch", "prompt_id", "reroll", "attempt", "policy_version", "outcome"])
+def test_a_changed_row_is_noticed_by_its_checksum(journal: Journal, column: str) -> None:
+    journal.append([entry(0)])
+    value = "0-0-0-2-s" if column == "group_id" else "stale" if column == "outcome" else 3
+    alter(journal.path, f"UPDATE groups SET {column} = ?", value)
+    with pytest.raises(JournalError, match="is damaged on disk"):
+        journal.frames(["0-0-0-2-s" if column == "group_id" else "0-0-0-1-s"])
+
+
+def test_a_flipped_byte_of_a_body_on_the_disk_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    with contextlib.closing(Journal(path)) as journal:
+        journal.append([entry(0), entry(1, frame=b"unmistakable" * 1000)])
+    content = bytearray(path.read_bytes())
+    content[content.index(b"unmistakable") + 5] ^= 1
+    path.write_bytes(content)
+    with contextlib.closing(Journal(path)) as journal:
+        assert journal.frames(group_ids(0)) == [b"frame of prompt 0"]
+        with pytest.raises(JournalError, match="group 0-1-0-1-s is damaged on disk"):
+            journal.frames(group_ids(1))
+
+
+def test_the_checksum_is_the_crc32_of_the_row_and_its_frame() -> None:
+    assert entry(1, frame=b"abc").crc() == zlib.crc32(b"0-1-0-1-s 0 1 0 1 0 acceptedabc")
+
+
+def test_a_group_that_is_not_there_is_named(journal: Journal) -> None:
+    with pytest.raises(JournalError, match=r"does not hold group 0-8-0-1-s, which is still needed; was it edited\?"):
+        journal.frames(["0-8-0-1-s"])
+
+
+def test_a_journal_of_another_release_is_refused_and_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    Journal(path).close()
+    alter(path, "PRAGMA user_version = 2")
+    before = path.read_bytes()
+    with pytest.raises(JournalError, match="has journal schema 2, this release writes 1; use its release") as caught:
+        Journal(path)
+    assert caught.value.exit_code == ExitCode.JOURNAL
+    assert path.read_bytes() == before
+    alter(path, "PRAGMA user_version = 1")
+    Journal(path).close()  # the lock was given back
+
+
+def test_a_second_writer_is_refused_until_the_first_one_ends(tmp_path: Path) -> None:
+    first = Journal(tmp_path / "journal.sqlite")
+    for _ in range(2):
+        with pytest.raises(JournalError) as caught:
+            Journal(tmp_path / "journal.sqlite")
+        assert str(caught.value) == (f"another rl-trainer is at work in {tmp_path}; stop it, or choose another run_dir")
+    first.close()
+    Journal(tmp_path / "journal.sqlite").close()
+
+
+@pytest.mark.parametrize("content", [b"this is no database at all\n" * 1000, b"SQLite format 3\0" + b"\xff" * 5000])
+def test_a_file_that_is_no_database_is_refused_and_left_alone(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "journal.sqlite"
+    path.write_bytes(content)
+    for _ in range(2):
+        with pytest.raises(
+            JournalError, match=r"is damaged \(.*\); see what rl-journal verify says, or restore a copy"
+        ):
+            Journal(path)
+    assert path.read_bytes() == content
+
+
+def test_a_folder_in_place_of_the_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(JournalError, match="cannot be written or read"):
+        Journal(tmp_path)
+
+
+def test_a_closed_journal_refuses_every_call(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal.sqlite")
+    journal.close()
+    for _ in range(2):
+        with pytest.raises(JournalError, match="cannot be written or read"):
+            journal.append([entry(0)])
+
+
+def test_a_group_appended_twice_is_a_bug_that_ends_the_journal_and_leaves_the_first(journal: Journal) -> None:
+    journal.append([entry(0)])
+    with pytest.raises(JournalError, match="UNIQUE"):
+        journal.append([entry(1), entry(0)])
+    with contextlib.closing(apsw.Connection(str(journal.path))) as reader:
+        assert reader.execute("SELECT group_id FROM groups").fetchall() == [("0-0-0-1-s",)]

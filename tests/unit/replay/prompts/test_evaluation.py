@@ -1,0 +1,202 @@
+"""Scores worked by hand, and the leases of an evaluation under any sequence of events."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from replay.prompts.evaluation_leases import Answer, Evaluation, Metric, is_evaluation, pass_at_k, summary
+from replay.prompts.failure_budgets import RetryBudget
+from replay.prompts.ledger import UnknownLeaseError, parse_lease_id
+
+NAN = float("nan")
+BUDGETS = {"data": RetryBudget(2, 1.0), "infra": RetryBudget(3, 0.5)}
+
+
+@pytest.mark.parametrize(
+    ("n", "c", "k", "expected"),
+    [
+        (5, 0, 1, 0.0),
+        (5, 2, 1, 2 / 5),
+        (4, 1, 2, 1 / 2),  # 1 - C(3, 2) / C(4, 2) = 1 - 3 / 6
+        (5, 2, 3, 9 / 10),  # 1 - C(3, 3) / C(5, 3) = 1 - 1 / 10
+        (10, 3, 5, 11 / 12),  # 1 - C(7, 5) / C(10, 5) = 1 - 21 / 252
+        (5, 3, 3, 1.0),  # two failures cannot fill three places
+        (5, 5, 5, 1.0),
+        (1, 1, 1, 1.0),
+    ],
+)
+def test_pass_at_k(n: int, c: int, k: int, expected: float) -> None:
+    assert pass_at_k(n, c, k) == pytest.approx(expected)
+
+
+def test_pass_at_k_is_the_share_of_subsets_with_a_success() -> None:
+    for n, c, k in [(6, 2, 3), (7, 1, 4), (8, 3, 2)]:
+        subsets = list(itertools.combinations([True] * c + [False] * (n - c), k))
+        assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
+    assert pass_at_k(4000, 1, 2000) == pytest.approx(0.5), "no binomial overflows"
+    for n, c, k in [(3, 1, 0), (3, 1, 4), (3, 4, 1), (3, -1, 1)]:
+        with pytest.raises(ValueError, match="samples"):
+            pass_at_k(n, c, k)
+
+
+@pytest.mark.parametrize(
+    ("weights", "threshold", "k", "rewards", "expected"),
+    [
+        ([1.0, 0.5], None, 1, [[1.0, 2.0], [0.0, 0.0]], 1.0),  # totals 2 and 0
+        ([1.0, 0.5], None, 1, [[1.0, NAN], [NAN, NAN]], 1.0),  # a missing one is left out, an unscored completion too
+        ([0.0, 1.0], None, 1, [[1.0, 0.25], [1.0, NAN]], 0.25),  # one function alone
+        ([1.0, 1.0], None, 1, [[NAN, NAN]], None),
+        ([1.0], 0.5, 1, [[0.5], [0.4], [1.0], [0.0]], 0.5),
+        ([1.0], 0.5, 2, [[0.5], [0.4], [0.0], [NAN]], 2 / 3),  # of three: 1 - C(2, 2) / C(3, 2)
+        ([1.0], 0.5, 2, [[0.5], [NAN]], None),  # one sample says nothing about two
+    ],
+)
+def test_what_an_answer_is_worth(
+    weights: list[float], threshold: float | None, k: int, rewards: list[list[float]], expected: float | None
+) -> None:
+    score = Metric(np.array(weights, np.float32), threshold, k).score(np.array(rewards, np.float32))
+    assert score == (expected if expected is None else pytest.approx(expected))
+
+
+def test_the_numbers_of_an_evaluation() -> None:
+    answers = [Answer(1.0, (1.0, NAN), (3, 5), 1), Answer(0.0, (0.5, 4.0), (4, 4), 0), Answer()]
+    assert summary(answers, ("first", "second")) == {
+        "score": 0.5,
+        "num_prompts": 3,
+        "num_scored": 2,
+        "rewards": {"first": 0.75, "second": 4.0},
+        "mean_length": 4.0,
+        "truncated_share": 0.25,
+    }
+    assert summary([Answer()], ("first",)) == {
+        "score": None, "num_prompts": 1, "num_scored": 0, "rewards": {}, "mean_length": None, "truncated_share": None,
+    }  # fmt: skip
+
+
+def test_a_lease_id_is_none_of_the_ledger_s() -> None:
+    lease_id, prompt_id, attempt = Evaluation(4, 2, BUDGETS, "s").lease("p", now=0.0, deadline=9.0) or ("", 0, 0)
+    assert (lease_id, prompt_id, attempt) == ("evaluation-4-0-1-s", 0, 1)
+    assert is_evaluation(lease_id)
+    assert not is_evaluation("0-4-0-1-s")
+    with pytest.raises(UnknownLeaseError):
+        parse_lease_id(lease_id)
+
+
+def test_a_prompt_waits_after_a_failure_and_is_given_up_within_its_budget() -> None:
+    evaluation = Evaluation(4, 1, BUDGETS, "s")
+
+    def lease(now: float) -> str | None:
+        given = evaluation.lease("p", now=now, deadline=now + 10)
+        return given and given[0]
+
+    assert evaluation.fail(lease(0.0), "expired", 1.0) is True
+    assert lease(1.4) is None
+    assert evaluation.fail(lease(1.5), "reward_failed", 2.0) is True, "another class, another budget"
+    evaluation.give_back(lease(3.0))
+    assert evaluation.fail(again := lease(3.0), "reward_failed", 4.0) is False
+    assert evaluation.fail(again, "reward_failed", 4.0) is None
+    assert evaluation.is_done
+    assert evaluation.answers() == [Answer()]
+    assert not evaluation.answer(again, Answer(1.0)), "too late"
+
+
+def test_a_late_answer_counts_and_one_of_another_process_or_version_does_not() -> None:
+    evaluation = Evaluation(4, 2, BUDGETS, "s")
+    late, _, _ = evaluation.lease("p", now=0.0, deadline=1.0)
+    evaluation.fail(late, "expired", 1.0)
+    out, _, _ = evaluation.lease("q", now=2.0, deadline=3.0)
+    for other in (
+        "evaluation-4-0-1-r",
+        "evaluation-3-0-1-s",
+        "evaluation-4-7-1-s",
+        "evaluation-4-0-3-s",
+        "evaluation-x-s",
+    ):
+        assert not evaluation.answer(other, Answer(0.0)), other
+    assert evaluation.answer(late, Answer(1.0))
+    assert not evaluation.answer(out, Answer(0.0)), "the first one won"
+    assert evaluation.leases_of("q") == []
+    assert evaluation.num_done == 1
+
+
+class Leases(RuleBasedStateMachine):
+    """Five prompts, two producers, whatever happens in whatever order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.evaluation = Evaluation(2, 5, BUDGETS, "s")
+        self.now = 0.0
+        self.given: list[str] = []
+        self.out: dict[str, str] = {}  # lease -> producer
+        self.expected: dict[int, float | None] = {}
+
+    def prompt(self, lease_id: str) -> int:
+        return int(lease_id.split("-")[2])
+
+    @rule(producer=st.sampled_from("pq"), wait=st.sampled_from([0.0, 0.4, 2.0]))
+    def lease(self, producer: str, wait: float) -> None:
+        self.now += wait
+        given = self.evaluation.lease(producer, now=self.now, deadline=self.now + 5)
+        if given is None:
+            return
+        lease_id, prompt_id, _ = given
+        assert lease_id not in self.given
+        assert prompt_id not in self.expected
+        assert prompt_id not in map(self.prompt, self.out)
+        self.given.append(lease_id)
+        self.out[lease_id] = producer
+
+    @rule(data=st.data(), score=st.sampled_from([0.0, 1.0]))
+    def answer(self, data: st.DataObject, score: float) -> None:
+        """Also of a lease that ended long ago."""
+        lease_id = data.draw(st.sampled_from(self.given)) if self.given else "evaluation-2-0-1-s"
+        wanted = bool(self.given) and self.prompt(lease_id) not in self.expected
+        assert self.evaluation.answer(lease_id, Answer(score)) is wanted
+        if wanted:
+            self.settle(self.prompt(lease_id), score)
+
+    @rule(data=st.data(), reason=st.sampled_from(["expired", "reward_failed", "prompt_too_long", "returned"]))
+    def end(self, data: st.DataObject, reason: str) -> None:
+        if not self.out:
+            return
+        lease_id = data.draw(st.sampled_from(sorted(self.out)))
+        del self.out[lease_id]
+        if reason == "returned":
+            self.evaluation.give_back(lease_id)
+        elif self.evaluation.fail(lease_id, reason, self.now) is False:
+            self.settle(self.prompt(lease_id), None)
+
+    def settle(self, prompt_id: int, score: float | None) -> None:
+        self.expected[prompt_id] = score
+        self.out = {lease_id: who for lease_id, who in self.out.items() if self.prompt(lease_id) != prompt_id}
+
+    @invariant()
+    def adds_up(self) -> None:
+        assert self.evaluation.num_done == len(self.expected)
+        assert self.evaluation.is_done == (len(self.expected) == 5)
+        assert [answer.score for answer in self.evaluation.answers()] == [
+            score for _, score in sorted(self.expected.items())
+        ]
+        assert self.evaluation.num_out == len(self.out)
+        for producer in "pq":
+            mine = {lease_id for lease_id, who in self.out.items() if who == producer}
+            assert set(self.evaluation.leases_of(producer)) == mine
+
+    def teardown(self) -> None:
+        """Whatever came before, it ends."""
+        for _ in range(100):
+            self.now += 100.0
+            given = self.evaluation.lease("p", now=self.now, deadline=math.inf)
+            for lease_id in [*self.out, *([given[0]] if given else [])]:
+                self.evaluation.fail(lease_id, "expired", self.now)
+            self.out = {}
+        assert self.evaluation.is_done
+
+
+TestLeases = Leases.TestCase
+TestLeases.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)

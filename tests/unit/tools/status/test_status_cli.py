@@ -1,0 +1,170 @@
+"""The command: arguments, exit codes, JSON, the live view."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from docs.generate_metrics import trainer_registry
+from protocol.errors import ExitCode
+from protocol.service import exposition
+from protocol.service.health import Health
+from protocol.service.systemd import Notifier
+from tools.status.cli import main
+from tools.status.history import rewards_of_steps
+from tools.status.view import ProducerView, TrainerView, View
+from tools.status.warnings import RULES
+
+REPOSITORY = Path(__file__).parents[4]
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Of a run whose trainer answers."""
+    folder = tmp_path_factory.mktemp("run")
+    health = Health(60.0, Notifier(None))
+    names = {"key": "k", "job": "rl-trainer", "name": "host-1", "folder": folder / "metrics"}
+    (folder / "steps.jsonl").write_text('{"step": 1, "reward": 0.5}\n{"step": 2, "reward": NaN}\n{"step": 3, "rew')
+    with exposition.serve(trainer_registry(), health, "127.0.0.1", 0, **names):
+        yield folder
+
+
+def section() -> str:
+    """Of docs/operations.md."""
+    return (REPOSITORY / "docs" / "operations.md").read_text().partition("\n## rl-status\n")[2].partition("\n## ")[0]
+
+
+def ended(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as end:
+        main(list(arguments))
+    return int(end.value.code or 0)
+
+
+def test_one_view_for_people(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--run", str(run_dir), "--once"]) == ExitCode.OK
+    out = capsys.readouterr().out
+    assert "run RUN · release" in out
+    assert "the trainer is not ready (starting): wait" in out
+    assert "0.500  steps 1-1" in out
+
+
+def test_one_object_for_programs_has_every_documented_key(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--run", str(run_dir), "--once", "--json", "--every", "0.1"]) == ExitCode.OK
+    found = json.loads(capsys.readouterr().out)
+    assert found.keys() == {field.name for field in dataclasses.fields(View)} | {"answers", "warnings"}
+    assert found["trainer"].keys() == {field.name for field in dataclasses.fields(TrainerView)}
+    assert found["producers"][0].keys() == {field.name for field in dataclasses.fields(ProducerView)}
+    assert found["rewards"] == [{"step": 1, "reward": 0.5}]
+    assert found["warnings"][0].keys() == {"name", "text", "cure"}
+    page = section()
+    for key in {*found, *found["trainer"], *found["producers"][0]}:
+        assert f"`{key}`" in page, key
+
+
+def test_every_warning_is_documented() -> None:
+    page = section()
+    for rule in RULES:
+        assert f"| `{rule.__name__}` |" in page
+
+
+def test_nothing_that_answers_has_an_exit_code_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "metrics").mkdir()
+    assert main(["--run", str(tmp_path), "--once", "--json"]) == ExitCode.NO_ANSWER == 68
+    found = json.loads(capsys.readouterr().out)
+    assert (found["trainer"], found["producers"], found["answers"]) == (None, [], False)
+    assert [warning["name"] for warning in found["warnings"]] == ["nothing_answers"]
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--run", str(tmp_path), "--once"]) == ExitCode.CONFIG
+    assert "no daemon has worked there" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--json"],
+        ["--svg", "x.svg"],
+        ["--once", "--every", "0"],
+        ["--once", "--every", "nan"],
+        ["--url", "host"],
+        ["--url", "host:99999"],
+        ["--url", "user@host:1"],
+        ["--run", "a", "--config", "b"],
+    ],
+)
+def test_usage_errors_are_one_line_and_code_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert ended(*arguments) == ExitCode.USAGE
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_an_address_is_enough(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (file,) = (run_dir / "metrics").glob("*.json")
+    address = json.loads(file.read_text())[0]["targets"][0]
+    assert main(["--url", f"http://{address}/metrics", "--once", "--json"]) == ExitCode.OK
+    found = json.loads(capsys.readouterr().out)
+    assert (found["trainer"]["address"], found["trainer"]["run"]) == (address, "RUN")
+    assert found["rewards"] == []
+
+
+def test_ctrl_c_leaves_the_live_view_with_0(run_dir: Path) -> None:
+    terminal, inside = pty.openpty()
+    command = [sys.executable, "-W", "error", "-m", "tools.status.cli", "--run", str(run_dir), "--every", "0.1"]
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": "80", "LINES": "40"}
+    with subprocess.Popen(
+        command,
+        cwd=REPOSITORY,
+        stdout=inside,
+        stderr=subprocess.PIPE,
+        env=environment,
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        ),  # ignored where the tests run in the background
+    ) as process:
+        os.close(inside)
+        shown = b""
+        while shown.count(b"rl-status") < 2:  # it redraws
+            shown += os.read(terminal, 65_536)
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(OSError):  # EIO: nobody is inside any more
+            while os.read(terminal, 65_536):
+                pass
+        assert (process.wait(20), process.stderr.read() if process.stderr else b"") == (0, b"")
+    os.close(terminal)
+    assert b"\x1b[" in shown
+
+
+def test_it_starts_without_the_heavy_libraries() -> None:
+    heavy = ("torch", "vllm", "trl", "transformers", "numpy", "zmq", "apsw")
+    code = f"import sys, tools.status.cli; print([name for name in {heavy} if name in sys.modules])"
+    checked = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    assert checked.stdout == "[]\n"
+
+
+def test_the_end_of_a_long_steps_file_is_enough(tmp_path: Path) -> None:
+    lines = [json.dumps({"step": step, "reward": step / 2, "filler": "x" * 2000}) for step in range(1, 1001)]
+    (tmp_path / "steps.jsonl").write_text("\n".join(lines) + "\n")
+    rewards = rewards_of_steps(tmp_path)
+    assert 200 < len(rewards) < 400
+    assert list(rewards) == list(range(1001 - len(rewards), 1001))
+    assert rewards[1000] == 500.0
+    (tmp_path / "steps.jsonl").rename(tmp_path / "steps.1.jsonl")  # it was full
+    (tmp_path / "steps.jsonl").write_text('{"step": 1001, "reward": 1.0}\n')
+    across = list(rewards_of_steps(tmp_path))
+    assert len(rewards) <= len(across) <= len(rewards) + 1
+    assert across == list(range(1002 - len(across), 1002))
+    assert rewards_of_steps(tmp_path / "no") == rewards_of_steps(None) == {}
+
+
+def test_help_says_how_to_call_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ended("--help") == 0
+    assert re.search(r"--url HOST:PORT", capsys.readouterr().out)

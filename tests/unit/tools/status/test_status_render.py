@@ -1,0 +1,131 @@
+"""The view as text."""
+
+import io
+import re
+from pathlib import Path
+
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+
+from protocol.errors import ConfigError
+from tests.unit.tools.status.builders import PRODUCER, PRODUCER_TEXT, TRAINER_TEXT, answer, producer, seen
+from tools.status.picture import save_picture
+from tools.status.reading import read
+from tools.status.render import render
+from tools.status.text import bar, duration, percent, rate, shortened, sparkline
+from tools.status.view import View
+from tools.status.warnings import warnings
+
+
+def full_view() -> View:
+    return read([[answer(TRAINER_TEXT), answer(PRODUCER_TEXT, PRODUCER)]], {step: step / 100 for step in range(1, 200)})
+
+
+def lines(view: View, width: int, color: bool = False) -> list[str]:
+    console = Console(
+        width=width,
+        file=io.StringIO(),
+        force_terminal=color,
+        color_system="truecolor" if color else None,
+        legacy_windows=False,
+    )
+    with console.capture() as capture:
+        console.print(render(view, warnings(view), width))
+    return capture.get().splitlines()
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_every_line_is_as_wide_as_the_view_and_none_is_cut(width: int) -> None:
+    shown = lines(full_view(), width)
+    assert {cell_len(line) for line in shown} == {width}
+    rows = [re.sub(r"^  (\S*) .*", r"\1", line) for line in shown if re.match(r"  [a-z0-9-]+  ", line)]
+    assert rows == [
+        *("step", "reward", "learning", "off-policy", "rollouts"),
+        *("waits", "staleness", "trainer", "tokens", "groups", "answers", "trouble", "storage"),
+        *("producer", "far-9-cd", "gpu0-7-ab"),
+    ], "one line for each, so that none was wrapped"
+    assert "…" not in "".join(shown)
+
+
+def test_the_view_says_what_the_numbers_are() -> None:
+    shown = "\n".join(lines(full_view(), 80))
+    for text in (
+        "run ab12 · release 0.1.0",
+        "30 of 60, about 3 min left",
+        "1.990 ± 0.250  steps 1-199",
+        "trainer 67 % since its start, now for 1.5 s",
+        "mean 1.5, max 2, bound 2 versions",
+        "version 30 published · last step 2.0 s ago, one in 6.0 s",
+        "100/s generated · 50/s trained",
+        "42 leased · 6 ready · 3 replayable · 1 rerolls waiting",
+        "486 accepted · 20 no signal · 0 stale · 480 trained",
+        "4 leases expired · 2 dead letters",
+        "journal 4.0 MiB, commits 4.0 ms · disk 25 % full, limit 95 %",
+        "trainer waits 67 % of the time for rollouts: add a producer",
+    ):
+        assert text in shown, text
+    assert re.search(r"far-9-cd +- +- +20 held +- +- +- *$", shown, re.M)
+    assert re.search(r"gpu0-7-ab +v29 +1 +1 · 20 · 0 · 1 +200/s +10 % +200 ms *$", shown, re.M)
+
+
+def test_a_view_of_nothing_says_what_to_do() -> None:
+    assert "no daemon of this run answers: start rl-trainer" in " ".join(lines(seen(rewards={1: 0.5}), 80))
+
+
+def test_a_quiet_view_has_nothing_to_complain_about() -> None:
+    assert "nothing to complain about" in "\n".join(lines(seen({"step": 1, "max_steps": 9}), 80))
+
+
+def test_without_colour_there_is_no_escape_and_with_it_there_is() -> None:
+    assert "\x1b" not in "".join(lines(full_view(), 80))
+    assert "\x1b[" in "".join(lines(full_view(), 80, color=True))
+
+
+def test_names_from_the_wire_neither_move_the_cursor_nor_are_markup() -> None:
+    shown = "\n".join(lines(seen({"run": "[red]x\x1b[2J"}, producer(name="a\n[b]\x07")), 80))
+    assert "\x1b" not in shown
+    assert "\x07" not in shown
+    assert r"[red]x\x1b[2J" in shown
+    assert r"a\n[b]\x07" in shown
+
+
+def test_many_producers_have_a_row_each() -> None:
+    shown = lines(seen({}, *(producer(name=f"gpu{i}", policy_version=i) for i in range(16))), 80)
+    assert sum(bool(re.match(r"  gpu\d+ +v\d+ ", line)) for line in shown) == 16
+
+
+def test_the_picture_fetches_nothing_and_holds_the_text(tmp_path: Path) -> None:
+    view = full_view()
+    save_picture(render(view, warnings(view), 100), tmp_path / "view.svg")
+    picture = (tmp_path / "view.svg").read_text()
+    assert picture.startswith("<svg ")
+    assert "gpu0-7-ab" in picture
+    assert re.findall(r"url\((?!#)|https?://(?!www\.w3\.org)|@font-face|@import", picture) == []
+    with pytest.raises(ConfigError, match="--svg"):
+        save_picture(render(view, [], 100), tmp_path / "no" / "view.svg")
+
+
+def test_durations_rates_and_shares_have_a_unit() -> None:
+    seconds = (None, 0.0043, 0.07, 1.25, 75.0, 600.0, 9000.0, 300_000.0)
+    assert [duration(s) for s in seconds] == ["-", "4.3 ms", "70 ms", "1.2 s", "75 s", "10 min", "2.5 h", "3.5 days"]
+    assert [rate(r) for r in (None, 0.25, 12345.6)] == ["-", "0.2/s", "12,346/s"]
+    assert percent(0.614) == "61 %"
+
+
+def test_a_bar_is_as_long_as_its_share() -> None:
+    assert bar(0.25, 8) == ("━━", "──────")
+    assert bar(1.7, 4) == ("━━━━", "")
+    assert bar(-1.0, 4) == ("", "────")
+
+
+def test_a_sparkline_goes_from_the_least_to_the_greatest() -> None:
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
+    assert sparkline([0.0, 0.0, 1.0, 1.0], 2) == "▁█", "neighbours share a character"
+    assert sparkline([3.0, 3.0], 8) == "▄▄"
+    assert sparkline([], 8) == ""
+
+
+def test_a_long_name_keeps_its_ends() -> None:
+    assert shortened("host-gpu7-1234-abcd", 10) == "hos…4-abcd"
+    assert shortened("short", 10) == "short"

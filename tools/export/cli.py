@@ -1,0 +1,38 @@
+"""The `rl-export` command: a trained adapter merged into a full model. Parses first, imports the heavy libraries after."""
+
+import sys
+from pathlib import Path
+
+from protocol.config.run import RunConfig
+from protocol.errors import ExitCode
+from protocol.service.command_line import main as run_command
+from protocol.service.command_line import parser
+
+PROGRAM = "rl-export"
+
+
+def main() -> None:
+    arguments_parser = parser(PROGRAM, "Merges a trained adapter into its base model and checks that nothing is lost.")
+    arguments_parser.add_argument(
+        "--checkpoint",
+        metavar="WHICH",
+        default="last",
+        help="last, best, the step of a checkpoint, or an adapter's folder (default: %(default)s)",
+    )
+    arguments_parser.add_argument("--to", metavar="FOLDER", type=Path, help="a new folder (default: RUN_DIR/merged)")
+    arguments_parser.add_argument(
+        "--push-to-hub", metavar="NAME", help="also upload it to this repository, private if it is new"
+    )
+    arguments = arguments_parser.parse_args()
+
+    def run(config: RunConfig, gpus: list[int]) -> ExitCode:
+        from tools.export.merge import run
+
+        to = arguments.to or Path(config.run_dir) / "merged"
+        return run(config, gpus, which=arguments.checkpoint, to=to, repository=arguments.push_to_hub)
+
+    sys.exit(run_command(arguments, PROGRAM, lambda config: None, run))
+
+
+if __name__ == "__main__":
+    main()

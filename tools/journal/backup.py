@@ -1,0 +1,99 @@
+"""`rl-journal backup`: a run as it is now, copied while its trainer goes on.
+
+Guarantee: the folder appears under its name when it is complete and on the disk, or not at all; `rl-trainer --resume` goes on
+from it as from the original after a crash: its journal holds every group that its checkpoint, or a start from scratch, needs,
+no result of an evaluation and no version that waits for one is missing, and neither is the best adapter.
+"""
+
+import os
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+from consumer.checkpoints import folders as checkpoints
+from protocol.errors import JournalError
+from protocol.files.rotated_lines import opened
+from protocol.files.staged import aside, staged
+from replay.journal.reader import JournalReader
+from tools.tables import say, size
+
+_ATTEMPTS = 5
+_LINES = ("steps.jsonl", "rollouts.jsonl")
+_FILES = ("evaluations.jsonl", "trainer.json")
+_FOLDERS = ("checkpoints/best", "adapter", "sft")
+
+
+def backup(reader: JournalReader, to: Path) -> None:
+    """Raises:
+    JournalError: `to` exists or cannot be written, or checkpoints come and go faster than they are copied.
+    """
+    if to.exists():
+        raise JournalError(f"--to {to}: exists already; choose a new folder")
+    try:
+        with staged(to) as partial:
+            for _ in range(_ATTEMPTS):
+                shutil.rmtree(partial, ignore_errors=True)
+                if _copy(reader, partial):
+                    break
+            else:
+                raise JournalError(
+                    f"the trainer replaced a checkpoint in each of {_ATTEMPTS} attempts to copy it; raise "
+                    "trainer.save_total_limit or trainer.save_steps"
+                )
+    except OSError as error:
+        raise JournalError(f"--to {to}: cannot be written: {error.strerror or error}; choose another place") from error
+    found = checkpoints.latest(to / "checkpoints")
+    start = f"checkpoint-{found.step}" if found else "no checkpoint"
+    say(f"{start} and a journal of {size((to / reader.path.name).stat().st_size)} in {to}")
+    say(f"go on from it: rl-trainer --resume --set run_dir={to} ...")
+
+
+def _copy(reader: JournalReader, to: Path) -> bool:
+    """Copies into `to`; False if it has to be done again.
+
+    The checkpoint comes first, because what came after it is forgotten and done again, but groups that it has trained may be
+    gone. The journal keeps what the oldest checkpoint needs, so that it fits if ours is still there afterwards. A version leaves
+    `evaluation/` when its line is written, and that is after the best adapter was replaced; they are copied in this order.
+    """
+    run_dir = reader.path.parent
+    found = checkpoints.latest(run_dir / "checkpoints")
+    (to / "checkpoints").mkdir(parents=True)
+    if found is not None:
+        try:
+            shutil.copytree(found.folder, to / "checkpoints" / found.folder.name)
+        except (FileNotFoundError, shutil.Error):
+            if checkpoints.is_committed(found.folder):
+                raise
+            return False
+    (to / "evaluation").mkdir()
+    for file in (run_dir / "evaluation").glob("*.adapter"):
+        with suppress(FileNotFoundError):
+            shutil.copy2(file, to / "evaluation" / file.name)
+    for name in _FILES:
+        with suppress(FileNotFoundError):
+            shutil.copy2(run_dir / name, to / name)
+    if not all(_copy_folder(run_dir / name, to / name) for name in _FOLDERS):
+        return False
+    for name in _LINES:
+        with opened(run_dir / name) as files:
+            for lines in files:
+                with (to / Path(lines.name).name).open("wb") as copy:
+                    shutil.copyfileobj(lines, copy)
+    reader.copy_to(to / reader.path.name)
+    if found is None:
+        return checkpoints.latest(run_dir / "checkpoints") is None
+    return checkpoints.is_committed(found.folder)
+
+
+def _copy_folder(folder: Path, to: Path) -> bool:
+    """Of one that is replaced in two renames, and may be away from its name in between. False: it was replaced meanwhile."""
+    for source in (folder, aside(folder), folder):
+        with suppress(FileNotFoundError):
+            before = source.stat()
+            try:
+                shutil.copytree(source, to)
+            except shutil.Error:
+                if os.path.samestat(before, source.stat()):
+                    raise
+            return os.path.samestat(before, source.stat())
+    return not to.exists()

@@ -1,0 +1,158 @@
+"""The `rl-journal` command: a look into a run's journal, also while the trainer is running.
+
+Guarantee: it never changes the journal; `--help` imports no heavy library; every error is one line on standard error and
+ends the process with its own exit code.
+"""
+
+import argparse
+import io
+import sys
+from contextlib import closing
+from pathlib import Path
+
+from protocol import __version__
+from protocol.config.loader import load_config
+from protocol.errors import ExitCode
+from replay.journal.reader import STATES, GroupFilter, JournalReader
+from tools.command import ToolParser, run_tool
+from tools.journal.selection import VERDICTS, Selection
+
+PROGRAM = "rl-journal"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    chosen = _parser().parse_args(arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    return run_tool(PROGRAM, lambda: _look(chosen))
+
+
+def _look(chosen: argparse.Namespace) -> ExitCode:
+    with closing(JournalReader(_journal_file(chosen))) as reader:
+        return _run(reader, chosen)
+
+
+def _run(reader: JournalReader, chosen: argparse.Namespace) -> ExitCode:
+    """Runs one command; each imports what it needs."""
+    if chosen.command == "stats":
+        from tools.journal.stats import stats
+
+        stats(reader, as_json=chosen.json)
+    elif chosen.command == "show":
+        from tools.journal.show import show
+
+        show(reader, chosen.group, every_token=chosen.tokens)
+    elif chosen.command == "export":
+        from tools.journal.export import export
+
+        export(reader, _selection(chosen), chosen.to)
+    elif chosen.command == "backup":
+        from tools.journal.backup import backup
+
+        backup(reader, chosen.to)
+    elif chosen.command == "verify":
+        from tools.journal.verify import verify
+
+        return verify(reader)
+    else:
+        from tools.journal.views import lineage, list_groups, quarantine
+
+        if chosen.command == "list":
+            list_groups(reader, _selection(chosen), as_json=chosen.json)
+        elif chosen.command == "quarantine":
+            quarantine(reader, as_json=chosen.json)
+        else:
+            lineage(reader, chosen.step)
+    return ExitCode.OK
+
+
+def _journal_file(chosen: argparse.Namespace) -> Path:
+    if chosen.config is not None:
+        return load_config(chosen.config).journal_file
+    place = Path(chosen.run)
+    return place if place.is_file() else place / "journal.sqlite"
+
+
+def _selection(chosen: argparse.Namespace) -> Selection:
+    wanted = GroupFilter(chosen.version, chosen.step, chosen.state, chosen.reward, chosen.prompt)
+    return Selection(wanted, chosen.limit, chosen.verdict, chosen.replays)
+
+
+def _parser() -> argparse.ArgumentParser:
+    result = ToolParser(prog=PROGRAM, description="Looks into the journal of a run, also while its trainer is running.")
+    place = result.add_mutually_exclusive_group()
+    place.add_argument(
+        "--run", metavar="RUN_DIR", default=".", help="the run's folder, or its journal file (default: this folder)"
+    )
+    place.add_argument("--config", metavar="FILE", help="the run's YAML file, instead of --run")
+    result.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    commands = result.add_subparsers(dest="command", metavar="COMMAND", required=True)
+
+    stats = commands.add_parser("stats", help="how many groups, steps, policies and failures there are")
+    listed = commands.add_parser("list", help="groups, one per line, newest last")
+    shown = commands.add_parser("show", help="one group: prompt, completions, rewards, log-probs")
+    shown.add_argument("group", metavar="ID", help="as `list` shows it")
+    shown.add_argument("--tokens", action="store_true", help="every token with its log-prob")
+    exported = commands.add_parser("export", help="groups with their tokens, log-probs and rewards as a file")
+    exported.add_argument(
+        "--to", metavar="FILE", required=True, type=_export_file, help="FILE.jsonl or FILE.parquet, one row per group"
+    )
+    copied = commands.add_parser("backup", help="a copy of journal and newest checkpoint that a trainer can go on from")
+    copied.add_argument("--to", metavar="FOLDER", required=True, type=Path, help="a new folder")
+    commands.add_parser("verify", help="read everything, say what is wrong, and exit 74 if anything is")
+    refused = commands.add_parser("quarantine", help="groups, frames and prompts that were given up, and why")
+    made = commands.add_parser("lineage", help="which groups made a step, and which policy it made")
+    made.add_argument("step", metavar="STEP", type=_whole)
+
+    for command in (stats, listed, refused):
+        command.add_argument("--json", action="store_true", help="for programs: one JSON object per line")
+    for command, limit in ((listed, 50), (exported, 0)):
+        command.add_argument("--version", metavar="N[:M]", type=_range, help="policy version that generated the group")
+        command.add_argument(
+            "--step", metavar="N[:M]", type=_range, help="optimizer step that trains the group for the first time"
+        )
+        command.add_argument("--state", choices=STATES, help="what became of it")
+        command.add_argument(
+            "--reward", metavar="MIN:MAX", type=_rewards, help="mean reward; write --reward=-1:0 for negative ones"
+        )
+        command.add_argument("--verdict", choices=VERDICTS, help="what the judging reward said of its completions")
+        command.add_argument("--replays", metavar="N[:M]", type=_range, help="times that it stood in again")
+        command.add_argument("--prompt", metavar="ID", type=_whole, help="number of the prompt in the dataset")
+        command.add_argument(
+            "--limit", metavar="N", type=_whole, default=limit, help="the newest N, 0 for all (default: %(default)s)"
+        )
+    return result
+
+
+def _whole(text: str) -> int:
+    if not text.isdecimal() or len(text) > 15:
+        raise argparse.ArgumentTypeError(f"expected a whole number (got {text!r})")
+    return int(text)
+
+
+def _range(text: str) -> tuple[int, int]:
+    first, separator, last = text.partition(":")
+    bounds = _whole(first), _whole(last if separator else first)
+    if bounds[0] > bounds[1]:
+        raise argparse.ArgumentTypeError(f"{text} is empty, the larger number comes last")
+    return bounds
+
+
+def _rewards(text: str) -> tuple[float, float]:
+    try:
+        low, high = map(float, text.split(":"))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected two numbers such as 0.5:1 (got {text!r})") from None
+    if not low <= high:
+        raise argparse.ArgumentTypeError(f"{text} is empty, the larger number comes last")
+    return low, high
+
+
+def _export_file(text: str) -> Path:
+    if not text.endswith((".jsonl", ".parquet")):
+        raise argparse.ArgumentTypeError(f"expected a name that ends in .jsonl or .parquet (got {text!r})")
+    return Path(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

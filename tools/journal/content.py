@@ -1,0 +1,103 @@
+"""What is inside a group's body, and the run's tokenizer to read it with.
+
+Guarantee: a `Content` that exists was decoded from an intact frame, agrees with its row and does not contradict itself.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from protocol.errors import JournalError, SlipstreamError
+from protocol.wire.codec import CodecError, decode
+from protocol.wire.digests import tokenizer_digest
+from protocol.wire.messages import JOURNAL_SCHEMAS, Group
+from replay.groups import GroupShape, InvalidGroupError, RolloutGroup
+from replay.journal.reader import GroupRow, JournalReader
+
+_LARGEST = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Content:
+    message: Group
+    group: RolloutGroup
+    reward_names: list[str]  # (F,)
+
+
+class ContentReader:
+    """Reads the bodies of one journal."""
+
+    def __init__(self, reader: JournalReader) -> None:
+        self._reader = reader
+        self._facts = reader.facts()
+
+    def read(self, row: GroupRow) -> Content | None:
+        """None if the trainer has deleted the group since its row was read.
+
+        Raises:
+            JournalError: the body is missing, damaged, or not the group of this row.
+        """
+        frame = self._reader.body(row)
+        if frame is None:
+            return None
+        try:
+            message = decode(frame, readable_schemas=JOURNAL_SCHEMAS)
+            if not isinstance(message, Group):
+                raise InvalidGroupError(f"the body is a {type(message).__name__}")
+            shape, names = self._expected(message)
+            group = shape.parse(message)
+            if (group.group_id, group.policy_version) != (row.group_id, row.policy_version):
+                raise InvalidGroupError(f"the body is of group {group.group_id}, policy version {group.policy_version}")
+            if (group.num_tokens, len(frame)) != (row.num_tokens, row.num_bytes):
+                raise InvalidGroupError(
+                    f"the body has {group.num_tokens} tokens and {len(frame)} bytes, the row says {row.num_tokens} and "
+                    f"{row.num_bytes}"
+                )
+        except (CodecError, InvalidGroupError) as error:
+            raise JournalError(
+                f"{self._reader.path}: group {row.group_id} cannot be read: {error}; restore a copy of run_dir, or use "
+                "the release that wrote it"
+            ) from error
+        return Content(message, group, names)
+
+    def _expected(self, message: Group) -> tuple[GroupShape, list[str]]:
+        """Counts are the message's own, because groups may be of an older configuration than the facts."""
+        num_completions = len(message.completion_lengths) // 4
+        if num_completions == 0:
+            raise InvalidGroupError("completion_lengths is empty")
+        if message.episodes:
+            num_completions = 1 + max(0, int.from_bytes(message.episodes[-4:], "little", signed=True))
+        num_rewards = len(message.rewards) // 4 // num_completions
+        names = json.loads(self._facts.get("reward_names", "[]"))
+        if len(names) != num_rewards:
+            names = [f"reward_{number}" for number in range(num_rewards)]
+        return GroupShape(num_completions, num_rewards, _LARGEST, _LARGEST), names
+
+
+def load_tokenizer(facts: dict[str, str]) -> Any:
+    """The tokenizer that the run was made with; never downloaded, and never code that came with a model: a journal is data, and
+    whoever reads one has not decided to run what it names.
+
+    Raises:
+        JournalError: it is not to be had. The text says why.
+    """
+    folder = facts.get("model_path")
+    if folder is None:
+        raise JournalError("the journal does not say which model it is of")
+    try:
+        expected, trusted = facts.get("tokenizer_digest"), facts.get("trust_remote_code") == "true"
+        is_local = expected is not None and Path(folder).is_dir()
+        if is_local and tokenizer_digest(Path(folder), trust_remote_code=trusted) != expected:
+            raise JournalError(f"the tokenizer in {folder} is not the one of the run")
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except SlipstreamError as error:
+        raise JournalError(_first_line(error)) from error
+    except Exception as error:  # transformers raises what its many parts raise
+        raise JournalError(f"the tokenizer of {folder} cannot be loaded: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

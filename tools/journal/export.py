@@ -1,0 +1,100 @@
+"""`rl-journal export`: groups as JSON lines or as a Parquet table, one row per group.
+
+Guarantee: the file appears under its name when it is complete, or not at all. Memory is bounded by one Parquet row group.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from protocol.errors import JournalError
+from protocol.files.staged import staged
+from replay.journal.reader import GroupRow, JournalReader
+from tools.journal.content import Content, ContentReader
+from tools.journal.selection import Selection
+from tools.journal.views import as_dict
+from tools.tables import plain, say, with_progress
+
+_ROW_GROUP_ROWS = 1000
+_ROW_GROUP_BYTES = 64 * 2**20
+
+
+def export(reader: JournalReader, chosen: Selection, to: Path) -> None:
+    """Raises:
+    JournalError: a group is damaged, or `to` cannot be written.
+    """
+    bodies = ContentReader(reader)
+    rows = with_progress(chosen.rows(reader), chosen.most(reader), "group")
+    records = (_record(row, content) for row in rows if (content := bodies.read(row)) is not None)
+    write: Callable[[Iterator[dict[str, Any]], Path], int] = _parquet if to.suffix == ".parquet" else _jsonl
+    try:
+        with staged(to) as partial:
+            count = write(records, partial)
+    except OSError as error:
+        raise JournalError(f"--to {to}: cannot be written: {error.strerror or error}; choose another place") from error
+    say(f"{count} groups in {to}")
+
+
+def _record(row: GroupRow, content: Content) -> dict[str, Any]:
+    group = content.group
+    ends = np.cumsum(group.completion_lengths)[:-1]
+    return as_dict(row) | {
+        "generation_s": content.message.generation_s,
+        "reward_s": content.message.reward_s,
+        "prompt_ids": group.prompt_ids.tolist(),
+        "completion_ids": [part.tolist() for part in np.split(group.completion_ids, ends)],
+        "logprobs": [plain(part.tolist()) for part in np.split(group.logprobs, ends)],
+        "token_versions": [part.tolist() for part in np.split(group.versions, ends)],
+        "truncated": group.truncated.tolist(),
+        "sampled": [part.tolist() for part in np.split(group.is_sampled, ends)],
+        "episodes": group.completion_of.tolist(),
+        "reward_names": content.reward_names,
+        "rewards": plain(group.rewards.tolist()),
+    }
+
+
+def _jsonl(records: Iterator[dict[str, Any]], path: Path) -> int:
+    count = 0
+    with path.open("w", encoding="utf-8") as stream:
+        for record in records:
+            stream.write(json.dumps(record, allow_nan=False) + "\n")
+            count += 1
+    return count
+
+
+def _parquet(records: Iterator[dict[str, Any]], path: Path) -> int:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    text, whole, real = pa.string(), pa.int64(), pa.float64()
+    schema = pa.schema(
+        [
+            ("seq", whole), ("group_id", text), ("epoch", whole), ("prompt_id", whole), ("reroll", whole),
+            ("attempt", whole), ("producer", text), ("policy_version", whole), ("outcome", text), ("reward", real),
+            ("verdict", text), ("num_scored", whole), ("num_successes", whole), ("num_tokens", whole),
+            ("num_bytes", whole), ("accepted_at", real), ("step", whole), ("last_step", whole), ("position", whole),
+            ("tries", whole), ("dropped", text), ("num_replays", whole), ("state", text), ("generation_s", real),
+            ("reward_s", real),
+            ("prompt_ids", pa.list_(pa.int32())), ("completion_ids", pa.list_(pa.list_(pa.int32()))),
+            ("logprobs", pa.list_(pa.list_(pa.float32()))), ("token_versions", pa.list_(pa.list_(pa.int32()))),
+            ("truncated", pa.list_(pa.bool_())), ("sampled", pa.list_(pa.list_(pa.bool_()))),
+            ("episodes", pa.list_(pa.int32())),
+            ("reward_names", pa.list_(text)), ("rewards", pa.list_(pa.list_(pa.float32()))),
+        ]
+    )  # fmt: skip
+    count = waiting_bytes = 0
+    waiting: list[dict[str, Any]] = []
+    with pq.ParquetWriter(path, schema) as writer:
+        for record in records:
+            waiting.append(record)
+            waiting_bytes += record["num_bytes"]
+            count += 1
+            if len(waiting) == _ROW_GROUP_ROWS or waiting_bytes >= _ROW_GROUP_BYTES:
+                writer.write_table(pa.Table.from_pylist(waiting, schema))
+                waiting, waiting_bytes = [], 0
+        if waiting:
+            writer.write_table(pa.Table.from_pylist(waiting, schema))
+    return count

@@ -1,0 +1,98 @@
+"""The `rl-reward` command: what the rewards of a run say of completions, before the run.
+
+Guarantee: `--help` imports no heavy library; nothing is written and no run is touched; every error is one line on standard
+error and ends the process with its own exit code; `ExitCode.NO_SIGNAL` says that there is nothing to learn from.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from protocol import __version__
+from protocol.config.loader import load_config
+from protocol.errors import ExitCode
+from protocol.service import logs
+from protocol.service.command_line import select_gpus
+from tools.command import ToolParser, run_tool
+
+PROGRAM = "rl-reward"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    chosen = _parser().parse_args(arguments)
+    logs.configure(PROGRAM)
+    return run_tool(PROGRAM, lambda: _try(chosen))
+
+
+def _try(chosen: argparse.Namespace) -> ExitCode:
+    config = load_config(chosen.config, chosen.overrides)
+    gpus = select_gpus(chosen.gpu)
+
+    from producer.rollouts.prompts import load_tokenizer
+    from protocol.wire.digests import resolve_model
+    from tools.rewards import report as reward_report
+    from tools.rewards import trial as reward_trial
+
+    model, trusted = config.model, config.model.trust_remote_code
+    folder = resolve_model(model.path, model.revision, trust_remote_code=trusted)
+    tokenizer = load_tokenizer(folder, trust_remote_code=trusted)
+    if chosen.completions is not None:
+        groups = reward_trial.given(chosen.completions, tokenizer)
+    else:
+        rows = reward_trial.rows_of(chosen.config, chosen.overrides, chosen.prompts)
+        groups = reward_trial.sampled(config, rows, chosen.n, "cuda" if gpus else "cpu")
+    trial = reward_trial.scored(config, tokenizer, groups)
+    if chosen.json:
+        sys.stdout.write(reward_report.as_json(trial) + "\n")
+    else:
+        from rich.console import Console
+
+        reward_report.show(trial, Console())
+    has_signal = any(reward_report.has_signal(group, trial.weights) for group in trial.groups)
+    return ExitCode.OK if has_signal else ExitCode.NO_SIGNAL
+
+
+def _parser() -> argparse.ArgumentParser:
+    result = ToolParser(prog=PROGRAM, description="Tries the rewards of a run on completions, without a run.")
+    result.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    commands = result.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    tried = commands.add_parser(
+        "try",
+        help="score completions of the base model, or given ones, and show what every reward says",
+        description="Exit code 67 says that no group had rewards that differ.",
+    )
+    tried.add_argument("--config", metavar="FILE", required=True, help="the run's YAML file")
+    tried.add_argument(
+        "--set", metavar="KEY=VALUE", action="append", default=[], dest="overrides", help="override one value"
+    )
+    tried.add_argument(
+        "--n", metavar="N", type=_positive, default=8, help="completions per prompt (default: %(default)s)"
+    )
+    tried.add_argument(
+        "--prompts",
+        metavar="N",
+        type=_positive,
+        default=2,
+        help="prompts of the dataset, from its first on (default: %(default)s)",
+    )
+    tried.add_argument(
+        "--completions",
+        metavar="FILE.jsonl",
+        type=Path,
+        help='score these instead: {"prompt": ..., "completions": [...]} with the columns that the rewards need, one per line',
+    )
+    tried.add_argument(
+        "--gpu", metavar="N|cpu", default="cpu", help="where completions are sampled (default: %(default)s)"
+    )
+    tried.add_argument("--json", action="store_true", help="for programs: one JSON object")
+    return result
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) <= 4096:
+        raise argparse.ArgumentTypeError(f"expected a whole number from 1 to 4096 (got {text!r})")
+    return int(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

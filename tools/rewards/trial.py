@@ -1,0 +1,198 @@
+"""Trying the rewards of a configuration: completions, real or given, through the very pool that scores a run.
+
+Guarantee: what is scored here is scored as in a run: the same workers, limits, retries and rules for what is missing. Prompts
+come from the dataset as producers are leased them; completions are sampled by transformers with the run's settings.
+"""
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from producer.interfaces import Failure, LeaseFailure
+from producer.rewards.pool import RewardPool
+from producer.rollouts.prompts import PromptFormat, load_tokenizer
+from protocol.config.run import RunConfig
+from protocol.errors import ConfigError, DatasetError
+from protocol.wire.digests import resolve_model
+from protocol.wire.prompts import is_conversational
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """A prompt with its completions, as reward functions get them."""
+
+    prompt: Any
+    columns: dict[str, Any]
+    completions: list[Any]
+    completion_ids: list[list[int]]
+
+
+@dataclass(frozen=True)
+class Scored:
+    """`rewards`: float32 (completions, functions), NaN for missing; `problem`: why nothing was scored."""
+
+    group: Sampled
+    rewards: NDArray[np.float32]
+    problem: str = ""
+
+
+@dataclass
+class Trial:
+    """What came of it. `failures`: completions by function and reason; `seconds`: per call, by function."""
+
+    names: tuple[str, ...]
+    weights: list[float]
+    groups: list[Scored] = field(default_factory=list)
+    failures: Counter[tuple[str, str]] = field(default_factory=Counter)
+    seconds: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+    def reward_called(self, function: str, seconds: float) -> None:
+        self.seconds[function].append(seconds)
+
+    def reward_failed(self, function: str, reason: Failure, num_completions: int) -> None:
+        self.failures[function, reason] += num_completions
+
+
+def given(path: Path, tokenizer: Any) -> list[Sampled]:
+    """Groups of a JSONL file: `{"prompt": ..., "completions": [...], ...columns}`; token ids are those of its text.
+
+    Raises:
+        DatasetError: the file cannot be read, or a line is not such an object.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DatasetError(f"--completions {path}: cannot be read: {error}") from error
+    groups = [_given_group(line, f"{path}:{number}", tokenizer) for number, line in enumerate(lines, 1) if line.strip()]
+    if not groups:
+        raise DatasetError(f"--completions {path}: it has no lines")
+    return groups
+
+
+def _given_group(line: str, place: str, tokenizer: Any) -> Sampled:
+    try:
+        row = json.loads(line)
+        prompt, said = row.pop("prompt"), row.pop("completions")
+        if not isinstance(prompt, str) and not is_conversational(prompt):
+            raise TypeError("`prompt` is neither text nor a list of messages")
+        if not isinstance(said, list) or not said:
+            raise TypeError("`completions` is no list of completions")
+        texts = [one if isinstance(one, str) else one[-1]["content"] for one in said]
+        ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise DatasetError(
+            f'{place}: {type(error).__name__}: {error}; expected {{"prompt": "...", "completions": ["...", ...]}} and the '
+            "columns that the rewards need"
+        ) from error
+    if not isinstance(prompt, str):
+        said = [[{"role": "assistant", "content": one}] if isinstance(one, str) else one for one in said]
+    return Sampled(prompt, row, said, ids)
+
+
+def rows_of(config_file: str, overrides: list[str], number: int) -> list[dict[str, Any]]:
+    """The first prompts of the dataset. The trainer's side owns it, so a process of that side reads it.
+
+    Raises:
+        DatasetError: whatever was wrong with it.
+    """
+    command = [sys.executable, "-m", "tools.rewards.prompt_samples", config_file, str(number), *overrides]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise DatasetError(
+            done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "the dataset cannot be read"
+        )
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def sampled(config: RunConfig, rows: list[dict[str, Any]], num_completions: int, device: str) -> list[Sampled]:
+    """Completions of the base model, with the run's sampling settings and seed.
+
+    Raises:
+        DatasetError: a prompt cannot be used.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    trusted = config.model.trust_remote_code
+    folder = resolve_model(config.model.path, config.model.revision, trust_remote_code=trusted)
+    tokenizer = load_tokenizer(folder, trust_remote_code=trusted)
+    dtype = getattr(torch, config.model.dtype)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=trusted).to(device)
+    longest = config.engine.get("max_model_len") or model.config.max_position_embeddings
+    prompts = PromptFormat(tokenizer, longest, config.dataset.chat_template_kwargs)
+    settings = config.sampling
+    stops = model.generation_config.eos_token_id
+    stops = {stops} if isinstance(stops, int) else set(stops or [tokenizer.eos_token_id])
+    torch.manual_seed(config.seed)
+    groups = []
+    for number, row in enumerate(rows):
+        try:
+            ids = prompts.encode(row["prompt"], settings.max_completion_length)
+        except LeaseFailure as failure:
+            raise DatasetError(f"prompt {number}: {failure.detail}") from failure
+        inputs = torch.tensor([ids], device=device)
+        with torch.inference_mode():
+            sequences = model.generate(
+                inputs,
+                attention_mask=torch.ones_like(inputs),
+                do_sample=True,
+                num_return_sequences=num_completions,
+                max_new_tokens=settings.max_completion_length,
+                temperature=settings.temperature,
+                top_p=settings.top_p,
+                top_k=settings.top_k,
+                min_p=settings.min_p or None,
+                pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(stops),
+            )
+        completion_ids = [_until_end(tokens, stops) for tokens in sequences[:, len(ids) :].tolist()]
+        completions = prompts.decode(row["prompt"], completion_ids)
+        groups.append(Sampled(row["prompt"], row["columns"], completions, completion_ids))
+    return groups
+
+
+def _until_end(tokens: list[int], stops: set[int]) -> list[int]:
+    """With the first token that ends the completion, without the padding after it."""
+    end = next((place for place, token in enumerate(tokens) if token in stops), len(tokens))
+    return tokens[: end + 1]
+
+
+def scored(config: RunConfig, tokenizer: Any, groups: list[Sampled]) -> Trial:
+    """Scores them, all at once where the workers allow.
+
+    Raises:
+        SlipstreamError: a reward cannot be loaded, or there is none to try.
+    """
+    rewards = config.rewards.computed
+    if not rewards.functions:
+        raise ConfigError("rewards.functions: agents post all of them, so there is nothing to try")
+    trial = Trial(rewards.names, [function.weight for function in rewards.functions])
+
+    async def score(pool: RewardPool, group: Sampled) -> Scored:
+        try:
+            found, _ = await pool.score(group.prompt, group.completions, group.completion_ids, group.columns)
+        except LeaseFailure as failure:
+            nothing = np.full((len(group.completions), len(trial.names)), np.nan, np.float32)
+            return Scored(group, nothing, failure.detail)
+        return Scored(group, found)
+
+    async def score_all() -> list[Scored]:
+        pool = RewardPool(rewards, trial)
+        try:
+            await pool.start()
+            pool.read_thinking(tokenizer, config.dataset.chat_template_kwargs)
+            return await asyncio.gather(*(score(pool, group) for group in groups))
+        finally:
+            await pool.close()
+
+    trial.groups = asyncio.run(score_all())
+    return trial

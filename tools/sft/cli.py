@@ -1,0 +1,35 @@
+"""The `rl-sft` command: a supervised warm start. Parses and checks first, imports the heavy libraries after."""
+
+import sys
+from pathlib import Path
+
+from protocol.config.run import RunConfig
+from protocol.errors import ExitCode
+from protocol.service.command_line import main as run_command
+from protocol.service.command_line import parser
+
+PROGRAM = "rl-sft"
+
+
+def main() -> None:
+    arguments_parser = parser(
+        PROGRAM, "Trains an adapter on the completions of the run's dataset, for lora.init_from to start from."
+    )
+    arguments_parser.add_argument("--to", metavar="FOLDER", type=Path, help="a new folder (default: RUN_DIR/sft)")
+    arguments = arguments_parser.parse_args()
+
+    def check_libraries(config: RunConfig) -> None:
+        from tools.sft.run import check_libraries
+
+        check_libraries(config)
+
+    def run(config: RunConfig, gpus: list[int]) -> ExitCode:
+        from tools.sft.run import run
+
+        return run(config, gpus, to=arguments.to or Path(config.run_dir) / "sft")
+
+    sys.exit(run_command(arguments, PROGRAM, check_libraries, run))
+
+
+if __name__ == "__main__":
+    main()
