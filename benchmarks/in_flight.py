@@ -86,7 +86,7 @@ async def _measure(scratch: Path, arguments: argparse.Namespace) -> dict[str, An
             for mode in order:
                 turns[mode].append(await _turn(mode, index, watched, adapters, counters, swaps, arguments))
             arguments.out.write_text(json.dumps(_report(turns), indent=1), encoding="utf-8")
-        adapters.follow(PolicyInfo(0, "0" * 64, 0))
+        adapters.start_session(PolicyInfo(0, "0" * 64, 0))
         await adapters.unload_idle()
         unloading.cancel()
     finally:

@@ -27,7 +27,7 @@ from prometheus_client import CollectorRegistry
 
 from benchmarks.swap_trainer import serve
 from benchmarks.terms import ENGINE_FACTS, MAX_MESSAGE_BYTES
-from producer.interfaces import Adapter, Arrival, Counters, Identity, Workload
+from producer.interfaces import Adapter, Counters, DownloadedPolicy, Identity, Workload
 from producer.link.link import Link
 from producer.metrics import ProducerMetrics
 from producer.policies.registry import AdapterRegistry
@@ -111,12 +111,12 @@ class Receiver:
     def __init__(self, loop: asyncio.AbstractEventLoop, registry: AdapterRegistry) -> None:
         self._loop = loop
         self._registry = registry
-        self.arrivals: asyncio.Queue[tuple[float, Arrival]] = asyncio.Queue()
+        self.arrivals: asyncio.Queue[tuple[float, DownloadedPolicy]] = asyncio.Queue()
 
-    def fetched(self, policy: object, arrival: Arrival | None) -> None: ...
+    def fetched(self, policy: object, downloaded: DownloadedPolicy | None) -> None: ...
 
-    def policy_arrived(self, arrival: Arrival) -> None:
-        self._loop.call_soon_threadsafe(self.arrivals.put_nowait, (time.monotonic(), arrival))
+    def policy_arrived(self, downloaded: DownloadedPolicy) -> None:
+        self._loop.call_soon_threadsafe(self.arrivals.put_nowait, (time.monotonic(), downloaded))
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *_: None
@@ -215,9 +215,9 @@ class Side:
 
     async def _publish(self) -> dict[str, float]:
         told = asyncio.create_task(asyncio.to_thread(_ask, self.pipe, "publish"))
-        arrived, arrival = await self.receiver.arrivals.get()
+        arrived, downloaded = await self.receiver.arrivals.get()
         started = time.monotonic()
-        assert await self.registry.publish(*arrival), "the version is refused"
+        assert await self.registry.publish(*downloaded), "the version is refused"
         done = time.monotonic()
         times = await told
         return {

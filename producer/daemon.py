@@ -23,7 +23,7 @@ from producer.environments.agent_program import AgentProgram
 from producer.environments.agents import Agents
 from producer.environments.atropos import Atropos
 from producer.environments.pool import EnvironmentPool
-from producer.interfaces import Arrival, Counters, Identity
+from producer.interfaces import Counters, DownloadedPolicy, Identity
 from producer.link.link import Link
 from producer.metrics import ProducerMetrics
 from producer.policies.registry import AdapterRegistry
@@ -366,7 +366,7 @@ class _Producer:
         self._loop.call_soon_threadsafe(self._follow, policy)
 
     def _follow(self, policy: PolicyInfo) -> None:
-        self._adapters.follow(policy)
+        self._adapters.start_session(policy)
         if self._atropos is not None:
             self._atropos.forget()
         if self._serving is not None:
@@ -378,17 +378,17 @@ class _Producer:
     def abandoned(self, lease_id: str) -> None:
         self._loop.call_soon_threadsafe(self._generation.abandon, lease_id)
 
-    def policy_arrived(self, arrival: Arrival) -> None:
-        self._loop.call_soon_threadsafe(self._adapters.offer, arrival)
+    def policy_arrived(self, downloaded: DownloadedPolicy) -> None:
+        self._loop.call_soon_threadsafe(self._adapters.offer, downloaded)
 
     def policy_refused(self, policy: PolicyInfo, reason: str) -> None:
         self._loop.call_soon_threadsafe(self._adapters.refuse, policy.version, reason)
 
-    def fetched(self, policy: PolicyInfo, arrival: Arrival | None) -> None:
-        if arrival is None:
-            self._loop.call_soon_threadsafe(self._adapters.miss, policy)
+    def fetched(self, policy: PolicyInfo, downloaded: DownloadedPolicy | None) -> None:
+        if downloaded is None:
+            self._loop.call_soon_threadsafe(self._adapters.on_unavailable, policy)
         else:
-            self._loop.call_soon_threadsafe(self._adapters.bring, arrival)
+            self._loop.call_soon_threadsafe(self._adapters.on_fetched, downloaded)
 
     def evaluates(self, policy: PolicyInfo | None) -> None:
         self._loop.call_soon_threadsafe(self._adapters.note_evaluation, policy)

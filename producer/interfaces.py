@@ -88,7 +88,7 @@ class Probe(NamedTuple):
     logprobs: tuple[float, ...]
 
 
-class Arrival(NamedTuple):
+class DownloadedPolicy(NamedTuple):
     """A policy that is here.
 
     Args:
@@ -193,12 +193,12 @@ class LinkEvents(Protocol):
     def abandoned(self, lease_id: str) -> None:
         """The trainer does not want this lease's group any more."""
 
-    def policy_arrived(self, arrival: Arrival) -> None: ...
+    def policy_arrived(self, downloaded: DownloadedPolicy) -> None: ...
 
     def policy_refused(self, policy: PolicyInfo, reason: str) -> None:
         """It is not taken from the trainer."""
 
-    def fetched(self, policy: PolicyInfo, arrival: Arrival | None) -> None:
+    def fetched(self, policy: PolicyInfo, downloaded: DownloadedPolicy | None) -> None:
         """What `Link.fetch` asked for; None: the trainer does not have it."""
 
     def evaluates(self, policy: PolicyInfo | None) -> None:

@@ -28,7 +28,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerBase
 
 from producer.engine.arguments import num_parts, own_arguments
-from producer.engine.merged import Flight, MergedWeights
+from producer.engine.merged import InFlightRequest, MergedWeights
 from producer.engine.preparation import prepare
 from producer.engine.tool_calls import ToolCallParser
 from producer.interfaces import Adapter, AdapterRefusedError, Completion, EngineLoad, LeaseFailure
@@ -284,7 +284,7 @@ class Engine:
         self._loaded_ids.add(adapter.id)
 
     async def unload_adapter(self, adapter: Adapter) -> None:
-        """Only for an adapter that no request names; vLLM would read it again, or die. Merged weights on trial are taken back."""
+        """Only for an adapter that no request names; vLLM would read it again, or die. Merged weights are taken back."""
         if self._merged is not None:
             await self._merged.discard(adapter)
             return
@@ -377,7 +377,7 @@ def _lora_request(adapter: Adapter) -> LoRARequest:
     return LoRARequest(adapter.name, adapter.id, str(adapter.path))
 
 
-def _completion(sample: Any, flight: Flight | None, *, may_be_cut: bool) -> Completion:
+def _completion(sample: Any, flight: InFlightRequest | None, *, may_be_cut: bool) -> Completion:
     cut = sample.finish_reason == "abort" and may_be_cut
     if not cut and sample.finish_reason not in ("stop", "length"):
         raise EngineError(f"the engine aborted a request (finish_reason={sample.finish_reason!r})")

@@ -1,11 +1,11 @@
 """Which policy's weights the engine has, and which it had when each token was sampled (`swap.mode: merged`).
 
-Guarantee: every token is stamped with the version that sampled it, by the workers' own count at the flip. Weights are on
-trial until they are adopted: meanwhile nothing begins, and what was in flight is not handed out; when they are refused, the
-former ones come back, bit for bit, and what was in flight begins anew. KV of other weights is found by nothing that began
+Guarantee: every token is stamped with the version that sampled it, by the workers' own count at the flip. Weights wait for
+verification until they are adopted: meanwhile nothing begins, and what was in flight is not handed out; when they are refused,
+the former ones come back, bit for bit, and what was in flight begins anew. KV of other weights is found by nothing that began
 after a flip.
 
-    settled --load--> on trial --adopt----> settled
+    settled --load--> pending verification --adopt----> settled
                          |
                          +------discard---> settled, with the former weights
 """
@@ -21,12 +21,12 @@ from producer.interfaces import Adapter
 
 
 @dataclass(eq=False)
-class Flight:
+class InFlightRequest:
     """One group in the engine: what it began on, and each flip since."""
 
     version: int
     flips: list[tuple[int, dict[int, int]]] = field(default_factory=list)  # to a version; tokens that completions had
-    spoiled: bool = False
+    invalidated: bool = False
     task: "asyncio.Task[Any] | None" = None
 
     def token_versions(self, index: int, num_tokens: int) -> list[int]:
@@ -50,22 +50,22 @@ class MergedWeights:
         self._call = call
         self._present: Adapter | None = None
         self._former: Adapter | None = None
-        self._on_trial = False
+        self._pending_verification = False
         self._num_flips = 0
         self._num_groups = 0
-        self._flights: dict[str, Flight] = {}
+        self._in_flight: dict[str, InFlightRequest] = {}
         self._settled = asyncio.Event()
         self._settled.set()
 
     async def load(self, adapter: Adapter) -> None:
-        """Makes the engine's weights those of this policy, on trial.
+        """Makes the engine's weights those of this policy, pending verification.
 
         Raises:
             AdapterRefusedError: they cannot be merged; nothing has changed.
         """
         await prepare(self._call, "merging", str(adapter.path))
         self._settled.clear()
-        self._on_trial = True
+        self._pending_verification = True
         await self._flip(adapter)
 
     def adopt(self, adapter: Adapter) -> None:
@@ -74,18 +74,18 @@ class MergedWeights:
         self._end_trial()
 
     async def discard(self, adapter: Adapter) -> None:
-        """Ends the trial badly, if this policy is on trial."""
-        if not self._on_trial or adapter is not self._present:
+        """Ends the trial badly, if this policy is pending verification."""
+        if not self._pending_verification or adapter is not self._present:
             return
         await prepare(self._call, "merging", None)
         await self._flip(self._former)
-        for flight in self._flights.values():
-            flight.spoiled = True
-            if flight.task is not None:
-                flight.task.cancel()
+        for request in self._in_flight.values():
+            request.invalidated = True
+            if request.task is not None:
+                request.task.cancel()
         self._end_trial()
 
-    async def sample(self, generate: Callable[[str, str], Awaitable[Any]]) -> tuple[Any, Flight]:
+    async def sample(self, generate: Callable[[str, str], Awaitable[Any]]) -> tuple[Any, InFlightRequest]:
         """What `generate` returns at last for a group, none of it from refused weights.
 
         Args:
@@ -96,20 +96,20 @@ class MergedWeights:
             assert self._present is not None
             group = f"group-{self._num_groups}"
             self._num_groups += 1
-            flight = self._flights[group] = Flight(self._present.version)
-            flight.task = asyncio.ensure_future(generate(group, self.salt))
+            request = self._in_flight[group] = InFlightRequest(self._present.version)
+            request.task = asyncio.ensure_future(generate(group, self.salt))
             try:
-                output = await flight.task
+                output = await request.task
                 await self._settled.wait()
-                if not flight.spoiled:
-                    return output, flight
+                if not request.invalidated:
+                    return output, request
             except asyncio.CancelledError:
                 task = asyncio.current_task()
-                if not flight.spoiled or (task is not None and task.cancelling()):
+                if not request.invalidated or (task is not None and task.cancelling()):
                     raise
             finally:
-                flight.task.cancel()
-                del self._flights[group]
+                request.task.cancel()
+                del self._in_flight[group]
 
     @property
     def salt(self) -> str:
@@ -126,9 +126,9 @@ class MergedWeights:
                 by_group.setdefault(completion[0], {})[completion[1]] = count
         if adapter is None:
             return  # back before the first policy, when nothing can be in flight
-        for group, flight in self._flights.items():
-            flight.flips.append((adapter.version, by_group.get(group, {})))
+        for group, request in self._in_flight.items():
+            request.flips.append((adapter.version, by_group.get(group, {})))
 
     def _end_trial(self) -> None:
-        self._on_trial = False
+        self._pending_verification = False
         self._settled.set()

@@ -178,7 +178,7 @@ class _Client:
         request_id: str,
         options: dict[str, Any],
     ) -> AsyncGenerator[Any, None]:
-        """In one piece: what was in flight while weights were on trial may yet be taken back."""
+        """In one piece: what was in flight while weights were pending verification may yet be taken back."""
         call.note_reader(request_id)
         params.output_kind = RequestOutputKind.FINAL_ONLY
 

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from producer.interfaces import Arrival, Counters, Delivery, Identity, LinkEvents, Workload
+from producer.interfaces import Counters, Delivery, DownloadedPolicy, Identity, LinkEvents, Workload
 from producer.link.connection import Connection
 from producer.link.outbox import Outbox
 from producer.link.sender import Sender
@@ -210,11 +210,11 @@ class Link(threading.Thread):
                     self._forget_fetch()
                     self._events.fetched(policy, None)
 
-    def _arrive(self, arrived: Arrival | None) -> None:
+    def _arrive(self, arrived: DownloadedPolicy | None) -> None:
         if arrived is not None:
             self._events.policy_arrived(arrived)
 
-    def _fetched(self, arrived: Arrival | None) -> None:
+    def _fetched(self, arrived: DownloadedPolicy | None) -> None:
         if arrived is not None:
             self._forget_fetch()
             self._events.fetched(arrived.policy, arrived)

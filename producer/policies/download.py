@@ -11,7 +11,7 @@ from itertools import islice
 
 import psutil
 
-from producer.interfaces import Arrival
+from producer.interfaces import DownloadedPolicy
 from producer.policies.verification import probe_of
 from protocol.wire.messages import BlobChunk, BlobRequest, PolicyInfo, PolicyOffer, PolicyRequest
 
@@ -122,14 +122,14 @@ class PolicyDownload:
         self._reads_file = bool(offer.shared_file)
         return self._download.policy if offer.shared_file else None
 
-    def take_file(self, digest: str, blob: bytes | None) -> Arrival | None:
+    def take_file(self, digest: str, blob: bytes | None) -> DownloadedPolicy | None:
         """The policy, when `blob` is its verified content. None: the file cannot be used; chunks are."""
         if self._download is None or self._download.policy.digest != digest or not self._reads_file:
             return None
         self._reads_file = False
         return None if blob is None else self._arrive(blob, is_verified=True)
 
-    def receive(self, chunk: BlobChunk) -> Arrival | None:
+    def receive(self, chunk: BlobChunk) -> DownloadedPolicy | None:
         """The policy, when this chunk was the last one missing."""
         if self._download is None:
             return None
@@ -138,11 +138,11 @@ class PolicyDownload:
             return None
         return self._arrive(blob, is_verified=False)
 
-    def _arrive(self, blob: bytes, *, is_verified: bool) -> Arrival:
+    def _arrive(self, blob: bytes, *, is_verified: bool) -> DownloadedPolicy:
         download, self._download = self._download, None
         assert download is not None
         probe = None if self._offer is None else probe_of(self._offer)
-        return Arrival(download.policy, blob, download.announced_at, probe, is_verified)
+        return DownloadedPolicy(download.policy, blob, download.announced_at, probe, is_verified)
 
     def give_up(self, digest: str) -> None:
         """The trainer has this blob no more; the next announcement names one that exists."""

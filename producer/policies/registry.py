@@ -24,8 +24,8 @@ from pathlib import Path
 from producer.interfaces import (
     Adapter,
     AdapterRefusedError,
-    Arrival,
     Counters,
+    DownloadedPolicy,
     GenerationEngine,
     LeaseFailure,
     Probe,
@@ -48,7 +48,7 @@ class AdapterRegistry:
 
     Args:
         folder_for: where an adapter of so many bytes is unpacked; ours alone.
-        fetch: asks for a policy that is not the newest; answered by `bring` or `miss`.
+        fetch: asks for a policy that is not the newest; answered by `on_fetched` or `on_unavailable`.
         hold_s: how long a newer version waits for an evaluation; None: the engine has several versions at once.
     """
 
@@ -75,14 +75,14 @@ class AdapterRegistry:
         self._pins: dict[Adapter, int] = {}  # every loaded adapter
         self._released = asyncio.Event()
         self._flipped = asyncio.Event()
-        self._offer: Arrival | None = None
+        self._offer: DownloadedPolicy | None = None
         self._offered = asyncio.Event()
         self._session = 0
         self._fetch = fetch
         self._hold_s = hold_s
         self._policies: dict[Adapter, PolicyInfo] = {}  # of every loaded adapter
         self._evaluated: Adapter | None = None  # stays loaded until another one is evaluated
-        self._brought: Arrival | None = None
+        self._fetched_policy: DownloadedPolicy | None = None
         self._fetched = asyncio.Event()
         self._unavailable: deque[PolicyInfo] = deque(maxlen=_MAX_UNAVAILABLE)
         self._in_evaluation: PolicyInfo | None = None
@@ -94,7 +94,7 @@ class AdapterRegistry:
         """What new requests start on."""
         return self._current
 
-    def follow(self, policy: PolicyInfo) -> None:
+    def start_session(self, policy: PolicyInfo) -> None:
         """A new trainer process serves `policy`: a version that only its predecessor knew is no longer current."""
         self._session += 1
         self._offer = self._evaluated = None
@@ -103,18 +103,18 @@ class AdapterRegistry:
         if self._current_policy != policy:
             self._flip(None, None)
 
-    def offer(self, arrival: Arrival) -> None:
+    def offer(self, downloaded: DownloadedPolicy) -> None:
         """Has `run` publish this version next, in place of an older one that still waits."""
-        if arrival.policy != self._current_policy:
-            self._offer = arrival
+        if downloaded.policy != self._current_policy:
+            self._offer = downloaded
             self._offered.set()
 
-    def bring(self, arrival: Arrival) -> None:
+    def on_fetched(self, downloaded: DownloadedPolicy) -> None:
         """What `fetch` asked for is here."""
-        self._brought = arrival
+        self._fetched_policy = downloaded
         self._offered.set()
 
-    def miss(self, policy: PolicyInfo) -> None:
+    def on_unavailable(self, policy: PolicyInfo) -> None:
         """The trainer does not have it any more."""
         self._unavailable.append(policy)
         self._tell_fetched()
@@ -132,9 +132,9 @@ class AdapterRegistry:
         while True:
             await self._offered.wait()
             self._offered.clear()
-            if self._brought is not None:
-                brought, self._brought = self._brought, None
-                await self._keep(brought)
+            if self._fetched_policy is not None:
+                downloaded, self._fetched_policy = self._fetched_policy, None
+                await self._load_for_evaluation(downloaded)
             if self._offer is not None:
                 if self._hold_s is not None:
                     with contextlib.suppress(TimeoutError):
@@ -158,7 +158,7 @@ class AdapterRegistry:
         probe: Probe | None = None,
         is_verified: bool = False,
     ) -> bool:
-        """Loads a version beside the running ones, proves it and makes it current. The arguments are those of `Arrival`.
+        """Loads a version beside the running ones, proves it and makes it current. The arguments are those of `DownloadedPolicy`.
 
         Returns:
             False when it was refused, or its trainer is gone; nothing has changed then.
@@ -267,14 +267,14 @@ class AdapterRegistry:
             return str(error)
         return None
 
-    async def _keep(self, arrival: Arrival) -> None:
+    async def _load_for_evaluation(self, downloaded: DownloadedPolicy) -> None:
         """Loads and proves what was fetched for an evaluation."""
-        policy = arrival.policy
-        adapter = self._adapter(policy, len(arrival.blob))
-        refusal = await self._load(adapter, policy, arrival.blob, arrival.is_verified)
+        policy = downloaded.policy
+        adapter = self._adapter(policy, len(downloaded.blob))
+        refusal = await self._load(adapter, policy, downloaded.blob, downloaded.is_verified)
         if refusal is None:
-            if arrival.probe is not None:
-                refusal = await self._prove(adapter, arrival.probe)
+            if downloaded.probe is not None:
+                refusal = await self._prove(adapter, downloaded.probe)
             self._pins[adapter] = 0
             if refusal is None:
                 self._engine.adopt_adapter(adapter)

@@ -9,7 +9,7 @@ ends:
 - `continue`: its requests are cut. Completions that had ended stay as they are; the others go on as requests of their own, from
   prompt and tokens, whose KV is computed anew under the new adapter. That is to stay cheap beside what is sampled, so a group
   is not cut again before its time in the engine has doubled: at any pace of swaps about two tokens at most are computed again
-  for each that is sampled, and stretches grow until every completion gets ahead.
+  for each that is sampled, and segments grow until every completion gets ahead.
 - `restart`: its tokens are dropped, once. If it outlives a second swap, it takes longer than there is time between two.
 """
 
@@ -72,8 +72,8 @@ class InFlight:
         began = self._clock()
         with ExitStack() as pins:
             adapter = pins.enter_context(self._adapters.pin())
-            completions = await self._stretch(
-                [(prompt_ids, sampling)], adapter, uncut_s=math.inf if self._on_swap == "finish" else 0.0
+            completions = await self._sample_segment(
+                [(prompt_ids, sampling)], adapter, min_run_s=math.inf if self._on_swap == "finish" else 0.0
             )
             while places := [place for place, completion in enumerate(completions) if completion.cut]:
                 if self._adapters.has_newer(adapter):  # otherwise it went when another trainer came
@@ -82,13 +82,13 @@ class InFlight:
                 if self._on_swap == "restart":
                     self._counters.restarted += 1
                     self._counters.dropped_tokens += sum(len(completion.token_ids) for completion in completions)
-                    completions = await self._stretch([(prompt_ids, sampling)], adapter, uncut_s=math.inf)
+                    completions = await self._sample_segment([(prompt_ids, sampling)], adapter, min_run_s=math.inf)
                 else:
                     self._counters.cut += len(places)
                     requests = [_rest(prompt_ids, sampling, completions[place].token_ids) for place in places]
-                    pieces = await self._stretch(requests, adapter, uncut_s=self._clock() - began)
-                    for place, piece in zip(places, pieces, strict=True):
-                        completions[place] = _joined(completions[place], piece)
+                    partials = await self._sample_segment(requests, adapter, min_run_s=self._clock() - began)
+                    for place, partial in zip(places, partials, strict=True):
+                        completions[place] = _joined(completions[place], partial)
         return completions
 
     async def sample_on(self, prompt_ids: list[int], sampling: Sampling, adapter: Adapter) -> list[Completion]:
@@ -99,22 +99,22 @@ class InFlight:
             LeaseFailure: the engine refuses a request.
             EngineError: the engine is dead.
         """
-        return await self._stretch([(prompt_ids, sampling)], adapter, uncut_s=math.inf)
+        return await self._sample_segment([(prompt_ids, sampling)], adapter, min_run_s=math.inf)
 
-    async def _stretch(self, requests: list[_Request], adapter: Adapter, uncut_s: float) -> list[Completion]:
-        """What the engine samples for `requests` until they end or, after `uncut_s`, a newer adapter is current."""
+    async def _sample_segment(self, requests: list[_Request], adapter: Adapter, min_run_s: float) -> list[Completion]:
+        """What the engine samples for `requests` until they end or, after `min_run_s`, a newer adapter is current."""
         cut = asyncio.Event()
         samplers = [asyncio.create_task(self._engine.generate(*request, adapter, cut)) for request in requests]
         tasks: list[asyncio.Task[Any]] = [*samplers]
-        if uncut_s < math.inf:
-            tasks.append(asyncio.create_task(self._cut_when_superseded(adapter, cut, uncut_s)))
+        if min_run_s < math.inf:
+            tasks.append(asyncio.create_task(self._cut_when_superseded(adapter, cut, min_run_s)))
         try:
             groups = await asyncio.gather(*samplers)
         finally:  # no request may outlive the pin
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        return [_stamped(piece, adapter.version) for pieces in groups for piece in pieces]
+        return [_stamped(partial, adapter.version) for partials in groups for partial in partials]
 
     async def _cut_when_superseded(self, adapter: Adapter, cut: asyncio.Event, after_s: float) -> None:
         await asyncio.sleep(after_s)
@@ -127,17 +127,17 @@ def _rest(prompt_ids: list[int], sampling: Sampling, token_ids: list[int]) -> _R
     return prompt_ids + token_ids, msgspec.structs.replace(sampling, num_generations=1, max_completion_length=num_left)
 
 
-def _stamped(piece: Completion, version: int) -> Completion:
-    if piece.token_versions is not None:
-        return piece
-    return dataclasses.replace(piece, token_versions=[version] * len(piece.token_ids))
+def _stamped(partial: Completion, version: int) -> Completion:
+    if partial.token_versions is not None:
+        return partial
+    return dataclasses.replace(partial, token_versions=[version] * len(partial.token_ids))
 
 
-def _joined(completion: Completion, piece: Completion) -> Completion:
+def _joined(completion: Completion, partial: Completion) -> Completion:
     return Completion(
-        completion.token_ids + piece.token_ids,
-        completion.logprobs + piece.logprobs,
-        piece.truncated,
-        (completion.token_versions or []) + (piece.token_versions or []),
-        piece.cut,
+        completion.token_ids + partial.token_ids,
+        completion.logprobs + partial.logprobs,
+        partial.truncated,
+        (completion.token_versions or []) + (partial.token_versions or []),
+        partial.cut,
     )

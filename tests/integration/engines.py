@@ -77,7 +77,7 @@ class LiveEngine:
         """Whenever `run` runs something, what was let go is unloaded. In the end all is."""
         task = self.loop.create_task(registry.unload_released())
         yield registry
-        registry.follow(PolicyInfo(0, "0" * 64, 0))
+        registry.start_session(PolicyInfo(0, "0" * 64, 0))
         self.run(self._unloaded(registry))
         task.cancel()
         self.run(asyncio.wait([task]))

@@ -82,7 +82,7 @@ def play(live: LiveEngine, folder, template: str) -> RolloutGroup:
             played = await playing
         finally:
             await pool.close()
-            registry.follow(PolicyInfo(0, "0" * 64, 0))
+            registry.start_session(PolicyInfo(0, "0" * 64, 0))
             await registry.unload_idle()
         rewards = episodes.with_own_rewards(np.zeros(0, np.float32), played)
         return GroupShape(6, 1, 120, len(tokenizer)).parse(group_message("lease", played, rewards, 120, 0.0, 0.0))

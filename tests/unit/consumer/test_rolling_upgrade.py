@@ -15,7 +15,7 @@ import pytest
 
 from consumer.checkpoints.run_facts import comparable
 from consumer.training.retraining import RecordedRun
-from producer.interfaces import Arrival, Counters, Identity, Workload
+from producer.interfaces import Counters, DownloadedPolicy, Identity, Workload
 from producer.link.link import Link
 from protocol import __version__
 from protocol.config.run import TransportSection
@@ -71,10 +71,10 @@ class Worker:
     def leased(self, lease: Lease) -> None:
         self.link.answer(made_up_group(lease, 0))
 
-    def fetched(self, policy: PolicyInfo, arrival: Arrival | None) -> None: ...
+    def fetched(self, policy: PolicyInfo, downloaded: DownloadedPolicy | None) -> None: ...
 
-    def policy_arrived(self, arrival: Arrival) -> None:
-        self.blobs.append(arrival.blob)
+    def policy_arrived(self, downloaded: DownloadedPolicy) -> None:
+        self.blobs.append(downloaded.blob)
 
     def policy_refused(self, policy: PolicyInfo, reason: str) -> None: ...
 

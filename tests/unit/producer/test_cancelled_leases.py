@@ -129,7 +129,7 @@ def test_of_an_evaluation(tmp_path) -> None:
     asyncio.run(body())
 
 
-def test_of_merged_weights_also_while_they_are_on_trial() -> None:
+def test_of_merged_weights_also_while_they_are_pending_verification() -> None:
     running = 0
 
     async def body() -> None:
@@ -152,7 +152,7 @@ def test_of_merged_weights_also_while_they_are_on_trial() -> None:
 
         def check() -> None:
             weights._settled.set()
-            assert (running, weights._flights) == (0, {})
+            assert (running, weights._in_flight) == (0, {})
             assert len(asyncio.all_tasks()) == 1
 
         async def sample() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from producer.engine.merged import Flight, MergedWeights
+from producer.engine.merged import InFlightRequest, MergedWeights
 from producer.interfaces import Adapter, AdapterRefusedError
 from tests.unit.producer.loop import settle
 
@@ -67,13 +67,13 @@ async def loaded(workers: Workers, version: int = 1) -> MergedWeights:
 
 
 def test_tokens_are_stamped_by_what_each_completion_had_at_each_flip() -> None:
-    flight = Flight(3, [(4, {0: 2, 1: 5}), (6, {0: 2, 1: 9})])
+    flight = InFlightRequest(3, [(4, {0: 2, 1: 5}), (6, {0: 2, 1: 9})])
     assert flight.token_versions(0, 4) == [3, 3, 6, 6]
     assert flight.token_versions(1, 10) == [3] * 5 + [4] * 4 + [6]
     assert flight.token_versions(1, 7) == [3] * 5 + [4] * 2, "it ended in between"
     assert flight.token_versions(1, 4) == [3] * 4, "the step after its last token was launched already"
     assert flight.token_versions(2, 2) == [6, 6], "it waited all the time"
-    assert Flight(3).token_versions(0, 2) == [3, 3]
+    assert InFlightRequest(3).token_versions(0, 2) == [3, 3]
 
 
 def test_a_request_for_one_completion_is_known_by_its_name_alone() -> None:
@@ -116,7 +116,7 @@ def test_a_group_in_flight_goes_on_through_a_swap_and_the_next_has_kv_of_its_own
     asyncio.run(body())
 
 
-def test_nothing_begins_and_nothing_is_handed_out_on_trial() -> None:
+def test_nothing_begins_and_nothing_is_handed_out_pending_verification() -> None:
     async def body() -> None:
         workers, old, new = Workers(), Group(), Group()
         weights = await loaded(workers)
@@ -136,7 +136,7 @@ def test_nothing_begins_and_nothing_is_handed_out_on_trial() -> None:
     asyncio.run(body())
 
 
-@pytest.mark.parametrize("ended", [True, False], ids=["ended on trial", "still running"])
+@pytest.mark.parametrize("ended", [True, False], ids=["ended pending verification", "still running"])
 def test_refused_weights_are_taken_back_and_what_saw_them_begins_anew(ended: bool) -> None:
     async def body() -> None:
         workers, group = Workers(), Group()

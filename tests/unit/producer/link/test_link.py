@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from producer.interfaces import Arrival, Counters, Identity, Probe, Workload
+from producer.interfaces import Counters, DownloadedPolicy, Identity, Probe, Workload
 from producer.link.link import Link
 from producer.link.outbox import num_bytes
 from protocol.config.run import TransportSection
@@ -57,8 +57,8 @@ class Events:
         self.fetches: list[tuple[int, bytes | None]] = []
         self.evaluations: list[PolicyInfo | None] = []
 
-    def fetched(self, policy: PolicyInfo, arrival: Arrival | None) -> None:
-        self.fetches.append((policy.version, arrival and arrival.blob))
+    def fetched(self, policy: PolicyInfo, downloaded: DownloadedPolicy | None) -> None:
+        self.fetches.append((policy.version, downloaded and downloaded.blob))
 
     def evaluates(self, policy: PolicyInfo | None) -> None:
         self.evaluations.append(policy)
@@ -75,9 +75,9 @@ class Events:
     def abandoned(self, lease_id: str) -> None:
         self.abandoned_ids.append(lease_id)
 
-    def policy_arrived(self, arrival: Arrival) -> None:
-        self.blobs.append((arrival.policy.version, arrival.blob))
-        self.probes.append(arrival.probe)
+    def policy_arrived(self, downloaded: DownloadedPolicy) -> None:
+        self.blobs.append((downloaded.policy.version, downloaded.blob))
+        self.probes.append(downloaded.probe)
 
     def policy_refused(self, policy: PolicyInfo, reason: str) -> None:
         self.refusals.append((policy.version, reason))

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
-from producer.interfaces import Arrival, Counters, Identity, Workload
+from producer.interfaces import Counters, DownloadedPolicy, Identity, Workload
 from producer.link.link import Link
 from protocol.config.run import TransportSection
 from protocol.wire.messages import Ack, Bye, Group, Heartbeat, Hello, Lease, Nack, Policy, PolicyInfo, Welcome
@@ -40,11 +40,11 @@ class Worker:
     def abandoned(self, lease_id: str) -> None:
         self.events.append(("abandoned", lease_id))
 
-    def fetched(self, policy: PolicyInfo, arrival: Arrival | None) -> None: ...
+    def fetched(self, policy: PolicyInfo, downloaded: DownloadedPolicy | None) -> None: ...
 
     def evaluates(self, policy: PolicyInfo | None) -> None: ...
 
-    def policy_arrived(self, arrival: Arrival) -> None: ...
+    def policy_arrived(self, downloaded: DownloadedPolicy) -> None: ...
 
     def policy_refused(self, policy: PolicyInfo, reason: str) -> None: ...
 

@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from producer.interfaces import Adapter, AdapterRefusedError, Arrival, Completion, Counters, LeaseFailure, Probe
+from producer.interfaces import (
+    Adapter,
+    AdapterRefusedError,
+    Completion,
+    Counters,
+    DownloadedPolicy,
+    LeaseFailure,
+    Probe,
+)
 from producer.metrics import ProducerMetrics
 from producer.policies.registry import AdapterRegistry
 from producer.policies.verification import SwapProof
@@ -205,7 +213,7 @@ def test_only_the_newest_offer_is_published(setup):
         runner = asyncio.create_task(setup.registry.run())
         setup.engine.slow.clear()
         for version in range(5):
-            setup.registry.offer(Arrival(*blob(version), 0.0))
+            setup.registry.offer(DownloadedPolicy(*blob(version), 0.0))
             await settle()
         setup.engine.slow.set()
         await asyncio.wait_for(setup.registry.wait_for(4), 5)
@@ -218,9 +226,9 @@ def test_only_the_newest_offer_is_published(setup):
 def test_a_new_trainer_voids_versions_that_it_does_not_serve(setup):
     async def body():
         await setup.publish(7)
-        setup.registry.follow(blob(7)[0])
+        setup.registry.start_session(blob(7)[0])
         assert setup.counters.policy_version == 7
-        setup.registry.follow(blob(5)[0])
+        setup.registry.start_session(blob(5)[0])
         assert setup.counters.policy_version == -1
         waiter = asyncio.create_task(setup.registry.wait_for(5))
         await asyncio.sleep(0)
@@ -237,7 +245,7 @@ def test_a_version_of_a_trainer_that_died_while_it_was_loaded_never_goes_live(se
         setup.engine.slow.clear()
         loading = asyncio.create_task(setup.publish(9))
         await until(lambda: setup.engine.loading)
-        setup.registry.follow(blob(3)[0])
+        setup.registry.start_session(blob(3)[0])
         setup.engine.slow.set()
         assert not await loading
         assert setup.counters.policy_version == -1
@@ -306,7 +314,7 @@ def test_a_request_that_is_cancelled_at_any_moment_leaves_no_pin_and_no_folder(s
         policy = setup.registry._current_policy
         async with setup.registry.pin_evaluated(policy) if is_evaluated else nullcontext():
             with setup.registry.pin():
-                setup.registry.follow(blob(0)[0])  # from now on there is no current version
+                setup.registry.start_session(blob(0)[0])  # from now on there is no current version
                 await asyncio.sleep(0)
 
     def check() -> None:
@@ -328,7 +336,7 @@ def test_one_that_is_gone_is_fetched_proved_and_served_beside_the_newest(setup):
         waiting = [asyncio.create_task(pinned(setup, 1)) for _ in range(3)]
         await settle()
         assert set(setup.fetched) == {blob(1)[0]}
-        setup.registry.bring(Arrival(*blob(1), 0.0, Probe((1, 2), (-0.5,))))
+        setup.registry.on_fetched(DownloadedPolicy(*blob(1), 0.0, Probe((1, 2), (-0.5,))))
         assert await asyncio.wait_for(asyncio.gather(*waiting), 5) == [1, 1, 1]
         assert setup.engine.versions == [2, 1]
         assert setup.counters.policy_version == 2
@@ -344,7 +352,7 @@ def test_one_that_is_wanted_again_while_another_is_unloaded_stays(setup):
         await setup.publish(1)
         assert await pinned(setup, 1) == 1
         await setup.publish(2)
-        setup.registry.follow(blob(0)[0])  # of a new trainer: both are idle
+        setup.registry.start_session(blob(0)[0])  # of a new trainer: both are idle
         evaluating = asyncio.create_task(pinned(setup, 2, asyncio.Event()))
         await setup.publish(5)
         await settle()
@@ -364,11 +372,11 @@ def test_one_that_cannot_be_had_fails_its_leases(setup, what):
         await settle()
         policy, data = blob(1)
         if what == "missing":
-            setup.registry.miss(policy)
+            setup.registry.on_unavailable(policy)
         elif what == "refused":
-            setup.registry.bring(Arrival(policy, data, 0.0, Probe((1, 2), (-0.9,))))
+            setup.registry.on_fetched(DownloadedPolicy(policy, data, 0.0, Probe((1, 2), (-0.9,))))
         else:
-            setup.registry.bring(Arrival(policy, b"damaged", 0.0))
+            setup.registry.on_fetched(DownloadedPolicy(policy, b"damaged", 0.0))
         with pytest.raises(LeaseFailure, match="could not be had or loaded here"):
             await asyncio.wait_for(waiting, 30)
         assert (setup.engine.versions, setup.folders()) == ([2], 1)
@@ -379,7 +387,7 @@ def test_one_that_cannot_be_had_fails_its_leases(setup, what):
 
 def test_of_versions_that_cannot_be_had_only_the_last_ones_are_known(setup):
     for version in range(100):
-        setup.registry.miss(blob(version)[0])
+        setup.registry.on_unavailable(blob(version)[0])
     assert len(setup.registry._unavailable) == 16
 
 
@@ -391,7 +399,7 @@ def test_an_engine_of_one_version_keeps_it_for_an_evaluation_and_not_for_ever(tm
         for _ in range(2):
             await pinned(setup, 1)
             for version in (2, 3):
-                setup.registry.offer(Arrival(*blob(version), 0.0))
+                setup.registry.offer(DownloadedPolicy(*blob(version), 0.0))
             await settle()
             assert setup.counters.policy_version == 1, "held, also between two prompts of the evaluation"
         setup.registry.note_evaluation(blob(1)[0])
@@ -404,11 +412,11 @@ def test_an_engine_of_one_version_keeps_it_for_an_evaluation_and_not_for_ever(tm
         setup.registry._hold_s = 0.3
         evaluating = asyncio.create_task(pinned(setup, 3, asyncio.Event()))
         await settle()
-        setup.registry.offer(Arrival(*blob(4), 0.0))
+        setup.registry.offer(DownloadedPolicy(*blob(4), 0.0))
         await asyncio.wait_for(setup.registry.wait_for(4), 5)
         assert not evaluating.done(), "the bound is over"
         setup.registry._hold_s = 60.0  # nothing is held any more
-        setup.registry.offer(Arrival(*blob(5), 0.0))
+        setup.registry.offer(DownloadedPolicy(*blob(5), 0.0))
         await asyncio.wait_for(setup.registry.wait_for(5), 5)
         for task in (evaluating, running):
             task.cancel()

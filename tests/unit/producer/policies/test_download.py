@@ -89,12 +89,12 @@ def test_a_file_is_read_instead_of_chunks_and_chunks_when_it_cannot_be():
         assert following.take_offer(offer) is None, "the answer came twice"
         assert following.due_requests(100.0) == [], "it is being read"
         assert following.take_file("b" * 64, b"another") is None
-        arrival = following.take_file("a" * 64, content)
+        downloaded = following.take_file("a" * 64, content)
         if content is None:
-            assert arrival is None
+            assert downloaded is None
             assert following.due_requests(100.0) == [BlobRequest("a" * 64, 0, 10)]
-            arrival = following.receive(BlobChunk("a" * 64, 0, b"0123456789"))
-        assert (arrival.blob, arrival.is_verified) == (b"0123456789", content is not None)
+            downloaded = following.receive(BlobChunk("a" * 64, 0, b"0123456789"))
+        assert (downloaded.blob, downloaded.is_verified) == (b"0123456789", content is not None)
         assert following.take_file("a" * 64, b"late") is None
         assert following.due_requests(200.0) == []
 
@@ -113,8 +113,8 @@ def test_a_trainer_of_the_release_before_is_asked_for_chunks_at_once():
     following = PolicyDownload(10)
     following.announce(PolicyInfo(1, "a" * 64, 10))
     assert following.due_requests(0.0, knows_offers=False) == [BlobRequest("a" * 64, 0, 10)]
-    arrival = following.receive(BlobChunk("a" * 64, 0, b"0123456789"))
-    assert (arrival.blob, arrival.probe) == (b"0123456789", None)
+    downloaded = following.receive(BlobChunk("a" * 64, 0, b"0123456789"))
+    assert (downloaded.blob, downloaded.probe) == (b"0123456789", None)
 
 
 def test_a_policy_is_fetched_again_after_its_blob_was_missing_or_the_trainer_changed():

@@ -404,7 +404,7 @@ def test_a_version_that_goes_while_paused_is_waited_for_again(run):
         setup.generation.pause(True)
         setup.generation.start(lease(0, policy_floor=2))
         await settle()
-        setup.registry.follow(blob(2)[0])
+        setup.registry.start_session(blob(2)[0])
         setup.generation.pause(False)
         await settle()
         assert setup.answers == []
@@ -424,7 +424,7 @@ def test_another_process_of_the_run_lets_work_go_on_and_gets_back_what_might_wai
             setup.generation.start(lease(number, policy_floor=floor))
         await settle()
         setup.generation.hand_back_above(4)
-        setup.registry.follow(blob(4)[0])
+        setup.registry.start_session(blob(4)[0])
         assert setup.answers == [Nack("lease-2", "returned"), Nack("lease-5", "returned")]
         setup.generation.hand_back_above(4)
         assert len(setup.answers) == 2
@@ -458,7 +458,7 @@ def test_a_lease_handed_back_while_it_enters_the_engine_is_answered_once(run, ro
         for _ in range(rounds):
             await asyncio.sleep(0)
         setup.generation.hand_back_above(0)
-        setup.registry.follow(blob(0)[0])
+        setup.registry.start_session(blob(0)[0])
         await setup.settle()
         (answer,) = setup.answers
         assert isinstance(answer, Group) if rounds else answer == Nack("lease-0", "returned")

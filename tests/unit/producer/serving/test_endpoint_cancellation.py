@@ -59,7 +59,7 @@ class Scene:
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
-        self.vllm = Vllm(lambda: setup.registry.follow(blob(0)[0]))
+        self.vllm = Vllm(lambda: setup.registry.start_session(blob(0)[0]))
         self.clock = BusyClock()
         self.places = Places(1, 8)
         self.versions = ServedVersions(setup.registry, 0, 60.0, is_merged=False)
