@@ -27,8 +27,7 @@ class VerifiersSection(Section):
     )
     arguments: dict[str, Any] = Field(
         default_factory=dict,
-        description="For the environment: from verifiers 0.4 on what its `[env]` block may hold, such as `taskset` and `agent`; "
-        "before that the arguments of `load_environment`.",
+        description="For the environment: what its `[env]` block may hold, such as `taskset` and `agent`.",
     )
     python: str | None = Field(
         None,

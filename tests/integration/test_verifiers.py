@@ -5,7 +5,6 @@ import contextlib
 import json
 import os
 import sqlite3
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -27,13 +26,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 ENVIRONMENTS = Path(__file__).parent / "other_environments"
 INSTALLED = os.environ.get("SLIPSTREAM_TEST_VERIFIERS", "")
-"""A Python with the real verifiers, of any release that is supported."""
-
-
-def is_taskset(python: str) -> bool:
-    code = "import verifiers; print(verifiers.__version__)"
-    told = subprocess.run([python, "-c", code], check=True, capture_output=True, text=True).stdout
-    return tuple(map(int, told.strip().split(".")[:2])) >= (0, 4)
+"""A Python with the real verifiers."""
 
 
 needs_verifiers = pytest.mark.skipif(
@@ -45,13 +38,11 @@ needs_verifiers = pytest.mark.skipif(
 def section(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> EnvironmentSection:
     """The doubling environment."""
     places = [str(ENVIRONMENTS)]
-    verifiers: dict[str, Any] = {"id": "owner/classic-doubling", "arguments": {"numbers": 3}}
+    verifiers: dict[str, Any] = {"id": "owner/doubling", "arguments": {"taskset": {"numbers": 3}}}
     if request.param == "stand-in":
         places.append(str(ENVIRONMENTS / "standin"))
     else:
         verifiers["python"] = INSTALLED
-        if is_taskset(INSTALLED):
-            verifiers |= {"id": "owner/doubling", "arguments": {"taskset": {"numbers": 3}}}
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(places))
     return EnvironmentSection.model_validate({"verifiers": verifiers, "episode_timeout_s": 30})
 
@@ -117,8 +108,11 @@ def expected(number: int) -> list[tuple[bool, str]]:
             {"id": "owner/no-such"},
             r"environment\.verifiers\.id: .*python\S* has no module no_such; install the environment there",
         ),
-        ({"id": "classic-doubling", "arguments": {"nmbers": 3}}, r"environment\.verifiers\.arguments: .*'nmbers'"),
-        ({"id": "json"}, r"json has no load_environment, so it is for verifiers from 0\.4 on, and .* has 0\.3\.1"),
+        (
+            {"id": "doubling", "arguments": {"taskset": {"nmbers": 3}}},
+            r"environment\.verifiers\.arguments: .*'nmbers'",
+        ),
+        ({"id": "made-before"}, r"verifiers\.id: made-before was made for verifiers before 0\.4; port it to a taskset"),
         (
             {"id": "antigravity-free", "python": "/no/python"},
             r"environment\.verifiers\.python: /no/python is no program",
@@ -127,18 +121,22 @@ def expected(number: int) -> list[tuple[bool, str]]:
     ],
 )
 def test_what_cannot_be_played_is_said_before_the_engine_is_loaded(
-    verifiers: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+    verifiers: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (ENVIRONMENTS, ENVIRONMENTS / "standin"))))
+    (tmp_path / "made_before.py").write_text("def load_environment(): ...")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (ENVIRONMENTS, ENVIRONMENTS / "standin", tmp_path))))
     with pytest.raises(ConfigError, match=said):
         asyncio.run(AgentProgram(EnvironmentSection.model_validate({"verifiers": verifiers}), "", "").start())
 
 
-def test_a_python_without_verifiers_is_named():
+def test_a_python_without_verifiers_or_with_an_old_release_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     section = EnvironmentSection.model_validate({"verifiers": {"id": "any"}})
-    with pytest.raises(
-        ConfigError, match=rf"environment\.verifiers\.python: {sys.executable} has no verifiers; install it"
-    ):
+    where = rf"environment\.verifiers\.python: {sys.executable} has"
+    with pytest.raises(ConfigError, match=f"{where} no verifiers; install it"):
+        asyncio.run(AgentProgram(section, "", "").start())
+    (tmp_path / "verifiers.py").write_text("__version__ = '0.3.1'")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(ConfigError, match=rf"{where} verifiers 0\.3\.1; install 0\.4 or newer there"):
         asyncio.run(AgentProgram(section, "", "").start())
 
 
@@ -146,7 +144,7 @@ def test_a_run_learns_from_episodes_and_a_killed_agent_program_is_started_again(
     short_dir: Path, daemons: list[Daemon], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (ENVIRONMENTS, ENVIRONMENTS / "standin"))))
-    arguments = {"numbers": 20, "rewards_length": True}
+    arguments = {"taskset": {"numbers": 20, "rewards_length": True}}
     config = str(
         write_run(
             short_dir,
@@ -154,7 +152,7 @@ def test_a_run_learns_from_episodes_and_a_killed_agent_program_is_started_again(
             [],
             "def unused(**_): ...",
             rewards={"functions": [{"posted": "turns", "weight": 0.0}]},
-            environment={"verifiers": {"id": "classic-doubling", "arguments": arguments}},
+            environment={"verifiers": {"id": "doubling", "arguments": arguments}},
             serve={"enabled": True, "max_requests": 32},
             sampling={"num_generations": 4, "max_completion_length": 200},
             engine={"max_model_len": 512, "max_num_seqs": 32, "enforce_eager": True},

@@ -1,8 +1,7 @@
 """Plays an environment of the verifiers library.
 
-Guarantee: the episode's own model calls, and nothing else, are what the policy is trained on; its rewards are those of the
-environment's own scoring. Which of the library's two interfaces an environment has is found out: `load_environment` (before
-verifiers 0.4), or a taskset (from 0.4 on).
+Guarantee: the policy is trained on the episode's own model calls and on nothing else; its rewards are those of the
+environment's own scoring. A release of verifiers before 0.4, or an environment made for one, is refused with the reason.
 """
 
 import importlib
@@ -14,8 +13,6 @@ from typing import Any
 
 from producer.environments.bridges.program import Environment, ProblemError
 
-API_KEY_VARIABLE = "SLIPSTREAM_API_KEY"  # verifiers keeps such names from the programs that it runs
-
 
 def load(settings: dict[str, Any]) -> Environment:
     """
@@ -23,38 +20,25 @@ def load(settings: dict[str, Any]) -> Environment:
         settings: `id` and `arguments`, as in the configuration.
 
     Raises:
-        ProblemError: there is no such environment, or no verifiers that knows it.
+        ProblemError: there is no such environment, or no verifiers that can play it.
     """
+    place = f"environment.verifiers.python: {sys.executable}"
     if importlib.util.find_spec("verifiers") is None:
-        raise ProblemError(
-            f"environment.verifiers.python: {sys.executable} has no verifiers; install it there, or name the Python that has it"
-        )
+        raise ProblemError(f"{place} has no verifiers; install it there, or name the Python that has it")
     import verifiers
 
-    name, arguments = settings["id"], settings["arguments"]
-    is_before_4 = _release(verifiers.__version__) < (0, 4)
-    module = _module(name)
-    if hasattr(module, "load_environment"):
-        if not is_before_4:
-            raise ProblemError(
-                f"environment.verifiers.id: {name} is an environment for verifiers before 0.4, and {sys.executable} has "
-                f"{verifiers.__version__}; install a release before 0.4 there, or port it"
-            )
-        from producer.environments.bridges.verifiers_classic import ClassicEnvironment
+    if tuple(map(int, re.findall(r"\d+", verifiers.__version__)[:2])) < (0, 4):
+        raise ProblemError(f"{place} has verifiers {verifiers.__version__}; install 0.4 or newer there")
+    name = settings["id"]
+    if hasattr(_module(name), "load_environment"):
+        raise ProblemError(f"environment.verifiers.id: {name} was made for verifiers before 0.4; port it to a taskset")
+    from producer.environments.bridges.verifiers_taskset import TasksetEnvironment  # it imports verifiers
 
-        return ClassicEnvironment(name, arguments)
-    if is_before_4:
-        raise ProblemError(
-            f"environment.verifiers.id: {name} has no load_environment, so it is for verifiers from 0.4 on, and "
-            f"{sys.executable} has {verifiers.__version__}; install a newer release there"
-        )
-    from producer.environments.bridges.verifiers_taskset import TasksetEnvironment
-
-    return TasksetEnvironment(name, arguments)
+    return TasksetEnvironment(name, settings["arguments"])
 
 
 def _module(name: str) -> ModuleType:
-    """Of an id such as `owner/gsm8k-v1@1.2`: verifiers' own tasksets come first."""
+    """The module of an id such as `owner/gsm8k-v1@1.2`. It is looked for among verifiers' own tasksets first."""
     module = name.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()
     for place in (f"verifiers.v1.tasksets.{module}", module):
         try:
@@ -66,7 +50,3 @@ def _module(name: str) -> ModuleType:
         f"environment.verifiers.id: {sys.executable} has no module {module}; install the environment there, or start the "
         "producer in the directory of the module"
     )
-
-
-def _release(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])

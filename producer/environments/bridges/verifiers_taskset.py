@@ -1,4 +1,4 @@
-"""Tasksets and environments of verifiers from release 0.4 on (`verifiers.v1`).
+"""Tasksets and environments of the verifiers library (`verifiers.v1`, from release 0.4 on).
 
 Guarantee: as `producer.environments.bridges.verifiers_program`; an episode with an agent that calls the policy without being it
 fails, rather than have its words trained.
@@ -15,7 +15,8 @@ from verifiers.v1.configs.agent import agent_config_fields
 from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
 from producer.environments.bridges.program import ProblemError, row_of
-from producer.environments.bridges.verifiers_program import API_KEY_VARIABLE
+
+_API_KEY_VARIABLE = "SLIPSTREAM_API_KEY"  # verifiers keeps such names from the programs that it runs
 
 
 class TasksetEnvironment:
@@ -54,7 +55,7 @@ class TasksetEnvironment:
 
     @asynccontextmanager
     async def playing(self, base_url: str, key: str) -> AsyncIterator["TasksetPlayer"]:
-        os.environ[API_KEY_VARIABLE] = key or "none"
+        os.environ[_API_KEY_VARIABLE] = key or "none"
         async with self._env.serving():
             yield TasksetPlayer(self._env, base_url)
 
@@ -74,7 +75,7 @@ class TasksetPlayer:
         """The mean of the policy's agents' rewards as `environment`, and every reward and metric under its own name."""
         data = self._task_class.data_type().model_validate(row_of(task))
         client = vf.EvalClientConfig(
-            base_url=self._base_url, api_key_var=API_KEY_VARIABLE, headers={"x-episode": episode}
+            base_url=self._base_url, api_key_var=_API_KEY_VARIABLE, headers={"x-episode": episode}
         )
         context = vf.ModelContext(model="policy", client=client)
         (slot,) = self._env.slots(self._task_class(data, self._env.config.taskset.task))

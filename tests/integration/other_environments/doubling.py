@@ -1,4 +1,4 @@
-"""A taskset of verifiers (from 0.4 on) of several turns: a number is to be doubled, until it is right or three turns are over.
+"""A taskset of verifiers of several turns: a number is to be doubled, until it is right or three turns are over.
 
 The policy is asked in this process, through verifiers' own interception, so that no harness program has to be installed.
 """

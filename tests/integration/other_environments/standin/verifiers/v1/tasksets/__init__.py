@@ -1,0 +1,1 @@
+"""Tasksets that come with verifiers."""
