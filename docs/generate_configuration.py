@@ -142,11 +142,10 @@ A list is replaced as a whole: `--set 'rewards.functions=[{function: "rewards.py
 ## Checking a file
 
 `--check` validates, prints the resolved file with all defaults and the derived values as comments, and exits; it takes well
-under half a second, because no library is loaded. Of the sections that belong to libraries it knows the keys and the plain
-types (numbers, text, lists and switches) of the installed releases, whose sources it reads; a library that is not installed on
-this host is not judged. What only the libraries know, such as the names of schedulers or values that exclude each other, is
-said when a daemon starts, before it loads weights, and by `--check full`: there the producer asks vLLM, the trainer PEFT and
-TRL. The printed file is itself a valid configuration of the same run.
+under half a second, because no library is loaded. Of the sections that belong to libraries it checks only the keys that
+Slipstream sets itself. The libraries check the rest when a daemon starts, before it loads weights, and at `--check full`: then
+the producer asks vLLM, the trainer asks PEFT and TRL, and an unknown key is refused with the nearest one that exists. The
+printed file is itself a valid configuration of the same run.
 """
 
 DERIVED = """\

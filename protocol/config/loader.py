@@ -13,7 +13,6 @@ import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from protocol.config.library_fields import SOURCES, problems
 from protocol.config.run import RunConfig
 from protocol.config.type_names import expected, is_compound, is_section
 from protocol.errors import ConfigError
@@ -40,18 +39,10 @@ def load_config(path: str, overrides: list[str] | None = None) -> RunConfig:
     for override in overrides or []:
         overridden.add(_apply(values, override))
     try:
-        config = RunConfig.model_validate(values)
+        return RunConfig.model_validate(values)
     except ValidationError as error:
         lines = [_explain(problem, path, node, overridden) for problem in error.errors()]
         raise ConfigError("\n".join(dict.fromkeys(lines))) from error
-    lines = [
-        f"{_where([section, key], path, node, overridden)}: {problem}"
-        for section in SOURCES
-        for key, problem in problems(section, getattr(config, section))
-    ]
-    if lines:
-        raise ConfigError("\n".join(lines))
-    return config
 
 
 def dump_config(config: RunConfig) -> str:

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from peft import LoraConfig
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from transformers.training_args import OptimizerNames
 
@@ -30,11 +29,9 @@ from consumer.training.trainer import (
 )
 from consumer.training.trl_arguments import CHOICES
 from protocol.config import trainer_keys
-from protocol.config.library_fields import SOURCES, fields
 from replay.batches.cutting import CutBatch
 from tests.integration.models import build_model
 from tests.unit.consumer.builders import rollout_group, run_config
-from tests.unit.protocol.config.test_library_fields import assert_same_arguments
 
 PINNED = "1.16.0"
 
@@ -430,11 +427,6 @@ def test_choices_that_trl_only_looks_at_in_the_middle_of_a_step() -> None:
 )
 def test_options_that_we_set_refuse_or_read(name: str) -> None:
     assert name in inspect.signature(GRPOConfig).parameters, f"trl.GRPOConfig has no {name} any more"
-
-
-@pytest.mark.parametrize(("section", "library"), [("trainer", GRPOConfig), ("lora", LoraConfig)])
-def test_what_is_read_from_the_sources_is_what_the_libraries_say_when_imported(section: str, library: type) -> None:
-    assert_same_arguments(fields(SOURCES[section][1]), library)
 
 
 def test_every_key_of_trl_was_looked_at() -> None:

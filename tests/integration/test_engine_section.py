@@ -7,12 +7,10 @@ from typing import Any
 import pytest
 import transformers
 
-from protocol.config.library_fields import SOURCES, fields
 from protocol.config.library_section import build
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError
 from tests.integration.models import build_model_with_code
-from tests.unit.protocol.config.test_library_fields import assert_same_arguments
 from tests.unit.protocol.config.test_library_section import refusal
 
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
@@ -77,12 +75,6 @@ def test_vllm_engine_arguments(tmp_path: Path) -> None:
         ),
     ]:
         assert refusal("engine", AsyncEngineArgs, {key: value}, model=str(tmp_path)).startswith(message)
-
-
-def test_what_is_read_from_vllms_source_is_what_it_says_when_imported() -> None:
-    from vllm.engine.arg_utils import AsyncEngineArgs
-
-    assert_same_arguments(fields(SOURCES["engine"][1]), AsyncEngineArgs)
 
 
 def test_a_model_with_python_files_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

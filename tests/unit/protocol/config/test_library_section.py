@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Literal, Optional, Union
 
 import pytest
 
-from protocol.config.library_fields import problems
 from protocol.config.library_rules import check_lora, check_sft, for_library
 from protocol.config.library_section import build
 from protocol.errors import ConfigError, ExitCode
@@ -103,9 +102,9 @@ def test_valid_values_arrive(key: str, value: object, built: object) -> None:
         ("rate", "abc", "Input should be a valid number, unable to parse string as a number (got 'abc')"),
         ("rate", [1], "Input should be a valid number (got [1])"),
         ("rate", None, "Input should be a valid number (got None)"),
-        ("rate", True, "expected a number, not a switch (got True)"),
+        ("rate", True, "expected a number, not a boolean (got True)"),
         ("inherited", "abc", "Input should be a valid number, unable to parse string as a number (got 'abc')"),
-        ("count", True, "expected a number, not a switch (got True)"),
+        ("count", True, "expected a number, not a boolean (got True)"),
         ("count", 1.5, "Input should be a valid integer, got a number with a fractional part (got 1.5)"),
         ("flag", "maybe", "Input should be a valid boolean, unable to interpret input (got 'maybe')"),
         ("name", 3, "Input should be a valid string (got 3)"),
@@ -236,7 +235,7 @@ class TestTrl:
             ({"learning_rat": 1}, "trainer.learning_rat: unknown to trl.GRPOConfig; did you mean `learning_rate`?"),
             ({"learning_rate": "abc"}, "trainer.learning_rate: Input should be a valid number, unable to parse string as a "
              "number (got 'abc'), says trl.GRPOConfig"),
-            ({"max_steps": True}, "trainer.max_steps: expected a number, not a switch (got True), says trl.GRPOConfig"),
+            ({"max_steps": True}, "trainer.max_steps: expected a number, not a boolean (got True), says trl.GRPOConfig"),
             ({"num_iterations": "two"}, "trainer.num_iterations: Input should be a valid integer, unable to parse string as "
              "an integer (got 'two'), says trl.GRPOConfig"),
             ({"report_to": 5}, "trainer.report_to: Input should be a valid list, or: Input should be a valid string (got 5), "
@@ -296,7 +295,6 @@ class TestOwnKeys:
         ],
     )
     def test_they_never_reach_the_library(self, section: str, values: dict[str, Any]) -> None:
-        assert list(problems(section, values)) == []
         assert for_library(section, values | {"r": 4}) == {"r": 4}
 
     @pytest.mark.parametrize("value", ["", " ", 3, ["a"]])
@@ -313,4 +311,3 @@ class TestOwnKeys:
             check_sft({"output_dir": "x"})
         with pytest.raises(ValueError, match="exclude each other"):
             check_sft({"messages_column": "a", "completion_column": "b"})
-        assert [key for key, _ in problems("sft", {"learning_rat": 1e-5})] == ["learning_rat"]
