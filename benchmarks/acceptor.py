@@ -18,7 +18,7 @@ from benchmarks.terms import HEARTBEAT_INTERVAL_S, HEARTBEAT_TIMEOUT_S, NEEDS
 from consumer.intake.dispatcher import LeaseDesk
 from consumer.intake.intake import Intake
 from protocol.files.shared_memory import NO_MEMORY, SharedMemory
-from protocol.transport.zeromq import ZmqServer
+from protocol.transport.zeromq_server import ZmqServer
 from protocol.wire.messages import Sampling
 from replay.batches.cutting import BatchCutter
 from replay.buffer import RolloutBuffer

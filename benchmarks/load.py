@@ -19,7 +19,7 @@ import numpy as np
 
 from benchmarks.groups import GroupFactory
 from benchmarks.terms import ENGINE_FACTS, HEARTBEAT_INTERVAL_S, MAX_MESSAGE_BYTES
-from protocol.transport.zeromq import ZmqClient
+from protocol.transport.zeromq_client import ZmqClient
 from protocol.wire.messages import Ack, Bye, Heartbeat, Hello, Lease, Policy, Welcome
 
 _LONGEST_POLL_S = 0.05

@@ -33,9 +33,10 @@ from producer.metrics import ProducerMetrics
 from producer.policies.registry import AdapterRegistry
 from producer.policies.verification import SwapProof
 from producer.timeline import Timeline
-from protocol.config.run import RunConfig, TransportSection
+from protocol.config.run import RunConfig
+from protocol.config.transport import TransportSection
 from protocol.files.shared_memory import SharedMemory, shared_memory
-from protocol.transport.zeromq import ZmqClient
+from protocol.transport.zeromq_client import ZmqClient
 
 RANKS = {1: 4, 10: 32, 40: 128, 160: 512}
 """Of an adapter of about so many MB for the model of `_build_model`."""

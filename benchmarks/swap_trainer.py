@@ -22,7 +22,7 @@ from consumer.publishing.publisher import Publisher
 from consumer.publishing.snapshots import AdapterSnapshots, Snapshot
 from consumer.waiting import Patience
 from protocol.files.shared_memory import NO_MEMORY, SharedMemory, shared_memory
-from protocol.transport.zeromq import ZmqServer
+from protocol.transport.zeromq_server import ZmqServer
 
 PROBE_IDS = np.arange(3, 3 + NUM_TOKENS, dtype=np.int32)
 

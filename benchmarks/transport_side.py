@@ -20,9 +20,11 @@ import zmq
 from benchmarks.groups import SHAPE, GroupFactory
 from benchmarks.terms import MAX_MESSAGE_BYTES
 from protocol.security.keys import producer_keys, trainer_keys
-from protocol.transport.zeromq import ZmqClient, ZmqServer
+from protocol.transport.zeromq_client import ZmqClient
+from protocol.transport.zeromq_server import ZmqServer
 from protocol.wire.codec import encode
-from protocol.wire.messages import Ack, Bye, Group, Nack, PolicyInfo, group_schema
+from protocol.wire.messages import Ack, Bye, Group, Nack, PolicyInfo
+from protocol.wire.schemas import group_schema
 
 WARM_UP = 500  # groups
 PRODUCER = "bench"

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from benchmarks.acceptor import Acceptor
 from benchmarks.load import Load
 from benchmarks.terms import MAX_MESSAGE_BYTES
-from protocol.transport.zeromq import ZmqServer
+from protocol.transport.zeromq_server import ZmqServer
 
 _START_S, _START_S_EACH = 3.0, 0.1  # for the processes to start and their producers to greet
 _PROCESSES = 8

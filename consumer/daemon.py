@@ -48,7 +48,7 @@ from protocol.security.keys import trainer_keys
 from protocol.service import logs
 from protocol.service.health import Health
 from protocol.service.observability import Watch, watched
-from protocol.transport.zeromq import ZmqServer
+from protocol.transport.zeromq_server import ZmqServer
 from protocol.wire.handshake import TrainerNeeds
 from protocol.wire.messages import Sampling
 from replay.buffer import RolloutBuffer

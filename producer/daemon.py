@@ -48,7 +48,7 @@ from protocol.processes.lifeline import tie_children
 from protocol.security.keys import producer_keys
 from protocol.service import logs
 from protocol.service.observability import Watch, watched
-from protocol.transport.zeromq import ZmqClient
+from protocol.transport.zeromq_client import ZmqClient
 from protocol.wire.messages import Lease, PolicyInfo
 
 if TYPE_CHECKING:

@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.wire.codec import decode
-from protocol.wire.messages import JOURNAL_SCHEMAS, Group
+from protocol.wire.messages import Group
+from protocol.wire.schemas import JOURNAL_SCHEMAS
 
 _INT32, _UINT32, _FLOAT32, _UINT8 = (np.dtype(name) for name in ("<i4", "<u4", "<f4", "u1"))
 

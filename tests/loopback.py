@@ -1,4 +1,4 @@
-"""Channels inside one process, for tests: the interface of `protocol.transport.zeromq` without sockets.
+"""Channels inside one process, for tests: the interfaces of `protocol.transport.channel` without sockets.
 
 Guarantee: every message passes through the real codec, so what works here is encodable, and messages of one peer stay
 in order.

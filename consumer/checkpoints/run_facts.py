@@ -11,7 +11,7 @@ from typing import Any
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, DatasetError
 from protocol.wire.digests import base_model_digest, tokenizer_digest
-from protocol.wire.messages import JOURNAL_SCHEMAS, group_schema
+from protocol.wire.schemas import JOURNAL_SCHEMAS, group_schema
 
 _IDENTITY = {
     "base_model_digest": "model.path",

@@ -38,8 +38,8 @@ from protocol.wire.messages import (
     ProducerMessage,
     Reject,
     Welcome,
-    group_schema,
 )
+from protocol.wire.schemas import group_schema
 from replay.batches.delivery import Delivery
 from replay.buffer import RolloutBuffer
 from replay.groups import GroupShape, InvalidGroupError

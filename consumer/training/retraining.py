@@ -13,7 +13,7 @@ from typing import Any
 from consumer.publishing.snapshots import Snapshot
 from consumer.waiting import StopRequested
 from protocol.errors import ConfigError, JournalError
-from protocol.wire.messages import JOURNAL_SCHEMAS
+from protocol.wire.schemas import JOURNAL_SCHEMAS
 from replay.batches.cutting import CutBatch
 from replay.groups import GroupShape
 from replay.journal.reader import JournalReader

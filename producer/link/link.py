@@ -22,13 +22,12 @@ from producer.link.sender import Sender
 from producer.policies.download import PolicyDownload
 from producer.policies.shared_file import read_in_background
 from protocol import __version__
-from protocol.config.run import TransportSection
+from protocol.config.transport import TransportSection
 from protocol.errors import IncompatiblePeerError
 from protocol.service import logs
 from protocol.throttle import Throttle
 from protocol.transport.channel import BadFrame, ClientChannel
 from protocol.wire.messages import (
-    SCHEMA_VERSION,
     Ack,
     BlobChunk,
     BlobMissing,
@@ -44,6 +43,7 @@ from protocol.wire.messages import (
     TrainerMessage,
     Welcome,
 )
+from protocol.wire.schemas import SCHEMA_VERSION
 
 logger = logging.getLogger(__name__)
 

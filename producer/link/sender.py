@@ -11,7 +11,8 @@ from producer.link.outbox import Outbox
 from producer.policies.download import PolicyDownload
 from protocol.transport.channel import ClientChannel
 from protocol.wire.codec import CodecError
-from protocol.wire.messages import SINCE_MESSAGES, Group, Heartbeat, Nack, PolicyRequest
+from protocol.wire.messages import Group, Heartbeat, Nack, PolicyRequest
+from protocol.wire.schemas import SINCE_MESSAGES
 
 
 class Sender:

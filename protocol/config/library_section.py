@@ -77,7 +77,7 @@ def convert(value: Any, hint: Any, library: str) -> Any:
         problem = ", or: ".join(sorted({problem["msg"] for problem in error.errors()}))  # a union says one per member
         raise ValueError(f"{problem} (got {value!r}), says {library}") from error
     if isinstance(value, bool) and not isinstance(result, bool):
-        raise ValueError(f"expected a number, not a switch (got {value!r}), says {library}")
+        raise ValueError(f"expected a number, not a boolean (got {value!r}), says {library}")
     return result
 
 

@@ -33,5 +33,5 @@ class Section(BaseModel):
     def _no_switch_for_number(cls, value: Any, validate: Callable[[Any], Any]) -> Any:
         result = validate(value)
         if isinstance(value, bool) and not isinstance(result, bool):
-            raise ValueError("expected a number, not a switch")
+            raise ValueError("expected a number, not a boolean")
         return result

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from protocol.wire.codec import CodecError, SchemaMismatchError, decode, schema_of
-from protocol.wire.messages import READABLE_SCHEMAS, SCHEMA_VERSION, Message, ProducerMessage, TrainerMessage
+from protocol.wire.messages import Message, ProducerMessage, TrainerMessage
+from protocol.wire.schemas import READABLE_SCHEMAS, SCHEMA_VERSION
 
 _MAX_PEERS = 4096
 

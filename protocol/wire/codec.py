@@ -26,7 +26,8 @@ from typing import Any, get_args
 import msgspec
 from isal.isal_zlib import crc32
 
-from protocol.wire.messages import READABLE_SCHEMAS, SCHEMA_VERSION, SINCE, SINCE_MESSAGES, Lease, Message
+from protocol.wire.messages import Lease, Message
+from protocol.wire.schemas import READABLE_SCHEMAS, SCHEMA_VERSION, SINCE, SINCE_MESSAGES
 
 _MAGIC = b"SL"
 _VERSION = struct.Struct("<2sH")

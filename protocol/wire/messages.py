@@ -7,17 +7,12 @@ that any msgpack library can read a frame and no list of numbers is ever boxed.
 `ProducerMessage` is what a producer sends, `TrainerMessage` what a trainer sends; neither accepts what it sends itself.
 A Nack says of a lease that it cannot be done, or of a group that it is refused.
 
-A change of the wire adds fields with defaults at the end of a message, names them in `SINCE` and raises `SCHEMA_VERSION` by
-one; this release then still talks with the one before.
+`protocol.wire.schemas` says which schema brought a field, and what a change of a message needs.
 """
 
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
-
-SCHEMA_VERSION = 2
-READABLE_SCHEMAS = (SCHEMA_VERSION - 1, SCHEMA_VERSION)
-"""What a peer may speak: this release's schema, or that of the release before."""
 
 Name = Annotated[str, Meta(min_length=1, max_length=128)]
 Text = Annotated[str, Meta(max_length=65_536)]
@@ -238,25 +233,3 @@ Message = ProducerMessage | TrainerMessage
 
 BLOB_MESSAGES = (PolicyRequest, PolicyOffer, BlobRequest, BlobChunk, BlobMissing)
 """Messages that travel on their own socket, so that a large adapter never delays a lease or an acknowledgement."""
-
-SINCE: dict[type[Struct], dict[str, int]] = {
-    Hello: {"release": 2, "swap_mode": 2, "evaluates": 2, "run_id": 2},
-    Lease: {"evaluates": 2},
-    Policy: {"evaluates": 2},
-    Heartbeat: {"idle_s": 2, "refused_version": 2, "refusal": 2},
-    Group: {"token_versions": 2, "sampled": 2, "episodes": 2},
-}
-"""The schema that brought a field, of those that are not in schema 1. Entries stay for ever, because journals do."""
-
-SINCE_MESSAGES: dict[type[Struct], int] = {PolicyRequest: 2, PolicyOffer: 2}
-"""The schema that brought a message, of those that are not in schema 1; a peer of an older one is never sent it."""
-
-
-def group_schema(*fields: str) -> int:
-    """The oldest schema that says all of a Group in which these fields are not empty. Journals keep groups in it, so that the
-    release before reads them too where it can."""
-    return max((SINCE[Group].get(field, 1) for field in fields), default=1)
-
-
-JOURNAL_SCHEMAS = range(1, SCHEMA_VERSION + 1)
-"""Those in which a journal may hold groups."""

@@ -38,7 +38,7 @@ def main(request: dict[str, Any]) -> int:
 def _watch(log: EvidenceLog, aim: Aim) -> None:
     from producer.link.link import Link
     from producer.policies.registry import AdapterRegistry
-    from protocol.transport.zeromq import ZmqClient
+    from protocol.transport.zeromq_client import ZmqClient
     from protocol.wire.messages import Ack, Group, Hello, Lease, Nack, Welcome
 
     receive = Link._receive

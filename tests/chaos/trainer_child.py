@@ -128,7 +128,7 @@ def set_points(aim: Aim) -> None:
     from consumer.training.callbacks import RunControl
     from consumer.training.trainer import SlipstreamTrainer
     from protocol.files import staged
-    from protocol.transport.zeromq import ZmqServer
+    from protocol.transport.zeromq_server import ZmqServer
     from protocol.wire.messages import Ack, Lease, Welcome
     from replay.journal import recovery
     from replay.journal.retention import Retention

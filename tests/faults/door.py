@@ -12,7 +12,7 @@ from pathlib import Path
 
 from benchmarks.acceptor import Acceptor
 from protocol.security.keys import trainer_keys
-from protocol.transport.zeromq import ZmqServer
+from protocol.transport.zeromq_server import ZmqServer
 
 
 def main(folder: str, control: str, blob: str, max_message_bytes: str, keys: str | None = None) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 from producer import cli, daemon
 from producer.interfaces import AdapterRefusedError, Completion
 from protocol.transport.channel import BadFrame
-from protocol.transport.zeromq import ZmqClient
+from protocol.transport.zeromq_client import ZmqClient
 from protocol.wire.digests import base_model_digest, tokenizer_digest
 from protocol.wire.messages import Ack, Lease, Message, Sampling
 from tests.scripted import facts

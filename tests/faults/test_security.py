@@ -17,7 +17,7 @@ import pytest
 from benchmarks.terms import ENGINE_FACTS
 from protocol.security.keys import AUTHORIZED, ProducerKeys, generate, producer_keys
 from protocol.transport.connection_guard import MAX_UNFINISHED
-from protocol.transport.zeromq import ZmqClient
+from protocol.transport.zeromq_client import ZmqClient
 from protocol.wire.messages import Ack, Hello, Nack, Reject, Welcome
 from tests.faults.doors import LIMIT, Door, Honest
 from tests.fuzz.zmtp import greeting

@@ -16,7 +16,7 @@ import msgspec
 
 from protocol.wire import messages as m
 from protocol.wire.codec import PREFIX_BYTES, encode
-from protocol.wire.messages import READABLE_SCHEMAS, SCHEMA_VERSION, SINCE_MESSAGES
+from protocol.wire.schemas import READABLE_SCHEMAS, SCHEMA_VERSION, SINCE_MESSAGES
 from tests.unit.protocol.samples import SAMPLES, SHA
 from tests.unit.protocol.strategies import body_of
 

@@ -11,7 +11,7 @@ import yaml
 
 from protocol.config.loader import load_config
 from protocol.files import rotated_lines
-from protocol.transport.zeromq import ZmqClient
+from protocol.transport.zeromq_client import ZmqClient
 from protocol.wire.digests import base_model_digest, tokenizer_digest
 from tests.scripted import ScriptedProducer, facts
 

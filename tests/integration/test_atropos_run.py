@@ -22,7 +22,8 @@ import yaml
 from transformers import AutoTokenizer
 
 from protocol.wire.codec import decode
-from protocol.wire.messages import JOURNAL_SCHEMAS, Group
+from protocol.wire.messages import Group
+from protocol.wire.schemas import JOURNAL_SCHEMAS
 from tests.integration.outsiders import (
     NUM_STEPS,
     address,

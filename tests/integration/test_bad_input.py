@@ -15,7 +15,7 @@ import yaml
 
 from consumer import cli
 from protocol.config.loader import load_config
-from protocol.transport.zeromq import ZmqClient
+from protocol.transport.zeromq_client import ZmqClient
 from protocol.wire.digests import base_model_digest, tokenizer_digest
 from protocol.wire.messages import Group, Lease, Nack
 from tests.scripted import ScriptedProducer, facts

@@ -16,7 +16,7 @@ import pytest
 import yaml
 import zmq
 
-from protocol.transport.zeromq import ZmqServer
+from protocol.transport.zeromq_server import ZmqServer
 from protocol.wire.codec import encode
 from protocol.wire.handshake import TrainerNeeds, problems
 from protocol.wire.messages import Ack, Bye, Group, Heartbeat, Hello, Nack, PolicyInfo

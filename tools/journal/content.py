@@ -11,7 +11,8 @@ from typing import Any
 from protocol.errors import JournalError, SlipstreamError
 from protocol.wire.codec import CodecError, decode
 from protocol.wire.digests import tokenizer_digest
-from protocol.wire.messages import JOURNAL_SCHEMAS, Group
+from protocol.wire.messages import Group
+from protocol.wire.schemas import JOURNAL_SCHEMAS
 from replay.groups import GroupShape, InvalidGroupError, RolloutGroup
 from replay.journal.reader import GroupRow, JournalReader
 

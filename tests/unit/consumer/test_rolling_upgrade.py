@@ -18,8 +18,9 @@ from consumer.training.retraining import RecordedRun
 from producer.interfaces import Counters, DownloadedPolicy, Identity, Workload
 from producer.link.link import Link
 from protocol import __version__
-from protocol.config.run import TransportSection
-from protocol.transport.zeromq import ZmqClient, ZmqServer
+from protocol.config.transport import TransportSection
+from protocol.transport.zeromq_client import ZmqClient
+from protocol.transport.zeromq_server import ZmqServer
 from protocol.wire.codec import schema_of
 from protocol.wire.messages import Lease, PolicyInfo
 from replay.buffer import RolloutBuffer

@@ -16,7 +16,7 @@ from protocol.errors import ConfigError, EngineError, IncompatiblePeerError, Sta
 from protocol.service.health import Health
 from protocol.service.observability import Watch
 from protocol.service.systemd import Notifier
-from protocol.transport.zeromq import ZmqServer
+from protocol.transport.zeromq_server import ZmqServer
 from protocol.wire.messages import Ack, Bye, Group, Heartbeat, Hello, Nack, PolicyInfo
 from tests.scripted import facts
 from tests.scripted_trainer import ScriptedTrainer, lease

@@ -7,7 +7,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from protocol.transport.zeromq import ZmqClient, ZmqServer
+from protocol.transport.zeromq_client import ZmqClient
+from protocol.transport.zeromq_server import ZmqServer
 from tests.loopback import LoopbackServer
 
 LIMIT = 4 * 2**20

@@ -6,7 +6,8 @@ import msgspec
 from hypothesis import strategies as st
 from msgspec import inspect
 
-from protocol.wire.messages import READABLE_SCHEMAS, SCHEMA_VERSION, SINCE, SINCE_MESSAGES, Message
+from protocol.wire.messages import Message
+from protocol.wire.schemas import READABLE_SCHEMAS, SCHEMA_VERSION, SINCE, SINCE_MESSAGES
 
 MESSAGE_TYPES: tuple[type, ...] = Message.__args__
 

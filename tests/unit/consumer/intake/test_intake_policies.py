@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from protocol.files.shared_memory import shared_memory
-from protocol.transport.zeromq import ZmqClient, ZmqServer
+from protocol.transport.zeromq_client import ZmqClient
+from protocol.transport.zeromq_server import ZmqServer
 from protocol.wire.messages import (
     BlobChunk,
     BlobMissing,

@@ -9,7 +9,7 @@ import pytest
 from producer.interfaces import Counters, DownloadedPolicy, Identity, Probe, Workload
 from producer.link.link import Link
 from producer.link.outbox import num_bytes
-from protocol.config.run import TransportSection
+from protocol.config.transport import TransportSection
 from protocol.errors import IncompatiblePeerError
 from protocol.files import shared_memory as shared_memory_module
 from protocol.files.shared_memory import shared_memory

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_s
 
 from producer.interfaces import Counters, DownloadedPolicy, Identity, Workload
 from producer.link.link import Link
-from protocol.config.run import TransportSection
+from protocol.config.transport import TransportSection
 from protocol.wire.messages import Ack, Bye, Group, Heartbeat, Hello, Lease, Nack, Policy, PolicyInfo, Welcome
 from tests.loopback import LoopbackServer
 from tests.scripted import facts

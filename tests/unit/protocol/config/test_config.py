@@ -190,7 +190,7 @@ UNKNOWN_AND_BAD = [
     ),
     (
         "pipeline: {groups_per_step: true}\n",
-        f"run.yaml:{NEXT}: pipeline.groups_per_step: expected a number, not a switch (got True)",
+        f"run.yaml:{NEXT}: pipeline.groups_per_step: expected a number, not a boolean (got True)",
     ),
     (
         "pipeline: {groups_per_step: 2.5}\n",
@@ -207,7 +207,7 @@ UNKNOWN_AND_BAD = [
     ),
     (
         "pipeline: {max_staleness: true}\n",
-        f"run.yaml:{NEXT}: pipeline.max_staleness: expected a number, not a switch (got True)",
+        f"run.yaml:{NEXT}: pipeline.max_staleness: expected a number, not a boolean (got True)",
     ),
     (
         "pipeline: {max_staleness: [1, 4]}\n",

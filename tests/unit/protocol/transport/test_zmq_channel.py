@@ -21,7 +21,8 @@ from protocol.security.keys import AUTHORIZED, ProducerKeys, TrainerKeys, genera
 from protocol.security.rejections import REASONS, Refusals
 from protocol.transport.channel import BadFrame
 from protocol.transport.connection_guard import MAX_UNFINISHED
-from protocol.transport.zeromq import ZmqClient, ZmqServer
+from protocol.transport.zeromq_client import ZmqClient
+from protocol.transport.zeromq_server import ZmqServer
 from protocol.wire.codec import CodecError, encode
 from protocol.wire.messages import BlobChunk, BlobMissing, Bye, Nack
 from tests.unit.protocol.channel_harness import LIMIT, Harness, eventually, receive, reserve_port
@@ -50,7 +51,7 @@ def ipc(short_dir: Path, stack: ExitStack) -> Harness:
 def start_owner(control: str, blob: str) -> "subprocess.Popen[str]":
     """Another process that serves the endpoints until it is killed."""
     program = (
-        "import sys, time\nfrom protocol.transport.zeromq import ZmqServer\n"
+        "import sys, time\nfrom protocol.transport.zeromq_server import ZmqServer\n"
         "server = ZmqServer(sys.argv[1], sys.argv[2], 65536)\nprint('bound', flush=True)\ntime.sleep(120)"
     )
     owner = subprocess.Popen(

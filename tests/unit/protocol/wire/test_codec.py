@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from protocol.wire import codec
 from protocol.wire import messages as m
 from protocol.wire.codec import PREFIX_BYTES, CodecError, SchemaMismatchError, decode, encode
-from protocol.wire.messages import READABLE_SCHEMAS, SCHEMA_VERSION
+from protocol.wire.schemas import READABLE_SCHEMAS, SCHEMA_VERSION
 from tests.unit.protocol.samples import SAMPLES, SHA
 from tests.unit.protocol.strategies import MESSAGE_TYPES, any_message, as_of, body_of, has, messages_of, schemas_of
 

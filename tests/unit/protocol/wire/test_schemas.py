@@ -7,14 +7,7 @@ import pytest
 from protocol.transport.channel import _MAX_PEERS, PeerSchemas, TrainerSchema
 from protocol.wire import messages as m
 from protocol.wire.codec import CodecError, SchemaMismatchError, decode, encode, schema_of
-from protocol.wire.messages import (
-    JOURNAL_SCHEMAS,
-    READABLE_SCHEMAS,
-    SCHEMA_VERSION,
-    SINCE,
-    SINCE_MESSAGES,
-    group_schema,
-)
+from protocol.wire.schemas import JOURNAL_SCHEMAS, READABLE_SCHEMAS, SCHEMA_VERSION, SINCE, SINCE_MESSAGES, group_schema
 from replay.groups import GroupShape
 from tests import release_before
 from tests.unit.protocol.samples import SAMPLES

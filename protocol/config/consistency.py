@@ -1,0 +1,102 @@
+"""What must hold between the sections of a run.
+
+Guarantee: `problems` is empty for a configuration whose sections can work together; each problem names the key to change.
+Later checks may rely on what earlier ones have established.
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from protocol.config.dataset import DatasetSection
+from protocol.config.environment import ATROPOS_ITEMS, REWARD_NAME
+from protocol.config.evaluation import WEIGHTED_SUM
+
+if TYPE_CHECKING:
+    from protocol.config.run import RunConfig
+
+
+def problems(config: "RunConfig") -> Iterator[str]:
+    yield from _of_rewards(config)
+    yield from _of_agents(config)
+    if config.environment.atropos:
+        yield from _of_atropos(config)
+    yield from _of_evaluation(config)
+    limit = config.sampling.max_completion_length
+    if config.advantage.overlong_buffer_tokens > limit:
+        yield (
+            f"advantage.overlong_buffer_tokens={config.advantage.overlong_buffer_tokens} is more than "
+            f"sampling.max_completion_length={limit}"
+        )
+    if config.control_endpoint == config.blob_endpoint:
+        yield f"transport.endpoint and transport.blob_endpoint are both {config.blob_endpoint}; change one"
+
+
+def _of_rewards(config: "RunConfig") -> Iterator[str]:
+    own = config.environment
+    if not config.reward_names:
+        yield (
+            "rewards.functions: nothing scores the completions; name a reward function, or set environment.reward_weight for "
+            "an environment that has get_reward"
+        )
+    if own.reward_weight is not None and not own.is_given:
+        yield "environment.reward_weight: there is no environment.factory"
+    if REWARD_NAME in config.rewards.names and own.own_weight is not None:
+        yield f"rewards.functions: {REWARD_NAME!r} is what the environment's own reward is called"
+    if config.swap.mode == "adapter" and config.swap.probe_every and "lm_head" in (config.lora["target_modules"] or ()):
+        yield (
+            "lora.target_modules: vLLM cannot score the probe of a swap under an adapter of lm_head; set swap.mode=merged, or "
+            "swap.probe_every=0, or leave lm_head out"
+        )
+    reward = config.reroll.reward
+    if reward is not None and reward not in config.reward_names:
+        yield f"reroll.reward: {reward!r} is not one of rewards.functions: {', '.join(config.reward_names)}"
+
+
+def _of_agents(config: "RunConfig") -> Iterator[str]:
+    posted = ", ".join(config.posted_rewards)
+    if config.environment.is_played_outside and not config.serve.enabled:
+        yield "environment: its episodes are played through the endpoint, which is off; set serve.enabled=true"
+    if posted and not config.serve.enabled:
+        yield f"rewards.functions: agents post {posted} to the endpoint, which is off; set serve.enabled=true"
+    if posted and config.environment.factory is not None:
+        yield f"environment: agents that post {posted} have their own; remove the section, or that reward"
+    if config.environment.nemo_gym is not None and config.serve.port == 0:
+        yield (
+            "environment.nemo_gym: its model server has to know where the policy is; set serve.port, and its base URL to "
+            "http://HOST:PORT/v1"
+        )
+    if posted and config.evaluation is not None:
+        yield f"evaluation: nobody would post {posted} for completions that producers generate; remove the section"
+
+
+def _of_atropos(config: "RunConfig") -> Iterator[str]:
+    if not config.serve.enabled:
+        yield "serve.enabled: environments of Atropos generate through the endpoint, which is off; set it"
+    if config.rewards.functions:
+        yield "rewards.functions: environments of Atropos score their groups; remove them"
+    rows = {"path": ATROPOS_ITEMS, "chat_template_kwargs": config.dataset.chat_template_kwargs}
+    if config.dataset != DatasetSection.model_validate(rows):
+        yield "dataset: environments of Atropos have their own items; remove the section, but for chat_template_kwargs"
+    if config.evaluation is not None:
+        yield (
+            "evaluation: nobody would score completions that producers generate; remove the section, environments of Atropos "
+            "evaluate by themselves"
+        )
+    if config.reroll.max_attempts or config.reroll.solved_cooldown_epochs:
+        yield "reroll: environments of Atropos choose their items; remove the section"
+    steps = config.trainer.get("max_steps")
+    if not isinstance(steps, int) or steps < 1:
+        yield "trainer.max_steps: needed, because without a dataset there are no epochs"
+
+
+def _of_evaluation(config: "RunConfig") -> Iterator[str]:
+    if config.evaluation is None:
+        return
+    known = (WEIGHTED_SUM, *config.reward_names)
+    if config.evaluation.metric not in known:
+        yield f"evaluation.metric: {config.evaluation.metric!r} is not one of {', '.join(known)}"
+    if config.evaluation.dataset.chat_template_kwargs not in ({}, config.dataset.chat_template_kwargs):
+        yield (
+            "evaluation.dataset.chat_template_kwargs: prompts of both datasets are rendered alike; give them in "
+            "dataset.chat_template_kwargs alone"
+        )

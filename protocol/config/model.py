@@ -1,0 +1,51 @@
+"""Sections `model` and `sampling`: what is trained, and how its completions are drawn."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from protocol.config.section import Section
+
+
+class ModelSection(Section):
+    path: str = Field(description="Base model: a local folder or a hub name, in transformers format.")
+    revision: str | None = Field(None, description="Hub revision (branch, tag or commit).")
+    trust_remote_code: bool = Field(
+        False,
+        description="Run the Python files that come with the model, where its classes or its tokenizer are not part of "
+        "transformers. Both daemons do, as the user that runs them; see docs/security.md.",
+    )
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        "bfloat16",
+        description="Dtype of the base weights, in the engine and in the trainer. LoRA weights train in fp32.",
+    )
+
+
+class SamplingSection(Section):
+    num_generations: Annotated[int, Field(ge=2, le=4096)] = Field(8, description="Completions per prompt (the group).")
+    max_completion_length: Annotated[int, Field(ge=1, le=2**24)] = Field(
+        256, description="Longest completion, in tokens."
+    )
+    temperature: Annotated[float, Field(gt=0, le=100)] = Field(1.0, description="Applied on both sides.")
+    top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="Nucleus sampling; see accept_biased_ratios.")
+    top_k: Annotated[int, Field(ge=0)] = Field(0, description="Top-k sampling, 0 is off; see accept_biased_ratios.")
+    min_p: Annotated[float, Field(ge=0, le=1)] = Field(0.0, description="Min-p sampling; see accept_biased_ratios.")
+    accept_biased_ratios: bool = Field(
+        False,
+        description="Accept top_p, top_k or min_p although the trainer cannot reproduce their renormalized "
+        "distribution, which biases every importance ratio.",
+    )
+
+    @model_validator(mode="after")
+    def _ratios_exact(self) -> "SamplingSection":
+        changed = [
+            f"{key}={getattr(self, key)}"
+            for key, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0))
+            if getattr(self, key) != off
+        ]
+        if changed and not self.accept_biased_ratios:
+            raise ValueError(
+                f"{', '.join(changed)} changes the sampling distribution in a way the trainer does not reproduce, so "
+                "importance ratios would be biased. Remove it, or set sampling.accept_biased_ratios=true"
+            )
+        return self

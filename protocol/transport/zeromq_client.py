@@ -1,0 +1,101 @@
+"""A producer's end of the channels: two DEALER sockets, for control and for blobs.
+
+Guarantee: a message is sent whole or `send` says False; nothing waits in a queue for a trainer that is not there
+(`IMMEDIATE`), and no message is accepted of a kind that the trainer does not send.
+"""
+
+import secrets
+
+import zmq
+
+from protocol.errors import ConfigError
+from protocol.security.keys import ProducerKeys
+from protocol.transport.channel import BadFrame, TrainerSchema
+from protocol.transport.handshake_watch import HandshakeWatch
+from protocol.transport.zeromq_sockets import BURST, NOBLOCK, Sockets, read, take
+from protocol.wire.messages import Message, TrainerMessage
+
+
+class ZmqClient:
+    """A `ClientChannel` connected to the two endpoints of a trainer, which need not be there yet.
+
+    Args:
+        keys: this producer's and the trainer's public one; None for a trainer without keys.
+
+    Raises:
+        ConfigError: an endpoint that nobody can connect to.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        control_endpoint: str,
+        blob_endpoint: str,
+        max_message_bytes: int,
+        keys: ProducerKeys | None = None,
+    ) -> None:
+        self._name = name
+        self._keys = keys
+        self._watch = HandshakeWatch(control_endpoint, keys)
+        self._sockets = Sockets(control_endpoint, blob_endpoint, max_message_bytes)
+        self._resets = 0
+        try:
+            self.reset()
+        except BaseException:
+            self.close()
+            raise
+
+    def reset(self) -> None:
+        self._watch.end()
+        self._sockets.shut()
+        self._resets += 1
+        self._schema = TrainerSchema()
+        # Nobody else can guess it and so keep this producer out: a ROUTER ignores who comes under an id in use.
+        routing_id = f"{self._name}/{self._resets}/{secrets.token_hex(8)}".encode()
+        opened = self._sockets.open(zmq.DEALER)
+        for socket, _ in opened:
+            socket.setsockopt(zmq.IMMEDIATE, 1)
+            socket.setsockopt(zmq.ROUTING_ID, routing_id)
+            socket.setsockopt(zmq.RECONNECT_IVL, 100)
+            socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+            if self._keys is not None:
+                socket.setsockopt(zmq.CURVE_SERVERKEY, self._keys.trainer)
+                socket.setsockopt(zmq.CURVE_PUBLICKEY, self._keys.secret.public())
+                socket.setsockopt(zmq.CURVE_SECRETKEY, self._keys.secret.reveal())
+        self._watch.begin(opened[0][0])
+        for socket, endpoint in opened:
+            try:
+                socket.connect(endpoint)
+            except zmq.ZMQError as error:
+                fix = "; give producers the trainer's address with --set transport.endpoint" if "*" in endpoint else ""
+                raise ConfigError(f"transport.endpoint: cannot connect to {endpoint}: {error}{fix}") from error
+
+    @property
+    def schema_version(self) -> int:
+        return self._schema.version
+
+    def send(self, message: Message) -> bool:
+        try:
+            self._sockets.of(message).send(self._sockets.frame(message, self._schema.version), NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def poll(self, timeout_s: float) -> list[TrainerMessage | BadFrame]:
+        if self._watch.must_reconnect():
+            self.reset()
+        arrived: list[TrainerMessage | BadFrame] = []
+        for socket in self._sockets.wait(timeout_s):
+            for _ in range(BURST):
+                try:
+                    arrived.append(read(*take(socket), TrainerMessage, self._schema.note))
+                except zmq.Again:
+                    break
+        return arrived
+
+    def wake(self) -> None:
+        self._sockets.wake()
+
+    def close(self) -> None:
+        self._watch.end()
+        self._sockets.close()

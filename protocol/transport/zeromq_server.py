@@ -1,0 +1,171 @@
+"""The trainer's end of the channels: two ROUTER sockets, for control and for blobs.
+
+Guarantee: a message is sent whole or `send` says False, no message is accepted of a kind that producers do not send, and an
+endpoint is served by one process at a time. With keys, every message of a producer came under the key of the identity in its
+name and in its routing id; any other is refused. Nothing that a peer sends raises here: what cannot be used is dropped whole
+and counted.
+"""
+
+import os
+from functools import partial
+
+import zmq
+
+from protocol.errors import ConfigError, EndpointInUseError
+from protocol.security.authenticator import ZAP_DOMAIN, Authenticator
+from protocol.security.authorized_keys import AuthorizedKeys
+from protocol.security.keys import TrainerKeys, identity_of
+from protocol.security.rejections import Refusals
+from protocol.transport.channel import BadFrame, PeerSchemas
+from protocol.transport.connection_guard import MONITORED, ConnectionGuard
+from protocol.transport.ipc import in_use, lock_ipc
+from protocol.transport.zeromq_sockets import BURST, NOBLOCK, Sockets, read, take
+from protocol.wire.messages import Hello, Message, ProducerMessage, Reject
+
+_PEER, _SRCFD = int(zmq.NOBLOCK | zmq.SNDMORE), int(zmq.SRCFD)  # enums cost more than a send
+_MAX_ROUTING_ID_BYTES = 255  # as ZMTP has it; libzmq takes longer ones, and every place that knows a peer keeps its own
+
+
+class ZmqServer:
+    """A `ServerChannel` bound to two endpoints.
+
+    Args:
+        keys: this trainer's, so that only authorized producers connect; None lets in everybody who reaches the endpoints.
+
+    Raises:
+        EndpointInUseError: another process serves one of the endpoints.
+        ConfigError: an endpoint that cannot be bound on this machine.
+    """
+
+    def __init__(
+        self, control_endpoint: str, blob_endpoint: str, max_message_bytes: int, keys: TrainerKeys | None = None
+    ) -> None:
+        self.refusals = Refusals()
+        self._sockets = Sockets(control_endpoint, blob_endpoint, max_message_bytes)
+        self._locks: list[int] = []
+        self._schemas = PeerSchemas()
+        self._monitors: list[zmq.Socket[bytes]] = []
+        self._authorized = AuthorizedKeys(keys.authorized) if keys else None
+        self._authenticator: Authenticator | None = None
+        self._guard: ConnectionGuard | None = None
+        try:
+            if self._authorized is not None:
+                self._authenticator = Authenticator(self._sockets.context, self._authorized, self.refusals)
+                self._authenticator.start()
+            self._bind(keys)
+        except BaseException:
+            self.close()
+            raise
+
+    def _bind(self, keys: TrainerKeys | None) -> None:
+        opened = self._sockets.open(zmq.ROUTER)
+        for socket in self._sockets.both:
+            socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            # Also without keys, when nobody answers for the domain: libzmq then refuses ZMTP 1 and 2, whose messages do not say
+            # which connection they came over, and lets in everybody else.
+            socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
+            if keys is not None:
+                socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+                socket.setsockopt(zmq.CURVE_SERVER, 1)
+                socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.reveal())
+            self._monitors.append(socket.get_monitor_socket(MONITORED))
+        self._guard = ConnectionGuard(
+            self._monitors,
+            self.refusals,
+            self._sockets.max_message_bytes,
+            self._authorized,
+            self._authenticator,
+            self._sockets.wake,
+        )
+        self._guard.start()
+        for socket, endpoint in opened:
+            lock = lock_ipc(endpoint)
+            if lock is not None:
+                self._locks.append(lock)
+            try:
+                socket.bind(endpoint)
+            except zmq.ZMQError as error:
+                if error.errno == zmq.EADDRINUSE:
+                    raise EndpointInUseError(in_use(endpoint)) from error
+                raise ConfigError(f"transport.endpoint: cannot bind {endpoint}: {error}") from error
+
+    def send(self, peer: bytes, message: Message) -> bool:
+        try:
+            frame = self._sockets.frame(message, self._schemas[peer])
+            socket = self._sockets.of(message)
+            socket.send(peer, _PEER)
+            socket.send(frame, NOBLOCK)
+        except zmq.ZMQError:
+            self._schemas.forget(peer)
+            return False
+        return True
+
+    def poll(self, timeout_s: float) -> list[tuple[bytes, ProducerMessage | BadFrame]]:
+        assert self._guard is not None
+        self._guard.check()
+        ready = self._sockets.wait(timeout_s)
+        arrived: list[tuple[bytes, ProducerMessage | BadFrame]] = []
+        for index, socket in enumerate(self._sockets.both):
+            for _ in range(BURST if socket in ready else 0):
+                try:
+                    head = socket.recv(NOBLOCK, copy=False)
+                except zmq.Again:
+                    self._guard.note_drained(index)
+                    break
+                message = self._receive(index, head, *take(socket))
+                if message is not None:
+                    arrived.append((head.bytes, message))
+            if socket not in ready:
+                self._guard.note_drained(index)
+        return arrived
+
+    def _receive(self, index: int, head: zmq.Frame, frame: bytes, num_frames: int) -> ProducerMessage | BadFrame | None:
+        """What has come under the routing id in `head`; None if it is refused."""
+        assert self._guard is not None
+        peer = head.bytes
+        try:
+            user = str(head.get("User-Id")).encode() if self._authorized is not None else b""
+            self._guard.note_delivery(index, int(head.get(_SRCFD)), user)
+        except zmq.ZMQError:
+            self.refusals("unreadable", "a message that does not say which connection it came over")
+            return None
+        if len(peer) > _MAX_ROUTING_ID_BYTES:
+            self.refusals("unreadable", f"a message under a routing id of {len(peer)} bytes")
+            return None
+        message = read(frame, num_frames, ProducerMessage, partial(self._schemas.note, peer))
+        return message if self._authorized is None or self._may_say(peer, message, user) else None
+
+    def _may_say(self, peer: bytes, message: ProducerMessage | BadFrame, user: bytes) -> bool:
+        """Whether the key that a message came with is that of the name it came under."""
+        assert self._authorized is not None
+        identity = self._authorized.identity(user)
+        if identity is None:
+            self.refusals("revoked", "a message under a key that is not authorized any more")
+            return False
+        claimed = peer.decode(errors="replace").partition("/")[0]
+        names = {claimed, message.producer} if isinstance(message, Hello) else {claimed}
+        if {identity_of(name) for name in names} == {identity}:
+            return True
+        stolen = " and ".join(repr(name) for name in sorted(names))
+        self.refusals("wrong_identity", f"a message of {identity}, which calls itself {stolen}")
+        if isinstance(message, Hello):
+            problem = f"this key is that of {identity}, and not of {stolen}: name it in transport.identity"
+            self.send(peer, Reject([problem]))
+        return False
+
+    def wake(self) -> None:
+        self._sockets.wake()
+
+    def close(self) -> None:
+        """The guard goes on reading events until the sockets send none: they would wait for it."""
+        for socket in self._sockets.both if self._monitors else ():
+            socket.disable_monitor()
+        if self._guard is not None:
+            self._guard.stop()
+        while self._monitors:
+            self._monitors.pop().close()
+        if self._authenticator is not None:
+            self._authenticator.stop()
+        self._sockets.close()
+        while self._locks:
+            os.close(self._locks.pop())
