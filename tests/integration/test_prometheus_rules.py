@@ -1,5 +1,6 @@
 """Prometheus' own tool judges configuration, rules and alerts; alerts, their tests and the runbook agree."""
 
+import json
 import re
 import subprocess
 from collections import defaultdict
@@ -57,15 +58,32 @@ def test_every_alert_has_a_test_that_fires_one_that_does_not_and_is_silent_for_r
 
 
 def test_every_alert_has_its_section_in_the_runbook_and_every_section_its_alert() -> None:
-    headings = re.findall(r"^### (Alert: .*)$", (DOCS / "operations.md").read_text(), re.MULTILINE)
-    assert sorted(headings) == sorted(f"Alert: {name}" for name in ALERTS)
-    anchors = {heading.lower().replace(":", "").replace(" ", "-") for heading in headings}
+    headings = re.findall(r"^## (.*)$", (DOCS / "alerts.md").read_text(), re.MULTILINE)
+    assert sorted(headings) == sorted(ALERTS)
     groups = yaml.safe_load((PROMETHEUS / "alerts.rules.yml").read_text())["groups"]
     for rule in (rule for group in groups for rule in group["rules"]):
-        page, _, anchor = rule["annotations"]["runbook_url"].partition("#")
-        assert (page, anchor) == ("docs/operations.md", f"alert-{rule['alert'].lower()}")
-        assert anchor in anchors
+        assert rule["annotations"]["runbook_url"] == f"docs/alerts.md#{rule['alert'].lower()}"
         assert rule["labels"]["severity"] in ("warning", "critical")
+
+
+def test_every_section_of_the_runbook_has_the_same_form() -> None:
+    """What it means with the severity of the rule, where to look, what to do, when it is over."""
+    groups = yaml.safe_load((PROMETHEUS / "alerts.rules.yml").read_text())["groups"]
+    severities = {rule["alert"]: rule["labels"]["severity"] for group in groups for rule in group["rules"]}
+    sections = re.split(r"^## (.*)$", (DOCS / "alerts.md").read_text(), flags=re.MULTILINE)[1:]
+    for name, text in zip(sections[::2], sections[1::2], strict=True):
+        leads = dict.fromkeys(re.findall(r"^- \*\*(\w+(?: means)?)\*\*", text, re.MULTILINE))
+        assert list(leads) == ["It means", "Look", "Do", "Over"], name
+        assert f"**It means** ({severities[name]})" in text
+
+
+def test_every_panel_that_the_runbook_names_exists() -> None:
+    boards = [json.loads(file.read_text()) for file in (DEPLOY / "grafana" / "dashboards").glob("*.json")]
+    titles = {one["title"].removeprefix("Slipstream / ") for board in boards for one in (board, *board["panels"])}
+    text = re.sub(r"`[^`]*`", "", (DOCS / "alerts.md").read_text())
+    named = set(re.findall(r"(?<!\*)\*([^*\n]+)\*(?!\*)", text))
+    assert len(named - {"italics"}) > 10
+    assert named - {"italics"} <= titles
 
 
 def test_every_metric_that_is_asked_for_is_declared_and_every_recorded_one_is_used() -> None:

@@ -1,5 +1,6 @@
-"""Generated pages are current, and what they claim about the schema holds."""
+"""Generated pages are current, what they claim about the schema holds, and no link leads nowhere."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from protocol.config.loader import load_config
 
 REPOSITORY = Path(__file__).parents[2]
 PAGE = REPOSITORY / "docs" / "configuration.md"
+PAGES = [*sorted((REPOSITORY / "docs").glob("*.md")), *(REPOSITORY / name for name in ("README.md", "AGENTS.md"))]
 
 
 def test_the_configuration_page_is_current() -> None:
@@ -55,3 +57,23 @@ def test_the_example_on_the_page_loads(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(example)
     assert load_config(str(tmp_path / "run.yaml")).run_dir == "runs/gsm8k"
     assert set(yaml.safe_load(example)) == {"run_dir", "model", "dataset", "rewards"}
+
+
+def anchors(page: Path) -> set[str]:
+    """As GitHub makes them of headings."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_link_leads_to_a_page_and_a_heading() -> None:
+    dead = []
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+            if re.match(r"[a-z]+:", target):
+                continue
+            name, _, anchor = target.partition("#")
+            place = page.parent / name if name else page
+            if not place.exists() or (anchor and anchor not in anchors(place)):
+                dead.append(f"{page.name}: {target}")
+    assert dead == []

@@ -1,7 +1,7 @@
 """What is wrong with a run, in words, and what to do about it.
 
 Guarantee: pure; one rule per known trouble; every threshold stands in `THRESHOLDS`, and a rule whose numbers are not known
-says nothing. docs/operations.md lists the rules by name.
+says nothing. docs/monitoring.md lists the rules by name.
 """
 
 from collections.abc import Iterator

@@ -78,7 +78,7 @@ def test_panels_do_not_overlap_and_ask_for_the_chosen_run(board: dict[str, Any])
 def test_grafana_is_told_where_dashboards_and_prometheus_are() -> None:
     provisioning = DEPLOY / "grafana" / "provisioning"
     [provider] = yaml.safe_load((provisioning / "dashboards" / "slipstream.yml").read_text())["providers"]
-    assert f"install -d {provider['options']['path']}\n" in (DEPLOY.parent / "docs" / "operations.md").read_text()
+    assert f"install -d {provider['options']['path']}\n" in (DEPLOY.parent / "docs" / "monitoring.md").read_text()
     [source] = yaml.safe_load((provisioning / "datasources" / "slipstream.yml").read_text())["datasources"]
     scrape_interval = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())["global"][
         "scrape_interval"

@@ -39,8 +39,8 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def section() -> str:
-    """Of docs/operations.md."""
-    return (REPOSITORY / "docs" / "operations.md").read_text().partition("\n## rl-status\n")[2].partition("\n## ")[0]
+    """Of docs/monitoring.md."""
+    return (REPOSITORY / "docs" / "monitoring.md").read_text().partition("\n## rl-status\n")[2].partition("\n## ")[0]
 
 
 def ended(*arguments: str) -> int:
