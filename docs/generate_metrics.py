@@ -25,7 +25,7 @@ from producer.environments.agents import Agents  # noqa: E402
 from producer.environments.atropos import Atropos  # noqa: E402
 from producer.interfaces import Counters, Delivery, Workload  # noqa: E402
 from producer.metrics import ProducerMetrics  # noqa: E402
-from producer.serving.client_limits import Places  # noqa: E402
+from producer.serving.client_limits import ClientLimiter  # noqa: E402
 from producer.serving.metrics import ServeMetrics  # noqa: E402
 from protocol.config.run import RunConfig  # noqa: E402
 from protocol.security.rejections import Refusals  # noqa: E402
@@ -81,7 +81,7 @@ def producer_registry() -> CollectorRegistry:
     metrics = ProducerMetrics(registry, ["FUNCTION"])
     metrics.watch_agent_program(lambda: 0)
     metrics.watch("PRODUCER", Counters(), lambda: Workload((), 0, 0, 0.0), lambda: delivery, lambda: 1, lambda: 1, 1)
-    serve = ServeMetrics(registry, Places(1, 1))
+    serve = ServeMetrics(registry, ClientLimiter(1, 1))
     serve.watch(Agents(()))
     serve.watch_atropos(_atropos())
     return registry

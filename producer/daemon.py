@@ -36,6 +36,7 @@ from producer.rollouts.episodes import Episodes
 from producer.rollouts.generation import Generation
 from producer.rollouts.in_flight import InFlight
 from producer.rollouts.prompts import PromptFormat, load_tokenizer
+from producer.serving.generation import ServedEngine
 from producer.serving.serving import Serving, base_url, listening, read_keys
 from producer.timeline import Timeline
 from producer.watchdog import Situation, Watchdog
@@ -257,18 +258,9 @@ class _Producer:
         self._health.check_ready("weights", lambda: None if self._counters.policy_version >= 0 else "none are loaded")
 
     def _endpoint(self, engine: "Engine", keys: tuple[bytes, ...], watch: Watch) -> Serving:
-        serving = Serving(
-            self._config,
-            self.name,
-            keys,
-            engine.openai_server(self._config),
-            self._adapters,
-            engine.max_num_seqs,
-            watch.registry,
-            self._agents,
-            self._atropos,
-            self._generation.clock.running,
-        )
+        answering, running = engine.openai_server(self._config), self._generation.clock.running
+        served = ServedEngine(answering, self._adapters, engine.max_num_seqs, running)
+        serving = Serving(self._config, self.name, keys, served, watch.registry, self._agents, self._atropos)
         self._health.check_ready("serve", lambda: serving.problem)
         return serving
 

@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 from producer.calls.calls import Answer, Call
 from producer.calls.requests import ServedRequest
 from producer.environments.agents import Agents
+from producer.serving.generation import ServedEngine
 from producer.serving.serving import Serving, base_url, listening
 from protocol.config.run import RunConfig
 from protocol.wire.messages import Lease, Sampling
@@ -77,9 +78,10 @@ async def endpoint(folder: Path, policy: ScriptedPolicy, agents: Agents, **setti
     )
     registry = Registry()
     registry.swap(12)
+    engine = ServedEngine(policy, registry, 64)  # type: ignore[arg-type]
     with listening(config.serve, []) as listener:
         assert listener is not None
-        serving = Serving(config, "test", (), policy, registry, 64, CollectorRegistry(), agents)  # type: ignore[arg-type]
+        serving = Serving(config, "test", (), engine, CollectorRegistry(), agents)
         task = asyncio.create_task(serving.run(listener))
         try:
             yield base_url(listener)

@@ -1,4 +1,7 @@
-"""A request that a client must change, or send later. Guarantee: it says so in a form that OpenAI clients understand."""
+"""Why a request of a client is refused.
+
+Guarantee: the answer says what to change, in a form that OpenAI clients understand.
+"""
 
 from typing import Any, Literal, get_args
 
@@ -21,9 +24,9 @@ class RefusedError(Exception):
     """An answer of the endpoint, not a defect.
 
     Args:
-        status: of HTTP.
-        reason: what it is counted as.
-        parameter: of the request, the one at fault.
+        status: the HTTP status.
+        reason: what the refusal is counted as.
+        parameter: the field of the request that is at fault.
     """
 
     def __init__(self, status: int, reason: Reason, message: str, parameter: str | None = None) -> None:
@@ -33,6 +36,11 @@ class RefusedError(Exception):
         self.body = error_body(status, reason, message, parameter)
 
 
+def malformed(message: str, parameter: str | None = None, status: int = 400) -> RefusedError:
+    """The refusal of a request that is wrong in itself."""
+    return RefusedError(status, "malformed", message, parameter)
+
+
 def error_body(status: int, kind: str, message: str, parameter: str | None = None) -> dict[str, Any]:
-    """As OpenAI has it."""
+    """The body of an error in OpenAI's form."""
     return {"error": {"message": message, "type": kind, "param": parameter, "code": status}}

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from producer.calls.refusals import RefusedError
+from producer.calls.refusals import malformed
 
 Kind = Literal["chat", "completion"]
 
@@ -65,16 +65,16 @@ def check_request(kind: Kind, values: dict[str, Any]) -> ServedRequest:
     """
     values = {name: value for name, value in values.items() if value is not None}
     if unknown := sorted(values.keys() - FIELDS[kind]):
-        raise _malformed(f"not served: {', '.join(unknown)[:200]}; remove it", unknown[0][:80])
+        raise malformed(f"not served: {', '.join(unknown)[:200]}; remove it", unknown[0][:80])
     model = values.pop("model", None)
     if not isinstance(model, str):
-        raise _malformed("expected the name of a model", "model")
+        raise malformed("expected the name of a model", "model")
     metadata = values.pop("metadata", {})
     if not isinstance(metadata, dict) or len(metadata) > _MAX_METADATA or not all(map(_is_text, metadata.values())):
-        raise _malformed(f"expected up to {_MAX_METADATA} texts by name", "metadata")
+        raise malformed(f"expected up to {_MAX_METADATA} texts by name", "metadata")
     num_completions = values.get("n", 1)
     if type(num_completions) is not int or num_completions < 1:
-        raise _malformed("expected a count", "n")
+        raise malformed("expected a count", "n")
     if kind == "chat":
         if "max_tokens" in values:  # the name before
             values.setdefault("max_completion_tokens", values.pop("max_tokens"))
@@ -96,34 +96,34 @@ def parse_object(body: bytes) -> dict[str, Any]:
     try:
         values = msgspec.json.decode(body or b"{}")
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise _malformed(f"the body is not JSON: {error}") from None
+        raise malformed(f"the body is not JSON: {error}") from None
     if not isinstance(values, dict):
-        raise _malformed(f"the body must be a JSON object, not {type(values).__name__}")
+        raise malformed(f"the body must be a JSON object, not {type(values).__name__}")
     return values
 
 
 def _check_messages(values: dict[str, Any]) -> None:
     messages = values.get("messages")
     if not isinstance(messages, list) or not messages:
-        raise _malformed("expected a list of messages", "messages")
+        raise malformed("expected a list of messages", "messages")
     for message in messages:
         if not isinstance(message, dict):
-            raise _malformed("expected messages such as {'role': 'user', 'content': '...'}", "messages")
+            raise malformed("expected messages such as {'role': 'user', 'content': '...'}", "messages")
         content = message.get("content")
         parts = content if isinstance(content, list) else []
         for part in parts:
             if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-                raise _malformed("only parts of type `text` are served", "messages")
+                raise malformed("only parts of type `text` are served", "messages")
         if not parts and not isinstance(content, str | None):
-            raise _malformed("expected a text, or parts of type `text`", "messages")
+            raise malformed("expected a text, or parts of type `text`", "messages")
     if not isinstance(choice := values.get("tool_choice", "auto"), str) or choice not in ("auto", "none"):
-        raise _malformed("only `auto` and `none` are served", "tool_choice")
+        raise malformed("only `auto` and `none` are served", "tool_choice")
 
 
 def _check_stops(stops: Any) -> None:
     texts = [stops] if isinstance(stops, str) else stops
     if not isinstance(texts, list) or len(texts) > _MAX_STOPS or not all(map(_is_short, texts)):
-        raise _malformed(f"expected up to {_MAX_STOPS} texts of 1 to {_MAX_STOP_CHARACTERS} characters", "stop")
+        raise malformed(f"expected up to {_MAX_STOPS} texts of 1 to {_MAX_STOP_CHARACTERS} characters", "stop")
 
 
 def _is_text(value: Any) -> bool:
@@ -132,7 +132,3 @@ def _is_text(value: Any) -> bool:
 
 def _is_short(value: Any) -> bool:
     return isinstance(value, str) and 1 <= len(value) <= _MAX_STOP_CHARACTERS
-
-
-def _malformed(message: str, parameter: str | None = None) -> RefusedError:
-    return RefusedError(400, "malformed", message, parameter)

@@ -24,7 +24,7 @@ from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from producer.calls.calls import Answer, Call, Sampled, Stream
-from producer.calls.refusals import RefusedError
+from producer.calls.refusals import RefusedError, malformed
 from producer.calls.requests import ServedRequest
 from producer.engine.merged import MergedWeights
 from producer.interfaces import Adapter
@@ -95,7 +95,7 @@ class OpenAIServer:
         except ValidationError as error:
             first = error.errors(include_url=False, include_context=False, include_input=False)[0]
             place = ".".join(map(str, first["loc"]))
-            raise RefusedError(400, "malformed", f"{place}: {first['msg']}", place or None) from None
+            raise malformed(f"{place}: {first['msg']}", place or None) from None
         except Exception as error:  # vLLM has many, and knows which of them are the client's fault
             answer = self._chat.create_error_response(error)
         if hasattr(answer, "error"):

@@ -7,7 +7,7 @@ and every call was sampled as the run is.
 from dataclasses import dataclass, field
 
 from producer.calls.calls import Sampled
-from producer.calls.refusals import RefusedError
+from producer.calls.refusals import malformed
 from producer.calls.requests import ServedRequest
 from producer.groups import Episode, Record
 from producer.interfaces import Completion
@@ -57,10 +57,10 @@ def as_in_training(request: ServedRequest, sampling: Sampling) -> ServedRequest:
         RefusedError: it asks for something else.
     """
     if request.model != "policy" or request.num_completions != 1:
-        raise RefusedError(400, "malformed", "a call of an episode asks for one completion of `policy`", "model")
+        raise malformed("a call of an episode asks for one completion of `policy`", "model")
     if (name := first_difference(request, sampling)) is not None:
         said = f"episodes are sampled with {name}={_wanted(sampling)[name]:g}, as the run is; leave it out"
-        raise RefusedError(400, "malformed", said, name)
+        raise malformed(said, name)
     return sampled_as(request, sampling)
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from producer.calls.refusals import RefusedError
+from producer.calls.refusals import RefusedError, malformed
 from producer.calls.requests import ServedRequest
 from producer.environments.agent_episodes import AgentEpisode, as_in_training
 from producer.groups import Episode
@@ -166,9 +166,9 @@ class Agents:
         """
         _, episode = self._find(episode_id)
         if episode.rewards is not None:
-            raise RefusedError(409, "malformed", "this episode has its rewards already", "episode")
+            raise malformed("this episode has its rewards already", "episode", 409)
         if episode.num_calls >= _MAX_CALLS:
-            raise RefusedError(400, "malformed", f"an episode may have {_MAX_CALLS} calls", "episode")
+            raise malformed(f"an episode may have {_MAX_CALLS} calls", "episode")
         prepared = as_in_training(request, episode.sampling)
         episode.num_calls += 1
         return episode, prepared
@@ -181,15 +181,13 @@ class Agents:
         """
         task, episode = self._find(episode_id)
         if rewards.keys() != set(self._names) or not all(map(_is_reward, rewards.values())):
-            raise RefusedError(
-                400, "malformed", f"expected a finite number or null for each of {', '.join(self._names)}"
-            )
+            raise malformed(f"expected a finite number or null for each of {', '.join(self._names)}")
         posted = {name: math.nan if value is None else float(value) for name, value in rewards.items()}
         if episode.rewards is not None:
             if not np.array_equal(list(posted.values()), [episode.rewards[name] for name in posted], equal_nan=True):
-                raise RefusedError(409, "malformed", "this episode has other rewards already", "episode")
+                raise malformed("this episode has other rewards already", "episode", 409)
         elif not episode.records:
-            raise RefusedError(409, "malformed", "nothing was sampled for this episode", "episode")
+            raise malformed("nothing was sampled for this episode", "episode", 409)
         else:
             episode.rewards = posted
             self.rewarded += 1
@@ -206,7 +204,7 @@ class Agents:
         if episode.failure:
             return self._ended(task, episode_id)
         if episode.rewards is not None:
-            raise RefusedError(409, "malformed", "this episode has its rewards already", "episode")
+            raise malformed("this episode has its rewards already", "episode", 409)
         self.failed += 1
         episode.failure = reason
         episode.rewards = dict.fromkeys(self._names, math.nan)

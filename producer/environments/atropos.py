@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from producer.calls.calls import Sampled
 from producer.calls.recorded import RecordedCalls
-from producer.calls.refusals import RefusedError
+from producer.calls.refusals import RefusedError, malformed
 from producer.calls.requests import ServedRequest
 from producer.environments.agent_episodes import first_difference, sampled_as
 from producer.environments.group_queue import GroupQueue, QueueFullError
@@ -119,17 +119,13 @@ class Atropos:
         if not self.is_ready:
             return {"status": "wait for trainer to start"}
         if registration.group_size != self.sampling.num_generations:
-            raise RefusedError(
-                400,
-                "malformed",
+            raise malformed(
                 f"groups of this run have sampling.num_generations={self.sampling.num_generations} sequences; give the "
                 f"environment --env.group_size {self.sampling.num_generations}",
                 "group_size",
             )
         if registration.min_batch_allocation is not None:
-            raise RefusedError(
-                400,
-                "malformed",
+            raise malformed(
                 "groups are trained as they come; leave min_batch_allocation out",
                 "min_batch_allocation",
             )

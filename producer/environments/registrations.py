@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from producer.calls.refusals import RefusedError
+from producer.calls.refusals import malformed
 
 _MAX_ENVIRONMENTS = 256
 _HEARD_S = 60.0  # they ask for the status ten times a second
@@ -39,7 +39,7 @@ def parse_registration(body: bytes) -> Registration:
     try:
         return msgspec.json.decode(body, type=Registration)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise RefusedError(400, "malformed", f"not the registration of an environment of Atropos: {error}") from None
+        raise malformed(f"not the registration of an environment of Atropos: {error}") from None
 
 
 @dataclass

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from producer.calls.recorded import RecordedCall, RecordedCalls
-from producer.calls.refusals import RefusedError
+from producer.calls.refusals import RefusedError, malformed
 from producer.groups import Episode, Record, group_message
 from producer.interfaces import LeaseFailure
 from protocol.wire.messages import Group
@@ -57,7 +57,7 @@ def parse_scored_data(body: bytes, *, is_list: bool) -> list[ScoredData]:
     try:
         found = msgspec.json.decode(body, type=expected)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise RefusedError(400, "malformed", f"not the scored data of Atropos: {error}") from None
+        raise malformed(f"not the scored data of Atropos: {error}") from None
     return found if is_list else [found]
 
 
@@ -86,27 +86,25 @@ def match_group(
             "", episodes, np.array(data.scores, "<f4")[:, None], max_completion_length, max(0.0, now - began), 0.0
         )
     except LeaseFailure as failure:
-        raise RefusedError(400, "malformed", failure.detail) from None
+        raise malformed(failure.detail) from None
     return MatchedGroup(message, taken)
 
 
 def _check(data: ScoredData, num_generations: int) -> None:
     counts = {len(data.tokens), len(data.masks), len(data.scores)}
     if counts != {num_generations}:
-        raise RefusedError(
-            400,
-            "malformed",
+        raise malformed(
             f"a group has sampling.num_generations={num_generations} sequences, each with a mask and a score, and this one has "
             f"{len(data.tokens)}, {len(data.masks)} and {len(data.scores)}; give the environment --env.group_size "
             f"{num_generations}",
         )
     if any(data.advantages or ()):
-        raise RefusedError(400, "malformed", "advantages follow from the scores here; post none", "advantages")
+        raise malformed("advantages follow from the scores here; post none", "advantages")
     for name in ("images", "distill_token_ids", "distill_logprobs"):
         if getattr(data, name):
-            raise RefusedError(400, "malformed", f"{name} cannot be trained here; post none", name)
+            raise malformed(f"{name} cannot be trained here; post none", name)
     if any(data.overrides or ()) or set(data.group_overrides or ()) - {"group_size"}:
-        raise RefusedError(400, "malformed", "overrides are not honoured here; post none", "overrides")
+        raise malformed("overrides are not honoured here; post none", "overrides")
 
 
 def _episode(
@@ -148,4 +146,4 @@ def _runs(of: NDArray[np.bool_]) -> list[tuple[int, int]]:
 
 
 def _unfit(number: int, why: str) -> RefusedError:
-    return RefusedError(400, "malformed", f"sequence {number}: {why}")
+    return malformed(f"sequence {number}: {why}")

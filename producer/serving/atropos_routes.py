@@ -4,63 +4,47 @@ Guarantee: as `producer.environments.atropos`, over HTTP; a body is bounded befo
 """
 
 import zlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from producer.calls.calls import Call
-from producer.calls.refusals import RefusedError
+from producer.calls.refusals import RefusedError, malformed
 from producer.calls.requests import ServedRequest, check_request, parse_object
 from producer.environments.atropos import Atropos
 from producer.environments.registrations import parse_registration
 from producer.environments.scored_data import parse_scored_data
-from producer.serving.http_parts import App
+from producer.serving.http_parts import App, ReadBody
 
 PREFIX = "/atropos"
 
-ReadBody = Callable[[Scope, Receive, int], Awaitable[bytes]]
-
 
 def atropos_routes(atropos: Atropos, read_body: ReadBody) -> list[Route]:
-    """
-    Args:
-        read_body: of a request, at most so many bytes.
-    """
-    limit = atropos.max_body_bytes
-
-    async def read(scope: Scope, receive: Receive) -> bytes:
-        body = await read_body(scope, receive, limit)
-        return unzip(body, limit) if "gzip" in Headers(scope=scope).get("content-encoding", "").lower() else body
-
-    def says(answer: Callable[[bytes], dict[str, Any]]) -> ASGIApp:
+    def route(method: str, name: str, answer: Callable[[bytes], dict[str, Any]]) -> Route:
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
-            await JSONResponse(answer(await read(scope, receive)))(scope, receive, send)
+            body = await read_body(scope, receive)
+            if "gzip" in Headers(scope=scope).get("content-encoding", "").lower():
+                body = unzip(body, atropos.max_body_bytes)
+            await JSONResponse(answer(body))(scope, receive, send)
 
-        return App(app)
+        return Route(f"{PREFIX}/{name}", App(app), methods=[method])
 
     async def health(scope: Scope, receive: Receive, send: Send) -> None:
-        status = 200 if atropos.is_ready else 503
-        await JSONResponse({}, status)(scope, receive, send)
+        await JSONResponse({}, 200 if atropos.is_ready else 503)(scope, receive, send)
 
-    posts: dict[str, Callable[[bytes], dict[str, Any]]] = {
-        "register-env": lambda body: atropos.register(parse_registration(body)),
-        "disconnect-env": lambda body: atropos.disconnect(parse_object(body).get("env_id")),
-        "scored_data": lambda body: atropos.post(parse_scored_data(body, is_list=False)),
-        "scored_data_list": lambda body: atropos.post(parse_scored_data(body, is_list=True)),
-    }
-    gets: dict[str, Callable[[bytes], dict[str, Any]]] = {
-        "wandb_info": lambda _: atropos.names(),
-        "info": lambda _: atropos.info(),
-        "status": lambda _: atropos.status(),
-        "status-env": lambda body: atropos.status(parse_object(body).get("env_id")),
-    }
     return [
-        *(Route(f"{PREFIX}/{name}", says(answer), methods=["POST"]) for name, answer in posts.items()),
-        *(Route(f"{PREFIX}/{name}", says(answer), methods=["GET"]) for name, answer in gets.items()),
+        route("POST", "register-env", lambda body: atropos.register(parse_registration(body))),
+        route("POST", "disconnect-env", lambda body: atropos.disconnect(parse_object(body).get("env_id"))),
+        route("POST", "scored_data", lambda body: atropos.post(parse_scored_data(body, is_list=False))),
+        route("POST", "scored_data_list", lambda body: atropos.post(parse_scored_data(body, is_list=True))),
+        route("GET", "wandb_info", lambda _: atropos.names()),
+        route("GET", "info", lambda _: atropos.info()),
+        route("GET", "status", lambda _: atropos.status()),
+        route("GET", "status-env", lambda body: atropos.status(parse_object(body).get("env_id"))),
         Route(f"{PREFIX}/health", App(health), methods=["GET"]),
     ]
 
@@ -74,11 +58,11 @@ def unzip(body: bytes, limit: int) -> bytes:
     try:
         text = unpacking.decompress(body, limit)
     except zlib.error as error:
-        raise RefusedError(400, "malformed", f"the body is not gzip: {error}") from None
+        raise malformed(f"the body is not gzip: {error}") from None
     if unpacking.unconsumed_tail:
         raise RefusedError(413, "too_large", f"the body has more than {limit} bytes; raise serve.max_request_bytes")
     if not unpacking.eof:
-        raise RefusedError(400, "malformed", "the body is not gzip: it ends too early")
+        raise malformed("the body is not gzip: it ends too early")
     return text
 
 
@@ -92,9 +76,9 @@ def parse_generate(body: bytes) -> ServedRequest:
     prompt = values.pop("prompt", None)
     token_ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
     if not isinstance(token_ids, list) or not token_ids or not all(type(token) is int for token in token_ids):
-        raise RefusedError(400, "malformed", "expected {'prompt_token_ids': [...]}", "prompt")
+        raise malformed("expected {'prompt_token_ids': [...]}", "prompt")
     if values.pop("logprobs", 0) not in (0, None) or values.get("stream"):
-        raise RefusedError(400, "malformed", "`logprobs` of what was sampled alone, and no stream, are served")
+        raise malformed("`logprobs` of what was sampled alone, and no stream, are served")
     if values.get("top_k") == -1:  # vLLM's other word for 0
         values["top_k"] = 0
     return check_request("completion", values | {"model": "policy", "prompt": token_ids})

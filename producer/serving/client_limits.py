@@ -1,71 +1,65 @@
-"""Room in the engine for clients.
+"""The client concurrency limiter.
 
-Guarantee: clients have at most `limit` completions in the engine at once, so that training keeps the rest; who waits longest
-enters first, so that none is passed over; when too many wait, the next one is told so at once.
+Guarantee: clients have at most `limit` completions in the engine at once, so that training keeps the rest. The request that has
+waited longest enters first, so that none is passed over. When too many wait, the next one is refused at once.
 """
 
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from producer.calls.refusals import RefusedError
+from producer.calls.refusals import RefusedError, malformed
 from producer.waiting_line import WaitingLine
 
 
-class Places:
+class ClientLimiter:
     """See the module's guarantee. vLLM's own queue is first come, first served, and training keeps it short
-    (`producer.rollouts.admission`), so who has a place soon runs."""
+    (`producer.rollouts.admission`), so a request that was let in soon runs."""
 
     def __init__(self, limit: int, max_waiting: int) -> None:
-        self.limit = limit
+        self._limit = limit
         self._max_waiting = max_waiting
-        self._taken = 0
         self._line = WaitingLine[int, int]()
+        self.taken = 0  # completions in the engine
 
     @property
-    def taken(self) -> int:
-        return self._taken
-
-    @property
-    def waiting(self) -> int:
+    def num_waiting(self) -> int:
         return len(self._line.wishes)
 
     @asynccontextmanager
     async def take(self, count: int) -> AsyncIterator[None]:
-        """`count` places for the duration of the context. Waits for them.
+        """Holds room for `count` completions for the duration of the context. Waits until there is room.
 
         Raises:
-            RefusedError: more than there are, or too many wait.
+            RefusedError: the limit is below `count`, or too many requests wait.
         """
-        if count > self.limit:
-            raise RefusedError(
-                400, "malformed", f"{count} completions are more than the {self.limit} of serve.max_requests", "n"
-            )
-        if self.waiting or self._taken + count > self.limit:
+        if count > self._limit:
+            raise malformed(f"{count} completions are more than the {self._limit} of serve.max_requests", "n")
+        if self.num_waiting or self.taken + count > self._limit:
             await self._wait(count)
         else:
-            self._taken += count
+            self.taken += count
         try:
             yield
         finally:
             self._give_back(count)
 
     async def _wait(self, count: int) -> None:
-        if self.waiting >= self._max_waiting:
-            raise RefusedError(429, "busy", f"{self.waiting} requests wait already (serve.max_waiting)")
+        if self.num_waiting >= self._max_waiting:
+            raise RefusedError(429, "busy", f"{self.num_waiting} requests wait already (serve.max_waiting)")
         try:
             await self._line.wait(count, take_back=self._give_back)
         except asyncio.CancelledError:
-            self._let_in()  # smaller ones may have stood behind it
+            self._let_in()  # smaller requests may have stood behind this one
             raise
 
     def _give_back(self, count: int) -> None:
-        self._taken -= count
+        self.taken -= count
         self._let_in()
 
     def _let_in(self) -> None:
         for count in self._line.wishes:
-            if self._taken + count > self.limit:
+            if self.taken + count > self._limit:
                 return
-            self._taken += count
+            self.taken += count
             self._line.give(count)

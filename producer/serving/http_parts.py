@@ -1,21 +1,28 @@
 """Parts of ASGI applications.
 
-Guarantee: work for a client that hung up is cancelled, and whoever asked for it goes on only when it has ended.
+Guarantee: a body is read within its limits of bytes and seconds or refused. When a client hangs up, the work for it is cancelled,
+and whoever asked for that work goes on only when it has ended.
 """
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from producer.calls.refusals import RefusedError
+
+ReadBody = Callable[[Scope, Receive], Awaitable[bytes]]
 
 
 class ClientGoneError(Exception):
-    """It hung up before it had its answer."""
+    """The client hung up before it had its answer."""
 
 
 class App:
-    """Starlette takes a function for one that returns a response; this is no function."""
+    """Wraps an ASGI function: Starlette would take a bare function for one that returns a response."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -24,11 +31,59 @@ class App:
         await self._app(scope, receive, send)
 
 
+class ResponseWatch:
+    """Passes a response on and knows whether it has begun (`status` is 0 until then)."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.status = 0
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+        await self._send(message)
+
+    async def send_error(self, scope: Scope, receive: Receive, status: int, body: dict[str, Any]) -> None:
+        """Sends an error unless a response has begun. That one is cut off instead, which clients notice."""
+        if self.status == 0:
+            headers = {"connection": "close"} if status in (408, 413) else {"retry-after": "1"} if status == 429 else {}
+            await JSONResponse(body, status, headers)(scope, receive, self._send)
+
+
+def body_reader(max_bytes: int, timeout_s: float) -> ReadBody:
+    """A function that reads the body of a request.
+
+    It raises RefusedError for a body that is too large or comes too slowly, and ClientGoneError if the client hangs up.
+    """
+    too_large = f"the body has more than {max_bytes} bytes; raise serve.max_request_bytes"
+
+    async def read_body(scope: Scope, receive: Receive) -> bytes:
+        announced = Headers(scope=scope).get("content-length", "0")
+        if not announced.isdecimal() or int(announced) > max_bytes:
+            raise RefusedError(413, "too_large", too_large)
+        body = bytearray()
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientGoneError
+                    body += message.get("body", b"")
+                    if len(body) > max_bytes:
+                        raise RefusedError(413, "too_large", too_large)
+                    if not message.get("more_body", False):
+                        return bytes(body)
+        except TimeoutError:
+            raise RefusedError(408, "too_slow", "the body did not come within serve.receive_timeout_s") from None
+
+    return read_body
+
+
 async def until_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
     """Does `work` unless the client hangs up meanwhile. A server says so, too, of a client that has its whole answer.
 
     Raises:
-        ClientGoneError: it did.
+        ClientGoneError: the client hung up.
     """
 
     async def hang_up() -> None:

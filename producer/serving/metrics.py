@@ -12,19 +12,19 @@ from producer.calls.refusals import REASONS, Reason
 from producer.environments.agents import Agents
 from producer.environments.atropos import Atropos
 from producer.metrics import GENERATION_BUCKETS_S
-from producer.serving.client_limits import Places
+from producer.serving.client_limits import ClientLimiter
 from protocol.service.metrics import Readings
 
-Outcome = Literal["completed", "refused", "timed_out", "client_gone", "failed"]
-OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
+RequestOutcome = Literal["completed", "refused", "timed_out", "client_gone", "failed"]
+OUTCOMES: tuple[RequestOutcome, ...] = get_args(RequestOutcome)
 
 
 class ServeMetrics:
     """Counts, as they happen. `refused` also counts connections that never became a request."""
 
-    def __init__(self, registry: CollectorRegistry, places: Places) -> None:
+    def __init__(self, registry: CollectorRegistry, limiter: ClientLimiter) -> None:
         self.refused: Counter[Reason] = Counter()
-        self.outcomes: Counter[Outcome] = Counter()
+        self.outcomes: Counter[RequestOutcome] = Counter()
         self.prompt_tokens = self.completion_tokens = 0
         self._seconds = Histogram(
             "rl_producer_serve_request_seconds", "Time of a client's request, of any outcome; only with serve.enabled.",
@@ -53,7 +53,7 @@ class ServeMetrics:
             "rl_producer_serve_completions",
             "Completions for clients in the engine, and requests that wait for room.",
             "state",
-            lambda: {"generating": places.taken, "waiting": places.waiting},
+            lambda: {"generating": limiter.taken, "waiting": limiter.num_waiting},
         )
 
     def refuse(self, reason: Reason) -> None:
@@ -102,6 +102,6 @@ class ServeMetrics:
         self.prompt_tokens += num_prompt_tokens
         self.completion_tokens += num_tokens
 
-    def ended(self, outcome: Outcome, seconds: float) -> None:
+    def ended(self, outcome: RequestOutcome, seconds: float) -> None:
         self.outcomes[outcome] += 1
         self._seconds.observe(seconds)

@@ -8,17 +8,16 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
-from producer.calls.calls import Answering
 from producer.environments.agents import Agents
 from producer.environments.atropos import Atropos
-from producer.policies.registry import AdapterRegistry
-from producer.serving.client_limits import Places
+from producer.serving.client_limits import ClientLimiter
 from producer.serving.endpoint import Endpoint
+from producer.serving.generation import ClientGeneration, ServedEngine
 from producer.serving.metrics import ServeMetrics
 from producer.serving.versions import ServedVersions
 from protocol.config.run import RunConfig
@@ -80,35 +79,39 @@ def read_keys(file: str | None) -> tuple[bytes, ...]:
 
 
 class Serving:
-    """The endpoint's parts, put together. `running` is entered while a request is in the engine."""
+    """The endpoint's parts, put together.
+
+    Args:
+        keys: that clients may send.
+        agents: in a run with posted rewards.
+        atropos: in a run with `environment.atropos`.
+    """
 
     def __init__(
         self,
         config: RunConfig,
         name: str,
         keys: tuple[bytes, ...],
-        answering: Answering,
-        adapters: AdapterRegistry,
-        max_num_seqs: int,
+        engine: ServedEngine,
         registry: CollectorRegistry,
         agents: Agents | None = None,
         atropos: Atropos | None = None,
-        running: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
         settings = self._settings = config.serve
         self._name = name
         self._folder = Path(config.run_dir) / "serve"
         self._versions = ServedVersions(
-            adapters, settings.max_versions, settings.version_ttl_s, is_merged=config.swap.mode == "merged"
+            engine.adapters, settings.max_versions, settings.version_ttl_s, is_merged=config.swap.mode == "merged"
         )
-        share = max_num_seqs if atropos is not None else max(1, max_num_seqs // 4)
-        places = Places(settings.max_requests or share, settings.max_waiting)
-        metrics = ServeMetrics(registry, places)
+        share = engine.max_num_seqs if atropos is not None else max(1, engine.max_num_seqs // 4)
+        limiter = ClientLimiter(settings.max_requests or share, settings.max_waiting)
+        metrics = ServeMetrics(registry, limiter)
         if agents is not None:
             metrics.watch(agents)
         if atropos is not None:
             metrics.watch_atropos(atropos)
-        endpoint = Endpoint(settings, keys, answering, self._versions, places, metrics, agents, atropos, running)
+        generation = ClientGeneration(engine, self._versions, limiter, metrics)
+        endpoint = Endpoint(settings, keys, generation, metrics, agents, atropos)
         answer_s = settings.request_timeout_s + settings.receive_timeout_s  # the last of which is for its last bytes
         door = Door(settings.receive_timeout_s, answer_s, settings.max_connections, metrics.refuse)
         self._server = Server(endpoint, door)

@@ -13,6 +13,7 @@ from producer.interfaces import Counters
 from producer.metrics import ProducerMetrics
 from producer.policies.registry import AdapterRegistry
 from producer.policies.verification import SwapProof
+from producer.serving.generation import ServedEngine
 from producer.serving.serving import Serving, listening
 from producer.timeline import Timeline
 from tests.integration.engines import LiveEngine, live_engine
@@ -49,9 +50,7 @@ async def served(live: LiveEngine, registry: AdapterRegistry):
             config,
             "test",
             (),
-            live.engine.openai_server(config),
-            registry,
-            live.engine.max_num_seqs,
+            ServedEngine(live.engine.openai_server(config), registry, live.engine.max_num_seqs),
             CollectorRegistry(),
         )
         task = asyncio.create_task(serving.run(listener))

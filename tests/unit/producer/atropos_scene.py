@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from producer.calls.calls import Answer, Call
 from producer.environments.atropos import Atropos
+from producer.serving.generation import ServedEngine
 from producer.serving.serving import Serving, listening
 from protocol.config.run import RunConfig
 from tests.unit.producer.serving.test_endpoint import Endpoint
@@ -64,9 +65,10 @@ async def scene(folder: Path, keys: tuple[bytes, ...] = (), version: int = 12, *
     vllm, metrics, registry = CountingVllm(), CollectorRegistry(), Registry()
     registry.swap(version)
     atropos = Atropos(config, 64, lambda: registry.current.version if registry.current else -1)
+    engine = ServedEngine(vllm, registry, 16)  # type: ignore[arg-type]
     with listening(config.serve, []) as listener:
         assert listener is not None
-        serving = Serving(config, "test", keys, vllm, registry, 16, metrics, None, atropos)  # type: ignore[arg-type]
+        serving = Serving(config, "test", keys, engine, metrics, None, atropos)
         task = asyncio.create_task(serving.run(listener))
         try:
             it = Scene(listener.getsockname()[1], vllm, metrics, registry)  # type: ignore[arg-type]

@@ -15,6 +15,7 @@ from producer.calls.calls import Answer, Call, Stream
 from producer.calls.refusals import RefusedError
 from producer.environments.agents import Agents
 from producer.rollouts.generation import BusyClock
+from producer.serving.generation import ServedEngine
 from producer.serving.serving import Serving, listening, read_keys
 from protocol.config.run import RunConfig
 from protocol.config.serve import ServeSection
@@ -115,7 +116,7 @@ async def endpoint(folder: Path, keys: tuple[bytes, ...] = (), agents: Agents | 
     registry.swap(12)
     with listening(config.serve, []) as listener:
         it = Endpoint(listener.getsockname()[1], vllm, metrics, registry)
-        serving = Serving(config, "test", keys, vllm, registry, 16, metrics, agents, running=it.clock.running)
+        serving = Serving(config, "test", keys, ServedEngine(vllm, registry, 16, it.clock.running), metrics, agents)
         it.door = serving._server._door
         task = asyncio.create_task(serving.run(listener))
         try:

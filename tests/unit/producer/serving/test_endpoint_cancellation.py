@@ -11,8 +11,9 @@ from prometheus_client import CollectorRegistry
 
 from producer.calls.calls import Answer, Call, Stream
 from producer.rollouts.generation import BusyClock
-from producer.serving.client_limits import Places
+from producer.serving.client_limits import ClientLimiter
 from producer.serving.endpoint import Endpoint
+from producer.serving.generation import ClientGeneration, ServedEngine
 from producer.serving.metrics import ServeMetrics
 from producer.serving.versions import ServedVersions
 from protocol.config.serve import ServeSection
@@ -61,12 +62,12 @@ class Scene:
         self.setup = setup
         self.vllm = Vllm(lambda: setup.registry.start_session(blob(0)[0]))
         self.clock = BusyClock()
-        self.places = Places(1, 8)
+        self.limiter = ClientLimiter(1, 8)
         self.versions = ServedVersions(setup.registry, 0, 60.0, is_merged=False)
-        self.metrics = ServeMetrics(CollectorRegistry(), self.places)
-        self.endpoint = Endpoint(
-            ServeSection(enabled=True), (), self.vllm, self.versions, self.places, self.metrics, running=self.clock.running
-        )  # fmt: skip
+        self.metrics = ServeMetrics(CollectorRegistry(), self.limiter)
+        engine = ServedEngine(self.vllm, setup.registry, 1, self.clock.running)
+        generation = ClientGeneration(engine, self.versions, self.limiter, self.metrics)
+        self.endpoint = Endpoint(ServeSection(enabled=True), (), generation, self.metrics)
         self.numbers = itertools.count(1)
 
     async def prepare(self) -> None:
@@ -115,7 +116,7 @@ class Scene:
                 group.create_task(self.request(body))
 
     def check(self) -> None:
-        assert (self.vllm.running, self.places.taken, self.places.waiting, self.clock._active) == (0, 0, 0, 0)
+        assert (self.vllm.running, self.limiter.taken, self.limiter.num_waiting, self.clock._active) == (0, 0, 0, 0)
         assert sum(self.setup.registry._pins.values()) == len(self.versions._uses) <= 1
         assert self.setup.folders() == len(self.setup.engine.versions) <= 1, "that which a request began on, or none"
         assert len(asyncio.all_tasks()) == 2, "this one, and the one that unloads"
