@@ -29,6 +29,7 @@ from benchmarks.swap_trainer import serve
 from benchmarks.terms import ENGINE_FACTS, MAX_MESSAGE_BYTES
 from producer.interfaces import Adapter, Counters, DownloadedPolicy, Identity, Workload
 from producer.link.link import Link
+from producer.link.mailbox import Mailbox
 from producer.metrics import ProducerMetrics
 from producer.policies.registry import AdapterRegistry
 from producer.policies.verification import SwapProof
@@ -175,7 +176,7 @@ class Side:
         side.receiver = Receiver(asyncio.get_running_loop(), side.registry)
         transport = TransportSection()
         side.link = Link(
-            ZmqClient("bench-1-aa", *endpoints, MAX_MESSAGE_BYTES),
+            Mailbox(ZmqClient("bench-1-aa", *endpoints, MAX_MESSAGE_BYTES)),
             Identity("bench-1-aa", ENGINE_FACTS, 1),
             transport,
             endpoints[0],

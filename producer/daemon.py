@@ -25,6 +25,7 @@ from producer.environments.atropos import Atropos
 from producer.environments.pool import EnvironmentPool
 from producer.interfaces import Counters, DownloadedPolicy, Identity
 from producer.link.link import Link
+from producer.link.mailbox import Mailbox
 from producer.metrics import ProducerMetrics
 from producer.policies.registry import AdapterRegistry
 from producer.policies.verification import SwapProof
@@ -188,6 +189,7 @@ class _Producer:
             config.transport.max_message_bytes,
             self._keys,
         )
+        mailbox = Mailbox(channel)
         places = Admission(max_groups, config.sampling.num_generations, engine.load)
         proof = SwapProof(config.swap.probe_tolerance or TOLERANCES[config.model.dtype])
         evaluation, merged = config.evaluation, config.swap.mode == "merged"
@@ -198,7 +200,7 @@ class _Producer:
             self._counters,
             self._metrics,
             timeline,
-            fetch=lambda policy: self._link.fetch(policy),
+            fetch=mailbox.fetch,
             hold_s=evaluation.hold_swap_s if evaluation and merged else None,
         )
         goes_on = merged and config.swap.on_swap == "continue"  # by itself, without a cut
@@ -229,12 +231,12 @@ class _Producer:
             places,
             config.sampling.num_generations,
             self._spawn,
-            lambda message: self._link.answer(message),
+            mailbox.answer,
             agents=agent_groups,
             episodes=episodes,
         )
         self._link = Link(
-            channel,
+            mailbox,
             Identity(self.name, engine.facts, 2 * max_groups, config.swap.mode, evaluates=evaluation is not None),
             config.transport,
             config.control_endpoint,

@@ -1,17 +1,18 @@
-"""What a connected producer says unasked, and when.
+"""What a producer says to the trainer, and when.
 
 Guarantee: a heartbeat once per interval, every answer until the trainer has it, every request for a chunk until it is
 answered. Over a new connection all of it is due at once.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from producer.interfaces import Counters, Identity, Workload
 from producer.link.outbox import Outbox
-from producer.policies.download import PolicyDownload
+from producer.link.trainer_source import TrainerSource
+from protocol import __version__
 from protocol.transport.channel import ClientChannel
 from protocol.wire.codec import CodecError
-from protocol.wire.messages import Group, Heartbeat, Nack, PolicyRequest
+from protocol.wire.messages import Group, Heartbeat, Hello, Nack, PolicyRequest
 from protocol.wire.schemas import SINCE_MESSAGES
 
 
@@ -22,27 +23,34 @@ class Sender:
         self,
         channel: ClientChannel,
         outbox: Outbox,
-        downloads: Sequence[PolicyDownload],
+        source: TrainerSource,
         identity: Identity,
         counters: Counters,
         workload: Callable[[], Workload],
     ) -> None:
         self._channel = channel
         self._outbox = outbox
-        self._downloads = downloads
+        self._source = source
         self._identity = identity
         self._counters = counters
         self._workload = workload
         self._interval_s = 0.0
         self._heartbeat_at = 0.0
 
+    def greet(self, run_id: str) -> bool:
+        """Begins a session. Returns False if the channel has no room for the greeting."""
+        me = self._identity
+        held = self._outbox.held()
+        return self._channel.send(
+            Hello(me.name, me.facts, me.capacity, held, __version__, me.swap_mode, me.evaluates, run_id)
+        )
+
     def start_over(self, interval_s: float) -> None:
         """For a new connection: everything that was under way is lost, and everything is due."""
         self._interval_s = interval_s
         self._heartbeat_at = float("-inf")
         self._outbox.forget_sends()
-        for download in self._downloads:
-            download.forget_requests()
+        self._source.forget_requests()
 
     def send_due(self, now: float) -> None:
         if now - self._heartbeat_at >= self._interval_s:
@@ -51,9 +59,8 @@ class Sender:
         for answer in self._outbox.due(now):
             self._send_answer(answer, now)
         knows_offers = self._channel.schema_version >= SINCE_MESSAGES[PolicyRequest]
-        for download in self._downloads:
-            for request in download.due_requests(now, knows_offers=knows_offers):
-                self._channel.send(request)
+        for request in self._source.due_requests(now, knows_offers=knows_offers):
+            self._channel.send(request)
 
     def _send_answer(self, answer: Group | Nack, now: float) -> None:
         try:

@@ -37,6 +37,7 @@ def main(request: dict[str, Any]) -> int:
 
 def _watch(log: EvidenceLog, aim: Aim) -> None:
     from producer.link.link import Link
+    from producer.link.mailbox import Mailbox
     from producer.policies.registry import AdapterRegistry
     from protocol.transport.zeromq_client import ZmqClient
     from protocol.wire.messages import Ack, Group, Hello, Lease, Nack, Welcome
@@ -77,5 +78,5 @@ def _watch(log: EvidenceLog, aim: Aim) -> None:
         return sent
 
     ZmqClient.send = watched_send  # type: ignore[method-assign]
-    aim.around(Link, "answer", "answer.begin", "answer.kept")
+    aim.around(Mailbox, "answer", "answer.begin", "answer.kept")
     aim.around(AdapterRegistry, "offer", "policy.arrived", None)

@@ -17,6 +17,7 @@ from consumer.checkpoints.run_facts import comparable
 from consumer.training.retraining import RecordedRun
 from producer.interfaces import Counters, DownloadedPolicy, Identity, Workload
 from producer.link.link import Link
+from producer.link.mailbox import Mailbox
 from protocol import __version__
 from protocol.config.transport import TransportSection
 from protocol.transport.zeromq_client import ZmqClient
@@ -58,8 +59,9 @@ class Worker:
         self.blobs: list[bytes] = []
         self.outcome: list[BaseException | None] = []
         transport = TransportSection(heartbeat_interval_s=0.1, heartbeat_timeout_s=10.0)
+        self.mailbox = Mailbox(self.channel)
         self.link = Link(
-            self.channel,
+            self.mailbox,
             Identity("new", facts(), 8),
             transport,
             endpoints[0],
@@ -70,7 +72,7 @@ class Worker:
         self.link.start()
 
     def leased(self, lease: Lease) -> None:
-        self.link.answer(made_up_group(lease, 0))
+        self.mailbox.answer(made_up_group(lease, 0))
 
     def fetched(self, policy: PolicyInfo, downloaded: DownloadedPolicy | None) -> None: ...
 

@@ -8,6 +8,7 @@ import pytest
 
 from producer.interfaces import Counters, DownloadedPolicy, Identity, Probe, Workload
 from producer.link.link import Link
+from producer.link.mailbox import Mailbox
 from producer.link.outbox import num_bytes
 from protocol.config.transport import TransportSection
 from protocol.errors import IncompatiblePeerError
@@ -95,8 +96,9 @@ class Setup:
         self.client = self.server.connect("p")
         self.events = Events()
         self.counters = Counters()
+        self.mailbox = Mailbox(self.client)
         self.link = Link(
-            self.client,
+            self.mailbox,
             Identity("p", facts(), 8, "merged"),
             transport,
             "loopback",
@@ -123,7 +125,7 @@ class Setup:
         self.wait_for(lambda: len(self.events.leases) == before + len(numbers))
 
     def finish(self, number: int) -> None:
-        self.link.answer(made_up_group(lease(number), 0))
+        self.mailbox.answer(made_up_group(lease(number), 0))
 
     def groups(self) -> list[str]:
         return [group.lease_id for group in self.trainer.all(Group)]
@@ -208,13 +210,13 @@ def test_an_older_policy_is_fetched_beside_the_newest_once_or_is_known_to_be_gon
     setup.start()
     setup.wait_for(lambda: setup.events.blobs)
     for _ in range(3):
-        setup.link.fetch(policy(2, older))
+        setup.mailbox.fetch(policy(2, older))
     setup.wait_for(lambda: setup.events.fetches)
-    setup.link.fetch(gone)
+    setup.mailbox.fetch(gone)
     setup.wait_for(lambda: len(setup.events.fetches) == 2)
     assert setup.events.fetches == [(2, older), (1, None)]
     assert setup.events.blobs == [(0, setup.blob)]
-    setup.link.fetch(policy(2, older))
+    setup.mailbox.fetch(policy(2, older))
     setup.wait_for(lambda: len(setup.events.fetches) == 3)
 
 
@@ -224,7 +226,7 @@ def test_a_policy_that_no_memory_holds_is_refused_and_the_next_one_served(setup)
     setup.trainer.policy = PolicyInfo(1, "f" * 64, LARGEST_POLICY_BYTES)
     setup.trainer.send(Policy(setup.trainer.policy))
     setup.wait_for(lambda: setup.events.refusals)
-    setup.link.fetch(setup.trainer.policy)
+    setup.mailbox.fetch(setup.trainer.policy)
     setup.wait_for(lambda: setup.events.fetches)
     setup.trainer.publish(policy(2, b"small"), b"small")
     setup.wait_for(lambda: len(setup.events.blobs) == 2)
@@ -401,7 +403,7 @@ def test_what_ends_between_hello_and_welcome_is_told_once_after_it(setup):
     setup.trainer.silent = True
     setup.trainer.wait_for_message(Hello, 2)
     setup.finish(1)
-    setup.link.answer(Nack("lease-2", "reward_failed", "it raised"))
+    setup.mailbox.answer(Nack("lease-2", "reward_failed", "it raised"))
     setup.trainer.session = "session-2"
     setup.trainer.silent = False
     setup.trainer.wait_for_message(Nack)
@@ -475,8 +477,8 @@ def test_a_refused_lease_is_told_once(setup):
     setup.start()
     setup.trainer.wait_for_message(Hello)
     setup.take_leases(1)
-    setup.link.answer(Nack("lease-1", "bad_prompt", "no"))
-    setup.link.answer(Nack("lease-1", "bad_prompt", "no"))
+    setup.mailbox.answer(Nack("lease-1", "bad_prompt", "no"))
+    setup.mailbox.answer(Nack("lease-1", "bad_prompt", "no"))
     setup.trainer.wait_for_message(Nack)
     setup.take_leases(2)
     assert setup.trainer.all(Nack) == [Nack("lease-1", "bad_prompt", "no")]
@@ -539,7 +541,7 @@ def test_stopping_delivers_what_is_finished_and_says_goodbye(setup):
     setup.trainer.wait_for_message(Hello)
     setup.take_leases(1, 2)
     setup.finish(1)
-    setup.link.answer(Nack("lease-2", "returned"))
+    setup.mailbox.answer(Nack("lease-2", "returned"))
     setup.trainer.acknowledges = True
     setup.link.stop(5.0)
     setup.link.join(10)

@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_s
 
 from producer.interfaces import Counters, DownloadedPolicy, Identity, Workload
 from producer.link.link import Link
+from producer.link.mailbox import Mailbox
 from protocol.config.transport import TransportSection
 from protocol.wire.messages import Ack, Bye, Group, Heartbeat, Hello, Lease, Nack, Policy, PolicyInfo, Welcome
 from tests.loopback import LoopbackServer
@@ -52,7 +53,7 @@ class Worker:
 
     def ended(self, error: BaseException | None) -> None: ...
 
-    def notice(self, link: Link) -> None:
+    def notice(self, mailbox: Mailbox) -> None:
         for event, value in self.events:
             match event, value:
                 case "run", _:
@@ -61,7 +62,7 @@ class Worker:
                     for lease_id in [each for each, lease in self.working.items() if lease.policy_floor > version]:
                         del self.working[lease_id]
                         self.returned.add(lease_id)
-                        link.answer(Nack(lease_id, "returned"))
+                        mailbox.answer(Nack(lease_id, "returned"))
                 case "lease", Lease(lease_id):
                     assert lease_id not in self.working
                     self.working[lease_id] = value
@@ -78,8 +79,9 @@ class Redelivery(RuleBasedStateMachine):
         self.client = self.server.connect("p")
         self.worker = Worker()
         transport = TransportSection(heartbeat_interval_s=1e-9, heartbeat_timeout_s=1e6)
+        self.mailbox = Mailbox(self.client)
         self.link = Link(
-            self.client,
+            self.mailbox,
             Identity("p", facts(), 8),
             transport,
             "loopback",
@@ -103,7 +105,7 @@ class Redelivery(RuleBasedStateMachine):
 
     @rule()
     def worker_notices(self) -> None:
-        self.worker.notice(self.link)
+        self.worker.notice(self.mailbox)
 
     @precondition(lambda self: self.worker.working)
     @rule(pick=st.integers(0, 99), refuses=st.booleans())
@@ -115,7 +117,7 @@ class Redelivery(RuleBasedStateMachine):
             answer = Nack(lease_id, "reward_failed", lease_id)
         assert lease_id not in self.produced
         self.produced[lease_id] = answer
-        self.link.answer(answer)
+        self.mailbox.answer(answer)
 
     # The trainer
 

@@ -1,0 +1,102 @@
+"""Which policies are downloaded, and for what: to serve the newest one, or because one is evaluated.
+
+Guarantee: every policy that is announced is handed over exactly once, unless a newer one supersedes it or it does not fit the
+memory; a policy that is asked for is answered, with its bytes or with None. What serves both purposes is downloaded once. A
+source that does not have an announced policy is asked again when the policy is announced again.
+"""
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Literal, Protocol
+
+import psutil
+
+from producer.interfaces import DownloadedPolicy, LinkEvents
+from protocol.wire.messages import PolicyInfo
+
+logger = logging.getLogger(__name__)
+
+Purpose = Literal["newest", "evaluation"]
+Done = Callable[[DownloadedPolicy | None], None]
+
+
+class PolicySource(Protocol):
+    """Has the bytes of policies, or gets them."""
+
+    def fetch(self, policy: PolicyInfo, done: Done) -> None:
+        """Begins a download. Calls `done` once, with None if the source does not have the policy; never after `cancel`."""
+
+    def cancel(self, digest: str) -> None:
+        """Ends the download of this policy, if there is one."""
+
+
+def _free_memory() -> int:
+    return int(psutil.virtual_memory().available)
+
+
+class PolicyDownloads:
+    """See the module's guarantee. Belongs to the link's thread.
+
+    Args:
+        events: is told what was downloaded, or why it cannot be.
+        free_memory: returns the free bytes of this host.
+    """
+
+    def __init__(self, source: PolicySource, events: LinkEvents, free_memory: Callable[[], int] = _free_memory) -> None:
+        self._source = source
+        self._events = events
+        self._free_memory = free_memory
+        self._announced: PolicyInfo | None = None
+        self._wanted: dict[str, dict[Purpose, PolicyInfo]] = {}  # by digest, what is being downloaded
+
+    def announce(self, policy: PolicyInfo) -> None:
+        """The trainer's newest policy. It is announced again and again, and only a change has an effect."""
+        if policy == self._announced:
+            return
+        self._announced = policy
+        if (refusal := self._begin("newest", policy)) is not None:
+            self._events.policy_refused(policy, refusal)
+
+    def request(self, policy: PolicyInfo) -> None:
+        """A policy that is to be evaluated, in place of the one requested before."""
+        if self._wanted.get(policy.digest, {}).get("evaluation") == policy:
+            return
+        if (refusal := self._begin("evaluation", policy)) is not None:
+            logger.error("policy v%d cannot be evaluated here: %s", policy.version, refusal)
+            self._events.fetched(policy, None)
+
+    def forget(self) -> None:
+        """Another trainer process may give the same version another meaning. Whoever requested a policy requests it again."""
+        self._announced = None
+        for digest in self._wanted:
+            self._source.cancel(digest)
+        self._wanted.clear()
+
+    def _begin(self, purpose: Purpose, policy: PolicyInfo) -> str | None:
+        """Returns why the policy cannot be downloaded, or None."""
+        for digest, purposes in list(self._wanted.items()):
+            if purposes.pop(purpose, None) is not None and not purposes and digest != policy.digest:
+                self._source.cancel(digest)
+                del self._wanted[digest]
+        if policy.digest not in self._wanted:
+            free = self._free_memory()
+            if 2 * policy.num_bytes > free:  # for its chunks and for what they are put together to
+                return (
+                    f"it is {policy.num_bytes} bytes large, and taking it needs twice that: this host has {free} bytes of "
+                    "memory free. Give it more, or train a smaller adapter (lora.r)"
+                )
+            self._wanted[policy.digest] = {purpose: policy}
+            self._source.fetch(policy, partial(self._done, policy.digest))
+        self._wanted[policy.digest][purpose] = policy
+        return None
+
+    def _done(self, digest: str, downloaded: DownloadedPolicy | None) -> None:
+        for purpose, policy in self._wanted.pop(digest).items():
+            found = downloaded and downloaded._replace(policy=policy)
+            if purpose == "evaluation":
+                self._events.fetched(policy, found)
+            elif found is not None:
+                self._events.policy_arrived(found)
+            else:
+                self._announced = None  # the next announcement names a policy that exists
