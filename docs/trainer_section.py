@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from docs.markdown import reserved, row
+from docs.markdown import grouped, reserved, row
 from protocol.config import trainer_keys
 
 TRAINER = """\
@@ -27,7 +27,7 @@ These would have no effect here, or a harmful one. They are refused unless they 
 """
 
 REFUSED_VALUES = """\
-Of these, some values are refused:
+Of keys that work, these values are refused:
 """
 
 
@@ -48,21 +48,18 @@ def working(groups: dict[str, tuple[str, ...]]) -> Iterator[str]:
 
 
 def refused_unless_default(keys: dict[str, trainer_keys.Refusal]) -> Iterator[str]:
-    """A row for the keys of each reason."""
-    yield row("keys", "why", "use")
-    yield "|---|---|---|"
-    reasons = dict.fromkeys((refusal.reason, refusal.instead) for refusal in keys.values())
-    for reason, instead in reasons:
-        same = [f"`{key}`" for key, refusal in keys.items() if (refusal.reason, refusal.instead) == (reason, instead)]
-        yield row(", ".join(same), reason, _code(instead))
-    yield ""
+    reasons = {key: (refusal.reason, _code(refusal.instead)) for key, refusal in keys.items()}
+    yield from grouped(("keys", "why", "use"), reasons)
 
 
 def refused_values(keys: dict[str, dict[str, str]]) -> Iterator[str]:
-    yield row("key", "value", "why")
+    """One row for all values of a key that are refused for the same reason."""
+    yield row("key", "values", "why")
     yield "|---|---|---|"
     for key, values in keys.items():
-        yield from (row(f"`{key}`", f"`{value}`", reason) for value, reason in values.items())
+        for reason in dict.fromkeys(values.values()):
+            same = ", ".join(f"`{value}`" for value, why in values.items() if why == reason)
+            yield row(f"`{key}`", same, reason)
     yield ""
 
 
