@@ -1,8 +1,8 @@
-"""The HTTP port of a daemon: `/metrics` for Prometheus, `/healthz` and `/readyz` with reasons in JSON.
+"""The HTTP port of a daemon: `/metrics` for Prometheus, `/status` for `rl-status`, `/healthz` and `/readyz` with reasons in JSON.
 
-Guarantee: it answers GET of these three and nothing else, through a `Door` on a thread of its own, so that neither the daemon's
+Guarantee: it answers GET of these four and nothing else, through a `Door` on a thread of its own, so that neither the daemon's
 loops nor any number of clients, however slow, hold an answer up. What an answer shows is read on one more thread for each of the
-three; a reading that takes long costs those who ask for the same a 503 and the others nothing. Where it listens stands in
+four; a reading that takes long costs those who ask for the same a 503 and the others nothing. Where it listens stands in
 `RUN_DIR/metrics/` as long as it does, in the form that Prometheus' file discovery reads.
 """
 
@@ -14,6 +14,7 @@ import logging
 import os
 import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -21,6 +22,7 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import psutil
 from prometheus_client import CollectorRegistry, generate_latest
 from starlette.responses import Response
@@ -30,6 +32,8 @@ from protocol.errors import ConfigError
 from protocol.service.health import Findings, Health
 from protocol.service.http_door import REASONS, Door, Reason, Server, listen
 from protocol.service.metrics import Readings
+from protocol.service.status import PATH as STATUS_PATH
+from protocol.service.status import Status, read_status
 from protocol.throttle import Throttle
 
 logger = logging.getLogger(__name__)
@@ -58,6 +62,10 @@ def _findings(look: Callable[[], Findings]) -> _Page:
     body = {"status": "ok" if fine else "failing", "checks": {name: why or "ok" for name, why in findings.items()}}
     status = HTTPStatus.OK if fine else HTTPStatus.SERVICE_UNAVAILABLE
     return _Page(status, "application/json", json.dumps(body, indent=1).encode() + b"\n")
+
+
+def _status(read: Callable[[], Status]) -> _Page:
+    return _Page(HTTPStatus.OK, "application/json", msgspec.json.encode(read()))
 
 
 class _Reader:
@@ -92,9 +100,10 @@ class _Application:
     """Of ASGI. Not the one of prometheus_client: that one reads on the event loop, where it would hold up `/healthz`, and has
     Prometheus choose OpenMetrics, whose encoder makes `vllm_` of `vllm:`."""
 
-    def __init__(self, registry: CollectorRegistry, health: Health) -> None:
+    def __init__(self, registry: CollectorRegistry, health: Health, status: Callable[[], Status]) -> None:
         self._readers = {
             "/metrics": _Reader(lambda: _metrics(registry)),
+            STATUS_PATH: _Reader(lambda: _status(status)),
             "/healthz": _Reader(lambda: _findings(health.alive)),
             "/readyz": _Reader(lambda: _findings(health.ready)),
         }
@@ -109,7 +118,7 @@ class _Application:
         plain = partial(_Page, content_type="text/plain")
         reader = self._readers.get(path)
         if reader is None:
-            return plain(HTTPStatus.NOT_FOUND, body=b"/metrics /healthz /readyz\n")
+            return plain(HTTPStatus.NOT_FOUND, body=" ".join(self._readers).encode() + b"\n")
         if method != "GET":
             return plain(HTTPStatus.METHOD_NOT_ALLOWED, body=b"GET\n")
         try:
@@ -160,7 +169,8 @@ def serve(
     refused: Counter[Reason] = Counter()
     add_connection_metrics(registry, job.replace("-", "_"), refused)
     door = Door(_HEADERS_S, _ANSWER_S, _MAX_CONNECTIONS, lambda reason: refused.update((reason,)))
-    server = Server(_Application(registry, health), door)
+    status = partial(read_status, registry, health, job, name, time.time())
+    server = Server(_Application(registry, health, status), door)
     thread = threading.Thread(target=asyncio.run, args=(server.serve([listener]),), name="exposition", daemon=True)
     thread.start()
     try:

@@ -86,7 +86,7 @@ def test_each_waits_for_the_other_and_training_goes_on(short_dir: Path, daemons:
     trainer.wait_for(r"producer \S+ left \((silent for|it cannot be reached).*prompts go out again")
     trainer.wait_for(r"no producer is connected")
     seen = status(short_dir / "run")
-    assert seen["producers"][0]["error"] == "gone without a word, perhaps killed"
+    assert seen["producers"][0]["error"] == "the process exited unexpectedly"
     assert {"daemon_gone", "not_ready"} <= {warning["name"] for warning in seen["warnings"]}
 
     producer = Daemon("producer.cli", short_dir / "producer-2.log", "--config", config)

@@ -7,32 +7,31 @@ error and ends the process with its own exit code; with `--once`, `ExitCode.NO_A
 import argparse
 import dataclasses
 import io
-import json
 import sys
 import time
 from collections import deque
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 from urllib.parse import urlsplit
 
+import msgspec
 from rich.console import Console
 from rich.live import Live
 
 from protocol import __version__
 from protocol.errors import ConfigError, ExitCode
 from tools.command import ToolParser, run_tool
-from tools.status.history import rewards_of_steps
-from tools.status.picture import PICTURE_WIDTH, save_picture
+from tools.run_reader import RunReader
+from tools.status.daemons import Answer, ask, find_daemons
 from tools.status.reading import read
 from tools.status.render import render
-from tools.status.scrape import Answer, look
-from tools.status.sources import find_sources
 from tools.status.view import View
 from tools.status.warnings import warnings
 
 PROGRAM = "rl-status"
 WINDOW_S = 60.0
 _EVERY_S = 2.0
+_TAIL_BYTES = 512 * 1024  # the lines of some 200 steps
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -43,22 +42,22 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _show(chosen: argparse.Namespace) -> ExitCode:
-    watch = _Watch(_run_dir(chosen), chosen.url)
+    watch = _Watch(_run(chosen), chosen.url)
     return _once(watch, chosen) if chosen.once else _forever(watch, chosen.every or _EVERY_S)
 
 
 class _Watch:
     """Looks again and again, and remembers as much as the rates and the reward's line need."""
 
-    def __init__(self, run_dir: Path | None, addresses: list[str]) -> None:
-        self._run_dir = run_dir
+    def __init__(self, run: RunReader | None, addresses: list[str]) -> None:
+        self._run = run
         self._addresses = addresses
         self._looks: deque[tuple[float, list[Answer]]] = deque()
         self._seen: dict[int, float] = {}
 
     def look(self) -> View:
         now = time.monotonic()
-        self._looks.append((now, look(find_sources(self._run_dir, self._addresses))))
+        self._looks.append((now, ask(find_daemons(self._run, self._addresses))))
         while now - self._looks[0][0] > WINDOW_S:
             self._looks.popleft()
         shown = read([answers for _, answers in self._looks], {})
@@ -70,7 +69,7 @@ class _Watch:
         if trainer is not None and trainer.step and trainer.reward is not None:
             self._seen = {step: reward for step, reward in self._seen.items() if step < trainer.step}
             self._seen[trainer.step] = trainer.reward
-        return rewards_of_steps(self._run_dir) or dict(self._seen)
+        return rewards_of_steps(self._run) or dict(self._seen)
 
 
 def _once(watch: _Watch, chosen: argparse.Namespace) -> ExitCode:
@@ -79,18 +78,21 @@ def _once(watch: _Watch, chosen: argparse.Namespace) -> ExitCode:
         time.sleep(chosen.every)
         shown = watch.look()
     if chosen.json:
-        sys.stdout.write(json.dumps(_as_json(shown), allow_nan=False, indent=1) + "\n")
-    elif chosen.svg:
-        save_picture(render(shown, warnings(shown), PICTURE_WIDTH), chosen.svg)
+        found = shown.as_dict() | {"warnings": [warning._asdict() for warning in warnings(shown)]}
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(found), indent=1).decode() + "\n")
     else:
         _print(Console(), shown)
     return ExitCode.OK if shown.answers else ExitCode.NO_ANSWER
 
 
-def _as_json(shown: View) -> dict[str, Any]:
-    rewards = [{"step": step, "reward": reward} for step, reward in shown.rewards.items()]
-    found = [warning._asdict() for warning in warnings(shown)]
-    return dataclasses.asdict(shown) | {"answers": shown.answers, "rewards": rewards, "warnings": found}
+def rewards_of_steps(run: RunReader | None) -> dict[int, float]:
+    """The mean rewards of the last steps, by step, oldest first."""
+    try:
+        lines = run.newest_steps(_TAIL_BYTES) if run else []
+    except OSError:
+        return {}
+    found = {line.get("step"): line.get("reward") for line in lines}
+    return {step: reward for step, reward in found.items() if isinstance(step, int) and isinstance(reward, int | float)}
 
 
 def _print(console: Console, shown: View) -> None:
@@ -111,17 +113,17 @@ def _forever(watch: _Watch, every_s: float) -> NoReturn:
             time.sleep(every_s)
 
 
-def _run_dir(chosen: argparse.Namespace) -> Path | None:
+def _run(chosen: argparse.Namespace) -> RunReader | None:
     if chosen.config is not None:
         from protocol.config.loader import load_config  # as long to import as everything else
 
-        return Path(load_config(chosen.config).run_dir)
+        return RunReader(Path(load_config(chosen.config).run_dir))
     if chosen.run is None and chosen.url:
         return None
     run_dir = Path(chosen.run or ".")
     if not (run_dir / "metrics").is_dir():
         raise ConfigError(f"--run {run_dir}: no daemon has worked there; it is the run_dir of the run's file")
-    return run_dir
+    return RunReader(run_dir)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -135,16 +137,14 @@ def _parser() -> argparse.ArgumentParser:
     place.add_argument("--config", metavar="FILE", help="the run's YAML file, instead of --run")
     result.add_argument(
         "--url", metavar="HOST:PORT", action="append", default=[], type=_address,
-        help="where a daemon serves its metrics, also one of another host (may be repeated)",
+        help="where a daemon serves its status, also one of another host (may be repeated)",
     )  # fmt: skip
     result.add_argument(
         "--every", metavar="S", type=_seconds,
         help=f"seconds between two looks (default: {_EVERY_S:g}); with --once: look twice, for rates over that time",
     )  # fmt: skip
     result.add_argument("--once", action="store_true", help="print one view and end")
-    form = result.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="with --once: one JSON object, for programs")
-    form.add_argument("--svg", metavar="FILE", type=Path, help="with --once: the view as a picture")
+    result.add_argument("--json", action="store_true", help="with --once: one JSON object, for programs")
     result.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     return result
 
@@ -152,8 +152,8 @@ def _parser() -> argparse.ArgumentParser:
 def _parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser = _parser()
     chosen = parser.parse_args(arguments)
-    if not chosen.once and (chosen.json or chosen.svg):
-        parser.error("--json and --svg go with --once")
+    if chosen.json and not chosen.once:
+        parser.error("--json goes with --once")
     return chosen
 
 

@@ -5,15 +5,17 @@ the wire is taken for markup or moves the cursor.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from rich import box
 from rich.console import Group, RenderableType
 from rich.panel import Panel
+from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from tools.status.text import bar, duration, percent, rate, shortened, sparkline
+from tools.status.text import duration, percent, plain, rate, shortened, sparkline, whole
 from tools.status.view import ProducerView, TrainerView, View
 from tools.status.warnings import Warned
 from tools.tables import printable, size
@@ -22,7 +24,9 @@ NARROWEST = 80
 _WIDEST = 120
 _LABEL = 10
 
-Row = tuple[str, Text]
+Row = tuple[str, RenderableType]
+Value = tuple[str, Any, Callable[[Any], str]]
+"""A name, its value, and how that is written. A value that is None is not shown."""
 
 
 def render(view: View, warned: Sequence[Warned], width: int) -> RenderableType:
@@ -32,28 +36,25 @@ def render(view: View, warned: Sequence[Warned], width: int) -> RenderableType:
     """
     width = min(_WIDEST, max(NARROWEST, width))
     content = width - 4 - _LABEL - 2
-    parts: list[RenderableType] = []
-    parts.append(_section(_learning(view.trainer, view.rewards, content)))
-    if view.trainer is not None:
-        parts.append(_section(_pipeline(view.trainer, content)))
+    trainer = view.trainer or TrainerView()
+    sections = [_section(_learning(trainer, view.rewards, content)), _section(_pipeline(trainer, content))]
+    parts: list[RenderableType] = [section for section in sections if section.row_count]
     parts.append(_warnings(warned))
     if view.producers:
         parts.append(_producers(view.producers, width))
-    shown = [part for part in parts if not (isinstance(part, Table) and not part.row_count)]
-    spaced = [piece for part in shown for piece in (part, Text())][:-1]
+    spaced = [piece for part in parts for piece in (part, Text())][:-1]
     clock = time.strftime("%H:%M:%S", time.localtime(view.at)) if view.at else ""
     return Panel(
-        Group(*spaced), title=_title(view.trainer), subtitle=Text(clock, "dim"), width=width, box=box.HORIZONTALS,
+        Group(*spaced), title=_title(trainer), subtitle=Text(clock, "dim"), width=width, box=box.HORIZONTALS,
         border_style="cyan", title_align="left", subtitle_align="right",
     )  # fmt: skip
 
 
-def _title(trainer: TrainerView | None) -> Text:
+def _title(trainer: TrainerView) -> Text:
     title = Text("rl-status", "bold")
-    if trainer is not None and trainer.run:
-        title.append(f" · run {printable(trainer.run)}", "not bold")
-    if trainer is not None and trainer.release:
-        title.append(f" · release {printable(trainer.release)}", "not bold")
+    for name, value in (("run", trainer.run), ("release", trainer.release)):
+        if value:
+            title.append(f" · {name} {printable(value)}", "not bold")
     return title
 
 
@@ -61,52 +62,47 @@ def _section(rows: Iterator[Row]) -> Table:
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(width=_LABEL, style="cyan", no_wrap=True)
     table.add_column()
-    for label, content in rows:
-        table.add_row(label, content)
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
-def _learning(trainer: TrainerView | None, rewards: dict[int, float], width: int) -> Iterator[Row]:
-    if trainer is not None and trainer.step is not None and trainer.max_steps:
+def _learning(trainer: TrainerView, rewards: dict[int, float], width: int) -> Iterator[Row]:
+    if trainer.step is not None and trainer.max_steps:
         left = "" if not trainer.eta_s else f", about {duration(trainer.eta_s)} left"
         share = trainer.step / trainer.max_steps
         yield "step", _barred(share, width, f"{trainer.step:,} of {trainer.max_steps:,}{left}", "green")
     if rewards:
-        numbers = f"  {rewards[max(rewards)]:.3f}"
-        if trainer is not None and trainer.reward_std is not None:
-            numbers += f" ± {trainer.reward_std:.3f}"
-        steps = f"  steps {min(rewards)}-{max(rewards)}"
+        spread = "" if trainer.reward_std is None else f" ± {trainer.reward_std:.3f}"
+        numbers, steps = f"  {rewards[max(rewards)]:.3f}{spread}", f"  steps {min(rewards)}-{max(rewards)}"
         line = sparkline(list(rewards.values()), width - len(numbers) - len(steps))
         yield "reward", Text.assemble((line, "green"), (numbers, "bold"), (steps, "dim"))
-    if trainer is None:
-        return
     if len(trainer.rewards_by_function) > 1:
-        yield from _row("", {printable(name): _plain(value) for name, value in trainer.rewards_by_function.items()})
+        yield from _row("", *((printable(name), value, plain) for name, value in trainer.rewards_by_function.items()))
     yield from _row(
         "learning",
-        {"loss": _plain(trainer.loss), "gradient": _plain(trainer.gradient_norm), "entropy": _plain(trainer.entropy)},
+        ("loss", trainer.loss, plain),
+        ("gradient", trainer.gradient_norm, plain),
+        ("entropy", trainer.entropy, plain),
     )
     yield from _row(
         "off-policy",
-        {"effective samples": _percent(trainer.effective_sample_share), "KL": _plain(trainer.sampling_kl)},
+        ("effective samples", trainer.effective_sample_share, percent),
+        ("KL", trainer.sampling_kl, plain),
     )
     yield from _row(
         "rollouts",
-        {
-            "zero signal": _percent(trainer.zero_signal_share),
-            "cut off": _percent(trainer.truncated_share),
-            "mean length": None
-            if trainer.completion_length_mean is None
-            else f"{trainer.completion_length_mean:,.0f} tokens",
-        },
+        ("zero signal", trainer.zero_signal_share, percent),
+        ("cut off", trainer.truncated_share, percent),
+        ("mean length", trainer.completion_length_mean, "{:,.0f} tokens".format),
     )
-    done = None
-    if trainer.evaluation_prompts:
-        done = f"{trainer.evaluation_prompts_done or 0:,} of {trainer.evaluation_prompts:,} prompts"
     version = "last" if trainer.evaluation_version is None else f"version {trainer.evaluation_version}"
+    done = f"{trainer.evaluation_prompts_done or 0:,} of {{:,}} prompts"
     yield from _row(
         "held out",
-        {version: _plain(trainer.evaluation_score), "best": _plain(trainer.evaluation_best_score), "now": done},
+        (version, trainer.evaluation_score, plain),
+        ("best", trainer.evaluation_best_score, plain),
+        ("now", trainer.evaluation_prompts or None, done.format),
     )
 
 
@@ -127,28 +123,23 @@ def _pipeline(trainer: TrainerView, width: int) -> Iterator[Row]:
         yield "trainer", Text(f"{version}{ago}")
     yield from _row(
         "tokens",
-        {
-            "generated": _rate(trainer.tokens_generated_per_s),
-            "trained": _rate(trainer.tokens_trained_per_s),
-        },
+        ("generated", trainer.tokens_generated_per_s, rate),
+        ("trained", trainer.tokens_trained_per_s, rate),
         values_first=True,
     )
     yield from _row(
         "groups",
-        {
-            "leased": _whole(trainer.leases_out),
-            "ready": _whole(trainer.groups_ready),
-            "replayable": _whole(trainer.groups_replayable),
-            "rerolls waiting": _whole(trainer.rerolls_waiting),
-        },
+        ("leased", trainer.leases_out, whole),
+        ("ready", trainer.groups_ready, whole),
+        ("replayable", trainer.groups_replayable, whole),
+        ("rerolls waiting", trainer.rerolls_waiting, whole),
         values_first=True,
     )
-    received = {printable(name).replace("_", " "): count for name, count in trainer.groups_received.items()}
+    received = _named(trainer.groups_received)
     if received:
         received["trained"] = trainer.groups_trained or 0
-    shown = ("accepted", "no signal", "stale", "trained")
-    yield from _row("answers", _counted(received, always=shown), values_first=True)
-    yield from _row("trouble", _counted(_troubles(trainer)), values_first=True)
+    yield from _counted("answers", received, always=("accepted", "no signal", "stale", "trained"))
+    yield from _counted("trouble", _troubles(trainer))
     if trainer.journal_bytes is not None and trainer.disk_used_share is not None:
         commits = "" if trainer.journal_commit_s is None else f", commits {duration(trainer.journal_commit_s)}"
         limit = "" if trainer.disk_limit_share is None else f", limit {percent(trainer.disk_limit_share)}"
@@ -157,8 +148,7 @@ def _pipeline(trainer: TrainerView, width: int) -> Iterator[Row]:
 
 
 def _troubles(trainer: TrainerView) -> dict[str, int]:
-    failed = {f"leases {printable(reason).replace('_', ' ')}": count for reason, count in trainer.leases_failed.items()}
-    return failed | {
+    return _named(trainer.leases_failed, "leases ") | {
         "went stale": trainer.groups_went_stale or 0,
         "dead letters": trainer.dead_letters or 0,
         "quarantined": trainer.groups_quarantined or 0,
@@ -192,10 +182,10 @@ def _producers(producers: Sequence[ProducerView], width: int) -> Table:
         version = producer.policy_version
         cells = (
             "-" if version is None or version < 0 else f"v{version}",
-            _whole(producer.lag) or "-",
+            whole(producer.lag),
             _stages(producer.leases),
             rate(producer.tokens_per_s),
-            _percent(producer.idle_share) or "-",
+            percent(producer.idle_share),
             duration(producer.swap_last_s or producer.swap_mean_s),
         )
         table.add_row(shown, *cells)
@@ -208,44 +198,24 @@ def _stages(leases: dict[str, int]) -> str:
     return " · ".join(str(count) for count in leases.values()) or "-"
 
 
-def _barred(share: float, width: int, text: str, style: str) -> Text:
-    done, rest = bar(share, max(12, min(40, width - 48)))
-    return Text.assemble((done, style), (rest, "dim"), f"  {text}")
-
-
-def _row(label: str, values: dict[str, str | None], *, values_first: bool = False) -> Iterator[Row]:
-    known = {name: value for name, value in values.items() if value is not None}
-    if known:
-        yield label, _listed(known, values_first=values_first)
-
-
-def _listed(values: dict[str, str], *, values_first: bool = False) -> Text:
-    line = Text()
-    for name, value in values.items():
-        pair = [(value, "bold"), (name, "")]
-        line = Text.assemble(line, " · " if line else "", *_spaced(pair if values_first else pair[::-1]))
+def _barred(share: float, width: int, text: str, style: str) -> Table:
+    bar = ProgressBar(1.0, share, max(12, min(40, width - 48)), complete_style=style, finished_style=style)
+    line = Table.grid(padding=(0, 2, 0, 0))
+    line.add_row(bar, Text(text))
     return line
 
 
-def _spaced(pair: list[tuple[str, str]]) -> list[tuple[str, str] | str]:
-    return [pair[0], " ", pair[1]]
+def _row(label: str, *values: Value, values_first: bool = False) -> Iterator[Row]:
+    shown = [((form(value), "bold"), (name, "")) for name, value, form in values if value is not None]
+    if shown:
+        pairs = [pair if values_first else pair[::-1] for pair in shown]
+        yield label, Text(" · ").join(Text.assemble(first, " ", second) for first, second in pairs)
 
 
-def _counted(counts: dict[str, int], always: tuple[str, ...] = ()) -> dict[str, str | None]:
-    return {name: f"{count:,}" for name, count in counts.items() if count or name in always}
+def _counted(label: str, counts: dict[str, int], always: tuple[str, ...] = ()) -> Iterator[Row]:
+    shown = [(name, count, whole) for name, count in counts.items() if count or name in always]
+    return _row(label, *shown, values_first=True)
 
 
-def _percent(share: float | None) -> str | None:
-    return None if share is None else percent(share)
-
-
-def _rate(per_second: float | None) -> str | None:
-    return None if per_second is None else rate(per_second)
-
-
-def _plain(value: float | None) -> str | None:
-    return None if value is None else f"{value:.3g}"
-
-
-def _whole(value: int | None) -> str | None:
-    return None if value is None else f"{value:,}"
+def _named(counts: Mapping[str, int], prefix: str = "") -> dict[str, int]:
+    return {f"{prefix}{printable(name).replace('_', ' ')}": count for name, count in counts.items()}

@@ -1,4 +1,4 @@
-"""Numbers as `rl-status` writes them: short, with their unit; bars and sparklines out of characters.
+"""Numbers as `rl-status` writes them: short, with their unit; lines of rewards out of characters.
 
 Guarantee: pure; nothing is wider than it is told to be; what is not known is `-`.
 """
@@ -9,8 +9,8 @@ from itertools import pairwise
 _LEVELS = "▁▂▃▄▅▆▇█"
 
 
-def percent(share: float) -> str:
-    return f"{100 * share:.0f} %"
+def percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.0f} %"
 
 
 def duration(seconds: float | None) -> str:
@@ -29,15 +29,19 @@ def rate(per_second: float | None) -> str:
     return "-" if per_second is None else f"{per_second:,.{1 if per_second < 10 else 0}f}/s"
 
 
-def bar(share: float, width: int) -> tuple[str, str]:
-    """The part that is done, and the rest."""
-    done = round(min(1.0, max(0.0, share)) * width)
-    return "━" * done, "─" * (width - done)
+def plain(value: float) -> str:
+    return f"{value:.3g}"
+
+
+def whole(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}"
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
     """From the smallest to the greatest of `values`; neighbours share a character where there are more than `width`."""
-    values = _means(values, width)
+    if len(values) > width:
+        edges = [len(values) * i // width for i in range(width + 1)]
+        values = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
     low, high = min(values, default=0.0), max(values, default=0.0)
     steps = len(_LEVELS) - 1
     return "".join(
@@ -51,10 +55,3 @@ def shortened(text: str, width: int) -> str:
         return text
     head = (width - 1) // 3
     return f"{text[:head]}…{text[len(text) - (width - 1 - head) :]}"
-
-
-def _means(values: Sequence[float], count: int) -> Sequence[float]:
-    if len(values) <= count:
-        return values
-    edges = [len(values) * i // count for i in range(count + 1)]
-    return [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]

@@ -1,20 +1,23 @@
 """The numbers of the view.
 
 Guarantee: plain values; what is not known is None or missing. The fields are the keys of `rl-status --once --json`
-(docs/operations.md), so that a field is renamed only with a note in CHANGELOG.md.
+(docs/monitoring.md), so that a field is renamed only with a note in CHANGELOG.md.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from msgspec import Struct, field
 
 
-@dataclass(frozen=True)
-class TrainerView:
-    """The trainer. None: not known (yet)."""
+class TrainerView(Struct, frozen=True, kw_only=True):
+    """The trainer. A field has the name that the status document gives it, or says which."""
 
-    address: str
-    daemon: str | None
-    error: str | None
-    not_ready: dict[str, str]
+    address: str | None = None
+    daemon: str | None = None
+    error: str | None = None
+    not_ready: dict[str, str] = {}
     run: str | None = None
     release: str | None = None
     rates_over_s: float | None = None
@@ -27,32 +30,32 @@ class TrainerView:
     step_pace_s: float | None = None
     eta_s: float | None = None
     wait_share: float | None = None
-    waiting_now_s: float | None = None
+    waiting_now_s: float | None = field(name="waiting_seconds", default=None)
     tokens_generated_per_s: float | None = None
     tokens_trained_per_s: float | None = None
     reward: float | None = None
     reward_std: float | None = None
-    rewards_by_function: dict[str, float] = field(default_factory=dict)
-    zero_signal_share: float | None = None
-    truncated_share: float | None = None
-    completion_length_mean: float | None = None
-    effective_sample_share: float | None = None
-    sampling_kl: float | None = None
-    entropy: float | None = None
+    rewards_by_function: dict[str, float] = field(name="reward_by_function", default_factory=dict)
+    zero_signal_share: float | None = field(name="zero_signal_ratio", default=None)
+    truncated_share: float | None = field(name="completions_truncated_ratio", default=None)
+    completion_length_mean: float | None = field(name="completion_length_mean_tokens", default=None)
+    effective_sample_share: float | None = field(name="effective_sample_ratio", default=None)
+    sampling_kl: float | None = field(name="sampling_kl_nats", default=None)
+    entropy: float | None = field(name="entropy_nats", default=None)
     loss: float | None = None
     gradient_norm: float | None = None
     nonfinite_steps: int | None = None
-    staleness_mean: float | None = None
-    staleness_max: int | None = None
-    max_staleness: int | None = None
+    staleness_mean: float | None = field(name="staleness_mean_versions", default=None)
+    staleness_max: int | None = field(name="staleness_max_versions", default=None)
+    max_staleness: int | None = field(name="max_staleness_versions", default=None)
     producers_connected: int | None = None
     leases_out: int | None = None
     groups_ready: int | None = None
     groups_replayable: int | None = None
     rerolls_waiting: int | None = None
-    groups_received: dict[str, int] = field(default_factory=dict)
-    leases_failed: dict[str, int] = field(default_factory=dict)
-    connections_refused: dict[str, int] = field(default_factory=dict)
+    groups_received: dict[str, int] = {}
+    leases_failed: dict[str, int] = {}
+    connections_refused: dict[str, int] = {}
     groups_trained: int | None = None
     groups_went_stale: int | None = None
     groups_quarantined: int | None = None
@@ -60,18 +63,17 @@ class TrainerView:
     frames_refused: int | None = None
     journal_bytes: int | None = None
     journal_commit_s: float | None = None
-    disk_used_share: float | None = None
-    disk_limit_share: float | None = None
+    disk_used_share: float | None = field(name="disk_used_ratio", default=None)
+    disk_limit_share: float | None = field(name="disk_used_limit_ratio", default=None)
     evaluation_score: float | None = None
     evaluation_best_score: float | None = None
     evaluation_version: int | None = None
     evaluation_prompts: int | None = None
     evaluation_prompts_done: int | None = None
-    evaluations: dict[str, int] = field(default_factory=dict)
+    evaluations: dict[str, int] = {}
 
 
-@dataclass(frozen=True)
-class ProducerView:
+class ProducerView(Struct, frozen=True, kw_only=True):
     """One producer: what it says itself, and what the trainer says of it.
 
     Args:
@@ -86,7 +88,7 @@ class ProducerView:
     name: str
     address: str | None = None
     error: str | None = None
-    not_ready: dict[str, str] = field(default_factory=dict)
+    not_ready: dict[str, str] = {}
     release: str | None = None
     rates_over_s: float | None = None
     rates_since_start: bool | None = None
@@ -95,18 +97,18 @@ class ProducerView:
     lag: int | None = None
     refused_version: int | None = None
     heard_s: float | None = None
-    leases: dict[str, int] = field(default_factory=dict)
+    leases: dict[str, int] = {}
     paused: bool | None = None
     idle_share: float | None = None
     tokens_per_s: float | None = None
-    swaps: dict[str, int] = field(default_factory=dict)
+    swaps: dict[str, int] = {}
     swap_mean_s: float | None = None
     swap_last_s: float | None = None
 
 
 @dataclass(frozen=True)
 class View:
-    """All of it.
+    """The whole run.
 
     Args:
         at: Unix time.
@@ -125,3 +127,14 @@ class View:
         """Whether any daemon does."""
         daemons: list[TrainerView | ProducerView] = [*self.producers, *([self.trainer] if self.trainer else [])]
         return any(daemon.address is not None and daemon.error is None for daemon in daemons)
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it as `--json` shows it."""
+        return {
+            "at": self.at,
+            "answers": self.answers,
+            "trainer": None if self.trainer is None else msgspec.structs.asdict(self.trainer),
+            "producers": [msgspec.structs.asdict(producer) for producer in self.producers],
+            "rewards": [{"step": step, "reward": reward} for step, reward in self.rewards.items()],
+            "silent": self.silent,
+        }

@@ -4,17 +4,18 @@ Guarantee: pure; one rule per known trouble; every threshold stands in `THRESHOL
 says nothing. docs/monitoring.md lists the rules by name.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
+from tools.status.daemons import NO_STATUS
 from tools.status.text import percent
-from tools.status.view import ProducerView, TrainerView, View
+from tools.status.view import TrainerView, View
 
 
 @dataclass(frozen=True)
 class Thresholds:
-    """A rule warns above these, of `effective_sample_share` below; the alerts of Prometheus have the same, over longer times."""
+    """A rule warns above these, for `effective_sample_share` below. The alerts of Prometheus have the same, over longer times."""
 
     wait_share: float = 0.5
     idle_share: float = 0.5
@@ -47,42 +48,39 @@ class Warned(NamedTuple):
     cure: str
 
 
-class Rule(Protocol):
-    """Yields what is wrong and what to do about it."""
+Found = Iterator[tuple[str, str]]
+"""What is wrong, and what to do about it."""
 
-    __name__: str
-
-    def __call__(self, view: View, limits: Thresholds, /) -> Iterator[tuple[str, str]]: ...
+Rule = Callable[[View, TrainerView, Thresholds], Found]
+"""The trainer's numbers are all None where there is no trainer."""
 
 
 def warnings(view: View, thresholds: Thresholds = THRESHOLDS) -> list[Warned]:
     """The worst first."""
-    return [Warned(rule.__name__, *found) for rule in RULES for found in rule(view, thresholds)]
+    trainer = view.trainer or TrainerView()
+    return [Warned(name, *found) for name, rule in RULES.items() for found in rule(view, trainer, thresholds)]
 
 
-def nothing_answers(view: View, _: Thresholds) -> Iterator[tuple[str, str]]:
+def _nothing_answers(view: View, *_: object) -> Found:
     if not view.answers:
         yield "no daemon of this run answers", "start rl-trainer and rl-producer, or name their addresses with --url"
 
 
-def daemon_gone(view: View, _: Thresholds) -> Iterator[tuple[str, str]]:
-    if view.trainer and view.trainer.error:
-        yield f"the trainer at {view.trainer.address}: {view.trainer.error}", "rl-trainer --resume goes on"
-    for producer in view.producers:
-        if producer.error:
-            yield (
-                f"producer {producer.name}: {producer.error}",
-                "start it again; its prompts go out again by themselves",
-            )
-    for address, error in view.silent.items():
-        yield f"{address}: {error}", "compare the address with RUN_DIR/metrics"
+def _daemon_gone(view: View, trainer: TrainerView, _: Thresholds) -> Found:
+    gone = [(f"the trainer at {trainer.address}", trainer.error, "rl-trainer --resume goes on")]
+    cure = "start it again; its prompts go out again by themselves"
+    gone += [(f"producer {producer.name}", producer.error, cure) for producer in view.producers]
+    gone += [(address, error, "compare the address with RUN_DIR/metrics") for address, error in view.silent.items()]
+    for name, error, cure in gone:
+        if error:
+            yield f"{name}: {error}", "use the rl-status of its release" if error == NO_STATUS else cure
 
 
-def not_ready(view: View, _: Thresholds) -> Iterator[tuple[str, str]]:
-    daemons: list[tuple[str, TrainerView | ProducerView]] = [("the trainer", view.trainer)] if view.trainer else []
-    daemons += [(f"producer {producer.name}", producer) for producer in view.producers]
-    for name, daemon in daemons:
-        for what, why in daemon.not_ready.items():
+def _not_ready(view: View, trainer: TrainerView, _: Thresholds) -> Found:
+    reasons = [("the trainer", trainer.not_ready)]
+    reasons += [(f"producer {producer.name}", producer.not_ready) for producer in view.producers]
+    for name, not_ready in reasons:
+        for what, why in not_ready.items():
             if what == "phase":
                 yield f"{name} is not ready ({why})", "wait"
             elif what != "disk":  # has a rule of its own
@@ -98,14 +96,14 @@ _CURES = {
 }
 
 
-def nonfinite_steps(view: View, _: Thresholds) -> Iterator[tuple[str, str]]:
-    if count := _of_trainer(view, "nonfinite_steps"):
-        text = f"{count:.0f} {_plural(count, 'step')} of this process had a NaN or infinite loss or gradient"
+def _nonfinite_steps(view: View, trainer: TrainerView, _: Thresholds) -> Found:
+    if count := trainer.nonfinite_steps:
+        text = f"{_number_of(count, 'step')} of this process had a NaN or infinite loss or gradient"
         yield text, "lower trainer.learning_rate, bound the ratio (correction.preset), go back to a checkpoint"
 
 
-def no_progress(view: View, limits: Thresholds) -> Iterator[tuple[str, str]]:
-    since_s, pace_s = _of_trainer(view, "since_last_step_s"), _of_trainer(view, "step_pace_s")
+def _no_progress(view: View, trainer: TrainerView, limits: Thresholds) -> Found:
+    since_s, pace_s = trainer.since_last_step_s, trainer.step_pace_s
     if since_s is not None and pace_s is not None and since_s > max(limits.no_step_s, limits.step_paces * pace_s):
         yield (
             f"no step for {since_s:.0f} s, at a pace of one in {pace_s:.1f} s",
@@ -113,23 +111,23 @@ def no_progress(view: View, limits: Thresholds) -> Iterator[tuple[str, str]]:
         )
 
 
-def disk_nearly_full(view: View, limits: Thresholds) -> Iterator[tuple[str, str]]:
-    used, limit = _of_trainer(view, "disk_used_share"), _of_trainer(view, "disk_limit_share")
+def _disk_nearly_full(view: View, trainer: TrainerView, limits: Thresholds) -> Found:
+    used, limit = trainer.disk_used_share, trainer.disk_limit_share
     if used is not None and limit is not None and used > limits.disk_share * limit:
         stopped = "no leases are given until there is room" if used > limit else f"leases stop at {percent(limit)}"
         yield f"the disk of run_dir is {percent(used)} full, {stopped}", "make room, or raise replay.max_disk_used"
 
 
-def swaps_refused(view: View, _: Thresholds) -> Iterator[tuple[str, str]]:
+def _swaps_refused(view: View, *_: object) -> Found:
+    cure = "it goes on with the one before; its log and the trainer's say why"
     for producer in view.producers:
-        cure = "it goes on with the one before; its log and the trainer's say why"
         if (version := producer.refused_version) is not None and version >= 0:
             yield f"producer {producer.name} refuses policy version {version}", cure
         elif count := producer.swaps.get("refused", 0):
-            yield f"producer {producer.name} refused {count} policy {_plural(count, 'version')} since its start", cure
+            yield f"producer {producer.name} refused {_number_of(count, 'policy version')} since its start", cure
 
 
-def heartbeat_stale(view: View, limits: Thresholds) -> Iterator[tuple[str, str]]:
+def _heartbeat_stale(view: View, _: TrainerView, limits: Thresholds) -> Found:
     for producer in view.producers:
         if producer.heard_s is not None and producer.heard_s > limits.heard_s:
             yield (
@@ -138,116 +136,102 @@ def heartbeat_stale(view: View, limits: Thresholds) -> Iterator[tuple[str, str]]
             )
 
 
-def trainer_starved(view: View, limits: Thresholds) -> Iterator[tuple[str, str]]:
-    share = _of_trainer(view, "wait_share")
-    if share is None or share <= limits.wait_share:
+def _trainer_starved(view: View, trainer: TrainerView, limits: Thresholds) -> Found:
+    if trainer.wait_share is None or trainer.wait_share <= limits.wait_share:
         return
-    idle = _idle_shares(view)
-    if _of_trainer(view, "max_staleness") == 0:
+    cure = "add a producer or raise pipeline.max_staleness"
+    if trainer.max_staleness == 0:
         cure = "with pipeline.max_staleness 0 the two take turns; 1 lets them work at the same time"
-    elif idle and min(idle) > limits.idle_share:
+    elif min(_idle_shares(view), default=0.0) > limits.idle_share:
         cure = "producers idle too: raise pipeline.max_staleness"
-    else:
-        cure = "add a producer or raise pipeline.max_staleness"
-    yield f"trainer waits {percent(share)} of the time for rollouts", cure
+    yield f"trainer waits {percent(trainer.wait_share)} of the time for rollouts", cure
 
 
-def producer_idle(view: View, limits: Thresholds) -> Iterator[tuple[str, str]]:
+def _producer_idle(view: View, _: TrainerView, limits: Thresholds) -> Found:
     for producer in view.producers:
         if producer.idle_share is not None and producer.idle_share > limits.idle_share:
-            cure = "raise pipeline.max_staleness, or do with fewer producers"
-            yield f"producer {producer.name} has nothing to do {percent(producer.idle_share)} of the time", cure
+            text = f"producer {producer.name} has nothing to do {percent(producer.idle_share)} of the time"
+            yield text, "raise pipeline.max_staleness, or do with fewer producers"
 
 
-def staleness_at_bound(view: View, limits: Thresholds) -> Iterator[tuple[str, str]]:
-    mean, bound = _of_trainer(view, "staleness_mean"), _of_trainer(view, "max_staleness")
-    idle = _idle_shares(view)
-    if mean is None or not bound or not idle:
+def _staleness_at_bound(view: View, trainer: TrainerView, limits: Thresholds) -> Found:
+    mean, bound, idle = trainer.staleness_mean, trainer.max_staleness, _idle_shares(view)
+    if mean is None or not bound or not idle or sum(idle) / len(idle) <= limits.held_back_share:
         return
-    if mean > limits.staleness_share * bound and sum(idle) / len(idle) > limits.held_back_share:
+    if mean > limits.staleness_share * bound:
         yield (
             f"staleness is at its bound, {mean:.1f} of {bound:.0f} versions, and producers stop for it",
             "training is the bottleneck: more groups per step, or fewer producers",
         )
 
 
-def effective_sample_low(view: View, limits: Thresholds) -> Iterator[tuple[str, str]]:
-    share = _of_trainer(view, "effective_sample_share")
+def _effective_sample_low(view: View, trainer: TrainerView, limits: Thresholds) -> Found:
+    share = trainer.effective_sample_share
     if share is not None and share < limits.effective_sample_share:
         cure = "too far off-policy: lower pipeline.max_staleness (or `auto`), or the learning rate"
         yield f"the effective sample size is {percent(share)} of the tokens", cure
 
 
-def completions_truncated(view: View, limits: Thresholds) -> Iterator[tuple[str, str]]:
-    share = _of_trainer(view, "truncated_share")
-    if share is not None and share > limits.truncated_share:
+def _completions_truncated(view: View, trainer: TrainerView, limits: Thresholds) -> Found:
+    if (share := trainer.truncated_share or 0.0) > limits.truncated_share:
         cure = "raise sampling.max_completion_length, or punish length (rewards)"
         yield f"{percent(share)} of the completions are cut off at the greatest length", cure
 
 
-def zero_signal(view: View, limits: Thresholds) -> Iterator[tuple[str, str]]:
-    share = _of_trainer(view, "zero_signal_share")
-    if share is not None and share > limits.zero_signal_share:
+def _zero_signal(view: View, trainer: TrainerView, limits: Thresholds) -> Found:
+    if (share := trainer.zero_signal_share or 0.0) > limits.zero_signal_share:
         cure = "an easier or harder mix of prompts; replay.mode: signal fills the batches"
         yield f"{percent(share)} of the groups have nothing to teach, all their rewards are equal", cure
 
 
-def dead_letters(view: View, limits: Thresholds) -> Iterator[tuple[str, str]]:
-    given_up = _of_trainer(view, "dead_letters")
-    if view.trainer is None or given_up is None or given_up <= limits.num_dead_letters:
-        return
-    answered = sum(view.trainer.groups_received.get(outcome, 0) for outcome in ("accepted", "no_signal"))
-    share = given_up / (given_up + answered)
-    if share > limits.dead_letter_share:
-        yield (
-            f"{percent(share)} of the prompts were given up, {given_up:.0f}",
-            "rl-journal quarantine says which and why",
-        )
+def _dead_letters(view: View, trainer: TrainerView, limits: Thresholds) -> Found:
+    given_up = trainer.dead_letters or 0
+    answered = sum(trainer.groups_received.get(outcome, 0) for outcome in ("accepted", "no_signal"))
+    if given_up > limits.num_dead_letters and given_up > limits.dead_letter_share * (given_up + answered):
+        text = f"{percent(given_up / (given_up + answered))} of the prompts were given up, {given_up}"
+        yield text, "rl-journal quarantine says which and why"
 
 
-def connections_refused(view: View, _: Thresholds) -> Iterator[tuple[str, str]]:
-    for reason, count in view.trainer.connections_refused.items() if view.trainer else ():
+def _connections_refused(view: View, trainer: TrainerView, _: Thresholds) -> Found:
+    for reason, count in trainer.connections_refused.items():
         if count:
-            what = (
-                f"{count} {_plural(count, 'connection')} refused since the trainer's start: {reason.replace('_', ' ')}"
-            )
+            what = f"{_number_of(count, 'connection')} refused since the trainer's start: {reason.replace('_', ' ')}"
             yield what, "its log says whose; `rl-keys authorize` lets a key in"
 
 
-def frames_refused(view: View, _: Thresholds) -> Iterator[tuple[str, str]]:
-    if count := _of_trainer(view, "frames_refused"):
-        text = f"{count:.0f} {_plural(count, 'frame')} that came in {'was' if count == 1 else 'were'} no message"
+def _frames_refused(view: View, trainer: TrainerView, _: Thresholds) -> Found:
+    if count := trainer.frames_refused:
+        text = f"{_number_of(count, 'frame')} that came in {'was' if count == 1 else 'were'} no message"
         yield text, "something else talks to the endpoint; rl-journal quarantine shows them"
-
-
-def _of_trainer(view: View, field: str) -> float | None:
-    return None if view.trainer is None else getattr(view.trainer, field)
 
 
 def _idle_shares(view: View) -> list[float]:
     return [producer.idle_share for producer in view.producers if producer.idle_share is not None]
 
 
-def _plural(count: float, noun: str) -> str:
-    return noun if count == 1 else f"{noun}s"
+def _number_of(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
-RULES: tuple[Rule, ...] = (
-    nothing_answers,
-    daemon_gone,
-    not_ready,
-    nonfinite_steps,
-    no_progress,
-    disk_nearly_full,
-    swaps_refused,
-    heartbeat_stale,
-    trainer_starved,
-    producer_idle,
-    staleness_at_bound,
-    effective_sample_low,
-    completions_truncated,
-    zero_signal,
-    dead_letters,
-    connections_refused,
-    frames_refused,
-)
+RULES: dict[str, Rule] = {
+    rule.__name__.removeprefix("_"): rule
+    for rule in (
+        _nothing_answers,
+        _daemon_gone,
+        _not_ready,
+        _nonfinite_steps,
+        _no_progress,
+        _disk_nearly_full,
+        _swaps_refused,
+        _heartbeat_stale,
+        _trainer_starved,
+        _producer_idle,
+        _staleness_at_bound,
+        _effective_sample_low,
+        _completions_truncated,
+        _zero_signal,
+        _dead_letters,
+        _connections_refused,
+        _frames_refused,
+    )
+}

@@ -59,6 +59,18 @@ def test_health_and_readiness_come_with_reasons_and_503_when_something_is_wrong(
         assert (status, json.loads(body)) == (503, {"status": "failing", "checks": {"disk": "99% full"}})
 
 
+def test_the_status_is_one_document(tmp_path: Path) -> None:
+    with exposition.serve(CollectorRegistry(), health(), "127.0.0.1", 0, folder=tmp_path, **NAMES) as address:
+        status, content_type, body = get(address, "/status")
+    assert (status, content_type) == (200, "application/json")
+    document = json.loads(body)
+    assert (document["job"], document["daemon"], document["at"] >= document["started"]) == (
+        "rl-trainer",
+        "host-1",
+        True,
+    )
+
+
 def test_any_other_path_is_not_found_and_other_methods_are_refused(tmp_path: Path) -> None:
     with exposition.serve(CollectorRegistry(), health(), "127.0.0.1", 0, folder=tmp_path, **NAMES) as address:
         assert get(address, "/../etc/passwd")[0] == 404

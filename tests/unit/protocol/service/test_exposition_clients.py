@@ -167,10 +167,10 @@ def test_a_client_that_does_not_take_its_answer_is_cut_off(port: Port, monkeypat
     eventually(lambda: port.refused("too_slow"), "its end")
 
 
-@pytest.mark.parametrize("hangs", ["/metrics", "/readyz"])
+@pytest.mark.parametrize("hangs", ["/metrics", "/status", "/readyz"])
 def test_a_page_that_cannot_be_read_holds_up_no_other_one(port: Port, hangs: str) -> None:
     part = Hanging()
-    if hangs == "/metrics":
+    if hangs != "/readyz":
         port.registry.register(part)
     else:
         port.health.started("")

@@ -2,24 +2,21 @@
 
 import io
 import re
-from pathlib import Path
 
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from protocol.errors import ConfigError
-from tests.unit.tools.status.builders import PRODUCER, PRODUCER_TEXT, TRAINER_TEXT, answer, producer, seen
-from tools.status.picture import save_picture
+from tests.unit.tools.status.builders import PRODUCER, answer, producer, seen
 from tools.status.reading import read
 from tools.status.render import render
-from tools.status.text import bar, duration, percent, rate, shortened, sparkline
+from tools.status.text import duration, percent, rate, shortened, sparkline
 from tools.status.view import View
 from tools.status.warnings import warnings
 
 
 def full_view() -> View:
-    return read([[answer(TRAINER_TEXT), answer(PRODUCER_TEXT, PRODUCER)]], {step: step / 100 for step in range(1, 200)})
+    return read([[answer(), answer(PRODUCER)]], {step: step / 100 for step in range(1, 200)})
 
 
 def lines(view: View, width: int, color: bool = False) -> list[str]:
@@ -39,9 +36,9 @@ def lines(view: View, width: int, color: bool = False) -> list[str]:
 def test_every_line_is_as_wide_as_the_view_and_none_is_cut(width: int) -> None:
     shown = lines(full_view(), width)
     assert {cell_len(line) for line in shown} == {width}
-    rows = [re.sub(r"^  (\S*) .*", r"\1", line) for line in shown if re.match(r"  [a-z0-9-]+  ", line)]
+    rows = [re.sub(r"^  (\S*) .*", r"\1", line) for line in shown if re.match(r"  (held )?[a-z0-9-]+  ", line)]
     assert rows == [
-        *("step", "reward", "learning", "off-policy", "rollouts"),
+        *("step", "reward", "learning", "off-policy", "rollouts", "held"),
         *("waits", "staleness", "trainer", "tokens", "groups", "answers", "trouble", "storage"),
         *("producer", "far-9-cd", "gpu0-7-ab"),
     ], "one line for each, so that none was wrapped"
@@ -56,6 +53,7 @@ def test_the_view_says_what_the_numbers_are() -> None:
         "1.990 ± 0.250  steps 1-199",
         "trainer 67 % since its start, now for 1.5 s",
         "mean 1.5, max 2, bound 2 versions",
+        "version 20 0.5 · best 0.625 · now 3 of 8 prompts",
         "version 30 published · last step 2.0 s ago, one in 6.0 s",
         "100/s generated · 50/s trained",
         "42 leased · 6 ready · 3 replayable · 1 rerolls waiting",
@@ -95,28 +93,11 @@ def test_many_producers_have_a_row_each() -> None:
     assert sum(bool(re.match(r"  gpu\d+ +v\d+ ", line)) for line in shown) == 16
 
 
-def test_the_picture_fetches_nothing_and_holds_the_text(tmp_path: Path) -> None:
-    view = full_view()
-    save_picture(render(view, warnings(view), 100), tmp_path / "view.svg")
-    picture = (tmp_path / "view.svg").read_text()
-    assert picture.startswith("<svg ")
-    assert "gpu0-7-ab" in picture
-    assert re.findall(r"url\((?!#)|https?://(?!www\.w3\.org)|@font-face|@import", picture) == []
-    with pytest.raises(ConfigError, match="--svg"):
-        save_picture(render(view, [], 100), tmp_path / "no" / "view.svg")
-
-
 def test_durations_rates_and_shares_have_a_unit() -> None:
     seconds = (None, 0.0043, 0.07, 1.25, 75.0, 600.0, 9000.0, 300_000.0)
     assert [duration(s) for s in seconds] == ["-", "4.3 ms", "70 ms", "1.2 s", "75 s", "10 min", "2.5 h", "3.5 days"]
     assert [rate(r) for r in (None, 0.25, 12345.6)] == ["-", "0.2/s", "12,346/s"]
     assert percent(0.614) == "61 %"
-
-
-def test_a_bar_is_as_long_as_its_share() -> None:
-    assert bar(0.25, 8) == ("━━", "──────")
-    assert bar(1.7, 4) == ("━━━━", "")
-    assert bar(-1.0, 4) == ("", "────")
 
 
 def test_a_sparkline_goes_from_the_least_to_the_greatest() -> None:
