@@ -1,12 +1,11 @@
 """Transforms rows in a process of its own, for `consumer.prompts.transformed`:
-`python -m consumer.prompts.transform_worker FD PARENT_PID SOURCES`.
+`python -m consumer.prompts.transform_worker FD SOURCES`.
 
 Guarantee: a row comes out as it would in the trainer, as a prompt with its columns or as what is wrong with it; what the user's
-function prints goes to standard error and never into an answer. The process dies with the trainer.
+function prints goes to the log and never into an answer.
 """
 
 import sys
-from multiprocessing.connection import Connection
 from typing import Any
 
 import msgspec
@@ -16,7 +15,7 @@ from datasets import Dataset
 from consumer.prompts.rows import RowReader
 from protocol.config.dataset import SourceSection
 from protocol.errors import DatasetError
-from protocol.processes.lifeline import die_with_parent
+from protocol.processes.worker_channel import WorkerChannel
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -62,22 +61,17 @@ def made(readers: list[RowReader], job: Job) -> bytes:
         return msgspec.msgpack.encode(Made(problem=problem))
 
 
-def main(descriptor: int, parent_pid: int, sources: bytes) -> None:
-    die_with_parent(parent_pid)
+def main(descriptor: int, sources: str) -> None:
+    channel = WorkerChannel(descriptor)
     nothing = Dataset.from_list([])
     readers = [
         RowReader(SourceSection.model_validate(section), key, nothing)
         for key, section in msgspec.json.decode(sources, type=list[tuple[str, dict[str, Any]]])
     ]
-    with Connection(descriptor) as trainer:
-        trainer.send_bytes(b"ready")
-        while True:
-            try:
-                job = msgspec.msgpack.decode(trainer.recv_bytes(), type=Job)
-            except EOFError:
-                return
-            trainer.send_bytes(made(readers, job))
+    channel.send(Made())
+    while (frame := channel.receive()) is not None:
+        channel.send(msgspec.Raw(made(readers, msgspec.msgpack.decode(frame, type=Job))))
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3].encode())
+    main(int(sys.argv[1]), sys.argv[2])

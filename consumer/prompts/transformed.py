@@ -6,17 +6,11 @@ that hangs, in a regular expression too, holds up neither the trainer's threads 
 wait; one that takes `LIMIT_S` is refused alone, as is one in which the process ends.
 """
 
+import asyncio
 import contextlib
 import logging
-import os
-import queue
-import signal
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
-from multiprocessing import Pipe
 
 import msgspec
 
@@ -25,58 +19,14 @@ from consumer.prompts.placeholders import Placeholders
 from consumer.prompts.source import Prompt, PromptSource
 from consumer.prompts.transform_worker import Job, Made, packed
 from protocol.errors import DatasetError
+from protocol.processes.child import ChildEndedError, ChildProcess, ChildProcesses
+from protocol.throttle import Throttle
 
 logger = logging.getLogger(__name__)
 
 LIMIT_S = 60.0
 _START_LIMIT_S = 300.0  # of the process, which imports `datasets` and the user's module
 _SAY_EVERY_S = 10.0
-_MAX_ANSWER_BYTES = 64 * 2**20
-
-
-class _EndedError(Exception):
-    """The worker gave no answer. The text says why."""
-
-
-class _Worker:
-    """The process; belongs to one thread, but for `kill`."""
-
-    def __init__(self, sources: bytes) -> None:
-        self._pipe, theirs = Pipe()
-        arguments = [str(theirs.fileno()), str(os.getpid()), sources.decode()]
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "consumer.prompts.transform_worker", *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=2,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
-
-    def send(self, job: Job) -> None:
-        with contextlib.suppress(OSError):  # it has ended, which receiving says
-            self._pipe.send_bytes(msgspec.msgpack.encode(job))
-
-    def receive(self, timeout_s: float) -> bytes | None:
-        """None: it has not answered within the time.
-
-        Raises:
-            _EndedError: it never will.
-        """
-        try:
-            return self._pipe.recv_bytes(_MAX_ANSWER_BYTES) if self._pipe.poll(timeout_s) else None
-        except (EOFError, OSError):  # the second for an answer that is too large, too
-            raise _EndedError("the process that it ran in ended, or answered with more than 64 MiB") from None
-
-    def kill(self) -> None:
-        """With what it has started."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-
-    def close(self) -> None:
-        self.kill()
-        self._process.wait()
-        self._pipe.close()
 
 
 class TransformedPrompts:
@@ -94,12 +44,13 @@ class TransformedPrompts:
         readers = prompts.readers
         self._tables = [reader.rows.with_format("arrow") for reader in readers]
         self._sources = msgspec.json.encode([(reader.key, reader.source.model_dump(mode="json")) for reader in readers])
-        self._asked: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._asked: asyncio.Queue[int] = asyncio.Queue()
         self._found: dict[int, Prompt | DatasetError | None] = {}  # None: it is being read
-        self._worker: _Worker | None = None
-        self._closing = False
-        self._starting = threading.Lock()
+        self._children = ChildProcesses(Throttle(logger))
+        self._child: ChildProcess | None = None
         self._error: BaseException | None = None
+        self._loop = asyncio.new_event_loop()
+        self._reading = self._loop.create_task(self._read_all())
         self._thread = threading.Thread(target=self._run, name="prompts", daemon=True)
         self._thread.start()
 
@@ -109,7 +60,7 @@ class TransformedPrompts:
             raise self._error
         if prompt_id not in self._found:
             self._found[prompt_id] = None
-            self._asked.put(prompt_id)
+            self._loop.call_soon_threadsafe(self._asked.put_nowait, prompt_id)
         found = self._found[prompt_id]
         if found is not None:
             del self._found[prompt_id]
@@ -118,67 +69,67 @@ class TransformedPrompts:
         return found
 
     def close(self) -> None:
-        with self._starting:
-            self._closing = True
-            if self._worker is not None:
-                self._worker.kill()
-        self._asked.put(None)
+        self._loop.call_soon_threadsafe(self._reading.cancel)
         self._thread.join()
+        self._loop.close()
 
     # The thread.
 
     def _run(self) -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            self._loop.run_until_complete(self._reading)
+
+    async def _read_all(self) -> None:
         try:
-            while (prompt_id := self._asked.get()) is not None and not self._closing:
-                self._found[prompt_id] = self._read(prompt_id)
+            while True:
+                prompt_id = await self._asked.get()
+                self._found[prompt_id] = await self._read(prompt_id)
                 self._wake()
-        except BaseException as error:
+        except Exception as error:
             self._error = error
             self._wake()
         finally:
-            self._end_worker()
+            await self._children.close()
 
-    def _read(self, prompt_id: int) -> Prompt | DatasetError:
+    async def _read(self, prompt_id: int) -> Prompt | DatasetError:
         source, number = self._prompts.locate(prompt_id)
         reader = self._prompts.readers[source]
         try:
             if not reader.has_transform:
                 return reader[number]
-            answer = self._ask(Job(source, number, packed(self._tables[source], number)), prompt_id)
-            made = msgspec.msgpack.decode(answer, type=Made)
+            made = await self._ask(Job(source, number, packed(self._tables[source], number)), prompt_id)
         except DatasetError as error:
             return error
-        except (_EndedError, msgspec.DecodeError) as error:
-            self._end_worker()
+        except ChildEndedError as error:
+            if self._child is not None:
+                self._children.end(self._child)
+                self._child = None
             return DatasetError(f"{reader.key}.transform gave nothing for {reader.place(number)}: {error}")
         return DatasetError(made.problem) if made.problem else (made.prompt, made.columns)
 
-    def _ask(self, job: Job, prompt_id: int) -> bytes:
-        worker = self._worker
-        if worker is None:
-            with self._starting:
-                if self._closing:
-                    raise _EndedError("the trainer stops")
-                worker = self._worker = _Worker(self._sources)
-            self._receive(worker, prompt_id, _START_LIMIT_S)  # that it has started
-        worker.send(job)
-        return self._receive(worker, prompt_id, self._limit_s)
+    async def _ask(self, job: Job, prompt_id: int) -> Made:
+        reminding = asyncio.ensure_future(self._remind(self._prompts.place(prompt_id)))
+        limit_s = _START_LIMIT_S
+        try:
+            if self._child is None:
+                arguments = ("consumer.prompts.transform_worker", self._sources.decode())
+                self._child = self._children.start(*arguments, source="dataset.transform")
+                async with asyncio.timeout(limit_s):
+                    await self._child.receive(Made)  # that it has started
+            limit_s = self._limit_s
+            async with asyncio.timeout(limit_s):
+                return await self._child.ask(job, Made)
+        except TimeoutError:
+            raise ChildEndedError(f"it had not returned after {limit_s:g} s") from None
+        finally:
+            reminding.cancel()
 
-    def _receive(self, worker: _Worker, prompt_id: int, limit_s: float) -> bytes:
-        began = time.monotonic()
-        while (answer := worker.receive(min(_SAY_EVERY_S, limit_s))) is None:
-            waited_s = time.monotonic() - began
-            if waited_s >= limit_s:
-                raise _EndedError(f"it had not returned after {limit_s:g} s")
-            place = self._prompts.place(prompt_id)
+    async def _remind(self, place: str) -> None:
+        waited_s = 0.0
+        while True:
+            await asyncio.sleep(_SAY_EVERY_S)
+            waited_s += _SAY_EVERY_S
             logger.warning("prompts wait for the transform, at work on %s for %.0f s", place, waited_s)
-        return answer
-
-    def _end_worker(self) -> None:
-        with self._starting:
-            worker, self._worker = self._worker, None
-        if worker is not None:
-            worker.close()
 
 
 @contextlib.contextmanager

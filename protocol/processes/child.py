@@ -121,7 +121,7 @@ class ChildProcess:
     async def _how_it_ended(self) -> str:
         status = await self.process.exited(_EXIT_GRACE_S)
         if status is None:
-            return "it closed its connection to the producer, and was killed"
+            return "it closed its connection to the daemon, and was killed"
         return f"its process ended ({exit_text(status)})"
 
 
@@ -141,7 +141,7 @@ class ChildProcesses:
             ChildEndedError: it cannot be started, or `close` was called.
         """
         if self._closed:
-            raise ChildEndedError("it is not started: the producer ends")
+            raise ChildEndedError("it is not started: the daemon ends")
         child = ChildProcess(module, *arguments, throttle=self._throttle, source=source, environment=environment)
         self._alive.add(child)
         return child

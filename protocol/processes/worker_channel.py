@@ -36,7 +36,7 @@ class WorkerChannel:
         except OSError as error:
             self._lost(error)
 
-    def send(self, message: msgspec.Struct) -> None:
+    def send(self, message: msgspec.Struct | msgspec.Raw) -> None:
         body = msgspec.msgpack.encode(message)
         self._check()
         try:
@@ -60,7 +60,7 @@ class WorkerChannel:
         return found.st_dev, found.st_ino
 
     def _lost(self, error: OSError) -> NoReturn:
-        line = f"descriptor {self._socket.fileno()}, the connection to the producer, was closed by code that runs here: {error}\n"
+        line = f"descriptor {self._socket.fileno()}, the connection to the daemon, was closed by code that runs here: {error}\n"
         with contextlib.suppress(OSError):
             os.write(2, line.encode())
         os._exit(LOST_STATUS)

@@ -227,7 +227,7 @@ def test_misbehaviour_costs_nothing_but_its_reward(
         assert len(lines) <= ROUNDS, lines
         assert not any("Traceback" in line for line in lines)
     assert "reward replaces_the_channel wrote: descriptor" in said
-    assert "the connection to the producer, was closed by code that runs here" in said
+    assert "the connection to the daemon, was closed by code that runs here" in said
 
 
 @pytest.mark.long
