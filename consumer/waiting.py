@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from protocol.errors import StalledError
-from replay.journal.disk import out_of_space
+from protocol.files.space import out_of_space
 
 _PAUSE_S = 0.25
 _SAY_EVERY_S = 10.0
@@ -70,7 +70,7 @@ def write_when_there_is_room(write: Callable[[], None], patience: Patience, fold
         try:
             write()
         except Exception as error:
-            if not out_of_space(folder, error):
+            if not out_of_space(error, folder):
                 raise
             return None
         return True

@@ -10,8 +10,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from protocol.files.json_lines import encode_line, unless_full
+from protocol.files.json_lines import encode_line
 from protocol.files.rotated_lines import RotatedLines, older, paths
+from protocol.files.space import unless_full
 
 _MAX_BYTES = 16 * 2**20  # of one file; at a line a second more than a day
 _KEPT = 64

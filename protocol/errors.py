@@ -4,6 +4,7 @@ Guarantee: a daemon that stops on purpose stops with one of these codes, and the
 and how to mend it. Anything else that escapes is a bug and exits with `ExitCode.BUG`.
 """
 
+import errno
 from enum import IntEnum
 
 
@@ -64,6 +65,19 @@ class DeviceError(SlipstreamError):
 
 class EndpointInUseError(SlipstreamError):
     exit_code = ExitCode.ENDPOINT_IN_USE
+
+
+def cannot_listen(error: OSError, place: str, key: str, fix: str, host_key: str = "") -> SlipstreamError:
+    """Why a socket could not be bound.
+
+    Args:
+        key: of the configuration, for the message.
+        fix: what to do when another process has the place.
+        host_key: the key that says on which address to listen, where that is another one.
+    """
+    if error.errno in (errno.EADDRINUSE, errno.EAGAIN):  # the second from the lock beside an ipc endpoint
+        return EndpointInUseError(f"{key}: {place} is in use by another process. {fix}")
+    return ConfigError(f"{host_key or key}: cannot listen at {place}: {error.strerror or error}")
 
 
 class JournalError(SlipstreamError):

@@ -1,17 +1,15 @@
 """Lines about what happens again and again, without a flood.
 
 Guarantee: the first few of a kind are shown, then at most one per interval, with the number of those left out; all of them
-under `log_level: debug`.
+under `log_level: debug`. May be used from any thread.
 """
 
 import logging
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-
-NUM_SHOWN_AT_ONCE = 5
-THEN_EVERY_S = 60.0
 
 
 @dataclass
@@ -26,21 +24,34 @@ class Throttle:
 
     Args:
         clock: monotonic seconds.
+        num_at_once: lines of a kind that are shown whenever they come.
+        then_every_s: the interval afterwards.
     """
 
-    def __init__(self, logger: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        logger: logging.Logger,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        num_at_once: int = 5,
+        then_every_s: float = 60.0,
+    ) -> None:
         self._logger = logger
         self._clock = clock
+        self._num_at_once = num_at_once
+        self._then_every_s = then_every_s
         self._kinds: defaultdict[str, _Kind] = defaultdict(_Kind)
+        self._lock = threading.Lock()
 
     def __call__(self, kind: str, text: str, level: int = logging.WARNING) -> None:
-        now, seen = self._clock(), self._kinds[kind]
-        if seen.num_shown >= NUM_SHOWN_AT_ONCE and now - seen.shown_at < THEN_EVERY_S:
-            seen.num_left_out += 1
-            self._logger.debug("%s", text)
-            return
-        left_out = f" ({seen.num_left_out} more of this kind were left out)" if seen.num_left_out else ""
-        fields = {"kind": kind, "num_left_out": seen.num_left_out}
+        with self._lock:
+            now, seen = self._clock(), self._kinds[kind]
+            if seen.num_shown >= self._num_at_once and now - seen.shown_at < self._then_every_s:
+                seen.num_left_out += 1
+                self._logger.debug("%s", text)
+                return
+            left_out = f" ({seen.num_left_out} more of this kind were left out)" if seen.num_left_out else ""
+            fields = {"kind": kind, "num_left_out": seen.num_left_out}
+            seen.num_shown += 1
+            seen.num_left_out, seen.shown_at = 0, now
         self._logger.log(level, "%s%s", text, left_out, extra={"fields": fields})
-        seen.num_shown += 1
-        seen.num_left_out, seen.shown_at = 0, now

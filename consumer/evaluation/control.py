@@ -16,8 +16,8 @@ from consumer.evaluation.queue import DueVersion, EvaluationQueue
 from consumer.evaluation.results import EvaluationResults
 from consumer.waiting import Patience
 from protocol.config.evaluation import EvaluationSection
+from protocol.files.space import out_of_space
 from protocol.wire.messages import PolicyInfo
-from replay.journal.disk import out_of_space
 from replay.prompts.evaluation_leases import summary
 
 logger = logging.getLogger(__name__)
@@ -138,7 +138,7 @@ class EvaluationControl:
         try:
             is_best = self._results.record(result, finished.due.blob)
         except OSError as error:
-            if not out_of_space(self._run_dir, error):
+            if not out_of_space(error, self._run_dir):
                 raise
             self.desk.finished.put(finished)
             return False

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from protocol.config.evaluation import EvaluationSection
-from protocol.files.json_lines import append, encode_line, forget_after, open_to_append
+from protocol.files.json_lines import append, encode_line, encode_page, forget_after, open_to_append
 from protocol.files.staged import mend, staged, sync
 from protocol.wire.adapter_blob import unpack
 
@@ -107,4 +107,4 @@ class EvaluationResults:
     def _keep(self, result: dict[str, Any], blob: bytes) -> None:
         with staged(self._best) as partial:
             unpack(blob, result["digest"], partial)
-            (partial / _RESULT).write_text(json.dumps(json.loads(encode_line(result)), indent=1), encoding="utf-8")
+            (partial / _RESULT).write_text(encode_page(result), encoding="utf-8")

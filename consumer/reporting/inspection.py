@@ -4,8 +4,6 @@ Guarantee: `step.json` says what was found and names the groups, `groups.safeten
 pickle). The folder appears whole; a full disk costs the folder and nothing else. Folders of the newest eight steps are kept.
 """
 
-import json
-import math
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -15,7 +13,8 @@ import numpy as np
 import torch
 from safetensors.numpy import save_file
 
-from protocol.files.json_lines import encode_line, unless_full
+from protocol.files.json_lines import encode_page
+from protocol.files.space import unless_full
 from protocol.files.staged import staged
 from replay.batches.cutting import CutBatch
 from replay.groups import RolloutGroup
@@ -38,7 +37,7 @@ def keep(run_dir: Path, step: int, batch: CutBatch, found: dict[str, Any]) -> Pa
         folder.parent.mkdir(parents=True, exist_ok=True)
         with staged(folder) as partial:
             partial.mkdir()
-            (partial / "step.json").write_text(json.dumps(json.loads(encode_line(values)), indent=1), encoding="utf-8")
+            (partial / "step.json").write_text(encode_page(values), encoding="utf-8")
             save_file(arrays, partial / "groups.safetensors")
     for old in sorted(folder.parent.glob("step-*"), key=lambda place: place.stat().st_mtime)[:-_KEPT]:
         shutil.rmtree(old)
@@ -51,7 +50,7 @@ def _row(group: RolloutGroup) -> dict[str, Any]:
         "policy_version": group.policy_version,
         "num_tokens": group.num_tokens,
         "num_unscored_tokens": int(np.isnan(group.logprobs).sum()),
-        "rewards": [[None if math.isnan(value) else value for value in row] for row in group.rewards.tolist()],
+        "rewards": group.rewards.tolist(),
     }
 
 

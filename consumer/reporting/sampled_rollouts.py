@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 
 from consumer.batches.tensors import BatchRecipe
 from protocol.config.run import RunConfig
-from protocol.files.json_lines import encode_line, unless_full
+from protocol.files.json_lines import encode_line
 from protocol.files.rotated_lines import RotatedLines
+from protocol.files.space import unless_full
 from replay.batches.cutting import CutBatch
 from replay.prompts.ledger import parse_lease_id
 

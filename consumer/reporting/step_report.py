@@ -5,7 +5,6 @@ disk, when there is room; steps that a crash undid leave none. The file and the 
 are bounded (`protocol.files.rotated_lines`): together they have the last hundred thousand steps or more.
 """
 
-import json
 import logging
 import sys
 import time
@@ -17,8 +16,9 @@ import numpy as np
 from tqdm import tqdm
 
 from consumer.reporting.learning_metrics import LearningMetrics
-from protocol.files.json_lines import unless_full
+from protocol.files.json_lines import encode_line
 from protocol.files.rotated_lines import RotatedLines
+from protocol.files.space import unless_full
 from protocol.service import logs
 from replay.batches.cutting import CutBatch
 from replay.batches.delivery import Arrival
@@ -127,7 +127,7 @@ class StepReport:
         self._metrics.step(step, now, metrics, wait_s=wait_s, step_s=step_s, tokens=tokens)
         line: dict[str, Any] = {"step": step, "t": now, "wait_s": wait_s, "step_s": step_s, "tokens": tokens}
         totals = {**success_rates(self._counts), "counts": dict(self._counts)}
-        self._unwritten.append((json.dumps(line | metrics | totals) + "\n").encode())
+        self._unwritten.append(f"{encode_line(line | metrics | totals)}\n".encode())
         self._write()
         whole_s = max(1e-9, wait_s + step_s)
         fields = {

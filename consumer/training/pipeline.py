@@ -17,10 +17,11 @@ from consumer.publishing.publisher import Publisher
 from consumer.publishing.snapshots import Snapshot
 from consumer.waiting import Patience
 from protocol.config.learning import ReplaySection
+from protocol.files.space import out_of_space
 from protocol.wire.messages import PolicyInfo
 from replay.batches.cutting import CutBatch
 from replay.buffer import RolloutBuffer
-from replay.journal.disk import DiskGuard, out_of_space
+from replay.journal.disk import DiskGuard
 from replay.journal.retention import Retention
 from replay.journal.writer import Journal, JournalFullError
 from replay.prompts.adaptive_staleness import StalenessController
@@ -168,7 +169,7 @@ class LivePipeline:
                 policy = PolicyInfo(version, digest, len(snapshot.data))
                 self._evaluation.submit(policy, step, snapshot.data, snapshot.probe)
         except (JournalFullError, OSError) as error:
-            if not isinstance(error, JournalFullError) and not out_of_space(self._journal.path.parent, error):
+            if not isinstance(error, JournalFullError) and not out_of_space(error, self._journal.path.parent):
                 raise
             self._disk.spend_reserve()
             return False

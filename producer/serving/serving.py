@@ -46,7 +46,7 @@ def listening(section: ServeSection, gpus: list[int]) -> Iterator[socket.socket 
         yield None
         return
     port = section.port + (gpus[0] if gpus and section.port else 0)
-    listener = listen(section.host, port, "serve", "host", "port")
+    listener = listen(section.host, port, "serve.host", "serve.port")
     with listener:
         yield listener
 

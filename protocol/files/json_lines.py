@@ -1,22 +1,25 @@
-"""JSON, one object per line: in logs and in the files of a run.
+"""JSON that is always valid, and files of JSON with one object per line.
 
-Guarantee: a line is one line of ASCII and valid JSON whatever it holds; a number that is not finite is null. A file gets a
-line whole, or not at all.
+Guarantee: a line is one line of ASCII and valid JSON whatever it holds, file names and text that UTF-8 cannot say among it; a
+number that is not finite is null. A file gets a line whole, or not at all.
 """
 
-import errno
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 
-def encode_line(values: Mapping[str, Any]) -> str:
+def encode_line(values: Any) -> str:
     """`values` without the newline. What JSON has no type for becomes its text."""
     return json.dumps(_finite(values), default=str)
+
+
+def encode_page(values: Any) -> str:
+    """The same for people to read, on several lines."""
+    return json.dumps(_finite(values), default=str, indent=1) + "\n"
 
 
 def _finite(value: Any) -> Any:
@@ -47,16 +50,6 @@ def append(file: int, lines: bytes) -> None:
     except OSError:
         os.ftruncate(file, size)
         raise
-
-
-@contextmanager
-def unless_full() -> Iterator[None]:
-    """Leaves its body, without an error, where the disk is full."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
 
 
 def forget_after(path: Path, step: int) -> None:

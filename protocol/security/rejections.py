@@ -1,4 +1,4 @@
-"""What a server refused at its door, by reason.
+"""Connections and messages that the trainer's sockets refused, by reason.
 
 Guarantee: every reason is there from the start with 0 and no other is ever added, so that the counts may be read from any
 thread; the log shows the first refusals of a kind and then one a while, however many there are.
@@ -6,8 +6,9 @@ thread; the log shows the first refusals of a kind and then one a while, however
 
 import logging
 import threading
-import time
 from collections import Counter
+
+from protocol.throttle import Throttle
 
 logger = logging.getLogger(__name__)
 
@@ -26,25 +27,18 @@ REASONS = (
     "authenticator_dead",  # nobody is left to ask about its key
 )
 
-_SHOWN_PER_REASON = 3
-_SHOW_EVERY_S = 10.0
-
 
 class Refusals:
     """Call it with a reason and a sentence, from any thread."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter(dict.fromkeys(REASONS, 0))
-        self._shown_at: dict[str, float] = {}
         self._lock = threading.Lock()
+        self._warn = Throttle(logger, num_at_once=3, then_every_s=10.0)
 
     def __call__(self, reason: str, text: str) -> None:
         assert reason in REASONS
         with self._lock:
             self.counts[reason] += 1
-            count, now = self.counts[reason], time.monotonic()
-            is_shown = count <= _SHOWN_PER_REASON or now - self._shown_at[reason] >= _SHOW_EVERY_S
-            if is_shown:
-                self._shown_at[reason] = now
-        if is_shown:
-            logger.warning("refused %s (%s, %d so far)", text, reason, count)
+            count = self.counts[reason]
+        self._warn(reason, f"refused {text} ({reason}, {count} so far)")

@@ -8,7 +8,6 @@ four; a reading that takes long costs those who ask for the same a 503 and the o
 
 import asyncio
 import contextlib
-import errno
 import json
 import logging
 import os
@@ -29,6 +28,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from protocol.errors import ConfigError
+from protocol.files.space import unless_full
 from protocol.service.health import Findings, Health
 from protocol.service.http_door import REASONS, Door, Reason, Server, listen
 from protocol.service.metrics import Readings
@@ -162,7 +162,7 @@ def serve(
         EndpointInUseError: another process has the port.
         ConfigError: this machine has no such address, or the port is not allowed.
     """
-    listener = listen(host, port, "observability", "metrics_host", key)
+    listener = listen(host, port, "observability.metrics_host", f"observability.{key}")
     reachable = socket.gethostname() if host in _WILDCARDS else host
     address = f"[{reachable}]" if ":" in reachable else reachable
     address = f"{address}:{listener.getsockname()[1]}"
@@ -189,13 +189,13 @@ def announced(folder: Path, job: str, name: str, address: str) -> Iterator[None]
     partial = file.with_suffix(".partial")
     owner = {"host": socket.gethostname(), "daemon": name, "job": job, "pid": str(os.getpid())}
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _remove_left(folder)
-        partial.write_text(json.dumps([{"targets": [address], "labels": owner}]), encoding="utf-8")
-        partial.replace(file)
+        with unless_full():
+            folder.mkdir(parents=True, exist_ok=True)
+            _remove_left(folder)
+            partial.write_text(json.dumps([{"targets": [address], "labels": owner}]), encoding="utf-8")
+            partial.replace(file)
     except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise ConfigError(f"run_dir: {error.filename or folder} cannot be written: {error.strerror}") from error
+        raise ConfigError(f"run_dir: {error.filename or folder} cannot be written: {error.strerror}") from error
     try:
         yield
     finally:

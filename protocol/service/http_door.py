@@ -7,7 +7,6 @@ owed a request for longest are closed first; headers have at most `_MAX_HEADER_B
 
 import asyncio
 import contextlib
-import errno
 import socket
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, get_args
@@ -16,7 +15,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from protocol.errors import ConfigError, EndpointInUseError
+from protocol.errors import cannot_listen
 
 Reason = Literal["too_slow", "too_many_connections", "malformed"]
 REASONS: tuple[Reason, ...] = get_args(Reason)
@@ -26,11 +25,11 @@ _KEEP_ALIVE_S = 30
 _MAX_HEADER_BYTES = 16 * 1024
 
 
-def listen(host: str, port: int, section: str, host_key: str, port_key: str) -> socket.socket:
+def listen(host: str, port: int, host_key: str, port_key: str) -> socket.socket:
     """
     Args:
         port: 0 takes a free one.
-        section: of the configuration, for messages, as are the keys.
+        host_key: of the configuration, for messages, as is `port_key`.
 
     Raises:
         EndpointInUseError: another process has the port.
@@ -40,13 +39,8 @@ def listen(host: str, port: int, section: str, host_key: str, port_key: str) -> 
     try:
         return socket.create_server((host, port), family=family, backlog=128)
     except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise EndpointInUseError(
-                f"{section}.{port_key}: {host}:{port} is in use by another process; choose another port, or 0 for a free one"
-            ) from error
-        raise ConfigError(
-            f"{section}.{host_key}, {port_key}: cannot listen at {host}:{port}: {error.strerror or error}"
-        ) from error
+        fix = "Choose another port, or 0 for a free one"
+        raise cannot_listen(error, f"{host}:{port}", port_key, fix, host_key) from error
 
 
 class Door:

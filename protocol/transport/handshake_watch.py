@@ -11,6 +11,7 @@ import time
 import zmq
 
 from protocol.security.keys import ProducerKeys, fingerprint
+from protocol.throttle import Throttle
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +23,6 @@ _EVENTS = (
 )
 _FATAL = (zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.EVENT_HANDSHAKE_FAILED_AUTH)  # after which ZeroMQ does not try again
 _RETRY_S = 1.0
-_REMIND_EVERY_S = 10.0
 _UNEXPLAINED = 3  # in a row; a trainer that is being stopped may cause one
 
 
@@ -36,7 +36,7 @@ class HandshakeWatch:
         self._monitor: zmq.Socket[bytes] | None = None
         self._failures = 0
         self._retry_at: float | None = None
-        self._said_at = float("-inf")
+        self._warn = Throttle(logger, num_at_once=1, then_every_s=10.0)
 
     def begin(self, socket: "zmq.Socket[bytes]") -> None:
         self._socket, self._monitor = socket, socket.get_monitor_socket(_EVENTS)
@@ -65,9 +65,7 @@ class HandshakeWatch:
             self._retry_at = now + _RETRY_S
         elif self._failures < _UNEXPLAINED:
             return
-        if now - self._said_at >= _REMIND_EVERY_S:
-            self._said_at = now
-            logger.warning("the trainer at %s %s", self._endpoint, self._explain(event, value))
+        self._warn("handshake", f"the trainer at {self._endpoint} {self._explain(event, value)}")
 
     def _explain(self, event: int, value: int) -> str:
         keys = self._keys

@@ -9,7 +9,7 @@ import os
 import stat
 from pathlib import Path
 
-from protocol.errors import ConfigError, EndpointInUseError
+from protocol.errors import ConfigError, SlipstreamError, cannot_listen
 
 _PATH_LIMIT = 107  # bytes, sizeof(sockaddr_un.sun_path) - 1
 
@@ -33,7 +33,7 @@ def lock_ipc(endpoint: str) -> int | None:
         _remove_stale_socket(path)
     except BlockingIOError as error:
         os.close(descriptor)
-        raise EndpointInUseError(in_use(endpoint)) from error
+        raise endpoint_error(error, endpoint) from error
     except BaseException:
         os.close(descriptor)
         raise
@@ -59,9 +59,7 @@ def check_path_length(endpoint: str) -> None:
         )
 
 
-def in_use(endpoint: str) -> str:
-    """What to say of an endpoint that another process is bound to."""
-    return (
-        f"transport.endpoint: {endpoint} is in use by another process. Stop that trainer, or give this run an "
-        "endpoint of its own (run_dir or transport.endpoint)"
-    )
+def endpoint_error(error: OSError, endpoint: str) -> SlipstreamError:
+    """Why `endpoint` could not be bound."""
+    fix = "Stop that trainer, or give this run an endpoint of its own (run_dir or transport.endpoint)"
+    return cannot_listen(error, endpoint, "transport.endpoint", fix)

@@ -11,14 +11,13 @@ from functools import partial
 
 import zmq
 
-from protocol.errors import ConfigError, EndpointInUseError
 from protocol.security.authenticator import ZAP_DOMAIN, Authenticator
 from protocol.security.authorized_keys import AuthorizedKeys
 from protocol.security.keys import TrainerKeys, identity_of
 from protocol.security.rejections import Refusals
 from protocol.transport.channel import BadFrame, PeerSchemas
 from protocol.transport.connection_guard import MONITORED, ConnectionGuard
-from protocol.transport.ipc import in_use, lock_ipc
+from protocol.transport.ipc import endpoint_error, lock_ipc
 from protocol.transport.zeromq_sockets import BURST, NOBLOCK, Sockets, read, take
 from protocol.wire.messages import Hello, Message, ProducerMessage, Reject
 
@@ -85,9 +84,7 @@ class ZmqServer:
             try:
                 socket.bind(endpoint)
             except zmq.ZMQError as error:
-                if error.errno == zmq.EADDRINUSE:
-                    raise EndpointInUseError(in_use(endpoint)) from error
-                raise ConfigError(f"transport.endpoint: cannot bind {endpoint}: {error}") from error
+                raise endpoint_error(OSError(error.errno, error.strerror), endpoint) from error
 
     def send(self, peer: bytes, message: Message) -> bool:
         try:

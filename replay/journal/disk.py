@@ -4,13 +4,11 @@ Guarantee: `has_room` says no while the disk is fuller than allowed, and yes aga
 that, on a full disk, what was in progress can be finished and old rows deleted.
 """
 
-import errno
 import os
 import shutil
 from pathlib import Path
 
 RESERVE_BYTES = 4 * 2**20
-_NOTHING_LEFT_BYTES = 2**20
 
 
 class DiskGuard:
@@ -58,10 +56,3 @@ class DiskGuard:
                 os.posix_fallocate(stream.fileno(), 0, RESERVE_BYTES)
         except OSError:  # less room than we thought: the next look tries again
             self._reserve.unlink(missing_ok=True)
-
-
-def out_of_space(folder: Path, error: BaseException) -> bool:
-    """Whether `error` came of a full disk. Not every library passes the error number on; then the disk is asked."""
-    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        return True
-    return shutil.disk_usage(folder).free < _NOTHING_LEFT_BYTES

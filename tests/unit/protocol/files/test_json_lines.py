@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.files.json_lines import append, encode_line, forget_after, open_to_append, unless_full
+from protocol.files.json_lines import append, encode_line, forget_after, open_to_append
+from protocol.files.space import unless_full
 
 ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters()),
@@ -53,11 +54,6 @@ def test_a_line_that_does_not_fit_leaves_no_trace(tmp_path: Path, monkeypatch: p
     append(file, b"third\n")
     os.close(file)
     assert (tmp_path / "lines").read_bytes() == b"first\nthird\n"
-
-
-def test_only_a_full_disk_is_passed_over() -> None:
-    with pytest.raises(OSError, match="Input/output error"), unless_full():
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
 @pytest.mark.parametrize(
