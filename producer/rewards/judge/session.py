@@ -8,7 +8,7 @@ import secrets
 import socket
 from importlib import resources
 
-from producer.rewards.sandbox.run import CHANNEL, Sandbox
+from producer.rewards.sandbox.run import Sandbox
 
 _SCRIPT = """\
 import sys, types
@@ -23,11 +23,14 @@ async def passes(sandbox: Sandbox, source: str, test: str) -> bool:
     """Whether the test, Python that uses the program's names, reaches its end.
 
     Raises:
-        ConfigError: the walls of a sandbox could not be built.
+        ConfigError: a sandbox could not be set up.
     """
     mark = secrets.token_hex(16)
     ends = socket.socketpair()
-    scripts = _script(("values", "judged"), source), _script(("values", "judged", "judge"), test, mark)
+    scripts = (
+        _script(("values", "judged"), ends[0].fileno(), source),
+        _script(("values", "judged", "judge"), ends[1].fileno(), test, mark),
+    )
     program, judge = (
         asyncio.ensure_future(sandbox.run(text, channel=end)) for text, end in zip(scripts, ends, strict=True)
     )
@@ -42,8 +45,8 @@ async def passes(sandbox: Sandbox, source: str, test: str) -> bool:
     return outcome.ended_well and outcome.output.endswith(mark.encode())
 
 
-def _script(modules: tuple[str, ...], *arguments: str) -> str:
-    """Modules of this package as one program, which ends with `run` of the last."""
+def _script(modules: tuple[str, ...], *arguments: int | str) -> str:
+    """Modules of this package as one program, which ends by calling `run` of the last with these arguments."""
     folder = resources.files("producer.rewards.judge")
     texts = [(f"producer.rewards.judge.{name}", (folder / f"{name}.py").read_text()) for name in modules]
-    return _SCRIPT.format(texts=texts, arguments=(CHANNEL, *arguments))
+    return _SCRIPT.format(texts=texts, arguments=arguments)

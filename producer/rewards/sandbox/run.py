@@ -1,15 +1,16 @@
 """Running programs in the sandbox, from outside.
 
-Guarantee: `run` returns within `time_s` and a little, with nothing of the program left: the first process of its PID namespace
-is killed with it, and the kernel ends whatever else is in there. Output beyond `output_bytes` ends the program. Main thread or
-not, loop or not: it is a coroutine that holds no lock and no thread.
+Guarantee: `run` returns within `time_s` and a little, and nothing of the program is left then, because its keeper
+(`protocol.processes.kept`) has killed whatever there was. Output beyond `output_bytes` ends the program. `run` holds no lock and
+no thread.
 """
 
 import asyncio
 import contextlib
 import json
+import math
 import os
-import signal
+import shutil
 import socket
 import subprocess
 import sys
@@ -17,16 +18,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from producer.rewards.sandbox.filter import system_call_filter
 from protocol.errors import ConfigError
-from protocol.processes.tree import resident_bytes
+from protocol.processes.kept import KeptProcess
 
 _INSIDE = Path(__file__).with_name("inside.py")
-_WALLS_FAILED = 120
-CHANNEL = 3  # descriptor of a program's channel
+_ENVIRONMENT = {"PATH": "/usr/bin", "HOME": "/tmp", "LC_ALL": "C.UTF-8"}  # noqa: S108 - the sandbox has its own
+_SYSTEM = ("/lib", "/lib32", "/lib64", "/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/local/lib", "/etc/ld.so.cache")
+_DEVICES = ("/dev/null", "/dev/urandom")  # a shared mapping of /dev/zero is memory that nobody counts
+_ISOLATED = [
+    "--unshare-user", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--uid", "1000", "--gid", "1000",
+    "--die-with-parent", "--new-session", "--cap-add", "CAP_SYS_ADMIN",  # for the mount of `inside.py`
+]  # fmt: skip
+_AS_NOBODY = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
 _UNTOUCHED_BYTES = 2**27  # what an interpreter reserves and does not use
-_WALLS_BYTES = 2**25  # resident: the script on both sides of the wall
+_OWN_BYTES = 2**25  # resident: the keeper and bubblewrap
 _LOOK_EVERY_S = 0.05
-_GRACE_S = 10.0  # of a loaded host, beyond the program's own time, for walls and teardown
 
 Ended = Literal["itself", "time", "memory", "output"]
 
@@ -57,117 +64,136 @@ class Outcome:
 
 
 class Sandbox:
-    """Runs Python programs.
+    """Runs Python programs with bubblewrap.
 
     Args:
         python: interpreter, and with it what the programs can read and import. None: this one, without packages.
 
     Raises:
-        ConfigError: there is no such interpreter.
+        ConfigError: there is no such interpreter, no bubblewrap or no libseccomp.
     """
 
     def __init__(self, limits: Limits, python: str | None = None) -> None:
         self.limits = limits
-        self._python, self._readable = _interpreter(python or sys._base_executable)  # type: ignore[attr-defined]
+        self._python, readable = _interpreter(python or sys._base_executable)  # type: ignore[attr-defined]
         self._flags = ["-I", "-X", "utf8"] + ([] if python else ["-S"])
+        self._readable = [place for place in dict.fromkeys([*readable, *_SYSTEM]) if os.path.exists(place)]
+        self._bwrap = shutil.which("bwrap") or ""
+        if not self._bwrap:
+            raise ConfigError(_refusal("there is no bwrap"))
+        self._filter = system_call_filter().hex()
+        self._is_root = os.geteuid() == 0
+        self._may_mount = self._is_root and _may_mount(self._bwrap)
 
     async def run(self, program: str, stdin: bytes = b"", channel: socket.socket | None = None) -> Outcome:
-        """`program` as a script of its own.
+        """Runs `program` as a script of its own.
 
         Args:
-            channel: that it has as descriptor `CHANNEL`. Closed on this side.
+            channel: that the program has under the same descriptor. It is closed on this side.
 
         Raises:
-            ConfigError: the walls could not be built, so that nothing was run.
+            ConfigError: the isolation could not be set up, so that nothing was run.
         """
+        ours, theirs = zip(*(socket.socketpair() for _ in range(4)), strict=True)
+        with contextlib.ExitStack() as given:
+            for end in (*theirs, *([channel] if channel else ())):
+                given.enter_context(end)
+            main = given.enter_context(os.fdopen(os.memfd_create("main.py"), "w+b"))
+            main.write(program.encode())
+            main.seek(0)
+            passed = [main.fileno(), theirs[3].fileno(), *([channel.fileno()] if channel else ())]
+            try:
+                process = KeptProcess(
+                    self.command(*passed[:2]), stdin=theirs[0], stdout=theirs[1],
+                    stderr=theirs[2], pass_fds=passed, env=_ENVIRONMENT, cwd="/",
+                )  # fmt: skip
+            except BaseException:
+                _close(ours)
+                raise
+        try:
+            return await self._watch(process, ours, stdin)
+        finally:
+            ending = process.end()
+            _close(ours)
+            await asyncio.wait({ending})
+
+    def command(self, main: int, ready: int) -> list[str]:
+        """Of a program that is read from descriptor `main`; one byte in `ready` says that it is about to start.
+
+        Root becomes nobody, so that no file of root's is the program's own and its processes are counted. What nobody may not
+        read, such as an interpreter in /root, is mounted elsewhere before.
+        """
+        sources = {place: place for place in self._readable}
+        before: list[str] = []
+        if self._is_root:
+            before = _AS_NOBODY
+            if self._may_mount:
+                sources = {place: f"/tmp/{number}" for number, place in enumerate(self._readable)}  # noqa: S108
+                moved = [word for place, source in sources.items() for word in ("--ro-bind", place, source)]
+                before = [self._bwrap, "--die-with-parent", "--dev-bind", "/", "/", "--tmpfs", "/tmp", *moved, *before]  # noqa: S108
         limits = self.limits
         spec = {
-            "parent": os.getpid(),
-            "readable": self._readable,
-            "command": [self._python, *self._flags, "/tmp/main.py"],  # noqa: S108 - of its own inside
+            "command": [self._python, *self._flags, "/main.py"],
             "cpu_s": int(limits.time_s) + 2,
             "memory_bytes": limits.memory_bytes + _UNTOUCHED_BYTES,
             "disk_bytes": limits.disk_bytes,
             "processes": limits.processes,
-            "channel": None if channel is None else channel.fileno(),
+            "filter": self._filter,
+            "ready": ready,
         }
-        source = program.encode()
-        with channel or contextlib.nullcontext():
-            process = await asyncio.create_subprocess_exec(
-                sys.executable, "-I", "-S", str(_INSIDE), json.dumps(spec), start_new_session=True, env={}, cwd="/",
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                pass_fds=() if channel is None else (channel.fileno(),),
-            )  # fmt: skip
-        try:
-            return await self._watch(process, len(source).to_bytes(8, "little") + source + stdin)
-        finally:
-            await _end(process)
+        binds = [word for place, source in sources.items() for word in ("--ro-bind", source, place)]
+        binds += [word for device in _DEVICES for word in ("--dev-bind", device, device)]
+        root = ["--ro-bind-data", str(main), "/main.py", "--dir", "/tmp", "--remount-ro", "/", "--chdir", "/"]  # noqa: S108
+        inside = [self._python, "-I", "-S", "-c", _INSIDE.read_text(), json.dumps(spec)]
+        return [*before, self._bwrap, *_ISOLATED, *binds, *root, "--", *inside]
 
-    async def _watch(self, process: asyncio.subprocess.Process, given: bytes) -> Outcome:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        assert process.stderr is not None
-        limits = self.limits
-        feeding = asyncio.ensure_future(_feed(process.stdin, given))
-        output, errors = _Collected(limits.output_bytes), _Collected(limits.output_bytes)
-        reading = asyncio.gather(output.read(process.stdout), errors.read(process.stderr), process.wait())
+    async def _watch(self, process: KeptProcess, ends: tuple[socket.socket, ...], stdin: bytes) -> Outcome:
+        streams = [await asyncio.open_connection(sock=end) for end in ends[:3]]
+        output, errors = _Collected(self.limits.output_bytes), _Collected(self.limits.output_bytes)
+        feeding = asyncio.ensure_future(_feed(streams[0][1], stdin))
+        reading = asyncio.gather(output.read(streams[1][0]), errors.read(streams[2][0]), process.exited(math.inf))
         try:
             ended = await self._until_it_ends(process, reading, (output, errors))
+            status = await asyncio.shield(process.end())
+            if ended != "itself":
+                await asyncio.wait({reading}, timeout=_LOOK_EVERY_S)
         finally:
-            feeding.cancel()
-            reading.cancel()
+            for task in (feeding, reading):
+                task.cancel()
             await asyncio.gather(feeding, reading, return_exceptions=True)
-        code = process.returncode if process.returncode is not None else -signal.SIGKILL
-        if code == _WALLS_FAILED and ended == "itself" and not output.content:
-            raise ConfigError(_refusal(errors.content.decode(errors="replace")))
+            for _, writer in streams:
+                writer.transport.abort()
+        if ended == "itself" and ends[3].recv(1) != b"1":
+            raise ConfigError(_refusal(errors.content.decode(errors="replace").strip()[-400:]))
+        code = -9 if status is None else status
         return Outcome(128 - code if code < 0 else code, bytes(output.content), bytes(errors.content), ended)
 
     async def _until_it_ends(
-        self, process: asyncio.subprocess.Process, reading: "asyncio.Future[Any]", collected: tuple["_Collected", ...]
+        self, process: KeptProcess, reading: "asyncio.Future[Any]", collected: tuple["_Collected", ...]
     ) -> Ended:
         clock = asyncio.get_running_loop().time
         deadline = clock() + self.limits.time_s
         while True:
             await asyncio.wait({reading}, timeout=_LOOK_EVERY_S)
-            ended: Ended = "itself"
             if reading.done():
-                return ended
-            if any(each.full for each in collected):
-                ended = "output"
-            elif clock() > deadline:
-                ended = "time"
-            elif resident_bytes(process.pid) > self.limits.memory_bytes + _WALLS_BYTES:
-                ended = "memory"
-            if ended != "itself":
-                with contextlib.suppress(ProcessLookupError):
-                    process.terminate()  # it ends the first process inside and waits until all are gone
-                await asyncio.wait({reading}, timeout=_GRACE_S)
-                return ended
+                return "itself"
+            if any(each.is_full for each in collected):
+                return "output"
+            if clock() > deadline:
+                return "time"
+            if process.resident_bytes() > self.limits.memory_bytes + _OWN_BYTES:
+                return "memory"
 
     async def check(self) -> None:
-        """Runs a program that pulls at the walls.
+        """Runs a self-test that tries to get around the isolation.
 
         Raises:
-            ConfigError: the machine cannot hold it; the message has the cures.
+            ConfigError: the machine cannot isolate it; the message has the fix.
         """
-        outcome = await self.run(_TRIAL.format(processes=self.limits.processes))
+        outcome = await self.run(_SELF_TEST.format(processes=self.limits.processes))
         if outcome.output != b"held" or outcome.code != 0:
             found = (outcome.errors or outcome.output).decode(errors="replace").strip()[-400:]
-            raise ConfigError(_refusal(found or f"the trial ended by {outcome.ended} with {outcome.code}"))
-
-
-async def _end(process: asyncio.subprocess.Process) -> None:
-    """Whether it was cancelled or not: SIGTERM ends the first process inside, and the script waits until all are gone."""
-    if process.returncode is None:
-        with contextlib.suppress(ProcessLookupError):
-            process.terminate()
-        try:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(process.wait(), _GRACE_S)
-        finally:
-            if process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
+            raise ConfigError(_refusal(found or f"the self-test ended by {outcome.ended} with {outcome.code}"))
 
 
 class _Collected:
@@ -178,7 +204,7 @@ class _Collected:
         self._max_bytes = max_bytes
 
     @property
-    def full(self) -> bool:
+    def is_full(self) -> bool:
         return len(self.content) >= self._max_bytes
 
     async def read(self, stream: asyncio.StreamReader) -> None:
@@ -187,10 +213,20 @@ class _Collected:
 
 
 async def _feed(stream: asyncio.StreamWriter, given: bytes) -> None:
-    with contextlib.suppress(ConnectionError):  # who ends early has not read everything
+    with contextlib.suppress(ConnectionError):  # a program that ends early has not read everything
         stream.write(given)
         await stream.drain()
     stream.close()
+
+
+def _close(ends: tuple[socket.socket, ...]) -> None:
+    for end in ends:
+        end.close()
+
+
+def _may_mount(bwrap: str) -> bool:
+    """Whether root may mount here; in a container it often may not."""
+    return subprocess.run([bwrap, "--dev-bind", "/", "/", "true"], capture_output=True).returncode == 0
 
 
 def _interpreter(python: str) -> tuple[str, list[str]]:
@@ -209,16 +245,16 @@ def _interpreter(python: str) -> tuple[str, list[str]]:
 
 def _refusal(found: str) -> str:
     return (
-        f"rewards.functions: builtin code: this machine cannot hold untrusted code: {found}. It needs user, network, PID and "
-        "mount namespaces of an unprivileged user. In a container: run it with `--security-opt seccomp=unconfined "
-        "--security-opt apparmor=unconfined`, or as a virtual machine. Under systemd: the drop-in of docs/operations.md, "
-        "Code rewards. On the host: `sysctl user.max_user_namespaces=10000`, on Debian `sysctl "
+        f"rewards.functions: builtin code: this machine cannot hold untrusted code: {found}. It needs bubblewrap (apt install "
+        "bubblewrap), and user, network, PID and mount namespaces of an unprivileged user. In a container: run it with "
+        "`--security-opt seccomp=unconfined --security-opt apparmor=unconfined`, or as a virtual machine. Under systemd: the "
+        "drop-in of docs/operations.md, Code rewards. On the host: `sysctl user.max_user_namespaces=10000`, on Debian `sysctl "
         "kernel.unprivileged_userns_clone=1`, on Ubuntu `sysctl kernel.apparmor_restrict_unprivileged_userns=0`; Linux 5.14 "
-        "or newer. Nothing was run without its walls"
+        "or newer. Nothing was run without isolation"
     )
 
 
-_TRIAL = """
+_SELF_TEST = """
 import errno, os, socket, time
 assert os.getuid() == 1000 and os.getpid() < 4
 for folder in ("/", "/usr"):
@@ -230,7 +266,7 @@ for folder in ("/", "/usr"):
 try:
     socket.create_connection(("127.0.0.1", 9), 1)
 except OSError as error:
-    assert error.errno == errno.ENETUNREACH, "there is a network"
+    assert error.errno == errno.EPERM, "there is a network"
 number = 0
 try:
     while number <= {processes}:
