@@ -113,8 +113,8 @@ class Serving:
         generation = ClientGeneration(engine, self._versions, limiter, metrics)
         endpoint = Endpoint(settings, keys, generation, metrics, agents, atropos)
         answer_s = settings.request_timeout_s + settings.receive_timeout_s  # the last of which is for its last bytes
-        limiter = ConnectionLimiter(settings.receive_timeout_s, answer_s, settings.max_connections, metrics.refuse)
-        self._server = Server(endpoint, limiter)
+        connections = ConnectionLimiter(settings.receive_timeout_s, answer_s, settings.max_connections, metrics.refuse)
+        self._server = Server(endpoint, connections)
         self.problem: str | None = None
 
     async def run(self, listener: socket.socket) -> None:
