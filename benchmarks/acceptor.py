@@ -26,7 +26,7 @@ from replay.journal.disk import DiskGuard
 from replay.journal.writer import Journal
 from replay.prompts.failure_budgets import RetryBudget
 from replay.prompts.ledger import PromptLedger
-from replay.prompts.rerolls import RerollQueue, RerollRules
+from replay.prompts.rerolls import RerollLimits, RerollRules
 from replay.prompts.staleness import StalenessBudget
 from replay.rewards import RewardRecipe
 
@@ -51,7 +51,7 @@ class Acceptor:
         self.journal = Journal(folder / "journal.sqlite")
         rewards = RewardRecipe(np.ones(1, np.float32))
         budgets = {"data": RetryBudget(3, 1.0), "infra": RetryBudget(10, 0.25)}
-        rerolls = RerollQueue(max_share=0.25, max_pending=4096)
+        rerolls = RerollLimits(max_share=0.25, max_pending=4096)
         self.buffer = RolloutBuffer(
             PromptLedger(_NUM_PROMPTS, seed=0, shuffle=False, budgets=budgets, session="bench", rerolls=rerolls),
             BatchCutter(StalenessBudget(GROUPS_PER_STEP, MAX_STALENESS), self.journal, signal=rewards.signal),

@@ -25,7 +25,8 @@ from replay.batches.cutting import CutBatch
 from replay.batches.delivery import Delivery
 from replay.buffer import RolloutBuffer
 from replay.journal.writer import Journal
-from replay.prompts.ledger import LeaseRecord
+from replay.lease_ids import Key
+from replay.prompts.leases import LeaseRecord
 
 PRODUCER = "lockstep"
 _FOREVER_S = 1e9
@@ -74,8 +75,8 @@ class LeasingFeed:
         pipeline = self._setup.config.pipeline
         return pipeline.fill == "partial" and self._arrived >= pipeline.groups_per_step
 
-    def _leases(self) -> list[LeaseRecord]:
-        leases: list[LeaseRecord] = []
+    def _leases(self) -> list[LeaseRecord[Key]]:
+        leases: list[LeaseRecord[Key]] = []
         while len(leases) < _AT_ONCE:
             lease = self._buffer.lease(PRODUCER, now=0.0, timeout_s=_FOREVER_S)
             if lease is None:
@@ -85,9 +86,9 @@ class LeasingFeed:
         assert leases, "the buffer has neither a batch nor a lease"
         return leases
 
-    def _fulfil(self, leases: Sequence[LeaseRecord]) -> None:
+    def _fulfil(self, leases: Sequence[LeaseRecord[Key]]) -> None:
         sampling = self._setup.config.sampling
-        prompts, columns = zip(*(self._setup.prompts[lease.item.prompt_id] for lease in leases), strict=True)
+        prompts, columns = zip(*(self._setup.prompts[lease.work.key.prompt_id] for lease in leases), strict=True)
         prompt_ids = self._sampler.tokenizer(list(prompts))["input_ids"]
         self._sampler.load(self._policies.blob)
         samples = self._sampler.sample(

@@ -18,13 +18,15 @@ import apsw
 import numpy as np
 
 from benchmarks.groups import GroupFactory
-from replay.journal.writer import Entry, Journal
-from replay.prompts.rerolls import Judgement
+from replay.journal.tables import Entry
+from replay.journal.writer import Journal
+from replay.lease_ids import Key, LeaseId
+from replay.prompts.rerolls import Grade
 
 BATCHES = (1, 8, 32)
 RAW, FULL, NORMAL = "raw append + fdatasync", "journal (FULL)", "journal (NORMAL)"
 _TURN_S = 0.4
-_MIXED = Judgement("mixed", 8, 4)
+_MIXED = Grade("mixed", 8, 4)
 
 Frames = list[tuple[int, bytes]]  # number of the group, and its message
 
@@ -104,7 +106,7 @@ def _raw_append(path: Path, stack: ExitStack) -> Callable[[Frames], None]:
 def _journal_append(journal: Journal, frames: Frames) -> None:
     """As the trainer does."""
     journal.append(
-        Entry(f"0-{number}-0-1-bench", 0, number, 0, 1, "bench", 0, "accepted", 0.5, _MIXED, 4096, frame)
+        Entry(LeaseId(Key(0, number), 1, "bench"), "bench", 0, "accepted", 0.5, _MIXED, 4096, frame)
         for number, frame in frames
     )
 

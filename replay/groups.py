@@ -5,6 +5,7 @@ Guarantee: a `RolloutGroup` that exists is self-consistent and in range, so noth
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 from protocol.wire.codec import decode
 from protocol.wire.messages import Group
 from protocol.wire.schemas import JOURNAL_SCHEMAS
+from replay.lease_ids import LeaseId
 
 _INT32, _UINT32, _FLOAT32, _UINT8 = (np.dtype(name) for name in ("<i4", "<u4", "<f4", "u1"))
 
@@ -40,6 +42,15 @@ class RolloutGroup:
     token_versions: NDArray[np.int32] | None = None  # (T,), none older than policy_version; None: all of that version
     sampled: NDArray[np.bool_] | None = None  # (T,), at least one of each record; None: all
     episodes: NDArray[np.int32] | None = None  # (R,), the completion of each record, in order; None: one record each
+
+    @cached_property
+    def lease(self) -> LeaseId:
+        """The lease that the group answers, unless that is one of an evaluation.
+
+        Raises:
+            UnknownLeaseError: no trainer wrote the group's id.
+        """
+        return LeaseId.parse(self.group_id)
 
     @property
     def newest_version(self) -> int:
@@ -111,12 +122,6 @@ class RolloutGroup:
         """How many of these tokens each policy version sampled, the oldest first."""
         found, counts = np.unique(self.versions[tokens][self.is_sampled[tokens]], return_counts=True)
         return dict(zip(found.tolist(), counts.tolist(), strict=True))
-
-    def mean_reward(self, weights: NDArray[np.float32]) -> float:
-        """Mean over the scored completions of the sum of rewards, weighted by `weights` (F,); NaN if none is scored."""
-        scored = ~np.isnan(self.rewards).all(axis=1)
-        totals = np.nansum(self.rewards[scored] * weights, axis=1)
-        return float(totals.mean()) if len(totals) else float("nan")
 
 
 @dataclass(frozen=True)

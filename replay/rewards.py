@@ -22,6 +22,21 @@ EPSILON = 1e-4
 _RELATIVE, _ABSOLUTE = 1e-5, 1e-8  # values closer than this are equal, as in numpy.isclose
 
 
+def weighted_sums(rewards: NDArray[np.float32], weights: NDArray[np.float32]) -> NDArray[np.float64]:
+    """What each completion is worth: the weighted sum of its rewards, (n, k), (k,) -> (n,).
+
+    A missing reward adds nothing; a completion without any is worth NaN, not 0. With weights 1 and 0.5:
+
+        [[1.0, 2.0],        [2.0,    1 + 0.5 x 2
+         [1.0, NaN],   ->    1.0,    1
+         [NaN, NaN]]         NaN]    nothing is known
+    """
+    missing = np.isnan(rewards)
+    totals: NDArray[np.float64] = np.where(missing, 0.0, rewards).astype(np.float64) @ weights.astype(np.float64)
+    totals[missing.all(axis=1)] = np.nan
+    return totals
+
+
 @dataclass(frozen=True)
 class OverlongPenalty:
     """The soft overlong punishment of DAPO (arXiv:2503.14476, eq. 13)."""
@@ -80,7 +95,7 @@ class RewardRecipe:
 
     def mean_reward(self, group: RolloutGroup) -> float:
         """Mean over the scored completions of the functions' weighted sum, without punishment; NaN if none is scored."""
-        totals = _totals(group.rewards, self.weights)
+        totals = weighted_sums(group.rewards, self.weights)
         scored = totals[~np.isnan(totals)]
         return float(scored.mean()) if len(scored) else float("nan")
 
@@ -92,7 +107,7 @@ class RewardRecipe:
         """
         columns = self.columns(group)
         if self.aggregation == "sum_then_normalize":
-            deviations, _ = _deviations(_totals(columns, self.column_weights)[:, None])
+            deviations, _ = _deviations(weighted_sums(columns, self.column_weights)[:, None])
             return float(np.abs(deviations).sum())
         deviations, counts = _deviations(columns.astype(np.float64))
         std = np.sqrt((deviations * deviations).sum(axis=0) / np.maximum(counts - 1, 1))
@@ -100,14 +115,6 @@ class RewardRecipe:
         if total.max() <= _RELATIVE * np.abs(self.column_weights).sum():  # the functions cancel out
             return 0.0
         return float(total.sum())
-
-
-def _totals(columns: NDArray[np.float32], weights: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Weighted sums over the columns: (n, k), (k,) -> (n,); NaN for a completion that no function scored."""
-    missing = np.isnan(columns)
-    totals: NDArray[np.float64] = np.where(missing, 0.0, columns).astype(np.float64) @ weights
-    totals[missing.all(axis=1)] = np.nan
-    return totals
 
 
 def _deviations(columns: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.int64]]:

@@ -11,7 +11,7 @@ from replay.journal.writer import Journal
 from replay.prompts.adaptive_staleness import StalenessController
 from replay.prompts.failure_budgets import RetryBudget
 from replay.prompts.ledger import PromptLedger
-from replay.prompts.rerolls import RerollQueue, RerollRules
+from replay.prompts.rerolls import RerollLimits, RerollRules
 
 
 def rollout_buffer(setup: Setup, journal: Journal, session: str) -> RolloutBuffer:
@@ -34,7 +34,7 @@ def rollout_buffer(setup: Setup, journal: Journal, session: str) -> RolloutBuffe
             "infra": RetryBudget(pipeline.max_infra_attempts, pipeline.infra_backoff_s),
         },
         session=session,
-        rerolls=RerollQueue(max_share=reroll.max_share, max_pending=reroll.max_pending),
+        rerolls=RerollLimits(max_share=reroll.max_share, max_pending=reroll.max_pending),
     )
     cutter = BatchCutter(
         setup.budget,

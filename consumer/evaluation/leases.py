@@ -100,7 +100,7 @@ class EvaluationDesk:
         if now is None:
             return Progress()
         evaluation = now[1]
-        return Progress(evaluation.version, evaluation.num_done, evaluation.num_prompts, evaluation.num_out)
+        return Progress(evaluation.version, evaluation.num_done, evaluation.num_prompts, evaluation.leases.num_leases)
 
     def tick(self, shelf: PolicyShelf, producers: Iterable[tuple[bytes, ProducerSession]], now: float) -> list[bytes]:
         """Ends what is due, begins what can begin, gives leases. Returns the producers that cannot be reached."""
@@ -112,12 +112,12 @@ class EvaluationDesk:
             return []
         due, evaluation = self._now
         producers = list(producers)
-        for lease_id in evaluation.overdue(now):
-            evaluation.fail(lease_id, "expired", now)
+        for record in evaluation.leases.overdue(now):
+            evaluation.fail(record.lease_id, "expired", now)
             for _, session in producers:
-                session.evaluations.discard(lease_id)
+                session.evaluations.discard(record.lease_id)
         lost = self._give(due, evaluation, producers, now)
-        if self._began is None and evaluation.num_out:
+        if self._began is None and evaluation.leases.num_leases:
             self._began = now
         if evaluation.is_done:
             shelf.let_go()
@@ -135,7 +135,8 @@ class EvaluationDesk:
     def take(self, session: ProducerSession, message: Group, shelf: PolicyShelf) -> Ack | Nack:
         """The answer to an answer. One that comes late, whatever it is, is done with."""
         session.evaluations.discard(message.lease_id)
-        if self._now is None or not self._now[1].awaits(message.lease_id):
+        prompt_id = None if self._now is None else self._now[1].awaits(message.lease_id)
+        if self._now is None or prompt_id is None:
             return Ack(message.lease_id, "duplicate", shelf.newest)
         _, evaluation = self._now
         try:
@@ -146,7 +147,7 @@ class EvaluationDesk:
             self._warn("invalid", f"answer {message.lease_id} of {session.name} is invalid: {error}")
             evaluation.fail(message.lease_id, "invalid", self._clock())
             return Nack(message.lease_id, "invalid", str(error))
-        evaluation.answer(message.lease_id, Answer.of(group, self._metric))
+        evaluation.answer(prompt_id, Answer.of(group, self._metric))
         return Ack(message.lease_id, "accepted", shelf.newest)
 
     def take_failure(self, session: ProducerSession, message: Nack) -> None:
@@ -154,7 +155,7 @@ class EvaluationDesk:
         if self._now is None:
             return
         if message.reason == "returned":
-            self._now[1].give_back(message.lease_id)
+            self._now[1].leases.give_back(message.lease_id)
             return
         what = f"{session.name} could not answer a prompt of the evaluation: {message.reason}: {message.detail}"
         self._warn(f"evaluation_{message.reason}", what)
@@ -164,7 +165,7 @@ class EvaluationDesk:
         """Takes back the leases of a producer, but those that it keeps, which are returned."""
         if self._now is None:
             return set()
-        leases = set(self._now[1].leases_of(producer))
+        leases = {record.lease_id for record in self._now[1].leases.leases_of(producer)}
         for lease_id in leases.difference(keep):
             self._now[1].fail(lease_id, "released", self._clock())
         return leases.intersection(keep)
@@ -185,7 +186,7 @@ class EvaluationDesk:
                 return lost
             lease = evaluation.lease(session.name, now=now, deadline=now + self._timeout_s)
             assert lease is not None, "one is due"
-            lease_id, prompt_id, attempt = lease
+            lease_id, work = lease.lease_id, lease.work
             try:
                 if isinstance(found, DatasetError):
                     raise found
@@ -193,7 +194,7 @@ class EvaluationDesk:
                 sent = self._channel.send(
                     peer,
                     Lease(
-                        lease_id, prompt_id, attempt, prompt, columns, self._sampling, due.policy.version, self._timeout_s,
+                        lease_id, work.key, work.attempt, prompt, columns, self._sampling, due.policy.version, self._timeout_s,
                         evaluates=due.policy,
                     ),
                 )  # fmt: skip

@@ -14,8 +14,9 @@ from protocol.transport.channel import ServerChannel
 from protocol.wire.messages import Ack, Message, Nack
 from replay.batches.delivery import Delivery
 from replay.buffer import RolloutBuffer
+from replay.journal.database import JournalFullError
 from replay.journal.disk import DiskGuard
-from replay.journal.writer import Journal, JournalFullError
+from replay.journal.writer import Journal
 
 COMMIT_ROWS = 32
 COMMIT_AFTER_S = 0.005

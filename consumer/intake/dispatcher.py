@@ -19,9 +19,10 @@ from protocol.transport.channel import ServerChannel
 from protocol.wire.codec import CodecError
 from protocol.wire.messages import Lease, Sampling
 from replay.buffer import RolloutBuffer
+from replay.journal.database import JournalFullError
 from replay.journal.disk import DiskGuard
-from replay.journal.writer import JournalFullError
-from replay.prompts.ledger import LeaseRecord
+from replay.lease_ids import Key
+from replay.prompts.leases import LeaseRecord
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ _LOOK_AT_DISK_EVERY_S = 1.0
 class _Unsent:
     """A lease that no producer has yet."""
 
-    record: LeaseRecord
+    record: LeaseRecord[Key]
     prompt: Prompt | DatasetError | None  # None: it is being read
 
 
@@ -126,9 +127,9 @@ class LeaseDesk:
             self._unsent.append(_Unsent(record, self._read(record)))
         return self._unsent.popleft() if self._unsent and self._unsent[0].prompt else None
 
-    def _read(self, record: LeaseRecord) -> Prompt | DatasetError | None:
+    def _read(self, record: LeaseRecord[Key]) -> Prompt | DatasetError | None:
         try:
-            return self._prompts[record.item.prompt_id]
+            return self._prompts[record.work.key.prompt_id]
         except DatasetError as error:
             return error
 
@@ -140,8 +141,8 @@ class LeaseDesk:
         prompt, columns = unsent.prompt
         return Lease(
             lease_id=record.lease_id,
-            prompt_id=record.item.prompt_id,
-            attempt=record.item.attempt,
+            prompt_id=record.work.key.prompt_id,
+            attempt=record.work.attempt,
             prompt=prompt,
             columns=columns,
             sampling=self._sampling,

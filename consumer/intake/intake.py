@@ -43,10 +43,11 @@ from protocol.wire.schemas import group_schema
 from replay.batches.delivery import Delivery
 from replay.buffer import RolloutBuffer
 from replay.groups import GroupShape, InvalidGroupError
+from replay.journal.database import JournalFullError
 from replay.journal.disk import DiskGuard
-from replay.journal.writer import Journal, JournalFullError
-from replay.prompts.evaluation_leases import is_evaluation
-from replay.prompts.ledger import LeaseRecord
+from replay.journal.writer import Journal
+from replay.lease_ids import Key, is_evaluation
+from replay.prompts.leases import LeaseRecord
 
 logger = logging.getLogger(__name__)
 
@@ -337,7 +338,7 @@ class Intake:
         released = self._release(session.name)
         logger.warning("producer %s left (%s); %d prompts go out again", session.name, why, len(released))
 
-    def _release(self, producer: str, keep: Iterable[str] = ()) -> list[LeaseRecord]:
+    def _release(self, producer: str, keep: Iterable[str] = ()) -> list[LeaseRecord[Key]]:
         """Takes back the leases of a producer, but those that it keeps and those whose groups have arrived."""
         keep = frozenset(keep)
         if self._evaluations is not None:

@@ -19,7 +19,7 @@ from protocol.files.json_lines import encode_line
 from protocol.files.rotated_lines import RotatedLines
 from protocol.files.space import unless_full
 from replay.batches.cutting import CutBatch
-from replay.prompts.ledger import parse_lease_id
+from replay.rewards import weighted_sums
 
 _MAX_CHARS = 8192  # of a text
 
@@ -76,9 +76,7 @@ class RolloutLog:
         if not self._num_samples:
             return
         rewards = np.concatenate([group.rewards for group in batch.groups])
-        totals = np.where(
-            np.isnan(rewards).all(axis=1), np.nan, np.nansum(rewards * self._recipe.rewards.weights, axis=1)
-        )
+        totals = weighted_sums(rewards, self._recipe.rewards.weights)
         advantages = self._recipe.advantages_of(batch.groups).tolist()
         now = time.time()
         lines = [
@@ -94,10 +92,9 @@ class RolloutLog:
         place, number = divmod(row, self._recipe.num_generations)
         group = batch.groups[place]
         tokens = group.last_record(number)
-        (_, prompt_id, _), _ = parse_lease_id(group.group_id)
         return {
             "group": group.group_id,
-            "prompt_id": prompt_id,
+            "prompt_id": group.lease.key.prompt_id,
             "policy_version": group.policy_version,
             "staleness": version - group.policy_version,
             "versions": group.tokens_by_version(tokens),
@@ -110,7 +107,7 @@ class RolloutLog:
         }
 
 
-def chosen(totals: NDArray[np.float32], count: int, draw: np.random.Generator) -> list[int]:
+def chosen(totals: NDArray[np.float64], count: int, draw: np.random.Generator) -> list[int]:
     """Indexes of at most `count` completions: of a best one, of a worst one, then of others. NaN is neither."""
     order = draw.permutation(len(totals)).tolist()
     scored = [row for row in order if not np.isnan(totals[row])]

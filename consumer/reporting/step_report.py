@@ -22,6 +22,7 @@ from protocol.files.space import unless_full
 from protocol.service import logs
 from replay.batches.cutting import CutBatch
 from replay.batches.delivery import Arrival
+from replay.rewards import weighted_sums
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +38,8 @@ def batch_metrics(batch: CutBatch, version: int, weights: np.ndarray, names: lis
     """
     arrivals = batch.arrivals or [Arrival.of(group) for group in batch.groups]
     rewards = np.concatenate([arrival.rewards for arrival in arrivals])
-    scored = ~np.isnan(rewards).all(axis=1)
-    total = np.nansum(rewards * weights, axis=1)[scored]
+    total = weighted_sums(rewards, weights)
+    total = total[~np.isnan(total)]
     lengths = np.concatenate([arrival.lengths for arrival in arrivals])
     ages = [version - group.policy_version for group in batch.groups]
     staleness, replayed = ages[: batch.num_fresh], ages[batch.num_fresh :]

@@ -21,9 +21,10 @@ from protocol.files.space import out_of_space
 from protocol.wire.messages import PolicyInfo
 from replay.batches.cutting import CutBatch
 from replay.buffer import RolloutBuffer
+from replay.journal.database import JournalFullError
 from replay.journal.disk import DiskGuard
 from replay.journal.retention import Retention
-from replay.journal.writer import Journal, JournalFullError
+from replay.journal.writer import Journal
 from replay.prompts.adaptive_staleness import StalenessController
 
 logger = logging.getLogger(__name__)

@@ -103,7 +103,7 @@ class ReplaySection(Section):
     )
     max_size: Positive = Field(256, description="Groups kept to stand in.")
     min_size: Positive = Field(16, description="Groups kept before the first one stands in.")
-    samples_per_insert: Annotated[float, Field(gt=0)] = Field(
+    samples_per_insert: Annotated[float, Field(gt=0, le=1e6)] = Field(
         1.0,
         description="Groups trained per group generated, at most, counting every time. 1 lets a group stand in for every "
         "one without signal.",
@@ -112,7 +112,7 @@ class ReplaySection(Section):
         4, description="Times that one group is trained, the first one included."
     )
     max_age_versions: Positive = Field(16, description="Versions after which a group does not stand in any more.")
-    half_life_versions: Annotated[float, Field(gt=0)] = Field(4.0, description="Age at which a score counts half.")
+    half_life_versions: Annotated[float, Field(ge=1e-3)] = Field(4.0, description="Age at which a score counts half.")
     max_share: Annotated[float, Field(gt=0, le=1)] = Field(
         0.5, description="Share of a batch that may stand in; the rest is trained for the first time."
     )

@@ -8,9 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from replay.groups import RolloutGroup
-from replay.journal.writer import Entry, Outcome
-from replay.prompts.ledger import parse_lease_id
-from replay.prompts.rerolls import Judgement
+from replay.journal.tables import Entry, Outcome
+from replay.prompts.rerolls import Grade
 
 
 class Delivery(NamedTuple):
@@ -21,13 +20,22 @@ class Delivery(NamedTuple):
     producer: str
     of_this_run: bool = True  # False: the producer came from another run, so that only a lease of this process is meant
 
-    def entry(self, outcome: Outcome, mean_reward: float, judgement: Judgement) -> Entry:
-        group = self.group
-        key, attempt = parse_lease_id(group.group_id)
+
+class Decision(NamedTuple):
+    """A delivered group that goes into the journal, with everything that is computed of it, once."""
+
+    delivery: Delivery
+    outcome: Outcome
+    signal: float  # how much the group can move the policy
+    mean_reward: float  # NaN if nothing is scored
+    grade: Grade
+
+    def entry(self) -> Entry:
+        group, frame, producer, _ = self.delivery
+        reward = None if math.isnan(self.mean_reward) else self.mean_reward
         return Entry(
-            group.group_id, *key, attempt, self.producer, group.policy_version, outcome,
-            None if math.isnan(mean_reward) else mean_reward, judgement, group.num_tokens, self.frame,
-        )  # fmt: skip
+            group.lease, producer, group.policy_version, self.outcome, reward, self.grade, group.num_tokens, frame
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,4 +1,4 @@
-"""Which groups of the replay table stand in, and which one makes room.
+"""Which groups of the replay table are replayed, and which one makes room.
 
 Guarantee: a choice depends on the entries, their order and the random numbers alone. Scores decay with age and equals are
 decided for the newer group, so no choice of sampler and remover freezes the table on the earliest data.
@@ -13,8 +13,6 @@ from typing import Protocol
 import numpy as np
 
 from replay.groups import RolloutGroup
-
-_SHORTEST_HALF_LIFE = 1e-3  # versions; keeps `DecayedScore.log2` exact to 1e-6 for versions in the millions
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,20 +38,9 @@ class Remover(Protocol):
 
 @dataclass(frozen=True)
 class DecayedScore:
-    """score x 0.5^(age / half_life_versions), where the age is in policy versions.
-
-    Raises:
-        ValueError: the half-life is not a finite number of at least 0.001.
-    """
+    """score x 0.5^(age / half_life_versions), where the age is in policy versions."""
 
     half_life_versions: float
-
-    def __post_init__(self) -> None:
-        if not _SHORTEST_HALF_LIFE <= self.half_life_versions < math.inf:
-            raise ValueError(
-                f"half_life_versions={self.half_life_versions} must be at least {_SHORTEST_HALF_LIFE} and finite; for "
-                "the newest groups whatever their score, set sampler=freshest and remover=oldest"
-            )
 
     def log2(self, entry: Entry) -> float:
         """Its logarithm, but for log2 of 0.5^(version now / half-life), which all entries have in common."""

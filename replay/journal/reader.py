@@ -2,31 +2,20 @@
 
 Guarantee: reading never changes the journal and never holds its writer up. Rows come in short statements of at most 1000,
 so that any journal is listed in bounded memory and an unfinished iteration keeps no transaction open. Every body is
-checked against its row before it is handed out. A group is in exactly one state:
-
-    ready         accepted, in no step yet
-    claimed       in a step that has not ended; or did not, when its trainer died
-    trained       its step ended
-    no_signal     all rewards equal: settled on arrival
-    stale         too old, on arrival or when the batch was cut
-    quarantined   the trainer died too often in its step
-    dropped       it no longer fits the configuration
+checked against its row before it is handed out.
 """
 
 import contextlib
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any
 
 import apsw
 
 from protocol.errors import JournalError
-from replay.journal.writer import SCHEMA, DeadLetter, row_crc
-
-State = Literal["ready", "claimed", "trained", "no_signal", "stale", "quarantined", "dropped"]
-STATES: tuple[State, ...] = get_args(State)
+from replay.journal.rows import EVERY_GROUP, DeadLetterRow, GroupFilter, GroupRow, PolicyRow, RefusedFrame, Use
+from replay.journal.tables import SCHEMA, RecordedBatch, row_crc
 
 _PAGE_ROWS = 1000
 _HEAD_BYTES = 64
@@ -45,95 +34,6 @@ _WANTED = f"""(:version IS NULL OR policy_version BETWEEN :version AND :last_ver
 # last step moved back. Any other quarantined group was never part of the run that survived.
 _RECORDED = """outcome = 'accepted' AND last_step IS NOT NULL
     AND (dropped IS NULL OR dropped = 'quarantined' AND last_step - step + 1 < :num_iterations)"""
-
-
-@dataclass(frozen=True)
-class GroupRow:
-    """What the journal knows of one group, beside its body. The columns are those of `replay.journal.writer`."""
-
-    seq: int
-    group_id: str
-    epoch: int
-    prompt_id: int
-    reroll: int
-    attempt: int
-    producer: str
-    policy_version: int
-    outcome: str
-    reward: float | None
-    verdict: str
-    num_scored: int
-    num_successes: int
-    num_tokens: int
-    num_bytes: int
-    accepted_at: float
-    crc: int
-    step: int | None
-    last_step: int | None
-    position: int | None
-    tries: int
-    dropped: str | None
-    num_replays: int  # times that it stood in after its first training
-    state: State
-
-
-@dataclass(frozen=True)
-class PolicyRow:
-    version: int
-    step: int  # that made it
-    digest: str
-    published_at: float
-
-
-@dataclass(frozen=True)
-class DeadLetterRow(DeadLetter):
-    buried_at: float
-
-
-@dataclass(frozen=True)
-class RefusedFrame:
-    received_at: float
-    reason: str
-    num_bytes: int
-    head: bytes  # its first bytes
-
-
-class Batch(NamedTuple):
-    step: int
-    last_step: int
-    group_ids: list[str]
-    num_fresh: int  # of them, which come first; the others stood in again
-
-
-class Use(NamedTuple):
-    """A group stood in again."""
-
-    step: int
-    position: int
-    last_step: int
-    group_id: str
-    tries: int
-
-
-@dataclass(frozen=True)
-class GroupFilter:
-    """Which groups are meant. Bounds are inclusive; what is None does not matter."""
-
-    versions: tuple[int, int] | None = None
-    steps: tuple[int, int] | None = None
-    state: State | None = None
-    rewards: tuple[float, float] | None = None
-    prompt_id: int | None = None
-
-    def bindings(self) -> dict[str, Any]:
-        pairs = (("version", "last_version"), ("step", "last_step"), ("reward", "max_reward"))
-        result: dict[str, Any] = {"state": self.state, "prompt_id": self.prompt_id}
-        for names, bounds in zip(pairs, (self.versions, self.steps, self.rewards), strict=True):
-            result |= zip(names, bounds or (None, None), strict=True)
-        return result
-
-
-EVERY_GROUP = GroupFilter()
 
 
 class JournalReader:
@@ -244,7 +144,7 @@ class JournalReader:
             raise JournalError(f"{self.path} does not hold group {group_id}; `rl-journal list` shows what it holds")
         return frame
 
-    def batches(self, from_step: int = 1) -> Iterator[Batch]:
+    def batches(self, from_step: int = 1) -> Iterator[RecordedBatch]:
         """The batches that train optimizer step `from_step` and all later ones, in the order in which they were trained.
         Steps that a restart cut anew come once, as cut last. The newest may be of a step that has not ended."""
         num_iterations = int(self.facts().get("num_iterations", 1))
@@ -256,11 +156,11 @@ class JournalReader:
             step, last_step, _ = rows[0]
             fresh = [group_id for _, _, group_id in rows]
             again = self._query("SELECT group_id FROM replays WHERE step = ? ORDER BY position", (step,))
-            yield Batch(step, last_step, fresh + [group_id for (group_id,) in again], len(fresh))
+            yield RecordedBatch(step, last_step, fresh + [group_id for (group_id,) in again], len(fresh))
             from_step = last_step + 1
 
     def uses(self, *, of_group: str | None = None, of_step: int | None = None) -> Iterator[Use]:
-        """Groups that stood in, in the order of training: all, those of one group, or those of the batch that begins
+        """Groups that were replayed, in the order of training: all, those of one group, or those of the batch that begins
         with one step."""
         sql = (
             "SELECT step, position, last_step, group_id, tries FROM replays"

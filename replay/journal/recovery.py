@@ -12,8 +12,9 @@ from typing import Literal, NamedTuple
 
 import apsw
 
-from replay.journal.writer import MAX_TRIES, Journal
-from replay.prompts.rerolls import Key
+from replay.journal.tables import MAX_TRIES, RecordedBatch
+from replay.journal.writer import Journal
+from replay.lease_ids import Key
 from replay.prompts.staleness import StalenessBudget
 
 _AVAILABLE = "outcome = 'accepted' AND dropped IS NULL AND (last_step IS NULL OR last_step > :step)"
@@ -21,18 +22,8 @@ _END_BEGUN = f"UPDATE groups SET last_step = :step WHERE {_AVAILABLE} AND step <
 """What was trained in part stays trained as far as that."""
 
 
-@dataclass(frozen=True)
-class RecordedBatch:
-    """Groups of the optimizer steps `step` to `last_step` (from 1), in order."""
-
-    step: int
-    last_step: int
-    group_ids: list[str]
-    num_fresh: int  # of them; the others stood in again
-
-
 class Fate(NamedTuple):
-    """What became of a prompt, by the newest group of one of its turns."""
+    """What became of a prompt, by the newest group of one of its attempts."""
 
     key: Key
     fate: Literal["held", "settled", "again"]
@@ -159,11 +150,11 @@ def _fates(journal: Journal, step: int, since_seq: int) -> list[Fate]:
         {"step": step, "seq": since_seq},
     )
     fates = [
-        Fate((epoch, prompt_id, reroll), fate, verdict, version, bool(is_new))
+        Fate(Key(epoch, prompt_id, reroll), fate, verdict, version, bool(is_new))
         for epoch, prompt_id, reroll, fate, verdict, version, is_new in rows
     ]
     buried = journal.query("SELECT epoch, prompt_id, reroll FROM dead_letters ORDER BY id")
-    return fates + [Fate(key, "settled", "unscored", 0, True) for key in buried]
+    return fates + [Fate(Key(*numbers), "settled", "unscored", 0, True) for numbers in buried]
 
 
 def _counts(journal: Journal, since_seq: int) -> dict[str, int]:
@@ -179,5 +170,5 @@ def _counts(journal: Journal, since_seq: int) -> dict[str, int]:
 
 
 def attempt_counts(reroll: int) -> tuple[str, str, str]:
-    """The names under which groups, scored completions and successes of a prompt's so many-th return are counted."""
+    """The names of the totals of groups, scored completions and successes of prompts that have returned so many times."""
     return (f"attempt_{reroll + 1}_groups", f"attempt_{reroll + 1}_scored", f"attempt_{reroll + 1}_successes")

@@ -1,23 +1,23 @@
-"""One evaluation: which held-out prompts are out, and what their answers are worth.
+"""One evaluation: which held-out prompts are leased, and what their answers are worth.
 
-Guarantee: every prompt is answered once or given up once; the first answer of the evaluated version wins, and a lease that
-ends without one goes out again within the budgets of its failures. A prompt that was given up, or of which too few
-completions were scored, has no score; it is counted and is no part of the mean.
+Guarantee: every prompt is answered once or given up once, and the first answer of the evaluated version wins. A prompt that was
+given up, or of which too few completions were scored, has no score; it is counted and is no part of the mean.
 
-It knows nothing of training: its lease ids begin with `evaluation-`, which no ledger gives.
+An evaluation knows nothing of training. It shares `PromptTable` with the ledger, and its lease ids are of another form.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from replay.groups import RolloutGroup
-from replay.prompts.failure_budgets import FailureClass, RetryBudget, failure_class, is_hopeless
-
-_PREFIX = "evaluation-"
+from replay.lease_ids import EvaluationLeaseId, UnknownLeaseError
+from replay.prompts.failure_budgets import FailureClass, RetryBudget
+from replay.prompts.leases import LeaseRecord, PromptTable, Work
+from replay.rewards import weighted_sums
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
@@ -56,9 +56,9 @@ class Metric:
         Returns:
             None when too few completions are scored: none, or fewer than k.
         """
-        missing = np.isnan(rewards) | (self.weights == 0)
-        totals = np.where(missing, 0.0, rewards).astype(np.float64) @ self.weights
-        totals = totals[~missing.all(axis=1)]
+        used = self.weights != 0
+        totals = weighted_sums(rewards[:, used], self.weights[used])
+        totals = totals[~np.isnan(totals)]
         if self.threshold is None:
             return float(totals.mean()) if len(totals) else None
         if len(totals) < self.k:
@@ -85,140 +85,82 @@ class Answer:
         return cls(metric.score(group.rewards), tuple(means.tolist()), lengths, int(group.was_truncated.sum()))
 
 
-def is_evaluation(lease_id: str) -> bool:
-    """Whether the lease is one of an evaluation's, of this process or another."""
-    return lease_id.startswith(_PREFIX)
-
-
-@dataclass
-class _Prompt:
-    attempt: int = 0
-    failures: dict[FailureClass, int] = field(default_factory=lambda: {"data": 0, "infra": 0})
-    not_before: float = 0.0
-    lease_id: str | None = None  # the one that is out
-    answer: Answer | None = None
-
-
-@dataclass(frozen=True)
-class _Out:
-    prompt_id: int
-    producer: str
-    deadline: float
-
-
 class Evaluation:
     """See the module's guarantee. Times are of the caller's clock, in seconds.
 
     Args:
         version: the policy that is evaluated.
         session: part of every lease id, unique per trainer process.
+
+    Attributes:
+        leases: the table of prompts that were leased and are not done.
     """
 
     def __init__(
         self, version: int, num_prompts: int, budgets: Mapping[FailureClass, RetryBudget], session: str
     ) -> None:
         self.version = version
-        self._budgets = budgets
+        self.num_prompts = num_prompts
         self._session = session
-        self._prompts = [_Prompt() for _ in range(num_prompts)]
-        self._unanswered = dict.fromkeys(range(num_prompts))  # in the order in which they are asked
-        self._out: dict[str, _Out] = {}
-
-    @property
-    def num_prompts(self) -> int:
-        return len(self._prompts)
+        self.leases: PromptTable[int] = PromptTable(budgets)
+        self._answers: dict[int, Answer] = {}
+        self._num_leased = 0  # prompts that were leased at least once, the first ones
 
     @property
     def num_done(self) -> int:
-        return len(self._prompts) - len(self._unanswered)
-
-    @property
-    def num_out(self) -> int:
-        return len(self._out)
+        return len(self._answers)
 
     @property
     def is_done(self) -> bool:
-        return not self._unanswered
+        return self.num_done == self.num_prompts
 
     def answers(self) -> list[Answer]:
         """Of the prompts that are done, in their order."""
-        return [prompt.answer for prompt in self._prompts if prompt.answer is not None]
+        return [self._answers[prompt_id] for prompt_id in sorted(self._answers)]
 
     def next_prompt(self, now: float) -> int | None:
-        """The one that `lease` would give; None when none is due."""
-        waiting = ((prompt_id, self._prompts[prompt_id]) for prompt_id in self._unanswered)
-        return next((i for i, prompt in waiting if prompt.lease_id is None and prompt.not_before <= now), None)
+        """The one that `lease` would lease; None when none is due."""
+        work = self._next(now)
+        return None if work is None else work.key
 
-    def lease(self, producer: str, *, now: float, deadline: float) -> tuple[str, int, int] | None:
-        """Gives the next prompt to `producer`: lease id, prompt id and attempt; None when none is due."""
-        prompt_id = self.next_prompt(now)
-        if prompt_id is None:
+    def lease(self, producer: str, *, now: float, deadline: float) -> LeaseRecord[int] | None:
+        """Leases the next prompt to `producer`; None when none is due."""
+        work = self._next(now)
+        if work is None:
             return None
-        prompt = self._prompts[prompt_id]
-        prompt.attempt += 1
-        lease_id = f"{_PREFIX}{self.version}-{prompt_id}-{prompt.attempt}-{self._session}"
-        prompt.lease_id = lease_id
-        self._out[lease_id] = _Out(prompt_id, producer, deadline)
-        return lease_id, prompt_id, prompt.attempt
+        self._num_leased = max(self._num_leased, work.key + 1)
+        work = replace(work, attempt=work.attempt + 1)
+        lease_id = str(EvaluationLeaseId(self.version, work.key, work.attempt, self._session))
+        return self.leases.lease(LeaseRecord(lease_id, work, producer, self.version, deadline))
 
-    def awaits(self, lease_id: str) -> bool:
-        """Whether an answer to this lease would count: not if its prompt is done, or it is of another evaluation."""
-        return self._prompt_of(lease_id) in self._unanswered
+    def awaits(self, lease_id: str) -> int | None:
+        """The prompt that an answer to this lease would settle; None if it is settled, or the lease is of another evaluation."""
+        try:
+            lease = EvaluationLeaseId.parse(lease_id)
+        except UnknownLeaseError:
+            return None
+        is_ours = (lease.version, lease.session) == (self.version, self._session)
+        is_given = 1 <= lease.attempt <= self.leases.work(lease.prompt_id).attempt
+        return lease.prompt_id if is_ours and is_given and self.leases.is_open(lease.prompt_id) else None
 
-    def answer(self, lease_id: str, answer: Answer) -> bool:
-        """Returns whether it counts."""
-        prompt_id = self._prompt_of(lease_id)
-        if prompt_id is None or prompt_id not in self._unanswered:
-            return False
-        self._settle(prompt_id, answer)
-        return True
+    def answer(self, prompt_id: int, answer: Answer) -> None:
+        """The prompt that `awaits` named is settled."""
+        self._answers[prompt_id] = answer
+        self.leases.remove(prompt_id)
+        lease = self.leases.lease_on(prompt_id)
+        if lease is not None:
+            self.leases.end_lease(lease.lease_id)
 
     def fail(self, lease_id: str, reason: str, now: float) -> bool | None:
-        """The lease ended without an answer. True if the prompt goes out again, False if it is given up, None if it makes no
-        difference."""
-        out = self._out.pop(lease_id, None)
-        if out is None:
-            return None
-        prompt = self._prompts[out.prompt_id]
-        prompt.lease_id = None
-        of = failure_class(reason)
-        prompt.failures[of] += 1
-        if is_hopeless(reason) or prompt.failures[of] >= self._budgets[of].max_attempts:
-            self._settle(out.prompt_id, Answer())
-            return False
-        prompt.not_before = now + self._budgets[of].delay_s(prompt.failures[of])
-        return True
+        """The lease ended without an answer. Returns as `PromptTable.fail`; a prompt whose budget is spent is settled."""
+        spent = self.leases.spent_by(lease_id, reason)
+        if spent is not None:
+            self._answers[spent.key] = Answer()
+        return self.leases.fail(lease_id, reason, now)
 
-    def give_back(self, lease_id: str) -> None:
-        """The producer hands the lease back: no failure is counted, and the prompt goes out again at once."""
-        out = self._out.pop(lease_id, None)
-        if out is not None:
-            self._prompts[out.prompt_id].lease_id = None
-
-    def overdue(self, now: float) -> list[str]:
-        return [lease_id for lease_id, out in self._out.items() if out.deadline <= now]
-
-    def leases_of(self, producer: str) -> list[str]:
-        return [lease_id for lease_id, out in self._out.items() if out.producer == producer]
-
-    def _prompt_of(self, lease_id: str) -> int | None:
-        """Of a lease of this evaluation and process, also of one that has ended."""
-        head, _, session = lease_id.removeprefix(_PREFIX).rpartition("-")
-        parts = head.split("-")
-        if session != self._session or len(parts) != 3 or not all(part.isdecimal() for part in parts):
-            return None
-        version, prompt_id, attempt = map(int, parts)
-        if version != self.version or prompt_id >= len(self._prompts):
-            return None
-        return prompt_id if 1 <= attempt <= self._prompts[prompt_id].attempt else None
-
-    def _settle(self, prompt_id: int, answer: Answer) -> None:
-        prompt = self._prompts[prompt_id]
-        prompt.answer = answer
-        if prompt.lease_id is not None:
-            self._out.pop(prompt.lease_id, None)
-            prompt.lease_id = None
-        del self._unanswered[prompt_id]
+    def _next(self, now: float) -> Work[int] | None:
+        fresh = Work(self._num_leased) if self._num_leased < self.num_prompts else None
+        return self.leases.next_waiting(now) or fresh
 
 
 def summary(answers: list[Answer], reward_names: tuple[str, ...]) -> dict[str, Any]:

@@ -132,7 +132,8 @@ def set_points(aim: Aim) -> None:
     from protocol.wire.messages import Ack, Lease, Welcome
     from replay.journal import recovery
     from replay.journal.retention import Retention
-    from replay.journal.writer import Entry, Journal
+    from replay.journal.tables import Entry
+    from replay.journal.writer import Journal
 
     points = TransactionPoints(aim, Journal)
     for name in ("append", "claim", "end_step", "note_policy", "note_facts"):

@@ -14,8 +14,10 @@ from pathlib import Path
 import apsw
 
 from consumer.checkpoints import folders as checkpoints
-from replay.journal.writer import Entry, Journal
-from replay.prompts.rerolls import Judgement
+from replay.journal.tables import Entry
+from replay.journal.writer import Journal
+from replay.lease_ids import Key, LeaseId
+from replay.prompts.rerolls import Grade
 
 PAYLOAD = "payload.bin"
 _FRAME_BYTES = 6000
@@ -37,8 +39,8 @@ KINDS = {"full": Journal, "normal": NormalJournal}
 
 def made_up_entry(number: int, rng: random.Random, session: str = "w") -> Entry:
     frame = rng.randbytes(rng.randint(_FRAME_BYTES // 10, _FRAME_BYTES))
-    judgement = Judgement("mixed", 2, 1)
-    return Entry(f"0-{number}-0-1-{session}", 0, number, 0, 1, "writer", 0, "accepted", 0.5, judgement, 10, frame)
+    grade = Grade("mixed", 2, 1)
+    return Entry(LeaseId(Key(0, number), 1, session), "writer", 0, "accepted", 0.5, grade, 10, frame)
 
 
 def _say(*lines: str) -> None:

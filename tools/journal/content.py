@@ -14,7 +14,8 @@ from protocol.wire.digests import tokenizer_digest
 from protocol.wire.messages import Group
 from protocol.wire.schemas import JOURNAL_SCHEMAS
 from replay.groups import GroupShape, InvalidGroupError, RolloutGroup
-from replay.journal.reader import GroupRow, JournalReader
+from replay.journal.reader import JournalReader
+from replay.journal.rows import GroupRow
 
 _LARGEST = 2**31 - 1
 

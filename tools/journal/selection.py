@@ -7,7 +7,8 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from replay.journal.reader import GroupFilter, GroupRow, JournalReader
+from replay.journal.reader import JournalReader
+from replay.journal.rows import GroupFilter, GroupRow
 
 VERDICTS = ("failed", "solved", "mixed", "unscored")  # as in replay.prompts.rerolls, which this command need not import
 

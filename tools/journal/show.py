@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 from protocol.errors import JournalError
 from replay.groups import RolloutGroup
-from replay.journal.reader import GroupRow, JournalReader
-from replay.journal.writer import MAX_TRIES
+from replay.journal.reader import JournalReader
+from replay.journal.rows import GroupRow
+from replay.journal.tables import MAX_TRIES
 from tools.journal.content import Content, ContentReader, load_tokenizer
 from tools.tables import clock, number, printable, say, say_table, span, span_of_steps
 

@@ -7,7 +7,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from replay.journal.reader import EVERY_GROUP, JournalReader
+from replay.journal.reader import JournalReader
+from replay.journal.rows import EVERY_GROUP
 from tools.journal.selection import Selection
 from tools.tables import clock, number, say, say_json, say_table, size, span
 

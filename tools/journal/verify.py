@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from protocol.errors import ExitCode, JournalError
-from replay.journal.reader import Batch, JournalReader
+from replay.journal.reader import JournalReader
+from replay.journal.tables import RecordedBatch
 from tools.journal.content import ContentReader
 from tools.tables import say, size, span_of_steps, with_progress
 
@@ -115,7 +116,7 @@ class _Shape(NamedTuple):
     positions: list[int | None]
 
 
-def _shape(reader: JournalReader, batch: Batch) -> _Shape:
+def _shape(reader: JournalReader, batch: RecordedBatch) -> _Shape:
     fresh = map(reader.row, batch.group_ids[: batch.num_fresh])
     positions = [row.position for row in fresh if row is not None]
     positions += [use.position for use in reader.uses(of_step=batch.step)]

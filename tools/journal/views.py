@@ -9,7 +9,8 @@ from itertools import chain
 from typing import Any
 
 from protocol.errors import JournalError
-from replay.journal.reader import GroupFilter, GroupRow, JournalReader
+from replay.journal.reader import JournalReader
+from replay.journal.rows import GroupFilter, GroupRow
 from tools.journal.selection import Selection
 from tools.tables import clock, number, say, say_json, say_table, size, span, span_of_steps
 

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from replay.rewards import weighted_sums
 from tools.rewards.trial import Scored, Trial
 
 _PROMPT_WIDTH, _COMPLETION_WIDTH = 40, 60
@@ -33,9 +34,7 @@ class Column:
 
 def sums(rewards: NDArray[np.float32], weights: list[float]) -> NDArray[np.float64]:
     """(completions, functions), (functions,) -> (completions,)."""
-    total: NDArray[np.float64] = np.nansum(rewards.astype(np.float64) * np.array(weights), axis=1)
-    total[np.isnan(rewards).all(axis=1)] = np.nan
-    return total
+    return weighted_sums(rewards, np.array(weights))
 
 
 def columns(trial: Trial) -> list[Column]:

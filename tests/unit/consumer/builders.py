@@ -19,10 +19,12 @@ from replay.batches.delivery import Delivery
 from replay.batches.replay_table import ReplayTable, replay_table
 from replay.buffer import RolloutBuffer
 from replay.groups import GroupShape, RolloutGroup
-from replay.journal.writer import Entry, Journal, JournalFullError
+from replay.journal.database import JournalFullError
+from replay.journal.tables import Entry
+from replay.journal.writer import Journal
 from replay.prompts.failure_budgets import RetryBudget
 from replay.prompts.ledger import PromptLedger
-from replay.prompts.rerolls import RerollQueue, RerollRules
+from replay.prompts.rerolls import RerollLimits, RerollRules
 from replay.prompts.staleness import StalenessBudget
 
 SHAPE = GroupShape(num_generations=4, num_rewards=1, max_completion_length=6, vocab_size=64)
@@ -143,7 +145,7 @@ def live_buffer(
 ) -> RolloutBuffer:
     """The buffer of a trainer process, unshuffled, with version 0 published. Two groups a step unless `budget` says more."""
     budgets = {"data": RetryBudget(data_attempts, backoff_s), "infra": RetryBudget(10, backoff_s)}
-    rerolls = RerollQueue(max_share=0.5, max_pending=8)
+    rerolls = RerollLimits(max_share=0.5, max_pending=8)
     result = RolloutBuffer(
         PromptLedger(num_prompts, seed=0, shuffle=False, budgets=budgets, session=session, rerolls=rerolls),
         BatchCutter(

@@ -1,8 +1,11 @@
 """What the tests of the ledger do again and again."""
 
-from replay.prompts.ledger import LeaseRecord, PromptLedger, WorkItem
+from replay.lease_ids import Key, LeaseId
+from replay.prompts.leases import Held, LeaseRecord, Work
+from replay.prompts.ledger import PromptLedger
 
 FAR = 1e9
+HELD = Held("mixed", 0)
 
 
 def lease(book: PromptLedger, producer: str = "p", *, now: float = 0.0, deadline: float = FAR) -> LeaseRecord:
@@ -10,16 +13,32 @@ def lease(book: PromptLedger, producer: str = "p", *, now: float = 0.0, deadline
 
 
 def prompts_of(book: PromptLedger, count: int, now: float = 0.0) -> list[int]:
-    return [lease(book, now=now).item.prompt_id for _ in range(count)]
+    return [lease(book, now=now).work.key.prompt_id for _ in range(count)]
 
 
-def answer(book: PromptLedger, lease_id: str) -> WorkItem | None:
+def find(book: PromptLedger, lease_id: str) -> Key | None:
+    return book.find(LeaseId.parse(lease_id))
+
+
+def adopt(book: PromptLedger, lease_id: str, producer: str, *, deadline: float) -> bool:
+    return book.adopt(LeaseId.parse(lease_id), producer, deadline=deadline)
+
+
+def hold(book: PromptLedger, lease_id: str) -> Work[Key]:
+    return book.hold(LeaseId.parse(lease_id), HELD)
+
+
+def recall(book: PromptLedger, key: tuple[int, int, int], *, is_new: bool) -> bool:
+    return book.recall(Key(*key), HELD, is_new=is_new)
+
+
+def answer(book: PromptLedger, lease_id: str) -> Work[Key] | None:
     """A group arrived; the first one for its prompt is held."""
-    return None if book.find(lease_id) is None else book.hold(lease_id)
+    return None if find(book, lease_id) is None else hold(book, lease_id)
 
 
 def expire(book: PromptLedger, now: float) -> list[LeaseRecord]:
-    overdue = book.overdue(now)
+    overdue = book.leases.overdue(now)
     for record in overdue:
-        book.fail(record.lease_id, "expired", now)
+        book.leases.fail(record.lease_id, "expired", now)
     return overdue

@@ -16,12 +16,15 @@ from protocol.wire.messages import Group
 from replay.batches.cutting import BatchCutter, CutBatch
 from replay.batches.delivery import Delivery
 from replay.batches.replay_table import ReplayTable
-from replay.buffer import Outcome, RolloutBuffer
+from replay.buffer import RolloutBuffer
+from replay.group_lifecycle import Answer
 from replay.groups import GroupShape, RolloutGroup
-from replay.journal.writer import Entry, Journal
+from replay.journal.tables import Entry
+from replay.journal.writer import Journal
+from replay.lease_ids import Key, LeaseId
 from replay.prompts.failure_budgets import RetryBudget
 from replay.prompts.ledger import PromptLedger
-from replay.prompts.rerolls import Judgement, RerollQueue, RerollRules
+from replay.prompts.rerolls import Grade, RerollLimits, RerollRules
 from replay.prompts.staleness import StalenessBudget
 
 
@@ -92,7 +95,7 @@ def ledger(num_prompts: int = 4, *, data_attempts: int = 3, infra_attempts: int 
         "shuffle": False,
         "budgets": budgets,
         "session": "s",
-        "rerolls": RerollQueue(max_share=0.5, max_pending=8),
+        "rerolls": RerollLimits(max_share=0.5, max_pending=8),
     }
     return PromptLedger(num_prompts, **(values | changes))
 
@@ -159,7 +162,7 @@ def lease(replay: RolloutBuffer, producer: str = "p", *, now: float = 0.0, timeo
     return record.lease_id
 
 
-def offer(replay: RolloutBuffer, lease_id: str, version: int = 0, *, signal: bool = True) -> Outcome:
+def offer(replay: RolloutBuffer, lease_id: str, version: int = 0, *, signal: bool = True) -> Answer:
     (outcome,) = replay.offer([delivery(lease_id, version, signal=signal)])
     return outcome
 
@@ -184,20 +187,18 @@ def names(groups: list[RolloutGroup]) -> list[str]:
 def entry(prompt_id: int, **changes: Any) -> Entry:
     """The accepted first group of a prompt in epoch 0."""
     values = {
-        "epoch": 0,
-        "prompt_id": prompt_id,
-        "reroll": 0,
-        "attempt": 1,
+        "lease": LeaseId(
+            Key(changes.pop("epoch", 0), prompt_id, changes.pop("reroll", 0)), changes.pop("attempt", 1), "s"
+        ),
         "producer": "p",
         "policy_version": 0,
         "outcome": "accepted",
         "reward": 0.5,
-        "judgement": Judgement("mixed", 2, 1),
+        "grade": Grade("mixed", 2, 1),
         "num_tokens": 4,
         "frame": f"frame of prompt {prompt_id}".encode(),
     } | changes
-    group_id = f"{values['epoch']}-{prompt_id}-{values['reroll']}-{values['attempt']}-s"
-    return Entry(**({"group_id": group_id} | values))
+    return Entry(**values)
 
 
 def group_ids(*prompt_ids: int) -> list[str]:

@@ -6,7 +6,7 @@ from hypothesis.stateful import invariant
 
 from replay.batches.cutting import BatchCutter
 from replay.buffer import RolloutBuffer
-from tests.unit.replay.builders import FillableJournal, names
+from tests.unit.replay.builders import FillableJournal
 from tests.unit.replay.crash_model import Model
 from tests.unit.replay.crash_records import key_of
 
@@ -48,7 +48,7 @@ class Invariants(Model):
     def every_accepted_group_is_in_one_place(self) -> None:
         if not hasattr(self, "replay"):
             return
-        fresh = names(list(self.cutter._fresh._groups))
+        fresh = list(self.cutter._fresh)
         recorded = [(batch.group_ids, batch.num_fresh) for batch in self.cutter._recorded]
         assert fresh == self.ready
         assert recorded == [(cut.ids, cut.num_fresh) for cut in self.recorded]

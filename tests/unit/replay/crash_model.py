@@ -4,8 +4,9 @@ import copy
 import math
 from collections.abc import Iterable
 
-from replay.prompts.ledger import Key, PromptLedger
-from replay.prompts.rerolls import RerollQueue, RerollRules
+from replay.lease_ids import Key
+from replay.prompts.ledger import PromptLedger
+from replay.prompts.rerolls import RerollLimits, RerollRules
 from replay.prompts.staleness import StalenessBudget
 from tests.unit.replay.builders import ledger
 from tests.unit.replay.crash_records import (
@@ -51,7 +52,7 @@ class Model:
         self.now = 0.0
 
     def new_ledger(self, session: str) -> PromptLedger:
-        queue = RerollQueue(max_share=self.max_share, max_pending=self.max_pending)
+        queue = RerollLimits(max_share=self.max_share, max_pending=self.max_pending)
         attempts = {"data_attempts": ATTEMPTS["data"], "infra_attempts": ATTEMPTS["infra"]}
         return ledger(self.num_prompts, shuffle=self.shuffle, session=session, rerolls=queue, **attempts)
 
@@ -60,7 +61,7 @@ class Model:
     def key_at(self, index: int) -> Key:
         while len(self.sequence) <= index:
             record = self.reference.lease("p", version=0, policy_floor=0, now=0.0, deadline=1e9)
-            self.sequence.append(record.item.key)
+            self.sequence.append(record.work.key)
         return self.sequence[index]
 
     def is_fresh(self, key: Key) -> bool:

@@ -4,9 +4,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from replay.batches.replay_table import RateLimiter, ReplayTable
+from replay.batches.replay_table import ReplayTable
 from replay.batches.selectors import fifo, oldest
-from replay.prompts.ledger import Key, parse_lease_id
+from replay.lease_ids import Key, LeaseId
 
 ATTEMPTS = {"data": 2, "infra": 3}
 BURST = 8
@@ -21,7 +21,7 @@ Arrival = tuple[str, int, tuple[float, float]]  # lease, version, rewards
 
 
 def key_of(lease_id: str) -> Key:
-    return parse_lease_id(lease_id)[0]
+    return LeaseId.parse(lease_id).key
 
 
 @dataclass
@@ -104,9 +104,10 @@ class Replay:
         return ReplayTable(
             fifo,
             oldest,
-            RateLimiter(self.samples_per_insert, self.min_size),
             max_size=self.max_size,
+            min_size=self.min_size,
             max_times_sampled=self.max_times_sampled,
             max_age_versions=self.max_age_versions,
+            samples_per_insert=self.samples_per_insert,
             seed=0,
         )

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import apsw
 
-from replay.journal.writer import DeadLetter, Journal
+from replay.journal.tables import DeadLetter
+from replay.journal.writer import Journal
 from tests.unit.replay.builders import claim, entry, group_ids
 
 COLUMNS = (

@@ -212,7 +212,7 @@ def test_a_group_that_is_too_old_on_arrival_sends_its_prompt_out_again(journal: 
     assert offer(replay, slow, 0) == "stale"
     assert offer(replay, slow, 0) == "duplicate"
     record = replay.lease("p", now=0.0, timeout_s=1.0)
-    assert (record.item.prompt_id, record.item.attempt, record.policy_floor) == (0, 2, 1)
+    assert (record.work.key.prompt_id, record.work.attempt, record.policy_floor) == (0, 2, 1)
     assert replay.counts["stale"] == 1
     assert rows(journal)[-1] == (slow, "stale", None, None, None)
 
@@ -243,7 +243,7 @@ def test_a_group_that_grows_too_old_in_the_table_is_dropped_and_its_prompt_goes_
     assert rows(journal) == [(prompt_1, "accepted", None, 1, 1), (late, "accepted", "stale", None, None)]
     record = replay.lease("p", now=0.0, timeout_s=1.0)
     assert record is not None
-    assert (record.item.prompt_id, record.item.attempt) == (0, 2)
+    assert (record.work.key.prompt_id, record.work.attempt) == (0, 2)
 
 
 def test_an_unknown_lease_is_told_apart_and_leaves_no_trace(journal: Journal) -> None:

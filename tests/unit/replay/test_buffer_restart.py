@@ -2,7 +2,8 @@
 
 import pytest
 
-from replay.journal.writer import Journal, JournalFullError
+from replay.journal.database import JournalFullError
+from replay.journal.writer import Journal
 from tests.unit.replay.builders import (
     FillableJournal,
     buffer,

@@ -23,7 +23,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from replay.batches.cutting import BatchCutter
 from replay.buffer import RolloutBuffer
-from replay.journal.writer import JournalFullError
+from replay.journal.database import JournalFullError
 from replay.prompts.rerolls import RerollRules
 from replay.prompts.staleness import StalenessBudget
 from tests.unit.replay.builders import SHAPE, FillableJournal, delivery, mean_reward, memory_folder, names, spread
@@ -138,7 +138,7 @@ class RunMachine(Invariants, RuleBasedStateMachine):
         assert (record is None) == (floor > self.version)
         if record is None:
             return None
-        key = record.item.key
+        key = record.work.key
         self.was_leased(key)
         assert record.lease_id not in self.given
         assert key_of(record.lease_id) == key

@@ -8,7 +8,7 @@ from protocol.config.run import RunConfig
 from protocol.errors import DatasetError
 from replay.prompts.failure_budgets import RetryBudget
 from replay.prompts.ledger import PromptLedger
-from replay.prompts.rerolls import RerollQueue
+from replay.prompts.rerolls import RerollLimits
 
 RUN = {"run_dir": "run", "model": {"path": "model"}, "trainer": {"max_steps": 10}}
 ATROPOS = RunConfig.model_validate(RUN | {"environment": {"atropos": True}, "serve": {"enabled": True}})
@@ -27,13 +27,13 @@ def test_every_placeholder_can_be_leased(tmp_path):
         shuffle=True,
         budgets=budgets,
         session="s",
-        rerolls=RerollQueue(max_share=0.5, max_pending=9),
+        rerolls=RerollLimits(max_share=0.5, max_pending=9),
     )
     leases = [ledger.lease("p", version=0, policy_floor=0, now=0.0, deadline=1.0) for _ in range(100)]
-    assert len({record.item.prompt_id for record in leases}) == 100
-    ledger.give_back(leases[7].lease_id)
+    assert len({record.work.key.prompt_id for record in leases}) == 100
+    ledger.leases.give_back(leases[7].lease_id)
     again = ledger.lease("p", version=0, policy_floor=0, now=0.0, deadline=1.0)
-    assert (again.item.key, again.item.data_failures, again.item.infra_failures) == (leases[7].item.key, 0, 0)
+    assert (again.work.key, again.work.data_failures, again.work.infra_failures) == (leases[7].work.key, 0, 0)
 
 
 def test_the_probe_of_a_swap_has_tokens():

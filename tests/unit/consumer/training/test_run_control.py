@@ -136,7 +136,7 @@ class Run:
     def produce(self) -> None:
         self.pipeline.flush()
         while (record := self.replay.lease("p", now=0.0, timeout_s=1e9)) is not None:
-            number = record.item.prompt_id
+            number = record.work.key.prompt_id
             group = rollout_group(
                 [[3 + number % 7] * (1 + number % 3), [4], [5, 6], [7]],
                 rewards=[0.0, 1.0, 1.0, float(number % 2)],

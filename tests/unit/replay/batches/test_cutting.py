@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from replay.batches.cutting import BatchCutter
-from replay.batches.replay_table import RateLimiter, ReplayTable
+from replay.batches.replay_table import ReplayTable
 from replay.batches.selectors import DecayedScore, LowestScore, Prioritized, fifo, oldest
-from replay.journal.writer import Journal, JournalFullError
+from replay.journal.database import JournalFullError
+from replay.journal.writer import Journal
 from replay.prompts.staleness import StalenessBudget
 from tests.unit.replay.builders import (
     FillableJournal,
@@ -32,9 +33,8 @@ PLENTY = 10**6
 
 def table(*, samples_per_insert: float = 1.0, min_size: int = 1, **limits: Any) -> ReplayTable:
     """Those that came first stand in first."""
-    limiter = RateLimiter(samples_per_insert, min_size)
     values = {"max_size": 8, "max_times_sampled": 2, "max_age_versions": 4, "seed": 0} | limits
-    return ReplayTable(fifo, oldest, limiter, **values)
+    return ReplayTable(fifo, oldest, samples_per_insert=samples_per_insert, min_size=min_size, **values)
 
 
 def cutter(journal: Journal, *, groups_per_step: int = 4, max_staleness: int = 9, **arguments: Any) -> BatchCutter:
@@ -45,16 +45,16 @@ def insert(cutting: BatchCutter, journal: Journal, *prompt_ids: int, version: in
     rows = [entry(prompt_id, policy_version=version) for prompt_id in prompt_ids]
     journal.append(rows)
     for row in rows:
-        cutting.insert(group(row.group_id, version))
+        cutting.insert(group(row.group_id, version), 1.0)
     return [row.group_id for row in rows]
 
 
 def test_a_batch_is_full_or_nothing(journal: Journal) -> None:
     cutting = cutter(journal)
     first = insert(cutting, journal, 0, 1, 2)
-    assert cutting.cut(num_generated=3, num_trained=0, partial=False) is None
+    assert cutting.cut(delivered=3, trained=0, partial=False) is None
     first += insert(cutting, journal, 3, 4)
-    batch = cutting.cut(num_generated=5, num_trained=0, partial=False)
+    batch = cutting.cut(delivered=5, trained=0, partial=False)
     assert batch is not None
     assert (names(batch.groups), batch.num_fresh, batch.step, batch.last_step) == (first[:4], 4, 0, 1)
     assert (cutting.num_ready, cutting.next_step, cutting.num_replayable) == (1, 1, 0)
@@ -62,9 +62,9 @@ def test_a_batch_is_full_or_nothing(journal: Journal) -> None:
 
 def test_a_partial_batch_takes_what_there_is_and_never_nothing(journal: Journal) -> None:
     cutting = cutter(journal, partial=True)
-    assert cutting.cut(num_generated=0, num_trained=0, partial=True) is None
+    assert cutting.cut(delivered=0, trained=0, partial=True) is None
     ids = insert(cutting, journal, 0)
-    batch = cutting.cut(num_generated=1, num_trained=0, partial=True)
+    batch = cutting.cut(delivered=1, trained=0, partial=True)
     assert batch is not None
     assert (names(batch.groups), batch.num_fresh) == (ids, 1)
 
@@ -74,9 +74,9 @@ def test_at_least_one_group_of_a_batch_is_trained_for_the_first_time(journal: Jo
         cutter(journal, max_replayed=4)
     cutting = cutter(journal, groups_per_step=2, replay=table(), max_replayed=1, partial=True)
     insert(cutting, journal, 0, 1)
-    assert cutting.cut(num_generated=PLENTY, num_trained=0, partial=True)
+    assert cutting.cut(delivered=PLENTY, trained=0, partial=True)
     assert cutting.num_replayable == 2
-    assert cutting.cut(num_generated=PLENTY, num_trained=0, partial=True) is None
+    assert cutting.cut(delivered=PLENTY, trained=0, partial=True) is None
 
 
 @pytest.mark.parametrize(
@@ -99,9 +99,9 @@ def test_stand_ins_fill_a_batch_as_far_as_share_and_limiter_allow(
 ) -> None:
     cutting = cutter(journal, replay=table(), max_replayed=max_replayed)
     trained = insert(cutting, journal, 0, 1, 2, 3)
-    assert cutting.cut(num_generated=4, num_trained=0, partial=False)
+    assert cutting.cut(delivered=4, trained=0, partial=False)
     fresh = insert(cutting, journal, *range(10, 10 + num_fresh), version=1)
-    batch = cutting.cut(num_generated=num_generated, num_trained=4, partial=False)
+    batch = cutting.cut(delivered=num_generated, trained=4, partial=False)
     if expected is None:
         assert batch is None
         return
@@ -117,37 +117,26 @@ def test_places_of_groups_without_signal_are_kept_for_one_batch_at_most(journal:
     """More would let steps run ahead of the groups that are still under way, which would come back stale."""
     cutting = cutter(journal, replay=table(max_times_sampled=9), max_replayed=3, partial=True)
     insert(cutting, journal, 0, 1, 2, 3)
-    assert cutting.cut(num_generated=104, num_trained=0, partial=False), "100 had no signal"
+    assert cutting.cut(delivered=104, trained=0, partial=False), "100 had no signal"
     insert(cutting, journal, 4)
-    second = cutting.cut(num_generated=105, num_trained=4, partial=False)
+    second = cutting.cut(delivered=105, trained=4, partial=False)
     assert second is not None
     assert second.num_fresh == 1
     insert(cutting, journal, 5)
-    assert cutting.cut(num_generated=106, num_trained=8, partial=False) is None, "one of the four places is left"
-    third = cutting.cut(num_generated=106, num_trained=8, partial=True)
+    assert cutting.cut(delivered=106, trained=8, partial=False) is None, "one of the four places is left"
+    third = cutting.cut(delivered=106, trained=8, partial=True)
     assert third is not None
     assert (len(third.groups), third.num_fresh) == (2, 1)
-
-
-@pytest.mark.parametrize(
-    ("samples_per_insert", "max_replayed", "places"), [(1.0, 3, 4), (2.0, 3, 2), (3.0, 3, 2), (4.0, 1, 3), (0.5, 3, 4)]
-)
-def test_leases_count_the_places_that_a_batch_takes_at_least(
-    journal: Journal, samples_per_insert: float, max_replayed: int, places: int
-) -> None:
-    replay = table(samples_per_insert=samples_per_insert)
-    assert cutter(journal, replay=replay, max_replayed=max_replayed).least_places == places
-    assert cutter(journal).least_places == 4
 
 
 def test_a_group_stands_in_until_it_is_used_up_or_too_old(journal: Journal) -> None:
     replay = table(max_times_sampled=3, max_age_versions=2)
     cutting = cutter(journal, groups_per_step=2, replay=replay, max_replayed=1)
     first = insert(cutting, journal, 0, 1)
-    batches = [cutting.cut(num_generated=PLENTY, num_trained=0, partial=False)]
+    batches = [cutting.cut(delivered=PLENTY, trained=0, partial=False)]
     for step in range(1, 6):
         insert(cutting, journal, 10 * step, version=step)
-        batches.append(cutting.cut(num_generated=PLENTY, num_trained=0, partial=False))
+        batches.append(cutting.cut(delivered=PLENTY, trained=0, partial=False))
     stand_ins = [names(batch.groups)[batch.num_fresh :] for batch in batches if batch is not None]
     third = [entry(10 * step).group_id for step in range(6)]
     assert stand_ins == [[], [first[0]], [first[0]], [third[1]], [third[2]], [third[3]]]
@@ -158,23 +147,23 @@ def test_stale_groups_are_never_trained(journal: Journal) -> None:
     insert(cutting, journal, 0, 1, 2, 3)
     for _ in range(2):
         assert cutting.remove_stale() == []
-        assert cutting.cut(num_generated=4, num_trained=0, partial=False)
+        assert cutting.cut(delivered=4, trained=0, partial=False)
     assert names(cutting.remove_stale()) == [entry(2).group_id, entry(3).group_id]
-    assert cutting.cut(num_generated=4, num_trained=0, partial=False) is None
+    assert cutting.cut(delivered=4, trained=0, partial=False) is None
     assert journal.query("SELECT dropped FROM groups ORDER BY seq") == [(None,), (None,), ("stale",), ("stale",)]
 
 
 def test_the_journal_knows_a_batch_before_anybody_sees_it(journal: FillableJournal) -> None:
     cutting = cutter(journal, groups_per_step=2, replay=table(), max_replayed=1)
     insert(cutting, journal, 0, 1)
-    assert cutting.cut(num_generated=2, num_trained=0, partial=False)
+    assert cutting.cut(delivered=2, trained=0, partial=False)
     insert(cutting, journal, 2, version=1)
     before = cutting.state(), cutting.num_ready, cutting.next_step
     with full_disk(journal), pytest.raises(JournalFullError):
-        cutting.cut(num_generated=PLENTY, num_trained=2, partial=False)
+        cutting.cut(delivered=PLENTY, trained=2, partial=False)
     assert (cutting.state(), cutting.num_ready, cutting.next_step) == before
     assert journal.query("SELECT * FROM replays") == []
-    assert cutting.cut(num_generated=PLENTY, num_trained=2, partial=False)
+    assert cutting.cut(delivered=PLENTY, trained=2, partial=False)
 
 
 # Through the buffer.
@@ -182,8 +171,8 @@ def test_the_journal_knows_a_batch_before_anybody_sees_it(journal: FillableJourn
 
 def prioritized(seed: int = 3) -> ReplayTable:
     score = DecayedScore(4.0)
-    limits: dict[str, Any] = {"max_size": 24, "max_times_sampled": 3, "max_age_versions": 6, "seed": seed}
-    return ReplayTable(Prioritized(score), LowestScore(score), RateLimiter(1.0, 4), **limits)
+    limits: dict[str, Any] = {"max_size": 24, "min_size": 4, "max_times_sampled": 3, "max_age_versions": 6}
+    return ReplayTable(Prioritized(score), LowestScore(score), samples_per_insert=1.0, seed=seed, **limits)
 
 
 REPLAYING: dict[str, Any] = {"groups_per_step": 8, "max_staleness": 2, "max_replayed": 4}

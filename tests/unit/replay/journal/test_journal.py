@@ -12,7 +12,8 @@ import apsw
 import pytest
 
 from protocol.errors import ExitCode, JournalError
-from replay.journal.writer import DeadLetter, Journal
+from replay.journal.tables import DeadLetter
+from replay.journal.writer import Journal
 from tests.unit.replay.builders import claim, entry, group_ids
 from tests.unit.replay.journals import alter, everything, fill, rows
 

@@ -12,28 +12,27 @@ import pytest
 
 from protocol.errors import JournalError
 from protocol.wire.codec import decode, encode
-from replay.journal.reader import STATES, Batch, GroupFilter, GroupRow, JournalReader
+from replay.journal.reader import JournalReader
 from replay.journal.recovery import recover
-from replay.journal.writer import DeadLetter, Entry, Journal
-from replay.prompts.rerolls import Judgement
+from replay.journal.rows import STATES, GroupFilter, GroupRow
+from replay.journal.tables import DeadLetter, Entry, RecordedBatch
+from replay.journal.writer import Journal
+from replay.lease_ids import Key, LeaseId
+from replay.prompts.rerolls import Grade
 from replay.prompts.staleness import StalenessBudget
 from tests.unit.replay.builders import group_message
 
 
-def entry(number: int, version: int = 0, **changes: Any) -> Entry:
-    """Group `0-NUMBER-1-s` of two completions: [3, 4, 5] and [6], rewards 0 and 1."""
-    group_id = f"0-{number}-0-1-s"
+def entry(number: int, version: int = 0, reroll: int = 0, **changes: Any) -> Entry:
+    """Group `0-NUMBER-REROLL-1-s` of two completions: [3, 4, 5] and [6], rewards 0 and 1."""
+    group_id = f"0-{number}-{reroll}-1-s"
     values = {
-        "group_id": group_id,
-        "epoch": 0,
-        "prompt_id": number,
-        "reroll": 0,
-        "attempt": 1,
+        "lease": LeaseId(Key(0, number, reroll), 1, "s"),
         "producer": "p",
         "policy_version": version,
         "outcome": "accepted",
         "reward": 0.5,
-        "judgement": Judgement("mixed", 2, 1),
+        "grade": Grade("mixed", 2, 1),
         "num_tokens": 4,
         "frame": encode(group_message(group_id, version)),
     }
@@ -67,8 +66,8 @@ def claim(journal: Journal, step: int, last_step: int, *fresh: int, again: tuple
     journal.claim(step, last_step, ids([*fresh, *again]), len(fresh))
 
 
-def batch(step: int, last_step: int, fresh: list[int], again: tuple[int, ...] = ()) -> Batch:
-    return Batch(step, last_step, ids([*fresh, *again]), len(fresh))
+def batch(step: int, last_step: int, fresh: list[int], again: tuple[int, ...] = ()) -> RecordedBatch:
+    return RecordedBatch(step, last_step, ids([*fresh, *again]), len(fresh))
 
 
 def damage(path: Path, sql: str, bindings: tuple[Any, ...] = ()) -> None:

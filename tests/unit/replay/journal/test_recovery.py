@@ -4,9 +4,11 @@ from typing import Any
 
 import pytest
 
-from replay.journal.recovery import RecordedBatch, Recovery, recover
-from replay.journal.writer import DeadLetter, Journal, JournalFullError
-from replay.prompts.rerolls import Judgement
+from replay.journal.database import JournalFullError
+from replay.journal.recovery import Recovery, recover
+from replay.journal.tables import DeadLetter, RecordedBatch
+from replay.journal.writer import Journal
+from replay.prompts.rerolls import Grade
 from replay.prompts.staleness import StalenessBudget
 from tests.unit.replay.builders import FillableJournal, claim, entry, full_disk, group_ids
 
@@ -314,10 +316,10 @@ def test_dead_letters_are_settled_whatever_their_groups_were(journal: Journal) -
 
 
 def test_fates_carry_what_brings_a_prompt_back(journal: Journal) -> None:
-    failed = Judgement("failed", 2, 0)
-    accept(journal, 0, outcome="no_signal", judgement=failed, policy_version=3)
-    accept(journal, 0, reroll=1, outcome="no_signal", judgement=Judgement("solved", 2, 2), policy_version=7)
-    accept(journal, 1, judgement=failed)
+    failed = Grade("failed", 2, 0)
+    accept(journal, 0, outcome="no_signal", grade=failed, policy_version=3)
+    accept(journal, 0, reroll=1, outcome="no_signal", grade=Grade("solved", 2, 2), policy_version=7)
+    accept(journal, 1, grade=failed)
     found = recovered(journal, 0, since_seq=1)
     assert found.fates == [
         ((0, 0, 1), "settled", "solved", 7, True),

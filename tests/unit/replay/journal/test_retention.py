@@ -10,8 +10,9 @@ import pytest
 from replay.journal import retention
 from replay.journal.recovery import recover
 from replay.journal.retention import Retention
-from replay.journal.writer import DeadLetter, Journal
-from replay.prompts.rerolls import Judgement
+from replay.journal.tables import DeadLetter
+from replay.journal.writer import Journal
+from replay.prompts.rerolls import Grade
 from replay.prompts.staleness import StalenessBudget
 from tests.unit.replay.builders import claim, entry, group_ids
 
@@ -167,7 +168,7 @@ def test_what_may_stand_in_after_a_resume_stays_and_uses_go_with_their_group(jou
 
 
 def test_a_verdict_that_a_checkpoint_has_not_heard_of_stays(journal: Journal) -> None:
-    journal.append([entry(i, outcome="no_signal", judgement=Judgement("failed", 2, 0)) for i in range(2)])
+    journal.append([entry(i, outcome="no_signal", grade=Grade("failed", 2, 0)) for i in range(2)])
     assert pruned(journal, 9, 1) == (1, [1])
 
 

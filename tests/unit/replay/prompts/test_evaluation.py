@@ -9,9 +9,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from replay.prompts.evaluation_leases import Answer, Evaluation, Metric, is_evaluation, pass_at_k, summary
+from replay.lease_ids import LeaseId, UnknownLeaseError, is_evaluation
+from replay.prompts.evaluation_leases import Answer, Evaluation, Metric, pass_at_k, summary
 from replay.prompts.failure_budgets import RetryBudget
-from replay.prompts.ledger import UnknownLeaseError, parse_lease_id
+from replay.prompts.leases import LeaseRecord, Work
 
 NAN = float("nan")
 BUDGETS = {"data": RetryBudget(2, 1.0), "infra": RetryBudget(3, 0.5)}
@@ -79,12 +80,20 @@ def test_the_numbers_of_an_evaluation() -> None:
 
 
 def test_a_lease_id_is_none_of_the_ledger_s() -> None:
-    lease_id, prompt_id, attempt = Evaluation(4, 2, BUDGETS, "s").lease("p", now=0.0, deadline=9.0) or ("", 0, 0)
-    assert (lease_id, prompt_id, attempt) == ("evaluation-4-0-1-s", 0, 1)
-    assert is_evaluation(lease_id)
+    record = Evaluation(4, 2, BUDGETS, "s").lease("p", now=0.0, deadline=9.0)
+    assert record == LeaseRecord("evaluation-4-0-1-s", Work(0, attempt=1), "p", 4, 9.0)
+    assert is_evaluation(record.lease_id)
     assert not is_evaluation("0-4-0-1-s")
     with pytest.raises(UnknownLeaseError):
-        parse_lease_id(lease_id)
+        LeaseId.parse(record.lease_id)
+
+
+def answers(evaluation: Evaluation, lease_id: str, answer: Answer) -> bool:
+    """Whether the answer is wanted."""
+    prompt_id = evaluation.awaits(lease_id)
+    if prompt_id is not None:
+        evaluation.answer(prompt_id, answer)
+    return prompt_id is not None
 
 
 def test_a_prompt_waits_after_a_failure_and_is_given_up_within_its_budget() -> None:
@@ -92,24 +101,24 @@ def test_a_prompt_waits_after_a_failure_and_is_given_up_within_its_budget() -> N
 
     def lease(now: float) -> str | None:
         given = evaluation.lease("p", now=now, deadline=now + 10)
-        return given and given[0]
+        return given and given.lease_id
 
     assert evaluation.fail(lease(0.0), "expired", 1.0) is True
     assert lease(1.4) is None
     assert evaluation.fail(lease(1.5), "reward_failed", 2.0) is True, "another class, another budget"
-    evaluation.give_back(lease(3.0))
+    evaluation.leases.give_back(lease(3.0))
     assert evaluation.fail(again := lease(3.0), "reward_failed", 4.0) is False
     assert evaluation.fail(again, "reward_failed", 4.0) is None
     assert evaluation.is_done
     assert evaluation.answers() == [Answer()]
-    assert not evaluation.answer(again, Answer(1.0)), "too late"
+    assert not answers(evaluation, again, Answer(1.0)), "too late"
 
 
 def test_a_late_answer_counts_and_one_of_another_process_or_version_does_not() -> None:
     evaluation = Evaluation(4, 2, BUDGETS, "s")
-    late, _, _ = evaluation.lease("p", now=0.0, deadline=1.0)
+    late = evaluation.lease("p", now=0.0, deadline=1.0).lease_id
     evaluation.fail(late, "expired", 1.0)
-    out, _, _ = evaluation.lease("q", now=2.0, deadline=3.0)
+    out = evaluation.lease("q", now=2.0, deadline=3.0).lease_id
     for other in (
         "evaluation-4-0-1-r",
         "evaluation-3-0-1-s",
@@ -117,10 +126,10 @@ def test_a_late_answer_counts_and_one_of_another_process_or_version_does_not() -
         "evaluation-4-0-3-s",
         "evaluation-x-s",
     ):
-        assert not evaluation.answer(other, Answer(0.0)), other
-    assert evaluation.answer(late, Answer(1.0))
-    assert not evaluation.answer(out, Answer(0.0)), "the first one won"
-    assert evaluation.leases_of("q") == []
+        assert not answers(evaluation, other, Answer(0.0)), other
+    assert answers(evaluation, late, Answer(1.0))
+    assert not answers(evaluation, out, Answer(0.0)), "the first one won"
+    assert evaluation.leases.leases_of("q") == []
     assert evaluation.num_done == 1
 
 
@@ -144,7 +153,7 @@ class Leases(RuleBasedStateMachine):
         given = self.evaluation.lease(producer, now=self.now, deadline=self.now + 5)
         if given is None:
             return
-        lease_id, prompt_id, _ = given
+        lease_id, prompt_id = given.lease_id, given.work.key
         assert lease_id not in self.given
         assert prompt_id not in self.expected
         assert prompt_id not in map(self.prompt, self.out)
@@ -156,7 +165,7 @@ class Leases(RuleBasedStateMachine):
         """Also of a lease that ended long ago."""
         lease_id = data.draw(st.sampled_from(self.given)) if self.given else "evaluation-2-0-1-s"
         wanted = bool(self.given) and self.prompt(lease_id) not in self.expected
-        assert self.evaluation.answer(lease_id, Answer(score)) is wanted
+        assert answers(self.evaluation, lease_id, Answer(score)) is wanted
         if wanted:
             self.settle(self.prompt(lease_id), score)
 
@@ -167,7 +176,7 @@ class Leases(RuleBasedStateMachine):
         lease_id = data.draw(st.sampled_from(sorted(self.out)))
         del self.out[lease_id]
         if reason == "returned":
-            self.evaluation.give_back(lease_id)
+            self.evaluation.leases.give_back(lease_id)
         elif self.evaluation.fail(lease_id, reason, self.now) is False:
             self.settle(self.prompt(lease_id), None)
 
@@ -182,17 +191,17 @@ class Leases(RuleBasedStateMachine):
         assert [answer.score for answer in self.evaluation.answers()] == [
             score for _, score in sorted(self.expected.items())
         ]
-        assert self.evaluation.num_out == len(self.out)
+        assert self.evaluation.leases.num_leases == len(self.out)
         for producer in "pq":
             mine = {lease_id for lease_id, who in self.out.items() if who == producer}
-            assert set(self.evaluation.leases_of(producer)) == mine
+            assert {record.lease_id for record in self.evaluation.leases.leases_of(producer)} == mine
 
     def teardown(self) -> None:
         """Whatever came before, it ends."""
         for _ in range(100):
             self.now += 100.0
             given = self.evaluation.lease("p", now=self.now, deadline=math.inf)
-            for lease_id in [*self.out, *([given[0]] if given else [])]:
+            for lease_id in [*self.out, *([given.lease_id] if given else [])]:
                 self.evaluation.fail(lease_id, "expired", self.now)
             self.out = {}
         assert self.evaluation.is_done

@@ -3,8 +3,10 @@
 import pytest
 
 from protocol.errors import DatasetError
-from replay.prompts.ledger import LeaseRecord, PromptLedger, UnknownLeaseError, WorkItem, parse_lease_id
-from tests.unit.replay.books import FAR, answer, expire, lease, prompts_of
+from replay.lease_ids import LeaseId, UnknownLeaseError
+from replay.prompts.leases import LeaseRecord, Work
+from replay.prompts.ledger import PromptLedger
+from tests.unit.replay.books import FAR, adopt, answer, expire, find, hold, lease, prompts_of, recall
 from tests.unit.replay.builders import ledger
 
 # The order.
@@ -27,10 +29,10 @@ def test_the_order_is_a_function_of_the_seed() -> None:
 
 def test_without_shuffle_the_dataset_keeps_its_order_and_epochs_roll_over() -> None:
     book = ledger(3)
-    keys = [lease(book).item.key for _ in range(7)]
+    keys = [lease(book).work.key for _ in range(7)]
     assert keys == [(0, 0, 0), (0, 1, 0), (0, 2, 0), (1, 0, 0), (1, 1, 0), (1, 2, 0), (2, 0, 0)]
     assert book.epoch == 2
-    assert book.num_leased == 7
+    assert book.leases.num_leases == 7
 
 
 def test_no_prompts_is_refused() -> None:
@@ -45,36 +47,36 @@ def test_a_lease_names_its_prompt_attempt_session_producer_floor_and_deadline() 
     book = ledger(2, session="ab12")
     lease(book)
     record = book.lease("gpu-0", version=4, policy_floor=4, now=0.0, deadline=60.0)
-    assert record == LeaseRecord("0-1-0-1-ab12", WorkItem(0, 1, attempt=1), "gpu-0", 4, 60.0)
-    assert parse_lease_id(record.lease_id) == ((0, 1, 0), 1)
+    assert record == LeaseRecord("0-1-0-1-ab12", Work((0, 1, 0), attempt=1), "gpu-0", 4, 60.0)
+    assert LeaseId.parse(record.lease_id) == ((0, 1, 0), 1, "ab12")
     assert lease(book).lease_id == "1-0-0-1-ab12"
 
 
 def test_a_group_is_held_until_its_prompt_is_settled() -> None:
     book = ledger()
     record = lease(book)
-    assert book.find(record.lease_id) == (0, 0, 0)
-    item = book.hold(record.lease_id)
-    assert item == record.item
-    assert book.num_leased == 0
+    assert find(book, record.lease_id) == (0, 0, 0)
+    item = hold(book, record.lease_id)
+    assert item == record.work
+    assert book.leases.num_leases == 0
     assert book.is_held((0, 0, 0))
-    assert book.find(record.lease_id) is None
+    assert find(book, record.lease_id) is None
     assert book.state()["unsettled"] == [[0, 0, 0, 0, 1, 0, 0]]
     book.settle(item.key)
     assert not book.is_held((0, 0, 0))
     assert book.state()["unsettled"] == []
-    assert book.find(record.lease_id) is None
+    assert find(book, record.lease_id) is None
 
 
 def test_an_expired_lease_goes_out_again_before_any_fresh_prompt() -> None:
     book = ledger()
     late, fine = lease(book, deadline=10.0), lease(book, deadline=20.0)
-    assert book.overdue(9.9) == []
+    assert book.leases.overdue(9.9) == []
     assert expire(book, 10.0) == [late]
     assert expire(book, 10.0) == []
-    assert lease(book, now=10.25).item == WorkItem(0, 0, attempt=2, infra_failures=1)
-    assert lease(book, now=10.25).item == WorkItem(0, 2, attempt=1)
-    assert fine.item.prompt_id == 1
+    assert lease(book, now=10.25).work == Work((0, 0, 0), attempt=2, infra_failures=1)
+    assert lease(book, now=10.25).work == Work((0, 2, 0), attempt=1)
+    assert fine.work.key.prompt_id == 1
 
 
 def test_the_late_group_of_an_expired_lease_wins_if_it_is_the_first() -> None:
@@ -82,12 +84,12 @@ def test_the_late_group_of_an_expired_lease_wins_if_it_is_the_first() -> None:
     first = lease(book, deadline=1.0)
     expire(book, 1.0)
     second = lease(book, now=2.0)
-    assert second.item.key == first.item.key
-    assert answer(book, first.lease_id) == second.item  # the item knows of both attempts
-    assert book.num_leased == 1, "the second is still at work, and takes room"
+    assert second.work.key == first.work.key
+    assert answer(book, first.lease_id) == second.work  # the item knows of both attempts
+    assert book.leases.num_leases == 1, "the second is still at work, and takes room"
     assert answer(book, second.lease_id) is None
-    assert book.fail(second.lease_id, "released", 2.0) is None
-    assert book.num_leased == 0
+    assert book.leases.fail(second.lease_id, "released", 2.0) is None
+    assert book.leases.num_leases == 0
 
 
 def test_the_late_group_of_an_expired_lease_loses_if_it_is_the_second() -> None:
@@ -95,7 +97,7 @@ def test_the_late_group_of_an_expired_lease_loses_if_it_is_the_second() -> None:
     first = lease(book, deadline=1.0)
     expire(book, 1.0)
     second = lease(book, now=2.0)
-    assert answer(book, second.lease_id) == second.item
+    assert answer(book, second.lease_id) == second.work
     assert answer(book, first.lease_id) is None
 
 
@@ -104,35 +106,35 @@ def test_a_late_group_that_comes_before_the_second_lease_takes_the_prompt_back_f
     first = lease(book, deadline=1.0)
     expire(book, 1.0)
     assert answer(book, first.lease_id) is not None
-    assert lease(book, now=100.0).item.prompt_id == 1
+    assert lease(book, now=100.0).work.key.prompt_id == 1
 
 
 def test_a_lease_given_back_goes_out_again_at_once_and_counts_no_failure() -> None:
     book = ledger(data_attempts=1, infra_attempts=1)
     record = lease(book)
-    book.give_back(record.lease_id)
-    book.give_back(record.lease_id)
-    assert book.num_leased == 0
-    assert lease(book).item == WorkItem(0, 0, attempt=2)
-    assert lease(book).item.prompt_id == 1
+    book.leases.give_back(record.lease_id)
+    book.leases.give_back(record.lease_id)
+    assert book.leases.num_leases == 0
+    assert lease(book).work == Work((0, 0, 0), attempt=2)
+    assert lease(book).work.key.prompt_id == 1
 
 
 def test_the_leases_of_a_producer_are_known() -> None:
     book = ledger(10)
     mine = [lease(book, "mine") for _ in range(2)]
     other = lease(book, "other")
-    assert book.leases_of("mine") == mine
-    assert book.leases_of("other") == [other]
-    book.hold(mine[0].lease_id)
-    assert book.leases_of("mine") == mine[1:]
+    assert book.leases.leases_of("mine") == mine
+    assert book.leases.leases_of("other") == [other]
+    hold(book, mine[0].lease_id)
+    assert book.leases.leases_of("mine") == mine[1:]
 
 
 def test_a_stale_group_sends_its_prompt_out_again_at_once() -> None:
     book = ledger()
     record = lease(book)
-    book.hold(record.lease_id)
-    book.requeue(record.item.key)
-    assert lease(book).item == WorkItem(0, 0, attempt=2)
+    hold(book, record.lease_id)
+    book.requeue(record.work.key)
+    assert lease(book).work == Work((0, 0, 0), attempt=2)
 
 
 def test_a_stale_late_group_does_not_send_out_a_prompt_that_is_out_already() -> None:
@@ -140,10 +142,10 @@ def test_a_stale_late_group_does_not_send_out_a_prompt_that_is_out_already() -> 
     first = lease(book, deadline=1.0)
     expire(book, 1.0)
     second = lease(book, now=2.0)
-    book.hold(first.lease_id)
-    book.requeue(first.item.key)  # too old; `second` is still being generated, by a newer policy
-    assert lease(book, now=100.0).item.prompt_id == 1
-    assert answer(book, second.lease_id) == second.item
+    hold(book, first.lease_id)
+    book.requeue(first.work.key)  # too old; `second` is still being generated, by a newer policy
+    assert lease(book, now=100.0).work.key.prompt_id == 1
+    assert answer(book, second.lease_id) == second.work
 
 
 # Failures and their budgets.
@@ -152,32 +154,34 @@ def test_a_stale_late_group_does_not_send_out_a_prompt_that_is_out_already() -> 
 def test_each_class_of_failure_has_its_own_budget() -> None:
     book = ledger(2, data_attempts=2, infra_attempts=3)
     reasons = ["expired", "reward_failed", "released", "generation_failed"]
-    answers = [book.fail(lease(book, now=100.0 * i).lease_id, reason, 100.0 * i) for i, reason in enumerate(reasons)]
+    answers = [
+        book.leases.fail(lease(book, now=100.0 * i).lease_id, reason, 100.0 * i) for i, reason in enumerate(reasons)
+    ]
     assert answers == [True, True, True, False]
     assert book.state()["unsettled"] == []
-    assert [lease(book).item.key for _ in range(2)] == [(0, 1, 0), (1, 0, 0)]
+    assert [lease(book).work.key for _ in range(2)] == [(0, 1, 0), (1, 0, 0)]
 
 
 def test_failures_are_counted_by_class() -> None:
     book = ledger()
     for i, reason in enumerate(["reward_failed", "expired", "reward_failed"]):
         record = lease(book, now=10.0 * i)
-        assert record.item.prompt_id == 0
-        book.fail(record.lease_id, reason, 10.0 * i)
-    assert lease(book, now=100.0).item == WorkItem(0, 0, attempt=4, data_failures=2, infra_failures=1)
+        assert record.work.key.prompt_id == 0
+        book.leases.fail(record.lease_id, reason, 10.0 * i)
+    assert lease(book, now=100.0).work == Work((0, 0, 0), attempt=4, data_failures=2, infra_failures=1)
 
 
 def test_a_failed_prompt_waits_for_its_backoff_while_others_go_out() -> None:
     book = ledger(10, data_attempts=9)
-    book.fail(lease(book).lease_id, "reward_failed", 5.0)
+    book.leases.fail(lease(book).lease_id, "reward_failed", 5.0)
     assert prompts_of(book, 2, now=5.99) == [1, 2]
     record = lease(book, now=6.0)
-    assert record.item.prompt_id == 0
-    book.fail(record.lease_id, "reward_failed", 7.0)  # the second time it waits 2 s
+    assert record.work.key.prompt_id == 0
+    book.leases.fail(record.lease_id, "reward_failed", 7.0)  # the second time it waits 2 s
     assert prompts_of(book, 1, now=8.99) == [3]
     record = lease(book, now=9.0)
-    assert record.item.prompt_id == 0
-    book.fail(record.lease_id, "generation_failed", 9.0)  # the first of the other class: 0.25 s
+    assert record.work.key.prompt_id == 0
+    book.leases.fail(record.lease_id, "generation_failed", 9.0)  # the first of the other class: 0.25 s
     assert prompts_of(book, 1, now=9.24) == [4]
     assert prompts_of(book, 1, now=9.25) == [0]
 
@@ -185,57 +189,57 @@ def test_a_failed_prompt_waits_for_its_backoff_while_others_go_out() -> None:
 def test_of_the_prompts_that_are_due_the_one_that_failed_first_goes_first() -> None:
     book = ledger(10)
     slow, quick = lease(book), lease(book)
-    book.fail(slow.lease_id, "reward_failed", 0.0)
-    book.fail(quick.lease_id, "expired", 0.1)
+    book.leases.fail(slow.lease_id, "reward_failed", 0.0)
+    book.leases.fail(quick.lease_id, "expired", 0.1)
     assert prompts_of(book, 1, now=0.5) == [1]
     book = ledger(10)
     slow, quick = lease(book), lease(book)
-    book.fail(slow.lease_id, "reward_failed", 0.0)
-    book.fail(quick.lease_id, "expired", 0.1)
+    book.leases.fail(slow.lease_id, "reward_failed", 0.0)
+    book.leases.fail(quick.lease_id, "expired", 0.1)
     assert prompts_of(book, 2, now=1.0) == [0, 1]
 
 
 @pytest.mark.parametrize("reason", ["prompt_too_long", "bad_prompt"])
 def test_a_hopeless_prompt_is_given_up_at_once_for_this_epoch(reason: str) -> None:
     book = ledger(1)
-    assert book.fail(lease(book).lease_id, reason, 0.0) is False
-    assert lease(book).item == WorkItem(1, 0, attempt=1)
+    assert book.leases.fail(lease(book).lease_id, reason, 0.0) is False
+    assert lease(book).work == Work((1, 0, 0), attempt=1)
 
 
 def test_a_group_for_a_prompt_that_was_given_up_is_not_wanted() -> None:
     book = ledger()
     record = lease(book)
-    book.fail(record.lease_id, "bad_prompt", 0.0)
-    assert book.find(record.lease_id) is None
-    assert not book.adopt(record.lease_id, "p", deadline=FAR)
+    book.leases.fail(record.lease_id, "bad_prompt", 0.0)
+    assert find(book, record.lease_id) is None
+    assert not adopt(book, record.lease_id, "p", deadline=FAR)
 
 
 def test_what_a_failure_would_cost_is_known_before_it_is_counted() -> None:
     book = ledger(data_attempts=2)
     record = lease(book)
-    assert book.spent_by(record.lease_id, "reward_failed") is None
-    assert book.spent_by(record.lease_id, "bad_prompt") == WorkItem(0, 0, attempt=1, data_failures=1)
-    book.fail(record.lease_id, "reward_failed", 0.0)
-    assert book.spent_by(record.lease_id, "reward_failed") is None, "that lease has ended"
+    assert book.leases.spent_by(record.lease_id, "reward_failed") is None
+    assert book.leases.spent_by(record.lease_id, "bad_prompt") == Work((0, 0, 0), attempt=1, data_failures=1)
+    book.leases.fail(record.lease_id, "reward_failed", 0.0)
+    assert book.leases.spent_by(record.lease_id, "reward_failed") is None, "that lease has ended"
     record = lease(book, now=1.0)
     for _ in range(2):  # asking changes nothing
-        assert book.spent_by(record.lease_id, "reward_failed") == WorkItem(0, 0, attempt=2, data_failures=2)
-    assert book.fail(record.lease_id, "reward_failed", 1.0) is False
+        assert book.leases.spent_by(record.lease_id, "reward_failed") == Work((0, 0, 0), attempt=2, data_failures=2)
+    assert book.leases.fail(record.lease_id, "reward_failed", 1.0) is False
 
 
 def test_a_late_failure_makes_no_difference() -> None:
     book = ledger(data_attempts=1)
     waiting, leased_again, answered = (lease(book, deadline=1.0) for _ in range(3))
     expire(book, 1.0)
-    assert book.fail(waiting.lease_id, "reward_failed", 1.0) is None  # it goes out again anyway
+    assert book.leases.fail(waiting.lease_id, "reward_failed", 1.0) is None  # it goes out again anyway
     second = [lease(book, now=2.0) for _ in range(3)]
-    assert second[0].item == WorkItem(0, 0, attempt=2, infra_failures=1)
-    assert book.fail(leased_again.lease_id, "reward_failed", 2.0) is None
-    assert book.num_leased == 3
-    book.hold(second[2].lease_id)
-    assert book.fail(answered.lease_id, "reward_failed", 2.0) is None
-    assert book.fail("never-heard-of", "reward_failed", 2.0) is None
-    assert book.spent_by("never-heard-of", "bad_prompt") is None
+    assert second[0].work == Work((0, 0, 0), attempt=2, infra_failures=1)
+    assert book.leases.fail(leased_again.lease_id, "reward_failed", 2.0) is None
+    assert book.leases.num_leases == 3
+    hold(book, second[2].lease_id)
+    assert book.leases.fail(answered.lease_id, "reward_failed", 2.0) is None
+    assert book.leases.fail("never-heard-of", "reward_failed", 2.0) is None
+    assert book.leases.spent_by("never-heard-of", "bad_prompt") is None
 
 
 # Leases of other processes.
@@ -251,20 +255,18 @@ def test_a_late_failure_makes_no_difference() -> None:
 def test_what_no_trainer_of_this_run_can_have_given_is_told_apart(lease_id: str) -> None:
     book = ledger(4)
     with pytest.raises(UnknownLeaseError):
-        book.find(lease_id)
+        find(book, lease_id)
     with pytest.raises(UnknownLeaseError):
-        book.adopt(lease_id, "p", deadline=FAR)
-    with pytest.raises(UnknownLeaseError):
-        book.hold(lease_id)
-    book.give_back(lease_id)
-    assert book.fail(lease_id, "bad_prompt", 0.0) is None
+        adopt(book, lease_id, "p", deadline=FAR)
+    book.leases.give_back(lease_id)
+    assert book.leases.fail(lease_id, "bad_prompt", 0.0) is None
     assert book.state() == ledger(4).state()
 
 
 def test_a_lease_of_the_process_before_is_adopted_with_its_attempt() -> None:
     book = ledger(4, session="t")
-    assert book.adopt("0-1-0-3-s", "gpu-7", deadline=9.0)
-    assert book.leases_of("gpu-7") == [LeaseRecord("0-1-0-3-s", WorkItem(0, 1, attempt=3), "gpu-7", 0, 9.0)]
+    assert adopt(book, "0-1-0-3-s", "gpu-7", deadline=9.0)
+    assert book.leases.leases_of("gpu-7") == [LeaseRecord("0-1-0-3-s", Work((0, 1, 0), attempt=3), "gpu-7", 0, 9.0)]
     assert prompts_of(book, 3) == [0, 2, 3], "what the cursor passed goes out, and the adopted one does not"
     expire(book, 9.0)
     assert lease(book, now=10.0).lease_id == "0-1-0-4-t"
@@ -272,35 +274,35 @@ def test_a_lease_of_the_process_before_is_adopted_with_its_attempt() -> None:
 
 def test_an_adopted_lease_can_be_answered_and_can_fail() -> None:
     book = ledger(4, session="t", data_attempts=1)
-    assert book.adopt("0-0-0-1-s", "p", deadline=FAR)
-    assert answer(book, "0-0-0-1-s") == WorkItem(0, 0, attempt=1)
-    assert book.adopt("0-1-0-1-s", "p", deadline=FAR)
-    assert book.fail("0-1-0-1-s", "reward_failed", 0.0) is False
-    assert book.num_leased == 0
+    assert adopt(book, "0-0-0-1-s", "p", deadline=FAR)
+    assert answer(book, "0-0-0-1-s") == Work((0, 0, 0), attempt=1)
+    assert adopt(book, "0-1-0-1-s", "p", deadline=FAR)
+    assert book.leases.fail("0-1-0-1-s", "reward_failed", 0.0) is False
+    assert book.leases.num_leases == 0
 
 
 def test_a_lease_is_not_adopted_when_its_prompt_is_out_or_answered() -> None:
     book = ledger(4, session="t")
     lease(book)
-    assert not book.adopt("0-0-0-1-s", "p", deadline=FAR)
-    book.hold("0-1-0-1-s")
-    assert not book.adopt("0-1-0-1-s", "p", deadline=FAR)
+    assert not adopt(book, "0-0-0-1-s", "p", deadline=FAR)
+    hold(book, "0-1-0-1-s")
+    assert not adopt(book, "0-1-0-1-s", "p", deadline=FAR)
     book.settle((0, 1, 0))
-    assert not book.adopt("0-1-0-1-s", "p", deadline=FAR)
-    assert book.num_leased == 1
+    assert not adopt(book, "0-1-0-1-s", "p", deadline=FAR)
+    assert book.leases.num_leases == 1
 
 
 def test_a_lease_whose_prompt_goes_out_again_is_adopted_and_goes_out_no_more() -> None:
     book = ledger(4)
     first = lease(book, deadline=1.0)
     expire(book, 1.0)
-    assert book.adopt(first.lease_id, "p", deadline=FAR)
-    assert lease(book, now=100.0).item.prompt_id == 1
+    assert adopt(book, first.lease_id, "p", deadline=FAR)
+    assert lease(book, now=100.0).work.key.prompt_id == 1
 
 
 def test_a_group_of_the_process_before_needs_no_adoption() -> None:
     book = ledger(4, session="t")
-    assert answer(book, "0-2-0-5-s") == WorkItem(0, 2)
+    assert answer(book, "0-2-0-5-s") == Work((0, 2, 0))
     assert book.is_held((0, 2, 0))
     assert prompts_of(book, 3) == [0, 1, 3]
 
@@ -311,13 +313,13 @@ def test_every_prompt_of_this_epoch_and_the_next_can_be_answered_whatever_the_cu
         book = ledger(6, seed=seed, shuffle=True)
         out = set(prompts_of(book, position))
         for key in [(epoch, prompt_id, 0) for epoch in (0, 1) for prompt_id in range(6)]:
-            assert book.find(f"{key[0]}-{key[1]}-0-1-t") == key
-        book.hold("1-3-0-1-t")
+            assert find(book, f"{key[0]}-{key[1]}-0-1-t") == key
+        hold(book, "1-3-0-1-t")
         assert book.epoch == 1
         assert book.state()["position"] >= 1
         passed = {tuple(values[:2]) for values in book.state()["unsettled"]}
         assert {(0, prompt_id) for prompt_id in range(6)} <= passed
-        assert {record.item.prompt_id for record in book.leases_of("p")} == out
+        assert {record.work.key.prompt_id for record in book.leases.leases_of("p")} == out
 
 
 def test_a_group_that_was_wanted_stays_wanted_when_another_one_moves_the_cursor() -> None:
@@ -328,13 +330,13 @@ def test_a_group_that_was_wanted_stays_wanted_when_another_one_moves_the_cursor(
             prompts_of(book, 6)
             every = [f"{epoch}-{prompt_id}-0-1-t" for epoch in range(4) for prompt_id in range(6)]
             wanted = [lease_id for lease_id in every if finds(book, lease_id) and lease_id != other]
-            book.hold(other)
+            hold(book, other)
             assert all(finds(book, lease_id) for lease_id in wanted)
 
 
 def finds(book: PromptLedger, lease_id: str) -> bool:
     try:
-        return book.find(lease_id) is not None
+        return find(book, lease_id) is not None
     except UnknownLeaseError:
         return False
 
@@ -342,17 +344,17 @@ def finds(book: PromptLedger, lease_id: str) -> bool:
 def test_recall_holds_what_the_journal_knows_and_leaves_alone_what_the_checkpoint_settled() -> None:
     book = ledger(4)
     settled, open_ = lease(book), lease(book)
-    book.hold(settled.lease_id)
-    book.settle(settled.item.key)
+    hold(book, settled.lease_id)
+    book.settle(settled.work.key)
     restored = ledger(4, session="t")
     restored.restore(book.state())
-    assert restored.recall(settled.item.key, is_new=False) is False
-    assert restored.recall(open_.item.key, is_new=False) is True
-    assert restored.recall(open_.item.key, is_new=False) is False, "held already"
-    assert restored.recall((1, 0, 0), is_new=True) is True, "beyond the cursor"
-    assert restored.is_held(open_.item.key)
+    assert recall(restored, settled.work.key, is_new=False) is False
+    assert recall(restored, open_.work.key, is_new=False) is True
+    assert recall(restored, open_.work.key, is_new=False) is False, "held already"
+    assert recall(restored, (1, 0, 0), is_new=True) is True, "beyond the cursor"
+    assert restored.is_held(open_.work.key)
     assert restored.is_held((1, 0, 0))
-    assert [lease(restored).item.key for _ in range(3)] == [(0, 2, 0), (0, 3, 0), (1, 1, 0)]
+    assert [lease(restored).work.key for _ in range(3)] == [(0, 2, 0), (0, 3, 0), (1, 1, 0)]
 
 
 # Checkpoints.
@@ -361,23 +363,23 @@ def test_recall_holds_what_the_journal_knows_and_leaves_alone_what_the_checkpoin
 def test_restore_brings_back_exactly_the_unsettled_ones() -> None:
     book = ledger(5, seed=1, shuffle=True)
     trained, out, ready, failed = (lease(book) for _ in range(4))
-    book.hold(trained.lease_id)
-    book.settle(trained.item.key)
-    book.hold(ready.lease_id)
-    book.fail(failed.lease_id, "reward_failed", 0.0)
+    hold(book, trained.lease_id)
+    book.settle(trained.work.key)
+    hold(book, ready.lease_id)
+    book.leases.fail(failed.lease_id, "reward_failed", 0.0)
 
     restored = ledger(5, seed=1, shuffle=True, session="t")
     restored.restore(book.state())
-    assert restored.num_leased == 0
+    assert restored.leases.num_leases == 0
     again = [lease(restored) for _ in range(3)]
-    assert {record.item for record in again} == {
-        WorkItem(0, out.item.prompt_id, attempt=2),
-        WorkItem(0, ready.item.prompt_id, attempt=2),
-        WorkItem(0, failed.item.prompt_id, attempt=2, data_failures=1),
+    assert {record.work for record in again} == {
+        Work((0, out.work.key.prompt_id, 0), attempt=2),
+        Work((0, ready.work.key.prompt_id, 0), attempt=2),
+        Work((0, failed.work.key.prompt_id, 0), attempt=2, data_failures=1),
     }
-    fresh = [lease(restored).item.key for _ in range(6)]
-    assert fresh == [lease(book).item.key for _ in range(6)]
-    assert restored.find(out.lease_id) == out.item.key, "its group is still welcome"
+    fresh = [lease(restored).work.key for _ in range(6)]
+    assert fresh == [lease(book).work.key for _ in range(6)]
+    assert find(restored, out.lease_id) == out.work.key, "its group is still welcome"
 
 
 def test_restore_refuses_a_dataset_of_another_size() -> None:

@@ -8,8 +8,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from replay.prompts.ledger import Key, LeaseRecord, PromptLedger
-from tests.unit.replay.books import answer, lease
+from replay.lease_ids import Key
+from replay.prompts.leases import LeaseRecord
+from replay.prompts.ledger import PromptLedger
+from tests.unit.replay.books import adopt, answer, lease
 from tests.unit.replay.builders import ledger
 
 
@@ -25,7 +27,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.sessions = 0
         self.book = self.new_book()
         reference = ledger(num_prompts, **self.arguments)
-        self.fresh = iter([lease(reference).item.key for _ in range(400)])  # what must come, in this order
+        self.fresh = iter([lease(reference).work.key for _ in range(400)])  # what must come, in this order
         self.live: dict[str, LeaseRecord] = {}
         self.ended: dict[str, LeaseRecord] = {}
         self.waiting: dict[Key, float] = {}  # goes out again, not before when
@@ -40,7 +42,7 @@ class LedgerMachine(RuleBasedStateMachine):
         return ledger(self.num_prompts, session=f"s{self.sessions}", **self.arguments)
 
     def is_out(self, key: Key) -> bool:
-        return any(record.item.key == key for record in self.live.values())
+        return any(record.work.key == key for record in self.live.values())
 
     def is_open(self, key: Key) -> bool:
         return key not in self.held and not self.settled[key]
@@ -54,7 +56,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def leases(self, producer: str, patience: int, count: int) -> None:
         for _ in range(count):
             record = lease(self.book, producer, now=self.now, deadline=self.now + patience)
-            key = record.item.key
+            key = record.work.key
             if any(not_before <= self.now for not_before in self.waiting.values()):
                 assert self.waiting.pop(key) <= self.now
             else:
@@ -63,8 +65,8 @@ class LedgerMachine(RuleBasedStateMachine):
             self.seen.add(key)
             assert not self.is_out(key), "leased twice at once"
             assert self.is_open(key)
-            assert record.item.data_failures == self.failures[key, "data"]
-            assert record.item.infra_failures == self.failures[key, "infra"]
+            assert record.work.data_failures == self.failures[key, "data"]
+            assert record.work.infra_failures == self.failures[key, "infra"]
             assert record.lease_id not in self.live
             assert record.lease_id not in self.ended
             self.live[record.lease_id] = record
@@ -79,7 +81,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(data=st.data(), stale=st.booleans())
     def group_arrives(self, data: st.DataObject, stale: bool) -> None:
         record = self.any_lease(data)
-        key = record.item.key
+        key = record.work.key
         item = answer(self.book, record.lease_id)
         assert (item is not None) == self.is_open(key)
         if item is None:
@@ -92,10 +94,10 @@ class LedgerMachine(RuleBasedStateMachine):
             self.group_leaves(key, trained=False)
 
     def fails(self, record: LeaseRecord, reason: str) -> None:
-        key, of = record.item.key, "data" if reason in ("reward_failed", "bad_prompt") else "infra"
+        key, of = record.work.key, "data" if reason in ("reward_failed", "bad_prompt") else "infra"
         counts = self.end(record) and self.is_open(key)
-        spent = self.book.spent_by(record.lease_id, reason)
-        again = self.book.fail(record.lease_id, reason, self.now)
+        spent = self.book.leases.spent_by(record.lease_id, reason)
+        again = self.book.leases.fail(record.lease_id, reason, self.now)
         assert (again is not None) == counts
         if not counts:
             assert spent is None
@@ -118,23 +120,23 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def given_back(self, data: st.DataObject) -> None:
         record = self.any_lease(data)
-        self.book.give_back(record.lease_id)
-        if self.end(record) and self.is_open(record.item.key):
-            self.waiting[record.item.key] = 0.0
+        self.book.leases.give_back(record.lease_id)
+        if self.end(record) and self.is_open(record.work.key):
+            self.waiting[record.work.key] = 0.0
 
     @precondition(lambda self: self.live)
     @rule(seconds=st.floats(0.1, 4.0))
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
         due = {lease_id for lease_id, record in self.live.items() if record.deadline <= self.now}
-        overdue = self.book.overdue(self.now)
+        overdue = self.book.leases.overdue(self.now)
         assert {record.lease_id for record in overdue} == due
         for record in overdue:
             self.fails(record, "expired")
 
     @rule(producer=st.sampled_from("ab"))
     def producer_leaves(self, producer: str) -> None:
-        mine = self.book.leases_of(producer)
+        mine = self.book.leases.leases_of(producer)
         assert {r.lease_id for r in mine} == {i for i, r in self.live.items() if r.producer == producer}
         for record in mine:
             self.fails(record, "released")
@@ -144,12 +146,12 @@ class LedgerMachine(RuleBasedStateMachine):
     def is_adopted(self, data: st.DataObject) -> None:
         lease_id = data.draw(st.sampled_from(sorted(self.ended)))
         record = self.ended[lease_id]
-        key = record.item.key
+        key = record.work.key
         wanted = self.is_open(key) and not self.is_out(key)
-        assert self.book.adopt(lease_id, record.producer, deadline=self.now + 2) is wanted
+        assert adopt(self.book, lease_id, record.producer, deadline=self.now + 2) is wanted
         if wanted:
             self.waiting.pop(key)
-            (adopted,) = (r for r in self.book.leases_of(record.producer) if r.lease_id == lease_id)
+            (adopted,) = (r for r in self.book.leases.leases_of(record.producer) if r.lease_id == lease_id)
             self.live[lease_id] = adopted
             del self.ended[lease_id]
 
@@ -182,7 +184,7 @@ class LedgerMachine(RuleBasedStateMachine):
         if not hasattr(self, "book"):
             return
         assert all(count <= 1 for count in self.settled.values())
-        assert self.book.num_leased == len(self.live)
+        assert self.book.leases.num_leases == len(self.live)
         state = self.book.state()
         unsettled = [tuple(values[:3]) for values in state["unsettled"]]
         assert len(unsettled) == len(set(unsettled))

@@ -5,15 +5,17 @@ from typing import Any
 
 import pytest
 
-from replay.prompts.ledger import LeaseRecord, PromptLedger, WorkItem, parse_lease_id
-from replay.prompts.rerolls import Key, RerollQueue
-from tests.unit.replay.books import FAR, answer, prompts_of
+from replay.lease_ids import Key, LeaseId
+from replay.prompts.leases import LeaseRecord, Work
+from replay.prompts.ledger import PromptLedger
+from replay.prompts.rerolls import RerollLimits
+from tests.unit.replay.books import FAR, adopt, answer, find, hold, prompts_of, recall
 from tests.unit.replay.builders import ledger
 
 
 def book_of(num_prompts: int = 4, **changes: Any) -> PromptLedger:
     """Any number of returns may follow the first lease."""
-    return ledger(num_prompts, **({"rerolls": RerollQueue(max_share=1.0, max_pending=8)} | changes))
+    return ledger(num_prompts, **({"rerolls": RerollLimits(max_share=1.0, max_pending=8)} | changes))
 
 
 def lease(book: PromptLedger, version: int = 0, policy_floor: int = 0) -> LeaseRecord:
@@ -22,12 +24,12 @@ def lease(book: PromptLedger, version: int = 0, policy_floor: int = 0) -> LeaseR
 
 def settle(book: PromptLedger, record: LeaseRecord) -> Key:
     assert answer(book, record.lease_id) is not None
-    book.settle(record.item.key)
-    return record.item.key
+    book.settle(record.work.key)
+    return record.work.key
 
 
 def keys(book: PromptLedger, count: int, version: int = 0) -> list[Key]:
-    return [lease(book, version).item.key for _ in range(count)]
+    return [lease(book, version).work.key for _ in range(count)]
 
 
 def restored(book: PromptLedger, num_prompts: int = 4, **changes: Any) -> PromptLedger:
@@ -38,7 +40,7 @@ def restored(book: PromptLedger, num_prompts: int = 4, **changes: Any) -> Prompt
 
 
 def key_of(lease_id: str) -> Key:
-    return parse_lease_id(lease_id)[0]
+    return LeaseId.parse(lease_id).key
 
 
 # Returns.
@@ -48,9 +50,9 @@ def test_a_deferred_prompt_is_leased_again_once_its_version_is_published_and_bef
     book = book_of()
     assert book.defer(settle(book, lease(book)), 3)
     assert book.num_deferred == 1
-    assert lease(book, version=2).item.key == (0, 1, 0)
+    assert lease(book, version=2).work.key == (0, 1, 0)
     record = lease(book, version=3, policy_floor=1)
-    assert record.item == WorkItem(0, 0, reroll=1, return_version=3, attempt=1)
+    assert record.work == Work((0, 0, 1), min_version=3, attempt=1)
     assert (record.lease_id, record.policy_floor, book.num_deferred) == ("0-0-1-1-s", 3, 0)
     assert lease(book, version=5, policy_floor=4).policy_floor == 4
 
@@ -59,36 +61,36 @@ def test_what_goes_out_again_goes_before_what_returns() -> None:
     book = book_of()
     failed, given_back = lease(book), lease(book)
     book.defer(settle(book, failed), 0)
-    book.give_back(given_back.lease_id)
+    book.leases.give_back(given_back.lease_id)
     assert keys(book, 3) == [(0, 1, 0), (0, 0, 1), (0, 2, 0)]
 
 
 def test_a_return_has_a_life_of_its_own_and_may_itself_be_deferred() -> None:
     book = book_of(data_attempts=2)
     first = lease(book)
-    book.fail(first.lease_id, "reward_failed", -9.0)
+    book.leases.fail(first.lease_id, "reward_failed", -9.0)
     book.defer(settle(book, lease(book)), 0)
     second = lease(book)
-    assert second.item == WorkItem(0, 0, reroll=1, attempt=1), "its failures before do not count"
-    assert book.find(second.lease_id) == (0, 0, 1)
-    assert book.find(first.lease_id) is None
+    assert second.work == Work((0, 0, 1), attempt=1), "its failures before do not count"
+    assert find(book, second.lease_id) == (0, 0, 1)
+    assert find(book, first.lease_id) is None
     assert book.defer(settle(book, second), 0)
-    assert lease(book).item.key == (0, 0, 2)
+    assert lease(book).work.key == (0, 0, 2)
 
 
 def test_a_return_that_ends_without_a_group_goes_out_again_and_not_below_its_version() -> None:
     book = book_of()
     book.defer(settle(book, lease(book)), 3)
-    assert book.fail(lease(book, version=3).lease_id, "released", -9.0) is True
+    assert book.leases.fail(lease(book, version=3).lease_id, "released", -9.0) is True
     again = restored(book)
     assert keys(again, 1, version=2) == [(0, 1, 0)], "this process is set back before the version that it waits for"
-    assert lease(again, version=3).item == WorkItem(0, 0, reroll=1, return_version=3, attempt=2, infra_failures=1)
+    assert lease(again, version=3).work == Work((0, 0, 1), min_version=3, attempt=2, infra_failures=1)
 
 
 def test_a_prompt_whose_own_later_turn_has_come_does_not_return() -> None:
     book = book_of(1)
     first, second = lease(book), lease(book)
-    assert second.item.key == (1, 0, 0)
+    assert second.work.key == (1, 0, 0)
     assert book.defer(settle(book, first), 0) is False
     assert book.defer(settle(book, second), 0) is True
     assert keys(book, 1) == [(1, 0, 1)]
@@ -98,11 +100,28 @@ def test_a_waiting_return_is_withdrawn_when_the_prompts_own_turn_comes() -> None
     book = book_of(1)
     book.defer(settle(book, lease(book)), 9)
     assert keys(book, 1) == [(1, 0, 0)]
-    assert (book.num_deferred, book.find("0-0-1-1-s")) == (0, None)
+    assert (book.num_deferred, find(book, "0-0-1-1-s")) == (0, None)
+
+
+def test_of_deferred_prompts_those_that_wait_longest_return_first_and_not_before_their_version() -> None:
+    book = book_of(8, rerolls=RerollLimits(max_share=1.0, max_pending=3))
+    for record, version in zip([lease(book) for _ in range(4)], (4, 5, 4, 4), strict=True):
+        assert book.defer(settle(book, record), version)
+    assert book.state()["deferred"] == [[0, 1, 1, 5], [0, 2, 1, 4], [0, 3, 1, 4]], "of too many the first gives way"
+    assert keys(book, 1, version=3) == [(0, 4, 0)]
+    assert keys(book, 3, version=4) == [(0, 2, 1), (0, 3, 1), (0, 5, 0)]
+    assert keys(book, 1, version=5) == [(0, 1, 1)]
+
+
+def test_a_deferred_prompt_is_not_deferred_again() -> None:
+    book = book_of()
+    key = settle(book, lease(book))
+    assert [book.defer(key, version) for version in (3, 9)] == [True, False]
+    assert book.state()["deferred"] == [[0, 0, 1, 3]]
 
 
 def test_returns_keep_to_their_share() -> None:
-    book = ledger(100, rerolls=RerollQueue(max_share=0.25, max_pending=50))
+    book = ledger(100, rerolls=RerollLimits(max_share=0.25, max_pending=50))
     for record in [lease(book) for _ in range(12)]:
         book.defer(settle(book, record), 1)
     assert [key[2] for key in keys(book, 16, version=1)] == [1, 1, 1, 0, 1, 0, 0, 0, 1, 0, 0, 0, 1, 0, 0, 0]
@@ -116,13 +135,13 @@ def test_a_return_leased_by_the_process_before_is_adopted_or_answered_and_not_tw
     for record in [lease(book), lease(book)]:
         book.defer(settle(book, record), 2)
     after = restored(book)
-    assert after.adopt("0-0-1-3-s", "gpu-7", deadline=9.0)
-    assert after.leases_of("gpu-7")[0].item == WorkItem(0, 0, reroll=1, return_version=2, attempt=3)
-    assert not after.adopt("0-0-1-2-s", "gpu-8", deadline=9.0), "it is out"
-    assert answer(after, "0-1-1-1-s") == WorkItem(0, 1, reroll=1, return_version=2)
+    assert adopt(after, "0-0-1-3-s", "gpu-7", deadline=9.0)
+    assert after.leases.leases_of("gpu-7")[0].work == Work((0, 0, 1), min_version=2, attempt=3)
+    assert not adopt(after, "0-0-1-2-s", "gpu-8", deadline=9.0), "it is out"
+    assert answer(after, "0-1-1-1-s") == Work((0, 1, 1), min_version=2)
     assert answer(after, "0-1-1-1-t") is None, "answered"
-    assert after.find("0-2-1-1-s") is None, "never deferred"
-    assert not after.adopt("0-2-1-1-s", "p", deadline=9.0)
+    assert find(after, "0-2-1-1-s") is None, "never deferred"
+    assert not adopt(after, "0-2-1-1-s", "p", deadline=9.0)
     assert after.num_deferred == 0
     assert keys(after, 2, version=9) == [(0, 2, 0), (0, 3, 0)]
 
@@ -131,14 +150,14 @@ def test_a_return_in_the_journal_whose_deferral_the_checkpoint_does_not_know_is_
     before = book_of().state()
     after = book_of(session="t")
     after.restore(before)
-    assert after.recall((0, 0, 0), is_new=True), "its group is in a batch that will be cut again"
-    assert after.recall((0, 0, 1), is_new=True)
+    assert recall(after, (0, 0, 0), is_new=True), "its group is in a batch that will be cut again"
+    assert recall(after, (0, 0, 1), is_new=True)
     assert after.state()["answered"] == [[0, 0, 1]]
     after.settle((0, 0, 1))
     again = restored(after)
-    assert again.recall((0, 0, 0), is_new=False)
+    assert recall(again, (0, 0, 0), is_new=False)
     again.settle((0, 0, 0))
-    assert again.defer((0, 0, 0), 0) is False
+    assert again.defer(Key(0, 0, 0), 0) is False
     assert again.num_deferred == 0
     assert again.state()["answered"] == []
 
@@ -146,7 +165,7 @@ def test_a_return_in_the_journal_whose_deferral_the_checkpoint_does_not_know_is_
 def test_of_answered_returns_only_those_are_remembered_that_could_be_deferred_again() -> None:
     book = book_of()
     settle(book, lease(book))
-    assert book.recall((0, 0, 1), is_new=True)
+    assert recall(book, (0, 0, 1), is_new=True)
     assert book.state()["answered"] == []
 
 
@@ -161,12 +180,12 @@ def test_groups_that_arrive_together_are_all_held_although_the_first_passes_over
         book.defer(key, 0)
         late = "0-0-1-1-s"
     else:
-        book.rest(0, 1)
+        book.cool_down(0, 1)
         late = "1-0-0-1-s"
-    assert book.find(earlier) == key_of(earlier), "both are wanted when they are judged"
-    assert book.find(late) == key_of(late)
-    book.hold(earlier)
-    assert book.hold(late).key == key_of(late)
+    assert find(book, earlier) == key_of(earlier), "both are wanted when they are judged"
+    assert find(book, late) == key_of(late)
+    hold(book, earlier)
+    assert hold(book, late).key == key_of(late)
     assert book.is_held(key_of(late))
     book.requeue(key_of(late))
 
@@ -178,7 +197,7 @@ def test_groups_that_arrive_together_are_all_held_although_the_first_passes_over
 def test_a_prompt_rests_for_exactly_so_many_epochs(until_epoch: int) -> None:
     book = book_of(3)
     settle(book, lease(book))
-    book.rest(0, until_epoch)
+    book.cool_down(0, until_epoch)
     epochs: dict[int, list[int]] = {}
     for epoch, prompt_id, _ in keys(book, 10):
         epochs.setdefault(epoch, []).append(prompt_id)
@@ -189,15 +208,15 @@ def test_a_prompt_rests_for_exactly_so_many_epochs(until_epoch: int) -> None:
 def test_when_all_rest_all_come_back() -> None:
     book = book_of(3)
     for prompt_id in prompts_of(book, 3):
-        book.rest(prompt_id, 7)
+        book.cool_down(prompt_id, 7)
     assert keys(book, 4) == [(1, 0, 0), (1, 1, 0), (1, 2, 0), (2, 0, 0)]
 
 
 def test_a_shorter_rest_does_not_end_a_longer_one() -> None:
     book = book_of(2)
     prompts_of(book, 2)
-    book.rest(0, 2)
-    book.rest(0, 1)
+    book.cool_down(0, 2)
+    book.cool_down(0, 1)
     assert keys(book, 4) == [(1, 1, 0), (2, 1, 0), (3, 0, 0), (3, 1, 0)]
 
 
@@ -206,9 +225,9 @@ def test_rest_survives_a_checkpoint_in_the_middle_of_an_epoch_in_which_all_came_
     book = book_of(2, shuffle=False)
     for key in [settle(book, record) for record in (lease(book), lease(book))]:
         assert key[0] == 0
-    book.rest(1, 2)
+    book.cool_down(1, 2)
     assert keys(book, 1) == [(1, 0, 0)]
-    book.rest(0, 3)
+    book.cool_down(0, 3)
     after = restored(book, 2)
     assert after.state()["resting"] == [[1, 2], [0, 3]]
     assert keys(after, 1) == [(1, 0, 0)], "unsettled, so it goes out again"
@@ -219,9 +238,9 @@ def test_a_resting_prompt_that_had_been_leased_before_is_held_when_the_journal_h
     book = book_of(2, shuffle=False)
     for record in (lease(book), lease(book)):
         settle(book, record)
-    book.rest(0, 1)
-    assert book.recall((1, 1, 0), is_new=True), "the cursor passes over prompt 0"
-    assert book.find("1-0-0-1-s") is None
-    assert book.recall((1, 0, 0), is_new=False) is False
-    assert book.recall((1, 0, 0), is_new=True), "it had been leased before it came to rest"
+    book.cool_down(0, 1)
+    assert recall(book, (1, 1, 0), is_new=True), "the cursor passes over prompt 0"
+    assert find(book, "1-0-0-1-s") is None
+    assert recall(book, (1, 0, 0), is_new=False) is False
+    assert recall(book, (1, 0, 0), is_new=True), "it had been leased before it came to rest"
     assert book.is_held((1, 0, 0))

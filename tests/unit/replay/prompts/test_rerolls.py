@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from replay.groups import GroupShape, RolloutGroup
 from replay.journal.writer import Journal
-from replay.prompts.ledger import parse_lease_id
-from replay.prompts.rerolls import Judgement, Key, RerollQueue, RerollRules
+from replay.lease_ids import Key, LeaseId
+from replay.prompts.rerolls import Grade, RerollRules, RerollShare
 from tests.unit.replay.builders import buffer, cut, delivery, group_message, lease, offer, resumed
 
 NAN = math.nan
@@ -32,33 +32,14 @@ def scored(*rewards: tuple[float, ...]) -> RolloutGroup:
     )
 
 
-def queue(*keys: Key, max_share: float = 1.0, max_pending: int = 8, version: int = 0) -> RerollQueue:
-    result = RerollQueue(max_share=max_share, max_pending=max_pending)
-    for key in keys:
-        assert result.defer(key, version)
-    return result
-
-
-def taken(waiting: RerollQueue, version: int, count: int = 8) -> list[Key]:
-    """Those that return, if nothing but the share holds them back."""
-    found = []
-    for _ in range(count):
-        key = waiting.next_due(version)
-        if key is not None:
-            found.append(key)
-            waiting.remove(key)
-        waiting.count_lease(key is not None)
-    return found
-
-
 # Judging.
 
 
 def test_a_constant_format_reward_does_not_hide_a_failure() -> None:
     """A known mistake: the sum of all rewards is judged, and with a reward of 0.2 for the format nobody ever fails."""
     nobody = scored((0.2, 0.0), (0.2, 0.0), (0.2, 0.0))
-    assert RerollRules(column=1).judge(nobody) == Judgement("failed", 3, 0)
-    assert RerollRules(column=0).judge(nobody) == Judgement("mixed", 3, 3)
+    assert RerollRules(column=1).grade(nobody) == Grade("failed", 3, 0)
+    assert RerollRules(column=0).grade(nobody) == Grade("mixed", 3, 3)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +56,7 @@ def test_a_constant_format_reward_does_not_hide_a_failure() -> None:
     ],
 )
 def test_what_is_not_scored_neither_fails_nor_succeeds(rewards: list[float], expected: tuple) -> None:
-    assert RerollRules().judge(scored(*[(reward,) for reward in rewards])) == Judgement(*expected)
+    assert RerollRules().grade(scored(*[(reward,) for reward in rewards])) == Grade(*expected)
 
 
 @pytest.mark.parametrize(
@@ -89,101 +70,49 @@ def test_what_is_not_scored_neither_fails_nor_succeeds(rewards: list[float], exp
 )
 def test_thresholds_belong_to_the_verdict_that_they_name(rewards: tuple[float, float], expected: tuple) -> None:
     rules = RerollRules(fail_threshold=0.25, solved_threshold=0.75)
-    assert rules.judge(scored((rewards[0],), (rewards[1],))) == Judgement(*expected)
+    assert rules.grade(scored((rewards[0],), (rewards[1],))) == Grade(*expected)
 
 
 def test_a_failed_prompt_returns_later_and_so_many_times_and_no_other_does() -> None:
     rules = RerollRules(delay_versions=3, max_attempts=2)
-    assert [rules.return_version((1, 5, reroll), "failed", 7) for reroll in range(4)] == [10, 10, None, None]
-    assert [rules.return_version((1, 5, 0), verdict, 7) for verdict in ("solved", "mixed", "unscored")] == [None] * 3
-    assert RerollRules().return_version((0, 0, 0), "failed", 0) is None, "off unless it is asked for"
+    assert [rules.return_version(Key(1, 5, reroll), "failed", 7) for reroll in range(4)] == [10, 10, None, None]
+    assert [rules.return_version(Key(1, 5, 0), verdict, 7) for verdict in ("solved", "mixed", "unscored")] == [None] * 3
+    assert RerollRules().return_version(Key(0, 0, 0), "failed", 0) is None, "off unless it is asked for"
 
 
 def test_a_solved_prompt_rests_and_no_other_does() -> None:
     rules = RerollRules(solved_cooldown_epochs=2)
-    assert rules.rests_until((3, 5, 1), "solved") == 5
-    assert [rules.rests_until((3, 5, 1), verdict) for verdict in ("failed", "mixed", "unscored")] == [None] * 3
-    assert RerollRules().rests_until((0, 0, 0), "solved") is None
+    assert rules.cooldown_until(Key(3, 5, 1), "solved") == 5
+    assert [rules.cooldown_until(Key(3, 5, 1), verdict) for verdict in ("failed", "mixed", "unscored")] == [None] * 3
+    assert RerollRules().cooldown_until(Key(0, 0, 0), "solved") is None
 
 
-# The queue.
+# The share.
 
 
-def test_nothing_returns_before_its_version_and_those_that_wait_longest_go_first() -> None:
-    waiting = queue()
-    for key, version in (((0, 3, 1), 5), ((0, 1, 1), 4), ((0, 2, 2), 4)):
-        waiting.defer(key, version)
-    waiting.count_lease(False)
-    assert waiting.next_due(3) is None
-    assert waiting.next_due(4) == (0, 1, 1)
-    assert waiting.next_due(5) == (0, 3, 1)
-    assert len(waiting) == 3, "asking takes nothing away"
-    assert waiting.remove((0, 3, 1)) == 5
-    assert (0, 3, 1) not in waiting
-    assert (0, 1, 1) in waiting
-
-
-def test_a_prompt_waits_once() -> None:
-    waiting = queue((0, 3, 1))
-    assert waiting.defer((0, 3, 1), 9) is False
-    assert waiting.defer((1, 3, 1), 9) is False
-    assert waiting.state() == [[0, 3, 1, 0]]
-
-
-def test_when_too_many_wait_the_longest_waiting_give_way() -> None:
-    assert queue(*[(0, prompt_id, 1) for prompt_id in range(5)], max_pending=3).state() == [
-        [0, 2, 1, 0], [0, 3, 1, 0], [0, 4, 1, 0],
-    ]  # fmt: skip
-
-
-def test_a_prompt_whose_own_turn_comes_does_not_return_as_well() -> None:
-    waiting = queue((0, 3, 1), (0, 4, 1))
-    assert waiting.withdraw(3)
-    assert not waiting.withdraw(3)
-    assert waiting.state() == [[0, 4, 1, 0]]
+def rerolls(max_share: float, wanted: list[bool]) -> list[bool]:
+    """Which of so many leases are rerolls, if one is wanted at these."""
+    share = RerollShare(max_share)
+    leases = []
+    for is_wanted in wanted:
+        leases.append(is_wanted and share.allows_one)
+        share.count_lease(leases[-1])
+    return leases
 
 
 @pytest.mark.parametrize(("max_share", "expected"), [(0.25, 4), (0.5, 8), (0.0, 0)])
-def test_of_sixteen_leases_that_share_returns(max_share: float, expected: int) -> None:
-    waiting = queue(*[(0, prompt_id, 1) for prompt_id in range(20)], max_share=max_share, max_pending=99)
-    assert len(taken(waiting, 0, 17)) == expected
+def test_of_sixteen_leases_that_share_are_rerolls(max_share: float, expected: int) -> None:
+    assert sum(rerolls(max_share, [True] * 17)) == expected
 
 
 def test_after_a_long_stretch_without_any_eight_may_follow_each_other() -> None:
-    waiting = queue(*[(0, prompt_id, 1) for prompt_id in range(20)], max_share=0.125, max_pending=99, version=1)
-    assert taken(waiting, 0, 1000) == []
-    assert len(taken(waiting, 1, 8)) == 8
-    assert taken(waiting, 1, 1) == [], (
-        "eight leases gave back what one costs, and it is spent: 8 + 8/8 - 8 = 1, less it"
-    )
+    """Eight leases gave back what one reroll costs, and it is spent: 8 + 8/8 - 8 = 1, less it."""
+    assert rerolls(0.125, [False] * 1000 + [True] * 9)[1000:] == [True] * 8 + [False]
 
 
-def test_the_queue_of_a_checkpoint_is_the_queue() -> None:
-    waiting = queue((0, 3, 1), (0, 1, 2), version=4)
-    restored = queue((9, 9, 9))
-    restored.restore(waiting.state())
-    assert restored.state() == waiting.state() == [[0, 3, 1, 4], [0, 1, 2, 4]]
-
-
-@given(
-    max_share=st.floats(0.0, 1.0),
-    max_pending=st.integers(1, 5),
-    events=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 3)), max_size=120),
-)
-def test_over_any_stretch_of_leases_the_share_holds(
-    max_share: float, max_pending: int, events: list[tuple[int, int]]
-) -> None:
-    waiting = RerollQueue(max_share=max_share, max_pending=max_pending)
-    leases: list[bool] = []
-    for version, (prompt_id, defers) in enumerate(events):
-        for other in range(defers):
-            waiting.defer((0, prompt_id + other, 1), version)
-        key = waiting.next_due(version)
-        if key is not None:
-            assert waiting.remove(key) <= version
-        waiting.count_lease(key is not None)
-        leases.append(key is not None)
-        assert len(waiting) <= max_pending
+@given(max_share=st.floats(0.0, 1.0), wanted=st.lists(st.booleans(), max_size=120))
+def test_over_any_stretch_of_leases_the_share_holds(max_share: float, wanted: list[bool]) -> None:
+    leases = rerolls(max_share, wanted)
     sums = np.concatenate([[0], np.cumsum(leases)])
     for start in range(len(leases)):
         lengths = np.arange(1, len(leases) - start + 1)
@@ -214,14 +143,14 @@ def test_rerolls_really_run(journal: Journal) -> None:
     assert (replay.depth()["deferred"], replay.counts["deferred"]) == (1, 1)
     publish_until(replay, 1)
     early = [lease(replay), lease(replay)]
-    assert [parse_lease_id(lease_id)[0][2] for lease_id in early] == [0, 0], "two versions later, not one"
+    assert [LeaseId.parse(lease_id).key.reroll for lease_id in early] == [0, 0], "two versions later, not one"
     assert [offer(replay, lease_id, 1) for lease_id in early] == ["accepted", "accepted"]
     cut(replay)
     replay.published(2)
     record = replay.lease("p", now=0.0, timeout_s=1.0)
     assert record is not None
-    assert record.item.key == (0, 0, 1)
-    assert (record.item.attempt, record.policy_floor, record.lease_id) == (1, 2, "0-0-1-1-s")
+    assert record.work.key == (0, 0, 1)
+    assert (record.work.attempt, record.policy_floor, record.lease_id) == (1, 2, "0-0-1-1-s")
     assert (replay.depth()["deferred"], replay.counts["rerolls_leased"]) == (0, 1)
     assert offer(replay, record.lease_id, 2) == "accepted"
     assert offer(replay, failed, 2) == "duplicate"
@@ -236,7 +165,7 @@ def test_a_prompt_returns_so_many_times_in_an_epoch_and_then_waits_for_the_next(
     for _ in range(40):
         record = replay.lease("p", now=0.0, timeout_s=1.0)
         assert record is not None
-        asked.append(record.item.key)
+        asked.append(record.work.key)
         assert offer(replay, record.lease_id, signal=False) == "no_signal"
     assert [key for key in asked if key[1] == 0] == [(0, 0, 0), (0, 0, 1), (0, 0, 2)]
     assert max(key[2] for key in asked) == 2
@@ -309,4 +238,4 @@ def test_a_reroll_answered_before_the_crash_does_not_return_again_when_its_defer
     assert restored.depth()["deferred"] == 0
     assert restored.state()["ledger"]["answered"] == []
     asked = [restored.lease("p", now=0.0, timeout_s=1.0) for _ in range(5)]
-    assert all(record.item.reroll == 0 for record in asked if record)
+    assert all(record.work.key.reroll == 0 for record in asked if record)

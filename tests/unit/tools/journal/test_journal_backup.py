@@ -12,7 +12,8 @@ import pytest
 from consumer.checkpoints import folders as checkpoints
 from protocol.errors import ExitCode
 from protocol.files.staged import aside
-from replay.journal.reader import EVERY_GROUP, JournalReader
+from replay.journal.reader import JournalReader
+from replay.journal.rows import EVERY_GROUP
 from replay.journal.writer import Journal
 from tests.unit.consumer.evaluation.test_evaluation_desk import Process
 from tests.unit.tools.journal.command import Command

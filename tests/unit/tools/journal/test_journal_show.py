@@ -8,7 +8,7 @@ import pytest
 
 from protocol.wire.codec import encode
 from replay.journal.writer import Journal
-from replay.prompts.rerolls import Judgement
+from replay.prompts.rerolls import Grade
 from tests.unit.replay.builders import group_message
 from tests.unit.replay.journal.test_journal_reader import claim, entry
 from tests.unit.tools.journal.command import TIME, Command
@@ -153,7 +153,7 @@ def test_show_says_which_turn_of_the_prompt_it_is_and_every_step_that_trained_it
     journal: Journal, command: Command
 ) -> None:
     back = entry(
-        11, 2, group_id="0-11-2-1-s", reroll=2, judgement=Judgement("failed", 2, 0),
+        11, 2, reroll=2, grade=Grade("failed", 2, 0),
         frame=encode(group_message("0-11-2-1-s", 2)),
     )  # fmt: skip
     journal.append([back])

@@ -3,8 +3,9 @@
 import re
 import time
 
-from replay.journal.writer import DeadLetter, Journal
-from replay.prompts.rerolls import Judgement
+from replay.journal.tables import DeadLetter
+from replay.journal.writer import Journal
+from replay.prompts.rerolls import Grade
 from tests.unit.replay.journal.test_journal_reader import claim, contents, entry, ids
 from tests.unit.tools.journal.command import TIME, Command
 
@@ -74,17 +75,14 @@ def test_stats_for_people(journal: Journal, command: Command) -> None:
 def test_success_by_attempt_at_a_prompt(journal: Journal, command: Command) -> None:
     """What went stale does not count, because its prompt is asked again; what was not scored is in no share."""
     turns = [
-        (20, 0, Judgement("failed", 4, 0)),
-        (21, 0, Judgement("unscored", 0, 0)),
-        (20, 1, Judgement("failed", 4, 0)),
-        (22, 1, Judgement("mixed", 3, 1)),
-        (20, 2, Judgement("solved", 4, 4)),
+        (20, 0, Grade("failed", 4, 0)),
+        (21, 0, Grade("unscored", 0, 0)),
+        (20, 1, Grade("failed", 4, 0)),
+        (22, 1, Grade("mixed", 3, 1)),
+        (20, 2, Grade("solved", 4, 4)),
     ]
-    journal.append(
-        entry(prompt, 2, group_id=f"0-{prompt}-{reroll}-1-s", reroll=reroll, judgement=judgement)
-        for prompt, reroll, judgement in turns
-    )
-    stale = entry(30, 2, group_id="0-30-3-1-s", reroll=3, judgement=Judgement("failed", 4, 0), outcome="stale")
+    journal.append(entry(prompt, 2, reroll, grade=judgement) for prompt, reroll, judgement in turns)
+    stale = entry(30, 2, 3, grade=Grade("failed", 4, 0), outcome="stale")
     journal.append([stale])
     (found,) = command.json("stats")
     assert found["verdicts"] == {"mixed": 11, "failed": 2, "unscored": 1, "solved": 1}

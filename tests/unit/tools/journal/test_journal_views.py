@@ -6,8 +6,9 @@ from contextlib import closing
 import pytest
 
 from protocol.errors import ExitCode
-from replay.journal.writer import DeadLetter, Journal
-from replay.prompts.rerolls import Judgement
+from replay.journal.tables import DeadLetter
+from replay.journal.writer import Journal
+from replay.prompts.rerolls import Grade
 from tests.unit.replay.journal.test_journal_reader import claim, damage, entry, ids
 from tests.unit.tools.journal.command import TIME, Command
 from tools.tables import printable
@@ -63,7 +64,7 @@ def test_list_for_people(journal: Journal, command: Command) -> None:
 
 
 def test_list_shows_prompts_that_came_back_and_groups_that_stood_in(journal: Journal, command: Command) -> None:
-    back = entry(2, 2, group_id="0-2-1-1-s", reroll=1, judgement=Judgement("unscored", 0, 0))
+    back = entry(2, 2, reroll=1, grade=Grade("unscored", 0, 0))
     journal.append([back])
     claim(journal, 4, 4, 10, again=(2,))
     lines = command.lines("list", "--prompt", "2")

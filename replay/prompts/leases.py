@@ -1,0 +1,186 @@
+"""The table of prompts that want an answer, and the leases on them: one mechanism for training and for evaluations.
+
+Guarantee: a prompt has one status. It is with one producer at a time; a lease that ends without an answer makes it wait again,
+for as long as the failure calls for, until its budget for failures of that class is spent.
+
+    Waiting -> Leased              lease
+    Leased  -> Waiting             fail, give_back
+    Leased  -> not in the table    fail, once the budget is spent
+    any     -> any                 put, remove: what its owner decides
+"""
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
+
+from replay.prompts.failure_budgets import FailureClass, RetryBudget, failure_class, is_hopeless
+
+K = TypeVar("K", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class Work(Generic[K]):
+    """A prompt that wants an answer, how often it was leased, and how many of its leases failed."""
+
+    key: K
+    min_version: int = 0  # no older policy may answer it
+    attempt: int = 0  # leases so far
+    data_failures: int = 0
+    infra_failures: int = 0
+
+    def failures(self, of: FailureClass) -> int:
+        return self.data_failures if of == "data" else self.infra_failures
+
+    def failed(self, of: FailureClass) -> "Work[K]":
+        if of == "data":
+            return replace(self, data_failures=self.data_failures + 1)
+        return replace(self, infra_failures=self.infra_failures + 1)
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """The prompt is leased next, those that wait longest first."""
+
+    not_before: float = 0.0
+
+
+@dataclass(frozen=True)
+class Leased:
+    """A producer has the prompt."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """The prompt's group is here and is not trained yet."""
+
+    verdict: str  # of `replay.prompts.rerolls`
+    policy_version: int  # of the group
+
+
+@dataclass(frozen=True)
+class Deferred:
+    """The prompt returns when its `min_version` is published."""
+
+
+Status = Waiting | Leased | Held | Deferred
+
+
+@dataclass(frozen=True)
+class LeaseRecord(Generic[K]):
+    lease_id: str
+    work: Work[K]
+    producer: str
+    policy_floor: int  # the oldest policy that may answer
+    deadline: float  # of the caller's clock, seconds
+
+
+class PromptTable(Generic[K]):
+    """See the module's guarantee. Times are of the caller's clock, in seconds."""
+
+    def __init__(self, budgets: Mapping[FailureClass, RetryBudget]) -> None:
+        self._budgets = budgets
+        self._prompts: dict[K, tuple[Work[K], Status]] = {}
+        self._order: dict[type[Status], dict[K, None]] = {kind: {} for kind in (Waiting, Leased, Held, Deferred)}
+        self._leases: dict[str, LeaseRecord[K]] = {}
+
+    def status(self, key: K) -> Status | None:
+        """None if the prompt is not in the table: it was never asked for, or is settled."""
+        return self._prompts[key][1] if key in self._prompts else None
+
+    def work(self, key: K) -> Work[K]:
+        """Of a prompt that is in the table; else as one that was never leased."""
+        return self._prompts[key][0] if key in self._prompts else Work(key)
+
+    def keys(self, *kinds: type[Status]) -> list[K]:
+        """The prompts of these statuses, one status after the other, each in the order in which they came to it."""
+        return [key for kind in kinds for key in self._order[kind]]
+
+    def count(self, kind: type[Status]) -> int:
+        return len(self._order[kind])
+
+    def is_open(self, key: K) -> bool:
+        """Whether the prompt wants an answer now."""
+        return isinstance(self.status(key), (Waiting, Leased))
+
+    def put(self, work: Work[K], status: Status) -> None:
+        """The prompt has this status from now on."""
+        if work.key in self._prompts:
+            self.remove(work.key)
+        self._prompts[work.key] = (work, status)
+        self._order[type(status)][work.key] = None
+
+    def remove(self, key: K) -> Status:
+        """The prompt leaves the table. A lease that is still out stays one until it ends."""
+        _, status = self._prompts.pop(key)
+        del self._order[type(status)][key]
+        return status
+
+    # Leases
+
+    @property
+    def num_leases(self) -> int:
+        return len(self._leases)
+
+    def next_waiting(self, now: float, version: int = 0) -> Work[K] | None:
+        """The prompt to lease next, if one is due; `version` is the newest policy."""
+        for key in self._order[Waiting]:
+            work, status = self._prompts[key]
+            if isinstance(status, Waiting) and status.not_before <= now and work.min_version <= version:
+                return work
+        return None
+
+    def lease(self, record: LeaseRecord[K]) -> LeaseRecord[K]:
+        self.put(record.work, Leased())
+        self._leases[record.lease_id] = record
+        return record
+
+    def hand_over(self, lease_id: str, producer: str, deadline: float) -> bool:
+        """The lease is `producer`'s from now on. False if its prompt is answered or the lease has ended; then it is none."""
+        record = self.end_lease(lease_id)
+        if record is None or not self.is_open(record.work.key):
+            return False
+        self._leases[lease_id] = replace(record, producer=producer, deadline=deadline)
+        return True
+
+    def end_lease(self, lease_id: str) -> LeaseRecord[K] | None:
+        return self._leases.pop(lease_id, None)
+
+    def lease_on(self, key: K) -> LeaseRecord[K] | None:
+        """The lease on a prompt, answered or not, that has not ended."""
+        return next((record for record in self._leases.values() if record.work.key == key), None)
+
+    def spent_by(self, lease_id: str, reason: str) -> Work[K] | None:
+        """The prompt that `fail` with the same arguments would give up, with this failure counted; changes nothing."""
+        record = self._leases.get(lease_id)
+        if record is None or not self.is_open(record.work.key):
+            return None
+        of = failure_class(reason)
+        work = self.work(record.work.key).failed(of)
+        return work if is_hopeless(reason) or work.failures(of) >= self._budgets[of].max_attempts else None
+
+    def fail(self, lease_id: str, reason: str, now: float) -> bool | None:
+        """The lease ended without an answer. Returns True if the prompt waits again, False if its budget is spent and it left
+        the table, and None if it makes no difference: the lease had ended before, or somebody else has answered."""
+        spent = self.spent_by(lease_id, reason)
+        record = self.end_lease(lease_id)
+        if record is None or not self.is_open(record.work.key):
+            return None
+        if spent is not None:
+            self.remove(spent.key)
+            return False
+        of = failure_class(reason)
+        work = self.work(record.work.key).failed(of)
+        self.put(work, Waiting(now + self._budgets[of].delay_s(work.failures(of))))
+        return True
+
+    def give_back(self, lease_id: str) -> None:
+        """The producer hands the lease back unanswered. The prompt waits again, and no failure is counted."""
+        record = self.end_lease(lease_id)
+        if record is not None and self.is_open(record.work.key):
+            self.put(self.work(record.work.key), Waiting())
+
+    def overdue(self, now: float) -> list[LeaseRecord[K]]:
+        return [record for record in self._leases.values() if record.deadline <= now]
+
+    def leases_of(self, producer: str) -> list[LeaseRecord[K]]:
+        return [record for record in self._leases.values() if record.producer == producer]
