@@ -102,7 +102,7 @@ class TransformedPrompts:
             return error
         except ChildEndedError as error:
             if self._child is not None:
-                self._children.end(self._child)
+                self._children.terminate(self._child)
                 self._child = None
             return DatasetError(f"{reader.key}.transform gave nothing for {reader.place(number)}: {error}")
         return DatasetError(made.problem) if made.problem else (made.prompt, made.columns)

@@ -73,7 +73,7 @@ class _Program:
         try:
             program = cls(process, *await asyncio.open_connection(sock=ours, limit=_MAX_LINE_BYTES), place)
         except BaseException:
-            process.end()
+            process.terminate()
             raise
         try:
             await program.say(settings | work)
@@ -125,7 +125,7 @@ class _Program:
 
     async def end(self) -> str:
         """Ends it, kindly first, and whatever it started; says how it ended. Goes on by itself when it is cancelled."""
-        ending = self._process.end()
+        ending = self._process.terminate()
         ending.add_done_callback(lambda _: self._writer.close())
         status = await asyncio.shield(ending)
         return "it does not end" if status is None else exit_text(status)

@@ -145,7 +145,7 @@ class EnvironmentPool:
                 if session.is_usable:
                     self._idle.append(process)
                 else:
-                    self._children.end(process)
+                    self._children.terminate(process)
 
     def _start(self) -> ChildProcess:
         try:

@@ -101,7 +101,7 @@ class WorkerLane:
         finally:
             self._slots.put_nowait(worker if reusable else None)
             if worker is not None and not reusable:
-                self._children.end(worker)
+                self._children.terminate(worker)
 
     async def _watched(self, worker: ChildProcess, call: Call, grace_s: float) -> Answer:
         """The answer to a call, unless time or memory end first."""
@@ -158,7 +158,7 @@ class WorkerLane:
             problem = f"rewards.functions: importing {self._shown} lost the worker: {error}"
         finally:
             if not usable:
-                self._children.end(worker)
+                self._children.terminate(worker)
         if problem:
             raise WorkerLostError("crashed", problem)
         return worker

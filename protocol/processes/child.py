@@ -1,8 +1,8 @@
-"""Child processes that run a module of ours with code of the user's, and answer in frames over a socket.
+"""Child processes that run a module of ours with code of the user's, and exchange frames with the daemon over a socket.
 
-Guarantee: they end with the daemon, and with them whatever they started; `end` needs no await (`protocol.processes.kept`); a
-frame above the limit is refused before it is read; what they write is in the daemon's log, within bounds
-(`protocol.processes.worker_output`).
+Guarantee: a child ends with the daemon, and everything that it started ends with it; `terminate` needs no await
+(`protocol.processes.kept`). A frame above the limit is refused before it is read. What a child writes is in the daemon's log,
+within bounds (`protocol.processes.worker_output`).
 """
 
 import asyncio
@@ -29,14 +29,14 @@ _Frame = TypeVar("_Frame", bound=msgspec.Struct)
 
 
 class ChildEndedError(Exception):
-    """It closed its end, sent what is no frame, or never began. The text says how it ended."""
+    """The child has closed its connection, has sent what is no frame, or could not be started. The text says which."""
 
 
 class ChildProcess:
     """`python -m MODULE FD ARGUMENT...`, where FD is its `protocol.processes.worker_channel`.
 
     Args:
-        source: what the log calls who writes in it.
+        source: how the log names what the child writes.
         environment: variables beside the daemon's own.
 
     Raises:
@@ -77,12 +77,12 @@ class ChildProcess:
         """Sends `message` and returns the answer.
 
         Raises:
-            ChildEndedError: it has ended.
+            ChildEndedError: the child has ended.
         """
         body = msgspec.msgpack.encode(message)
         _, writer = await self._connected()
         writer.write(LENGTH.pack(len(body)) + body)
-        with contextlib.suppress(ConnectionError):  # receiving says how it ended
+        with contextlib.suppress(ConnectionError):  # `receive` finds out how it ended
             await writer.drain()
         return await self.receive(kind)
 
@@ -90,7 +90,7 @@ class ChildProcess:
         """The next frame.
 
         Raises:
-            ChildEndedError: it has ended.
+            ChildEndedError: the child has ended.
         """
         reader, _ = await self._connected()
         try:
@@ -101,15 +101,18 @@ class ChildProcess:
         except msgspec.DecodeError as error:
             raise ChildEndedError(f"it answered with something else: {error}") from None
         except (asyncio.IncompleteReadError, ConnectionError):
-            raise ChildEndedError(await self._how_it_ended()) from None
+            status = await self.process.exited(_EXIT_GRACE_S)
+            if status is None:
+                raise ChildEndedError("it closed its connection to the daemon, and was killed") from None
+            raise ChildEndedError(f"its process ended ({exit_text(status)})") from None
 
-    def end(self) -> "asyncio.Task[int | None]":
-        """Begins to kill it with whatever it started; the task is done when that is so, and its last words are in the log."""
+    def terminate(self) -> "asyncio.Task[int | None]":
+        """Kills it with everything that it started. When the task is done, both are over and its last output is in the log."""
         if self._streams is None:
             self._socket.close()
         else:
             self._streams[1].transport.abort()
-        ending = self.process.end()
+        ending = self.process.terminate()
         ending.add_done_callback(lambda _: self.output.close())
         return ending
 
@@ -118,15 +121,9 @@ class ChildProcess:
             self._streams = await asyncio.open_connection(sock=self._socket)
         return self._streams
 
-    async def _how_it_ended(self) -> str:
-        status = await self.process.exited(_EXIT_GRACE_S)
-        if status is None:
-            return "it closed its connection to the daemon, and was killed"
-        return f"its process ended ({exit_text(status)})"
-
 
 class ChildProcesses:
-    """Those of one owner, with one throttle for what they write."""
+    """The children of one owner, with one throttle for what they write."""
 
     def __init__(self, throttle: Throttle) -> None:
         self._throttle = throttle
@@ -141,19 +138,19 @@ class ChildProcesses:
             ChildEndedError: it cannot be started, or `close` was called.
         """
         if self._closed:
-            raise ChildEndedError("it is not started: the daemon ends")
+            raise ChildEndedError("it is not started, because the daemon ends")
         child = ChildProcess(module, *arguments, throttle=self._throttle, source=source, environment=environment)
         self._alive.add(child)
         return child
 
-    def end(self, child: ChildProcess) -> None:
-        """Begins to end it and waits for nothing; `close` does."""
-        child.end().add_done_callback(lambda _: self._alive.discard(child))
+    def terminate(self, child: ChildProcess) -> None:
+        """Does not wait for its end; `close` does."""
+        child.terminate().add_done_callback(lambda _: self._alive.discard(child))
 
     async def close(self) -> None:
-        """Ends all of them, of which every one is told before the first is waited for."""
+        """Terminates all of them, and then waits for their ends."""
         self._closed = True
-        endings = [child.end() for child in self._alive]
+        endings = [child.terminate() for child in self._alive]
         if endings:
             await asyncio.wait(endings)
         self._alive.clear()

@@ -27,7 +27,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class _Keeper:
-    """`status`: of the kept process, as waitpid gives it, once it has ended."""
+    """`status` is that of the kept process, as waitpid gives it, once it has ended."""
 
     def __init__(self, command: list[str]) -> None:
         self.status: int | None = None
@@ -51,12 +51,12 @@ class _Keeper:
             if came is not None and came.si_signo in ends:
                 return
 
-    def ask_to_end(self) -> None:
+    def ask_to_terminate(self) -> None:
         if self.status is None:
             os.kill(self._kept, signal.SIGTERM)
 
     def sweep(self) -> None:
-        """Kills child after child: they are not reaped before, so their ids are their own, and theirs become ours."""
+        """Kills child after child. A child is not reaped before, so its id is still its own, and its children become ours."""
         while True:
             for child in _children():
                 os.kill(child, signal.SIGKILL)
@@ -65,7 +65,7 @@ class _Keeper:
             signal.sigtimedwait({signal.SIGCHLD}, _LOOK_EVERY_S)
 
     def _reap(self) -> bool:
-        """Whether a child is left."""
+        """Returns whether a child is left."""
         try:
             while True:
                 child, status = os.waitpid(-1, os.WNOHANG)
@@ -86,7 +86,7 @@ def main(parent: int, grace_s: float, command: list[str]) -> NoReturn:
     keeper = _Keeper(command)
     keeper.wait({signal.SIGTERM})
     if grace_s > 0:
-        keeper.ask_to_end()
+        keeper.ask_to_terminate()
         keeper.wait(set(), grace_s)
     keeper.sweep()
     _end_as(keeper.status or 0)

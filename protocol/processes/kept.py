@@ -1,8 +1,8 @@
 """A process that runs code of the user's, seen from the daemon.
 
 Guarantee: it ends with the daemon, however that ends, and nothing that it started outlives it (`protocol.processes.keeper`).
-`end` needs no await to begin and is finished by itself, so a cancelled caller leaves nothing half done; it holds no thread, and
-what cannot be killed is said after half a minute and waited for no longer.
+`terminate` begins without an await and goes on by itself, so a cancelled caller leaves nothing half done. It takes no thread.
+After half a minute the log names a process that could not be killed, and nobody waits for it any longer.
 """
 
 import asyncio
@@ -30,8 +30,8 @@ class KeptProcess:
     """A command with its keeper.
 
     Args:
-        grace_s: between SIGTERM and SIGKILL when it is ended; 0 kills at once.
-        how: as for `subprocess.Popen`.
+        grace_s: between SIGTERM and SIGKILL when it is terminated; 0 kills at once.
+        how: options of `subprocess.Popen`.
 
     Raises:
         OSError: it cannot be started.
@@ -45,7 +45,7 @@ class KeptProcess:
 
     @property
     def pid(self) -> int:
-        """Of the keeper; the others are below it."""
+        """Of the keeper; the other processes are below it."""
         return self._process.pid
 
     def resident_bytes(self) -> int:
@@ -58,8 +58,8 @@ class KeptProcess:
             await asyncio.sleep(_LOOK_EVERY_S)
         return status
 
-    def end(self) -> "asyncio.Task[int | None]":
-        """Tells it to end; the task is done when it is gone with whatever it started, or when it could not be killed (None)."""
+    def terminate(self) -> "asyncio.Task[int | None]":
+        """The task is done when the process and everything that it started are gone. It returns None if that failed."""
         if self._ending is None:
             self._process.send_signal(signal.SIGTERM)
             self._ending = asyncio.ensure_future(self._ended())

@@ -12,7 +12,7 @@ _TIED = "SLIPSTREAM_FOLLOW_PARENT"
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Called early in a child. `parent_pid` closes the gap in which the parent may have died already."""
+    """Call it early in a child. The parent may have died before the call, which `parent_pid` shows."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
@@ -21,7 +21,7 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def tie_children() -> None:
-    """Whatever this process or a child of it forks, or spawns with multiprocessing, from now on follows its parent.
+    """From now on, whatever this process or a child of it forks, or spawns with multiprocessing, dies with its parent.
 
     vLLM forks its engine core on some platforms and spawns it on others. A spawned process runs none of our code but
     `producer.cli`, which multiprocessing imports first and which calls `follow_parent_if_tied`.
@@ -36,6 +36,6 @@ def follow_parent_if_tied() -> None:
 
 
 def _follow_parent() -> None:
-    """In the daemon's process group Ctrl-C reaches everybody; the parent decides when this child ends."""
+    """Ctrl-C reaches every process of the daemon's group, but the parent decides when this child ends."""
     die_with_parent(os.getppid())
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

@@ -1,7 +1,7 @@
 """A process and everything it started, as Linux counts them.
 
-Guarantee: processes that end meanwhile are no error; a look costs microseconds per process, whatever else the host runs.
-Nothing is missing below a keeper (`protocol.processes.keeper`); elsewhere, what lost its parent is.
+Guarantee: processes that end meanwhile are no error. Looking costs microseconds per process, whatever else the host runs.
+Below a keeper (`protocol.processes.keeper`) the list is complete; elsewhere, processes that lost their parent are missing.
 """
 
 import os

@@ -1,7 +1,7 @@
 """The channel between a child process and the daemon, on the child's side: frames of 4 bytes length and msgpack over a socket.
 
-Guarantee: the frames are those of this process. Where code of the user's has closed or replaced the descriptor, the process ends
-with one line that says so; where it has forked and comes back twice, the copy ends and says nothing to the daemon.
+Guarantee: only this process writes frames. If code of the user's has closed or replaced the descriptor, the process writes one
+line that explains it, and ends. If that code has forked and both processes return, the copy ends without a frame.
 """
 
 import contextlib

@@ -1,9 +1,9 @@
 """What a child process writes to standard output and standard error, as lines of the daemon's log.
 
-Guarantee: it is said who wrote it; of a block, which is what comes within half a second or during one call, the first 4 KiB are
-kept, of blocks of one source the first few and then one a minute (`protocol.throttle`). A process that writes without end waits
-for its pipe and takes no more than a hundredth of the daemon's loop. Descriptors 1 and 2 themselves are read, so what native code
-and children of the process write is read, too.
+Guarantee: each line names its source. A block is what comes within half a second or during one call; its first 4 KiB are kept,
+and of one source the first few blocks and then one a minute (`protocol.throttle`). A process that writes without end waits for
+its pipe and takes no more than a hundredth of the daemon's loop. Descriptors 1 and 2 themselves are read, so the output of native
+code and of children of the process is included.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ class WorkerOutput:
     """Reads `descriptor`, the end of a pipe, and closes it.
 
     Args:
-        source: who writes, as the log shall call it. Setting it ends the block of the one before.
+        source: how the log names the writer.
     """
 
     def __init__(self, descriptor: int, throttle: Throttle, source: str) -> None:
@@ -42,7 +42,7 @@ class WorkerOutput:
         self._listen()
 
     def begin(self, source: str) -> None:
-        """What comes from now on is this one's."""
+        """From now on `source` writes. The block of the source before it ends."""
         if source != self._source:
             self._take()
             self._flush()
@@ -71,7 +71,7 @@ class WorkerOutput:
             self._reading = self._loop.call_later(_PAUSE_S, self._listen)
 
     def _take(self) -> bool:
-        """Reads once; whether anybody can still write."""
+        """Reads once. Returns whether anybody can still write."""
         try:
             part = os.read(self._descriptor, _READ_BYTES)
         except BlockingIOError:

@@ -4,15 +4,16 @@ Guarantee: a number that some part keeps anyway is read at the scrape and costs 
 known in advance is there from the start; no label grows with the run (no step, version, prompt or group is a label).
 """
 
-import contextlib
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import psutil
 from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector, disable_created_metrics
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+
+from protocol.processes.tree import resident_bytes
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a series more for every counter, which nobody reads
 
@@ -87,7 +88,7 @@ def add_process_metrics(registry: CollectorRegistry, prefix: str, gpus: list[int
     readings.gauge(
         f"{prefix}_resident_memory_bytes",
         "Resident memory of the daemon and of all processes it started.",
-        _family_bytes,
+        lambda: resident_bytes(os.getpid()),
     )
     readings.gauges(
         f"{prefix}_gpu_memory_used_bytes",
@@ -101,15 +102,6 @@ def add_process_metrics(registry: CollectorRegistry, prefix: str, gpus: list[int
         "gpu",
         lambda: {gpu: memory.total for gpu, memory in _gpu_memory(gpus).items()},
     )
-
-
-def _family_bytes() -> float:
-    total = 0
-    me = psutil.Process()
-    for process in [me, *me.children(recursive=True)]:
-        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-            total += process.memory_info().rss
-    return float(total)
 
 
 def _gpu_memory(gpus: list[int]) -> dict[str, Any]:

@@ -113,7 +113,7 @@ class Sandbox:
         try:
             return await self._watch(process, ours, stdin)
         finally:
-            ending = process.end()
+            ending = process.terminate()
             _close(ours)
             await asyncio.wait({ending})
 
@@ -154,7 +154,7 @@ class Sandbox:
         reading = asyncio.gather(output.read(streams[1][0]), errors.read(streams[2][0]), process.exited(math.inf))
         try:
             ended = await self._until_it_ends(process, reading, (output, errors))
-            status = await asyncio.shield(process.end())
+            status = await asyncio.shield(process.terminate())
             if ended != "itself":
                 await asyncio.wait({reading}, timeout=_LOOK_EVERY_S)
         finally:

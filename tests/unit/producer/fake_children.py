@@ -66,7 +66,7 @@ class FakeChild:
             raise ChildEndedError("its process ended")
         return self._owner.answer(message)
 
-    def end(self) -> "asyncio.Task[int]":
+    def terminate(self) -> "asyncio.Task[int]":
         """It takes its time to die."""
         self.ending = self.ending or asyncio.ensure_future(asyncio.sleep(0.001, -9))
         return self.ending

@@ -100,9 +100,9 @@ def test_a_daemon_counts_and_ends_with_the_process_that_is_ended(told: Path) -> 
         daemon = await daemon_of(told)
         await until(lambda: daemon.ppid() == process.pid)
         assert process.resident_bytes() > sum(p.memory_info().rss for p in (daemon, psutil.Process(process.pid))) // 2
-        assert await process.end() == -signal.SIGKILL
+        assert await process.terminate() == -signal.SIGKILL
         assert not daemon.is_running()
-        assert process.end() is process.end()
+        assert process.terminate() is process.terminate()
 
     asyncio.run(body())
 
@@ -118,7 +118,7 @@ def test_orphans_are_reaped(told: Path) -> None:
         zombies = [psutil.STATUS_ZOMBIE] * 20  # its own, which it does not wait for
         await until(lambda: [child.status() for child in worker.children()] == zombies)
         await until(lambda: len(psutil.Process(process.pid).children()) == 1)
-        await process.end()
+        await process.terminate()
         assert not worker.is_running()
 
     asyncio.run(body())
@@ -154,7 +154,7 @@ def test_a_grace_lets_the_process_end_by_itself(tmp_path: Path, told: Path) -> N
         process = kept(DAEMON + kind, told, grace_s=60.0)
         daemon = await daemon_of(told)
         await until(ready.exists)
-        assert await process.end() == 7
+        assert await process.terminate() == 7
         assert not daemon.is_running()
 
     asyncio.run(body())
@@ -167,7 +167,7 @@ def test_who_ignores_the_grace_is_killed(tmp_path: Path) -> None:
     async def body() -> None:
         process = kept(deaf, ready, grace_s=0.1)
         await until(ready.exists)
-        assert await process.end() == -signal.SIGKILL
+        assert await process.terminate() == -signal.SIGKILL
 
     asyncio.run(body())
 
@@ -180,7 +180,7 @@ def test_a_keeper_that_was_stopped_is_no_obstacle(told: Path, monkeypatch: pytes
         daemon = await daemon_of(told)
         await until(lambda: daemon.ppid() == process.pid)
         os.kill(process.pid, signal.SIGSTOP)
-        assert await process.end() == -signal.SIGKILL
+        assert await process.terminate() == -signal.SIGKILL
         await gone(daemon)
 
     asyncio.run(body())
@@ -196,7 +196,7 @@ def test_what_does_not_die_is_said_and_not_waited_for(
         process = kept("import time; time.sleep(600)")
         poll = process._process.poll
         monkeypatch.setattr(process._process, "poll", lambda: None)
-        assert await process.end() is None
+        assert await process.terminate() is None
         assert f"process {process.pid} was killed and does not end" in caplog.text
         await until(lambda: poll() is not None)
 
