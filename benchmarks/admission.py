@@ -48,7 +48,7 @@ def main() -> None:
 
 
 async def _measure(folder: Path, blocks: int, groups: int, repeat: int) -> list[dict[str, Any]]:
-    from producer.engine.engine import Engine
+    from producer.engine.engine import VllmEngine
 
     model, adapter = _build(folder)
     engine_section = {
@@ -69,10 +69,10 @@ async def _measure(folder: Path, blocks: int, groups: int, repeat: int) -> list[
             "engine": engine_section,
         }
     )
-    engine = Engine(config, 0)
+    engine = VllmEngine(config, 0)
     try:
         await engine.warm_up()
-        await engine.load_adapter(adapter)
+        await engine.weights.load(adapter)
         runs = []
         for pair in range(-1, repeat):
             kinds = ("adaptive", "fixed") if pair % 2 else ("fixed", "adaptive")
@@ -89,7 +89,7 @@ async def _measure(folder: Path, blocks: int, groups: int, repeat: int) -> list[
 async def _burst(engine: Any, adapter: Adapter, kind: str, groups: int, seed: int) -> dict[str, float]:
     rng = random.Random(seed)
     ceiling = _MAX_NUM_SEQS // _COMPLETIONS + 1
-    admission = Admission(ceiling, _COMPLETIONS, engine.load if kind == "adaptive" else lambda: None)
+    admission = Admission(ceiling, _COMPLETIONS, engine.current_load if kind == "adaptive" else lambda: None)
 
     async def group() -> tuple[int, float]:
         prompt = [rng.randrange(3, _VOCABULARY) for _ in range(_PROMPT_TOKENS)]
@@ -99,12 +99,12 @@ async def _burst(engine: Any, adapter: Adapter, kind: str, groups: int, seed: in
             completions = await engine.generate(prompt, Sampling(_COMPLETIONS, length, 1.0), adapter)
         return sum(len(completion.token_ids) for completion in completions), time.perf_counter() - entered
 
-    preempted, started = engine.load().preemptions, time.perf_counter()
+    preempted, started = engine.current_load().preemptions, time.perf_counter()
     done = await asyncio.gather(*(group() for _ in range(groups)))
     seconds = time.perf_counter() - started
     return {
         "tokens_per_s": sum(tokens for tokens, _ in done) / seconds,
-        "preemptions": engine.load().preemptions - preempted,
+        "preemptions": engine.current_load().preemptions - preempted,
         "group_s": float(np.median([took for _, took in done])),
         "limit": admission.limit,
         "seconds": seconds,

@@ -18,7 +18,7 @@ from typing import Any, get_args
 import numpy as np
 from prometheus_client import CollectorRegistry
 
-from producer.interfaces import Adapter, Completion, Counters
+from producer.interfaces import Adapter, Completion, Counters, Engine, PolicyWeights
 from producer.metrics import ProducerMetrics
 from producer.policies.registry import AdapterRegistry
 from producer.policies.verification import SwapProof
@@ -49,32 +49,30 @@ def main(argv: list[str] | None = None) -> None:
         _print(asyncio.run(_measure(Path(scratch), arguments)))
 
 
-class WatchedEngine:
-    """The engine, and when it let go of each version."""
+class WatchedWeights:
+    """The engine's weights, and when they let go of each version."""
 
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
+    def __init__(self, weights: PolicyWeights) -> None:
+        self.load, self.verify, self.activate = weights.load, weights.verify, weights.activate
+        self._weights = weights
         self.unloaded_at: dict[int, float] = {}
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    async def unload_adapter(self, adapter: Adapter) -> None:
+    async def discard(self, adapter: Adapter) -> None:
         self.unloaded_at[adapter.version] = time.perf_counter()
-        await self._engine.unload_adapter(adapter)
+        await self._weights.discard(adapter)
 
 
 async def _measure(scratch: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     """The report, which is written after every round."""
     config = _config(_build_model(scratch / "model"), scratch)
     blobs = [_adapter(scratch / "model", scratch / f"peft-{seed}", seed) for seed in range(2)]
-    from producer.engine.engine import Engine
+    from producer.engine.engine import VllmEngine
 
-    engine = Engine(config, 0)
+    engine = VllmEngine(config, 0)
     turns: dict[str, list[dict[str, float]]] = {mode: [] for mode in MODES}
     try:
         await engine.warm_up()
-        watched, counters = WatchedEngine(engine), Counters()
+        watched, counters = WatchedWeights(engine.weights), Counters()
         timeline = Timeline(scratch / "timeline.jsonl")
         metrics = ProducerMetrics(CollectorRegistry())
         folder, proof = scratch / "adapters", SwapProof(TOLERANCES["float32"])
@@ -84,7 +82,7 @@ async def _measure(scratch: Path, arguments: argparse.Namespace) -> dict[str, An
         for index in range(arguments.repeat):
             order = MODES[index % 3 :] + MODES[: index % 3]
             for mode in order:
-                turns[mode].append(await _turn(mode, index, watched, adapters, counters, swaps, arguments))
+                turns[mode].append(await _turn(mode, index, engine, watched, adapters, counters, swaps, arguments))
             arguments.out.write_text(json.dumps(_report(turns), indent=1), encoding="utf-8")
         adapters.start_session(PolicyInfo(0, "0" * 64, 0))
         await adapters.unload_idle()
@@ -112,7 +110,8 @@ class _Swaps:
 async def _turn(
     mode: OnSwap,
     seed: int,
-    engine: WatchedEngine,
+    engine: Engine,
+    watched: WatchedWeights,
     adapters: AdapterRegistry,
     counters: Counters,
     swaps: _Swaps,
@@ -144,7 +143,7 @@ async def _turn(
     await asyncio.sleep(swap_every_s)
     ended = time.perf_counter()
     spent = Counters(**vars(counters))
-    held_s = [min(engine.unloaded_at.get(version - 1, ended), ended) - at for version, at in live_at.items()]
+    held_s = [min(watched.unloaded_at.get(version - 1, ended), ended) - at for version, at in live_at.items()]
     for worker in workers:
         worker.cancel()
     await asyncio.gather(*workers, return_exceptions=True)

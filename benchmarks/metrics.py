@@ -86,7 +86,7 @@ class Engines:
     """Two engines with the run's adapter loaded, one of them with vLLM's statistics."""
 
     def __init__(self, config: RunConfig, adapter: Path) -> None:
-        from producer.engine.engine import Engine
+        from producer.engine.engine import VllmEngine
 
         self._loop = asyncio.new_event_loop()
         self._sampling = Sampling(config.sampling.num_generations, config.sampling.max_completion_length, 1.0)
@@ -95,13 +95,13 @@ class Engines:
         for counted in (True, False):
             engine_section = config.engine | {"disable_log_stats": not counted}
             self._engines[counted] = self._loop.run_until_complete(
-                self._start(Engine, config.model_copy(update={"engine": engine_section}))
+                self._start(VllmEngine, config.model_copy(update={"engine": engine_section}))
             )
 
     async def _start(self, factory: Any, config: RunConfig) -> Any:
         engine = factory(config, 0)
         await engine.warm_up()
-        await engine.load_adapter(self._adapter)
+        await engine.weights.load(self._adapter)
         return engine
 
     def burst_s(self, *, counted: bool, num_groups: int) -> tuple[float, float]:

@@ -71,11 +71,11 @@ def _watch_producer() -> None:
 
     def watch_engine() -> None:
         stamp("import of vLLM")
-        from producer.engine import engine
+        from producer.engine import core, engine
 
-        watch(engine.AsyncLLM, "from_vllm_config", before="engine configuration")
-        watch(engine.Engine, "__init__", after="engine start, model load")
-        watch(engine.Engine, "warm_up", after="warm-up", hook=lambda: watch_tokens(engine))
+        watch(core.AsyncLLM, "from_vllm_config", before="engine configuration")
+        watch(engine.VllmEngine, "__init__", after="engine start, model load")
+        watch(engine.VllmEngine, "warm_up", after="warm-up", hook=lambda: watch_tokens(engine))
 
     def watch_tokens(engine: Any) -> None:
         record = engine._LoadRecorder.record

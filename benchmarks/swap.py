@@ -127,9 +127,9 @@ class Receiver:
 async def _measure(scratch: Path, size: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     rank, model = RANKS[size], _build_model(scratch / "model")
     config = _config(model, scratch, rank, arguments.mode)
-    from producer.engine.engine import Engine
+    from producer.engine.engine import VllmEngine
 
-    engine = Engine(config, 0)
+    engine = VllmEngine(config, 0)
     found: list[dict[str, Any]] = []
     try:
         await engine.warm_up()
@@ -163,7 +163,7 @@ class Side:
         endpoints = (f"ipc://{folder}/control", f"ipc://{folder}/blobs")
         context = multiprocessing.get_context("spawn")
         side.pipe, theirs = context.Pipe()
-        model = engine.folder
+        model = engine.capabilities.tokenizer_folder
         side.child = context.Process(target=serve, args=(theirs, endpoints, model, folder, rank, way == WAYS[0]))
         side.child.start()
         side.folder, side.engine, side.way = folder, engine, way
@@ -171,7 +171,7 @@ class Side:
         place = memory.folder if memory.folder is not None and way != WAYS[2] else folder
         metrics = ProducerMetrics(CollectorRegistry())
         side.registry = AdapterRegistry(
-            engine, lambda num_bytes: place, SwapProof(_TOLERANCE), Counters(), metrics, timeline
+            engine.weights, lambda num_bytes: place, SwapProof(_TOLERANCE), Counters(), metrics, timeline
         )
         side.receiver = Receiver(asyncio.get_running_loop(), side.registry)
         transport = TransportSection()
@@ -187,8 +187,8 @@ class Side:
         side.link.start()
         _, first = await side.receiver.arrivals.get()
         assert await side.registry.publish(*first), "the first version is refused"
-        with_lora = engine._merged is None
-        side.traffic = Traffic(engine._llm, side.registry.pin, with_lora)
+        with_lora = engine.capabilities.holds_versions
+        side.traffic = Traffic(engine._core.llm, side.registry.pin, with_lora)
         side.streams = [asyncio.create_task(side.traffic.stream(number)) for number in range(_NUM_STREAMS)]
         side.streams.append(asyncio.create_task(side.registry.unload_released()))
         await side.traffic.flows.wait()
@@ -238,9 +238,9 @@ class Side:
         times = await asyncio.to_thread(_ask, self.pipe, str(path))
         saved = time.monotonic()
         adapter = Adapter(1, f"paused-{self.folder.name}", 10_000 + id(self) % 10_000, path)
-        await self.engine._llm.pause_generation(mode="keep", clear_cache=False)
-        await self.engine.load_adapter(adapter)
-        await self.engine._llm.resume_generation()
+        await self.engine._core.llm.pause_generation(mode="keep", clear_cache=False)
+        await self.engine.weights.load(adapter)
+        await self.engine._core.llm.resume_generation()
         self.paused = adapter
         return {"began": times["began"], "save_s": saved - times["began"], "pause_and_load_s": time.monotonic() - saved}
 
@@ -249,7 +249,7 @@ class Side:
             stream.cancel()
         await asyncio.wait(self.streams)
         if hasattr(self, "paused"):
-            await self.engine.unload_adapter(self.paused)
+            await self.engine.weights.discard(self.paused)
         self.link.stop(0.0)
         await asyncio.to_thread(self.link.join)
         self.pipe.send("stop")

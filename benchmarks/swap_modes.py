@@ -96,14 +96,13 @@ class Arm:
     """One engine, and how it samples."""
 
     def __init__(self, name: str, folder: Path, dtype: str) -> None:
-        from producer.engine.engine import Engine
+        from producer.engine.engine import VllmEngine
 
         self.name = name
         self._folder = folder
         self._number = 0
         others = set(psutil.Process().children(recursive=True))
-        self._engine = Engine(run_config(folder, "adapter" if name == "adapter" else "merged", dtype), 0)
-
+        self._engine = VllmEngine(run_config(folder, "adapter" if name == "adapter" else "merged", dtype), 0)
         self._processes = set(psutil.Process().children(recursive=True)) - others
 
     def cpu_s(self) -> float:
@@ -120,11 +119,11 @@ class Arm:
         started = time.perf_counter()
         former, self._number = self._number, self._number + 1
         self.adapter = self._adapter(self._number)
-        await self._engine.load_adapter(self.adapter)
-        self._engine.adopt_adapter(self.adapter)
+        await self._engine.weights.load(self.adapter)
+        self._engine.weights.activate(self.adapter)
         spent_s = time.perf_counter() - started
         if self.name == "adapter" and former > 1:  # the one before may still be named
-            await self._engine.unload_adapter(self._adapter(former - 1))
+            await self._engine.weights.discard(self._adapter(former - 1))
         return spent_s
 
     def _adapter(self, number: int) -> Adapter:
@@ -152,7 +151,7 @@ class Arm:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         self._number += 1
-        request = await self._engine._llm.add_request(
+        request = await self._engine._core.llm.add_request(
             f"plain-{self._number}", {"type": "token", "prompt_token_ids": prompt}, params
         )
         return (await request.get()).outputs
@@ -170,7 +169,7 @@ class Arm:
             LoRARequest(self.adapter.name, self.adapter.id, str(self.adapter.path)) if self.name == "adapter" else None
         )
         prompt = {"type": "token", "prompt_token_ids": [2, 3, 4]}
-        stream = self._engine._llm.generate(prompt, params, f"stream-{time.monotonic_ns()}", lora_request=lora)
+        stream = self._engine._core.llm.generate(prompt, params, f"stream-{time.monotonic_ns()}", lora_request=lora)
         return [time.perf_counter() async for _ in stream]
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
 """The producer: a vLLM engine that turns leases into scored rollout groups.
 
-Guarantee: a producer owns no state that outlives it, and only `producer.engine.engine` imports vLLM.
+Guarantee: a producer owns no state that outlives it, and only `producer.engine` imports vLLM.
 """

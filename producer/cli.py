@@ -15,7 +15,7 @@ follow_parent_if_tied()
 
 
 def _check_libraries(config: RunConfig) -> None:
-    from producer.engine.engine import check_engine_section
+    from producer.engine.vllm_config import check_engine_section
 
     check_engine_section(config)
 

@@ -17,13 +17,13 @@ from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from producer.environments.agent_program import AgentProgram
 from producer.environments.agents import Agents
 from producer.environments.atropos import Atropos
 from producer.environments.pool import EnvironmentPool
-from producer.interfaces import Counters, DownloadedPolicy, Identity
+from producer.interfaces import Counters, DownloadedPolicy, Engine, Identity
 from producer.link.link import Link
 from producer.link.mailbox import Mailbox
 from producer.metrics import ProducerMetrics
@@ -52,9 +52,6 @@ from protocol.service import logs
 from protocol.service.observability import Watch, watched
 from protocol.transport.zeromq_client import ZmqClient
 from protocol.wire.messages import Lease, PolicyInfo
-
-if TYPE_CHECKING:
-    from producer.engine.engine import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -139,10 +136,10 @@ class _Producer:
                     await self._program.start()
                 logger.info("loading the engine for %s ...", config.model.path)
                 started = time.monotonic()
-                from producer.engine.engine import Engine  # vLLM takes seconds to import
+                from producer.engine.engine import VllmEngine  # vLLM takes seconds to import
 
                 logs.adopt_libraries()
-                engine = Engine(config, len(self._gpus))
+                engine: Engine = VllmEngine(config, len(self._gpus))
                 stack.callback(engine.shutdown)
                 await self._warm_up(engine)
             logger.info("engine ready after %.0f s", time.monotonic() - started)
@@ -158,7 +155,7 @@ class _Producer:
             finally:
                 timeline.record("stop", **self._totals())
 
-    async def _warm_up(self, engine: "Engine") -> None:
+    async def _warm_up(self, engine: Engine) -> None:
         limit_s = self._config.pipeline.stall_timeout_s
         try:
             async with asyncio.timeout(limit_s):
@@ -170,7 +167,7 @@ class _Producer:
 
     def _wire(
         self,
-        engine: "Engine",
+        engine: Engine,
         rewards: RewardPool,
         environments: EnvironmentPool | None,
         folder_for: Callable[[int], Path],
@@ -181,7 +178,7 @@ class _Producer:
         self._outcome: asyncio.Future[None] = self._loop.create_future()
         self._stop = asyncio.Event()
         # One group more than fits, so that places freed by short completions are filled at once.
-        max_groups = engine.max_num_seqs // config.sampling.num_generations + 1
+        max_groups = engine.capabilities.max_num_seqs // config.sampling.num_generations + 1
         channel = ZmqClient(
             self.name,
             config.control_endpoint,
@@ -190,11 +187,11 @@ class _Producer:
             self._keys,
         )
         mailbox = Mailbox(channel)
-        places = Admission(max_groups, config.sampling.num_generations, engine.load)
+        places = Admission(max_groups, config.sampling.num_generations, engine.current_load)
         proof = SwapProof(config.swap.probe_tolerance or TOLERANCES[config.model.dtype])
-        evaluation, merged = config.evaluation, config.swap.mode == "merged"
+        evaluation, merged = config.evaluation, not engine.capabilities.holds_versions
         self._adapters = AdapterRegistry(
-            engine,
+            engine.weights,
             folder_for,
             proof,
             self._counters,
@@ -204,12 +201,16 @@ class _Producer:
             hold_s=evaluation.hold_swap_s if evaluation and merged else None,
         )
         goes_on = merged and config.swap.on_swap == "continue"  # by itself, without a cut
-        tokenizer = load_tokenizer(engine.folder, trust_remote_code=config.model.trust_remote_code)
+        tokenizer = load_tokenizer(
+            engine.capabilities.tokenizer_folder, trust_remote_code=config.model.trust_remote_code
+        )
         rewards.read_thinking(tokenizer, config.dataset.chat_template_kwargs)
-        prompts = PromptFormat(tokenizer, engine.facts.max_model_len, config.dataset.chat_template_kwargs)
+        prompts = PromptFormat(tokenizer, engine.capabilities.facts.max_model_len, config.dataset.chat_template_kwargs)
         agent_groups: AgentGroups | AtroposGroups | None = None
         if config.environment.atropos:
-            self._atropos = Atropos(config, engine.facts.max_model_len, lambda: self._counters.policy_version)
+            self._atropos = Atropos(
+                config, engine.capabilities.facts.max_model_len, lambda: self._counters.policy_version
+            )
             agent_groups = AtroposGroups(self._atropos, self._adapters, self._counters, self._metrics)
         elif self._agents is not None:
             agent_groups = AgentGroups(
@@ -219,7 +220,7 @@ class _Producer:
         in_flight = InFlight(engine, self._adapters, self._counters, on_swap, keeps_weights=not merged)
         episodes = None
         if environments is not None:
-            facts = (tokenizer, engine.facts.max_model_len)
+            facts = (tokenizer, engine.capabilities.facts.max_model_len)
             episodes = Episodes.of(config, environments, in_flight, *facts, self._counters, engine.tool_parser)
         self._generation = Generation(
             in_flight,
@@ -237,7 +238,9 @@ class _Producer:
         )
         self._link = Link(
             mailbox,
-            Identity(self.name, engine.facts, 2 * max_groups, config.swap.mode, evaluates=evaluation is not None),
+            Identity(
+                self.name, engine.capabilities.facts, 2 * max_groups, config.swap.mode, evaluates=evaluation is not None
+            ),
             config.transport,
             config.control_endpoint,
             self,
@@ -259,14 +262,14 @@ class _Producer:
         self._health.check_ready("swap", lambda: self._counters.refusal or None)
         self._health.check_ready("weights", lambda: None if self._counters.policy_version >= 0 else "none are loaded")
 
-    def _endpoint(self, engine: "Engine", keys: tuple[bytes, ...], watch: Watch) -> Serving:
+    def _endpoint(self, engine: Engine, keys: tuple[bytes, ...], watch: Watch) -> Serving:
         answering, running = engine.openai_server(self._config), self._generation.clock.running
-        served = ServedEngine(answering, self._adapters, engine.max_num_seqs, running)
+        served = ServedEngine(answering, self._adapters, engine.capabilities.max_num_seqs, running)
         serving = Serving(self._config, self.name, keys, served, watch.registry, self._agents, self._atropos)
         self._health.check_ready("serve", lambda: serving.problem)
         return serving
 
-    async def _serve(self, engine: "Engine", rewards: RewardPool, timeline: Timeline) -> None:
+    async def _serve(self, engine: Engine, rewards: RewardPool, timeline: Timeline) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             self._loop.add_signal_handler(number, self._on_signal, signal.Signals(number).name)
         for work in (self._adapters.run(), self._adapters.unload_released(), self._watch(engine, rewards, timeline)):
@@ -327,7 +330,7 @@ class _Producer:
         else:
             self._outcome.set_result(None)
 
-    async def _watch(self, engine: "Engine", rewards: RewardPool, timeline: Timeline) -> None:
+    async def _watch(self, engine: Engine, rewards: RewardPool, timeline: Timeline) -> None:
         """Notes how busy the engine was, and notices that it died while idle or that nothing moves any more."""
         now, busy_s = time.monotonic(), 0.0
         while True:

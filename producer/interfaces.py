@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
+from protocol.config.run import RunConfig
 from protocol.wire.messages import EngineFacts, FailureReason, Lease, PolicyInfo, Sampling
 
 FAILURES = ("raised", "timeout", "crashed", "memory", "invalid", "unavailable")
@@ -124,25 +125,85 @@ class ToolParser(Protocol):
         """Content, and calls."""
 
 
-class GenerationEngine(Protocol):
-    """What generation and the adapter registry need of `producer.engine.engine.Engine`."""
+class PolicyWeights(Protocol):
+    """How an engine takes up policies. Each is loaded, may be verified, and is activated, or else discarded; one that is active
+    is discarded when no request names it any more."""
 
-    def tool_parser(self, name: str, tokenizer: Any, tools: list[dict[str, Any]]) -> "ToolParser":
-        """The parser `name` of tool calls, for these tools. Raises ConfigError if there is none."""
+    async def load(self, adapter: Adapter) -> None:
+        """Reads a policy into the engine, while requests run.
+
+        Raises:
+            AdapterRefusedError: the engine cannot load it; nothing has changed.
+            EngineError: the engine is dead.
+        """
+
+    async def verify(self, adapter: Adapter, token_ids: list[int]) -> list[float]:
+        """What the engine computes for a loaded policy: log-probs of these tokens but the first.
+
+        Raises:
+            AdapterRefusedError: the engine does not score them.
+            EngineError: the engine is dead.
+        """
+
+    def activate(self, adapter: Adapter) -> None:
+        """From now on requests may begin on this policy."""
+
+    async def discard(self, adapter: Adapter) -> None:
+        """Unloads a policy. One that was not activated is undone, as if it had never been loaded."""
+
+
+@dataclass(frozen=True)
+class EngineCapabilities:
+    """What an engine is and can do. It does not change while the engine lives.
+
+    Args:
+        tokenizer_folder: where the tokenizer of its model is.
+        max_num_seqs: requests that it works on at a time.
+        holds_versions: whether it has several policies at a time, and each request stays on the one that it began on.
+            Otherwise a new policy takes the place of the former one under the requests that run.
+    """
+
+    facts: EngineFacts
+    tokenizer_folder: Path
+    max_num_seqs: int
+    holds_versions: bool = True
+
+
+class Engine(Protocol):
+    """All that the producer knows of its engine, whether that runs in this process or elsewhere."""
+
+    capabilities: EngineCapabilities
+
+    @property
+    def weights(self) -> PolicyWeights: ...
+
+    async def warm_up(self) -> None:
+        """Called once, before anything else."""
 
     async def generate(
         self, prompt_ids: list[int], sampling: Sampling, adapter: Adapter, cut: asyncio.Event
     ) -> list[Completion]:
-        """Samples until every completion has ended, or `cut` is set."""
+        """Samples a group until every completion has ended, or `cut` is set.
 
-    async def score(self, token_ids: list[int], adapter: Adapter) -> list[float]: ...
+        Raises:
+            LeaseFailure: the engine refuses this request.
+            EngineError: the engine is dead.
+        """
 
-    async def load_adapter(self, adapter: Adapter) -> None: ...
+    def tool_parser(self, name: str, tokenizer: Any, tools: list[dict[str, Any]]) -> "ToolParser":
+        """The parser `name` of tool calls, for these tools. Raises ConfigError if there is none."""
 
-    def adopt_adapter(self, adapter: Adapter) -> None:
-        """Said of a loaded adapter before the first request names it; unloading it instead undoes what loading did."""
+    def openai_server(self, config: RunConfig) -> Any:
+        """What answers OpenAI requests on this engine: a `producer.calls.calls.Answering`."""
 
-    async def unload_adapter(self, adapter: Adapter) -> None: ...
+    def current_load(self) -> EngineLoad | None:
+        """As of the last engine step; None with `engine.disable_log_stats`."""
+
+    def check_alive(self) -> None:
+        """Raises EngineError if the engine is dead, also while no request is in it."""
+
+    def shutdown(self) -> None:
+        """Ends the engine. What is asked of it from then on is an `EngineError`."""
 
 
 @dataclass(frozen=True)

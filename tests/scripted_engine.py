@@ -1,7 +1,7 @@
-"""A stand-in for `producer.engine.engine`, for tests that run the real `rl-producer` without vLLM.
+"""Engines without vLLM, for tests that run the real `rl-producer`.
 
-Guarantee: everything around the engine is the product's own; completions are random tokens that the small models of
-`tests.integration.models` know, after random times, some of them long. Clients and agents of the endpoint get answers too,
+Guarantee: everything around the engine is the product's own. `ScriptedEngine` samples random tokens that the small models of
+`tests.integration.models` know, in random times, some of them long. Clients and agents of the endpoint get answers too,
 whole or as a stream.
 """
 
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from producer.calls.calls import Answer, Call, Sampled, Stream
 from producer.calls.requests import ServedRequest
-from producer.interfaces import Adapter, AdapterRefusedError, Completion
+from producer.interfaces import Adapter, AdapterRefusedError, Completion, EngineCapabilities
 from protocol.wire.digests import base_model_digest, tokenizer_digest
 from tests.scripted import facts
 
@@ -43,7 +43,7 @@ DEFAULT_PACE = Pace()
 def install(
     pace: Pace = DEFAULT_PACE, seed: int | None = None, reach: Callable[[str], None] = lambda point: None
 ) -> None:
-    """Whoever imports `producer.engine.engine` in this process gets the stand-in.
+    """Puts a `ScriptedEngine` in place.
 
     Args:
         seed: of what is sampled. None: no two processes sample the same.
@@ -51,30 +51,60 @@ def install(
     """
     chance = random.Random(os.urandom(16) if seed is None else seed)
 
-    class Bound(Engine):
-        def __init__(self, config: Any, num_gpus: int) -> None:
-            super().__init__(config, pace, chance, reach)
-
-    stand_in = ModuleType("producer.engine.engine")
-    stand_in.Engine = Bound  # type: ignore[attr-defined]
-    sys.modules["producer.engine.engine"] = stand_in
+    put_in_place(lambda config, num_gpus: ScriptedEngine(config, pace, chance, reach))
 
 
-class Engine:
+def put_in_place(factory: Callable[[Any, int], Any]) -> None:
+    """Whoever imports `producer.engine.engine` in this process gets this engine."""
+    module = ModuleType("producer.engine.engine")
+    module.VllmEngine = factory  # type: ignore[attr-defined]
+    sys.modules["producer.engine.engine"] = module
+
+
+class NoWeights:
+    """Takes every policy, and cannot be asked what it computes."""
+
+    async def load(self, adapter: Adapter) -> None: ...
+
+    async def verify(self, adapter: Adapter, token_ids: list[int]) -> list[float]:
+        raise AdapterRefusedError("there are no weights here")
+
+    def activate(self, adapter: Adapter) -> None: ...
+
+    async def discard(self, adapter: Adapter) -> None: ...
+
+
+class EngineWithoutWeights:
+    """All of `producer.interfaces.Engine` but what it samples."""
+
     max_num_seqs = 8
 
+    def __init__(self, config: Any, **known: Any) -> None:
+        folder = Path(config.model.path)
+        self.capabilities = EngineCapabilities(facts(**known), folder, self.max_num_seqs)
+        self.weights = NoWeights()
+
+    async def warm_up(self) -> None: ...
+
+    def current_load(self) -> None:
+        return None
+
+    def check_alive(self) -> None: ...
+
+    def shutdown(self) -> None: ...
+
+
+def digests(config: Any) -> dict[str, str]:
+    folder = Path(config.model.path)
+    return {"base_model_digest": base_model_digest(folder), "tokenizer_digest": tokenizer_digest(folder)}
+
+
+class ScriptedEngine(EngineWithoutWeights):
     def __init__(self, config: Any, pace: Pace, chance: random.Random, reach: Callable[[str], None]) -> None:
-        self.folder = Path(config.model.path)
-        self.facts = facts(
-            base_model_digest=base_model_digest(self.folder),
-            tokenizer_digest=tokenizer_digest(self.folder),
-            reward_names=list(config.reward_names),
-        )
+        super().__init__(config, **digests(config), reward_names=list(config.reward_names))
         self._pace = pace
         self._random = chance
         self._reach = reach
-
-    async def warm_up(self) -> None: ...
 
     async def generate(self, prompt_ids: Any, sampling: Any, adapter: Any, cut: Any) -> list[Completion]:
         self._reach("generate.begin")
@@ -86,24 +116,8 @@ class Engine:
         self._reach("generate.done")
         return [Completion(*sample(self._random, length), truncated=length == longest) for length in lengths]
 
-    async def score(self, token_ids: Any, adapter: Any) -> list[float]:
-        raise AdapterRefusedError("there are no weights here")
-
     def openai_server(self, config: Any) -> "OpenAIServer":
         return OpenAIServer(self._pace, self._random, config.sampling.max_completion_length)
-
-    def load(self) -> None:
-        return None
-
-    async def load_adapter(self, adapter: Adapter) -> None: ...
-
-    def adopt_adapter(self, adapter: Adapter) -> None: ...
-
-    async def unload_adapter(self, adapter: Adapter) -> None: ...
-
-    def check_alive(self) -> None: ...
-
-    def shutdown(self) -> None: ...
 
 
 class OpenAIServer:

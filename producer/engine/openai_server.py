@@ -3,11 +3,10 @@
 Guarantee: what clients get is built by vLLM (chat templates, stops, log-probs, tool calls, streams); what was sampled for
 them is noted token by token. A request runs on the adapter of its call and on nothing else.
 
-Beside `producer.engine.engine`, which hands vLLM's engine over, this is the only module that imports vLLM: it holds what the
-engine proper has no part in. The constructors used here agree in releases 0.26 to 0.32.
+The constructors used here agree in releases 0.26 to 0.32.
 """
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from contextvars import ContextVar
 from typing import Any
@@ -26,8 +25,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from producer.calls.calls import Answer, Call, Sampled, Stream
 from producer.calls.refusals import RefusedError, malformed
 from producer.calls.requests import ServedRequest
-from producer.engine.merged import MergedWeights
-from producer.interfaces import Adapter
+from producer.engine.weights import VllmWeights
 from producer.serving.versions import model_name
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError
@@ -40,18 +38,14 @@ class OpenAIServer:
 
     Args:
         llm: vLLM's AsyncLLM.
-        merged: the weights, with `swap.mode: merged`.
-        lora_request: vLLM's name of an adapter.
 
     Raises:
         ConfigError: vLLM does not know `serve.tool_call_parser`.
     """
 
-    def __init__(
-        self, llm: Any, merged: MergedWeights | None, lora_request: Callable[[Adapter], LoRARequest], config: RunConfig
-    ) -> None:
-        client: Any = _Client(llm, merged)
-        models = _Models(client, config.model.path, None if merged is not None else lora_request)
+    def __init__(self, llm: Any, weights: VllmWeights, config: RunConfig) -> None:
+        client: Any = _Client(llm, weights)
+        models = _Models(client, config.model.path, weights)
         parser = config.serve.tool_call_parser
         shared: dict[str, Any] = {
             "request_logger": None,
@@ -107,23 +101,23 @@ class OpenAIServer:
 class _Models(OpenAIServingModels):
     """Knows one model: that of the call being answered."""
 
-    def __init__(self, client: Any, path: str, lora_request: Callable[[Adapter], LoRARequest] | None) -> None:
-        self._lora_request = lora_request
+    def __init__(self, client: Any, path: str, weights: VllmWeights) -> None:
+        self._weights = weights
         super().__init__(engine_client=client, base_model_paths=[BaseModelPath("policy", path)])
 
     @property
     def lora_requests(self) -> dict[str, LoRARequest]:
-        if self._lora_request is None:
+        if not self._weights.holds_versions:
             return {}
         adapter = _CALL.get().adapter
-        return {model_name(adapter.version): self._lora_request(adapter)}
+        return {model_name(adapter.version): self._weights.lora_request(adapter)}
 
     @lora_requests.setter
     def lora_requests(self, _: dict[str, LoRARequest]) -> None:
         """vLLM begins with none."""
 
     def is_base_model(self, model_name: str) -> bool:
-        return self._lora_request is None
+        return not self._weights.holds_versions
 
     def model_name(self, lora_request: LoRARequest | None = None) -> str:
         return model_name(_CALL.get().adapter.version)
@@ -132,9 +126,9 @@ class _Models(OpenAIServingModels):
 class _Client:
     """The engine as vLLM's serving classes see it: `generate` is ours, everything else the engine's."""
 
-    def __init__(self, llm: Any, merged: MergedWeights | None) -> None:
+    def __init__(self, llm: Any, weights: VllmWeights) -> None:
         self._llm = llm
-        self._merged = merged
+        self._weights = weights
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._llm, name)
@@ -151,11 +145,11 @@ class _Client:
         if params.logprobs is None:  # they are noted all the same
             params.logprobs, params.flat_logprobs = 0, True
         call = _CALL.get()
-        if self._merged is None:
-            return call.add(request_id, self._on_adapter(call, prompt, params, request_id, lora_request, options))
-        return call.add(request_id, self._on_merged(self._merged, call, prompt, params, request_id, options))
+        if self._weights.holds_versions:
+            return call.add(request_id, self._streamed(call, prompt, params, request_id, lora_request, options))
+        return call.add(request_id, self._whole(call, prompt, params, request_id, options))
 
-    async def _on_adapter(
+    async def _streamed(
         self, call: Call, prompt: Any, params: Any, request_id: str, lora_request: Any, options: dict[str, Any]
     ) -> AsyncGenerator[Any, None]:
         call.note_reader(request_id)
@@ -169,28 +163,22 @@ class _Client:
                 yield output
                 call.note_reader(request_id)
 
-    async def _on_merged(
-        self,
-        merged: MergedWeights,
-        call: Call,
-        prompt: Any,
-        params: Any,
-        request_id: str,
-        options: dict[str, Any],
+    async def _whole(
+        self, call: Call, prompt: Any, params: Any, request_id: str, options: dict[str, Any]
     ) -> AsyncGenerator[Any, None]:
-        """In one piece: what was in flight while weights were pending verification may yet be taken back."""
+        """At its end, because what is in flight while weights wait for verification may be taken back."""
         call.note_reader(request_id)
         params.output_kind = RequestOutputKind.FINAL_ONLY
 
-        async def final(group: str, salt: str) -> Any:
-            generating = self._llm.generate({**prompt, "cache_salt": salt}, params, group, **options)
+        async def final(group: str, lora: Any, salt: str) -> Any:
+            generating = self._llm.generate({**prompt, "cache_salt": salt}, params, group, lora_request=lora, **options)
             async with aclosing(generating) as outputs:
                 return [output async for output in outputs][-1]
 
-        output, flight = await merged.sample(final)
+        output, request = await self._weights.sample(final, call.adapter)
         for sample in output.outputs:
             sampled = call.of(request_id, sample.index, output.prompt_token_ids or [])
-            _note(sampled, sample, flight.token_versions(sample.index, len(sample.token_ids)))
+            _note(sampled, sample, request.token_versions(sample.index, len(sample.token_ids)))
         yield output
 
 

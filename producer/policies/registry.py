@@ -26,8 +26,8 @@ from producer.interfaces import (
     AdapterRefusedError,
     Counters,
     DownloadedPolicy,
-    GenerationEngine,
     LeaseFailure,
+    PolicyWeights,
     Probe,
 )
 from producer.metrics import ProducerMetrics
@@ -54,7 +54,7 @@ class AdapterRegistry:
 
     def __init__(
         self,
-        engine: GenerationEngine,
+        weights: PolicyWeights,
         folder_for: Callable[[int], Path],
         proof: SwapProof,
         counters: Counters,
@@ -63,7 +63,7 @@ class AdapterRegistry:
         fetch: Callable[[PolicyInfo], None] = lambda policy: None,
         hold_s: float | None = None,
     ) -> None:
-        self._engine = engine
+        self._weights = weights
         self._folder_for = folder_for
         self._proof = proof
         self._counters = counters
@@ -178,7 +178,7 @@ class AdapterRegistry:
         if session != self._session:  # its trainer died meanwhile
             await self.unload_idle()
             return False
-        self._engine.adopt_adapter(adapter)
+        self._weights.activate(adapter)
         self._policies[adapter] = policy
         self._flip(adapter, policy)
         self._counters.swaps += 1
@@ -261,7 +261,7 @@ class AdapterRegistry:
         """Unpacks it and has the engine read it. Returns why that cannot be done; nothing is left of it then."""
         try:
             await asyncio.to_thread(unpack, blob, None if is_verified else policy.digest, adapter.path)
-            await self._engine.load_adapter(adapter)
+            await self._weights.load(adapter)
         except (BlobError, AdapterRefusedError, OSError) as error:
             shutil.rmtree(adapter.path, ignore_errors=True)
             return str(error)
@@ -277,7 +277,7 @@ class AdapterRegistry:
                 refusal = await self._prove(adapter, downloaded.probe)
             self._pins[adapter] = 0
             if refusal is None:
-                self._engine.adopt_adapter(adapter)
+                self._weights.activate(adapter)
                 self._policies[adapter], self._evaluated = policy, adapter
         if refusal is not None:
             logger.error("policy v%d cannot be evaluated here: %s", policy.version, refusal)
@@ -291,7 +291,7 @@ class AdapterRegistry:
 
     async def _prove(self, adapter: Adapter, probe: Probe) -> str | None:
         try:
-            return self._proof.judge(probe, await self._engine.score(list(probe.token_ids), adapter))
+            return self._proof.judge(probe, await self._weights.verify(adapter, list(probe.token_ids)))
         except AdapterRefusedError as error:
             logger.warning("policy v%d cannot be proved: %s", adapter.version, error)
             return None
@@ -323,6 +323,6 @@ class AdapterRegistry:
         while (adapter := self._idle()) is not None:  # looked for again after every wait: others pin meanwhile
             del self._pins[adapter]
             self._policies.pop(adapter, None)
-            await self._engine.unload_adapter(adapter)
+            await self._weights.discard(adapter)
             shutil.rmtree(adapter.path, ignore_errors=True)
             logger.debug("policy v%d unloaded", adapter.version)

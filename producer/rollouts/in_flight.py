@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from producer.interfaces import Adapter, Completion, Counters, GenerationEngine
+from producer.interfaces import Adapter, Completion, Counters, Engine
 from producer.policies.registry import AdapterRegistry
 from protocol.wire.messages import Sampling
 
@@ -37,7 +37,7 @@ class InFlight:
 
     def __init__(
         self,
-        engine: GenerationEngine,
+        engine: Engine,
         adapters: AdapterRegistry,
         counters: Counters,
         on_swap: OnSwap,

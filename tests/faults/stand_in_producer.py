@@ -13,29 +13,22 @@ import random
 import sys
 import time
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from producer import cli, daemon
-from producer.interfaces import AdapterRefusedError, Completion
+from producer.interfaces import Completion
 from protocol.transport.channel import BadFrame
 from protocol.transport.zeromq_client import ZmqClient
-from protocol.wire.digests import base_model_digest, tokenizer_digest
 from protocol.wire.messages import Ack, Lease, Message, Sampling
-from tests.scripted import facts
+from tests.scripted_engine import EngineWithoutWeights, digests, put_in_place
 
 
-class Engine:
+class Engine(EngineWithoutWeights):
     max_num_seqs = 16
 
     def __init__(self, config: Any, num_gpus: int) -> None:
-        self.folder = Path(config.model.path)
-        self.facts = facts(
-            base_model_digest=base_model_digest(self.folder), tokenizer_digest=tokenizer_digest(self.folder)
-        )
+        super().__init__(config, **digests(config))
         self._pace = Path(os.environ["STAND_IN_PACE"])
-
-    async def warm_up(self) -> None: ...
 
     async def generate(
         self, prompt_ids: list[int], sampling: Sampling, adapter: Any, cut: asyncio.Event
@@ -47,22 +40,6 @@ class Engine:
         length = random.randint(sampling.max_completion_length // 2, sampling.max_completion_length)
         tokens = [random.randint(3, 40) for _ in range(length)]
         return Completion(tokens, [-3.5] * length, length == sampling.max_completion_length)
-
-    async def score(self, token_ids: Any, adapter: Any) -> list[float]:
-        raise AdapterRefusedError("there are no weights here")
-
-    def load(self) -> None:
-        return None
-
-    async def load_adapter(self, adapter: Any) -> None: ...
-
-    def adopt_adapter(self, adapter: Any) -> None: ...
-
-    async def unload_adapter(self, adapter: Any) -> None: ...
-
-    def check_alive(self) -> None: ...
-
-    def shutdown(self) -> None: ...
 
 
 class ListingClient(ZmqClient):
@@ -77,8 +54,6 @@ class ListingClient(ZmqClient):
 
 
 if __name__ == "__main__":
-    stand_in = ModuleType("producer.engine.engine")
-    stand_in.Engine = Engine  # type: ignore[attr-defined]
-    sys.modules["producer.engine.engine"] = stand_in
+    put_in_place(Engine)
     daemon.ZmqClient = ListingClient  # type: ignore[misc]
     sys.exit(cli.main())

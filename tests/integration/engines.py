@@ -34,13 +34,14 @@ class LiveEngine:
     """A started engine and random adapters for its model. `run` executes coroutines on the engine's loop."""
 
     def __init__(self, model: Path, folder: Path, **sections: Any) -> None:
-        from producer.engine.engine import Engine
+
+        from producer.engine.engine import VllmEngine
 
         self.model = model
         self.folder = folder
         self.config = run_config(model, folder / "run", **sections)
         self.loop = asyncio.new_event_loop()
-        self.engine = self.run(self._start(Engine))
+        self.engine = self.run(self._start(VllmEngine))
         self._published: dict[int, tuple[Path, bytes, str]] = {}
 
     async def _start(self, factory: Any) -> Any:
@@ -85,7 +86,7 @@ class LiveEngine:
     async def _unloaded(self, registry: AdapterRegistry) -> None:
         await registry.unload_idle()
         async with asyncio.timeout(60):
-            while self.engine._loaded_ids:  # noqa: ASYNC110 - of an unloading that has begun, which no event says
+            while getattr(self.engine.weights, "loaded_ids", ()):  # noqa: ASYNC110 - of an unloading that has begun, which no event says
                 await asyncio.sleep(0.01)
 
     def close(self) -> None:

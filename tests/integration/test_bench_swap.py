@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks import swap
-from producer.interfaces import AdapterRefusedError
+from tests.scripted_engine import EngineWithoutWeights, NoWeights
 
 pytestmark = pytest.mark.integration
 
@@ -25,30 +25,26 @@ class Llm:
     async def resume_generation(self) -> None: ...
 
 
-class Engine:
-    _merged = None
-
-    def __init__(self, config: Any, num_gpus: int) -> None:
-        self.folder = Path(config.model.path)
-        self._llm = Llm()
+class Weights(NoWeights):
+    def __init__(self) -> None:
         self.loaded: list[int] = []
 
-    async def warm_up(self) -> None: ...
-
-    async def load_adapter(self, adapter: Any) -> None:
+    async def load(self, adapter: Any) -> None:
         assert (adapter.path / "adapter_model.safetensors").stat().st_size > 1e6
         self.loaded.append(adapter.id)
 
-    async def unload_adapter(self, adapter: Any) -> None:
+    async def discard(self, adapter: Any) -> None:
         self.loaded.remove(adapter.id)
 
-    def adopt_adapter(self, adapter: Any) -> None: ...
 
-    async def score(self, *_: Any) -> list[float]:
-        raise AdapterRefusedError("there are no weights here")
+class Engine(EngineWithoutWeights):
+    def __init__(self, config: Any, num_gpus: int) -> None:
+        super().__init__(config)
+        self._core = SimpleNamespace(llm=Llm())
+        self.weights: Weights = Weights()
 
     def shutdown(self) -> None:
-        assert self.loaded == []
+        assert self.weights.loaded == []
 
 
 def test_it_writes_and_prints_every_way(
@@ -56,7 +52,7 @@ def test_it_writes_and_prints_every_way(
 ) -> None:
     import producer.engine.engine
 
-    monkeypatch.setattr(producer.engine.engine, "Engine", Engine)
+    monkeypatch.setattr(producer.engine.engine, "VllmEngine", Engine)
     monkeypatch.setattr(swap, "_AROUND_S", 0.1)
     swap.main(["--sizes", "1", "--repeat", "1", "--out", str(tmp_path / "swap.json")])
     swaps = json.loads((tmp_path / "swap.json").read_text())["swaps"]

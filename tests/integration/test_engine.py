@@ -76,7 +76,7 @@ def spoiled(live: LiveEngine, version: int, factor: float, settings: dict[str, o
 def registry(live: LiveEngine, tmp_path):
     timeline = Timeline(tmp_path / "timeline.jsonl")
     made = AdapterRegistry(
-        live.engine,
+        live.engine.weights,
         lambda num_bytes: tmp_path / "adapters",
         SwapProof(TOLERANCES["float32"]),
         Counters(),
@@ -151,7 +151,7 @@ def test_scores_of_given_tokens_are_those_of_transformers_and_peft_also_a_second
     async def body():
         await registry.publish(*live.policy(1), 0.0)
         with registry.pin() as adapter:
-            return [await live.engine.score(tokens, adapter) for _ in range(2)]
+            return [await live.engine.weights.verify(adapter, tokens) for _ in range(2)]
 
     expected = reference_logprobs(live.model, live.peft_folder(1), tokens[:1], tokens[1:], 1.0)
     for scores in live.run(body()):
@@ -164,7 +164,7 @@ def test_the_models_own_sampling_defaults_are_not_applied(live, registry):
         with registry.pin() as adapter:
             return await live.engine.generate(PROMPT, sampling(24, n=64), adapter)
 
-    assert live.engine._llm.model_config.get_diff_sampling_param()["repetition_penalty"] == 1.5, "vLLM has read it"
+    assert live.engine._core.llm.model_config.get_diff_sampling_param()["repetition_penalty"] == 1.5, "vLLM has read it"
     completions = live.run(body())
     assert max(len(completion.token_ids) for completion in completions) == 24
     assert len({completion.token_ids[0] for completion in completions}) > 2
@@ -205,7 +205,7 @@ def test_tokens_of_groups_that_outlive_swaps_have_the_logprobs_of_their_version(
             await registry.publish(*live.policy(version), 0.0)
         assert not any(group.done() for group in groups), "the groups were over before the swaps; make them longer"
         done = await asyncio.gather(*groups)
-        assert await live.engine._llm.collective_rpc("list_loras") == [[registry._current.id]], "slots are free"
+        assert await live.engine._core.llm.collective_rpc("list_loras") == [[registry._current.id]], "slots are free"
         return done
 
     for version in (30, 31, 32):
@@ -227,8 +227,8 @@ def test_tokens_of_groups_that_outlive_swaps_have_the_logprobs_of_their_version(
                 assert abs(logprob - expected[version][place].item()) < 1e-4
             assert completion.truncated == (completion.token_ids[-1] != 1)
             assert len(completion.token_ids) == 200 or not completion.truncated
-    assert not live.engine._llm.output_processor.request_states
-    assert not live.engine._llm.output_processor.parent_requests, "vLLM has forgotten them"
+    assert not live.engine._core.llm.output_processor.request_states
+    assert not live.engine._core.llm.output_processor.parent_requests, "vLLM has forgotten them"
 
 
 def test_many_swaps_under_load_leave_the_engine_alive_and_one_folder(live, registry, tmp_path):
@@ -269,12 +269,12 @@ def test_a_refused_adapter_or_request_leaves_the_engine_alive(live, registry, tm
         broken = live.adapter(2, 9001)
         shutil.rmtree(broken.path)
         with pytest.raises(AdapterRefusedError):
-            await live.engine.load_adapter(broken)
+            await live.engine.weights.load(broken)
         random_adapter(live.model, tmp_path / "rank16", rank=16, seed=5)
         too_large = live.adapter(2, 9002)
         shutil.copytree(tmp_path / "rank16", too_large.path, dirs_exist_ok=True)
         with pytest.raises(AdapterRefusedError, match="rank"):
-            await live.engine.load_adapter(too_large)
+            await live.engine.weights.load(too_large)
         with registry.pin() as adapter:
             with pytest.raises(LeaseFailure) as caught:
                 await live.engine.generate([5] * 300, sampling(), adapter)
@@ -323,13 +323,13 @@ def test_a_request_that_is_cancelled_at_any_moment_leaves_nothing_in_the_engine(
     """vLLM adds the completions of a group one by one, but waits for nothing between the first and the last."""
     from vllm import SamplingParams
 
-    from producer.engine.engine import _prompt
+    from producer.engine.core import prompt_of
 
-    llm = live.engine._llm
+    llm = live.engine._core.llm
     processor = llm.output_processor
 
     async def add() -> None:
-        request = await llm.add_request("cancelled", _prompt(PROMPT), SamplingParams(n=n, max_tokens=24))
+        request = await llm.add_request("cancelled", prompt_of(PROMPT), SamplingParams(n=n, max_tokens=24))
         await llm.abort(request.request_id, internal=True)
 
     async def generate() -> None:
@@ -345,7 +345,7 @@ def test_a_request_that_is_cancelled_at_any_moment_leaves_nothing_in_the_engine(
         assert await cancel_at_each_wait(add, check) == 0
         with registry.pin() as adapter:  # load is told by steps, and so by one that is after all these
             await live.engine.generate(PROMPT, sampling(4), adapter)
-        await until(lambda: live.engine.load().running == live.engine.load().waiting == 0)
+        await until(lambda: live.engine.current_load().running == live.engine.current_load().waiting == 0)
 
     live.run(body())
 
@@ -357,7 +357,7 @@ def test_completions_of_a_group_share_their_prompt_and_the_engine_tells_its_load
             asked = asyncio.create_task(live.engine.generate([5] * 200, sampling(length=40), adapter))
             seen = set()
             while not asked.done():
-                seen.add(live.engine.load())
+                seen.add(live.engine.current_load())
                 await asyncio.sleep(0)
         return max(seen, key=lambda load: load.running)
 
@@ -377,14 +377,14 @@ def test_a_request_that_outlives_the_engine_is_cancelled_quietly_and_none_begins
         adapter = other.adapter(1, 1)
 
         async def body():
-            await other.engine.load_adapter(adapter)
+            await other.engine.weights.load(adapter)
             asked = asyncio.create_task(other.engine.generate(PROMPT, sampling(200), adapter))
             await asyncio.sleep(0.05)
             other.engine.shutdown()
             asked.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await asked
-            for call in (other.engine.generate(PROMPT, sampling(), adapter), other.engine.unload_adapter(adapter)):
+            for call in (other.engine.generate(PROMPT, sampling(), adapter), other.engine.weights.discard(adapter)):
                 with pytest.raises(EngineError, match="the engine has been shut down"):
                     await call
             with pytest.raises(EngineError, match="the engine has been shut down"):
@@ -394,11 +394,11 @@ def test_a_request_that_outlives_the_engine_is_cancelled_quietly_and_none_begins
 
 
 def test_the_facts_for_the_handshake(live):
-    facts = live.engine.facts
+    facts = live.engine.capabilities.facts
     assert (facts.dtype, facts.logprobs_mode) == ("float32", "processed_logprobs")
     assert (facts.max_lora_rank, facts.max_loras, facts.max_model_len) == (8, 3, 256)
     assert facts.reward_names == ["reward"]
-    assert live.engine.max_num_seqs == 64
+    assert live.engine.capabilities.max_num_seqs == 64
 
 
 def test_the_engine_leaves_a_core_to_everything_else(live):
@@ -433,7 +433,7 @@ def test_the_engine_leaves_a_core_to_everything_else(live):
     ],
 )
 def test_what_vllm_refuses_is_a_configuration_error(live, tmp_path, engine, said):
-    from producer.engine.engine import check_engine_section
+    from producer.engine.vllm_config import check_engine_section
 
     with pytest.raises(ConfigError) as caught:
         check_engine_section(run_config(live.model, tmp_path, engine=engine))
@@ -441,7 +441,7 @@ def test_what_vllm_refuses_is_a_configuration_error(live, tmp_path, engine, said
 
 
 def test_a_sound_engine_section_is_accepted(live, tmp_path):
-    from producer.engine.engine import check_engine_section
+    from producer.engine.vllm_config import check_engine_section
 
     check_engine_section(run_config(live.model, tmp_path, engine={"max_model_len": 128, "enforce_eager": True}))
 

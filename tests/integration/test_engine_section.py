@@ -79,7 +79,7 @@ def test_vllm_engine_arguments(tmp_path: Path) -> None:
 
 def test_a_model_with_python_files_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM reads it where `model.trust_remote_code` says so, and the GPUs are shared by the parts of a pipeline."""
-    from producer.engine.engine import check_engine_section
+    from producer.engine.vllm_config import check_engine_section
 
     modules = str(tmp_path / "modules")
     monkeypatch.setenv("HF_MODULES_CACHE", modules)  # for processes that vLLM starts

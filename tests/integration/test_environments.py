@@ -63,7 +63,7 @@ def play(live: LiveEngine, folder, template: str) -> RolloutGroup:
     async def body() -> RolloutGroup:
         timeline = Timeline(folder / "timeline.jsonl")
         registry = AdapterRegistry(
-            live.engine, lambda _: folder / "adapters", SwapProof(1e-3), counters,
+            live.engine.weights, lambda _: folder / "adapters", SwapProof(1e-3), counters,
             ProducerMetrics(CollectorRegistry()), timeline,
         )  # fmt: skip
         pool = EnvironmentPool(section)

@@ -42,7 +42,7 @@ def registry(live: LiveEngine, tmp_path):
     timeline = Timeline(tmp_path / "timeline.jsonl")
     metrics = ProducerMetrics(CollectorRegistry())
     folder, proof = tmp_path / "adapters", SwapProof(TOLERANCES["float32"])
-    made = AdapterRegistry(live.engine, lambda num_bytes: folder, proof, Counters(), metrics, timeline)
+    made = AdapterRegistry(live.engine.weights, lambda num_bytes: folder, proof, Counters(), metrics, timeline)
     with live.unloading(made):
         yield made
 
@@ -129,22 +129,22 @@ def test_there_and_back_under_load_gives_the_same_bits_and_a_refused_policy_leav
     async def body():
         assert await registry.publish(*live.policy(1), 0.0)
         with registry.pin() as current:
-            first = await live.engine.score(PROBE, current)
+            first = await live.engine.weights.verify(current, PROBE)
             running = [asyncio.create_task(generate(live, registry, 240, n=16)) for _ in range(3)]
             for number in range(10):
                 for version in (2, 1):
                     adapter = live.adapter(version, 100 + 2 * number + version)
-                    await live.engine.load_adapter(adapter)
-                    live.engine.adopt_adapter(adapter)
-            assert await live.engine.score(PROBE, current) == first
+                    await live.engine.weights.load(adapter)
+                    live.engine.weights.activate(adapter)
+            assert await live.engine.weights.verify(current, PROBE) == first
 
             refused = live.adapter(2, 200)
             late = asyncio.create_task(generate(live, registry, 240, n=16))
             await asyncio.sleep(0.05)
-            await live.engine.load_adapter(refused)
-            assert await live.engine.score(PROBE, refused) != first
-            await live.engine.unload_adapter(refused)
-            assert await live.engine.score(PROBE, current) == first
+            await live.engine.weights.load(refused)
+            assert await live.engine.weights.verify(refused, PROBE) != first
+            await live.engine.weights.discard(refused)
+            assert await live.engine.weights.verify(current, PROBE) == first
             return await late, await asyncio.gather(*running)
 
     late, groups = live.run(body())
@@ -156,12 +156,12 @@ def test_there_and_back_under_load_gives_the_same_bits_and_a_refused_policy_leav
 
 
 def test_a_module_that_the_engine_does_not_have_is_refused_and_so_is_an_engine_that_cannot_merge(live, tmp_path):
-    from producer.engine.engine import check_engine_section
+    from producer.engine.vllm_config import check_engine_section
 
     adapter = live.adapter(1, 300)
     weights = adapter.path / "adapter_model.safetensors"
     weights.write_bytes(weights.read_bytes().replace(b"layers.1.mlp.up_proj", b"layers.7.mlp.up_proj"))
     with pytest.raises(AdapterRefusedError, match=r"layers\.7\.mlp\.up_proj is no linear layer of the engine"):
-        live.run(live.engine.load_adapter(adapter))
+        live.run(live.engine.weights.load(adapter))
     with pytest.raises(ConfigError, match=r"swap.mode: merged cannot be used here: .*engine.enforce_eager: true"):
         check_engine_section(run_config(live.model, tmp_path, swap={"mode": "merged"}, engine={"max_model_len": 256}))

@@ -28,12 +28,11 @@ def test_family(family, tmp_path):
 
         async def body():
             adapter = live.adapter(1, 1)
-            await live.engine.load_adapter(adapter)
+            await live.engine.weights.load(adapter)
             generating = asyncio.create_task(live.engine.generate(prompt_ids, sampling, adapter))
             await asyncio.sleep(0)
-            scores = await live.engine.score(
-                prompt_ids, adapter
-            )  # in steps that also decode, which ended the engine once
+            # In steps that also decode, which ended the engine once.
+            scores = await live.engine.weights.verify(adapter, prompt_ids)
             return scores, await generating
 
         scores, completions = live.run(body())

@@ -37,7 +37,9 @@ def live(tmp_path_factory) -> Iterator[LiveEngine]:
 def registry(live: LiveEngine) -> Iterator[AdapterRegistry]:
     metrics, tmp_path = ProducerMetrics(CollectorRegistry()), live.folder
     timeline = Timeline(tmp_path / "timeline.jsonl")
-    made = AdapterRegistry(live.engine, lambda _: tmp_path / "adapters", SwapProof(1e-3), Counters(), metrics, timeline)
+    made = AdapterRegistry(
+        live.engine.weights, lambda _: tmp_path / "adapters", SwapProof(1e-3), Counters(), metrics, timeline
+    )
     with live.unloading(made):
         yield made
 
@@ -50,7 +52,7 @@ async def served(live: LiveEngine, registry: AdapterRegistry):
             config,
             "test",
             (),
-            ServedEngine(live.engine.openai_server(config), registry, live.engine.max_num_seqs),
+            ServedEngine(live.engine.openai_server(config), registry, live.engine.capabilities.max_num_seqs),
             CollectorRegistry(),
         )
         task = asyncio.create_task(serving.run(listener))
@@ -225,13 +227,13 @@ def test_no_request_harms_the_engine_and_a_client_that_leaves_frees_it(live, reg
                 live.engine.check_alive()
             asked = {"model": "policy", "messages": MESSAGES, "n": 8, "max_tokens": 200}
             leaving = asyncio.create_task(client.chat.completions.create(**asked))
-            while live.engine.load().running == 0:  # noqa: ASYNC110 - the engine tells nobody
+            while live.engine.current_load().running == 0:  # noqa: ASYNC110 - the engine tells nobody
                 await asyncio.sleep(0.01)
             leaving.cancel()
             async with asyncio.timeout(60):
                 answer = await client.chat.completions.create(**asked | {"n": 8, "max_tokens": 4})
                 assert len(answer.choices) == 8
-                while live.engine.load().running:  # noqa: ASYNC110
+                while live.engine.current_load().running:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
             live.engine.check_alive()
 
@@ -240,7 +242,7 @@ def test_no_request_harms_the_engine_and_a_client_that_leaves_frees_it(live, reg
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_of_several_prompts_that_leaves_leaves_nothing_in_the_engine(live, registry, stream):
-    processor = live.engine._llm.output_processor
+    processor = live.engine._core.llm.output_processor
 
     async def body():
         await registry.publish(*live.policy(5), 0.0)

@@ -82,7 +82,7 @@ def test_a_run_begins_at_the_adapter_and_its_checkpoints_are_plain_ones(
 
         async def sample() -> list:
             adapter = Adapter(1, "checkpoint", 1, checkpoint)
-            await live.engine.load_adapter(adapter)
+            await live.engine.weights.load(adapter)
             return await live.engine.generate(PROMPT, Sampling(2, 12, 1.0), adapter)
 
         for completion in live.run(sample()):

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
-from producer.engine.merged import MergedWeights
+from producer.engine.merged_weights import MergedWeights
 from producer.interfaces import Adapter, Completion, Counters
 from producer.metrics import ProducerMetrics
 from producer.rollouts.admission import Admission
@@ -17,7 +17,7 @@ from producer.rollouts.in_flight import InFlight, OnSwap
 from protocol.wire.messages import Lease, Sampling
 from tests.scripted_trainer import lease
 from tests.unit.producer.cancellation import cancel_at_each_wait
-from tests.unit.producer.engine.test_merged import Workers, adapter
+from tests.unit.producer.engine.test_merged_weights import Workers, adapter
 from tests.unit.producer.policies.test_adapters import Setup, blob
 from tests.unit.producer.rollouts.test_generation import Prompts, Rewards
 from tests.unit.producer.rollouts.test_in_flight import Policies
@@ -136,9 +136,9 @@ def test_of_merged_weights_also_while_they_are_pending_verification() -> None:
         weights = MergedWeights(Workers())
         first = adapter(1)
         await weights.load(first)
-        weights.adopt(first)
+        weights.activate(first)
 
-        async def generate(group: str, salt: str) -> str:
+        async def generate(group: str, lora: None, salt: str) -> str:
             nonlocal running
             running += 1
             try:
@@ -156,7 +156,7 @@ def test_of_merged_weights_also_while_they_are_pending_verification() -> None:
             assert len(asyncio.all_tasks()) == 1
 
         async def sample() -> None:
-            await weights.sample(generate)
+            await weights.sample(generate, first)
 
         assert await cancel_at_each_wait(sample, check) == 2
 

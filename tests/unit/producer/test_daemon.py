@@ -10,7 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from producer import daemon
-from producer.interfaces import Completion
+from producer.interfaces import Completion, EngineCapabilities
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, EngineError, IncompatiblePeerError, StalledError
 from protocol.service.health import Health
@@ -30,14 +30,12 @@ def watch() -> Watch:
 class Engine(FakeEngine):
     """Dies `alive_s` after it was started."""
 
-    folder = Path("unused")
-    max_num_seqs = 8
     alive_s = 3600.0
     dies_in_warm_up = False
 
     def __init__(self, config: RunConfig, num_gpus: int) -> None:
         super().__init__()
-        self.facts = facts()
+        self.capabilities = EngineCapabilities(facts(), Path("unused"), 8)
         self.num_gpus = num_gpus
         self.shut_down = False
         made.append(self)
@@ -47,7 +45,7 @@ class Engine(FakeEngine):
             raise EngineError("no warm-up")
         self.dies_at = asyncio.get_running_loop().time() + self.alive_s
 
-    def load(self) -> None:
+    def current_load(self) -> None:
         return None
 
     def check_alive(self) -> None:
@@ -86,7 +84,7 @@ def serve_blobs(trainer: ScriptedTrainer) -> None:
 def config(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
     made.clear()
     fake = ModuleType("producer.engine.engine")
-    fake.Engine = Engine  # type: ignore[attr-defined]
+    fake.VllmEngine = Engine  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "producer.engine.engine", fake)
     monkeypatch.setattr(daemon, "load_tokenizer", lambda folder, **_: Tokenizer())
     monkeypatch.setattr(daemon, "_WATCH_EVERY_S", 0.05)
@@ -154,7 +152,7 @@ class Hanging(Engine):
     async def generate(self, prompt_ids, sampling, adapter, cut):
         await asyncio.Event().wait()
 
-    async def unload_adapter(self, adapter):
+    async def discard(self, adapter):
         await asyncio.Event().wait()
 
 
@@ -181,7 +179,7 @@ def test_a_lease_whose_policy_never_comes_is_a_stall(config, trainer):
 
 @pytest.mark.long
 def test_an_engine_that_hangs_with_its_adapters_does_not_keep_the_process(config, trainer, monkeypatch):
-    monkeypatch.setattr(sys.modules["producer.engine.engine"], "Engine", Hanging)
+    monkeypatch.setattr(sys.modules["producer.engine.engine"], "VllmEngine", Hanging)
     monkeypatch.setattr(daemon, "_UNWIND_S", 0.2)
     serve_blobs(trainer)
 
@@ -206,7 +204,7 @@ def test_an_engine_that_hangs_with_its_adapters_does_not_keep_the_process(config
 
 @pytest.mark.long
 def test_an_outbox_that_nobody_empties_pauses_generation_and_is_a_stall(config, trainer, monkeypatch):
-    monkeypatch.setattr(sys.modules["producer.engine.engine"], "Engine", Answering)
+    monkeypatch.setattr(sys.modules["producer.engine.engine"], "VllmEngine", Answering)
     monkeypatch.setattr(daemon, "_FLUSH_S", 0.2)
     serve_blobs(trainer)
     trainer.acknowledges = False
@@ -231,7 +229,7 @@ def test_an_outbox_that_nobody_empties_pauses_generation_and_is_a_stall(config, 
 
 
 def test_generation_goes_on_by_itself_when_acknowledgements_come(config, trainer, monkeypatch):
-    monkeypatch.setattr(sys.modules["producer.engine.engine"], "Engine", Answering)
+    monkeypatch.setattr(sys.modules["producer.engine.engine"], "VllmEngine", Answering)
     serve_blobs(trainer)
     trainer.acknowledges = False
     config = changed(config, "transport", max_unacked_bytes=0)

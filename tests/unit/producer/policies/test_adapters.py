@@ -37,6 +37,7 @@ class FakeEngine:
     """Keeps the rules of vLLM: a loaded adapter's folder must exist until it is unloaded, names and ids are unique."""
 
     def __init__(self) -> None:
+        self.weights = self
         self.loaded: dict[int, Adapter] = {}
         self.names: list[str] = []
         self.adopted: list[int] = []
@@ -52,13 +53,13 @@ class FakeEngine:
     ) -> list[Completion]:
         raise NotImplementedError
 
-    async def score(self, token_ids: list[int], adapter: Adapter) -> list[float]:
+    async def verify(self, adapter: Adapter, token_ids: list[int]) -> list[float]:
         assert adapter.id in self.loaded
         if (score := self.score_of.get(adapter.version, -0.5)) is None:
             raise AdapterRefusedError("too long")
         return [score] * (len(token_ids) - 1)
 
-    async def load_adapter(self, adapter: Adapter) -> None:
+    async def load(self, adapter: Adapter) -> None:
         self.loading += 1
         await self.slow.wait()
         self.loading -= 1
@@ -70,11 +71,11 @@ class FakeEngine:
         self.loaded[adapter.id] = adapter
         self.names.append(adapter.name)
 
-    def adopt_adapter(self, adapter: Adapter) -> None:
+    def activate(self, adapter: Adapter) -> None:
         assert adapter.id in self.loaded
         self.adopted.append(adapter.version)
 
-    async def unload_adapter(self, adapter: Adapter) -> None:
+    async def discard(self, adapter: Adapter) -> None:
         for _ in range(self.unload_waits):
             await asyncio.sleep(0)
         assert adapter.path.is_dir(), "the folder went before the adapter"
@@ -256,7 +257,7 @@ def test_a_version_of_a_trainer_that_died_while_it_was_loaded_never_goes_live(se
 
 
 def test_a_request_that_ends_while_a_version_is_proved_does_not_unload_it(setup, monkeypatch):
-    async def score(token_ids: list[int], adapter: Adapter) -> list[float]:
+    async def verify(adapter: Adapter, token_ids: list[int]) -> list[float]:
         running.__exit__(None, None, None)
         await settle()
         assert adapter.id in setup.engine.loaded
@@ -267,7 +268,7 @@ def test_a_request_that_ends_while_a_version_is_proved_does_not_unload_it(setup,
         await setup.publish(0)
         running = setup.registry.pin()
         running.__enter__()
-        monkeypatch.setattr(setup.engine, "score", score)
+        monkeypatch.setattr(setup.engine, "verify", verify)
         assert await setup.registry.publish(*blob(1), 0.0, Probe((5, 6), (-0.5,)))
         assert setup.engine.versions == [1]
 

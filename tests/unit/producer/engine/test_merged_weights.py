@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from producer.engine.merged import InFlightRequest, MergedWeights
+from producer.engine.merged_weights import MergedWeights
+from producer.engine.weights import InFlightRequest
 from producer.interfaces import Adapter, AdapterRefusedError
 from tests.unit.producer.loop import settle
 
@@ -25,7 +26,11 @@ class Workers:
         self.refusals: list[str | None] = ["", ""]
         self.polls = 0
 
-    async def __call__(self, method: str, *args: Any) -> list[Any]:
+    async def score(self, token_ids: list[int], lora: Any, salt: str) -> list[float]:
+        assert lora is None
+        return [-float(salt.removeprefix("weights-"))] * (len(token_ids) - 1)
+
+    async def call_workers(self, method: str, *args: Any) -> list[Any]:
         await asyncio.sleep(0)
         match method:
             case "merging_prepare":
@@ -48,7 +53,7 @@ class Group:
         self.aborted = 0
         self.end = asyncio.Event()
 
-    async def __call__(self, request: str, salt: str) -> str:
+    async def __call__(self, request: str, lora: None, salt: str) -> str:
         self.begun.append((request, salt))
         try:
             await self.end.wait()
@@ -62,7 +67,7 @@ async def loaded(workers: Workers, version: int = 1) -> MergedWeights:
     weights = MergedWeights(workers)
     first = adapter(version)
     await weights.load(first)
-    weights.adopt(first)
+    weights.activate(first)
     return weights
 
 
@@ -80,12 +85,12 @@ def test_a_request_for_one_completion_is_known_by_its_name_alone() -> None:
     async def body() -> None:
         workers, alone = Workers(), Group()
         weights = await loaded(workers)
-        sampling = asyncio.create_task(weights.sample(alone))
+        sampling = asyncio.create_task(weights.sample(alone, adapter(1)))
         await settle()
         workers.counts = {"group-0-1a2b": 2, "group-00-1a2b": 1}
         second = adapter(2)
         await weights.load(second)
-        weights.adopt(second)
+        weights.activate(second)
         alone.end.set()
         _, flight = await sampling
         assert flight.token_versions(0, 3) == [1, 1, 2]
@@ -97,18 +102,18 @@ def test_a_group_in_flight_goes_on_through_a_swap_and_the_next_has_kv_of_its_own
     async def body() -> None:
         workers, old, new = Workers(), Group(), Group()
         weights = await loaded(workers)
-        sampling = asyncio.create_task(weights.sample(old))
+        sampling = asyncio.create_task(weights.sample(old, adapter(1)))
         await settle()
         workers.counts = {"0_group-0-1a2b": 2, "1_group-0-1a2b": 1, "0_group-00": 7, "score-3": 1, "a-group-0": 9}
         second = adapter(2)
         await weights.load(second)
-        weights.adopt(second)
+        weights.activate(second)
         old.end.set()
         output, flight = await sampling
         assert output == "output of group-0"
         assert [flight.token_versions(index, 3) for index in (0, 1, 2)] == [[1, 1, 2], [1, 2, 2], [2, 2, 2]]
         new.end.set()
-        output, flight = await weights.sample(new)
+        output, flight = await weights.sample(new, adapter(1))
         assert flight.token_versions(0, 2) == [2, 2]
         assert [salt for _, salt in old.begun + new.begun] == ["weights-1", "weights-2"]
         assert workers.paths == ["base", "/adapters/1", "/adapters/2"]
@@ -120,15 +125,15 @@ def test_nothing_begins_and_nothing_is_handed_out_pending_verification() -> None
     async def body() -> None:
         workers, old, new = Workers(), Group(), Group()
         weights = await loaded(workers)
-        early = asyncio.create_task(weights.sample(old))
+        early = asyncio.create_task(weights.sample(old, adapter(1)))
         await settle()
         second = adapter(2)
         await weights.load(second)
-        late = asyncio.create_task(weights.sample(new))
+        late = asyncio.create_task(weights.sample(new, adapter(1)))
         old.end.set()
         await settle()
         assert (early.done(), new.begun) == (False, [])
-        weights.adopt(second)
+        weights.activate(second)
         new.end.set()
         assert (await early)[0] == "output of group-0"
         assert (await late)[1].version == 2
@@ -141,7 +146,7 @@ def test_refused_weights_are_taken_back_and_what_saw_them_begins_anew(ended: boo
     async def body() -> None:
         workers, group = Workers(), Group()
         weights = await loaded(workers)
-        sampling = asyncio.create_task(weights.sample(group))
+        sampling = asyncio.create_task(weights.sample(group, adapter(1)))
         await settle()
         second = adapter(2)
         await weights.load(second)
@@ -159,7 +164,7 @@ def test_refused_weights_are_taken_back_and_what_saw_them_begins_anew(ended: boo
         assert group.aborted == (0 if ended else 1)
         third = adapter(3)
         await weights.load(third)
-        weights.adopt(third)
+        weights.activate(third)
         assert workers.paths[-1] == "/adapters/3"
 
     asyncio.run(body())
@@ -176,6 +181,7 @@ def test_an_adapter_that_a_worker_cannot_merge_changes_nothing() -> None:
         await weights.discard(second)
         assert workers.paths == ["base", "/adapters/1"]
         assert weights.salt == "weights-1"
+        assert await weights.verify(adapter(1), [5, 6]) == [-1.0]
 
     asyncio.run(body())
 
@@ -184,7 +190,7 @@ def test_a_cancelled_group_leaves_the_engine() -> None:
     async def body() -> None:
         group = Group()
         weights = await loaded(Workers())
-        sampling = asyncio.create_task(weights.sample(group))
+        sampling = asyncio.create_task(weights.sample(group, adapter(1)))
         await settle()
         sampling.cancel()
         with pytest.raises(asyncio.CancelledError):

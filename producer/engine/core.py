@@ -1,0 +1,151 @@
+"""vLLM's engine core, and what becomes of its errors.
+
+Guarantee: a core that died is an `EngineError` for everything that is asked of it; a request that is cancelled leaves it.
+"""
+
+import asyncio
+import itertools
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from producer.interfaces import Adapter, AdapterRefusedError
+from protocol.errors import EngineError
+from protocol.files.scratch import scratch_folder
+
+
+class EngineCore:
+    """One vLLM `AsyncLLM`. Loading blocks.
+
+    Args:
+        stat_loggers: classes that vLLM tells what happened; None: it notes nothing.
+
+    Raises:
+        EngineError: the engine does not start.
+    """
+
+    def __init__(self, vllm_config: Any, stat_loggers: list[Any] | None) -> None:
+        self._score_ids = itertools.count()
+        self._sockets = ExitStack()  # vLLM leaves them, after a kill or not
+        sockets = self._sockets.enter_context(scratch_folder())
+        try:
+            with _variable("VLLM_RPC_BASE_PATH", str(sockets)):
+                self._running: Any = AsyncLLM.from_vllm_config(
+                    vllm_config, stat_loggers=stat_loggers, disable_log_stats=stat_loggers is None
+                )
+        except Exception as error:
+            self._sockets.close()
+            raise EngineError(f"the engine did not start: {error} (its own messages are above)") from error
+
+    @property
+    def llm(self) -> Any:
+        if self._running is None:
+            raise EngineError("the engine has been shut down")
+        return self._running
+
+    async def sample(
+        self, request_id: str, prompt: Any, params: SamplingParams, lora: LoRARequest | None, cut: asyncio.Event
+    ) -> Any:
+        """As `AsyncLLM.generate`, which does not tell the id under which n completions can be aborted without a trace. When
+        `cut` is set, what there is comes back."""
+        request = await self.llm.add_request(request_id, prompt, params, lora_request=lora)
+        output, cutting = asyncio.ensure_future(request.get()), asyncio.ensure_future(cut.wait())
+        try:
+            await asyncio.wait({output, cutting}, return_when=asyncio.FIRST_COMPLETED)
+            if not output.done():
+                await self.llm.abort(request.request_id, internal=True)  # puts out what there is
+            sampled = await output
+        except asyncio.CancelledError:
+            output.cancel()
+            if self._running is not None:
+                await self._running.abort(request.request_id, internal=True)
+            raise
+        finally:
+            cutting.cancel()
+        assert sampled.lora_request == lora, f"sampled on {sampled.lora_request}, not {lora}"
+        return sampled
+
+    async def score(self, token_ids: list[int], lora: LoRARequest | None, salt: str) -> list[float]:
+        """The engine's log-probs of each of these tokens but the first, at temperature 1 and without cached KV.
+
+        Raises:
+            AdapterRefusedError: vLLM refuses to score this.
+            EngineError: the engine is dead.
+        """
+        params = SamplingParams(
+            max_tokens=1,
+            prompt_logprobs=0,  # of the token itself alone
+            flat_logprobs=True,
+            detokenize=False,
+            skip_reading_prefix_cache=True,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        request_id = f"score-{next(self._score_ids)}"
+        try:
+            output = await self.sample(request_id, prompt_of(token_ids, salt), params, lora, asyncio.Event())
+        except Exception as error:
+            self.raise_if_dead(error)
+            raise AdapterRefusedError(f"vLLM does not score {len(token_ids)} tokens: {error}") from error
+        flat = output.prompt_logprobs
+        logprobs = [flat.logprobs[start] for start in flat.start_indices[1:]]  # nothing precedes the first token
+        assert len(logprobs) == len(token_ids) - 1
+        return logprobs
+
+    async def call_workers(self, method: str, *args: Any) -> list[Any]:
+        try:
+            answers: list[Any] = await self.llm.collective_rpc(method, args=args)
+        except Exception as error:
+            raise EngineError(f"the engine failed in {method}: {error} (its own messages are above)") from error
+        return answers
+
+    async def remove_lora(self, adapter: Adapter) -> None:
+        try:
+            await self.llm.remove_lora(adapter.id)
+        except Exception as error:
+            raise EngineError(f"the engine failed to unload {adapter.name}: {error}") from error
+
+    def check_alive(self) -> None:
+        """Costs nothing: vLLM watches its core's process and notes its end.
+
+        Raises:
+            EngineError: the engine is dead, also while no request is in it.
+        """
+        if self.llm.errored:
+            raise EngineError("the engine core has ended (its own messages are above)")
+
+    def raise_if_dead(self, error: Exception) -> None:
+        if isinstance(error, EngineDeadError) or self.llm.errored:
+            raise EngineError(f"the engine died: {error} (its own messages are above)") from error
+
+    def shutdown(self) -> None:
+        """Ends the engine core. Idempotent. What is asked of it from then on is an `EngineError`."""
+        if self._running is not None:
+            self._running.shutdown()
+            self._running = None  # its __del__ must not run when the interpreter is half gone
+            self._sockets.close()
+
+
+def prompt_of(token_ids: list[int], salt: str = "") -> Any:
+    """Requests share KV with those of the same salt only."""
+    return {"type": "token", "prompt_token_ids": token_ids} | ({"cache_salt": salt} if salt else {})
+
+
+@contextmanager
+def _variable(name: str, value: str) -> Iterator[None]:
+    """In the environment of the processes that begin within, and of no others."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

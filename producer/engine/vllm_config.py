@@ -1,0 +1,86 @@
+"""vLLM's own configuration for a run: what it refuses, and what it would do that this pipeline cannot use.
+
+Guarantee: whatever `engine:` holds, a configuration is returned or a `ConfigError` says what to change. No weights are loaded.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.platforms import current_platform
+
+from producer.engine.arguments import num_parts, own_arguments
+from protocol.config.library_section import build
+from protocol.config.run import RunConfig
+from protocol.errors import ConfigError
+from protocol.wire.digests import cannot_load, resolve_model
+
+
+def check_engine_section(config: RunConfig) -> None:
+    """Has vLLM validate `engine:` against the model's configuration, without loading weights.
+
+    Raises:
+        ConfigError: vLLM does not know a key or refuses a value.
+    """
+    build_vllm_config(config, model_folder(config), num_gpus=num_parts(config))
+
+
+def model_folder(config: RunConfig) -> Path:
+    model = config.model
+    return resolve_model(model.path, model.revision, trust_remote_code=model.trust_remote_code)
+
+
+def build_vllm_config(config: RunConfig, folder: Path, num_gpus: int) -> Any:
+    """
+    Raises:
+        ConfigError: vLLM refuses `engine:`, or does not do with it what this pipeline needs.
+    """
+    ours = own_arguments(config, folder, num_gpus)
+    alone = ours["tensor_parallel_size"] * num_parts(config) == 1
+    chosen = (_ON_CPU if alone and current_platform.is_cpu() else {}) | config.engine
+    arguments = build("engine", AsyncEngineArgs, chosen, **ours)
+    try:
+        vllm_config = arguments.create_engine_config()
+    except Exception as error:
+        if "trust_remote_code" in str(error):
+            raise cannot_load(f"{folder}/config.json", error) from error
+        said = str(error).partition(" [type=")[0]  # pydantic goes on with a dump of all arguments
+        raise ConfigError(f"engine: refused by vLLM: {said}") from error
+    if vllm_config.load_config.load_format == "dummy":
+        raise ConfigError("engine.load_format: `dummy` weights are not those that the trainer trains; remove it")
+    if getattr(vllm_config.speculative_config, "rejection_sample_method", None) == "synthetic":
+        raise ConfigError(
+            "engine.speculative_config: with rejection_sample_method=synthetic tokens are not drawn from the "
+            "distribution whose log-probs are reported; use another method"
+        )
+    if config.swap.mode == "merged":
+        _check_mergeable(vllm_config)
+    return vllm_config
+
+
+_ON_CPU = {"distributed_executor_backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor"}
+"""Where vLLM's own choice computes in one more process, and the core that waits for it spins on a CPU that it needs."""
+
+
+def leave_a_core(vllm_config: Any) -> None:
+    """Where the engine computes in one process of its own, as vLLM does where it has several. Threads wait for each other many
+    times a step; one that has to share its core holds up all."""
+    if vllm_config.parallel_config.distributed_executor_backend == _ON_CPU["distributed_executor_backend"]:
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) - 1)))
+
+
+def _check_mergeable(vllm_config: Any) -> None:
+    on_cpu = current_platform.is_cpu()
+    for cannot, reason in (
+        (vllm_config.quant_config is not None, "quantized weights cannot take up an adapter without another rounding"),
+        (not (on_cpu or current_platform.is_cuda_alike()), "it is known to work on CUDA, ROCm and CPU only"),
+        (on_cpu and not vllm_config.model_config.enforce_eager, "on a CPU it needs engine.enforce_eager: true"),
+        (vllm_config.speculative_config is not None, "it counts one token per step; remove engine.speculative_config"),
+        (
+            vllm_config.parallel_config.pipeline_parallel_size > 1,
+            "it needs all layers in one place; remove engine.pipeline_parallel_size",
+        ),
+    ):
+        if cannot:
+            raise ConfigError(f"swap.mode: merged cannot be used here: {reason}; or set swap.mode: adapter")
