@@ -4,15 +4,15 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from protocol.files import rotated_lines
+from tools.run_reader import RunReader
 
 WINDOW = 10  # steps averaged for the first and the last reward
 
 
 def summarize(run_dir: Path, *, eval_before: float, eval_after: float, wall_s: float) -> dict[str, Any]:
     """The numbers of docs/operations.md, "The demo's summary". Times in seconds unless named otherwise."""
-    steps = rotated_lines.read(run_dir / "steps.jsonl")
-    timelines = [rotated_lines.read(path) for path in rotated_lines.paths(run_dir, "producer-*.jsonl")]
+    run = RunReader(run_dir)
+    steps, timelines = run.steps(), run.timelines()
     swaps = [event for timeline in timelines for event in timeline if event["event"] == "swap"]
     last = [[event for event in timeline if event["event"] in ("stats", "stop")][-1] for timeline in timelines]
     begin, end = steps[0]["t"], steps[-1]["t"]  # steady state: from the end of the first step to the end of the last
@@ -76,7 +76,7 @@ def plot(run_dir: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    steps = rotated_lines.read(run_dir / "steps.jsonl")
+    steps = RunReader(run_dir).steps()
     numbers = [step["step"] for step in steps]
     figure, (upper, lower) = pyplot.subplots(
         2, 1, figsize=(8, 5), sharex=True, height_ratios=(2, 1), layout="constrained"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from examples.arithmetic.demo import run_pair
 from examples.calculator.evaluate import greedy_accuracy
-from protocol.files import rotated_lines
+from tools.run_reader import RunReader
 
 CONFIG = "examples/calculator/run.yaml"
 WINDOW = 3  # steps averaged for the first and the last reward
@@ -42,7 +42,7 @@ def main() -> None:
     run_pair(run_dir, settings, ["cpu", "cpu"])
 
     still_alone, after = greedy_accuracy(base, base / "eval.jsonl", run_dir / "adapter")
-    rewards = [step["reward"] for step in rotated_lines.read(run_dir / "steps.jsonl")]
+    rewards = [step["reward"] for step in RunReader(run_dir).steps()]
     summary = {
         "alone_before": alone,
         "eval_before": before,

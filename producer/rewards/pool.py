@@ -1,9 +1,9 @@
 """The pool of rewards: what scores a group, whatever it is made of.
 
 Guarantee: `score` returns rewards or raises `LeaseFailure`, whatever the functions do. A reward that failed, after its
-retries, is missing and never a zero: its function is left out for the whole group, or, where it failed for some completions
-only, these completions are left out, since a sum without it would not compare with the others'. Every failure is counted and
-logged under the name of its function, with the prompt.
+retries, is missing and never a zero: its function is excluded for the whole group. Where it failed for some completions only,
+these completions are excluded, since a sum without it would not compare with the others'. Every failure is counted and logged
+under the name of its function, with the prompt.
 """
 
 import asyncio
@@ -11,25 +11,22 @@ import contextlib
 import logging
 import random
 import time
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from producer.interfaces import Failure, LeaseFailure
-from producer.rewards.processes import WorkerLane, WorkerLostError
-from producer.rewards.service import HttpReward
+from producer.rewards.processes import WorkerLostError
+from producer.rewards.sources import RewardSources, WorkerReward
 from producer.rewards.thinking import Thinking
 from producer.rewards.views import View
-from producer.rewards.worker import Job, Scores, Source
-from protocol.config.rewards import RewardFunction, RewardModel, RewardService, RewardsSection
+from producer.rewards.worker import Job, Scores
+from protocol.config.rewards import RewardFunction, RewardsSection
 from protocol.throttle import Throttle
 
 logger = logging.getLogger(__name__)
 
-_START_TIMEOUT_S = 120.0  # imports of the user's modules included
-_MODEL_START_TIMEOUT_S = 900.0  # a download included
 _SERVICE_CONCURRENCY = 8
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 15.0
 _PROMPT_SHOWN = 80
@@ -38,43 +35,15 @@ _PROMPT_SHOWN = 80
 class RewardObserver(Protocol):
     """Told of every call of a function and of what it failed to score."""
 
-    def reward_called(self, function: str, seconds: float) -> None: ...
-
-    def reward_failed(self, function: str, reason: Failure, num_completions: int) -> None: ...
-
-
-class RewardSource(Protocol):
-    """Something that scores a job with one function."""
-
-    async def ask(self, job: Job, limit_s: float) -> Scores: ...
-
-
-class _Unobserved:
     def reward_called(self, function: str, seconds: float) -> None:
-        pass
+        return
 
     def reward_failed(self, function: str, reason: Failure, num_completions: int) -> None:
-        pass
+        return
 
 
-class _FromWorker:
-    """One function of a lane."""
-
-    def __init__(self, lane: WorkerLane, place: int) -> None:
-        self._lane = lane
-        self._place = place
-
-    @property
-    def is_asynchronous(self) -> bool:
-        return self._place in self._lane.asynchronous
-
-    async def ask(self, job: Job, limit_s: float) -> Scores:
-        started = time.monotonic()
-        try:
-            (scores,) = await self._lane.call([self._place], [job], [limit_s])
-        except WorkerLostError as error:
-            return Scores(None, str(error), error.reason, seconds=time.monotonic() - started)
-        return scores
+class _Unobserved(RewardObserver):
+    """For who does not want to be told."""
 
 
 class RewardPool:
@@ -85,64 +54,21 @@ class RewardPool:
         self._observer = observer or _Unobserved()
         self._warn = Throttle(logger)
         self._thinking: Thinking | None = None
-        self._in_lane = [i for i, f in enumerate(section.functions) if f.kind in ("function", "builtin")]
-        ours = [section.functions[index] for index in self._in_lane]
-        self._lane = WorkerLane(
-            {function.name: _source(function) for function in ours},
-            section.num_workers if ours else 0,
-            section.max_memory_bytes,
-            _START_TIMEOUT_S,
-        )
-        self._lanes, self._services = [self._lane], list[HttpReward]()
-        self._sources = [self._source(index, function) for index, function in enumerate(section.functions)]
-        self._places = {
-            function.name: asyncio.Semaphore(function.concurrency)
-            for function in ours
-            if function.concurrency is not None
+        self._sources = RewardSources(section)
+        self._limiters = {
+            function.name: asyncio.Semaphore(function.concurrency or _SERVICE_CONCURRENCY)
+            for function in section.functions
+            if function.kind == "url" or (function.kind != "model" and function.concurrency is not None)
         }
-
-    def _source(self, index: int, function: RewardFunction) -> RewardSource:
-        settings = function.settings if function.kind != "function" else None
-        if isinstance(settings, RewardService):
-            service = HttpReward(
-                function.name, str(function.url), settings, function.concurrency or _SERVICE_CONCURRENCY
-            )
-            self._services.append(service)
-            return service
-        if isinstance(settings, RewardModel):
-            shown = "" if settings.gpu is None else str(settings.gpu)
-            lane = WorkerLane(
-                {function.name: Source(shipped="model", options=function.options | {"path": function.model})},
-                function.concurrency or 1,
-                None,  # a model takes what it takes
-                _MODEL_START_TIMEOUT_S,
-                {"CUDA_VISIBLE_DEVICES": shown, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
-            )
-            self._lanes.append(lane)
-            return _FromWorker(lane, 0)
-        return _FromWorker(self._lane, self._in_lane.index(index))
-
-    @property
-    def num_workers(self) -> int:
-        return sum(lane.num_workers for lane in self._lanes)
+        self.num_workers = self._sources.num_workers
+        self.start, self.close = self._sources.start, self._sources.close
 
     @property
     def num_idle(self) -> int:
-        return sum(lane.num_idle for lane in self._lanes)
-
-    async def start(self) -> None:
-        """Starts what scores.
-
-        Raises:
-            ConfigError: a function cannot be imported.
-        """
-        await asyncio.gather(*(lane.start() for lane in self._lanes))
-
-    async def close(self) -> None:
-        await asyncio.gather(*(lane.close() for lane in self._lanes), *(service.close() for service in self._services))
+        return self._sources.num_idle
 
     def read_thinking(self, tokenizer: Any, chat_template_kwargs: dict[str, Any]) -> None:
-        """Comes before the first `score`."""
+        """Is called before the first `score`."""
         if self._section.reads_thinking:
             self._thinking = Thinking(self._section.thinking, tokenizer, chat_template_kwargs)
 
@@ -166,21 +92,20 @@ class RewardPool:
             reasoning = await asyncio.to_thread(self._thinking.read, prompt, completions, completion_ids, count=counts)
         views = [View.of(self._section, function, job, reasoning) for function in self._section.functions]
         answers = await self._ask_all([view.job for view in views])
-        count = len(completions)
-        scores = [view.widened(answer, count) for view, answer in zip(views, answers, strict=True)]
-        left_out = {row for view in views for row in view.left_out(count)}
-        return self._collected(scores, left_out, prompt, count), time.monotonic() - started
+        scores = [view.scattered(answer) for view, answer in zip(views, answers, strict=True)]
+        excluded = {row for view in views for row in view.excluded_rows}
+        return self._rewards(scores, excluded, prompt, len(completions)), time.monotonic() - started
 
     async def _ask_all(self, jobs: list[Job]) -> list[Scores]:
         """Of every function, in order. The asynchronous ones of the workers are awaited together, as TRL does."""
-        together = [
-            index
-            for index, source in enumerate(self._sources)
-            if isinstance(source, _FromWorker)
+        together = {
+            index: source.number
+            for index, source in enumerate(self._sources.in_order)
+            if isinstance(source, WorkerReward)
             and source.is_asynchronous
-            and not self._section.functions[index].concurrency
+            and self._section.functions[index].name not in self._limiters
             and jobs[index].completions
-        ]
+        }
         alone = [index for index in range(len(jobs)) if index not in together]
         answers, others = await asyncio.gather(
             self._ask_together(together, jobs), asyncio.gather(*(self._ask(index, jobs[index]) for index in alone))
@@ -188,38 +113,37 @@ class RewardPool:
         found = dict(zip([*together, *alone], [*answers, *others], strict=True))
         return [found[index] for index in range(len(jobs))]
 
-    async def _ask_together(self, indexes: list[int], jobs: list[Job]) -> list[Scores]:
-        firsts: Sequence[Scores | None] = [None] * len(indexes)
-        if len(indexes) > 1:
-            places = [self._in_lane.index(index) for index in indexes]
-            limits_s = [self._section.limit_s(self._section.functions[index]) for index in indexes]
-            # If the worker is lost, nobody knows through whom: then each is asked alone.
+    async def _ask_together(self, numbers: dict[int, int], jobs: list[Job]) -> list[Scores]:
+        """Of functions of one worker, by their indexes. If the worker is lost, nobody knows through which of them, so each is
+        asked alone then."""
+        first: dict[int, Scores] = {}
+        if len(numbers) > 1:
+            limits_s = [self._section.limit_s(self._section.functions[index]) for index in numbers]
             with contextlib.suppress(WorkerLostError):
-                firsts = await self._lane.call(places, [jobs[index] for index in indexes], limits_s)
-        return await asyncio.gather(
-            *(self._ask(index, jobs[index], first) for index, first in zip(indexes, firsts, strict=True))
-        )
+                called = [jobs[index] for index in numbers]
+                found = await self._sources.shared.call(list(numbers.values()), called, limits_s)
+                first = dict(zip(numbers, found, strict=True))
+        return await asyncio.gather(*(self._ask(index, jobs[index], first.get(index)) for index in numbers))
 
-    async def _ask(self, index: int, job: Job, first: Scores | None = None) -> Scores:
-        """With retries. `first`: what the first try said, if there was one."""
-        function, source = self._section.functions[index], self._sources[index]
+    async def _ask(self, index: int, job: Job, scores: Scores | None = None) -> Scores:
+        """With retries. `scores`: what the first attempt gave, if there was one."""
+        function, source = self._section.functions[index], self._sources.in_order[index]
         if not job.completions:
             return Scores([])
         for attempt in range(function.attempts):
             if attempt > 0:
                 await asyncio.sleep(_pause_s(attempt))
-            if first is not None and attempt == 0:
-                scores = first
-            else:
-                async with self._places.get(function.name, contextlib.nullcontext()):
+            if attempt > 0 or scores is None:
+                async with self._limiters.get(function.name, contextlib.nullcontext()):
                     scores = await source.ask(job, self._section.limit_s(function))
             self._observer.reward_called(function.name, scores.seconds)
             if scores.rewards is not None or scores.is_final:
                 break
+        assert scores is not None
         return scores
 
-    def _collected(
-        self, scores: list[Scores], left_out: set[int], prompt: Any, num_completions: int
+    def _rewards(
+        self, scores: list[Scores], excluded: set[int], prompt: Any, num_completions: int
     ) -> NDArray[np.float32]:
         rewards = np.full((num_completions, len(scores)), np.nan, np.float32)
         problems = []
@@ -229,9 +153,9 @@ class RewardPool:
                 continue
             rewards[:, column] = one.rewards
             for row, (reason, problem) in one.failed.items():
-                left_out.add(row)
+                excluded.add(row)
                 problems.append(self._failed(function, reason, problem, prompt, 1))
-        rewards[list(left_out)] = np.nan
+        rewards[list(excluded)] = np.nan
         if problems and np.isnan(rewards).all():
             raise LeaseFailure("reward_failed", "\n".join(problems))
         return rewards
@@ -246,13 +170,7 @@ class RewardPool:
         return said
 
 
-def _source(function: RewardFunction) -> Source:
-    if function.function is not None:
-        return Source(function=function.function)
-    return Source(shipped=str(function.builtin), options=function.options)
-
-
 def _pause_s(attempt: int) -> float:
-    """Before further try `attempt` (1 is the first), doubled each time, half of it by chance."""
+    """Before further attempt `attempt` (1 is the first), doubled each time, half of it by chance."""
     longest: float = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (attempt - 1))
     return longest * random.uniform(0.5, 1.0)  # noqa: S311 - no secret

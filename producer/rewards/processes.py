@@ -1,6 +1,6 @@
 """Reward workers as processes, seen from the producer.
 
-Guarantee: `WorkerLane.call` returns or raises `WorkerLostError` within the limit of its functions, whatever they do; a worker
+Guarantee: `WorkerPool.call` returns or raises `WorkerLostError` within the limit of its functions, whatever they do; a worker
 that hangs, dies or takes too much memory is killed with what it started, and replaced, and none outlives the daemon. The slot
 of a call goes back in every case and at once: whoever is cancelled, and whether or not its worker can be killed.
 
@@ -35,7 +35,7 @@ class WorkerLostError(Exception):
         self.reason: Failure = reason
 
 
-class WorkerLane:
+class WorkerPool:
     """`num_workers` processes that all hold the same functions; a call takes one of them.
 
     Args:

@@ -34,11 +34,10 @@ class _Answer(msgspec.Struct):
 class HttpReward:
     """Raises ConfigError where a header's variable is not set, or holds what no header can."""
 
-    def __init__(self, name: str, url: str, settings: RewardService, concurrency: int) -> None:
+    def __init__(self, name: str, url: str, settings: RewardService) -> None:
         self._url = url
         self._max_answer_bytes = settings.max_answer_bytes
         self._headers = {"Content-Type": "application/json"}
-        self._places = asyncio.Semaphore(concurrency)
         self._session: ClientSession | None = None
         for header, variable in settings.headers_env.items():
             if variable not in os.environ:
@@ -53,24 +52,17 @@ class HttpReward:
             await self._session.close()
 
     async def ask(self, job: Job, limit_s: float) -> Scores:
-        async with self._places:
-            started = time.monotonic()
-            scores = await self._within(job, limit_s)
-            return msgspec.structs.replace(scores, seconds=time.monotonic() - started)
+        started = time.monotonic()
+        scores = await self._within(job, limit_s)
+        return msgspec.structs.replace(scores, seconds=time.monotonic() - started)
 
     async def _within(self, job: Job, limit_s: float) -> Scores:
         import aiohttp  # a fifth of a second that runs without a service need not spend
 
         if self._session is None:
             self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
-        body = msgspec.json.encode(
-            {
-                "prompt": job.prompt,
-                "completions": job.completions,
-                "completion_ids": job.completion_ids,
-                "columns": job.columns,
-            }
-        )
+        fields = ("prompt", "completions", "completion_ids", "columns")
+        body = msgspec.json.encode({name: getattr(job, name) for name in fields})
         try:
             async with (
                 asyncio.timeout(limit_s),

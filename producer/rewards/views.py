@@ -7,6 +7,8 @@ Guarantee: a function that shall not see reasoning never does, and a completion 
 import math
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from producer.rewards.thinking import Reasoning
 from producer.rewards.worker import Job, Scores
 from protocol.config.rewards import RewardFunction, RewardsSection
@@ -16,45 +18,43 @@ from protocol.config.rewards import RewardFunction, RewardsSection
 class View:
     """Args:
     job: what the function is given.
-    rows: of the group, that the job has.
-    others: reward of the other rows; NaN: they are left out.
+    rows: the rows of the group that the job has.
+    num_rows: of the group.
+    default_reward: of the other rows; NaN excludes them.
     """
 
     job: Job
     rows: list[int]
-    others: float = math.nan
+    num_rows: int
+    default_reward: float = math.nan
 
     @classmethod
     def of(cls, section: RewardsSection, function: RewardFunction, job: Job, reasoning: Reasoning | None) -> "View":
-        rows = list(range(len(job.completions)))
-        if reasoning is None:
-            return cls(job, rows)
-        if function.counts_reasoning:
-            return cls(Job(job.prompt, job.completions, job.completion_ids, job.columns, reasoning.num_tokens), rows)
-        if not section.strips(function):
-            return cls(job, rows)
-        unclosed = section.thinking.unclosed
-        if unclosed == "as_is":
-            shown = [
-                answer if closed else whole
-                for answer, closed, whole in zip(reasoning.answers, reasoning.is_closed, job.completions, strict=True)
-            ]
-            return cls(Job(job.prompt, shown, job.completion_ids, job.columns), rows)
-        rows = [row for row in rows if reasoning.is_closed[row]]
-        seen = Job(
-            job.prompt, [reasoning.answers[row] for row in rows], [job.completion_ids[row] for row in rows], job.columns
-        )
-        return cls(seen, rows, math.nan if unclosed == "missing" else float(unclosed))
+        num_rows, unclosed = len(job.completions), section.thinking.unclosed
+        rows = list(range(num_rows))
+        if reasoning is not None and function.counts_reasoning:
+            job = replace(job, reasoning_tokens=reasoning.num_tokens)
+        elif reasoning is not None and section.strips(function):
+            answers, is_closed = reasoning.answers, reasoning.is_closed
+            if unclosed == "as_is":
+                shown = [answers[row] if is_closed[row] else job.completions[row] for row in rows]
+                return cls(replace(job, completions=shown), rows, num_rows)
+            rows = [row for row in rows if is_closed[row]]
+            ids = [job.completion_ids[row] for row in rows]
+            seen = replace(job, completions=[answers[row] for row in rows], completion_ids=ids)
+            return cls(seen, rows, num_rows, math.nan if unclosed == "missing" else float(unclosed))
+        return cls(job, rows, num_rows)
 
-    def left_out(self, num_rows: int) -> set[int]:
-        """Rows that nothing shall be said about."""
-        return set(range(num_rows)) - set(self.rows) if math.isnan(self.others) else set()
+    @property
+    def excluded_rows(self) -> set[int]:
+        """The rows that get no reward of any function."""
+        return set(range(self.num_rows)) - set(self.rows) if math.isnan(self.default_reward) else set()
 
-    def widened(self, scores: Scores, num_rows: int) -> Scores:
-        """Of the whole group, from those of the job."""
-        if len(self.rows) == num_rows or scores.rewards is None:
+    def scattered(self, scores: Scores) -> Scores:
+        """The scores of the job, as scores of the whole group."""
+        if len(self.rows) == self.num_rows or scores.rewards is None:
             return scores
-        rewards = [self.others] * num_rows
+        rewards = [self.default_reward] * self.num_rows
         for row, reward in zip(self.rows, scores.rewards, strict=True):
             rewards[row] = reward
         return Scores(rewards, failed={self.rows[index]: why for index, why in scores.failed.items()})

@@ -25,7 +25,7 @@ from protocol.config.serve import ServeSection
 from protocol.errors import ConfigError
 from protocol.security.secret_lines import read_private, secret_line
 from protocol.service.exposition import announced
-from protocol.service.http_door import Door, Server, listen
+from protocol.service.http_server import ConnectionLimiter, Server, listen
 
 logger = logging.getLogger(__name__)
 
@@ -113,8 +113,8 @@ class Serving:
         generation = ClientGeneration(engine, self._versions, limiter, metrics)
         endpoint = Endpoint(settings, keys, generation, metrics, agents, atropos)
         answer_s = settings.request_timeout_s + settings.receive_timeout_s  # the last of which is for its last bytes
-        door = Door(settings.receive_timeout_s, answer_s, settings.max_connections, metrics.refuse)
-        self._server = Server(endpoint, door)
+        connections = ConnectionLimiter(settings.receive_timeout_s, answer_s, settings.max_connections, metrics.refuse)
+        self._server = Server(endpoint, connections)
         self.problem: str | None = None
 
     async def run(self, listener: socket.socket) -> None:

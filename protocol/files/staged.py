@@ -12,27 +12,33 @@ from pathlib import Path
 
 
 @contextlib.contextmanager
-def staged(final: Path) -> Iterator[Path]:
+def staged(final: Path, *, durable: bool = True) -> Iterator[Path]:
     """Gives a path at which nothing is, for the body to make a file or a folder there, and moves that to `final` in the end.
-    An error in the body leaves `final` as it was."""
+    An error in the body leaves `final` as it was.
+
+    Args:
+        durable: whether it is brought to the disk first. Otherwise a crash of the machine may take it.
+    """
     partial = final.with_name(f".{final.name}.partial")
     _remove(partial)  # what a killed process left, as `mend` does
     mend(final)
     try:
         yield partial
-        settle(partial, final)
+        settle(partial, final, durable=durable)
     finally:
         _remove(partial)
         mend(final)
 
 
-def settle(partial: Path, final: Path) -> None:
+def settle(partial: Path, final: Path, *, durable: bool = True) -> None:
     """Brings what is at `partial` to the disk and moves it to `final`. A folder that it replaces is left for `mend`."""
-    sync_all(partial)
+    if durable:
+        sync_all(partial)
     if partial.is_dir() and final.is_dir():
         final.rename(aside(final))
     partial.rename(final)
-    sync(final.parent)
+    if durable:
+        sync(final.parent)
 
 
 def mend(final: Path) -> None:

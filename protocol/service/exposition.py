@@ -1,9 +1,9 @@
 """The HTTP port of a daemon: `/metrics` for Prometheus, `/status` for `rl-status`, `/healthz` and `/readyz` with reasons in JSON.
 
-Guarantee: it answers GET of these four and nothing else, through a `Door` on a thread of its own, so that neither the daemon's
-loops nor any number of clients, however slow, hold an answer up. What an answer shows is read on one more thread for each of the
-four; a reading that takes long costs those who ask for the same a 503 and the others nothing. Where it listens stands in
-`RUN_DIR/metrics/` as long as it does, in the form that Prometheus' file discovery reads.
+Guarantee: it answers GET of these four and nothing else. It has a thread and a `ConnectionLimiter` of its own, so that neither
+the daemon's loops nor slow clients delay an answer. Each of the four pages is read on one more thread; while a page takes long to
+read, requests for it get a 503 and the other pages are served as usual. The address is in `RUN_DIR/metrics/` while the port is
+open, in the form that Prometheus' file discovery reads.
 """
 
 import asyncio
@@ -17,20 +17,20 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
-from http import HTTPStatus
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 import psutil
 from prometheus_client import CollectorRegistry, generate_latest
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from protocol.errors import ConfigError
+from protocol.files.json_lines import encode_page
 from protocol.files.space import unless_full
+from protocol.files.staged import staged
 from protocol.service.health import Findings, Health
-from protocol.service.http_door import REASONS, Door, Reason, Server, listen
+from protocol.service.http_server import REASONS, ConnectionLimiter, Reason, Server, listen
 from protocol.service.metrics import Readings
 from protocol.service.status import PATH as STATUS_PATH
 from protocol.service.status import Status, read_status
@@ -46,36 +46,21 @@ _TEXT_FORMAT = "text/plain; version=0.0.4; charset=utf-8"
 _WILDCARDS = ("0.0.0.0", "::", "")  # noqa: S104  compared with, not bound to
 
 
-class _Page(NamedTuple):
-    status: HTTPStatus
-    content_type: str
-    body: bytes
-
-
-def _metrics(registry: CollectorRegistry) -> _Page:
-    return _Page(HTTPStatus.OK, _TEXT_FORMAT, generate_latest(registry))
-
-
-def _findings(look: Callable[[], Findings]) -> _Page:
+def _findings(look: Callable[[], Findings]) -> Response:
     findings = look()
     fine = not any(findings.values())
     body = {"status": "ok" if fine else "failing", "checks": {name: why or "ok" for name, why in findings.items()}}
-    status = HTTPStatus.OK if fine else HTTPStatus.SERVICE_UNAVAILABLE
-    return _Page(status, "application/json", json.dumps(body, indent=1).encode() + b"\n")
-
-
-def _status(read: Callable[[], Status]) -> _Page:
-    return _Page(HTTPStatus.OK, "application/json", msgspec.json.encode(read()))
+    return Response(encode_page(body), 200 if fine else 503, media_type="application/json")
 
 
 class _Reader:
     """Reads a page on a thread, once for all who ask meanwhile."""
 
-    def __init__(self, read: Callable[[], _Page]) -> None:
+    def __init__(self, read: Callable[[], Response]) -> None:
         self._read = read
-        self._reading: asyncio.Future[_Page] | None = None
+        self._reading: asyncio.Future[Response] | None = None
 
-    async def page(self) -> _Page:
+    async def page(self) -> Response:
         """
         Raises:
             TimeoutError: it takes long; it goes on, and nobody begins another one.
@@ -87,7 +72,7 @@ class _Reader:
             self._reading = reading
         return await asyncio.wait_for(asyncio.shield(self._reading), _READING_S)
 
-    def _run(self, reading: "asyncio.Future[_Page]") -> None:
+    def _run(self, reading: "asyncio.Future[Response]") -> None:
         try:
             settle = partial(reading.set_result, self._read())
         except Exception as error:
@@ -102,33 +87,31 @@ class _Application:
 
     def __init__(self, registry: CollectorRegistry, health: Health, status: Callable[[], Status]) -> None:
         self._readers = {
-            "/metrics": _Reader(lambda: _metrics(registry)),
-            STATUS_PATH: _Reader(lambda: _status(status)),
+            "/metrics": _Reader(lambda: Response(generate_latest(registry), media_type=_TEXT_FORMAT)),
+            STATUS_PATH: _Reader(lambda: Response(msgspec.json.encode(status()), media_type="application/json")),
             "/healthz": _Reader(lambda: _findings(health.alive)),
             "/readyz": _Reader(lambda: _findings(health.ready)),
         }
         self._warn = Throttle(logger)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        page = await self._page(scope["method"], scope["path"])
-        headers = {"content-type": page.content_type, "allow": "GET"}
-        await Response(page.body, page.status, headers)(scope, receive, send)
+        response = await self._response(scope["method"], scope["path"])
+        await response(scope, receive, send)
 
-    async def _page(self, method: str, path: str) -> _Page:
-        plain = partial(_Page, content_type="text/plain")
+    async def _response(self, method: str, path: str) -> Response:
         reader = self._readers.get(path)
         if reader is None:
-            return plain(HTTPStatus.NOT_FOUND, body=" ".join(self._readers).encode() + b"\n")
+            return PlainTextResponse(" ".join(self._readers) + "\n", 404)
         if method != "GET":
-            return plain(HTTPStatus.METHOD_NOT_ALLOWED, body=b"GET\n")
+            return PlainTextResponse("GET\n", 405, {"allow": "GET"})
         try:
             return await reader.page()
         except TimeoutError:
             self._warn("slow", f"{path} has not been read in {_READING_S:g} s")
-            return plain(HTTPStatus.SERVICE_UNAVAILABLE, body=b"it takes long to read\n")
+            return PlainTextResponse("it takes long to read\n", 503)
         except Exception as error:
             self._warn("failed", f"{path} cannot be read: {type(error).__name__}: {error}", logging.ERROR)
-            return plain(HTTPStatus.INTERNAL_SERVER_ERROR, body=b"the daemon's log says why\n")
+            return PlainTextResponse("the daemon's log says why\n", 500)
 
 
 def add_connection_metrics(registry: CollectorRegistry, prefix: str, refused: "Counter[Reason]") -> None:
@@ -168,9 +151,9 @@ def serve(
     address = f"{address}:{listener.getsockname()[1]}"
     refused: Counter[Reason] = Counter()
     add_connection_metrics(registry, job.replace("-", "_"), refused)
-    door = Door(_HEADERS_S, _ANSWER_S, _MAX_CONNECTIONS, lambda reason: refused.update((reason,)))
+    limiter = ConnectionLimiter(_HEADERS_S, _ANSWER_S, _MAX_CONNECTIONS, lambda reason: refused.update((reason,)))
     status = partial(read_status, registry, health, job, name, time.time())
-    server = Server(_Application(registry, health, status), door)
+    server = Server(_Application(registry, health, status), limiter)
     thread = threading.Thread(target=asyncio.run, args=(server.serve([listener]),), name="exposition", daemon=True)
     thread.start()
     try:
@@ -183,24 +166,21 @@ def serve(
 
 @contextlib.contextmanager
 def announced(folder: Path, job: str, name: str, address: str) -> Iterator[None]:
-    """Has the address in a file of `folder` until the context ends. On a full disk it is not announced, but served all the
-    same."""
+    """Has the address in a file of `folder` until the context ends. On a full disk it is served without that."""
     file = folder / f"{job}-{name}.json"
-    partial = file.with_suffix(".partial")
     owner = {"host": socket.gethostname(), "daemon": name, "job": job, "pid": str(os.getpid())}
     try:
         with unless_full():
             folder.mkdir(parents=True, exist_ok=True)
             _remove_left(folder)
-            partial.write_text(json.dumps([{"targets": [address], "labels": owner}]), encoding="utf-8")
-            partial.replace(file)
+            with staged(file) as partial:
+                partial.write_text(json.dumps([{"targets": [address], "labels": owner}]), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"run_dir: {error.filename or folder} cannot be written: {error.strerror}") from error
     try:
         yield
     finally:
-        for left in (file, partial):
-            left.unlink(missing_ok=True)
+        file.unlink(missing_ok=True)
 
 
 def _remove_left(folder: Path) -> None:

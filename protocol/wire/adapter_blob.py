@@ -5,10 +5,11 @@ crash of the machine may take it, as it takes the process that reads it.
 """
 
 import hashlib
-import shutil
 from pathlib import Path
 
 import msgspec
+
+from protocol.files.staged import staged
 
 
 class AdapterBlob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -49,7 +50,7 @@ def unpack(data: bytes, digest: str | None, folder: Path) -> None:
     """Verifies `data` and writes the adapter to `folder`, which must not exist.
 
     Args:
-        digest: None: it is verified.
+        digest: None, where the caller has verified `data` already.
 
     Raises:
         BlobError: the checksum differs or the bytes are no adapter.
@@ -60,9 +61,10 @@ def unpack(data: bytes, digest: str | None, folder: Path) -> None:
         blob = msgspec.msgpack.decode(data, type=_Views)
     except msgspec.DecodeError as error:
         raise BlobError(f"not an adapter blob: {error}") from error
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    for name, content in (("adapter_config.json", blob.config_json), ("adapter_model.safetensors", blob.safetensors)):
-        (partial / name).write_bytes(content)
-    partial.rename(folder)
+    if folder.exists():
+        raise FileExistsError(f"{folder} is there already")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with staged(folder, durable=False) as partial:
+        partial.mkdir()
+        (partial / "adapter_config.json").write_bytes(blob.config_json)
+        (partial / "adapter_model.safetensors").write_bytes(blob.safetensors)

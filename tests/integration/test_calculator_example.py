@@ -3,26 +3,24 @@
 import json
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from replay.groups import GroupShape, RolloutGroup
-from replay.journal.reader import JournalReader
 from tests.integration.models import reference_logprobs
 from tests.integration.test_serving_run import client_of
+from tools.run_reader import RunReader
 
 STEPS = 10
 
 
 def groups_of(run_dir: Path) -> list[RolloutGroup]:
     shape = GroupShape(num_generations=8, num_rewards=1, max_completion_length=32, vocab_size=64)
-    reader = JournalReader(run_dir / "journal.sqlite")
-    try:
+    with closing(RunReader(run_dir).journal()) as reader:
         return [shape.load(body) for row in reader.rows() if (body := reader.body(row)) is not None]
-    finally:
-        reader.close()
 
 
 def asks_with_tools_and_gets_calls(run_dir: Path, demo: "subprocess.Popen[bytes]") -> None:
@@ -67,7 +65,7 @@ def test_the_demo_learns_to_use_the_calculator(short_dir: Path) -> None:
     assert summary["reward_last"] > summary["reward_first"] + 0.3
 
     # The run's own evaluation plays the same episodes in vLLM, on merged weights.
-    lines = [json.loads(line) for line in (run_dir / "evaluations.jsonl").read_text().splitlines()]
+    lines = RunReader(run_dir).evaluations()
     assert [(line["version"], line["num_scored"]) for line in lines] == [(0, 300), (STEPS, 300)]
     scores = [line["score"] for line in lines]
     assert scores == pytest.approx([summary["eval_before"], summary["eval_after"]], abs=0.01)

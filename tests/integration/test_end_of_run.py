@@ -18,6 +18,7 @@ from protocol.wire.messages import Group, Lease
 from tests.chaos import aims
 from tests.scripted import made_up_group
 from tools.journal.cli import main as rl_journal
+from tools.run_reader import RunReader
 
 from .runs import Run, eventually
 
@@ -34,8 +35,7 @@ def settings(folder: Path, **trainer: Any) -> dict[str, dict[str, Any]]:
 
 
 def lines(run_dir: str | Path) -> list[dict[str, Any]]:
-    file = Path(run_dir) / "evaluations.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return RunReader(Path(run_dir)).evaluations()
 
 
 def digest(adapter: Path) -> str:

@@ -10,17 +10,15 @@ from typing import Any
 
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from consumer.checkpoints.adapter_folder import AdapterFolder
-from consumer.prompts.tokenizer import load_tokenizer
 from protocol.config.run import RunConfig
 from protocol.config.swap import TOLERANCES
 from protocol.errors import ConfigError, ExitCode
 from protocol.files.staged import staged
-from protocol.wire.digests import resolve_model
 from tools.export.adapter_choice import choose_adapter
+from tools.run_inputs import RunInputs
 
 _ROWS, _LENGTH = 4, 32
 _MOST_LOST = 0.5  # of what the adapter changes
@@ -42,26 +40,18 @@ def run(config: RunConfig, gpus: list[int], *, which: str, to: Path, repository:
     transformers_logging.disable_progress_bar()
     chosen = choose_adapter(config, which)
     AdapterFolder.read(chosen, "--checkpoint")
-    model_folder = resolve_model(
-        config.model.path, config.model.revision, trust_remote_code=config.model.trust_remote_code
-    )
+    inputs = RunInputs(config)
     with staged(to) as partial:
-        said = _merge(config, "cuda" if gpus else "cpu", model_folder, chosen, partial)
-    sys.stdout.write(f"rl-export: {chosen} merged into {model_folder}: {to}; {said}\n")
+        said = _merge(config, inputs, "cuda" if gpus else "cpu", chosen, partial)
+    sys.stdout.write(f"rl-export: {chosen} merged into {inputs.model_folder}: {to}; {said}\n")
     if repository is not None:
         sys.stdout.write(f"rl-export: uploaded to {upload(to, repository)}\n")
     return ExitCode.OK
 
 
-def _merge(config: RunConfig, device: str, model_folder: Path, adapter: Path, to: Path) -> str:
+def _merge(config: RunConfig, inputs: RunInputs, device: str, adapter: Path, to: Path) -> str:
     """Writes the merged model. Returns how well it agrees, in words."""
-    dtype, trusted = config.model.dtype, config.model.trust_remote_code
-
-    def load(folder: Path) -> Any:
-        options = {"dtype": getattr(torch, dtype), "trust_remote_code": trusted}
-        return AutoModelForCausalLM.from_pretrained(folder, **options).to(device).eval()
-
-    base = load(model_folder)
+    base = inputs.model(device)
     ids = _token_ids(base.config.get_text_config().vocab_size, config.seed).to(device)
     adapted = PeftModel.from_pretrained(base, adapter).eval()
     wanted = logprobs(adapted, ids)
@@ -69,10 +59,10 @@ def _merge(config: RunConfig, device: str, model_folder: Path, adapter: Path, to
         moved = float((wanted - logprobs(adapted, ids)).abs().max())
     merged = adapted.merge_and_unload(safe_merge=True)
     merged.save_pretrained(to)
-    load_tokenizer(model_folder, trust_remote_code=trusted).save_pretrained(to)
+    inputs.tokenizer().save_pretrained(to)
     del adapted, base, merged
-    difference = float((wanted - logprobs(load(to), ids)).abs().max())
-    check(difference, moved, TOLERANCES[dtype], dtype)
+    difference = float((wanted - logprobs(inputs.model(device, to), ids)).abs().max())
+    check(difference, moved, TOLERANCES[config.model.dtype], config.model.dtype)
     return f"log-probs agree to {difference:.1e} (the adapter moves them by up to {moved:.2g})"
 
 

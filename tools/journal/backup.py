@@ -15,11 +15,12 @@ from protocol.errors import JournalError
 from protocol.files.rotated_lines import opened
 from protocol.files.staged import aside, staged
 from replay.journal.reader import JournalReader
+from tools.run_reader import EVALUATIONS, ROLLOUTS, STEPS
 from tools.tables import say, size
 
 _ATTEMPTS = 5
-_LINES = ("steps.jsonl", "rollouts.jsonl")
-_FILES = ("evaluations.jsonl", "trainer.json")
+_LINES = (STEPS, ROLLOUTS)
+_FILES = (EVALUATIONS, "trainer.json")
 _FOLDERS = ("checkpoints/best", "adapter", "sft")
 
 

@@ -17,6 +17,7 @@ from replay.journal.reader import JournalReader
 from replay.journal.rows import STATES, GroupFilter
 from tools.command import ToolParser, run_tool
 from tools.journal.selection import VERDICTS, Selection
+from tools.run_reader import RunReader
 
 PROGRAM = "rl-journal"
 
@@ -29,7 +30,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _look(chosen: argparse.Namespace) -> ExitCode:
-    with closing(JournalReader(_journal_file(chosen))) as reader:
+    place = load_config(chosen.config).run_dir if chosen.config is not None else chosen.run
+    with closing(RunReader(Path(place)).journal()) as reader:
         return _run(reader, chosen)
 
 
@@ -65,13 +67,6 @@ def _run(reader: JournalReader, chosen: argparse.Namespace) -> ExitCode:
         else:
             lineage(reader, chosen.step)
     return ExitCode.OK
-
-
-def _journal_file(chosen: argparse.Namespace) -> Path:
-    if chosen.config is not None:
-        return load_config(chosen.config).journal_file
-    place = Path(chosen.run)
-    return place if place.is_file() else place / "journal.sqlite"
 
 
 def _selection(chosen: argparse.Namespace) -> Selection:

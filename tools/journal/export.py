@@ -5,8 +5,9 @@ Guarantee: the file appears under its name when it is complete, or not at all. M
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 
@@ -18,6 +19,9 @@ from tools.journal.content import Content, ContentReader
 from tools.journal.selection import Selection
 from tools.journal.views import as_dict
 from tools.tables import plain, say, with_progress
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 _ROW_GROUP_ROWS = 1000
 _ROW_GROUP_BYTES = 64 * 2**20
@@ -70,22 +74,7 @@ def _parquet(records: Iterator[dict[str, Any]], path: Path) -> int:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    text, whole, real = pa.string(), pa.int64(), pa.float64()
-    schema = pa.schema(
-        [
-            ("seq", whole), ("group_id", text), ("epoch", whole), ("prompt_id", whole), ("reroll", whole),
-            ("attempt", whole), ("producer", text), ("policy_version", whole), ("outcome", text), ("reward", real),
-            ("verdict", text), ("num_scored", whole), ("num_successes", whole), ("num_tokens", whole),
-            ("num_bytes", whole), ("accepted_at", real), ("step", whole), ("last_step", whole), ("position", whole),
-            ("tries", whole), ("dropped", text), ("num_replays", whole), ("state", text), ("generation_s", real),
-            ("reward_s", real),
-            ("prompt_ids", pa.list_(pa.int32())), ("completion_ids", pa.list_(pa.list_(pa.int32()))),
-            ("logprobs", pa.list_(pa.list_(pa.float32()))), ("token_versions", pa.list_(pa.list_(pa.int32()))),
-            ("truncated", pa.list_(pa.bool_())), ("sampled", pa.list_(pa.list_(pa.bool_()))),
-            ("episodes", pa.list_(pa.int32())),
-            ("reward_names", pa.list_(text)), ("rewards", pa.list_(pa.list_(pa.float32()))),
-        ]
-    )  # fmt: skip
+    schema = _schema()
     count = waiting_bytes = 0
     waiting: list[dict[str, Any]] = []
     with pq.ParquetWriter(path, schema) as writer:
@@ -99,3 +88,24 @@ def _parquet(records: Iterator[dict[str, Any]], path: Path) -> int:
         if waiting:
             writer.write_table(pa.Table.from_pylist(waiting, schema))
     return count
+
+
+def _schema() -> "pa.Schema":
+    """The columns of a row have the types of its fields, those of a body the types of its arrays.
+
+    They are not inferred from the first rows, where a step, a reward or a reason may be None in all of them.
+    """
+    import pyarrow as pa
+
+    text, kinds = pa.string(), {int: pa.int64(), float: pa.float64()}
+    columns = [
+        (field.name, next((kinds[kind] for kind in (field.type, *get_args(field.type)) if kind in kinds), text))
+        for field in fields(GroupRow)
+        if field.name != "crc"
+    ]
+    whole, real, truth = (pa.list_(kind) for kind in (pa.int32(), pa.float32(), pa.bool_()))
+    columns += [("generation_s", pa.float64()), ("reward_s", pa.float64()), ("prompt_ids", whole)]
+    columns += [("completion_ids", pa.list_(whole)), ("logprobs", pa.list_(real)), ("token_versions", pa.list_(whole))]
+    columns += [("truncated", truth), ("sampled", pa.list_(truth)), ("episodes", whole)]
+    columns += [("reward_names", pa.list_(text)), ("rewards", pa.list_(real))]
+    return pa.schema(columns)

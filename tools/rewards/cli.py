@@ -28,20 +28,16 @@ def _try(chosen: argparse.Namespace) -> ExitCode:
     config = load_config(chosen.config, chosen.overrides)
     gpus = select_gpus(chosen.gpu)
 
-    from producer.rollouts.prompts import load_tokenizer
-    from protocol.wire.digests import resolve_model
     from tools.rewards import report as reward_report
     from tools.rewards import trial as reward_trial
+    from tools.run_inputs import RunInputs
 
-    model, trusted = config.model, config.model.trust_remote_code
-    folder = resolve_model(model.path, model.revision, trust_remote_code=trusted)
-    tokenizer = load_tokenizer(folder, trust_remote_code=trusted)
+    inputs = RunInputs(config)
     if chosen.completions is not None:
-        groups = reward_trial.given(chosen.completions, tokenizer)
+        groups = reward_trial.given(chosen.completions, inputs.tokenizer())
     else:
-        rows = reward_trial.rows_of(chosen.config, chosen.overrides, chosen.prompts)
-        groups = reward_trial.sampled(config, rows, chosen.n, "cuda" if gpus else "cpu")
-    trial = reward_trial.scored(config, tokenizer, groups)
+        groups = reward_trial.sampled(config, inputs, chosen.prompts, chosen.n, "cuda" if gpus else "cpu")
+    trial = reward_trial.scored(config, inputs.tokenizer(), groups)
     if chosen.json:
         sys.stdout.write(reward_report.as_json(trial) + "\n")
     else:

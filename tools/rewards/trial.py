@@ -6,23 +6,22 @@ come from the dataset as producers are leased them; completions are sampled by t
 
 import asyncio
 import json
-import subprocess
-import sys
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from producer.interfaces import Failure, LeaseFailure
 from producer.rewards.pool import RewardPool
-from producer.rollouts.prompts import PromptFormat, load_tokenizer
+from producer.rollouts.prompts import PromptFormat
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, DatasetError
-from protocol.wire.digests import resolve_model
 from protocol.wire.prompts import is_conversational
+from tools.run_inputs import RunInputs
 
 
 @dataclass(frozen=True)
@@ -97,37 +96,17 @@ def _given_group(line: str, place: str, tokenizer: Any) -> Sampled:
     return Sampled(prompt, row, said, ids)
 
 
-def rows_of(config_file: str, overrides: list[str], number: int) -> list[dict[str, Any]]:
-    """The first prompts of the dataset. The trainer's side owns it, so a process of that side reads it.
+def sampled(config: RunConfig, inputs: RunInputs, num_prompts: int, num_completions: int, device: str) -> list[Sampled]:
+    """Completions of the base model for the first prompts of the dataset, with the run's sampling settings and seed.
 
     Raises:
-        DatasetError: whatever was wrong with it.
-    """
-    command = [sys.executable, "-m", "tools.rewards.prompt_samples", config_file, str(number), *overrides]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise DatasetError(
-            done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "the dataset cannot be read"
-        )
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
-def sampled(config: RunConfig, rows: list[dict[str, Any]], num_completions: int, device: str) -> list[Sampled]:
-    """Completions of the base model, with the run's sampling settings and seed.
-
-    Raises:
-        DatasetError: a prompt cannot be used.
+        DatasetError: the dataset or one of these prompts cannot be used.
     """
     import torch
-    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    trusted = config.model.trust_remote_code
-    folder = resolve_model(config.model.path, config.model.revision, trust_remote_code=trusted)
-    tokenizer = load_tokenizer(folder, trust_remote_code=trusted)
-    dtype = getattr(torch, config.model.dtype)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=trusted).to(device)
+    dataset, tokenizer, model = inputs.prompts(), inputs.tokenizer(), inputs.model(device)
     longest = config.engine.get("max_model_len") or model.config.max_position_embeddings
     prompts = PromptFormat(tokenizer, longest, config.dataset.chat_template_kwargs)
     settings = config.sampling
@@ -135,16 +114,17 @@ def sampled(config: RunConfig, rows: list[dict[str, Any]], num_completions: int,
     stops = {stops} if isinstance(stops, int) else set(stops or [tokenizer.eos_token_id])
     torch.manual_seed(config.seed)
     groups = []
-    for number, row in enumerate(rows):
+    for number in range(min(num_prompts, len(dataset))):
+        prompt, columns = msgspec.msgpack.decode(msgspec.msgpack.encode(dataset[number]))  # as a producer is leased it
         try:
-            ids = prompts.encode(row["prompt"], settings.max_completion_length)
+            ids = prompts.encode(prompt, settings.max_completion_length)
         except LeaseFailure as failure:
             raise DatasetError(f"prompt {number}: {failure.detail}") from failure
-        inputs = torch.tensor([ids], device=device)
+        prompt_ids = torch.tensor([ids], device=device)
         with torch.inference_mode():
             sequences = model.generate(
-                inputs,
-                attention_mask=torch.ones_like(inputs),
+                prompt_ids,
+                attention_mask=torch.ones_like(prompt_ids),
                 do_sample=True,
                 num_return_sequences=num_completions,
                 max_new_tokens=settings.max_completion_length,
@@ -155,8 +135,7 @@ def sampled(config: RunConfig, rows: list[dict[str, Any]], num_completions: int,
                 pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(stops),
             )
         completion_ids = [_until_end(tokens, stops) for tokens in sequences[:, len(ids) :].tolist()]
-        completions = prompts.decode(row["prompt"], completion_ids)
-        groups.append(Sampled(row["prompt"], row["columns"], completions, completion_ids))
+        groups.append(Sampled(prompt, columns, prompts.decode(prompt, completion_ids), completion_ids))
     return groups
 
 

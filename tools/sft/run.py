@@ -12,14 +12,12 @@ from datasets import Dataset
 from transformers.utils import logging as transformers_logging
 
 from consumer.checkpoints.adapter_folder import AdapterFolder
-from consumer.prompts.dataset import PromptDataset
-from consumer.prompts.placeholders import check_has_rows
 from consumer.training.trainer import build_lora
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, ExitCode
 from protocol.files.staged import staged
 from protocol.service import logs
-from protocol.wire.digests import resolve_model
+from tools.run_inputs import RunInputs
 from tools.sft.rows import training_rows
 from tools.sft.trainer import build_sft_arguments, train
 
@@ -45,16 +43,12 @@ def run(config: RunConfig, gpus: list[int], *, to: Path) -> ExitCode:
     transformers_logging.disable_progress_bar()
     with staged(to) as partial:
         lora, arguments = build_lora(config), build_sft_arguments(config, partial, on_gpu=bool(gpus))
-        check_has_rows(config)
-        model_folder = resolve_model(
-            config.model.path, config.model.revision, trust_remote_code=config.model.trust_remote_code
-        )
-        prompts = PromptDataset(config.dataset, model_folder, trust_remote_code=config.model.trust_remote_code)
-        rows = Dataset.from_list(list(training_rows(prompts, config.sft)))
+        inputs = RunInputs(config)
+        rows = Dataset.from_list(list(training_rows(inputs.prompts(), config.sft)))
         if config.dataset.chat_template_kwargs:
             rows = rows.add_column("chat_template_kwargs", [config.dataset.chat_template_kwargs] * len(rows))
         sys.stdout.write(f"rl-sft: {len(rows)} rows\n")
-        train(model_folder, arguments, lora, rows).save_pretrained(partial)
+        train(inputs.model_folder, arguments, lora, rows).save_pretrained(partial)
         AdapterFolder.read(partial, "rl-sft")
     sys.stdout.write(f"rl-sft: wrote {to}; start from it with --set lora.init_from={to}\n")
     return ExitCode.OK

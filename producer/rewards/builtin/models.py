@@ -17,7 +17,7 @@ def reward_model(path: str, options: RewardModel) -> Callable[..., list[float]]:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    device = "cpu" if options.gpu is None else "cuda"  # the lane's environment shows one GPU
+    device = "cpu" if options.gpu is None else "cuda"  # the worker's environment shows one GPU
     try:
         labels = AutoConfig.from_pretrained(path, revision=options.revision).num_labels
         if labels != 1:

@@ -13,7 +13,7 @@ NOWHERE = "http://127.0.0.1:9/judge"
 
 
 def judge(header: str = "Authorization") -> HttpReward:
-    return HttpReward("judge", NOWHERE, RewardService(headers_env={header: "JUDGE_TOKEN"}), 1)
+    return HttpReward("judge", NOWHERE, RewardService(headers_env={header: "JUDGE_TOKEN"}))
 
 
 @pytest.mark.parametrize("end", ["", "\n", "\r\n"])

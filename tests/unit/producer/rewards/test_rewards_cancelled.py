@@ -10,7 +10,7 @@ import pytest
 from producer.environments import agent_program
 from producer.environments.pool import EnvironmentFailedError, EnvironmentPool
 from producer.environments.worker import Answer as Played
-from producer.rewards.processes import WorkerLane, WorkerLostError
+from producer.rewards.processes import WorkerLostError, WorkerPool
 from producer.rewards.worker import Answer, Call, Job, Ready, Scores, Source
 from protocol.config.environment import EnvironmentSection
 from protocol.errors import ConfigError
@@ -32,24 +32,24 @@ def test_the_slot_of_a_call_goes_back_wherever_it_is_cancelled(monkeypatch: pyte
     limit_s = 0.004 if temper == "hangs" else 60.0
 
     async def body() -> None:
-        lane = WorkerLane({"length": Source("x.py:length")}, NUM_WORKERS, None, 10.0)
-        await lane.start()
+        workers = WorkerPool({"length": Source("x.py:length")}, NUM_WORKERS, None, 10.0)
+        await workers.start()
 
         async def call() -> None:
             children.temper = temper
             try:
-                await lane.call([0], [Job("p", ["c"], [[1]], {})], [limit_s])
+                await workers.call([0], [Job("p", ["c"], [[1]], {})], [limit_s])
             except WorkerLostError:
                 assert temper != "answers"
             children.temper = "answers"
-            assert (await lane.call([0], [Job("p", ["c"], [[1]], {})], [30.0]))[0].rewards == [1.0]
+            assert (await workers.call([0], [Job("p", ["c"], [[1]], {})], [30.0]))[0].rewards == [1.0]
 
         def nothing_is_lost() -> None:
-            assert lane.num_idle == NUM_WORKERS
+            assert workers.num_idle == NUM_WORKERS
             assert children.num_running <= NUM_WORKERS
 
         assert await cancel_at_each_wait(call, nothing_is_lost) > 2
-        await lane.close()
+        await workers.close()
         assert children.num_running == 0
 
     asyncio.run(body())
@@ -65,13 +65,13 @@ def test_workers_that_start_are_ended_where_their_start_is_cancelled(
     async def body() -> None:
         async def life() -> None:
             limit_s = 60.0 if temper == "answers" else 0.01
-            lane = WorkerLane({"length": Source("x.py:length")}, NUM_WORKERS, None, limit_s)
+            workers = WorkerPool({"length": Source("x.py:length")}, NUM_WORKERS, None, limit_s)
             try:
-                await lane.start()
+                await workers.start()
             except ConfigError:
                 assert temper != "answers"
             finally:
-                await lane.close()
+                await workers.close()
 
         def nothing_runs() -> None:
             assert children.num_running == 0

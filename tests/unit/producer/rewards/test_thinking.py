@@ -117,7 +117,7 @@ def test_the_pool_strips_counts_and_scores_what_never_ends():
 
 
 @pytest.mark.parametrize(
-    ("unclosed", "shown", "rewards", "left_out"),
+    ("unclosed", "shown", "rewards", "excluded"),
     [
         (0.0, ["4"], [1.0, 0.0], set()),
         (-0.5, ["4"], [1.0, -0.5], set()),
@@ -125,7 +125,7 @@ def test_the_pool_strips_counts_and_scores_what_never_ends():
         ("as_is", ["4", "<think>4"], [1.0, 2.0], set()),
     ],
 )
-def test_unclosed_reasoning_scores_as_configured(unclosed, shown, rewards, left_out):
+def test_unclosed_reasoning_scores_as_configured(unclosed, shown, rewards, excluded):
     section = RewardsSection.model_validate(
         {
             "functions": [
@@ -141,10 +141,10 @@ def test_unclosed_reasoning_scores_as_configured(unclosed, shown, rewards, left_
     job = Job("p", ["<think></think>4", "<think>4"], [[1], [2]], {})
     stripped, whole, counted = (View.of(section, function, job, reasoning) for function in section.functions)
     assert stripped.job.completions == shown
-    widened = stripped.widened(Scores([1.0, 2.0][: len(shown)], failed={0: ("timeout", "slow")}), 2)
-    assert widened.rewards == pytest.approx(rewards, nan_ok=True)
-    assert widened.failed == {0: ("timeout", "slow")}
-    assert stripped.left_out(2) == left_out
+    scattered = stripped.scattered(Scores([1.0, 2.0][: len(shown)], failed={0: ("timeout", "slow")}))
+    assert scattered.rewards == pytest.approx(rewards, nan_ok=True)
+    assert scattered.failed == {0: ("timeout", "slow")}
+    assert stripped.excluded_rows == excluded
     assert whole.job is job
     assert counted.job.reasoning_tokens == [3, 2]
     assert counted.job.completions == job.completions

@@ -20,7 +20,7 @@ from producer.serving.serving import Serving, listening, read_keys
 from protocol.config.run import RunConfig
 from protocol.config.serve import ServeSection
 from protocol.errors import ConfigError, EndpointInUseError
-from protocol.service.http_door import Door
+from protocol.service.http_server import ConnectionLimiter
 from protocol.wire.messages import Sampling
 from tests.scripted_trainer import lease
 from tests.unit.producer.loop import settle, until
@@ -68,7 +68,7 @@ class Endpoint:
         self.vllm = vllm
         self.metrics = metrics
         self.registry = registry
-        self.door: Door
+        self.limiter: ConnectionLimiter
 
     def value(self, name: str, **labels: str) -> float:
         return self.metrics.get_sample_value(f"rl_producer_serve_{name}", labels) or 0.0
@@ -117,7 +117,7 @@ async def endpoint(folder: Path, keys: tuple[bytes, ...] = (), agents: Agents | 
     with listening(config.serve, []) as listener:
         it = Endpoint(listener.getsockname()[1], vllm, metrics, registry)
         serving = Serving(config, "test", keys, ServedEngine(vllm, registry, 16, it.clock.running), metrics, agents)
-        it.door = serving._server._door
+        it.limiter = serving._server._limiter
         task = asyncio.create_task(serving.run(listener))
         try:
             yield it

@@ -62,7 +62,7 @@ NO_BODIES = {
 async def num_tasks(it: Endpoint) -> int:
     """Of a producer that has answered a request and has none."""
     assert (await it.post(CHAT))[0] == 200
-    await until(lambda: not it.door._inside)
+    await until(lambda: not it.limiter._open)
     await settle()
     return len(asyncio.all_tasks())
 
@@ -70,11 +70,11 @@ async def num_tasks(it: Endpoint) -> int:
 async def check_untouched(it: Endpoint, tasks_before: int) -> None:
     """Everything is free, and an honest request is answered."""
     await until(lambda: it.vllm.running == it.value("completions", state="generating") == 0)
-    await until(lambda: not it.door._inside)
+    await until(lambda: not it.limiter._open)
     assert it.value("completions", state="waiting") == it.value("requests_total", outcome="failed") == 0
     assert await num_tasks(it) == tasks_before
     assert it.registry.pins == {12: 1}, "the current version, kept once"
-    assert not it.door._timers
+    assert not it.limiter._timers
 
 
 @pytest.mark.long

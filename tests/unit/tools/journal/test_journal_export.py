@@ -112,7 +112,10 @@ def test_an_export_has_every_column_of_a_row_in_both_formats(
     for suffix in ("jsonl", "parquet"):
         command("export", "--to", str(tmp_path / f"x.{suffix}"), "--replays", "1")
     (record,) = map(json.loads, (tmp_path / "x.jsonl").read_text().splitlines())
-    (row,) = pq.read_table(tmp_path / "x.parquet").to_pylist()
+    table = pq.read_table(tmp_path / "x.parquet")
+    (row,) = table.to_pylist()
     assert list(row) == list(record)
+    kinds = {name: str(table.schema.field(name).type) for name in ("step", "reward", "state", "episodes")}
+    assert kinds == {"step": "int64", "reward": "double", "state": "string", "episodes": "list<element: int32>"}
     assert row["group_id"] == record["group_id"] == "0-2-0-1-s"
     assert (record["num_replays"], record["verdict"]) == (1, "mixed")

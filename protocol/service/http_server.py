@@ -1,8 +1,9 @@
-"""HTTP ports: listening, and connections as uvicorn's HTTP/1.1 protocol with patience that ends.
+"""HTTP ports: listening, and uvicorn's HTTP/1.1 with a limit on connections and on the time that each may take.
 
-Guarantee: a connection that has not sent a request's headers `patience_s` after it was made, or after their first byte, is
-closed, and so is one whose answer is not over and taken `answer_s` after them; of more than `max_connections`, those that have
-owed a request for longest are closed first; headers have at most `_MAX_HEADER_BYTES`. Each is counted.
+Guarantee: a connection whose request headers are not complete `header_timeout_s` after it was made, or after their first byte,
+is closed. So is one whose answer is not over, or not read by its client, `answer_timeout_s` later. With more than
+`max_connections`, the connections that have been idle for longest are closed first. Headers have at most `_MAX_HEADER_BYTES`.
+Every connection that is closed for one of these reasons is counted.
 """
 
 import asyncio
@@ -43,60 +44,62 @@ def listen(host: str, port: int, host_key: str, port_key: str) -> socket.socket:
         raise cannot_listen(error, f"{host}:{port}", port_key, fix, host_key) from error
 
 
-class Door:
-    """Who is inside, and who owes a request.
+class ConnectionLimiter:
+    """The open connections, and which of them are idle.
 
     Args:
-        answer_s: longer than the application takes for any answer, and than an idle connection is kept.
-        refuse: is called with the reason of each connection that is closed.
+        answer_timeout_s: longer than the application takes for any answer, and than an idle connection is kept.
+        on_refused: is called with the reason of each connection that is closed.
     """
 
     def __init__(
-        self, patience_s: float, answer_s: float, max_connections: int, refuse: Callable[[Reason], None]
+        self,
+        header_timeout_s: float,
+        answer_timeout_s: float,
+        max_connections: int,
+        on_refused: Callable[[Reason], None],
     ) -> None:
-        self._patience_s = patience_s
-        self._answer_s = answer_s
+        self._header_timeout_s = header_timeout_s
+        self._answer_timeout_s = answer_timeout_s
         self._max_connections = max_connections
-        self.refuse = refuse
-        self._inside: set[Connection] = set()
+        self.on_refused = on_refused
+        self._open: set[Connection] = set()
         self._idle: dict[Connection, None] = {}  # without a request, the longest first
         self._timers: dict[Connection, asyncio.TimerHandle] = {}
 
-    def enter(self, connection: "Connection") -> None:
-        self._inside.add(connection)
+    def opened(self, connection: "Connection") -> None:
+        self._open.add(connection)
         self._idle[connection] = None
-        self.expect(connection)
-        if len(self._inside) > self._max_connections:
+        self.request_begun(connection)
+        if len(self._open) > self._max_connections:
             self._close(next(iter(self._idle)), "too_many_connections")
 
-    def leave(self, connection: "Connection") -> None:
-        self._inside.discard(connection)
+    def closed(self, connection: "Connection") -> None:
+        self._open.discard(connection)
         self._forget(connection)
 
-    def expect(self, connection: "Connection") -> None:
-        """A request, soon."""
+    def request_begun(self, connection: "Connection") -> None:
+        """Its headers must be complete in time."""
         if connection not in self._timers:
-            self._wait(connection, self._patience_s)
+            self._limit(connection, self._header_timeout_s)
 
-    def settle(self, connection: "Connection") -> None:
-        """Its request is here, and its answer begins."""
+    def answer_begun(self, connection: "Connection") -> None:
         if connection in self._idle:
             self._forget(connection)
-            self._wait(connection, self._answer_s)
+            self._limit(connection, self._answer_timeout_s)
 
-    def rest(self, connection: "Connection") -> None:
-        """Its answer is sent, and another request may follow."""
+    def answer_sent(self, connection: "Connection") -> None:
+        """Another request may follow."""
         self._forget(connection)
         self._idle[connection] = None
-        if connection.transport.get_write_buffer_size():  # it is still to take it
-            self._wait(connection, self._answer_s)
+        if connection.transport.get_write_buffer_size():  # its client has not read all of it
+            self._limit(connection, self._answer_timeout_s)
 
-    def shut(self) -> None:
-        """Leaves nobody inside."""
-        for connection in list(self._inside):
+    def close_all(self) -> None:
+        for connection in list(self._open):
             connection.transport.abort()
 
-    def _wait(self, connection: "Connection", seconds: float) -> None:
+    def _limit(self, connection: "Connection", seconds: float) -> None:
         loop = asyncio.get_running_loop()
         self._timers[connection] = loop.call_later(seconds, self._close, connection, "too_slow")
 
@@ -107,22 +110,22 @@ class Door:
             timer.cancel()
 
     def _close(self, connection: "Connection", reason: Reason) -> None:
-        self.refuse(reason)
+        self.on_refused(reason)
         self._forget(connection)
         connection.transport.abort()
 
 
 class Connection(H11Protocol):
-    """Tells the door of its class what happens."""
+    """Tells the limiter of its class what happens."""
 
-    door: Door
+    limiter: ConnectionLimiter
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.door.enter(self)
+        self.limiter.opened(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.door.leave(self)
+        self.limiter.closed(self)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -130,20 +133,20 @@ class Connection(H11Protocol):
         if self.transport.is_closing():
             return
         if self._is_answering():
-            self.door.settle(self)
+            self.limiter.answer_begun(self)
         else:
-            self.door.expect(self)
+            self.limiter.request_begun(self)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self.transport.is_closing():  # when its client has taken what is left
+        if self.transport.is_closing():  # when its client has read what is left
             return
-        self.door.rest(self)
+        self.limiter.answer_sent(self)
         if self._is_answering():  # the next request came with the last one
-            self.door.settle(self)
+            self.limiter.answer_begun(self)
 
     def send_400_response(self, msg: str) -> None:
-        self.door.refuse("malformed")
+        self.limiter.on_refused("malformed")
         super().send_400_response(msg)
 
     def _is_answering(self) -> bool:
@@ -151,11 +154,11 @@ class Connection(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """Serves an application through a door. Leaves signals to the daemon."""
+    """Serves an application to as many connections as the limiter allows. Leaves signals to the daemon."""
 
-    def __init__(self, app: ASGIApp, door: Door) -> None:
-        self._door = door
-        http: Any = type("DoorConnection", (Connection,), {"door": door})
+    def __init__(self, app: ASGIApp, limiter: ConnectionLimiter) -> None:
+        self._limiter = limiter
+        http: Any = type("LimitedConnection", (Connection,), {"limiter": limiter})
         super().__init__(
             uvicorn.Config(
                 app,
@@ -179,4 +182,4 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await super().shutdown(sockets)
-        self._door.shut()
+        self._limiter.close_all()

@@ -1,0 +1,46 @@
+"""What a run's configuration names, for the tools that load it themselves.
+
+Guarantee: model, tokenizer and prompts are those of the daemons: of the same revision, in the same dtype, with the same rows.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from consumer.prompts.dataset import PromptDataset
+from consumer.prompts.placeholders import check_has_rows
+from consumer.prompts.tokenizer import load_tokenizer
+from protocol.config.run import RunConfig
+from protocol.wire.digests import resolve_model
+
+
+class RunInputs:
+    """Loads what it is asked for.
+
+    Raises:
+        ConfigError: there is no such model, or it cannot be loaded.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        self._trusted = config.model.trust_remote_code
+        self.model_folder = resolve_model(config.model.path, config.model.revision, trust_remote_code=self._trusted)
+
+    def tokenizer(self) -> Any:
+        return load_tokenizer(self.model_folder, trust_remote_code=self._trusted)
+
+    def model(self, device: str, folder: Path | None = None) -> Any:
+        """The base model, or the one in `folder`, ready to compute log-probs."""
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        dtype = getattr(torch, self._config.model.dtype)
+        options = {"dtype": dtype, "trust_remote_code": self._trusted}
+        return AutoModelForCausalLM.from_pretrained(folder or self.model_folder, **options).to(device).eval()
+
+    def prompts(self) -> PromptDataset:
+        """
+        Raises:
+            DatasetError: the run has none, or they cannot be read.
+        """
+        check_has_rows(self._config)
+        return PromptDataset(self._config.dataset, self.model_folder, trust_remote_code=self._trusted)
