@@ -88,7 +88,7 @@ def test_mask_modes_do_not_clamp_again_what_they_masked(preset: str) -> None:
     """A peer's did: zero came back as the lower bound and nothing was masked."""
     result = factors(preset, [[9.0, 9.0], [0.01, 0.01], [1.05, 1.05]], ratio_min=0.9, ratio_max=1.2)
     torch.testing.assert_close(result.policy[:2], torch.zeros(2, 2))
-    inside = 1.05**2 if preset == "sequence_mask" else 1.05
+    inside = 1.05**2 if PRESETS[preset].level == "sequence" else 1.05
     torch.testing.assert_close(result.policy[2], torch.full((2,), inside), msg="what is inside keeps its ratio")
 
 
