@@ -1,8 +1,8 @@
 """The agent program that plays the environment of another library, beside the producer (`producer.environments.bridges`).
 
-Guarantee: before the engine is loaded the program has loaded its environment, or the producer ends and says why; afterwards there
-is one such program: when it ends, its tasks fail at once and another is started, after a pause that grows while it keeps ending.
-It dies with the daemon.
+Guarantee: before the engine is loaded, the program has loaded its environment, or the producer ends and says why. Afterwards
+there is one such program: when it ends, its tasks fail at once and another is started, after a pause that grows while programs
+keep ending. It ends with the daemon.
 """
 
 import asyncio
@@ -36,81 +36,79 @@ _RUN += "program.main({0}.load)"
 
 
 class _Program:
-    """A process of it, and the lines that it and the producer write to each other."""
+    """A process of the program, and the lines of JSON that it and the producer send each other.
 
-    def __init__(
-        self, process: KeptProcess, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, place: str
-    ) -> None:
-        self._process = process
-        self._reader = reader
-        self._writer = writer
-        self._place = place
+    Raises:
+        ConfigError: it cannot be started.
+    """
+
+    def __init__(self, section: EnvironmentSection) -> None:
+        if section.verifiers is not None:
+            self._place, module, python = "environment.verifiers", "verifiers_program", section.verifiers.python
+            self._settings = section.verifiers.model_dump(include={"id", "arguments"})
+        else:
+            assert section.nemo_gym is not None
+            self._place, module, python = "environment.nemo_gym", "nemo_gym_program", None
+            limits = section.model_dump(include={"episode_timeout_s", "max_concurrent"})
+            self._settings = section.nemo_gym.model_dump() | limits
+        command = [_found(python or sys.executable), "-c", _RUN.format(module), str(_ROOT)]
+        self._socket, theirs = socket.socketpair()
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+        with theirs:
+            try:
+                self._process = KeptProcess(command, _EXIT_GRACE_S, stdin=theirs.fileno(), stdout=theirs.fileno())
+            except OSError as error:
+                self._socket.close()
+                raise ConfigError(f"{self._place}: the agent program cannot be started: {error}") from error
 
     @classmethod
     async def start(cls, section: EnvironmentSection, work: dict[str, Any]) -> "_Program":
-        """One that has loaded its environment, to play or to tell rows (`producer.environments.bridges.program`).
+        """One that has loaded its environment, to play or to send rows (`producer.environments.bridges.program`).
 
         Raises:
             ConfigError: it cannot.
         """
-        if section.verifiers is not None:
-            place, module, python = "environment.verifiers", "verifiers_program", section.verifiers.python
-            settings = section.verifiers.model_dump(include={"id", "arguments"})
-        else:
-            assert section.nemo_gym is not None
-            place, module, python = "environment.nemo_gym", "nemo_gym_program", None
-            settings = section.nemo_gym.model_dump() | section.model_dump(
-                include={"episode_timeout_s", "max_concurrent"}
-            )
-        command = [_found(python or sys.executable), "-c", _RUN.format(module), str(_ROOT)]
-        ours, theirs = socket.socketpair()
-        with theirs:
-            try:
-                process = KeptProcess(command, _EXIT_GRACE_S, stdin=theirs.fileno(), stdout=theirs.fileno())
-            except OSError as error:
-                ours.close()
-                raise ConfigError(f"{place}: the agent program cannot be started: {error}") from error
+        program = cls(section)
         try:
-            program = cls(process, *await asyncio.open_connection(sock=ours, limit=_MAX_LINE_BYTES), place)
-        except BaseException:
-            process.terminate()
-            raise
-        try:
-            await program.say(settings | work)
+            await program.send(program._settings | work)
             async with asyncio.timeout(_START_TIMEOUT_S):
-                await program.word()
-        except TimeoutError:
-            await program.end()
-            raise ConfigError(f"{place}: the environment was not loaded within {_START_TIMEOUT_S:g} s") from None
-        except BaseException:
-            await program.end()
+                await program.receive()
+        except BaseException as error:
+            await program.terminate()
+            if isinstance(error, TimeoutError):
+                raise ConfigError(
+                    f"{program._place}: the environment was not loaded within {_START_TIMEOUT_S:g} s"
+                ) from None
             raise
         return program
 
-    async def say(self, message: dict[str, Any]) -> None:
-        with contextlib.suppress(ConnectionError):  # it has ended, which `word` and `ended` notice
-            self._writer.write(json.dumps(message).encode() + b"\n")
-            await self._writer.drain()
+    async def send(self, message: dict[str, Any]) -> None:
+        _, writer = await self._connected()
+        with contextlib.suppress(ConnectionError):  # it has ended, which `receive` and `ended` notice
+            writer.write(json.dumps(message).encode() + b"\n")
+            await writer.drain()
 
-    async def word(self) -> dict[str, Any]:
-        """The next thing that it says.
+    async def receive(self) -> dict[str, Any]:
+        """Its next message.
 
         Raises:
-            ConfigError: a problem, what is no JSON object, or nothing because it ended.
+            ConfigError: the program reports a problem, sends something else, or has ended.
         """
+        reader, _ = await self._connected()
         try:
-            line = await self._reader.readline()
+            line = await reader.readline()
         except (ConnectionError, ValueError):
             line = b""
         if not line.endswith(b"\n"):
-            raise ConfigError(f"{self._place}: the agent program ended ({await self.end()}); its last words are above")
+            how = await self.terminate()
+            raise ConfigError(f"{self._place}: the agent program ended ({how}); its last output is above")
         try:
             message = json.loads(line)
         except (ValueError, RecursionError):
             message = None
         if not isinstance(message, dict):
             raise ConfigError(
-                f"{self._place}: the agent program said {line[:_SHOWN_BYTES]!r}, expected a JSON object: "
+                f"{self._place}: the agent program sent {line[:_SHOWN_BYTES]!r}, expected a JSON object: "
                 "whatever the environment prints belongs on standard error"
             )
         if "problem" in message:
@@ -118,17 +116,29 @@ class _Program:
         return message
 
     async def ended(self) -> str:
-        """How, once it has."""
+        """Waits until it has ended and returns how."""
+        reader, _ = await self._connected()
         with contextlib.suppress(ConnectionError):
-            await self._reader.read()
-        return await self.end()
+            await reader.read()
+        return await self.terminate()
 
-    async def end(self) -> str:
-        """Ends it, kindly first, and whatever it started; says how it ended. Goes on by itself when it is cancelled."""
+    async def terminate(self) -> str:
+        """Ends it, with SIGTERM first, and whatever it started; returns how it ended. Goes on by itself when it is cancelled."""
         ending = self._process.terminate()
-        ending.add_done_callback(lambda _: self._writer.close())
+        ending.add_done_callback(lambda _: self._close())
         status = await asyncio.shield(ending)
         return "it does not end" if status is None else exit_text(status)
+
+    async def _connected(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        if self._streams is None:
+            self._streams = await asyncio.open_connection(sock=self._socket, limit=_MAX_LINE_BYTES)
+        return self._streams
+
+    def _close(self) -> None:
+        if self._streams is None:
+            self._socket.close()
+        else:
+            self._streams[1].close()
 
 
 class AgentProgram:
@@ -171,7 +181,7 @@ class AgentProgram:
         while True:
             if self._program is not None:
                 began, self.problem = time.monotonic(), None
-                await self._program.say(self._where)
+                await self._program.send(self._where)
                 how = await self._program.ended()
                 if self._closed:
                     return
@@ -192,7 +202,7 @@ class AgentProgram:
     async def close(self) -> None:
         self._closed = True
         if self._program is not None:
-            await self._program.end()
+            await self._program.terminate()
 
 
 async def rows(section: EnvironmentSection, max_rows: int | None, source: str) -> AsyncIterator[dict[str, Any]]:
@@ -203,10 +213,10 @@ async def rows(section: EnvironmentSection, max_rows: int | None, source: str) -
     """
     program = await _Program.start(section, {"kind": "rows", "max_rows": max_rows, "source": source})
     try:
-        while "end" not in (message := await program.word()):
+        while "end" not in (message := await program.receive()):
             yield message
     finally:
-        await program.end()
+        await program.terminate()
 
 
 def _found(python: str) -> str:

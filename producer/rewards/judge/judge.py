@@ -20,6 +20,7 @@ from producer.rewards.judge.judged import BINARY
 from producer.rewards.judge.values import Channel, ChannelEndedError, decode, encode, importable, imported, is_shared
 
 _FAILED = 1
+_FORWARDED = "getattr setattr iter next len str repr hash neg getitem setitem delitem enter"
 
 
 class Remote:
@@ -86,7 +87,7 @@ class Remote:
         return decode(data, self._resolve)
 
     def _refer(self, value: Any) -> list[Any]:
-        if type(value) is Stand:
+        if type(value) is ProgramObject:
             return ["object", object.__getattribute__(value, "_number")]
         if isinstance(value, type) and issubclass(value, _ProgramError):
             return ["object", value.number]
@@ -106,9 +107,9 @@ class Remote:
             case ["callback", int(number)]:
                 return self._callbacks[number]
             case ["object", int(number)]:
-                return self._objects.setdefault(number, Stand(self, number))
+                return self._objects.setdefault(number, ProgramObject(self, number))
             case ["coroutine", int(number)]:
-                return _awaited(self, Stand(self, number))
+                return _awaited(self, ProgramObject(self, number))
             case ["exception", int(number), str(name), base]:
                 if number not in self._objects:
                     above = self._decoded(base)
@@ -118,81 +119,54 @@ class Remote:
         raise ChannelEndedError(f"it sent {reference!r:.80}")
 
 
-class Stand:
-    """Stands for an object of the program."""
+class ProgramObject:
+    """An object of the program. What a test does with it is asked of the program."""
+
+    _remote: Remote
+    _number: int
 
     def __init__(self, remote: Remote, number: int) -> None:
         object.__setattr__(self, "_remote", remote)
         object.__setattr__(self, "_number", number)
 
-    def __getattr__(self, name: str) -> Any:
-        return self._remote.do("getattr", self, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        self._remote.do("setattr", self, name, value)
-
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         return self._remote.do("call", self, *arguments, **named)
 
-    def __iter__(self) -> Any:
-        return self._remote.do("iter", self)
-
-    def __next__(self) -> Any:
-        return self._remote.do("next", self)
-
-    def __len__(self) -> int:
-        return self._remote.do("len", self)  # type: ignore[no-any-return]
-
     def __bool__(self) -> bool:
         return self._remote.do("bool", self) is True
-
-    def __str__(self) -> str:
-        return self._remote.do("str", self)  # type: ignore[no-any-return]
-
-    def __repr__(self) -> str:
-        return self._remote.do("repr", self)  # type: ignore[no-any-return]
-
-    def __hash__(self) -> int:
-        return self._remote.do("hash", self)  # type: ignore[no-any-return]
-
-    def __neg__(self) -> Any:
-        return self._remote.do("neg", self)
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._remote.do("getitem", self, key)
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self._remote.do("setitem", self, key, value)
-
-    def __delitem__(self, key: Any) -> None:
-        self._remote.do("delitem", self, key)
-
-    def __enter__(self) -> Any:
-        return self._remote.do("enter", self)
 
     def __exit__(self, *_: object) -> None:
         self._remote.do("exit", self)
 
     def __instancecheck__(self, value: Any) -> bool:
-        return type(value) is Stand and self._remote.do("isinstance", value, self) is True
+        return type(value) is ProgramObject and self._remote.do("isinstance", value, self) is True
 
 
-def _between_two(name: str) -> Callable[[Stand, Any], Any]:
-    def method(self: Stand, other: Any) -> Any:
-        return self._remote.do(name, self, other) if type(other) is Stand else NotImplemented
+def _forwarded(name: str) -> Callable[..., Any]:
+    def method(self: ProgramObject, *arguments: Any) -> Any:
+        return self._remote.do(name, self, *arguments)
 
     return method
 
 
+def _between_two(name: str) -> Callable[[ProgramObject, Any], Any]:
+    def method(self: ProgramObject, other: Any) -> Any:
+        return self._remote.do(name, self, other) if type(other) is ProgramObject else NotImplemented
+
+    return method
+
+
+for _name in _FORWARDED.split():
+    setattr(ProgramObject, f"__{_name}__", _forwarded(_name))
 for _name in BINARY:
-    setattr(Stand, f"__{_name.rstrip('_')}__", _between_two(_name))
+    setattr(ProgramObject, f"__{_name.rstrip('_')}__", _between_two(_name))
 
 
 class _ProgramError(Exception):
     """Base of the exceptions that the program defines. `program_error`: the one that was raised."""
 
     number: int
-    program_error: Stand
+    program_error: ProgramObject
 
     def __getattr__(self, name: str) -> Any:
         if name == "program_error":
@@ -213,12 +187,12 @@ class Names(dict[str, Any]):
         if hasattr(builtins, name):
             raise AssertionError(f"the program has a {name} of its own: what Python's says, nobody knows then")
         value = self._remote.name(name)
-        if type(value) is Stand:
+        if type(value) is ProgramObject:
             self[name] = value
         return value
 
 
-async def _awaited(remote: Remote, coroutine: Stand) -> Any:
+async def _awaited(remote: Remote, coroutine: ProgramObject) -> Any:
     return remote.do("await", coroutine)
 
 

@@ -16,24 +16,9 @@ from typing import Any
 
 from producer.rewards.judge.values import Channel, ChannelEndedError, decode, encode, importable, imported, is_shared
 
-BINARY = (
-    "eq",
-    "ne",
-    "lt",
-    "le",
-    "gt",
-    "ge",
-    "add",
-    "sub",
-    "mul",
-    "truediv",
-    "floordiv",
-    "mod",
-    "pow",
-    "and_",
-    "or_",
-    "xor",
-)
+_BINARY = "eq ne lt le gt ge add sub mul truediv floordiv mod pow and_ or_ xor"
+_ITEMS = "neg getitem setitem delitem"
+BINARY = _BINARY.split()
 _MUTABLE = (list, dict, set, bytearray)
 _DEEDS: dict[str, Callable[..., Any]] = {
     "call": lambda function, *arguments, **named: function(*arguments, **named),
@@ -50,11 +35,7 @@ _DEEDS: dict[str, Callable[..., Any]] = {
     "repr": repr,
     "bool": bool,
     "hash": hash,
-    "getitem": operator.getitem,
-    "setitem": operator.setitem,
-    "delitem": operator.delitem,
-    "neg": operator.neg,
-    **{name: getattr(operator, name) for name in BINARY},
+    **{name: getattr(operator, name) for name in [*BINARY, *_ITEMS.split()]},
 }
 
 

@@ -19,7 +19,7 @@ def test_a_line_that_is_no_object_is_shown_and_ends_the_program_alone(
     monkeypatch.setattr("producer.environments.agent_program._RUN", program.replace("{", "{{").replace("}", "}}"))
     section = EnvironmentSection.model_validate({"verifiers": {"id": "x", "python": sys.executable}})
     with pytest.raises(
-        ConfigError, match=r"environment\.verifiers: the agent program said .* belongs on standard error"
+        ConfigError, match=r"environment\.verifiers: the agent program sent .* belongs on standard error"
     ):
         asyncio.run(agent_program._Program.start(section, {}))
 

@@ -140,7 +140,7 @@ def test_an_agent_program_ends_wherever_its_start_is_cancelled(monkeypatch: pyte
             except ConfigError:
                 assert word != '{"ready": true}'
             else:
-                await started.end()
+                await started.terminate()
 
         assert await cancel_at_each_wait(life, lambda: None) > 2
         await until(lambda: not set(psutil.Process().children()) - others)
