@@ -1,5 +1,6 @@
 """One way to set up loopback, ipc and tcp channels, so that they share their tests."""
 
+import shutil
 import socket
 import time
 from collections.abc import Callable
@@ -7,6 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from protocol.security.keys import AUTHORIZED, ProducerKeys, TrainerKeys, generate, producer_keys, trainer_keys
 from protocol.transport.zeromq_client import ZmqClient
 from protocol.transport.zeromq_server import ZmqServer
 from tests.loopback import LoopbackServer
@@ -40,6 +42,13 @@ def receive(channel: Any, count: int) -> list[Any]:
         assert time.monotonic() < deadline, f"{len(received)} of {count} arrived: {received[-3:]}"
         received += channel.poll(0.2)
     return received
+
+
+def keys_in(folder: Path) -> tuple[TrainerKeys, ProducerKeys]:
+    generate(folder, "trainer")
+    generate(folder, "gpu01")
+    shutil.copy(folder / "gpu01.public", folder / AUTHORIZED)
+    return trainer_keys(folder), producer_keys(folder, "gpu01")
 
 
 class Harness:

@@ -2,7 +2,6 @@
 
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,8 @@ MESSAGE = Nack("1.0", "returned")  # both sides send it
 
 
 @pytest.fixture(params=["loopback", "ipc", "tcp"])
-def harness(request: pytest.FixtureRequest, short_dir: Path) -> Iterator[Harness]:
-    with ExitStack() as stack:
-        yield Harness(request.param, short_dir, stack)
+def harness(request: pytest.FixtureRequest, short_dir: Path, stack: ExitStack) -> Harness:
+    return Harness(request.param, short_dir, stack)
 
 
 def numbered(number: int) -> Nack:
@@ -181,7 +179,7 @@ def test_a_bad_frame_comes_out_with_its_reason_and_the_channel_goes_on(harness: 
     assert receive(client, 5) == [*expected, MESSAGE]
 
 
-def test_a_peer_of_the_release_before_is_answered_in_its_schema_on_both_lanes(harness: Harness) -> None:
+def test_a_peer_of_the_release_before_is_answered_in_its_schema_on_both_sockets(harness: Harness) -> None:
     server = harness.server()
     client = harness.client(server)
     peer = introduce(server, client)

@@ -2,7 +2,6 @@
 
 import os
 import socket
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -28,22 +27,6 @@ OLD_PEERS = {
 }
 
 every_old_peer = pytest.mark.parametrize("greeting", OLD_PEERS.values(), ids=OLD_PEERS)
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as opened:
-        yield opened
-
-
-@pytest.fixture(params=["ipc", "tcp"])
-def harness(request: pytest.FixtureRequest, short_dir: Path, stack: ExitStack) -> Harness:
-    return Harness(request.param, short_dir, stack)
-
-
-@pytest.fixture
-def ipc(short_dir: Path, stack: ExitStack) -> Harness:
-    return Harness("ipc", short_dir, stack)
 
 
 def connect(harness: Harness) -> socket.socket:

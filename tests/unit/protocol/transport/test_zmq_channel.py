@@ -1,23 +1,16 @@
-"""What only sockets can suffer: endpoints in use, stale files, raw peers, full queues, restarts."""
+"""What only sockets can suffer: raw peers, full queues, restarts."""
 
 import os
 import re
-import shutil
-import signal
 import socket
-import stat
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import zmq
 
-from protocol.errors import ConfigError, EndpointInUseError, ExitCode
-from protocol.security.keys import AUTHORIZED, ProducerKeys, TrainerKeys, generate, producer_keys, trainer_keys
+from protocol.errors import ConfigError
 from protocol.security.rejections import REASONS, Refusals
 from protocol.transport.channel import BadFrame
 from protocol.transport.connection_guard import MAX_UNFINISHED
@@ -25,163 +18,9 @@ from protocol.transport.zeromq_client import ZmqClient
 from protocol.transport.zeromq_server import ZmqServer
 from protocol.wire.codec import CodecError, encode
 from protocol.wire.messages import BlobChunk, BlobMissing, Bye, Nack
-from tests.unit.protocol.channel_harness import LIMIT, Harness, eventually, receive, reserve_port
+from tests.unit.protocol.channel_harness import LIMIT, Harness, eventually, keys_in, receive
 from tests.unit.protocol.samples import SHA
 from tests.unit.protocol.transport.test_channels import MESSAGE, introduce, introduce_blobs, numbered
-
-REPOSITORY = Path(__file__).parents[4]
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as opened:
-        yield opened
-
-
-@pytest.fixture(params=["ipc", "tcp"])
-def harness(request: pytest.FixtureRequest, short_dir: Path, stack: ExitStack) -> Harness:
-    return Harness(request.param, short_dir, stack)
-
-
-@pytest.fixture
-def ipc(short_dir: Path, stack: ExitStack) -> Harness:
-    return Harness("ipc", short_dir, stack)
-
-
-def start_owner(control: str, blob: str) -> "subprocess.Popen[str]":
-    """Another process that serves the endpoints until it is killed."""
-    program = (
-        "import sys, time\nfrom protocol.transport.zeromq_server import ZmqServer\n"
-        "server = ZmqServer(sys.argv[1], sys.argv[2], 65536)\nprint('bound', flush=True)\ntime.sleep(120)"
-    )
-    owner = subprocess.Popen(
-        [sys.executable, "-c", program, control, blob], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
-    )
-    assert owner.stdout is not None
-    assert owner.stdout.readline() == "bound\n"
-    return owner
-
-
-def test_an_ipc_endpoint_of_a_living_process_is_refused_and_of_a_dead_one_reused(ipc: Harness) -> None:
-    socket_file = Path(ipc.endpoints[0].removeprefix("ipc://"))
-    with start_owner(*ipc.endpoints) as owner:
-        with pytest.raises(EndpointInUseError) as caught:
-            ipc.server()
-        assert str(caught.value) == (
-            f"transport.endpoint: {ipc.endpoints[0]} is in use by another process. Stop that trainer, or give this run "
-            "an endpoint of its own (run_dir or transport.endpoint)"
-        )
-        assert caught.value.exit_code == ExitCode.ENDPOINT_IN_USE == 73
-        assert stat.S_ISSOCK(socket_file.stat().st_mode), "the refused server must not touch the living one's socket"
-        owner.send_signal(signal.SIGKILL)
-    assert stat.S_ISSOCK(socket_file.stat().st_mode), "killed, so it left its socket behind"
-    server = ipc.server()
-    introduce(server, ipc.client(server))
-
-
-def test_a_tcp_endpoint_in_use_is_refused(stack: ExitStack, short_dir: Path) -> None:
-    harness = Harness("tcp", short_dir, stack)
-    harness.server()
-    with pytest.raises(EndpointInUseError, match="is in use by another process"):
-        harness.server()
-
-
-@pytest.mark.parametrize("taken", [0, 1], ids=["control", "blob"])
-def test_a_tcp_port_of_a_stranger_is_refused(stack: ExitStack, taken: int) -> None:
-    stranger = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-    ports = [reserve_port(stack), reserve_port(stack)]
-    ports[taken] = stranger.getsockname()[1]
-    with pytest.raises(EndpointInUseError, match=f"tcp://127.0.0.1:{ports[taken]} is in use"):
-        ZmqServer(f"tcp://127.0.0.1:{ports[0]}", f"tcp://127.0.0.1:{ports[1]}", LIMIT)
-
-
-def test_a_refused_server_gives_back_what_it_had_taken(ipc: Harness) -> None:
-    control, blob = ipc.endpoints
-    first = ZmqServer(blob, f"{blob}.2", LIMIT)
-    with pytest.raises(EndpointInUseError):
-        ZmqServer(control, blob, LIMIT)
-    first.close()
-    ZmqServer(control, blob, LIMIT).close()
-
-
-def test_sockets_and_locks_are_private_and_folders_made(short_dir: Path) -> None:
-    folder = short_dir / "runs" / "one"
-    server = ZmqServer(f"ipc://{folder}/control.ipc", f"ipc://{folder}/control.ipc.blobs", LIMIT)
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    assert sorted(os.listdir(folder)) == [
-        "control.ipc",
-        "control.ipc.blobs",
-        "control.ipc.blobs.lock",
-        "control.ipc.lock",
-    ]
-    assert stat.S_IMODE((folder / "control.ipc.lock").stat().st_mode) == 0o600
-    server.close()
-
-
-@pytest.mark.parametrize("place", ["control", "blob"])
-def test_an_ipc_path_that_is_too_long_is_a_configuration_error_on_both_ends(short_dir: Path, place: str) -> None:
-    path = f"{short_dir}/" + "x" * (108 - len(str(short_dir)) - 1)
-    endpoints = [f"ipc://{path}", f"ipc://{short_dir}/short"]
-    for make in (ZmqServer, lambda *arguments: ZmqClient("producer", *arguments)):
-        with pytest.raises(ConfigError) as caught:
-            make(*(endpoints if place == "control" else reversed(endpoints)), LIMIT)
-        assert str(caught.value) == (
-            f"transport.endpoint: the socket path {path} is longer than 107 bytes. Set a shorter one, e.g. "
-            "transport.endpoint=tcp://127.0.0.1:5557 or ipc:///tmp/NAME/control.ipc"
-        )
-
-
-def test_the_longest_ipc_path_works(short_dir: Path) -> None:
-    longest = f"{short_dir}/" + "x" * (107 - len(str(short_dir)) - 1)
-    server = ZmqServer(f"ipc://{longest}", f"ipc://{short_dir}/b", LIMIT)
-    client = ZmqClient("producer", f"ipc://{longest}", f"ipc://{short_dir}/b", LIMIT)
-    introduce(server, client)
-    client.close()
-    server.close()
-
-
-def test_a_file_that_is_no_socket_is_refused_and_kept(ipc: Harness, short_dir: Path) -> None:
-    precious = short_dir / "control.ipc"
-    precious.write_text("thesis")
-    with pytest.raises(ConfigError, match="exists and is not a socket; name another path"):
-        ipc.server()
-    assert precious.read_text() == "thesis"
-
-
-def test_a_path_that_cannot_be_made_is_a_configuration_error(short_dir: Path) -> None:
-    (short_dir / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"transport.endpoint: cannot create .*: (Not a directory|File exists)"):
-        ZmqServer(f"ipc://{short_dir}/file/control.ipc", f"ipc://{short_dir}/b", LIMIT)
-
-
-@pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:http", "carrier-pigeon://coop"])
-def test_an_endpoint_that_is_none_is_a_configuration_error_on_both_ends(short_dir: Path, endpoint: str) -> None:
-    with pytest.raises(ConfigError, match=r"transport.endpoint: cannot listen at "):
-        ZmqServer(endpoint, f"ipc://{short_dir}/short", LIMIT)
-    with pytest.raises(ConfigError, match=r"transport.endpoint: cannot connect to "):
-        ZmqClient("producer", endpoint, f"ipc://{short_dir}/short", LIMIT)
-
-
-@pytest.mark.parametrize("host", ["localhost", "[::1]"])
-def test_every_loopback_host_of_the_configuration_works(stack: ExitStack, host: str) -> None:
-    if host == "[::1]":
-        try:
-            socket.create_server(("::1", 0), family=socket.AF_INET6).close()
-        except OSError:
-            pytest.skip("this machine has no IPv6 loopback")
-    endpoints = [f"tcp://{host}:{reserve_port(stack)}" for _ in range(2)]
-    server = ZmqServer(*endpoints, LIMIT)
-    stack.callback(server.close)
-    client = ZmqClient("producer", *endpoints, LIMIT)
-    stack.callback(client.close)
-    introduce(server, client)
-
-
-def test_a_wildcard_is_for_the_trainer_alone(stack: ExitStack, short_dir: Path) -> None:
-    endpoints = [f"tcp://*:{reserve_port(stack)}", f"ipc://{short_dir}/b"]
-    ZmqServer(*endpoints, LIMIT).close()
-    with pytest.raises(ConfigError, match=r"give producers the trainer's address with --set transport.endpoint$"):
-        ZmqClient("p", *endpoints, LIMIT)
 
 
 @pytest.mark.parametrize(
@@ -221,17 +60,14 @@ def test_a_guard_that_fails_ends_its_server(ipc: Harness, monkeypatch: pytest.Mo
     server.close()
 
 
-def test_who_sends_much_to_a_busy_server_is_not_taken_for_one_that_never_ends(
-    stack: ExitStack, short_dir: Path
-) -> None:
-    harness = Harness("tcp", short_dir, stack)
-    server = harness.server(limit=2**20)
-    client = harness.client(server, limit=2**20)
+def test_who_sends_much_to_a_busy_server_is_not_taken_for_one_that_never_ends(tcp: Harness) -> None:
+    server = tcp.server(limit=2**20)
+    client = tcp.client(server, limit=2**20)
     introduce(server, client)
     connections = server._guard._connections
     eventually(lambda: any(one.deliveries for one in list(connections.values())), "the guard to see the introduction")
     for _ in range(40):
-        harness.inject_to_server(client, bytes(500_000))
+        tcp.inject_to_server(client, bytes(500_000))
     suspect = eventually(
         lambda: [one for one in list(connections.values()) if one.over_since], "the guard's suspicion"
     )[0]
@@ -387,7 +223,7 @@ def test_routing_ids_cannot_be_guessed(ipc: Harness) -> None:
     assert peers[0] != peers[1]
 
 
-def test_a_full_blob_lane_says_false_and_leaves_control_alone(ipc: Harness) -> None:
+def test_a_full_blob_socket_says_false_and_leaves_control_alone(ipc: Harness) -> None:
     """A producer that stopped reading must not hold up the trainer, nor its adapters a lease."""
     server = ipc.server()
     client = ipc.client(server)
@@ -409,7 +245,7 @@ def test_a_full_blob_lane_says_false_and_leaves_control_alone(ipc: Harness) -> N
     assert server.send(peer, BlobMissing(SHA))
 
 
-def test_a_full_control_lane_says_false_instead_of_blocking(ipc: Harness) -> None:
+def test_a_full_control_socket_says_false_instead_of_blocking(ipc: Harness) -> None:
     server = ipc.server()
     client = ipc.client(server)
     introduce(server, client)
@@ -434,7 +270,7 @@ def test_what_a_client_sent_before_close_still_arrives(harness: Harness) -> None
     assert receive(server, 501)[-1] == (peer, Bye("stopping"))
 
 
-def test_one_poll_takes_a_bounded_burst_of_each_lane(ipc: Harness) -> None:
+def test_one_poll_takes_a_bounded_burst_of_each_socket(ipc: Harness) -> None:
     server = ipc.server()
     client = ipc.client(server)
     peer = introduce(server, client)
@@ -445,16 +281,9 @@ def test_one_poll_takes_a_bounded_burst_of_each_lane(ipc: Harness) -> None:
     time.sleep(0.2)
     batch = client.poll(1.0)
     assert len(batch) <= 512
-    lanes = [isinstance(message, BlobMissing) for message in batch]
-    assert lanes == sorted(lanes), "control before blobs"
+    is_blob = [isinstance(message, BlobMissing) for message in batch]
+    assert is_blob == sorted(is_blob), "control before blobs"
     assert len(batch + receive(client, 2000 - len(batch))) == 2000
-
-
-def keys_in(folder: Path) -> tuple[TrainerKeys, ProducerKeys]:
-    generate(folder, "trainer")
-    generate(folder, "gpu01")
-    shutil.copy(folder / "gpu01.public", folder / AUTHORIZED)
-    return trainer_keys(folder), producer_keys(folder, "gpu01")
 
 
 @pytest.mark.parametrize("with_keys", [False, True])
