@@ -157,44 +157,22 @@ def test_long_errors_of_a_library_are_cut() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-class TestPeft:
-    @pytest.mark.parametrize(
-        "values",
-        [
-            {"target_modules": "all-linear"},
-            {"target_modules": ["q_proj", "v_proj"]},
-            {"r": 4, "lora_alpha": 8, "lora_dropout": 0.05, "bias": "none"},
-            {"init_lora_weights": "gaussian"},
-            {"init_lora_weights": False},
-            {"exclude_modules": "lm_head", "task_type": "CAUSAL_LM"},
-            {"layers_to_transform": [0, 1], "layers_pattern": "layers", "target_modules": ["q_proj"]},
-        ],
-    )
-    def test_valid(self, values: dict[str, Any]) -> None:
-        from peft import LoraConfig
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"target_module": "x"}, "lora.target_module: unknown to peft.LoraConfig; did you mean `target_modules`?"),
+        ({"lora_alpha": "much"}, "lora.lora_alpha: Input should be a valid integer, unable to parse string as an integer (got"),
+        ({"bias": "most"}, "lora.bias: Input should be 'none', 'all' or 'lora_only' (got 'most'), says peft.LoraConfig"),
+        ({"layers_pattern": "layers"}, "lora: refused by peft.LoraConfig: When `layers_pattern` is specified, "),
+    ],
+)  # fmt: skip
+def test_what_peft_refuses(values: dict[str, Any], message: str) -> None:
+    from peft import LoraConfig
 
-        built = build("lora", LoraConfig, values)
-        for key, value in values.items():
-            got = getattr(built, key)
-            assert (sorted(got) if isinstance(got, set) else got) == value
-
-    @pytest.mark.parametrize(
-        ("values", "message"),
-        [
-            ({"target_module": "x"}, "lora.target_module: unknown to peft.LoraConfig; did you mean `target_modules`?"),
-            ({"lora_alpha": "much"}, "lora.lora_alpha: Input should be a valid integer, unable to parse string as an integer "
-             "(got 'much'), says peft.LoraConfig"),
-            ({"bias": "most"}, "lora.bias: Input should be 'none', 'all' or 'lora_only' (got 'most'), says peft.LoraConfig"),
-            ({"target_modules": 3}, "lora.target_modules: Input should be a valid list, or: Input should be a valid string "
-             "(got 3), says peft.LoraConfig"),
-            ({"layers_pattern": "layers"}, "lora: refused by peft.LoraConfig: When `layers_pattern` is specified, "
-             "`layers_to_transform` must also be specified. "),
-        ],
-    )  # fmt: skip
-    def test_refused(self, values: dict[str, Any], message: str) -> None:
-        from peft import LoraConfig
-
-        assert refusal("lora", LoraConfig, values) == message
+    assert refusal("lora", LoraConfig, values).startswith(message)
+    valid = {"r": 4, "target_modules": ["q_proj"], "init_lora_weights": "gaussian", "task_type": "CAUSAL_LM"}
+    built = build("lora", LoraConfig, valid)
+    assert {key: getattr(built, key) for key in valid} == valid | {"target_modules": {"q_proj"}}
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -203,73 +181,36 @@ class TestTrl:
     def ours(self, tmp_path: Path) -> dict[str, Any]:
         return {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, "num_generations": 8}
 
-    @pytest.mark.parametrize(
-        ("values", "changed"),
-        [
-            ({"learning_rate": "1e-5"}, {"learning_rate": 1e-5}),
-            ({"learning_rate": 1}, {}),
-            ({"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"num_cycles": 2}}, {}),
-            ({"report_to": "tensorboard"}, {"report_to": ["tensorboard"]}),
-            ({"report_to": ["tensorboard", "wandb"]}, {}),
-            ({"report_to": "none"}, {"report_to": []}),
-            ({"save_strategy": "steps", "save_steps": 5}, {}),
-            ({"save_strategy": "no"}, {}),
-            ({"optim": "adamw_torch"}, {}),
-            ({"gradient_checkpointing_kwargs": {"use_reentrant": False}}, {}),
-            ({"warmup_steps": 10, "max_steps": 20}, {}),
-            ({"beta": 0.04, "loss_type": "bnpo", "scale_rewards": "batch"}, {}),
-            ({"delta": None, "epsilon_high": 0.28}, {}),
-            ({"model_init_kwargs": {"attn_implementation": "sdpa"}}, {}),
-            ({"logging_steps": 1, "debug": ""}, {"debug": []}),
-        ],
-    )
-    def test_valid(self, ours: dict[str, Any], values: dict[str, Any], changed: dict[str, Any]) -> None:
+    def test_valid(self, ours: dict[str, Any]) -> None:
         from trl import GRPOConfig
 
+        values = {
+            "learning_rate": "1e-5",
+            "lr_scheduler_kwargs": {"num_cycles": 2},
+            "report_to": "none",
+            "save_strategy": "no",
+            "delta": None,
+            "debug": "",
+        }
         config = build("trainer", GRPOConfig, values, **ours)
+        changed = {"learning_rate": 1e-5, "report_to": [], "debug": []}
         assert {key: getattr(config, key) for key in values} == values | changed
 
     @pytest.mark.parametrize(
         ("values", "message"),
         [
             ({"learning_rat": 1}, "trainer.learning_rat: unknown to trl.GRPOConfig; did you mean `learning_rate`?"),
-            ({"learning_rate": "abc"}, "trainer.learning_rate: Input should be a valid number, unable to parse string as a "
-             "number (got 'abc'), says trl.GRPOConfig"),
             ({"max_steps": True}, "trainer.max_steps: expected a number, not a boolean (got True), says trl.GRPOConfig"),
-            ({"num_iterations": "two"}, "trainer.num_iterations: Input should be a valid integer, unable to parse string as "
-             "an integer (got 'two'), says trl.GRPOConfig"),
-            ({"report_to": 5}, "trainer.report_to: Input should be a valid list, or: Input should be a valid string (got 5), "
-             "says trl.GRPOConfig"),
-            ({"lr_scheduler_kwargs": [1]}, "trainer.lr_scheduler_kwargs: Input should be a valid dictionary, or: Input "
-             "should be a valid string (got [1]), says trl.GRPOConfig"),
+            ({"report_to": 5}, "trainer.report_to: Input should be a valid list, or: Input should be a valid string (got 5)"),
             # YAML 1.1 reads an unquoted `no` as false
-            ({"save_strategy": False}, "trainer.save_strategy: Input should be 'no', 'steps', 'epoch' or 'best', or: Input "
-             "should be a valid string (got False), says trl.GRPOConfig"),
+            ({"save_strategy": False}, "trainer.save_strategy: Input should be 'no', 'steps', 'epoch' or 'best', or: Input "),
+            ({"optim": "nope"}, "trainer: refused by trl.GRPOConfig: nope is not a valid OptimizerNames"),
         ],
     )  # fmt: skip
-    def test_refused_by_name_or_type(self, ours: dict[str, Any], values: dict[str, Any], message: str) -> None:
+    def test_refused(self, ours: dict[str, Any], values: dict[str, Any], message: str) -> None:
         from trl import GRPOConfig
 
-        assert refusal("trainer", GRPOConfig, values, **ours) == message
-
-    @pytest.mark.parametrize(
-        ("values", "reason"),
-        [
-            ({"lr_scheduler_type": "nope"}, "nope is not a valid SchedulerType"),
-            ({"optim": "nope"}, "nope is not a valid OptimizerNames"),
-            (
-                {"per_device_train_batch_size": 12},
-                "generation_batch_size (12) must be divisible by num_generations (8).",
-            ),
-            ({"log_completions_hub_repo": "me/mine"}, "log_completions_hub_repo is set, but log_completions is False."),
-        ],
-    )
-    def test_refused_by_the_library(self, ours: dict[str, Any], values: dict[str, Any], reason: str) -> None:
-        from trl import GRPOConfig
-
-        assert refusal("trainer", GRPOConfig, values, **ours).startswith(
-            f"trainer: refused by trl.GRPOConfig: {reason}"
-        )
+        assert refusal("trainer", GRPOConfig, values, **ours).startswith(message)
 
     def test_every_default_passes_its_own_check(self, ours: dict[str, Any]) -> None:
         """A hint that refuses what the library itself puts there would refuse users too."""

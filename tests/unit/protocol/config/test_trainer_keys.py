@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from protocol.config.trainer_keys import REFUSED, REFUSED_VALUES, RESERVED, WORKS
-from tests.unit.protocol.config.test_config import MINIMAL, NEXT, load, refusal, run_yaml  # noqa: F401  a fixture
+from tests.unit.protocol.config.files import MINIMAL, NEXT, load, refusal
 
 
 def other_than(default: Any) -> Any:
@@ -30,7 +30,7 @@ def trainer_section(**values: Any) -> str:
 
 
 @pytest.mark.parametrize("key", REFUSED)
-def test_a_key_may_have_the_value_that_changes_nothing_and_no_other(run_yaml: Path, key: str) -> None:  # noqa: F811
+def test_a_key_may_have_the_value_that_changes_nothing_and_no_other(run_yaml: Path, key: str) -> None:
     default, reason, instead = REFUSED[key]
     assert load(run_yaml, trainer_section(**{key: default})).trainer == {key: default}
     value = other_than(default)
@@ -42,7 +42,7 @@ def test_a_key_may_have_the_value_that_changes_nothing_and_no_other(run_yaml: Pa
 
 
 @pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in REFUSED_VALUES.items() for value in values])
-def test_some_values_of_keys_that_work_are_refused(run_yaml: Path, key: str, value: str) -> None:  # noqa: F811
+def test_some_values_of_keys_that_work_are_refused(run_yaml: Path, key: str, value: str) -> None:
     said = refusal(run_yaml, trainer_section(**{key: value}))
     assert said == f"run.yaml:{NEXT + 2}: trainer.{key}: `{key}: {value}` is refused: {REFUSED_VALUES[key][value]}"
 
@@ -57,7 +57,7 @@ def test_some_values_of_keys_that_work_are_refused(run_yaml: Path, key: str, val
         ("trust_remote_code", "model.trust_remote_code"),
     ],
 )
-def test_how_the_model_is_loaded_is_for_both_daemons(run_yaml: Path, section: str, key: str, instead: str) -> None:  # noqa: F811
+def test_how_the_model_is_loaded_is_for_both_daemons(run_yaml: Path, section: str, key: str, instead: str) -> None:
     text = MINIMAL + f"{section}:\n  model_init_kwargs: {{attn_implementation: sdpa, {key}: x}}\n"
     assert refusal(run_yaml, text) == (
         f"run.yaml:{NEXT + 1}: {section}.model_init_kwargs: `model_init_kwargs`: `{key}` is set by Slipstream; "
@@ -65,7 +65,7 @@ def test_how_the_model_is_loaded_is_for_both_daemons(run_yaml: Path, section: st
     )
 
 
-def test_every_key_is_in_one_place_and_no_secret_in_a_message(run_yaml: Path) -> None:  # noqa: F811
+def test_every_key_is_in_one_place_and_no_secret_in_a_message(run_yaml: Path) -> None:
     working = [key for keys in WORKS.values() for key in keys]
     everything = [*working, *REFUSED, *RESERVED]
     assert len(everything) == len(set(everything))
@@ -74,7 +74,7 @@ def test_every_key_is_in_one_place_and_no_secret_in_a_message(run_yaml: Path) ->
 
 
 @pytest.mark.long
-def test_check_says_it_without_loading_a_library(run_yaml: Path) -> None:  # noqa: F811
+def test_check_says_it_without_loading_a_library(run_yaml: Path) -> None:
     run_yaml.write_text(trainer_section(push_to_hub=True))
     program = (
         "import sys; from consumer.cli import main; sys.argv = ['rl-trainer', '--config', 'run.yaml', '--check']\n"

@@ -28,7 +28,7 @@ from protocol.security.keys import (
     trainer_keys,
     write_public,
 )
-from tests.unit.protocol.config.test_config import MINIMAL
+from tests.unit.protocol.config.files import MINIMAL
 
 
 @pytest.fixture

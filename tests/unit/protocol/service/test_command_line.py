@@ -25,7 +25,7 @@ from protocol.errors import (
     StalledError,
 )
 from protocol.service.command_line import main, parser, select_gpus
-from tests.unit.protocol.config.test_config import MINIMAL
+from tests.unit.protocol.config.files import MINIMAL
 from tests.unit.protocol.stub_command import HEAVY, rl_stub
 
 REPOSITORY = Path(__file__).parents[4]

@@ -13,7 +13,7 @@ import pytest
 from protocol.errors import ExitCode
 from replay.journal.writer import Journal
 from replay.prompts.rerolls import Verdict
-from tests.unit.protocol.config.test_config import MINIMAL
+from tests.unit.protocol.config.files import MINIMAL
 from tests.unit.replay.journal.test_journal_reader import contents, entry
 from tests.unit.tools.journal.command import Command
 from tools.journal.cli import main
