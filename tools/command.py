@@ -9,8 +9,10 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
+from protocol import __version__
 from protocol.errors import ExitCode, SlipstreamError
 
 
@@ -19,6 +21,51 @@ class ToolParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(ExitCode.USAGE, f"{self.prog.split()[0]}: error: {message}; see {self.prog} --help\n")
+
+
+def tool_parser(program: str, description: str) -> ToolParser:
+    result = ToolParser(prog=program, description=description)
+    result.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    return result
+
+
+def add_run(parser: argparse.ArgumentParser, run: str) -> None:
+    """Which run is meant.
+
+    Args:
+        run: what `--run` names, for its help.
+    """
+    place = parser.add_mutually_exclusive_group()
+    place.add_argument("--run", metavar="RUN_DIR", help=f"{run} (default: this folder)")
+    place.add_argument("--config", metavar="FILE", help="the run's YAML file, instead of --run")
+
+
+def run_place(chosen: argparse.Namespace) -> Path:
+    """
+    Raises:
+        ConfigError: the configuration cannot be read.
+    """
+    if chosen.config is None:
+        return Path(chosen.run or ".")
+    from protocol.config.loader import load_config  # as long to import as everything else
+
+    return Path(load_config(chosen.config).run_dir)
+
+
+def add_config(parser: argparse.ArgumentParser) -> None:
+    """The configuration, and what to change in it."""
+    parser.add_argument("--config", metavar="FILE", required=True, help="the run's YAML file")
+    parser.add_argument(
+        "--set", metavar="KEY=VALUE", action="append", default=[], dest="overrides", help="override one value"
+    )
+
+
+def whole(text: str, least: int = 0, most: int = 999_999_999_999) -> int:
+    """The type of an argument that is a whole number."""
+    if text.isdecimal() and len(text) <= 12 and least <= int(text) <= most:
+        return int(text)
+    bounds = f" from {least} to {most}" if least else ""
+    raise argparse.ArgumentTypeError(f"expected a whole number{bounds} (got {text!r})")
 
 
 def run_tool(program: str, work: Callable[[], int], interrupted: ExitCode = ExitCode.INTERRUPTED) -> int:

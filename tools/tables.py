@@ -4,12 +4,15 @@ Guarantee: what came over the wire cannot move the cursor or forge a line; JSON 
 length are written in bounded memory.
 """
 
-import json
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Any
+
+from rich.filesize import pick_unit_and_suffix
+
+from protocol.files.json_lines import encode_line
 
 _ROWS_AT_ONCE = 500
 
@@ -19,7 +22,7 @@ def say(line: str = "") -> None:
 
 
 def say_json(value: Any) -> None:
-    say(json.dumps(value, allow_nan=False, ensure_ascii=False))
+    say(encode_line(value))
 
 
 def say_table(header: Sequence[str], rows: Iterable[Sequence[str]], right: str = "") -> None:
@@ -50,11 +53,8 @@ def clock(seconds: float | None) -> str:
 
 
 def size(num_bytes: int) -> str:
-    amount, units = float(num_bytes), iter(("B", "KiB", "MiB", "GiB"))
-    unit = next(units)
-    while amount >= 1024 and (larger := next(units, None)):
-        amount, unit = amount / 1024, larger
-    return f"{num_bytes} B" if unit == "B" else f"{amount:.1f} {unit}"
+    unit, name = pick_unit_and_suffix(num_bytes, ["B", "KiB", "MiB", "GiB"], 1024)
+    return f"{num_bytes} B" if name == "B" else f"{num_bytes / unit:.1f} {name}"
 
 
 def number(value: float | None) -> str:

@@ -6,16 +6,16 @@ ends the process with its own exit code.
 
 import argparse
 import asyncio
-import json
 import sys
+from functools import partial
 from pathlib import Path
 
-from protocol import __version__
 from protocol.config.loader import load_config
 from protocol.errors import ConfigError, DatasetError, ExitCode
+from protocol.files.json_lines import encode_line
 from protocol.files.staged import staged
 from protocol.service import logs
-from tools.command import ToolParser, run_tool
+from tools.command import add_config, run_tool, tool_parser, whole
 
 PROGRAM = "rl-environment"
 
@@ -38,7 +38,7 @@ async def _write_rows(chosen: argparse.Namespace) -> ExitCode:
     try:
         with staged(chosen.to) as partial, partial.open("w", encoding="utf-8") as file:
             async for row in rows(section, chosen.max_rows, str(chosen.source or "")):
-                file.write(json.dumps(row) + "\n")
+                file.write(encode_line(row) + "\n")
                 number += 1
             if number == 0:
                 raise DatasetError(f"the environment has no rows, so {chosen.to} was not written")
@@ -49,16 +49,12 @@ async def _write_rows(chosen: argparse.Namespace) -> ExitCode:
 
 
 def _parser() -> argparse.ArgumentParser:
-    result = ToolParser(prog=PROGRAM, description="Environments of verifiers and NeMo Gym.")
-    result.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    result = tool_parser(PROGRAM, "Environments of verifiers and NeMo Gym.")
     commands = result.add_subparsers(dest="command", metavar="COMMAND", required=True)
     told = commands.add_parser("rows", help="write the environment's rows as a file for `dataset.path`")
-    told.add_argument("--config", metavar="FILE", required=True, help="the run's YAML file")
-    told.add_argument(
-        "--set", metavar="KEY=VALUE", action="append", default=[], dest="overrides", help="override one value"
-    )
+    add_config(told)
     told.add_argument("--to", metavar="FILE.jsonl", type=Path, required=True, help="file to write")
-    told.add_argument("--max-rows", metavar="N", type=_positive, help="only the first N (default: all)")
+    told.add_argument("--max-rows", metavar="N", type=partial(whole, least=1), help="only the first N (default: all)")
     told.add_argument(
         "--from",
         metavar="FILE.jsonl",
@@ -67,12 +63,6 @@ def _parser() -> argparse.ArgumentParser:
         help="rows of a NeMo Gym agent, as its own tools take them",
     )
     return result
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number from 1 on (got {text!r})")
-    return int(text)
 
 
 if __name__ == "__main__":

@@ -88,7 +88,7 @@ def check(difference: float, moved: float, tolerance: float, dtype: str) -> None
 
 
 def logprobs(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """Of each token but the first: (N, L - 1), float32."""
+    """The log-prob of each token but the first: (N, L - 1), float32."""
     with torch.no_grad():
         logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
     return logits.log_softmax(dim=-1).gather(2, ids[:, 1:, None])[..., 0]

@@ -10,12 +10,10 @@ import sys
 from contextlib import closing
 from pathlib import Path
 
-from protocol import __version__
-from protocol.config.loader import load_config
 from protocol.errors import ExitCode
 from replay.journal.reader import JournalReader
 from replay.journal.rows import STATES, GroupFilter
-from tools.command import ToolParser, run_tool
+from tools.command import add_run, run_place, run_tool, tool_parser, whole
 from tools.journal.selection import VERDICTS, Selection
 from tools.run_reader import RunReader
 
@@ -30,8 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _look(chosen: argparse.Namespace) -> ExitCode:
-    place = load_config(chosen.config).run_dir if chosen.config is not None else chosen.run
-    with closing(RunReader(Path(place)).journal()) as reader:
+    with closing(RunReader(run_place(chosen)).journal()) as reader:
         return _run(reader, chosen)
 
 
@@ -75,13 +72,8 @@ def _selection(chosen: argparse.Namespace) -> Selection:
 
 
 def _parser() -> argparse.ArgumentParser:
-    result = ToolParser(prog=PROGRAM, description="Looks into the journal of a run, also while its trainer is running.")
-    place = result.add_mutually_exclusive_group()
-    place.add_argument(
-        "--run", metavar="RUN_DIR", default=".", help="the run's folder, or its journal file (default: this folder)"
-    )
-    place.add_argument("--config", metavar="FILE", help="the run's YAML file, instead of --run")
-    result.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    result = tool_parser(PROGRAM, "Looks into the journal of a run, also while its trainer is running.")
+    add_run(result, "the run's folder, or its journal file")
     commands = result.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
     stats = commands.add_parser("stats", help="how many groups, steps, policies and failures there are")
@@ -98,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("verify", help="read everything, say what is wrong, and exit 74 if anything is")
     refused = commands.add_parser("quarantine", help="groups, frames and prompts that were given up, and why")
     made = commands.add_parser("lineage", help="which groups made a step, and which policy it made")
-    made.add_argument("step", metavar="STEP", type=_whole)
+    made.add_argument("step", metavar="STEP", type=whole)
 
     for command in (stats, listed, refused):
         command.add_argument("--json", action="store_true", help="for programs: one JSON object per line")
@@ -112,23 +104,17 @@ def _parser() -> argparse.ArgumentParser:
             "--reward", metavar="MIN:MAX", type=_rewards, help="mean reward; write --reward=-1:0 for negative ones"
         )
         command.add_argument("--verdict", choices=VERDICTS, help="what the judging reward said of its completions")
-        command.add_argument("--replays", metavar="N[:M]", type=_range, help="times that it stood in again")
-        command.add_argument("--prompt", metavar="ID", type=_whole, help="number of the prompt in the dataset")
+        command.add_argument("--replays", metavar="N[:M]", type=_range, help="how often it was replayed")
+        command.add_argument("--prompt", metavar="ID", type=whole, help="number of the prompt in the dataset")
         command.add_argument(
-            "--limit", metavar="N", type=_whole, default=limit, help="the newest N, 0 for all (default: %(default)s)"
+            "--limit", metavar="N", type=whole, default=limit, help="the newest N, 0 for all (default: %(default)s)"
         )
     return result
 
 
-def _whole(text: str) -> int:
-    if not text.isdecimal() or len(text) > 15:
-        raise argparse.ArgumentTypeError(f"expected a whole number (got {text!r})")
-    return int(text)
-
-
 def _range(text: str) -> tuple[int, int]:
     first, separator, last = text.partition(":")
-    bounds = _whole(first), _whole(last if separator else first)
+    bounds = whole(first), whole(last if separator else first)
     if bounds[0] > bounds[1]:
         raise argparse.ArgumentTypeError(f"{text} is empty, the larger number comes last")
     return bounds

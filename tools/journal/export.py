@@ -3,7 +3,6 @@
 Guarantee: the file appears under its name when it is complete, or not at all. Memory is bounded by one Parquet row group.
 """
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import numpy as np
 
 from protocol.errors import JournalError
+from protocol.files.json_lines import encode_line
 from protocol.files.staged import staged
 from replay.journal.reader import JournalReader
 from replay.journal.rows import GroupRow
@@ -65,7 +65,7 @@ def _jsonl(records: Iterator[dict[str, Any]], path: Path) -> int:
     count = 0
     with path.open("w", encoding="utf-8") as stream:
         for record in records:
-            stream.write(json.dumps(record, allow_nan=False) + "\n")
+            stream.write(encode_line(record) + "\n")
             count += 1
     return count
 

@@ -15,11 +15,11 @@ VERDICTS = ("failed", "solved", "mixed", "unscored")  # as in replay.prompts.rer
 
 @dataclass(frozen=True)
 class Selection:
-    """Groups. What is None does not matter; bounds are inclusive.
+    """Which groups are meant. What is None does not matter; bounds are inclusive.
 
     Args:
         newest: only so many of them, the newest; 0 for all.
-        replays: times that a group stood in.
+        replays: how often a group was replayed.
     """
 
     wanted: GroupFilter
@@ -34,7 +34,7 @@ class Selection:
         return iter(deque(found, self.newest)) if self.newest else found
 
     def most(self, reader: JournalReader) -> int:
-        """How many groups there are, at most."""
+        """There are at most so many groups."""
         total = reader.count(self.wanted)
         return min(total, self.newest or total)
 

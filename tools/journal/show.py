@@ -1,7 +1,7 @@
 """`rl-journal show`: one group as people read it.
 
 Guarantee: everything that the journal holds of the group is shown or counted; where the tokenizer is not to be had, token
-ids stand in for text and one line says why.
+ids take the place of text, and one line says why.
 """
 
 import textwrap
@@ -44,19 +44,18 @@ def show(reader: JournalReader, group_id: str, *, every_token: bool) -> None:
         _record(content, tokenizer, record, tokens, every_token=every_token)
 
 
-def _head(row: GroupRow, content: Content, stood_in: list[str]) -> None:
+def _head(row: GroupRow, content: Content, replayed: list[str]) -> None:
     message = content.message
     state: str = row.state
     if row.step is not None and row.last_step is not None:
         state += f", {span_of_steps(row.step, row.last_step)}, position {row.position}"
-    turn = f"return {row.reroll}" if row.reroll else "its own turn"
     for name, value in {
         "group": row.group_id,
         "state": state + (f", try {row.tries} of {MAX_TRIES}" if row.tries else ""),
-        "again": ", ".join(stood_in) or "never",
+        "replayed": ", ".join(replayed) or "never",
         "outcome": row.outcome,
         "verdict": f"{row.verdict}, {row.num_successes} successes of {row.num_scored} scored",
-        "prompt": f"{row.prompt_id} in epoch {row.epoch}, {turn}, lease {row.attempt}",
+        "prompt": f"{row.prompt_id} in epoch {row.epoch}, attempt {row.reroll + 1}, lease {row.attempt}",
         "policy": f"version {span(row.policy_version, content.group.newest_version)}",
         "producer": f"{row.producer}, {message.generation_s:.2f} s to generate, {message.reward_s:.2f} s to score",
         "arrived": clock(row.accepted_at),

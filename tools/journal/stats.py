@@ -37,9 +37,9 @@ def stats(reader: JournalReader, *, as_json: bool) -> None:
     say(f"policies      {span(*found['policies'])}")
     say(f"dead letters  {sum(found['dead_letters'].values())}{letters and ': '}{letters}")
     say(f"quarantine    {quarantined} groups, {found['frames_quarantined']} frames")
-    again, age = found["stand_ins"], found["stand_ins"]["mean_age_versions"]
+    replays, age = found["replays"], found["replays"]["mean_age_versions"]
     shown_age = "" if age is None else f", {age:.1f} versions old in the mean"
-    say(f"stand-ins     {again['uses']} uses of {again['groups']} groups{shown_age}")
+    say(f"replays       {replays['uses']} uses of {replays['groups']} groups{shown_age}")
     if found["verdicts"]:
         say(f"verdicts      {', '.join(f'{name} {count}' for name, count in found['verdicts'].items())}")
     if found["groups"]:
@@ -56,7 +56,7 @@ def stats(reader: JournalReader, *, as_json: bool) -> None:
 
 
 def _say_attempts(attempts: list[dict[str, Any]]) -> None:
-    """Attempt 1 is a prompt's own turn, 2 its first return in the epoch, and so on."""
+    """Attempt 1 is a prompt's first attempt in its epoch, 2 its first reroll, and so on."""
     rows = (
         (
             str(one["attempt"]), str(one["groups"]), str(one["scored"]),
@@ -83,7 +83,7 @@ def collect(reader: JournalReader) -> dict[str, Any]:
         times = _widened(times, row.accepted_at)
         if row.state in ("trained", "claimed"):
             steps = _widened(steps, row.step, row.last_step)
-        if row.outcome != "stale":  # whose prompt has another group in its place
+        if row.outcome != "stale":  # the prompt of a stale group has another group in its place
             verdicts[row.verdict] += 1
             attempt = attempts.setdefault(row.reroll + 1, Counter())
             attempt.update(groups=1, scored=row.num_scored, successes=row.num_successes)
@@ -91,6 +91,7 @@ def collect(reader: JournalReader) -> dict[str, Any]:
     versions: list[int] = []
     for policy in reader.policies():
         versions = _widened(versions, policy.version)
+    replays = _replays(reader)
     return {
         "run_id": reader.facts().get("run_id"),
         "file_bytes": sum(_size(Path(f"{reader.path}{suffix}")) for suffix in ("", "-wal")),
@@ -99,7 +100,8 @@ def collect(reader: JournalReader) -> dict[str, Any]:
         "groups_by_outcome": {outcome: dict(sorted(outcomes[outcome].items())) for outcome in sorted(outcomes)},
         "verdicts": dict(verdicts.most_common()),
         "attempts": [{"attempt": attempt} | _rates(attempts[attempt]) for attempt in sorted(attempts)],
-        "stand_ins": _stand_ins(reader),
+        "replays": replays,
+        "stand_ins": replays,  # its name in the release before
         "group_bytes": num_bytes,
         "tokens": num_tokens,
         "arrived": times,
@@ -111,7 +113,7 @@ def collect(reader: JournalReader) -> dict[str, Any]:
 
 
 def _rates(counts: Counter[str]) -> dict[str, Any]:
-    """Shares are of what was scored, None if nothing was."""
+    """Shares are of what was scored; they are None if nothing was."""
     return {
         "groups": counts["groups"],
         "scored": counts["scored"],
@@ -124,8 +126,8 @@ def _share(part: int, whole: int) -> float | None:
     return part / whole if whole else None
 
 
-def _stand_ins(reader: JournalReader) -> dict[str, Any]:
-    """The age of a use is that of the group against the policy that it trained."""
+def _replays(reader: JournalReader) -> dict[str, Any]:
+    """How often groups were replayed, and how old they were then, against the policy that they trained."""
     num_uses = num_aged = age = 0
     step, version = -1, None
     for use in reader.uses():

@@ -16,7 +16,7 @@ from tools.tables import say, size, span_of_steps, with_progress
 
 def verify(reader: JournalReader) -> ExitCode:
     count = 0
-    for check in (_database, _groups, _steps, _stand_ins):
+    for check in (_database, _groups, _steps, _replays):
         for problem in _found_by(check, reader):
             say(problem.removeprefix(f"{reader.path}: "))
             count += 1
@@ -25,7 +25,7 @@ def verify(reader: JournalReader) -> ExitCode:
 
 
 def _found_by(check: Callable[[JournalReader], Iterator[str]], reader: JournalReader) -> list[str]:
-    """All at once, so that they do not run into the progress bar."""
+    """The problems are collected first, so that they do not run into the progress bar."""
     problems: list[str] = []
     try:
         problems.extend(check(reader))
@@ -52,10 +52,11 @@ def _groups(reader: JournalReader) -> Iterator[str]:
 
 
 def _steps(reader: JournalReader) -> Iterator[str]:
-    """Steps follow each other, and each has all its groups. Retention may have deleted some of the first one kept, and
-    where groups stand in also some of others: it deletes in the order of arrival, but those last that may stand in.
+    """Steps follow each other, and each has all its groups.
 
-    The number of groups per step may change when a run is resumed, so that a batch like its neighbour is whole too.
+    Retention may have deleted some groups of the first step that is kept. Where groups are replayed it may have deleted groups
+    of other steps too, because it deletes in the order of arrival, but those that may be replayed last. The number of groups per
+    step may change when a run is resumed, so a batch of the size of its neighbour is whole, too.
     """
     while True:
         num_deleted = reader.num_deleted()
@@ -86,8 +87,8 @@ def _steps(reader: JournalReader) -> Iterator[str]:
             yield f"{where}: positions {', '.join(map(str, positions))}, expected 0 to {count - 1}"
 
 
-def _stand_ins(reader: JournalReader) -> Iterator[str]:
-    """Every group that stood in was trained before, once in a step, in a step that trained others for the first time."""
+def _replays(reader: JournalReader) -> Iterator[str]:
+    """Every replayed group was trained before, and is replayed once in a step that trains others for the first time."""
     may_be_deleted = reader.num_deleted() > 0
     step, seen, last_step = -1, set[str](), None
     for use in reader.uses():
@@ -97,17 +98,17 @@ def _stand_ins(reader: JournalReader) -> Iterator[str]:
             batch = next(reader.batches(step), None)
             last_step = batch.last_step if batch is not None and batch.step == step else None
             if last_step is None and not may_be_deleted:
-                yield f"{where}: groups stand in, and none is trained for the first time"
+                yield f"{where}: groups are replayed, and none is trained for the first time"
         if use.last_step != (last_step or use.last_step):
-            yield f"{where}: group {use.group_id} stands in up to step {use.last_step}, expected {last_step}"
+            yield f"{where}: group {use.group_id} is replayed up to step {use.last_step}, expected {last_step}"
         if use.group_id in seen:
-            yield f"{where}: group {use.group_id} stands in twice"
+            yield f"{where}: group {use.group_id} is replayed twice"
         seen.add(use.group_id)
         row = reader.row(use.group_id)
         if row is None:
-            yield f"{where}: group {use.group_id} stands in and is not there"
+            yield f"{where}: group {use.group_id} is replayed and is not there"
         elif row.last_step is None or row.last_step >= use.step:
-            yield f"{where}: group {use.group_id} stands in and was not trained before"
+            yield f"{where}: group {use.group_id} is replayed and was not trained before"
 
 
 class _Shape(NamedTuple):

@@ -74,7 +74,7 @@ def quarantine(reader: JournalReader, *, as_json: bool) -> None:
 
 
 def lineage(reader: JournalReader, step: int) -> None:
-    """Which groups made optimizer step `step`.
+    """Shows which groups made optimizer step `step`.
 
     Raises:
         JournalError: the journal does not hold that step.
@@ -87,13 +87,13 @@ def lineage(reader: JournalReader, step: int) -> None:
     started_from = reader.policy_at(batch.step - 1)
     fresh = [row for group_id in batch.group_ids[: batch.num_fresh] if (row := reader.row(group_id)) is not None]
     again = [(use, row) for use in reader.uses(of_step=batch.step) if (row := reader.row(use.group_id)) is not None]
-    standing_in = f", {len(again)} of them again" if again else ""
+    replayed = f", {len(again)} of them replayed" if again else ""
     iterations = "" if batch.step == batch.last_step else f", as all of {span_of_steps(batch.step, batch.last_step)}"
     open_end = "; it has not ended" if any(row.state == "claimed" for row in fresh) else ""
-    say(f"step {step} trains {len(fresh) + len(again)} groups{standing_in}{iterations}{open_end}")
+    say(f"step {step} trains {len(fresh) + len(again)} groups{replayed}{iterations}{open_end}")
     say()
     header = ("position", "use", "group", "prompt", "version", "staleness", "reward", "verdict", "tokens", "producer")
-    trained = [(row.position, "first", row) for row in fresh] + [(use.position, "again", row) for use, row in again]
+    trained = [(row.position, "first", row) for row in fresh] + [(use.position, "replayed", row) for use, row in again]
     rows = (
         (
             str(position), use, row.group_id, str(row.prompt_id), str(row.policy_version),
@@ -112,7 +112,7 @@ def lineage(reader: JournalReader, step: int) -> None:
 
 
 def verdict(row: GroupRow) -> str:
-    """With the successes among the completions that were scored."""
+    """The verdict, with the number of successes among the completions that were scored."""
     return row.verdict if row.num_scored == 0 else f"{row.verdict} {row.num_successes}/{row.num_scored}"
 
 

@@ -6,16 +6,17 @@ error and ends the process with its own exit code; `ExitCode.NO_SIGNAL` says tha
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
 
-from protocol import __version__
 from protocol.config.loader import load_config
 from protocol.errors import ExitCode
 from protocol.service import logs
 from protocol.service.command_line import select_gpus
-from tools.command import ToolParser, run_tool
+from tools.command import add_config, run_tool, tool_parser, whole
 
 PROGRAM = "rl-reward"
+_NUMBER = partial(whole, least=1, most=4096)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -49,28 +50,16 @@ def _try(chosen: argparse.Namespace) -> ExitCode:
 
 
 def _parser() -> argparse.ArgumentParser:
-    result = ToolParser(prog=PROGRAM, description="Tries the rewards of a run on completions, without a run.")
-    result.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    result = tool_parser(PROGRAM, "Tries the rewards of a run on completions, without a run.")
     commands = result.add_subparsers(dest="command", metavar="COMMAND", required=True)
     tried = commands.add_parser(
         "try",
         help="score completions of the base model, or given ones, and show what every reward says",
         description="Exit code 67 says that no group had rewards that differ.",
     )
-    tried.add_argument("--config", metavar="FILE", required=True, help="the run's YAML file")
-    tried.add_argument(
-        "--set", metavar="KEY=VALUE", action="append", default=[], dest="overrides", help="override one value"
-    )
-    tried.add_argument(
-        "--n", metavar="N", type=_positive, default=8, help="completions per prompt (default: %(default)s)"
-    )
-    tried.add_argument(
-        "--prompts",
-        metavar="N",
-        type=_positive,
-        default=2,
-        help="prompts of the dataset, from its first on (default: %(default)s)",
-    )
+    add_config(tried)
+    for flag, default, what in (("--n", 8, "completions per prompt"), ("--prompts", 2, "first prompts of the dataset")):
+        tried.add_argument(flag, metavar="N", type=_NUMBER, default=default, help=f"{what} (default: {default})")
     tried.add_argument(
         "--completions",
         metavar="FILE.jsonl",
@@ -82,12 +71,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     tried.add_argument("--json", action="store_true", help="for programs: one JSON object")
     return result
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or not 0 < int(text) <= 4096:
-        raise argparse.ArgumentTypeError(f"expected a whole number from 1 to 4096 (got {text!r})")
-    return int(text)
 
 
 if __name__ == "__main__":

@@ -3,9 +3,8 @@
 Guarantee: a sum is the one that training takes, the weighted sum of what is not missing, and NaN where everything is.
 """
 
-import json
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from protocol.files.json_lines import encode_line
 from replay.rewards import weighted_sums
 from tools.rewards.trial import Scored, Trial
 
@@ -79,37 +79,18 @@ def warnings(trial: Trial) -> list[str]:
 
 def as_json(trial: Trial) -> str:
     """One object; null for missing."""
-
-    def number(value: float) -> float | None:
-        return None if math.isnan(value) else float(value)
-
-    groups: list[dict[str, Any]] = []
+    groups = []
     for group in trial.groups:
+        totals = sums(group.rewards, trial.weights).tolist()
         rows = [
-            {
-                "completion": completion,
-                "rewards": dict(zip(trial.names, map(number, rewards), strict=True)),
-                "sum": number(total),
-            }
-            for completion, rewards, total in zip(
-                group.group.completions, group.rewards, sums(group.rewards, trial.weights), strict=True
-            )
+            {"completion": completion, "rewards": dict(zip(trial.names, rewards, strict=True)), "sum": total}
+            for completion, rewards, total in zip(group.group.completions, group.rewards.tolist(), totals, strict=True)
         ]
-        signal = has_signal(group, trial.weights)
-        groups.append(
-            {"prompt": group.group.prompt, "completions": rows, "signal": signal, "problem": group.problem or None}
-        )
-    rewards = {
-        column.name: {
-            "mean": number(column.mean),
-            "std": number(column.std),
-            "missing": column.missing,
-            "failed": column.failed,
-            "call_s": number(column.call_s),
-        }
-        for column in columns(trial)
-    }
-    return json.dumps({"groups": groups, "rewards": rewards, "warnings": warnings(trial)}, ensure_ascii=False)
+        found = {"signal": has_signal(group, trial.weights), "problem": group.problem or None}
+        groups.append({"prompt": group.group.prompt, "completions": rows} | found)
+    rewards = [asdict(column) for column in columns(trial)]
+    by_name = {reward.pop("name"): reward for reward in rewards}
+    return encode_line({"groups": groups, "rewards": by_name, "warnings": warnings(trial)})
 
 
 def show(trial: Trial, console: Console) -> None:
@@ -135,7 +116,7 @@ def _number(value: float) -> str:
 
 
 def _short(said: Any, width: int) -> Text:
-    """Of messages, the last one's content."""
+    """A text, or the content of the last message, on one line."""
     text = said if isinstance(said, str) else str(said[-1].get("content", "")) if said else ""
     line = text.replace("\n", "\\n")
     return Text(line if len(line) <= width else f"{line[: width - 1]}…")

@@ -140,7 +140,7 @@ def sampled(config: RunConfig, inputs: RunInputs, num_prompts: int, num_completi
 
 
 def _until_end(tokens: list[int], stops: set[int]) -> list[int]:
-    """With the first token that ends the completion, without the padding after it."""
+    """The completion up to the first token that ends it, without the padding after that."""
     end = next((place for place, token in enumerate(tokens) if token in stops), len(tokens))
     return tokens[: end + 1]
 

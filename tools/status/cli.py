@@ -10,17 +10,15 @@ import io
 import sys
 import time
 from collections import deque
-from pathlib import Path
 from typing import NoReturn
 from urllib.parse import urlsplit
 
-import msgspec
 from rich.console import Console
 from rich.live import Live
 
-from protocol import __version__
 from protocol.errors import ConfigError, ExitCode
-from tools.command import ToolParser, run_tool
+from protocol.files.json_lines import encode_page
+from tools.command import add_run, run_place, run_tool, tool_parser
 from tools.run_reader import RunReader
 from tools.status.daemons import Answer, ask, find_daemons
 from tools.status.reading import read
@@ -64,7 +62,7 @@ class _Watch:
         return dataclasses.replace(shown, at=shown.at or time.time(), rewards=self._rewards(shown))
 
     def _rewards(self, shown: View) -> dict[int, float]:
-        """Of the file; or, where there is none, those that came by."""
+        """The rewards in the run's file; where there is none, those that were seen."""
         trainer = shown.trainer
         if trainer is not None and trainer.step and trainer.reward is not None:
             self._seen = {step: reward for step, reward in self._seen.items() if step < trainer.step}
@@ -79,7 +77,7 @@ def _once(watch: _Watch, chosen: argparse.Namespace) -> ExitCode:
         shown = watch.look()
     if chosen.json:
         found = shown.as_dict() | {"warnings": [warning._asdict() for warning in warnings(shown)]}
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(found), indent=1).decode() + "\n")
+        sys.stdout.write(encode_page(found))
     else:
         _print(Console(), shown)
     return ExitCode.OK if shown.answers else ExitCode.NO_ANSWER
@@ -114,27 +112,17 @@ def _forever(watch: _Watch, every_s: float) -> NoReturn:
 
 
 def _run(chosen: argparse.Namespace) -> RunReader | None:
-    if chosen.config is not None:
-        from protocol.config.loader import load_config  # as long to import as everything else
-
-        return RunReader(Path(load_config(chosen.config).run_dir))
-    if chosen.run is None and chosen.url:
+    if chosen.run is None and chosen.config is None and chosen.url:
         return None
-    run_dir = Path(chosen.run or ".")
-    if not (run_dir / "metrics").is_dir():
-        raise ConfigError(f"--run {run_dir}: no daemon has worked there; it is the run_dir of the run's file")
-    return RunReader(run_dir)
+    place = run_place(chosen)
+    if chosen.config is None and not (place / "metrics").is_dir():
+        raise ConfigError(f"--run {place}: no daemon has worked there; it is the run_dir of the run's file")
+    return RunReader(place)
 
 
 def _parser() -> argparse.ArgumentParser:
-    result = ToolParser(
-        prog=PROGRAM, description="Shows what a run does now: whether it learns, who waits for whom, what to do."
-    )
-    place = result.add_mutually_exclusive_group()
-    place.add_argument(
-        "--run", metavar="RUN_DIR", help="the run's folder (default: this folder, unless --url is given)"
-    )
-    place.add_argument("--config", metavar="FILE", help="the run's YAML file, instead of --run")
+    result = tool_parser(PROGRAM, "Shows what a run does now: whether it learns, who waits for whom, what to do.")
+    add_run(result, "the run's folder; not needed with --url")
     result.add_argument(
         "--url", metavar="HOST:PORT", action="append", default=[], type=_address,
         help="where a daemon serves its status, also one of another host (may be repeated)",
@@ -145,7 +133,6 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     result.add_argument("--once", action="store_true", help="print one view and end")
     result.add_argument("--json", action="store_true", help="with --once: one JSON object, for programs")
-    result.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     return result
 
 

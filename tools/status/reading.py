@@ -45,7 +45,7 @@ def read(looks: Sequence[Sequence[Answer]], rewards: Mapping[int, float]) -> Vie
 
 
 def _said(looks: Sequence[Sequence[Answer]], daemon: Answer) -> list[Status]:
-    """All that this one said."""
+    """All documents of this one, oldest first."""
     found = [answer for answers in looks for answer in answers if answer.source == daemon.source]
     return [answer.status for answer in found if answer.status is not None]
 

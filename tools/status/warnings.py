@@ -56,7 +56,7 @@ Rule = Callable[[View, TrainerView, Thresholds], Found]
 
 
 def warnings(view: View, thresholds: Thresholds = THRESHOLDS) -> list[Warned]:
-    """The worst first."""
+    """The rules that apply, the worst first."""
     trainer = view.trainer or TrainerView()
     return [Warned(name, *found) for name, rule in RULES.items() for found in rule(view, trainer, thresholds)]
 

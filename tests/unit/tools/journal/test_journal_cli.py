@@ -60,7 +60,7 @@ def test_every_command_on_an_empty_journal(command: Command, tmp_path: Path) -> 
         "policies      -",
         "dead letters  0",
         "quarantine    0 groups, 0 frames",
-        "stand-ins     0 uses of 0 groups",
+        "replays       0 uses of 0 groups",
     ]
     assert command.json("stats")[0]["steps"] == []
     assert command("list") == (

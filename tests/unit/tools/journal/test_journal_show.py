@@ -29,10 +29,10 @@ def test_show_with_token_ids(journal: Journal, command: Command) -> None:
     assert lines == [
         "group     0-11-0-1-s",
         "state     ready",
-        "again     never",
+        "replayed  never",
         "outcome   accepted",
         "verdict   mixed, 1 successes of 2 scored",
-        "prompt    11 in epoch 0, its own turn, lease 1",
+        "prompt    11 in epoch 0, attempt 1, lease 1",
         "policy    version 2",
         "producer  p, 1.50 s to generate, 0.00 s to score",
         f"size      2 completions, 4 tokens, {len(encode(message))} bytes",
@@ -149,7 +149,7 @@ def test_show_with_the_tokenizer_of_the_run(
     assert line.startswith(f"token ids instead of text: the tokenizer of {tmp_path}/gone cannot be loaded: ")
 
 
-def test_show_says_which_turn_of_the_prompt_it_is_and_every_step_that_trained_it(
+def test_show_says_which_attempt_at_the_prompt_it_is_and_every_step_that_trained_it(
     journal: Journal, command: Command
 ) -> None:
     back = entry(
@@ -163,8 +163,8 @@ def test_show_says_which_turn_of_the_prompt_it_is_and_every_step_that_trained_it
     for step, last_step in ((5, 5), (8, 9)):
         journal.claim(step, last_step, ["0-11-2-1-s"], 0)
     lines = command.lines("show", "0-11-2-1-s")
-    assert lines[1:3] == ["state     trained, step 4, position 0", "again     step 5, steps 8 to 9"]
+    assert lines[1:3] == ["state     trained, step 4, position 0", "replayed  step 5, steps 8 to 9"]
     assert lines[4:6] == [
         "verdict   failed, 0 successes of 2 scored",
-        "prompt    11 in epoch 0, return 2, lease 1",
+        "prompt    11 in epoch 0, attempt 3, lease 1",
     ]

@@ -33,7 +33,7 @@ def test_stats_for_programs(journal: Journal, command: Command) -> None:
         "attempts": [
             {"attempt": 1, "groups": 10, "scored": 20, "success_rate": 0.5, "groups_with_success": 1.0},
         ],
-        "stand_ins": {"uses": 0, "groups": 0, "mean_age_versions": None},
+        **{key: {"uses": 0, "groups": 0, "mean_age_versions": None} for key in ("replays", "stand_ins")},
         "group_bytes": sum(len(entry(number).frame) for number in range(11)),
         "tokens": 44,
         "steps": [1, 3],
@@ -55,7 +55,7 @@ def test_stats_for_people(journal: Journal, command: Command) -> None:
         "policies      0-2",
         "dead letters  1: reward_failed 1",
         "quarantine    1 groups, 0 frames",
-        "stand-ins     0 uses of 0 groups",
+        "replays       0 uses of 0 groups",
         "verdicts      mixed 10",
         "",
         "outcome    state        groups",
@@ -106,4 +106,4 @@ def test_groups_that_stood_in(journal: Journal, command: Command) -> None:
     claim(journal, 5, 5, 11, again=(2, 4))  # under version 3, by 0 and 1
     (found,) = command.json("stats")
     assert found["stand_ins"] == {"uses": 4, "groups": 3, "mean_age_versions": (2 + 2 + 3 + 2) / 4}
-    assert "stand-ins     4 uses of 3 groups, 2.2 versions old in the mean" in command.lines("stats")
+    assert "replays       4 uses of 3 groups, 2.2 versions old in the mean" in command.lines("stats")

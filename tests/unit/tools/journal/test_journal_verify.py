@@ -152,10 +152,10 @@ def test_verify_goes_on_after_a_table_that_cannot_be_read(command: Command) -> N
     assert re.fullmatch(r"\d+ problems", lines[-1])
 
 
-# Groups that stand in.
+# Groups that are replayed.
 
 
-def with_stand_ins(journal: Journal) -> None:
+def with_replays(journal: Journal) -> None:
     """After `write_run`: step 3 ends, and steps 4 and 5 train groups 10 and 11, and two again each."""
     journal.end_step(3)
     journal.note_policy(3, 3, "d3")
@@ -183,41 +183,41 @@ def with_stand_ins(journal: Journal) -> None:
         ),
         (
             "UPDATE replays SET group_id = '0-99-0-1-s' WHERE step = 4 AND position = 1",
-            ["step 4: group 0-99-0-1-s stands in and is not there"],
+            ["step 4: group 0-99-0-1-s is replayed and is not there"],
         ),
         (
             "UPDATE replays SET group_id = '0-10-0-1-s' WHERE step = 4 AND position = 1",
-            ["step 4: group 0-10-0-1-s stands in and was not trained before"],
+            ["step 4: group 0-10-0-1-s is replayed and was not trained before"],
         ),
         (
             "UPDATE replays SET group_id = '0-1-0-1-s' WHERE step = 4 AND position = 1",  # it has no signal
-            ["step 4: group 0-1-0-1-s stands in and was not trained before"],
+            ["step 4: group 0-1-0-1-s is replayed and was not trained before"],
         ),
         (
             "UPDATE replays SET group_id = '0-2-0-1-s' WHERE step = 4 AND position = 2",
-            ["step 4: group 0-2-0-1-s stands in twice"],
+            ["step 4: group 0-2-0-1-s is replayed twice"],
         ),
         (
             "UPDATE replays SET last_step = 6 WHERE step = 4 AND position = 2",
-            ["steps 4 to 6: group 0-3-0-1-s stands in up to step 6, expected 4"],
+            ["steps 4 to 6: group 0-3-0-1-s is replayed up to step 6, expected 4"],
         ),
         (
             "INSERT INTO replays VALUES(7, 0, 7, '0-2-0-1-s', 0)",
-            ["step 7: groups stand in, and none is trained for the first time"],
+            ["step 7: groups are replayed, and none is trained for the first time"],
         ),
     ],
 )
-def test_verify_follows_the_groups_that_stand_in(
+def test_verify_follows_the_groups_that_are_replayed(
     journal: Journal, command: Command, sql: str, problems: list[str]
 ) -> None:
-    with_stand_ins(journal)
+    with_replays(journal)
     damage(journal.path, sql)
     lines = command.lines("verify", code=ExitCode.JOURNAL if problems else ExitCode.OK)
     assert lines[1:-1] == problems
 
 
-def test_retention_may_have_deleted_groups_that_stood_in(journal: Journal, command: Command) -> None:
-    with_stand_ins(journal)
+def test_retention_may_have_deleted_groups_that_were_replayed(journal: Journal, command: Command) -> None:
+    with_replays(journal)
     Retention(journal).prune(oldest_step=4, oldest_seq=11, replayable={"0-2-0-1-s"}, keep_bytes=0, keep_age_s=1e9)
     assert command.lines("verify")[-1] == "0 problems"
 

@@ -14,7 +14,7 @@ from tests.unit.tools.journal.command import TIME, Command
 from tools.tables import printable
 
 
-def stand_in(journal: Journal, step: int, *numbers: int) -> None:
+def replay(journal: Journal, step: int, *numbers: int) -> None:
     claim(journal, step, step, again=numbers)
 
 
@@ -43,8 +43,8 @@ def stand_in(journal: Journal, step: int, *numbers: int) -> None:
 )
 def test_list_filters(journal: Journal, command: Command, flags: list[str], expected: list[int]) -> None:
     damage(journal.path, "UPDATE groups SET verdict = 'failed' WHERE prompt_id IN (2, 9)")
-    stand_in(journal, 4, 0, 3)
-    stand_in(journal, 5, 0)
+    replay(journal, 4, 0, 3)
+    replay(journal, 5, 0)
     assert [row["prompt_id"] for row in command.json("list", *flags)] == expected
 
 
@@ -63,7 +63,7 @@ def test_list_for_people(journal: Journal, command: Command) -> None:
     ]
 
 
-def test_list_shows_prompts_that_came_back_and_groups_that_stood_in(journal: Journal, command: Command) -> None:
+def test_list_shows_prompts_that_came_back_and_groups_that_were_replayed(journal: Journal, command: Command) -> None:
     back = entry(2, 2, reroll=1, grade=Grade("unscored", 0, 0))
     journal.append([back])
     claim(journal, 4, 4, 10, again=(2,))
@@ -163,12 +163,12 @@ def test_the_lineage_of_a_step_among_several_iterations(command: Command) -> Non
     ]
 
 
-def test_the_lineage_of_a_step_in_which_groups_stand_in(journal: Journal, command: Command) -> None:
+def test_the_lineage_of_a_step_in_which_groups_replay(journal: Journal, command: Command) -> None:
     claim(journal, 4, 5, 10, again=(3, 2))
     lines = command.lines("lineage", "5")
-    assert lines[0] == "step 5 trains 3 groups, 2 of them again, as all of steps 4 to 5; it has not ended"
+    assert lines[0] == "step 5 trains 3 groups, 2 of them replayed, as all of steps 4 to 5; it has not ended"
     assert [line.split()[:6] for line in lines[3:6]] == [
         ["0", "first", "0-10-0-1-s", "10", "2", "0"],
-        ["1", "again", "0-3-0-1-s", "3", "0", "2"],
-        ["2", "again", "0-2-0-1-s", "2", "0", "2"],
+        ["1", "replayed", "0-3-0-1-s", "3", "0", "2"],
+        ["2", "replayed", "0-2-0-1-s", "2", "0", "2"],
     ]
