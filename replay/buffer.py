@@ -216,13 +216,9 @@ class RolloutBuffer:
                 self._ledger.restore(state["ledger"])
                 self.counts.clear()
                 self.counts.update(state["counts"])
+            since_seq, cutter = state["journal_seq"] if state else 0, self._cutter
             found = recover(
-                self._journal,
-                step,
-                state["journal_seq"] if state else 0,
-                self._cutter.budget,
-                partial=self._cutter.partial,
-                comparable=comparable,
+                self._journal, step, since_seq, cutter.budget, partial=cutter.partial, comparable=comparable
             )
             self._prompts.apply(found.fates)
             self._cutter.restore(

@@ -1,29 +1,44 @@
-"""What a run is, as its journal remembers it, and whether this configuration may go on with it.
+"""What a run is, as its journal remembers it, and whether this configuration may go on with it or train it again.
 
-Guarantee: groups of another base model or tokenizer are never trained; groups that do not fit the present sampling or
-rewards are dropped with a reason, not misread; a dataset that changed is refused or at least named.
+Guarantee: groups of another base model or tokenizer are never trained. Groups that do not fit the present sampling or
+rewards are dropped with a reason, not misread. Recorded batches are trained again only as they were cut. A dataset that
+changed is refused or at least named.
 """
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from protocol.config.run import RunConfig
-from protocol.errors import ConfigError, DatasetError
+from protocol.errors import ConfigError, DatasetError, JournalError
 from protocol.wire.digests import base_model_digest, tokenizer_digest
 from protocol.wire.schemas import JOURNAL_SCHEMAS, group_schema
 
-_IDENTITY = {
-    "base_model_digest": "model.path",
-    "tokenizer_digest": "model.path (its tokenizer)",
-    "initial_adapter_digest": "lora.init_from",
+Facts = dict[str, str]
+
+
+class _Fact(NamedTuple):
+    key: str  # of the configuration
+    decides: Literal["run", "groups", "batches"]  # whose use it ends when it changes
+
+
+_MUST_BE_EQUAL = {
+    "base_model_digest": _Fact("model.path", "run"),
+    "initial_adapter_digest": _Fact("lora.init_from", "run"),
+    "tokenizer_digest": _Fact("model.path (its tokenizer)", "run"),
+    "num_generations": _Fact("sampling.num_generations", "groups"),
+    "max_completion_length": _Fact("sampling.max_completion_length", "groups"),
+    "vocab_size": _Fact("model.path (its vocabulary)", "groups"),
+    "reward_names": _Fact("rewards.functions", "groups"),
+    "groups_per_step": _Fact("pipeline.groups_per_step", "batches"),
+    "num_iterations": _Fact("trainer.num_iterations", "batches"),
 }
-_SHAPE = ("num_generations", "max_completion_length", "vocab_size", "reward_names")
 
 
 def run_facts(
     config: RunConfig, model_folder: Path, run_id: str, vocab_size: int, num_iterations: int, num_threads: int
-) -> dict[str, str]:
+) -> Facts:
     """The facts that a journal keeps; lists as JSON."""
     facts: dict[str, Any] = {
         "run_id": run_id,
@@ -54,23 +69,50 @@ def _newer_fields(config: RunConfig) -> list[str]:
     ]
 
 
-def comparable(before: dict[str, str], now: dict[str, str], journal_file: Path) -> bool:
+def _changes(before: Facts, now: Facts) -> Iterator[tuple[str, _Fact]]:
+    """What is known of both and differs. Journals of older releases do not know every fact."""
+    for name, fact in _MUST_BE_EQUAL.items():
+        if before.get(name, now.get(name)) != now.get(name):
+            yield name, fact
+
+
+def comparable(before: Facts, now: Facts, journal_file: Path) -> bool:
     """Whether groups made under the facts `before` can be trained now.
 
     Raises:
         ConfigError: they are of another model.
     """
-    for name, key in _IDENTITY.items():
-        if name in before and before[name] != now[name]:
+    changed = list(_changes(before, now))
+    for _, fact in changed:
+        if fact.decides == "run":
             raise ConfigError(
-                f"{key} is not the one that {journal_file} was written with; use that one, or choose another run_dir"
+                f"{fact.key} is not the one that {journal_file} was written with; use that one, or choose another run_dir"
             )
-    if int(before.get("wire_schema", 1)) not in JOURNAL_SCHEMAS:
-        return False
-    return all(before.get(name, now[name]) == now[name] for name in _SHAPE)
+    is_readable = int(before.get("wire_schema", 1)) in JOURNAL_SCHEMAS
+    return is_readable and all(fact.decides != "groups" for _, fact in changed)
 
 
-def dataset_change(before: dict[str, str], now: dict[str, str], journal_file: Path) -> str | None:
+def check_same_batches(before: Facts, now: Facts, journal_file: Path) -> None:
+    """Whether the batches that were recorded under the facts `before` can be trained again now.
+
+    Raises:
+        ConfigError: the configuration does not fit them.
+        JournalError: their groups are those of a newer release.
+    """
+    schema_version = int(before.get("wire_schema", 1))
+    if schema_version not in JOURNAL_SCHEMAS:
+        raise JournalError(
+            f"{journal_file} has groups of protocol schema {schema_version}, this release reads up to "
+            f"{JOURNAL_SCHEMAS[-1]}; use its release"
+        )
+    before = {"initial_adapter_digest": ""} | before  # journals of older releases know no such adapters
+    for name, fact in _changes(before, now):
+        raise ConfigError(
+            f"--from-journal: {fact.key} is {now.get(name) or 'not given'}, the run was made with {before[name] or 'none'}"
+        )
+
+
+def dataset_change(before: Facts, now: Facts, journal_file: Path) -> str | None:
     """What has become of the dataset since the run that goes on last started, if that can be lived with.
 
     Raises:
@@ -85,6 +127,6 @@ def dataset_change(before: dict[str, str], now: dict[str, str], journal_file: Pa
         return None
     return (
         f"the dataset, or a file with its functions, is not what it was when {journal_file} was written. Groups stay what they "
-        "are, but which prompts had their turn in this epoch, come back or rest goes by their numbers. If rows have moved, stop "
-        "and choose another run_dir"
+        "are, but prompts are known by their numbers: which had their first attempt in this epoch, which return and which are in "
+        "cooldown. If rows have moved, stop and choose another run_dir"
     )

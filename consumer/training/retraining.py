@@ -10,24 +10,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from consumer.checkpoints.run_facts import check_same_batches
 from consumer.publishing.snapshots import Snapshot
 from consumer.waiting import StopRequested
-from protocol.errors import ConfigError, JournalError
-from protocol.wire.schemas import JOURNAL_SCHEMAS
+from protocol.errors import JournalError
 from replay.batches.cutting import CutBatch
 from replay.groups import GroupShape
 from replay.journal.reader import JournalReader
-
-_SAME = {
-    "base_model_digest": "model.path",
-    "initial_adapter_digest": "lora.init_from",
-    "tokenizer_digest": "model.path (its tokenizer)",
-    "num_generations": "sampling.num_generations",
-    "max_completion_length": "sampling.max_completion_length",
-    "reward_names": "rewards.functions",
-    "groups_per_step": "pipeline.groups_per_step",
-    "num_iterations": "trainer.num_iterations",
-}
 
 
 class RecordedRun:
@@ -56,19 +45,7 @@ class RecordedRun:
             ConfigError: the configuration does not fit its groups.
             JournalError: its groups are those of a newer release.
         """
-        schema_version = int(self._facts.get("wire_schema", 1))
-        if schema_version not in JOURNAL_SCHEMAS:
-            raise JournalError(
-                f"{self._reader.path} has groups of protocol schema {schema_version}, this release reads up to "
-                f"{JOURNAL_SCHEMAS[-1]}; use its release"
-            )
-        recorded = {"initial_adapter_digest": ""} | self._facts  # journals of older releases know no such adapters
-        for name, key in _SAME.items():
-            if recorded.get(name) != facts[name]:
-                raise ConfigError(
-                    f"--from-journal: {key} is {facts[name] or 'not given'}, the run was made with "
-                    f"{recorded.get(name) or 'none'}"
-                )
+        check_same_batches(self._facts, facts, self._reader.path)
         return self._facts["run_id"]
 
     def batches(self, from_step: int, shape: GroupShape) -> Iterator[CutBatch]:
