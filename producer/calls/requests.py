@@ -6,13 +6,14 @@ the distribution (structured outputs, custom templates, images, priorities, toke
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from producer.calls.refusals import malformed
 
 Kind = Literal["chat", "completion"]
+Body = TypeVar("Body")
 
 _COMMON = """model n temperature top_p top_k min_p max_tokens stop seed stream stream_options presence_penalty
     frequency_penalty logprobs user metadata return_token_ids"""
@@ -31,7 +32,7 @@ class ServedRequest:
 
     Args:
         fields: for vLLM.
-        num_completions: that it asks for in all.
+        num_completions: how many completions it asks for in all.
     """
 
     kind: Kind
@@ -52,7 +53,7 @@ def parse_request(kind: Kind, body: bytes) -> ServedRequest:
     """Checks the body of a request.
 
     Raises:
-        RefusedError: it is no JSON object, or has a field that is not served.
+        RefusedError: the body is no JSON object, or has a field that is not served.
     """
     return check_request(kind, parse_object(body))
 
@@ -61,7 +62,7 @@ def check_request(kind: Kind, values: dict[str, Any]) -> ServedRequest:
     """Checks the fields of a request.
 
     Raises:
-        RefusedError: one is not served.
+        RefusedError: a field is not served.
     """
     values = {name: value for name, value in values.items() if value is not None}
     if unknown := sorted(values.keys() - FIELDS[kind]):
@@ -76,7 +77,7 @@ def check_request(kind: Kind, values: dict[str, Any]) -> ServedRequest:
     if type(num_completions) is not int or num_completions < 1:
         raise malformed("expected a count", "n")
     if kind == "chat":
-        if "max_tokens" in values:  # the name before
+        if "max_tokens" in values:  # the older name
             values.setdefault("max_completion_tokens", values.pop("max_tokens"))
         _check_messages(values)
         if not values.get("tools"):
@@ -91,15 +92,20 @@ def parse_object(body: bytes) -> dict[str, Any]:
     """A JSON object, without the numbers that JSON does not have.
 
     Raises:
-        RefusedError: it is none.
+        RefusedError: the body is none.
+    """
+    return decode_body(body or b"{}", dict[str, Any], "a JSON object")
+
+
+def decode_body(body: bytes, kind: type[Body], what: str) -> Body:
+    """
+    Raises:
+        RefusedError: the body is not of this kind.
     """
     try:
-        values = msgspec.json.decode(body or b"{}")
+        return msgspec.json.decode(body, type=kind)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise malformed(f"the body is not JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise malformed(f"the body must be a JSON object, not {type(values).__name__}")
-    return values
+        raise malformed(f"the body is not {what}: {error}") from None
 
 
 def _check_messages(values: dict[str, Any]) -> None:

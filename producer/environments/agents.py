@@ -1,9 +1,9 @@
 """Leases that outside agents fulfil, in a run with posted rewards.
 
-Guarantee: a task is handed to one agent, once. What the policy sampled for its episodes, and nothing else, becomes the
-lease's group, when every episode has its rewards or has failed or, with the missing rewards missing, shortly before the lease
-ends. A lease whose task nobody worked on goes back to the trainer; one that an agent left without a completion fails. What is
-posted for an episode that is over changes nothing.
+Guarantee: a task is handed to one agent, once. What the policy sampled for its episodes, and nothing else, becomes the lease's
+group: as soon as every episode has its rewards or has failed, or else shortly before the lease ends, without the rewards that are
+missing then. A lease whose task nobody worked on goes back to the trainer; one that an agent left without a completion fails.
+What is posted for an episode that is over changes nothing.
 
     waiting --take--> taken --rewards of all episodes--> scored --> answered
        |                |
@@ -61,7 +61,7 @@ class Agents:
     """
 
     def __init__(self, reward_names: tuple[str, ...], clock: Callable[[], float] = time.monotonic) -> None:
-        self.reward_names = self._names = reward_names
+        self.reward_names = reward_names
         self._clock = clock
         self._waiting: deque[Task] = deque()
         self._takers = WaitingLine[None, Task]()
@@ -72,17 +72,21 @@ class Agents:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
+    @property
+    def _missing(self) -> dict[str, float]:
+        return dict.fromkeys(self.reward_names, math.nan)
+
     # The lease's side
 
     async def fulfil(self, lease: Lease, waited_s: float = 0.0) -> tuple[list[Episode], NDArray[np.float32], float]:
-        """The episodes of this lease, once agents have generated and scored them; the rewards they posted, float32 (episodes,
-        names), NaN for missing; the seconds since an agent took it.
+        """Returns the episodes of this lease once agents have generated and scored them, the rewards that they posted (float32,
+        (episodes, names), NaN for missing), and the seconds since an agent took the task.
 
         Args:
-            waited_s: of the lease's time, is over.
+            waited_s: how much of the lease's time is over.
 
         Raises:
-            LeaseFailure: nobody took it (`returned`), or an episode was left empty, or failed so.
+            LeaseFailure: nobody took the task (`returned`), or an episode has no completion.
         """
         count = lease.sampling.num_generations
         names = [f"{lease.lease_id}.{number}" for number in range(count)]
@@ -104,9 +108,8 @@ class Agents:
                 del self._episodes[name]
         if task.failure:
             raise LeaseFailure("environment_failed", task.failure)
-        missing = dict.fromkeys(self._names, math.nan)
-        posted = [[(episode.rewards or missing)[name] for name in self._names] for episode in episodes]
-        rewards = np.array(posted, np.float32).reshape(count, len(self._names))
+        posted = [[(episode.rewards or self._missing)[name] for name in self.reward_names] for episode in episodes]
+        rewards = np.array(posted, np.float32).reshape(count, len(self.reward_names))
         return [episode.finished() for episode in episodes], rewards, self._clock() - task.taken_at
 
     def _check_left(self, task: Task, limit_s: float) -> None:
@@ -123,7 +126,7 @@ class Agents:
             )
 
     def _offer(self, task: Task) -> None:
-        """To the agent that waits longest. It comes back if that has gone meanwhile."""
+        """Gives the task to the agent that has waited longest, or puts it back if that agent has left meanwhile."""
         task.taken = bool(self._takers.wishes)
         if task.is_over:
             return
@@ -135,7 +138,7 @@ class Agents:
     # The agent's side
 
     async def take(self, wait_s: float) -> dict[str, Any] | None:
-        """A task for an agent, in the words of docs/serving.md; None if there is none within `wait_s`."""
+        """A task for an agent, in the fields of docs/serving.md; None if there is none within `wait_s`."""
         if self._waiting:
             task = self._waiting.popleft()
             task.taken = True
@@ -153,7 +156,7 @@ class Agents:
             "prompt": lease.prompt,
             "columns": lease.columns,
             "episodes": [episode.id for episode in task.episodes],
-            "rewards": list(self._names),
+            "rewards": list(self.reward_names),
             "max_tokens": lease.sampling.max_completion_length,
             "expires_in_s": round(max(0.0, task.ends_at - self._clock()), 1),
         }
@@ -164,9 +167,7 @@ class Agents:
         Raises:
             RefusedError: there is no such episode, or the call is not one that can be trained.
         """
-        _, episode = self._find(episode_id)
-        if episode.rewards is not None:
-            raise malformed("this episode has its rewards already", "episode", 409)
+        _, episode = self._unrewarded(episode_id)
         if episode.num_calls >= _MAX_CALLS:
             raise malformed(f"an episode may have {_MAX_CALLS} calls", "episode")
         prepared = as_in_training(request, episode.sampling)
@@ -174,14 +175,14 @@ class Agents:
         return episode, prepared
 
     def reward(self, episode_id: str, rewards: Mapping[str, Any]) -> dict[str, Any]:
-        """Ends an episode. Said again with the same rewards it changes nothing.
+        """Ends an episode. The same rewards a second time change nothing.
 
         Raises:
             RefusedError: there is no such episode, nothing was sampled for it, or these are not its rewards.
         """
         task, episode = self._find(episode_id)
-        if rewards.keys() != set(self._names) or not all(map(_is_reward, rewards.values())):
-            raise malformed(f"expected a finite number or null for each of {', '.join(self._names)}")
+        if rewards.keys() != set(self.reward_names) or not all(map(_is_reward, rewards.values())):
+            raise malformed(f"expected a finite number or null for each of {', '.join(self.reward_names)}")
         posted = {name: math.nan if value is None else float(value) for name, value in rewards.items()}
         if episode.rewards is not None:
             if not np.array_equal(list(posted.values()), [episode.rewards[name] for name in posted], equal_nan=True):
@@ -194,26 +195,23 @@ class Agents:
         return self._ended(task, episode_id)
 
     def fail(self, episode_id: str, reason: str) -> dict[str, Any]:
-        """Ends an episode whose agent could not bring it to its end. Its rewards are missing; if nothing was sampled for it, its
-        whole task has failed.
+        """Ends an episode that its agent could not finish. Its rewards are missing; if nothing was sampled for it, its whole
+        task has failed.
 
         Raises:
             RefusedError: there is no such episode, or it has its rewards.
         """
-        task, episode = self._find(episode_id)
-        if episode.failure:
-            return self._ended(task, episode_id)
-        if episode.rewards is not None:
-            raise malformed("this episode has its rewards already", "episode", 409)
+        if self._find(episode_id)[1].failure:
+            return self._ended(self._find(episode_id)[0], episode_id)
+        task, episode = self._unrewarded(episode_id)
         self.failed += 1
-        episode.failure = reason
-        episode.rewards = dict.fromkeys(self._names, math.nan)
+        episode.failure, episode.rewards = reason, self._missing
         if not episode.records:
             task.fail(f"an episode failed before anything was sampled for it: {reason}")
         return self._ended(task, episode_id)
 
     def fail_taken(self, reason: str) -> None:
-        """The agent of every task that was taken is gone."""
+        """Fails every task that was taken, because the agent has ended."""
         for task in {id(task): task for task, _ in self._episodes.values() if task.taken}.values():
             self.failed += sum(episode.rewards is None for episode in task.episodes)
             task.fail(reason)
@@ -224,15 +222,17 @@ class Agents:
             task.done.set()
         return {"id": episode_id, "task": task.lease.lease_id, "episodes_left": left}
 
+    def _unrewarded(self, episode_id: str) -> tuple[Task, AgentEpisode]:
+        task, episode = self._find(episode_id)
+        if episode.rewards is not None:
+            raise malformed("this episode has its rewards already", "episode", 409)
+        return task, episode
+
     def _find(self, episode_id: str) -> tuple[Task, AgentEpisode]:
         found = self._episodes.get(episode_id)
         if found is None or not found[0].taken:
-            raise RefusedError(
-                404,
-                "unknown_episode",
-                "no such episode: its task is over, or this producer is another one; take another",
-                "episode",
-            )
+            why = "no such episode: its task is over, or this producer is another one; take another"
+            raise RefusedError(404, "unknown_episode", why, "episode")
         return found
 
 

@@ -1,7 +1,8 @@
-"""What environments of Atropos ask of a run (`environment.atropos`): to be told how much is wanted, and to have groups trained.
+"""Environments of Atropos (`environment.atropos`): they ask how many groups are wanted, and post groups to be trained.
 
-Guarantee: every group that is posted is queued for one lease, or refused with a reason, or told to come again; posted twice it
-is trained once. What is trained of it is said by `producer.environments.scored_data`. Queues, records and lists are bounded.
+Guarantee: every group that is posted is queued for one lease, refused with a reason, or to be posted again later. A group that is
+posted twice is trained once. `producer.environments.scored_data` decides what of it is trained. Queues, records and lists are
+bounded.
 """
 
 import hashlib
@@ -10,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from producer.calls.calls import Sampled
 from producer.calls.recorded import RecordedCalls
@@ -28,8 +29,6 @@ logger = logging.getLogger(__name__)
 
 _REMEMBERED_GROUPS = 4096  # to know those that are posted again
 _BYTES_PER_TOKEN = 128  # of a group as JSON: token, mask, log-prob, messages
-
-Outcome = Literal["leased", "stale", "void", "duplicate", "refused", "busy"]
 
 
 class Atropos:
@@ -55,21 +54,20 @@ class Atropos:
         self.max_body_bytes = max(
             config.serve.max_request_bytes, _BYTES_PER_TOKEN * values.num_generations * max_model_len
         )
-        self._run_name = Path(config.run_dir).name
         self._max_staleness = config.pipeline.staleness_limit
         # An environment leaves when step and queue together pass the number of steps. What is in the queue may have no signal.
         self._num_steps = int(config.trainer["max_steps"]) + 2 * (self._max_staleness + 1)
         self._budget = (self._max_staleness + 1) * config.pipeline.groups_per_step
-        self._batch_size = config.completions_per_step
-        self._max_model_len = max_model_len
+        self.info = {"batch_size": config.completions_per_step, "max_token_len": max_model_len}
+        self.names = {"group": Path(config.run_dir).name, "project": "slipstream"}
         self._version = version
         self._clock = clock
         self.calls = RecordedCalls(clock=clock)
         self.queue = GroupQueue(self._budget)
         self._environments = Environments(clock)
         self._known: dict[str, None] = {}  # groups, the oldest first
-        self._unlike = ""  # why a call was not recorded, the last one
-        self._posted: Counter[Outcome] = Counter()
+        self._unlike = ""  # why the last call that was not recorded was not
+        self._posted: Counter[str] = Counter()
         self._warn = Throttle(logger)
 
     @property
@@ -80,15 +78,8 @@ class Atropos:
     @property
     def outcomes(self) -> dict[str, int]:
         """Groups that were posted, by what became of them; those in the queue are not decided."""
-        queue = self.queue
-        return {
-            "leased": queue.leased,
-            "stale": queue.stale,
-            "void": queue.void,
-            "duplicate": self._posted["duplicate"],
-            "refused": self._posted["refused"],
-            "busy": self._posted["busy"],
-        }
+        answered = {name: self._posted[name] for name in ("duplicate", "refused", "busy")}
+        return {"leased": self.queue.leased, "stale": self.queue.stale, "void": self.queue.void} | answered
 
     # Calls
 
@@ -98,7 +89,8 @@ class Atropos:
         return self.queue.floor
 
     def prepare(self, request: ServedRequest) -> tuple["Atropos | None", ServedRequest]:
-        """Who notes what is sampled for this request, if anybody; and the request, sampled as the run is if it may be trained."""
+        """Returns what records the samples of this request, if anything; and the request, sampled as the run is if it may be
+        trained."""
         name = "model" if request.model != "policy" else first_difference(request, self.sampling)
         if name is None:
             return self, sampled_as(request, self.sampling)
@@ -114,7 +106,7 @@ class Atropos:
     def register(self, registration: Registration) -> dict[str, Any]:
         """
         Raises:
-            RefusedError: it is set up for another run.
+            RefusedError: the environment is set up for another run.
         """
         if not self.is_ready:
             return {"status": "wait for trainer to start"}
@@ -125,10 +117,7 @@ class Atropos:
                 "group_size",
             )
         if registration.min_batch_allocation is not None:
-            raise malformed(
-                "groups are trained as they come; leave min_batch_allocation out",
-                "min_batch_allocation",
-            )
+            raise malformed("groups are trained as they come; leave min_batch_allocation out", "min_batch_allocation")
         number = self._environments.add(registration)
         name = f"{(registration.desired_name or 'environment')[:80]}_{number}"
         logger.info("environment %r of Atropos has registered", name)
@@ -147,7 +136,7 @@ class Atropos:
         return {"status": "success"} if known else {"status": "failure", "error": "no such environment"}
 
     def status(self, env_id: Any = None) -> dict[str, Any]:
-        """How much there is already: what the trainer may have and has not trained, and what waits for a lease."""
+        """Counts what the trainer may have and has not trained, and what waits for a lease."""
         self._drop_stale()
         ready = max(0, self._budget - self.queue.num_leases) + self.queue.num_groups
         return {
@@ -159,16 +148,10 @@ class Atropos:
             "env_weight": self._environments.share_of(env_id),
         }
 
-    def info(self) -> dict[str, Any]:
-        return {"batch_size": self._batch_size, "max_token_len": self._max_model_len}
-
-    def names(self) -> dict[str, Any]:
-        return {"group": self._run_name, "project": "slipstream"}
-
     def post(self, groups: list[ScoredData]) -> dict[str, Any]:
         """
         Raises:
-            RefusedError: one of them is refused, or there is no room for one. Others of them may be accepted all the same.
+            RefusedError: a group is refused, or there is no room for it. Other groups may be accepted all the same.
         """
         self._drop_stale()
         refusals: list[RefusedError] = []
@@ -177,9 +160,8 @@ class Atropos:
                 self._accept(group)
             except QueueFullError:
                 self._posted["busy"] += 1
-                raise RefusedError(
-                    503, "busy", "the trainer has more groups than it can use; post again in a few seconds"
-                ) from None
+                why = "the trainer has more groups than it can use; post again in a few seconds"
+                raise RefusedError(503, "busy", why) from None
             except RefusedError as error:
                 refusals.append(error)
         if refusals:
@@ -190,15 +172,8 @@ class Atropos:
 
     def _accept(self, data: ScoredData) -> None:
         digest = hashlib.sha256(repr(data.tokens).encode()).hexdigest()
-        sampling = self.sampling
         try:
-            message, calls = match_group(
-                data,
-                self.calls,
-                num_generations=sampling.num_generations,
-                max_completion_length=sampling.max_completion_length,
-                now=self._clock(),
-            )
+            message, calls = match_group(data, self.calls, self.sampling, now=self._clock())
         except RefusedError as error:
             if digest in self._known:
                 self._posted["duplicate"] += 1
@@ -215,7 +190,7 @@ class Atropos:
     # Leases
 
     async def fulfil(self, floor: int) -> Group:
-        """The group of a lease, whose id it still lacks."""
+        """The group of a lease, without the lease's id."""
         self._drop_stale()
         return await self.queue.take(floor)
 

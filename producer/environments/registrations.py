@@ -1,7 +1,7 @@
 """Which environments of Atropos there are, and how they share the engine.
 
-Guarantee: an environment's share is its weight among those that were heard lately, so one that died, which tells nobody, does
-not keep its own. So many are known at most; of more, the one that was silent for longest is forgotten.
+Guarantee: an environment's share is its weight among those that asked lately, so one that died, which nobody is told of, does not
+keep its share. At most 256 are known; beyond that, the one that was silent for longest is forgotten.
 """
 
 import itertools
@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from producer.calls.refusals import malformed
+from producer.calls.requests import decode_body
 
 _MAX_ENVIRONMENTS = 256
 _HEARD_S = 60.0  # they ask for the status ten times a second
@@ -22,7 +22,7 @@ _Amount = Annotated[float, msgspec.Meta(ge=-1e9, le=1e9)]
 
 
 class Registration(msgspec.Struct):
-    """What an environment says of itself, in the words of Atropos."""
+    """What an environment reports of itself, in the fields of Atropos."""
 
     group_size: int
     max_token_length: _Amount
@@ -34,12 +34,9 @@ class Registration(msgspec.Struct):
 def parse_registration(body: bytes) -> Registration:
     """
     Raises:
-        RefusedError: this is none.
+        RefusedError: the body is none.
     """
-    try:
-        return msgspec.json.decode(body, type=Registration)
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise malformed(f"not the registration of an environment of Atropos: {error}") from None
+    return decode_body(body, Registration, "the registration of an environment of Atropos")
 
 
 @dataclass
@@ -61,7 +58,7 @@ class Environments:
         self._known: dict[int, _Environment] = {}
 
     def add(self, registration: Registration) -> int:
-        """Its number."""
+        """Returns its number."""
         if len(self._known) >= _MAX_ENVIRONMENTS:
             del self._known[min(self._known, key=lambda number: self._known[number].heard_at)]
         number = next(self._numbers)
@@ -70,11 +67,11 @@ class Environments:
         return number
 
     def remove(self, number: Any) -> bool:
-        """Whether there was one."""
+        """Whether there was such an environment."""
         return type(number) is int and self._known.pop(number, None) is not None
 
     def share_of(self, number: Any) -> float:
-        """From 0.01 to 1. It was heard with this; one that is not known has outlived a producer, and is not restrained."""
+        """A share from 0.01 to 1. An environment that is not known has outlived a producer, and is not restrained."""
         mine = self._known.get(number) if type(number) is int else None
         if mine is None:
             return 1.0

@@ -1,7 +1,7 @@
 """A group as an environment of Atropos posts it (`ScoredData`), and the group that it becomes on the wire.
 
-Guarantee: nothing that an environment claims is trained but its scores and its masks. Every token in the loss is one that this
-engine sampled behind exactly these tokens and was not trained before; its log-prob and version are those that were recorded.
+Guarantee: of what an environment claims only its scores and its masks are used. Every token in the loss was sampled by this
+engine, behind exactly these tokens, and was not trained before; its log-prob and version are those that were recorded.
 """
 
 from typing import Annotated, Any, NamedTuple
@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 
 from producer.calls.recorded import RecordedCall, RecordedCalls
 from producer.calls.refusals import RefusedError, malformed
+from producer.calls.requests import decode_body
 from producer.groups import Episode, Record, group_message
 from producer.interfaces import LeaseFailure
-from protocol.wire.messages import Group
+from protocol.wire.messages import Group, Sampling
 
 _MASKED = -100
 _MAX_ENDING = 4
@@ -42,7 +43,7 @@ class ScoredData(msgspec.Struct):
 
 
 class MatchedGroup(NamedTuple):
-    """`message` has no lease yet; `calls` are those it is made of."""
+    """`message` has no lease yet; `calls` are the calls that it is made of."""
 
     message: Group
     calls: set[RecordedCall]
@@ -54,17 +55,12 @@ def parse_scored_data(body: bytes, *, is_list: bool) -> list[ScoredData]:
         RefusedError: this is no ScoredData, or no list of them.
     """
     expected: Any = Annotated[list[ScoredData], msgspec.Meta(max_length=_MAX_GROUPS)] if is_list else ScoredData
-    try:
-        found = msgspec.json.decode(body, type=expected)
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise malformed(f"not the scored data of Atropos: {error}") from None
+    found = decode_body(body, expected, "the scored data of Atropos")
     return found if is_list else [found]
 
 
-def match_group(
-    data: ScoredData, calls: RecordedCalls, *, num_generations: int, max_completion_length: int, now: float
-) -> MatchedGroup:
-    """The group of these sequences, from what was recorded.
+def match_group(data: ScoredData, calls: RecordedCalls, sampling: Sampling, *, now: float) -> MatchedGroup:
+    """The group of these sequences, made of what was recorded.
 
     Args:
         now: seconds of the clock of `calls`.
@@ -72,7 +68,7 @@ def match_group(
     Raises:
         RefusedError: it asks for what is not done, contradicts itself, or a token to be trained was not sampled here.
     """
-    _check(data, num_generations)
+    _check(data, sampling.num_generations)
     taken: set[RecordedCall] = set()
     episodes = []
     for number, (tokens, masks) in enumerate(zip(data.tokens, data.masks, strict=True)):
@@ -81,10 +77,9 @@ def match_group(
             raise _unfit(number, "a mask has one entry per token, which is -100 or the token itself")
         episodes.append(_episode(number, token_ids, mask != _MASKED, calls, taken))
     began = min(call.at for call in taken)
+    scores, limit = np.array(data.scores, "<f4")[:, None], sampling.max_completion_length
     try:
-        message = group_message(
-            "", episodes, np.array(data.scores, "<f4")[:, None], max_completion_length, max(0.0, now - began), 0.0
-        )
+        message = group_message("", episodes, scores, limit, max(0.0, now - began), 0.0)
     except LeaseFailure as failure:
         raise malformed(failure.detail) from None
     return MatchedGroup(message, taken)

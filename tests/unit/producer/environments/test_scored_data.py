@@ -8,6 +8,7 @@ import pytest
 from producer.calls.recorded import RecordedCalls
 from producer.calls.refusals import RefusedError
 from producer.environments.scored_data import MatchedGroup, ScoredData, match_group, parse_scored_data
+from protocol.wire.messages import Sampling
 from tests.unit.producer.calls.test_recorded_calls import sampled
 
 
@@ -20,7 +21,7 @@ def recorded(*calls) -> RecordedCalls:
 
 def match(calls: RecordedCalls, tokens, masks, scores=(1.0, 0.0), longest: int = 8, **fields) -> MatchedGroup:
     data = ScoredData(tokens, masks, list(scores), **fields)
-    return match_group(data, calls, num_generations=2, max_completion_length=longest, now=12.5)
+    return match_group(data, calls, Sampling(2, longest, 1.0), now=12.5)
 
 
 def refusal(*args, **kwargs) -> str:
