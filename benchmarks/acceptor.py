@@ -1,6 +1,6 @@
 """The trainer's side of the measurement: everything of a trainer but the model.
 
-Guarantee: the server, the intake thread, the rollout buffer and the journal are the product's, wired as `consumer.daemon`
+Guarantee: the server, the intake thread, the rollout buffer and the journal are the product's, wired as `consumer.assembly`
 wires them. The main thread takes batches as fast as they are full and publishes a policy after each, so that leases never
 wait for training and the journal also does the commits that steps cost.
 """
@@ -15,8 +15,13 @@ import numpy as np
 
 from benchmarks.groups import SHAPE
 from benchmarks.terms import HEARTBEAT_INTERVAL_S, HEARTBEAT_TIMEOUT_S, NEEDS
-from consumer.intake.dispatcher import LeaseDesk
-from consumer.intake.intake import Intake
+from consumer.intake.arrivals import RolloutStorage
+from consumer.intake.dispatcher import LeaseDispatcher
+from consumer.intake.fleet import SessionTerms
+from consumer.intake.intake import Dispatchers, Intake
+from consumer.publishing.policy_store import PolicyStore
+from consumer.publishing.published_policy import PublishedPolicy
+from consumer.waiting import ThreadErrors
 from protocol.files.shared_memory import NO_MEMORY, SharedMemory
 from protocol.transport.zeromq_server import ZmqServer
 from protocol.wire.messages import Sampling
@@ -62,24 +67,12 @@ class Acceptor:
         )
         self.buffer.restore(None, step=0, shape=SHAPE)
         disk = DiskGuard(folder, max_used=1.0)
+        terms = SessionTerms(NEEDS, SHAPE, "bench", "bench", False, 600.0, HEARTBEAT_INTERVAL_S, HEARTBEAT_TIMEOUT_S)
         sampling = Sampling(SHAPE.num_generations, SHAPE.max_completion_length, 1.0)
-        desk = LeaseDesk(channel, self.buffer, _Prompts(), disk, sampling=sampling, timeout_s=600.0)
-        self._intake = Intake(
-            channel,
-            self.buffer,
-            self.journal,
-            disk,
-            desk,
-            needs=NEEDS,
-            shape=SHAPE,
-            run_id="bench",
-            session="bench",
-            resumed=False,
-            heartbeat_interval_s=HEARTBEAT_INTERVAL_S,
-            heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S,
-            keep_blobs=2,
-            memory=memory,
-        )
+        dispatcher = LeaseDispatcher(channel, self.buffer, _Prompts(), disk, sampling=sampling, timeout_s=600.0)
+        storage = RolloutStorage(self.buffer, self.journal, disk)
+        self._errors = ThreadErrors()
+        self._intake = Intake(channel, storage, Dispatchers(dispatcher), PolicyStore(2, memory), terms, self._errors)
         self._ended = threading.Event()
         self._trains = threading.Thread(target=self._take_batches, name="trains")
         self._version = 0
@@ -97,11 +90,11 @@ class Acceptor:
         self._trains.join()
         self._intake.stop("finished")
         self.journal.close()
-        self._intake.check()
+        self._errors.check()
 
     def _publish(self) -> None:
         blob = self._version.to_bytes(8, "little")
-        self._intake.publish(self._version, blob, hashlib.sha256(blob).hexdigest())
+        self._intake.publish(PublishedPolicy(self._version, hashlib.sha256(blob).hexdigest(), blob))
 
     def _take_batches(self) -> None:
         while not self._ended.is_set():

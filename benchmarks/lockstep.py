@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from consumer.publishing.snapshots import Snapshot
 from consumer.training.retraining import RetrainingPipeline
-from consumer.training.run_components import Setup
+from consumer.training.run_components import RunComponents
 from protocol.config.functions import load_function
 from protocol.wire.adapter_blob import AdapterBlob
 from replay.batches.cutting import CutBatch
@@ -45,7 +45,7 @@ class Samples:
 class Sampler:
     """The base model with any published adapter, in place of an inference engine."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: RunComponents) -> None:
         self.tokenizer = AutoTokenizer.from_pretrained(setup.model_folder, padding_side="left")
         base = AutoModelForCausalLM.from_pretrained(setup.model_folder, dtype=torch.float32)
         self.model = get_peft_model(base, setup.lora).eval()
@@ -140,7 +140,7 @@ class LockstepFeed:
     gets everything right, or everything wrong, still takes its steps.
     """
 
-    def __init__(self, setup: Setup, sampler: Sampler, policies: Policies, staleness: int, rounds: int) -> None:
+    def __init__(self, setup: RunComponents, sampler: Sampler, policies: Policies, staleness: int, rounds: int) -> None:
         self._setup = setup
         self._sampler = sampler
         self._policies = policies

@@ -19,7 +19,7 @@ import prometheus_client
 from prometheus_client import CollectorRegistry, generate_latest
 
 from consumer.reporting.learning_metrics import LearningMetrics
-from consumer.reporting.metrics import TrainerMetrics
+from consumer.reporting.metrics import commit_seconds
 from producer.interfaces import Adapter
 from producer.metrics import ProducerMetrics
 from protocol.config.loader import load_config
@@ -55,7 +55,7 @@ def trainer_cost_s(config: RunConfig, steps: list[dict[str, Any]]) -> float:
     """Of everything that is told to the trainer's metrics and health in one step."""
     registry = CollectorRegistry()
     learning = LearningMetrics(registry, config.reward_names, max_steps=60, max_staleness=2)
-    commits, health = TrainerMetrics(registry).commit_s, Health(60.0, Notifier(None))
+    commits, health = commit_seconds(registry), Health(60.0, Notifier(None))
     numbers = {key: value for key, value in steps[-1].items() if isinstance(value, float)}
 
     def step() -> None:

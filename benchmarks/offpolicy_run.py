@@ -18,8 +18,9 @@ import transformers
 from prometheus_client import CollectorRegistry
 
 from benchmarks.lockstep import LockstepFeed, Policies, Sampler, greedy_accuracy
-from consumer.training.loop import TrainingLoop
-from consumer.training.run_components import Setup
+from consumer.assembly.training import training_loop
+from consumer.training.pipeline import Connections
+from consumer.training.run_components import RunComponents, RunStart
 from consumer.waiting import Patience
 from protocol.config.loader import load_config
 from protocol.files import rotated_lines
@@ -79,7 +80,7 @@ def train(plan: Plan, case: Case, run_dir: Path) -> dict[str, Any]:
     started = time.monotonic()
     settings = [*plan.settings(case, run_dir), 'trainer.save_strategy="no"', "observability.progress=false"]
     config = load_config(CONFIG, settings)
-    setup = Setup.load(config, [], lambda: False)
+    setup = RunComponents.load(config, [], lambda: False)
     rows = [json.loads(line) for line in Path(plan.base, "eval.jsonl").read_text(encoding="utf-8").splitlines()]
     sampler = Sampler(setup)
 
@@ -90,7 +91,7 @@ def train(plan: Plan, case: Case, run_dir: Path) -> dict[str, Any]:
     feed = LockstepFeed(setup, sampler, policies, case.staleness, ROUNDS)
     report = setup.report(Counter(), 0, CollectorRegistry())
     patience = Patience(check=lambda: None, say=report.say, stall_timeout_s=config.pipeline.stall_timeout_s)
-    loop = TrainingLoop(setup, policies, feed, report, patience, None, case.name)
+    loop = training_loop(setup, Connections(feed, policies, report, patience), RunStart(case.name))
     loop.control.publish(0)
     try:
         loop.train()

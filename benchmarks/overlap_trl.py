@@ -16,8 +16,8 @@ import datasets
 import transformers
 from transformers import TrainerCallback
 
-from consumer.training.trainer import GRPOConfig, GRPOTrainer, build_lora
-from consumer.training.trl_arguments import chosen_values, reserved_values
+from consumer.training.trl_arguments import GRPOConfig, build_lora, chosen_values, reserved_values
+from consumer.training.trl_loss import GRPOTrainer
 from protocol.config.functions import load_function
 from protocol.config.library_section import build
 from protocol.config.loader import load_config

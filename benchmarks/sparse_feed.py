@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.lockstep import Sampler, Samples
 from consumer.publishing.snapshots import Snapshot
-from consumer.training.run_components import Setup
+from consumer.training.run_components import RunComponents
 from consumer.waiting import StopRequested
 from protocol.config.functions import load_function
 from protocol.wire.codec import decode, encode
@@ -42,7 +42,7 @@ class LeasingFeed:
     """
 
     def __init__(
-        self, setup: Setup, sampler: Sampler, buffer: RolloutBuffer, policies: "Policies", budget_tokens: int
+        self, setup: RunComponents, sampler: Sampler, buffer: RolloutBuffer, policies: "Policies", budget_tokens: int
     ) -> None:
         self._setup = setup
         self._sampler = sampler
@@ -148,7 +148,7 @@ class Policies:
 
     def publish(self, step: int, version: int, snapshot: Snapshot) -> None:
         self._journal.end_step(step)
-        self._journal.note_policy(version, step, snapshot.digest())
+        self._journal.note_policy(version, step, snapshot.published(version).digest)
         self.version, self.blob = version, bytes(snapshot.data)
         snapshot.release()
         self._buffer.published(version)

@@ -24,9 +24,10 @@ from benchmarks.sparse_attempts import QUERY, by_reroll
 from benchmarks.sparse_base import read_rows
 from benchmarks.sparse_feed import LeasingFeed, Policies
 from consumer.assembly.rollouts import rollout_buffer
+from consumer.assembly.training import training_loop
 from consumer.publishing.snapshots import Snapshot
-from consumer.training.loop import TrainingLoop
-from consumer.training.run_components import Setup
+from consumer.training.pipeline import Connections
+from consumer.training.run_components import RunComponents, RunStart
 from consumer.waiting import Patience
 from protocol.config.loader import load_config
 from protocol.files import rotated_lines
@@ -178,7 +179,7 @@ def train(plan: Plan, case: Case) -> dict[str, Any]:
 
 def _train(plan: Plan, case: Case, run_dir: Path) -> dict[str, Any]:
     started = time.monotonic()
-    setup = Setup.load(load_config(CONFIG, _overrides(plan, case, run_dir)), [], lambda: False)
+    setup = RunComponents.load(load_config(CONFIG, _overrides(plan, case, run_dir)), [], lambda: False)
     if case.arm == "plain":
         setup = replace(setup, rewards=EveryGroup(setup.rewards.weights))
     sampler = Sampler(setup)
@@ -190,7 +191,7 @@ def _train(plan: Plan, case: Case, run_dir: Path) -> dict[str, Any]:
         feed = policies.feed = LeasingFeed(setup, sampler, buffer, policies, plan.budget_tokens)
         report = setup.report(buffer.counts, 0, CollectorRegistry())
         patience = Patience(check=lambda: None, say=report.say, stall_timeout_s=600.0)
-        loop = TrainingLoop(setup, policies, feed, report, patience, None, case.name)
+        loop = training_loop(setup, Connections(feed, policies, report, patience), RunStart(case.name))
         loop.control.publish(0)
         try:
             loop.train()

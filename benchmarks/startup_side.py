@@ -96,16 +96,17 @@ def _watch_producer() -> None:
 
 
 def _watch_trainer() -> None:
-    from consumer import daemon
+    from consumer.intake import fleet, intake
     from consumer.reporting import step_report as progress
-    from consumer.training import trainer
+    from consumer.training import run_components, trainer
+    from replay import buffer
 
     stamp("imports")
-    watch(daemon.Setup, "load", after="dataset and model facts")
+    watch(run_components.RunComponents, "load", after="dataset and model facts")
     watch(trainer.SlipstreamTrainer, "__init__", after="model and trainer")
-    watch(daemon.Intake, "start", after="open for producers")
-    watch(daemon.Intake, "_let_in", after="first producer")
-    watch(daemon.RolloutBuffer, "offer", after="first group")
+    watch(intake.Intake, "start", after="open for producers")
+    watch(fleet.Fleet, "join", after="first producer")
+    watch(buffer.RolloutBuffer, "offer", after="first group")
     watch(trainer.SlipstreamTrainer, "training_step", before="first batch")
     watch(progress.StepReport, "step", before="first step")
 

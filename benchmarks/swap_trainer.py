@@ -1,6 +1,6 @@
 """The trainer of `benchmarks.swap`: a model whose adapter changes, and everything that publishes it, in a process of its own.
 
-Guarantee: snapshots, probe, publisher, shelf, intake and sockets are the product's. Times are of the monotonic clock, which all
+Guarantee: snapshots, probe, publisher, store, intake and sockets are the product's. Times are of the monotonic clock, which all
 processes of a host share.
 """
 
@@ -18,8 +18,9 @@ from transformers import AutoModelForCausalLM
 from benchmarks.acceptor import Acceptor
 from benchmarks.terms import MAX_MESSAGE_BYTES
 from consumer.publishing.probe import NUM_TOKENS, Probe
+from consumer.publishing.published_policy import PublishedPolicy
 from consumer.publishing.publisher import Publisher
-from consumer.publishing.snapshots import AdapterSnapshots, Snapshot
+from consumer.publishing.snapshots import AdapterSnapshots
 from consumer.waiting import Patience
 from protocol.files.shared_memory import NO_MEMORY, SharedMemory, shared_memory
 from protocol.transport.zeromq_server import ZmqServer
@@ -36,7 +37,7 @@ class Trainer(Acceptor):
         self._snapshots = AdapterSnapshots(model)
         self._probe = Probe(PROBE_IDS, 1, model, contextlib.nullcontext)
         patience = Patience(check=lambda: None, say=print, stall_timeout_s=600.0)
-        self._publisher = Publisher(self._announce, patience, lambda: "")
+        self._publisher = Publisher(self._announce, patience, lambda: "", self._errors)
         self._times: dict[str, float] = {}
 
     def _publish(self) -> None:
@@ -61,12 +62,10 @@ class Trainer(Acceptor):
         self._version += 1
         return self._times | {"began": began, "probe_s": probed - began, "snapshot_s": taken - probed, "taken": taken}
 
-    def _announce(self, version: int, step: int, snapshot: Snapshot) -> bool:
-        digest = snapshot.digest()
+    def _announce(self, step: int, policy: PublishedPolicy) -> bool:
         hashed = time.monotonic()
-        num_bytes = len(snapshot.data)
-        self._intake.publish(version, snapshot.data, digest, snapshot.probe, snapshot.release)
-        self._times = {"hashed": hashed, "announced": time.monotonic(), "bytes": float(num_bytes)}
+        self._intake.publish(policy)
+        self._times = {"hashed": hashed, "announced": time.monotonic(), "bytes": float(len(policy.data))}
         return True
 
 

@@ -17,7 +17,9 @@ import torch
 from datasets import Dataset
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
-from consumer.training.trainer import GRPOTrainer, SlipstreamTrainer, build_arguments, build_lora
+from consumer.training.trainer import SlipstreamTrainer
+from consumer.training.trl_arguments import build_arguments, build_lora
+from consumer.training.trl_loss import GRPOTrainer
 from protocol.config.run import RunConfig
 from replay.groups import RolloutGroup
 from tests.integration.models import char_tokenizer
@@ -79,7 +81,7 @@ def ours(size: dict[str, Any], folder: Path) -> tuple[Any, Callable[[], torch.Te
     config = config_of(size, folder)
     arguments = build_arguments(config, on_gpu=size["device"] == "cuda", num_prompts=1000)
     trainer = SlipstreamTrainer(
-        config, arguments, build_lora(config), folder / "model", [], [], lambda staged, write: write()
+        config, arguments, build_lora(config), folder / "model", [], lambda step, staged, write: write()
     )
     groups = groups_of(size)
     facts = {"passes": len(trainer.recipe.tensors(groups))}

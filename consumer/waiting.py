@@ -21,6 +21,21 @@ class StopRequested(Exception):  # noqa: N818  a request, not an error
     """SIGTERM or Ctrl-C arrived; everything trained so far is in the weights."""
 
 
+class ThreadErrors:
+    """What ended threads beside the main thread, which raises it."""
+
+    def __init__(self) -> None:
+        self.first: BaseException | None = None
+
+    def note(self, error: BaseException) -> None:
+        """May be called by any thread."""
+        self.first = self.first or error
+
+    def check(self) -> None:
+        if self.first is not None:
+            raise self.first
+
+
 class Patience:
     """See the module's guarantee.
 
@@ -34,7 +49,7 @@ class Patience:
         self._say = say
         self._stall_timeout_s = stall_timeout_s
 
-    def until(
+    def wait_until(
         self, attempt: Callable[[], _Result | None], what: str, describe: Callable[[], str], *, pause_s: float = 0.0
     ) -> _Result:
         """Calls `attempt` until it returns something, and returns that.
@@ -75,4 +90,4 @@ def write_when_there_is_room(write: Callable[[], None], patience: Patience, fold
             return None
         return True
 
-    patience.until(attempt, f"room for {what}", lambda: "the disk of run_dir is full", pause_s=_PAUSE_S)
+    patience.wait_until(attempt, f"room for {what}", lambda: "the disk of run_dir is full", pause_s=_PAUSE_S)

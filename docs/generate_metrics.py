@@ -17,10 +17,11 @@ sys.path.insert(0, str(ROOT))
 
 from prometheus_client import CollectorRegistry  # noqa: E402
 
+from consumer.intake.arrivals import RolloutStorage  # noqa: E402
 from consumer.intake.sessions import FleetMember  # noqa: E402
 from consumer.reporting.evaluation_metrics import watch_evaluation  # noqa: E402
 from consumer.reporting.learning_metrics import LearningMetrics  # noqa: E402
-from consumer.reporting.metrics import TrainerMetrics  # noqa: E402
+from consumer.reporting.metrics import commit_seconds, watch_trainer  # noqa: E402
 from producer.environments.agents import Agents  # noqa: E402
 from producer.environments.atropos import Atropos  # noqa: E402
 from producer.interfaces import Counters, Delivery, Workload  # noqa: E402
@@ -65,7 +66,9 @@ def trainer_registry() -> CollectorRegistry:
     intake: Any = SimpleNamespace(tokens_generated=0, version=0, num_producers=0, num_unwritten=0, fleet=lambda: fleet)
     watch_evaluation(registry, None)
     disk: Any = SimpleNamespace(used=0.0, max_used=0.0)
-    TrainerMetrics(registry).watch("RUN", buffer, intake, Refusals().counts, lambda: 0.0, disk, Path("no journal"))
+    commit_seconds(registry)
+    storage = RolloutStorage(buffer, SimpleNamespace(path=Path("no journal")), disk)
+    watch_trainer(registry, "RUN", storage, intake, Refusals().counts, lambda: 0.0)
     return registry
 
 

@@ -1,32 +1,32 @@
 """Evaluations of a run, from the configuration. Wiring only."""
 
+import dataclasses
 import logging
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
+from consumer.assembly.rollouts import retry_budgets
 from consumer.evaluation.control import EvaluationControl
-from consumer.evaluation.leases import EvaluationDesk
+from consumer.evaluation.leases import EvaluationLeases, EvaluationRules
 from consumer.evaluation.queue import EvaluationQueue
 from consumer.evaluation.results import EvaluationResults
 from consumer.prompts.dataset import PromptDataset
 from consumer.prompts.source import PromptSource
-from consumer.training.run_components import Setup
+from consumer.training.run_components import RunComponents
 from protocol.config.evaluation import WEIGHTED_SUM, EvaluationSection
 from protocol.config.run import RunConfig
 from protocol.throttle import Throttle
 from protocol.transport.channel import ServerChannel
 from protocol.wire.messages import Sampling
-from replay.groups import GroupShape
 from replay.prompts.evaluation_leases import Metric
-from replay.prompts.failure_budgets import RetryBudget
 
 logger = logging.getLogger(__name__)
 
 
 def evaluation_of(
-    setup: Setup,
+    components: RunComponents,
     channel: ServerChannel,
     read: Callable[[PromptDataset], PromptSource],
     session: str,
@@ -40,43 +40,31 @@ def evaluation_of(
         session: unique per trainer process.
         first_step: steps taken before this process.
     """
-    config, section = setup.config, setup.config.evaluation
-    if section is None or setup.held_out is None:
+    config, section = components.config, components.config.evaluation
+    if section is None or components.held_out is None:
         return None
     pipeline, run_dir = config.pipeline, Path(config.run_dir)
     results = EvaluationResults(run_dir, config.checkpoints_dir, section, first_step, pipeline.max_failed_share)
     due = EvaluationQueue(run_dir)
     due.restore(first_step, results.versions)
-    desk = EvaluationDesk(
-        channel,
-        due,
-        read(setup.held_out),
-        min(len(setup.held_out), section.max_prompts or len(setup.held_out)),
+    rules = EvaluationRules(
+        num_prompts=min(len(components.held_out), section.max_prompts or len(components.held_out)),
         sampling=Sampling(section.num_completions, config.sampling.max_completion_length, section.temperature),
         metric=_metric(config, section),
-        shape=GroupShape(
-            section.num_completions,
-            len(config.reward_names),
-            config.sampling.max_completion_length,
-            setup.shape.vocab_size,
-        ),
-        budgets={
-            "data": RetryBudget(pipeline.max_data_attempts, pipeline.data_backoff_s),
-            "infra": RetryBudget(pipeline.max_infra_attempts, pipeline.infra_backoff_s),
-        },
+        shape=dataclasses.replace(components.shape, num_generations=section.num_completions),
+        budgets=retry_budgets(pipeline),
         per_place=max(1, config.sampling.num_generations // section.num_completions),
         timeout_s=pipeline.lease_timeout_s,
         session=session,
-        warn=Throttle(logger),
     )
     return EvaluationControl(
         section,
         due,
         results,
-        desk,
+        EvaluationLeases(channel, due, read(components.held_out), rules, Throttle(logger)),
         run_dir=run_dir,
         reward_names=config.reward_names,
-        last_version=setup.budget.version_at(setup.arguments.max_steps),
+        last_version=components.budget.version_at(components.arguments.max_steps),
         say=say,
     )
 

@@ -2,19 +2,20 @@
 
 from typing import Any
 
-from consumer.training.run_components import Setup
+from consumer.training.run_components import RunComponents
+from protocol.config.learning import PipelineSection
 from protocol.config.run import RunConfig
 from replay.batches.cutting import BatchCutter
 from replay.batches.replay_table import replay_table
 from replay.buffer import RolloutBuffer
 from replay.journal.writer import Journal
 from replay.prompts.adaptive_staleness import StalenessController
-from replay.prompts.failure_budgets import RetryBudget
+from replay.prompts.failure_budgets import FailureClass, RetryBudget
 from replay.prompts.ledger import PromptLedger
 from replay.prompts.rerolls import RerollLimits, RerollRules
 
 
-def rollout_buffer(setup: Setup, journal: Journal, session: str) -> RolloutBuffer:
+def rollout_buffer(components: RunComponents, journal: Journal, session: str) -> RolloutBuffer:
     """An empty buffer.
 
     Args:
@@ -23,23 +24,20 @@ def rollout_buffer(setup: Setup, journal: Journal, session: str) -> RolloutBuffe
     Raises:
         ConfigError: the replay section would never let a group stand in.
     """
-    config = setup.config
+    config = components.config
     pipeline, reroll = config.pipeline, config.reroll
     ledger = PromptLedger(
-        len(setup.prompts),
+        len(components.prompts),
         seed=config.seed,
         shuffle=config.dataset.shuffle,
-        budgets={
-            "data": RetryBudget(pipeline.max_data_attempts, pipeline.data_backoff_s),
-            "infra": RetryBudget(pipeline.max_infra_attempts, pipeline.infra_backoff_s),
-        },
+        budgets=retry_budgets(pipeline),
         session=session,
         rerolls=RerollLimits(max_share=reroll.max_share, max_pending=reroll.max_pending),
     )
     cutter = BatchCutter(
-        setup.budget,
+        components.budget,
         journal,
-        signal=setup.rewards.signal,
+        signal=components.rewards.signal,
         replay=replay_table(config.replay, config.seed),
         max_replayed=min(int(config.replay.max_share * pipeline.groups_per_step), pipeline.groups_per_step - 1),
         partial=pipeline.fill == "partial",
@@ -56,10 +54,18 @@ def rollout_buffer(setup: Setup, journal: Journal, session: str) -> RolloutBuffe
             max_attempts=reroll.max_attempts,
             solved_cooldown_epochs=reroll.solved_cooldown_epochs,
         ),
-        mean_reward=setup.rewards.mean_reward,
+        mean_reward=components.rewards.mean_reward,
         max_failed_share=pipeline.max_failed_share,
         max_groups_without_signal=config.guards.max_groups_without_signal,
     )
+
+
+def retry_budgets(pipeline: PipelineSection) -> dict[FailureClass, RetryBudget]:
+    """How often a prompt is tried again, for training and for evaluations alike."""
+    return {
+        "data": RetryBudget(pipeline.max_data_attempts, pipeline.data_backoff_s),
+        "infra": RetryBudget(pipeline.max_infra_attempts, pipeline.infra_backoff_s),
+    }
 
 
 def staleness_controller(config: RunConfig, state: dict[str, Any]) -> StalenessController | None:

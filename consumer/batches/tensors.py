@@ -33,7 +33,7 @@ class _Row(NamedTuple):
     completion_ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
     advantage: float  # of the completion
-    counts: bool  # in the loss
+    in_loss: bool  # in the loss
     sampled: NDArray[np.bool_] | None  # None: all of it
 
     @property
@@ -69,7 +69,7 @@ class BatchRecipe:
         there are tokens that the policy did not sample, TRL's `tool_mask`, which is 0 for them.
         """
         rows = self._rows(groups)
-        num_items = torch.tensor(sum(row.num_sampled for row in rows if row.counts))
+        num_items = torch.tensor(sum(row.num_sampled for row in rows if row.in_loss))
         moving = [row for row in rows if self._moves(row)]
         rows = moving or [min(rows, key=lambda row: row.num_tokens)]
         cut = cut_rows([row.num_tokens for row in rows], self.max_tokens, padded=not self.packed)
@@ -78,7 +78,7 @@ class BatchRecipe:
     def _moves(self, row: _Row) -> bool:
         if self.keeps_all_rows:
             return True
-        return row.counts and (bool(row.advantage) or not self.only_advantages)
+        return row.in_loss and (bool(row.advantage) or not self.only_advantages)
 
     def advantages_of(self, groups: list[RolloutGroup]) -> torch.Tensor:
         """Float32 (N,), of the completions in the order of the groups."""
@@ -98,9 +98,9 @@ class BatchRecipe:
             for tokens, completion, cut in zip(group.records, group.completion_of, group.truncated, strict=True):
                 completion_ids, logprobs = group.completion_ids[tokens], group.logprobs[tokens]
                 sampled = None if group.sampled is None else group.sampled[tokens]
-                counts = not (cut and self.mask_truncated)
+                in_loss = not (cut and self.mask_truncated)
                 advantage = values[first + completion]
-                result.append(_Row(group.prompt_ids, completion_ids, logprobs, advantage, counts, sampled))
+                result.append(_Row(group.prompt_ids, completion_ids, logprobs, advantage, in_loss, sampled))
         return result
 
     def _pad(self, rows: list[_Row]) -> MicroBatch:
@@ -122,7 +122,7 @@ class BatchRecipe:
             batch["prompt_ids"][i, start:] = torch.from_numpy(row.prompt_ids.astype(np.int64))
             batch["prompt_mask"][i, start:] = 1
             batch["completion_ids"][i, :end] = torch.from_numpy(row.completion_ids.astype(np.int64))
-            batch["completion_mask"][i, :end] = int(row.counts)
+            batch["completion_mask"][i, :end] = int(row.in_loss)
             batch["sampling_per_token_logps"][i, :end] = torch.from_numpy(row.logprobs.copy())
             if row.sampled is not None:
                 batch["tool_mask"][i, :end] = torch.from_numpy(row.sampled.astype(np.int64))

@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from consumer.evaluation.leases import EvaluationDesk, Finished
+from consumer.evaluation.leases import EvaluationLeases, Finished
 from consumer.evaluation.queue import DueVersion, EvaluationQueue
 from consumer.evaluation.results import EvaluationResults
+from consumer.publishing.published_policy import PublishedPolicy
 from consumer.waiting import Patience
 from protocol.config.evaluation import EvaluationSection
 from protocol.files.space import out_of_space
-from protocol.wire.messages import PolicyInfo
 from replay.prompts.evaluation_leases import summary
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class EvaluationControl:
         section: EvaluationSection,
         due: EvaluationQueue,
         results: EvaluationResults,
-        desk: EvaluationDesk,
+        leases: EvaluationLeases,
         *,
         run_dir: Path,
         reward_names: tuple[str, ...],
@@ -53,10 +53,9 @@ class EvaluationControl:
         self._reward_names = reward_names
         self._last_version = last_version
         self._say = say
-        self.desk = desk
-        self.log: Callable[[Mapping[str, float]], None] = lambda numbers: None  # to the trackers; set with the trainer
+        self.leases = leases
         self.last: dict[str, Any] | None = None
-        self.counts: Counter[str] = Counter()
+        self.totals: Counter[str] = Counter()
 
     @property
     def best(self) -> dict[str, Any] | None:
@@ -79,7 +78,7 @@ class EvaluationControl:
         """Why the run should end now, if it should."""
         return self._results.stop_reason
 
-    def submit(self, policy: PolicyInfo, step: int, blob: bytes | memoryview, probe: tuple[bytes, bytes]) -> None:
+    def submit(self, policy: PublishedPolicy, step: int) -> None:
         """A policy is about to be published: it is to be evaluated if it is due and has no result.
 
         Raises:
@@ -90,15 +89,21 @@ class EvaluationControl:
             return
         due = version % self._section.every_versions == 0 if version else self._section.before_training
         if due or version == self._last_version:
-            self._due.put(DueVersion(policy, step, bytes(blob), *probe))
+            self._due.put(DueVersion(policy.info, step, bytes(policy.data), *policy.probe))
 
-    def collect(self) -> None:
-        """Records what has finished. On a full disk it waits for the next call."""
-        while not self.desk.finished.empty():
-            if not self._record(self.desk.finished.get_nowait()):
+    def collect(self, log: Callable[[Mapping[str, float]], None]) -> None:
+        """Records what has finished. On a full disk it waits for the next call.
+
+        Args:
+            log: sends numbers to the trackers.
+        """
+        while not self.leases.finished.empty():
+            if not self._record(self.leases.finished.get_nowait(), log):
                 return
 
-    def wait_for_last(self, patience: Patience, describe: Callable[[], str]) -> None:
+    def wait_for_last(
+        self, patience: Patience, describe: Callable[[], str], log: Callable[[Mapping[str, float]], None]
+    ) -> None:
         """Returns when every version that is due has its result, or nothing came in for too long.
 
         Raises:
@@ -108,9 +113,9 @@ class EvaluationControl:
         said = changed_at
         while self._due.versions:
             patience.check()
-            self.collect()
+            self.collect(log)
             now = time.monotonic()
-            if progress != (progress := (self.desk.progress, len(self._due.versions))):
+            if progress != (progress := (self.leases.progress, len(self._due.versions))):
                 changed_at = now
             if now - changed_at > self._section.wait_s:
                 versions = ", ".join(f"v{version}" for version in self._due.versions)
@@ -119,11 +124,11 @@ class EvaluationControl:
                 )
                 return
             if now - said > _SAY_EVERY_S:
-                said, at = now, self.desk.progress
+                said, at = now, self.leases.progress
                 self._say(f"evaluating v{at.version}: {at.num_done} of {at.num_prompts} prompts; {describe()}")
             time.sleep(_PAUSE_S)
 
-    def _record(self, finished: Finished) -> bool:
+    def _record(self, finished: Finished, log: Callable[[Mapping[str, float]], None]) -> bool:
         """False: no room on the disk; it is tried again."""
         policy = finished.due.policy
         result = {
@@ -140,12 +145,13 @@ class EvaluationControl:
         except OSError as error:
             if not out_of_space(error, self._run_dir):
                 raise
-            self.desk.finished.put(finished)
+            self.leases.finished.put(finished)
             return False
         self._due.done(policy.version)
         self.last = result
-        self.counts["scored" if self._results.counts(result) else "incomplete"] += 1
+        self.totals["scored" if self._results.is_valid(result) else "incomplete"] += 1
         self._report(result, is_best)
+        log(_tracked(result))
         return True
 
     def _report(self, result: dict[str, Any], is_best: bool) -> None:
@@ -154,7 +160,7 @@ class EvaluationControl:
         notes = [f"{result['num_prompts']} prompts", f"{result['duration_s']:.1f} s"]
         if unscored:
             notes.append(f"{unscored} without a score")
-        if not self._results.counts(result):
+        if not self._results.is_valid(result):
             notes.append("too few to count")
         elif is_best:
             notes.append("the best so far")
@@ -162,6 +168,10 @@ class EvaluationControl:
             notes.append(f"best {self._results.best_score:.4g}")
         fields = {"version": result["version"], "step": result["step"], "score": score, "best": is_best}
         self._say(f"evaluation of v{result['version']} (step {result['step']}): {shown} ({', '.join(notes)})", **fields)
-        numbers = {"score": score, "version": result["version"], "mean_length": result["mean_length"]}
-        numbers |= {f"rewards/{name}": value for name, value in result["rewards"].items()}
-        self.log({f"evaluation/{name}": float(value) for name, value in numbers.items() if value is not None})
+
+
+def _tracked(result: dict[str, Any]) -> dict[str, float]:
+    """The numbers of a result, under the names that trackers show."""
+    numbers = {name: result[name] for name in ("score", "version", "mean_length")}
+    numbers |= {f"rewards/{name}": value for name, value in result["rewards"].items()}
+    return {f"evaluation/{name}": float(value) for name, value in numbers.items() if value is not None}

@@ -9,12 +9,13 @@ Nothing of this reaches the ledger, the journal or the replay table.
 import queue
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from consumer.evaluation.queue import DueVersion, EvaluationQueue
 from consumer.intake.sessions import ProducerSession
 from consumer.prompts.source import Prompt, PromptSource
-from consumer.publishing.policy_store import PolicyShelf
+from consumer.publishing.policy_store import PolicyStore
 from protocol.errors import DatasetError
 from protocol.transport.channel import ServerChannel
 from protocol.wire.codec import CodecError
@@ -43,14 +44,31 @@ class Progress(NamedTuple):
     num_out: int = 0
 
 
-class EvaluationDesk:
-    """Belongs to the intake's thread; `finished` and `progress` may be read by any.
+@dataclass(frozen=True)
+class EvaluationRules:
+    """How the versions of a run are evaluated.
 
     Args:
-        num_prompts: to ask of `prompts`.
+        num_prompts: that each is asked.
         shape: of the groups that come back.
         per_place: evaluation leases that are worth one group's room.
         session: unique per trainer process.
+    """
+
+    num_prompts: int
+    sampling: Sampling
+    metric: Metric
+    shape: GroupShape
+    budgets: Mapping[FailureClass, RetryBudget]
+    per_place: int
+    timeout_s: float
+    session: str
+
+
+class EvaluationLeases:
+    """Belongs to the intake's thread; `finished` and `progress` may be read by any.
+
+    Args:
         warn: is told of what went wrong, by kind.
     """
 
@@ -59,29 +77,14 @@ class EvaluationDesk:
         channel: ServerChannel,
         due: EvaluationQueue,
         prompts: PromptSource,
-        num_prompts: int,
-        *,
-        sampling: Sampling,
-        metric: Metric,
-        shape: GroupShape,
-        budgets: Mapping[FailureClass, RetryBudget],
-        per_place: int,
-        timeout_s: float,
-        session: str,
+        rules: EvaluationRules,
         warn: Callable[[str, str], Any],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._channel = channel
         self._due = due
         self._prompts = prompts
-        self._num_prompts = num_prompts
-        self._sampling = sampling
-        self._metric = metric
-        self._shape = shape
-        self._budgets = budgets
-        self._per_place = per_place
-        self._timeout_s = timeout_s
-        self._session = session
+        self._rules = rules
         self._warn = warn
         self._clock = clock
         self._now: tuple[DueVersion, Evaluation] | None = None
@@ -102,11 +105,12 @@ class EvaluationDesk:
         evaluation = now[1]
         return Progress(evaluation.version, evaluation.num_done, evaluation.num_prompts, evaluation.leases.num_leases)
 
-    def tick(self, shelf: PolicyShelf, producers: Iterable[tuple[bytes, ProducerSession]], now: float) -> list[bytes]:
+    def tick(self, store: PolicyStore, producers: Iterable[tuple[bytes, ProducerSession]], now: float) -> list[bytes]:
         """Ends what is due, begins what can begin, gives leases. Returns the producers that cannot be reached."""
         if self._now is None and (due := self._due.begin()) is not None:
-            shelf.hold(due.policy.digest, due.blob, (due.probe_ids, due.probe_logprobs))
-            evaluation = Evaluation(due.policy.version, self._num_prompts, self._budgets, self._session)
+            store.pin(due.published)
+            rules = self._rules
+            evaluation = Evaluation(due.policy.version, rules.num_prompts, rules.budgets, rules.session)
             self._now, self._began = (due, evaluation), None
         if self._now is None:
             return []
@@ -120,38 +124,34 @@ class EvaluationDesk:
         if self._began is None and evaluation.leases.num_leases:
             self._began = now
         if evaluation.is_done:
-            shelf.let_go()
+            store.unpin()
             self._now = None
             self.finished.put(Finished(due, evaluation.answers(), now - (self._began or now)))
         return lost
 
-    def receive(self, peer: bytes, session: ProducerSession, message: Group | Nack, shelf: PolicyShelf) -> None:
-        """What came of a lease of an evaluation, of this process or another."""
-        if isinstance(message, Nack):
-            self.take_failure(session, message)
-        else:
-            self._channel.send(peer, self.take(session, message, shelf))
-
-    def take(self, session: ProducerSession, message: Group, shelf: PolicyShelf) -> Ack | Nack:
-        """The answer to an answer. One that comes late, whatever it is, is done with."""
+    def receive(self, session: ProducerSession, message: Group | Nack, store: PolicyStore) -> Ack | Nack | None:
+        """The answer to what came of a lease of an evaluation, of this process or another. A group that comes late, whatever it
+        is, is done with."""
         session.evaluations.discard(message.lease_id)
+        if isinstance(message, Nack):
+            self._take_failure(session, message)
+            return None
         prompt_id = None if self._now is None else self._now[1].awaits(message.lease_id)
         if self._now is None or prompt_id is None:
-            return Ack(message.lease_id, "duplicate", shelf.newest)
+            return Ack(message.lease_id, "duplicate", store.newest)
         _, evaluation = self._now
         try:
-            group = self._shape.parse(message)
+            group = self._rules.shape.parse(message)
             if not group.policy_version == group.newest_version == evaluation.version:
                 raise InvalidGroupError(f"it is not of policy v{evaluation.version} alone, which is evaluated")
         except InvalidGroupError as error:
             self._warn("invalid", f"answer {message.lease_id} of {session.name} is invalid: {error}")
             evaluation.fail(message.lease_id, "invalid", self._clock())
             return Nack(message.lease_id, "invalid", str(error))
-        evaluation.answer(prompt_id, Answer.of(group, self._metric))
-        return Ack(message.lease_id, "accepted", shelf.newest)
+        evaluation.answer(prompt_id, Answer.of(group, self._rules.metric))
+        return Ack(message.lease_id, "accepted", store.newest)
 
-    def take_failure(self, session: ProducerSession, message: Nack) -> None:
-        session.evaluations.discard(message.lease_id)
+    def _take_failure(self, session: ProducerSession, message: Nack) -> None:
         if self._now is None:
             return
         if message.reason == "returned":
@@ -173,7 +173,7 @@ class EvaluationDesk:
     def _give(
         self, due: DueVersion, evaluation: Evaluation, producers: list[tuple[bytes, ProducerSession]], now: float
     ) -> list[bytes]:
-        lost: list[bytes] = []
+        rules, lost = self._rules, list[bytes]()
         able = {peer: session for peer, session in producers if session.evaluates}
         for _ in range(_LEASES_PER_TICK):
             if not able:
@@ -184,20 +184,18 @@ class EvaluationDesk:
             found = self._next_prompt(evaluation, now)
             if found is None:
                 return lost
-            lease = evaluation.lease(session.name, now=now, deadline=now + self._timeout_s)
-            assert lease is not None, "one is due"
-            lease_id, work = lease.lease_id, lease.work
+            leased = evaluation.lease(session.name, now=now, deadline=now + rules.timeout_s)
+            assert leased is not None, "one is due"
+            lease_id, work = leased.lease_id, leased.work
             try:
                 if isinstance(found, DatasetError):
                     raise found
                 prompt, columns = found
-                sent = self._channel.send(
-                    peer,
-                    Lease(
-                        lease_id, work.key, work.attempt, prompt, columns, self._sampling, due.policy.version, self._timeout_s,
-                        evaluates=due.policy,
-                    ),
+                lease = Lease(
+                    lease_id, work.key, work.attempt, prompt, columns, rules.sampling, due.policy.version, rules.timeout_s,
+                    evaluates=due.policy,
                 )  # fmt: skip
+                sent = self._channel.send(peer, lease)
             except (DatasetError, CodecError) as error:
                 self._warn("bad_prompt", f"evaluation.dataset: {error}")
                 evaluation.fail(lease_id, "bad_prompt", now)
@@ -218,4 +216,4 @@ class EvaluationDesk:
             return error
 
     def _room(self, session: ProducerSession) -> int:
-        return self._per_place * max(1, session.room) - len(session.evaluations)
+        return self._rules.per_place * max(1, session.room) - len(session.evaluations)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from consumer.publishing.published_policy import MeasuredProbe, PublishedPolicy
 from protocol.files.staged import staged
 from protocol.wire.messages import PolicyInfo
 
@@ -22,6 +23,12 @@ class DueVersion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     blob: bytes
     probe_ids: bytes = b""
     probe_logprobs: bytes = b""
+
+    @property
+    def published(self) -> PublishedPolicy:
+        """As producers download it."""
+        probe = MeasuredProbe(self.probe_ids, self.probe_logprobs)
+        return PublishedPolicy(self.policy.version, self.policy.digest, self.blob, probe)
 
 
 class EvaluationQueue:
@@ -72,12 +79,6 @@ class EvaluationQueue:
                 return None
             self._begun, file = self._due[0]
         return msgspec.msgpack.decode(file.read_bytes(), type=DueVersion)
-
-    def blob(self, version: int) -> bytes:
-        """The adapter of one that is here."""
-        with self._lock:
-            (file,) = [file for known, file in self._due if known == version]
-        return msgspec.msgpack.decode(file.read_bytes(), type=DueVersion).blob
 
     def done(self, version: int) -> None:
         """Its result is on the disk."""

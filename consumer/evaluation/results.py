@@ -69,7 +69,7 @@ class EvaluationResults:
             "(evaluation.patience)"
         )
 
-    def counts(self, result: dict[str, Any]) -> bool:
+    def is_valid(self, result: dict[str, Any]) -> bool:
         """Whether enough of the prompts have a score, and it is one of the metric of now."""
         unscored = result["num_prompts"] - result["num_scored"]
         enough = result["score"] is not None and unscored <= self._max_unscored_share * result["num_prompts"]
@@ -82,7 +82,7 @@ class EvaluationResults:
             OSError: no room, for one; nothing was recorded then.
         """
         best = self.best
-        is_best = self.counts(result) and (best is None or result["score"] > best["score"])
+        is_best = self.is_valid(result) and (best is None or result["score"] > best["score"])
         if is_best and self._section.keep_best:
             self._keep(result, blob)
         file = open_to_append(self._file)
@@ -98,7 +98,7 @@ class EvaluationResults:
     def _note(self, result: dict[str, Any]) -> None:
         """The numbers that the run needs again; the file has the rest."""
         self.versions.append(int(result["version"]))
-        if self.counts(result):
+        if self.is_valid(result):
             score, best = result["score"], self.best_score
             improved = best is None or score > best + self._section.min_delta
             self.num_without_improvement = 0 if improved else self.num_without_improvement + 1

@@ -5,15 +5,20 @@ together, at most `COMMIT_ROWS`, and none waits longer than `COMMIT_AFTER_S` for
 bounded number of them, and are tried again; the others stay with their producers, which send them again.
 """
 
+import contextlib
 from collections.abc import Callable, Set
 from typing import NamedTuple
 
-from consumer.publishing.policy_store import PolicyShelf
+from consumer.intake.sessions import ProducerSession
+from consumer.publishing.policy_store import PolicyStore
 from protocol.throttle import Throttle
 from protocol.transport.channel import ServerChannel
-from protocol.wire.messages import Ack, Message, Nack
+from protocol.wire.codec import encode
+from protocol.wire.messages import Ack, Group, Message, Nack
+from protocol.wire.schemas import group_schema
 from replay.batches.delivery import Delivery
 from replay.buffer import RolloutBuffer
+from replay.groups import GroupShape, InvalidGroupError
 from replay.journal.database import JournalFullError
 from replay.journal.disk import DiskGuard
 from replay.journal.writer import Journal
@@ -22,7 +27,16 @@ COMMIT_ROWS = 32
 COMMIT_AFTER_S = 0.005
 
 _MAX_UNWRITTEN = 1024  # groups
+_NEWER_FIELDS = ("token_versions", "sampled", "episodes")  # of a Group, which a release that knows none must not get
 _MAX_BAD_FRAMES = 32  # per commit; the others are only counted
+
+
+class RolloutStorage(NamedTuple):
+    """Where groups go."""
+
+    buffer: RolloutBuffer
+    journal: Journal
+    disk: DiskGuard
 
 
 class _Arrival(NamedTuple):
@@ -33,23 +47,25 @@ class _Arrival(NamedTuple):
 
 
 class Arrivals:
-    """Belongs to the intake's thread."""
+    """Belongs to the intake's thread.
+
+    Args:
+        shape: of every group.
+    """
 
     def __init__(
         self,
         channel: ServerChannel,
-        buffer: RolloutBuffer,
-        journal: Journal,
-        disk: DiskGuard,
-        shelf: PolicyShelf,
+        storage: RolloutStorage,
+        store: PolicyStore,
+        shape: GroupShape,
         warn: Throttle,
         clock: Callable[[], float],
     ) -> None:
         self._channel = channel
-        self._buffer = buffer
-        self._journal = journal
-        self._disk = disk
-        self._shelf = shelf
+        self._buffer, self._journal, self._disk = storage
+        self._store = store
+        self._shape = shape
         self._warn = warn
         self._clock = clock
         self._unwritten: dict[str, _Arrival] = {}  # by lease
@@ -57,14 +73,40 @@ class Arrivals:
         self._is_disk_full = False  # as the last commit found it
         self._bad_frames: list[tuple[str, bytes]] = []
 
-    def add(self, peer: bytes, delivery: Delivery) -> None:
+    def take(self, peer: bytes, session: ProducerSession, message: Group) -> None:
+        """Takes a group, to be written with the next commit, or refuses it."""
+        session.leases.discard(message.lease_id)
+        newest = max(self._store.newest.version, self._buffer.newest_version)
+        try:
+            group = self._shape.parse(message)
+            if group.newest_version > newest:
+                raise InvalidGroupError(f"policy version {group.newest_version} was never published")
+        except InvalidGroupError as error:
+            warning = f"group {message.lease_id} of {session.name} is invalid: {error}"
+            self.refuse("invalid", warning, warning, encode(message))
+            self._end_lease(message.lease_id, "invalid", str(error))
+            self._channel.send(peer, Nack(message.lease_id, "invalid", str(error)))
+            return
         if len(self._unwritten) < _MAX_UNWRITTEN:
             if not self._unwritten:
                 self._oldest_unwritten_at = self._clock()
-            self._unwritten[delivery.group.group_id] = _Arrival(peer, delivery)
+            schema = group_schema(*(name for name in _NEWER_FIELDS if getattr(message, name)))
+            frame = encode(message, schema_version=schema)
+            delivery = Delivery(group, frame, session.name, session.of_this_run)
+            self._unwritten[group.group_id] = _Arrival(peer, delivery)
 
-    def quarantine(self, reason: str, frame: bytes) -> None:
-        """Keeps a frame that cannot be used, for inspection."""
+    def take_failure(self, session: ProducerSession, message: Nack) -> None:
+        session.leases.discard(message.lease_id)
+        if message.reason == "returned":
+            self._buffer.give_back(message.lease_id)
+            return
+        self._warn(message.reason, f"{session.name} could not answer a prompt: {message.reason}: {message.detail}")
+        self._end_lease(message.lease_id, message.reason, message.detail)
+
+    def refuse(self, count: str, warning: str, reason: str, frame: bytes) -> None:
+        """Counts a frame that cannot be used, and keeps it for inspection (`rl-journal quarantine`)."""
+        self._buffer.counts[count] += 1
+        self._warn(count, warning)
         if len(self._bad_frames) < _MAX_BAD_FRAMES:
             self._bad_frames.append((reason, frame))
 
@@ -93,10 +135,15 @@ class Arrivals:
                     if outcome == "unknown_lease":
                         answer: Message = Nack(group.group_id, "unknown_lease", "not a lease of this run")
                     else:
-                        answer = Ack(group.group_id, outcome, self._shelf.newest)
+                        answer = Ack(group.group_id, outcome, self._store.newest)
                     self._channel.send(peer, answer)
             self._is_disk_full = False
         except JournalFullError as error:
             self._is_disk_full = True
             self._disk.spend_reserve()
             self._warn("disk_full", f"{error}; {len(self._unwritten)} groups wait in memory, the rest with producers")
+
+    def _end_lease(self, lease_id: str, reason: str, detail: str) -> None:
+        """On a full disk a lease may stay; it ends with the first round that finds room (`RolloutBuffer.expire`)."""
+        with contextlib.suppress(JournalFullError):
+            self._buffer.fail(lease_id, reason, detail, self._clock())

@@ -40,7 +40,7 @@ class _Unsent:
     prompt: Prompt | DatasetError | None  # None: it is being read
 
 
-class LeaseDesk:
+class LeaseDispatcher:
     """See the module's guarantee."""
 
     def __init__(

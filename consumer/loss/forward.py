@@ -55,7 +55,7 @@ class Tokens(NamedTuple):
         return self.ids[:, -self.width :]
 
     @property
-    def counts(self) -> torch.Tensor:
+    def in_loss(self) -> torch.Tensor:
         return (self.mask[:, -self.width :] if self.loss_mask is None else self.loss_mask).bool()
 
 
@@ -132,19 +132,19 @@ def _cache_layers(model: Any) -> set[type]:
 def token_logprobs(
     model: Any, tokens: Tokens, head: Head, *, packed: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(B, T) log-probs and entropies, 0 for tokens that do not count; at least one does.
+    """(B, T) log-probs and entropies, 0 for tokens outside the loss; at least one does.
 
     Args:
         packed: only for a model that `is_packable`.
     """
-    counts, linear = tokens.counts, model.get_output_embeddings()
+    in_loss, linear = tokens.in_loss, model.get_output_embeddings()
     hidden = hidden_states(model, tokens, packed=packed).to(linear.weight.dtype)
-    logprobs, entropies = head(hidden, linear.weight, linear.bias, tokens.completion_ids[counts])
-    return tuple(value.new_zeros(counts.shape).masked_scatter(counts, value) for value in (logprobs, entropies))
+    logprobs, entropies = head(hidden, linear.weight, linear.bias, tokens.completion_ids[in_loss])
+    return tuple(value.new_zeros(in_loss.shape).masked_scatter(in_loss, value) for value in (logprobs, entropies))
 
 
 def hidden_states(model: Any, tokens: Tokens, *, packed: bool = False) -> torch.Tensor:
-    """(N, H), before each token that counts, row by row, by the layout that fits."""
+    """(N, H), before each token in the loss, row by row, by the layout that fits."""
     if packed:
         return hidden_of_packed(model.base_model, tokens)
     if is_shareable(model):
@@ -161,7 +161,7 @@ def hidden_of_rows(backbone: Any, tokens: Tokens) -> torch.Tensor:
     padding = tokens.prompt_ids.size(1) - prompt_lengths
     ids = tokens.ids.gather(1, (columns + padding[:, None]).clamp(max=tokens.ids.size(1) - 1))
     hidden = backbone(input_ids=ids, use_cache=False).last_hidden_state
-    row, token = tokens.counts.nonzero(as_tuple=True)
+    row, token = tokens.in_loss.nonzero(as_tuple=True)
     return hidden[row, prompt_lengths[row] + token - 1]
 
 
@@ -170,7 +170,7 @@ def hidden_of_packed(backbone: Any, tokens: Tokens) -> torch.Tensor:
     positions = tokens.mask.cumsum(1) - 1
     hidden = backbone(input_ids=tokens.ids[real][None], position_ids=positions[real][None], use_cache=False)
     place = (real.flatten().cumsum(0) - 1).view(real.shape)[:, -tokens.width :]  # of each token in the pack
-    return hidden.last_hidden_state[0, place[tokens.counts] - 1]
+    return hidden.last_hidden_state[0, place[tokens.in_loss] - 1]
 
 
 def hidden_with_shared_prompts(backbone: Any, tokens: Tokens, prompts: "Prompts") -> torch.Tensor:
@@ -195,7 +195,7 @@ def hidden_with_shared_prompts(backbone: Any, tokens: Tokens, prompts: "Prompts"
         use_cache=True,
     ).last_hidden_state
     hidden = torch.cat([before[of_row, None], after[:, :-1]], 1)
-    return hidden[tokens.counts]
+    return hidden[tokens.in_loss]
 
 
 class Prompts(NamedTuple):

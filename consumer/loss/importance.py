@@ -5,7 +5,7 @@ no token without a sampling log-prob (NaN), no padding and no overflow reaches t
 
 Symbols: b behaviour policy (vLLM, some versions old), p proximal policy (the trainer's when the batch is cut), π current
 policy; log-probs are of the sampled tokens under the temperature that was sampled with. Tensors are (B, T), with a mask
-of the same shape that is 1 for tokens that count. docs/algorithms.md says which preset to take when.
+of the same shape that is 1 for tokens in the loss. docs/algorithms.md says which preset to take when.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ class Correction:
     probability_difference_max: float | None = None
 
     @property
-    def acts(self) -> bool:
+    def is_active(self) -> bool:
         """Whether any factor can differ from 1."""
         return self.level != "none" or self.token_veto is not None or self.probability_difference_max is not None
 
@@ -72,16 +72,16 @@ class Factors:
     """float (B, T): multiplies the policy loss. 1 where the mask is 0."""
     kl: torch.Tensor
     """float (B, T): multiplies the bias-corrected KL; the ratio, truncated whatever the action. 1 where the mask is 0."""
-    counts: torch.Tensor
+    in_loss: torch.Tensor
     """bool (B, T): the mask."""
     scored: torch.Tensor
-    """bool (B, T): tokens that count and that the sampler gave a log-prob for."""
+    """bool (B, T): tokens in the loss that the sampler gave a log-prob for."""
     log_ratio: torch.Tensor
     """float (B, T): log p - log b; 0 where not scored."""
     ratio: torch.Tensor
     """float (B, T), or (B, 1) above token level: the ratio before truncation or masking."""
     outside: torch.Tensor
-    """bool (B, T): tokens that count and whose ratio is out of bounds."""
+    """bool (B, T): tokens in the loss whose ratio is out of bounds."""
     vetoed: torch.Tensor
     """bool (B,): completions masked by one of their tokens."""
     moved: torch.Tensor
@@ -90,12 +90,13 @@ class Factors:
 
 def joined(parts: Sequence[Factors]) -> Factors:
     """The factors of several micro-batches as those of one."""
-    width = max(part.counts.size(1) for part in parts)
+    width = max(part.in_loss.size(1) for part in parts)
 
     def join(name: str) -> torch.Tensor:
         values = [getattr(part, name) for part in parts]
         if all(
-            value.dim() == 2 and value.size(1) == part.counts.size(1) for value, part in zip(values, parts, strict=True)
+            value.dim() == 2 and value.size(1) == part.in_loss.size(1)
+            for value, part in zip(values, parts, strict=True)
         ):
             values = [torch.nn.functional.pad(value, (0, width - value.size(1))) for value in values]
         return torch.cat(values)
@@ -119,23 +120,23 @@ def importance_factors(
         proximal: float (B, T), log p.
         behaviour: float (B, T), log b; NaN where the sampler gave none.
         advantages: float (B,) or (B, T).
-        mask: (B, T), 1 for tokens that count.
+        mask: (B, T), 1 for tokens in the loss.
     """
-    current, proximal, counts = current.detach(), proximal.detach(), mask.bool()
-    scored = counts & ~(proximal - behaviour).isnan()
+    current, proximal, in_loss = current.detach(), proximal.detach(), mask.bool()
+    scored = in_loss & ~(proximal - behaviour).isnan()
     log_ratio = torch.where(scored, proximal - behaviour, 0.0).clamp(-LOG_LIMIT, LOG_LIMIT)
     ratio = level_ratio(log_ratio, scored, correction.level)
     truncated = ratio.clamp(correction.ratio_min, correction.ratio_max)
-    outside = (ratio != truncated) & counts
+    outside = (ratio != truncated) & in_loss
     vetoed = veto(log_ratio, correction.token_veto)
-    moved = moved_away(current, behaviour, advantages, correction.probability_difference_max) & counts
+    moved = moved_away(current, behaviour, advantages, correction.probability_difference_max) & in_loss
     masked = vetoed[:, None] | moved
     if correction.action == "mask":
         masked = masked | outside
     return Factors(
-        policy=torch.where(counts, truncated.masked_fill(masked, 0.0), 1.0),
-        kl=torch.where(counts, truncated, 1.0),
-        counts=counts,
+        policy=torch.where(in_loss, truncated.masked_fill(masked, 0.0), 1.0),
+        kl=torch.where(in_loss, truncated, 1.0),
+        in_loss=in_loss,
         scored=scored,
         log_ratio=log_ratio,
         ratio=ratio,

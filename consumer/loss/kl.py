@@ -30,7 +30,7 @@ def missing_kl(
         proximal: float (B, T), log p.
         reference: float (B, T), log ref.
         ratio: float (B, T), p / b as corrected, detached.
-        mask: (B, T), 1 for tokens that count.
+        mask: (B, T), 1 for tokens in the loss.
         level: TRL's `importance_sampling_level`, of π / p: `token`, or `sequence` for its geometric mean.
 
     Returns:
@@ -48,18 +48,16 @@ def aggregate(
     mask: torch.Tensor,
     loss_type: str,
     *,
-    accumulation_steps: float,
-    steps_per_generation: int,
     num_items: torch.Tensor,
     max_completion_length: int,
 ) -> torch.Tensor:
-    """The loss of a micro-batch, scaled for its step, as TRL makes it of per-token losses.
+    """The loss of a micro-batch, as TRL makes it of per-token losses.
 
     Args:
         per_token: float (B, T).
-        mask: (B, T), 1 for tokens that count.
+        mask: (B, T), 1 for tokens in the loss.
         loss_type: one of TRL's.
-        num_items: int (), the tokens that count in all micro-batches of the step.
+        num_items: int (), the tokens in the loss in all micro-batches of the step.
 
     Returns:
         float (), a mean or a normalized sum:
@@ -72,15 +70,13 @@ def aggregate(
     """
     masked = per_token * mask
     if loss_type in ("dapo", "cispo", "vespo"):
-        return masked.sum() / (num_items.clamp(min=1) * accumulation_steps / steps_per_generation)
+        return masked.sum() / num_items.clamp(min=1)
     if loss_type in ("grpo", "sapo"):
-        loss = (masked.sum(-1) / mask.sum(-1).clamp(min=1)).mean()
-    elif loss_type == "bnpo":
-        loss = masked.sum() / mask.sum().clamp(min=1)
-    elif loss_type == "dr_grpo":
-        loss = masked.sum() / (len(masked) * max_completion_length)
-    elif loss_type == "luspo":
-        loss = masked.sum(-1).mean()
-    else:
-        raise ValueError(f"no such loss type: {loss_type}")
-    return loss / accumulation_steps
+        return (masked.sum(-1) / mask.sum(-1).clamp(min=1)).mean()
+    if loss_type == "bnpo":
+        return masked.sum() / mask.sum().clamp(min=1)
+    if loss_type == "dr_grpo":
+        return masked.sum() / (len(masked) * max_completion_length)
+    if loss_type == "luspo":
+        return masked.sum(-1).mean()
+    raise ValueError(f"no such loss type: {loss_type}")

@@ -1,6 +1,6 @@
 """What the importance ratios of a batch say about how far off-policy it is, and what the correction does about it.
 
-Guarantee: finite numbers, and none of a micro-batch in which no token counts; they come from the device in one transfer;
+Guarantee: finite numbers, and none of a micro-batch in which no token is in the loss; they come from the device in one transfer;
 quantiles look at no more than `QUANTILE_SAMPLE` values. docs/algorithms.md says what each number means.
 """
 
@@ -17,9 +17,9 @@ def ratio_statistics(correction: Correction, factors: Factors) -> dict[str, floa
 
     Without prefix: the raw ratios of the scored tokens, whatever the preset, so that they compare across runs.
     `sequence/` or `geometric/`: the raw ratios of the completions, where the preset has that level. `corrected/`: the
-    factors of the tokens that count, after bounds and masks, where the correction does anything.
+    factors of the tokens in the loss, after bounds and masks, where the correction does anything.
     """
-    if not factors.counts.any():
+    if not factors.in_loss.any():
         return {}
     log_ratio = factors.log_ratio[factors.scored].double()
     log_ratio = log_ratio if log_ratio.numel() else log_ratio.new_zeros(1)  # unscored tokens have ratio 1
@@ -27,20 +27,20 @@ def ratio_statistics(correction: Correction, factors: Factors) -> dict[str, floa
     result = _distribution(ratio) | {
         "kl": -log_ratio.mean(),  # k1 and k3 of KL(b || p), http://joschu.net/blog/kl-approx.html
         "kl_k3": (ratio - 1 - log_ratio).mean(),
-        "unscored_share": _share(~factors.scored, factors.counts),
-        "clipped_share": _share(factors.outside, factors.counts),
+        "unscored_share": _share(~factors.scored, factors.in_loss),
+        "clipped_share": _share(factors.outside, factors.in_loss),
     }
     if correction.level in ("sequence", "geometric"):
-        completions = factors.ratio[factors.counts.any(dim=1)].double().flatten()
+        completions = factors.ratio[factors.in_loss.any(dim=1)].double().flatten()
         result |= {f"{correction.level}/{name}": value for name, value in _distribution(completions).items()}
     if correction.token_veto is not None:
-        result["vetoed_share"] = _share(factors.vetoed, factors.counts.any(dim=1))
+        result["vetoed_share"] = _share(factors.vetoed, factors.in_loss.any(dim=1))
     if correction.probability_difference_max is not None:
-        result["moved_share"] = _share(factors.moved, factors.counts)
-    if correction.acts:
-        corrected = factors.policy[factors.counts].double()
+        result["moved_share"] = _share(factors.moved, factors.in_loss)
+    if correction.is_active:
+        corrected = factors.policy[factors.in_loss].double()
         result |= {f"corrected/{name}": value for name, value in _distribution(corrected).items()}
-        result["corrected/masked_share"] = _share(factors.policy == 0, factors.counts)
+        result["corrected/masked_share"] = _share(factors.policy == 0, factors.in_loss)
     return dict(zip(result, torch.stack(list(result.values())).tolist(), strict=True))
 
 

@@ -3,8 +3,8 @@
 Guarantee: however a step is cut, the sum of its micro-batches' losses, and so the gradient, is what TRL computes when all of
 its rows are one micro-batch: for every loss type, with entropy bonus, and for batches that are not full.
 
-TRL divides the loss of a micro-batch by the number of micro-batches, which is right if all are equally large. It takes any
-number, so it gets the one that makes a mean over this micro-batch its part of the mean over the step.
+To TRL every micro-batch is a step of its own, whose loss is a mean. Multiplied by its share of the rows or tokens of the step it
+becomes its part of the mean over the step.
 """
 
 import math
@@ -20,8 +20,17 @@ TOKEN_SUMS = ("dapo", "cispo", "vespo")
 """Loss types that TRL divides by the tokens of the whole step."""
 
 
+class NotFiniteStep(Exception):  # noqa: N818  what to do about it is for the loop to say
+    """Loss or gradient of the step in progress is NaN or infinite; weights and optimizer are as before it."""
+
+    def __init__(self, loss: float, grad_norm: float) -> None:
+        super().__init__(f"loss {loss:g}, gradient norm {grad_norm:g}")
+        self.loss = loss
+        self.grad_norm = grad_norm
+
+
 @dataclass
-class Pass:
+class LossCapture:
     """What comes up while TRL computes the loss of a micro-batch."""
 
     inputs: MicroBatch
@@ -47,51 +56,54 @@ class EntropyCut(NamedTuple):
         return cls(threshold, (entropies >= threshold).sum())
 
 
-class Part(NamedTuple):
+class MicroBatchSize(NamedTuple):
     """What a micro-batch is of its step."""
 
     rows: int
-    tokens: int  # that count
+    tokens: int  # in the loss
 
 
-def accumulation_steps(loss_type: str, part: Part, *, num_completions: int, num_tokens: int) -> float:
-    """What TRL has to divide the loss of a micro-batch by.
+def share_of_step(loss_type: str, size: MicroBatchSize, num_completions: int, num_tokens: int) -> float:
+    """What the loss of a micro-batch is multiplied by, so that the losses of a step add up to its loss.
 
     Args:
         num_completions: of a full step. What a partial one lacks is worth as much as rows without advantage.
-        num_tokens: that count, in all of the step.
+        num_tokens: in the loss, in all of the step.
     """
     if loss_type in TOKEN_SUMS:
         return 1.0
     if loss_type == "bnpo":
-        return num_tokens / part.tokens if part.tokens else 1.0
-    return num_completions / part.rows
+        return size.tokens / max(1, num_tokens)
+    return size.rows / num_completions
 
 
 def means_over_tokens(
-    seen: Pass, weight: float, cut: EntropyCut | None, *, entropy_coef: float, aux_loss_coef: float
+    capture: LossCapture, weight: float, cut: EntropyCut | None, *, entropy_coef: float, aux_loss_coef: float
 ) -> torch.Tensor | float:
     """TRL weighs entropy bonus and load-balancing loss as it weighs the policy's. Added to its loss, this makes both means over
     the tokens of the step.
 
     Args:
-        weight: the one by which TRL multiplied them.
+        weight: what they have been multiplied by.
     """
-    mask = seen.loss_mask
-    num_tokens, rest = seen.inputs["num_items_in_batch"].clamp(min=1), 0.0
-    if seen.aux_loss is not None:
-        rest = aux_loss_coef * seen.aux_loss * (mask.sum() / num_tokens - weight)
-    if entropy_coef and seen.entropies is not None:
-        if seen.entropy_mask is not None:
-            mask = mask * seen.entropy_mask
+    mask = capture.loss_mask
+    num_tokens, rest = capture.inputs["num_items_in_batch"].clamp(min=1), 0.0
+    if capture.aux_loss is not None:
+        rest = aux_loss_coef * capture.aux_loss * (mask.sum() / num_tokens - weight)
+    if entropy_coef and capture.entropies is not None:
+        if capture.entropy_mask is not None:
+            mask = mask * capture.entropy_mask
             num_tokens = (mask.sum() if cut is None else cut.num_tokens).clamp(min=1)
-        mean = (seen.entropies * mask).sum() / mask.sum().clamp(min=1)
+        mean = (capture.entropies * mask).sum() / mask.sum().clamp(min=1)
         rest = rest - entropy_coef * mean * (mask.sum() / num_tokens - weight)
     return rest
 
 
 def metrics_of_step(
-    recorded: Sequence[Mapping[str, list[float]]], parts: Sequence[Part], loss_type: str, importance_level: str
+    recorded: Sequence[Mapping[str, list[float]]],
+    parts: Sequence[MicroBatchSize],
+    loss_type: str,
+    importance_level: str,
 ) -> dict[str, float]:
     """One number for each metric of TRL: the largest of what is called max, the smallest min, the last of a setting, the sum of
     what is normalized by the step, and else the mean over all tokens or, where TRL has one number per completion, over all rows.

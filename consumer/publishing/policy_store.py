@@ -1,9 +1,8 @@
 """The published policies that producers can download.
 
-Guarantee: the newest policy is always there, with the few before it and the one that is held; any thread may publish, any may
-read. A policy lies in
-memory once: in the file that producers of this host read, where there is room for one. The memory of one that goes is given
-back, and not before.
+Guarantee: the newest policy is always there, with the few before it and the one that is pinned; any thread may publish, any may
+read. A policy is in memory once: in the file that producers of this host read, where there is room for one. Its memory is
+given back when it leaves the store, and not before.
 """
 
 import mmap
@@ -14,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from consumer.publishing.published_policy import PublishedPolicy
 from protocol.files.shared_memory import SharedMemory
 from protocol.wire.messages import BlobChunk, BlobMissing, BlobRequest, PolicyInfo, PolicyOffer, PolicyRequest
 
@@ -24,8 +24,8 @@ class _Blob(NamedTuple):
     release: Callable[[], None]
 
 
-class PolicyShelf:
-    """Keeps the last `keep` adapter blobs by digest.
+class PolicyStore:
+    """Keeps the last `keep` policies by digest.
 
     Args:
         memory: for the files.
@@ -37,7 +37,7 @@ class PolicyShelf:
         self._lock = threading.Lock()
         self._blobs: OrderedDict[str, _Blob] = OrderedDict()
         self._newest: PolicyInfo | None = None
-        self._held: str | None = None  # a digest
+        self._pinned: str | None = None  # a digest
 
     @property
     def newest(self) -> PolicyInfo:
@@ -45,42 +45,30 @@ class PolicyShelf:
         assert self._newest is not None, "publish a policy first"
         return self._newest
 
-    def publish(
-        self,
-        version: int,
-        data: bytes | memoryview,
-        digest: str,
-        probe: tuple[bytes, bytes],
-        release: Callable[[], None],
-    ) -> None:
-        """
-        Args:
-            probe: tokens and log-probs, as a `PolicyOffer` has them.
-            release: is called when `data` is not needed any more.
-        """
-        blob = self._blob(data, digest, probe, release)
+    def publish(self, policy: PublishedPolicy) -> None:
+        blob = self._blob(policy)
         with self._lock:
-            gone = [self._blobs.pop(digest)] if digest in self._blobs else []
-            self._blobs[digest] = blob
-            self._newest = PolicyInfo(version, digest, len(blob.data))
+            gone = [self._blobs.pop(policy.digest)] if policy.digest in self._blobs else []
+            self._blobs[policy.digest] = blob
+            self._newest = policy.info
             gone += self._superseded()
         for blob in gone:
             blob.release()
 
-    def hold(self, digest: str, data: bytes, probe: tuple[bytes, bytes]) -> None:
-        """Keeps this policy, which is put here if it is not, until another is held or it is let go."""
+    def pin(self, policy: PublishedPolicy) -> None:
+        """Keeps this policy, which is added if it is not here, until another is pinned or it is unpinned."""
         with self._lock:
-            self._held = digest
-            known = digest in self._blobs
+            self._pinned = policy.digest
+            known = policy.digest in self._blobs
         if not known:
-            blob = self._blob(data, digest, probe, lambda: None)
+            blob = self._blob(policy)
             with self._lock:
-                self._blobs[digest] = blob
-                self._blobs.move_to_end(digest, last=False)
+                self._blobs[policy.digest] = blob
+                self._blobs.move_to_end(policy.digest, last=False)
 
-    def let_go(self) -> None:
+    def unpin(self) -> None:
         with self._lock:
-            self._held = None
+            self._pinned = None
             gone = self._superseded()
         for blob in gone:
             blob.release()
@@ -96,18 +84,17 @@ class PolicyShelf:
             blob = self._blobs.get(request.digest)
         return blob.offer if blob else BlobMissing(request.digest)
 
-    def _blob(
-        self, data: bytes | memoryview, digest: str, probe: tuple[bytes, bytes], release: Callable[[], None]
-    ) -> _Blob:
+    def _blob(self, policy: PublishedPolicy) -> _Blob:
+        data, release = policy.data, policy.release
         file = self._memory.write(memoryview(data))
         if file is not None:
             release()
             data, release = _mapped(file), partial(file.unlink, missing_ok=True)
-        return _Blob(memoryview(data), PolicyOffer(digest, str(file or ""), *probe), release)
+        return _Blob(memoryview(data), PolicyOffer(policy.digest, str(file or ""), *policy.probe), release)
 
     def _superseded(self) -> list[_Blob]:
-        """Takes out all but the newest and the one that is held. With the lock."""
-        others = [digest for digest in self._blobs if digest != self._held]
+        """Takes out all but the newest and the one that is pinned. With the lock."""
+        others = [digest for digest in self._blobs if digest != self._pinned]
         return [self._blobs.pop(digest) for digest in others[: -self._keep]]
 
 

@@ -1,15 +1,16 @@
 """The thread that publishes policies while the main thread trains on.
 
 Guarantee: versions are published in the order in which they were submitted, each once; its main-thread side waits only
-when two are unfinished. What ends the thread ends the run: `check`, `submit` and `flush` raise it.
+when two are unfinished. What ends the thread ends the run: `submit` and `flush` raise it, and every wait of the main thread.
 """
 
 import threading
 from collections import deque
 from collections.abc import Callable
 
+from consumer.publishing.published_policy import PublishedPolicy
 from consumer.publishing.snapshots import Snapshot
-from consumer.waiting import Patience
+from consumer.waiting import Patience, ThreadErrors
 
 _MAX_UNFINISHED = 2
 _POLL_S = 0.25
@@ -19,40 +20,41 @@ class Publisher:
     """Starts with the first version.
 
     Args:
-        publish: is called on the thread with version, step and snapshot. False: not now, try again.
+        publish: is called on the thread with optimizer step and policy. False: not now, try again.
         describe: says who waits for whom.
+        errors: is told what ended the thread.
     """
 
     def __init__(
-        self, publish: Callable[[int, int, Snapshot], bool], patience: Patience, describe: Callable[[], str]
+        self,
+        publish: Callable[[int, PublishedPolicy], bool],
+        patience: Patience,
+        describe: Callable[[], str],
+        errors: ThreadErrors,
     ) -> None:
         self._publish = publish
         self._patience = patience
         self._describe = describe
+        self._errors = errors
         self._changed = threading.Condition()
-        self._unfinished: deque[tuple[int, int, Snapshot]] = deque()
+        self._unfinished: deque[tuple[int, int, Snapshot]] = deque()  # step, version
         self._closing = False
-        self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
 
     # The main thread's side.
 
-    def submit(self, version: int, step: int, snapshot: Snapshot) -> None:
-        """Hands a version over. Of a version that is given up with the run nothing is announced."""
+    def submit(self, step: int, version: int, snapshot: Snapshot) -> None:
+        """Hands over the version that optimizer step `step` made. Nothing is announced of one that is given up with the run."""
         self._wait_until_at_most(_MAX_UNFINISHED - 1)
         if self._thread.ident is None:
             self._thread.start()
         with self._changed:
-            self._unfinished.append((version, step, snapshot))
+            self._unfinished.append((step, version, snapshot))
             self._changed.notify_all()
 
     def flush(self) -> None:
         """Returns when everything submitted is published."""
         self._wait_until_at_most(0)
-
-    def check(self) -> None:
-        if self._error is not None:
-            raise self._error
 
     def close(self) -> None:
         """Publishes what can be published at once, and ends the thread."""
@@ -65,28 +67,29 @@ class Publisher:
     def _wait_until_at_most(self, count: int) -> None:
         def attempt() -> bool | None:
             with self._changed:
-                done = self._changed.wait_for(lambda: self._error or len(self._unfinished) <= count, _POLL_S)
-            self.check()
+                done = self._changed.wait_for(lambda: len(self._unfinished) <= count or self._errors.first, _POLL_S)
+            self._errors.check()
             return True if done else None
 
-        self._patience.until(attempt, "the publication of a policy", self._describe)
+        self._patience.wait_until(attempt, "the publication of a policy", self._describe)
 
     # The thread.
 
     def _run(self) -> None:
         try:
             while self._next_is_there():
-                if self._publish(*self._unfinished[0]):
+                step, version, snapshot = self._unfinished[0]
+                policy = snapshot.published(version)
+                while not self._publish(step, policy):
                     with self._changed:
-                        self._unfinished.popleft()
-                        self._changed.notify_all()
-                    continue
+                        if self._changed.wait_for(lambda: self._closing, _POLL_S):
+                            return
                 with self._changed:
-                    if self._changed.wait_for(lambda: self._closing, _POLL_S):
-                        return
+                    self._unfinished.popleft()
+                    self._changed.notify_all()
         except BaseException as error:
+            self._errors.note(error)
             with self._changed:
-                self._error = error
                 self._changed.notify_all()
 
     def _next_is_there(self) -> bool:

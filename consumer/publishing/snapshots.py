@@ -16,6 +16,7 @@ from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import save
 
 from consumer.publishing.probe import Measurement
+from consumer.publishing.published_policy import NO_PROBE, MeasuredProbe, PublishedPolicy
 from protocol.wire.adapter_blob import AdapterBlob, pack
 
 _ALIGNMENT_BYTES = 16  # at least that of every dtype
@@ -39,24 +40,17 @@ class Snapshot:
     @property
     def data(self) -> memoryview:
         """Waits until everything is there."""
-        self._wait()
-        return memoryview(self._blob.numpy())
-
-    @property
-    def probe(self) -> tuple[bytes, bytes]:
-        """Tokens and log-probs as a `PolicyOffer` has them; empty if they were not measured."""
-        self._wait()
-        if self._probe is None:
-            return b"", b""
-        return self._probe.token_ids.astype("<i4").tobytes(), self._probe.logprobs.numpy().astype("<f4").tobytes()
-
-    def _wait(self) -> None:
         if self._copied is not None:
             self._copied.synchronize()
+        return memoryview(self._blob.numpy())
 
-    def digest(self) -> str:
-        """sha256 in hex."""
-        return hashlib.sha256(self.data).hexdigest()
+    def published(self, version: int) -> PublishedPolicy:
+        """As the policy of this version, which releases this. Waits until everything is there."""
+        data, probe = self.data, NO_PROBE
+        if self._probe is not None:
+            token_ids, logprobs = self._probe.token_ids.astype("<i4"), self._probe.logprobs.numpy().astype("<f4")
+            probe = MeasuredProbe(token_ids.tobytes(), logprobs.tobytes())
+        return PublishedPolicy(version, hashlib.sha256(data).hexdigest(), data, probe, self.release)
 
 
 class AdapterSnapshots:

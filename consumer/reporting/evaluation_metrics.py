@@ -30,7 +30,7 @@ def watch_evaluation(registry: CollectorRegistry, evaluation: EvaluationControl 
         return math.nan if score is None else score
 
     def progress() -> Progress:
-        return evaluation.desk.progress if evaluation else Progress()
+        return evaluation.leases.progress if evaluation else Progress()
 
     readings = Readings(registry)
     readings.gauge("rl_trainer_evaluation_score", "Score of the last evaluation.", lambda: last("score"))
@@ -68,8 +68,8 @@ def watch_evaluation(registry: CollectorRegistry, evaluation: EvaluationControl 
         "the one before took too long.",
         "outcome",
         lambda: {
-            "scored": evaluation.counts["scored"] if evaluation else 0,
-            "incomplete": evaluation.counts["incomplete"] if evaluation else 0,
+            "scored": evaluation.totals["scored"] if evaluation else 0,
+            "incomplete": evaluation.totals["incomplete"] if evaluation else 0,
             "skipped": evaluation.num_skipped if evaluation else 0,
         },
     )

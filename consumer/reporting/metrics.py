@@ -9,11 +9,12 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Histogram, Info
 
+from consumer.intake.arrivals import RolloutStorage
 from consumer.intake.intake import Intake
+from consumer.intake.sessions import FleetMember
 from protocol import __version__
 from protocol.service.metrics import Readings
 from replay.buffer import RolloutBuffer
-from replay.journal.disk import DiskGuard
 
 COMMIT_BUCKETS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
 
@@ -49,129 +50,141 @@ _DEPTHS = {
 }
 
 
-class TrainerMetrics:
-    """Timings that are told as they happen; `watch` adds all that is read."""
+_FLEET: tuple[tuple[str, str, Callable[[FleetMember, int], float]], ...] = (
+    (
+        "rl_trainer_producer_policy_version",
+        "Policy version that each connected producer serves; -1 while none.",
+        lambda member, _: member.policy_version,
+    ),
+    (
+        "rl_trainer_producer_refused_version",
+        "Policy version that each connected producer refuses, so that it serves an older one; -1 while none.",
+        lambda member, _: member.refused_version,
+    ),
+    (
+        "rl_trainer_producer_lag_versions",
+        "Versions by which each connected producer is behind the newest.",
+        lambda member, newest: newest - member.policy_version,
+    ),
+    ("rl_trainer_producer_leases", "Leases of each connected producer.", lambda member, _: member.num_leases),
+    (
+        "rl_trainer_producer_heard_seconds",
+        "Time since each connected producer was last heard.",
+        lambda member, _: member.heard_ago_s,
+    ),
+)
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._registry = registry
-        self.commit_s = Histogram(
-            "rl_trainer_journal_commit_seconds", "Duration of durable commits to the journal.",
-            buckets=COMMIT_BUCKETS_S, registry=registry,
-        )  # fmt: skip
 
-    def watch(
-        self,
-        run_id: str,
-        buffer: RolloutBuffer,
-        intake: Intake,
-        refusals: Mapping[str, int],
-        waiting_s: Callable[[], float],
-        disk: DiskGuard,
-        journal_file: Path,
-    ) -> None:
-        """Only after the first policy was published.
+def commit_seconds(registry: CollectorRegistry) -> Histogram:
+    """The one number that is told as it happens; the others are read at the scrape."""
+    return Histogram(
+        "rl_trainer_journal_commit_seconds", "Duration of durable commits to the journal.",
+        buckets=COMMIT_BUCKETS_S, registry=registry,
+    )  # fmt: skip
 
-        Args:
-            refusals: connections and messages that the server's sockets refused, by reason.
-            waiting_s: of the wait for rollouts in progress.
-        """
-        info = Info("rl_trainer", "The run and this release.", registry=self._registry)
-        info.info({"run": run_id, "release": __version__})
-        readings = Readings(self._registry)
-        for key, (name, text) in _TOTALS.items():
-            readings.counter(name, text, lambda key=key: buffer.counts[key])  # type: ignore[misc]
-        for key, (name, text) in _DEPTHS.items():
-            readings.gauge(name, text, lambda key=key: buffer.depth()[key])  # type: ignore[misc]
-        readings.counters(
-            "rl_trainer_groups_received_total",
-            "Groups that producers delivered: accepted, no_signal (degenerate: all rewards equal), stale, duplicate, of an "
-            "unknown lease, or invalid.",
-            "outcome",
-            lambda: {outcome: buffer.counts[outcome] for outcome in _OUTCOMES},
-        )
-        readings.counters(
-            "rl_trainer_leases_failed_total",
-            "Leases that ended without a group.",
-            "reason",
-            lambda: {reason: buffer.counts[f"failed_{reason}"] for reason in _FAILURES},
-        )
-        readings.counters(
-            "rl_trainer_connections_refused_total",
-            "Connections and messages refused at the door (docs/security.md).",
-            "reason",
-            lambda: refusals,
-        )
-        readings.counters(
-            "rl_trainer_completions_scored_total",
-            "Completions that the judging reward scored, by the attempt at their prompt: 1 is its own turn.",
-            "attempt",
-            lambda: by_attempt(buffer.counts, "scored"),
-        )
-        readings.counters(
-            "rl_trainer_completions_solved_total",
-            "Those of them that it judged a success.",
-            "attempt",
-            lambda: by_attempt(buffer.counts, "successes"),
-        )
-        readings.counter(
-            "rl_trainer_tokens_generated_total", "Tokens that producers generated.", lambda: intake.tokens_generated
-        )
-        readings.gauge(
-            "rl_trainer_waiting_seconds", "How long the trainer waits for rollouts now; 0 while it trains.", waiting_s
-        )
-        readings.gauge("rl_trainer_policy_version", "Newest published policy version.", lambda: intake.version)
-        readings.gauge("rl_trainer_producers_connected", "Producers connected.", lambda: intake.num_producers)
-        readings.gauge("rl_trainer_arrivals_unwritten", "Groups that wait for a commit.", lambda: intake.num_unwritten)
-        readings.gauge("rl_trainer_journal_bytes", "Size of the journal's files.", lambda: _file_bytes(journal_file))
-        readings.gauge("rl_trainer_disk_used_ratio", "Share of run_dir's disk in use.", lambda: disk.used)
-        readings.gauge(
-            "rl_trainer_disk_used_limit_ratio", "Share above which no leases are given.", lambda: disk.max_used
-        )
-        self._watch_fleet(readings, intake)
 
-    def _watch_fleet(self, readings: Readings, intake: Intake) -> None:
-        """By producer; those that are connected only, so that names of past ones do not pile up."""
+def watch_trainer(
+    registry: CollectorRegistry,
+    run_id: str,
+    storage: RolloutStorage,
+    intake: Intake,
+    refusals: Mapping[str, int],
+    waiting_s: Callable[[], float],
+) -> None:
+    """Everything that is read at the scrape. Only after the first policy was published.
+
+    Args:
+        refusals: connections and messages that the server's sockets refused, by reason.
+        waiting_s: of the wait for rollouts in progress.
+    """
+    info = Info("rl_trainer", "The run and this release.", registry=registry)
+    info.info({"run": run_id, "release": __version__})
+    readings = Readings(registry)
+    _watch_buffer(readings, storage.buffer)
+    _watch_intake(readings, intake, refusals, waiting_s)
+    _watch_disk(readings, storage)
+    _watch_fleet(readings, intake)
+
+
+def _watch_buffer(readings: Readings, buffer: RolloutBuffer) -> None:
+    for key, (name, text) in _TOTALS.items():
+        readings.counter(name, text, lambda key=key: buffer.counts[key])  # type: ignore[misc]
+    for key, (name, text) in _DEPTHS.items():
+        readings.gauge(name, text, lambda key=key: buffer.depth()[key])  # type: ignore[misc]
+    readings.counters(
+        "rl_trainer_groups_received_total",
+        "Groups that producers delivered: accepted, no_signal (degenerate: all rewards equal), stale, duplicate, of an "
+        "unknown lease, or invalid.",
+        "outcome",
+        lambda: {outcome: buffer.counts[outcome] for outcome in _OUTCOMES},
+    )
+    readings.counters(
+        "rl_trainer_leases_failed_total",
+        "Leases that ended without a group.",
+        "reason",
+        lambda: {reason: buffer.counts[f"failed_{reason}"] for reason in _FAILURES},
+    )
+    readings.counters(
+        "rl_trainer_completions_scored_total",
+        "Completions that the judging reward scored, by the attempt at their prompt: 1 is its own turn.",
+        "attempt",
+        lambda: by_attempt(buffer.counts, "scored"),
+    )
+    readings.counters(
+        "rl_trainer_completions_solved_total",
+        "Those of them that it judged a success.",
+        "attempt",
+        lambda: by_attempt(buffer.counts, "successes"),
+    )
+
+
+def _watch_intake(
+    readings: Readings, intake: Intake, refusals: Mapping[str, int], waiting_s: Callable[[], float]
+) -> None:
+    readings.counters(
+        "rl_trainer_connections_refused_total",
+        "Connections and messages refused at the door (docs/security.md).",
+        "reason",
+        lambda: refusals,
+    )
+    readings.counter(
+        "rl_trainer_tokens_generated_total", "Tokens that producers generated.", lambda: intake.tokens_generated
+    )
+    readings.gauge(
+        "rl_trainer_waiting_seconds", "How long the trainer waits for rollouts now; 0 while it trains.", waiting_s
+    )
+    readings.gauge("rl_trainer_policy_version", "Newest published policy version.", lambda: intake.version)
+    readings.gauge("rl_trainer_producers_connected", "Producers connected.", lambda: intake.num_producers)
+    readings.gauge("rl_trainer_arrivals_unwritten", "Groups that wait for a commit.", lambda: intake.num_unwritten)
+
+
+def _watch_disk(readings: Readings, storage: RolloutStorage) -> None:
+    _, journal, disk = storage
+    readings.gauge("rl_trainer_journal_bytes", "Size of the journal's files.", lambda: _file_bytes(journal.path))
+    readings.gauge("rl_trainer_disk_used_ratio", "Share of run_dir's disk in use.", lambda: disk.used)
+    readings.gauge("rl_trainer_disk_used_limit_ratio", "Share above which no leases are given.", lambda: disk.max_used)
+
+
+def _watch_fleet(readings: Readings, intake: Intake) -> None:
+    """By producer; those that are connected only, so that names of past ones do not pile up."""
+    readings.gauges(
+        "rl_trainer_producer_info",
+        "1 for each connected producer and its release; empty when it does not say.",
+        ("producer", "release"),
+        lambda: {(member.name, member.release): 1 for member in intake.fleet()},
+    )
+    readings.counters(
+        "rl_trainer_producer_idle_seconds_total",
+        "Time that each connected producer was connected without a request in its engine, since it started.",
+        "producer",
+        lambda: {member.name: member.idle_s for member in intake.fleet()},
+    )
+    for name, text, value in _FLEET:
         readings.gauges(
-            "rl_trainer_producer_info",
-            "1 for each connected producer and its release; empty when it does not say.",
-            ("producer", "release"),
-            lambda: {(member.name, member.release): 1 for member in intake.fleet()},
-        )
-        readings.counters(
-            "rl_trainer_producer_idle_seconds_total",
-            "Time that each connected producer was connected without a request in its engine, since it started.",
+            name,
+            text,
             "producer",
-            lambda: {member.name: member.idle_s for member in intake.fleet()},
-        )
-        readings.gauges(
-            "rl_trainer_producer_policy_version",
-            "Policy version that each connected producer serves; -1 while none.",
-            "producer",
-            lambda: {member.name: member.policy_version for member in intake.fleet()},
-        )
-        readings.gauges(
-            "rl_trainer_producer_refused_version",
-            "Policy version that each connected producer refuses, so that it serves an older one; -1 while none.",
-            "producer",
-            lambda: {member.name: member.refused_version for member in intake.fleet()},
-        )
-        readings.gauges(
-            "rl_trainer_producer_lag_versions",
-            "Versions by which each connected producer is behind the newest.",
-            "producer",
-            lambda: {member.name: intake.version - member.policy_version for member in intake.fleet()},
-        )
-        readings.gauges(
-            "rl_trainer_producer_leases",
-            "Leases of each connected producer.",
-            "producer",
-            lambda: {member.name: member.num_leases for member in intake.fleet()},
-        )
-        readings.gauges(
-            "rl_trainer_producer_heard_seconds",
-            "Time since each connected producer was last heard.",
-            "producer",
-            lambda: {member.name: member.heard_ago_s for member in intake.fleet()},
+            lambda value=value: {member.name: value(member, intake.version) for member in intake.fleet()},  # type: ignore[misc]
         )
 
 

@@ -41,7 +41,7 @@ class BatchFeed:
             self._patience.check()
             self._waits_since = time.monotonic()
             try:
-                self.last = self._patience.until(self._attempt, "rollouts", self._describe)
+                self.last = self._patience.wait_until(self._attempt, "rollouts", self._describe)
             except StalledError:
                 self._buffer.check_stalled()
                 raise

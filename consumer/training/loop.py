@@ -7,25 +7,19 @@ checkpoint: a run that is stopped or killed meanwhile goes on with the evaluatio
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback
-
-from consumer.checkpoints.folders import Checkpoint
-from consumer.evaluation.control import EvaluationControl
-from consumer.publishing.probe import Probe, probe_tokens
+from consumer.checkpoints.folders import is_committed
+from consumer.loss.step_loss import NotFiniteStep
 from consumer.reporting.inspection import keep, not_finite
-from consumer.reporting.sampled_rollouts import RolloutLog
-from consumer.reporting.step_report import StepReport
 from consumer.training.callbacks import RunControl
-from consumer.training.pipeline import Feed, Pipeline
-from consumer.training.run_components import Setup
-from consumer.training.trainer import NotFiniteStep, SlipstreamTrainer
-from consumer.training.trl_arguments import REFUSALS
-from consumer.waiting import Patience, StopRequested, write_when_there_is_room
-from protocol.errors import ConfigError, NotFiniteError
+from consumer.training.pipeline import Connections
+from consumer.training.run_components import RunStart
+from consumer.training.trainer import SlipstreamTrainer
+from consumer.waiting import StopRequested, write_when_there_is_room
+from protocol.errors import NotFiniteError
 from protocol.files.staged import staged
 
 
@@ -34,65 +28,21 @@ class TrainingLoop:
 
     def __init__(
         self,
-        setup: Setup,
-        pipeline: Pipeline,
-        feed: Feed,
-        report: StepReport,
-        patience: Patience,
-        start: Checkpoint | None,
-        run_id: str,
-        callbacks: Sequence[TrainerCallback] = (),
-        evaluation: EvaluationControl | None = None,
+        trainer: SlipstreamTrainer,
+        control: RunControl,
+        connections: Connections,
+        start: RunStart,
+        run_dir: Path,
     ) -> None:
-        self._setup = setup
-        self._evaluation = evaluation
-        self._report = report
-        self._patience = patience
-        self._feed = feed
+        self.control = control
+        self._trainer = trainer
+        self._feed = connections.feed
+        self._report = connections.report
+        self._patience = connections.patience
+        self._evaluation = connections.evaluation
         self._start = start
-        self._first_step = start.step if start else 0
-        self.control = RunControl(
-            pipeline,
-            setup.budget,
-            feed,
-            report,
-            patience,
-            keep_checkpoints=setup.arguments.save_total_limit,
-            run_id=run_id,
-            stop_requested=setup.stop,
-            evaluation=evaluation,
-        )
-        try:
-            self._trainer = SlipstreamTrainer(
-                setup.config,
-                setup.arguments,
-                setup.lora,
-                setup.model_folder,
-                feed,
-                callbacks=[self.control, *callbacks],
-                save_checkpoint=self.control.save,
-            )
-        except REFUSALS as error:
-            raise ConfigError(f"TRL or PEFT refused to build the trainer: {error}") from error
-        self.control.trainer = self._trainer
-        if evaluation is not None:
-            evaluation.log = self._trainer.log_now
-        self.control.rollouts = RolloutLog.of(
-            setup.config, self._trainer.recipe, self._trainer._tokenizer.decode, self._first_step
-        )
-        self.control.probe = Probe(
-            probe_tokens(setup.prompts, self._trainer._tokenizer, setup.config.seed),
-            setup.config.swap.probe_every,
-            self._trainer.accelerator.unwrap_model(self._trainer.model),
-            self._trainer.accelerator.autocast,
-        )
-        if setup.initial_adapter is not None:
-            self._trainer.start_from(setup.initial_adapter, resumed=start is not None)
-        if start is not None:
-            try:
-                self._trainer._load_from_checkpoint(str(start.folder))  # before the first policy is published
-            except (ValueError, RuntimeError) as error:
-                raise ConfigError(f"run_dir: {start.folder} does not fit model.path and lora: {error}") from error
+        self._run_dir = run_dir
+        self._max_steps = trainer.args.max_steps
 
     def train(self, describe: Callable[[], str] = lambda: "") -> bool:
         """Returns whether the run is finished: every step was taken and the last version evaluated, as far as it could be, or
@@ -115,7 +65,7 @@ class TrainingLoop:
             return True
         try:
             if not was_stopped:  # otherwise perhaps before the last version was published, and known to be due
-                self._evaluation.wait_for_last(self._patience, describe)
+                self._evaluation.wait_for_last(self._patience, describe, self._trainer.log_now)
                 return True
         except StopRequested:
             pass
@@ -124,18 +74,19 @@ class TrainingLoop:
 
     @property
     def _took_all_steps(self) -> bool:
-        return bool(self._trainer.state.global_step >= self._setup.arguments.max_steps)
+        return bool(self._trainer.state.global_step >= self._max_steps)
 
     @property
     def _has_trained(self) -> bool:
         """Whether there is no step left to take."""
-        return self._took_all_steps or self.control.seen_enough is not None
+        return self._took_all_steps or self.control.early_stop_reason is not None
 
     def _take_steps(self) -> None:
-        if self._first_step < self._setup.arguments.max_steps and self.control.seen_enough is None:
-            self._trainer.train(resume_from_checkpoint=str(self._start.folder) if self._start else None)
+        if self._start.step < self._max_steps and self.control.early_stop_reason is None:
+            checkpoint = self._start.checkpoint
+            self._trainer.train(resume_from_checkpoint=str(checkpoint.folder) if checkpoint else None)
         else:  # transformers would wait for one batch more
-            self._trainer.state.global_step = self._first_step
+            self._trainer.state.global_step = self._start.step
 
     def _keep(self) -> bool:
         """Brings what was trained to the disk: a checkpoint if the run may have to go on from here, and the final adapter.
@@ -143,18 +94,24 @@ class TrainingLoop:
         what, then = "a checkpoint", "the steps since the last one will be taken again"
         try:
             if self._evaluation is not None or not self._has_trained:
-                self.control.save_if_needed(self._first_step)
+                self._save_checkpoint()
             if self._has_trained:
                 what, then = "the adapter", "go on with --resume to have it written"
-                self._write(Path(self._setup.config.run_dir) / "adapter", self._trainer.save_model, what)
+                self._write(self._run_dir / "adapter", self._trainer.save_model, what)
         except StopRequested:
             self._report.say(f"no room for {what}: {then}")
             return False
         return True
 
+    def _save_checkpoint(self) -> None:
+        """Unless nothing was trained since the last one."""
+        step, folder = self._trainer.state.global_step, Path(self._trainer.args.output_dir)
+        if step > self._start.step and not is_committed(folder / f"checkpoint-{step}"):
+            self._trainer._save_checkpoint(self._trainer.model, trial=None)
+
     def _explain(self, found: NotFiniteStep) -> str:
         """Keeps the batch, and says what was found and how to go on."""
-        trainer, run_dir = self._trainer, Path(self._setup.config.run_dir)
+        trainer = self._trainer
         step, batch = trainer.state.global_step + 1, self._feed.last
         assert batch is not None
         weights = not_finite(trainer.model.named_parameters(), lambda parameter: parameter)
@@ -165,7 +122,7 @@ class TrainingLoop:
             "weights_not_finite": weights,
             "gradients_not_finite": not_finite(trainer.model.named_parameters(), lambda parameter: parameter.grad),
         }
-        folder = keep(run_dir, step, batch, numbers)
+        folder = keep(self._run_dir, step, batch, numbers)
         if weights:
             cause = (
                 f"the weights themselves are not finite ({weights[0]} first), so an earlier step spoiled them: lower "
@@ -183,12 +140,12 @@ class TrainingLoop:
 
     def write_results(self, finished: bool, numbers: dict[str, Any]) -> None:
         """A summary for programs and one for people."""
-        run_dir, step = Path(self._setup.config.run_dir), self._trainer.state.global_step
+        step = self._trainer.state.global_step
         summary = {"finished": finished, "steps": step, "wall_s": time.monotonic() - self._started} | numbers
         if self._evaluation is not None:
             best = self._evaluation.best
             summary |= {
-                "stopped_early": self.control.seen_enough,
+                "stopped_early": self.control.early_stop_reason,
                 "best": best and {**best, "folder": "checkpoints/best"},
             }
 
@@ -196,14 +153,14 @@ class TrainingLoop:
             Path(file).write_text(json.dumps(summary, indent=1), encoding="utf-8")
 
         try:
-            self._write(run_dir / "trainer.json", write, "trainer.json")
+            self._write(self._run_dir / "trainer.json", write, "trainer.json")
         except StopRequested:
             self._report.say("no room for trainer.json; go on with --resume to have it written")
         hint = "" if finished else "; go on with --resume"
         outcome = "finished" if finished else "stopped"
-        if finished and (reason := self.control.seen_enough) is not None:
+        if finished and (reason := self.control.early_stop_reason) is not None:
             outcome += f" early, because {reason},"
-        self._report.say(f"rl-trainer: {outcome} at step {step} of {self._setup.arguments.max_steps}{hint}")
+        self._report.say(f"rl-trainer: {outcome} at step {step} of {self._max_steps}{hint}")
 
     def _write(self, final: Path, write: Callable[[str], object], what: str) -> None:
         """Has `write` make a file or folder that appears whole, as soon as there is room for it."""

@@ -7,24 +7,24 @@ on the disk.
 
 import logging
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from consumer.checkpoints import folders as checkpoints
 from consumer.evaluation.control import EvaluationControl
+from consumer.intake.arrivals import RolloutStorage
 from consumer.intake.intake import Intake
+from consumer.publishing.published_policy import PublishedPolicy
 from consumer.publishing.publisher import Publisher
 from consumer.publishing.snapshots import Snapshot
-from consumer.waiting import Patience
+from consumer.reporting.step_report import StepReport
+from consumer.waiting import Patience, ThreadErrors
 from protocol.config.learning import ReplaySection
 from protocol.files.space import out_of_space
-from protocol.wire.messages import PolicyInfo
 from replay.batches.cutting import CutBatch
-from replay.buffer import RolloutBuffer
 from replay.journal.database import JournalFullError
-from replay.journal.disk import DiskGuard
 from replay.journal.retention import Retention
-from replay.journal.writer import Journal
 from replay.prompts.adaptive_staleness import StalenessController
 
 logger = logging.getLogger(__name__)
@@ -74,48 +74,57 @@ class Pipeline(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Connections:
+    """What a training loop is connected to.
+
+    Args:
+        evaluation: None: nothing is evaluated in this run.
+    """
+
+    feed: Feed
+    pipeline: Pipeline
+    report: StepReport
+    patience: Patience
+    evaluation: EvaluationControl | None = None
+
+
 class LivePipeline:
     """A `Pipeline` with producers, a buffer and a journal.
 
     Args:
+        errors: is told what ended the thread that publishes.
         staleness: adapts the staleness that leases are given within; None leaves it as configured.
         evaluation: is told of every policy before it is published.
     """
 
     def __init__(
         self,
-        buffer: RolloutBuffer,
-        journal: Journal,
+        storage: RolloutStorage,
         intake: Intake,
         patience: Patience,
-        disk: DiskGuard,
+        errors: ThreadErrors,
         settings: ReplaySection,
         staleness: StalenessController | None = None,
         evaluation: EvaluationControl | None = None,
     ) -> None:
-        self._buffer = buffer
-        self._journal = journal
+        self._buffer, self._journal, self._disk = storage
         self._intake = intake
         self._patience = patience
-        self._disk = disk
         self._settings = settings
         self._staleness = staleness
         self._evaluation = evaluation
-        self._retention = Retention(journal)
-        self._publisher = Publisher(self._announce, patience, intake.describe)
+        self._retention = Retention(self._journal)
+        self._publisher = Publisher(self._announce, patience, intake.describe, errors)
         if staleness is not None:
-            buffer.lease_within(staleness.staleness)
+            self._buffer.lease_within(staleness.staleness)
 
     def publish(self, step: int, version: int, snapshot: Snapshot) -> None:
         self.end_step(step)
-        self._publisher.submit(version, step, snapshot)
+        self._publisher.submit(step, version, snapshot)
 
     def flush(self) -> None:
         self._publisher.flush()
-
-    def check(self) -> None:
-        """Raises what ended the publishing, if anything did."""
-        self._publisher.check()
 
     def close(self) -> None:
         self._publisher.close()
@@ -129,7 +138,7 @@ class LivePipeline:
                 return None
             return True
 
-        self._patience.until(attempt, "room on the disk of run_dir", self._intake.describe, pause_s=_PAUSE_S)
+        self._patience.wait_until(attempt, "room on the disk of run_dir", self._intake.describe, pause_s=_PAUSE_S)
 
     def observe(self, effective_share: float | None, wait_share: float) -> dict[str, float]:
         depth = {f"pipeline/{name}": float(count) for name, count in self._buffer.depth().items()}
@@ -161,18 +170,16 @@ class LivePipeline:
         except JournalFullError:
             self._disk.spend_reserve()  # the next checkpoint tries again
 
-    def _announce(self, version: int, step: int, snapshot: Snapshot) -> bool:
+    def _announce(self, step: int, policy: PublishedPolicy) -> bool:
         """On the publisher's thread."""
-        digest = snapshot.digest()
         try:
-            self._journal.note_policy(version, step, digest)
+            self._journal.note_policy(policy.version, step, policy.digest)
             if self._evaluation is not None:
-                policy = PolicyInfo(version, digest, len(snapshot.data))
-                self._evaluation.submit(policy, step, snapshot.data, snapshot.probe)
+                self._evaluation.submit(policy, step)
         except (JournalFullError, OSError) as error:
             if not isinstance(error, JournalFullError) and not out_of_space(error, self._journal.path.parent):
                 raise
             self._disk.spend_reserve()
             return False
-        self._intake.publish(version, snapshot.data, digest, snapshot.probe, snapshot.release)
+        self._intake.publish(policy)
         return True

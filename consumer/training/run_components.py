@@ -7,21 +7,21 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from peft import LoraConfig
 from prometheus_client import CollectorRegistry
 from transformers import AutoConfig
 
+from consumer.checkpoints.folders import Checkpoint
 from consumer.checkpoints.initial_adapter import InitialAdapter
 from consumer.checkpoints.run_facts import run_facts
 from consumer.prompts.dataset import PromptDataset
 from consumer.prompts.placeholders import Placeholders, open_prompts
 from consumer.reporting.learning_metrics import LearningMetrics
 from consumer.reporting.step_report import StepReport
-from consumer.training.trainer import build_arguments, build_lora
-from consumer.training.trl_arguments import check_model
+from consumer.training.trl_arguments import build_arguments, build_lora, check_model
 from protocol.config.run import RunConfig
 from protocol.errors import DatasetError
 from protocol.wire.digests import cannot_load, resolve_model
@@ -30,8 +30,25 @@ from replay.prompts.staleness import StalenessBudget
 from replay.rewards import RewardRecipe
 
 
+class RunStart(NamedTuple):
+    """Where a process takes a run up."""
+
+    run_id: str
+    checkpoint: Checkpoint | None = None  # None: from the beginning
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps that were taken before."""
+        return self.checkpoint.step if self.checkpoint else 0
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """Of the pipeline at the checkpoint; empty without one."""
+        return self.checkpoint.state if self.checkpoint else {}
+
+
 @dataclass(frozen=True)
-class Setup:
+class RunComponents:
     """What every way of training needs."""
 
     config: RunConfig
@@ -47,7 +64,7 @@ class Setup:
     rewards: RewardRecipe
 
     @classmethod
-    def load(cls, config: RunConfig, gpus: list[int], stop: Callable[[], bool]) -> "Setup":
+    def load(cls, config: RunConfig, gpus: list[int], stop: Callable[[], bool]) -> "RunComponents":
         lora = build_lora(config)
         initial_adapter = InitialAdapter.open(config.lora["init_from"], lora) if config.lora.get("init_from") else None
         model_folder = resolve_model(

@@ -1,13 +1,21 @@
-"""What TRL's arguments are made of, and what is wrong with them. TRL itself is imported by consumer/training/trainer.py only.
+"""The arguments of TRL and PEFT, made from the configuration and checked.
 
 Guarantee: what TRL would only notice in the middle of a step, or never, is refused when the trainer starts.
 """
 
 from typing import Any
 
+from peft import LoraConfig
+
 from consumer.loss.importance import resolve
+from consumer.training.import_guard import without_vllm
+from protocol.config.library_rules import for_library
+from protocol.config.library_section import build
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError
+
+with without_vllm():
+    from trl import GRPOConfig
 
 CHOICES = {
     "loss_type": ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"),
@@ -19,6 +27,30 @@ CHOICES = {
 
 REFUSALS = (ValueError, TypeError, NotImplementedError, ImportError, RuntimeError)
 """With these TRL and PEFT refuse to build a trainer."""
+
+
+def build_arguments(config: RunConfig, *, on_gpu: bool, num_prompts: int) -> GRPOConfig:
+    """The run's GRPOConfig: the `trainer` section plus what follows from the others.
+
+    Raises:
+        ConfigError: TRL does not know a key or refuses a value, or the value cannot be what it seems to ask for.
+    """
+    chosen, reserved = chosen_values(config, on_gpu=on_gpu), reserved_values(config, on_gpu=on_gpu)
+    arguments = build("trainer", GRPOConfig, chosen, **reserved)
+    if arguments.max_steps <= 0:
+        num_batches = int(arguments.num_train_epochs * num_prompts) // config.pipeline.groups_per_step
+        arguments.max_steps = max(1, num_batches) * arguments.num_iterations
+    check_arguments(arguments, config)
+    return arguments
+
+
+def build_lora(config: RunConfig) -> LoraConfig:
+    """The run's LoraConfig.
+
+    Raises:
+        ConfigError: PEFT does not know a key or refuses a value.
+    """
+    return build("lora", LoraConfig, {"task_type": "CAUSAL_LM"} | for_library("lora", config.lora))
 
 
 def chosen_values(config: RunConfig, *, on_gpu: bool) -> dict[str, Any]:

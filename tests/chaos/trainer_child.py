@@ -86,7 +86,7 @@ def _write_evidence(log: EvidenceLog) -> None:
     for pipeline in (LivePipeline, RetrainingPipeline):
 
         def watched_publish(self: Any, step: int, version: int, snapshot: Any, _then: Any = pipeline.publish):
-            log.note("policy", step=step, version=version, digest=snapshot.digest())
+            log.note("policy", step=step, version=version, digest=snapshot.published(version).digest)
             return _then(self, step, version, snapshot)
 
         pipeline.publish = watched_publish

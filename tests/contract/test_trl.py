@@ -1,7 +1,7 @@
-"""TRL 1.16.0: everything that consumer/training/trainer.py and consumer/training/callbacks.py take for granted about it.
+"""TRL 1.16.0: everything that consumer/training (trainer, trl_loss, callbacks) takes for granted about it.
 
-When TRL is upgraded and one of these fails, read consumer/training/trainer.py with TRL's new source beside it before changing the
-test; tests/unit/consumer/loss/test_loss_parity.py then tells whether the arithmetic still agrees.
+When TRL is upgraded and one of these fails, read consumer/training/trl_loss.py with TRL's new source beside it before changing
+the test; tests/unit/consumer/loss/test_loss_parity.py then tells whether the arithmetic still agrees.
 """
 
 import ast
@@ -19,15 +19,9 @@ import transformers
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from transformers.training_args import OptimizerNames
 
-from consumer.training.trainer import (
-    ChunkedLogProbFunction,
-    GRPOConfig,
-    GRPOTrainer,
-    SlipstreamTrainer,
-    build_arguments,
-    build_lora,
-)
-from consumer.training.trl_arguments import CHOICES
+from consumer.training.trainer import SlipstreamTrainer
+from consumer.training.trl_arguments import CHOICES, GRPOConfig, build_arguments, build_lora
+from consumer.training.trl_loss import ChunkedLogProbFunction, GRPOTrainer, StepLossTrainer
 from protocol.config import trainer_keys
 from replay.batches.cutting import CutBatch
 from tests.integration.models import build_model
@@ -49,15 +43,13 @@ def requires(function: Callable[..., Any], *lines: str) -> None:
     text = source(function)
     missing = [line for line in lines if ast.unparse(ast.parse(line)) not in text]
     assert not missing, (
-        f"TRL {importlib.metadata.version('trl')} changed GRPOTrainer.{function.__name__}: consumer/training/trainer.py needs "
+        f"TRL {importlib.metadata.version('trl')} changed GRPOTrainer.{function.__name__}: consumer/training/trl_loss.py needs "
         f"{missing}, which is no longer there"
     )
 
 
 def test_the_pinned_release_is_installed() -> None:
-    assert importlib.metadata.version("trl") == PINNED, (
-        f"these tests and consumer/training/trainer.py were written for {PINNED}"
-    )
+    assert importlib.metadata.version("trl") == PINNED, f"these tests and consumer/training were written for {PINNED}"
 
 
 @pytest.mark.parametrize(
@@ -90,7 +82,8 @@ def test_signatures(name: str, parameters: list[str]) -> None:
 
 
 def test_we_override_the_seams_and_nothing_else() -> None:
-    ours = {name for name, value in vars(SlipstreamTrainer).items() if inspect.isfunction(value)}
+    both = vars(StepLossTrainer) | vars(SlipstreamTrainer)
+    ours = {name for name, value in both.items() if inspect.isfunction(value)}
     assert {name for name in ours if hasattr(GRPOTrainer, name)} == {
         "__init__",
         "get_train_dataloader",
@@ -131,7 +124,7 @@ def test_a_batch_of_transformers_may_be_a_list_of_micro_batches() -> None:
 
 
 def test_what_a_micro_batch_is_divided_by() -> None:
-    """consumer/loss/step_loss.py chooses the number; it need not be whole."""
+    """By 1, because the batch is the step: consumer/loss/step_loss.py has the share that each is multiplied by instead."""
     text = source(GRPOTrainer._compute_loss)
     per_micro_batch = "normalizer = self.current_gradient_accumulation_steps if mode == 'train' else 1.0"
     assert text.count(per_micro_batch) == 5, "grpo and sapo, bnpo, dr_grpo, luspo, and the load-balancing loss"
@@ -335,7 +328,6 @@ class Trainings:
             build_lora(config),
             self.model,
             self.batches(2 if resume else 0, num_batches),
-            [],
             self.keep,
         )
         if resume:
@@ -353,7 +345,7 @@ class Trainings:
             yield CutBatch(number, 1, number + 1, groups, [])
         raise Interrupted
 
-    def keep(self, staged: Path, write: Callable[[], None]) -> None:
+    def keep(self, step: int, staged: Path, write: Callable[[], None]) -> None:
         write()
         if staged.name == self.checkpoint.name:
             staged.rename(self.checkpoint)

@@ -80,7 +80,7 @@ MISTAKES = {
         ("unit/producer/rewards/test_rewards.py", "test_after_a_hang_the_pool_works_on_with_a_new_process"),
     ],
     "a trainer polls a collector that is dead": [
-        ("unit/consumer/test_patience.py", "test_it_gives_up_after_the_stall_timeout_and_names_it"),
+        ("unit/consumer/test_waiting.py", "test_it_gives_up_after_the_stall_timeout_and_names_it"),
         (
             "unit/consumer/intake/test_intake_presence.py",
             "test_a_silent_producer_is_given_up_and_its_leases_go_to_the_others",

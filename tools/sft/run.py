@@ -12,7 +12,7 @@ from datasets import Dataset
 from transformers.utils import logging as transformers_logging
 
 from consumer.checkpoints.adapter_folder import AdapterFolder
-from consumer.training.trainer import build_lora
+from consumer.training.trl_arguments import build_lora
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, ExitCode
 from protocol.files.staged import staged

@@ -15,7 +15,7 @@ from consumer.checkpoints.run_facts import run_facts
 from consumer.prompts.dataset import PromptDataset
 from consumer.prompts.tokenizer import load_tokenizer
 from consumer.training.run_components import model_config
-from consumer.training.trainer import build_lora
+from consumer.training.trl_arguments import build_lora
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, JournalError
 from protocol.wire.digests import base_model_digest, tokenizer_digest

@@ -111,8 +111,9 @@ class Site:
 
     def trainer(self, replay: RolloutBuffer | None = None, **options: Any) -> Trainer:
         replay = replay or live_buffer(self.journal, groups_per_step=4)
-        made = Trainer(self.journal, self.disk, ZmqServer(*self.endpoints, LIMIT), replay=replay, **options)
-        made.intake._heartbeat_interval_s = 0.1
+        made = Trainer(
+            self.journal, self.disk, ZmqServer(*self.endpoints, LIMIT), replay=replay, heartbeat_s=0.1, **options
+        )
         made.intake.start()
         self.stack.callback(made.intake.stop, "stopping", 0.0)
         return made
@@ -149,7 +150,7 @@ def test_a_producer_of_the_release_before_works_for_this_trainer(site: Site) -> 
     assert (member.name, member.release, member.idle_s) == ("old", "", 0.0)
     assert [release_before.decode(frame)["type"] for frame in site.frames()] == ["group"] * 4
 
-    trainer.intake.publish(1, b"another", "c" * 64)
+    trainer.publish(1, b"another", "c" * 64)
     until(lambda: old.blob == b"another", old.step)
     stopping = threading.Thread(target=trainer.intake.stop, args=("finished",))
     stopping.start()
@@ -213,7 +214,7 @@ def test_a_trainer_killed_and_downgraded_within_one_connection(site: Site) -> No
     """The producer does not notice the exchange; the old trainer refuses all that it goes on sending."""
     trainer, new = site.trainer(), site.worker()
     until(lambda: trainer.replay.counts["accepted"] == 4)
-    trainer.intake._producers.clear()  # so that nobody is told goodbye
+    trainer.intake._fleet.sessions.clear()  # so that nobody is told goodbye
     trainer.intake.stop("stopping")
     old = site.old_trainer()
     until(lambda: len(old.all("group")) >= 2, old.step)

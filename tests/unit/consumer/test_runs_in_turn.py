@@ -54,5 +54,5 @@ def test_a_trainer_adopts_the_leases_of_its_own_run_alone(site: Site, tmp_path: 
     assert replay.leased_to("new") == (held if goes_on else {f"0-{number}-0-1-t" for number in range(8)})
     assert replay.counts["adopted"] == (8 if goes_on else 0)
     assert replay.state()["ledger"]["position"] == (48 if goes_on else 8), "the cursor is where this run left it"
-    second.intake.check()
+    second.errors.check()
     assert worker.outcome == []

@@ -14,13 +14,9 @@ from transformers import AutoTokenizer
 
 from consumer.batches.tensors import MicroBatch
 from consumer.loss.importance import Correction, resolve
-from consumer.training.trainer import (
-    GRPOConfig,
-    GRPOTrainer,
-    SlipstreamTrainer,
-    build_arguments,
-    build_lora,
-)
+from consumer.training.trainer import SlipstreamTrainer
+from consumer.training.trl_arguments import GRPOConfig, build_arguments, build_lora
+from consumer.training.trl_loss import GRPOTrainer
 from protocol.config.run import RunConfig
 from replay.groups import RolloutGroup
 
@@ -31,7 +27,7 @@ def slipstream_trainer(config: RunConfig, model: Path) -> SlipstreamTrainer:
     """Ours, with LoRA weights that all matter (PEFT starts half of them at zero), ready for `_compute_loss`."""
     arguments = build_arguments(config, on_gpu=False, num_prompts=8)
     return _ready(
-        SlipstreamTrainer(config, arguments, build_lora(config), model, [], [], lambda staged, write: write())
+        SlipstreamTrainer(config, arguments, build_lora(config), model, [], lambda step, staged, write: write())
     )
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from consumer.batches.tensors import MicroBatch
 from consumer.training.heartbeat import Heartbeat
 from consumer.training.trainer import SlipstreamTrainer
+from consumer.waiting import ThreadErrors
 from replay.batches.cutting import CutBatch
 from replay.groups import RolloutGroup
 from tests.unit.consumer.builders import rollout_group, run_config
@@ -125,8 +127,9 @@ def test_training_with_a_partial_batch(tmp_path: Path, one_layer_model: Path) ->
         CutBatch(step=0, num_iterations=1, last_step=1, groups=some_groups(1), num_fresh=1),
         CutBatch(step=1, num_iterations=1, last_step=2, groups=some_groups(NUM_GROUPS, seed=1), num_fresh=4),
     ]
-    beats: list[int] = []
-    trainer.add_callback(Heartbeat(lambda: beats.append(trainer.state.global_step)))
+    beats: list[str] = []
+    health: Any = SimpleNamespace(beat=beats.append)
+    trainer.add_callback(Heartbeat(health, lambda: False, ThreadErrors()))
     trainer.train()
     assert trainer.state.global_step == 2
     micro_batches = [len(trainer.recipe.tensors(batch.groups)) for batch in trainer._batches]

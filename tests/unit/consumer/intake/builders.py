@@ -4,8 +4,14 @@ import hashlib
 from collections.abc import Callable
 from typing import Any
 
-from consumer.intake.dispatcher import LeaseDesk
-from consumer.intake.intake import Intake
+from consumer.intake.arrivals import RolloutStorage
+from consumer.intake.dispatcher import LeaseDispatcher
+from consumer.intake.evaluation import NoEvaluations
+from consumer.intake.fleet import SessionTerms
+from consumer.intake.intake import Dispatchers, Intake
+from consumer.publishing.policy_store import PolicyStore
+from consumer.publishing.published_policy import PublishedPolicy
+from consumer.waiting import ThreadErrors
 from protocol.errors import DatasetError
 from protocol.files.shared_memory import NO_MEMORY, SharedMemory
 from protocol.wire.handshake import TrainerNeeds
@@ -55,30 +61,26 @@ class Trainer:
         evaluations: Any = None,
         resumed: bool = True,
         run_id: str = "run",
+        heartbeat_s: float = 1.0,
         **budget: int,
     ) -> None:
         self.channel = channel or LoopbackServer()
         self.replay = replay or live_buffer(journal, **budget)
         self.now = 100.0
-        self.intake = Intake(
-            self.channel,
-            self.replay,
-            journal,
-            disk,
-            LeaseDesk(self.channel, self.replay, prompts or Prompts(), disk, sampling=SAMPLING, timeout_s=60.0),
-            needs=NEEDS,
-            shape=SHAPE,
-            run_id=run_id,
-            session="session",
-            resumed=resumed,
-            heartbeat_interval_s=1.0,
-            heartbeat_timeout_s=6.0,
-            keep_blobs=2,
-            evaluations=evaluations,
-            memory=memory,
-            clock=lambda: self.now,
+        self.errors = ThreadErrors()
+        storage = RolloutStorage(self.replay, journal, disk)
+        dispatcher = LeaseDispatcher(
+            self.channel, self.replay, prompts or Prompts(), disk, sampling=SAMPLING, timeout_s=60.0
         )
-        self.intake.publish(0, BLOB, DIGEST)
+        terms = SessionTerms(NEEDS, SHAPE, run_id, "session", resumed, 60.0, heartbeat_s, 6.0)
+        dispatchers = Dispatchers(dispatcher, evaluations or NoEvaluations())
+        self.intake = Intake(
+            self.channel, storage, dispatchers, PolicyStore(2, memory), terms, self.errors, clock=lambda: self.now
+        )
+        self.publish(0, BLOB, DIGEST)
+
+    def publish(self, version: int, data: bytes, digest: str, **more: Any) -> None:
+        self.intake.publish(PublishedPolicy(version, digest, data, **more))
 
     def tick(self) -> None:
         self.intake.tick(0.0)

@@ -189,6 +189,6 @@ def test_an_error_of_the_journal_ends_the_thread_and_is_raised_in_the_main_threa
     trainer.intake._thread.join(10)
     assert not trainer.intake._thread.is_alive()
     with pytest.raises(JournalError, match="is damaged") as caught:
-        trainer.intake.check()
+        trainer.errors.check()
     assert caught.value.exit_code == 74
     assert producer.all(Ack) == []

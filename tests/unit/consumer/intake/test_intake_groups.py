@@ -39,7 +39,7 @@ def test_the_versions_of_a_group_s_tokens_are_journaled_and_none_may_be_unpublis
     start: Start, journal: FillableJournal
 ) -> None:
     trainer = start()
-    trainer.intake.publish(1, BLOB, DIGEST)
+    trainer.publish(1, BLOB, DIGEST)
     producer = trainer.producer()
     first, second = (answer(lease) for lease in producer.leases[:2])
 

@@ -36,7 +36,7 @@ def test_leases_wait_for_the_staleness_budget(start: Start) -> None:
     producer.say(*[answer(lease) for lease in producer.leases])
     assert len(producer.leases) == 4
     assert trainer.replay.next_batch(0.0) is not None
-    trainer.intake.publish(1, b"next", "a" * 64)
+    trainer.publish(1, b"next", "a" * 64)
     trainer.tick()
     assert [lease.policy_floor for lease in producer.leases[4:]] == [1, 1]
 
@@ -45,7 +45,7 @@ def test_a_new_policy_is_announced_once_and_with_every_acknowledgement(start: St
     trainer = start(groups_per_step=4)
     producer = trainer.producer(capacity=4)
     producer.inbox.clear()
-    trainer.intake.publish(1, b"next", "a" * 64)
+    trainer.publish(1, b"next", "a" * 64)
     trainer.tick()
     trainer.tick()
     new = PolicyInfo(1, "a" * 64, 4)

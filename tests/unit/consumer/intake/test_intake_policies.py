@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from consumer.publishing.published_policy import MeasuredProbe
 from protocol.files.shared_memory import shared_memory
 from protocol.transport.zeromq_client import ZmqClient
 from protocol.transport.zeromq_server import ZmqServer
@@ -39,7 +40,7 @@ def test_a_blob_that_is_gone_or_an_offset_behind_its_end_is_missing(start: Start
     trainer = start()
     client = trainer.channel.connect("p")
     for version in (1, 2):
-        trainer.intake.publish(version, b"next", str(version) * 64)
+        trainer.publish(version, b"next", str(version) * 64)
     for request in (BlobRequest(DIGEST, 0, 10), BlobRequest("2" * 64, 4, 10), BlobRequest("1" * 64, 0, 10)):
         client.send(request)
     trainer.tick()
@@ -48,7 +49,7 @@ def test_a_blob_that_is_gone_or_an_offset_behind_its_end_is_missing(start: Start
 
 def test_an_offer_has_the_probe_of_its_policy(start: Start) -> None:
     trainer = start()
-    trainer.intake.publish(1, b"next", "1" * 64, (b"ids!", b"logs"))
+    trainer.publish(1, b"next", "1" * 64, probe=MeasuredProbe(b"ids!", b"logs"))
     client = trainer.channel.connect("p")
     for digest in ("1" * 64, DIGEST, "2" * 64):
         client.send(PolicyRequest(digest))
@@ -79,11 +80,11 @@ def test_who_asks_for_a_policy_and_is_gone_before_the_answer_ends_nothing(start:
 
 
 def test_what_is_evaluated_is_announced_when_it_begins_and_ends_and_after_every_heartbeat(start: Start) -> None:
-    desk = SimpleNamespace(policy=None, tick=lambda *_: [], release=lambda *_, **__: set())
-    trainer = start(evaluations=desk)
+    evaluations = SimpleNamespace(policy=None, tick=lambda *_: [], release=lambda *_, **__: set())
+    trainer = start(evaluations=evaluations)
     producer, policy = trainer.producer(capacity=4), PolicyInfo(0, DIGEST, len(BLOB))
     for evaluated in (policy, None):
-        desk.policy = evaluated
+        evaluations.policy = evaluated
         producer.hear()
         trainer.tick()
         trainer.tick()
@@ -95,9 +96,9 @@ def test_the_memory_of_a_policy_is_given_back_when_nobody_can_ask_for_it_any_mor
     trainer = start()
     gone: list[int] = []
     for version in (1, 2, 3):
-        trainer.intake.publish(version, b"next", str(version) * 64, release=partial(gone.append, version))
+        trainer.publish(version, b"next", str(version) * 64, release=partial(gone.append, version))
     assert gone == [1], "two are kept"
-    trainer.intake.publish(4, b"next", "2" * 64, release=partial(gone.append, 4))
+    trainer.publish(4, b"next", "2" * 64, release=partial(gone.append, 4))
     assert gone == [1, 2], "the same weights again"
 
 
@@ -106,7 +107,7 @@ def test_a_policy_lies_in_a_file_where_there_is_room_and_chunks_come_out_of_it(s
     with shared_memory(tmp_path) as memory:
         trainer = start(memory=memory)
         for version in (1, 2):
-            trainer.intake.publish(version, b"next", str(version) * 64, release=partial(given_back.append, version))
+            trainer.publish(version, b"next", str(version) * 64, release=partial(given_back.append, version))
         client = trainer.channel.connect("p")
         for request in (PolicyRequest("1" * 64), BlobRequest("1" * 64, 1, 2), PolicyRequest(DIGEST)):
             client.send(request)
@@ -140,7 +141,7 @@ def test_a_chunk_that_no_frame_may_carry_is_refused_and_the_thread_goes_on(start
     endpoints = [f"ipc://{short_dir}/{name}" for name in ("control", "blobs")]
     trainer = start(ZmqServer(*endpoints, 65_536))
     blob = bytes(200_000)
-    trainer.intake.publish(1, blob, "a" * 64)
+    trainer.publish(1, blob, "a" * 64)
     trainer.intake.start()
     client = ZmqClient("p", *endpoints, 65_536)
     try:
@@ -154,7 +155,7 @@ def test_a_chunk_that_no_frame_may_carry_is_refused_and_the_thread_goes_on(start
             assert time.monotonic() < deadline
             received += client.poll(0.1)
         assert received == [BlobMissing("a" * 64), BlobChunk("a" * 64, 0, bytes(1000))]
-        trainer.intake.check()
+        trainer.errors.check()
     finally:
         client.close()
         trainer.intake.stop("stopping")

@@ -78,7 +78,7 @@ def test_the_thread_says_goodbye_to_everybody_and_waits_for_theirs(start: Start,
     assert not trainer.intake._thread.is_alive()
     peers.join(5)
     assert heard == [Bye(reason), Bye(reason)]
-    trainer.intake.check()
+    trainer.errors.check()
 
 
 def test_who_comes_late_is_told_too_and_only_the_silent_are_not_waited_for(start: Start) -> None:
@@ -124,11 +124,11 @@ def test_the_end_of_the_thread_is_raised_in_the_main_thread(start: Start, caplog
         raise OSError("socket gone")
 
     trainer.channel.poll = broken
-    trainer.intake.check()
+    trainer.errors.check()
     trainer.intake.start()
     trainer.intake._thread.join(10)
     with pytest.raises(OSError, match="socket gone"):
-        trainer.intake.check()
-    trainer.intake.publish(1, b"next", "a" * 64)  # the main thread may not have looked yet
+        trainer.errors.check()
+    trainer.publish(1, b"next", "a" * 64)  # the main thread may not have looked yet
     trainer.intake.wake()
     trainer.intake.stop("stopping")

@@ -36,7 +36,7 @@ def trainer(shared: SlipstreamTrainer, monkeypatch: pytest.MonkeyPatch) -> Slips
 
 def correct(trainer: SlipstreamTrainer, preset: str, **changes: Any) -> None:
     trainer._correction = dataclasses.replace(PRESETS[preset], **changes)
-    trainer.vllm_importance_sampling_correction = trainer._correction.acts
+    trainer.vllm_importance_sampling_correction = trainer._correction.is_active
 
 
 def gradient(trainer: SlipstreamTrainer, ratio: list[list[float]], **more: torch.Tensor) -> torch.Tensor:

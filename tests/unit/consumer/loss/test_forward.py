@@ -51,7 +51,7 @@ def plain(model: Any, rows: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
     logprobs, entropies = torch.zeros(len(ROWS), 5), torch.zeros(len(ROWS), 5)
     for i in range(len(ROWS)):
         ids = rows.ids[i][rows.mask[i].bool()][None]
-        count = int(rows.counts[i].sum())
+        count = int(rows.in_loss[i].sum())
         log_p = (model(input_ids=ids).logits[0, -count - 1 : -1] / TEMPERATURE).log_softmax(-1)
         logprobs[i, :count] = log_p.gather(1, ids[0, -count:, None])[:, 0]
         entropies[i, :count] = -(log_p.exp() * log_p).sum(-1)

@@ -271,13 +271,13 @@ def test_factors_are_zero_or_within_the_bounds(correction: Correction, batch: di
     result = importance_factors(correction, **batch)
     low, high = torch.tensor([correction.ratio_min, correction.ratio_max])
     inside = (result.policy >= low) & (result.policy <= high)
-    assert (inside | (result.policy == 0) | ~result.counts).all()
-    assert ((result.kl >= low) & (result.kl <= high) | ~result.counts).all()
-    assert (result.policy[~result.counts] == 1).all()
+    assert (inside | (result.policy == 0) | ~result.in_loss).all()
+    assert ((result.kl >= low) & (result.kl <= high) | ~result.in_loss).all()
+    assert (result.policy[~result.in_loss] == 1).all()
     if correction.action == "truncate":
-        assert (inside | result.vetoed[:, None] | result.moved | ~result.counts).all()
+        assert (inside | result.vetoed[:, None] | result.moved | ~result.in_loss).all()
     else:
-        kept = (result.policy != 0) & result.counts
+        kept = (result.policy != 0) & result.in_loss
         torch.testing.assert_close(result.policy[kept], result.ratio.expand_as(kept)[kept], rtol=0, atol=0)
         assert not (kept & result.outside).any()
 

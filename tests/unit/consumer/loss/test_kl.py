@@ -43,7 +43,6 @@ def trainer(shared: SlipstreamTrainer, monkeypatch: pytest.MonkeyPatch) -> Slips
         "loss_type",
         "importance_sampling_level",
         "beta",
-        "current_gradient_accumulation_steps",
         "vllm_importance_sampling_correction",
         "_correction",
     ):
@@ -105,16 +104,14 @@ def test_with_the_missing_part_the_gradient_is_that_of_the_true_kl() -> None:
 
 @pytest.mark.parametrize("loss_type", CHOICES["loss_type"])
 def test_sums_are_normalized_as_trl_does(trainer: SlipstreamTrainer, loss_type: str) -> None:
-    """TRL's loss of KL alone, against ours of the same tokens, in the second of three micro-batches."""
-    trainer.loss_type, trainer.current_gradient_accumulation_steps = loss_type, 3
+    """TRL's loss of KL alone, against ours of the same tokens, in a micro-batch."""
+    trainer.loss_type = loss_type
     batch = inputs(num_items_in_batch=torch.tensor(17), importance_sampling_ratio=torch.ones(2, 3))
     loss, _ = loss_of_logprobs(trainer, CURRENT, batch, trl=True)
     ours = aggregate(
         BETA * k3(CURRENT),
         MASK,
         loss_type,
-        accumulation_steps=3,
-        steps_per_generation=trainer.args.steps_per_generation,
         num_items=torch.tensor(17),
         max_completion_length=6,
     )
@@ -124,15 +121,7 @@ def test_sums_are_normalized_as_trl_does(trainer: SlipstreamTrainer, loss_type: 
 
 def test_every_loss_type_has_a_sum() -> None:
     with pytest.raises(ValueError, match="no such loss type: ppo"):
-        aggregate(
-            CURRENT,
-            MASK,
-            "ppo",
-            accumulation_steps=1,
-            steps_per_generation=1,
-            num_items=torch.tensor(1),
-            max_completion_length=6,
-        )
+        aggregate(CURRENT, MASK, "ppo", num_items=torch.tensor(1), max_completion_length=6)
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
@@ -180,7 +169,7 @@ def test_every_token_has_the_weight_of_its_preset(
 ) -> None:
     trainer.loss_type = "dapo"
     trainer._correction = dataclasses.replace(PRESETS[preset], **changes)
-    trainer.vllm_importance_sampling_correction = trainer._correction.acts
+    trainer.vllm_importance_sampling_correction = trainer._correction.is_active
     loss, gradient = loss_of_logprobs(trainer, CURRENT, inputs())
     weighted = torch.tensor(weights) * k3(CURRENT) * MASK
     assert loss == pytest.approx(BETA * weighted.sum().item() / 5, rel=TOLERANCE)

@@ -17,7 +17,8 @@ import torch
 
 from consumer.batches.tensors import MicroBatch
 from consumer.loss.importance import PRESETS
-from consumer.training.trainer import GRPOTrainer, SlipstreamTrainer
+from consumer.training.trainer import SlipstreamTrainer
+from consumer.training.trl_loss import GRPOTrainer
 from replay.groups import RolloutGroup
 from tests.unit.consumer.builders import rollout_group, run_config
 from tests.unit.consumer.trl_reference import (

@@ -100,16 +100,16 @@ def with_flash(model: Any) -> Any:
 def alone(model: Any, rows: Tokens) -> torch.Tensor:
     """As `hidden_states`, one row after the other."""
     result = []
-    for row, mask, counts in zip(rows.ids, rows.mask.bool(), rows.counts, strict=True):
+    for row, mask, in_loss in zip(rows.ids, rows.mask.bool(), rows.in_loss, strict=True):
         hidden = model.base_model(input_ids=row[mask][None], use_cache=False).last_hidden_state[0]
-        result.append(hidden[-int(counts.sum()) - 1 : -1])
+        result.append(hidden[-int(in_loss.sum()) - 1 : -1])
     return torch.cat(result)
 
 
 def left_padded(model: Any, rows: Tokens) -> torch.Tensor:
     """As TRL does it, where a model is not ours to compute."""
     hidden = model.base_model(input_ids=rows.ids, attention_mask=rows.mask, use_cache=False).last_hidden_state
-    return hidden[:, -rows.width - 1 : -1][rows.counts]
+    return hidden[:, -rows.width - 1 : -1][rows.in_loss]
 
 
 def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:

@@ -5,23 +5,23 @@ import math
 import pytest
 import torch
 
-from consumer.loss.step_loss import EntropyCut, Part, accumulation_steps, metrics_of_step
+from consumer.loss.step_loss import EntropyCut, MicroBatchSize, metrics_of_step, share_of_step
 
-PARTS = [Part(rows=1, tokens=30), Part(rows=3, tokens=10)]
+PARTS = [MicroBatchSize(rows=1, tokens=30), MicroBatchSize(rows=3, tokens=10)]
 
 
 @pytest.mark.parametrize(
     ("loss_type", "expected"),
-    [("grpo", [8.0, 8 / 3]), ("dr_grpo", [8.0, 8 / 3]), ("bnpo", [50 / 30, 5.0]), ("dapo", [1.0, 1.0])],
+    [("grpo", [1 / 8, 3 / 8]), ("dr_grpo", [1 / 8, 3 / 8]), ("bnpo", [30 / 50, 10 / 50]), ("dapo", [1.0, 1.0])],
 )
-def test_what_a_micro_batch_is_divided_by(loss_type: str, expected: list[float]) -> None:
+def test_the_share_of_a_micro_batch(loss_type: str, expected: list[float]) -> None:
     """Of a step of up to 8 completions, with 50 tokens."""
     for part, value in zip(PARTS, expected, strict=True):
-        assert accumulation_steps(loss_type, part, num_completions=8, num_tokens=50) == pytest.approx(value)
+        assert share_of_step(loss_type, part, 8, 50) == pytest.approx(value)
 
 
 def test_a_micro_batch_in_which_nothing_counts() -> None:
-    assert accumulation_steps("bnpo", Part(1, 0), num_completions=8, num_tokens=0) == 1.0
+    assert share_of_step("bnpo", MicroBatchSize(1, 0), 8, 0) == 0.0
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])

@@ -5,9 +5,9 @@ import threading
 import pytest
 
 from consumer.publishing import publisher as publisher_module
+from consumer.publishing.published_policy import PublishedPolicy
 from consumer.publishing.publisher import Publisher
-from consumer.publishing.snapshots import Snapshot
-from consumer.waiting import Patience, StopRequested
+from consumer.waiting import Patience, StopRequested, ThreadErrors
 from tests.unit.consumer.snapshots import snapshot
 
 
@@ -19,22 +19,22 @@ class Setup:
         self.published: list[tuple[int, int, bytes]] = []
         self.refusals = 0
         self.stopping = False
-        self.publisher = Publisher(
-            self.publish, Patience(check=self.check, say=print, stall_timeout_s=60.0), lambda: "nobody"
-        )
+        self.errors = ThreadErrors()
+        patience = Patience(check=self.check, say=print, stall_timeout_s=60.0)
+        self.publisher = Publisher(self.publish, patience, lambda: "nobody", self.errors)
 
     def check(self) -> None:
         if self.stopping:
             raise StopRequested
 
-    def publish(self, version: int, step: int, data: Snapshot) -> bool:
+    def publish(self, step: int, policy: PublishedPolicy) -> bool:
         self.gate.acquire()
         if self.refusals:
             self.refusals -= 1
             return False
-        if bytes(data.data) == b"bad":
+        if bytes(policy.data) == b"bad":
             raise OSError("no weights")
-        self.published.append((version, step, bytes(data.data)))
+        self.published.append((step, policy.version, bytes(policy.data)))
         return True
 
 
@@ -54,13 +54,13 @@ def setup():
 def test_the_caller_waits_only_for_the_third(setup):
     setup.stopping = True  # or the waits below would be for ever
     setup.publisher.submit(0, 0, snapshot(b"a"))
-    setup.publisher.submit(1, 2, snapshot(b"b"))
+    setup.publisher.submit(2, 1, snapshot(b"b"))
     with pytest.raises(StopRequested):
-        setup.publisher.submit(2, 4, snapshot(b"c"))
+        setup.publisher.submit(4, 2, snapshot(b"c"))
     setup.gate.release(100)
-    setup.publisher.submit(2, 4, snapshot(b"c"))
+    setup.publisher.submit(4, 2, snapshot(b"c"))
     setup.publisher.flush()
-    assert setup.published == [(0, 0, b"a"), (1, 2, b"b"), (2, 4, b"c")]
+    assert setup.published == [(0, 0, b"a"), (2, 1, b"b"), (4, 2, b"c")]
 
 
 def test_what_is_not_possible_now_is_tried_again_and_keeps_its_place(setup):
@@ -69,7 +69,7 @@ def test_what_is_not_possible_now_is_tried_again_and_keeps_its_place(setup):
     setup.publisher.submit(0, 0, snapshot(b"a"))
     setup.publisher.submit(1, 1, snapshot(b"b"))
     setup.publisher.flush()
-    assert [version for version, *_ in setup.published] == [0, 1]
+    assert [version for _, version, _ in setup.published] == [0, 1]
 
 
 def test_an_error_is_raised_by_whatever_comes_next(setup):
@@ -80,7 +80,7 @@ def test_an_error_is_raised_by_whatever_comes_next(setup):
     with pytest.raises(OSError, match="no weights"):
         setup.publisher.submit(1, 1, snapshot(b"b"))
     with pytest.raises(OSError, match="no weights"):
-        setup.publisher.check()
+        setup.errors.check()
     assert setup.published == []
 
 
@@ -89,7 +89,7 @@ def test_closing_publishes_what_is_left_unless_it_is_not_possible_now(setup):
     setup.publisher.submit(1, 1, snapshot(b"b"))
     setup.gate.release(100)
     setup.publisher.close()
-    assert [version for version, *_ in setup.published] == [0, 1]
+    assert [version for _, version, _ in setup.published] == [0, 1]
 
 
 def test_closing_gives_up_what_waits_for_room():

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
+from consumer.intake.arrivals import RolloutStorage
 from consumer.intake.sessions import FleetMember, ProducerSession
-from consumer.reporting.metrics import TrainerMetrics, by_attempt
+from consumer.reporting.metrics import by_attempt, commit_seconds, watch_trainer
 from docs.generate_metrics import producer_registry, trainer_registry
 from protocol import __version__
 from protocol.security.rejections import Refusals
@@ -44,11 +45,12 @@ class World:
             tokens_generated=0, version=9, num_producers=2, num_unwritten=1, fleet=lambda: self.fleet
         )
         self.fleet = [FleetMember("a", "0.2.0", 8, 2, 0.5, 7.5, -1), FleetMember("b", "", -1, 3, 1.5, 0.0, 9)]
-        self.journal = folder / "journal.sqlite"
-        self.metrics = TrainerMetrics(self.registry)
+        self.journal: Any = SimpleNamespace(path=folder / "journal.sqlite")
+        self.commit_s = commit_seconds(self.registry)
         disk: Any = SimpleNamespace(used=0.5, max_used=0.9)
         self.refusals = Refusals()
-        self.metrics.watch("run-1", self.buffer, self.intake, self.refusals.counts, lambda: 12.5, disk, self.journal)
+        storage = RolloutStorage(self.buffer, self.journal, disk)
+        watch_trainer(self.registry, "run-1", storage, self.intake, self.refusals.counts, lambda: 12.5)
 
     def value(self, name: str, **labels: str) -> float | None:
         return self.registry.get_sample_value(name, labels)
@@ -102,8 +104,8 @@ def test_producers_are_there_while_they_are_connected(world: World) -> None:
 
 def test_the_journal_counts_with_its_log(world: World) -> None:
     assert world.value("rl_trainer_journal_bytes") == 0
-    world.journal.write_bytes(b"x" * 10)
-    world.journal.with_name("journal.sqlite-wal").write_bytes(b"x" * 5)
+    world.journal.path.write_bytes(b"x" * 10)
+    world.journal.path.with_name("journal.sqlite-wal").write_bytes(b"x" * 5)
     assert world.value("rl_trainer_journal_bytes") == 15
 
 

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from consumer.assembly.rollouts import staleness_controller
+from consumer.intake.arrivals import RolloutStorage
 from consumer.training.pipeline import LivePipeline
-from consumer.waiting import Patience
+from consumer.waiting import Patience, ThreadErrors
 from protocol.config.learning import ReplaySection
 from protocol.config.run import RunConfig
 from replay.journal.disk import DiskGuard
@@ -35,11 +36,10 @@ def test_a_trainer_that_waits_leases_further_ahead_and_a_checkpoint_remembers(
     buffer = live_buffer(journal, max_staleness=config.pipeline.staleness_limit)
     controller = staleness_controller(config, {})
     pipeline = LivePipeline(
-        buffer,
-        journal,
+        RolloutStorage(buffer, journal, DiskGuard(tmp_path, 0.99)),
         SimpleNamespace(describe=lambda: ""),
         Patience(check=lambda: None, say=print, stall_timeout_s=60.0),
-        DiskGuard(tmp_path, 0.99),
+        ThreadErrors(),
         ReplaySection(),
         controller,
     )

@@ -11,11 +11,11 @@ import torch
 from safetensors.numpy import load_file
 from transformers import TrainerCallback
 
+from consumer.loss.step_loss import NotFiniteStep
 from consumer.reporting.inspection import keep, not_finite
-from consumer.training.trainer import NotFiniteStep
 from replay.batches.cutting import CutBatch
 from tests.unit.consumer.builders import rollout_group
-from tests.unit.consumer.training.test_run_control import Run, column
+from tests.unit.consumer.training.test_callbacks import Run, column
 
 
 class Poison(TrainerCallback):
@@ -29,7 +29,7 @@ class Poison(TrainerCallback):
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
-        groups = self._run.control._feed.last.groups
+        groups = self._run.feed.last.groups
         if any(group.group_id.split("-")[1] == self._run.poisoned for group in groups):
             weight = next(weight for weight in self._run.trainer.model.parameters() if weight.requires_grad)
             self._hook = weight.register_hook(lambda gradient: gradient * torch.nan)

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from consumer.checkpoints import folders as checkpoints
+from consumer.intake.arrivals import RolloutStorage
+from consumer.publishing.published_policy import PublishedPolicy
 from consumer.training.pipeline import LivePipeline
-from consumer.waiting import Patience, StopRequested
+from consumer.waiting import Patience, StopRequested, ThreadErrors
 from protocol.config.learning import ReplaySection
 from protocol.errors import JournalError, StalledError
 from replay.batches.replay_table import ReplayTable
@@ -31,13 +33,11 @@ class Announcements:
         self._journal = journal
         self.heard: list[tuple[int, bytes, str, list[tuple[int, int, str]]]] = []
 
-    def publish(
-        self, version: int, data: memoryview, digest: str, probe: tuple[bytes, bytes], release: Callable[[], None]
-    ) -> None:
+    def publish(self, policy: PublishedPolicy) -> None:
         with closing(JournalReader(self._journal)) as reader:
             on_disk = [(row.version, row.step, row.digest) for row in reader.policies()]
-        self.heard.append((version, bytes(data), digest, on_disk))
-        release()
+        self.heard.append((policy.version, bytes(policy.data), policy.digest, on_disk))
+        policy.release()
 
     def describe(self) -> str:
         return "1 producer(s)"
@@ -62,11 +62,10 @@ class Run:
         self.room_at = 0.0
         self.stop_at = float("inf")
         self.pipeline = LivePipeline(
-            self.replay,
-            journal,
+            RolloutStorage(self.replay, journal, disk),
             self.intake,
             Patience(check=self.check, say=self.said.append, stall_timeout_s=60.0),
-            disk,
+            ThreadErrors(),
             ReplaySection(**({"keep_bytes": 0} | settings)),
         )
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from consumer.training.trainer import GRPOConfig, build_arguments, build_lora
-from consumer.training.trl_arguments import check_model
+from consumer.training.trl_arguments import GRPOConfig, build_arguments, build_lora, check_model
 from protocol.errors import ConfigError
 from replay.batches.cutting import CutBatch
 from tests.unit.consumer.builders import rollout_group, run_config
@@ -142,7 +141,7 @@ def test_trl_cannot_cast_a_head_that_has_the_weights_of_the_embeddings(tmp_path:
 def test_several_trainer_processes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GRPOConfig, "world_size", 2)
     monkeypatch.setattr(
-        "consumer.training.trainer.build", lambda *_, **__: GRPOConfig(str(tmp_path), use_cpu=True, bf16=False)
+        "consumer.training.trl_arguments.build", lambda *_, **__: GRPOConfig(str(tmp_path), use_cpu=True, bf16=False)
     )
     with pytest.raises(ConfigError, match="one trainer process per run"):
         build_arguments(run_config(tmp_path), on_gpu=False, num_prompts=2)
@@ -319,20 +318,21 @@ def test_metrics_reach_trl_under_the_names_of_the_reward_functions(tmp_path: Pat
     assert logs["reward"] == 2.0
 
 
-def test_checkpoints_are_written_where_they_do_not_count_and_handed_over(tmp_path: Path, tiny_model: Path) -> None:
+def test_checkpoints_are_written_to_staging_and_handed_over(tmp_path: Path, tiny_model: Path) -> None:
     trainer = slipstream_trainer(run_config(tmp_path, tiny_model), tiny_model)
-    handed_over: list[Path] = []
+    handed_over: list[tuple[int, Path]] = []
 
-    def make_count(staged: Path, write: Callable[[], None]) -> None:
+    def commit(step: int, staged: Path, write: Callable[[], None]) -> None:
         assert not staged.exists()
         write()
-        handed_over.append(staged)
+        handed_over.append((step, staged))
 
-    trainer._make_count = make_count
+    trainer._commit_checkpoint = commit
     trainer.create_optimizer_and_scheduler(4)
     trainer.state.global_step = 3
     trainer._save_checkpoint(trainer.model, trial=None)
-    [staged] = handed_over
+    [(step, staged)] = handed_over
+    assert step == 3
     assert staged == tmp_path / "checkpoints" / ".partial" / "checkpoint-3"
     for name in ("adapter_model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"):
         assert (staged / name).stat().st_size > 0

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from consumer.training.trainer import SlipstreamTrainer, build_arguments, build_lora
+from consumer.training.trainer import SlipstreamTrainer
+from consumer.training.trl_arguments import build_arguments, build_lora
 from replay.batches.cutting import CutBatch
 from tests.integration.models import build_model
 from tests.unit.consumer.batches.test_batches_trained import some_groups
@@ -52,7 +53,7 @@ def trained(folder: Path, model: Path, *, dropout: float = 0.0, **options: Any) 
     batches = [CutBatch(step, 1, step + 1, some_groups(2, seed=step), 2) for step in range(2)]
     arguments = build_arguments(config, on_gpu=False, num_prompts=8)
     trainer = SlipstreamTrainer(
-        config, arguments, build_lora(config), model, batches, [], lambda staged, write: write()
+        config, arguments, build_lora(config), model, batches, lambda step, staged, write: write()
     )
     set_weights(trainer)
     trainer.train()

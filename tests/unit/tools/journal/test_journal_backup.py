@@ -15,7 +15,7 @@ from protocol.files.staged import aside
 from replay.journal.reader import JournalReader
 from replay.journal.rows import EVERY_GROUP
 from replay.journal.writer import Journal
-from tests.unit.consumer.evaluation.test_evaluation_desk import Process
+from tests.unit.consumer.evaluation.test_leases import Process
 from tests.unit.tools.journal.command import Command
 from tools.journal import backup as journal_backup
 
@@ -131,7 +131,7 @@ def evaluations(run_dir: Path, session: str = "s") -> Process:
 def evaluate(process: Process, version: int, reward: float) -> None:
     process.publish(version)
     process.answer_all(reward)
-    process.control.collect()
+    process.collect()
 
 
 def test_the_copy_of_a_run_knows_its_evaluations_and_its_best(
@@ -172,7 +172,7 @@ def test_a_result_that_comes_while_it_is_copied_is_neither_lost_nor_torn(
     def copy_and_evaluate(source: Any, target: Any, **options: Any) -> Any:
         if Path(source).name == at and 3 in process.due.versions:
             process.answer_all(reward)
-            process.control.collect()
+            process.collect()
         return copy(source, target, **options)
 
     monkeypatch.setattr(shutil, "copytree", functools.partial(shutil.copytree, copy_function=copy_and_evaluate))

@@ -2,6 +2,7 @@
 
 import json
 from collections import deque
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,11 +16,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from msgspec.structs import replace
 
 from consumer.evaluation.control import EvaluationControl
-from consumer.evaluation.leases import EvaluationDesk, Progress
+from consumer.evaluation.leases import EvaluationLeases, EvaluationRules, Progress
 from consumer.evaluation.queue import EvaluationQueue
 from consumer.evaluation.results import EvaluationResults
 from consumer.intake.sessions import ProducerSession
-from consumer.publishing.policy_store import PolicyShelf
+from consumer.publishing.policy_store import PolicyStore
+from consumer.publishing.published_policy import PublishedPolicy
 from consumer.waiting import Patience
 from protocol.errors import DatasetError
 from protocol.files.shared_memory import NO_MEMORY
@@ -30,7 +32,6 @@ from protocol.wire.messages import (
     Heartbeat,
     Lease,
     Nack,
-    PolicyInfo,
     PolicyRequest,
     Sampling,
 )
@@ -38,7 +39,7 @@ from replay.groups import GroupShape
 from replay.prompts.evaluation_leases import Metric
 from replay.prompts.failure_budgets import RetryBudget
 from tests.scripted import made_up_group
-from tests.unit.consumer.evaluation.test_evaluation_results import blob, section
+from tests.unit.consumer.evaluation.test_results import blob, section
 from tests.unit.replay.builders import memory_folder
 
 BUDGETS = {"data": RetryBudget(2, 0.0), "infra": RetryBudget(3, 0.0)}
@@ -57,6 +58,11 @@ class Prompts:
         return f"{prompt_id}=", {"answer": prompt_id}
 
 
+def policy(version: int) -> PublishedPolicy:
+    data, digest = blob(version)
+    return PublishedPolicy(version, digest, data)
+
+
 class Process:
     """The evaluations of one trainer process, and producers that may be given leases."""
 
@@ -67,7 +73,7 @@ class Process:
         self.unreachable: set[bytes] = set()
         self.said: list[str] = []
         self.warned: list[str] = []
-        self.logged: list[dict[str, float]] = []
+        self.logged: list[Mapping[str, float]] = []
         self.now = 0.0
         self.prompts = Prompts()
         channel: Any = SimpleNamespace(send=self.send, wake=lambda: None)
@@ -76,17 +82,16 @@ class Process:
         self.results = EvaluationResults(folder, folder / "checkpoints", options, first_step, 0.5)
         self.due = EvaluationQueue(folder)
         self.due.restore(first_step, self.results.versions)
-        self.desk = EvaluationDesk(
-            channel, self.due, self.prompts, NUM_PROMPTS, sampling=Sampling(1, 6, 0.0),
-            metric=Metric(np.ones(1, np.float32)), shape=GroupShape(1, 1, 6, 64), budgets=BUDGETS, per_place=per_place,
-            timeout_s=10.0, session=session, warn=lambda kind, text: self.warned.append(kind), clock=lambda: self.now,
-        )  # fmt: skip
+        metric, shape = Metric(np.ones(1, np.float32)), GroupShape(1, 1, 6, 64)
+        rules = EvaluationRules(NUM_PROMPTS, Sampling(1, 6, 0.0), metric, shape, BUDGETS, per_place, 10.0, session)
+        self.leases = EvaluationLeases(
+            channel, self.due, self.prompts, rules, lambda kind, text: self.warned.append(kind), lambda: self.now
+        )
         self.control = EvaluationControl(
-            options, self.due, self.results, self.desk, run_dir=folder, reward_names=("reward",), last_version=7,
+            options, self.due, self.results, self.leases, run_dir=folder, reward_names=("reward",), last_version=7,
             say=lambda text, **fields: self.said.append(text),
         )  # fmt: skip
-        self.control.log = lambda numbers: self.logged.append(dict(numbers))
-        self.shelf = PolicyShelf(2, NO_MEMORY)
+        self.store = PolicyStore(2, NO_MEMORY)
         self.sessions = {b"p": ProducerSession("p", 3, 0.0, evaluates=True)}
 
     def send(self, peer: bytes, lease: Lease) -> bool:
@@ -94,17 +99,19 @@ class Process:
         return peer not in self.unreachable
 
     def publish(self, version: int) -> None:
-        data, digest = blob(version)
-        self.control.submit(PolicyInfo(version, digest, len(data)), version * 10, data, (b"", b""))
-        self.shelf.publish(version, data, digest, (b"", b""), lambda: None)
+        self.control.submit(policy(version), version * 10)
+        self.store.publish(policy(version))
+
+    def collect(self) -> None:
+        self.control.collect(self.logged.append)
 
     def tick(self) -> list[bytes]:
-        return self.desk.tick(self.shelf, self.sessions.items(), self.now)
+        return self.leases.tick(self.store, self.sessions.items(), self.now)
 
     def answer(self, lease: Lease, reward: float = 1.0, version: int | None = None) -> Ack | Nack:
         assert lease.evaluates is not None
         group = made_up_group(lease, lease.evaluates.version if version is None else version, rewards=[reward])
-        return self.desk.take(self.sessions[b"p"], group, self.shelf)
+        return self.leases.receive(self.sessions[b"p"], group, self.store)
 
     def answer_all(self, reward: float = 1.0) -> None:
         self.tick()
@@ -122,15 +129,15 @@ def test_an_evaluation_from_lease_to_line(tmp_path: Path) -> None:
     assert (peer, lease.lease_id, lease.prompt, lease.columns) == (b"p", "evaluation-0-0-1-s", "0=", {"answer": 0})
     assert (lease.policy_floor, lease.evaluates and lease.evaluates.digest) == (0, blob(0)[1])
     assert (lease.sampling.num_generations, lease.sampling.temperature) == (1, 0.0)
-    assert process.desk.progress == Progress(0, 1, NUM_PROMPTS, 5), "the row without a prompt is given up"
+    assert process.leases.progress == Progress(0, 1, NUM_PROMPTS, 5), "the row without a prompt is given up"
     rewards = iter([1.0, 0.0, 0.5, 1.0, 0.0])
     while process.sent:
         answer = process.answer(process.sent.popleft()[1], next(rewards))
         assert isinstance(answer, Ack)
         assert answer.outcome == "accepted"
         process.tick()
-    assert process.desk.progress == Progress()
-    process.control.collect()
+    assert process.leases.progress == Progress()
+    process.collect()
     (line,) = map(json.loads, (tmp_path / "evaluations.jsonl").read_text().splitlines())
     assert (line["version"], line["step"], line["score"]) == (0, 0, 0.5)
     assert (line["num_prompts"], line["num_scored"], line["rewards"]) == (6, 5, {"reward": 0.5})
@@ -138,8 +145,8 @@ def test_an_evaluation_from_lease_to_line(tmp_path: Path) -> None:
         "evaluation of v0 (step 0): mean reward 0.5 (6 prompts, 0.0 s, 1 without a score, the best so far)"
     ]
     assert process.logged[0]["evaluation/score"] == 0.5
-    assert process.control.counts == {"scored": 1}
-    process.control.collect()
+    assert process.control.totals == {"scored": 1}
+    process.collect()
     assert len(process.said) == 1
 
 
@@ -180,8 +187,8 @@ def test_an_answer_must_be_of_the_evaluated_version_alone(tmp_path: Path) -> Non
     process.sent.clear()
     process.tick()
     assert [lease.lease_id for _, lease in process.sent] == ["evaluation-0-0-2-s"]
-    assert process.answer(process.sent[0][1]) == Ack("evaluation-0-0-2-s", "accepted", process.shelf.newest)
-    assert process.answer(lease) == Ack(lease.lease_id, "duplicate", process.shelf.newest)
+    assert process.answer(process.sent[0][1]) == Ack("evaluation-0-0-2-s", "accepted", process.store.newest)
+    assert process.answer(lease) == Ack(lease.lease_id, "duplicate", process.store.newest)
 
 
 def test_an_answer_to_an_evaluation_before_this_one_comes_late_and_is_not_invalid(tmp_path: Path) -> None:
@@ -191,14 +198,14 @@ def test_an_answer_to_an_evaluation_before_this_one_comes_late_and_is_not_invali
     late = process.sent[0][1]
     process.now = 11.0  # it is given up, and goes out again
     process.answer_all()
-    process.control.collect()
+    process.collect()
     process.publish(1)
     process.tick()
-    assert process.desk.progress.version == 1
-    assert process.answer(late) == Ack(late.lease_id, "duplicate", process.shelf.newest)
+    assert process.leases.progress.version == 1
+    assert process.answer(late) == Ack(late.lease_id, "duplicate", process.store.newest)
     of_another_process = replace(process.sent[0][1], lease_id="evaluation-0-0-1-before")
     assert process.answer(of_another_process, version=0) == Ack(
-        "evaluation-0-0-1-before", "duplicate", process.shelf.newest
+        "evaluation-0-0-1-before", "duplicate", process.store.newest
     )
     assert "invalid" not in process.warned
 
@@ -213,9 +220,9 @@ def test_leases_that_are_lost_go_out_again(tmp_path: Path) -> None:
     assert session.note(beat, 2.0) == set()
     session.last_heard += 2.0
     assert session.note(beat, 2.0) == {first}
-    assert process.desk.release("p", keep=session.evaluations) == session.evaluations
-    process.desk.take_failure(session, Nack(second, "returned"))
-    process.desk.take_failure(session, Nack(third, "generation_failed", "no"))
+    assert process.leases.release("p", keep=session.evaluations) == session.evaluations
+    process.leases.receive(session, Nack(second, "returned"), process.store)
+    process.leases.receive(session, Nack(third, "generation_failed", "no"), process.store)
     process.sent.clear()
     process.tick()
     assert {lease.lease_id for _, lease in process.sent} == {
@@ -226,12 +233,12 @@ def test_leases_that_are_lost_go_out_again(tmp_path: Path) -> None:
     process.tick()
     assert len(process.sent) == 5, "all had run into their deadlines"
     process.unreachable = {b"p"}
-    process.desk.release("p")
+    process.leases.release("p")
     assert process.tick() == [b"p"]
     assert "evaluation_generation_failed" in process.warned
 
 
-def test_what_is_evaluated_stays_on_the_shelf(tmp_path: Path) -> None:
+def test_what_is_evaluated_stays_in_the_store(tmp_path: Path) -> None:
     process = Process(tmp_path)
     for version in range(2):
         process.publish(version)
@@ -239,28 +246,28 @@ def test_what_is_evaluated_stays_on_the_shelf(tmp_path: Path) -> None:
     for version in range(2, 6):
         process.publish(version)
     digests = [blob(version)[1] for version in range(6)]
-    there = [not isinstance(process.shelf.offer(PolicyRequest(digest)), BlobMissing) for digest in digests]
+    there = [not isinstance(process.store.offer(PolicyRequest(digest)), BlobMissing) for digest in digests]
     assert there == [True, False, False, False, True, True]
     process.answer_all()
-    assert isinstance(process.shelf.offer(PolicyRequest(digests[0])), BlobMissing)
-    process.control.collect()
+    assert isinstance(process.store.offer(PolicyRequest(digests[0])), BlobMissing)
+    process.collect()
     process.tick()
-    chunk: Any = process.shelf.chunk(BlobRequest(digests[4], 0, 1000))
+    chunk: Any = process.store.chunk(BlobRequest(digests[4], 0, 1000))
     assert chunk.data == blob(4)[0], "v2 was skipped"
 
 
-def test_the_shelf_takes_one_that_is_only_in_its_file(tmp_path: Path) -> None:
+def test_the_store_takes_one_that_is_only_in_its_file(tmp_path: Path) -> None:
     Process(tmp_path).publish(2)
     process = Process(tmp_path, "t", first_step=30)
     process.publish(3)
     process.tick()
-    chunk: Any = process.shelf.chunk(BlobRequest(blob(2)[1], 0, 1000))
-    assert (chunk.data, process.shelf.newest.version) == (blob(2)[0], 3)
-    process.shelf.publish(4, *blob(4), (b"", b""), lambda: None)
-    process.shelf.publish(5, *blob(5), (b"", b""), lambda: None)
-    assert not isinstance(process.shelf.offer(PolicyRequest(blob(2)[1])), BlobMissing)
-    process.shelf.let_go()
-    assert isinstance(process.shelf.offer(PolicyRequest(blob(2)[1])), BlobMissing)
+    chunk: Any = process.store.chunk(BlobRequest(blob(2)[1], 0, 1000))
+    assert (chunk.data, process.store.newest.version) == (blob(2)[0], 3)
+    process.store.publish(policy(4))
+    process.store.publish(policy(5))
+    assert not isinstance(process.store.offer(PolicyRequest(blob(2)[1])), BlobMissing)
+    process.store.unpin()
+    assert isinstance(process.store.offer(PolicyRequest(blob(2)[1])), BlobMissing)
 
 
 @pytest.mark.long
@@ -275,12 +282,12 @@ def test_the_end_of_the_run_waits_for_the_last_version_and_not_for_ever(tmp_path
             process.answer(process.sent.popleft()[1])
 
     patience = Patience(check=work, say=print, stall_timeout_s=0.01)
-    process.control.wait_for_last(patience, lambda: "")
+    process.control.wait_for_last(patience, lambda: "", process.logged.append)
     assert process.results.versions == [6, 7], "the last one although 7 is odd"
     process = Process(tmp_path, "t", first_step=70, before_training=True, wait_s=1.0)
     process.publish(0)
     process.control.wait_for_last(
-        Patience(check=lambda: None, say=print, stall_timeout_s=9.0), lambda: "nobody is there"
+        Patience(check=lambda: None, say=print, stall_timeout_s=9.0), lambda: "nobody is there", process.logged.append
     )
     assert process.said == [
         "the evaluation of v0 is given up after evaluation.wait_s without an answer: nobody is there"
@@ -341,7 +348,7 @@ class Crashes(RuleBasedStateMachine):
     @rule()
     def collect(self) -> None:
         before = list(self.process.results.versions)
-        self.process.control.collect()
+        self.process.collect()
         for version in self.process.results.versions[len(before) :]:
             self.best = max(self.best, self.SCORES[version])
 
@@ -372,7 +379,7 @@ class Crashes(RuleBasedStateMachine):
         """What is due gets its line in the end."""
         due = list(self.process.due.versions)
         for _ in range(4):
-            while self.process.sent or self.process.desk.progress != Progress():
+            while self.process.sent or self.process.leases.progress != Progress():
                 self.answer(8)
             self.process.tick()
             self.collect()

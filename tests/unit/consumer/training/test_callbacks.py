@@ -1,13 +1,11 @@
 """Whole runs of the real trainer in this process, with a producer that answers at once: what is published, reported and
-committed at the end of every step. Then `save` alone, on disks that fill up.
+committed at the end of every step.
 """
 
-import errno
 import itertools
 import json
 from contextlib import closing
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,23 +14,25 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from consumer.checkpoints import folders as checkpoints
+from consumer.intake.arrivals import RolloutStorage
 from consumer.publishing.probe import Probe
+from consumer.publishing.published_policy import PublishedPolicy
 from consumer.reporting.sampled_rollouts import RolloutLog
 from consumer.reporting.step_report import StepReport
-from consumer.training import callbacks as run_control_module
+from consumer.training import callbacks as callbacks_module
 from consumer.training.callbacks import RunControl
+from consumer.training.checkpoint_writer import CheckpointWriter
 from consumer.training.feed import BatchFeed
-from consumer.training.pipeline import LivePipeline
-from consumer.training.trainer import SlipstreamTrainer, build_arguments, build_lora
-from consumer.waiting import Patience, StopRequested
-from protocol.errors import StalledError
+from consumer.training.pipeline import Connections, LivePipeline
+from consumer.training.trainer import SlipstreamTrainer
+from consumer.training.trl_arguments import build_arguments, build_lora
+from consumer.waiting import Patience, ThreadErrors
 from protocol.files import rotated_lines
 from replay.journal.disk import DiskGuard
 from replay.journal.writer import Journal
 from replay.prompts.staleness import StalenessBudget
 from tests.unit.consumer.builders import (
     SHAPE,
-    Clock,
     delivery,
     learning_metrics,
     live_buffer,
@@ -85,27 +85,21 @@ class Run:
             run_dir, self.replay.counts, learning_metrics(), max_steps=99, first_step=first_step, show_bar=False
         )
         patience = Patience(check=self.produce, say=print, stall_timeout_s=60.0)
-        feed = BatchFeed(self.replay, self, patience)
-        disk = DiskGuard(run_dir, 1.0)
-        self.pipeline = LivePipeline(self.replay, journal, self, patience, disk, self.config.replay)
-        self.control = control = RunControl(
-            self.pipeline,
+        self.feed = feed = BatchFeed(self.replay, self, patience)
+        storage = RolloutStorage(self.replay, journal, DiskGuard(run_dir, 1.0))
+        self.pipeline = LivePipeline(storage, self, patience, ThreadErrors(), self.config.replay)
+        writer = CheckpointWriter(checkpoints_dir, self.pipeline, patience, "run", self.arguments.save_total_limit)
+        lora = build_lora(self.config)
+        self.trainer = SlipstreamTrainer(self.config, self.arguments, lora, model, feed, writer.commit)
+        control = RunControl(
+            self.trainer,
+            Connections(feed, self.pipeline, report, patience),
             StalenessBudget(**options),
-            feed,
-            report,
-            patience,
-            keep_checkpoints=self.arguments.save_total_limit,
-            run_id="run",
-            stop_requested=lambda: self.stop_at is not None and self.trainer.state.global_step >= self.stop_at,
+            Probe(PROBE_TOKENS, self.config.swap.probe_every, self.trainer.model, self.trainer.accelerator.autocast),
+            RolloutLog.of(self.config, self.trainer.recipe, self.trainer._tokenizer.decode, first_step),
+            lambda: self.stop_at is not None and self.trainer.state.global_step >= self.stop_at,
         )
-        self.trainer = SlipstreamTrainer(
-            self.config, self.arguments, build_lora(self.config), model, feed, [control], control.save
-        )
-        control.trainer = self.trainer
-        control.rollouts = RolloutLog.of(self.config, self.trainer.recipe, self.trainer._tokenizer.decode, first_step)
-        control.probe = Probe(
-            PROBE_TOKENS, self.config.swap.probe_every, self.trainer.model, self.trainer.accelerator.autocast
-        )
+        self.trainer.add_callback(control)
         if start:
             self.trainer._load_from_checkpoint(str(start.folder))
         self.prepare()
@@ -127,11 +121,11 @@ class Run:
     def describe(self) -> str:
         return ""
 
-    def publish(self, version: int, data: memoryview, digest: str, probe: tuple[bytes, bytes], release: Any) -> None:
-        self.published.append((version, digest))
-        self.probes.append(probe)
-        release()
-        self.replay.published(version)
+    def publish(self, policy: PublishedPolicy) -> None:
+        self.published.append((policy.version, policy.digest))
+        self.probes.append(policy.probe)
+        policy.release()
+        self.replay.published(policy.version)
 
     def produce(self) -> None:
         self.pipeline.flush()
@@ -230,7 +224,7 @@ def test_numbers_of_a_step_are_over_all_its_micro_batches(tmp_path: Path, one_la
 def test_transformers_record_of_what_was_logged_does_not_grow_with_the_run(
     tmp_path: Path, one_layer_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_control_module, "_MOST_LOGS", 3)
+    monkeypatch.setattr(callbacks_module, "_MOST_LOGS", 3)
     run = Run(tmp_path, one_layer_model, trainer={"max_steps": 6, "save_steps": 5})
     assert [entry["step"] for entry in run.trainer.state.log_history[:2]] == [5, 6]
     saved = json.loads((run.config.checkpoints_dir / "checkpoint-5" / "trainer_state.json").read_text())
@@ -320,156 +314,3 @@ def test_old_checkpoints_go_only_after_the_new_one_counts_and_old_groups_after_t
     ]
     assert run.committed == ["checkpoint-4"]
     assert [folder.name for folder in run.config.checkpoints_dir.glob("checkpoint-*")] == ["checkpoint-4"]
-
-
-# Saving.
-
-
-class Saving:
-    """`RunControl.save` with a checkpoint of step 3, and a disk that `write` fills until `room_at`."""
-
-    def __init__(self, folder: Path, clock: Clock) -> None:
-        self.clock = clock
-        self.checkpoints_dir = folder / "checkpoints"
-        self.checkpoints_dir.mkdir()
-        self.staged = checkpoints.staging(self.checkpoints_dir) / "checkpoint-3"
-        self.error: Exception | None = None
-        self.room_at = float("inf")
-        self.stop_at = float("inf")
-        self.attempts = 0
-        self.events: list[str] = []
-        self.said: list[str] = []
-        self.control = RunControl(
-            self,
-            StalenessBudget(2, 0),
-            None,
-            None,
-            Patience(check=self.check, say=self.said.append, stall_timeout_s=60.0),
-            keep_checkpoints=None,
-            run_id="run",
-            stop_requested=lambda: False,
-        )
-        self.control.trainer = SimpleNamespace(
-            state=SimpleNamespace(global_step=3), args=SimpleNamespace(output_dir=str(self.checkpoints_dir))
-        )
-
-    def check(self) -> None:
-        if self.clock.now >= self.stop_at:
-            raise StopRequested
-
-    def write(self) -> None:
-        assert not self.staged.exists(), "every attempt starts anew"
-        self.attempts += 1
-        self.staged.mkdir(parents=True)
-        (self.staged / "part").write_text("weights")
-        if self.error is not None and self.clock.now < self.room_at:
-            raise self.error
-
-    def save(self) -> None:
-        self.control.save(self.staged, self.write)
-
-    # The pipeline that it sees.
-
-    def state(self) -> dict[str, Any]:
-        return {"journal_seq": 7}
-
-    def checkpointed(self, checkpoints_dir: Path) -> None:
-        self.events.append("checkpointed")
-
-
-@pytest.fixture
-def saving(tmp_path: Path, clock: Clock) -> Saving:
-    return Saving(tmp_path, clock)
-
-
-ENOSPC = OSError(errno.ENOSPC, "No space left on device")
-
-
-def test_a_checkpoint_holds_the_state_of_its_moment(saving: Saving) -> None:
-    saving.save()
-    assert checkpoints.latest(saving.checkpoints_dir) == (
-        saving.checkpoints_dir / "checkpoint-3",
-        {"journal_seq": 7, "step": 3, "run_id": "run"},
-    )
-    assert (saving.attempts, saving.events) == (1, ["checkpointed"])
-
-
-def test_a_full_disk_is_waited_for_and_the_checkpoint_written_anew(saving: Saving, usage: SimpleNamespace) -> None:
-    usage.free = 10**9
-    saving.error, saving.room_at = ENOSPC, 1011.0
-    saving.save()
-    assert saving.attempts == 45, "four times a second"
-    assert saving.said == ["waiting for room for a checkpoint (10 s): the disk of run_dir is full"]
-    assert checkpoints.is_committed(saving.checkpoints_dir / "checkpoint-3")
-    assert saving.events == ["checkpointed"]
-
-
-def test_the_error_of_a_library_on_a_full_disk_is_one_of_the_disk(saving: Saving, usage: SimpleNamespace) -> None:
-    usage.free = 2**20 - 1
-    saving.error, saving.room_at = RuntimeError("PytorchStreamWriter failed writing file"), 1001.0
-    saving.save()
-    assert saving.attempts == 5
-    assert checkpoints.is_committed(saving.checkpoints_dir / "checkpoint-3")
-
-
-def test_no_room_for_the_last_of_it_is_waited_for_too(saving: Saving, monkeypatch: pytest.MonkeyPatch) -> None:
-    original, refusals = checkpoints.commit, iter([ENOSPC, ENOSPC])
-
-    def commit(staged: Path, state: dict[str, Any]) -> None:
-        error = next(refusals, None)
-        if error is not None:
-            raise error
-        original(staged, state)
-
-    monkeypatch.setattr(run_control_module.checkpoints, "commit", commit)
-    saving.save()
-    assert saving.attempts == 3
-    assert checkpoints.is_committed(saving.checkpoints_dir / "checkpoint-3")
-
-
-@pytest.mark.parametrize("error", [RuntimeError("a bug"), OSError(errno.EIO, "Input/output error")])
-def test_any_other_error_ends_the_run(saving: Saving, usage: SimpleNamespace, error: Exception) -> None:
-    usage.free = 2**20
-    saving.error = error
-    with pytest.raises(type(error)) as caught:
-        saving.save()
-    assert caught.value is error
-    assert (saving.attempts, saving.events) == (1, [])
-    assert checkpoints.latest(saving.checkpoints_dir) is None
-
-
-@pytest.mark.parametrize(
-    ("stop_at", "ending"), [(1005.0, StopRequested), (float("inf"), StalledError)], ids=["stop", "stall"]
-)
-def test_a_disk_that_stays_full_ends_in_a_stop_or_a_stall_and_leaves_nothing_behind(
-    saving: Saving, stop_at: float, ending: type[Exception]
-) -> None:
-    saving.error, saving.stop_at = ENOSPC, stop_at
-    with pytest.raises(ending):
-        saving.save()
-    assert saving.events == []
-    assert list(saving.checkpoints_dir.iterdir()) == []
-
-
-def test_what_another_process_left_in_staging_is_cleared_first(saving: Saving) -> None:
-    left = checkpoints.staging(saving.checkpoints_dir) / "checkpoint-2"
-    left.mkdir(parents=True)
-    saving.save()
-    assert not left.exists()
-
-
-def saves_at_the_end(saving: Saving, first_step: int) -> int:
-    """Attempts to write when the run, started at `first_step`, ends at step 3."""
-
-    def save(model: Any, trial: Any) -> None:
-        saving.save()
-
-    saving.control.trainer.model, saving.control.trainer._save_checkpoint = None, save
-    saving.control.save_if_needed(first_step)
-    return saving.attempts
-
-
-def test_a_run_that_is_stopped_saves_what_it_trained_since_the_last_checkpoint(saving: Saving) -> None:
-    assert saves_at_the_end(saving, 3) == 0, "nothing was trained"
-    assert saves_at_the_end(saving, 2) == 1
-    assert saves_at_the_end(saving, 2) == 1, "it counts already"

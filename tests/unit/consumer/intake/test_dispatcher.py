@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from consumer.intake.dispatcher import LeaseDesk
+from consumer.intake.dispatcher import LeaseDispatcher
 from consumer.intake.sessions import ProducerSession
 from protocol.errors import DatasetError
 from protocol.wire.codec import encode
@@ -63,7 +63,7 @@ class Counter:
 
     def __init__(self, replay: RolloutBuffer, disk: DiskGuard) -> None:
         self.channel, self.prompts, self.replay = Channel(), Prompts(), replay
-        self.desk = LeaseDesk(
+        self.dispatcher = LeaseDispatcher(
             self.channel,
             replay,
             self.prompts,
@@ -78,7 +78,7 @@ class Counter:
         return session
 
     def give(self, now: float = 100.0) -> tuple[list[str], list[bytes]]:
-        return self.desk.give(self.producers.items(), now)
+        return self.dispatcher.give(self.producers.items(), now)
 
 
 @pytest.fixture

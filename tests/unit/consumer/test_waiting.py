@@ -18,7 +18,7 @@ def patience(said: list[str], check: object = never, stall_timeout_s: float = 60
 def test_the_first_result_ends_the_wait_and_is_returned(clock: Clock) -> None:
     answers = iter([None, None, 0])  # what is false is a result too
     said: list[str] = []
-    assert patience(said).until(lambda: next(answers), "rollouts", str, pause_s=0.5) == 0
+    assert patience(said).wait_until(lambda: next(answers), "rollouts", str, pause_s=0.5) == 0
     assert clock.now == 1001.0, "two pauses, none after the last attempt"
     assert said == []
 
@@ -26,7 +26,7 @@ def test_the_first_result_ends_the_wait_and_is_returned(clock: Clock) -> None:
 def test_it_says_every_ten_seconds_for_what_it_waits_and_why(clock: Clock) -> None:
     said: list[str] = []
     polls = iter(range(1000))
-    patience(said).until(
+    patience(said).wait_until(
         lambda: "done" if clock.now > 1035 else None, "rollouts", lambda: f"{next(polls)} leases out", pause_s=1.0
     )
     assert said == [
@@ -39,7 +39,9 @@ def test_it_says_every_ten_seconds_for_what_it_waits_and_why(clock: Clock) -> No
 def test_it_gives_up_after_the_stall_timeout_and_names_it(clock: Clock) -> None:
     said: list[str] = []
     with pytest.raises(StalledError) as caught:
-        patience(said, stall_timeout_s=25.0).until(never, "room on the disk", lambda: "nobody deletes", pause_s=0.25)
+        patience(said, stall_timeout_s=25.0).wait_until(
+            never, "room on the disk", lambda: "nobody deletes", pause_s=0.25
+        )
     assert clock.now == 1025.25
     assert str(caught.value) == "no room on the disk for pipeline.stall_timeout_s=25 s: nobody deletes"
     assert caught.value.exit_code == 75
@@ -50,7 +52,7 @@ def test_every_wait_has_the_whole_timeout(clock: Clock) -> None:
     waiting = patience([], stall_timeout_s=25.0)
     for _ in range(3):
         end = clock.now + 20
-        assert waiting.until(lambda end=end: clock.now >= end or None, "rollouts", str, pause_s=1.0)
+        assert waiting.wait_until(lambda end=end: clock.now >= end or None, "rollouts", str, pause_s=1.0)
 
 
 @pytest.mark.parametrize("reason", [StopRequested(), JournalError("journal.sqlite is damaged")])
@@ -60,7 +62,7 @@ def test_what_check_raises_ends_the_wait(clock: Clock, reason: Exception) -> Non
             raise reason
 
     with pytest.raises(type(reason)) as caught:
-        patience([], check).until(never, "rollouts", str, pause_s=0.25)
+        patience([], check).wait_until(never, "rollouts", str, pause_s=0.25)
     assert caught.value is reason
     assert clock.now == 1005
 
@@ -69,7 +71,7 @@ def test_something_that_is_there_is_taken_before_anything_is_checked(clock: Cloc
     def check() -> None:
         raise StopRequested
 
-    assert patience([], check).until(lambda: "a checkpoint", "room", str) == "a checkpoint"
+    assert patience([], check).wait_until(lambda: "a checkpoint", "room", str) == "a checkpoint"
 
 
 def test_an_attempt_that_raises_ends_the_wait(clock: Clock) -> None:
@@ -77,4 +79,4 @@ def test_an_attempt_that_raises_ends_the_wait(clock: Clock) -> None:
         raise JournalError("gone")
 
     with pytest.raises(JournalError, match="gone"):
-        patience([]).until(attempt, "rollouts", str)
+        patience([]).wait_until(attempt, "rollouts", str)

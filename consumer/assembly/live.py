@@ -1,0 +1,176 @@
+"""A trainer with producers: everything but the model, in the order in which the parts need each other. Wiring only."""
+
+import logging
+import secrets
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from consumer.assembly.evaluation import evaluation_of
+from consumer.assembly.rollouts import rollout_buffer, staleness_controller
+from consumer.checkpoints import folders as checkpoints
+from consumer.checkpoints.run_facts import comparable, dataset_change
+from consumer.intake.arrivals import RolloutStorage
+from consumer.intake.dispatcher import LeaseDispatcher
+from consumer.intake.evaluation import NoEvaluations
+from consumer.intake.fleet import SessionTerms
+from consumer.intake.intake import Dispatchers, Intake
+from consumer.prompts.dataset import PromptDataset
+from consumer.prompts.placeholders import Placeholders
+from consumer.prompts.source import PromptSource
+from consumer.prompts.transformed import read_aside
+from consumer.publishing.policy_store import PolicyStore
+from consumer.reporting.evaluation_metrics import watch_evaluation
+from consumer.reporting.metrics import commit_seconds, watch_trainer
+from consumer.training.feed import BatchFeed
+from consumer.training.heartbeat import Heartbeat
+from consumer.training.pipeline import Connections, LivePipeline
+from consumer.training.run_components import RunComponents, RunStart
+from consumer.waiting import Patience, ThreadErrors
+from protocol.config.run import RunConfig
+from protocol.errors import ConfigError
+from protocol.files.shared_memory import shared_memory
+from protocol.security.keys import trainer_keys
+from protocol.service import logs
+from protocol.service.observability import Watch
+from protocol.transport.zeromq_server import ZmqServer
+from protocol.wire.handshake import TrainerNeeds
+from protocol.wire.messages import Sampling
+from replay.journal.disk import DiskGuard
+from replay.journal.writer import Journal
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LiveRun:
+    """What the daemon starts, runs and stops."""
+
+    start: RunStart
+    channel: ZmqServer
+    storage: RolloutStorage
+    intake: Intake
+    feed: BatchFeed
+    connections: Connections
+    heartbeat: Heartbeat
+
+
+def live_run(components: RunComponents, watch: Watch, opened: ExitStack, *, resume: bool) -> LiveRun:
+    """
+    Args:
+        opened: closes what is opened here.
+
+    Raises:
+        ConfigError: run_dir holds another run, or one that nobody said to go on with.
+    """
+    config, settings = components.config, components.config.pipeline
+    journal = opened.enter_context(closing(Journal(config.journal_file, commit_seconds(watch.registry).observe)))
+    before = journal.facts()
+    start = _start(config, journal, before, resume)
+    facts = components.facts(start.run_id)
+    same_shape = _comparable(start, journal, before, facts)
+    journal.note_facts(facts)
+
+    session = secrets.token_hex(4)  # of this process; the run may outlive it
+    buffer = rollout_buffer(components, journal, session)
+    buffer.restore(start.state or None, step=start.step, shape=components.shape, comparable=same_shape)
+    if start.checkpoint is not None:
+        logger.info("resuming at step %d from %s", start.step, start.checkpoint.folder)
+    storage = RolloutStorage(buffer, journal, DiskGuard(Path(config.run_dir), config.replay.max_disk_used))
+    channel = _channel(config)
+    store = PolicyStore(config.max_loras, opened.enter_context(shared_memory()))
+    report = components.report(buffer.counts, start.step, watch.registry)
+
+    def read(prompts: PromptDataset | Placeholders) -> PromptSource:
+        return opened.enter_context(read_aside(prompts, channel.wake))
+
+    evaluation = evaluation_of(components, channel, read, session, start.step, report.say)
+    dispatchers = Dispatchers(
+        LeaseDispatcher(
+            channel, buffer, read(components.prompts), storage.disk,
+            sampling=_sampling(config), timeout_s=settings.lease_timeout_s,
+        ),
+        evaluation.leases if evaluation else NoEvaluations(),
+    )  # fmt: skip
+    errors = ThreadErrors()
+    heartbeat = Heartbeat(watch.health, components.stop, errors)
+    terms = _terms(components, facts, session, resumed=start.checkpoint is not None or bool(before))
+    intake = Intake(channel, storage, dispatchers, store, terms, errors, lambda: watch.health.beat("intake"))
+    patience = Patience(check=heartbeat.check, say=report.say, stall_timeout_s=settings.stall_timeout_s)
+    staleness = staleness_controller(config, start.state)
+    pipeline = LivePipeline(storage, intake, patience, errors, config.replay, staleness, evaluation)
+    opened.enter_context(closing(pipeline))
+    feed = BatchFeed(buffer, intake, patience, partial_after_s=settings.partial_after_s)
+    connections = Connections(feed, pipeline, report, patience, evaluation)
+    return LiveRun(start, channel, storage, intake, feed, connections, heartbeat)
+
+
+def watch_live(run: LiveRun, watch: Watch) -> None:
+    """Metrics and health checks. Only after the first policy was published."""
+    registry, health = watch
+    _, journal, disk = run.storage
+    watch_trainer(registry, run.start.run_id, run.storage, run.intake, run.channel.refusals.counts, run.feed.waiting_s)
+    watch_evaluation(registry, run.connections.evaluation)
+    health.check_alive("disk", disk.complaint)
+    health.check_ready("journal", journal.complaint)
+    health.check_ready("producers", lambda: None if run.intake.num_producers else "none is connected")
+
+
+def _start(config: RunConfig, journal: Journal, before: dict[str, str], resume: bool) -> RunStart:
+    checkpoints.clear_leftovers(config.checkpoints_dir)
+    found = checkpoints.starting_point(
+        Path(config.run_dir), config.checkpoints_dir, has_groups=journal.last_seq > 0, resume=resume
+    )
+    if found is not None and "ledger" not in found.state:
+        raise ConfigError(
+            f"run_dir: {config.run_dir} was trained with --from-journal; go on with that, or choose another"
+        )
+    run_id = found.run_id if found else before.get("run_id") or secrets.token_hex(8)
+    if before.get("run_id", run_id) != run_id:
+        raise ConfigError(f"run_dir: {journal.path} belongs to another run than {found.folder if found else ''}")
+    logs.bind(run=run_id)
+    return RunStart(run_id, found)
+
+
+def _comparable(start: RunStart, journal: Journal, before: dict[str, str], facts: dict[str, str]) -> bool:
+    """Whether the groups in the journal can be trained now."""
+    same_shape = comparable(before, facts, journal.path)
+    if start.checkpoint is not None or journal.last_seq > 0:
+        changed = dataset_change(before, facts, journal.path)
+        if changed:
+            logger.warning("%s", changed)
+    return same_shape
+
+
+def _channel(config: RunConfig) -> ZmqServer:
+    transport = config.transport
+    keys = trainer_keys(Path(transport.keys)) if transport.keys else None
+    return ZmqServer(config.control_endpoint, config.blob_endpoint, transport.max_message_bytes, keys)
+
+
+def _sampling(config: RunConfig) -> Sampling:
+    names = ("num_generations", "max_completion_length", "temperature", "top_p", "top_k", "min_p")
+    return Sampling(*(getattr(config.sampling, name) for name in names))
+
+
+def _terms(components: RunComponents, facts: dict[str, str], session: str, *, resumed: bool) -> SessionTerms:
+    config = components.config
+    needs = TrainerNeeds(
+        base_model_digest=facts["base_model_digest"],
+        tokenizer_digest=facts["tokenizer_digest"],
+        dtype=config.model.dtype,
+        lora_rank=config.lora["r"],
+        max_loras=config.training_loras,
+        max_completion_length=config.sampling.max_completion_length,
+        reward_names=config.reward_names,
+    )
+    return SessionTerms(
+        needs,
+        components.shape,
+        facts["run_id"],
+        session,
+        resumed,
+        config.pipeline.lease_timeout_s,
+        config.transport.heartbeat_interval_s,
+        config.transport.heartbeat_timeout_s,
+    )
