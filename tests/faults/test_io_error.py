@@ -55,7 +55,7 @@ def test_a_failing_disk_ends_the_trainer_and_costs_no_group(
             failing.touch()
         else:
             fail_every("fsync,fdatasync", stack, trainer.process.pid)
-        assert trainer.end(20) == ExitCode.JOURNAL == 74
+        assert trainer.end() == ExitCode.JOURNAL == 74
         last_words = trainer.output.strip().splitlines()[-1]
         assert "rl-trainer: error: " in last_words
         assert f"{run.config.journal_file} cannot be written or read (" in last_words
@@ -88,7 +88,7 @@ def test_a_disk_that_fails_under_a_checkpoint_is_no_bug(tmp_path: Path, short_di
         trainer = run.trainer()
         run.wait_for_step(2)
         fail_every("fsync", stack, trainer.process.pid)
-        assert trainer.end(30) == ExitCode.JOURNAL
+        assert trainer.end() == ExitCode.JOURNAL
         last_words = trainer.output.strip().splitlines()[-1]
         assert "rl-trainer: error: a disk failed ([Errno 5] Input/output error" in last_words
         assert f"look at that of run_dir {run.config.run_dir}, then go on with --resume" in last_words

@@ -210,7 +210,7 @@ def test_a_signal_while_it_waits_for_the_trainer_ends_it(run, number):
     family = daemon.family()
     assert len(family) == 3, "the daemon, one reward worker and its keeper"
     daemon.process.send_signal(number)
-    assert daemon.end(10) == 0, daemon.output
+    assert daemon.end() == 0, daemon.output
     assert gone(family)
 
 
@@ -262,7 +262,7 @@ def test_what_it_holds_survives_its_trainer_but_not_the_run(run, start_quick):
         assert daemon.process.poll() is None, "it waits for the group to be acknowledged"
         trainer.send(Ack("lease-5", "accepted", trainer.policy))
         trainer.wait_for(lambda: isinstance(trainer.received[-1], Bye))
-    assert daemon.end(10) == 0, daemon.output
+    assert daemon.end() == 0, daemon.output
     assert daemon.output.count("another process of the same run: 3 leases go on") == 1
     assert daemon.output.count("the trainer of another run: 1 leases of run run are void") == 1
     assert "not acknowledged" not in daemon.output
@@ -276,7 +276,7 @@ def test_a_trainer_that_went_away_does_not_hold_up_the_end(run, start_quick):
         assert isinstance(answer_to(trainer, 1), Group)
     family = daemon.family()
     daemon.process.send_signal(signal.SIGTERM)
-    assert daemon.end(10) == 0, daemon.output
+    assert daemon.end() == 0, daemon.output
     assert "1 finished groups were not acknowledged and are lost" in daemon.output
     assert gone(family)
 
@@ -368,7 +368,7 @@ def test_every_reward_comes_back_typed_and_an_engine_that_dies_idle_ends_it(run,
         trainer.wait_for(lambda: trainer.all(Heartbeat)[-1].held == [])
         family = daemon.family()  # the worker that hung was replaced
         engine_core(family).kill()
-        assert daemon.end(20) == 69, daemon.output[-3000:]
+        assert daemon.end() == 69, daemon.output[-3000:]
         trainer.wait_for_message(Bye)
     assert "rl-producer: error: the engine core has ended" in daemon.output
     assert gone(family)
@@ -390,7 +390,7 @@ def test_sigterm_hands_open_leases_back(run, fleet):
         assert handed_back[-1] == Bye("stopping")
         assert {each.lease_id for each in handed_back[:-1]} == {"lease-2", "lease-3"}
         assert {each.reason for each in handed_back[:-1]} == {"returned"}
-    assert daemon.end(30) == 0, daemon.output[-3000:]
+    assert daemon.end() == 0, daemon.output[-3000:]
     assert "SIGTERM: handing leases back and stopping" in daemon.output
     assert "error" not in daemon.output.split("SIGTERM")[1].lower()
     assert gone(family)
@@ -408,5 +408,5 @@ def test_a_second_interrupt_ends_it_at_once(run, fleet):
         daemon.wait_for("SIGINT: handing leases back and stopping")
         assert daemon.process.poll() is None, "it waits for the group to be acknowledged"
         os.killpg(daemon.process.pid, signal.SIGINT)
-        assert daemon.end(3) == 130, daemon.output[-3000:]
+        assert daemon.end() == 130, daemon.output[-3000:]
     assert gone(family)
