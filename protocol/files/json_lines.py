@@ -1,7 +1,7 @@
 """JSON that is always valid, and files of JSON with one object per line.
 
-Guarantee: a line is one line of ASCII and valid JSON whatever it holds, file names and text that UTF-8 cannot say among it; a
-number that is not finite is null. A file gets a line whole, or not at all.
+Guarantee: a line is one line of ASCII and valid JSON whatever its values are, also text that UTF-8 cannot encode. A number that
+is not finite is null. A line is appended to a file whole, or not at all.
 """
 
 import json

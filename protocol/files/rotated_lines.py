@@ -1,7 +1,7 @@
-"""Files of JSON lines that keep the newest: a full one takes the place of the older file beside it.
+"""Files of JSON lines that keep the newest lines: a full file replaces the older file beside it.
 
-Guarantee: the two files hold at most `max_bytes` each, unless what is appended at once is more. What is appended at once stays
-together, whole or not at all. A reader beside the writer finds every line that both files hold once and in order.
+Guarantee: each of the two files has at most `max_bytes`, unless one call appends more. Lines that one call appends stay together,
+and are written whole or not at all. A reader beside the writer finds every line of both files once and in order.
 """
 
 import json
@@ -15,7 +15,7 @@ from protocol.files.json_lines import append, forget_after, open_to_append
 
 
 class RotatedLines:
-    """Writes them. Of one path there is one writer."""
+    """The one writer of the files at a path."""
 
     def __init__(self, path: Path, max_bytes: int) -> None:
         self._path = path
@@ -24,7 +24,7 @@ class RotatedLines:
     def append(self, lines: bytes) -> None:
         """
         Raises:
-            OSError: they could not be written; none was.
+            OSError: the lines could not be written, and none of them was.
         """
         with suppress(FileNotFoundError):
             size = self._path.stat().st_size
@@ -48,7 +48,7 @@ def older(path: Path) -> Path:
 
 
 def paths(folder: Path, pattern: str) -> list[Path]:
-    """Of the files that `RotatedLines` wrote in `folder`, by name."""
+    """The newer files of `RotatedLines` in `folder`, by name."""
     return sorted(path for path in folder.glob(pattern) if not path.stem.endswith(".1"))
 
 
@@ -70,7 +70,7 @@ def read_end(path: Path, num_bytes: int) -> list[bytes]:
 
 @contextmanager
 def opened(path: Path) -> Iterator[list[BinaryIO]]:
-    """The files there are, older first, as they were at one moment."""
+    """The files that exist, the older one first, as they were at one moment."""
     while True:
         with ExitStack() as stack:
             files: list[BinaryIO] = []

@@ -1,8 +1,8 @@
-"""A temporary folder that no kill leaves behind for ever.
+"""A temporary folder that is removed even if its process is killed.
 
-Guarantee: `scratch_folder` gives an empty folder to this process alone and removes it in the end; what killed processes of
-the same user left beside it is removed by the next one that starts. A folder in use is never touched: its owner holds a
-lock on it. Nor is one of another name, such as a run in `/tmp/slipstream-mine`.
+Guarantee: `scratch_folder` gives an empty folder to this process alone and removes it in the end. It first removes folders that
+killed processes of the same user have left. A folder in use is never touched, because its owner holds a lock on it, nor is a
+folder of another name, such as a run in `/tmp/slipstream-mine`.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ def _locked_folder(parent: Path) -> tuple[Path, int]:
         with contextlib.suppress(FileNotFoundError):
             lock = _open(folder)
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if folder.exists():  # otherwise another process that started took it for one that was left
+            if folder.exists():  # otherwise another process took it for one that was left, and removed it
                 return folder, lock
             os.close(lock)
 

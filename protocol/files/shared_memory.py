@@ -1,8 +1,8 @@
-"""Files in memory, for scratch and for what daemons of one host hand each other (`/dev/shm`).
+"""Files in memory (`/dev/shm`), for scratch and for policies that daemons of one host share.
 
-Guarantee: a file is readable by its user alone, has a name that nobody can guess and goes with its folder, at the latest when
-the next daemon starts after a kill. Memory that others may need is left alone: without room there is no file. What another
-process offers is read only if it is a plain file of this user, in such a folder and of the size that was said.
+Guarantee: only its user can read a file, nobody can guess its name, and it is removed with its folder, at the latest when the
+next daemon starts after a kill. No file is written unless much more memory is free. A file of another process is read only if
+it is a plain file of this user, in such a folder and of the announced size.
 """
 
 import contextlib
@@ -20,14 +20,14 @@ _ROOM_FACTOR = 4  # of a file's size must be free before it is written
 
 
 class UnusableFileError(Exception):
-    """Why an offered file cannot be used: it is not there for us, or not what was offered."""
+    """An offered file cannot be read, or is not what was offered. The text says why."""
 
 
 class SharedMemory:
     """A folder in memory.
 
     Args:
-        folder: None: there is none on this machine.
+        folder: None where this machine has none.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -91,5 +91,5 @@ def _private(path: str, flags: int) -> int:
 
 
 def _unfollowed(path: str, flags: int) -> int:
-    """A pipe that nobody writes to must not block."""
+    """Opening a pipe that nobody writes to must not block."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)

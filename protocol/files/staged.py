@@ -1,7 +1,7 @@
 """A file or folder that appears under its name complete and on the disk, or not at all.
 
-Guarantee: whenever the process or the machine dies, the name has what it had before or all that is new. A file is replaced in
-one rename. A folder needs two, and a crash between them leaves the old one beside its name, from where `mend` takes it back.
+Guarantee: whenever the process or the machine dies, the name has its old content or all of the new content. A file is replaced in
+one rename. A folder needs two, and a crash between them leaves the old folder under another name, from which `mend` restores it.
 """
 
 import contextlib

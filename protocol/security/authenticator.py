@@ -1,7 +1,7 @@
 """Answers libzmq's question whether a CURVE key may connect (ZAP, RFC 27), on a thread of its own.
 
-Guarantee: a key is let in only while it is in the folder of authorized ones, and its messages carry it as `User-Id`.
-Nobody is let in when this thread has ended: the sockets name a domain and enforce it.
+Guarantee: a key may connect only while it is in the folder of authorized keys, and its messages carry it as `User-Id`.
+When this thread has ended, no key may connect, because the sockets name a domain and enforce it.
 """
 
 import logging
@@ -22,7 +22,7 @@ _VERSION = b"1.0"
 
 
 class Authenticator(threading.Thread):
-    """Answers for all sockets of one context. Made by their owner, before they are bound."""
+    """Answers for all sockets of one context. Their owner makes it before they are bound."""
 
     def __init__(
         self, context: "zmq.Context[zmq.Socket[bytes]]", authorized: AuthorizedKeys, refusals: Refusals
@@ -54,7 +54,7 @@ class Authenticator(threading.Thread):
                 request = self._socket.recv_multipart()
                 try:
                     answer = self._answer(request)
-                except Exception as error:  # keeps out this one peer
+                except Exception as error:  # this one peer may not connect
                     self._refusals("unknown_key", f"a connection whose key cannot be looked up: {error!r}")
                     answer = [_VERSION, request[1], b"500", b"not looked up", b"", b""]
                 self._socket.send_multipart(answer)

@@ -1,7 +1,7 @@
-"""The producers that may connect, as the folder of their public keys says at this moment.
+"""The producers that may connect: those whose public keys are in a folder at this moment.
 
-Guarantee: a change of the folder counts from the next `refresh` on. A folder that cannot be read authorizes nobody; a file
-in it that holds no key, or another name's, authorizes nobody and is named in the log.
+Guarantee: a change of the folder takes effect at the next `refresh`. A folder that cannot be read authorizes nobody. A file in it
+that holds no key, or the key of another name, authorizes nobody, and the log names it.
 """
 
 import logging
@@ -42,7 +42,7 @@ class AuthorizedKeys:
             if signature != self._signature:
                 before, self._names = self._names, self._load(name for name, *_ in signature)
                 if self._signature is not None:
-                    self._say_what_changed(before)
+                    self._log_changes(before)
                 self._signature = signature
 
     def _look(self) -> _Signature:
@@ -75,7 +75,7 @@ class AuthorizedKeys:
             names[key] = name
         return names
 
-    def _say_what_changed(self, before: dict[bytes, str]) -> None:
+    def _log_changes(self, before: dict[bytes, str]) -> None:
         for key in self._names.keys() - before.keys():
             logger.info("authorized: %s", self._names[key])
         for key in before.keys() - self._names.keys():

@@ -1,7 +1,7 @@
-"""Keys: who is who between trainer and producers, as files.
+"""The keys by which trainer and producers know each other, as files.
 
-Guarantee: a secret is read only from a file that nobody else can read, is written once and never over another one, and
-shows in no text that this process makes of it. Every refusal names the file and the fix.
+Guarantee: a secret is read only from a file that nobody else can read. It is written once, never over another one, and appears
+in no text that this process makes. Every refusal names the file and the fix.
 
     keys/trainer.secret          the trainer's host only, 0600
     keys/trainer.public          every host
@@ -9,8 +9,8 @@ shows in no text that this process makes of it. Every refusal names the file and
     keys/NAME.public             where `rl-keys authorize` can find it
     keys/authorized/NAME.public  the trainer's host: producers that may connect
 
-A key file is one line: what it is, whose it is, the key in Z85. Under systemd a secret may instead be the credential
-`trainer.secret` or `producer.secret`.
+A key file is one line: the kind of key, the name of its owner and the key in Z85. Under systemd a secret may instead be the
+credential `trainer.secret` or `producer.secret`.
 """
 
 import base64
@@ -37,7 +37,7 @@ _KEY_CHARACTERS = 40  # 32 bytes in Z85
 
 
 class SecretKey:
-    """A secret that no formatting shows; `reveal` is for the socket that needs it."""
+    """A secret that no formatting shows. `reveal` is for the socket that needs it."""
 
     __slots__ = ("_key",)
 
@@ -85,12 +85,12 @@ def check_identity(name: str) -> str:
 
 
 def identity_of(producer: str) -> str:
-    """Whose key a producer process must have: names are IDENTITY-PID-HEX."""
+    """The name of the key that a producer process must have: processes are called IDENTITY-PID-HEX."""
     return producer.rsplit("-", 2)[0]
 
 
 def fingerprint(public: bytes) -> str:
-    """Of a public key, for people to compare."""
+    """A short text that people compare instead of a public key."""
     digest = hashlib.sha256(z85.decode(public)).digest()
     return f"SHA256:{base64.b64encode(digest).decode().rstrip('=')}"
 
@@ -101,14 +101,7 @@ def trainer_keys(folder: Path) -> TrainerKeys:
     Raises:
         ConfigError: what is missing or not private.
     """
-    _check_writers(folder)
-    credential = _credential(TRAINER)
-    file = credential or folder / f"{TRAINER}.secret"
-    if not file.exists():
-        raise ConfigError(f"transport.keys: {file}: no such file. Make it: rl-keys --keys {folder} generate {TRAINER}")
-    name, secret = read_secret(file, is_private=credential is not None)
-    if name != TRAINER:
-        raise ConfigError(f"transport.keys: {file} is the key of {name}, not of the trainer")
+    _, secret = _own_secret(folder, TRAINER, TRAINER, "")
     return TrainerKeys(secret, folder / AUTHORIZED)
 
 
@@ -116,32 +109,46 @@ def producer_keys(folder: Path, identity: str | None) -> ProducerKeys:
     """The keys of this producer.
 
     Args:
-        identity: whose key; None for the one named like this host.
+        identity: the name of its key; None for the name of this host.
 
     Raises:
         ConfigError: what is missing, not private or not this producer's.
     """
+    wanted = None if identity is None and _credential("producer") else check_identity(identity or socket.gethostname())
+    how = f", then authorize {wanted}.public on the trainer's host; or name another key with transport.identity"
+    name, secret = _own_secret(folder, "producer", wanted, how)
+    file = folder / f"{TRAINER}.public"
+    if not file.exists():
+        raise ConfigError(f"transport.keys: {file}: no such file. Copy it from the trainer's host")
+    owner, trainer = read_public(file)
+    _check_owner(file, owner, TRAINER)
+    return ProducerKeys(name, secret, trainer, file)
+
+
+def _own_secret(folder: Path, role: str, wanted: str | None, how: str) -> tuple[str, SecretKey]:
+    """Whose secret key this process has, and the key: a credential of systemd, or the file of `wanted`.
+
+    Args:
+        how: what else to do after the key was made, for the message.
+    """
     _check_writers(folder)
-    credential = _credential("producer")
-    wanted = None if credential and identity is None else check_identity(identity or socket.gethostname())
+    credential = _credential(role)
     file = credential or folder / f"{wanted}.secret"
     if not file.exists():
         raise ConfigError(
-            f"transport.keys: {file}: no such file. Make it: rl-keys --keys {folder} generate {wanted}, then authorize "
-            f"{wanted}.public on the trainer's host; or name another key with transport.identity"
+            f"transport.keys: {file}: no such file. Make it: rl-keys --keys {folder} generate {wanted}{how}"
         )
     name, secret = read_secret(file, is_private=credential is not None)
-    if wanted is not None and name != wanted:
-        raise ConfigError(f"transport.keys: {file} is the key of {name}, not of {wanted}")
-    if name == TRAINER:
+    _check_owner(file, name, wanted or name)
+    if name == TRAINER != role:
         raise ConfigError(f"transport.keys: {file} is the trainer's key; a producer needs one of its own")
-    trainer_file = folder / f"{TRAINER}.public"
-    if not trainer_file.exists():
-        raise ConfigError(f"transport.keys: {trainer_file}: no such file. Copy it from the trainer's host")
-    owner, trainer = read_public(trainer_file)
-    if owner != TRAINER:
-        raise ConfigError(f"transport.keys: {trainer_file} is the key of {owner}, not of the trainer")
-    return ProducerKeys(name, secret, trainer, trainer_file)
+    return name, secret
+
+
+def _check_owner(file: Path, name: str, wanted: str) -> None:
+    if name != wanted:
+        of = "the trainer" if wanted == TRAINER else wanted
+        raise ConfigError(f"transport.keys: {file} is the key of {name}, not of {of}")
 
 
 def generate(folder: Path, name: str) -> bytes:
@@ -166,12 +173,12 @@ def generate(folder: Path, name: str) -> bytes:
 
 
 def write_public(file: Path, name: str, key: bytes) -> None:
-    """Makes a new file that appears whole or not at all; `FileExistsError` if there is one."""
+    """Makes a new file, which appears whole or not at all. `FileExistsError` if there is one."""
     _write_new(file, _line(_PUBLIC, name, key), 0o644)
 
 
 def read_public(file: Path) -> tuple[str, bytes]:
-    """Whose public key `file` holds, and the key.
+    """The owner's name and the public key in `file`.
 
     Raises:
         ConfigError: it holds none.
@@ -180,10 +187,10 @@ def read_public(file: Path) -> tuple[str, bytes]:
 
 
 def read_secret(file: Path, *, is_private: bool = False) -> tuple[str, SecretKey]:
-    """Whose secret key `file` holds, and the key.
+    """The owner's name and the secret key in `file`.
 
     Args:
-        is_private: the place keeps others out, whatever the mode says (systemd's credentials carry an ACL).
+        is_private: others cannot reach the file, whatever its mode is (systemd's credentials carry an ACL).
 
     Raises:
         ConfigError: it holds none, or others can read it.
@@ -200,7 +207,7 @@ def _credential(role: str) -> Path | None:
 
 
 def _check_writers(folder: Path) -> None:
-    """Who can write to a folder of keys decides who is who."""
+    """Whoever can write to a folder of keys can add one, and so decides who may connect."""
     for place in (folder, folder / AUTHORIZED):
         if place.is_dir() and place.stat().st_mode & 0o022:
             raise ConfigError(
@@ -227,7 +234,7 @@ def _write_new(file: Path, content: bytes, mode: int) -> None:
 
 
 def _parse(file: Path, content: bytes, kind: str) -> tuple[str, bytes]:
-    """Says what is wrong without quoting anything: it may be a secret."""
+    """Its errors quote nothing, because the content may be a secret."""
     words = content.split()
     if len(words) != 3 or words[0] != kind.encode():
         wrong = next(

@@ -1,7 +1,7 @@
 """Connections and messages that the trainer's sockets refused, by reason.
 
-Guarantee: every reason is there from the start with 0 and no other is ever added, so that the counts may be read from any
-thread; the log shows the first refusals of a kind and then one a while, however many there are.
+Guarantee: every reason is counted from 0 and no other reason is ever added, so any thread may read the counts. The log shows the
+first refusals of a reason, and then one in ten seconds, however many there are.
 """
 
 import logging
@@ -13,18 +13,18 @@ from protocol.throttle import Throttle
 logger = logging.getLogger(__name__)
 
 REASONS = (
-    "no_key",  # speaks without a key, or no CURVE at all
-    "unknown_key",  # a key that is not in the folder of authorized ones
-    "wrong_server_key",  # takes this trainer for another one
-    "wrong_identity",  # claims the name of another key
+    "no_key",  # the peer has no key, or does not speak CURVE
+    "unknown_key",  # its key is not in the folder of authorized keys
+    "wrong_server_key",  # it has the public key of another trainer
+    "wrong_identity",  # it uses the name of another key
     "revoked",  # its key was taken out while it was connected
-    "bad_handshake",  # no ZMTP of version 3, or too many bytes of it
-    "handshake_timeout",  # connected and did not finish its handshake
-    "too_many_connections",  # one of more unfinished handshakes, or of more connections, than there may be
-    "oversized",  # a frame above max_message_bytes, or one that is none
-    "multipart",  # a message without end
-    "unreadable",  # a message of no known connection, or under a routing id that is too long
-    "authenticator_dead",  # nobody is left to ask about its key
+    "bad_handshake",  # it does not speak version 3 of ZMTP, or sends too much before its handshake is over
+    "handshake_timeout",  # it did not finish its handshake in time
+    "too_many_connections",  # there are too many unfinished handshakes, or connections
+    "oversized",  # its frame is larger than max_message_bytes, or is no frame
+    "multipart",  # its message does not end
+    "unreadable",  # its message came over no known connection, or its routing id is too long
+    "authenticator_dead",  # the authenticator has ended, so no key can be checked
 )
 
 

@@ -1,7 +1,7 @@
 """Secrets that a user gives, in files and in environment variables.
 
-Guarantee: a secret file is read only if nobody else can read it; a secret that goes into a header is one line without a character
-that does not print; no message quotes any of it.
+Guarantee: a secret file is read only if nobody else can read it. A secret that goes into a header is one line of printable
+characters. No message quotes any of it.
 """
 
 import os
@@ -14,11 +14,11 @@ _MAX_BYTES = 2**16
 
 
 def read_private(file: Path, place: str = "", *, others_may_read: bool = False) -> bytes:
-    """What a file holds, up to 64 KiB.
+    """The content of a file, up to 64 KiB.
 
     Args:
         place: the key of the configuration that names the file, for messages.
-        others_may_read: it is no secret, or its folder keeps others out whatever its mode says.
+        others_may_read: the file is no secret, or others cannot reach it whatever its mode is.
 
     Raises:
         ConfigError: it cannot be read, or others can read it.

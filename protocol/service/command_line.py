@@ -1,8 +1,8 @@
-"""What the two command lines share: flags, error reporting, exit codes, GPU selection.
+"""What the two command lines share: flags, error reports, exit codes, the choice of GPUs.
 
-Guarantee: `--help` and `--check` import no heavy library; every `SlipstreamError` ends the process with its own exit code
-and a message on standard error without a traceback, every other exception with one and `ExitCode.BUG`. Where logs are JSON,
-so is that message.
+Guarantee: `--help` and `--check` import no heavy library. A `SlipstreamError` ends the process with its own exit code and a
+message on standard error without a traceback; every other exception ends it with a traceback and `ExitCode.BUG`. Where logs are
+JSON, the message is JSON too.
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """Whether a daemon is alive and whether it can work, with reasons, for `/healthz`, `/readyz` and systemd's watchdog.
 
-Guarantee: `alive` fails when a loop that has begun to beat has not done so for `unresponsive_after_s`, or when a check says
-why; `ready` fails for the same reasons, while the daemon starts or stops, and for checks of its own. The watchdog is fed by the
-loops that work and by nothing else. May be used from any thread.
+Guarantee: `alive` fails when a loop that has begun to beat has not beaten for `unresponsive_after_s`, or when a check fails.
+`ready` fails for the same reasons, while the daemon starts or stops, and when one of its own checks fails. Only the beats of
+working loops reach the watchdog. Any thread may use it.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ Check = Callable[[], str | None]
 """Returns what is wrong, or None."""
 
 Findings = dict[str, str | None]
-"""By what was looked at: what is wrong with it, or None."""
+"""What is wrong, or None, by what was checked."""
 
 _EXTEND_EVERY_S = 10.0
 _EXTEND_BY_S = 60.0
@@ -41,7 +41,7 @@ class Health:
         self._phase: str | None = "starting"
 
     def beat(self, loop: str) -> None:
-        """The loop of this name came round. Costs a microsecond."""
+        """The loop of this name has made another turn. Costs a microsecond."""
         self._beats[loop] = self._clock()
         if any(self._late_loops().values()):
             return
@@ -62,19 +62,19 @@ class Health:
 
     @contextlib.contextmanager
     def starting(self, what: str, limit_s: float) -> Iterator[None]:
-        """While the daemon does `what`, systemd is asked for patience, `limit_s` at most."""
+        """While the daemon does `what`, systemd's timeout is extended, for `limit_s` at most."""
         self._phase = what
         done = threading.Event()
         deadline = self._clock() + limit_s
 
-        def plead() -> None:
+        def extend() -> None:
             while self._clock() < deadline:
                 self._notifier.extend_timeout(_EXTEND_BY_S)
                 if done.wait(_EXTEND_EVERY_S):
                     return
 
         self._notifier.status(what)
-        thread = threading.Thread(target=plead, name="starting", daemon=True)
+        thread = threading.Thread(target=extend, name="starting", daemon=True)
         thread.start()
         try:
             yield

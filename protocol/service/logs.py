@@ -1,9 +1,9 @@
 """Logging of both daemons, to standard error: text for people, or JSON for programs.
 
-Guarantee: a record is one line of valid JSON, or text whose further lines are indented and which holds no control characters,
-whatever peers and libraries put into it. Nothing of the environment is logged.
+Guarantee: a record is one line of valid JSON, or text without control characters whose further lines are indented, whatever peers
+and libraries put into it. No environment variable is logged.
 
-A caller adds columns of its own with `extra={"fields": {...}}`; text leaves them out.
+A caller adds columns with `extra={"fields": {...}}`; only JSON shows them.
 """
 
 import logging
@@ -26,7 +26,7 @@ def configure(role: str, level: str = "info", log_format: Literal["auto", "text"
 
     Args:
         role: the daemon's name.
-        level: of our own packages; those of others log warnings and worse.
+        level: of our own packages; other packages log warnings and errors only.
         log_format: `auto` is JSON where standard error goes to systemd's journal, and text elsewhere.
     """
     to_journal = running_under_systemd()
@@ -40,17 +40,17 @@ def configure(role: str, level: str = "info", log_format: Literal["auto", "text"
 
 
 def bind(**context: Any) -> None:
-    """Values that every further record of this process carries, such as `run` and `version`; None takes one away."""
+    """Adds values such as `run` and `version` to every later record of this process. None removes one."""
     _context.update(context)
 
 
 def structured() -> bool:
-    """Whether records are JSON: then a line for people that bypasses logging would not fit in."""
+    """Whether records are JSON, so that no line for people may bypass logging."""
     return any(isinstance(handler.formatter, _JsonFormatter) for handler in logging.getLogger().handlers)
 
 
 def adopt_libraries() -> None:
-    """What libraries that are imported by now (vLLM, transformers) print by handlers of their own goes through ours."""
+    """Libraries that are imported by now (vLLM, transformers) lose their own handlers and log through ours."""
     for logger in list(logging.Logger.manager.loggerDict.values()):
         if isinstance(logger, logging.Logger) and any(type(it) is logging.StreamHandler for it in logger.handlers):
             logger.handlers.clear()

@@ -1,7 +1,7 @@
 """What the metrics of both daemons have in common: one registry, numbers read when they are scraped, process and GPU memory.
 
-Guarantee: a number that some part keeps anyway is read at the scrape and costs nothing before it; every label value that is
-known in advance is there from the start; no label grows with the run (no step, version, prompt or group is a label).
+Guarantee: a number that a part keeps anyway is read at the scrape and costs nothing before. Every label value that is known in
+advance is there from the start, and no label grows with the run (no step, version, prompt or group is a label).
 """
 
 import os
@@ -39,7 +39,7 @@ class _Reading:
 
 
 class Readings(Collector):
-    """Numbers that somebody else keeps. A counter's name ends in `_total`."""
+    """Numbers that other parts keep. A counter's name ends in `_total`."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._readings: list[_Reading] = []

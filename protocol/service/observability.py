@@ -1,4 +1,4 @@
-"""What both daemons open first: their registry, their health and the port that shows them."""
+"""What both daemons open first: their metrics registry, their health and the port that serves both."""
 
 import contextlib
 import os

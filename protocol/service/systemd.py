@@ -1,8 +1,8 @@
 """What systemd is told of a daemon's life: sd_notify(3) without a library.
 
-Guarantee: nothing here raises, blocks, or does anything where no service manager listens. The variables by which a manager
-is reached are taken out of the environment, so that no child process speaks for the daemon. READY and STOPPING that a full
-socket refused go out with the next sign of life.
+Guarantee: nothing here raises or blocks, and without a service manager nothing happens. The variables that name the manager's
+socket are removed from the environment, so no child process speaks for the daemon. READY and STOPPING that a full socket refused
+are sent with the next sign of life.
 """
 
 import os
@@ -32,7 +32,7 @@ class Notifier:
 
     @classmethod
     def from_environment(cls) -> "Notifier":
-        """Reads the variables of sd_notify(3) and sd_watchdog_enabled(3), and removes them: a second one is mute."""
+        """Reads the variables of sd_notify(3) and sd_watchdog_enabled(3), and removes them. A second notifier sends nothing."""
         name = os.environ.pop("NOTIFY_SOCKET", "")
         interval_us = os.environ.pop("WATCHDOG_USEC", "")
         watched_pid = os.environ.pop("WATCHDOG_PID", "")
@@ -49,7 +49,7 @@ class Notifier:
         self._announce(f"STOPPING=1\n{_status(status)}")
 
     def watchdog(self) -> None:
-        """One sign of life. Cheap enough for every turn of a loop: it goes out thrice per interval at most."""
+        """One sign of life, for every turn of a loop. At most three are sent per interval."""
         now = time.monotonic()
         if self._beat_every_s is None or now - self._beat_at < self._beat_every_s:
             return
@@ -57,7 +57,7 @@ class Notifier:
             self._beat_at, self._refused = now, ""
 
     def extend_timeout(self, seconds: float) -> None:
-        """While starting or stopping: the manager shall wait so long from now, unless told again."""
+        """While starting or stopping: the manager waits so long from now, or until this is called again."""
         self._send(f"EXTEND_TIMEOUT_USEC={round(min(_MAX_EXTENSION_S, seconds) * 1e6)}")
 
     def status(self, text: str) -> None:

@@ -1,11 +1,11 @@
-"""What a channel is, whichever way it carries messages.
+"""What a channel is, however it carries messages.
 
-Guarantee: `poll` never blocks longer than its timeout, `send` never blocks, and a frame that does not decode comes out
-as a `BadFrame` with its reason instead of an exception. All methods but `wake` belong to the one thread that owns the
-channel; `wake` may be called from any thread and makes a running `poll` return early.
+Guarantee: `poll` never blocks longer than its timeout and `send` never blocks. A frame that cannot be decoded is returned as a
+`BadFrame` with the reason; it raises nothing. One thread owns a channel and calls all of its methods; any thread may call `wake`,
+which makes a running `poll` return early.
 
 A server answers each peer in the schema of that peer's last frame. A client begins every connection in this release's schema
-and goes down to that of its trainer's frames, never up; so each end sends only what the other one reads.
+and changes to an older one if its trainer's frames have it, so each end sends only what the other one reads.
 """
 
 from collections import OrderedDict
@@ -22,7 +22,7 @@ _MAX_PEERS = 4096
 
 @dataclass(frozen=True)
 class BadFrame:
-    """A frame that was refused. `peer_schema` is set when the peer runs another release; `frame` is what arrived."""
+    """A frame that was refused. `peer_schema` is set when the peer runs another release. `frame` is the content."""
 
     reason: str
     peer_schema: int | None = None
@@ -33,7 +33,7 @@ def received(frame: bytes | memoryview, kinds: Any, note_schema: Callable[[int],
     """The message in `frame`, one of `kinds`, or what is wrong with it as a `BadFrame`.
 
     Args:
-        note_schema: is told the schema of a frame that is intact.
+        note_schema: is called with the schema of a frame that is intact.
     """
     try:
         message = decode(frame, kinds)
@@ -42,20 +42,20 @@ def received(frame: bytes | memoryview, kinds: Any, note_schema: Callable[[int],
         return BadFrame(str(error), error.peer_version, bytes(frame))
     except CodecError as error:
         return BadFrame(str(error), frame=bytes(frame))
-    except Exception as error:  # whatever a peer finds that nobody foresaw costs that one message
+    except Exception as error:  # an error that nobody foresaw costs that one message
         return BadFrame(f"a message that cannot be read: {type(error).__name__}: {error}", frame=bytes(frame))
     note_schema(schema_of(frame))
     return message
 
 
 class PeerSchemas:
-    """The schema to answer each peer in. A peer that is not known, or not any more, gets the oldest, which all can read."""
+    """The schema to answer each peer in. An unknown peer is answered in the oldest schema, which every peer can read."""
 
     def __init__(self) -> None:
         self._last: OrderedDict[bytes, int] = OrderedDict()
 
     def note(self, peer: bytes, schema_version: int) -> None:
-        self._last[peer] = _spoken_here(schema_version)
+        self._last[peer] = _nearest(schema_version)
         self._last.move_to_end(peer)
         if len(self._last) > _MAX_PEERS:
             self._last.popitem(last=False)
@@ -74,11 +74,11 @@ class TrainerSchema:
         self.version = SCHEMA_VERSION
 
     def note(self, schema_version: int) -> None:
-        self.version = min(self.version, _spoken_here(schema_version))
+        self.version = min(self.version, _nearest(schema_version))
 
 
-def _spoken_here(schema_version: int) -> int:
-    """The schema nearest to a peer's that this process speaks: a newer release understands it, too."""
+def _nearest(schema_version: int) -> int:
+    """The schema of this process that is nearest to the peer's. A newer release understands it too."""
     return min(max(schema_version, READABLE_SCHEMAS[0]), SCHEMA_VERSION)
 
 

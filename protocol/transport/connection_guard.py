@@ -1,16 +1,16 @@
-"""Bounds on what strangers can make a server keep: unfinished handshakes, connections, messages without end.
+"""Bounds on what peers can make a server keep: unfinished handshakes, connections, messages without end.
 
-Guarantee: at most `MAX_UNFINISHED` connections are in their handshake, each with at most `_HANDSHAKE_BYTES`; a connection
-that has sent more than a message may hold, or a first one, and completed none, is shut, and so is one whose key was revoked.
-Whatever libzmq or this guard turns away is counted with its reason.
+Guarantee: at most `MAX_UNFINISHED` connections are in their handshake, each with at most `_HANDSHAKE_BYTES`. A connection is shut
+if it has sent more bytes than a message, or a first message, may have and has completed none, and if its key was revoked. Every
+connection that libzmq or this guard refuses is counted with its reason.
 
-libzmq bounds a frame (`MAXMSGSIZE`) and a handshake's time, but collects the frames of one message without limit, and
-accepts connections until descriptors run out. It does say which descriptor a connection has (socket monitors) and which
-one a message came over (`SRCFD`), and Linux counts what each has received and what was acknowledged (`TCP_INFO`). The guard
-works on duplicates of those descriptors, so that it can never shut another connection that got the same number: libzmq
-reports the end of a connection before it closes it, and the guard reads all reports before it acts. Between the two a number
-may already name a file, or a socket of something else; that is let alone. Connections over ipc have no such counts; there,
-who may connect is a matter of file permissions, and only the number of all connections is bounded.
+libzmq bounds the size of a frame (`MAXMSGSIZE`) and the time of a handshake, but it collects the frames of one message without
+limit and accepts connections until descriptors run out. It tells the descriptor of each connection (socket monitors) and of
+each message (`SRCFD`), and Linux counts the bytes that a connection has received and that were acknowledged (`TCP_INFO`). The
+guard works on duplicates of those descriptors, so it can never shut another connection that got the same number: libzmq reports
+the end of a connection before it closes it, and the guard reads all reports before it acts. In between, the number may belong
+to a file or to another socket, which the guard leaves alone. Connections over ipc have no such counts; there file permissions
+decide who may connect, and only the number of all connections is bounded.
 """
 
 import logging
@@ -58,7 +58,7 @@ class ConnectionGuard(threading.Thread):
 
     Args:
         monitors: PAIR sockets that receive the `MONITORED` events of these sockets; whoever made them closes them.
-        wake: has the owner of the sockets take what has arrived, soon, and call `note_drained`.
+        wake: makes the owner of the sockets take what has arrived, soon, and call `note_drained`.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class ConnectionGuard(threading.Thread):
         self._delivered[index, descriptor] = num_messages + 1, user
 
     def note_drained(self, index: int) -> None:
-        """Every whole message has been taken."""
+        """The owner has taken every whole message."""
         self._drained_at[index] = time.monotonic()
 
     def check(self) -> None:
@@ -164,14 +164,14 @@ class ConnectionGuard(threading.Thread):
         elif event and self._authenticator is not None and not self._authenticator.is_alive():
             reason = "authenticator_dead"
         elif connection:
-            reason = self._unsaid_reason(key, connection, in_handshake=event != 0)
+            reason = self._unreported_reason(key, connection, in_handshake=event != 0)
         if reason and not (connection and connection.was_shut):
             self._refusals(reason, connection.peer() if connection else "a connection that is gone")
         if connection:
             connection.socket.close()
 
-    def _unsaid_reason(self, key: _Key, connection: WatchedConnection, *, in_handshake: bool) -> str | None:
-        """Why libzmq ended a connection of which it says nothing else; None if the peer did."""
+    def _unreported_reason(self, key: _Key, connection: WatchedConnection, *, in_handshake: bool) -> str | None:
+        """Why libzmq ended a connection without a reason; None if the peer ended it."""
         left, counts = connection.peer_left(), connection.byte_counts()
         if left:
             left_at_greeting = self._authenticator is not None and counts is not None and 64 <= counts[1] < 200
@@ -188,7 +188,7 @@ class ConnectionGuard(threading.Thread):
         return [(key, connection) for key, connection in self._connections.items() if not connection.was_shut]
 
     def _bound_unfinished(self) -> None:
-        """The oldest go first: an honest handshake takes no time."""
+        """The oldest are shut first, because an honest handshake takes no time."""
         if len(self._connections) <= MAX_UNFINISHED:
             return
         unfinished = [
@@ -200,7 +200,7 @@ class ConnectionGuard(threading.Thread):
             self._shut(connection, "too_many_connections")
 
     def _is_finished(self, key: _Key, connection: WatchedConnection, counts: tuple[int, int] | None) -> bool:
-        """Its handshake, by the `counts` of one moment: two of them could hide a handshake between them."""
+        """Whether its handshake is over, by the `counts` of one moment: between two moments it could end unseen."""
         if not connection.finished:
             connection.finished = (
                 counts is None
@@ -211,29 +211,29 @@ class ConnectionGuard(threading.Thread):
         return connection.finished
 
     def _check(self) -> bool:
-        """Returns True when there is something to keep an eye on."""
+        """Returns True while a connection needs frequent checks."""
         if self._authorized is not None and time.monotonic() >= self._refresh_at:
             self._refresh_at = time.monotonic() + _REFRESH_EVERY_S
             self._authorized.refresh()
         if self._authenticator is not None and not self._authenticator.is_alive() and not self._reported_dead:
             self._reported_dead = True
             logger.error("the authenticator is dead: no producer can connect any more until the trainer is restarted")
-        watchful = False
+        needs_checks = False
         for key, connection in self._open():
             num_messages, user = self._delivered.get(key, (0, b""))
             counts = connection.byte_counts()
             if self._authorized is not None and num_messages and self._authorized.identity(user) is None:
                 self._shut(connection, "revoked")
             elif not self._is_finished(key, connection, counts):
-                watchful = True
+                needs_checks = True
                 if counts is not None and counts[1] > _HANDSHAKE_BYTES:
                     self._shut(connection, "bad_handshake")
             elif counts is not None:
-                watchful |= self._check_progress(key[0], connection, num_messages, counts[1])
-        return watchful
+                needs_checks |= self._check_progress(key[0], connection, num_messages, counts[1])
+        return needs_checks
 
     def _check_progress(self, index: int, connection: WatchedConnection, num_messages: int, received: int) -> bool:
-        """Shuts a connection that sends and sends and completes nothing. Returns True when it has sent too much so far."""
+        """Shuts a connection that sends without end and completes no message. Returns True if it has sent too much so far."""
         if num_messages != connection.deliveries:
             connection.deliveries, connection.mark, connection.over_since = num_messages, received, None
             return False

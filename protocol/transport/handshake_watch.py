@@ -1,7 +1,7 @@
-"""Why a producer does not get through to its trainer, in words.
+"""Explains why a producer cannot connect to its trainer.
 
-Guarantee: a handshake that fails is said in the log with what to do, at once and then every ten seconds, and tried again:
-ZeroMQ itself gives up after some failures, so a key that is authorized later would never be noticed.
+Guarantee: when a handshake fails, the log says what to do, at once and then at most every ten seconds, and the producer tries
+again. ZeroMQ alone would give up after some failures and never notice a key that is authorized later.
 """
 
 import logging
@@ -23,11 +23,11 @@ _EVENTS = (
 )
 _FATAL = (zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.EVENT_HANDSHAKE_FAILED_AUTH)  # after which ZeroMQ does not try again
 _RETRY_S = 1.0
-_UNEXPLAINED = 3  # in a row; a trainer that is being stopped may cause one
+_UNEXPLAINED = 3  # failures in a row; a trainer that is being stopped may cause one
 
 
 class HandshakeWatch:
-    """Of one socket at a time."""
+    """Watches one socket at a time."""
 
     def __init__(self, endpoint: str, keys: ProducerKeys | None) -> None:
         self._endpoint = endpoint

@@ -1,7 +1,7 @@
 """Endpoints that are files: ipc paths.
 
-Guarantee: a path is served by one process at a time. ZeroMQ would let a second bind steal a live one, so a lock file beside
-it is taken first; what a dead owner left is removed, what is no socket is kept and refused.
+Guarantee: one process at a time serves a path. ZeroMQ would let a second process take a path over from a live one, so a lock file
+beside the path is locked first. A socket that a dead process left is removed; a file that is no socket is refused and kept.
 """
 
 import fcntl
@@ -41,7 +41,7 @@ def lock_ipc(endpoint: str) -> int | None:
 
 
 def _remove_stale_socket(path: Path) -> None:
-    """Removes what a dead owner left behind. ZeroMQ unlinks whatever it finds at the path, so a file is refused here."""
+    """Removes the socket of a dead process. ZeroMQ would remove whatever is at the path, so another file is refused here."""
     if not path.exists():
         return
     if not stat.S_ISSOCK(path.stat().st_mode):

@@ -1,7 +1,7 @@
 """A producer's end of the channels: two DEALER sockets, for control and for blobs.
 
-Guarantee: a message is sent whole or `send` says False; nothing waits in a queue for a trainer that is not there
-(`IMMEDIATE`), and no message is accepted of a kind that the trainer does not send.
+Guarantee: a message is sent whole or `send` returns False. No message waits in a queue for a trainer that is not there
+(`IMMEDIATE`), and only kinds of messages that a trainer sends are accepted.
 """
 
 import secrets

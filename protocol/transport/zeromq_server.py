@@ -1,8 +1,8 @@
 """The trainer's end of the channels: two ROUTER sockets, for control and for blobs.
 
-Guarantee: a message is sent whole or `send` says False, no message is accepted of a kind that producers do not send, and an
-endpoint is served by one process at a time. With keys, every message of a producer came under the key of the identity in its
-name and in its routing id; any other is refused. Nothing that a peer sends raises here: what cannot be used is dropped whole
+Guarantee: a message is sent whole or `send` returns False. Only kinds of messages that producers send are accepted, and one
+process at a time serves an endpoint. With keys, a message is accepted only under the key of the identity that is in the
+producer's name and in its routing id. Nothing that a peer sends raises an exception here: what cannot be used is dropped whole
 and counted.
 """
 
@@ -29,7 +29,7 @@ class ZmqServer:
     """A `ServerChannel` bound to two endpoints.
 
     Args:
-        keys: this trainer's, so that only authorized producers connect; None lets in everybody who reaches the endpoints.
+        keys: this trainer's, so that only authorized producers connect. With None everybody can who reaches the endpoints.
 
     Raises:
         EndpointInUseError: another process serves one of the endpoints.
@@ -60,8 +60,8 @@ class ZmqServer:
         opened = self._sockets.open(zmq.ROUTER)
         for socket in self._sockets.both:
             socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-            # Also without keys, when nobody answers for the domain: libzmq then refuses ZMTP 1 and 2, whose messages do not say
-            # which connection they came over, and lets in everybody else.
+            # Without keys nobody answers for the domain. libzmq then refuses ZMTP 1 and 2, whose messages do not tell which
+            # connection they came over, and accepts every other peer.
             socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
             if keys is not None:
                 socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
@@ -130,10 +130,10 @@ class ZmqServer:
             self.refusals("unreadable", f"a message under a routing id of {len(peer)} bytes")
             return None
         message = read(frame, num_frames, ProducerMessage, partial(self._schemas.note, peer))
-        return message if self._authorized is None or self._may_say(peer, message, user) else None
+        return message if self._authorized is None or self._is_own_name(peer, message, user) else None
 
-    def _may_say(self, peer: bytes, message: ProducerMessage | BadFrame, user: bytes) -> bool:
-        """Whether the key that a message came with is that of the name it came under."""
+    def _is_own_name(self, peer: bytes, message: ProducerMessage | BadFrame, user: bytes) -> bool:
+        """Whether a message uses the name that belongs to its key."""
         assert self._authorized is not None
         identity = self._authorized.identity(user)
         if identity is None:
@@ -154,7 +154,7 @@ class ZmqServer:
         self._sockets.wake()
 
     def close(self) -> None:
-        """The guard goes on reading events until the sockets send none: they would wait for it."""
+        """The guard reads events until the sockets send no more, because they would wait for it."""
         for socket in self._sockets.both if self._monitors else ():
             socket.disable_monitor()
         if self._guard is not None:

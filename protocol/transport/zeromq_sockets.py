@@ -111,7 +111,7 @@ class Sockets:
                 os.eventfd_write(self._wake_fd, 1)
 
     def close(self) -> None:
-        """May be called twice. A later `wake` does nothing: its descriptor may belong to somebody else by then."""
+        """May be called twice. A later `wake` does nothing, because its descriptor may be another file by then."""
         self.shut()
         self.context.term()
         with self._wake_lock:

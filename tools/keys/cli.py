@@ -1,7 +1,7 @@
-"""The `rl-keys` command: makes keys, shows them, and says which producers may connect.
+"""The `rl-keys` command: makes keys, shows them, and decides which producers may connect.
 
-Guarantee: a secret is written, once, and never printed; a key that is there is never overwritten. `authorize` and `revoke`
-act on a trainer that is running within a second.
+Guarantee: a secret is written once and never printed, and an existing key is never overwritten. `authorize` and `revoke` take
+effect within a second on a trainer that is running.
 """
 
 import argparse
@@ -9,30 +9,32 @@ import sys
 from pathlib import Path
 
 from protocol import __version__
-from protocol.errors import ConfigError, ExitCode, SlipstreamError
+from protocol.errors import ConfigError, ExitCode
 from protocol.security.keys import AUTHORIZED, TRAINER, check_identity, fingerprint, generate, read_public, write_public
+from tools.command import ToolParser, run_tool
 
 PROGRAM = "rl-keys"
 
 
 def main(arguments: list[str] | None = None) -> int:
     chosen = _parser().parse_args(arguments)
+    return run_tool(PROGRAM, lambda: _run(chosen))
+
+
+def _run(chosen: argparse.Namespace) -> ExitCode:
     try:
-        if chosen.command == "generate":
-            _generate(chosen.keys, chosen.name)
-        elif chosen.command == "show":
-            _show(chosen.keys)
-        elif chosen.command == "authorize":
-            _authorize(chosen.keys, chosen.key)
-        else:
-            _revoke(chosen.keys, chosen.name)
-        return ExitCode.OK
-    except SlipstreamError as error:
-        print(f"{PROGRAM}: error: {error}", file=sys.stderr)
-        return error.exit_code
+        match chosen.command:
+            case "generate":
+                _generate(chosen.keys, chosen.name)
+            case "show":
+                _show(chosen.keys)
+            case "authorize":
+                _authorize(chosen.keys, chosen.key)
+            case "revoke":
+                _revoke(chosen.keys, chosen.name)
     except OSError as error:
-        print(f"{PROGRAM}: error: {error.filename}: {error.strerror}", file=sys.stderr)
-        return ExitCode.CONFIG
+        raise ConfigError(f"{error.filename}: {error.strerror}") from error
+    return ExitCode.OK
 
 
 def _generate(folder: Path, name: str) -> None:
@@ -95,9 +97,7 @@ def _revoke(folder: Path, name: str) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=PROGRAM, description="Keys of the trainer and its producers (docs/security.md)."
-    )
+    parser = ToolParser(prog=PROGRAM, description="Keys of the trainer and its producers (docs/security.md).")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     parser.add_argument(
         "--keys", metavar="DIR", type=Path, default=Path("keys"), help="folder of the keys (default: %(default)s)"
@@ -106,12 +106,12 @@ def _parser() -> argparse.ArgumentParser:
     made = commands.add_parser("generate", help="make the key pair of the trainer or of a producer, on its own host")
     made.add_argument("name", metavar="NAME", help="`trainer`, or a producer's identity, such as the name of its host")
     commands.add_parser("show", help="print public keys and their fingerprints")
-    let_in = commands.add_parser("authorize", help="let a producer connect; on the trainer's host")
-    let_in.add_argument(
+    authorized = commands.add_parser("authorize", help="let a producer connect; on the trainer's host")
+    authorized.add_argument(
         "key", metavar="NAME|FILE.public", help="its public key: a file, or its name in the keys folder"
     )
-    kept_out = commands.add_parser("revoke", help="let a producer connect no more; one that is connected is cut off")
-    kept_out.add_argument("name", metavar="NAME", help="its identity")
+    revoked = commands.add_parser("revoke", help="let a producer connect no more; one that is connected is cut off")
+    revoked.add_argument("name", metavar="NAME", help="its identity")
     return parser
 
 
