@@ -1,10 +1,23 @@
-"""Waiting that asks no clock how far the others have got."""
+"""Tests in a loop of their own, and waiting that asks no clock how far the others have got."""
 
 import asyncio
+import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 _PATIENCE_S = 30.0
+_TEST_S = 120.0
+
+
+def asynchronous(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """A test that is a coroutine."""
+
+    @functools.wraps(test)
+    def run(*arguments: Any, **named: Any) -> None:
+        asyncio.run(asyncio.wait_for(test(*arguments, **named), _TEST_S))
+
+    return run
 
 
 async def settle() -> None:

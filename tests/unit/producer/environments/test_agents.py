@@ -18,6 +18,7 @@ from protocol.config.rewards import RewardsSection
 from protocol.wire.messages import Sampling
 from tests.scripted_trainer import lease
 from tests.unit.producer.cancellation import cancel_at_each_wait
+from tests.unit.producer.loop import asynchronous
 
 CALL = ServedRequest("chat", "policy", {"messages": []}, 1, {})
 
@@ -42,148 +43,136 @@ async def begun(agents: Agents, **changes):
     return fulfilling, taken
 
 
-def test_a_task_goes_to_one_agent_and_its_rewards_end_it():
-    async def body():
-        agents = Agents(("solved", "style"))
-        fulfilling, taken = await begun(agents)
-        assert taken | {"expires_in_s": 57.0} == {
-            "id": "lease-7",
-            "prompt": "1+1=",
-            "columns": {"answer": "2"},
-            "episodes": ["lease-7.0", "lease-7.1"],
-            "rewards": ["solved", "style"],
-            "max_tokens": 8,
-            "expires_in_s": 57.0,
-        }
-        assert await agents.take(0.01) is None
-        for number, tokens in enumerate(([10, 11], [12])):
-            episode, request = agents.prepare(f"lease-7.{number}", CALL)
-            assert request.fields["temperature"] == 0.7
-            assert request.fields["max_completion_tokens"] == 8
-            episode.note(sampled([1, 2, 3], tokens))
-        assert agents.reward("lease-7.1", {"solved": 1, "style": None})["episodes_left"] == 1
-        again = agents.reward("lease-7.1", {"solved": 1.0, "style": None})
-        assert again == {"id": "lease-7.1", "task": "lease-7", "episodes_left": 1}
-        with pytest.raises(RefusedError, match="has other rewards already"):
-            agents.reward("lease-7.1", {"solved": 0.0, "style": None})
-        assert agents.reward("lease-7.0", {"solved": 0.0, "style": 0.5})["episodes_left"] == 0
-        episodes, rewards, _ = await fulfilling
-        np.testing.assert_array_equal(rewards, np.array([[0.0, 0.5], [1.0, np.nan]], "f4"))
-        group = group_message("lease-7", episodes, rewards, 8, 1.0, 0.0)
-        assert np.frombuffer(group.prompt_ids, "<i4").tolist() == [1, 2, 3]
-        assert np.frombuffer(group.completion_ids, "<i4").tolist() == [10, 11, 12]
-        assert (group.policy_version, group.sampled, group.episodes) == (3, b"", b"")
-        with pytest.raises(RefusedError) as gone:
-            agents.reward("lease-7.0", {"solved": 0.0, "style": 0.5})
-        assert gone.value.status == 404
-
-    run(body)
+@asynchronous
+async def test_a_task_goes_to_one_agent_and_its_rewards_end_it():
+    agents = Agents(("solved", "style"))
+    fulfilling, taken = await begun(agents)
+    assert taken | {"expires_in_s": 57.0} == {
+        "id": "lease-7",
+        "prompt": "1+1=",
+        "columns": {"answer": "2"},
+        "episodes": ["lease-7.0", "lease-7.1"],
+        "rewards": ["solved", "style"],
+        "max_tokens": 8,
+        "expires_in_s": 57.0,
+    }
+    assert await agents.take(0.01) is None
+    for number, tokens in enumerate(([10, 11], [12])):
+        episode, request = agents.prepare(f"lease-7.{number}", CALL)
+        assert request.fields["temperature"] == 0.7
+        assert request.fields["max_completion_tokens"] == 8
+        episode.note(sampled([1, 2, 3], tokens))
+    assert agents.reward("lease-7.1", {"solved": 1, "style": None})["episodes_left"] == 1
+    again = agents.reward("lease-7.1", {"solved": 1.0, "style": None})
+    assert again == {"id": "lease-7.1", "task": "lease-7", "episodes_left": 1}
+    with pytest.raises(RefusedError, match="has other rewards already"):
+        agents.reward("lease-7.1", {"solved": 0.0, "style": None})
+    assert agents.reward("lease-7.0", {"solved": 0.0, "style": 0.5})["episodes_left"] == 0
+    episodes, rewards, _ = await fulfilling
+    np.testing.assert_array_equal(rewards, np.array([[0.0, 0.5], [1.0, np.nan]], "f4"))
+    group = group_message("lease-7", episodes, rewards, 8, 1.0, 0.0)
+    assert np.frombuffer(group.prompt_ids, "<i4").tolist() == [1, 2, 3]
+    assert np.frombuffer(group.completion_ids, "<i4").tolist() == [10, 11, 12]
+    assert (group.policy_version, group.sampled, group.episodes) == (3, b"", b"")
+    with pytest.raises(RefusedError) as gone:
+        agents.reward("lease-7.0", {"solved": 0.0, "style": 0.5})
+    assert gone.value.status == 404
 
 
-def test_calls_that_go_on_where_a_record_ends_extend_it_and_others_fork():
-    async def body():
-        agents = Agents(("solved",))
-        fulfilling, _ = await begun(agents)
-        first, _ = agents.prepare("lease-7.0", CALL)
-        first.note(sampled([1, 2], [10], version=3))
-        first.note(sampled([1, 2, 10, 50, 51], [11], version=4))  # 50, 51: what a tool said
-        second, _ = agents.prepare("lease-7.1", CALL)
-        second.note(sampled([1, 2], [12]))
-        second.note(sampled([1, 2, 99], [13], reason="length"))  # the history was rewritten
-        for number in range(2):
-            agents.reward(f"lease-7.{number}", {"solved": float(number)})
-        episodes, rewards, _ = await fulfilling
-        group = group_message("lease-7", episodes, rewards, 8, 1.0, 0.0)
-        assert np.frombuffer(group.prompt_ids, "<i4").tolist() == [1, 2]
-        assert np.frombuffer(group.completion_ids, "<i4").tolist() == [10, 50, 51, 11, 12, 99, 13]
-        assert np.frombuffer(group.completion_lengths, "<i4").tolist() == [4, 1, 2]
-        assert np.frombuffer(group.sampled, "u1").tolist() == [1, 0, 0, 1, 1, 0, 1]
-        assert np.frombuffer(group.episodes, "<i4").tolist() == [0, 1, 1]
-        assert np.frombuffer(group.token_versions, "<i4").tolist() == [3, 3, 3, 4, 3, 3, 3]
-        assert np.frombuffer(group.truncated, "u1").tolist() == [0, 1, 1]
-
-    run(body)
+@asynchronous
+async def test_calls_that_go_on_where_a_record_ends_extend_it_and_others_fork():
+    agents = Agents(("solved",))
+    fulfilling, _ = await begun(agents)
+    first, _ = agents.prepare("lease-7.0", CALL)
+    first.note(sampled([1, 2], [10], version=3))
+    first.note(sampled([1, 2, 10, 50, 51], [11], version=4))  # 50, 51: what a tool said
+    second, _ = agents.prepare("lease-7.1", CALL)
+    second.note(sampled([1, 2], [12]))
+    second.note(sampled([1, 2, 99], [13], reason="length"))  # the history was rewritten
+    for number in range(2):
+        agents.reward(f"lease-7.{number}", {"solved": float(number)})
+    episodes, rewards, _ = await fulfilling
+    group = group_message("lease-7", episodes, rewards, 8, 1.0, 0.0)
+    assert np.frombuffer(group.prompt_ids, "<i4").tolist() == [1, 2]
+    assert np.frombuffer(group.completion_ids, "<i4").tolist() == [10, 50, 51, 11, 12, 99, 13]
+    assert np.frombuffer(group.completion_lengths, "<i4").tolist() == [4, 1, 2]
+    assert np.frombuffer(group.sampled, "u1").tolist() == [1, 0, 0, 1, 1, 0, 1]
+    assert np.frombuffer(group.episodes, "<i4").tolist() == [0, 1, 1]
+    assert np.frombuffer(group.token_versions, "<i4").tolist() == [3, 3, 3, 4, 3, 3, 3]
+    assert np.frombuffer(group.truncated, "u1").tolist() == [0, 1, 1]
 
 
-def test_what_its_time_leaves_undone():
-    async def body():
-        agents = Agents(("solved",))
-        with pytest.raises(LeaseFailure, match="no agent worked on it") as untaken:
-            await agents.fulfil(task(timeout_s=0.1))
-        assert untaken.value.reason == "returned"
-        assert await agents.take(0.0) is None
-        with pytest.raises(LeaseFailure, match="no agent worked on it"):
-            await agents.fulfil(task(timeout_s=60.0), waited_s=57.0)  # for its policy; 5 % are for scoring and delivery
+@asynchronous
+async def test_what_its_time_leaves_undone():
+    agents = Agents(("solved",))
+    with pytest.raises(LeaseFailure, match="no agent worked on it") as untaken:
+        await agents.fulfil(task(timeout_s=0.1))
+    assert untaken.value.reason == "returned"
+    assert await agents.take(0.0) is None
+    with pytest.raises(LeaseFailure, match="no agent worked on it"):
+        await agents.fulfil(task(timeout_s=60.0), waited_s=57.0)  # for its policy; 5 % are for scoring and delivery
 
-        fulfilling, _ = await begun(agents, timeout_s=0.1)
-        with pytest.raises(LeaseFailure, match="no agent worked on it"):
-            await fulfilling
+    fulfilling, _ = await begun(agents, timeout_s=0.1)
+    with pytest.raises(LeaseFailure, match="no agent worked on it"):
+        await fulfilling
 
-        fulfilling, _ = await begun(agents, timeout_s=0.1)
-        agents.prepare("lease-7.0", CALL)[0].note(sampled([1], [2]))
+    fulfilling, _ = await begun(agents, timeout_s=0.1)
+    agents.prepare("lease-7.0", CALL)[0].note(sampled([1], [2]))
+    agents.reward("lease-7.0", {"solved": 1.0})
+    with pytest.raises(LeaseFailure, match="left 1 of 2 episodes without a completion and 1 without rewards") as failed:
+        await fulfilling
+    assert failed.value.reason == "generation_failed"
+
+    fulfilling, _ = await begun(agents, timeout_s=0.1)
+    for number in range(2):
+        agents.prepare(f"lease-7.{number}", CALL)[0].note(sampled([1], [2]))
+    agents.reward("lease-7.0", {"solved": 1.0})
+    _, rewards, _ = await fulfilling
+    np.testing.assert_array_equal(rewards, np.array([[1.0], [np.nan]], "f4"))
+
+
+@asynchronous
+async def test_an_episode_that_failed_has_no_rewards_and_without_a_completion_costs_its_task():
+    agents = Agents(("solved",))
+    fulfilling, _ = await begun(agents)
+    for number in range(2):
+        agents.prepare(f"lease-7.{number}", CALL)[0].note(sampled([1], [2]))
+    assert agents.fail("lease-7.0", "the tool hangs")["episodes_left"] == 1
+    assert agents.fail("lease-7.0", "the tool hangs")["episodes_left"] == 1
+    with pytest.raises(RefusedError, match="has other rewards already"):
         agents.reward("lease-7.0", {"solved": 1.0})
-        with pytest.raises(
-            LeaseFailure, match="left 1 of 2 episodes without a completion and 1 without rewards"
-        ) as failed:
-            await fulfilling
-        assert failed.value.reason == "generation_failed"
+    agents.reward("lease-7.1", {"solved": 1.0})
+    with pytest.raises(RefusedError) as rewarded:
+        agents.fail("lease-7.1", "too late")
+    assert rewarded.value.status == 409
+    episodes, rewards, _ = await fulfilling
+    np.testing.assert_array_equal(rewards, np.array([[np.nan], [1.0]], "f4"))
+    assert [episode.failure for episode in episodes] == ["the tool hangs", ""]
+    assert (agents.rewarded, agents.failed) == (1, 1)
 
-        fulfilling, _ = await begun(agents, timeout_s=0.1)
-        for number in range(2):
-            agents.prepare(f"lease-7.{number}", CALL)[0].note(sampled([1], [2]))
-        agents.reward("lease-7.0", {"solved": 1.0})
-        _, rewards, _ = await fulfilling
-        np.testing.assert_array_equal(rewards, np.array([[1.0], [np.nan]], "f4"))
-
-    run(body)
-
-
-def test_an_episode_that_failed_has_no_rewards_and_without_a_completion_costs_its_task():
-    async def body():
-        agents = Agents(("solved",))
-        fulfilling, _ = await begun(agents)
-        for number in range(2):
-            agents.prepare(f"lease-7.{number}", CALL)[0].note(sampled([1], [2]))
-        assert agents.fail("lease-7.0", "the tool hangs")["episodes_left"] == 1
-        assert agents.fail("lease-7.0", "the tool hangs")["episodes_left"] == 1
-        with pytest.raises(RefusedError, match="has other rewards already"):
-            agents.reward("lease-7.0", {"solved": 1.0})
-        agents.reward("lease-7.1", {"solved": 1.0})
-        with pytest.raises(RefusedError) as rewarded:
-            agents.fail("lease-7.1", "too late")
-        assert rewarded.value.status == 409
-        episodes, rewards, _ = await fulfilling
-        np.testing.assert_array_equal(rewards, np.array([[np.nan], [1.0]], "f4"))
-        assert [episode.failure for episode in episodes] == ["the tool hangs", ""]
-        assert (agents.rewarded, agents.failed) == (1, 1)
-
-        fulfilling, _ = await begun(agents)
-        agents.fail("lease-7.1", "no room")
-        with pytest.raises(LeaseFailure, match="before anything was sampled for it: no room") as failed:
-            await fulfilling
-        assert failed.value.reason == "environment_failed"
-
-    run(body)
+    fulfilling, _ = await begun(agents)
+    agents.fail("lease-7.1", "no room")
+    with pytest.raises(LeaseFailure, match="before anything was sampled for it: no room") as failed:
+        await fulfilling
+    assert failed.value.reason == "environment_failed"
 
 
-def test_the_tasks_of_an_agent_that_is_gone_fail_at_once_and_waiting_ones_stay():
-    async def body():
-        agents = Agents(("solved",))
-        fulfilling, _ = await begun(agents)
-        agents.prepare("lease-7.0", CALL)[0].note(sampled([1], [2]))
-        other = asyncio.create_task(agents.fulfil(lease(8, sampling=Sampling(2, 8, 0.7))))
-        await asyncio.sleep(0)
-        agents.fail_taken("killed")
-        with pytest.raises(LeaseFailure, match="killed") as failed:
-            await fulfilling
-        assert failed.value.reason == "environment_failed"
-        assert agents.failed == 2
-        taken = await agents.take(1.0)
-        assert taken is not None
-        assert taken["id"] == "lease-8"
-        other.cancel()
-
-    run(body)
+@asynchronous
+async def test_the_tasks_of_an_agent_that_is_gone_fail_at_once_and_waiting_ones_stay():
+    agents = Agents(("solved",))
+    fulfilling, _ = await begun(agents)
+    agents.prepare("lease-7.0", CALL)[0].note(sampled([1], [2]))
+    other = asyncio.create_task(agents.fulfil(lease(8, sampling=Sampling(2, 8, 0.7))))
+    await asyncio.sleep(0)
+    agents.fail_taken("killed")
+    with pytest.raises(LeaseFailure, match="killed") as failed:
+        await fulfilling
+    assert failed.value.reason == "environment_failed"
+    assert agents.failed == 2
+    taken = await agents.take(1.0)
+    assert taken is not None
+    assert taken["id"] == "lease-8"
+    other.cancel()
 
 
 @pytest.mark.parametrize(
@@ -194,48 +183,44 @@ def test_the_tasks_of_an_agent_that_is_gone_fail_at_once_and_waiting_ones_stay()
         ({"presence_penalty": 1.5}, "presence_penalty=0"),
     ],
 )
-def test_a_call_that_could_not_be_trained_is_refused(changes, said):
-    async def body():
-        agents = Agents(("solved",))
-        fulfilling, _ = await begun(agents, timeout_s=0.2)
-        with pytest.raises(RefusedError, match=said):
-            agents.prepare("lease-7.0", CALL.with_fields(changes))
-        for values, problem in (
-            ({}, "expected a finite number or null for each of solved"),
-            ({"solved": float("inf")}, "expected a finite number"),
-            ({"solved": True}, "expected a finite number"),
-            ({"solved": 1.0, "other": 1.0}, "expected a finite number"),
-            ({"solved": 1.0}, "nothing was sampled"),
-        ):
-            with pytest.raises(RefusedError, match=problem):
-                agents.reward("lease-7.0", values)
-        for name in ("lease-7.2", "lease-8.0", ""):
-            with pytest.raises(RefusedError, match="no such episode"):
-                agents.prepare(name, CALL)
-        with pytest.raises(LeaseFailure):
-            await fulfilling
-
-    run(body)
+@asynchronous
+async def test_a_call_that_could_not_be_trained_is_refused(changes, said):
+    agents = Agents(("solved",))
+    fulfilling, _ = await begun(agents, timeout_s=0.2)
+    with pytest.raises(RefusedError, match=said):
+        agents.prepare("lease-7.0", CALL.with_fields(changes))
+    for values, problem in (
+        ({}, "expected a finite number or null for each of solved"),
+        ({"solved": float("inf")}, "expected a finite number"),
+        ({"solved": True}, "expected a finite number"),
+        ({"solved": 1.0, "other": 1.0}, "expected a finite number"),
+        ({"solved": 1.0}, "nothing was sampled"),
+    ):
+        with pytest.raises(RefusedError, match=problem):
+            agents.reward("lease-7.0", values)
+    for name in ("lease-7.2", "lease-8.0", ""):
+        with pytest.raises(RefusedError, match="no such episode"):
+            agents.prepare(name, CALL)
+    with pytest.raises(LeaseFailure):
+        await fulfilling
 
 
-def test_a_task_offered_to_an_agent_that_hung_up_goes_to_the_next():
-    async def body():
-        agents = Agents(("solved",))
-        gone = asyncio.create_task(agents.take(5.0))
-        await asyncio.sleep(0)
-        fulfilling = asyncio.create_task(agents.fulfil(task()))
-        await asyncio.sleep(0)
-        gone.cancel()
-        await asyncio.gather(gone, return_exceptions=True)
-        taken = await agents.take(0.5)
-        assert taken is not None
-        assert taken["id"] == "lease-7"
-        fulfilling.cancel()
-        await asyncio.gather(fulfilling, return_exceptions=True)
-        with pytest.raises(RefusedError):
-            agents.prepare("lease-7.0", CALL)
-
-    run(body)
+@asynchronous
+async def test_a_task_offered_to_an_agent_that_hung_up_goes_to_the_next():
+    agents = Agents(("solved",))
+    gone = asyncio.create_task(agents.take(5.0))
+    await asyncio.sleep(0)
+    fulfilling = asyncio.create_task(agents.fulfil(task()))
+    await asyncio.sleep(0)
+    gone.cancel()
+    await asyncio.gather(gone, return_exceptions=True)
+    taken = await agents.take(0.5)
+    assert taken is not None
+    assert taken["id"] == "lease-7"
+    fulfilling.cancel()
+    await asyncio.gather(fulfilling, return_exceptions=True)
+    with pytest.raises(RefusedError):
+        agents.prepare("lease-7.0", CALL)
 
 
 def test_the_group_has_posted_and_computed_rewards_in_the_order_of_the_file():
@@ -313,58 +298,52 @@ def test_an_environments_own_reward_stands_behind_the_functions_and_a_failed_epi
     run(body)
 
 
-def test_agents_that_ask_again_and_again_for_a_task_leave_nothing_behind():
-    async def body():
-        agents = Agents(("solved",))
-        for _ in range(100):
-            assert await agents.take(0.0) is None
-            polling = asyncio.create_task(agents.take(60.0))
+@asynchronous
+async def test_agents_that_ask_again_and_again_for_a_task_leave_nothing_behind():
+    agents = Agents(("solved",))
+    for _ in range(100):
+        assert await agents.take(0.0) is None
+        polling = asyncio.create_task(agents.take(60.0))
+        await asyncio.sleep(0)
+        polling.cancel()
+        await asyncio.gather(polling, return_exceptions=True)
+    assert not agents._takers._turns
+
+
+@asynchronous
+async def test_an_agent_that_is_cancelled_anywhere_leaves_its_task_to_another():
+    agents = Agents(("solved",))
+    leases: list[asyncio.Task] = []
+
+    async def take() -> None:
+        taken = await agents.take(60.0)
+        agents.fail(taken["episodes"][0], "it goes on")
+
+    async def offer() -> None:  # before the agent comes, and while it waits
+        leases.append(asyncio.ensure_future(agents.fulfil(lease(len(leases), sampling=Sampling(1, 8, 0.7)))))
+        if len(leases) % 2:
             await asyncio.sleep(0)
-            polling.cancel()
-            await asyncio.gather(polling, return_exceptions=True)
+
+    def check() -> None:
+        left = [one for one in leases if not one.done()]
+        assert agents.num_waiting == len(left) == len(agents._episodes)
         assert not agents._takers._turns
 
-    run(body)
+    await cancel_at_each_wait(take, check, offer)
+    for one in leases:
+        one.cancel()
+    assert await asyncio.gather(*leases, return_exceptions=True)
+    assert (agents.num_waiting, agents._episodes) == (0, {})
 
 
-def test_an_agent_that_is_cancelled_anywhere_leaves_its_task_to_another():
-    async def body():
-        agents = Agents(("solved",))
-        leases: list[asyncio.Task] = []
-
-        async def take() -> None:
-            taken = await agents.take(60.0)
-            agents.fail(taken["episodes"][0], "it goes on")
-
-        async def offer() -> None:  # before the agent comes, and while it waits
-            leases.append(asyncio.ensure_future(agents.fulfil(lease(len(leases), sampling=Sampling(1, 8, 0.7)))))
-            if len(leases) % 2:
-                await asyncio.sleep(0)
-
-        def check() -> None:
-            left = [one for one in leases if not one.done()]
-            assert agents.num_waiting == len(left) == len(agents._episodes)
-            assert not agents._takers._turns
-
-        await cancel_at_each_wait(take, check, offer)
-        for one in leases:
-            one.cancel()
-        assert await asyncio.gather(*leases, return_exceptions=True)
-        assert (agents.num_waiting, agents._episodes) == (0, {})
-
-    run(body)
-
-
-def test_a_task_whose_time_is_over_just_when_its_agent_goes_is_offered_to_nobody():
-    async def body():
-        agents = Agents(("solved",))
-        taking = asyncio.create_task(agents.take(60.0))
-        await asyncio.sleep(0)
-        fulfilling = asyncio.create_task(agents.fulfil(task()))
-        fulfilling.add_done_callback(lambda _: taking.cancel())
-        await asyncio.sleep(0)
-        agents.fail_taken("the agent is gone")
-        await asyncio.gather(taking, fulfilling, return_exceptions=True)
-        assert agents.num_waiting == 0
-
-    run(body)
+@asynchronous
+async def test_a_task_whose_time_is_over_just_when_its_agent_goes_is_offered_to_nobody():
+    agents = Agents(("solved",))
+    taking = asyncio.create_task(agents.take(60.0))
+    await asyncio.sleep(0)
+    fulfilling = asyncio.create_task(agents.fulfil(task()))
+    fulfilling.add_done_callback(lambda _: taking.cancel())
+    await asyncio.sleep(0)
+    agents.fail_taken("the agent is gone")
+    await asyncio.gather(taking, fulfilling, return_exceptions=True)
+    assert agents.num_waiting == 0

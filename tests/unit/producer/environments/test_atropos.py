@@ -19,6 +19,7 @@ from producer.serving.atropos_routes import unzip
 from protocol.wire.messages import Group, Sampling
 from tests.scripted_trainer import lease
 from tests.unit.producer.atropos_scene import Scene, scene
+from tests.unit.producer.loop import asynchronous
 from tests.unit.producer.serving.test_endpoint import KEY, endpoint
 
 REGISTRATION = {
@@ -28,10 +29,6 @@ REGISTRATION = {
     "group_size": 2,
     "min_batch_allocation": None,
 }
-
-
-def run(body) -> None:
-    asyncio.run(asyncio.wait_for(body(), 20))
 
 
 async def ask(it: Scene, path: str, body=None, method: str = "GET", **headers: str):
@@ -73,160 +70,144 @@ def scored(answer: dict, scores=(1.0, 0.0)) -> dict:
     }
 
 
-def test_an_environment_registers_and_learns_how_much_is_wanted(tmp_path):
-    async def body():
-        async with scene(tmp_path) as it:
-            assert await ask(it, "wandb_info") == (200, {"group": "maze", "project": "slipstream"})
-            status, answer = await post(it, REGISTRATION, "register-env")
-            assert (status, answer["status"], answer["env_id"], answer["wandb_name"]) == (200, "success", 0, "maze_0")
-            assert (answer["starting_step"], answer["num_steps"], answer["checkpoint_interval"]) == (12, 54, -1)
-            assert await ask(it, "info") == (200, {"batch_size": 4, "max_token_len": 64})
-            assert (await ask(it, "health"))[0] == 200
-            _, answer = await ask(it, "status-env", {"env_id": 0})
-            assert answer == {
-                "current_step": 12,
-                "queue_size": 4,
-                "self_queue_size": 4,
-                "unallocated_fraction": 1.0,
-                "max_group_size": 2,
-                "env_weight": 1.0,
-            }
-            waiting = [asyncio.create_task(it.atropos.fulfil(0)) for _ in range(3)]
-            await asyncio.sleep(0)
-            assert (await ask(it, "status-env", {"env_id": 0}))[1]["queue_size"] == 1
-            assert (await ask(it, "status"))[1]["queue_size"] == 1
-            await post(it, REGISTRATION | {"weight": 3}, "register-env")
-            assert (await ask(it, "status-env", {"env_id": 0}))[1]["env_weight"] == 0.25
-            assert (await post(it, {"env_id": 1}, "disconnect-env"))[1]["status"] == "success"
-            assert (await post(it, {"env_id": 1}, "disconnect-env"))[1]["status"] == "failure"
-            assert (await ask(it, "status-env", {"env_id": 77}))[1]["env_weight"] == 1.0
-            for task in waiting:
-                task.cancel()
-
-    run(body)
+@asynchronous
+async def test_an_environment_registers_and_learns_how_much_is_wanted(tmp_path):
+    async with scene(tmp_path) as it:
+        assert await ask(it, "wandb_info") == (200, {"group": "maze", "project": "slipstream"})
+        status, answer = await post(it, REGISTRATION, "register-env")
+        assert (status, answer["status"], answer["env_id"], answer["wandb_name"]) == (200, "success", 0, "maze_0")
+        assert (answer["starting_step"], answer["num_steps"], answer["checkpoint_interval"]) == (12, 54, -1)
+        assert await ask(it, "info") == (200, {"batch_size": 4, "max_token_len": 64})
+        assert (await ask(it, "health"))[0] == 200
+        _, answer = await ask(it, "status-env", {"env_id": 0})
+        assert answer == {
+            "current_step": 12,
+            "queue_size": 4,
+            "self_queue_size": 4,
+            "unallocated_fraction": 1.0,
+            "max_group_size": 2,
+            "env_weight": 1.0,
+        }
+        waiting = [asyncio.create_task(it.atropos.fulfil(0)) for _ in range(3)]
+        await asyncio.sleep(0)
+        assert (await ask(it, "status-env", {"env_id": 0}))[1]["queue_size"] == 1
+        assert (await ask(it, "status"))[1]["queue_size"] == 1
+        await post(it, REGISTRATION | {"weight": 3}, "register-env")
+        assert (await ask(it, "status-env", {"env_id": 0}))[1]["env_weight"] == 0.25
+        assert (await post(it, {"env_id": 1}, "disconnect-env"))[1]["status"] == "success"
+        assert (await post(it, {"env_id": 1}, "disconnect-env"))[1]["status"] == "failure"
+        assert (await ask(it, "status-env", {"env_id": 77}))[1]["env_weight"] == 1.0
+        for task in waiting:
+            task.cancel()
 
 
-def test_an_environment_of_another_shape_is_refused_and_one_that_is_early_waits(tmp_path):
-    async def body():
-        async with scene(tmp_path) as it:
-            status, answer = await post(it, REGISTRATION | {"group_size": 4}, "register-env")
-            assert (status, answer["error"]["message"]) == (
-                400,
-                "groups of this run have sampling.num_generations=2 sequences; give the environment --env.group_size 2",
-            )
-            assert (await post(it, REGISTRATION | {"min_batch_allocation": 0.5}, "register-env"))[0] == 400
-            assert (await post(it, REGISTRATION | {"weight": None}, "register-env"))[0] == 400
-            assert (await post(it, [], "register-env"))[0] == 400
-            it.registry.current = None
-            assert (await post(it, REGISTRATION, "register-env"))[1] == {"status": "wait for trainer to start"}
-            assert (await ask(it, "health"))[0] == 503
-
-    run(body)
+@asynchronous
+async def test_an_environment_of_another_shape_is_refused_and_one_that_is_early_waits(tmp_path):
+    async with scene(tmp_path) as it:
+        status, answer = await post(it, REGISTRATION | {"group_size": 4}, "register-env")
+        assert (status, answer["error"]["message"]) == (
+            400,
+            "groups of this run have sampling.num_generations=2 sequences; give the environment --env.group_size 2",
+        )
+        assert (await post(it, REGISTRATION | {"min_batch_allocation": 0.5}, "register-env"))[0] == 400
+        assert (await post(it, REGISTRATION | {"weight": None}, "register-env"))[0] == 400
+        assert (await post(it, [], "register-env"))[0] == 400
+        it.registry.current = None
+        assert (await post(it, REGISTRATION, "register-env"))[1] == {"status": "wait for trainer to start"}
+        assert (await ask(it, "health"))[0] == 503
 
 
-def test_a_group_is_trained_once_however_often_it_is_posted(tmp_path):
-    async def body():
-        async with scene(tmp_path) as it:
-            answer = await generate(it, max_tokens=64, temperature=1.0, top_k=-1)
-            assert answer["finish_reasons"] == ["stop", "stop"]
-            assert answer["logprobs"][1] == [[{"101": -0.25}], [{"101": -0.5}]]
-            assert answer["text"] == ["dd", "ee"]
-            assert it.vllm.requests[0]["max_tokens"] == 8, "no more than can be trained"
-            packed = gzip.compress(json.dumps(scored(answer)).encode())
-            assert await post(it, packed, content_encoding="gzip") == (
-                200,
-                {"status": "received", "groups_processed": 1},
-            )
-            assert (await post(it, scored(answer)))[0] == 200
-            group = await it.atropos.fulfil(12)
-            assert np.frombuffer(group.completion_ids, "<i4").tolist() == [100, 100, 101, 101]
-            assert np.frombuffer(group.logprobs, "<f4").tolist() == [-0.25, -0.5, -0.25, -0.5]
-            assert np.frombuffer(group.rewards, "<f4").tolist() == [1.0, 0.0]
-            assert (await post(it, scored(answer)))[0] == 200
-            assert it.atropos.outcomes == {"leased": 1, "stale": 0, "void": 0, "duplicate": 2, "refused": 0, "busy": 0}
-            assert it.atropos.queue.num_groups == 0
-            assert it.metrics.get_sample_value("rl_producer_atropos_groups_total", {"outcome": "duplicate"}) == 2
-            assert it.metrics.get_sample_value("rl_producer_atropos_recorded_bytes") == 0
-
-    run(body)
+@asynchronous
+async def test_a_group_is_trained_once_however_often_it_is_posted(tmp_path):
+    async with scene(tmp_path) as it:
+        answer = await generate(it, max_tokens=64, temperature=1.0, top_k=-1)
+        assert answer["finish_reasons"] == ["stop", "stop"]
+        assert answer["logprobs"][1] == [[{"101": -0.25}], [{"101": -0.5}]]
+        assert answer["text"] == ["dd", "ee"]
+        assert it.vllm.requests[0]["max_tokens"] == 8, "no more than can be trained"
+        packed = gzip.compress(json.dumps(scored(answer)).encode())
+        assert await post(it, packed, content_encoding="gzip") == (
+            200,
+            {"status": "received", "groups_processed": 1},
+        )
+        assert (await post(it, scored(answer)))[0] == 200
+        group = await it.atropos.fulfil(12)
+        assert np.frombuffer(group.completion_ids, "<i4").tolist() == [100, 100, 101, 101]
+        assert np.frombuffer(group.logprobs, "<f4").tolist() == [-0.25, -0.5, -0.25, -0.5]
+        assert np.frombuffer(group.rewards, "<f4").tolist() == [1.0, 0.0]
+        assert (await post(it, scored(answer)))[0] == 200
+        assert it.atropos.outcomes == {"leased": 1, "stale": 0, "void": 0, "duplicate": 2, "refused": 0, "busy": 0}
+        assert it.atropos.queue.num_groups == 0
+        assert it.metrics.get_sample_value("rl_producer_atropos_groups_total", {"outcome": "duplicate"}) == 2
+        assert it.metrics.get_sample_value("rl_producer_atropos_recorded_bytes") == 0
 
 
-def test_of_a_list_the_good_groups_are_kept_and_the_first_bad_one_is_named(tmp_path):
-    async def body():
-        async with scene(tmp_path) as it:
-            good, bad = scored(await generate(it)), scored(await generate(it))
-            bad["tokens"][1][-1] = bad["masks"][1][-1] = 9
-            bad["tokens"][1][-2] = bad["masks"][1][-2] = 9
-            status, answer = await post(it, [bad, good], "scored_data_list")
-            assert (status, answer["error"]["type"]) == (400, "not_sampled")
-            assert answer["error"]["message"].startswith("sequence 1: 2 of 2 tokens to be trained")
-            assert (it.atropos.queue.num_groups, it.atropos.outcomes["refused"]) == (1, 1)
-
-    run(body)
+@asynchronous
+async def test_of_a_list_the_good_groups_are_kept_and_the_first_bad_one_is_named(tmp_path):
+    async with scene(tmp_path) as it:
+        good, bad = scored(await generate(it)), scored(await generate(it))
+        bad["tokens"][1][-1] = bad["masks"][1][-1] = 9
+        bad["tokens"][1][-2] = bad["masks"][1][-2] = 9
+        status, answer = await post(it, [bad, good], "scored_data_list")
+        assert (status, answer["error"]["type"]) == (400, "not_sampled")
+        assert answer["error"]["message"].startswith("sequence 1: 2 of 2 tokens to be trained")
+        assert (it.atropos.queue.num_groups, it.atropos.outcomes["refused"]) == (1, 1)
 
 
-def test_a_call_that_is_sampled_otherwise_is_answered_and_cannot_be_trained(tmp_path):
-    async def body():
-        async with scene(tmp_path) as it:
-            other = await generate(it, temperature=0.3)
-            status, answer = await post(it, scored(other))
-            assert status == 400
-            assert answer["error"]["message"].endswith("the last call that was not recorded asked for temperature=0.3")
-            chat = {"model": "policy", "messages": [{"role": "user", "content": "hi"}], "n": 2}
-            for path, recorded in (("v1/chat/completions", 0), ("atropos/v1/chat/completions", 2)):
-                assert (await it.post(chat, f"/{path}"))[0] == 200
-                assert len(it.atropos.calls) == recorded, "calls of other clients are nobody's to score"
-            assert (await it.post(chat | {"model": "policy@v12"}, "/atropos/v1/chat/completions"))[0] == 200
-            assert len(it.atropos.calls) == 2
-
-    run(body)
+@asynchronous
+async def test_a_call_that_is_sampled_otherwise_is_answered_and_cannot_be_trained(tmp_path):
+    async with scene(tmp_path) as it:
+        other = await generate(it, temperature=0.3)
+        status, answer = await post(it, scored(other))
+        assert status == 400
+        assert answer["error"]["message"].endswith("the last call that was not recorded asked for temperature=0.3")
+        chat = {"model": "policy", "messages": [{"role": "user", "content": "hi"}], "n": 2}
+        for path, recorded in (("v1/chat/completions", 0), ("atropos/v1/chat/completions", 2)):
+            assert (await it.post(chat, f"/{path}"))[0] == 200
+            assert len(it.atropos.calls) == recorded, "calls of other clients are nobody's to score"
+        assert (await it.post(chat | {"model": "policy@v12"}, "/atropos/v1/chat/completions"))[0] == 200
+        assert len(it.atropos.calls) == 2
 
 
-def test_when_nothing_more_is_wanted_the_environment_is_told_to_come_again_and_nothing_is_lost(tmp_path):
-    async def body():
-        async with scene(tmp_path) as it:
-            for _ in range(4):
-                assert (await post(it, scored(await generate(it))))[0] == 200
-            late = scored(await generate(it))
-            status, answer = await post(it, late)
-            assert (status, answer["error"]["type"]) == (503, "busy")  # which Atropos tries again
-            assert (await ask(it, "status"))[1]["queue_size"] == 8
-            await it.atropos.fulfil(12)
-            assert (await post(it, late))[0] == 200
-            assert (await post(it, late))[0] == 200, "it was accepted before it was full"
-            late["tokens"][0][-1] = late["masks"][0][-1] = 9
-            assert (await post(it, late))[0] == 400, "coming again would not help"
-            it.registry.swap(14)  # two versions later no step takes what v12 sampled
-            assert (await ask(it, "status"))[1]["queue_size"] == 4
-            assert it.atropos.outcomes == {"leased": 1, "stale": 4, "void": 0, "duplicate": 1, "refused": 1, "busy": 1}
-
-    run(body)
+@asynchronous
+async def test_when_nothing_more_is_wanted_the_environment_is_told_to_come_again_and_nothing_is_lost(tmp_path):
+    async with scene(tmp_path) as it:
+        for _ in range(4):
+            assert (await post(it, scored(await generate(it))))[0] == 200
+        late = scored(await generate(it))
+        status, answer = await post(it, late)
+        assert (status, answer["error"]["type"]) == (503, "busy")  # which Atropos tries again
+        assert (await ask(it, "status"))[1]["queue_size"] == 8
+        await it.atropos.fulfil(12)
+        assert (await post(it, late))[0] == 200
+        assert (await post(it, late))[0] == 200, "it was accepted before it was full"
+        late["tokens"][0][-1] = late["masks"][0][-1] = 9
+        assert (await post(it, late))[0] == 400, "coming again would not help"
+        it.registry.swap(14)  # two versions later no step takes what v12 sampled
+        assert (await ask(it, "status"))[1]["queue_size"] == 4
+        assert it.atropos.outcomes == {"leased": 1, "stale": 4, "void": 0, "duplicate": 1, "refused": 1, "busy": 1}
 
 
-def test_no_environment_leaves_before_the_run_has_ended(tmp_path):
-    async def body():
-        async with scene(tmp_path, version=50) as it:  # the last one
-            for _ in range(4):
-                await post(it, scored(await generate(it)))
-            num_steps = (await post(it, REGISTRATION, "register-env"))[1]["num_steps"]
-            status = (await ask(it, "status-env", {"env_id": 0}))[1]
-            batch_size = (await ask(it, "info"))[1]["batch_size"]
-            at_most = status["current_step"] + status["queue_size"] * REGISTRATION["group_size"] // batch_size
-            assert at_most <= num_steps, "this is when BaseEnv ends, and groups in the queue may have no signal"
-
-    run(body)
+@asynchronous
+async def test_no_environment_leaves_before_the_run_has_ended(tmp_path):
+    async with scene(tmp_path, version=50) as it:  # the last one
+        for _ in range(4):
+            await post(it, scored(await generate(it)))
+        num_steps = (await post(it, REGISTRATION, "register-env"))[1]["num_steps"]
+        status = (await ask(it, "status-env", {"env_id": 0}))[1]
+        batch_size = (await ask(it, "info"))[1]["batch_size"]
+        at_most = status["current_step"] + status["queue_size"] * REGISTRATION["group_size"] // batch_size
+        assert at_most <= num_steps, "this is when BaseEnv ends, and groups in the queue may have no signal"
 
 
-def test_another_trainer_process_makes_what_was_sampled_void(tmp_path):
-    async def body():
-        async with scene(tmp_path) as it:
-            kept, posted = scored(await generate(it)), scored(await generate(it))
-            assert (await post(it, posted))[0] == 200
-            it.atropos.forget()
-            assert it.atropos.outcomes["void"] == 1
-            assert (await post(it, kept))[0] == 400
-
-    run(body)
+@asynchronous
+async def test_another_trainer_process_makes_what_was_sampled_void(tmp_path):
+    async with scene(tmp_path) as it:
+        kept, posted = scored(await generate(it)), scored(await generate(it))
+        assert (await post(it, posted))[0] == 200
+        it.atropos.forget()
+        assert it.atropos.outcomes["void"] == 1
+        assert (await post(it, kept))[0] == 400
 
 
 @pytest.mark.parametrize(
@@ -242,32 +223,28 @@ def test_another_trainer_process_makes_what_was_sampled_void(tmp_path):
         {"prompt": {"prompt_token_ids": [1]}, "prompt_logprobs": 1},
     ],
 )
-def test_what_generate_does_not_serve_is_refused(tmp_path, body):
-    async def check():
-        async with scene(tmp_path) as it:
-            status, answer = await post(it, body, "generate")
-            assert (status, answer["error"]["type"]) == (400, "malformed")
-
-    run(check)
+@asynchronous
+async def test_what_generate_does_not_serve_is_refused(tmp_path, body):
+    async with scene(tmp_path) as it:
+        status, answer = await post(it, body, "generate")
+        assert (status, answer["error"]["type"]) == (400, "malformed")
 
 
-def test_a_key_may_be_the_password_of_the_url(tmp_path):
-    async def body():
-        async with scene(tmp_path, keys=(KEY,)) as it:
-            basic = base64.b64encode(b"atropos:" + KEY).decode()
-            assert (await ask(it, "info", authorization=f"Basic {basic}"))[0] == 200
-            assert (await ask(it, "info", authorization=f"Bearer {KEY.decode()}"))[0] == 200
-            for wrong in (
-                f"Basic {KEY.decode()}",
-                "Basic ?",
-                "Basic \u00e9",
-                "Basic ",
-                f"Basic {base64.b64encode(b'x:' + KEY[1:]).decode()}",
-            ):
-                assert (await ask(it, "info", authorization=wrong))[0] == 401
-            assert (await ask(it, "info"))[0] == 401
-
-    run(body)
+@asynchronous
+async def test_a_key_may_be_the_password_of_the_url(tmp_path):
+    async with scene(tmp_path, keys=(KEY,)) as it:
+        basic = base64.b64encode(b"atropos:" + KEY).decode()
+        assert (await ask(it, "info", authorization=f"Basic {basic}"))[0] == 200
+        assert (await ask(it, "info", authorization=f"Bearer {KEY.decode()}"))[0] == 200
+        for wrong in (
+            f"Basic {KEY.decode()}",
+            "Basic ?",
+            "Basic \u00e9",
+            "Basic ",
+            f"Basic {base64.b64encode(b'x:' + KEY[1:]).decode()}",
+        ):
+            assert (await ask(it, "info", authorization=wrong))[0] == 401
+        assert (await ask(it, "info"))[0] == 401
 
 
 def test_a_body_is_bounded_when_it_is_unpacked():
@@ -279,13 +256,11 @@ def test_a_body_is_bounded_when_it_is_unpacked():
         assert refused.value.status == status
 
 
-def test_without_the_key_in_the_configuration_there_is_no_such_api(tmp_path):
-    async def body():
-        async with endpoint(tmp_path) as it:
-            for path in ("scored_data", "register-env", "generate", "v1/completions"):
-                assert (await it.post({}, f"/atropos/{path}"))[0] == 404
-
-    run(body)
+@asynchronous
+async def test_without_the_key_in_the_configuration_there_is_no_such_api(tmp_path):
+    async with endpoint(tmp_path) as it:
+        for path in ("scored_data", "register-env", "generate", "v1/completions"):
+            assert (await it.post({}, f"/atropos/{path}"))[0] == 404
 
 
 class _Adapters(AdapterRegistry):
@@ -301,26 +276,24 @@ class _Late(_Adapters):
         await asyncio.Event().wait()
 
 
-def test_of_a_completion_the_sampled_tokens_are_counted():
-    async def body():
-        class Posted:
-            sampling = Sampling(2, 8, 1.0)
+@asynchronous
+async def test_of_a_completion_the_sampled_tokens_are_counted():
+    class Posted:
+        sampling = Sampling(2, 8, 1.0)
 
-            async def fulfil(self, floor: int) -> Group:
-                record = Record.of([1])
-                for shown, token_ids in (([50, 51], [10, 11]), ([52], [12])):
-                    record.sampled(Completion(token_ids, [-0.5] * len(token_ids), False, [3] * len(token_ids)))
-                    record.show(shown)
-                other = Episode.of([1], Completion([13], [-0.5], True, [3]))
-                return group_message("", [Episode(1, [record]), other], np.zeros((2, 1)), 8, 1.0, 0.0)
+        async def fulfil(self, floor: int) -> Group:
+            record = Record.of([1])
+            for shown, token_ids in (([50, 51], [10, 11]), ([52], [12])):
+                record.sampled(Completion(token_ids, [-0.5] * len(token_ids), False, [3] * len(token_ids)))
+                record.show(shown)
+            other = Episode.of([1], Completion([13], [-0.5], True, [3]))
+            return group_message("", [Episode(1, [record]), other], np.zeros((2, 1)), 8, 1.0, 0.0)
 
-        counters, metrics = Counters(), CollectorRegistry()
-        groups = AtroposGroups(Posted(), _Adapters(), counters, ProducerMetrics(metrics))  # type: ignore[arg-type]
-        await groups.group(lease(7, sampling=Posted.sampling), lambda: None)
-        assert (counters.completions, counters.truncated, counters.tokens) == (2, 1, 4)
-        assert lengths(metrics) == (2, 4)
-
-    run(body)
+    counters, metrics = Counters(), CollectorRegistry()
+    groups = AtroposGroups(Posted(), _Adapters(), counters, ProducerMetrics(metrics))  # type: ignore[arg-type]
+    await groups.group(lease(7, sampling=Posted.sampling), lambda: None)
+    assert (counters.completions, counters.truncated, counters.tokens) == (2, 1, 4)
+    assert lengths(metrics) == (2, 4)
 
 
 def lengths(metrics: CollectorRegistry) -> tuple[float, float]:
@@ -329,27 +302,25 @@ def lengths(metrics: CollectorRegistry) -> tuple[float, float]:
     return metrics.get_sample_value(f"{name}_count"), metrics.get_sample_value(f"{name}_sum")
 
 
-def test_a_lease_becomes_the_group_that_was_posted_or_goes_back(tmp_path):
-    async def body():
-        async with scene(tmp_path) as it:
-            counters = Counters()
-            groups = AtroposGroups(it.atropos, _Adapters(), counters, ProducerMetrics(it.metrics, ("environment",)))
-            stages = []
-            work = lease(7, sampling=Sampling(2, 8, 1.0), policy_floor=12)
-            working = asyncio.create_task(groups.group(work, lambda: stages.append("with agents")))
-            assert (await post(it, scored(await generate(it))))[0] == 200
-            assert (await working).lease_id == "lease-7"
-            assert stages == ["with agents"]
-            assert (counters.groups, counters.completions, counters.tokens, counters.prompt_tokens) == (1, 2, 4, 2)
-            assert lengths(it.metrics) == (2, 4)
-            late = AtroposGroups(it.atropos, _Late(), counters, ProducerMetrics(CollectorRegistry(), ("environment",)))
+@asynchronous
+async def test_a_lease_becomes_the_group_that_was_posted_or_goes_back(tmp_path):
+    async with scene(tmp_path) as it:
+        counters = Counters()
+        groups = AtroposGroups(it.atropos, _Adapters(), counters, ProducerMetrics(it.metrics, ("environment",)))
+        stages = []
+        work = lease(7, sampling=Sampling(2, 8, 1.0), policy_floor=12)
+        working = asyncio.create_task(groups.group(work, lambda: stages.append("with agents")))
+        assert (await post(it, scored(await generate(it))))[0] == 200
+        assert (await working).lease_id == "lease-7"
+        assert stages == ["with agents"]
+        assert (counters.groups, counters.completions, counters.tokens, counters.prompt_tokens) == (1, 2, 4, 2)
+        assert lengths(it.metrics) == (2, 4)
+        late = AtroposGroups(it.atropos, _Late(), counters, ProducerMetrics(CollectorRegistry(), ("environment",)))
+        with pytest.raises(LeaseFailure) as failure:
+            await late.group(lease(10, sampling=Sampling(2, 8, 1.0), timeout_s=0.05), lambda: None)
+        assert failure.value.reason == "returned", "nothing of the placeholder's, whatever it waited for"
+        wrong = {"returned": lease(8, sampling=Sampling(2, 8, 1.0), timeout_s=0.05), "generation_failed": lease(9)}
+        for reason, work in wrong.items():
             with pytest.raises(LeaseFailure) as failure:
-                await late.group(lease(10, sampling=Sampling(2, 8, 1.0), timeout_s=0.05), lambda: None)
-            assert failure.value.reason == "returned", "nothing of the placeholder's, whatever it waited for"
-            wrong = {"returned": lease(8, sampling=Sampling(2, 8, 1.0), timeout_s=0.05), "generation_failed": lease(9)}
-            for reason, work in wrong.items():
-                with pytest.raises(LeaseFailure) as failure:
-                    await groups.group(work, lambda: None)
-                assert failure.value.reason == reason
-
-    run(body)
+                await groups.group(work, lambda: None)
+            assert failure.value.reason == reason

@@ -11,7 +11,7 @@ from producer.environments.pool import EnvironmentFailedError, EnvironmentPool
 from producer.environments.worker import Answer, Call, Environment
 from protocol.config.environment import EnvironmentSection
 from protocol.errors import ConfigError
-from tests.unit.producer.loop import until
+from tests.unit.producer.loop import asynchronous, until
 
 SHOP = "tests.unit.producer.toys:Shop"
 
@@ -40,84 +40,75 @@ def columns(**changes: object) -> dict[str, object]:
     return {"prompt": [{"role": "user", "content": "shop"}], "stock": 4} | changes
 
 
-def test_an_episode_costs_nothing_but_itself() -> None:
+@asynchronous
+async def test_an_episode_costs_nothing_but_itself() -> None:
     """One process serves many; one that hangs or dies is replaced."""
+    async with pool(max_concurrent=1, call_timeout_s=1.5) as environments:
+        async with environments.session() as environment:
+            first = environment._process.process.pid
+            assert await environment.reset(columns()) == " stock 4"
+            assert await environment.call("buy", {"count": 3}) == ("sold 3", False)
+            assert await environment.call("buy", {"count": 9}) == ("{'error': 'only 4 left'}", True)
+            assert await environment.call("wait", {"seconds": 0.01}) == ("waited", False)
+            content, failed = await environment.call("buy", {"how": "many"})
+            assert failed
+            assert "unexpected keyword argument 'how'" in content
+            for name in ("_hidden", "reset", "get_reward", "__init__", "sell"):
+                assert await environment.call(name, {}) == (f"{{'error': 'Tool {name} not found.'}}", True)
+            assert await environment.reward() == 0.75
+        async with environments.session() as environment:
+            assert environment._process.process.pid == first
+            with pytest.raises(EnvironmentFailedError, match=r"reset raised\n(.|\n)*ValueError: no such stock"):
+                await environment.reset(columns(stock=-1))
+            assert await environment.reset(columns(stock=0)) == " stock 0"
+            assert await environment.reward() is None
+            with pytest.raises(EnvironmentFailedError, match=r"tool hang did not return .*call_timeout_s=1.5 seconds"):
+                await environment.call("hang", {})
+            with pytest.raises(EnvironmentFailedError, match="gone"):
+                await environment.reward()
+        await until(lambda: not psutil.pid_exists(first))
+        async with environments.session() as environment:
+            await environment.reset(columns())
+            with pytest.raises(EnvironmentFailedError, match=r"tool die: its process ended \(exit status 3\)"):
+                await environment.call("die", {})
+        async with environments.session() as environment:
+            assert await environment.reset(columns(stock=1)) == " stock 1"
 
-    async def body() -> None:
-        async with pool(max_concurrent=1, call_timeout_s=1.5) as environments:
-            async with environments.session() as environment:
-                first = environment._process.process.pid
-                assert await environment.reset(columns()) == " stock 4"
-                assert await environment.call("buy", {"count": 3}) == ("sold 3", False)
-                assert await environment.call("buy", {"count": 9}) == ("{'error': 'only 4 left'}", True)
-                assert await environment.call("wait", {"seconds": 0.01}) == ("waited", False)
-                content, failed = await environment.call("buy", {"how": "many"})
-                assert failed
-                assert "unexpected keyword argument 'how'" in content
-                for name in ("_hidden", "reset", "get_reward", "__init__", "sell"):
-                    assert await environment.call(name, {}) == (f"{{'error': 'Tool {name} not found.'}}", True)
-                assert await environment.reward() == 0.75
-            async with environments.session() as environment:
-                assert environment._process.process.pid == first
-                with pytest.raises(EnvironmentFailedError, match=r"reset raised\n(.|\n)*ValueError: no such stock"):
-                    await environment.reset(columns(stock=-1))
-                assert await environment.reset(columns(stock=0)) == " stock 0"
-                assert await environment.reward() is None
-                with pytest.raises(
-                    EnvironmentFailedError, match=r"tool hang did not return .*call_timeout_s=1.5 seconds"
-                ):
-                    await environment.call("hang", {})
-                with pytest.raises(EnvironmentFailedError, match="gone"):
-                    await environment.reward()
-            await until(lambda: not psutil.pid_exists(first))
+
+@asynchronous
+async def test_an_abandoned_episode_leaves_no_process_in_the_middle_of_a_call() -> None:
+    async with pool() as environments:
+
+        async def episode() -> None:
             async with environments.session() as environment:
                 await environment.reset(columns())
-                with pytest.raises(EnvironmentFailedError, match=r"tool die: its process ended \(exit status 3\)"):
-                    await environment.call("die", {})
+                started.set()
+                await environment.call("hang", {})
+
+        started = asyncio.Event()
+        task = asyncio.create_task(episode())
+        await started.wait()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await until(lambda: not children())
+
+
+@asynchronous
+async def test_as_many_at_once_as_there_may_be() -> None:
+    async with pool(max_concurrent=2) as environments:
+        running = most = 0
+
+        async def episode() -> None:
+            nonlocal running, most
             async with environments.session() as environment:
-                assert await environment.reset(columns(stock=1)) == " stock 1"
+                running += 1
+                most = max(most, running)
+                await environment.reset(columns())
+                await environment.call("wait", {"seconds": 0.05})
+                running -= 1
 
-    asyncio.run(body())
-
-
-def test_an_abandoned_episode_leaves_no_process_in_the_middle_of_a_call() -> None:
-    async def body() -> None:
-        async with pool() as environments:
-
-            async def episode() -> None:
-                async with environments.session() as environment:
-                    await environment.reset(columns())
-                    started.set()
-                    await environment.call("hang", {})
-
-            started = asyncio.Event()
-            task = asyncio.create_task(episode())
-            await started.wait()
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-            await until(lambda: not children())
-
-    asyncio.run(body())
-
-
-def test_as_many_at_once_as_there_may_be() -> None:
-    async def body() -> None:
-        async with pool(max_concurrent=2) as environments:
-            running = most = 0
-
-            async def episode() -> None:
-                nonlocal running, most
-                async with environments.session() as environment:
-                    running += 1
-                    most = max(most, running)
-                    await environment.reset(columns())
-                    await environment.call("wait", {"seconds": 0.05})
-                    running -= 1
-
-            await asyncio.gather(*(episode() for _ in range(4)))
-            assert (most, len(children())) == (2, 2)
-
-    asyncio.run(body())
+        await asyncio.gather(*(episode() for _ in range(4)))
+        assert (most, len(children())) == (2, 2)
 
 
 def test_tools_are_described_as_transformers_describes_functions() -> None:

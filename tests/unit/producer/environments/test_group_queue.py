@@ -7,14 +7,11 @@ import pytest
 from producer.environments.group_queue import GroupQueue, QueueFullError
 from producer.interfaces import LeaseFailure
 from protocol.wire.messages import Group
+from tests.unit.producer.loop import asynchronous
 
 
 def group(version: int, name: str = "") -> Group:
     return Group(name, version, b"", b"", b"", b"", b"", b"", 0.0, 0.0)
-
-
-def run(body) -> None:
-    asyncio.run(asyncio.wait_for(body(), 10))
 
 
 async def waiting(queue: GroupQueue, *floors: int) -> list["asyncio.Task[Group]"]:
@@ -23,98 +20,86 @@ async def waiting(queue: GroupQueue, *floors: int) -> list["asyncio.Task[Group]"
     return tasks
 
 
-def test_leases_are_served_in_order_and_above_their_floors():
-    async def body():
-        queue = GroupQueue(2)
-        low, high = await waiting(queue, 3, 5)
-        assert (queue.num_leases, queue.floor) == (2, 3)
-        assert queue.offer(group(2)) == "stale"
-        assert queue.offer(group(4, "a")) == "leased"
-        assert queue.offer(group(4)) == "stale"
-        assert queue.offer(group(6, "b")) == "leased"
-        assert ((await low).lease_id, (await high).lease_id) == ("a", "b")
-        assert (queue.leased, queue.stale, queue.num_leases, queue.floor) == (2, 2, 0, 0)
-
-    run(body)
+@asynchronous
+async def test_leases_are_served_in_order_and_above_their_floors():
+    queue = GroupQueue(2)
+    low, high = await waiting(queue, 3, 5)
+    assert (queue.num_leases, queue.floor) == (2, 3)
+    assert queue.offer(group(2)) == "stale"
+    assert queue.offer(group(4, "a")) == "leased"
+    assert queue.offer(group(4)) == "stale"
+    assert queue.offer(group(6, "b")) == "leased"
+    assert ((await low).lease_id, (await high).lease_id) == ("a", "b")
+    assert (queue.leased, queue.stale, queue.num_leases, queue.floor) == (2, 2, 0, 0)
 
 
-def test_groups_wait_while_no_lease_does_and_not_too_many():
-    async def body():
-        queue = GroupQueue(2)
-        assert queue.offer(group(3, "a")) == queue.offer(group(4, "b")) == "queued"
-        with pytest.raises(QueueFullError):
-            queue.offer(group(5))
-        assert (await queue.take(4)).lease_id == "b"
-        (task,) = await waiting(queue, 4)  # "a" is too old for it, and for all that come
-        assert (queue.num_groups, queue.stale, queue.num_leases) == (0, 1, 1)
-        queue.offer(group(4, "c"))
-        assert (await task).lease_id == "c"
+@asynchronous
+async def test_groups_wait_while_no_lease_does_and_not_too_many():
+    queue = GroupQueue(2)
+    assert queue.offer(group(3, "a")) == queue.offer(group(4, "b")) == "queued"
+    with pytest.raises(QueueFullError):
+        queue.offer(group(5))
+    assert (await queue.take(4)).lease_id == "b"
+    (task,) = await waiting(queue, 4)  # "a" is too old for it, and for all that come
+    assert (queue.num_groups, queue.stale, queue.num_leases) == (0, 1, 1)
+    queue.offer(group(4, "c"))
+    assert (await task).lease_id == "c"
+    queue.offer(group(4))
+    queue.drop_older(5)
+    assert (queue.num_groups, queue.stale) == (0, 2)
+
+
+@asynchronous
+async def test_a_lease_that_is_taken_back_gives_its_group_to_the_next():
+    queue = GroupQueue(1)
+    first, second = await waiting(queue, 1, 1)
+    queue.offer(group(1, "a"))
+    first.cancel()  # it has it, and has not seen it
+    await asyncio.gather(first, return_exceptions=True)
+    assert (await second).lease_id == "a"
+    (third,) = await waiting(queue, 1)
+    third.cancel()
+    await asyncio.gather(third, return_exceptions=True)
+    assert queue.num_leases == 0
+    (fourth,) = await waiting(queue, 1)
+    queue.offer(group(1, "b"))
+    fourth.cancel()
+    await asyncio.gather(fourth, return_exceptions=True)
+    assert (queue.num_groups, queue.leased) == (1, 1)
+
+
+@asynchronous
+async def test_a_lease_whose_time_is_over_takes_nothing_even_before_it_knows():
+    queue = GroupQueue(1)
+    (task,) = await waiting(queue, 5)
+    task.cancel()
+    assert (queue.num_leases, queue.offer(group(4, "a"))) == (0, "queued")
+    with pytest.raises(QueueFullError):
         queue.offer(group(4))
-        queue.drop_older(5)
-        assert (queue.num_groups, queue.stale) == (0, 2)
-
-    run(body)
+    await asyncio.gather(task, return_exceptions=True)
+    assert (await queue.take(4)).lease_id == "a"
 
 
-def test_a_lease_that_is_taken_back_gives_its_group_to_the_next():
-    async def body():
-        queue = GroupQueue(1)
-        first, second = await waiting(queue, 1, 1)
-        queue.offer(group(1, "a"))
-        first.cancel()  # it has it, and has not seen it
-        await asyncio.gather(first, return_exceptions=True)
-        assert (await second).lease_id == "a"
-        (third,) = await waiting(queue, 1)
-        third.cancel()
-        await asyncio.gather(third, return_exceptions=True)
-        assert queue.num_leases == 0
-        (fourth,) = await waiting(queue, 1)
-        queue.offer(group(1, "b"))
-        fourth.cancel()
-        await asyncio.gather(fourth, return_exceptions=True)
-        assert (queue.num_groups, queue.leased) == (1, 1)
-
-    run(body)
+@asynchronous
+async def test_what_a_lease_of_another_trainer_process_was_given_is_void():
+    queue = GroupQueue(1)
+    given, waits = await waiting(queue, 1, 1)
+    queue.offer(group(1))
+    given.cancel()
+    waits.cancel()
+    queue.forget()  # before they notice
+    await asyncio.gather(given, waits, return_exceptions=True)
+    assert (queue.void, queue.leased, queue.num_groups, queue.num_leases) == (1, 0, 0, 0)
 
 
-def test_a_lease_whose_time_is_over_takes_nothing_even_before_it_knows():
-    async def body():
-        queue = GroupQueue(1)
-        (task,) = await waiting(queue, 5)
-        task.cancel()
-        assert (queue.num_leases, queue.offer(group(4, "a"))) == (0, "queued")
-        with pytest.raises(QueueFullError):
-            queue.offer(group(4))
-        await asyncio.gather(task, return_exceptions=True)
-        assert (await queue.take(4)).lease_id == "a"
-
-    run(body)
-
-
-def test_what_a_lease_of_another_trainer_process_was_given_is_void():
-    async def body():
-        queue = GroupQueue(1)
-        given, waits = await waiting(queue, 1, 1)
-        queue.offer(group(1))
-        given.cancel()
-        waits.cancel()
-        queue.forget()  # before they notice
-        await asyncio.gather(given, waits, return_exceptions=True)
-        assert (queue.void, queue.leased, queue.num_groups, queue.num_leases) == (1, 0, 0, 0)
-
-    run(body)
-
-
-def test_another_trainer_process_takes_everything_back():
-    async def body():
-        queue = GroupQueue(1)
-        (task,) = await waiting(queue, 7)
-        queue.forget()
-        with pytest.raises(LeaseFailure) as failure:
-            await task
-        assert failure.value.reason == "returned"
-        queue.offer(group(1))
-        queue.forget()
-        assert (queue.void, queue.num_groups, queue.num_leases) == (1, 0, 0)
-
-    run(body)
+@asynchronous
+async def test_another_trainer_process_takes_everything_back():
+    queue = GroupQueue(1)
+    (task,) = await waiting(queue, 7)
+    queue.forget()
+    with pytest.raises(LeaseFailure) as failure:
+        await task
+    assert failure.value.reason == "returned"
+    queue.offer(group(1))
+    queue.forget()
+    assert (queue.void, queue.num_groups, queue.num_leases) == (1, 0, 0)

@@ -23,7 +23,7 @@ from protocol.errors import ConfigError, EndpointInUseError
 from protocol.service.http_server import ConnectionLimiter
 from protocol.wire.messages import Sampling
 from tests.scripted_trainer import lease
-from tests.unit.producer.loop import settle, until
+from tests.unit.producer.loop import asynchronous, settle, until
 from tests.unit.producer.serving.test_served_versions import Registry
 
 KEY = b"k" * 32
@@ -128,68 +128,60 @@ async def endpoint(folder: Path, keys: tuple[bytes, ...] = (), agents: Agents | 
         assert not list((folder / "serve").glob("*.json"))
 
 
-def test_an_answer_names_its_version_and_where_it_listens_is_in_a_file(tmp_path):
-    async def body():
-        async with endpoint(tmp_path) as it:
-            await until(lambda: list((tmp_path / "serve").glob("*.json")))
-            (file,) = (tmp_path / "serve").glob("rl-producer-test.json")
-            assert json.loads(file.read_text())[0]["targets"] == [f"127.0.0.1:{it.port}"]
-            status, headers, content = await it.post(CHAT)
-            assert (status, headers["x-policy-version"]) == (200, "12")
-            assert json.loads(content)["model"] == "policy@v12"
-            assert it.clock.busy_s() == it.clock.busy_s() > 0, "while it was in the engine, and no longer"
-            status, headers, content = await it.post(CHAT | {"stream": True})
-            assert (status, headers["x-policy-version"]) == (200, "12")
-            assert headers["content-type"] == "text/event-stream"
-            assert [line for line in content.split(b"\r\n") if b"data" in line] == [
-                b"data: 0\n\n",
-                b"data: 1\n\n",
-                b"data: 2\n\n",
-            ]
-            assert b"policy@v12" in await it.send(
-                b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
-            )
-            assert it.value("requests_total", outcome="completed") == 3
-            assert it.value("tokens_total", kind="completion") == 2
-            assert it.value("tokens_total", kind="prompt") == 4
-
-    asyncio.run(body())
+@asynchronous
+async def test_an_answer_names_its_version_and_where_it_listens_is_in_a_file(tmp_path):
+    async with endpoint(tmp_path) as it:
+        await until(lambda: list((tmp_path / "serve").glob("*.json")))
+        (file,) = (tmp_path / "serve").glob("rl-producer-test.json")
+        assert json.loads(file.read_text())[0]["targets"] == [f"127.0.0.1:{it.port}"]
+        status, headers, content = await it.post(CHAT)
+        assert (status, headers["x-policy-version"]) == (200, "12")
+        assert json.loads(content)["model"] == "policy@v12"
+        assert it.clock.busy_s() == it.clock.busy_s() > 0, "while it was in the engine, and no longer"
+        status, headers, content = await it.post(CHAT | {"stream": True})
+        assert (status, headers["x-policy-version"]) == (200, "12")
+        assert headers["content-type"] == "text/event-stream"
+        assert [line for line in content.split(b"\r\n") if b"data" in line] == [
+            b"data: 0\n\n",
+            b"data: 1\n\n",
+            b"data: 2\n\n",
+        ]
+        assert b"policy@v12" in await it.send(
+            b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
+        )
+        assert it.value("requests_total", outcome="completed") == 3
+        assert it.value("tokens_total", kind="completion") == 2
+        assert it.value("tokens_total", kind="prompt") == 4
 
 
-def test_what_is_wrong_is_refused_and_counted_by_its_reason(tmp_path):
-    async def body():
-        async with endpoint(tmp_path, max_request_bytes=2048, max_requests=2, max_waiting=0) as it:
-            too_large = CHAT | {"user": "u" * 3000}
-            expected = [
-                (await it.post(too_large), 413, "too_large"),
-                (await it.post(too_large, content_length="junk"), 400, None),  # h11 hangs up itself
-                (await it.post(b"{"), 400, "malformed"),
-                (await it.post(CHAT | {"n": 3}), 400, "malformed"),
-                (await it.post(CHAT | {"user": "refuse"}), 400, "malformed"),
-                (await it.post(CHAT, content_type="text/plain"), 415, "malformed"),
-                (await it.post(CHAT | {"model": "policy@v3"}), 404, "unknown_model"),
-                (await it.post(CHAT, host="evil.example"), 403, "wrong_host"),
-                (await it.post(CHAT | {"user": "crash"}), 500, "failed"),
-                (await it.post(CHAT, path="/v1/load_lora_adapter"), 404, None),
-            ]  # fmt: skip
-            for (status, _, content), wanted, reason in expected:
-                assert status == wanted, content
-                if reason:
-                    assert json.loads(content)["error"]["type"] == reason
-            it.vllm.delay_s = 0.1
-            answers = await asyncio.gather(*(it.post(CHAT) for _ in range(3)))
-            assert sorted(status for status, _, _ in answers) == [200, 200, 429]
-            refused = {
-                reason: it.value("refused_total", reason=reason) for reason in ("too_large", "malformed", "busy")
-            }
-            assert refused == {"too_large": 1, "malformed": 5, "busy": 1}
-            assert (
-                it.value("refused_total", reason="wrong_host") == it.value("refused_total", reason="unknown_model") == 1
-            )
-            assert it.value("requests_total", outcome="failed") == 1
-            assert it.value("completions", state="generating") == 0
-
-    asyncio.run(body())
+@asynchronous
+async def test_what_is_wrong_is_refused_and_counted_by_its_reason(tmp_path):
+    async with endpoint(tmp_path, max_request_bytes=2048, max_requests=2, max_waiting=0) as it:
+        too_large = CHAT | {"user": "u" * 3000}
+        expected = [
+            (await it.post(too_large), 413, "too_large"),
+            (await it.post(too_large, content_length="junk"), 400, None),  # h11 hangs up itself
+            (await it.post(b"{"), 400, "malformed"),
+            (await it.post(CHAT | {"n": 3}), 400, "malformed"),
+            (await it.post(CHAT | {"user": "refuse"}), 400, "malformed"),
+            (await it.post(CHAT, content_type="text/plain"), 415, "malformed"),
+            (await it.post(CHAT | {"model": "policy@v3"}), 404, "unknown_model"),
+            (await it.post(CHAT, host="evil.example"), 403, "wrong_host"),
+            (await it.post(CHAT | {"user": "crash"}), 500, "failed"),
+            (await it.post(CHAT, path="/v1/load_lora_adapter"), 404, None),
+        ]  # fmt: skip
+        for (status, _, content), wanted, reason in expected:
+            assert status == wanted, content
+            if reason:
+                assert json.loads(content)["error"]["type"] == reason
+        it.vllm.delay_s = 0.1
+        answers = await asyncio.gather(*(it.post(CHAT) for _ in range(3)))
+        assert sorted(status for status, _, _ in answers) == [200, 200, 429]
+        refused = {reason: it.value("refused_total", reason=reason) for reason in ("too_large", "malformed", "busy")}
+        assert refused == {"too_large": 1, "malformed": 5, "busy": 1}
+        assert it.value("refused_total", reason="wrong_host") == it.value("refused_total", reason="unknown_model") == 1
+        assert it.value("requests_total", outcome="failed") == 1
+        assert it.value("completions", state="generating") == 0
 
 
 def test_a_key_is_needed_where_there_are_keys_and_shows_nowhere(tmp_path, caplog):
@@ -213,126 +205,111 @@ def test_a_key_is_needed_where_there_are_keys_and_shows_nowhere(tmp_path, caplog
 
 
 @pytest.mark.long
-def test_honest_work_goes_on_beside_idle_and_slow_connections(tmp_path):
-    async def body():
-        async with endpoint(tmp_path, receive_timeout_s=3.0, max_connections=100) as it:
-            idle = [await it.connect() for _ in range(200)]
-            slow = [await it.connect() for _ in range(20)]
-            head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-            for number, (_, writer) in enumerate(slow):
-                writer.write(head + (b"content-length: 900\r\n\r\n{" if number % 2 else b""))
+@asynchronous
+async def test_honest_work_goes_on_beside_idle_and_slow_connections(tmp_path):
+    async with endpoint(tmp_path, receive_timeout_s=3.0, max_connections=100) as it:
+        idle = [await it.connect() for _ in range(200)]
+        slow = [await it.connect() for _ in range(20)]
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        for number, (_, writer) in enumerate(slow):
+            writer.write(head + (b"content-length: 900\r\n\r\n{" if number % 2 else b""))
 
-            async def drip() -> None:
-                for _ in range(80):
-                    for _, writer in slow:
-                        if not writer.is_closing():
-                            writer.write(b"x")
-                    await asyncio.sleep(0.05)
+        async def drip() -> None:
+            for _ in range(80):
+                for _, writer in slow:
+                    if not writer.is_closing():
+                        writer.write(b"x")
+                await asyncio.sleep(0.05)
 
-            dripping = asyncio.create_task(drip())
-            for _ in range(20):
-                assert (await it.post(CHAT))[0] == 200
-            ends = await asyncio.wait_for(
-                asyncio.gather(*(reader.read(-1) for reader, _ in idle + slow), return_exceptions=True), 60
-            )
-            assert len(ends) == 220
-            assert it.value("refused_total", reason="too_many_connections") >= 120
-            refused = sum(
-                it.value("refused_total", reason=reason) for reason in ("too_many_connections", "too_slow", "malformed")
-            )
-            assert refused == 220
-            dripping.cancel()
+        dripping = asyncio.create_task(drip())
+        for _ in range(20):
             assert (await it.post(CHAT))[0] == 200
-            for _, writer in idle + slow:
-                writer.close()
-
-    asyncio.run(body())
-
-
-def test_a_client_that_leaves_or_takes_too_long_ends_its_generation(tmp_path):
-    async def body():
-        async with endpoint(tmp_path, request_timeout_s=1.5) as it:
-            it.vllm.delay_s = 30.0
-            status, _, content = await it.post(CHAT)
-            assert (status, json.loads(content)["error"]["type"]) == (504, "timed_out")
-            data = json.dumps(CHAT).encode()
-            _, writer = await it.connect()
-            head = "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-            writer.write(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
-            await until(lambda: it.vllm.running == 1)
+        ends = await asyncio.wait_for(
+            asyncio.gather(*(reader.read(-1) for reader, _ in idle + slow), return_exceptions=True), 60
+        )
+        assert len(ends) == 220
+        assert it.value("refused_total", reason="too_many_connections") >= 120
+        refused = sum(
+            it.value("refused_total", reason=reason) for reason in ("too_many_connections", "too_slow", "malformed")
+        )
+        assert refused == 220
+        dripping.cancel()
+        assert (await it.post(CHAT))[0] == 200
+        for _, writer in idle + slow:
             writer.close()
-            await until(lambda: it.vllm.running == 0)
-            await settle()
-            assert (
-                it.value("requests_total", outcome="timed_out")
-                == it.value("requests_total", outcome="client_gone")
-                == 1
-            )
-            it.vllm.delay_s = 0.0
-            assert (await it.post(CHAT))[0] == 200
-            assert it.registry.pinned() == {12}
-
-    asyncio.run(body())
 
 
-def test_a_client_that_does_not_take_its_answer_is_cut_off(tmp_path):
+@asynchronous
+async def test_a_client_that_leaves_or_takes_too_long_ends_its_generation(tmp_path):
+    async with endpoint(tmp_path, request_timeout_s=1.5) as it:
+        it.vllm.delay_s = 30.0
+        status, _, content = await it.post(CHAT)
+        assert (status, json.loads(content)["error"]["type"]) == (504, "timed_out")
+        data = json.dumps(CHAT).encode()
+        _, writer = await it.connect()
+        head = "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        writer.write(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
+        await until(lambda: it.vllm.running == 1)
+        writer.close()
+        await until(lambda: it.vllm.running == 0)
+        await settle()
+        assert it.value("requests_total", outcome="timed_out") == it.value("requests_total", outcome="client_gone") == 1
+        it.vllm.delay_s = 0.0
+        assert (await it.post(CHAT))[0] == 200
+        assert it.registry.pinned() == {12}
+
+
+@asynchronous
+async def test_a_client_that_does_not_take_its_answer_is_cut_off(tmp_path):
     """It would keep its connection for ever, and `max_connections` of them everybody else out."""
-
-    async def body():
-        async with endpoint(tmp_path, request_timeout_s=0.5, receive_timeout_s=0.3) as it:
-            it.vllm.events = ["x" * 2**20] * 64
-            data = json.dumps(CHAT | {"stream": True}).encode()
-            with socket.create_connection(("127.0.0.1", it.port)) as client:
-                head = "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-                client.sendall(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
-                await until(lambda: it.value("refused_total", reason="too_slow"))
-            assert it.value("requests_total", outcome="timed_out") == 1
-            assert it.registry.pinned() == {12}
-
-    asyncio.run(body())
+    async with endpoint(tmp_path, request_timeout_s=0.5, receive_timeout_s=0.3) as it:
+        it.vllm.events = ["x" * 2**20] * 64
+        data = json.dumps(CHAT | {"stream": True}).encode()
+        with socket.create_connection(("127.0.0.1", it.port)) as client:
+            head = "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+            client.sendall(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
+            await until(lambda: it.value("refused_total", reason="too_slow"))
+        assert it.value("requests_total", outcome="timed_out") == 1
+        assert it.registry.pinned() == {12}
 
 
-def test_an_agent_takes_a_task_generates_for_its_episodes_and_rewards_them(tmp_path):
-    async def body():
-        agents = Agents(("solved",))
-        async with endpoint(tmp_path, agents=agents) as it:
-            assert (await it.post({}, "/v1/rollouts"))[0] == 204
-            for wrong in ({"wait_s": -1}, {"wait_s": "1"}, {"wait_s": 61}, {"n": 1}):
-                assert (await it.post(wrong, "/v1/rollouts"))[0] == 400
-            taking = asyncio.create_task(it.post({"wait_s": 5}, "/v1/rollouts"))
-            await asyncio.sleep(0.05)
-            fulfilling = asyncio.create_task(agents.fulfil(lease(7, sampling=Sampling(2, 8, 1.0))))
-            task = json.loads((await taking)[2])
-            assert task["episodes"] == ["lease-7.0", "lease-7.1"]
-            assert (await it.post(CHAT, x_episode="lease-7.0"))[0] == 200
-            assert (await it.post(CHAT | {"stream": True, "metadata": {"episode": "lease-7.1"}}))[0] == 200
-            assert (await it.post(CHAT | {"temperature": 0.5}, x_episode="lease-7.1"))[0] == 400
-            status, _, content = await it.post(CHAT, x_episode="lease-8.0")
-            assert (status, json.loads(content)["error"]["type"]) == (404, "unknown_episode")
-            status, _, content = await it.post({"solved": 1}, "/v1/rollouts/lease-7.0/reward")
-            assert (status, json.loads(content)["episodes_left"]) == (200, 1)
-            for wrong in ({}, {"reason": ""}, {"reason": 1}, {"reason": "a", "more": 1}):
-                assert (await it.post(wrong, "/v1/rollouts/lease-7.1/failure"))[0] == 400
-            assert (await it.post({"reason": "x" * 3000}, "/v1/rollouts/lease-7.1/failure"))[0] == 200
-            episodes, rewards, _ = await fulfilling
-            assert rewards[0].tolist() == [1.0]
-            assert math.isnan(rewards[1, 0])
-            assert [len(episode.failure) for episode in episodes] == [0, 2000]
-            assert [episode.records[0].token_ids for episode in episodes] == [[1, 2, 7], [1, 2, 7]]
-            assert it.value("episodes_total", outcome="rewarded") == 1
-            assert it.value("episodes_total", outcome="failed") == 1
-
-    asyncio.run(body())
+@asynchronous
+async def test_an_agent_takes_a_task_generates_for_its_episodes_and_rewards_them(tmp_path):
+    agents = Agents(("solved",))
+    async with endpoint(tmp_path, agents=agents) as it:
+        assert (await it.post({}, "/v1/rollouts"))[0] == 204
+        for wrong in ({"wait_s": -1}, {"wait_s": "1"}, {"wait_s": 61}, {"n": 1}):
+            assert (await it.post(wrong, "/v1/rollouts"))[0] == 400
+        taking = asyncio.create_task(it.post({"wait_s": 5}, "/v1/rollouts"))
+        await asyncio.sleep(0.05)
+        fulfilling = asyncio.create_task(agents.fulfil(lease(7, sampling=Sampling(2, 8, 1.0))))
+        task = json.loads((await taking)[2])
+        assert task["episodes"] == ["lease-7.0", "lease-7.1"]
+        assert (await it.post(CHAT, x_episode="lease-7.0"))[0] == 200
+        assert (await it.post(CHAT | {"stream": True, "metadata": {"episode": "lease-7.1"}}))[0] == 200
+        assert (await it.post(CHAT | {"temperature": 0.5}, x_episode="lease-7.1"))[0] == 400
+        status, _, content = await it.post(CHAT, x_episode="lease-8.0")
+        assert (status, json.loads(content)["error"]["type"]) == (404, "unknown_episode")
+        status, _, content = await it.post({"solved": 1}, "/v1/rollouts/lease-7.0/reward")
+        assert (status, json.loads(content)["episodes_left"]) == (200, 1)
+        for wrong in ({}, {"reason": ""}, {"reason": 1}, {"reason": "a", "more": 1}):
+            assert (await it.post(wrong, "/v1/rollouts/lease-7.1/failure"))[0] == 400
+        assert (await it.post({"reason": "x" * 3000}, "/v1/rollouts/lease-7.1/failure"))[0] == 200
+        episodes, rewards, _ = await fulfilling
+        assert rewards[0].tolist() == [1.0]
+        assert math.isnan(rewards[1, 0])
+        assert [len(episode.failure) for episode in episodes] == [0, 2000]
+        assert [episode.records[0].token_ids for episode in episodes] == [[1, 2, 7], [1, 2, 7]]
+        assert it.value("episodes_total", outcome="rewarded") == 1
+        assert it.value("episodes_total", outcome="failed") == 1
 
 
-def test_a_run_without_posted_rewards_has_no_episodes(tmp_path):
-    async def body():
-        async with endpoint(tmp_path) as it:
-            status, _, content = await it.post(CHAT, x_episode="lease-7.0")
-            assert (status, json.loads(content)["error"]["param"]) == (400, "episode")
-            assert (await it.post({}, "/v1/rollouts"))[0] == 404
-
-    asyncio.run(body())
+@asynchronous
+async def test_a_run_without_posted_rewards_has_no_episodes(tmp_path):
+    async with endpoint(tmp_path) as it:
+        status, _, content = await it.post(CHAT, x_episode="lease-7.0")
+        assert (status, json.loads(content)["error"]["param"]) == (400, "episode")
+        assert (await it.post({}, "/v1/rollouts"))[0] == 404
 
 
 def test_ports_and_key_files_are_checked_before_the_engine_is_loaded(tmp_path):

@@ -7,7 +7,7 @@ import struct
 
 import pytest
 
-from tests.unit.producer.loop import settle, until
+from tests.unit.producer.loop import asynchronous, settle, until
 from tests.unit.producer.serving.test_endpoint import CHAT, Endpoint, endpoint
 
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
@@ -78,20 +78,18 @@ async def check_untouched(it: Endpoint, tasks_before: int) -> None:
 
 
 @pytest.mark.long
-def test_whatever_bytes_come_are_refused_and_counted(tmp_path):
-    async def body():
-        async with endpoint(tmp_path, receive_timeout_s=0.3) as it:
-            before = await num_tasks(it)
-            for name, data in NO_REQUESTS.items():
-                answer = await it.send(data, 30.0)
-                assert not answer.startswith(b"HTTP/1.1 5"), name
-            for name, data in NO_BODIES.items():
-                answer = await it.send(posted(data, b"connection: close"), 30.0)
-                assert answer.startswith(b"HTTP/1.1 4"), name
-            await check_untouched(it, before)
-            assert it.value("refused_total", reason="malformed") >= len(NO_BODIES)
-
-    asyncio.run(body())
+@asynchronous
+async def test_whatever_bytes_come_are_refused_and_counted(tmp_path):
+    async with endpoint(tmp_path, receive_timeout_s=0.3) as it:
+        before = await num_tasks(it)
+        for name, data in NO_REQUESTS.items():
+            answer = await it.send(data, 30.0)
+            assert not answer.startswith(b"HTTP/1.1 5"), name
+        for name, data in NO_BODIES.items():
+            answer = await it.send(posted(data, b"connection: close"), 30.0)
+            assert answer.startswith(b"HTTP/1.1 4"), name
+        await check_untouched(it, before)
+        assert it.value("refused_total", reason="malformed") >= len(NO_BODIES)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -120,22 +118,20 @@ def test_a_client_may_leave_after_any_byte_that_it_sends_or_gets(tmp_path, strea
 
 
 @pytest.mark.long
-def test_clients_that_do_not_read_are_cut_off_and_hold_nothing(tmp_path):
-    async def body():
-        async with endpoint(tmp_path, request_timeout_s=1.0, receive_timeout_s=0.5) as it:
-            before = await num_tasks(it)
-            it.vllm.events = [f"data: {'x' * 100_000}\n\n"] * 10_000
-            stream = posted(json.dumps(CHAT | {"stream": True}).encode())
-            clients = [await it.connect() for _ in range(4)]
-            for number, (reader, writer) in enumerate(clients):
-                reader._transport.pause_reading()  # type: ignore[attr-defined]
-                writer.write(stream * (1 + 100 * number))  # one request behind the other
-            await until(lambda: it.value("completions", state="generating") == 4)
-            assert (await it.post(CHAT | {"n": 0}))[0] == 400, "beside them"
-            await check_untouched(it, before)
-            assert it.value("requests_total", outcome="timed_out") == 4
-            assert it.value("refused_total", reason="too_slow") == 4
-            for _, writer in clients:
-                writer.transport.abort()
-
-    asyncio.run(body())
+@asynchronous
+async def test_clients_that_do_not_read_are_cut_off_and_hold_nothing(tmp_path):
+    async with endpoint(tmp_path, request_timeout_s=1.0, receive_timeout_s=0.5) as it:
+        before = await num_tasks(it)
+        it.vllm.events = [f"data: {'x' * 100_000}\n\n"] * 10_000
+        stream = posted(json.dumps(CHAT | {"stream": True}).encode())
+        clients = [await it.connect() for _ in range(4)]
+        for number, (reader, writer) in enumerate(clients):
+            reader._transport.pause_reading()  # type: ignore[attr-defined]
+            writer.write(stream * (1 + 100 * number))  # one request behind the other
+        await until(lambda: it.value("completions", state="generating") == 4)
+        assert (await it.post(CHAT | {"n": 0}))[0] == 400, "beside them"
+        await check_untouched(it, before)
+        assert it.value("requests_total", outcome="timed_out") == 4
+        assert it.value("refused_total", reason="too_slow") == 4
+        for _, writer in clients:
+            writer.transport.abort()

@@ -9,6 +9,7 @@ import pytest
 from producer.calls.refusals import RefusedError
 from producer.interfaces import Adapter
 from producer.serving.versions import ServedVersions
+from tests.unit.producer.loop import asynchronous
 
 
 class Registry:
@@ -56,96 +57,86 @@ class Scene:
         return adapter.version, stack
 
 
-def test_a_version_that_answered_can_be_named_after_the_swap_until_its_time_is_over():
-    async def body():
-        scene = Scene()
-        assert await scene.ask("policy") == 1
-        scene.registry.swap(2)
-        assert await scene.ask("policy") == 2
-        scene.now = 59.0
-        assert await scene.ask("policy@v1") == 1
-        assert scene.versions.names() == ["policy", "policy@v2", "policy@v1"]
-        scene.now = 118.0
-        scene.versions.release_unused()
-        assert scene.registry.pinned() == {1, 2}
-        scene.now = 119.0
-        scene.versions.release_unused()
-        assert scene.registry.pinned() == {2}
-        with pytest.raises(RefusedError, match=r"there is: policy, policy@v2 \(others are not loaded\)") as refused:
-            await scene.ask("policy@v1")
-        assert (refused.value.status, refused.value.reason) == (404, "unknown_model")
-
-    asyncio.run(body())
-
-
-def test_a_name_goes_before_versions_that_nobody_named_and_names_are_bounded():
-    async def body():
-        scene = Scene(max_versions=1)
-        assert await scene.ask("policy@v1") == 1
-        for version in range(2, 10):
-            scene.registry.swap(version)
-            assert await scene.ask("policy") == version
-            assert scene.registry.pinned() == {1, version}
-        _, holding = await scene.begin("policy@v1")
-        with pytest.raises(RefusedError, match="already use 1 versions by name") as refused:
-            await scene.ask("policy@v9")
-        assert refused.value.status == 429
-        await holding.aclose()
-        scene.now = 1.0
-        assert await scene.ask("policy@v9") == 9
-        scene.registry.swap(10)
-        assert await scene.ask("policy") == 10
-        assert scene.registry.pinned() == {9, 10}
-
-    asyncio.run(body())
-
-
-def test_requests_that_outlive_their_versions_hold_two_of_them_and_drain():
-    async def body():
-        scene = Scene(max_versions=0)
-        begun = []
-        for version in range(1, 7):
-            scene.registry.swap(version)
-            begun.append(await scene.begin("policy"))
-        assert [version for version, _ in begun] == [1, 2, 2, 2, 2, 2]
-        assert scene.registry.pinned() == {1, 2}
-        await begun[0][1].aclose()
-        assert await scene.ask("policy") == 6, "1 has drained"
-        for _, stack in begun[1:]:
-            await stack.aclose()
-        scene.registry.swap(7)
-        await scene.ask("policy")
-        assert scene.registry.pinned() == {7}
-
-    asyncio.run(body())
-
-
-def test_merged_weights_are_one_version_and_say_so():
-    async def body():
-        scene = Scene(is_merged=True)
-        assert await scene.ask("policy@v1") == 1
-        scene.registry.swap(2)
-        with pytest.raises(
-            RefusedError, match=r"policy, policy@v2 \(the engine has a single version with swap.mode: merged"
-        ):
-            await scene.ask("policy@v1")
-        assert await scene.ask("policy") == 2
-        assert scene.registry.pinned() == {2}
-
-    asyncio.run(body())
-
-
-def test_another_trainer_process_voids_the_names_of_the_one_before():
-    async def body():
-        scene = Scene()
+@asynchronous
+async def test_a_version_that_answered_can_be_named_after_the_swap_until_its_time_is_over():
+    scene = Scene()
+    assert await scene.ask("policy") == 1
+    scene.registry.swap(2)
+    assert await scene.ask("policy") == 2
+    scene.now = 59.0
+    assert await scene.ask("policy@v1") == 1
+    assert scene.versions.names() == ["policy", "policy@v2", "policy@v1"]
+    scene.now = 118.0
+    scene.versions.release_unused()
+    assert scene.registry.pinned() == {1, 2}
+    scene.now = 119.0
+    scene.versions.release_unused()
+    assert scene.registry.pinned() == {2}
+    with pytest.raises(RefusedError, match=r"there is: policy, policy@v2 \(others are not loaded\)") as refused:
         await scene.ask("policy@v1")
-        scene.registry.swap(2)
-        scene.versions.forget()
-        assert scene.registry.pinned() == set()
-        with pytest.raises(RefusedError):
-            await scene.ask("policy@v1")
+    assert (refused.value.status, refused.value.reason) == (404, "unknown_model")
 
-    asyncio.run(body())
+
+@asynchronous
+async def test_a_name_goes_before_versions_that_nobody_named_and_names_are_bounded():
+    scene = Scene(max_versions=1)
+    assert await scene.ask("policy@v1") == 1
+    for version in range(2, 10):
+        scene.registry.swap(version)
+        assert await scene.ask("policy") == version
+        assert scene.registry.pinned() == {1, version}
+    _, holding = await scene.begin("policy@v1")
+    with pytest.raises(RefusedError, match="already use 1 versions by name") as refused:
+        await scene.ask("policy@v9")
+    assert refused.value.status == 429
+    await holding.aclose()
+    scene.now = 1.0
+    assert await scene.ask("policy@v9") == 9
+    scene.registry.swap(10)
+    assert await scene.ask("policy") == 10
+    assert scene.registry.pinned() == {9, 10}
+
+
+@asynchronous
+async def test_requests_that_outlive_their_versions_hold_two_of_them_and_drain():
+    scene = Scene(max_versions=0)
+    begun = []
+    for version in range(1, 7):
+        scene.registry.swap(version)
+        begun.append(await scene.begin("policy"))
+    assert [version for version, _ in begun] == [1, 2, 2, 2, 2, 2]
+    assert scene.registry.pinned() == {1, 2}
+    await begun[0][1].aclose()
+    assert await scene.ask("policy") == 6, "1 has drained"
+    for _, stack in begun[1:]:
+        await stack.aclose()
+    scene.registry.swap(7)
+    await scene.ask("policy")
+    assert scene.registry.pinned() == {7}
+
+
+@asynchronous
+async def test_merged_weights_are_one_version_and_say_so():
+    scene = Scene(is_merged=True)
+    assert await scene.ask("policy@v1") == 1
+    scene.registry.swap(2)
+    with pytest.raises(
+        RefusedError, match=r"policy, policy@v2 \(the engine has a single version with swap.mode: merged"
+    ):
+        await scene.ask("policy@v1")
+    assert await scene.ask("policy") == 2
+    assert scene.registry.pinned() == {2}
+
+
+@asynchronous
+async def test_another_trainer_process_voids_the_names_of_the_one_before():
+    scene = Scene()
+    await scene.ask("policy@v1")
+    scene.registry.swap(2)
+    scene.versions.forget()
+    assert scene.registry.pinned() == set()
+    with pytest.raises(RefusedError):
+        await scene.ask("policy@v1")
 
 
 @pytest.mark.parametrize("name", ["", "policy@", "policy@v", "policy@v-1", "policy@v1 ", "gpt-4", "policy@v٣", "v1"])
@@ -155,21 +146,18 @@ def test_other_names_are_unknown(name):
     assert refused.value.status == 404
 
 
-def test_a_request_keeps_its_version_when_the_endpoint_ends_before_it():
+@asynchronous
+async def test_a_request_keeps_its_version_when_the_endpoint_ends_before_it():
     """Without it the engine would die."""
-
-    async def body():
-        scene = Scene()
-        (_, first), (_, second) = [await scene.begin("policy") for _ in range(2)]
-        scene.versions.close()
+    scene = Scene()
+    (_, first), (_, second) = [await scene.begin("policy") for _ in range(2)]
+    scene.versions.close()
+    assert scene.registry.pinned() == {1}
+    _, after = await scene.begin("policy")
+    for stack in (first, second):
         assert scene.registry.pinned() == {1}
-        _, after = await scene.begin("policy")
-        for stack in (first, second):
-            assert scene.registry.pinned() == {1}
-            await stack.aclose()
-        assert scene.registry.pins == {1: 1}
-        await after.aclose()
-        scene.versions.close()
-        assert scene.registry.pins == {1: 0}
-
-    asyncio.run(body())
+        await stack.aclose()
+    assert scene.registry.pins == {1: 1}
+    await after.aclose()
+    scene.versions.close()
+    assert scene.registry.pins == {1: 0}
