@@ -1,6 +1,5 @@
 """A producer's endpoint with a stand-in for vLLM that says what is wanted, and leases for its agents."""
 
-import asyncio
 import itertools
 import re
 import time
@@ -9,16 +8,15 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from prometheus_client import CollectorRegistry
-
 from producer.calls.calls import Answer, Call
 from producer.calls.requests import ServedRequest
 from producer.environments.agents import Agents
 from producer.serving.generation import ServedEngine
-from producer.serving.serving import Serving, base_url, listening
+from producer.serving.serving import base_url
 from protocol.config.run import RunConfig
 from protocol.wire.messages import Lease, Sampling
 from tests.scripted_trainer import lease
+from tests.served import served
 from tests.unit.producer.serving.test_served_versions import Registry
 
 Say = Callable[[list[dict[str, Any]]], str]
@@ -79,15 +77,8 @@ async def endpoint(folder: Path, policy: ScriptedPolicy, agents: Agents, **setti
     registry = Registry()
     registry.swap(12)
     engine = ServedEngine(policy, registry, 64)  # type: ignore[arg-type]
-    with listening(config.serve, []) as listener:
-        assert listener is not None
-        serving = Serving(config, "test", (), engine, CollectorRegistry(), agents)
-        task = asyncio.create_task(serving.run(listener))
-        try:
-            yield base_url(listener)
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+    async with served(config, engine, agents=agents) as (listener, _):
+        yield base_url(listener)
 
 
 def lease_of(row: dict[str, Any], number: int, num_generations: int = 2, **changes: Any) -> Lease:

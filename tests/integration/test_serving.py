@@ -14,10 +14,11 @@ from producer.metrics import ProducerMetrics
 from producer.policies.registry import AdapterRegistry
 from producer.policies.verification import SwapProof
 from producer.serving.generation import ServedEngine
-from producer.serving.serving import Serving, listening
+from producer.serving.serving import base_url
 from producer.timeline import Timeline
 from tests.integration.engines import LiveEngine, live_engine
 from tests.integration.models import build_model, reference_logprobs
+from tests.served import served
 from tests.unit.producer.loop import until
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
@@ -45,31 +46,20 @@ def registry(live: LiveEngine) -> Iterator[AdapterRegistry]:
 
 
 @asynccontextmanager
-async def served(live: LiveEngine, registry: AdapterRegistry):
-    config = live.config
-    with listening(config.serve, []) as listener:
-        serving = Serving(
-            config,
-            "test",
-            (),
-            ServedEngine(live.engine.openai_server(config), registry, live.engine.capabilities.max_num_seqs),
-            CollectorRegistry(),
-        )
-        task = asyncio.create_task(serving.run(listener))
-        port = listener.getsockname()[1]
-        client = openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
-        try:
-            yield client
-        finally:
-            await client.close()
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+async def clients(live: LiveEngine, registry: AdapterRegistry):
+    answering = live.engine.openai_server(live.config)
+    engine = ServedEngine(answering, registry, live.engine.capabilities.max_num_seqs)
+    async with (
+        served(live.config, engine) as (listener, _),
+        openai.AsyncOpenAI(base_url=base_url(listener), api_key="none", max_retries=0) as client,
+    ):
+        yield client
 
 
 def test_log_probs_are_those_of_the_trainer_and_the_answer_names_its_version(live, registry):
     async def body():
         await registry.publish(*live.policy(1), 0.0)
-        async with served(live, registry) as client:
+        async with clients(live, registry) as client:
             answers = []
             for model in ("policy", "policy@v1"):
                 raw = await client.chat.completions.with_raw_response.create(
@@ -101,7 +91,7 @@ def test_a_named_version_answers_the_same_while_a_newer_one_is_current_and_is_le
 
     async def body():
         await registry.publish(*live.policy(1), 0.0)
-        async with served(live, registry) as client:
+        async with clients(live, registry) as client:
             former = registry.current
             first = await greedy(client, "policy", stream=False)
             await registry.publish(*live.policy(2), 0.0)
@@ -127,7 +117,7 @@ def test_a_named_version_answers_the_same_while_a_newer_one_is_current_and_is_le
 def test_completions_take_text_and_tokens_and_say_what_they_sampled(live, registry):
     async def body():
         await registry.publish(*live.policy(3), 0.0)
-        async with served(live, registry) as client:
+        async with clients(live, registry) as client:
             return await client.completions.create(
                 model="policy",
                 prompt=[[5, 6, 7], [8, 9]],
@@ -209,7 +199,7 @@ TOLERATED = [
 def test_no_request_harms_the_engine_and_a_client_that_leaves_frees_it(live, registry):
     async def body():
         await registry.publish(*live.policy(4), 0.0)
-        async with served(live, registry) as client:
+        async with clients(live, registry) as client:
             for values in HOSTILE:
                 path = "/completions" if "prompt" in values else "/chat/completions"
                 with pytest.raises(openai.APIStatusError) as refused:
@@ -246,7 +236,7 @@ def test_a_client_of_several_prompts_that_leaves_leaves_nothing_in_the_engine(li
 
     async def body():
         await registry.publish(*live.policy(5), 0.0)
-        async with served(live, registry) as client:
+        async with clients(live, registry) as client:
             prompts, before = [[5, 6, 7], [8, 9], [10]], registry._pins[registry.current]
 
             async def ask() -> None:

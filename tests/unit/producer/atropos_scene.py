@@ -1,6 +1,5 @@
 """An endpoint for environments of Atropos over real sockets, with a stand-in for vLLM, and leases to fill."""
 
-import asyncio
 import contextlib
 import itertools
 from collections.abc import AsyncIterator
@@ -12,8 +11,8 @@ from prometheus_client import CollectorRegistry
 from producer.calls.calls import Answer, Call
 from producer.environments.atropos import Atropos
 from producer.serving.generation import ServedEngine
-from producer.serving.serving import Serving, listening
 from protocol.config.run import RunConfig
+from tests.served import served
 from tests.unit.producer.serving.test_endpoint import Endpoint
 from tests.unit.producer.serving.test_served_versions import Registry
 
@@ -66,15 +65,7 @@ async def scene(folder: Path, keys: tuple[bytes, ...] = (), version: int = 12, *
     registry.swap(version)
     atropos = Atropos(config, 64, lambda: registry.current.version if registry.current else -1)
     engine = ServedEngine(vllm, registry, 16)  # type: ignore[arg-type]
-    with listening(config.serve, []) as listener:
-        assert listener is not None
-        serving = Serving(config, "test", keys, engine, metrics, None, atropos)
-        task = asyncio.create_task(serving.run(listener))
-        try:
-            it = Scene(listener.getsockname()[1], vllm, metrics, registry)  # type: ignore[arg-type]
-            it.atropos = atropos
-            yield it
-            assert serving.problem is None
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+    async with served(config, engine, metrics, keys, atropos=atropos) as (listener, _):
+        it = Scene(listener.getsockname()[1], vllm, metrics, registry)  # type: ignore[arg-type]
+        it.atropos = atropos
+        yield it

@@ -16,13 +16,14 @@ from producer.calls.refusals import RefusedError
 from producer.environments.agents import Agents
 from producer.rollouts.generation import BusyClock
 from producer.serving.generation import ServedEngine
-from producer.serving.serving import Serving, listening, read_keys
+from producer.serving.serving import listening, read_keys
 from protocol.config.run import RunConfig
 from protocol.config.serve import ServeSection
 from protocol.errors import ConfigError, EndpointInUseError
 from protocol.service.http_server import ConnectionLimiter
 from protocol.wire.messages import Sampling
 from tests.scripted_trainer import lease
+from tests.served import served
 from tests.unit.producer.loop import asynchronous, settle, until
 from tests.unit.producer.serving.test_served_versions import Registry
 
@@ -64,7 +65,6 @@ class Endpoint:
 
     def __init__(self, port: int, vllm: Vllm, metrics: CollectorRegistry, registry: Registry) -> None:
         self.port = port
-        self.clock = BusyClock()
         self.vllm = vllm
         self.metrics = metrics
         self.registry = registry
@@ -114,18 +114,13 @@ async def endpoint(folder: Path, keys: tuple[bytes, ...] = (), agents: Agents | 
     )
     vllm, metrics, registry = Vllm(), CollectorRegistry(), Registry()
     registry.swap(12)
-    with listening(config.serve, []) as listener:
+    clock = BusyClock()
+    engine = ServedEngine(vllm, registry, 16, clock.running)
+    async with served(config, engine, metrics, keys, agents) as (listener, serving):
         it = Endpoint(listener.getsockname()[1], vllm, metrics, registry)
-        serving = Serving(config, "test", keys, ServedEngine(vllm, registry, 16, it.clock.running), metrics, agents)
-        it.limiter = serving._server._limiter
-        task = asyncio.create_task(serving.run(listener))
-        try:
-            yield it
-            assert serving.problem is None
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-        assert not list((folder / "serve").glob("*.json"))
+        it.clock, it.limiter = clock, serving._server._limiter
+        yield it
+    assert not list((folder / "serve").glob("*.json"))
 
 
 @asynchronous
