@@ -20,9 +20,6 @@ def rollout_buffer(components: RunComponents, journal: Journal, session: str) ->
 
     Args:
         session: unique per trainer process.
-
-    Raises:
-        ConfigError: the replay section would never let a group stand in.
     """
     config = components.config
     pipeline, reroll = config.pipeline, config.reroll

@@ -55,7 +55,7 @@ _GAUGES = {
         "rl_trainer_newer_tokens_ratio",
         "Share of the tokens trained for the first time that a newer policy sampled than their group's oldest.",
     ),
-    "replay/share": ("rl_trainer_replayed_ratio", "Share of the batch that stood in again."),
+    "replay/share": ("rl_trainer_replayed_ratio", "Share of the batch that was replayed."),
     "pipeline/max_staleness": (
         "rl_trainer_max_staleness_versions",
         "Staleness within which prompts are leased now: pipeline.max_staleness, or what `auto` has come to.",

@@ -28,13 +28,13 @@ _TOTALS = {
     "adopted": ("rl_trainer_leases_adopted_total", "Leases that a producer kept from an earlier trainer process."),
     "returned": ("rl_trainer_leases_returned_total", "Leases handed back by stopping producers."),
     "trained": ("rl_trainer_groups_trained_total", "Groups trained for the first time."),
-    "replayed": ("rl_trainer_groups_replayed_total", "Uses of groups that stood in again."),
+    "replayed": ("rl_trainer_groups_replayed_total", "Uses of groups that were replayed."),
     "went_stale": ("rl_trainer_groups_went_stale_total", "Groups accepted, then too old when the batch was cut."),
     "quarantined": ("rl_trainer_groups_quarantined_total", "Groups in whose step the trainer died too often."),
     "dead_letters": ("rl_trainer_dead_letters_total", "Prompts given up for their epoch."),
     "deferred": ("rl_trainer_rerolls_deferred_total", "Prompts whose group failed and that will return."),
     "rerolls_leased": ("rl_trainer_rerolls_leased_total", "Leases given for prompts that returned."),
-    "rested": ("rl_trainer_prompts_rested_total", "Solved prompts that sit out."),
+    "rested": ("rl_trainer_prompts_rested_total", "Solved prompts in cooldown."),
     "swaps_refused": (
         "rl_trainer_swaps_refused_total",
         "Policy versions that producers refused, once for each producer.",
@@ -43,7 +43,7 @@ _TOTALS = {
 }
 _DEPTHS = {
     "ready": ("rl_trainer_groups_ready", "Groups that wait to be trained for the first time."),
-    "replayable": ("rl_trainer_groups_replayable", "Groups that may stand in again."),
+    "replayable": ("rl_trainer_groups_replayable", "Groups that may be replayed."),
     "leased": ("rl_trainer_leases_out", "Leases that producers hold."),
     "deferred": ("rl_trainer_rerolls_waiting", "Prompts that wait to return."),
     "epoch": ("rl_trainer_epoch", "Pass over the dataset, counted from 0."),
@@ -126,7 +126,7 @@ def _watch_buffer(readings: Readings, buffer: RolloutBuffer) -> None:
     )
     readings.counters(
         "rl_trainer_completions_scored_total",
-        "Completions that the judging reward scored, by the attempt at their prompt: 1 is its own turn.",
+        "Completions that the judging reward scored, by the attempt at their prompt: 1 is the first attempt.",
         "attempt",
         lambda: by_attempt(buffer.counts, "scored"),
     )

@@ -34,7 +34,7 @@ def batch_metrics(batch: CutBatch, version: int, weights: np.ndarray, names: lis
 
     Rewards and lengths are of everything that arrived since the last step, so that they describe the policy and not the
     selection for training; staleness is of the groups that are trained for the first time, against `version`, the policy
-    that cut them, and of a group that of its oldest token; groups that stand in again have an age of their own.
+    that cut them, and of a group that of its oldest token; replayed groups have an age of their own.
     """
     arrivals = batch.arrivals or [Arrival.of(group) for group in batch.groups]
     rewards = np.concatenate([arrival.rewards for arrival in arrivals])
@@ -71,7 +71,7 @@ def batch_metrics(batch: CutBatch, version: int, weights: np.ndarray, names: lis
 
 
 def success_rates(counts: Mapping[str, int]) -> dict[str, float]:
-    """Of all scored completions so far, by the attempt at their prompt: 1 is its own turn, 2 its first reroll."""
+    """Of all scored completions so far, by the attempt at their prompt: 1 is the first attempt, 2 the first reroll."""
     scored = {name.removesuffix("_scored"): count for name, count in counts.items() if name.endswith("_scored")}
     return {
         f"success_rate/{attempt}": counts[f"{attempt}_successes"] / count for attempt, count in scored.items() if count

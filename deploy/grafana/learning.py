@@ -97,11 +97,11 @@ def learning() -> dashboard.Dashboard:
         ),
         graph(
             "Groups without signal",
-            "Share of arrived groups with equal rewards, and of the batch that stood in for them; when the "
+            "Share of arrived groups with equal rewards, and of the batch that was replayed for them; when the "
             "first is high, the task is too easy or too hard.",
             SHARE,
             Series(latest("rl_trainer_zero_signal_ratio"), "zero signal"),
-            Series(latest("rl_trainer_replayed_ratio"), "stood in"),
+            Series(latest("rl_trainer_replayed_ratio"), "replayed"),
             most=1,
         ),
         graph(

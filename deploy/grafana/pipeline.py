@@ -73,7 +73,7 @@ def pipeline() -> dashboard.Dashboard:
             "short",
             Series(latest("rl_trainer_groups_ready"), "ready to be trained"),
             Series(latest("rl_trainer_arrivals_unwritten"), "not in the journal yet"),
-            Series(latest("rl_trainer_groups_replayable"), "may stand in"),
+            Series(latest("rl_trainer_groups_replayable"), "may be replayed"),
             Series(latest("rl_trainer_rerolls_waiting"), "prompts that will return"),
         ),
         graph(
@@ -87,7 +87,7 @@ def pipeline() -> dashboard.Dashboard:
         ),
         graph(
             "Groups trained",
-            "Per second, for the first time or standing in again; when the second outweighs the first, prompts "
+            "Per second, for the first time or replayed; when the second outweighs the first, prompts "
             "hardly have signal.",
             "suffix: groups/s",
             Series(total_rate("rl_trainer_groups_trained_total"), "for the first time"),

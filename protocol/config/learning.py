@@ -91,30 +91,30 @@ class ReplaySection(Section):
     mode: Literal["fifo", "signal"] = Field(
         "fifo",
         description="`fifo`: groups are trained in the order they came, each once. `signal`: beside that, groups whose "
-        "rewards differed stand in again for groups whose rewards did not, so that batches fill sooner.",
+        "rewards differed are replayed in place of groups whose rewards did not, so that batches fill sooner.",
     )
     sampler: Literal["fifo", "freshest", "prioritized"] = Field(
         "prioritized",
-        description="Which group stands in: the first that came, the newest policy's, or at random in proportion to its "
+        description="Which group is replayed: the first that came, the newest policy's, or at random in proportion to its "
         "score (the sum of its rewards' distances from their mean, halved every `half_life_versions`).",
     )
     remover: Literal["oldest", "lowest_score"] = Field(
         "lowest_score", description="Which group makes room when `max_size` are kept."
     )
-    max_size: Positive = Field(256, description="Groups kept to stand in.")
-    min_size: Positive = Field(16, description="Groups kept before the first one stands in.")
+    max_size: Positive = Field(256, description="Groups kept for replay.")
+    min_size: Positive = Field(16, description="Groups kept before the first one is replayed.")
     samples_per_insert: Annotated[float, Field(gt=0, le=1e6)] = Field(
         1.0,
-        description="Groups trained per group generated, at most, counting every time. 1 lets a group stand in for every "
-        "one without signal.",
+        description="Groups trained per group generated, at most, counting every time. 1 lets a group be replayed for "
+        "every one without signal.",
     )
     max_times_sampled: Annotated[int, Field(ge=2)] = Field(
         4, description="Times that one group is trained, the first one included."
     )
-    max_age_versions: Positive = Field(16, description="Versions after which a group does not stand in any more.")
+    max_age_versions: Positive = Field(16, description="Versions after which a group is not replayed any more.")
     half_life_versions: Annotated[float, Field(ge=1e-3)] = Field(4.0, description="Age at which a score counts half.")
     max_share: Annotated[float, Field(gt=0, le=1)] = Field(
-        0.5, description="Share of a batch that may stand in; the rest is trained for the first time."
+        0.5, description="Share of a batch that may be replayed; the rest is trained for the first time."
     )
     keep_all: bool = Field(
         False,
@@ -136,7 +136,7 @@ class ReplaySection(Section):
     def _can_be_sampled(self) -> "ReplaySection":
         if self.min_size > self.max_size:
             raise ValueError(
-                f"min_size={self.min_size} is above max_size={self.max_size}, so no group could ever stand in: lower "
+                f"min_size={self.min_size} is above max_size={self.max_size}, so no group could ever be replayed: lower "
                 "min_size or raise max_size"
             )
         return self

@@ -23,8 +23,8 @@ from tests.chaos.verdict import summarize
 CONTROL_FATES = {
     "ack-before-commit": tuple(Fate("aimed kill", 6.0, "ack.sent", count) for count in (5, 3, 4, 6, 3)),
     "train-twice": (),
-    "stand-in-unrecorded": (),
-    "stand-in-for-ever": (),
+    "replay-unrecorded": (),
+    "replay-for-ever": (),
 }
 _SHOWN = 20
 
@@ -42,7 +42,7 @@ def main() -> int:
         "--retention", action="store_true", help="without replay.keep_all: old groups are deleted under way"
     )
     parser.add_argument(
-        "--plain", action="store_true", help="every group is trained once: no stand-ins, and no prompt comes back"
+        "--plain", action="store_true", help="every group is trained once: nothing is replayed, and no prompt returns"
     )
     parser.add_argument("--out", type=Path, help="write the summary to this file")
     parser.add_argument("--keep", action="store_true", help="keep the run's folder also when all is well")

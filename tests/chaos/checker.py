@@ -4,7 +4,7 @@ Guarantee: pure functions; every breach of a promise becomes a `Problem` that na
 
 The promises: a group whose producer was told `accepted` was trained for the first time once in the surviving lineage, or
 the journal says why it will not be, or it is still ready. What was trained is what was acknowledged, byte for byte, and in
-the step that the journal names. A group stands in again only after its first training, no more often and no later than
+the step that the journal names. A group is replayed only after its first training, no more often and no later than
 the configuration allows, and every time in the step and at the position that the journal names. No turn of a prompt is
 trained twice, and none is forgotten; a prompt comes back after a failure alone (`tests.chaos.returns`). Every other answer
 has its explanation.
@@ -25,11 +25,11 @@ def check(evidence: Evidence) -> Verdict:
     for step in sorted(set(expected) ^ set(steps)):
         verdict.add("steps", f"step {step} {'was trained beyond the end' if step in steps else 'was never trained'}")
     trained = _trained(steps, verdict)
-    stood_in = _stood_in(steps, verdict)
-    verdict.stand_ins = sum(map(len, stood_in.values()))
+    replayed = _replayed(steps, verdict)
+    verdict.num_replays = sum(map(len, replayed.values()))
     _check_accepted(evidence, trained, verdict)
     _check_journal(evidence, trained, verdict)
-    _check_stand_ins(evidence, trained, stood_in, verdict)
+    _check_replays(evidence, trained, replayed, verdict)
     _check_prompts(evidence, trained, verdict)
     _check_other_answers(evidence, verdict)
     check_returns(evidence, verdict)
@@ -69,7 +69,7 @@ def _trained(steps: Mapping[int, Batch], verdict: Verdict) -> dict[str, _Trained
     return result
 
 
-def _stood_in(steps: Mapping[int, Batch], verdict: Verdict) -> dict[str, list[_Trained]]:
+def _replayed(steps: Mapping[int, Batch], verdict: Verdict) -> dict[str, list[_Trained]]:
     """Every further use of a group, with its run of steps."""
     result: dict[str, list[_Trained]] = defaultdict(list)
     for step in sorted(steps):
@@ -78,7 +78,7 @@ def _stood_in(steps: Mapping[int, Batch], verdict: Verdict) -> dict[str, list[_T
         for position, (group_id, digest) in enumerate(again, batch.num_fresh):
             uses = result[group_id]
             if [other for other, _ in again].count(group_id) > 1:
-                verdict.add("trained_twice", f"group {group_id} stands in twice in step {step}")
+                verdict.add("trained_twice", f"group {group_id} is replayed twice in step {step}")
             if uses and _is_next_iteration(steps, step, uses[-1]):
                 uses[-1] = uses[-1]._replace(last=step)
             else:
@@ -136,28 +136,30 @@ def _check_journal(evidence: Evidence, trained: Mapping[str, _Trained], verdict:
             verdict.add("journal", f"the journal says that step {row.step} trained {row.group_id}; it did not")
 
 
-def _check_stand_ins(
+def _check_replays(
     evidence: Evidence,
     trained: Mapping[str, _Trained],
-    stood_in: Mapping[str, list[_Trained]],
+    replayed: Mapping[str, list[_Trained]],
     verdict: Verdict,
 ) -> None:
     rules, recorded = evidence.rules, set[Replay]()
     known = {replay for replay in evidence.replays if replay.step <= evidence.final_step}
     known = {replay._replace(last_step=min(replay.last_step, evidence.final_step)) for replay in known}
-    for group_id, uses in stood_in.items():
+    for group_id, uses in replayed.items():
         first, row = trained.get(group_id), evidence.rows.get(group_id)
         if 1 + len(uses) > rules.max_times_sampled:
-            verdict.add("too_often", f"group {group_id} was trained and stood in {len(uses)} times")
+            verdict.add("too_often", f"group {group_id} was trained and replayed {len(uses)} times")
         for use in uses:
             recorded.add(Replay(use.first, use.last, use.position, group_id))
             if first is None or first.last >= use.first:
-                verdict.add("too_early", f"group {group_id} stood in in step {use.first}, and was not trained before")
+                verdict.add(
+                    "too_early", f"group {group_id} was replayed in step {use.first}, and was not trained before"
+                )
             elif first.digest != use.digest:
                 verdict.add("content", f"group {group_id} changed between steps {first.first} and {use.first}")
             version = (use.first - 1) // rules.sync_interval
             if row is not None and version - row.policy_version > rules.max_age_versions:
-                verdict.add("too_late", f"group {group_id} of version {row.policy_version} stood in at {version}")
+                verdict.add("too_late", f"group {group_id} of version {row.policy_version} was replayed at {version}")
     for replay in sorted(recorded - known):
         verdict.add("unrecorded", f"the journal does not say what happened: {replay}")
     for replay in sorted(known - recorded):
@@ -191,7 +193,7 @@ def _check_other_answers(evidence: Evidence, verdict: Verdict) -> None:
             case "duplicate":
                 key = key_of(answer.lease_id)
                 explained = row is not None or bool(answered[key]) or key in evidence.dead
-                # A return whose deferral a crash undid, or that gave way to the prompt's next own turn, is not wanted.
+                # A return whose deferral a crash undid, or that gave way to the prompt's next first attempt, is not wanted.
                 explained = explained or (key[2] > 0 and bool(answered[(key[0], key[1], key[2] - 1)]))
             case "invalid":
                 explained = False

@@ -83,7 +83,7 @@ def deleted_rows(folder: Path) -> list[Row]:
 
 
 def deleted_replays(folder: Path) -> set[Replay]:
-    """The same of stand-ins."""
+    """The same of replays."""
     found = [line for path in trainer_logs(folder) for line in read(path) if line["what"] == "replays"]
     return {Replay(*values) for line in found for values in line["rows"]}
 

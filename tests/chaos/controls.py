@@ -1,8 +1,8 @@
 """Trainers with a defect put in, to see that the checker finds it.
 
 Guarantee: each breaks one promise and nothing else: `ack-before-commit` acknowledges groups before they are on the disk,
-`train-twice` trains a group again in the place of another, `stand-in-unrecorded` lets one stand in without a word in the
-journal, `stand-in-for-ever` does not count how often they do.
+`train-twice` trains a group again in the place of another, `replay-unrecorded` replays one without a word in the
+journal, `replay-for-ever` does not count how often they do.
 """
 
 import time
@@ -76,8 +76,8 @@ def train_twice() -> None:
     _changed_batches(lambda batch, previous: batch._replace(groups=[previous[0], *batch.groups[1:]]))
 
 
-def stand_in_unrecorded() -> None:
-    """In every fifth batch a group of the batch before stands in for the last one."""
+def replay_unrecorded() -> None:
+    """In every fifth batch a group of the batch before is replayed for the last one."""
 
     def change(batch: Any, previous: list[Any]) -> Any:
         num_fresh = min(batch.num_fresh, len(batch.groups) - 1)
@@ -86,8 +86,8 @@ def stand_in_unrecorded() -> None:
     _changed_batches(change)
 
 
-def stand_in_for_ever() -> None:
-    """The group that was kept first stands in always, however often and however old."""
+def replay_for_ever() -> None:
+    """The group that was kept first is replayed always, however often and however old."""
     from replay.batches.replay_table import ReplayTable
 
     def pick(table: Any, num_groups: int, **_: Any) -> list[Any]:
@@ -102,6 +102,6 @@ def stand_in_for_ever() -> None:
 CONTROLS: dict[str, Callable[[], None]] = {
     "ack-before-commit": acknowledge_before_commit,
     "train-twice": train_twice,
-    "stand-in-unrecorded": stand_in_unrecorded,
-    "stand-in-for-ever": stand_in_for_ever,
+    "replay-unrecorded": replay_unrecorded,
+    "replay-for-ever": replay_for_ever,
 }

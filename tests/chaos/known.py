@@ -28,11 +28,11 @@ class Batch(NamedTuple):
     step: int
     last_step: int
     groups: tuple[tuple[str, str], ...]
-    num_fresh: int  # of them, which come first; the others stand in again
+    num_fresh: int  # of them, which come first; the others are replayed
 
 
 class Replay(NamedTuple):
-    """That a group stands in again, as the journal shows it when the run is over."""
+    """That a group is replayed, as the journal shows it when the run is over."""
 
     step: int
     last_step: int
@@ -85,12 +85,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Rules:
-    """What the configuration allows. The defaults: every group once, and no prompt comes back or rests."""
+    """What the configuration allows. The defaults: every group once, and no prompt returns or is in cooldown."""
 
     max_staleness: int
     sync_interval: int  # optimizer steps per policy version
     max_times_sampled: int = 1  # the first training included
-    max_age_versions: int = 0  # of a group that stands in
+    max_age_versions: int = 0  # of a replayed group
     max_rerolls: int = 0  # of a prompt in an epoch
     delay_versions: int = 0  # by which the policy of a reroll is newer than the one that failed
     cooldown_epochs: int = 0  # that a solved prompt may sit out
@@ -121,8 +121,8 @@ class Problem(NamedTuple):
 class Verdict:
     problems: list[Problem] = field(default_factory=list)
     fates: Counter[str] = field(default_factory=Counter)  # of the accepted groups
-    stand_ins: int = 0  # uses of groups after their first training, in the surviving lineage
-    rerolls: int = 0  # turns of prompts that came back, and were answered
+    num_replays: int = 0  # uses of groups after their first training, in the surviving lineage
+    rerolls: int = 0  # attempts at prompts that returned, and were answered
 
     def add(self, kind: str, text: str) -> None:
         self.problems.append(Problem(kind, text))

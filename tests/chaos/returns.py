@@ -1,4 +1,4 @@
-"""The turns of prompts: none is forgotten, and one comes back after a failure alone.
+"""The attempts at prompts: none is forgotten, and one comes back after a failure alone.
 
 Guarantee: pure functions, of the rows that a journal holds when the run is over and of what its last checkpoint waits for.
 """
@@ -22,12 +22,12 @@ def check_returns(evidence: Evidence, verdict: Verdict) -> None:
 
 
 def _check_own_turns(evidence: Evidence, verdict: Verdict) -> None:
-    """Every prompt had its own turn in every epoch that is over, unless it rested."""
+    """Every prompt had its first attempt in every epoch that is over, unless it was in cooldown."""
     rows = evidence.rows.values()
     settled = evidence.dead | evidence.unsettled
     settled |= {row.key for row in rows if row.outcome == "no_signal" or row.dropped == "quarantined"}
     settled |= {row.key for row in rows if row.outcome == "accepted" and row.dropped is None}
-    resting = {
+    in_cooldown = {
         (epoch, row.prompt_id, 0)
         for row in rows
         if row.is_solved and row.outcome != "stale"
@@ -35,7 +35,7 @@ def _check_own_turns(evidence: Evidence, verdict: Verdict) -> None:
     }
     for epoch in range(evidence.epoch):
         for prompt_id in range(evidence.num_prompts):
-            if (epoch, prompt_id, 0) not in settled | resting:
+            if (epoch, prompt_id, 0) not in settled | in_cooldown:
                 verdict.add("forgotten", f"prompt {prompt_id} of epoch {epoch} was neither trained nor given up")
 
 
@@ -51,7 +51,7 @@ def _check_reason(evidence: Evidence, key: Key, rows_of: dict[Key, list[Row]], v
 
 
 def _check_failures(evidence: Evidence, answered: set[Key], verdict: Verdict) -> None:
-    """A prompt failed: it came back, waits to, or had or awaits its own turn of a later epoch."""
+    """A prompt failed: it came back, waits to, or had or awaits its first attempt of a later epoch."""
     seen = answered | evidence.dead | evidence.unsettled | evidence.deferred
     for row in evidence.rows.values():
         trained = row.step is not None and row.step <= evidence.final_step

@@ -43,7 +43,7 @@ class Shape:
     sync_interval: int = 1
     num_iterations: int = 1
     keep_all: bool = True
-    again: bool = True  # groups stand in, prompts come back or rest
+    again: bool = True  # groups are replayed, prompts return or are in cooldown
 
 
 DEFAULT = Shape()

@@ -34,7 +34,7 @@ def test_nothing_is_lost_or_trained_twice(tmp_path: Path, short_dir: Path) -> No
     assert summary["kills"] >= 14
     assert (summary["lost"], summary["trained_twice"]) == (0, 0)
     assert summary["groups_acked"] >= 20
-    assert summary["rerolls"] > 0  # as many groups stand in as the trainer has to wait, which is up to the machine
+    assert summary["rerolls"] > 0  # as many groups are replayed as the trainer has to wait, which is up to the machine
     assert summary["replayed_bit_for_bit"]
     assert summary["policies_compared"] == summary["steps"] >= 8
 
@@ -55,6 +55,6 @@ def test_a_group_trained_twice_is_found(tmp_path: Path, short_dir: Path) -> None
     assert found_in(tmp_path, short_dir, "train-twice")["trained_twice"] > 0
 
 
-def test_a_stand_in_without_a_record_is_found(tmp_path: Path, short_dir: Path) -> None:
-    kinds = {problem["kind"] for problem in found_in(tmp_path, short_dir, "stand-in-unrecorded")["problems"]}
+def test_a_replay_without_a_record_is_found(tmp_path: Path, short_dir: Path) -> None:
+    kinds = {problem["kind"] for problem in found_in(tmp_path, short_dir, "replay-unrecorded")["problems"]}
     assert "unrecorded" in kinds

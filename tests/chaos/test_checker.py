@@ -9,7 +9,7 @@ from tests.chaos.known import Answer, Batch, Evidence, Incarnation, Replay, Row,
 
 
 def batch(step: int, *group_ids: str, last_step: int | None = None, again: tuple[str, ...] = ()) -> Batch:
-    """Groups trained for the first time, then those that stand in again."""
+    """Groups trained for the first time, then those that are replayed."""
     groups = tuple((group_id, f"#{group_id}") for group_id in (*group_ids, *again))
     return Batch(step, last_step or step, groups, len(group_ids))
 
@@ -180,14 +180,14 @@ def test_answers_need_an_explanation() -> None:
     assert kinds(evidence(answers=answers, rows=wrong)) == ["unexplained"] * 4
 
 
-# Groups that stand in.
+# Replayed groups.
 
 AGAIN = Rules(max_staleness=1, sync_interval=1, max_times_sampled=2, max_age_versions=2)
 USES = frozenset({Replay(2, 2, 1, A), Replay(3, 3, 1, B)})
 
 
-def with_stand_ins(third: tuple[str, ...] = (B,), **changes: object) -> Evidence:
-    """A stands in in step 2, and B in step 3; a crash in between has step 3 cut anew."""
+def with_replays(third: tuple[str, ...] = (B,), **changes: object) -> Evidence:
+    """A is replayed in step 2, and B in step 3; a crash in between has step 3 cut anew."""
     runs = (
         incarnation(0, batch(1, A), batch(2, B, again=(A,)), batch(3, D, again=(A,)), ended=3),
         incarnation(2, batch(3, C, again=third), ended=3),
@@ -199,46 +199,46 @@ def texts(found: Evidence) -> list[str]:
     return [f"{problem.kind}: {problem.text}" for problem in check(found).problems]
 
 
-def test_groups_that_stand_in_within_the_rules_are_no_problem() -> None:
-    verdict = check(with_stand_ins())
+def test_groups_that_are_replayed_within_the_rules_are_no_problem() -> None:
+    verdict = check(with_replays())
     assert verdict.problems == []
-    assert (verdict.stand_ins, verdict.fates) == (2, {"trained": 3, "ready": 1})
+    assert (verdict.num_replays, verdict.fates) == (2, {"trained": 3, "ready": 1})
 
 
-def test_a_group_that_stands_in_too_often() -> None:
+def test_a_group_that_is_replayed_too_often() -> None:
     uses = frozenset({Replay(2, 2, 1, A), Replay(3, 3, 1, A)})
-    assert texts(with_stand_ins((A,), replays=uses)) == [f"too_often: group {A} was trained and stood in 2 times"]
-    assert kinds(with_stand_ins(rules=Rules(1, 1))) == ["too_often", "too_late"] * 2, "where none may"
+    assert texts(with_replays((A,), replays=uses)) == [f"too_often: group {A} was trained and replayed 2 times"]
+    assert kinds(with_replays(rules=Rules(1, 1))) == ["too_often", "too_late"] * 2, "where none may"
 
 
-def test_a_group_that_stands_in_too_late() -> None:
-    (old,) = texts(with_stand_ins((A,), replays=frozenset({Replay(2, 2, 1, A), Replay(3, 3, 1, A)}),
+def test_a_group_that_is_replayed_too_late() -> None:
+    (old,) = texts(with_replays((A,), replays=frozenset({Replay(2, 2, 1, A), Replay(3, 3, 1, A)}),
                                   rules=replace(AGAIN, max_times_sampled=9, max_age_versions=1)))  # fmt: skip
-    assert old == f"too_late: group {A} of version 0 stood in at 2"
+    assert old == f"too_late: group {A} of version 0 was replayed at 2"
 
 
-def test_a_group_that_stands_in_before_it_was_trained() -> None:
+def test_a_group_that_is_replayed_before_it_was_trained() -> None:
     uses = frozenset({Replay(2, 2, 1, A), Replay(3, 3, 1, D)})
-    found = with_stand_ins((D,), replays=uses)
-    assert texts(found) == [f"too_early: group {D} stood in in step 3, and was not trained before"]
+    found = with_replays((D,), replays=uses)
+    assert texts(found) == [f"too_early: group {D} was replayed in step 3, and was not trained before"]
     same = frozenset({Replay(2, 2, 1, A), Replay(3, 3, 1, C)})
-    assert set(kinds(with_stand_ins((C,), replays=same))) == {"too_early", "trained_twice"}
+    assert set(kinds(with_replays((C,), replays=same))) == {"too_early", "trained_twice"}
 
 
-def test_a_group_that_stands_in_without_a_record_or_in_another_place() -> None:
-    assert kinds(with_stand_ins(replays=frozenset({Replay(2, 2, 1, A)}))) == ["unrecorded"]
+def test_a_group_that_is_replayed_without_a_record_or_in_another_place() -> None:
+    assert kinds(with_replays(replays=frozenset({Replay(2, 2, 1, A)}))) == ["unrecorded"]
     moved = frozenset({Replay(2, 2, 1, A), Replay(3, 3, 0, B)})
-    assert kinds(with_stand_ins(replays=moved)) == ["unrecorded", "journal"]
-    assert kinds(with_stand_ins(replays=USES | {Replay(1, 1, 1, C)})) == ["journal"]
-    assert kinds(with_stand_ins(replays=USES | {Replay(4, 4, 1, C)})) == [], "of a step after the end"
+    assert kinds(with_replays(replays=moved)) == ["unrecorded", "journal"]
+    assert kinds(with_replays(replays=USES | {Replay(1, 1, 1, C)})) == ["journal"]
+    assert kinds(with_replays(replays=USES | {Replay(4, 4, 1, C)})) == [], "of a step after the end"
 
 
-def test_a_group_that_stands_in_twice_in_a_step_or_with_other_content() -> None:
+def test_a_group_that_is_replayed_twice_in_a_step_or_with_other_content() -> None:
     uses = frozenset({*USES, Replay(3, 3, 2, B)})
-    assert "trained_twice" in kinds(with_stand_ins((B, B), replays=uses, rules=replace(AGAIN, max_times_sampled=9)))
+    assert "trained_twice" in kinds(with_replays((B, B), replays=uses, rules=replace(AGAIN, max_times_sampled=9)))
     other = Batch(3, 3, ((C, f"#{C}"), (B, "#other")), 1)
-    runs = (*with_stand_ins().incarnations[:1], incarnation(2, other, ended=3))
-    assert kinds(with_stand_ins(incarnations=runs)) == ["content"]
+    runs = (*with_replays().incarnations[:1], incarnation(2, other, ended=3))
+    assert kinds(with_replays(incarnations=runs)) == ["content"]
 
 
 def test_iterations_over_a_batch_are_one_use() -> None:
@@ -253,7 +253,7 @@ def test_iterations_over_a_batch_are_one_use() -> None:
         final_step=4,
     )
     assert texts(found) == []
-    assert check(found).stand_ins == 1
+    assert check(found).num_replays == 1
     cut = replace(found, incarnations=(incarnation(0, *runs[0].batches, ended=3),), final_step=3)
     assert texts(cut) == [], "the run ends between them"
 

@@ -116,7 +116,7 @@ def summarize(
         "steps_undone": _steps_undone(evidence),
         "accepted_by_fate": dict(verdict.fates),
         "answers": dict(answers),
-        "stand_ins": verdict.stand_ins,
+        "num_replays": verdict.num_replays,
         "rerolls": verdict.rerolls,
         "quarantined": sum(row.dropped == "quarantined" for row in evidence.rows.values()),
         "dead_letters": len(evidence.dead),

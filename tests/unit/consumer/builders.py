@@ -166,7 +166,7 @@ def live_buffer(
 
 
 def replay_of(**settings: Any) -> ReplayTable:
-    """A table whose groups stand in from the first one on, those that came first first."""
+    """A table whose groups are replayed from the first one on, those that came first first."""
     section = ReplaySection(**({"mode": "signal", "min_size": 1, "sampler": "fifo", "remover": "oldest"} | settings))
     table = replay_table(section, seed=0)
     assert table is not None

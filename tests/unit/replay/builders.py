@@ -206,7 +206,7 @@ def group_ids(*prompt_ids: int) -> list[str]:
 
 
 def claim(journal: Journal, step: int, last_step: int, *prompt_ids: int, again: tuple[int, ...] = ()) -> None:
-    """The first groups of these prompts are trained, and those of `again` stand in."""
+    """The first groups of these prompts are trained, and those of `again` are replayed."""
     journal.claim(step, last_step, group_ids(*prompt_ids, *again), len(prompt_ids))
 
 

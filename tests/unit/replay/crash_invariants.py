@@ -38,8 +38,8 @@ class Invariants(Model):
         ]
         assert self.journal.query(f"SELECT {columns} FROM groups ORDER BY seq") == expected
         assert self.journal.query("SELECT step, position, last_step, group_id, tries FROM replays") == [
-            (*place, stand_in.last, stand_in.group_id, stand_in.tries)
-            for place, stand_in in sorted(self.stand_ins.items())
+            (*place, replay_of_it.last, replay_of_it.group_id, replay_of_it.tries)
+            for place, replay_of_it in sorted(self.replayed.items())
         ]
         letters = self.journal.query("SELECT epoch, prompt_id, reroll FROM dead_letters ORDER BY id")
         assert letters == list(self.dead)
@@ -78,7 +78,7 @@ class Invariants(Model):
         assert len(keys) == len(set(keys)), "two groups of one piece of work were trained"
 
     @invariant()
-    def stand_ins_are_trained_before_young_and_seldom(self) -> None:
+    def replays_are_trained_before_young_and_seldom(self) -> None:
         if not hasattr(self, "replay"):
             return
         assert [row[:2] for row in self.cutter.state()] == [[*item] for item in self.table.items()]
@@ -108,7 +108,7 @@ class Invariants(Model):
         assert not prompts.settled & set(unsettled)
         passed = {self.key_at(index) for index in range(prompts.cursor)}
         turns = {key for key in prompts.open | prompts.held | prompts.settled if key[2] == 0}
-        assert turns <= passed <= turns | prompts.rested
+        assert turns <= passed <= turns | prompts.passed_over
         leased = [key_of(lease_id) for lease_id in self.live]
         assert len(leased) == len(set(leased)) == self.replay.depth()["leased"]
         assert prompts.open == {key for key in leased if key in prompts.open} | set(self.again)
@@ -130,7 +130,7 @@ class Invariants(Model):
             return
         prompts, state = self.prompts, self.replay.state()["ledger"]
         assert state["deferred"] == [[*key, version] for key, version in prompts.deferred.items()]
-        assert dict(state["resting"]) == prompts.rests
+        assert dict(state["resting"]) == prompts.cooldowns
         waiting = [key[1] for key in prompts.deferred]
         assert len(waiting) == len(set(waiting)) <= self.max_pending
         everywhere = prompts.open | prompts.held | prompts.settled

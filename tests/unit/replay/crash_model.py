@@ -18,8 +18,8 @@ from tests.unit.replay.crash_records import (
     Cut,
     Prompts,
     Replay,
+    ReplayRow,
     Row,
-    StandIn,
     key_of,
 )
 
@@ -40,9 +40,9 @@ class Model:
 
     def begin_run(self) -> None:
         self.reference = self.new_ledger("reference")
-        self.sequence: list[Key] = []  # the turns of all prompts, if none rested
+        self.sequence: list[Key] = []  # the first attempts at all prompts, if none were in cooldown
         self.rows: dict[str, Row] = {}
-        self.stand_ins: dict[tuple[int, int], StandIn] = {}  # by first step and position
+        self.replayed: dict[tuple[int, int], ReplayRow] = {}  # by first step and position
         self.not_replayable: set[str] = set()
         self.cuts: dict[int, Cut] = {}  # by first step
         self.dead: dict[Key, None] = {}
@@ -83,17 +83,17 @@ class Model:
             key = self.key_at(prompts.cursor)
             if key[0] > prompts.epoch:
                 prompts.epoch = key[0]
-                prompts.rests = {who: until for who, until in prompts.rests.items() if until >= prompts.epoch}
-                if len(prompts.rests) == self.num_prompts:
-                    prompts.rests = {}
+                prompts.cooldowns = {who: until for who, until in prompts.cooldowns.items() if until >= prompts.epoch}
+                if len(prompts.cooldowns) == self.num_prompts:
+                    prompts.cooldowns = {}
             prompts.cursor += 1
-            if key == wanted or prompts.rests.get(key[1], -1) < key[0]:
+            if key == wanted or prompts.cooldowns.get(key[1], -1) < key[0]:
                 for waiting in [waiting for waiting in prompts.deferred if waiting[1] == key[1]]:
                     del prompts.deferred[waiting]
                     prompts.let_go.add(waiting)
                 prompts.open.add(key)
                 return key
-            prompts.rested.add(key)
+            prompts.passed_over.add(key)
 
     def returns(self, key: Key) -> Key:
         self.prompts.returned[key] = self.prompts.deferred.pop(key)
@@ -134,7 +134,7 @@ class Model:
         epoch, prompt_id, reroll = key
         if verdict == "solved" and self.rules.solved_cooldown_epochs:
             until = epoch + self.rules.solved_cooldown_epochs
-            prompts.rests[prompt_id] = max(until, prompts.rests.get(prompt_id, 0))
+            prompts.cooldowns[prompt_id] = max(until, prompts.cooldowns.get(prompt_id, 0))
         if verdict != "failed" or reroll == self.rules.max_attempts:
             return
         returning = (epoch, prompt_id, reroll + 1)
@@ -193,7 +193,7 @@ class Model:
         return len(self.ready) + sum(cut.num_fresh for cut in self.recorded)
 
     def floor_of_leases(self) -> int:
-        """The next batch may need all its groups, one after it fewer where groups stand in more often than others come."""
+        """The next batch may need all its groups, one after it fewer where groups are replayed more often than others come."""
         size = places = self.budget.groups_per_step
         if self.replaying is not None:
             least = math.ceil(places / self.replaying.samples_per_insert)
@@ -213,7 +213,7 @@ class Model:
             return self.recorded.pop(0)
         size = self.budget.groups_per_step
         fresh = self.ready[:size]
-        again, forgotten = self.next_stand_ins(size - len(fresh)) if fresh else ([], 0.0)
+        again, forgotten = self.next_replays(size - len(fresh)) if fresh else ([], 0.0)
         if not fresh or (len(fresh) + len(again) < size and not partial):
             return None
         self.forgotten = forgotten
@@ -221,7 +221,7 @@ class Model:
         last = self.next_step + self.budget.num_iterations
         return Cut(self.next_step + 1, last, fresh + again, len(fresh))
 
-    def next_stand_ins(self, missing: int) -> tuple[list[str], float]:
+    def next_replays(self, missing: int) -> tuple[list[str], float]:
         """And the places that nothing will take any more: more than one batch of them is not kept."""
         if self.replaying is None:
             return [], 0.0
@@ -252,7 +252,7 @@ class Model:
             if key_of(group_id) in self.prompts.held:
                 self.settle(key_of(group_id), row.verdict, row.version)
         for position, group_id in enumerate(cut.again, start=cut.num_fresh):
-            self.stand_ins.setdefault((cut.first, position), StandIn(cut.last, group_id)).tries += 1
+            self.replayed.setdefault((cut.first, position), ReplayRow(cut.last, group_id)).tries += 1
         if self.replaying is None or self.step >= cut.first:
             return
         for group_id in set(cut.again) & set(self.table):
@@ -270,9 +270,9 @@ class Model:
         for row in self.rows.values():
             if row.claim and row.claim[1] == self.step and not row.dropped:
                 row.tries = 0
-        for stand_in in self.stand_ins.values():
-            if stand_in.last == self.step:
-                stand_in.tries = 0
+        for replay_of_it in self.replayed.values():
+            if replay_of_it.last == self.step:
+                replay_of_it.tries = 0
 
     # The next process
 
@@ -294,7 +294,7 @@ class Model:
                 row.dropped = "quarantined"
             elif self.is_available(row) and not self.comparable and not (row.claim and row.claim[0] <= self.step):
                 row.dropped = "configuration"
-        self.not_replayable |= {s.group_id for s in self.stand_ins.values() if s.last > self.step and s.tries >= 2}
+        self.not_replayable |= {s.group_id for s in self.replayed.values() if s.last > self.step and s.tries >= 2}
         self.recorded = self.recut()
         recorded = {group_id for cut in self.recorded for group_id in cut.ids}
         self.ready = [row.group_id for row in self.rows.values() if self.is_available(row)]
@@ -344,9 +344,9 @@ class Model:
                 row.claim = None
         for position in range(cut.num_fresh, len(cut.ids)):
             if begun:
-                self.stand_ins[cut.first, position].last = self.step
+                self.replayed[cut.first, position].last = self.step
             else:
-                del self.stand_ins[cut.first, position]
+                del self.replayed[cut.first, position]
         if begun:
             self.cuts[cut.first] = Cut(cut.first, self.step, cut.ids, cut.num_fresh)
         else:

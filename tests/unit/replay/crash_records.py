@@ -38,7 +38,7 @@ class Row:
 
 
 @dataclass
-class StandIn:
+class ReplayRow:
     last: int
     group_id: str
     tries: int = 0
@@ -64,7 +64,7 @@ class Cut:
 class Prompts:
     """Where the prompts are, and their returns. Leased ones, and those that go out again, are open."""
 
-    cursor: int = 0  # prompts that had their turn, or rested
+    cursor: int = 0  # prompts that had their first attempt, or were in cooldown
     epoch: int = 0
     open: set[Key] = field(default_factory=set)
     held: set[Key] = field(default_factory=set)
@@ -76,8 +76,8 @@ class Prompts:
     let_go: set[Key] = field(
         default_factory=set
     )  # returns that are not to be: too many wait, or the prompt's turn came
-    rests: dict[int, int] = field(default_factory=dict)
-    rested: set[Key] = field(default_factory=set)  # turns that were passed over
+    cooldowns: dict[int, int] = field(default_factory=dict)
+    passed_over: set[Key] = field(default_factory=set)  # first attempts that were not made, because of a cooldown
 
 
 @dataclass

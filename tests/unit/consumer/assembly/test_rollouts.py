@@ -71,7 +71,9 @@ def test_a_solved_prompt_rests(tmp_path: Path, journal: FillableJournal) -> None
     assert answer(buffer, ALL)[0] == "2-0-0"
 
 
-def test_groups_stand_in_for_those_without_signal_within_their_share(tmp_path: Path, journal: FillableJournal) -> None:
+def test_groups_are_replayed_for_those_without_signal_within_their_share(
+    tmp_path: Path, journal: FillableJournal
+) -> None:
     replay = {"mode": "signal", "min_size": 1, "max_share": 0.5}
     buffer = buffer_of(tmp_path, journal, replay=replay, pipeline={"max_staleness": 4})
     for rewards in (SOME, SOME, ALL):
@@ -86,7 +88,7 @@ def test_groups_stand_in_for_those_without_signal_within_their_share(tmp_path: P
     assert (len(second.groups), second.num_fresh) == (2, 1)
     assert second.groups[1].group_id in {group.group_id for group in first.groups}
     answer(buffer, SOME)
-    assert buffer.next_batch(0.0) is None, "one group had no signal, and one stood in for it"
+    assert buffer.next_batch(0.0) is None, "one group had no signal, and one was replayed for it"
 
 
 def test_a_partial_batch_where_it_is_allowed(tmp_path: Path, journal: FillableJournal) -> None:
@@ -106,6 +108,8 @@ def test_a_penalty_for_length_is_a_signal(tmp_path: Path, journal: FillableJourn
     assert buffer.offer([delivery(group)]) == ["accepted"]
 
 
-def test_settings_with_which_nothing_could_ever_stand_in_are_refused(tmp_path: Path, journal: FillableJournal) -> None:
+def test_settings_with_which_nothing_could_ever_be_replayed_are_refused(
+    tmp_path: Path, journal: FillableJournal
+) -> None:
     with pytest.raises((ConfigError, ValueError), match="min_size"):
         buffer_of(tmp_path, journal, replay={"mode": "signal", "min_size": 9, "max_size": 8})

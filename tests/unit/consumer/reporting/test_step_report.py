@@ -80,7 +80,7 @@ def test_metrics_of_a_batch_without_arrivals_are_of_the_batch() -> None:
     assert numbers == (1.0, 2.0, 1.0)
 
 
-def test_groups_that_stand_in_have_an_age_and_no_staleness() -> None:
+def test_replayed_groups_have_an_age_and_no_staleness() -> None:
     fresh, recent, old = (rollout_group([[3], [4]], version=version) for version in (8, 5, 2))
     metrics = batch_metrics(CutBatch(9, 1, 10, [fresh, recent, old], 1), 9, np.array([1.0]), ["first"])
     assert (metrics["staleness/mean"], metrics["staleness/max"]) == (1.0, 1.0)

@@ -173,7 +173,7 @@ def test_groups_go_when_the_oldest_kept_checkpoint_does_not_need_them(run: Run) 
     assert run.steps_in_journal() == []
 
 
-def test_groups_that_may_stand_in_stay_until_no_kept_checkpoint_has_them(
+def test_groups_that_may_be_replayed_stay_until_no_kept_checkpoint_has_them(
     tmp_path: Path, journal: FillableJournal, disk: DiskGuard, clock: Clock
 ) -> None:
     run = Run(tmp_path / "checkpoints", journal, disk, clock, replay_of(max_size=2))

@@ -67,7 +67,7 @@ def test_every_recorded_batch_in_order_and_nothing_else(journal: Journal, record
     assert batches(recorded, 3) == [(2, 1, 3, made[2])]
 
 
-def test_groups_that_stood_in_stand_in_again(journal: Journal, recorded: RecordedRun) -> None:
+def test_groups_that_were_replayed_are_replayed_again(journal: Journal, recorded: RecordedRun) -> None:
     journal.note_facts(FACTS)
     replay = live_buffer(journal, max_staleness=9, replay=replay_of(), max_replayed=1)
     made = [fill(replay), [*fill(replay, 1, dull=1), "0-0-0-1-s"]]
@@ -137,7 +137,7 @@ def test_a_batch_whose_groups_were_deleted_is_a_gap(journal: Journal, recorded: 
 
 def test_a_batch_that_retention_left_a_part_of_is_a_gap(journal: Journal, recorded: RecordedRun) -> None:
     made = record(journal, 3)
-    spared = {made[0][1]}  # it may stand in
+    spared = {made[0][1]}  # it may be replayed
     Retention(journal).prune(
         oldest_step=1, oldest_seq=journal.last_seq, replayable=spared, keep_bytes=0, keep_age_s=1.0
     )

@@ -1,4 +1,4 @@
-"""Batches are full, or partial where that is allowed; first trainings first, and stand-ins within their bounds."""
+"""Batches are full, or partial where that is allowed; first trainings first, and replays within their bounds."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ PLENTY = 10**6
 
 
 def table(*, samples_per_insert: float = 1.0, min_size: int = 1, **limits: Any) -> ReplayTable:
-    """Those that came first stand in first."""
+    """Those that came first are replayed first."""
     values = {"max_size": 8, "max_times_sampled": 2, "max_age_versions": 4, "seed": 0} | limits
     return ReplayTable(fifo, oldest, samples_per_insert=samples_per_insert, min_size=min_size, **values)
 
@@ -84,7 +84,7 @@ def test_at_least_one_group_of_a_batch_is_trained_for_the_first_time(journal: Jo
     [
         (2, PLENTY, 2, [0, 1]),
         (2, PLENTY, 3, [0]),
-        (2, PLENTY, 1, None),  # two may stand in, and three are missing
+        (2, PLENTY, 1, None),  # two may be replayed, and three are missing
         (3, PLENTY, 1, [0, 1, 2]),
         (1, PLENTY, 2, None),
         (3, 8, 2, [0, 1]),  # 4 trained, 2 in the batch: two more make eight
@@ -94,7 +94,7 @@ def test_at_least_one_group_of_a_batch_is_trained_for_the_first_time(journal: Jo
         (0, PLENTY, 3, None),
     ],
 )
-def test_stand_ins_fill_a_batch_as_far_as_share_and_limiter_allow(
+def test_replays_fill_a_batch_as_far_as_share_and_limiter_allow(
     journal: Journal, max_replayed: int, num_generated: int, num_fresh: int, expected: list[int] | None
 ) -> None:
     cutting = cutter(journal, replay=table(), max_replayed=max_replayed)
@@ -129,7 +129,7 @@ def test_places_of_groups_without_signal_are_kept_for_one_batch_at_most(journal:
     assert (len(third.groups), third.num_fresh) == (2, 1)
 
 
-def test_a_group_stands_in_until_it_is_used_up_or_too_old(journal: Journal) -> None:
+def test_a_group_is_replayed_until_it_is_used_up_or_too_old(journal: Journal) -> None:
     replay = table(max_times_sampled=3, max_age_versions=2)
     cutting = cutter(journal, groups_per_step=2, replay=replay, max_replayed=1)
     first = insert(cutting, journal, 0, 1)
@@ -137,9 +137,9 @@ def test_a_group_stands_in_until_it_is_used_up_or_too_old(journal: Journal) -> N
     for step in range(1, 6):
         insert(cutting, journal, 10 * step, version=step)
         batches.append(cutting.cut(delivered=PLENTY, trained=0, partial=False))
-    stand_ins = [names(batch.groups)[batch.num_fresh :] for batch in batches if batch is not None]
+    replayed = [names(batch.groups)[batch.num_fresh :] for batch in batches if batch is not None]
     third = [entry(10 * step).group_id for step in range(6)]
-    assert stand_ins == [[], [first[0]], [first[0]], [third[1]], [third[2]], [third[3]]]
+    assert replayed == [[], [first[0]], [first[0]], [third[1]], [third[2]], [third[3]]]
 
 
 def test_stale_groups_are_never_trained(journal: Journal) -> None:
@@ -179,7 +179,7 @@ REPLAYING: dict[str, Any] = {"groups_per_step": 8, "max_staleness": 2, "max_repl
 
 
 def run(journal: Journal, num_steps: int, seed: int = 3) -> tuple[list[list[str]], list[Any], int]:
-    """Binary rewards, half of the groups without signal: the batches, their stand-ins' ages and the leases."""
+    """Binary rewards, half of the groups without signal: the batches, their replays' ages and the leases."""
     draw = np.random.default_rng(0)
     replay = buffer(journal, num_prompts=100_000, replay=prioritized(seed), **REPLAYING)
     batches: list[list[str]] = []
@@ -229,8 +229,8 @@ def test_three_hundred_steps_with_half_of_the_groups_without_signal() -> None:
     assert max(uses.values()) == 3
     num_again = sum(len(again) for _, _, again, _ in seen)
     assert num_leased >= 300 * 8 - 8, "the limiter: no more is trained than is generated"
-    assert 900 < num_again < 1200, "up to one half stands in, since one half has no signal"
-    assert num_leased < 1.1 * 300 * 8, "without stand-ins it takes twice as many"
+    assert 900 < num_again < 1200, "up to one half is replayed, since one half has no signal"
+    assert num_leased < 1.1 * 300 * 8, "without replays it takes twice as many"
     assert np.mean([np.mean(kept) for *_, kept in seen]) < 4
 
 
@@ -244,7 +244,7 @@ def test_batches_are_a_function_of_the_seed_and_of_what_arrives(journal: Journal
     assert runs[0] == runs[1] != runs[2]
 
 
-def with_stand_ins(journal: Journal, **arguments: Any) -> tuple[Any, Any, list[list[str]]]:
+def with_replays(journal: Journal, **arguments: Any) -> tuple[Any, Any, list[list[str]]]:
     """A checkpoint after step 1, and two more steps: [2, 3 | 0 1] and [4, 5 | 0 1]."""
     values = {"groups_per_step": 4, "max_staleness": 9, "max_replayed": 2} | arguments
     replay = buffer(journal, replay=table(max_times_sampled=3, samples_per_insert=9.0), **values)
@@ -260,8 +260,8 @@ def with_stand_ins(journal: Journal, **arguments: Any) -> tuple[Any, Any, list[l
     return replay, state, batches
 
 
-def test_batches_with_stand_ins_are_cut_again_as_they_were(journal: Journal) -> None:
-    replay, state, batches = with_stand_ins(journal)
+def test_batches_with_replays_are_cut_again_as_they_were(journal: Journal) -> None:
+    replay, state, batches = with_replays(journal)
     assert [len(batch) for batch in batches] == [4, 4, 4]
     assert batches[1][2:] == batches[2][2:] == batches[0][:2]
     fill(replay, 3, count=3)  # more to choose from, which must not matter
@@ -277,16 +277,16 @@ def test_batches_with_stand_ins_are_cut_again_as_they_were(journal: Journal) -> 
     ]  # fmt: skip
 
 
-def test_batches_that_do_not_fit_any_more_are_cut_anew_and_their_stand_ins_are_forgotten(journal: Journal) -> None:
-    _, state, batches = with_stand_ins(journal)
+def test_batches_that_do_not_fit_any_more_are_cut_anew_and_their_replays_are_forgotten(journal: Journal) -> None:
+    _, state, batches = with_replays(journal)
     restored = resumed(journal, state, 1, replay=table(), groups_per_step=3, max_staleness=9, max_replayed=2)
     assert journal.query("SELECT * FROM replays") == []
     batch = cut(restored)
     assert (names(batch.groups), batch.num_fresh) == (batches[1][:2] + batches[2][:1], 3)
 
 
-def test_stand_ins_of_a_batch_that_killed_the_trainer_twice_stand_in_no_more(journal: Journal) -> None:
-    _, state, batches = with_stand_ins(journal)
+def test_replays_of_a_batch_that_killed_the_trainer_twice_are_replayed_no_more(journal: Journal) -> None:
+    _, state, batches = with_replays(journal)
     arguments: dict[str, Any] = {"groups_per_step": 4, "max_staleness": 9, "max_replayed": 2}
     for session in "tu":
         replay = resumed(journal, state, 1, session=session, replay=table(max_times_sampled=3), **arguments)
@@ -301,7 +301,7 @@ def test_stand_ins_of_a_batch_that_killed_the_trainer_twice_stand_in_no_more(jou
     assert last.depth()["ready"] == 2, "the groups of the step after it"
 
 
-def test_a_group_that_killed_the_trainer_in_a_later_iteration_does_not_stand_in(journal: Journal) -> None:
+def test_a_group_that_killed_the_trainer_in_a_later_iteration_is_not_replayed(journal: Journal) -> None:
     """It is in the table of the checkpoint, because its first iteration went well."""
     arguments: dict[str, Any] = {"num_iterations": 2, "max_staleness": 9, "max_replayed": 1}
     replay = buffer(journal, replay=table(), **arguments)

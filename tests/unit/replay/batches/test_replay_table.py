@@ -156,7 +156,7 @@ def test_a_group_that_is_here_keeps_its_place_its_score_and_its_uses() -> None:
 
 
 @every_sampler
-def test_none_stands_in_beyond_its_age(sampler: Sampler) -> None:
+def test_none_is_replayed_beyond_its_age(sampler: Sampler) -> None:
     replay = filled(table(sampler, max_age_versions=2), (0, 9.0), (1, 1.0), (2, 1.0), (3, 1.0))
     assert sorted(picked(replay, 9, version=3)) == ["g1", "g2", "g3"]
     assert sorted(picked(replay, 9, version=5)) == ["g3"]

@@ -77,7 +77,7 @@ def test_the_end_of_the_last_step_over_a_batch_clears_the_tries_of_its_groups_al
     assert journal.newest_version == -1
 
 
-def test_stand_ins_have_rows_of_their_own_with_tries_that_end_with_the_last_step(journal: Journal) -> None:
+def test_replays_have_rows_of_their_own_with_tries_that_end_with_the_last_step(journal: Journal) -> None:
     journal.append([entry(i) for i in range(4)])
     claim(journal, 1, 2, 0, 1)
     claim(journal, 3, 4, 2, again=(1, 0))

@@ -216,7 +216,7 @@ def test_a_batch_of_several_iterations_belongs_to_each_of_its_steps(journal: Jou
         assert numbers(reader.rows(GroupFilter(steps=(3, 4)))) == [0, 1, 2, 3]
 
 
-def test_stand_ins_follow_in_their_batch_and_are_counted(journal: Journal) -> None:
+def test_replays_follow_in_their_batch_and_are_counted(journal: Journal) -> None:
     journal.append(entry(number) for number in range(4))
     claim(journal, 1, 1, 0, 1)
     claim(journal, 2, 2, 2, again=(1,))

@@ -312,7 +312,7 @@ def test_dead_letters_are_settled_whatever_their_groups_were(journal: Journal) -
     ]
 
 
-# Returns and stand-ins.
+# Returns and replays.
 
 
 def test_fates_carry_what_brings_a_prompt_back(journal: Journal) -> None:
@@ -336,7 +336,7 @@ def test_stale_groups_are_no_attempts(journal: Journal) -> None:
     assert recovered(journal, 0).counts == {"stale": 1}
 
 
-def test_a_batch_with_stand_ins_is_cut_again_as_it_was(journal: Journal) -> None:
+def test_a_batch_with_replays_is_cut_again_as_it_was(journal: Journal) -> None:
     accept(journal, *range(4))
     train(journal, 1, 0, 1)
     claim(journal, 2, 2, 2, again=(1,))
@@ -345,7 +345,7 @@ def test_a_batch_with_stand_ins_is_cut_again_as_it_was(journal: Journal) -> None
     assert (found.ready, found.not_replayable) == (group_ids(3), set())
 
 
-def test_a_stand_in_is_not_taken_for_stale(journal: Journal) -> None:
+def test_a_replayed_group_is_not_taken_for_stale(journal: Journal) -> None:
     """Its age has a bound of its own, in the replay table."""
     accept(journal, 0, 1)
     accept(journal, 2, policy_version=1)

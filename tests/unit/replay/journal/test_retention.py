@@ -156,7 +156,7 @@ def test_an_acknowledgement_does_not_wait_for_the_end_of_a_long_deletion(journal
     assert seen[:3] == [600 - 256, 600 - 512, 0]
 
 
-def test_what_may_stand_in_after_a_resume_stays_and_uses_go_with_their_group(journal: Journal) -> None:
+def test_what_may_be_replayed_after_a_resume_stays_and_uses_go_with_their_group(journal: Journal) -> None:
     journal.append([entry(i) for i in range(5)])
     claim(journal, 1, 1, 0, 1)
     claim(journal, 2, 2, 2, again=(0, 1))
@@ -175,7 +175,7 @@ def test_a_verdict_that_a_checkpoint_has_not_heard_of_stays(journal: Journal) ->
 def test_one_that_goes_on_keeps_as_much_as_one_that_begins_anew(
     journal: Journal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it has counted before, and what is settled, deleted or stands in since, adds up."""
+    """What it has counted before, and what is settled, deleted or replayed since, adds up."""
     monkeypatch.setattr(retention, "_ROWS_PER_COUNT", 4)
     one = Retention(journal)
     for step in range(1, 30):

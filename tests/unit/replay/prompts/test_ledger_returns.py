@@ -1,4 +1,4 @@
-"""A settled prompt may return as another piece of work, or rest; a crash neither loses nor doubles that."""
+"""A settled prompt may return under a key of its own, or sit out; a crash neither loses nor doubles that."""
 
 import json
 from typing import Any
@@ -87,7 +87,7 @@ def test_a_return_that_ends_without_a_group_goes_out_again_and_not_below_its_ver
     assert lease(again, version=3).work == Work((0, 0, 1), min_version=3, attempt=2, infra_failures=1)
 
 
-def test_a_prompt_whose_own_later_turn_has_come_does_not_return() -> None:
+def test_a_prompt_whose_later_first_attempt_has_come_does_not_return() -> None:
     book = book_of(1)
     first, second = lease(book), lease(book)
     assert second.work.key == (1, 0, 0)
@@ -96,7 +96,7 @@ def test_a_prompt_whose_own_later_turn_has_come_does_not_return() -> None:
     assert keys(book, 1) == [(1, 0, 1)]
 
 
-def test_a_waiting_return_is_withdrawn_when_the_prompts_own_turn_comes() -> None:
+def test_a_waiting_return_is_withdrawn_when_the_prompt_has_its_next_first_attempt() -> None:
     book = book_of(1)
     book.defer(settle(book, lease(book)), 9)
     assert keys(book, 1) == [(1, 0, 0)]
@@ -171,7 +171,7 @@ def test_of_answered_returns_only_those_are_remembered_that_could_be_deferred_ag
 
 @pytest.mark.parametrize("earlier", ["1-0-0-1-s", "1-1-0-1-s"])
 def test_groups_that_arrive_together_are_all_held_although_the_first_passes_over_the_second(earlier: str) -> None:
-    """The first withdraws the return of prompt 0, or passes over the turn of prompt 0, which rests."""
+    """The first withdraws the return of prompt 0, or passes over the first attempt at prompt 0, which is in cooldown."""
     book = book_of(2, shuffle=False)
     (first, second) = (lease(book), lease(book))
     settle(book, second)
@@ -190,11 +190,11 @@ def test_groups_that_arrive_together_are_all_held_although_the_first_passes_over
     book.requeue(key_of(late))
 
 
-# Rest.
+# Cooldown.
 
 
 @pytest.mark.parametrize("until_epoch", [1, 2])
-def test_a_prompt_rests_for_exactly_so_many_epochs(until_epoch: int) -> None:
+def test_a_prompt_sits_out_for_exactly_so_many_epochs(until_epoch: int) -> None:
     book = book_of(3)
     settle(book, lease(book))
     book.cool_down(0, until_epoch)
@@ -205,14 +205,14 @@ def test_a_prompt_rests_for_exactly_so_many_epochs(until_epoch: int) -> None:
     assert epochs[until_epoch + 1] == [0, 1, 2]
 
 
-def test_when_all_rest_all_come_back() -> None:
+def test_when_all_sit_out_all_come_back() -> None:
     book = book_of(3)
     for prompt_id in prompts_of(book, 3):
         book.cool_down(prompt_id, 7)
     assert keys(book, 4) == [(1, 0, 0), (1, 1, 0), (1, 2, 0), (2, 0, 0)]
 
 
-def test_a_shorter_rest_does_not_end_a_longer_one() -> None:
+def test_a_shorter_cooldown_does_not_end_a_longer_one() -> None:
     book = book_of(2)
     prompts_of(book, 2)
     book.cool_down(0, 2)
@@ -220,7 +220,7 @@ def test_a_shorter_rest_does_not_end_a_longer_one() -> None:
     assert keys(book, 4) == [(1, 1, 0), (2, 1, 0), (3, 0, 0), (3, 1, 0)]
 
 
-def test_rest_survives_a_checkpoint_in_the_middle_of_an_epoch_in_which_all_came_to_rest() -> None:
+def test_a_cooldown_survives_a_checkpoint_in_the_middle_of_an_epoch_in_which_all_came_into_it() -> None:
     """They come back with the next epoch, not with the checkpoint."""
     book = book_of(2, shuffle=False)
     for key in [settle(book, record) for record in (lease(book), lease(book))]:
@@ -234,7 +234,7 @@ def test_rest_survives_a_checkpoint_in_the_middle_of_an_epoch_in_which_all_came_
     assert keys(after, 2) == keys(book, 2) == [(2, 0, 0), (2, 1, 0)]
 
 
-def test_a_resting_prompt_that_had_been_leased_before_is_held_when_the_journal_has_its_group() -> None:
+def test_a_prompt_in_cooldown_that_had_been_leased_before_is_held_when_the_journal_has_its_group() -> None:
     book = book_of(2, shuffle=False)
     for record in (lease(book), lease(book)):
         settle(book, record)
@@ -242,5 +242,5 @@ def test_a_resting_prompt_that_had_been_leased_before_is_held_when_the_journal_h
     assert recall(book, (1, 1, 0), is_new=True), "the cursor passes over prompt 0"
     assert find(book, "1-0-0-1-s") is None
     assert recall(book, (1, 0, 0), is_new=False) is False
-    assert recall(book, (1, 0, 0), is_new=True), "it had been leased before it came to rest"
+    assert recall(book, (1, 0, 0), is_new=True), "it had been leased before it was in cooldown"
     assert book.is_held((1, 0, 0))

@@ -1,4 +1,4 @@
-"""Who returns after a failure and who rests after a success; when, in which order, and how often."""
+"""Who returns after a failure and who sits out after a success; when, in which order, and how often."""
 
 import math
 from typing import Any
@@ -80,7 +80,7 @@ def test_a_failed_prompt_returns_later_and_so_many_times_and_no_other_does() -> 
     assert RerollRules().return_version(Key(0, 0, 0), "failed", 0) is None, "off unless it is asked for"
 
 
-def test_a_solved_prompt_rests_and_no_other_does() -> None:
+def test_a_solved_prompt_is_in_cooldown_and_no_other_does() -> None:
     rules = RerollRules(solved_cooldown_epochs=2)
     assert rules.cooldown_until(Key(3, 5, 1), "solved") == 5
     assert [rules.cooldown_until(Key(3, 5, 1), verdict) for verdict in ("failed", "mixed", "unscored")] == [None] * 3

@@ -139,7 +139,7 @@ def simulate(journal: Journal, budget: StalenessBudget, seed: int) -> None:
         offer(replay, lease_id, version)
 
 
-def test_where_others_stand_in_a_batch_after_the_next_takes_fewer_places() -> None:
+def test_where_others_are_replayed_a_batch_after_the_next_takes_fewer_places() -> None:
     budget = StalenessBudget(groups_per_step=4, max_staleness=0)
     assert [budget.floor(pending, 7, places=2) for pending in range(9)] == [7, 7, 7, 7, 8, 8, 9, 9, 10]
     assert [budget.floor(pending, 7) for pending in range(9)] == [7, 7, 7, 7, 8, 8, 8, 8, 9]
