@@ -1,4 +1,4 @@
-"""What both daemons agree on: messages, codec, channels, configuration and versions.
+"""What both daemons share: messages, channels, configuration, and what makes a process a service.
 
 Guarantee: nothing in this package imports torch, vLLM or TRL, so `--help` and `--check` stay instant.
 """

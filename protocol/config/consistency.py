@@ -1,7 +1,6 @@
 """What must hold between the sections of a run.
 
-Guarantee: `problems` is empty for a configuration whose sections can work together; each problem names the key to change.
-Later checks may rely on what earlier ones have established.
+Guarantee: `problems` is empty for a configuration whose sections can work together. Each problem names the key to change.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
 """User functions named in the configuration as `module:function` or `path/to/file.py:function`.
 
-Guarantee: `load_function` returns a callable or raises `ConfigError` that names the key, the place and the reason. A file is
-executed once, however many of its functions are asked for: what it loads or remembers is theirs together.
+Guarantee: `load_function` returns a callable or raises `ConfigError` with the key, the place and the reason. A file is executed
+once, however many of its functions are asked for, so they share what it loads and remembers.
 """
 
 import functools

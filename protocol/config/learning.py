@@ -1,4 +1,4 @@
-"""The sections that say what is learned from: leases and batches, replay, rerolls, advantages, importance correction.
+"""The sections that decide what is learned from: leases and batches, replay, rerolls, advantages, importance correction.
 
 docs/algorithms.md has the formulas behind them.
 """
@@ -64,9 +64,9 @@ class PipelineSection(Section):
 
     @field_validator("auto_staleness", mode="before")
     @classmethod
-    def _no_switches(cls, value: Any) -> Any:
+    def _no_booleans(cls, value: Any) -> Any:
         if isinstance(value, list | tuple) and any(isinstance(one, bool) for one in value):
-            raise ValueError("expected two numbers, not switches")
+            raise ValueError("expected two numbers, not booleans")
         return value
 
     @field_validator("auto_staleness")

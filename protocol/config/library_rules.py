@@ -1,7 +1,7 @@
 """What Slipstream sets itself, or must refuse, in the sections that belong to vLLM, TRL and PEFT.
 
-Guarantee: each check returns the section as it will be used, or raises `ValueError` with the key and what to do instead.
-Everything else in these sections is for the library to judge when its daemon starts.
+Guarantee: each check returns the section as it will be used, or raises `ValueError` with the key and what to do instead. The
+library judges everything else in these sections when its daemon starts, or at `--check full`.
 """
 
 from typing import Any

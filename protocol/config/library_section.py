@@ -1,10 +1,10 @@
 """Sections that belong to a library are validated by that library.
 
-Guarantee: `build` returns an instance of the library's own class or raises `ConfigError` naming the section, the key, the
-value and, for an unknown key, the nearest name that the installed release knows.
+Guarantee: `build` returns an instance of the library's own class, or raises `ConfigError` with the section, the key, the value
+and, for an unknown key, the nearest name that the installed release knows.
 """
 
-import difflib
+import contextlib
 import enum
 import inspect
 import typing
@@ -12,11 +12,12 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
-from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
 
+from protocol.config.type_names import nearest
 from protocol.errors import ConfigError
 
 Built = TypeVar("Built")
+_MAX_LINES = 6  # of a library's error
 
 
 def build(section: str, factory: Callable[..., Built], values: dict[str, Any], **ours: Any) -> Built:
@@ -31,42 +32,33 @@ def build(section: str, factory: Callable[..., Built], values: dict[str, Any], *
     Raises:
         ConfigError: the library does not know a key or refuses a value.
     """
+    library = f"{factory.__module__.partition('.')[0]}.{getattr(factory, '__name__', factory)}"
     names = list(inspect.signature(factory).parameters)
     checked = {}
     for key, value in values.items():
         if key not in names:
-            raise ConfigError(f"{section}.{key}: {unknown(key, names, _name(factory))}")
+            hint = nearest(key, names, f"see the documentation of {library}")
+            raise ConfigError(f"{section}.{key}: unknown to {library}; {hint}")
         try:
-            checked[key] = convert(value, type_hint(factory, key), _name(factory))
+            checked[key] = _converted(value, _type_hint(factory, key))
         except ValueError as error:
-            raise ConfigError(f"{section}.{key}: {error}") from error
+            raise ConfigError(f"{section}.{key}: {error} (got {value!r}), says {library}") from error
     try:
         return factory(**checked, **ours)
     except Exception as error:
-        raise ConfigError(f"{section}: refused by {_name(factory)}: {_first_lines(error)}") from error
+        text = str(error) or type(error).__name__
+        shown = "\n".join(text.splitlines()[:_MAX_LINES])
+        raise ConfigError(f"{section}: refused by {library}: {shown}") from error
 
 
-def unknown(key: str, names: list[str], library: str) -> str:
-    """What to say of a key that is not among the `names` that the library knows."""
-    close = difflib.get_close_matches(key, names, n=1)
-    hint = f"did you mean `{close[0]}`?" if close else f"see the documentation of {library}"
-    return f"unknown to {library}; {hint}"
-
-
-def convert(value: Any, hint: Any, library: str) -> Any:
+def _converted(value: Any, hint: Any) -> Any:
     """One value as the type `hint`, e.g. the YAML string `1e-5` as a float.
 
     Raises:
         ValueError: the type cannot hold it.
     """
-    try:
-        adapter: TypeAdapter[Any] = TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True))
-    except (PydanticSchemaGenerationError, PydanticUserError):
-        try:
-            adapter = TypeAdapter(hint)
-        except Exception:  # a type pydantic has no schema for: left to the library
-            return value
-    except Exception:
+    adapter = _adapter(hint)
+    if adapter is None:
         return value
     try:
         result = adapter.validate_python(value)
@@ -74,14 +66,22 @@ def convert(value: Any, hint: Any, library: str) -> Any:
         for kind in (hint, *typing.get_args(hint)):  # vLLM names its enum members in its own messages and flags
             if isinstance(kind, enum.EnumMeta) and isinstance(value, str) and value in kind.__members__:
                 return kind[value]
-        problem = ", or: ".join(sorted({problem["msg"] for problem in error.errors()}))  # a union says one per member
-        raise ValueError(f"{problem} (got {value!r}), says {library}") from error
+        # a union has one problem for each of its types
+        raise ValueError(", or: ".join(sorted({problem["msg"] for problem in error.errors()}))) from error
     if isinstance(value, bool) and not isinstance(result, bool):
-        raise ValueError(f"expected a number, not a boolean (got {value!r}), says {library}")
+        raise ValueError("expected a number, not a boolean")
     return result
 
 
-def type_hint(factory: Callable[..., Any], key: str) -> Any:
+def _adapter(hint: Any) -> TypeAdapter[Any] | None:
+    """None for a type that pydantic has no schema for: its values are left to the library."""
+    for config in (ConfigDict(arbitrary_types_allowed=True), None):  # some types refuse a configuration
+        with contextlib.suppress(Exception):
+            return TypeAdapter(hint, config=config)
+    return None
+
+
+def _type_hint(factory: Callable[..., Any], key: str) -> Any:
     """The type of one argument. One at a time, because vLLM has hints that only resolve while type checking."""
     for owner in inspect.getmro(factory) if inspect.isclass(factory) else (factory,):
         annotation = inspect.get_annotations(owner).get(key)
@@ -92,12 +92,3 @@ def type_hint(factory: Callable[..., Any], key: str) -> Any:
             except (NameError, TypeError):
                 return Any
     return Any
-
-
-def _name(factory: Callable[..., Any]) -> str:
-    return f"{factory.__module__.partition('.')[0]}.{getattr(factory, '__name__', factory)}"
-
-
-def _first_lines(error: Exception) -> str:
-    text = str(error) or type(error).__name__
-    return "\n".join(text.splitlines()[:6])

@@ -1,10 +1,9 @@
 """From a YAML file and `--set` overrides to a `RunConfig`.
 
-Guarantee: every refusal names the file, the line, the key and the value, and where a name is close to a valid one, says
-which. All problems of a file are reported at once.
+Guarantee: every refusal names the file, the line, the key and the value, and for an unknown name the nearest valid one. All
+problems of a file are reported at once.
 """
 
-import difflib
 import re
 from pathlib import Path
 from typing import Any, get_args
@@ -14,7 +13,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from protocol.config.run import RunConfig
-from protocol.config.type_names import expected, is_compound, is_section
+from protocol.config.type_names import expected, is_compound, is_section, nearest
 from protocol.errors import ConfigError
 
 
@@ -35,9 +34,7 @@ def load_config(path: str, overrides: list[str] | None = None) -> RunConfig:
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: expected a mapping with sections such as `model:` and `dataset:`")
     values = {key: value for key, value in values.items() if value is not None}  # `engine:` with nothing below it
-    overridden = set()
-    for override in overrides or []:
-        overridden.add(_apply(values, override))
+    overridden = {_apply(values, override) for override in overrides or []}
     try:
         return RunConfig.model_validate(values)
     except ValidationError as error:
@@ -68,7 +65,7 @@ def _read(path: str) -> str:
 
 
 def _refuse_duplicate_keys(path: str, node: Any) -> None:
-    """YAML would keep the last of two equal keys without a word."""
+    """YAML would silently keep the last of two equal keys."""
     if isinstance(node, yaml.MappingNode):
         lines: dict[str, int] = {}
         for key, value in node.value:
@@ -116,9 +113,10 @@ def _explain(problem: Any, path: str, node: Any, overridden: set[str]) -> str:
     unknown = problem["type"] == "extra_forbidden"
     where = _where(location, path, node, overridden, unknown)
     if unknown:
-        close = difflib.get_close_matches(str(location[-1]), _valid_names(location[:-1]), n=1)
-        hint = f"did you mean `{close[0]}`?" if close else f"valid: {', '.join(_valid_names(location[:-1]))}"
-        return f"{where}: unknown key `{location[-1]}`; {hint}"
+        valid = _valid_names(location[:-1])
+        return (
+            f"{where}: unknown key `{location[-1]}`; {nearest(str(location[-1]), valid, 'valid: ' + ', '.join(valid))}"
+        )
     if problem["type"] == "missing" and field is None:
         return f"{where}: required, but not given"
     shown = problem["input"]
@@ -128,7 +126,7 @@ def _explain(problem: Any, path: str, node: Any, overridden: set[str]) -> str:
 
 
 def _where(location: list[Any], path: str, node: Any, overridden: set[str], unknown: bool = False) -> str:
-    """The override that gave the value, or its line in the file; of an unknown section, also one that names a key in it."""
+    """The override that gave the value, or its line in the file. For an unknown section, an override of a key in it counts."""
     key = ".".join(str(part) for part in location)
     given_by_override = any(
         key == name or key.startswith(f"{name}.") or (unknown and name.startswith(f"{key}.")) for name in overridden
@@ -137,19 +135,17 @@ def _where(location: list[Any], path: str, node: Any, overridden: set[str], unkn
 
 
 def _line(node: Any, location: list[Any]) -> int:
-    """Line of the deepest part of `location` that the file has, from 1."""
+    """The line, from 1, of the deepest part of `location` that the file has."""
     line = 1
     for part in location:
+        places = []
         if isinstance(node, yaml.MappingNode):
-            found = [(key, value) for key, value in node.value if key.value == str(part)]
-            if not found:
-                return line
-            line, node = found[0][0].start_mark.line + 1, found[0][1]
-        elif isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
-            node = node.value[part]
-            line = node.start_mark.line + 1
-        else:
-            return line
+            places = [place for place in node.value if place[0].value == str(part)]
+        elif isinstance(node, yaml.SequenceNode) and isinstance(part, int):
+            places = [(item, item) for item in node.value[part : part + 1]]
+        if not places:
+            break
+        line, node = places[0][0].start_mark.line + 1, places[0][1]
     return line
 
 
@@ -160,15 +156,12 @@ def _compound_field(location: list[Any]) -> tuple[int, FieldInfo | None]:
     for depth, part in enumerate(location, start=1):
         if isinstance(part, int):
             continue
-        field = model.model_fields.get(part)
+        field = model.model_fields.get(part) if model else None
         if field is None:
             break
         if is_compound(field.annotation):
             return depth, field
-        sections = [c for c in (field.annotation, *get_args(field.annotation)) if is_section(c)]
-        if not sections:
-            break
-        model = sections[0]
+        model = _section(field.annotation)
     return len(location), None
 
 
@@ -176,8 +169,11 @@ def _valid_names(location: list[Any]) -> list[str]:
     """Field names of the section at `location`."""
     model: Any = RunConfig
     for part in location:
-        if isinstance(part, int):
-            continue
-        annotation = model.model_fields[part].annotation
-        model = next(c for c in (annotation, *get_args(annotation)) if is_section(c))
+        if not isinstance(part, int):
+            model = _section(model.model_fields[part].annotation)
     return list(model.model_fields)
+
+
+def _section(annotation: Any) -> Any:
+    """The section in a field, or None."""
+    return next((part for part in (annotation, *get_args(annotation)) if is_section(part)), None)

@@ -1,6 +1,6 @@
 """What every section of the configuration has in common.
 
-Guarantee: unknown keys are refused, a section that exists never changes, a switch is no number.
+Guarantee: unknown keys are refused, a section never changes after it was made, and a boolean is no number.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ PositiveSeconds = Annotated[float, Field(gt=0, le=1e9)]
 
 
 def _place_and_name(value: str) -> str:
-    """Of something of the user's: checks the form, not that it is there."""
+    """Checks the form of a user function's name, not that the function exists."""
     place, _, name = value.rpartition(":")
     if not place or not name.isidentifier():
         raise ValueError("expected `module:function` or `path/to/file.py:function`")
@@ -30,7 +30,7 @@ class Section(BaseModel):
 
     @field_validator("*", mode="wrap")
     @classmethod
-    def _no_switch_for_number(cls, value: Any, validate: Callable[[Any], Any]) -> Any:
+    def _no_boolean_for_number(cls, value: Any, validate: Callable[[Any], Any]) -> Any:
         result = validate(value)
         if isinstance(value, bool) and not isinstance(result, bool):
             raise ValueError("expected a number, not a boolean")

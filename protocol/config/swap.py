@@ -1,4 +1,4 @@
-"""The section that says how a producer takes a new policy, and how the swap is proved."""
+"""The section `swap`: how a producer takes a new policy, and how the swap is verified."""
 
 from typing import Annotated, Literal
 

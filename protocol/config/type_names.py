@@ -1,10 +1,11 @@
 """The types of the schema in words, the same on docs/configuration.md and in refusals.
 
-Guarantee: every annotation that protocol/config/run.py may use has words here; another one raises, so that it cannot reach
-the page or a user half described.
+Guarantee: every annotation that the sections use has words here. An annotation without words raises, so that no page and no
+message describes it badly.
 """
 
-from collections.abc import Iterable
+import difflib
+from collections.abc import Iterable, Sequence
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -69,6 +70,12 @@ def is_compound(annotation: Any) -> bool:
     if origin in (Union, UnionType):
         return len([part for part in arguments if part is not NoneType]) > 1
     return origin is tuple
+
+
+def nearest(name: str, names: Sequence[str], otherwise: str) -> str:
+    """A hint for an unknown `name`: the nearest of `names`, or `otherwise`."""
+    close = difflib.get_close_matches(name, names, n=1)
+    return f"did you mean `{close[0]}`?" if close else otherwise
 
 
 def _bounds_in_words(constraints: Iterable[Any]) -> str:

@@ -1,4 +1,4 @@
-"""What the two daemons say to each other, as bytes.
+"""The messages of the two daemons, as bytes.
 
 Guarantee: A message is either whole and within its bounds or refused with a reason; a peer of this schema or of the one
 before is understood. Everything but `protocol.processes` and `protocol.files` may enter; it knows no socket.

@@ -1,7 +1,7 @@
 """An adapter as one blob of bytes, and back to a folder that PEFT and vLLM load.
 
-Guarantee: `unpack` writes only the two named files, and the folder appears under its final name complete or not at all; a
-crash of the machine may take it, as it takes the process that reads it.
+Guarantee: `unpack` writes only the two named files, and the folder appears under its final name complete or not at all. A crash
+of the machine may damage it, but then the process that reads it is gone too.
 """
 
 import hashlib

@@ -1,19 +1,19 @@
 """Messages to frames and back.
 
-Guarantee: `decode` returns exactly the message that was encoded or raises `CodecError`; a frame with any single bit
-flipped, any length, is refused. One message is one frame:
+Guarantee: `decode` returns exactly the message that was encoded or raises `CodecError`. A frame of any length with one bit
+flipped is refused. One message is one frame:
 
     2 bytes   magic b"SL"
     2 bytes   schema version, little-endian
     4 bytes   CRC-32 of the first four bytes and the body, little-endian
     n bytes   body: a msgpack map, `type` names the message
 
-The time to decode grows with the length of the frame and with nothing else. Python does not randomize the hashes of
-numbers and tuples, so a map of them can be made to collide on every key, and takes the square of its length to build:
-a map of more than 15 entries must have text for keys, however deep in a prompt or a column it hides.
+The time to decode grows with the length of the frame and with nothing else. Python does not randomize the hashes of numbers and
+tuples, so all keys of a map can be made to collide, and building it takes the square of its length. Therefore a map of more than
+15 entries must have text for keys, at any depth of a prompt or a column.
 
-A frame says its schema version and has the fields of that schema, no other: those that are newer are left out when a message
-is encoded for an older schema, refused in a frame of it, and have their defaults in what is decoded from it.
+A frame names its schema version and has the fields of that schema only. Fields that are newer are left out when a message is
+encoded for an older schema, are refused in a frame of that schema, and have their defaults in the decoded message.
 """
 
 import struct
@@ -38,7 +38,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class _PackedLease(Lease, frozen=True, forbid_unknown_fields=True, tag="lease"):
-    """A lease whose free-form fields are still msgpack."""
+    """A lease whose free-form fields are not decoded yet."""
 
     prompt: msgspec.Raw
     columns: dict[str, msgspec.Raw]
@@ -48,7 +48,11 @@ class _PackedLease(Lease, frozen=True, forbid_unknown_fields=True, tag="lease"):
 def _as_of(
     schema_version: int, message: type[msgspec.Struct], form: type[msgspec.Struct] | None = None
 ) -> type[msgspec.Struct]:
-    """The message as that schema has it, or the form of it that is given."""
+    """The type of a message in that schema.
+
+    Args:
+        form: a type with the same fields, to use in place of the message's own.
+    """
     kind = form or message
     newer = {name for name, since in SINCE.get(message, {}).items() if since > schema_version}
     if not newer:
@@ -63,11 +67,11 @@ def _as_of(
 
 
 _one_builds = threading.Lock()
-"""msgspec 0.22 lets a thread have a type whose nested types another one still looks up; a decoder made of it crashes."""
+"""While one thread still looks up nested types, msgspec 0.22 gives the type to another thread, whose decoder then crashes."""
 
 
 def _decoder(kinds: Any, schema_version: int) -> tuple[msgspec.msgpack.Decoder[Any], dict[type, type]]:
-    """The decoder of such messages, and by the type that it returns the message's own."""
+    """The decoder of such messages, and the message's own type by the type that the decoder returns."""
     with _one_builds:
         return _built(kinds, schema_version)
 
@@ -90,7 +94,7 @@ _MAX_NESTING = 64  # where it is unpacked level by level: every level reads what
 
 
 class CodecError(ValueError):
-    """A frame that is not one of our messages. The text says why."""
+    """A frame that holds none of our messages. The text says why."""
 
 
 class SchemaMismatchError(CodecError):
@@ -171,12 +175,12 @@ def _decoded(body: memoryview, kinds: Any, schema_version: int) -> Any:
 
 
 def _copied(message: msgspec.Struct, kind: type[msgspec.Struct]) -> msgspec.Struct:
-    """The fields of `message` that `kind` has too; others of `kind` have their defaults."""
+    """A `kind` with the fields that `message` has too. Its other fields have their defaults."""
     return kind(**{name: getattr(message, name) for name in kind.__struct_fields__ if hasattr(message, name)})
 
 
 def _unpacked(packed: msgspec.Raw, nesting: int = 0) -> Any:
-    """The value in `packed`: in one go, or level by level where a byte could be the header of a large map."""
+    """The value in `packed`. It is decoded level by level if any byte could be the header of a large map."""
     copy = bytes(packed)
     if len(copy) < _SMALLEST_LARGE_MAP or not (_LARGE_MAPS[0] in copy or _LARGE_MAPS[1] in copy):
         return _anything.decode(copy)

@@ -1,8 +1,8 @@
-"""Digests that tell whether two processes hold the same base model and tokenizer, without loading either.
+"""Digests that tell whether two processes have the same base model and tokenizer, without loading either.
 
-Guarantee: equal folders give equal digests on every machine; another fine-tune of the same architecture gives another
-one. Weights are sampled (16 evenly spaced MiB per file, with its size), so a 70B model takes milliseconds, not minutes. Where the
-Python files of a model are run (`model.trust_remote_code`), they are part of both.
+Guarantee: equal folders have equal digests on every machine, and another fine-tune of the same architecture has another one.
+Weights are sampled (16 evenly spaced MiB per file, and its size), so a 70B model takes milliseconds, not minutes. Where the
+Python files of a model are run (`model.trust_remote_code`), both digests include them.
 """
 
 import contextlib

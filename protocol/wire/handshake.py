@@ -1,7 +1,7 @@
 """Whether an engine can serve a trainer, decided before any work starts.
 
-Guarantee: `problems` is empty exactly when every group of that engine is usable by that trainer; each problem is a
-sentence that ends with the fix.
+Guarantee: `problems` is empty exactly when the trainer can use every group of that engine. Each problem is a sentence that ends
+with the fix.
 """
 
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ def problems(needs: TrainerNeeds, facts: EngineFacts, swap_mode: str = "adapter"
     """Every reason to refuse an engine, with its fix; empty if there is none.
 
     Args:
-        swap_mode: how it takes new policies; one that merges them into its weights needs no LoRA slots.
+        swap_mode: how the engine takes new policies. With `merged` it needs no LoRA slots.
     """
     found = []
     if facts.base_model_digest != needs.base_model_digest:

@@ -1,6 +1,6 @@
 """The two forms of a prompt, and how they become tokens.
 
-Guarantee: both daemons tell a chat prompt from a malformed one alike, and count its tokens alike.
+Guarantee: both daemons accept the same prompts and count the same tokens in them.
 """
 
 from typing import Any

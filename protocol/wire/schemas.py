@@ -1,4 +1,4 @@
-"""The versions of the wire, and what each has brought.
+"""The versions of the wire, and what each of them added.
 
 Guarantee: this release talks with the one before. A change of the wire adds fields with defaults at the end of a message,
 names them in `SINCE` and raises `SCHEMA_VERSION` by one.
@@ -10,7 +10,7 @@ from protocol.wire.messages import Group, Heartbeat, Hello, Lease, Policy, Polic
 
 SCHEMA_VERSION = 2
 READABLE_SCHEMAS = (SCHEMA_VERSION - 1, SCHEMA_VERSION)
-"""What a peer may speak: this release's schema, or that of the release before."""
+"""The schemas that a peer may use: this release's, and that of the release before."""
 
 SINCE: dict[type[Struct], dict[str, int]] = {
     Hello: {"release": 2, "swap_mode": 2, "evaluates": 2, "run_id": 2},
@@ -19,15 +19,15 @@ SINCE: dict[type[Struct], dict[str, int]] = {
     Heartbeat: {"idle_s": 2, "refused_version": 2, "refusal": 2},
     Group: {"token_versions": 2, "sampled": 2, "episodes": 2},
 }
-"""The schema that brought a field, of those that are not in schema 1. Entries stay for ever, because journals do."""
+"""The schema that added a field. Fields of schema 1 have no entry, and no entry is ever removed, because journals stay."""
 
 SINCE_MESSAGES: dict[type[Struct], int] = {PolicyRequest: 2, PolicyOffer: 2}
-"""The schema that brought a message, of those that are not in schema 1; a peer of an older one is never sent it."""
+"""The schema that added a message. A peer of an older schema is never sent it."""
 
 
 def group_schema(*fields: str) -> int:
-    """The oldest schema that says all of a Group in which these fields are not empty. Journals keep groups in it, so that the
-    release before reads them too where it can."""
+    """The oldest schema that can express a Group in which these fields are not empty. Journals keep groups in it, so that the
+    release before can read them too."""
     return max((SINCE[Group].get(field, 1) for field in fields), default=1)
 
 
