@@ -5,15 +5,16 @@ error and ends the process with its own exit code; with `--once`, `ExitCode.NO_A
 """
 
 import argparse
-import dataclasses
 import io
 import sys
 import time
 from collections import deque
+from contextlib import nullcontext
 from typing import NoReturn
 from urllib.parse import urlsplit
 
-from rich.console import Console
+from msgspec.structs import replace
+from rich.console import Console, RenderableType
 from rich.live import Live
 
 from protocol.errors import ConfigError, ExitCode
@@ -58,8 +59,8 @@ class _Watch:
         self._looks.append((now, ask(find_daemons(self._run, self._addresses))))
         while now - self._looks[0][0] > WINDOW_S:
             self._looks.popleft()
-        shown = read([answers for _, answers in self._looks], {})
-        return dataclasses.replace(shown, at=shown.at or time.time(), rewards=self._rewards(shown))
+        shown = read([answers for _, answers in self._looks])
+        return replace(shown, at=shown.at or time.time(), rewards=self._rewards(shown))
 
     def _rewards(self, shown: View) -> dict[int, float]:
         """The rewards in the run's file; where there is none, those that were seen."""
@@ -79,7 +80,8 @@ def _once(watch: _Watch, chosen: argparse.Namespace) -> ExitCode:
         found = shown.as_dict() | {"warnings": [warning._asdict() for warning in warnings(shown)]}
         sys.stdout.write(encode_page(found))
     else:
-        _print(Console(), shown)
+        console = Console()
+        console.print(_rendered(shown, console))
     return ExitCode.OK if shown.answers else ExitCode.NO_ANSWER
 
 
@@ -93,21 +95,20 @@ def rewards_of_steps(run: RunReader | None) -> dict[int, float]:
     return {step: reward for step, reward in found.items() if isinstance(step, int) and isinstance(reward, int | float)}
 
 
-def _print(console: Console, shown: View) -> None:
-    console.print(render(shown, warnings(shown), console.width))
+def _rendered(shown: View, console: Console) -> RenderableType:
+    return render(shown, warnings(shown), console.width)
 
 
 def _forever(watch: _Watch, every_s: float) -> NoReturn:
     """Redraws on a terminal; elsewhere writes one view below the other."""
     console = Console()
-    if not console.is_terminal:
+    with Live(console=console, auto_refresh=False) if console.is_terminal else nullcontext() as live:
         while True:
-            _print(console, watch.look())
-            time.sleep(every_s)
-    with Live(console=console, auto_refresh=False) as live:
-        while True:
-            shown = watch.look()
-            live.update(render(shown, warnings(shown), console.width), refresh=True)
+            shown = _rendered(watch.look(), console)
+            if live is None:
+                console.print(shown)
+            else:
+                live.update(shown, refresh=True)
             time.sleep(every_s)
 
 

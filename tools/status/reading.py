@@ -3,7 +3,7 @@
 Guarantee: pure; a number that nobody says is None.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -20,12 +20,8 @@ _FIRST_STEPS, _LATE_S, _LATE_PACES = 3, 10.0, 5.0
 Daemon = TypeVar("Daemon", TrainerView, ProducerView)
 
 
-def read(looks: Sequence[Sequence[Answer]], rewards: Mapping[int, float]) -> View:
-    """
-    Args:
-        looks: what all daemons said at each of the last looks, oldest first.
-        rewards: of the last steps, as far as they are known.
-    """
+def read(looks: Sequence[Sequence[Answer]]) -> View:
+    """The view of what all daemons said at each of the last looks, oldest first."""
     newest = looks[-1]
     trainers = [answer for answer in newest if answer.job == "rl-trainer"]
     trainer = min(trainers, key=lambda answer: answer.error is not None, default=None)
@@ -39,7 +35,6 @@ def read(looks: Sequence[Sequence[Answer]], rewards: Mapping[int, float]) -> Vie
         at=max((answer.at for answer in newest), default=0.0),
         trainer=None if trainer is None else _trainer(trainer, _said(looks, trainer)),
         producers=[producers[name] for name in sorted(producers)],
-        rewards=dict(rewards),
         silent={answer.source.address: answer.error or "" for answer in newest if answer.job is None},
     )
 

@@ -4,11 +4,10 @@ Guarantee: plain values; what is not known is None or missing. The fields are th
 (docs/monitoring.md), so that a field is renamed only with a note in CHANGELOG.md.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 from msgspec import Struct, field
+from msgspec.structs import asdict
 
 
 class TrainerView(Struct, frozen=True, kw_only=True):
@@ -106,8 +105,7 @@ class ProducerView(Struct, frozen=True, kw_only=True):
     swap_last_s: float | None = None
 
 
-@dataclass(frozen=True)
-class View:
+class View(Struct, frozen=True, kw_only=True):
     """The whole run.
 
     Args:
@@ -119,22 +117,20 @@ class View:
     at: float
     trainer: TrainerView | None
     producers: list[ProducerView]
-    rewards: dict[int, float]
     silent: dict[str, str]
+    rewards: dict[int, float] = {}
 
     @property
     def answers(self) -> bool:
         """Whether any daemon does."""
-        daemons: list[TrainerView | ProducerView] = [*self.producers, *([self.trainer] if self.trainer else [])]
-        return any(daemon.address is not None and daemon.error is None for daemon in daemons)
+        daemons = (self.trainer, *self.producers)
+        return any(daemon is not None and daemon.address is not None and daemon.error is None for daemon in daemons)
 
     def as_dict(self) -> dict[str, Any]:
         """All of it as `--json` shows it."""
-        return {
-            "at": self.at,
+        return asdict(self) | {
             "answers": self.answers,
-            "trainer": None if self.trainer is None else msgspec.structs.asdict(self.trainer),
-            "producers": [msgspec.structs.asdict(producer) for producer in self.producers],
+            "trainer": self.trainer and asdict(self.trainer),
+            "producers": [asdict(producer) for producer in self.producers],
             "rewards": [{"step": step, "reward": reward} for step, reward in self.rewards.items()],
-            "silent": self.silent,
         }

@@ -1,6 +1,6 @@
 """What is wrong with a run, in words, and what to do about it.
 
-Guarantee: pure; one rule per known trouble; every threshold stands in `THRESHOLDS`, and a rule whose numbers are not known
+Guarantee: pure; one rule per known trouble; every threshold stands in `LIMITS`, and a rule whose numbers are not known
 says nothing. docs/monitoring.md lists the rules by name.
 """
 
@@ -32,7 +32,7 @@ class Thresholds:
     heard_s: float = 5.0
 
 
-THRESHOLDS = Thresholds()
+LIMITS = Thresholds()
 
 
 class Warned(NamedTuple):
@@ -51,22 +51,22 @@ class Warned(NamedTuple):
 Found = Iterator[tuple[str, str]]
 """What is wrong, and what to do about it."""
 
-Rule = Callable[[View, TrainerView, Thresholds], Found]
+Rule = Callable[[View, TrainerView], Found]
 """The trainer's numbers are all None where there is no trainer."""
 
 
-def warnings(view: View, thresholds: Thresholds = THRESHOLDS) -> list[Warned]:
+def warnings(view: View) -> list[Warned]:
     """The rules that apply, the worst first."""
     trainer = view.trainer or TrainerView()
-    return [Warned(name, *found) for name, rule in RULES.items() for found in rule(view, trainer, thresholds)]
+    return [Warned(name, *found) for name, rule in RULES.items() for found in rule(view, trainer)]
 
 
-def _nothing_answers(view: View, *_: object) -> Found:
+def _nothing_answers(view: View, _: TrainerView) -> Found:
     if not view.answers:
         yield "no daemon of this run answers", "start rl-trainer and rl-producer, or name their addresses with --url"
 
 
-def _daemon_gone(view: View, trainer: TrainerView, _: Thresholds) -> Found:
+def _daemon_gone(view: View, trainer: TrainerView) -> Found:
     gone = [(f"the trainer at {trainer.address}", trainer.error, "rl-trainer --resume goes on")]
     cure = "start it again; its prompts go out again by themselves"
     gone += [(f"producer {producer.name}", producer.error, cure) for producer in view.producers]
@@ -76,7 +76,7 @@ def _daemon_gone(view: View, trainer: TrainerView, _: Thresholds) -> Found:
             yield f"{name}: {error}", "use the rl-status of its release" if error == NO_STATUS else cure
 
 
-def _not_ready(view: View, trainer: TrainerView, _: Thresholds) -> Found:
+def _not_ready(view: View, trainer: TrainerView) -> Found:
     reasons = [("the trainer", trainer.not_ready)]
     reasons += [(f"producer {producer.name}", producer.not_ready) for producer in view.producers]
     for name, not_ready in reasons:
@@ -96,29 +96,29 @@ _CURES = {
 }
 
 
-def _nonfinite_steps(view: View, trainer: TrainerView, _: Thresholds) -> Found:
+def _nonfinite_steps(view: View, trainer: TrainerView) -> Found:
     if count := trainer.nonfinite_steps:
         text = f"{_number_of(count, 'step')} of this process had a NaN or infinite loss or gradient"
         yield text, "lower trainer.learning_rate, bound the ratio (correction.preset), go back to a checkpoint"
 
 
-def _no_progress(view: View, trainer: TrainerView, limits: Thresholds) -> Found:
+def _no_progress(view: View, trainer: TrainerView) -> Found:
     since_s, pace_s = trainer.since_last_step_s, trainer.step_pace_s
-    if since_s is not None and pace_s is not None and since_s > max(limits.no_step_s, limits.step_paces * pace_s):
+    if since_s is not None and pace_s is not None and since_s > max(LIMITS.no_step_s, LIMITS.step_paces * pace_s):
         yield (
             f"no step for {since_s:.0f} s, at a pace of one in {pace_s:.1f} s",
             "its log says whom the trainer waits for; it ends with code 75 after pipeline.stall_timeout_s",
         )
 
 
-def _disk_nearly_full(view: View, trainer: TrainerView, limits: Thresholds) -> Found:
+def _disk_nearly_full(view: View, trainer: TrainerView) -> Found:
     used, limit = trainer.disk_used_share, trainer.disk_limit_share
-    if used is not None and limit is not None and used > limits.disk_share * limit:
+    if used is not None and limit is not None and used > LIMITS.disk_share * limit:
         stopped = "no leases are given until there is room" if used > limit else f"leases stop at {percent(limit)}"
         yield f"the disk of run_dir is {percent(used)} full, {stopped}", "make room, or raise replay.max_disk_used"
 
 
-def _swaps_refused(view: View, *_: object) -> Found:
+def _swaps_refused(view: View, _: TrainerView) -> Found:
     cure = "it goes on with the one before; its log and the trainer's say why"
     for producer in view.producers:
         if (version := producer.refused_version) is not None and version >= 0:
@@ -127,79 +127,79 @@ def _swaps_refused(view: View, *_: object) -> Found:
             yield f"producer {producer.name} refused {_number_of(count, 'policy version')} since its start", cure
 
 
-def _heartbeat_stale(view: View, _: TrainerView, limits: Thresholds) -> Found:
+def _heartbeat_stale(view: View, _: TrainerView) -> Found:
     for producer in view.producers:
-        if producer.heard_s is not None and producer.heard_s > limits.heard_s:
+        if producer.heard_s is not None and producer.heard_s > LIMITS.heard_s:
             yield (
                 f"the trainer has not heard producer {producer.name} for {producer.heard_s:.0f} s",
                 "look at its machine; after transport.heartbeat_timeout_s its prompts go out again",
             )
 
 
-def _trainer_starved(view: View, trainer: TrainerView, limits: Thresholds) -> Found:
-    if trainer.wait_share is None or trainer.wait_share <= limits.wait_share:
+def _trainer_starved(view: View, trainer: TrainerView) -> Found:
+    if trainer.wait_share is None or trainer.wait_share <= LIMITS.wait_share:
         return
     cure = "add a producer or raise pipeline.max_staleness"
     if trainer.max_staleness == 0:
         cure = "with pipeline.max_staleness 0 the two take turns; 1 lets them work at the same time"
-    elif min(_idle_shares(view), default=0.0) > limits.idle_share:
+    elif min(_idle_shares(view), default=0.0) > LIMITS.idle_share:
         cure = "producers idle too: raise pipeline.max_staleness"
     yield f"trainer waits {percent(trainer.wait_share)} of the time for rollouts", cure
 
 
-def _producer_idle(view: View, _: TrainerView, limits: Thresholds) -> Found:
+def _producer_idle(view: View, _: TrainerView) -> Found:
     for producer in view.producers:
-        if producer.idle_share is not None and producer.idle_share > limits.idle_share:
+        if producer.idle_share is not None and producer.idle_share > LIMITS.idle_share:
             text = f"producer {producer.name} has nothing to do {percent(producer.idle_share)} of the time"
             yield text, "raise pipeline.max_staleness, or do with fewer producers"
 
 
-def _staleness_at_bound(view: View, trainer: TrainerView, limits: Thresholds) -> Found:
+def _staleness_at_bound(view: View, trainer: TrainerView) -> Found:
     mean, bound, idle = trainer.staleness_mean, trainer.max_staleness, _idle_shares(view)
-    if mean is None or not bound or not idle or sum(idle) / len(idle) <= limits.held_back_share:
+    if mean is None or not bound or not idle or sum(idle) / len(idle) <= LIMITS.held_back_share:
         return
-    if mean > limits.staleness_share * bound:
+    if mean > LIMITS.staleness_share * bound:
         yield (
             f"staleness is at its bound, {mean:.1f} of {bound:.0f} versions, and producers stop for it",
             "training is the bottleneck: more groups per step, or fewer producers",
         )
 
 
-def _effective_sample_low(view: View, trainer: TrainerView, limits: Thresholds) -> Found:
+def _effective_sample_low(view: View, trainer: TrainerView) -> Found:
     share = trainer.effective_sample_share
-    if share is not None and share < limits.effective_sample_share:
+    if share is not None and share < LIMITS.effective_sample_share:
         cure = "too far off-policy: lower pipeline.max_staleness (or `auto`), or the learning rate"
         yield f"the effective sample size is {percent(share)} of the tokens", cure
 
 
-def _completions_truncated(view: View, trainer: TrainerView, limits: Thresholds) -> Found:
-    if (share := trainer.truncated_share or 0.0) > limits.truncated_share:
+def _completions_truncated(view: View, trainer: TrainerView) -> Found:
+    if (share := trainer.truncated_share or 0.0) > LIMITS.truncated_share:
         cure = "raise sampling.max_completion_length, or punish length (rewards)"
         yield f"{percent(share)} of the completions are cut off at the greatest length", cure
 
 
-def _zero_signal(view: View, trainer: TrainerView, limits: Thresholds) -> Found:
-    if (share := trainer.zero_signal_share or 0.0) > limits.zero_signal_share:
+def _zero_signal(view: View, trainer: TrainerView) -> Found:
+    if (share := trainer.zero_signal_share or 0.0) > LIMITS.zero_signal_share:
         cure = "an easier or harder mix of prompts; replay.mode: signal fills the batches"
         yield f"{percent(share)} of the groups have nothing to teach, all their rewards are equal", cure
 
 
-def _dead_letters(view: View, trainer: TrainerView, limits: Thresholds) -> Found:
+def _dead_letters(view: View, trainer: TrainerView) -> Found:
     given_up = trainer.dead_letters or 0
     answered = sum(trainer.groups_received.get(outcome, 0) for outcome in ("accepted", "no_signal"))
-    if given_up > limits.num_dead_letters and given_up > limits.dead_letter_share * (given_up + answered):
+    if given_up > LIMITS.num_dead_letters and given_up > LIMITS.dead_letter_share * (given_up + answered):
         text = f"{percent(given_up / (given_up + answered))} of the prompts were given up, {given_up}"
         yield text, "rl-journal quarantine says which and why"
 
 
-def _connections_refused(view: View, trainer: TrainerView, _: Thresholds) -> Found:
+def _connections_refused(view: View, trainer: TrainerView) -> Found:
     for reason, count in trainer.connections_refused.items():
         if count:
             what = f"{_number_of(count, 'connection')} refused since the trainer's start: {reason.replace('_', ' ')}"
             yield what, "its log says whose; `rl-keys authorize` lets a key in"
 
 
-def _frames_refused(view: View, trainer: TrainerView, _: Thresholds) -> Found:
+def _frames_refused(view: View, trainer: TrainerView) -> Found:
     if count := trainer.frames_refused:
         text = f"{_number_of(count, 'frame')} that came in {'was' if count == 1 else 'were'} no message"
         yield text, "something else talks to the endpoint; rl-journal quarantine shows them"

@@ -12,13 +12,13 @@ from tools.status.view import TrainerView
 
 
 def trainer_of(*looks: list[Answer]) -> TrainerView:
-    trainer = read(looks, {}).trainer
+    trainer = read(looks).trainer
     assert trainer is not None
     return trainer
 
 
 def test_the_numbers_of_one_look() -> None:
-    shown = read([[answer(), answer(PRODUCER)]], {30: 0.75})
+    shown = read([[answer(), answer(PRODUCER)]])
     trainer = shown.trainer
     assert trainer is not None
     assert (trainer.run, trainer.step, trainer.max_steps, trainer.policy_version) == ("ab12", 30, 60, 30)
@@ -57,7 +57,7 @@ def test_rates_are_over_the_looks_once_these_span_long_enough() -> None:
             swap_seconds_sum=7,
         ),
     ]  # fmt: skip
-    trainer, near = trainer_of(before, after), read([before, after], {}).producers[1]
+    trainer, near = trainer_of(before, after), read([before, after]).producers[1]
     assert (trainer.rates_since_start, trainer.rates_over_s) == (False, 20.0)
     assert trainer.wait_share == pytest.approx(0.5)
     assert trainer.step_pace_s == pytest.approx(5.0)
@@ -70,7 +70,7 @@ def test_rates_are_over_the_looks_once_these_span_long_enough() -> None:
 def test_the_last_swap_is_that_of_the_newest_interval_that_had_one() -> None:
     swaps = [(1000.0, 30, 6.0), (1002.0, 31, 6.5), (1004.0, 31, 6.5)]
     looks = [[answer(PRODUCER, at=at, swap_seconds_count=count, swap_seconds_sum=total)] for at, count, total in swaps]
-    (producer,) = read(looks, {}).producers
+    (producer,) = read(looks).producers
     assert producer.swap_last_s == pytest.approx(0.5)
     assert producer.swap_mean_s == pytest.approx(6.5 / 31)
 
@@ -95,7 +95,7 @@ def test_while_no_step_ends_rates_are_those_since_the_start() -> None:
 @pytest.mark.parametrize(("span_s", "share"), [(9.0, 0.2), (10.0, 1.0)])
 def test_looks_that_span_less_than_ten_seconds_give_no_rates(span_s: float, share: float) -> None:
     looks = [[answer(PRODUCER)], [answer(PRODUCER, at=1000.0 + span_s, idle_seconds=22.5)]]
-    (producer,) = read(looks, {}).producers
+    (producer,) = read(looks).producers
     assert producer.rates_since_start is (span_s < 10)
     assert producer.idle_share == pytest.approx(share)
 
@@ -111,13 +111,13 @@ def test_a_trainer_that_trains_from_a_journal_has_no_pipeline() -> None:
     look = [answer(numbers={"step": 3, "max_steps": 9, "reward": 0.5})]
     trainer = trainer_of(look)
     assert (trainer.step, trainer.policy_version, trainer.wait_share) == (3, None, None)
-    assert read([look], {}).producers == []
+    assert read([look]).producers == []
 
 
 def test_a_daemon_that_does_not_answer_keeps_its_name_and_its_reason() -> None:
     gone = Answer(PRODUCER._replace(process_gone=True), 1000.0, error="gone")
     stranger = Answer(DaemonAddress("h:9"), 1000.0, error="connection refused")
-    shown = read([[Answer(TRAINER, 1000.0, error="timed out"), gone, stranger]], {})
+    shown = read([[Answer(TRAINER, 1000.0, error="timed out"), gone, stranger]])
     assert shown.trainer is not None
     assert shown.trainer.error == "timed out"
     assert [(producer.name, producer.error) for producer in shown.producers] == [("gpu0-7-ab", "gone")]
@@ -131,7 +131,7 @@ def test_a_trainer_that_answers_counts_before_one_that_was_killed() -> None:
 
 
 def test_producers_alone_are_shown_too() -> None:
-    shown = read([[answer(PRODUCER, not_ready={"trainer": "not connected"})]], {})
+    shown = read([[answer(PRODUCER, not_ready={"trainer": "not connected"})]])
     assert shown.trainer is None
     assert shown.producers[0].not_ready == {"trainer": "not connected"}
     assert shown.producers[0].lag is None
@@ -153,7 +153,7 @@ def test_every_number_of_these_tests_is_declared_by_a_daemon() -> None:
 
 
 def test_every_field_of_the_view_has_its_number() -> None:
-    shown = read([[answer(not_ready={"phase": "x"}), answer(PRODUCER, not_ready={"phase": "x"})]], {})
+    shown = read([[answer(not_ready={"phase": "x"}), answer(PRODUCER, not_ready={"phase": "x"})]])
     for daemon in (shown.trainer, shown.producers[1]):
         assert daemon is not None
         missing = {name for name, value in msgspec.structs.asdict(daemon).items() if value is None or value == {}}

@@ -4,6 +4,7 @@ import io
 import re
 
 import pytest
+from msgspec.structs import replace
 from rich.cells import cell_len
 from rich.console import Console
 
@@ -16,7 +17,7 @@ from tools.status.warnings import warnings
 
 
 def full_view() -> View:
-    return read([[answer(), answer(PRODUCER)]], {step: step / 100 for step in range(1, 200)})
+    return replace(read([[answer(), answer(PRODUCER)]]), rewards={step: step / 100 for step in range(1, 200)})
 
 
 def lines(view: View, width: int, color: bool = False) -> list[str]:
