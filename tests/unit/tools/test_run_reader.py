@@ -31,6 +31,7 @@ def test_lines_of_either_release_are_read_and_torn_or_strange_ones_left_out(run:
     (run.folder / "steps.jsonl").write_text('{"step": 2, "loss": null}\nno JSON\n[3]\n{"step": 3, "lo')
     both = [{"step": 1, "loss": None}, {"step": 2, "loss": None}]
     assert run.steps() == run.newest_steps(10_000) == both
+    assert run.newest_steps(60) == both[1:], "however long the file is"
 
 
 def test_each_producer_has_a_timeline(run: RunReader) -> None:

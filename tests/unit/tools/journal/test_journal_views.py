@@ -148,19 +148,7 @@ def test_the_lineage_of_a_step_among_several_iterations(command: Command) -> Non
         journal.note_policy(1, 1, "d1")
     lines = command.lines("lineage", "2")
     assert lines[0] == "step 2 trains 1 groups, as all of steps 1 to 3; it has not ended"
-    assert lines[3].split() == [
-        "0",
-        "first",
-        "0-0-0-1-s",
-        "0",
-        "0",
-        "-",
-        "0.500",
-        "mixed",
-        "1/2",
-        "4",
-        "p",
-    ]
+    assert lines[3].split() == ["0", "first", "0-0-0-1-s", "0", "0", "-", "0.500", "mixed", "1/2", "4", "p"]
 
 
 def test_the_lineage_of_a_step_in_which_groups_replay(journal: Journal, command: Command) -> None:

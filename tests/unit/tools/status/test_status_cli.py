@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import pty
-import re
 import signal
 import subprocess
 import sys
@@ -19,8 +18,7 @@ from protocol.errors import ExitCode
 from protocol.service import exposition
 from protocol.service.health import Health
 from protocol.service.systemd import Notifier
-from tools.run_reader import RunReader
-from tools.status.cli import main, rewards_of_steps
+from tools.status.cli import main
 from tools.status.view import ProducerView, TrainerView
 from tools.status.warnings import RULES
 
@@ -146,18 +144,3 @@ def test_it_starts_without_the_heavy_libraries() -> None:
     code = f"import sys, tools.status.cli; print([name for name in {heavy} if name in sys.modules])"
     checked = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
     assert checked.stdout == "[]\n"
-
-
-def test_the_end_of_a_long_steps_file_is_enough(tmp_path: Path) -> None:
-    lines = [json.dumps({"step": step, "reward": step / 2, "filler": "x" * 2000}) for step in range(1, 1001)]
-    (tmp_path / "steps.jsonl").write_text("\n".join(lines) + "\n")
-    rewards = rewards_of_steps(RunReader(tmp_path))
-    assert 200 < len(rewards) < 400
-    assert list(rewards) == list(range(1001 - len(rewards), 1001))
-    assert rewards[1000] == 500.0
-    assert rewards_of_steps(RunReader(tmp_path / "no")) == rewards_of_steps(None) == {}
-
-
-def test_help_says_how_to_call_it(capsys: pytest.CaptureFixture[str]) -> None:
-    assert ended("--help") == 0
-    assert re.search(r"--url HOST:PORT", capsys.readouterr().out)
