@@ -1,5 +1,5 @@
-"""Requests of clients in the engine: what was asked, what was sampled, what may be trained of it.
+"""Requests of clients in the engine: what they ask for, what was sampled for them, and what of it may be trained.
 
-Guarantee: Every sampled token is kept with its log-prob and its policy version until somebody scores it or it is dropped.
+Guarantee: every sampled token is kept with its log-prob and its policy version until somebody scores it or it is dropped.
 Serving, environments and rollouts may enter.
 """

@@ -1,7 +1,7 @@
 """One request of a client in the engine, and what was sampled for it.
 
-Guarantee: every sampled token is noted with its log-prob and the policy version that sampled it; after `close` nothing of the
-call is in the engine.
+Guarantee: every sampled token is kept with its log-prob and the policy version that sampled it. After `close` nothing of the call
+is in the engine.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from producer.interfaces import Adapter
 
 @dataclass
 class Sampled:
-    """One completion. The three lists are of equal length; `finish_reason` is None until it has ended."""
+    """One completion. The three lists have equal lengths; `finish_reason` is None until the completion has ended."""
 
     prompt_ids: list[int]
     token_ids: list[int] = field(default_factory=list)
@@ -40,12 +40,12 @@ class Call:
         self._sampled: dict[tuple[str, int], Sampled] = {}
 
     def add(self, request_id: str, generator: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
-        """What it samples for one of its prompts. The generator itself calls `note_reader` whenever it goes on."""
+        """Adds the generator that samples for one of the call's prompts. It calls `note_reader` whenever it goes on."""
         self._generators[request_id] = generator
         return generator
 
     def note_reader(self, request_id: str) -> None:
-        """The current task reads this generator. Of several prompts vLLM reads each in tasks of its own."""
+        """Notes that the current task reads this generator; vLLM reads each of several prompts in tasks of its own."""
         self._readers[request_id] = asyncio.current_task()
 
     def of(self, request_id: str, index: int, prompt_ids: list[int]) -> Sampled:
@@ -58,7 +58,7 @@ class Call:
 
     @property
     def version(self) -> int:
-        """The oldest that sampled a token."""
+        """The oldest version that sampled a token."""
         return min((min(each.token_versions, default=self.adapter.version) for each in self.sampled), default=-1)
 
     @property
@@ -67,16 +67,16 @@ class Call:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Once per prompt."""
+        """Counts every prompt once."""
         prompts = {request_id: len(each.prompt_ids) for (request_id, _), each in self._sampled.items()}
         return sum(prompts.values())
 
     async def close(self) -> None:
-        """Nothing is waited for before everything has been told to end."""
+        """Ends all generators. It tells each of them to end before it waits for the first."""
         readers = []
         for request_id, generator in self._generators.items():
             reader = self._readers.get(request_id)
-            if reader is not None and generator.ag_running:  # it can be closed by nobody else
+            if reader is not None and generator.ag_running:  # nobody else can close it
                 reader.cancel()
                 readers.append(reader)
         for generator in self._generators.values():
@@ -87,7 +87,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Answer:
-    """A whole answer, as OpenAI has it."""
+    """A whole answer in OpenAI's form."""
 
     body: dict[str, Any]
 
@@ -103,5 +103,5 @@ class Answering(Protocol):
     """What the endpoint needs of `producer.engine.openai_server`."""
 
     async def answer(self, request: ServedRequest, call: Call) -> Answer | Stream:
-        """Raises RefusedError for a request that vLLM refuses."""
+        """Answers the request, or raises RefusedError if vLLM refuses it."""
         ...

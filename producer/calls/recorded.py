@@ -1,8 +1,8 @@
-"""What this engine sampled for calls that may be trained, until somebody scores it.
+"""The calls that this engine sampled and that may be trained, until somebody scores them.
 
 Guarantee: a token that is found here was sampled by this engine behind exactly the tokens that stand before it, as the run
-samples, and comes with the log-prob and the policy version that it was sampled with. A call that was taken out is not found
-again. What is kept is bounded in bytes and in time; the oldest goes first.
+samples, and has the log-prob and the policy version that it was sampled with. A call that was removed is not found again. The
+records are bounded in bytes and in time; the oldest goes first.
 """
 
 import time
@@ -75,7 +75,7 @@ class RecordedCalls:
         return len(self._calls)
 
     def note(self, sampled: Sampled) -> None:
-        """A completion that was answered."""
+        """Records a completion that was answered."""
         if not sampled.token_ids or not sampled.prompt_ids:
             return
         call = RecordedCall(
@@ -93,9 +93,9 @@ class RecordedCalls:
         self._make_room()
 
     def find(self, token_ids: NDArray[np.int32], taken: set[RecordedCall]) -> list[Span]:
-        """What was sampled of a sequence (int32, (T,)): spans in order that do not overlap. Of calls with the same prompt
-        that one which has most tokens in common with the sequence, of several such the shortest, so that one that goes on is
-        left to a sequence that does, and then the newest.
+        """Finds what was sampled of a sequence (int32, (T,)), as spans in order that do not overlap. Of several calls with
+        the same prompt it takes the one that has most tokens in common with the sequence; of several such the shortest, so
+        that a longer one is left to a sequence that goes on like it; and of those the newest.
 
         Args:
             taken: calls that are not to be used.
@@ -119,7 +119,7 @@ class RecordedCalls:
         return spans
 
     def remove(self, calls: Iterable[RecordedCall]) -> None:
-        """They are not found again."""
+        """Removes the calls, so that they are not found again."""
         for call in calls:
             if call in self._calls:
                 self._remove(call)
@@ -158,7 +158,7 @@ def _fit(span: Span) -> tuple[int, int]:
 
 
 def _common_length(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
-    """Of what both begin with."""
+    """The length of what both begin with."""
     length = min(len(one), len(other))
     differs = one[:length] != other[:length]
     return int(differs.argmax()) if differs.any() else length

@@ -1,7 +1,7 @@
-"""What clients may ask for.
+"""The requests that clients may send.
 
-Guarantee: of a request that passes, every field is known to be harmless to the engine and to its log-probs' meaning, whatever
-its value; types and bounds are vLLM's to check. Fields that could reach files, other hosts, the scheduler or the weights of
+Guarantee: every field of a request that passes is harmless to the engine and to the meaning of its log-probs, whatever its value;
+vLLM checks types and bounds. Fields that could reach files, other hosts, the scheduler or the weights of
 the distribution (structured outputs, custom templates, images, priorities, token masks) are refused by name.
 """
 
@@ -89,7 +89,7 @@ def check_request(kind: Kind, values: dict[str, Any]) -> ServedRequest:
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """A JSON object, without the numbers that JSON does not have.
+    """Reads a JSON object, without the numbers that JSON does not have.
 
     Raises:
         RefusedError: the body is none.
@@ -98,7 +98,8 @@ def parse_object(body: bytes) -> dict[str, Any]:
 
 
 def decode_body(body: bytes, kind: type[Body], what: str) -> Body:
-    """
+    """Reads a body of a known type.
+
     Raises:
         RefusedError: the body is not of this kind.
     """

@@ -1,5 +1,5 @@
-"""Environments and agents: pools of them, programs of other libraries, Atropos.
+"""Environments and agents: the pool of environments, programs of other libraries, and Atropos.
 
-Guarantee: An episode's tokens are those that the engine sampled; whatever an environment does, the producer goes on. Rollouts
+Guarantee: an episode's tokens are those that the engine sampled; whatever an environment does, the producer goes on. Rollouts
 and serving may enter.
 """

@@ -1,4 +1,4 @@
-"""What an outside agent had sampled for one completion of a task.
+"""The calls of an outside agent for one completion of a task.
 
 Guarantee: every token that the policy sampled for an answered call is in a record once, behind exactly the tokens that it saw,
 and every call was sampled as the run is.
@@ -32,7 +32,7 @@ class AgentEpisode:
     failure: str = ""
 
     def note(self, sampled: Sampled) -> None:
-        """A call that was answered: it goes on where a record ends, token by token, or begins another."""
+        """Adds a call that was answered: it extends the record that it begins with, token by token, or begins another."""
         if self.rewards is not None:
             return
         record = next((r for r in reversed(self.records) if _begins(sampled.prompt_ids, r.token_ids)), None)
@@ -51,10 +51,10 @@ class AgentEpisode:
 
 
 def as_in_training(request: ServedRequest, sampling: Sampling) -> ServedRequest:
-    """The request, sampled as the lease says.
+    """Returns the request, to be sampled as the lease says.
 
     Raises:
-        RefusedError: it asks for something else.
+        RefusedError: the request asks for something else.
     """
     if request.model != "policy" or request.num_completions != 1:
         raise malformed("a call of an episode asks for one completion of `policy`", "model")
@@ -65,13 +65,13 @@ def as_in_training(request: ServedRequest, sampling: Sampling) -> ServedRequest:
 
 
 def first_difference(request: ServedRequest, sampling: Sampling) -> str | None:
-    """A field that makes the request's distribution another one than the run's."""
+    """The name of a field that makes the request's distribution differ from the run's, if there is one."""
     wanted = _wanted(sampling)
     return next((name for name, value in wanted.items() if request.fields.get(name, value) != value), None)
 
 
 def sampled_as(request: ServedRequest, sampling: Sampling) -> ServedRequest:
-    """The request with the run's distribution, and no more tokens than a completion of the run may have."""
+    """Returns the request with the run's distribution, and no more tokens than a completion of the run may have."""
     limit = "max_completion_tokens" if request.kind == "chat" else "max_tokens"
     longest = sampling.max_completion_length
     asked = request.fields.get(limit, longest)

@@ -29,7 +29,7 @@ _START_TIMEOUT_S = 900.0  # a download of a dataset included
 _EXIT_GRACE_S = 3.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _MAX_LINE_BYTES = 64 * 2**20  # a row of a dataset
-_SHOWN_BYTES = 200  # of a line that is none of the program's
+_SHOWN_BYTES = 200  # of a line that is no message
 _ROOT = Path(__file__).resolve().parents[2]
 _RUN = "import sys; sys.path.insert(0, sys.argv[1]); from producer.environments.bridges import {0}, program; del sys.path[0]; "
 _RUN += "program.main({0}.load)"
@@ -63,10 +63,10 @@ class _Program:
 
     @classmethod
     async def start(cls, section: EnvironmentSection, work: dict[str, Any]) -> "_Program":
-        """One that has loaded its environment, to play or to send rows (`producer.environments.bridges.program`).
+        """Starts a program that plays or sends rows, and waits until it has loaded its environment.
 
         Raises:
-            ConfigError: it cannot.
+            ConfigError: the program cannot load it.
         """
         program = cls(section)
         try:
@@ -145,9 +145,8 @@ class AgentProgram:
     """See the module's guarantee.
 
     Args:
-        section: whose episodes are played outside.
-        base_url: of the endpoint, for the program.
-        key: that the endpoint asks for, or nothing.
+        base_url: the endpoint's, for the program.
+        key: the endpoint's, or nothing.
         agent_gone: called when the program has ended, with the reason.
     """
 
@@ -168,15 +167,15 @@ class AgentProgram:
         self.problem: str | None = None
 
     async def start(self) -> None:
-        """Has the program load its environment.
+        """Starts the program and waits until it has loaded its environment.
 
         Raises:
-            ConfigError: it cannot.
+            ConfigError: the program cannot load it.
         """
         self._program = await _Program.start(self._section, {"kind": "play"})
 
     async def run(self) -> None:
-        """Has it play, and another one when it has ended, until this is cancelled or it is closed."""
+        """Lets the program play, and starts another when it has ended, until this is cancelled or closed."""
         pause_s = _FIRST_PAUSE_S
         while True:
             if self._program is not None:
@@ -209,7 +208,7 @@ async def rows(section: EnvironmentSection, max_rows: int | None, source: str) -
     """The first rows of the environment's dataset, or of the file `source` of an agent that has none.
 
     Raises:
-        ConfigError: there are none to be had.
+        ConfigError: the program cannot send them.
     """
     program = await _Program.start(section, {"kind": "rows", "max_rows": max_rows, "source": source})
     try:

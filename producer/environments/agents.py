@@ -162,7 +162,7 @@ class Agents:
         }
 
     def prepare(self, episode_id: str, request: ServedRequest) -> tuple[AgentEpisode, ServedRequest]:
-        """A call of this episode, to be sampled as the lease says.
+        """Returns this episode and the request, to be sampled as the lease says.
 
         Raises:
             RefusedError: there is no such episode, or the call is not one that can be trained.

@@ -77,7 +77,7 @@ class Atropos:
 
     @property
     def outcomes(self) -> dict[str, int]:
-        """Groups that were posted, by what became of them; those in the queue are not decided."""
+        """Counts the posted groups by what became of them; those in the queue are not decided."""
         answered = {name: self._posted[name] for name in ("duplicate", "refused", "busy")}
         return {"leased": self.queue.leased, "stale": self.queue.stale, "void": self.queue.void} | answered
 
@@ -85,7 +85,7 @@ class Atropos:
 
     @property
     def floor(self) -> int:
-        """The oldest policy that is of use."""
+        """The oldest policy that a waiting lease takes."""
         return self.queue.floor
 
     def prepare(self, request: ServedRequest) -> tuple["Atropos | None", ServedRequest]:
@@ -195,7 +195,7 @@ class Atropos:
         return await self.queue.take(floor)
 
     def forget(self) -> None:
-        """Another trainer process: versions may mean other weights."""
+        """Is called for another trainer process, whose versions may mean other weights."""
         self.queue.forget()
         self.calls.forget()
 

@@ -1,7 +1,7 @@
 """Groups that wait for a lease, and leases that wait for a group.
 
 Guarantee: a group goes to one lease, whose floor is not above the policy that sampled it, and leases are served in order.
-Groups wait only while no lease does, so many at most; one that the waiting leases are all too new for is stale.
+Groups wait only while no lease does, and their number is bounded. A group that is too old for every waiting lease is stale.
 """
 
 from collections import deque
@@ -23,7 +23,7 @@ class GroupQueue:
         self._max_groups = max_groups
         self._groups: deque[Group] = deque()
         self._leases = WaitingLine[int, Group]()  # with their floors
-        self._trainers = 1  # whose leases there were
+        self._trainers = 1  # that have given leases
         self.leased = self.stale = self.void = 0
 
     @property
@@ -32,7 +32,6 @@ class GroupQueue:
 
     @property
     def num_leases(self) -> int:
-        """That wait."""
         return len(self._leases.wishes)
 
     @property
@@ -60,7 +59,7 @@ class GroupQueue:
         return "leased"
 
     async def take(self, floor: int) -> Group:
-        """The group of a lease: the longest waiting one that is not older than `floor`, or the next one offered."""
+        """Returns the group of a lease: the longest waiting one that is not older than `floor`, or the next one offered."""
         for group in self._groups:
             if group.policy_version >= floor:
                 self._groups.remove(group)
@@ -72,20 +71,20 @@ class GroupQueue:
         return await self._leases.wait(floor, take_back=lambda group: self._return(group, trainer))
 
     def drop_older(self, version: int) -> None:
-        """No lease will take what an older policy sampled."""
+        """Drops groups of older policies, which no lease will take."""
         kept = [group for group in self._groups if group.policy_version >= version]
         self.stale += len(self._groups) - len(kept)
         self._groups = deque(kept)
 
     def forget(self) -> None:
-        """Versions mean other weights from now on: groups are void, and leases go back, because of their floors."""
+        """Is called when versions mean other weights: groups are void, and leases go back, because of their floors."""
         self._trainers += 1
         self.void += len(self._groups)
         self._groups.clear()
         self._leases.refuse(LeaseFailure("returned", "the trainer is another process now"))
 
     def _return(self, group: Group, trainer: int) -> None:
-        """It was here before, so it is never one too many."""
+        """Takes a group back from a lease that was cancelled. It was queued before, so there is room for it."""
         self.leased -= 1
         if trainer != self._trainers:
             self.void += 1

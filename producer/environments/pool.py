@@ -1,9 +1,9 @@
-"""The environments of a producer: the user's blocking code, each instance in a process of its own.
+"""The environments of a producer: code of the user's that may block, each instance in a process of its own.
 
 Guarantee: no call takes longer than its limit; an environment that hangs or dies is killed by its own process id and costs the
 episode that it was in, and no process outlives the daemon. Processes are started when they are needed, at most
-`environment.max_concurrent` beside those that are being killed, and serve one episode after the other. What an episode took is
-given back in every case, whoever is cancelled.
+`environment.max_concurrent` beside those that are being killed, and serve one episode after the other. An episode gives back its
+process and its slot in every case, also when it is cancelled.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ _START_TIMEOUT_S = 120.0  # imports of the user's modules included
 
 
 class EnvironmentFailedError(Exception):
-    """The environment did not do what an episode needs. The text says what it did instead; the process may be gone."""
+    """The environment did not do what an episode needs. The text says what it did instead; the process may have ended."""
 
 
 class EnvironmentSession:
@@ -47,7 +47,7 @@ class EnvironmentSession:
         return (await self._ask(Call("reset", arguments=columns))).value  # type: ignore[no-any-return]
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> tuple[str | list[Any], bool]:
-        """The content of the tool's message, and whether it says that the tool failed.
+        """Returns the content of the tool's message, and whether the tool failed.
 
         Raises:
             EnvironmentFailedError: the environment hangs or has died.
@@ -56,7 +56,7 @@ class EnvironmentSession:
         return answer.value, answer.raised
 
     async def reward(self) -> float | None:
-        """What `get_reward` says of the episode.
+        """What `get_reward` returns for the episode.
 
         Raises:
             EnvironmentFailedError: it raised, hangs or has died.
@@ -71,7 +71,7 @@ class EnvironmentSession:
         limit_s = self._section.call_timeout_s + (_START_TIMEOUT_S if self._is_new else 0.0)
         was_usable, self.is_usable = self.is_usable, False  # until it has answered
         if not was_usable:
-            raise EnvironmentFailedError(f"{what}: the process of the environment is gone")
+            raise EnvironmentFailedError(f"{what}: the process of the environment has ended")
         try:
             async with asyncio.timeout(limit_s):
                 answer = await self._process.ask(call, Answer)
@@ -92,20 +92,20 @@ class EnvironmentPool:
     """The environments of `environment.factory`.
 
     Args:
-        section: whose `factory` is set.
+        section: has a `factory`.
     """
 
     def __init__(self, section: EnvironmentSection) -> None:
         assert section.factory is not None
         self._section = section
         self._factory = section.factory
-        self._places = asyncio.Semaphore(section.max_concurrent)
+        self._slots = asyncio.Semaphore(section.max_concurrent)
         self._idle: list[ChildProcess] = []
         self._children = ChildProcesses(Throttle(logger))
         self.description = Description([], has_reward=False)
 
     async def start(self) -> None:
-        """Starts the first environment and has it describe what they all are.
+        """Starts the first environment and asks it for the description of all.
 
         Raises:
             ConfigError: it cannot be imported or made, its tools have no schemas, or it does not fit the configuration.
@@ -131,12 +131,12 @@ class EnvironmentPool:
 
     @asynccontextmanager
     async def session(self) -> AsyncIterator[EnvironmentSession]:
-        """An environment, once there is room; reset it first.
+        """Holds an environment for the duration of the context. Waits for a slot.
 
         Raises:
             EnvironmentFailedError: no process can be started.
         """
-        async with self._places:
+        async with self._slots:
             process, is_new = (self._idle.pop(), False) if self._idle else (self._start(), True)
             session = EnvironmentSession(process, self._section, is_new=is_new)
             try:

@@ -28,8 +28,8 @@ _Score = Annotated[float, msgspec.Meta(gt=-1e30, lt=1e30)]
 
 
 class ScoredData(msgspec.Struct):
-    """Fields of Atropos' own. Of n sequences `tokens` and `masks` have their tokens each, `masks` with -100 for those that are
-    not to be trained. What is not named here is not looked at: `messages`, `inference_logprobs`, `ref_logprobs` and the like."""
+    """The fields of Atropos. `tokens` and `masks` have one list per sequence; a mask has -100 for tokens that are not to be
+    trained. Other fields are not looked at: `messages`, `inference_logprobs`, `ref_logprobs` and the like."""
 
     tokens: list[list[_Token]]
     masks: list[list[_Mask]]
@@ -52,7 +52,7 @@ class MatchedGroup(NamedTuple):
 def parse_scored_data(body: bytes, *, is_list: bool) -> list[ScoredData]:
     """
     Raises:
-        RefusedError: this is no ScoredData, or no list of them.
+        RefusedError: the body is something else.
     """
     expected: Any = Annotated[list[ScoredData], msgspec.Meta(max_length=_MAX_GROUPS)] if is_list else ScoredData
     found = decode_body(body, expected, "the scored data of Atropos")
@@ -66,7 +66,8 @@ def match_group(data: ScoredData, calls: RecordedCalls, sampling: Sampling, *, n
         now: seconds of the clock of `calls`.
 
     Raises:
-        RefusedError: it asks for what is not done, contradicts itself, or a token to be trained was not sampled here.
+        RefusedError: the group asks for what is not done, contradicts itself, or has a token to be trained that was not sampled
+            here.
     """
     _check(data, sampling.num_generations)
     taken: set[RecordedCall] = set()
@@ -105,7 +106,7 @@ def _check(data: ScoredData, num_generations: int) -> None:
 def _episode(
     number: int, token_ids: NDArray[np.int32], wanted: NDArray[np.bool_], calls: RecordedCalls, taken: set[RecordedCall]
 ) -> Episode:
-    """The sequence as far as it is trained. Adds the calls that it is made of to `taken`."""
+    """Returns the part of the sequence that is trained, and adds the calls that it is made of to `taken`."""
     record = Record.of(token_ids.tolist())
     missing, truncated = wanted.copy(), False
     spans = calls.find(token_ids, taken)
@@ -135,7 +136,7 @@ def _episode(
 
 
 def _runs(of: NDArray[np.bool_]) -> list[tuple[int, int]]:
-    """Start and end of each run of True."""
+    """The start and end of each run of True."""
     edges = np.flatnonzero(np.diff(np.concatenate(([False], of, [False])).astype(np.int8))).tolist()
     return list(zip(edges[::2], edges[1::2], strict=True))
 

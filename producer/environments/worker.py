@@ -22,7 +22,7 @@ _NOT_TOOLS = ("reset", "get_reward")
 
 
 class Call(msgspec.Struct, frozen=True):
-    """What to do. `describe` says what there is, the others what TRL's trainer does with an environment."""
+    """A request. `describe` asks for the description; the others are what TRL's trainer does with an environment."""
 
     kind: Literal["describe", "reset", "tool", "reward"]
     name: str = ""
@@ -30,7 +30,7 @@ class Call(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What came of it; with a `problem`, there is no value. A tool that raised has said so in its value, and `raised` is set."""
+    """The result; with a `problem` there is no value. If a tool raised, the value has its error and `raised` is set."""
 
     value: Any = None
     problem: str = ""
@@ -45,7 +45,7 @@ class Description(msgspec.Struct, frozen=True):
 
 
 class Environment:
-    """An instance of the user's, and what may be called of it."""
+    """An instance of the user's class, and the methods that may be called."""
 
     def __init__(self, factory: str) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -75,7 +75,7 @@ class Environment:
             return Answer(problem=raised())
 
     def _tool(self, call: Call) -> Answer:
-        """The content of its message, in TRL's words when it raises: that is for the model to see."""
+        """The content of the tool's message. When the tool raises, it is TRL's text for that, which the model sees."""
         try:
             if call.name not in self._tools:
                 raise ValueError(f"Tool {call.name} not found.")

@@ -1,5 +1,5 @@
-"""Scores: the pool of reward functions, their processes, services over HTTP, thinking that is cut off.
+"""Rewards: the pool that scores groups, its processes and HTTP services, and reasoning that rewards do not see.
 
-Guarantee: Whatever a reward does, its group gets a score or a reason, within the time it was given. Rollouts, environments
+Guarantee: whatever a reward does, its group gets a score or a reason, within the time it was given. Rollouts, environments
 and `rl-reward` may enter.
 """

@@ -1,4 +1,4 @@
-"""The pool of rewards: what scores a group, whatever it is made of.
+"""The pool of rewards: it scores groups, whatever the rewards come from.
 
 Guarantee: `score` returns rewards or raises `LeaseFailure`, whatever the functions do. A reward that failed, after its
 retries, is missing and never a zero: its function is excluded for the whole group. Where it failed for some completions only,
@@ -33,7 +33,7 @@ _PROMPT_SHOWN = 80
 
 
 class RewardObserver(Protocol):
-    """Told of every call of a function and of what it failed to score."""
+    """Is told of every call of a function, and of what it failed to score."""
 
     def reward_called(self, function: str, seconds: float) -> None:
         return
@@ -43,7 +43,7 @@ class RewardObserver(Protocol):
 
 
 class _Unobserved(RewardObserver):
-    """For who does not want to be told."""
+    """An observer that ignores what it is told."""
 
 
 class RewardPool:
@@ -68,14 +68,14 @@ class RewardPool:
         return self._sources.num_idle
 
     def read_thinking(self, tokenizer: Any, chat_template_kwargs: dict[str, Any]) -> None:
-        """Is called before the first `score`."""
+        """Prepares to read reasoning; call it before the first `score`."""
         if self._section.reads_thinking:
             self._thinking = Thinking(self._section.thinking, tokenizer, chat_template_kwargs)
 
     async def score(
         self, prompt: Any, completions: list[Any], completion_ids: list[list[int]], columns: dict[str, Any]
     ) -> tuple[NDArray[np.float32], float]:
-        """Rewards as (completions, functions), NaN for missing, and the seconds it took.
+        """Returns rewards as (completions, functions), NaN for missing, and the seconds it took.
 
         Args:
             completions: texts, or lists of messages where the prompt is one.
@@ -97,7 +97,7 @@ class RewardPool:
         return self._rewards(scores, excluded, prompt, len(completions)), time.monotonic() - started
 
     async def _ask_all(self, jobs: list[Job]) -> list[Scores]:
-        """Of every function, in order. The asynchronous ones of the workers are awaited together, as TRL does."""
+        """Asks every function, in order. The asynchronous ones of the workers are awaited together, as TRL does."""
         together = {
             index: source.number
             for index, source in enumerate(self._sources.in_order)
@@ -114,8 +114,8 @@ class RewardPool:
         return [found[index] for index in range(len(jobs))]
 
     async def _ask_together(self, numbers: dict[int, int], jobs: list[Job]) -> list[Scores]:
-        """Of functions of one worker, by their indexes. If the worker is lost, nobody knows through which of them, so each is
-        asked alone then."""
+        """Asks these functions (index: number in the worker) in one call. If that loses its worker, nobody knows which
+        function is at fault, and each is asked alone."""
         first: dict[int, Scores] = {}
         if len(numbers) > 1:
             limits_s = [self._section.limit_s(self._section.functions[index]) for index in numbers]
@@ -126,7 +126,7 @@ class RewardPool:
         return await asyncio.gather(*(self._ask(index, jobs[index], first.get(index)) for index in numbers))
 
     async def _ask(self, index: int, job: Job, scores: Scores | None = None) -> Scores:
-        """With retries. `scores`: what the first attempt gave, if there was one."""
+        """Asks one function, with retries. `scores` is the result of the first attempt, if there was one."""
         function, source = self._section.functions[index], self._sources.in_order[index]
         if not job.completions:
             return Scores([])
@@ -171,6 +171,6 @@ class RewardPool:
 
 
 def _pause_s(attempt: int) -> float:
-    """Before further attempt `attempt` (1 is the first), doubled each time, half of it by chance."""
+    """The pause before another attempt (1 is the first of them). It doubles each time, and half of it is random."""
     longest: float = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (attempt - 1))
     return longest * random.uniform(0.5, 1.0)  # noqa: S311 - no secret

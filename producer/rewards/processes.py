@@ -1,11 +1,12 @@
-"""Reward workers as processes, seen from the producer.
+"""The processes of reward workers, on the producer's side.
 
-Guarantee: `WorkerPool.call` returns or raises `WorkerLostError` within the limit of its functions, whatever they do; a worker
-that hangs, dies or takes too much memory is killed with what it started, and replaced, and none outlives the daemon. The slot
-of a call goes back in every case and at once: whoever is cancelled, and whether or not its worker can be killed.
+Guarantee: `WorkerPool.call` returns or raises `WorkerLostError` within the limit of its functions, whatever they do. A worker
+that hangs, dies or takes too much memory is killed with all that it started, and replaced, and none outlives the daemon. A
+call gives back its slot in every case and at once, also when it is cancelled or its worker cannot be killed.
 
-Memory is what is resident, looked at ten times a second. RLIMIT_AS and RLIMIT_DATA count what is reserved, of which torch and
-CUDA take tens of gigabytes and use little, so no limit there would be right for both a model and a runaway list.
+The memory limit is for resident memory, which is read ten times a second. RLIMIT_AS and RLIMIT_DATA count reserved memory, of
+which torch and CUDA take tens of gigabytes and use little, so no limit there would be right for both a model and a runaway
+list.
 """
 
 import asyncio
@@ -39,7 +40,7 @@ class WorkerPool:
     """`num_workers` processes that all hold the same functions; a call takes one of them.
 
     Args:
-        sources: of the functions, by their names, of which messages and log speak.
+        sources: the functions' sources, by the names that messages and the log use.
         max_memory_bytes: resident, of a worker with its children. None: no limit.
         environment: variables of the workers beside the daemon's own.
     """
@@ -84,7 +85,7 @@ class WorkerPool:
         await self._children.close()
 
     async def call(self, functions: list[int], jobs: list[Job], limits_s: list[float]) -> list[Scores]:
-        """What these functions say of a job each.
+        """Returns the scores of these functions for a job each.
 
         Raises:
             WorkerLostError: one of them hung, crashed or took too much memory, or no worker could be started.
@@ -104,7 +105,7 @@ class WorkerPool:
                 self._children.terminate(worker)
 
     async def _watched(self, worker: ChildProcess, call: Call, grace_s: float) -> Answer:
-        """The answer to a call, unless time or memory end first."""
+        """Returns the answer to a call, unless time or memory run out first."""
         asked = asyncio.ensure_future(worker.ask(call, Answer))
         limit_s = max(call.limits_s)
         deadline = time.monotonic() + limit_s + grace_s
@@ -125,7 +126,7 @@ class WorkerPool:
             raise WorkerLostError("crashed", f"lost its worker: {error}") from None
         finally:
             if not asked.cancel() and not asked.cancelled():
-                asked.exception()  # nobody may have looked, if this was cancelled at the same time
+                asked.exception()  # asyncio complains of an exception that nobody has read
 
     def _check_memory(self, worker: ChildProcess) -> None:
         limit = self._max_memory_bytes

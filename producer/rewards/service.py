@@ -1,7 +1,7 @@
-"""A reward that an HTTP service gives.
+"""A reward from an HTTP service.
 
-Guarantee: one request per group, answered or given up within its limit; no redirect is followed, no more than
-`max_answer_bytes` are read, and what is not the documented answer is a failure that says so.
+Guarantee: there is one request per group, which is answered or given up within its limit. No redirect is followed, and no
+more than `max_answer_bytes` are read. An answer of another form is a failure that says so.
 
     POST URL  {"prompt": ..., "completions": [...], "completion_ids": [[...]], "columns": {"answer": ...}}
     200       {"rewards": [1.0, null, ...]}   a finite number per completion, null for missing
@@ -57,7 +57,7 @@ class HttpReward:
         return msgspec.structs.replace(scores, seconds=time.monotonic() - started)
 
     async def _within(self, job: Job, limit_s: float) -> Scores:
-        import aiohttp  # a fifth of a second that runs without a service need not spend
+        import aiohttp  # it takes a fifth of a second, which only runs with a service need to spend
 
         if self._session is None:
             self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))

@@ -1,4 +1,4 @@
-"""What the rewards of a configuration come from: functions in worker processes, models in processes of their own, HTTP services.
+"""The sources of rewards: functions in worker processes, models in processes of their own, HTTP services.
 
 Guarantee: a source answers with scores or a reason within the limit it is given.
 """
@@ -62,7 +62,7 @@ class RewardSources:
             workers = WorkerPool(
                 {function.name: Source(shipped="model", options=function.options | {"path": function.model})},
                 function.concurrency or 1,
-                None,  # a model takes what it takes
+                None,  # a model's memory is known beforehand
                 _MODEL_START_TIMEOUT_S,
                 {
                     "CUDA_VISIBLE_DEVICES": "" if settings.gpu is None else str(settings.gpu),
@@ -82,7 +82,7 @@ class RewardSources:
         return sum(pool.num_idle for pool in self._pools)
 
     async def start(self) -> None:
-        """Starts what scores.
+        """Starts all workers.
 
         Raises:
             ConfigError: a function cannot be imported.

@@ -1,10 +1,10 @@
-"""Reasoning that a model writes between tags before its answer, told apart from the answer.
+"""Reasoning that a model writes between tags before its answer.
 
-Guarantee: a completion is cut where its text has the tags, and its reasoning is counted in the token ids that were sampled: a
-token on a border counts to what ends in it. Nothing is encoded again.
+Guarantee: reasoning and answer are separated where the text has the tags, and reasoning is counted in the token ids that were
+sampled; a token on a border counts to the part that ends in it. Nothing is encoded again.
 
-A stretch of reasoning goes from an opening tag to the next closing one. The first opening tag may be the prompt's (the chat
-template's), so a closing tag that comes first ends what begins with the completion. A stretch without end goes on to the last
+A segment of reasoning goes from an opening tag to the next closing one. The first opening tag may be the prompt's (the chat
+template's), so a closing tag that comes first ends what begins with the completion. A segment without end goes on to the last
 token.
 """
 
@@ -18,12 +18,12 @@ from protocol.config.rewards import ThinkingSection
 
 @dataclass(frozen=True)
 class Reasoning:
-    """Of n completions.
+    """The reasoning of a group's completions.
 
     Args:
         answers: the completions without their reasoning.
         is_closed: whether all reasoning of a completion ended.
-        num_tokens: of reasoning, tags included; empty where nobody counted.
+        num_tokens: of reasoning, tags included; empty where they were not counted.
     """
 
     answers: list[Any]
@@ -31,8 +31,8 @@ class Reasoning:
     num_tokens: list[int]
 
 
-def stretches(text: str, opening: str, closing: str, *, opened: bool) -> tuple[list[tuple[int, int]], bool]:
-    """Where reasoning is in `text`, tags included, and whether the last stretch is closed.
+def segments(text: str, opening: str, closing: str, *, opened: bool) -> tuple[list[tuple[int, int]], bool]:
+    """Finds reasoning in `text`, tags included, and whether the last segment is closed.
 
     Args:
         opened: whether the prompt ended with the opening tag.
@@ -56,7 +56,7 @@ def stretches(text: str, opening: str, closing: str, *, opened: bool) -> tuple[l
 
 
 class Thinking:
-    """Tells reasoning from answers, for one tokenizer.
+    """Separates reasoning from answers, for one tokenizer.
 
     Args:
         tokenizer: of the model, from transformers.
@@ -72,7 +72,8 @@ class Thinking:
         self._tags_are_special = bool(special & {section.open, section.close})
 
     def read(self, prompt: Any, completions: list[Any], completion_ids: list[list[int]], *, count: bool) -> Reasoning:
-        """Reasoning and answers of a group. `count`: also in tokens, which takes some milliseconds for long ones."""
+        """Returns reasoning and answers of a group. `count`: also counts tokens, which takes milliseconds for long
+        completions."""
         opened = self._opens(prompt)
         answers, closed = [], []
         for completion, ids in zip(completions, completion_ids, strict=True):
@@ -83,9 +84,9 @@ class Thinking:
         return Reasoning(answers, closed, counted)
 
     def count(self, ids: list[int], *, opened: bool) -> int:
-        """Tokens of reasoning among these."""
+        """Counts the tokens of reasoning among these."""
         text = self._decode(ids)
-        found, is_closed = stretches(text, self._opening, self._closing, opened=opened)
+        found, is_closed = segments(text, self._opening, self._closing, opened=opened)
         borders = [(self._tokens_to(ids, text[:start]), self._tokens_to(ids, text[:end])) for start, end in found]
         if borders and not is_closed:
             borders[-1] = borders[-1][0], len(ids)
@@ -111,7 +112,7 @@ class Thinking:
                 tokenize=False,
                 **self._chat_template_kwargs,
             )
-        except Exception:  # a template that wants other messages; whoever renders the prompts says so
+        except Exception:  # a template that wants other messages, which rendering the prompts reports
             return False
         return rendered.rstrip().endswith(self._opening)
 
@@ -134,7 +135,7 @@ class Thinking:
         return messages, all_closed
 
     def _without(self, text: str, *, opened: bool) -> tuple[str, bool]:
-        found, is_closed = stretches(text, self._opening, self._closing, opened=opened)
+        found, is_closed = segments(text, self._opening, self._closing, opened=opened)
         kept, place = [], 0
         for start, end in found:
             kept.append(text[place:start])

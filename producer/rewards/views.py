@@ -1,4 +1,4 @@
-"""What one reward function sees of a group, and what its answer says of the whole group.
+"""The part of a group that one reward function sees, and its scores as scores of the whole group.
 
 Guarantee: a function that shall not see reasoning never does, and a completion whose reasoning does not end gets what
 `rewards.thinking.unclosed` says.

@@ -1,6 +1,6 @@
 """One reward worker: a process that makes its reward functions once and then scores group after group, in its main thread.
 
-Guarantee: whatever a function does short of blocking or killing the process comes back as a value or as a reason. Run by
+Guarantee: unless a function blocks or kills the process, its result comes back as a value or as a reason. The process is run by
 `producer.rewards.processes` as `python -m producer.rewards.worker FD SOURCES`.
 """
 
@@ -53,7 +53,7 @@ class Call(msgspec.Struct, frozen=True):
     """Asks for the functions of these indexes; several only if all are asynchronous.
 
     Args:
-        limits_s: of each function. The worker keeps it for asynchronous ones, whoever started it for the others.
+        limits_s: of each function. The worker enforces those of asynchronous functions, the producer the others.
     """
 
     functions: list[int]
@@ -62,12 +62,12 @@ class Call(msgspec.Struct, frozen=True):
 
 
 class Scores(msgspec.Struct, frozen=True):
-    """What one function said: a float per completion (NaN for missing), or why not.
+    """The scores of one function: a float per completion (NaN for missing), or why there are none.
 
     Args:
-        failed: of single completions, whose reward is NaN: reason and text by index.
+        failed: reason and text for each completion that failed alone, by index; its reward is NaN.
         seconds: that the function took.
-        is_final: whether another try would say the same.
+        is_final: whether another attempt would give the same.
     """
 
     rewards: list[float] | None
@@ -173,7 +173,7 @@ def _arguments(job: Job) -> dict[str, Any]:
 
 
 def checked(returned: Any, count: int) -> Scores:
-    """What a function returned: a number or None for each completion; an exception stands for one that failed."""
+    """Checks what a function returned: a number, None or an exception for each completion."""
     if not isinstance(returned, list | tuple):
         returned_a = f"returned a {type(returned).__name__}"
         return Scores(None, f"{returned_a}; return a list with one number or None per completion", "invalid")

@@ -1,6 +1,6 @@
-"""What agents ask beside completions: a task, and to end an episode (docs/serving.md).
+"""The requests by which agents take tasks and end episodes (docs/serving.md).
 
-Guarantee: as `producer.environments.agents`, over HTTP.
+Guarantee: that of `producer.environments.agents`, over HTTP.
 """
 
 from collections.abc import Awaitable, Callable

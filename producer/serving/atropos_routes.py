@@ -1,6 +1,6 @@
 """The API of Atropos' rollout server below `/atropos`, as far as environments use it (docs/environments.md).
 
-Guarantee: as `producer.environments.atropos`, over HTTP; a body is bounded before and after it is unpacked.
+Guarantee: that of `producer.environments.atropos`, over HTTP. A body is bounded before and after it is unpacked.
 """
 
 import zlib
@@ -52,7 +52,7 @@ def atropos_routes(atropos: Atropos, read_body: ReadBody) -> list[Route]:
 def unzip(body: bytes, limit: int) -> bytes:
     """
     Raises:
-        RefusedError: it is no gzip, or more than `limit` bytes of text.
+        RefusedError: the body is no gzip, or has more than `limit` bytes of text.
     """
     unpacking = zlib.decompressobj(wbits=31)
     try:
@@ -67,10 +67,10 @@ def unzip(body: bytes, limit: int) -> bytes:
 
 
 def parse_generate(body: bytes) -> ServedRequest:
-    """A request to `/generate` of vLLM's own server: token ids, and the fields of its SamplingParams.
+    """Reads a request to `/generate` of vLLM's own server: token ids, and the fields of its SamplingParams.
 
     Raises:
-        RefusedError: it is something else.
+        RefusedError: the body is something else.
     """
     values = parse_object(body)
     prompt = values.pop("prompt", None)
@@ -79,13 +79,13 @@ def parse_generate(body: bytes) -> ServedRequest:
         raise malformed("expected {'prompt_token_ids': [...]}", "prompt")
     if values.pop("logprobs", 0) not in (0, None) or values.get("stream"):
         raise malformed("`logprobs` of what was sampled alone, and no stream, are served")
-    if values.get("top_k") == -1:  # vLLM's other word for 0
+    if values.get("top_k") == -1:  # vLLM means 0 by it
         values["top_k"] = 0
     return check_request("completion", values | {"model": "policy", "prompt": token_ids})
 
 
 def generate_body(body: dict[str, Any], call: Call) -> dict[str, Any]:
-    """The answer to it, from that of an OpenAI client."""
+    """Returns the answer to such a request, made of the one that an OpenAI client gets."""
     pairs = [zip(sampled.token_ids, sampled.logprobs, strict=True) for sampled in call.sampled]
     return {
         "text": [choice["text"] for choice in body["choices"]],

@@ -1,6 +1,6 @@
-"""What the endpoint does, as Prometheus metrics.
+"""The endpoint's Prometheus metrics.
 
-Guarantee: every outcome and every reason of a refusal is there from the start.
+Guarantee: every outcome and every reason of a refusal has a sample from the start.
 """
 
 from collections import Counter
@@ -20,7 +20,7 @@ OUTCOMES: tuple[RequestOutcome, ...] = get_args(RequestOutcome)
 
 
 class ServeMetrics:
-    """Counts, as they happen. `refused` also counts connections that never became a request."""
+    """Counts requests as they end. `refused` also counts connections that never became a request."""
 
     def __init__(self, registry: CollectorRegistry, limiter: ClientLimiter) -> None:
         self.refused: Counter[Reason] = Counter()

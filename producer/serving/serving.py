@@ -1,7 +1,8 @@
 """The life of the OpenAI-compatible endpoint in a producer.
 
-Guarantee: it listens before the engine is loaded, so that a port in use is told at once; where it listens stands in
-`RUN_DIR/serve/` while it does. Whatever ends it, the daemon goes on without it and `/readyz` says so. No key is ever logged.
+Guarantee: the endpoint listens before the engine is loaded, so that a port in use is reported at once. While it listens, a
+file in `RUN_DIR/serve/` has its address. Whatever ends it, the daemon goes on without it and `/readyz` says so. No key is
+ever logged.
 """
 
 import asyncio
@@ -52,7 +53,7 @@ def listening(section: ServeSection, gpus: list[int]) -> Iterator[socket.socket 
 
 
 def base_url(listener: socket.socket) -> str:
-    """Of the endpoint there, for clients on this host."""
+    """The base URL of the endpoint for clients on this host."""
     host, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - where nobody can connect to
     return f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
@@ -138,7 +139,7 @@ class Serving:
             self._versions.close()
 
     def forget(self) -> None:
-        """Another trainer process: its versions are not those that clients knew."""
+        """Is called for another trainer process: its versions are not those that clients knew."""
         self._versions.forget()
 
     async def _sweep(self) -> None:

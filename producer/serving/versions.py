@@ -1,9 +1,9 @@
-"""Which policy version answers a request of a client, and how long clients keep one loaded.
+"""The policy version that answers a request of a client, and how long clients keep a version loaded.
 
 Guarantee: a request runs on one version to its end, and its answer can name it. Clients hold at most `max_versions`
-superseded versions by name, each no longer than `ttl_s` after it was last used; requests that did not name one are spread
-over at most two superseded versions, because they begin on an older one while two have not drained. So training never waits
-for a LoRA slot, whatever clients do.
+superseded versions by name, each no longer than `ttl_s` after its last use. Requests that did not name a version run on at most
+two superseded ones, because they begin on an older version while two have not drained. So training never waits for a LoRA slot,
+whatever clients do.
 """
 
 import math
@@ -61,7 +61,7 @@ class ServedVersions:
         self._uses: dict[Adapter, _Use] = {}
 
     def names(self) -> list[str]:
-        """What can be asked for now, the newest first."""
+        """The names that can be asked for now, the newest version first."""
         current = self._adapters.current
         if current is None:
             return []
@@ -70,8 +70,8 @@ class ServedVersions:
 
     @asynccontextmanager
     async def use(self, name: str, floor: int = 0) -> AsyncIterator[Adapter]:
-        """The adapter that this name means, loaded for the duration of the context. Waits for version `floor`, and no older
-        one stands in for the current one.
+        """The adapter that this name means, loaded for the duration of the context. Waits for version `floor`, and takes no older
+        one.
 
         Raises:
             RefusedError: there is no such version, or too many are held.
@@ -100,12 +100,12 @@ class ServedVersions:
         finally:
             use.active -= 1
             use.used_at = self._clock()
-            if not use.active and self._uses.get(adapter) is not use:  # everything else was let go meanwhile
+            if not use.active and self._uses.get(adapter) is not use:  # `close` has unpinned the others meanwhile
                 use.pin.close()
             self.release_unused()
 
     def release_unused(self) -> None:
-        """Lets go of what nobody may ask for any more."""
+        """Unpins the versions that nobody may ask for any more."""
         now = self._clock()
         idle = [
             adapter for adapter, use in self._uses.items() if not use.active and adapter is not self._adapters.current
@@ -120,14 +120,14 @@ class ServedVersions:
                 use.pin.close()
 
     def close(self) -> None:
-        """Lets go of everything; of what is in use, when it is not any more."""
+        """Unpins all versions; those in use as soon as their last request has ended."""
         while self._uses:
             _, use = self._uses.popitem()
             if not use.active:
                 use.pin.close()
 
     def forget(self) -> None:
-        """Another trainer process may give the same versions to other weights."""
+        """Is called for another trainer process, which may give the same versions to other weights."""
         for use in self._uses.values():
             use.used_at = use.named_at = -math.inf
         self.release_unused()
@@ -154,7 +154,7 @@ class ServedVersions:
         return adapter
 
     def _make_room(self, adapter: Adapter) -> None:
-        """A name for `adapter`, at the cost of the version whose name was used least recently."""
+        """Makes room for another named version: the one whose name was used least recently loses its name."""
         others = [use for other, use in self._uses.items() if other is not adapter and use.named_at > -math.inf]
         if self._uses[adapter].named_at > -math.inf or len(others) < max(1, self._max_versions):
             return

@@ -1,9 +1,8 @@
-"""Has an agent of NeMo Gym do the episodes, by its `/run`.
+"""Lets an agent of NeMo Gym play the episodes, by its `/run`.
 
-Guarantee: a row goes to the agent as it is in the agent's own file, but for what makes its calls those of the episode: the
-`metadata` of `responses_create_params`, which NeMo Gym's agents hand to their model server with every call and which `vllm_model`
-passes on to the policy's endpoint, names the episode; what says how to sample is left to the run. An answer is read to a bound
-in bytes and in time, and only its numbers are used.
+Guarantee: a row goes to the agent as it is in the agent's own file, with two changes. The `metadata` of `responses_create_params`
+names the episode: NeMo Gym's agents send it to their model server with every call, and `vllm_model` sends it on to the policy's
+endpoint. Fields that say how to sample are left out. An answer is bounded in bytes and in time, and only its numbers are used.
 """
 
 import asyncio
@@ -41,7 +40,7 @@ def load(settings: dict[str, Any]) -> Environment:
             agent's rows.
 
     Raises:
-        ProblemError: nobody answers there.
+        ProblemError: no server answers there.
     """
     agent = NemoGymAgent(settings)
     if settings["kind"] == "play" and (problem := agent.problem_now()):
@@ -78,7 +77,7 @@ class NemoGymAgent:
         return await self._in_thread(self.problem_now)
 
     def problem_now(self) -> str:
-        """Why the server cannot be asked, or nothing."""
+        """Why the server cannot be asked; empty if it can."""
         try:
             with self._opener.open(f"{self._url}/openapi.json", timeout=_ALIVE_TIMEOUT_S):
                 return ""
@@ -89,7 +88,7 @@ class NemoGymAgent:
             return f"nothing answers at {self._url}: {error}"
 
     async def play(self, task: dict[str, Any], episode: str) -> dict[str, Any]:
-        """The answer's `reward` as `environment`, and its other numbers under their own names."""
+        """Returns the answer's `reward` as `environment`, and its other numbers under their own names."""
         row = row_of(task)
         wanted = {key: value for key, value in row["responses_create_params"].items() if key not in _AS_THE_RUN_SAYS}
         wanted["metadata"] = (wanted.get("metadata") or {}) | {"episode": episode}
@@ -130,7 +129,7 @@ class NemoGymAgent:
 
 
 def _prompt(line: str, place: str) -> list[dict[str, str]]:
-    """What the row asks, as messages: for the rewards of the run, and for whoever reads."""
+    """The row's question as messages, for the rewards of the run and for readers."""
     try:
         asked = json.loads(line)["responses_create_params"]["input"]
     except (ValueError, TypeError, KeyError, RecursionError) as error:
@@ -153,7 +152,7 @@ def _text(content: Any) -> str:
 
 
 def _unescaped(said: str) -> str:
-    """Each server quotes what the one behind it said, with twice the backslashes."""
+    """Removes backslashes: each server quotes the answer of the one behind it, and doubles them."""
     return said.replace("\\", "")
 
 

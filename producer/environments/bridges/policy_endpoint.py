@@ -1,7 +1,7 @@
-"""What an agent program asks of its producer: tasks, and the end of episodes (docs/serving.md).
+"""The requests of an agent program to its producer: it takes tasks and ends episodes (docs/serving.md).
 
-Guarantee: a request that may help a second time is made again with growing pauses; a task that is over is a `TaskOverError` and
-nothing worse.
+Guarantee: a request that may succeed at another attempt is repeated with growing pauses. A task that is over raises
+`TaskOverError`.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ class TaskOverError(Exception):
 
 
 class RefusedByProducerError(Exception):
-    """The text says why."""
+    """The producer refused a request; the text has its reason."""
 
 
 class PolicyEndpoint:
@@ -44,11 +44,11 @@ class PolicyEndpoint:
         self._threads = ThreadPoolExecutor(num_threads)
 
     async def take(self) -> dict[str, Any] | None:
-        """A task; None if there is none now."""
+        """Returns a task; None if there is none now."""
         return await self._ask("/rollouts", {"wait_s": _WAIT_S}, _WAIT_S + _TIMEOUT_S)
 
     async def reward(self, episode: str, rewards: Mapping[str, Any]) -> None:
-        """Ends an episode. What is no finite number is missing."""
+        """Ends an episode. A reward that is no finite number is missing."""
         await self._ask(f"/rollouts/{episode}/reward", {name: _number(value) for name, value in rewards.items()})
 
     async def fail(self, episode: str, reason: str) -> None:

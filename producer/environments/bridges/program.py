@@ -1,7 +1,7 @@
 """The life of an agent program, which `producer.environments.agent_program` starts.
 
-Guarantee: its first line on standard output says that it can play or why not, and nothing else is written there, whatever the
-environment prints; it ends when its parent does, however that ends, and takes along what it started; SIGTERM ends it with 0.
+Guarantee: its first line on standard output says that it can play, or why not. Only its messages are written there, whatever the
+environment prints. It ends when its parent does, however that ends, with all that it started. SIGTERM ends it with status 0.
 
     standard input                                       standard output
     {"kind": "play" or "rows", ...}            ->
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class ProblemError(Exception):
-    """Why nothing can be played, in words for the user."""
+    """Why nothing can be played; the text is for the user."""
 
 
 class Environment(Protocol):
@@ -43,10 +43,10 @@ class Environment(Protocol):
 
 
 def row_of(task: dict[str, Any]) -> dict[str, Any]:
-    """What the task's row has for the environment.
+    """Returns the environment's part of the task's row.
 
     Raises:
-        ProblemError: it has nothing.
+        ProblemError: the row has none.
     """
     text = task["columns"].get("task")
     try:
@@ -66,21 +66,23 @@ def main(load: Callable[[dict[str, Any]], Environment]) -> NoReturn:
     """
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="environment: %(message)s")
     logging.getLogger("producer.environments.bridges").setLevel(logging.INFO)
-    told, lines = _private_output(), _lines_of_parent()
+    output, lines = _private_output(), _lines_of_parent()
     settings = json.loads(lines.get())
     try:
         environment = load(settings)
         if settings["kind"] == "rows":
-            _tell(told, {"ready": True})
+            _send(output, {"ready": True})
             for row in islice(environment.rows(settings["max_rows"]), settings["max_rows"]):
-                _tell(told, row)
-            _tell(told, {"end": True})
+                _send(output, row)
+            _send(output, {"end": True})
             _leave(0)
     except Exception as error:
         logger.debug("it failed here:", exc_info=True)
-        _tell(told, {"problem": str(error) if isinstance(error, ProblemError) else f"{type(error).__name__}: {error}"})
+        _send(
+            output, {"problem": str(error) if isinstance(error, ProblemError) else f"{type(error).__name__}: {error}"}
+        )
         _leave(1)
-    _tell(told, {"ready": True})
+    _send(output, {"ready": True})
     where = json.loads(lines.get())
     with suppress(asyncio.CancelledError):
         asyncio.run(_play(environment, where))
@@ -97,10 +99,10 @@ async def _play(environment: Environment, where: dict[str, Any]) -> None:
 
 
 def _private_output() -> TextIO:
-    """What was standard output, which from now on is standard error."""
-    told = os.fdopen(os.dup(1), "w")
+    """Returns standard output, and makes descriptor 1 standard error."""
+    output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    return told
+    return output
 
 
 def _lines_of_parent() -> "queue.Queue[str]":
@@ -119,9 +121,9 @@ def _lines_of_parent() -> "queue.Queue[str]":
     return lines
 
 
-def _tell(told: TextIO, message: dict[str, Any]) -> None:
-    told.write(json.dumps(message) + "\n")
-    told.flush()
+def _send(output: TextIO, message: dict[str, Any]) -> None:
+    output.write(json.dumps(message) + "\n")
+    output.flush()
 
 
 def _leave(status: int) -> NoReturn:

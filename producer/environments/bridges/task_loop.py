@@ -1,7 +1,7 @@
 """Takes tasks from a producer and has their episodes played, several at once.
 
-Guarantee: every episode of a task ends with its rewards or with the reason why it has none, unless its task is over before; what
-an environment raises costs its episode and nothing else.
+Guarantee: every episode of a task ends with its rewards or with the reason why it has none, unless its task is over before that.
+An exception of an environment fails its episode and nothing else.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ _PAUSE_S = 2.0
 _LONGEST_REASON = 1000  # characters
 
 Play = Callable[[dict[str, Any], str], Awaitable[Mapping[str, Any]]]
-"""Of a task and one of its episodes: rewards by name, of which those are posted that the task asks for."""
+"""Plays one episode of a task and returns rewards by name; those that the task asks for are posted."""
 
 
 class Player(Protocol):
@@ -37,15 +37,15 @@ class TaskLoop:
     def __init__(self, endpoint: PolicyEndpoint, player: Player, max_concurrent: int, episode_timeout_s: float) -> None:
         self._endpoint = endpoint
         self._player = player
-        self._places = asyncio.Semaphore(max_concurrent)
+        self._slots = asyncio.Semaphore(max_concurrent)
         self._episode_timeout_s = episode_timeout_s
         self._named: set[str] = set()
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Plays until it is cancelled."""
         async with asyncio.TaskGroup() as playing:
             while True:
-                async with self._places:  # there is room for an episode
+                async with self._slots:  # there is room for an episode
                     pass
                 if problem := await self._player.problem():
                     logger.warning("%s; looking again in %g s", problem, _PAUSE_S)
@@ -63,7 +63,7 @@ class TaskLoop:
                         playing.create_task(self._episode(task, episode, ends_at))
 
     async def _episode(self, task: dict[str, Any], episode: str, ends_at: float) -> None:
-        async with self._places:
+        async with self._slots:
             try:
                 await self._end(episode, *await self._played(task, episode, ends_at))
             except TaskOverError:
@@ -72,7 +72,7 @@ class TaskLoop:
                 logger.warning("episode %s: %s", episode, error)
 
     async def _played(self, task: dict[str, Any], episode: str, ends_at: float) -> tuple[dict[str, Any], str]:
-        """Its rewards, or why there are none."""
+        """Returns the episode's rewards, or why there are none."""
         left_s = ends_at - asyncio.get_running_loop().time()
         limit_s = min(self._episode_timeout_s, left_s)
         if limit_s <= 0:

@@ -1,7 +1,7 @@
 """Tasksets and environments of the verifiers library (`verifiers.v1`, from release 0.4 on).
 
-Guarantee: as `producer.environments.bridges.verifiers_program`; an episode with an agent that calls the policy without being it
-fails, rather than have its words trained.
+Guarantee: that of `producer.environments.bridges.verifiers_program`. An episode fails if one of its agents is not to be
+trained but calls the policy, because its tokens would be trained.
 """
 
 import json

@@ -1,8 +1,8 @@
 """Rewards that come with Slipstream, by the name that `rewards.functions[].builtin` gives them.
 
-Guarantee: `make` returns a function with TRL's signature, or raises `ConfigError` with what is missing; options have been
-checked by `protocol.config.builtin_rewards`. A completion that a function cannot score is an exception in its list, so that it
-alone is missing.
+Guarantee: `make` returns a function with TRL's signature, or raises `ConfigError` with what is missing.
+`protocol.config.builtin_rewards` has checked the options. For a completion that a function cannot score its list has an
+exception, so that the reward of that completion alone is missing.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ _MODULES = {
 
 
 def make(name: str, options: dict[str, Any]) -> Callable[..., Any]:
-    """The function of a builtin, or of `model` at `options["path"]`, made once per worker."""
+    """Makes the function of a builtin, or of the model at `options["path"]`, once per worker."""
     if name == "model":
         from producer.rewards.builtin.models import reward_model
 

@@ -1,6 +1,7 @@
-"""Rewards that look at what a completion says: `exact_match`, `numeric_match`, `format_regex`.
+"""Rewards that compare the text of a completion: `exact_match`, `numeric_match`, `format_regex`.
 
-Guarantee: pure functions of text and answer; a pattern that backtracks without end costs its completion `time_s` and no more.
+Guarantee: they are pure functions of text and answer. A pattern that backtracks without end costs its completion `time_s` and
+no more.
 """
 
 import math
@@ -65,7 +66,7 @@ def format_regex(options: FormatRegex) -> Callable[..., Rewards]:
 
 
 def last_number(text: str) -> float | None:
-    """Of "it costs $1,250.50." 1250.5; a sign belongs to it unless it is an operator ("5-3" is 5 and 3)."""
+    """The last number of a text: 1250.5 in "it costs $1,250.50."; a sign belongs to it unless it is an operator ("5-3")."""
     found = None
     for match in _NUMBER.finditer(text):
         found = match
@@ -82,7 +83,7 @@ def last_number(text: str) -> float | None:
 
 
 def _finder(pattern: str | None, limit_s: float) -> Callable[[str], str | None]:
-    """What the last match says, or the whole text where there is no pattern."""
+    """Returns a function that finds the last match, or takes the whole text where there is no pattern."""
     if pattern is None:
         return lambda text: text
     compiled = re.compile(pattern, re.DOTALL)

@@ -24,5 +24,5 @@ def reasoning_length(options: ReasoningLength) -> Callable[..., list[float]]:
 
 
 def penalty(options: LengthPenalty, num_tokens: int) -> float:
-    """In [-at_most, 0]."""
+    """The penalty, in [-at_most, 0]."""
     return -min(options.at_most, options.per_token * max(0, num_tokens - options.free_tokens))

@@ -1,6 +1,6 @@
 """The reward `math_verify`: whether a mathematical answer is equivalent to the right one.
 
-Guarantee: as `producer.rewards.builtin`; math-verify interrupts itself by SIGALRM, which a worker's main thread allows.
+Guarantee: that of `producer.rewards.builtin`. math-verify interrupts itself by SIGALRM, which a worker's main thread allows.
 """
 
 from collections.abc import Callable

@@ -25,10 +25,10 @@ def code(options: Code) -> Callable[..., Coroutine[Any, Any, Rewards]]:
     asyncio.run(sandbox.check())
 
     async def score_all(completions: list[Any], **columns: Any) -> Rewards:
-        places = asyncio.Semaphore(options.parallel)
+        slots = asyncio.Semaphore(options.parallel)
 
         async def within_limits(source: str, test: Any) -> bool:
-            async with places:
+            async with slots:
                 return await _passes(sandbox, source, test)
 
         async def score(completion: Any, tests: Any) -> float:
@@ -48,7 +48,7 @@ def code(options: Code) -> Callable[..., Coroutine[Any, Any, Rewards]]:
 
 
 def program_of(text: str) -> str:
-    """The last fenced block of Python, or of no language; the whole text where there is none."""
+    """The last fenced block of Python or of no language; the whole text where there is none."""
     blocks = _BLOCK.findall(text)
     return blocks[-1] if blocks else text
 
@@ -73,5 +73,5 @@ async def _passes(sandbox: Sandbox, source: str, test: Any) -> bool:
 
 
 def _lines(text: str) -> list[str]:
-    """Without white space at the ends of lines and empty lines at the end."""
+    """The lines of a text, without white space at their ends and empty lines at the end."""
     return [line.rstrip() for line in text.rstrip().splitlines()]

@@ -13,7 +13,7 @@ Result = TypeVar("Result")
 
 
 def text_of(completion: Any) -> str:
-    """A text itself, or the content of the last assistant message."""
+    """The completion itself if it is a text, else the content of its last assistant message."""
     if isinstance(completion, str):
         return completion
     said = [message.get("content") for message in completion if message.get("role") == "assistant"]
@@ -24,7 +24,7 @@ def text_of(completion: Any) -> str:
 
 
 def column_of(columns: dict[str, Any], name: str) -> list[Any]:
-    """One value per completion.
+    """The column's values, one per completion.
 
     Raises:
         KeyError: the dataset has no such column.
@@ -37,12 +37,12 @@ def column_of(columns: dict[str, Any], name: str) -> list[Any]:
 
 
 def each(completions: list[Any], score: Callable[[int, str], float | None]) -> list[float | Exception | None]:
-    """`score` of every completion's text. An exception stands in the place of the completion that it is about."""
+    """Scores the text of every completion. The result of a completion that raised is its exception."""
     results: list[float | Exception | None] = []
     for index, completion in enumerate(completions):
         try:
             results.append(score(index, text_of(completion)))
-        except KeyError:  # of a column: about all of them
+        except KeyError:  # a missing column concerns all of them
             raise
         except Exception as error:
             results.append(error)

@@ -1,5 +1,5 @@
-"""Tests of a program that cannot be told to pass: they run in another sandbox than the program does.
+"""Tests of a program, which run in another sandbox than the program does, so that it cannot make them pass.
 
-Guarantee: nothing of a test enters the program's sandbox but the arguments of calls; nothing comes back but data and references
-to the program's own objects; whether a test passes is decided where the program can neither look nor write.
+Guarantee: only arguments of calls enter the program's sandbox, and only data and references to the program's own objects come
+back. Whether a test passes is decided where the program can neither read nor write. The reward `code` may enter.
 """

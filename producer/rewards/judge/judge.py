@@ -1,11 +1,11 @@
 """The judge's side: a test whose names are those of a program in another sandbox.
 
-Guarantee: the mark is written only after the last line of the test, whatever the program answers; what comes from the program is
-a plain value, or an object that stands for one of the program's and answers by asking it. Such an object is equal to no plain
-value, and does not calculate with one: a number is a number, or the test fails. The names of Python itself are Python's: a
-test that uses one which the program has taken for its own fails.
+Guarantee: the mark is written only after the last line of the test, whatever the program answers. The test gets plain values
+from the program, and objects (`ProgramObject`) that ask the program whenever the test uses them. Such an object is equal to
+no plain value and does not calculate with one: a number is a number, or the test fails. A test that uses a name of Python
+which the program has redefined fails.
 
-What an object of the program's own says of itself (its methods, what two of them say of each other) is the program's word.
+Nothing checks what the program answers about its own objects: the results of their methods, and how two of them compare.
 
 This runs in the judge's sandbox: it imports nothing but the standard library and what else is in `producer.rewards.judge`.
 """
@@ -41,7 +41,8 @@ class Remote:
         return self._asked({"deed": deed, "arguments": given, "named": named}, arguments)
 
     def _asked(self, message: dict[str, Any], arguments: tuple[Any, ...]) -> Any:
-        """What the program answers. Where it is gone or answers with nonsense, the test ends here, whatever it would catch."""
+        """Returns the program's answer. If the program has ended or sends nonsense, the test ends here, whatever it would
+        catch."""
         try:
             self._channel.send(message)
             while "callback" in (answer := self._channel.receive()):
@@ -175,7 +176,7 @@ class _ProgramError(Exception):
 
 
 class Names(dict[str, Any]):
-    """The test's own names; of those that it does not have, the program's."""
+    """The test's own names, and the program's for those that the test does not have."""
 
     def __init__(self, remote: Remote) -> None:
         super().__init__(__name__="__main__")
@@ -185,7 +186,7 @@ class Names(dict[str, Any]):
         if name not in self._remote.names:
             raise KeyError(name)
         if hasattr(builtins, name):
-            raise AssertionError(f"the program has a {name} of its own: what Python's says, nobody knows then")
+            raise AssertionError(f"the program has a {name} of its own: nobody knows then what Python's returns")
         value = self._remote.name(name)
         if type(value) is ProgramObject:
             self[name] = value
@@ -197,7 +198,7 @@ async def _awaited(remote: Remote, coroutine: ProgramObject) -> Any:
 
 
 def _change(argument: Any, value: Any) -> None:
-    """As the program has changed what it was given."""
+    """Changes an argument as the program has changed it."""
     if isinstance(argument, list | bytearray):
         argument[:] = value
     elif isinstance(argument, dict | set):

@@ -1,6 +1,6 @@
-"""The side of the program that is judged: runs it, and does with its objects what the judge asks for.
+"""The side of the program that is judged: runs it, and does with its objects what the judge requests.
 
-Guarantee: none. The program shares this process and may change all of it; the judge believes nothing that it says but the values.
+Guarantee: none. The program shares this process and may change all of it; the judge uses nothing of its answers but the values.
 
 This runs in the program's sandbox: it imports nothing but the standard library and `producer.rewards.judge.values`.
 """

@@ -1,6 +1,6 @@
 """A program and its test, each in a sandbox of its own, with a socket between them.
 
-Guarantee: as the package's; both sandboxes are gone when `passes` returns.
+Guarantee: that of the package; both sandboxes have ended when `passes` returns.
 """
 
 import asyncio

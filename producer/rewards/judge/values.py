@@ -1,8 +1,8 @@
-"""What goes between a program and its judge: values as JSON, of which reading runs nothing.
+"""The values that a program and its judge exchange, as JSON; reading them runs nothing.
 
-Guarantee: what `decode` makes of any bytes are plain values, or what `resolve` makes of a reference; it raises otherwise. Plain
-are numbers, text, bytes, None, the built-in containers, and the values of `_KINDS`. Numbers and texts of other classes travel as
-what they are based on, so that a class of the program's own has no say in how they compare.
+Guarantee: `decode` makes plain values of any bytes, or what `resolve` makes of a reference, or raises. Plain are numbers, text,
+bytes, None, the built-in containers, and the values of `_KINDS`. Numbers and texts of other classes are sent as their base class,
+so that a class of the program's own does not decide how they compare.
 
 This runs in the sandboxes: it imports nothing but the standard library.
 """
@@ -49,7 +49,7 @@ _TAGS = {kind: tag for tag, (kind, _, _) in _KINDS.items()}
 
 
 class ChannelEndedError(BaseException):
-    """The other side is gone, or sends what makes no sense."""
+    """The other side has ended, or sends what makes no sense."""
 
 
 class Channel:
@@ -79,7 +79,7 @@ class Channel:
 
 
 def encode(value: Any, refer: Callable[[Any], list[Any]]) -> Any:
-    """`value` as JSON. `refer` gives what stands for one that is not plain, or raises."""
+    """Returns `value` as JSON. `refer` gives the reference to a value that is not plain, or raises."""
     kind = type(value)
     if value is None or kind in (bool, str, float):
         return value
@@ -103,7 +103,7 @@ def encode(value: Any, refer: Callable[[Any], list[Any]]) -> Any:
 
 
 def decode(data: Any, resolve: Callable[[list[Any]], Any]) -> Any:
-    """What `encode` was given. `resolve` gets a list that begins with the tag of a reference."""
+    """Returns what `encode` was given. `resolve` gets a list that begins with the tag of a reference."""
     if not isinstance(data, list):
         return data
     tag = data[0]
@@ -141,7 +141,7 @@ def imported(reference: list[Any]) -> Any:
 
 
 def is_shared(reference: list[Any] | None) -> bool:
-    """Whether the judge may import this when the program says so: what runs no text that it is given. All else stays there."""
+    """Whether the judge may import this for the program: only what runs no text that it is given."""
     if reference is None or reference[1].partition(".")[0] not in sys.stdlib_module_names:
         return False
     _, module, name = reference

@@ -40,7 +40,7 @@ Ended = Literal["itself", "time", "memory", "output"]
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one program: seconds on the clock; resident bytes of all its processes; bytes of files; processes and threads."""
+    """Limits of one program: seconds, resident bytes of all its processes, bytes of files, and processes and threads."""
 
     time_s: float = 5.0
     memory_bytes: int = 256 * 2**20
@@ -118,7 +118,7 @@ class Sandbox:
             await asyncio.wait({ending})
 
     def command(self, main: int, ready: int) -> list[str]:
-        """Of a program that is read from descriptor `main`; one byte in `ready` says that it is about to start.
+        """The command of a program that is read from descriptor `main`. A byte in `ready` says that it is about to start.
 
         Root becomes nobody, so that no file of root's is the program's own and its processes are counted. What nobody may not
         read, such as an interpreter in /root, is mounted elsewhere before.
@@ -230,7 +230,7 @@ def _may_mount(bwrap: str) -> bool:
 
 
 def _interpreter(python: str) -> tuple[str, list[str]]:
-    """Its path, and what it reads."""
+    """Returns the interpreter's path, and the folders that it reads."""
     ask = (
         "import json, os, sys\n"
         "print(json.dumps([sys.executable, sys.prefix, sys.base_prefix, os.path.realpath(sys.executable)]))"

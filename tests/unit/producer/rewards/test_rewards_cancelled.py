@@ -111,7 +111,7 @@ def test_the_place_of_an_episode_goes_back_wherever_it_is_cancelled(
                 assert await environment.reset({}) == "seen"
 
         def nothing_is_lost() -> None:
-            assert not pool._places.locked()
+            assert not pool._slots.locked()
             assert children.num_running <= 1
 
         assert await cancel_at_each_wait(episode, nothing_is_lost) > 2

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from producer.rewards.pool import RewardPool
-from producer.rewards.thinking import Thinking, stretches
+from producer.rewards.thinking import Thinking, segments
 from producer.rewards.views import View
 from producer.rewards.worker import Job, Scores
 from protocol.config.rewards import RewardsSection, ThinkingSection
@@ -45,8 +45,8 @@ def tokenizer(special: bool = False) -> PreTrainedTokenizerFast:
         ("a</think>b<think>c</think>d</think>", True, [(0, 9), (10, 26)], True),
     ],
 )
-def test_stretches(text, opened, found, closed):
-    assert stretches(text, "<think>", "</think>", opened=opened) == (found, closed)
+def test_segments(text, opened, found, closed):
+    assert segments(text, "<think>", "</think>", opened=opened) == (found, closed)
 
 
 def read(thinking: Thinking, prompt: Any, texts: list[str], made: PreTrainedTokenizerFast) -> Any:
