@@ -143,7 +143,7 @@ def _watch_intake(
 ) -> None:
     readings.counters(
         "rl_trainer_connections_refused_total",
-        "Connections and messages refused at the door (docs/security.md).",
+        "Connections and messages that the sockets refused (docs/security.md).",
         "reason",
         lambda: refusals,
     )

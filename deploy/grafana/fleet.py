@@ -157,7 +157,7 @@ def fleet() -> dashboard.Dashboard:
             Series(producer_quantile(0.99, "rl_producer_swap_seconds"), "{{producer}}"),
         ),
         graph(
-            "Refused at the door",
+            "Refused connections and messages",
             "Connections and messages per second that the trainer refused, by reason; see docs/security.md "
             "for what each of them means.",
             "suffix: refusals/s",

@@ -81,10 +81,9 @@ class ConnectionGuard(threading.Thread):
         self._max_connections = max(MAX_UNFINISHED, raise_descriptor_limit() // 4)
         self._connections: dict[_Key, WatchedConnection] = {}
         self._failures: dict[int, tuple[int, int]] = {}  # by socket: event and value that explain its next disconnect
-        self._delivered: dict[
-            _Key, tuple[int, bytes]
-        ] = {}  # messages and the last one's key; the owner of the sockets writes it
-        self._drained_at = [0.0] * len(monitors)  # likewise
+        # The owner of the sockets writes these two: the number of messages with the key of the last one, and a time.
+        self._delivered: dict[_Key, tuple[int, bytes]] = {}
+        self._drained_at = [0.0] * len(monitors)
         self._reported_dead = False
         self._refresh_at = 0.0
         self._stop_fd = os.eventfd(0, os.EFD_CLOEXEC)
@@ -238,9 +237,8 @@ class ConnectionGuard(threading.Thread):
             connection.deliveries, connection.mark, connection.over_since = num_messages, received, None
             return False
         unread = connection.socket.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)  # may wait for libzmq in the kernel
-        most = (
-            self._max_message_bytes if num_messages else 0
-        )  # a hello is small; libzmq keeps for ever what a namesake sends
+        # A hello is small. What a peer sends under the routing id of another one is never delivered, and libzmq keeps it.
+        most = self._max_message_bytes if num_messages else 0
         if received - connection.mark <= most + unread + _SLACK_BYTES:
             return False
         if connection.over_since is None:
