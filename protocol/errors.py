@@ -1,7 +1,7 @@
 """Errors that a user can act on, and the exit code each of them ends the process with.
 
-Guarantee: a daemon that stops on purpose stops with one of these codes, and the message says what was wrong, where,
-and how to mend it. Anything else that escapes is a bug and exits with `ExitCode.BUG`.
+Guarantee: a daemon that stops on purpose stops with one of these codes, and the message names the problem, its place and the fix.
+Every other exception is a bug and ends the process with `ExitCode.BUG`.
 """
 
 import errno

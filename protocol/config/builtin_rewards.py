@@ -1,6 +1,6 @@
 """Options of the rewards that come with Slipstream, `rewards.functions[].builtin`.
 
-Guarantee: as `protocol.config.run`; the functions themselves are in `producer.rewards.builtin`, one per class here.
+Each class here has the options of one function of `producer.rewards.builtin`.
 """
 
 import re

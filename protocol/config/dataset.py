@@ -1,6 +1,6 @@
 """The `dataset:` section: where prompts come from and what becomes of a row.
 
-Guarantee: as `protocol.config.run`; a section that exists names at least one source, and every source bounds what it reads of a
+Guarantee: a section names at least one source, and every source bounds what it reads of a
 stream.
 """
 
@@ -12,7 +12,7 @@ from protocol.config.section import PlaceAndName, Positive, Section
 
 
 class _RowsSection(Section):
-    """Which rows, and what becomes of each."""
+    """Which rows are read, and what is made of each."""
 
     path: str = Field(
         description="Anything `datasets.load_dataset` takes: a hub name, or a local .jsonl, .json, .csv or .parquet file, "

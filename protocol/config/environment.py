@@ -1,7 +1,4 @@
-"""The `environment:` section: what a completion of several turns talks to.
-
-Guarantee: as `protocol.config.run`.
-"""
+"""The `environment:` section: what a completion of several turns talks to."""
 
 from typing import Any
 from urllib.parse import urlsplit
@@ -118,7 +115,7 @@ class EnvironmentSection(Section):
 
     @property
     def own_weight(self) -> float | None:
-        """Of the reward called `environment`; None: there is none."""
+        """The weight of the reward called `environment`, or None if there is no such reward."""
         return 1.0 if self.reward_weight is None and self.is_played_outside else self.reward_weight
 
 

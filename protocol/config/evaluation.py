@@ -1,7 +1,4 @@
-"""The `evaluation:` section: a held-out set that the producers score every so many versions.
-
-Guarantee: as `protocol.config.run`.
-"""
+"""The `evaluation:` section: a held-out set that the producers score every so many versions."""
 
 from typing import Annotated
 

@@ -1,7 +1,4 @@
-"""The `guards:` section: when a run is hopeless and ends.
-
-Guarantee: as `protocol.config.run`.
-"""
+"""The `guards:` section: when a run is hopeless and ends."""
 
 from pydantic import Field
 

@@ -74,7 +74,7 @@ def _converted(value: Any, hint: Any) -> Any:
 
 
 def _adapter(hint: Any) -> TypeAdapter[Any] | None:
-    """None for a type that pydantic has no schema for: its values are left to the library."""
+    """None for a type without a pydantic schema, whose values only the library can check."""
     for config in (ConfigDict(arbitrary_types_allowed=True), None):  # some types refuse a configuration
         with contextlib.suppress(Exception):
             return TypeAdapter(hint, config=config)

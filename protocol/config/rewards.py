@@ -1,6 +1,6 @@
 """The `rewards:` section: what scores a completion.
 
-Guarantee: as `protocol.config.run`; every function has a name of its own, and options that its kind takes.
+Guarantee: every function has a name of its own, and only options that its kind takes.
 """
 
 import re
@@ -139,7 +139,7 @@ class RewardFunction(Section):
 
     @property
     def place(self) -> str:
-        """What it is, as the file says it: for messages."""
+        """What the file names, for messages."""
         return self.function or self.builtin or self.model or self.posted or str(self.url)
 
     @property
@@ -209,17 +209,17 @@ class RewardsSection(Section):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the functions, in order: the columns of every reward array."""
+        """The names of the functions in order, which are the columns of every reward array."""
         return tuple(function.name for function in self.functions)
 
     @property
     def posted(self) -> tuple[str, ...]:
-        """Names of those that agents post."""
+        """The names of the rewards that agents post."""
         return tuple(function.name for function in self.functions if function.posted is not None)
 
     @property
     def computed(self) -> "RewardsSection":
-        """Without those that agents post."""
+        """The section without the rewards that agents post."""
         functions = [function for function in self.functions if function.posted is None]
         return self.model_copy(update={"functions": functions})
 

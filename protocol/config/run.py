@@ -107,12 +107,12 @@ class RunConfig(Section):
 
     @property
     def posted_rewards(self) -> tuple[str, ...]:
-        """Those of these columns that agents post."""
+        """The columns that agents post."""
         return self.rewards.posted + ((REWARD_NAME,) if self.environment.is_played_outside else ())
 
     @property
     def reward_weights(self) -> tuple[float, ...]:
-        """Of these columns."""
+        """The weights of the columns."""
         own = self.environment.own_weight
         return tuple(function.weight for function in self.rewards.functions) + (() if own is None else (own,))
 
@@ -132,7 +132,7 @@ class RunConfig(Section):
 
     @property
     def max_loras(self) -> int:
-        """Those, and the one that is evaluated."""
+        """The adapters that training may need, and one that is evaluated."""
         return self.training_loras + (self.evaluation is not None)
 
     @property

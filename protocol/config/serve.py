@@ -58,7 +58,7 @@ class ServeSection(Section):
 
     @property
     def num_lora_slots(self) -> int:
-        """That requests of clients may need beside those of training."""
+        """The slots that requests of clients may need beside the slots of training."""
         return self.max_versions + 2 if self.enabled else 0
 
     @model_validator(mode="after")

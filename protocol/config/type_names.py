@@ -19,7 +19,7 @@ _SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
 
 def type_in_words(annotation: Any, constraints: Iterable[Any] = ()) -> str:
-    """Such as "integer >= 1", "number from 0 to 1, or none", "two integers from 0 to 64".
+    """A description such as "integer >= 1", "number from 0 to 1, or none", "two integers from 0 to 64".
 
     Args:
         constraints: of pydantic or annotated_types, such as `FieldInfo.metadata`.

@@ -50,7 +50,7 @@ def mend(final: Path) -> None:
 
 
 def aside(final: Path) -> Path:
-    """Where a folder is while another takes its name."""
+    """The place of a folder while another folder takes its name."""
     return final.with_name(f".{final.name}.old")
 
 

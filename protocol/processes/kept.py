@@ -45,14 +45,14 @@ class KeptProcess:
 
     @property
     def pid(self) -> int:
-        """Of the keeper; the other processes are below it."""
+        """The process id of the keeper. The other processes are below it."""
         return self._process.pid
 
     def resident_bytes(self) -> int:
         return resident_bytes(self.pid)
 
     async def exited(self, within_s: float) -> int | None:
-        """Its exit status, negative for a signal; None if it does not end by then."""
+        """The exit status, negative for a signal, or None if the process does not end in time."""
         deadline = time.monotonic() + within_s
         while (status := self._process.poll()) is None and time.monotonic() < deadline:  # noqa: ASYNC110 - no event says it
             await asyncio.sleep(_LOOK_EVERY_S)

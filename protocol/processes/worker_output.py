@@ -42,7 +42,7 @@ class WorkerOutput:
         self._listen()
 
     def begin(self, source: str) -> None:
-        """From now on `source` writes. The block of the source before it ends."""
+        """Names the writer of what comes from now on, which ends the block of the writer before."""
         if source != self._source:
             self._take()
             self._flush()

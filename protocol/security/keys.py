@@ -126,7 +126,7 @@ def producer_keys(folder: Path, identity: str | None) -> ProducerKeys:
 
 
 def _own_secret(folder: Path, role: str, wanted: str | None, how: str) -> tuple[str, SecretKey]:
-    """Whose secret key this process has, and the key: a credential of systemd, or the file of `wanted`.
+    """The owner's name and the secret key of this process, from a credential of systemd or from the file of `wanted`.
 
     Args:
         how: what else to do after the key was made, for the message.

@@ -34,7 +34,7 @@ def read_private(file: Path, place: str = "", *, others_may_read: bool = False) 
 
 
 def secret_line(raw: bytes, where: str) -> str:
-    """One line as text, without the newline that `echo` and editors put at its end.
+    """The line as text, without the newline that `echo` and editors put at its end.
 
     Raises:
         ConfigError: it is empty, or holds more lines or a character that does not print.

@@ -63,7 +63,7 @@ class _Reader:
     async def page(self) -> Response:
         """
         Raises:
-            TimeoutError: it takes long; it goes on, and nobody begins another one.
+            TimeoutError: reading takes long. It goes on, and no other reading of the page begins.
         """
         if self._reading is None or self._reading.done():
             reading = asyncio.get_running_loop().create_future()
@@ -82,8 +82,8 @@ class _Reader:
 
 
 class _Application:
-    """Of ASGI. Not the one of prometheus_client: that one reads on the event loop, where it would hold up `/healthz`, and has
-    Prometheus choose OpenMetrics, whose encoder makes `vllm_` of `vllm:`."""
+    """The ASGI application. That of prometheus_client reads on the event loop, where it would delay `/healthz`, and lets
+    Prometheus choose OpenMetrics, whose encoder renames `vllm:` to `vllm_`."""
 
     def __init__(self, registry: CollectorRegistry, health: Health, status: Callable[[], Status]) -> None:
         self._readers = {
@@ -115,7 +115,7 @@ class _Application:
 
 
 def add_connection_metrics(registry: CollectorRegistry, prefix: str, refused: "Counter[Reason]") -> None:
-    """What the port refuses.
+    """Counts the connections that the port refuses.
 
     Args:
         prefix: `rl_producer` or `rl_trainer`.
@@ -136,7 +136,7 @@ def serve(
 
     Args:
         port: 0 takes a free one.
-        key: configuration key of the port, for messages.
+        key: the configuration key of the port, for messages.
         job: `rl-producer` or `rl-trainer`, Prometheus' job label.
         name: of this daemon, its `daemon` label.
         folder: where the address is written.
@@ -184,7 +184,7 @@ def announced(folder: Path, job: str, name: str, address: str) -> Iterator[None]
 
 
 def _remove_left(folder: Path) -> None:
-    """What killed daemons of this host left."""
+    """Removes the files that killed daemons of this host have left."""
     for file in folder.glob("*.json"):
         with contextlib.suppress(OSError, ValueError, KeyError, IndexError, TypeError):
             labels = json.loads(file.read_text(encoding="utf-8"))[0]["labels"]

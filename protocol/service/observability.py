@@ -53,7 +53,7 @@ def watched(config: RunConfig, job: str, gpus: list[int], name: str = "") -> Ite
 
 
 def add_health_metrics(registry: CollectorRegistry, prefix: str, health: Health) -> None:
-    """What `/healthz` finds.
+    """Shows the checks of `/healthz` as metrics.
 
     Args:
         prefix: `rl_producer` or `rl_trainer`.

@@ -43,7 +43,7 @@ class HandshakeWatch:
         self._retry_at = None
 
     def end(self) -> None:
-        """Before the socket is closed. May be called twice."""
+        """Call it before the socket is closed. May be called twice."""
         if self._socket is not None and self._monitor is not None:
             self._socket.disable_monitor()
             self._monitor.close()

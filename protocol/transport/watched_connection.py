@@ -53,8 +53,8 @@ class WatchedConnection:
 
 
 def duplicate(descriptor: int) -> socket.socket | None:
-    """Of a connection. None: the connection has ended and another thing may have its number, or no descriptors are left; then
-    only the time limit of the handshake bounds it."""
+    """A duplicate of a connection's descriptor. None if the connection has ended and something else may have its number, or if
+    no descriptors are left; then only the time limit of the handshake bounds it."""
     try:
         copy = os.dup(descriptor)
     except OSError:

@@ -40,7 +40,7 @@ class EngineFacts(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PolicyInfo(Struct, frozen=True, forbid_unknown_fields=True):
-    """One published policy: `digest` names the adapter blob (sha256 of its `num_bytes` bytes)."""
+    """A published policy. `digest` names the adapter blob: it is the sha256 of its `num_bytes` bytes."""
 
     version: Version
     digest: Sha256

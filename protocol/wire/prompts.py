@@ -16,8 +16,8 @@ def is_conversational(prompt: Any) -> bool:
 
 
 def prompt_token_ids(tokenizer: Any, prompt: Any, chat_template_kwargs: dict[str, Any]) -> list[int]:
-    """As TRL's GRPOTrainer: strings get the tokenizer's special tokens, messages go through the chat template with a
-    generation prompt.
+    """The token ids as in TRL's GRPOTrainer: strings get the tokenizer's special tokens, and messages go through the chat
+    template with a generation prompt.
 
     Args:
         tokenizer: of transformers.

@@ -11,9 +11,12 @@ from typing import Any
 from protocol.security.keys import AUTHORIZED, ProducerKeys, TrainerKeys, generate, producer_keys, trainer_keys
 from protocol.transport.zeromq_client import ZmqClient
 from protocol.transport.zeromq_server import ZmqServer
+from protocol.wire.messages import BlobRequest, Bye, Nack
 from tests.loopback import LoopbackServer
+from tests.unit.protocol.samples import SHA
 
 LIMIT = 4 * 2**20
+MESSAGE = Nack("1.0", "returned")  # both sides send it
 PATIENCE_S = 60.0  # for things that must happen; none of them takes that long
 
 
@@ -44,6 +47,25 @@ def receive(channel: Any, count: int) -> list[Any]:
     return received
 
 
+def numbered(number: int) -> Nack:
+    return Nack(lease_id=str(number), reason="returned")
+
+
+def introduce(server: Any, client: Any) -> bytes:
+    """Sends a first message and returns the routing id it arrives under."""
+    eventually(lambda: client.send(Bye("stopping")), "a server that listens")
+    [(peer, message)] = receive(server, 1)
+    assert message == Bye("stopping")
+    return peer
+
+
+def introduce_blobs(server: Any, client: Any) -> bytes:
+    eventually(lambda: client.send(BlobRequest(SHA, 0, 1)), "a server that listens")
+    [(peer, message)] = receive(server, 1)
+    assert message == BlobRequest(SHA, 0, 1)
+    return peer
+
+
 def keys_in(folder: Path) -> tuple[TrainerKeys, ProducerKeys]:
     generate(folder, "trainer")
     generate(folder, "gpu01")
@@ -72,6 +94,12 @@ class Harness:
         made = server.connect(name) if self.transport == "loopback" else ZmqClient(name, *self.endpoints, limit)
         self.stack.callback(made.close)
         return made
+
+    def joined(self, limit: int = LIMIT) -> tuple[Any, Any, bytes]:
+        """A server, a client that it has heard of, and the client's routing id."""
+        server = self.server(limit)
+        client = self.client(server, limit=limit)
+        return server, client, introduce(server, client)
 
     def inject_to_server(self, client: Any, frame: bytes) -> None:
         """Sends a frame past the codec."""

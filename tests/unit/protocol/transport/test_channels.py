@@ -4,17 +4,22 @@ import threading
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from protocol.transport.channel import BadFrame
 from protocol.wire.codec import CodecError, encode
-from protocol.wire.messages import BlobChunk, BlobMissing, BlobRequest, Bye, Heartbeat, Lease, Nack, Sampling
-from tests.unit.protocol.channel_harness import Harness, eventually, receive
+from protocol.wire.messages import BlobChunk, BlobMissing, Heartbeat, Lease, Sampling
+from tests.unit.protocol.channel_harness import (
+    MESSAGE,
+    Harness,
+    eventually,
+    introduce,
+    introduce_blobs,
+    numbered,
+    receive,
+)
 from tests.unit.protocol.samples import SHA
-
-MESSAGE = Nack("1.0", "returned")  # both sides send it
 
 
 @pytest.fixture(params=["loopback", "ipc", "tcp"])
@@ -22,29 +27,8 @@ def harness(request: pytest.FixtureRequest, short_dir: Path, stack: ExitStack) -
     return Harness(request.param, short_dir, stack)
 
 
-def numbered(number: int) -> Nack:
-    return Nack(lease_id=str(number), reason="returned")
-
-
-def introduce(server: Any, client: Any) -> bytes:
-    """Sends a first message and returns the routing id it arrives under."""
-    eventually(lambda: client.send(Bye("stopping")), "a server that listens")
-    [(peer, message)] = receive(server, 1)
-    assert message == Bye("stopping")
-    return peer
-
-
-def introduce_blobs(server: Any, client: Any) -> bytes:
-    eventually(lambda: client.send(BlobRequest(SHA, 0, 1)), "a server that listens")
-    [(peer, message)] = receive(server, 1)
-    assert message == BlobRequest(SHA, 0, 1)
-    return peer
-
-
 def test_messages_arrive_whole_and_in_order_in_both_directions(harness: Harness) -> None:
-    server = harness.server()
-    client = harness.client(server)
-    peer = introduce(server, client)
+    server, client, peer = harness.joined()
     sent = [numbered(number) for number in range(500)]
     assert all(client.send(message) for message in sent)
     assert receive(server, 500) == [(peer, message) for message in sent]
@@ -75,17 +59,13 @@ def test_sending_to_an_unknown_peer_says_false(harness: Harness) -> None:
 
 
 def test_a_peer_that_left_becomes_unknown(harness: Harness) -> None:
-    server = harness.server()
-    client = harness.client(server)
-    peer = introduce(server, client)
+    server, client, peer = harness.joined()
     client.close()
     eventually(lambda: not server.send(peer, MESSAGE), "the departure to show")
 
 
 def test_reset_gives_a_new_routing_id_and_drops_what_was_queued(harness: Harness) -> None:
-    server = harness.server()
-    client = harness.client(server)
-    old = introduce(server, client)
+    server, client, old = harness.joined()
     assert introduce_blobs(server, client) == old
     for number in range(5):
         assert server.send(old, numbered(number))
@@ -151,18 +131,14 @@ def test_a_wake_before_the_poll_is_remembered_once(harness: Harness, end: str) -
 
 
 def test_a_wake_loses_no_message(harness: Harness) -> None:
-    server = harness.server()
-    client = harness.client(server)
-    peer = introduce(server, client)
+    server, client, peer = harness.joined()
     assert client.send(MESSAGE)
     server.wake()
     assert receive(server, 1) == [(peer, MESSAGE)]
 
 
 def test_a_bad_frame_comes_out_with_its_reason_and_the_channel_goes_on(harness: Harness) -> None:
-    server = harness.server()
-    client = harness.client(server)
-    peer = introduce(server, client)
+    server, client, peer = harness.joined()
     bad = [b"", b"GET / HTTP/1.1", encode(MESSAGE)[:-1], encode(MESSAGE, schema_version=9)]
     expected = [
         BadFrame("frame of 0 bytes is shorter than the 8-byte prefix"),
@@ -180,9 +156,7 @@ def test_a_bad_frame_comes_out_with_its_reason_and_the_channel_goes_on(harness: 
 
 
 def test_a_peer_of_the_release_before_is_answered_in_its_schema_on_both_sockets(harness: Harness) -> None:
-    server = harness.server()
-    client = harness.client(server)
-    peer = introduce(server, client)
+    server, client, peer = harness.joined()
     introduce_blobs(server, client)
     beat = Heartbeat(0, 1, [], 0, 0.0, idle_s=5.0)
     assert client.send(beat)
@@ -204,9 +178,7 @@ def test_a_peer_of_the_release_before_is_answered_in_its_schema_on_both_sockets(
 
 
 def test_what_only_the_other_side_sends_is_a_bad_frame(harness: Harness) -> None:
-    server = harness.server()
-    client = harness.client(server)
-    peer = introduce(server, client)
+    server, client, peer = harness.joined()
     lease = Lease("1.0", 1, 0, "1+1=", {}, Sampling(2, 8, 1.0), 0, 60.0)
     beat = Heartbeat(0, 1, [], 0, 0.0)
     assert client.send(lease)
@@ -216,9 +188,7 @@ def test_what_only_the_other_side_sends_is_a_bad_frame(harness: Harness) -> None
 
 
 def test_blobs_arrive_under_the_same_peer_and_control_does_not_wait_for_them(harness: Harness) -> None:
-    server = harness.server()
-    client = harness.client(server)
-    peer = introduce(server, client)
+    server, client, peer = harness.joined()
     assert introduce_blobs(server, client) == peer
     chunks = [BlobChunk(SHA, index * 2**20, bytes([index]) * 2**20) for index in range(16)]
     assert all(server.send(peer, chunk) for chunk in chunks)
@@ -229,9 +199,7 @@ def test_blobs_arrive_under_the_same_peer_and_control_does_not_wait_for_them(har
 
 
 def test_a_message_that_cannot_be_encoded_is_refused_at_the_sender(harness: Harness) -> None:
-    server = harness.server()
-    client = harness.client(server)
-    peer = introduce(server, client)
+    server, client, peer = harness.joined()
     odd = Lease("1.0", 1, 0, "1+1=", {"odd": object()}, Sampling(2, 8, 1.0), 0, 60.0)
     with pytest.raises(CodecError, match="cannot encode Lease"):
         server.send(peer, odd)
@@ -242,9 +210,7 @@ def test_a_message_that_cannot_be_encoded_is_refused_at_the_sender(harness: Harn
 
 
 def test_a_heartbeat_with_many_leases(harness: Harness) -> None:
-    server = harness.server()
-    client = harness.client(server)
-    peer = introduce(server, client)
+    server, client, peer = harness.joined()
     beat = Heartbeat(3, 0, [f"{number}.0" for number in range(20_000)], 2**53, 1e9)
     assert client.send(beat)
     assert receive(server, 1) == [(peer, beat)]

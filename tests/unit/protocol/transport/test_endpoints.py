@@ -14,8 +14,7 @@ import pytest
 from protocol.errors import ConfigError, EndpointInUseError, ExitCode
 from protocol.transport.zeromq_client import ZmqClient
 from protocol.transport.zeromq_server import ZmqServer
-from tests.unit.protocol.channel_harness import LIMIT, Harness, reserve_port
-from tests.unit.protocol.transport.test_channels import introduce
+from tests.unit.protocol.channel_harness import LIMIT, Harness, introduce, reserve_port
 
 REPOSITORY = Path(__file__).parents[4]
 

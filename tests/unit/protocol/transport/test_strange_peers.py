@@ -15,8 +15,7 @@ from protocol.transport import channel
 from protocol.transport.channel import BadFrame
 from protocol.transport.connection_guard import ConnectionGuard
 from protocol.wire.codec import encode
-from tests.unit.protocol.channel_harness import LIMIT, Harness, eventually, receive
-from tests.unit.protocol.transport.test_channels import MESSAGE, introduce
+from tests.unit.protocol.channel_harness import LIMIT, MESSAGE, Harness, eventually, introduce, receive
 
 _SIGNATURE = b"\xff" + bytes(8) + b"\x7f"
 OLD_PEERS = {
@@ -42,9 +41,7 @@ def connect(harness: Harness) -> socket.socket:
 @every_old_peer
 def test_a_peer_of_an_old_zeromq_is_turned_away_and_counted(harness: Harness, greeting: bytes) -> None:
     """Its messages would not say which connection they came over, so nothing could bound what it sends."""
-    server = harness.server()
-    client = harness.client(server)
-    peer = introduce(server, client)
+    server, client, peer = harness.joined()
 
     def is_refused() -> bool:
         """One whose end comes before the guard has seen its beginning is not counted."""
@@ -70,9 +67,7 @@ def test_a_message_that_does_not_say_where_it_comes_from_is_dropped_whole(
             set_option(of, option, value)
 
     monkeypatch.setattr(zmq.Socket, "setsockopt", without_domain)
-    server = harness.server()
-    client = harness.client(server)
-    peer = introduce(server, client)
+    server, client, peer = harness.joined()
     connect(harness).sendall(greeting)
     eventually(lambda: not server.poll(0.01) and server.refusals.counts["unreadable"], "the refusal")
     assert client.send(MESSAGE)
@@ -81,9 +76,7 @@ def test_a_message_that_does_not_say_where_it_comes_from_is_dropped_whole(
 
 
 def test_a_message_that_nobody_foresaw_costs_itself_alone(ipc: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
-    server = ipc.server()
-    client = ipc.client(server)
-    peer = introduce(server, client)
+    server, client, peer = ipc.joined()
     decode = channel.decode
 
     def surprised(frame: bytes, kinds: Any) -> Any:

@@ -18,9 +18,18 @@ from protocol.transport.zeromq_client import ZmqClient
 from protocol.transport.zeromq_server import ZmqServer
 from protocol.wire.codec import CodecError, encode
 from protocol.wire.messages import BlobChunk, BlobMissing, Bye, Nack
-from tests.unit.protocol.channel_harness import LIMIT, Harness, eventually, keys_in, receive
+from tests.unit.protocol.channel_harness import (
+    LIMIT,
+    MESSAGE,
+    Harness,
+    eventually,
+    introduce,
+    introduce_blobs,
+    keys_in,
+    numbered,
+    receive,
+)
 from tests.unit.protocol.samples import SHA
-from tests.unit.protocol.transport.test_channels import MESSAGE, introduce, introduce_blobs, numbered
 
 
 @pytest.mark.parametrize(
@@ -61,9 +70,7 @@ def test_a_guard_that_fails_ends_its_server(ipc: Harness, monkeypatch: pytest.Mo
 
 
 def test_who_sends_much_to_a_busy_server_is_not_taken_for_one_that_never_ends(tcp: Harness) -> None:
-    server = tcp.server(limit=2**20)
-    client = tcp.client(server, limit=2**20)
-    introduce(server, client)
+    server, client, _ = tcp.joined(limit=2**20)
     connections = server._guard._connections
     eventually(lambda: any(one.deliveries for one in list(connections.values())), "the guard to see the introduction")
     for _ in range(40):
@@ -126,9 +133,7 @@ def test_a_client_that_started_first_finds_its_server(harness: Harness) -> None:
 
 
 def test_a_client_outlives_its_server(harness: Harness) -> None:
-    server = harness.server()
-    client = harness.client(server)
-    introduce(server, client)
+    server, client, _ = harness.joined()
     server.close()
     eventually(lambda: not client.send(Bye("stopping")), "the server's end to show")
     assert client.poll(0.0) == []
@@ -140,9 +145,7 @@ def test_a_client_outlives_its_server(harness: Harness) -> None:
 
 def test_the_limit_is_kept_by_the_sender(harness: Harness) -> None:
     """A frame that the receiver refuses would cut the connection, and redelivery would repeat that for ever."""
-    server = harness.server(limit=65_536)
-    client = harness.client(server, limit=65_536)
-    peer = introduce(server, client)
+    server, client, peer = harness.joined(limit=65_536)
     overhead = 8 + len(
         b"\x84\xa4type\xaablob_chunk\xa6digest\xd9\x40" + SHA.encode() + b"\xa6offset\x00\xa4data\xc5\xff\xff"
     )
@@ -160,9 +163,7 @@ def test_the_limit_is_kept_by_the_sender(harness: Harness) -> None:
 
 
 def test_a_raw_peer_with_too_large_a_frame_is_dropped_and_others_do_not_notice(harness: Harness) -> None:
-    server = harness.server(limit=65_536)
-    client = harness.client(server, limit=65_536)
-    peer = introduce(server, client)
+    server, client, peer = harness.joined(limit=65_536)
     with zmq.Context() as context, context.socket(zmq.DEALER) as raw:
         raw.linger = 0
         raw.connect(harness.endpoints[0])
@@ -173,9 +174,7 @@ def test_a_raw_peer_with_too_large_a_frame_is_dropped_and_others_do_not_notice(h
 
 
 def test_a_message_of_several_frames_is_a_bad_frame(harness: Harness) -> None:
-    server = harness.server()
-    client = harness.client(server)
-    peer = introduce(server, client)
+    server, client, peer = harness.joined()
     client._sockets.control.send_multipart([b"one", b"two", b"three"])
     server._sockets.control.send_multipart([peer, b"one", b"two"])
     assert receive(server, 1) == [(peer, BadFrame("message of 3 frames, expected 1"))]
@@ -186,9 +185,7 @@ def test_a_message_of_several_frames_is_a_bad_frame(harness: Harness) -> None:
 
 @pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 4096, bytes(64), b"\xff\0\0\0\0\0\0\0\1\x7f"])
 def test_a_stranger_that_speaks_no_zeromq_does_not_hurt(harness: Harness, garbage: bytes) -> None:
-    server = harness.server()
-    client = harness.client(server)
-    peer = introduce(server, client)
+    server, client, peer = harness.joined()
     if harness.transport == "ipc":
         stranger = socket.socket(socket.AF_UNIX)
         stranger.connect(harness.endpoints[0].removeprefix("ipc://"))
@@ -225,9 +222,7 @@ def test_routing_ids_cannot_be_guessed(ipc: Harness) -> None:
 
 def test_a_full_blob_socket_says_false_and_leaves_control_alone(ipc: Harness) -> None:
     """A producer that stopped reading must not hold up the trainer, nor its adapters a lease."""
-    server = ipc.server()
-    client = ipc.client(server)
-    peer = introduce(server, client)
+    server, client, peer = ipc.joined()
     assert introduce_blobs(server, client) == peer
     start = time.monotonic()
     sent = 0
@@ -246,9 +241,7 @@ def test_a_full_blob_socket_says_false_and_leaves_control_alone(ipc: Harness) ->
 
 
 def test_a_full_control_socket_says_false_instead_of_blocking(ipc: Harness) -> None:
-    server = ipc.server()
-    client = ipc.client(server)
-    introduce(server, client)
+    server, client, _ = ipc.joined()
     sent = 0
     while client.send(Nack(str(sent), "returned", "x" * 512)):
         sent += 1
@@ -260,9 +253,7 @@ def test_a_full_control_socket_says_false_instead_of_blocking(ipc: Harness) -> N
 
 def test_what_a_client_sent_before_close_still_arrives(harness: Harness) -> None:
     """A producer that stops delivers its last groups and its goodbye, then closes."""
-    server = harness.server()
-    client = harness.client(server)
-    peer = introduce(server, client)
+    server, client, peer = harness.joined()
     for number in range(500):
         assert client.send(Nack(str(number), "returned", "x" * 2048))
     assert client.send(Bye("stopping"))
@@ -271,9 +262,7 @@ def test_what_a_client_sent_before_close_still_arrives(harness: Harness) -> None
 
 
 def test_one_poll_takes_a_bounded_burst_of_each_socket(ipc: Harness) -> None:
-    server = ipc.server()
-    client = ipc.client(server)
-    peer = introduce(server, client)
+    server, client, peer = ipc.joined()
     introduce_blobs(server, client)
     for number in range(1000):
         assert server.send(peer, numbered(number))
