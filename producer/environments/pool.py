@@ -30,7 +30,7 @@ class EnvironmentFailedError(Exception):
 
 
 class EnvironmentSession:
-    """An environment for one episode."""
+    """An environment for one episode. Its methods raise EnvironmentFailedError if the environment raises, hangs or has died."""
 
     def __init__(self, process: ChildProcess, section: EnvironmentSection, *, is_new: bool) -> None:
         self.is_usable = True
@@ -39,28 +39,16 @@ class EnvironmentSession:
         self._is_new = is_new
 
     async def reset(self, columns: dict[str, Any]) -> str | list[Any] | None:
-        """Begins an episode on a row of the dataset, and returns what the environment adds to its prompt.
-
-        Raises:
-            EnvironmentFailedError: it raised, hangs or has died.
-        """
+        """Begins an episode on a row of the dataset, and returns what the environment adds to its prompt."""
         return (await self._ask(Call("reset", arguments=columns))).value  # type: ignore[no-any-return]
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> tuple[str | list[Any], bool]:
-        """Returns the content of the tool's message, and whether the tool failed.
-
-        Raises:
-            EnvironmentFailedError: the environment hangs or has died.
-        """
+        """Returns the content of the tool's message, and whether the tool failed."""
         answer = await self._ask(Call("tool", tool, arguments))
         return answer.value, answer.raised
 
     async def reward(self) -> float | None:
-        """What `get_reward` returns for the episode.
-
-        Raises:
-            EnvironmentFailedError: it raised, hangs or has died.
-        """
+        """What `get_reward` returns for the episode."""
         return (await self._ask(Call("reward"))).value  # type: ignore[no-any-return]
 
     async def describe(self) -> Description:

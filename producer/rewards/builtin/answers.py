@@ -9,52 +9,41 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from producer.rewards.builtin.texts import column_of, each, within
+from producer.rewards.builtin.texts import Results, each, with_answers, within
 from protocol.config.builtin_rewards import ExactMatch, FormatRegex, NumericMatch
 
-Rewards = list[float | Exception | None]
 _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?|[-+]?\.\d+")
 
 
-def exact_match(options: ExactMatch) -> Callable[..., Rewards]:
+def exact_match(options: ExactMatch) -> Callable[..., Results]:
     find = _finder(options.pattern, options.time_s)
 
     def plain(text: str) -> str:
         return text.strip().casefold() if options.ignore_case else text.strip()
 
-    def score_all(completions: list[Any], **columns: Any) -> Rewards:
-        answers = column_of(columns, options.column)
+    def score(text: str, answer: Any) -> float:
+        found = find(text)
+        return float(found is not None and plain(found) == plain(str(answer)))
 
-        def score(index: int, text: str) -> float:
-            found = find(text)
-            return float(found is not None and plain(found) == plain(str(answers[index])))
-
-        return each(completions, score)
-
-    return score_all
+    return with_answers(options.column, score)
 
 
-def numeric_match(options: NumericMatch) -> Callable[..., Rewards]:
+def numeric_match(options: NumericMatch) -> Callable[..., Results]:
     find = _finder(options.pattern, options.time_s)
 
-    def score_all(completions: list[Any], **columns: Any) -> Rewards:
-        answers = column_of(columns, options.column)
+    def score(text: str, answer: Any) -> float:
+        right = last_number(str(answer))
+        if right is None:
+            raise ValueError(f"column {options.column!r} has no number: {answer!r:.80}")
+        found = find(text)
+        number = None if found is None else last_number(found)
+        tolerance = options.tolerance
+        return float(number is not None and math.isclose(number, right, rel_tol=tolerance, abs_tol=tolerance))
 
-        def score(index: int, text: str) -> float:
-            right = last_number(str(answers[index]))
-            if right is None:
-                raise ValueError(f"column {options.column!r} has no number: {answers[index]!r:.80}")
-            found = find(text)
-            number = None if found is None else last_number(found)
-            tolerance = options.tolerance
-            return float(number is not None and math.isclose(number, right, rel_tol=tolerance, abs_tol=tolerance))
-
-        return each(completions, score)
-
-    return score_all
+    return with_answers(options.column, score)
 
 
-def format_regex(options: FormatRegex) -> Callable[..., Rewards]:
+def format_regex(options: FormatRegex) -> Callable[..., Results]:
     pattern = re.compile(options.pattern, re.DOTALL)
     matches = pattern.fullmatch if options.whole else pattern.search
 

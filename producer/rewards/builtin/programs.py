@@ -10,21 +10,20 @@ import re
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from producer.rewards.builtin.texts import column_of, text_of
+from producer.rewards.builtin.texts import Results, column_of, text_of
 from producer.rewards.judge.session import passes
 from producer.rewards.sandbox.run import Limits, Sandbox
 from protocol.config.builtin_rewards import Code
 
 _BLOCK = re.compile(r"```[ \t]*(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
-Rewards = list[float | Exception | None]
 
 
-def code(options: Code) -> Callable[..., Coroutine[Any, Any, Rewards]]:
+def code(options: Code) -> Callable[..., Coroutine[Any, Any, Results]]:
     limits = Limits(options.time_s, options.memory_bytes, options.memory_bytes // 4, options.processes)
     sandbox = Sandbox(limits, options.python)
     asyncio.run(sandbox.check())
 
-    async def score_all(completions: list[Any], **columns: Any) -> Rewards:
+    async def score_all(completions: list[Any], **columns: Any) -> Results:
         slots = asyncio.Semaphore(options.parallel)
 
         async def within_limits(source: str, test: Any) -> bool:

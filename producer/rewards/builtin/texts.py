@@ -7,9 +7,9 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any
 
-Result = TypeVar("Result")
+Results = list[float | Exception | None]
 
 
 def text_of(completion: Any) -> str:
@@ -36,9 +36,9 @@ def column_of(columns: dict[str, Any], name: str) -> list[Any]:
     return values
 
 
-def each(completions: list[Any], score: Callable[[int, str], float | None]) -> list[float | Exception | None]:
+def each(completions: list[Any], score: Callable[[int, str], float]) -> Results:
     """Scores the text of every completion. The result of a completion that raised is its exception."""
-    results: list[float | Exception | None] = []
+    results: Results = []
     for index, completion in enumerate(completions):
         try:
             results.append(score(index, text_of(completion)))
@@ -47,6 +47,16 @@ def each(completions: list[Any], score: Callable[[int, str], float | None]) -> l
         except Exception as error:
             results.append(error)
     return results
+
+
+def with_answers(column: str, score: Callable[[str, Any], float]) -> Callable[..., Results]:
+    """A reward that scores the text of every completion by the column's value for it."""
+
+    def score_all(completions: list[Any], **columns: Any) -> Results:
+        answers = column_of(columns, column)
+        return each(completions, lambda index, text: score(text, answers[index]))
+
+    return score_all
 
 
 @contextmanager
