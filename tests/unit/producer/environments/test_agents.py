@@ -31,16 +31,17 @@ def task(**changes):
     return lease(7, sampling=Sampling(2, 8, 0.7), **changes)
 
 
-def run(body) -> None:
-    asyncio.run(asyncio.wait_for(body(), 10))
-
-
 async def begun(agents: Agents, **changes):
     """A task that an agent has taken."""
     fulfilling = asyncio.create_task(agents.fulfil(task(**changes)))
     taken = await agents.take(5.0)
     assert taken is not None
     return fulfilling, taken
+
+
+def note(agents: Agents, number: int, prompt_ids: list[int], token_ids: list[int], **how) -> None:
+    """A call of an episode of the task."""
+    agents.prepare(f"lease-7.{number}", CALL)[0].note(sampled(prompt_ids, token_ids, **how))
 
 
 @asynchronous
@@ -83,12 +84,10 @@ async def test_a_task_goes_to_one_agent_and_its_rewards_end_it():
 async def test_calls_that_go_on_where_a_record_ends_extend_it_and_others_fork():
     agents = Agents(("solved",))
     fulfilling, _ = await begun(agents)
-    first, _ = agents.prepare("lease-7.0", CALL)
-    first.note(sampled([1, 2], [10], version=3))
-    first.note(sampled([1, 2, 10, 50, 51], [11], version=4))  # 50, 51: what a tool said
-    second, _ = agents.prepare("lease-7.1", CALL)
-    second.note(sampled([1, 2], [12]))
-    second.note(sampled([1, 2, 99], [13], reason="length"))  # the history was rewritten
+    note(agents, 0, [1, 2], [10], version=3)
+    note(agents, 0, [1, 2, 10, 50, 51], [11], version=4)  # 50, 51: what a tool said
+    note(agents, 1, [1, 2], [12])
+    note(agents, 1, [1, 2, 99], [13], reason="length")  # the history was rewritten
     for number in range(2):
         agents.reward(f"lease-7.{number}", {"solved": float(number)})
     episodes, rewards, _ = await fulfilling
@@ -117,7 +116,7 @@ async def test_what_its_time_leaves_undone():
         await fulfilling
 
     fulfilling, _ = await begun(agents, timeout_s=0.1)
-    agents.prepare("lease-7.0", CALL)[0].note(sampled([1], [2]))
+    note(agents, 0, [1], [2])
     agents.reward("lease-7.0", {"solved": 1.0})
     with pytest.raises(LeaseFailure, match="left 1 of 2 episodes without a completion and 1 without rewards") as failed:
         await fulfilling
@@ -125,7 +124,7 @@ async def test_what_its_time_leaves_undone():
 
     fulfilling, _ = await begun(agents, timeout_s=0.1)
     for number in range(2):
-        agents.prepare(f"lease-7.{number}", CALL)[0].note(sampled([1], [2]))
+        note(agents, number, [1], [2])
     agents.reward("lease-7.0", {"solved": 1.0})
     _, rewards, _ = await fulfilling
     np.testing.assert_array_equal(rewards, np.array([[1.0], [np.nan]], "f4"))
@@ -136,7 +135,7 @@ async def test_an_episode_that_failed_has_no_rewards_and_without_a_completion_co
     agents = Agents(("solved",))
     fulfilling, _ = await begun(agents)
     for number in range(2):
-        agents.prepare(f"lease-7.{number}", CALL)[0].note(sampled([1], [2]))
+        note(agents, number, [1], [2])
     assert agents.fail("lease-7.0", "the tool hangs")["episodes_left"] == 1
     assert agents.fail("lease-7.0", "the tool hangs")["episodes_left"] == 1
     with pytest.raises(RefusedError, match="has other rewards already"):
@@ -161,7 +160,7 @@ async def test_an_episode_that_failed_has_no_rewards_and_without_a_completion_co
 async def test_the_tasks_of_an_agent_that_is_gone_fail_at_once_and_waiting_ones_stay():
     agents = Agents(("solved",))
     fulfilling, _ = await begun(agents)
-    agents.prepare("lease-7.0", CALL)[0].note(sampled([1], [2]))
+    note(agents, 0, [1], [2])
     other = asyncio.create_task(agents.fulfil(lease(8, sampling=Sampling(2, 8, 0.7))))
     await asyncio.sleep(0)
     agents.fail_taken("killed")
@@ -223,79 +222,66 @@ async def test_a_task_offered_to_an_agent_that_hung_up_goes_to_the_next():
         agents.prepare("lease-7.0", CALL)
 
 
-def test_the_group_has_posted_and_computed_rewards_in_the_order_of_the_file():
-    class Adapters:
-        async def wait_for(self, floor: int) -> None:
-            assert floor == 0
+class Adapters:
+    async def wait_for(self, floor: int) -> None:
+        assert floor == 0
 
-    class Prompts:
-        def decode(self, prompt, completions):
-            return [str(ids) for ids in completions]
 
-    class Rewards:
-        async def score(self, prompt, completions, completion_ids, columns):
-            assert (completions, columns) == (["[10]", "[12]"], {"answer": "2"})
-            return np.array([[7.0], [8.0]], "f4"), 0.25
+class Prompts:
+    def decode(self, prompt, completions):
+        return [str(ids) for ids in completions]
 
-    async def body():
-        agents, counters, offered = Agents(("solved",)), Counters(), []
-        section = RewardsSection.model_validate({"functions": [{"function": "a:b"}, {"posted": "solved"}]})
-        registry = CollectorRegistry()
-        metrics = ProducerMetrics(registry)
-        groups = AgentGroups(section, agents, Adapters(), Prompts(), Rewards(), counters, metrics)  # type: ignore[arg-type]
-        grouping = asyncio.create_task(groups.group(task(), lambda: offered.append(True)))
-        await agents.take(5.0)
+
+class Rewards:
+    async def score(self, prompt, completions, completion_ids, columns):
+        assert (completions, columns) == (["[10]", "[12]"], {"answer": "2"})
+        return np.array([[7.0], [8.0]], "f4"), 0.25
+
+
+class Grouping:
+    """Groups of tasks, of which some episodes fail."""
+
+    def __init__(self, names: tuple[str, ...], *functions: dict[str, str]) -> None:
+        self.agents, self.counters, self.registry, self.offered = Agents(names), Counters(), CollectorRegistry(), []
+        section = RewardsSection.model_validate({"functions": functions})
+        metrics = ProducerMetrics(self.registry)
+        parts = Adapters(), Prompts(), Rewards(), self.counters, metrics
+        self.groups = AgentGroups(section, self.agents, *parts)  # type: ignore[arg-type]
+
+    async def group(self, *failing: int, **rewards: float):
+        """Rewards of its group. The first episode is not `solved`, the second is."""
+        grouping = asyncio.create_task(self.groups.group(task(), lambda: self.offered.append(True)))
+        await self.agents.take(5.0)
         for number in range(2):
-            agents.prepare(f"lease-7.{number}", CALL)[0].note(sampled([1], [10 + 2 * number]))
-            agents.reward(f"lease-7.{number}", {"solved": number})
-        group = await grouping
-        assert np.frombuffer(group.rewards, "<f4").tolist() == [7.0, 0.0, 8.0, 1.0]
-        assert (counters.groups, counters.completions, counters.tokens, counters.prompt_tokens) == (1, 2, 2, 1)
-        assert registry.get_sample_value("rl_producer_completion_length_tokens_count") == 2
-        assert registry.get_sample_value("rl_producer_completion_length_tokens_sum") == 2
-        assert offered == [True]
-
-    run(body)
+            self.agents.prepare(f"lease-7.{number}", CALL)[0].note(sampled([1], [10 + 2 * number]))
+            if number in failing:
+                self.agents.fail(f"lease-7.{number}", "it hangs")
+            else:
+                self.agents.reward(f"lease-7.{number}", {"solved": number} | rewards)
+        return np.frombuffer((await grouping).rewards, "<f4")
 
 
-def test_an_environments_own_reward_stands_behind_the_functions_and_a_failed_episode_has_none():
-    class Adapters:
-        async def wait_for(self, floor: int) -> None: ...
+@asynchronous
+async def test_the_group_has_posted_and_computed_rewards_in_the_order_of_the_file():
+    it = Grouping(("solved",), {"function": "a:b"}, {"posted": "solved"})
+    assert (await it.group()).tolist() == [7.0, 0.0, 8.0, 1.0]
+    counters = it.counters
+    assert (counters.groups, counters.completions, counters.tokens, counters.prompt_tokens) == (1, 2, 2, 1)
+    assert it.registry.get_sample_value("rl_producer_completion_length_tokens_count") == 2
+    assert it.registry.get_sample_value("rl_producer_completion_length_tokens_sum") == 2
+    assert it.offered == [True]
 
-    class Prompts:
-        def decode(self, prompt, completions):
-            return [str(ids) for ids in completions]
 
-    class Rewards:
-        async def score(self, prompt, completions, completion_ids, columns):
-            return np.array([[7.0], [8.0]], "f4"), 0.25
-
-    async def body():
-        agents, counters = Agents(("solved", "environment")), Counters()
-        section = RewardsSection.model_validate({"functions": [{"posted": "solved"}, {"function": "a:b"}]})
-        metrics = ProducerMetrics(CollectorRegistry())
-        groups = AgentGroups(section, agents, Adapters(), Prompts(), Rewards(), counters, metrics)  # type: ignore[arg-type]
-
-        async def group(*failing: int):
-            grouping = asyncio.create_task(groups.group(task(), lambda: None))
-            await agents.take(5.0)
-            for number in range(2):
-                agents.prepare(f"lease-7.{number}", CALL)[0].note(sampled([1], [10 + 2 * number]))
-                if number in failing:
-                    agents.fail(f"lease-7.{number}", "it hangs")
-                else:
-                    agents.reward(f"lease-7.{number}", {"solved": number, "environment": 0.5})
-            return await grouping
-
-        rewards = np.frombuffer((await group(1)).rewards, "<f4")
-        np.testing.assert_array_equal(rewards, np.array([0.0, 7.0, 0.5, np.nan, np.nan, np.nan], "f4"))
-        assert counters.failed_episodes == 1
-        with pytest.raises(LeaseFailure, match="no episode could be scored: it hangs") as failed:
-            await group(0, 1)
-        assert failed.value.reason == "environment_failed"
-        assert counters.failed_episodes == 3
-
-    run(body)
+@asynchronous
+async def test_an_environments_own_reward_stands_behind_the_functions_and_a_failed_episode_has_none():
+    it = Grouping(("solved", "environment"), {"posted": "solved"}, {"function": "a:b"})
+    rewards = await it.group(1, environment=0.5)
+    np.testing.assert_array_equal(rewards, np.array([0.0, 7.0, 0.5, np.nan, np.nan, np.nan], "f4"))
+    assert it.counters.failed_episodes == 1
+    with pytest.raises(LeaseFailure, match="no episode could be scored: it hangs") as failed:
+        await it.group(0, 1)
+    assert failed.value.reason == "environment_failed"
+    assert it.counters.failed_episodes == 3
 
 
 @asynchronous
