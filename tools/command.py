@@ -1,7 +1,8 @@
 """What the command lines of the tools share (`rl-journal`, `rl-status`, `rl-reward`, `rl-environment`).
 
 Guarantee: a wrong argument is one line on standard error that names the help, a `SlipstreamError` one line and its own exit code,
-every other exception a traceback and `ExitCode.BUG`. Whoever reads the output, `head` perhaps, may see enough before its end.
+every other exception a traceback and `ExitCode.BUG`. A reader of the
+output that ends early, such as `head`, is no error.
 """
 
 import argparse
@@ -17,7 +18,7 @@ from protocol.errors import ExitCode, SlipstreamError
 
 
 class ToolParser(argparse.ArgumentParser):
-    """Its subcommands' parsers are of this class, too."""
+    """The parser of a tool; those of its subcommands are of this class, too."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(ExitCode.USAGE, f"{self.prog.split()[0]}: error: {message}; see {self.prog} --help\n")
@@ -30,7 +31,7 @@ def tool_parser(program: str, description: str) -> ToolParser:
 
 
 def add_run(parser: argparse.ArgumentParser, run: str) -> None:
-    """Which run is meant.
+    """Adds the arguments that say which run is meant.
 
     Args:
         run: what `--run` names, for its help.
@@ -41,19 +42,20 @@ def add_run(parser: argparse.ArgumentParser, run: str) -> None:
 
 
 def run_place(chosen: argparse.Namespace) -> Path:
-    """
+    """The folder of that run, or what else `--run` names.
+
     Raises:
         ConfigError: the configuration cannot be read.
     """
     if chosen.config is None:
         return Path(chosen.run or ".")
-    from protocol.config.loader import load_config  # as long to import as everything else
+    from protocol.config.loader import load_config  # its import takes as long as all others
 
     return Path(load_config(chosen.config).run_dir)
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
-    """The configuration, and what to change in it."""
+    """Adds the arguments that name the configuration and change values in it."""
     parser.add_argument("--config", metavar="FILE", required=True, help="the run's YAML file")
     parser.add_argument(
         "--set", metavar="KEY=VALUE", action="append", default=[], dest="overrides", help="override one value"
@@ -69,10 +71,10 @@ def whole(text: str, least: int = 0, most: int = 999_999_999_999) -> int:
 
 
 def run_tool(program: str, work: Callable[[], int], interrupted: ExitCode = ExitCode.INTERRUPTED) -> int:
-    """The exit code of `work`, or of how it ended.
+    """Runs `work` and returns its exit code, or the one of the error that ended it.
 
     Args:
-        interrupted: the code of an interrupt.
+        interrupted: the exit code of an interrupt.
     """
     try:
         code = work()

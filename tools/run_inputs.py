@@ -1,6 +1,6 @@
-"""What a run's configuration names, for the tools that load it themselves.
+"""Model, tokenizer and prompts of a run, for the tools that load them without a daemon.
 
-Guarantee: model, tokenizer and prompts are those of the daemons: of the same revision, in the same dtype, with the same rows.
+Guarantee: they are those of the daemons: of the same revision, in the same dtype, with the same rows.
 """
 
 from pathlib import Path
@@ -14,7 +14,7 @@ from protocol.wire.digests import resolve_model
 
 
 class RunInputs:
-    """Loads what it is asked for.
+    """Loads what a tool asks for, each time anew.
 
     Raises:
         ConfigError: there is no such model, or it cannot be loaded.
@@ -38,7 +38,8 @@ class RunInputs:
         return AutoModelForCausalLM.from_pretrained(folder or self.model_folder, **options).to(device).eval()
 
     def prompts(self) -> PromptDataset:
-        """
+        """The prompts of the run's dataset.
+
         Raises:
             DatasetError: the run has none, or they cannot be read.
         """

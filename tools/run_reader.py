@@ -1,8 +1,8 @@
-"""The files that a run leaves behind, for whoever looks at one: `rl-journal`, `rl-status`, a report.
+"""One reader of the files that a run leaves behind, for `rl-journal`, `rl-status` and reports.
 
-Guarantee: nothing is changed, and a run that goes on is not held up. A file that is not there has no lines, a line that is still
-being written is left out, and so is one that is no JSON object. A number that is not finite is None, which releases wrote as NaN
-or as null.
+Guarantee: it changes nothing and never delays a run that goes on. A file that does not exist has no lines. A line that is still
+being written is left out, and so is a line that is no JSON object. A number that is not finite is None, whether the release that
+wrote it wrote NaN or null.
 """
 
 import json
@@ -42,22 +42,22 @@ class DaemonAddress(NamedTuple):
 
 
 class RunReader:
-    """Reads them.
+    """Reads the files of one run.
 
     Args:
-        place: the run's folder, or a journal file.
+        place: the run's folder, or its journal file.
     """
 
     def __init__(self, place: Path) -> None:
         self.folder, self._journal = (place.parent, place) if place.is_file() else (place, place / JOURNAL)
 
     def journal(self) -> "JournalReader":
-        """To be closed by the caller.
+        """The run's journal, which the caller closes.
 
         Raises:
             JournalError: there is none, or none that this release can read.
         """
-        from replay.journal.reader import JournalReader  # SQLite, which not everybody needs
+        from replay.journal.reader import JournalReader  # imports SQLite, which few callers need
 
         return JournalReader(self._journal)
 
@@ -65,22 +65,22 @@ class RunReader:
         return _all_lines(self.folder / STEPS)
 
     def newest_steps(self, num_bytes: int) -> list[Line]:
-        """Those in the last `num_bytes`, however long the run is."""
+        """The steps in the last `num_bytes` of the file; a long run takes no longer."""
         return _parsed(read_end(self.folder / STEPS, num_bytes))
 
     def rollouts(self) -> list[Line]:
-        """The completions that the trainer has sampled for people."""
+        """The completions that the trainer writes down for people."""
         return _all_lines(self.folder / ROLLOUTS)
 
     def evaluations(self) -> list[Line]:
         return _all_lines(self.folder / EVALUATIONS)
 
     def timelines(self) -> list[list[Line]]:
-        """What each producer did and when."""
+        """The events of each producer, with their times."""
         return [_all_lines(path) for path in paths(self.folder, _TIMELINES)]
 
     def daemons(self) -> Iterator[DaemonAddress]:
-        """Those that work, and those that were killed since a daemon of their host last started."""
+        """The daemons that are running, and those that were killed and whose files nobody has removed yet."""
         for file in sorted((self.folder / "metrics").glob("*.json")):
             try:
                 with file.open("rb") as stream:
@@ -89,7 +89,7 @@ class RunReader:
                 gone = labels["host"] == socket.gethostname() and not psutil.pid_exists(int(labels["pid"]))
                 yield DaemonAddress(str(group["targets"][0]), str(labels["job"]), str(labels["daemon"]), gone)
             except (OSError, ValueError, LookupError, TypeError, OverflowError):
-                continue  # it ends just now, or is none of ours
+                continue  # its daemon is ending, or the file is none of ours
 
 
 def _all_lines(path: Path) -> list[Line]:

@@ -1,4 +1,4 @@
-"""How `rl-journal` writes: tables for people, JSON for programs.
+"""Tables for people and JSON for programs, as `rl-journal` writes them.
 
 Guarantee: what came over the wire cannot move the cursor or forge a line; JSON is always valid (no NaN); tables of any
 length are written in bounded memory.
@@ -26,7 +26,7 @@ def say_json(value: Any) -> None:
 
 
 def say_table(header: Sequence[str], rows: Iterable[Sequence[str]], right: str = "") -> None:
-    """Aligned columns. A long table is written in pieces, and its columns only grow.
+    """Writes aligned columns. A long table is written in parts, and its columns only grow.
 
     Args:
         right: names of the columns that hold numbers, separated by spaces.
@@ -34,15 +34,15 @@ def say_table(header: Sequence[str], rows: Iterable[Sequence[str]], right: str =
     to_the_right = [name in right.split() for name in header]
     widths = [0] * len(header)
     lines = chain([header], ([printable(cell) for cell in row] for row in rows))
-    while piece := list(islice(lines, _ROWS_AT_ONCE)):
-        widths = [max(width, *map(len, cells)) for width, cells in zip(widths, zip(*piece, strict=True), strict=True)]
-        for row in piece:
+    while part := list(islice(lines, _ROWS_AT_ONCE)):
+        widths = [max(width, *map(len, cells)) for width, cells in zip(widths, zip(*part, strict=True), strict=True)]
+        for row in part:
             cells = zip(row, widths, to_the_right, strict=True)
             say("  ".join(f"{cell:>{width}}" if end else f"{cell:<{width}}" for cell, width, end in cells).rstrip())
 
 
 def printable(text: str, keep: str = "") -> str:
-    """`text` with escapes for whatever is not a character on paper, but those in `keep`."""
+    """`text` with escapes for every character that is not printable, but those in `keep`."""
     return "".join(
         c if c.isprintable() or c in keep else c.encode("unicode_escape", "surrogatepass").decode() for c in text
     )
@@ -58,12 +58,12 @@ def size(num_bytes: int) -> str:
 
 
 def number(value: float | None) -> str:
-    """Three digits behind the point; `-` for what is not there."""
+    """The number with three digits behind the point, or `-` if there is none."""
     return "-" if value is None or value != value else f"{value:.3f}"
 
 
 def plain(values: Any) -> Any:
-    """Lists, with None for NaN."""
+    """The same lists with None in place of NaN."""
     if isinstance(values, list):
         return [plain(value) for value in values]
     return None if isinstance(values, float) and values != values else values
@@ -80,7 +80,7 @@ def span_of_steps(first: int, last: int) -> str:
 
 
 def with_progress(items: Iterable[Any], total: int, unit: str) -> Iterator[Any]:
-    """A progress bar on standard error, if that is a terminal."""
+    """The same items, with a progress bar on standard error if that is a terminal."""
     from tqdm import tqdm
 
     yield from tqdm(items, total=total, unit=unit, disable=not sys.stderr.isatty(), leave=False)

@@ -1,4 +1,4 @@
-"""`rl-environment`: plays an environment of a run by hand or by script, without an engine.
+"""`rl-environment`: writes the rows of another library's environment as a dataset.
 
-Guarantee: The environment is run by the code and in the process that the producer uses. Nothing but its command line enters.
+Guarantee: The environment is read by the code and in the process that the producer uses. Nothing but its command line enters.
 """

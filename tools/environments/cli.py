@@ -1,4 +1,4 @@
-"""The `rl-environment` command: the rows of an environment of another library, as a dataset that a trainer takes.
+"""The `rl-environment` command writes the rows of another library's environment as a dataset that a trainer takes.
 
 Guarantee: `--help` imports no heavy library; the file is there whole or not at all; every error is one line on standard error and
 ends the process with its own exit code.

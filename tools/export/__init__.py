@@ -1,4 +1,4 @@
-"""`rl-export`: a trained adapter, or the model merged with it, for use elsewhere.
+"""`rl-export`: merges a trained adapter into its base model, for use elsewhere.
 
-Guarantee: What is exported is what was evaluated under that version. Nothing but its command line enters.
+Guarantee: What is exported computes what was trained. Nothing but its command line enters.
 """

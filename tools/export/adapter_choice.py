@@ -1,6 +1,6 @@
 """Which adapter of a run is meant by `last`, `best`, a step, or a folder.
 
-Guarantee: what is chosen was written whole; a run that has none says so, and which ones it has.
+Guarantee: the chosen adapter was written whole; if there is no such adapter, the error says which ones there are.
 """
 
 import json
@@ -13,7 +13,8 @@ from protocol.errors import ConfigError
 
 
 def choose_adapter(config: RunConfig, which: str) -> Path:
-    """
+    """The folder of the adapter that `which` names.
+
     Raises:
         ConfigError: there is no such adapter.
     """

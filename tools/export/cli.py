@@ -1,4 +1,4 @@
-"""The `rl-export` command: a trained adapter merged into a full model. Parses first, imports the heavy libraries after."""
+"""The `rl-export` command merges a trained adapter into a full model. It parses first and imports the heavy libraries then."""
 
 import sys
 from pathlib import Path

@@ -1,7 +1,7 @@
-"""`rl-export`: an adapter merged into its base model, as a folder that needs no PEFT.
+"""`rl-export` merges an adapter into its base model and writes a folder that needs no PEFT.
 
-Guarantee: the folder appears whole and on the disk, and only when the model in it, read back, computes what base model and
-adapter compute together; nothing leaves the machine unless a repository is named.
+Guarantee: the folder appears whole and on the disk, and only if the model in it, when it is read back, computes what base model
+and adapter compute together; nothing leaves the machine unless a repository is named.
 """
 
 import sys
@@ -21,8 +21,8 @@ from tools.export.adapter_choice import choose_adapter
 from tools.run_inputs import RunInputs
 
 _ROWS, _LENGTH = 4, 32
-_MOST_LOST = 0.5  # of what the adapter changes
-_NOISE = 1e-4  # nats; less than this is lost by nobody
+_MOST_LOST = 0.5  # the largest share of the adapter's change that rounding may lose
+_NOISE = 1e-4  # nats; a difference below this is no loss
 
 
 def run(config: RunConfig, gpus: list[int], *, which: str, to: Path, repository: str | None) -> ExitCode:
@@ -30,7 +30,7 @@ def run(config: RunConfig, gpus: list[int], *, which: str, to: Path, repository:
     Args:
         which: `last`, `best`, the step of a checkpoint, or a folder.
         to: the folder to write.
-        repository: of the hub, to upload it to.
+        repository: the hub's repository to upload it to, or None.
 
     Raises:
         ConfigError: no such adapter, the folder exists, or the merged model is not what was trained.
@@ -69,13 +69,13 @@ def _merge(config: RunConfig, inputs: RunInputs, device: str, adapter: Path, to:
 def check(difference: float, moved: float, tolerance: float, dtype: str) -> None:
     """
     Args:
-        difference: largest, of a log-prob, between the merged model and base model with adapter, in nats.
-        moved: the same between base model with and without the adapter.
+        difference: the largest difference of a log-prob between the merged model and base model with adapter, in nats.
+        moved: the largest difference between the base model with and without the adapter.
 
     Raises:
         ConfigError: the merged model is not what was trained.
     """
-    if not difference <= tolerance:  # a NaN, too
+    if not difference <= tolerance:  # NaN is refused, too
         raise ConfigError(
             f"the merged model's log-probs differ by {difference:.2g} from those of base model and adapter, more than "
             f"{tolerance:g}; nothing was written. Is model.path the model that the adapter was trained on?"
@@ -95,7 +95,7 @@ def logprobs(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 def upload(folder: Path, repository: str) -> str:
-    """Creates the repository, private, where it does not exist. Returns its address.
+    """Uploads to the repository, which is made, private, if it does not exist. Returns its address.
 
     Raises:
         ConfigError: the hub refused, or cannot be reached.

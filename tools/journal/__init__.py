@@ -1,4 +1,4 @@
 """`rl-journal`: looks at a journal, checks it, exports it, backs it up.
 
-Guarantee: A journal is read while its trainer writes it, and of every release. Nothing but its command line enters.
+Guarantee: A journal of any release is read, also while its trainer writes it. Nothing but its command line enters.
 """

@@ -1,8 +1,8 @@
-"""`rl-journal backup`: a run as it is now, copied while its trainer goes on.
+"""`rl-journal backup` copies a run as it is now, while its trainer goes on.
 
-Guarantee: the folder appears under its name when it is complete and on the disk, or not at all; `rl-trainer --resume` goes on
-from it as from the original after a crash: its journal holds every group that its checkpoint, or a start from scratch, needs,
-no result of an evaluation and no version that waits for one is missing, and neither is the best adapter.
+Guarantee: the folder appears under its name when it is complete and on the disk, or not at all. `rl-trainer --resume` goes on
+from it as from the original after a crash: its journal holds every group that its checkpoint, or a start from scratch, needs. It
+also has every result of an evaluation, every version that waits for one, and the best adapter.
 """
 
 import os
@@ -50,11 +50,12 @@ def backup(reader: JournalReader, to: Path) -> None:
 
 
 def _copy(reader: JournalReader, to: Path) -> bool:
-    """Copies into `to`; False if it has to be done again.
+    """Copies into `to`. Returns False if that has to be done again.
 
-    The checkpoint comes first, because what came after it is forgotten and done again, but groups that it has trained may be
-    gone. The journal keeps what the oldest checkpoint needs, so that it fits if ours is still there afterwards. A version leaves
-    `evaluation/` when its line is written, and that is after the best adapter was replaced; they are copied in this order.
+    The order matters. The checkpoint is copied first: a resumed run forgets what came after it, but needs the groups that the
+    journal keeps for it, and these are there if the checkpoint still exists when the journal has been copied. A version is
+    removed from `evaluation/` after its line is written, and the best adapter is replaced before that; so the versions are copied
+    first, then the lines, then the best adapter.
     """
     run_dir = reader.path.parent
     found = checkpoints.latest(run_dir / "checkpoints")
@@ -87,7 +88,8 @@ def _copy(reader: JournalReader, to: Path) -> bool:
 
 
 def _copy_folder(folder: Path, to: Path) -> bool:
-    """Of one that is replaced in two renames, and may be away from its name in between. False: it was replaced meanwhile."""
+    """Copies a folder that is replaced in two renames, between which nothing has its name. Returns False if it was replaced
+    meanwhile."""
     for source in (folder, aside(folder), folder):
         with suppress(FileNotFoundError):
             before = source.stat()

@@ -1,4 +1,4 @@
-"""The `rl-journal` command: a look into a run's journal, also while the trainer is running.
+"""The `rl-journal` command looks into a run's journal, also while the trainer is running.
 
 Guarantee: it never changes the journal; `--help` imports no heavy library; every error is one line on standard error and
 ends the process with its own exit code.

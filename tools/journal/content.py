@@ -1,4 +1,4 @@
-"""What is inside a group's body, and the run's tokenizer to read it with.
+"""The content of a group's body, and the run's tokenizer to read it with.
 
 Guarantee: a `Content` that exists was decoded from an intact frame, agrees with its row and does not contradict itself.
 """
@@ -35,7 +35,7 @@ class ContentReader:
         self._facts = reader.facts()
 
     def read(self, row: GroupRow) -> Content | None:
-        """None if the trainer has deleted the group since its row was read.
+        """The content of a group; None if the trainer has deleted the group since its row was read.
 
         Raises:
             JournalError: the body is missing, damaged, or not the group of this row.
@@ -64,7 +64,7 @@ class ContentReader:
         return Content(message, group, names)
 
     def _expected(self, message: Group) -> tuple[GroupShape, list[str]]:
-        """Counts are the message's own, because groups may be of an older configuration than the facts."""
+        """The shape is computed from the message, because groups may be of an older configuration than the facts."""
         num_completions = len(message.completion_lengths) // 4
         if num_completions == 0:
             raise InvalidGroupError("completion_lengths is empty")
@@ -78,11 +78,11 @@ class ContentReader:
 
 
 def load_tokenizer(facts: dict[str, str]) -> Any:
-    """The tokenizer that the run was made with; never downloaded, and never code that came with a model: a journal is data, and
-    whoever reads one has not decided to run what it names.
+    """The tokenizer of the run. It is never downloaded, and code that comes with a model is never run: a journal is data, and
+    reading one is no decision to run what it names.
 
     Raises:
-        JournalError: it is not to be had. The text says why.
+        JournalError: it cannot be loaded. The text says why.
     """
     folder = facts.get("model_path")
     if folder is None:
@@ -97,7 +97,7 @@ def load_tokenizer(facts: dict[str, str]) -> Any:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except SlipstreamError as error:
         raise JournalError(_first_line(error)) from error
-    except Exception as error:  # transformers raises what its many parts raise
+    except Exception as error:  # transformers raises errors of many libraries
         raise JournalError(f"the tokenizer of {folder} cannot be loaded: {_first_line(error)}") from error
 
 

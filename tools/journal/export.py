@@ -1,4 +1,4 @@
-"""`rl-journal export`: groups as JSON lines or as a Parquet table, one row per group.
+"""`rl-journal export` writes groups as JSON lines or as a Parquet table, one row per group.
 
 Guarantee: the file appears under its name when it is complete, or not at all. Memory is bounded by one Parquet row group.
 """
@@ -91,9 +91,9 @@ def _parquet(records: Iterator[dict[str, Any]], path: Path) -> int:
 
 
 def _schema() -> "pa.Schema":
-    """The columns of a row have the types of its fields, those of a body the types of its arrays.
+    """The columns of a row have the types of its fields, and those of a body have the types of its arrays.
 
-    They are not inferred from the first rows, where a step, a reward or a reason may be None in all of them.
+    They are not inferred from the first rows, because in all of these a step, a reward or a reason may be None.
     """
     import pyarrow as pa
 

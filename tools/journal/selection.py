@@ -18,7 +18,7 @@ class Selection:
     """Which groups are meant. What is None does not matter; bounds are inclusive.
 
     Args:
-        newest: only so many of them, the newest; 0 for all.
+        newest: how many groups, of which the newest are taken; 0 for all.
         replays: how often a group was replayed.
     """
 
@@ -34,7 +34,7 @@ class Selection:
         return iter(deque(found, self.newest)) if self.newest else found
 
     def most(self, reader: JournalReader) -> int:
-        """There are at most so many groups."""
+        """An upper bound of the number of groups."""
         total = reader.count(self.wanted)
         return min(total, self.newest or total)
 

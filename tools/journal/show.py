@@ -1,7 +1,7 @@
-"""`rl-journal show`: one group as people read it.
+"""`rl-journal show` shows one group as people read it.
 
-Guarantee: everything that the journal holds of the group is shown or counted; where the tokenizer is not to be had, token
-ids take the place of text, and one line says why.
+Guarantee: everything that the journal holds of the group is shown or counted. If the tokenizer cannot be loaded, token ids take
+the place of text, and one line says why.
 """
 
 import textwrap

@@ -1,10 +1,10 @@
-"""`rl-journal verify`: whether a journal is whole.
+"""`rl-journal verify` checks whether a journal is whole.
 
 Guarantee: every group is read, whatever is wrong with the others; each problem is one line that says what and where.
 """
 
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from protocol.errors import ExitCode, JournalError
@@ -16,7 +16,7 @@ from tools.tables import say, size, span_of_steps, with_progress
 
 def verify(reader: JournalReader) -> ExitCode:
     count = 0
-    for check in (_database, _groups, _steps, _replays):
+    for check in (JournalReader.database_problems, _groups, _steps, _replays):
         for problem in _found_by(check, reader):
             say(problem.removeprefix(f"{reader.path}: "))
             count += 1
@@ -24,18 +24,14 @@ def verify(reader: JournalReader) -> ExitCode:
     return ExitCode.JOURNAL if count else ExitCode.OK
 
 
-def _found_by(check: Callable[[JournalReader], Iterator[str]], reader: JournalReader) -> list[str]:
+def _found_by(check: Callable[[JournalReader], Iterable[str]], reader: JournalReader) -> list[str]:
     """The problems are collected first, so that they do not run into the progress bar."""
     problems: list[str] = []
     try:
         problems.extend(check(reader))
-    except JournalError as error:  # a table that cannot be read to its end
+    except JournalError as error:  # the table cannot be read to its end
         problems.append(str(error))
     return problems
-
-
-def _database(reader: JournalReader) -> Iterator[str]:
-    yield from reader.database_problems()
 
 
 def _groups(reader: JournalReader) -> Iterator[str]:
@@ -62,7 +58,7 @@ def _steps(reader: JournalReader) -> Iterator[str]:
         num_deleted = reader.num_deleted()
         batches = [_shape(reader, batch) for batch in reader.batches()]
         if reader.num_deleted() == num_deleted:
-            break  # otherwise retention was at work meanwhile
+            break  # otherwise retention deleted groups meanwhile
     if not batches or (num_deleted and next(reader.uses(), None) is not None):
         return
     facts = reader.facts()

@@ -1,6 +1,6 @@
-"""The views of `rl-journal` that list rows: list, quarantine and lineage.
+"""`rl-journal list`, `quarantine` and `lineage` list rows of the journal.
 
-Guarantee: they look at no body, so they are quick on a journal of any size, and their memory is bounded.
+Guarantee: they read no body, so they are quick on a journal of any size, and their memory is bounded.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The `rl-reward` command: what the rewards of a run say of completions, before the run.
+"""The `rl-reward` command scores completions with the rewards of a run, before the run.
 
 Guarantee: `--help` imports no heavy library; nothing is written and no run is touched; every error is one line on standard
 error and ends the process with its own exit code; `ExitCode.NO_SIGNAL` says that there is nothing to learn from.

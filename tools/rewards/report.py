@@ -1,6 +1,7 @@
-"""What a trial of rewards says: numbers, warnings, a table and JSON. Pure functions of a `Trial` but for `show`.
+"""The report of a trial of rewards: numbers, warnings, a table and JSON.
 
-Guarantee: a sum is the one that training takes, the weighted sum of what is not missing, and NaN where everything is.
+Guarantee: a sum is the one that training uses: the weighted sum of the rewards that are not missing, and NaN where all are. All
+functions but `show` are pure.
 """
 
 import math
@@ -51,7 +52,7 @@ def columns(trial: Trial) -> list[Column]:
 
 
 def has_signal(group: Scored, weights: list[float]) -> bool:
-    """Whether some completion is worth more than another."""
+    """Whether the rewards of some completions differ."""
     total = sums(group.rewards, weights)
     known = total[~np.isnan(total)]
     return len(known) > 1 and not np.allclose(known, known[0], rtol=1e-5, atol=1e-8)
@@ -78,7 +79,7 @@ def warnings(trial: Trial) -> list[str]:
 
 
 def as_json(trial: Trial) -> str:
-    """One object; null for missing."""
+    """The report as one JSON object, with null for what is missing."""
     groups = []
     for group in trial.groups:
         totals = sums(group.rewards, trial.weights).tolist()

@@ -1,7 +1,7 @@
-"""Trying the rewards of a configuration: completions, real or given, through the very pool that scores a run.
+"""A trial of a configuration's rewards: sampled or given completions are scored by the pool that scores a run.
 
-Guarantee: what is scored here is scored as in a run: the same workers, limits, retries and rules for what is missing. Prompts
-come from the dataset as producers are leased them; completions are sampled by transformers with the run's settings.
+Guarantee: completions are scored as in a run, with the same workers, limits, retries and rules for missing rewards. Prompts are
+those that producers would be leased; transformers samples completions with the run's settings.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ class Scored:
 
 @dataclass
 class Trial:
-    """What came of it. `failures`: completions by function and reason; `seconds`: per call, by function."""
+    """The result. `failures` counts completions by function and reason; `seconds` has the time of each call by function."""
 
     names: tuple[str, ...]
     weights: list[float]
@@ -61,7 +61,7 @@ class Trial:
 
 
 def given(path: Path, tokenizer: Any) -> list[Sampled]:
-    """Groups of a JSONL file: `{"prompt": ..., "completions": [...], ...columns}`; token ids are those of its text.
+    """The groups of a JSONL file with lines `{"prompt": ..., "completions": [...], ...columns}`, tokenized.
 
     Raises:
         DatasetError: the file cannot be read, or a line is not such an object.
@@ -146,7 +146,7 @@ def _until_end(tokens: list[int], stops: set[int]) -> list[int]:
 
 
 def scored(config: RunConfig, tokenizer: Any, groups: list[Sampled]) -> Trial:
-    """Scores them, all at once where the workers allow.
+    """Scores all groups, as many at once as the workers allow.
 
     Raises:
         SlipstreamError: a reward cannot be loaded, or there is none to try.

@@ -1,4 +1,4 @@
-"""The `rl-sft` command: a supervised warm start. Parses and checks first, imports the heavy libraries after."""
+"""The `rl-sft` command trains a supervised warm start. It parses and checks first and imports the heavy libraries then."""
 
 import sys
 from pathlib import Path

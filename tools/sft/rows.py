@@ -1,7 +1,7 @@
-"""From the rows of a prompt dataset to prompts with the completions that the model should learn.
+"""Makes prompts with the completions that the model should learn out of the rows of a prompt dataset.
 
-Guarantee: prompt and completion are both texts or both messages, and alike in every row; a row that cannot be used ends the
-start with its number.
+Guarantee: prompt and completion are both texts or both messages, and the same in every row. A row that cannot be used ends the
+command, and the error has its number.
 """
 
 from collections.abc import Iterator

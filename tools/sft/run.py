@@ -1,4 +1,4 @@
-"""`rl-sft`: a supervised warm start from the run's own configuration and dataset.
+"""`rl-sft` trains a supervised warm start from the run's own configuration and dataset.
 
 Guarantee: the result is a plain PEFT adapter with the run's `lora` settings, which `lora.init_from` takes; it appears whole
 and on the disk.

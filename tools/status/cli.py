@@ -1,6 +1,6 @@
-"""The `rl-status` command: what a run does now, in a terminal or as JSON.
+"""The `rl-status` command shows what a run does now, in a terminal or as JSON.
 
-Guarantee: it only reads, imports no heavy library, and goes on whichever daemons answer. Every error is one line on standard
+Guarantee: it only reads, imports no heavy library, and works with whichever daemons answer. Every error is one line on standard
 error and ends the process with its own exit code; with `--once`, `ExitCode.NO_ANSWER` says that no daemon answers.
 """
 
@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = _parsed(arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
-    return run_tool(PROGRAM, lambda: _show(chosen), interrupted=ExitCode.OK)  # the way to leave a live view
+    return run_tool(PROGRAM, lambda: _show(chosen), interrupted=ExitCode.OK)  # Ctrl-C is how one leaves the live view
 
 
 def _show(chosen: argparse.Namespace) -> ExitCode:
@@ -46,7 +46,7 @@ def _show(chosen: argparse.Namespace) -> ExitCode:
 
 
 class _Watch:
-    """Looks again and again, and remembers as much as the rates and the reward's line need."""
+    """Looks again and again, and remembers the looks that rates are over, and rewards for a run without files."""
 
     def __init__(self, run: RunReader | None, addresses: list[str]) -> None:
         self._run = run

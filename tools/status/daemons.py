@@ -1,6 +1,7 @@
-"""One look at the daemons: where they answer, and what each says at `/status`, all at once.
+"""One look at the daemons of a run: all are asked for their status at the same time.
 
-Guarantee: a daemon that does not answer, answers nonsense or never ends costs `TIMEOUT_S` and no error; an address is asked once.
+Guarantee: a daemon that does not answer, answers nonsense or never finishes takes at most some seconds and raises no error. Each
+address is asked once.
 """
 
 import http.client
@@ -22,7 +23,7 @@ _STRANGER = "what answers there is no daemon of Slipstream"
 
 
 class Answer(NamedTuple):
-    """What one daemon said, or why it said nothing.
+    """The status of one daemon, or the reason why there is none.
 
     Args:
         at: Unix time.

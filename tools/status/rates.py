@@ -1,7 +1,7 @@
-"""How fast the totals of one daemon grow.
+"""The rates at which the totals of one daemon grow.
 
-Guarantee: a rate is over the looks at one and the same process, or, while they span less than `SHORTEST_S` or nothing moved
-between them, over that process' whole life; `over_s` says how long that is. A restart, which sets totals back, spoils no rate.
+Guarantee: a rate is computed from the looks at one process. If these span less than `SHORTEST_S`, or no total has grown between
+them, it is over the life of that process; `over_s` says how long that is. So a restart, which sets totals back, spoils no rate.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ class Rates:
     """The rates of one daemon.
 
     Args:
-        said: what it said, oldest first, the last one now.
+        said: its documents, oldest first, the last one of now.
         clock: the totals, in seconds, that grow all the time while it works; they say how long it has worked.
     """
 

@@ -1,6 +1,6 @@
-"""From what the daemons said to the numbers of the view.
+"""Computes the numbers of the view from the status documents of the daemons.
 
-Guarantee: pure; a number that nobody says is None.
+Guarantee: pure; a number that no document has is None.
 """
 
 from collections.abc import Sequence

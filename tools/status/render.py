@@ -1,7 +1,7 @@
-"""The view on a terminal: whether it learns, who waits for whom, what to do, every producer.
+"""The view on a terminal: whether the run learns, who waits for whom, what to do, and every producer.
 
-Guarantee: pure; it fits any width from 80 columns on; a row whose numbers nobody shows is left out; nothing that came over
-the wire is taken for markup or moves the cursor.
+Guarantee: pure; the view fits any width from 80 columns on; a row without known numbers is left out; nothing that came over the
+wire is taken for markup or moves the cursor.
 """
 
 import time

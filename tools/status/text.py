@@ -1,6 +1,6 @@
-"""Numbers as `rl-status` writes them: short, with their unit; lines of rewards out of characters.
+"""Numbers as `rl-status` writes them, short and with their unit, and a line of rewards drawn with characters.
 
-Guarantee: pure; nothing is wider than it is told to be; what is not known is `-`.
+Guarantee: pure; nothing is wider than asked for; a number that is not known is `-`.
 """
 
 from collections.abc import Sequence
@@ -38,7 +38,8 @@ def whole(value: float | None) -> str:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """From the smallest to the greatest of `values`; neighbours share a character where there are more than `width`."""
+    """One character per value, whose height is between the smallest and the greatest of `values`. If there are more than `width`
+    of them, neighbours share a character."""
     if len(values) > width:
         edges = [len(values) * i // width for i in range(width + 1)]
         values = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
@@ -50,7 +51,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def shortened(text: str, width: int) -> str:
-    """Names differ at their end, so that the middle is left out."""
+    """`text` without its middle if it is too long, because names differ at their end."""
     if len(text) <= width:
         return text
     head = (width - 1) // 3

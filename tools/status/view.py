@@ -1,6 +1,6 @@
 """The numbers of the view.
 
-Guarantee: plain values; what is not known is None or missing. The fields are the keys of `rl-status --once --json`
+Guarantee: plain values; a number that is not known is None. The fields are the keys of `rl-status --once --json`
 (docs/monitoring.md), so that a field is renamed only with a note in CHANGELOG.md.
 """
 
@@ -76,12 +76,12 @@ class ProducerView(Struct, frozen=True, kw_only=True):
     """One producer: what it says itself, and what the trainer says of it.
 
     Args:
-        address: None if only the trainer knows it.
-        connected: by its own word or the trainer's.
+        address: None if only the trainer knows the producer.
+        connected: whether it says so itself or, if it does not answer, the trainer does.
         lag: versions by which it is behind the newest.
-        refused_version: which it does not serve; -1 while none.
-        heard_s: time since the trainer heard it.
-        leases: in hand, by stage; without an address just `held`.
+        refused_version: the version that it refuses to serve; -1 if there is none.
+        heard_s: time since the trainer heard from it.
+        leases: the leases that it holds, by stage; only `held` if the trainer alone knows them.
     """
 
     name: str

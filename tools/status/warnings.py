@@ -1,6 +1,6 @@
-"""What is wrong with a run, in words, and what to do about it.
+"""Says what is wrong with a run, and what to do about it.
 
-Guarantee: pure; one rule per known trouble; every threshold stands in `LIMITS`, and a rule whose numbers are not known
+Guarantee: pure; there is one rule for each known trouble; every threshold is in `LIMITS`, and a rule whose numbers are not known
 says nothing. docs/monitoring.md lists the rules by name.
 """
 

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from docs.generate_metrics import producer_registry, trainer_registry
-from tests.unit.tools.status.builders import PRODUCER, PRODUCER_NUMBERS, TRAINER, TRAINER_NUMBERS, answer
+from tests.unit.tools.status.builders import PRODUCER, SAID, TRAINER, answer
 from tools.run_reader import DaemonAddress
 from tools.status.daemons import Answer
 from tools.status.reading import read
@@ -144,12 +144,10 @@ def test_a_document_with_other_things_than_numbers_is_a_reason_and_no_error() ->
 
 
 def test_every_number_of_these_tests_is_declared_by_a_daemon() -> None:
-    for registry, prefix, numbers in (
-        (trainer_registry(), "rl_trainer_", TRAINER_NUMBERS),
-        (producer_registry(), "rl_producer_", PRODUCER_NUMBERS),
-    ):
+    for job, registry in (("rl-trainer", trainer_registry()), ("rl-producer", producer_registry())):
         names = {sample.name for family in registry.collect() for sample in family.samples}
-        assert numbers.keys() <= {name.removeprefix(prefix).removesuffix("_total") for name in names}
+        prefix = f"{job.replace('-', '_')}_"
+        assert SAID[job].numbers.keys() <= {name.removeprefix(prefix).removesuffix("_total") for name in names}
 
 
 def test_every_field_of_the_view_has_its_number() -> None:
