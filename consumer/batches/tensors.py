@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from consumer.batches.advantages import advantages
-from consumer.batches.micro_batches import cut_rows
+from consumer.batches.micro_batches import micro_batches
 from replay.groups import RolloutGroup
 from replay.rewards import RewardRecipe
 
@@ -60,9 +60,11 @@ class BatchRecipe:
     baseline: str
     mask_truncated: bool
     seed: int
+    rank: int = 0
+    world: int = 1  # number of ranks, each of which trains its share of the step
 
     def tensors(self, groups: list[RolloutGroup]) -> list[MicroBatch]:
-        """The micro-batches of the optimizer steps over one batch, at least one, on the CPU.
+        """This rank's micro-batches of the optimizer steps over one batch, at least one, on the CPU.
 
         Each has `prompt_ids`, `prompt_mask` (left-padded), `completion_ids`, `completion_mask` (right-padded),
         `sampling_per_token_logps`, `advantages` (B,) and `num_items_in_batch` (tokens in the loss, of the whole step); and, where
@@ -72,8 +74,10 @@ class BatchRecipe:
         num_items = torch.tensor(sum(row.num_sampled for row in rows if row.in_loss))
         moving = [row for row in rows if self._moves(row)]
         rows = moving or [min(rows, key=lambda row: row.num_tokens)]
-        cut = cut_rows([row.num_tokens for row in rows], self.max_tokens, padded=not self.packed)
-        return [self._pad([rows[i] for i in part]) | {"num_items_in_batch": num_items} for part in cut]
+        lengths = [row.num_tokens for row in rows]
+        parts = micro_batches(lengths, self.max_tokens, padded=not self.packed, rank=self.rank, world=self.world)
+        idle = [min(rows, key=lambda row: row.num_tokens)._replace(advantage=0.0, in_loss=False)]
+        return [self._pad([rows[i] for i in part] or idle) | {"num_items_in_batch": num_items} for part in parts]
 
     def _moves(self, row: _Row) -> bool:
         if self.keeps_all_rows:

@@ -16,7 +16,7 @@ from protocol.wire.messages import PolicyInfo
 
 
 class DueVersion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A policy to evaluate: where it stands in the run, its adapter blob, and its probe as a `PolicyOffer` has it."""
+    """A policy to evaluate: the step that made it, its adapter blob, and its probe as a `PolicyOffer` has it."""
 
     policy: PolicyInfo
     step: int
@@ -32,7 +32,7 @@ class DueVersion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class EvaluationQueue:
-    """`put` belongs to the publisher's thread, `first` to the intake's, the rest to the main thread."""
+    """`put` belongs to the publisher's thread, `begin` to the intake's, the rest to the main thread."""
 
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / "evaluation"

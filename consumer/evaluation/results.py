@@ -41,7 +41,7 @@ class EvaluationResults:
         forget_after(self._file, first_step)
         lines = self._file.read_text(encoding="utf-8").splitlines() if self._file.exists() else []
         self.versions: list[int] = []  # those that have a result
-        self.best_score: float | None = None  # of the results that count
+        self.best_score: float | None = None  # of the valid results
         self.num_without_improvement = (
             0  # evaluations since the last one that was more than `min_delta` above all before it
         )
@@ -96,7 +96,7 @@ class EvaluationResults:
         return is_best
 
     def _note(self, result: dict[str, Any]) -> None:
-        """The numbers that the run needs again; the file has the rest."""
+        """Takes the numbers that the run needs again; the file has the others."""
         self.versions.append(int(result["version"]))
         if self.is_valid(result):
             score, best = result["score"], self.best_score

@@ -27,7 +27,7 @@ def say_goodbye(
     """Says it to everybody and waits for the same from them, at most `FAREWELL_S`.
 
     Args:
-        silence_s: after which a producer counts as gone, by `clock`.
+        silence_s: a producer that said nothing for so long is gone, by `clock`.
         beat: called in every round.
     """
     heard = dict.fromkeys(peers, clock())

@@ -1,6 +1,6 @@
 """The producers that said hello, as last heard of, and who of them has room for work.
 
-Guarantee: a lease that a producer does not name in two heartbeats in a row counts as lost, and only then.
+Guarantee: a lease is lost when a producer does not name it in two heartbeats in a row, and only then.
 """
 
 from dataclasses import dataclass, field

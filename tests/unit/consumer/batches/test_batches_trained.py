@@ -141,6 +141,26 @@ def test_training_with_a_partial_batch(tmp_path: Path, one_layer_model: Path) ->
     assert all(step["grad_norm"] > 0 for step in steps)
 
 
+# Ranks.
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("loss_type", SEQUENCE_MEANS + TOKEN_MEANS)
+def test_the_gradients_of_ranks_add_up_to_that_of_one(
+    trainer: SlipstreamTrainer, monkeypatch: pytest.MonkeyPatch, loss_type: str
+) -> None:
+    monkeypatch.setattr(trainer, "loss_type", loss_type)
+    for groups, world in (
+        (some_groups(3), 2),
+        (some_groups(3), 3),
+        (some_groups(1), 5),
+    ):  # at last more ranks than rows
+        _, expected = trained(trainer, trainer.recipe.tensors(groups))
+        recipes = [dataclasses.replace(trainer.recipe, rank=rank, world=world) for rank in range(world)]
+        gradients = [trained(trainer, recipe.tensors(groups))[1] for recipe in recipes]
+        assert_same_gradient(torch.stack(gradients).sum(0), expected)
+
+
 # Groups that are trained again.
 
 
