@@ -5,7 +5,6 @@ After the last step the final adapter is on the disk before anything else happen
 checkpoint: a run that is stopped or killed meanwhile goes on with the evaluation and takes no step again.
 """
 
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +19,7 @@ from consumer.training.run_components import RunStart
 from consumer.training.trainer import SlipstreamTrainer
 from consumer.waiting import StopRequested, write_when_there_is_room
 from protocol.errors import NotFiniteError
+from protocol.files.json_lines import encode_page
 from protocol.files.staged import staged
 
 
@@ -150,7 +150,7 @@ class TrainingLoop:
             }
 
         def write(file: str) -> None:
-            Path(file).write_text(json.dumps(summary, indent=1), encoding="utf-8")
+            Path(file).write_text(encode_page(summary), encoding="utf-8")
 
         try:
             self._write(self._run_dir / "trainer.json", write, "trainer.json")
