@@ -29,6 +29,11 @@ from tests.unit.producer.serving.test_served_versions import Registry
 
 KEY = b"k" * 32
 CHAT = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
+HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+
+
+def posted(body: bytes, *headers: bytes) -> bytes:
+    return HEAD + b"".join(line + b"\r\n" for line in headers) + b"content-length: %d\r\n\r\n" % len(body) + body
 
 
 class Vllm:
@@ -205,9 +210,8 @@ async def test_honest_work_goes_on_beside_idle_and_slow_connections(tmp_path):
     async with endpoint(tmp_path, receive_timeout_s=3.0, max_connections=100) as it:
         idle = [await it.connect() for _ in range(200)]
         slow = [await it.connect() for _ in range(20)]
-        head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         for number, (_, writer) in enumerate(slow):
-            writer.write(head + (b"content-length: 900\r\n\r\n{" if number % 2 else b""))
+            writer.write(HEAD + (b"content-length: 900\r\n\r\n{" if number % 2 else b""))
 
         async def drip() -> None:
             for _ in range(80):
@@ -240,10 +244,8 @@ async def test_a_client_that_leaves_or_takes_too_long_ends_its_generation(tmp_pa
         it.vllm.delay_s = 30.0
         status, _, content = await it.post(CHAT)
         assert (status, json.loads(content)["error"]["type"]) == (504, "timed_out")
-        data = json.dumps(CHAT).encode()
         _, writer = await it.connect()
-        head = "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-        writer.write(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
+        writer.write(posted(json.dumps(CHAT).encode()))
         await until(lambda: it.vllm.running == 1)
         writer.close()
         await until(lambda: it.vllm.running == 0)
@@ -261,8 +263,7 @@ async def test_a_client_that_does_not_take_its_answer_is_cut_off(tmp_path):
         it.vllm.events = ["x" * 2**20] * 64
         data = json.dumps(CHAT | {"stream": True}).encode()
         with socket.create_connection(("127.0.0.1", it.port)) as client:
-            head = "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-            client.sendall(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
+            client.sendall(posted(data))
             await until(lambda: it.value("refused_total", reason="too_slow"))
         assert it.value("requests_total", outcome="timed_out") == 1
         assert it.registry.pinned() == {12}

@@ -8,14 +8,7 @@ import struct
 import pytest
 
 from tests.unit.producer.loop import asynchronous, settle, until
-from tests.unit.producer.serving.test_endpoint import CHAT, Endpoint, endpoint
-
-HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-
-
-def posted(body: bytes, *headers: bytes) -> bytes:
-    return HEAD + b"".join(line + b"\r\n" for line in headers) + b"content-length: %d\r\n\r\n" % len(body) + body
-
+from tests.unit.producer.serving.test_endpoint import CHAT, HEAD, Endpoint, endpoint, posted
 
 NO_REQUESTS = {
     "zeros": bytes(100) + b"\r\n\r\n",
