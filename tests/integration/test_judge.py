@@ -8,7 +8,8 @@ import psutil
 import pytest
 
 from producer.rewards.judge.session import passes
-from producer.rewards.sandbox.run import Limits, Sandbox
+from producer.rewards.sandbox.isolation import Limits
+from producer.rewards.sandbox.run import Sandbox
 from tests.unit.producer.cancellation import cancel_at_each_wait
 from tests.unit.producer.loop import until
 

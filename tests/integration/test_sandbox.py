@@ -15,7 +15,8 @@ import pytest
 
 from producer.rewards.builtin import make
 from producer.rewards.builtin.programs import program_of
-from producer.rewards.sandbox.run import Limits, Outcome, Sandbox
+from producer.rewards.sandbox.isolation import Isolation, Limits
+from producer.rewards.sandbox.run import Outcome, Sandbox
 from protocol.errors import ConfigError
 
 pytestmark = pytest.mark.integration
@@ -270,7 +271,7 @@ def test_an_ordinary_user_needs_no_rights(monkeypatch: pytest.MonkeyPatch) -> No
     if python is None:
         pytest.skip("no /usr/bin/python3, and nobody may not read this interpreter")
     monkeypatch.setattr("os.geteuid", lambda: 54_321)
-    sandbox, (ready, held) = Sandbox(LIMITS, python), os.pipe()
+    isolation, (ready, held) = Isolation(LIMITS, python), os.pipe()
     with (
         os.fdopen(os.memfd_create("main.py"), "w+b") as main,
         os.fdopen(ready, "rb") as ready_of,
@@ -279,7 +280,7 @@ def test_an_ordinary_user_needs_no_rights(monkeypatch: pytest.MonkeyPatch) -> No
         main.write(b"import os; print(os.getuid(), os.listdir('/tmp'))")
         main.seek(0)
         done = subprocess.run(
-            sandbox.command(main.fileno(), held), capture_output=True, timeout=30, user=54_321, group=54_321,
+            isolation.command(main.fileno(), held), capture_output=True, timeout=30, user=54_321, group=54_321,
             extra_groups=[], cwd="/", preexec_fn=_as_a_service, pass_fds=[main.fileno(), held],
         )  # fmt: skip
         end.close()
@@ -292,7 +293,7 @@ def test_where_nothing_isolates_nothing_runs(monkeypatch: pytest.MonkeyPatch, tm
     broken.write_text("raise OSError('mount: refused')")
     for place, value in (("_INSIDE", broken), ("_ISOLATED", ["--no-such-option"])):
         with monkeypatch.context() as patch:
-            patch.setattr(f"producer.rewards.sandbox.run.{place}", value)
+            patch.setattr(f"producer.rewards.sandbox.isolation.{place}", value)
             with pytest.raises(ConfigError, match=r"(?s)cannot hold untrusted code: .*sysctl user.max_user_namespaces"):
                 asyncio.run(Sandbox(LIMITS).check())
             with pytest.raises(ConfigError, match="Nothing was run"):

@@ -12,7 +12,8 @@ from typing import Any
 
 from producer.rewards.builtin.texts import Results, column_of, text_of
 from producer.rewards.judge.session import passes
-from producer.rewards.sandbox.run import Limits, Sandbox
+from producer.rewards.sandbox.isolation import Limits
+from producer.rewards.sandbox.run import Sandbox
 from protocol.config.builtin_rewards import Code
 
 _BLOCK = re.compile(r"```[ \t]*(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
