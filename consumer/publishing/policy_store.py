@@ -63,8 +63,10 @@ class PolicyStore:
         if not known:
             blob = self._blob(policy)
             with self._lock:
-                self._blobs[policy.digest] = blob
-                self._blobs.move_to_end(policy.digest, last=False)
+                if self._blobs.setdefault(policy.digest, blob) is blob:
+                    self._blobs.move_to_end(policy.digest, last=False)
+                    return
+            blob.release()  # it was published meanwhile
 
     def unpin(self) -> None:
         with self._lock:
