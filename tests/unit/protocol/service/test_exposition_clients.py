@@ -15,10 +15,8 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from protocol.service import exposition
-from protocol.service.health import Health
-from protocol.service.systemd import Notifier
 from tests.unit.protocol.channel_harness import eventually
-from tests.unit.protocol.service.test_exposition import NAMES, get
+from tests.unit.protocol.service.test_exposition import get, health, served
 
 
 class Port:
@@ -26,10 +24,8 @@ class Port:
 
     def __init__(self, stack: ExitStack, folder: Path) -> None:
         self.registry = CollectorRegistry()
-        self.health = Health(60.0, Notifier(None))
-        self.address = stack.enter_context(
-            exposition.serve(self.registry, self.health, "127.0.0.1", 0, folder=folder, **NAMES)
-        )
+        self.health = health()
+        self.address = stack.enter_context(served(folder, self.registry, self.health))
         self._stack = stack
 
     def connect(self) -> socket.socket:

@@ -80,17 +80,6 @@ def test_reset_gives_a_new_routing_id_and_drops_what_was_queued(harness: Harness
     assert client.poll(0.05) == []
 
 
-def test_reset_again_and_again(harness: Harness) -> None:
-    server = harness.server()
-    client = harness.client(server)
-    peers = []
-    for _ in range(4):
-        peers.append(introduce(server, client))
-        assert introduce_blobs(server, client) == peers[-1]
-        client.reset()
-    assert len(set(peers)) == 4
-
-
 @pytest.mark.parametrize("end", ["server", "client"])
 def test_poll_returns_when_its_timeout_is_over(harness: Harness, end: str) -> None:
     server = harness.server()

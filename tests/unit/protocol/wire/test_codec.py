@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from protocol.wire import codec
 from protocol.wire import messages as m
 from protocol.wire.codec import PREFIX_BYTES, CodecError, SchemaMismatchError, decode, encode
-from protocol.wire.schemas import READABLE_SCHEMAS, SCHEMA_VERSION
+from protocol.wire.schemas import READABLE_SCHEMAS
+from tests.fuzz.mutations import sealed
 from tests.unit.protocol.samples import SAMPLES, SHA
 from tests.unit.protocol.strategies import MESSAGE_TYPES, any_message, as_of, body_of, has, messages_of, schemas_of
 
@@ -23,12 +24,6 @@ every_sample = pytest.mark.parametrize(
     [(message, schema) for message in SAMPLES for schema in READABLE_SCHEMAS if has(schema, type(message))],
     ids=lambda value: value if isinstance(value, int) else type(value).__name__,
 )
-
-
-def sealed(body: bytes, version: int = SCHEMA_VERSION) -> bytes:
-    """A frame with a correct prefix around any body: what a peer with a bug, or malice, can send."""
-    prefix = b"SL" + version.to_bytes(2, "little")
-    return prefix + zlib.crc32(prefix + body).to_bytes(4, "little") + body
 
 
 def changed(message: m.Message, **fields: object) -> bytes:
@@ -85,13 +80,6 @@ def test_the_frame_byte_by_byte() -> None:
     assert frame[4:8] == struct.pack("<I", zlib.crc32(b"SL\x02\x00" + body)) == bytes.fromhex("261ee38e")
     assert frame[8:] == body
     assert PREFIX_BYTES == 8
-
-
-@every_sample
-def test_plain_msgpack_reads_the_body(message: m.Message, schema: int) -> None:
-    body = msgpack.unpackb(encode(message, schema_version=schema)[8:])
-    assert body == body_of(message, schema)
-    assert body["type"] == type(message).__struct_config__.tag
 
 
 @given(any_message)

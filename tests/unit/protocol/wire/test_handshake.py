@@ -92,11 +92,6 @@ def test_all_problems_together_fit_into_one_reject() -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=Reject) == message
 
 
-def test_every_problem_ends_with_its_fix() -> None:
-    for _, problem in PROBLEMS:
-        assert problem.rpartition(": ")[2].partition(" ")[0] in {"give", "set", "start", "restart", "raise"}
-
-
 @pytest.mark.parametrize("names", [["exact"], ["exact", "short", "long"], []])
 def test_more_or_fewer_reward_functions_are_refused(names: list[str]) -> None:
     [problem] = problems(NEEDS, msgspec.structs.replace(FACTS, reward_names=names))
