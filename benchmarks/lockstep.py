@@ -20,7 +20,7 @@ from peft import get_peft_model, set_peft_model_state_dict
 from safetensors.torch import load
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from consumer.publishing.snapshots import Snapshot
+from consumer.publishing.published_policy import Snapshot
 from consumer.training.retraining import RetrainingPipeline
 from consumer.training.run_components import RunComponents
 from protocol.config.functions import load_function
@@ -124,7 +124,7 @@ class Policies(RetrainingPipeline):
         return self._blobs[version]
 
     def publish(self, step: int, version: int, snapshot: Snapshot) -> None:
-        blob = self._blobs[version] = bytes(snapshot.data)
+        blob = self._blobs[version] = bytes(snapshot.published(version).data)
         snapshot.release()
         while len(self._blobs) > self._keep:
             self._blobs.popitem(last=False)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from benchmarks.lockstep import Sampler, Samples
-from consumer.publishing.snapshots import Snapshot
+from consumer.publishing.published_policy import Snapshot
 from consumer.training.run_components import RunComponents
 from consumer.waiting import StopRequested
 from protocol.config.functions import load_function
@@ -148,9 +148,10 @@ class Policies:
 
     def publish(self, step: int, version: int, snapshot: Snapshot) -> None:
         self._journal.end_step(step)
-        self._journal.note_policy(version, step, snapshot.published(version).digest)
-        self.version, self.blob = version, bytes(snapshot.data)
-        snapshot.release()
+        policy = snapshot.published(version)
+        self._journal.note_policy(version, step, policy.digest)
+        self.version, self.blob = version, bytes(policy.data)
+        policy.release()
         self._buffer.published(version)
 
     def flush(self) -> None: ...

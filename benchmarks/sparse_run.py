@@ -25,7 +25,7 @@ from benchmarks.sparse_base import read_rows
 from benchmarks.sparse_feed import LeasingFeed, Policies
 from consumer.assembly.rollouts import rollout_buffer
 from consumer.assembly.training import training_loop
-from consumer.publishing.snapshots import Snapshot
+from consumer.publishing.published_policy import Snapshot
 from consumer.training.pipeline import Connections
 from consumer.training.run_components import RunComponents, RunStart
 from consumer.waiting import Patience

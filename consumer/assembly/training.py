@@ -43,7 +43,7 @@ def training_loop(
             trainer.accelerator.unwrap_model(trainer.model),
             trainer.accelerator.autocast,
         ),
-        RolloutLog.of(config, trainer.recipe, trainer.processing_class.decode, start.step),
+        RolloutLog(config, trainer.recipe, trainer.processing_class.decode, start.step),
         components.stop,
     )
     for callback in (control, *callbacks):

@@ -1,8 +1,11 @@
-"""One version of the policy, as it goes from the trainer's weights to the producers."""
+"""One version of the policy, as it goes from the trainer's weights to the producers.
+
+Guarantee: nothing here knows torch, so that only what takes the weights needs it.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from protocol.wire.messages import PolicyInfo
 
@@ -35,3 +38,13 @@ class PublishedPolicy:
     @property
     def info(self) -> PolicyInfo:
         return PolicyInfo(self.version, self.digest, len(self.data))
+
+
+class Snapshot(Protocol):
+    """The weights of a moment, perhaps still on their way to host memory. It belongs to its taker until `release`."""
+
+    @property
+    def release(self) -> Callable[[], None]: ...
+
+    def published(self, version: int) -> PublishedPolicy:
+        """As the policy of this version, which releases this. Waits until everything is there."""

@@ -8,8 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from consumer.publishing.published_policy import PublishedPolicy
-from consumer.publishing.snapshots import Snapshot
+from consumer.publishing.published_policy import PublishedPolicy, Snapshot
 from consumer.waiting import Patience, ThreadErrors
 
 _MAX_UNFINISHED = 2

@@ -22,8 +22,8 @@ from protocol.wire.adapter_blob import AdapterBlob, pack
 _ALIGNMENT_BYTES = 16  # at least that of every dtype
 
 
-class Snapshot:
-    """One version's blob. It belongs to its taker until `release`."""
+class AdapterSnapshot:
+    """A `consumer.publishing.published_policy.Snapshot` of an adapter."""
 
     def __init__(
         self,
@@ -45,7 +45,6 @@ class Snapshot:
         return memoryview(self._blob.numpy())
 
     def published(self, version: int) -> PublishedPolicy:
-        """As the policy of this version, which releases this. Waits until everything is there."""
         data, probe = self.data, NO_PROBE
         if self._probe is not None:
             token_ids, logprobs = self._probe.token_ids.astype("<i4"), self._probe.logprobs.numpy().astype("<f4")
@@ -76,7 +75,7 @@ class AdapterSnapshots:
         self._on_gpu = next(iter(self._parameters.values())).is_cuda
         self._free: deque[tuple[torch.Tensor, list[torch.Tensor]]] = deque()
 
-    def take(self, probe: Measurement | None = None) -> Snapshot:
+    def take(self, probe: Measurement | None = None) -> AdapterSnapshot:
         """
         Args:
             probe: of the present policy; travels with it.
@@ -94,7 +93,7 @@ class AdapterSnapshots:
         if self._on_gpu:
             copied = torch.cuda.Event()
             copied.record()
-        return Snapshot(blob, copied, lambda: self._free.append((blob, places)), probe)
+        return AdapterSnapshot(blob, copied, lambda: self._free.append((blob, places)), probe)
 
     def _new_buffer(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """A blob without numbers, and the place of every parameter in it."""

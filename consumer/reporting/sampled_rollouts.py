@@ -6,7 +6,7 @@ undid leave no lines; a full disk costs lines and nothing else.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,47 +25,23 @@ _MAX_CHARS = 8192  # of a text
 
 
 class RolloutLog:
-    """See the module's guarantee.
+    """See the module's guarantee. Lines of one step stay together, also where they alone are more than a file may have.
 
     Args:
-        first_step: steps taken before this process.
-        num_samples: lines per step; 0 writes nothing.
-        max_bytes: of one file. Lines of one step stay together, also where they alone are more.
         decode: token ids to text.
+        first_step: steps taken before this process.
     """
 
     def __init__(
-        self,
-        run_dir: Path,
-        first_step: int,
-        *,
-        num_samples: int,
-        max_bytes: int,
-        recipe: BatchRecipe,
-        reward_names: Sequence[str],
-        decode: Callable[[list[int]], str],
+        self, config: RunConfig, recipe: BatchRecipe, decode: Callable[[list[int]], str], first_step: int
     ) -> None:
-        self._file = RotatedLines(run_dir / "rollouts.jsonl", max_bytes)
+        settings = config.observability
+        self._file = RotatedLines(Path(config.run_dir) / "rollouts.jsonl", settings.rollouts_max_bytes)
         self._file.forget_after(first_step)
-        self._num_samples = num_samples
+        self._num_samples = settings.rollout_samples
+        self._reward_names = config.reward_names
         self._recipe = recipe
-        self._reward_names = reward_names
         self._decode = decode
-
-    @classmethod
-    def of(
-        cls, config: RunConfig, recipe: BatchRecipe, decode: Callable[[list[int]], str], first_step: int
-    ) -> "RolloutLog":
-        """The one of a run."""
-        return cls(
-            Path(config.run_dir),
-            first_step,
-            num_samples=config.observability.rollout_samples,
-            max_bytes=config.observability.rollouts_max_bytes,
-            recipe=recipe,
-            reward_names=config.reward_names,
-            decode=decode,
-        )
 
     def note(self, step: int, batch: CutBatch, version: int) -> None:
         """Writes the samples of optimizer step `step`, counted from 1.

@@ -15,9 +15,8 @@ from consumer.checkpoints import folders as checkpoints
 from consumer.evaluation.control import EvaluationControl
 from consumer.intake.arrivals import RolloutStorage
 from consumer.intake.intake import Intake
-from consumer.publishing.published_policy import PublishedPolicy
+from consumer.publishing.published_policy import PublishedPolicy, Snapshot
 from consumer.publishing.publisher import Publisher
-from consumer.publishing.snapshots import Snapshot
 from consumer.reporting.step_report import StepReport
 from consumer.waiting import Patience, ThreadErrors
 from protocol.config.learning import ReplaySection

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from consumer.checkpoints.run_facts import check_same_batches
-from consumer.publishing.snapshots import Snapshot
+from consumer.publishing.published_policy import Snapshot
 from consumer.waiting import StopRequested
 from protocol.errors import JournalError
 from replay.batches.cutting import CutBatch

@@ -1,11 +1,18 @@
-"""A policy as the publisher gets it."""
+"""A policy as the publisher gets it, made of bytes."""
 
+import hashlib
 from collections.abc import Callable
+from typing import NamedTuple
 
-import torch
-
-from consumer.publishing.snapshots import Snapshot
+from consumer.publishing.published_policy import PublishedPolicy
 
 
-def snapshot(data: bytes, release: Callable[[], None] = lambda: None) -> Snapshot:
-    return Snapshot(torch.frombuffer(bytearray(data), dtype=torch.uint8), None, release)
+class BytesSnapshot(NamedTuple):
+    data: bytes
+    release: Callable[[], None] = lambda: None
+
+    def published(self, version: int) -> PublishedPolicy:
+        return PublishedPolicy(version, hashlib.sha256(self.data).hexdigest(), self.data, release=self.release)
+
+
+snapshot = BytesSnapshot

@@ -15,7 +15,7 @@ from consumer.batches.tensors import BatchRecipe
 from consumer.reporting.sampled_rollouts import RolloutLog, chosen, shortened
 from replay.batches.cutting import CutBatch
 from replay.rewards import RewardRecipe
-from tests.unit.consumer.builders import rollout_group
+from tests.unit.consumer.builders import rollout_group, run_config
 
 RECIPE = BatchRecipe(
     rewards=RewardRecipe(np.array([1.0, 0.5], np.float32)),
@@ -38,15 +38,13 @@ BATCH = CutBatch(4, 1, 5, [FRESH, OLD], 1)
 
 
 def log(folder: Path, *, first_step: int = 0, num_samples: int = 2, max_bytes: int = 10**6) -> RolloutLog:
-    return RolloutLog(
-        folder,
-        first_step,
-        num_samples=num_samples,
-        max_bytes=max_bytes,
-        recipe=RECIPE,
-        reward_names=["first", "second"],
-        decode=lambda ids: " ".join(map(str, ids)),
+    names = ("first", "second")
+    config = run_config(
+        folder, rewards={"functions": [{"function": f"rewards:{name}", "weight": 1.0} for name in names]}
     )
+    settings = {"rollout_samples": num_samples, "rollouts_max_bytes": max_bytes}  # less than a run may have
+    config = config.model_copy(update={"observability": config.observability.model_copy(update=settings)})
+    return RolloutLog(config, RECIPE, lambda ids: " ".join(map(str, ids)), first_step)
 
 
 def lines(path: Path) -> list[dict[str, Any]]:

@@ -96,7 +96,7 @@ class Run:
             Connections(feed, self.pipeline, report, patience),
             StalenessBudget(**options),
             Probe(PROBE_TOKENS, self.config.swap.probe_every, self.trainer.model, self.trainer.accelerator.autocast),
-            RolloutLog.of(self.config, self.trainer.recipe, self.trainer._tokenizer.decode, first_step),
+            RolloutLog(self.config, self.trainer.recipe, self.trainer._tokenizer.decode, first_step),
             lambda: self.stop_at is not None and self.trainer.state.global_step >= self.stop_at,
         )
         self.trainer.add_callback(control)
