@@ -65,7 +65,7 @@ async def _awaited(result: Any, left: Callable[[], None]) -> Any:
 
 
 def _watch_producer() -> None:
-    from producer import daemon
+    from producer import assembly, startup
 
     stamp("imports")
 
@@ -87,12 +87,12 @@ def _watch_producer() -> None:
 
         engine._LoadRecorder.record = counted
 
-    watch(daemon.RewardPool, "start", after="reward workers")
-    watch(daemon.logs, "adopt_libraries", hook=watch_engine)
-    watch(daemon.Link, "_begin_session", before="connected")
-    watch(daemon.Generation, "start", before="first lease")
-    watch(daemon.AdapterRegistry, "publish", after="first adapter")
-    watch(daemon.Link, "answer", before="first group")
+    watch(startup.RewardPool, "start", after="reward workers")
+    watch(startup.logs, "adopt_libraries", hook=watch_engine)
+    watch(assembly.Link, "_begin_session", before="connected")
+    watch(assembly.Generation, "start", before="first lease")
+    watch(assembly.AdapterRegistry, "publish", after="first adapter")
+    watch(assembly.Mailbox, "answer", before="first group")
 
 
 def _watch_trainer() -> None:

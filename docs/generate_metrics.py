@@ -24,7 +24,7 @@ from consumer.reporting.learning_metrics import LearningMetrics  # noqa: E402
 from consumer.reporting.metrics import commit_seconds, watch_trainer  # noqa: E402
 from producer.environments.agents import Agents  # noqa: E402
 from producer.environments.atropos import Atropos  # noqa: E402
-from producer.interfaces import Counters, Delivery, Workload  # noqa: E402
+from producer.interfaces import Counters, Delivery, Situation, Workload  # noqa: E402
 from producer.metrics import ProducerMetrics  # noqa: E402
 from producer.serving.client_limits import ClientLimiter  # noqa: E402
 from producer.serving.metrics import ServeMetrics  # noqa: E402
@@ -81,7 +81,8 @@ def producer_registry() -> CollectorRegistry:
     delivery = Delivery(connected=False, heard_ago_s=0.0, held=0, unacked=0, unacked_bytes=0, full=False)
     metrics = ProducerMetrics(registry, ["FUNCTION"])
     metrics.watch_agent_program(lambda: 0)
-    metrics.watch("PRODUCER", Counters(), lambda: Workload((), 0, 0, 0.0), lambda: delivery, lambda: 1, lambda: 1, 1)
+    situation = Situation(Workload((), 0, 0, 0.0), delivery, -1, 1, 1)
+    metrics.watch("PRODUCER", Counters(), lambda: situation, lambda: 1)
     serve = ServeMetrics(registry, ClientLimiter(1, 1))
     serve.watch(Agents(()))
     serve.watch_atropos(_atropos())

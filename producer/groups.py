@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from producer.interfaces import Completion, Counters, LeaseFailure
+from producer.interfaces import Completion, LeaseFailure
 from protocol.wire.messages import Group
 
 
@@ -53,10 +53,10 @@ class Record:
     def first_sampled(self) -> int:
         return int(self.is_sampled.argmax())
 
-    def cut(self, length: int) -> None:
-        """To at most `length` tokens, of which the last was sampled."""
+    def cut(self, length: int) -> "Record":
+        """Its first tokens, at most `length`, of which the last was sampled."""
         end = int(np.flatnonzero(self.is_sampled[:length]).max(initial=-1)) + 1
-        self.token_ids, self.logprobs, self.versions = self.token_ids[:end], self.logprobs[:end], self.versions[:end]
+        return Record(self.token_ids[:end], self.logprobs[:end], self.versions[:end])
 
 
 @dataclass
@@ -92,12 +92,34 @@ class Episode:
         return self.records[-1].token_ids[self.prompt_length :]
 
 
-def count(episodes: list[Episode], counters: Counters) -> None:
-    """Adds what was generated for one prompt."""
-    counters.prompt_tokens += episodes[0].prompt_length
-    counters.tokens += sum(episode.num_sampled for episode in episodes)
-    counters.completions += len(episodes)
-    counters.truncated += sum(episode.truncated for episode in episodes)
+@dataclass(frozen=True)
+class Rollouts:
+    """What was generated for one lease.
+
+    Args:
+        completions: what reward functions see of each episode: its text, or its messages.
+        own_rewards: float32 (episodes, names), those that came with the episodes; NaN for missing.
+    """
+
+    episodes: list[Episode]
+    generation_s: float
+    completions: list[str] | list[list[dict[str, Any]]]
+    own_rewards: NDArray[np.float32]
+
+    @property
+    def versions(self) -> set[int]:
+        """Those that sampled a token of it."""
+        return set().union(*(episode.versions for episode in self.episodes))
+
+    @property
+    def policy_version(self) -> int:
+        """The oldest that sampled a token of it."""
+        return min(self.versions)
+
+
+def no_rewards(num_episodes: int) -> NDArray[np.float32]:
+    """Where none come with the episodes."""
+    return np.zeros((num_episodes, 0), np.float32)
 
 
 def group_message(
@@ -128,10 +150,9 @@ def group_message(
         limit = len(prompt) + max_completion_length
         too_long = any(len(record.token_ids) > limit for record in episode.records)
         for record in episode.records:
-            if len(record.token_ids) > limit:
-                record.cut(limit)
-            if len(record.token_ids) > len(prompt):
-                records.append(record)
+            kept = record.cut(limit) if len(record.token_ids) > limit else record
+            if len(kept.token_ids) > len(prompt):
+                records.append(kept)
                 numbers.append(number)
                 truncated.append(episode.truncated or too_long)
         if number not in numbers[-1:]:

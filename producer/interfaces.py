@@ -230,6 +230,17 @@ class Delivery:
 
 
 @dataclass(frozen=True)
+class Situation:
+    """All that a producer can wait for, at one moment."""
+
+    workload: Workload
+    delivery: Delivery
+    policy_version: int  # -1 while none is loaded
+    num_workers: int
+    num_idle_workers: int
+
+
+@dataclass(frozen=True)
 class Identity:
     """What the trainer is told about this producer."""
 

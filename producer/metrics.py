@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Histogram, Info
 
-from producer.interfaces import FAILURES, Counters, Delivery, Failure, Workload
+from producer.interfaces import FAILURES, Counters, Failure, Situation
 from protocol import __version__
 from protocol.service.metrics import Readings, Reexport
 
@@ -111,11 +111,8 @@ class ProducerMetrics:
         self,
         name: str,
         counters: Counters,
-        workload: Callable[[], Workload],
-        delivery: Callable[[], Delivery],
+        look: Callable[[], Situation],
         group_limit: Callable[[], int],
-        num_idle_workers: Callable[[], int],
-        num_workers: int,
     ) -> None:
         Info("rl_producer", "This producer and its release.", registry=self._registry).info(
             {"producer": name, "release": __version__}
@@ -134,42 +131,47 @@ class ProducerMetrics:
             "Policy version that requests start on; -1 while none.",
             lambda: counters.policy_version,
         )
-        readings.gauges(
-            "rl_producer_leases", "Leases in hand, by stage.", "stage", lambda: _stages(workload(), delivery())
-        )
+        readings.gauges("rl_producer_leases", "Leases in hand, by stage.", "stage", lambda: _stages(look()))
         readings.gauge(
             "rl_producer_group_limit",
             "Groups that may be in the engine at once; it falls while vLLM preempts more often than once per completion.",
             group_limit,
         )
         readings.counter(
-            "rl_producer_busy_seconds_total", "Time with a request in the engine.", lambda: workload().busy_s
+            "rl_producer_busy_seconds_total", "Time with a request in the engine.", lambda: look().workload.busy_s
         )
         readings.counter(
             "rl_producer_idle_seconds_total", "Time connected to a trainer without one.", lambda: counters.idle_s
         )
-        readings.gauge("rl_producer_connected", "1 while connected to a trainer.", lambda: delivery().connected)
+        readings.gauge("rl_producer_connected", "1 while connected to a trainer.", lambda: look().delivery.connected)
         readings.gauge(
             "rl_producer_unacked_bytes",
             "Bytes of groups not acknowledged yet.",
-            lambda: delivery().unacked_bytes,
+            lambda: look().delivery.unacked_bytes,
         )
         readings.gauge(
-            "rl_producer_paused", "1 while generation pauses for transport.max_unacked_bytes.", lambda: delivery().full
+            "rl_producer_paused",
+            "1 while generation pauses for transport.max_unacked_bytes.",
+            lambda: look().delivery.full,
         )
         readings.gauges(
             "rl_producer_reward_workers",
             "Reward worker processes.",
             "state",
-            lambda: {"busy": num_workers - num_idle_workers(), "idle": num_idle_workers()},
+            lambda: _workers(look()),
         )
         Reexport(self._registry, prometheus_client.REGISTRY, "vllm:")
 
 
-def _stages(work: Workload, delivery: Delivery) -> dict[str, int]:
+def _stages(now: Situation) -> dict[str, int]:
+    work = now.workload
     return {
         "waiting": len(work.waiting_floors),
         "generating": work.generating,
         "scoring": work.scoring,
-        "unacked": delivery.unacked,
+        "unacked": now.delivery.unacked,
     }
+
+
+def _workers(now: Situation) -> dict[str, int]:
+    return {"busy": now.num_workers - now.num_idle_workers, "idle": now.num_idle_workers}

@@ -7,21 +7,9 @@ them do so.
 """
 
 from collections import Counter
-from dataclasses import dataclass
 
-from producer.interfaces import Counters, Delivery, Workload
+from producer.interfaces import Counters, Situation
 from protocol.errors import StalledError
-
-
-@dataclass(frozen=True)
-class Situation:
-    """All that a producer can wait for, at one moment."""
-
-    workload: Workload
-    delivery: Delivery
-    policy_version: int  # -1 while none is loaded
-    num_workers: int
-    num_idle_workers: int
 
 
 class Watchdog:

@@ -21,9 +21,10 @@ from producer.environments.agent_episodes import first_difference, sampled_as
 from producer.environments.group_queue import GroupQueue, QueueFullError
 from producer.environments.registrations import Environments, Registration
 from producer.environments.scored_data import ScoredData, match_group
+from producer.groups import Rollouts
 from protocol.config.run import RunConfig
 from protocol.throttle import Throttle
-from protocol.wire.messages import Group, Sampling
+from protocol.wire.messages import Sampling
 
 logger = logging.getLogger(__name__)
 
@@ -173,7 +174,7 @@ class Atropos:
     def _accept(self, data: ScoredData) -> None:
         digest = hashlib.sha256(repr(data.tokens).encode()).hexdigest()
         try:
-            message, calls = match_group(data, self.calls, self.sampling, now=self._clock())
+            rollouts, calls = match_group(data, self.calls, self.sampling, now=self._clock())
         except RefusedError as error:
             if digest in self._known:
                 self._posted["duplicate"] += 1
@@ -181,7 +182,7 @@ class Atropos:
             if error.reason == "not_sampled":
                 raise RefusedError(error.status, error.reason, f"{error}{self._unlike}") from None
             raise
-        self.queue.offer(message)
+        self.queue.offer(rollouts)
         self.calls.remove(calls)
         self._known[digest] = None
         if len(self._known) > _REMEMBERED_GROUPS:
@@ -189,8 +190,8 @@ class Atropos:
 
     # Leases
 
-    async def fulfil(self, floor: int) -> Group:
-        """The group of a lease, without the lease's id."""
+    async def fulfil(self, floor: int) -> Rollouts:
+        """The group of a lease."""
         self._drop_stale()
         return await self.queue.take(floor)
 

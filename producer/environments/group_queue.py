@@ -7,9 +7,9 @@ Groups wait only while no lease does, and their number is bounded. A group that 
 from collections import deque
 from typing import Literal
 
+from producer.groups import Rollouts
 from producer.interfaces import LeaseFailure
 from producer.waiting_line import WaitingLine
-from protocol.wire.messages import Group
 
 
 class QueueFullError(Exception):
@@ -21,8 +21,8 @@ class GroupQueue:
 
     def __init__(self, max_groups: int) -> None:
         self._max_groups = max_groups
-        self._groups: deque[Group] = deque()
-        self._leases = WaitingLine[int, Group]()  # with their floors
+        self._groups: deque[Rollouts] = deque()
+        self._leases = WaitingLine[int, Rollouts]()  # with their floors
         self._trainers = 1  # that have given leases
         self.leased = self.stale = self.void = 0
 
@@ -39,7 +39,7 @@ class GroupQueue:
         """The oldest policy that a waiting lease takes; 0 if none waits."""
         return min(self._leases.wishes, default=0)
 
-    def offer(self, group: Group) -> Literal["leased", "queued", "stale"]:
+    def offer(self, group: Rollouts) -> Literal["leased", "queued", "stale"]:
         """
         Raises:
             QueueFullError: nothing has changed; offer it later.
@@ -58,7 +58,7 @@ class GroupQueue:
         self.leased += 1
         return "leased"
 
-    async def take(self, floor: int) -> Group:
+    async def take(self, floor: int) -> Rollouts:
         """Returns the group of a lease: the longest waiting one that is not older than `floor`, or the next one offered."""
         for group in self._groups:
             if group.policy_version >= floor:
@@ -83,7 +83,7 @@ class GroupQueue:
         self._groups.clear()
         self._leases.refuse(LeaseFailure("returned", "the trainer is another process now"))
 
-    def _return(self, group: Group, trainer: int) -> None:
+    def _return(self, group: Rollouts, trainer: int) -> None:
         """Takes a group back from a lease that was cancelled. It was queued before, so there is room for it."""
         self.leased -= 1
         if trainer != self._trainers:

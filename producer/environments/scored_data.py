@@ -1,4 +1,4 @@
-"""A group as an environment of Atropos posts it (`ScoredData`), and the group that it becomes on the wire.
+"""A group as an environment of Atropos posts it (`ScoredData`), and the rollouts that it becomes.
 
 Guarantee: of what an environment claims only its scores and its masks are used. Every token in the loss was sampled by this
 engine, behind exactly these tokens, and was not trained before; its log-prob and version are those that were recorded.
@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from producer.calls.recorded import RecordedCall, RecordedCalls
 from producer.calls.refusals import RefusedError, malformed
 from producer.calls.requests import decode_body
-from producer.groups import Episode, Record, group_message
+from producer.groups import Episode, Record, Rollouts, group_message
 from producer.interfaces import LeaseFailure
-from protocol.wire.messages import Group, Sampling
+from protocol.wire.messages import Sampling
 
 _MASKED = -100
 _MAX_ENDING = 4
@@ -43,9 +43,9 @@ class ScoredData(msgspec.Struct):
 
 
 class MatchedGroup(NamedTuple):
-    """`message` has no lease yet; `calls` are the calls that it is made of."""
+    """`calls` are those that the rollouts are made of."""
 
-    message: Group
+    rollouts: Rollouts
     calls: set[RecordedCall]
 
 
@@ -78,12 +78,12 @@ def match_group(data: ScoredData, calls: RecordedCalls, sampling: Sampling, *, n
             raise _unfit(number, "a mask has one entry per token, which is -100 or the token itself")
         episodes.append(_episode(number, token_ids, mask != _MASKED, calls, taken))
     began = min(call.at for call in taken)
-    scores, limit = np.array(data.scores, "<f4")[:, None], sampling.max_completion_length
+    scores = np.array(data.scores, "<f4")[:, None]
     try:
-        message = group_message("", episodes, scores, limit, max(0.0, now - began), 0.0)
+        group_message("", episodes, scores, sampling.max_completion_length, 0.0, 0.0)
     except LeaseFailure as failure:
         raise malformed(failure.detail) from None
-    return MatchedGroup(message, taken)
+    return MatchedGroup(Rollouts(episodes, max(0.0, now - began), [], scores), taken)
 
 
 def _check(data: ScoredData, num_generations: int) -> None:
@@ -129,7 +129,7 @@ def _episode(
             "tokens of calls to this endpoint, sampled as the run is: server_type vllm keeps them, while text that is "
             "tokenized again may differ",
         )
-    record.cut(len(token_ids))
+    record = record.cut(len(token_ids))
     if not record.token_ids:
         raise _unfit(number, "it has no token to be trained; the mask leaves out all")
     return Episode(record.first_sampled, [record], truncated=truncated)

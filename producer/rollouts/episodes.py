@@ -1,68 +1,54 @@
-"""Completions of several turns: the policy and an environment take turns until one of them, or a limit, ends the episode.
+"""One episode: the policy and an environment take turns until one of them, or a limit, ends it.
 
 Guarantee: the policy goes on from the very tokens that it sampled (`producer.rollouts.chat`); no record is longer than
 `sampling.max_completion_length` after its episode's first prompt; an episode whose environment fails, or that takes longer than
-it may, keeps what was sampled and is not scored. A group fails only if an episode of it never began, or none can be scored.
+it may, keeps what was sampled and says why it failed. One of which nothing was sampled is played again, a few times.
 """
 
 import asyncio
 import copy
 import logging
-import math
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from producer.environments.pool import EnvironmentFailedError, EnvironmentPool, EnvironmentSession
 from producer.groups import Episode, Record
-from producer.interfaces import Adapter, Completion, Counters, LeaseFailure, ToolParser
+from producer.interfaces import Completion, Counters, LeaseFailure, ToolParser
 from producer.rollouts.chat import ChatFormat, Continuation, assistant_message, tool_message
-from producer.rollouts.in_flight import InFlight
 from protocol.config.environment import EnvironmentSection
-from protocol.config.run import RunConfig
 from protocol.throttle import Throttle
 from protocol.wire.messages import Lease, Sampling
-from protocol.wire.prompts import is_conversational
 
 logger = logging.getLogger(__name__)
 
 _RESETS = 3  # before the group fails
 
-Busy = Callable[[], AbstractContextManager[None]]
-Sample = Callable[[list[int], Sampling], Awaitable[Completion]]
+Sample = Callable[[list[int], Sampling], Awaitable[list[Completion]]]
 
 
-class Episodes:
-    """Plays the episodes of leases.
+class EpisodePlayer:
+    """Plays episodes.
 
     Args:
-        parser: None if the environment has no tools.
+        pool: started.
+        parser: finds tool calls; None if the environment has no tools.
         decode: token ids to text.
-        needs_functions: whether reward functions score episodes, too.
     """
 
     def __init__(
         self,
         section: EnvironmentSection,
         pool: EnvironmentPool,
-        in_flight: InFlight,
         chat: ChatFormat,
         parser: ToolParser | None,
         decode: Callable[[list[int]], str],
         max_model_len: int,
         counters: Counters,
-        *,
-        needs_functions: bool = True,
     ) -> None:
-        self.needs_functions = needs_functions
         self._section = section
         self._pool = pool
-        self._in_flight = in_flight
         self._chat = chat
         self._parser = parser
         self._decode = decode
@@ -70,113 +56,29 @@ class Episodes:
         self._counters = counters
         self._warn = Throttle(logger)
 
-    @classmethod
-    def of(
-        cls,
-        config: RunConfig,
-        pool: EnvironmentPool,
-        in_flight: InFlight,
-        tokenizer: Any,
-        max_model_len: int,
-        counters: Counters,
-        build_parser: Callable[[str, Any, list[dict[str, Any]]], ToolParser],
-    ) -> "Episodes":
-        """Those of a run.
-
-        Args:
-            pool: started.
-            build_parser: of its name, the tokenizer and the tools.
-
-        Raises:
-            ConfigError: tools do not go with the model's chat template, or with vLLM's parser.
+    async def play(self, lease: Lease, sample: Sample) -> Episode:
         """
-        tools, parser = pool.description.tools, None
-        chat = ChatFormat(tokenizer, tools, config.dataset.chat_template_kwargs)
-        chat.check()
-        if tools:
-            assert config.environment.tool_parser is not None
-            parser = build_parser(config.environment.tool_parser, tokenizer, tools)
-        decode = partial(tokenizer.decode, skip_special_tokens=True)
-        return cls(
-            config.environment, pool, in_flight, chat, parser, decode, max_model_len, counters,
-            needs_functions=bool(config.rewards.functions),
-        )  # fmt: skip
-
-    def check(self, lease: Lease) -> None:
-        """Raises:
-        LeaseFailure: the prompt is no list of messages.
-        """
-        if not is_conversational(lease.prompt):
-            raise LeaseFailure(
-                "bad_prompt",
-                "an environment needs a list of messages such as {'role': 'user', 'content': '...'}, got "
-                f"{type(lease.prompt).__name__}: {str(lease.prompt)[:80]}",
-            )
-
-    async def play(self, lease: Lease, adapter: Adapter | None, busy: Busy) -> list[Episode]:
-        """All episodes of a group. Only after `AdapterRegistry.wait_for`.
-
-        Args:
-            adapter: the one to stay on, pinned by the caller; None: the newest.
-            busy: entered while a request is in the engine.
-
         Raises:
-            LeaseFailure: an episode did not begin, or none of them can be scored.
+            LeaseFailure: the episode did not begin.
             EngineError: the engine is dead.
         """
-        try:
-            with self._in_flight.kept() as kept:
-                async with asyncio.TaskGroup() as group:
-                    plays = [self._episode(lease, adapter or kept, busy) for _ in range(lease.sampling.num_generations)]
-                    tasks = [group.create_task(play) for play in plays]
-        except ExceptionGroup as errors:
-            raise errors.exceptions[0] from None
-        episodes = [task.result() for task in tasks]
-        if all(episode.failure for episode in episodes):
-            raise LeaseFailure("environment_failed", episodes[0].failure)
-        return episodes
-
-    def with_own_rewards(self, rewards: NDArray[np.float32], episodes: list[Episode]) -> NDArray[np.float32]:
-        """Of the reward functions (n, F), with the environment's own beside them, if it has any; NaN where there is none to be
-        had, everywhere of an episode that failed."""
-        rewards = rewards.reshape(len(episodes), -1).copy()
-        if self._section.reward_weight is not None:
-            own = [math.nan if episode.reward is None else episode.reward for episode in episodes]
-            rewards = np.column_stack([rewards, np.array(own, np.float32)])
-        rewards[[bool(episode.failure) for episode in episodes]] = math.nan
-        return rewards
-
-    async def _episode(self, lease: Lease, adapter: Adapter | None, busy: Busy) -> Episode:
         for _ in range(_RESETS):
             episode = Episode(0, [])
             async with self._pool.session() as environment:
                 try:
                     async with asyncio.timeout(self._section.episode_timeout_s):
-                        await self._play(lease, partial(self._sample, adapter, busy), environment, episode)
+                        await self._play(lease, sample, environment, episode)
                 except TimeoutError:
                     limit = f"environment.episode_timeout_s={self._section.episode_timeout_s:g} seconds"
                     episode.failure = f"an episode was not over within {limit}"
                 except EnvironmentFailedError as error:
                     episode.failure = str(error)
-            if episode.failure:
-                self._counters.failed_episodes += 1
-                self._warn("episode", f"an episode of prompt {lease.prompt_id} failed: {episode.failure}")
-            for record in episode.records:
-                record.cut(len(record.token_ids))
-            episode.records = [record for record in episode.records if record.token_ids]
+            ended = (record.cut(len(record.token_ids)) for record in episode.records)
+            episode.records = [record for record in ended if record.token_ids]
             if episode.records:
                 return episode
+            self._counters.failed_episodes += 1
         raise LeaseFailure("environment_failed", episode.failure)
-
-    async def _sample(
-        self, adapter: Adapter | None, busy: Busy, token_ids: list[int], sampling: Sampling
-    ) -> Completion:
-        with busy():
-            if adapter is None:
-                (completion,) = await self._in_flight.sample(token_ids, sampling)
-            else:
-                (completion,) = await self._in_flight.sample_on(token_ids, sampling, adapter)
-        return completion
 
     async def _play(self, lease: Lease, sample: Sample, environment: EnvironmentSession, episode: Episode) -> None:
         messages = _with_observation(lease.prompt, await environment.reset(lease.columns | {"prompt": lease.prompt}))
@@ -209,7 +111,7 @@ class Episodes:
         record = episode.records[-1]
         room = sampling.max_completion_length + episode.prompt_length - len(record.token_ids)
         limit = min(room, self._section.max_turn_tokens or room)
-        completion = await sample(
+        (completion,) = await sample(
             list(record.token_ids), msgspec.structs.replace(sampling, num_generations=1, max_completion_length=limit)
         )
         record.sampled(completion)

@@ -54,7 +54,7 @@ class InFlight:
 
     @contextmanager
     def kept(self) -> Iterator[Adapter | None]:
-        """The adapter on which all turns of a group are sampled, for `sample_on`; None where each begins on the current one.
+        """The adapter on which all turns of a group are sampled, for `sample`; None where each begins on the current one.
         Only after `AdapterRegistry.wait_for`."""
         if self._on_swap != "finish" or not self._keeps_weights:
             yield None
@@ -62,13 +62,19 @@ class InFlight:
         with self._adapters.pin() as adapter:
             yield adapter
 
-    async def sample(self, prompt_ids: list[int], sampling: Sampling) -> list[Completion]:
-        """Samples one group, from the current adapter on. Only after `AdapterRegistry.wait_for`.
+    async def sample(self, prompt_ids: list[int], sampling: Sampling, kept: Adapter | None = None) -> list[Completion]:
+        """Samples one group.
+
+        Args:
+            kept: the adapter to stay on, which the caller pins. Where the engine's own weights change meanwhile, tokens say so.
+                None: the group begins on the current adapter; only after `AdapterRegistry.wait_for`.
 
         Raises:
             LeaseFailure: the engine refuses a request.
             EngineError: the engine is dead.
         """
+        if kept is not None:
+            return await self._sample_segment([(prompt_ids, sampling)], kept, min_run_s=math.inf)
         began = self._clock()
         with ExitStack() as pins:
             adapter = pins.enter_context(self._adapters.pin())
@@ -90,16 +96,6 @@ class InFlight:
                     for place, partial in zip(places, partials, strict=True):
                         completions[place] = _joined(completions[place], partial)
         return completions
-
-    async def sample_on(self, prompt_ids: list[int], sampling: Sampling, adapter: Adapter) -> list[Completion]:
-        """Samples one group on this adapter, which the caller pins. Where the engine's own weights change meanwhile, tokens
-        say so.
-
-        Raises:
-            LeaseFailure: the engine refuses a request.
-            EngineError: the engine is dead.
-        """
-        return await self._sample_segment([(prompt_ids, sampling)], adapter, min_run_s=math.inf)
 
     async def _sample_segment(self, requests: list[_Request], adapter: Adapter, min_run_s: float) -> list[Completion]:
         """What the engine samples for `requests` until they end or, after `min_run_s`, a newer adapter is current."""

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from producer import cli, daemon
+from producer import assembly, cli
 from producer.interfaces import Completion
 from protocol.transport.channel import BadFrame
 from protocol.transport.zeromq_client import ZmqClient
@@ -55,5 +55,5 @@ class ListingClient(ZmqClient):
 
 if __name__ == "__main__":
     put_in_place(Engine)
-    daemon.ZmqClient = ListingClient  # type: ignore[misc]
+    assembly.ZmqClient = ListingClient  # type: ignore[misc]
     sys.exit(cli.main())

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from contextlib import nullcontext
 
 import msgspec
 import numpy as np
@@ -17,9 +16,13 @@ from producer.interfaces import Counters, ToolCall
 from producer.metrics import ProducerMetrics
 from producer.policies.registry import AdapterRegistry
 from producer.policies.verification import SwapProof
+from producer.rollouts.admission import Admission
 from producer.rollouts.chat import ChatFormat
-from producer.rollouts.episodes import Episodes
+from producer.rollouts.engine_access import BusyClock, EngineAccess, PolicyGate
+from producer.rollouts.episodes import EpisodePlayer
 from producer.rollouts.in_flight import InFlight
+from producer.rollouts.played_rollouts import PlayedRollouts
+from producer.rollouts.source import Progress
 from producer.timeline import Timeline
 from protocol.config.environment import EnvironmentSection
 from protocol.errors import ConfigError
@@ -69,13 +72,15 @@ def play(live: LiveEngine, folder, template: str) -> RolloutGroup:
         pool = EnvironmentPool(section)
         chat = ChatFormat(tokenizer, [], {})
         in_flight = InFlight(live.engine, registry, counters, "finish")
-        episodes = Episodes(section, pool, in_flight, chat, AlwaysBuys(), tokenizer.decode, 256, counters)
+        access = EngineAccess(PolicyGate(registry), registry, Admission(2, 6, lambda: None), in_flight, BusyClock(), 6)
+        player = EpisodePlayer(section, pool, chat, AlwaysBuys(), tokenizer.decode, 256, counters)
+        source = PlayedRollouts(access, player, ("environment",))
         await registry.publish(*live.policy(1), 0.0)
         wanted = msgspec.structs.replace(
             lease(1), prompt=[{"role": "user", "content": "The sum"}], columns={"stock": 5}, sampling=SAMPLING
         )
         try:
-            playing = asyncio.create_task(episodes.play(wanted, None, nullcontext))
+            playing = asyncio.create_task(source.generate(wanted, Progress(wanted)))
             while not counters.turns:  # noqa: ASYNC110 - a counter has no event
                 await asyncio.sleep(0.01)
             await registry.publish(*live.policy(2), 0.0)
@@ -84,8 +89,8 @@ def play(live: LiveEngine, folder, template: str) -> RolloutGroup:
             await pool.close()
             registry.start_session(PolicyInfo(0, "0" * 64, 0))
             await registry.unload_idle()
-        rewards = episodes.with_own_rewards(np.zeros(0, np.float32), played)
-        return GroupShape(6, 1, 120, len(tokenizer)).parse(group_message("lease", played, rewards, 120, 0.0, 0.0))
+        message = group_message("lease", played.episodes, played.own_rewards, 120, 0.0, 0.0)
+        return GroupShape(6, 1, 120, len(tokenizer)).parse(message)
 
     return live.run(body())
 

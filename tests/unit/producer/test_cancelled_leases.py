@@ -12,8 +12,11 @@ from producer.engine.merged_weights import MergedWeights
 from producer.interfaces import Adapter, Completion, Counters
 from producer.metrics import ProducerMetrics
 from producer.rollouts.admission import Admission
+from producer.rollouts.engine_access import BusyClock, EngineAccess, PolicyGate
+from producer.rollouts.finish import Finish
 from producer.rollouts.generation import Generation
 from producer.rollouts.in_flight import InFlight, OnSwap
+from producer.rollouts.plain_rollouts import PlainRollouts
 from protocol.wire.messages import Lease, Sampling
 from tests.scripted_trainer import lease
 from tests.unit.producer.cancellation import cancel_at_each_wait
@@ -54,16 +57,16 @@ class Scene:
         self.engine, self.answers = Engine(), list[Any]()
         self.places = Admission(1, 4, lambda: None)
         self._begun: list[Coroutine[Any, Any, None]] = []
-        counters = Counters()
+        counters, self.clock = Counters(), BusyClock()
+        in_flight = InFlight(self.engine, registry, counters, on_swap)  # type: ignore[arg-type]
+        access = EngineAccess(PolicyGate(registry), registry, self.places, in_flight, self.clock, 4)
+        metrics = ProducerMetrics(CollectorRegistry())
+        finish = Finish(("length", "none"), (), Rewards(), counters, metrics)  # type: ignore[arg-type]
         self.generation = Generation(
-            InFlight(self.engine, registry, counters, on_swap),  # type: ignore[arg-type]
-            registry,
-            Prompts(),  # type: ignore[arg-type]
-            Rewards(),  # type: ignore[arg-type]
+            PlainRollouts(access, Prompts()),  # type: ignore[arg-type]
+            finish,
+            self.clock,
             counters,
-            ProducerMetrics(CollectorRegistry()),
-            self.places,
-            4,
             self._begun.append,  # type: ignore[arg-type]
             self.answers.append,
         )
@@ -84,7 +87,7 @@ class Scene:
             work.task = None
         self.generation.abandon_all()
         places = self.places
-        assert (self.engine.running, places._inside, places._background, self.generation.clock._active) == (0, 0, 0, 0)
+        assert (self.engine.running, places._inside, places._background, self.clock._active) == (0, 0, 0, 0)
         assert (places._line._turns, places._line_behind._turns) == ({}, {})
         assert len(asyncio.all_tasks()) == num_tasks
 

@@ -9,8 +9,9 @@ from types import ModuleType
 import pytest
 from prometheus_client import CollectorRegistry
 
-from producer import daemon
+from producer import assembly, daemon, supervision
 from producer.interfaces import Completion, EngineCapabilities
+from producer.startup import Launch
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, EngineError, IncompatiblePeerError, StalledError
 from protocol.service.health import Health
@@ -86,8 +87,8 @@ def config(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
     fake = ModuleType("producer.engine.engine")
     fake.VllmEngine = Engine  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "producer.engine.engine", fake)
-    monkeypatch.setattr(daemon, "load_tokenizer", lambda folder, **_: Tokenizer())
-    monkeypatch.setattr(daemon, "_WATCH_EVERY_S", 0.05)
+    monkeypatch.setattr(assembly, "load_tokenizer", lambda folder, **_: Tokenizer())
+    monkeypatch.setattr(supervision, "_WATCH_EVERY_S", 0.05)
     monkeypatch.setattr(daemon, "_SIGNAL_GRACE_S", 0.05)
     (short_dir / "rewards.py").write_text("def reward(completions, **_):\n    return [1.0] * len(completions)\n")
     return RunConfig.model_validate(
@@ -101,7 +102,7 @@ def config(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
 
 
 def live(config: RunConfig) -> None:
-    asyncio.run(asyncio.wait_for(daemon._Producer(config, [0, 1]).live(watch()), 30))
+    asyncio.run(asyncio.wait_for(daemon.live(Launch.of(config, [0, 1]), watch()), 30))
 
 
 @pytest.fixture
@@ -130,7 +131,7 @@ def test_an_engine_that_dies_with_leases_open_hands_them_back(config, monkeypatc
     monkeypatch.setattr(Engine, "alive_s", 1.0)
 
     async def body() -> None:
-        running = asyncio.create_task(daemon._Producer(config, []).live(watch()))
+        running = asyncio.create_task(daemon.live(Launch.of(config, []), watch()))
         await asyncio.to_thread(trainer.wait_for_message, Hello)
         trainer.send(lease(1))
         trainer.send(lease(2))
@@ -162,8 +163,8 @@ def changed(config: RunConfig, section: str, **values: object) -> RunConfig:
 
 def test_a_lease_whose_policy_never_comes_is_a_stall(config, trainer):
     async def body() -> None:
-        producer = daemon._Producer(changed(config, "pipeline", stall_timeout_s=0.5), [])
-        running = asyncio.create_task(producer.live(watch()))
+        launch = Launch.of(changed(config, "pipeline", stall_timeout_s=0.5), [])
+        running = asyncio.create_task(daemon.live(launch, watch()))
         await asyncio.to_thread(trainer.wait_for_message, Hello)
         trainer.send(lease(1, policy_floor=3))
         await running
@@ -184,8 +185,8 @@ def test_an_engine_that_hangs_with_its_adapters_does_not_keep_the_process(config
     serve_blobs(trainer)
 
     async def body() -> None:
-        producer = daemon._Producer(changed(config, "pipeline", stall_timeout_s=2.0), [])
-        running = asyncio.create_task(producer.live(watch()))
+        launch = Launch.of(changed(config, "pipeline", stall_timeout_s=2.0), [])
+        running = asyncio.create_task(daemon.live(launch, watch()))
         await asyncio.to_thread(trainer.wait_for_message, Hello)
         trainer.send(lease(1))
         await asyncio.to_thread(
@@ -211,7 +212,7 @@ def test_an_outbox_that_nobody_empties_pauses_generation_and_is_a_stall(config, 
     config = changed(changed(config, "transport", max_unacked_bytes=0), "pipeline", stall_timeout_s=2.0)
 
     async def body() -> None:
-        running = asyncio.create_task(daemon._Producer(config, []).live(watch()))
+        running = asyncio.create_task(daemon.live(Launch.of(config, []), watch()))
         await asyncio.to_thread(trainer.wait_for_message, Hello)
         trainer.send(lease(1))
         await asyncio.to_thread(trainer.wait_for_message, Group)
@@ -235,7 +236,7 @@ def test_generation_goes_on_by_itself_when_acknowledgements_come(config, trainer
     config = changed(config, "transport", max_unacked_bytes=0)
 
     async def body() -> None:
-        running = asyncio.create_task(daemon._Producer(config, []).live(watch()))
+        running = asyncio.create_task(daemon.live(Launch.of(config, []), watch()))
         await asyncio.to_thread(trainer.wait_for_message, Hello)
         trainer.send(lease(1))
         await asyncio.to_thread(trainer.wait_for_message, Group)
@@ -261,7 +262,7 @@ def test_a_refused_handshake_ends_the_producer(config, trainer):
 
 def test_a_finished_trainer_ends_it_without_an_error(config, trainer):
     async def body() -> None:
-        running = asyncio.create_task(daemon._Producer(config, []).live(watch()))
+        running = asyncio.create_task(daemon.live(Launch.of(config, []), watch()))
         await asyncio.to_thread(trainer.wait_for_message, Hello)
         trainer.send(Bye("finished"))
         await running

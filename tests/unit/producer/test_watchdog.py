@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from producer.interfaces import Counters, Delivery, Workload
-from producer.watchdog import Situation, Watchdog, describe
+from producer.interfaces import Counters, Delivery, Situation, Workload
+from producer.watchdog import Watchdog, describe
 from protocol.errors import ExitCode, StalledError
 
 DELIVERY = Delivery(connected=True, heard_ago_s=0.42, held=7, unacked=2, unacked_bytes=3000, full=False)

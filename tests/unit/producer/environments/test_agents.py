@@ -4,17 +4,13 @@ import asyncio
 
 import numpy as np
 import pytest
-from prometheus_client import CollectorRegistry
 
 from producer.calls.calls import Sampled
 from producer.calls.refusals import RefusedError
 from producer.calls.requests import ServedRequest
 from producer.environments.agents import Agents
 from producer.groups import group_message
-from producer.interfaces import Counters, LeaseFailure
-from producer.metrics import ProducerMetrics
-from producer.rollouts.agent_groups import AgentGroups
-from protocol.config.rewards import RewardsSection
+from producer.interfaces import LeaseFailure
 from protocol.wire.messages import Sampling
 from tests.scripted_trainer import lease
 from tests.unit.producer.cancellation import cancel_at_each_wait
@@ -220,68 +216,6 @@ async def test_a_task_offered_to_an_agent_that_hung_up_goes_to_the_next():
     await asyncio.gather(fulfilling, return_exceptions=True)
     with pytest.raises(RefusedError):
         agents.prepare("lease-7.0", CALL)
-
-
-class Adapters:
-    async def wait_for(self, floor: int) -> None:
-        assert floor == 0
-
-
-class Prompts:
-    def decode(self, prompt, completions):
-        return [str(ids) for ids in completions]
-
-
-class Rewards:
-    async def score(self, prompt, completions, completion_ids, columns):
-        assert (completions, columns) == (["[10]", "[12]"], {"answer": "2"})
-        return np.array([[7.0], [8.0]], "f4"), 0.25
-
-
-class Grouping:
-    """Groups of tasks, of which some episodes fail."""
-
-    def __init__(self, names: tuple[str, ...], *functions: dict[str, str]) -> None:
-        self.agents, self.counters, self.registry, self.offered = Agents(names), Counters(), CollectorRegistry(), []
-        section = RewardsSection.model_validate({"functions": functions})
-        metrics = ProducerMetrics(self.registry)
-        parts = Adapters(), Prompts(), Rewards(), self.counters, metrics
-        self.groups = AgentGroups(section, self.agents, *parts)  # type: ignore[arg-type]
-
-    async def group(self, *failing: int, **rewards: float):
-        """Rewards of its group. The first episode is not `solved`, the second is."""
-        grouping = asyncio.create_task(self.groups.group(task(), lambda: self.offered.append(True)))
-        await self.agents.take(5.0)
-        for number in range(2):
-            self.agents.prepare(f"lease-7.{number}", CALL)[0].note(sampled([1], [10 + 2 * number]))
-            if number in failing:
-                self.agents.fail(f"lease-7.{number}", "it hangs")
-            else:
-                self.agents.reward(f"lease-7.{number}", {"solved": number} | rewards)
-        return np.frombuffer((await grouping).rewards, "<f4")
-
-
-@asynchronous
-async def test_the_group_has_posted_and_computed_rewards_in_the_order_of_the_file():
-    it = Grouping(("solved",), {"function": "a:b"}, {"posted": "solved"})
-    assert (await it.group()).tolist() == [7.0, 0.0, 8.0, 1.0]
-    counters = it.counters
-    assert (counters.groups, counters.completions, counters.tokens, counters.prompt_tokens) == (1, 2, 2, 1)
-    assert it.registry.get_sample_value("rl_producer_completion_length_tokens_count") == 2
-    assert it.registry.get_sample_value("rl_producer_completion_length_tokens_sum") == 2
-    assert it.offered == [True]
-
-
-@asynchronous
-async def test_an_environments_own_reward_stands_behind_the_functions_and_a_failed_episode_has_none():
-    it = Grouping(("solved", "environment"), {"posted": "solved"}, {"function": "a:b"})
-    rewards = await it.group(1, environment=0.5)
-    np.testing.assert_array_equal(rewards, np.array([0.0, 7.0, 0.5, np.nan, np.nan, np.nan], "f4"))
-    assert it.counters.failed_episodes == 1
-    with pytest.raises(LeaseFailure, match="no episode could be scored: it hangs") as failed:
-        await it.group(0, 1)
-    assert failed.value.reason == "environment_failed"
-    assert it.counters.failed_episodes == 3
 
 
 @asynchronous

@@ -7,17 +7,10 @@ import json
 
 import numpy as np
 import pytest
-from prometheus_client import CollectorRegistry
 
 from producer.calls.refusals import RefusedError
-from producer.groups import Episode, Record, group_message
-from producer.interfaces import Completion, Counters, LeaseFailure
-from producer.metrics import ProducerMetrics
-from producer.policies.registry import AdapterRegistry
-from producer.rollouts.atropos_groups import AtroposGroups
+from producer.groups import group_message
 from producer.serving.atropos_routes import unzip
-from protocol.wire.messages import Group, Sampling
-from tests.scripted_trainer import lease
 from tests.unit.producer.atropos_scene import Scene, scene
 from tests.unit.producer.loop import asynchronous
 from tests.unit.producer.serving.test_endpoint import KEY, endpoint
@@ -131,7 +124,8 @@ async def test_a_group_is_trained_once_however_often_it_is_posted(tmp_path):
             {"status": "received", "groups_processed": 1},
         )
         assert (await post(it, scored(answer)))[0] == 200
-        group = await it.atropos.fulfil(12)
+        rollouts = await it.atropos.fulfil(12)
+        group = group_message("", rollouts.episodes, rollouts.own_rewards, 8, rollouts.generation_s, 0.0)
         assert np.frombuffer(group.completion_ids, "<i4").tolist() == [100, 100, 101, 101]
         assert np.frombuffer(group.logprobs, "<f4").tolist() == [-0.25, -0.5, -0.25, -0.5]
         assert np.frombuffer(group.rewards, "<f4").tolist() == [1.0, 0.0]
@@ -261,66 +255,3 @@ async def test_without_the_key_in_the_configuration_there_is_no_such_api(tmp_pat
     async with endpoint(tmp_path) as it:
         for path in ("scored_data", "register-env", "generate", "v1/completions"):
             assert (await it.post({}, f"/atropos/{path}"))[0] == 404
-
-
-class _Adapters(AdapterRegistry):
-    def __init__(self) -> None:
-        pass
-
-    async def wait_for(self, floor: int) -> None:
-        pass
-
-
-class _Late(_Adapters):
-    async def wait_for(self, floor: int) -> None:
-        await asyncio.Event().wait()
-
-
-@asynchronous
-async def test_of_a_completion_the_sampled_tokens_are_counted():
-    class Posted:
-        sampling = Sampling(2, 8, 1.0)
-
-        async def fulfil(self, floor: int) -> Group:
-            record = Record.of([1])
-            for shown, token_ids in (([50, 51], [10, 11]), ([52], [12])):
-                record.sampled(Completion(token_ids, [-0.5] * len(token_ids), False, [3] * len(token_ids)))
-                record.show(shown)
-            other = Episode.of([1], Completion([13], [-0.5], True, [3]))
-            return group_message("", [Episode(1, [record]), other], np.zeros((2, 1)), 8, 1.0, 0.0)
-
-    counters, metrics = Counters(), CollectorRegistry()
-    groups = AtroposGroups(Posted(), _Adapters(), counters, ProducerMetrics(metrics))  # type: ignore[arg-type]
-    await groups.group(lease(7, sampling=Posted.sampling), lambda: None)
-    assert (counters.completions, counters.truncated, counters.tokens) == (2, 1, 4)
-    assert lengths(metrics) == (2, 4)
-
-
-def lengths(metrics: CollectorRegistry) -> tuple[float, float]:
-    """Number and sum."""
-    name = "rl_producer_completion_length_tokens"
-    return metrics.get_sample_value(f"{name}_count"), metrics.get_sample_value(f"{name}_sum")
-
-
-@asynchronous
-async def test_a_lease_becomes_the_group_that_was_posted_or_goes_back(tmp_path):
-    async with scene(tmp_path) as it:
-        counters = Counters()
-        groups = AtroposGroups(it.atropos, _Adapters(), counters, ProducerMetrics(it.metrics, ("environment",)))
-        stages = []
-        work = lease(7, sampling=Sampling(2, 8, 1.0), policy_floor=12)
-        working = asyncio.create_task(groups.group(work, lambda: stages.append("with agents")))
-        assert (await post(it, scored(await generate(it))))[0] == 200
-        assert (await working).lease_id == "lease-7"
-        assert stages == ["with agents"]
-        assert (counters.groups, counters.completions, counters.tokens, counters.prompt_tokens) == (1, 2, 4, 2)
-        assert lengths(it.metrics) == (2, 4)
-        late = AtroposGroups(it.atropos, _Late(), counters, ProducerMetrics(CollectorRegistry(), ("environment",)))
-        with pytest.raises(LeaseFailure) as failure:
-            await late.group(lease(10, sampling=Sampling(2, 8, 1.0), timeout_s=0.05), lambda: None)
-        assert failure.value.reason == "returned", "nothing of the placeholder's, whatever it waited for"
-        wrong = {"returned": lease(8, sampling=Sampling(2, 8, 1.0), timeout_s=0.05), "generation_failed": lease(9)}
-        for reason, work in wrong.items():
-            with pytest.raises(LeaseFailure) as failure:
-                await groups.group(work, lambda: None)
-            assert failure.value.reason == reason

@@ -5,10 +5,11 @@ import json
 import numpy as np
 import pytest
 
-from producer.calls.recorded import RecordedCalls
+from producer.calls.recorded import RecordedCall, RecordedCalls
 from producer.calls.refusals import RefusedError
-from producer.environments.scored_data import MatchedGroup, ScoredData, match_group, parse_scored_data
-from protocol.wire.messages import Sampling
+from producer.environments.scored_data import ScoredData, match_group, parse_scored_data
+from producer.groups import group_message
+from protocol.wire.messages import Group, Sampling
 from tests.unit.producer.calls.test_recorded_calls import sampled
 
 
@@ -19,9 +20,13 @@ def recorded(*calls) -> RecordedCalls:
     return result
 
 
-def match(calls: RecordedCalls, tokens, masks, scores=(1.0, 0.0), longest: int = 8, **fields) -> MatchedGroup:
+def match(
+    calls: RecordedCalls, tokens, masks, scores=(1.0, 0.0), longest: int = 8, **fields
+) -> tuple[Group, set[RecordedCall]]:
+    """As it goes on the wire."""
     data = ScoredData(tokens, masks, list(scores), **fields)
-    return match_group(data, calls, Sampling(2, longest, 1.0), now=12.5)
+    rollouts, used = match_group(data, calls, Sampling(2, longest, 1.0), now=12.5)
+    return group_message("", rollouts.episodes, rollouts.own_rewards, longest, rollouts.generation_s, 0.0), used
 
 
 def refusal(*args, **kwargs) -> str:

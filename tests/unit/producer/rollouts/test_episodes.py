@@ -3,7 +3,7 @@
 import asyncio
 import json
 import math
-from contextlib import asynccontextmanager, contextmanager, nullcontext
+from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 
 from producer.environments.pool import EnvironmentFailedError
-from producer.groups import Episode
+from producer.groups import Episode, Rollouts
 from producer.interfaces import Completion, Counters, LeaseFailure, ToolCall
 from producer.rollouts.chat import ChatFormat
-from producer.rollouts.episodes import Episodes
+from producer.rollouts.episodes import EpisodePlayer
+from producer.rollouts.played_rollouts import PlayedRollouts
+from producer.rollouts.source import Progress
 from protocol.config.environment import EnvironmentSection
 from tests.scripted_trainer import lease
 from tests.unit.producer.rollouts.test_chat import PLAIN, TOOLS, tokenizer
@@ -63,7 +65,7 @@ class Pool:
         yield Environment(self)
 
 
-class InFlight:
+class Sampler:
     """Samples what the script of an episode says next, told apart by the first turn."""
 
     def __init__(self, scripts: list[list[str]]) -> None:
@@ -72,12 +74,8 @@ class InFlight:
         self.asked: list[tuple[str, int]] = []
         self.of: dict[tuple[int, ...], list[str]] = {}
 
-    @contextmanager
-    def kept(self):
-        yield "kept"
-
-    async def sample_on(self, prompt_ids: list[int], sampling: Any, kept: Any) -> list[Completion]:
-        assert (kept, sampling.num_generations) == ("kept", 1)
+    async def __call__(self, prompt_ids: list[int], sampling: Any) -> list[Completion]:
+        assert sampling.num_generations == 1
         self.asked.append((TOKENIZER.decode(prompt_ids), sampling.max_completion_length))
         known = [script for ids, script in self.of.items() if tuple(prompt_ids[: len(ids)]) == ids]
         script = known[0] if known else self.scripts[self.started]
@@ -102,25 +100,26 @@ class Setup:
     def __init__(self, *scripts: list[str], room: int = 100, **changes: Any) -> None:
         values = {"factory": "shop:Shop", "tool_parser": "hermes", "reward_weight": 1.0}
         section = EnvironmentSection.model_validate(values | changes)
-        self.pool, self.in_flight, self.counters = Pool(), InFlight(list(scripts)), Counters()
-        self.episodes = Episodes(
-            section,
-            self.pool,
-            self.in_flight,
-            ChatFormat(TOKENIZER, TOOLS, {}),
-            Parser(),
-            TOKENIZER.decode,
-            200,
-            self.counters,
-        )
+        self.pool, self.sampler, self.counters = Pool(), Sampler(list(scripts)), Counters()
+        chat = ChatFormat(TOKENIZER, TOOLS, {})
+        player = EpisodePlayer(section, self.pool, chat, Parser(), TOKENIZER.decode, 200, self.counters)  # type: ignore[arg-type]
+        self.source = PlayedRollouts(self, player, ("environment",))  # type: ignore[arg-type]
         self.lease = lease(1)
         sampling = msgspec.structs.replace(
             self.lease.sampling, num_generations=len(scripts), max_completion_length=room
         )
         self.lease = msgspec.structs.replace(self.lease, prompt=ASKED, columns={"answer": "5"}, sampling=sampling)
 
+    @asynccontextmanager
+    async def enter(self, lease: Any, progress: Any):
+        """In the place of `EngineAccess`."""
+        yield self.sampler
+
+    def generate(self) -> Rollouts:
+        return asyncio.run(self.source.generate(self.lease, Progress(self.lease)))
+
     def play(self) -> list[Episode]:
-        return asyncio.run(self.episodes.play(self.lease, None, nullcontext))
+        return self.generate().episodes
 
 
 def sampled_text(episode: Episode) -> list[str]:
@@ -176,7 +175,7 @@ def test_the_limits_of_turn_and_episode_are_those_of_tokens_and_end_it_truncated
     assert (by_turn.truncated, by_turn.messages) == (True, [{"role": "assistant", "content": call[:10]}])
     setup = Setup([call, "5555555"], ["7"], room=42)
     within, _ = setup.play()
-    assert sorted(room for _, room in setup.in_flight.asked) == [3, 42, 42]
+    assert sorted(room for _, room in setup.sampler.asked) == [3, 42, 42]
     assert (within.truncated, within.messages[-1]["content"], len(within.token_ids)) == (True, "555", 42)
     for room in (39, 18):
         no_room, _ = Setup([call, "5"], ["7"], room=room).play()
@@ -191,16 +190,12 @@ def test_a_failed_episode_keeps_what_was_sampled_and_is_not_scored(argument: int
     assert sampled_text(failed) == [f'{{"add": {{"a": {argument}}}}}<|end|>']
     assert failed.records[0].is_sampled[-1]
     assert failed.failure
-    assert setup.counters.failed_episodes == 1
-    rewards = setup.episodes.with_own_rewards(np.array([[1.0], [2.0]], np.float32), [failed, scored])
-    np.testing.assert_array_equal(rewards, [[math.nan, math.nan], [2.0, 0.0]])
+    assert not scored.failure
 
 
 def test_a_reward_that_failed_is_missing_alone() -> None:
-    setup = Setup(['{"add": {"a": 13}}', "13"], ["7"])
-    episodes = setup.play()
-    rewards = setup.episodes.with_own_rewards(np.zeros((0,), np.float32), episodes)
-    np.testing.assert_array_equal(rewards, [[math.nan], [0.0]])
+    rollouts = Setup(['{"add": {"a": 13}}', "13"], ["7"]).generate()
+    np.testing.assert_array_equal(rollouts.own_rewards, [[math.nan], [0.0]])
 
 
 def test_a_reset_is_tried_again_and_then_fails_the_group() -> None:
@@ -215,14 +210,10 @@ def test_a_reset_is_tried_again_and_then_fails_the_group() -> None:
     assert caught.value.reason == "environment_failed"
 
 
-def test_a_group_of_failed_episodes_fails() -> None:
-    with pytest.raises(LeaseFailure, match="tool add did not return"):
-        Setup(['{"add": {"a": -1}}'], ['{"add": {"a": -1}}']).play()
-
-
 def test_a_prompt_that_cannot_be_used_fails_its_lease() -> None:
     setup = Setup(["5"], ["7"], room=190)
     with pytest.raises(LeaseFailure, match=r"has 28 tokens, but engine\.max_model_len=200 less .*=190 leaves 10"):
         setup.play()
+    setup.lease = msgspec.structs.replace(setup.lease, prompt="2+3")
     with pytest.raises(LeaseFailure, match=r"an environment needs a list of messages .* got str: 2"):
-        setup.episodes.check(msgspec.structs.replace(setup.lease, prompt="2+3"))
+        setup.play()

@@ -14,8 +14,11 @@ from producer.metrics import ProducerMetrics
 from producer.policies.registry import AdapterRegistry
 from producer.policies.verification import SwapProof
 from producer.rollouts.admission import Admission
+from producer.rollouts.engine_access import BusyClock, EngineAccess, PolicyGate
+from producer.rollouts.finish import Finish
 from producer.rollouts.generation import Generation
 from producer.rollouts.in_flight import InFlight
+from producer.rollouts.plain_rollouts import PlainRollouts
 from producer.timeline import Timeline
 from protocol.errors import EngineError
 from protocol.wire.messages import Group, Nack, Sampling
@@ -87,18 +90,19 @@ class Setup:
         )
         self.tasks: list[asyncio.Task[None]] = []
         self.rewards = Rewards()
-        self.generation = Generation(
-            InFlight(self.engine, self.registry, self.counters, "finish"),
-            self.registry,
-            Prompts(),
-            self.rewards,
-            self.counters,
-            self.metrics,
-            Admission(max_groups, 1, lambda: None),
-            4,
-            self.spawn,
-            self.answers.append,
-        )
+        self.gate = PolicyGate(self.registry)
+        self.clock = BusyClock()
+        self.admission = Admission(max_groups, 1, lambda: None)
+        self.finish = Finish(("length", "none"), (), self.rewards, self.counters, self.metrics)
+        self.generation = self.generation_with("finish", self.engine)
+
+    def generation_with(self, on_swap, engine) -> Generation:
+        in_flight = InFlight(engine, self.registry, self.counters, on_swap)
+        access = EngineAccess(self.gate, self.registry, self.admission, in_flight, self.clock, 4)
+        return self.generation_from(PlainRollouts(access, Prompts()))
+
+    def generation_from(self, source) -> Generation:
+        return Generation(source, self.finish, self.clock, self.counters, self.spawn, self.answers.append)
 
     def spawn(self, work):
         self.tasks.append(asyncio.create_task(work))
@@ -175,7 +179,7 @@ def test_an_evaluation_whose_weights_changed_in_between_is_handed_back_as_such(r
             return [Completion([5, 2], [-0.5, -0.5], False, [3, 4])]
 
     async def body(setup):
-        setup.generation._in_flight = InFlight(Merging(), setup.registry, setup.counters, "finish")
+        setup.generation = setup.generation_with("finish", Merging())
         await setup.publish(3)
         setup.generation.start(
             msgspec.structs.replace(lease(1), sampling=Sampling(1, 6, 0.0), policy_floor=3, evaluates=blob(3)[0])
@@ -200,11 +204,11 @@ class CutEngine(SlowEngine):
 
 def test_a_group_that_was_cut_has_the_version_of_each_token_and_is_as_old_as_its_oldest(run):
     async def body(setup):
-        setup.generation._in_flight = InFlight(CutEngine(), setup.registry, setup.counters, "continue")
+        setup.generation = setup.generation_with("continue", CutEngine())
         await setup.publish(3)
         setup.generation.start(lease(1))
         await settle()
-        setup.generation.pause(True)  # nothing begins, but what is in the engine goes on
+        setup.gate.pause(True)  # nothing begins, but what is in the engine goes on
         await setup.publish(5)
         await setup.settle()
         (group,) = setup.answers
@@ -316,7 +320,7 @@ def test_a_dead_engine_is_no_answer_but_an_error(run):
 
 def test_busy_time_is_the_union_of_running_requests(run, monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("producer.rollouts.generation.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("producer.rollouts.engine_access.time", SimpleNamespace(monotonic=lambda: now[0]))
 
     async def body(setup):
         await setup.publish(0)
@@ -380,7 +384,7 @@ def test_while_paused_nothing_enters_the_engine_and_what_is_in_it_goes_on(run):
         await setup.publish(0)
         setup.generation.start(lease(0))
         await settle()
-        setup.generation.pause(True)
+        setup.gate.pause(True)
         for number in range(1, 4):
             setup.generation.start(lease(number, policy_floor=1))
         setup.engine.release.set()
@@ -389,7 +393,7 @@ def test_while_paused_nothing_enters_the_engine_and_what_is_in_it_goes_on(run):
         assert [group.lease_id for group in setup.answers] == ["lease-0"]
         assert setup.generation.workload().waiting_floors == (1, 1, 1)
         await setup.publish(2)
-        setup.generation.pause(False)
+        setup.gate.pause(False)
         await setup.settle()
         assert setup.engine.started_on == [0, 2, 2, 2]
         assert len(setup.answers) == 4
@@ -401,11 +405,11 @@ def test_a_version_that_goes_while_paused_is_waited_for_again(run):
     async def body(setup):
         await setup.publish(3)
         setup.engine.release.set()
-        setup.generation.pause(True)
+        setup.gate.pause(True)
         setup.generation.start(lease(0, policy_floor=2))
         await settle()
         setup.registry.start_session(blob(2)[0])
-        setup.generation.pause(False)
+        setup.gate.pause(False)
         await settle()
         assert setup.answers == []
         await setup.publish(2)
@@ -486,7 +490,7 @@ def test_a_lease_that_comes_again_is_not_answered_by_its_first_task(run):
 def test_a_lease_that_finds_no_room_in_time_says_so(run):
     async def body(setup):
         await setup.publish(0)
-        setup.generation.pause(True)
+        setup.gate.pause(True)
         setup.generation.start(lease(0, timeout_s=0.2))
         await setup.settle()
         (nack,) = setup.answers
@@ -498,17 +502,17 @@ def test_a_lease_that_finds_no_room_in_time_says_so(run):
 
 def test_with_agents_the_engine_is_theirs_and_what_nobody_did_goes_back_without_harm(run):
     class Agents:
-        async def group(self, lease, offered):
-            offered()
+        async def generate(self, lease, progress):
+            progress.enter("with agents", "generation_failed")
             await settle()
-            assert setup_of[0].generation.workload().with_agents == 1
+            assert generations[0].workload().with_agents == 1
             raise LeaseFailure("returned", "no agent worked on it")
 
-    setup_of = []
+    generations = []
 
     async def body(setup):
-        setup_of.append(setup)
-        setup.generation._agents = Agents()
+        setup.generation = setup.generation_from(Agents())
+        generations.append(setup.generation)
         await setup.publish(0)
         setup.generation.start(lease(1))
         await setup.settle()

@@ -288,10 +288,7 @@ def test_the_turns_of_a_group_stay_on_one_policy_where_requests_do(on_swap, keep
         with in_flight.kept() as adapter:
             assert (adapter and adapter.version) == kept
             for version in (0, 1):
-                sampled = (
-                    in_flight.sample_on(PROMPT, sampling, adapter) if adapter else in_flight.sample(PROMPT, sampling)
-                )
-                turn = asyncio.ensure_future(sampled)
+                turn = asyncio.ensure_future(in_flight.sample(PROMPT, sampling, adapter))
                 await settle()
                 engine.sample(1, 0)
                 ((token_version,),) = [completion.token_versions for completion in await turn]

@@ -10,7 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from producer.calls.calls import Answer, Call, Stream
-from producer.rollouts.generation import BusyClock
+from producer.rollouts.engine_access import BusyClock
 from producer.serving.client_limits import ClientLimiter
 from producer.serving.endpoint import Endpoint
 from producer.serving.generation import ClientGeneration, ServedEngine

@@ -1,0 +1,90 @@
+"""From rollouts to the group that the trainer gets, wherever they come from.
+
+Guarantee: what was generated is counted once, also when scoring fails afterwards; an episode that failed has no reward, and a
+group of which no episode can be scored is refused.
+"""
+
+import logging
+
+import numpy as np
+
+from producer.groups import Rollouts, group_message
+from producer.interfaces import Counters, LeaseFailure
+from producer.metrics import ProducerMetrics
+from producer.rewards.pool import RewardPool
+from producer.rollouts.source import Progress
+from protocol.throttle import Throttle
+from protocol.wire.messages import Group, Lease
+
+logger = logging.getLogger(__name__)
+
+
+class Finish:
+    """Counts, scores and builds the message.
+
+    Args:
+        columns: names of all rewards, in the order of the message.
+        own: those that the rollouts bring along.
+    """
+
+    def __init__(
+        self,
+        columns: tuple[str, ...],
+        own: tuple[str, ...],
+        rewards: RewardPool,
+        counters: Counters,
+        metrics: ProducerMetrics,
+    ) -> None:
+        self._is_own = np.array([name in own for name in columns], bool)
+        self._rewards = rewards
+        self._counters = counters
+        self._metrics = metrics
+        self._warn = Throttle(logger)
+
+    async def group(self, lease: Lease, rollouts: Rollouts, progress: Progress) -> Group:
+        """
+        Raises:
+            LeaseFailure: the rollouts cannot be scored, or do not fit together.
+        """
+        if lease.evaluates is not None and rollouts.versions - {lease.evaluates.version}:
+            raise LeaseFailure(
+                "no_policy", f"v{lease.evaluates.version} is evaluated, and newer weights came in between"
+            )
+        self._count(lease, rollouts)
+        has_failed = [bool(episode.failure) for episode in rollouts.episodes]
+        self._check_scored(rollouts, all(has_failed))
+        progress.enter("scoring", "reward_failed")
+        rewards, reward_s = np.empty((len(rollouts.episodes), len(self._is_own)), np.float32), 0.0
+        rewards[:, self._is_own] = rollouts.own_rewards
+        if not self._is_own.all():
+            rewards[:, ~self._is_own], reward_s = await self._rewards.score(
+                lease.prompt,
+                rollouts.completions,
+                [episode.token_ids for episode in rollouts.episodes],
+                lease.columns,
+            )
+        rewards[has_failed] = np.nan
+        self._check_scored(rollouts, any(has_failed) and bool(np.isnan(rewards).all()))
+        limit = lease.sampling.max_completion_length
+        message = group_message(lease.lease_id, rollouts.episodes, rewards, limit, rollouts.generation_s, reward_s)
+        self._counters.groups += 1
+        self._metrics.reward_s.observe(reward_s)
+        return message
+
+    def _count(self, lease: Lease, rollouts: Rollouts) -> None:
+        counters, episodes = self._counters, rollouts.episodes
+        counters.prompt_tokens += episodes[0].prompt_length
+        counters.tokens += sum(episode.num_sampled for episode in episodes)
+        counters.completions += len(episodes)
+        counters.truncated += sum(episode.truncated for episode in episodes)
+        self._metrics.generation_s.observe(rollouts.generation_s)
+        self._metrics.generated(episode.num_sampled for episode in episodes)
+        failures = [episode.failure for episode in episodes if episode.failure]
+        counters.failed_episodes += len(failures)
+        if failures:
+            self._warn("episode", f"an episode of prompt {lease.prompt_id} failed: {failures[0]}")
+
+    def _check_scored(self, rollouts: Rollouts, is_hopeless: bool) -> None:
+        if is_hopeless:
+            failure = next(episode.failure for episode in rollouts.episodes if episode.failure)
+            raise LeaseFailure("environment_failed", f"no episode could be scored: {failure}")

@@ -1,0 +1,149 @@
+"""What a producer is made of before it generates: itself, what works beside the engine, and the engine.
+
+Guarantee: what is started first are reward functions and environments, because mistakes are cheaper there than in the engine.
+What was started is closed by the stack, in the reverse order.
+"""
+
+import asyncio
+import logging
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from producer.environments.agent_program import AgentProgram
+from producer.environments.agents import Agents
+from producer.environments.pool import EnvironmentPool
+from producer.interfaces import Counters, Engine
+from producer.metrics import ProducerMetrics
+from producer.rewards.pool import RewardPool
+from producer.serving.serving import base_url, listening, read_keys
+from producer.tasks import Tasks
+from producer.timeline import Timeline
+from protocol.config.run import RunConfig
+from protocol.errors import StalledError
+from protocol.files.scratch import scratch_folder
+from protocol.files.shared_memory import SharedMemory, shared_memory
+from protocol.security.keys import ProducerKeys, producer_keys
+from protocol.service import logs
+from protocol.service.observability import Watch
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the daemon was started with, and who it is."""
+
+    config: RunConfig
+    gpus: list[int]
+    name: str
+    keys: ProducerKeys | None
+
+    @classmethod
+    def of(cls, config: RunConfig, gpus: list[int]) -> "Launch":
+        transport = config.transport
+        keys = producer_keys(Path(transport.keys), transport.identity) if transport.keys else None
+        owner = keys.identity if keys else socket.gethostname()[:64]
+        return cls(config, gpus, f"{owner}-{os.getpid()}-{secrets.token_hex(2)}", keys)
+
+
+@dataclass(frozen=True)
+class Base:
+    """What every other part may use."""
+
+    launch: Launch
+    config: RunConfig
+    watch: Watch
+    counters: Counters
+    metrics: ProducerMetrics
+    timeline: Timeline
+    tasks: Tasks
+    folder_for: Callable[[int], Path]
+
+
+def build_base(launch: Launch, watch: Watch, stack: AsyncExitStack) -> Base:
+    config = launch.config
+    timeline = Timeline(Path(config.run_dir) / f"producer-{launch.name}.jsonl")
+    metrics = ProducerMetrics(watch.registry, config.rewards.names)
+    folder, memory = stack.enter_context(scratch_folder()), stack.enter_context(shared_memory())
+    return Base(
+        launch, config, watch, Counters(), metrics, timeline, Tasks(), partial(_folder_for, folder=folder, memory=memory)
+    )  # fmt: skip
+
+
+def _folder_for(num_bytes: int, folder: Path, memory: SharedMemory) -> Path:
+    """Where an adapter is unpacked: in memory, if there is room."""
+    return memory.folder if memory.folder is not None and memory.has_room(num_bytes) else folder
+
+
+@dataclass(frozen=True)
+class Helpers:
+    """What works beside the engine. `agents` are those whose rewards are posted; `program` is ours that plays for them."""
+
+    rewards: RewardPool
+    environments: EnvironmentPool | None
+    listener: socket.socket | None
+    client_keys: tuple[bytes, ...]
+    agents: Agents | None
+    program: AgentProgram | None
+
+    async def start(self) -> None:
+        for helper in (self.rewards, self.environments, self.program):
+            if helper is not None:
+                await helper.start()
+
+
+def build_helpers(base: Base, stack: AsyncExitStack) -> Helpers:
+    config = base.config
+    rewards = RewardPool(config.rewards.computed, base.metrics)
+    stack.push_async_callback(rewards.close)
+    listener = stack.enter_context(listening(config.serve, base.launch.gpus))
+    client_keys = read_keys(config.serve.api_key_file)
+    environments = EnvironmentPool(config.environment) if config.environment.factory else None
+    if environments is not None:
+        stack.push_async_callback(environments.close)
+    agents = Agents(config.posted_rewards) if config.posted_rewards else None
+    program = None
+    if agents is not None and listener is not None and config.environment.is_played_outside:
+        key = client_keys[0].decode() if client_keys else ""
+        program = AgentProgram(config.environment, base_url(listener), key, agents.fail_taken)
+        stack.push_async_callback(program.close)
+        _watch_program(base, program)
+    return Helpers(rewards, environments, listener, client_keys, agents, program)
+
+
+def _watch_program(base: Base, program: AgentProgram) -> None:
+    base.metrics.watch_agent_program(lambda: program.restarts)
+    base.watch.health.check_ready("environment", lambda: program.problem)
+
+
+async def start_engine(base: Base, stack: AsyncExitStack) -> Engine:
+    """
+    Raises:
+        StalledError: it does not answer.
+    """
+    logger.info("loading the engine for %s ...", base.config.model.path)
+    started = time.monotonic()
+    from producer.engine.engine import VllmEngine  # vLLM takes seconds to import
+
+    logs.adopt_libraries()
+    engine: Engine = VllmEngine(base.config, len(base.launch.gpus))
+    stack.callback(engine.shutdown)
+    limit_s = base.config.pipeline.stall_timeout_s
+    try:
+        async with asyncio.timeout(limit_s):
+            await engine.warm_up()
+    except TimeoutError as error:
+        raise StalledError(
+            f"the engine did not answer its first request within pipeline.stall_timeout_s={limit_s:g} seconds"
+        ) from error
+    engine_s = time.monotonic() - started
+    logger.info("engine ready after %.0f s", engine_s)
+    base.timeline.record("start", name=base.launch.name, engine_start_s=round(engine_s, 3))
+    return engine

@@ -1,0 +1,108 @@
+"""Rollouts of every source are counted, scored and put together alike."""
+
+import asyncio
+
+import numpy as np
+import pytest
+from prometheus_client import CollectorRegistry
+
+from producer.groups import Episode, Record, Rollouts
+from producer.interfaces import Completion, Counters, LeaseFailure
+from producer.metrics import ProducerMetrics
+from producer.rollouts.finish import Finish
+from producer.rollouts.source import Progress
+from protocol.wire.messages import Group
+from tests.scripted_trainer import lease
+
+
+class Rewards:
+    """One function, which gives 7, 8, ..."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    async def score(self, prompt, completions, completion_ids, columns):
+        self.calls += 1
+        assert (completions, completion_ids, columns) == (["a", "b"], [[10], [12]], {"answer": "2"})
+        return np.array([[7.0], [8.0]], "f4"), 0.25
+
+
+class Setup:
+    def __init__(self, columns: tuple[str, ...] = ("computed",), own: tuple[str, ...] = ()) -> None:
+        self.rewards, self.counters, self.registry = Rewards(), Counters(), CollectorRegistry()
+        self._finish = Finish(columns, own, self.rewards, self.counters, ProducerMetrics(self.registry))  # type: ignore[arg-type]
+
+    def group(self, own_rewards: list[list[float]], *failures: str, episodes: list[Episode] | None = None) -> Group:
+        """Of two episodes, each of which samples one token."""
+        if episodes is None:
+            episodes = [Episode.of([1], Completion([token], [-0.5], token > 11, [3])) for token in (10, 12)]
+        for episode, failure in zip(episodes, failures, strict=False):
+            episode.failure = failure
+        rollouts = Rollouts(episodes, 1.5, ["a", "b"], np.array(own_rewards, np.float32).reshape(2, -1))
+        work = lease(7)
+        self.progress = Progress(work)
+        return asyncio.run(self._finish.group(work, rollouts, self.progress))
+
+    def value(self, name: str) -> float | None:
+        return self.registry.get_sample_value(name)
+
+
+def rewards_of(group: Group) -> list[float]:
+    return np.frombuffer(group.rewards, "<f4").tolist()
+
+
+@pytest.mark.parametrize(
+    ("columns", "own", "posted", "expected"),
+    [
+        (("computed",), (), [[], []], [7, 8]),
+        (("computed", "solved"), ("solved",), [[0], [1]], [7, 0, 8, 1]),
+        (("solved", "computed", "environment"), ("solved", "environment"), [[0, 5], [1, 6]], [0, 7, 5, 1, 8, 6]),
+        (("environment",), ("environment",), [[1], [0]], [1, 0]),
+    ],
+)
+def test_rewards_stand_in_the_order_of_the_file_and_only_missing_columns_are_computed(columns, own, posted, expected):
+    setup = Setup(columns, own)
+    group = setup.group(posted)
+    assert (group.lease_id, group.generation_s) == ("lease-7", 1.5)
+    assert rewards_of(group) == expected
+    assert setup.rewards.calls == ("computed" in columns)
+    assert (setup.progress.stage, setup.progress.reason) == ("scoring", "reward_failed")
+
+
+def test_what_was_sampled_is_counted_once_without_what_was_shown():
+    record = Record.of([1])
+    for shown, token_ids in (([50, 51], [10, 11]), ([52], [12])):
+        record.sampled(Completion(token_ids, [-0.5] * len(token_ids), False, [3] * len(token_ids)))
+        record.show(shown)
+    setup = Setup(("environment",), ("environment",))
+    setup.group([[1], [0]], episodes=[Episode(1, [record]), Episode.of([1], Completion([13], [-0.5], True, [3]))])
+    counters = setup.counters
+    assert (counters.groups, counters.completions, counters.truncated) == (1, 2, 1)
+    assert (counters.tokens, counters.prompt_tokens) == (4, 1)
+    assert setup.value("rl_producer_completion_length_tokens_count") == 2
+    assert setup.value("rl_producer_completion_length_tokens_sum") == 4
+    assert setup.value("rl_producer_generation_seconds_sum") == 1.5
+
+
+def test_a_failed_episode_has_no_reward(caplog):
+    setup = Setup(("computed", "environment"), ("environment",))
+    np.testing.assert_array_equal(rewards_of(setup.group([[0.5], [0.5]], "", "it hangs")), [7, 0.5, np.nan, np.nan])
+    assert setup.counters.failed_episodes == 1
+    assert "an episode of prompt 7 failed: it hangs" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("own", "failures", "num_failed"), [([[1], [1]], ("it hangs", "too"), 2), ([[np.nan], [1]], ("", "it hangs"), 1)]
+)
+def test_a_group_without_an_episode_that_can_be_scored_is_refused(own, failures, num_failed):
+    setup = Setup(("environment",), ("environment",))
+    with pytest.raises(LeaseFailure, match="no episode could be scored: it hangs") as failed:
+        setup.group(own, *failures)
+    assert failed.value.reason == "environment_failed"
+    assert (setup.counters.failed_episodes, setup.counters.groups) == (num_failed, 0)
+    assert setup.counters.tokens == 2, "they were sampled all the same"
+
+
+def test_missing_rewards_without_a_failed_episode_are_the_trainers_to_judge():
+    group = Setup(("environment",), ("environment",)).group([[np.nan], [np.nan]])
+    assert np.isnan(rewards_of(group)).all()
