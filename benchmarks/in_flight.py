@@ -20,7 +20,9 @@ from prometheus_client import CollectorRegistry
 
 from producer.interfaces import Adapter, Completion, Counters, Engine, PolicyWeights
 from producer.metrics import ProducerMetrics
+from producer.policies.loading import PolicyLoader
 from producer.policies.registry import AdapterRegistry
+from producer.policies.swap_report import SwapReport
 from producer.policies.verification import SwapProof
 from producer.rollouts.in_flight import InFlight, OnSwap
 from producer.timeline import Timeline
@@ -73,10 +75,9 @@ async def _measure(scratch: Path, arguments: argparse.Namespace) -> dict[str, An
     try:
         await engine.warm_up()
         watched, counters = WatchedWeights(engine.weights), Counters()
-        timeline = Timeline(scratch / "timeline.jsonl")
-        metrics = ProducerMetrics(CollectorRegistry())
-        folder, proof = scratch / "adapters", SwapProof(TOLERANCES["float32"])
-        adapters = AdapterRegistry(watched, lambda num_bytes: folder, proof, counters, metrics, timeline)
+        report = SwapReport(counters, ProducerMetrics(CollectorRegistry()), Timeline(scratch / "timeline.jsonl"))
+        loader = PolicyLoader(watched, lambda num_bytes: scratch / "adapters", SwapProof(TOLERANCES["float32"]))
+        adapters = AdapterRegistry(loader, report)
         unloading = asyncio.create_task(adapters.unload_released())
         swaps = _Swaps(adapters, blobs)
         for index in range(arguments.repeat):

@@ -31,7 +31,9 @@ from producer.interfaces import Adapter, Counters, DownloadedPolicy, Identity, W
 from producer.link.link import Link
 from producer.link.mailbox import Mailbox
 from producer.metrics import ProducerMetrics
+from producer.policies.loading import PolicyLoader
 from producer.policies.registry import AdapterRegistry
+from producer.policies.swap_report import SwapReport
 from producer.policies.verification import SwapProof
 from producer.timeline import Timeline
 from protocol.config.run import RunConfig
@@ -169,10 +171,9 @@ class Side:
         side.folder, side.engine, side.way = folder, engine, way
         await asyncio.to_thread(side.pipe.recv)
         place = memory.folder if memory.folder is not None and way != WAYS[2] else folder
-        metrics = ProducerMetrics(CollectorRegistry())
-        side.registry = AdapterRegistry(
-            engine.weights, lambda num_bytes: place, SwapProof(_TOLERANCE), Counters(), metrics, timeline
-        )
+        loader = PolicyLoader(engine.weights, lambda num_bytes: place, SwapProof(_TOLERANCE))
+        report = SwapReport(Counters(), ProducerMetrics(CollectorRegistry()), timeline)
+        side.registry = AdapterRegistry(loader, report)
         side.receiver = Receiver(asyncio.get_running_loop(), side.registry)
         transport = TransportSection()
         side.link = Link(

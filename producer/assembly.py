@@ -13,7 +13,9 @@ from producer.interfaces import Engine, Identity, Situation
 from producer.link.link import Link
 from producer.link.mailbox import Mailbox
 from producer.loop_events import LoopEvents
+from producer.policies.loading import PolicyLoader
 from producer.policies.registry import AdapterRegistry
+from producer.policies.swap_report import SwapReport
 from producer.policies.verification import SwapProof
 from producer.rollouts.admission import Admission
 from producer.rollouts.agent_rollouts import AgentRollouts
@@ -103,13 +105,10 @@ def build_channel(launch: Launch) -> ZmqClient:
 
 def build_registry(base: Base, engine: Engine, mailbox: Mailbox) -> AdapterRegistry:
     config, evaluation = base.config, base.config.evaluation
+    proof = SwapProof(config.swap.probe_tolerance or TOLERANCES[config.model.dtype])
     return AdapterRegistry(
-        engine.weights,
-        base.folder_for,
-        SwapProof(config.swap.probe_tolerance or TOLERANCES[config.model.dtype]),
-        base.counters,
-        base.metrics,
-        base.timeline,
+        PolicyLoader(engine.weights, base.folder_for, proof),
+        SwapReport(base.counters, base.metrics, base.timeline),
         mailbox.fetch,
         evaluation.hold_swap_s if evaluation and not engine.capabilities.holds_versions else None,
     )

@@ -36,8 +36,8 @@ class SwapProof:
         self._reference: tuple[Probe, list[float]] | None = None  # the last version that the engine clearly followed
         self._noise = 0.0  # largest difference between the two sides for such a version
 
-    def judge(self, probe: Probe, engine: list[float]) -> str | None:
-        """Why the version is refused, or None."""
+    def refusal(self, probe: Probe, engine: list[float]) -> str:
+        """Why the version is refused; "" if it is not."""
         difference = _distance(probe.logprobs, engine)
         if not difference <= self._tolerance:  # a NaN, too
             return (
@@ -46,7 +46,7 @@ class SwapProof:
             )
         if self._reference is None or self._reference[0].token_ids != probe.token_ids:
             self._noise, self._reference = difference, (probe, engine)
-            return None
+            return ""
         before, engine_before = self._reference
         moved = _distance(probe.logprobs, before.logprobs)
         if moved > max(_MIN_CLEAR_MOVE, _CLEAR_MOVE * self._noise):
@@ -57,7 +57,7 @@ class SwapProof:
                     f"{followed:.2g}"
                 )
             self._noise, self._reference = max(self._noise, difference), (probe, engine)
-        return None
+        return ""
 
 
 def _distance(some: tuple[float, ...], others: list[float] | tuple[float, ...]) -> float:

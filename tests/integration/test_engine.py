@@ -8,22 +8,18 @@ import shutil
 import prometheus_client
 import pytest
 import torch
-from prometheus_client import CollectorRegistry
 from safetensors.torch import load_file, save
 
 from producer.engine.adapter_loading import ByAdapter
 from producer.interfaces import AdapterRefusedError, Counters, LeaseFailure, Probe
-from producer.metrics import ProducerMetrics
-from producer.policies.registry import AdapterRegistry
-from producer.policies.verification import SwapProof
 from producer.rollouts.in_flight import InFlight
-from producer.timeline import Timeline
 from protocol.config.swap import TOLERANCES
 from protocol.errors import ConfigError, EngineError
 from protocol.wire.adapter_blob import AdapterBlob, pack
 from protocol.wire.messages import PolicyInfo, Sampling
 from tests.integration.engines import LiveEngine, live_engine, run_config
 from tests.integration.models import build_model, random_adapter, reference_logprobs
+from tests.policies import registry_of
 from tests.unit.producer.cancellation import cancel_at_each_wait
 from tests.unit.producer.loop import until
 
@@ -74,15 +70,7 @@ def spoiled(live: LiveEngine, version: int, factor: float, settings: dict[str, o
 
 @pytest.fixture
 def registry(live: LiveEngine, tmp_path):
-    timeline = Timeline(tmp_path / "timeline.jsonl")
-    made = AdapterRegistry(
-        live.engine.weights,
-        lambda num_bytes: tmp_path / "adapters",
-        SwapProof(TOLERANCES["float32"]),
-        Counters(),
-        ProducerMetrics(CollectorRegistry()),
-        timeline,
-    )
+    made = registry_of(live.engine.weights, tmp_path, tolerance=TOLERANCES["float32"])
     with live.unloading(made):
         yield made
 
@@ -205,7 +193,7 @@ def test_tokens_of_groups_that_outlive_swaps_have_the_logprobs_of_their_version(
             await registry.publish(*live.policy(version), 0.0)
         assert not any(group.done() for group in groups), "the groups were over before the swaps; make them longer"
         done = await asyncio.gather(*groups)
-        assert await live.engine._core.llm.collective_rpc("list_loras") == [[registry._current.id]], "slots are free"
+        assert await live.engine._core.llm.collective_rpc("list_loras") == [[registry.current.id]], "slots are free"
         return done
 
     for version in (30, 31, 32):

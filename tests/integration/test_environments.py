@@ -6,16 +6,12 @@ import json
 import msgspec
 import numpy as np
 import pytest
-from prometheus_client import CollectorRegistry
 from transformers import AutoTokenizer
 
 from producer.engine.tool_calls import ToolCallParser
 from producer.environments.pool import EnvironmentPool
 from producer.groups import group_message
 from producer.interfaces import Counters, ToolCall
-from producer.metrics import ProducerMetrics
-from producer.policies.registry import AdapterRegistry
-from producer.policies.verification import SwapProof
 from producer.rollouts.admission import Admission
 from producer.rollouts.chat import ChatFormat
 from producer.rollouts.engine_access import BusyClock, EngineAccess, PolicyGate
@@ -23,13 +19,13 @@ from producer.rollouts.episodes import EpisodePlayer
 from producer.rollouts.in_flight import InFlight
 from producer.rollouts.played_rollouts import PlayedRollouts
 from producer.rollouts.source import Progress
-from producer.timeline import Timeline
 from protocol.config.environment import EnvironmentSection
 from protocol.errors import ConfigError
 from protocol.wire.messages import PolicyInfo, Sampling
 from replay.groups import GroupShape, RolloutGroup
 from tests.integration.engines import LiveEngine, live_engine
 from tests.integration.models import CHAT_TEMPLATE, build_model, reference_logprobs
+from tests.policies import registry_of
 from tests.scripted_trainer import lease
 
 pytestmark = pytest.mark.integration
@@ -64,11 +60,7 @@ def play(live: LiveEngine, folder, template: str) -> RolloutGroup:
     )
 
     async def body() -> RolloutGroup:
-        timeline = Timeline(folder / "timeline.jsonl")
-        registry = AdapterRegistry(
-            live.engine.weights, lambda _: folder / "adapters", SwapProof(1e-3), counters,
-            ProducerMetrics(CollectorRegistry()), timeline,
-        )  # fmt: skip
+        registry = registry_of(live.engine.weights, folder, counters)
         pool = EnvironmentPool(section)
         chat = ChatFormat(tokenizer, [], {})
         in_flight = InFlight(live.engine, registry, counters, "finish")

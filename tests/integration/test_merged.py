@@ -6,21 +6,18 @@ import json
 import pytest
 import torch
 from peft import PeftModel
-from prometheus_client import CollectorRegistry
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from producer.calls.calls import Call, Stream
 from producer.calls.requests import parse_request
-from producer.interfaces import AdapterRefusedError, Completion, Counters
-from producer.metrics import ProducerMetrics
+from producer.interfaces import AdapterRefusedError, Completion
 from producer.policies.registry import AdapterRegistry
-from producer.policies.verification import SwapProof
-from producer.timeline import Timeline
 from protocol.config.swap import TOLERANCES
 from protocol.errors import ConfigError
 from protocol.wire.messages import Sampling
 from tests.integration.engines import LiveEngine, live_engine, run_config
 from tests.integration.models import build_model, reference_logprobs
+from tests.policies import registry_of
 
 pytestmark = pytest.mark.integration
 
@@ -39,10 +36,7 @@ def live(tmp_path_factory):
 
 @pytest.fixture
 def registry(live: LiveEngine, tmp_path):
-    timeline = Timeline(tmp_path / "timeline.jsonl")
-    metrics = ProducerMetrics(CollectorRegistry())
-    folder, proof = tmp_path / "adapters", SwapProof(TOLERANCES["float32"])
-    made = AdapterRegistry(live.engine.weights, lambda num_bytes: folder, proof, Counters(), metrics, timeline)
+    made = registry_of(live.engine.weights, tmp_path, tolerance=TOLERANCES["float32"])
     with live.unloading(made):
         yield made
 

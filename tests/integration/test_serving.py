@@ -7,17 +7,13 @@ from contextlib import asynccontextmanager
 import openai
 import pytest
 import torch
-from prometheus_client import CollectorRegistry
 
-from producer.interfaces import Counters
-from producer.metrics import ProducerMetrics
 from producer.policies.registry import AdapterRegistry
-from producer.policies.verification import SwapProof
 from producer.serving.generation import ServedEngine
 from producer.serving.serving import base_url
-from producer.timeline import Timeline
 from tests.integration.engines import LiveEngine, live_engine
 from tests.integration.models import build_model, reference_logprobs
+from tests.policies import registry_of
 from tests.served import served
 from tests.unit.producer.loop import until
 
@@ -36,11 +32,7 @@ def live(tmp_path_factory) -> Iterator[LiveEngine]:
 
 @pytest.fixture(scope="module")
 def registry(live: LiveEngine) -> Iterator[AdapterRegistry]:
-    metrics, tmp_path = ProducerMetrics(CollectorRegistry()), live.folder
-    timeline = Timeline(tmp_path / "timeline.jsonl")
-    made = AdapterRegistry(
-        live.engine.weights, lambda _: tmp_path / "adapters", SwapProof(1e-3), Counters(), metrics, timeline
-    )
+    made = registry_of(live.engine.weights, live.folder)
     with live.unloading(made):
         yield made
 

@@ -7,7 +7,6 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-from prometheus_client import CollectorRegistry
 
 from producer.interfaces import (
     Adapter,
@@ -18,12 +17,9 @@ from producer.interfaces import (
     LeaseFailure,
     Probe,
 )
-from producer.metrics import ProducerMetrics
-from producer.policies.registry import AdapterRegistry
-from producer.policies.verification import SwapProof
-from producer.timeline import Timeline
 from protocol.wire.adapter_blob import AdapterBlob, pack
 from protocol.wire.messages import PolicyInfo, Sampling
+from tests.policies import registry_of
 from tests.unit.producer.cancellation import cancel_at_each_wait
 from tests.unit.producer.loop import settle, until
 
@@ -92,13 +88,8 @@ class Setup:
         self.folder = folder / "adapters"
         self.counters = Counters()
         self.timeline_path = folder / "timeline.jsonl"
-        self.timeline = Timeline(self.timeline_path)
-        metrics = ProducerMetrics(CollectorRegistry())
         self.fetched: list[PolicyInfo] = []
-        self.registry = AdapterRegistry(
-            self.engine, lambda num_bytes: self.folder, SwapProof(1e-3), self.counters, metrics, self.timeline,
-            self.fetched.append, hold_s,
-        )  # fmt: skip
+        self.registry = registry_of(self.engine, folder, self.counters, fetch=self.fetched.append, hold_s=hold_s)
 
     async def publish(self, version: int) -> bool:
         policy, data = blob(version)
@@ -192,7 +183,7 @@ def test_a_version_that_the_engine_does_not_compute_as_the_trainer_does_never_go
     asyncio.run(body())
     assert (setup.counters.swaps, setup.counters.failed_swaps) == (2, 1)
     assert "policy v1 is refused, v0 stays: log-probs of the probe differ by 0.002" in caplog.text
-    assert "policy v2 cannot be proved: too long" in caplog.text
+    assert "policy v2 cannot be verified: too long" in caplog.text
     events = [json.loads(line) for line in setup.timeline_path.read_text().splitlines()]
     assert [(event["event"], event["version"]) for event in events] == [("swap", 0), ("swap_refused", 1), ("swap", 2)]
 

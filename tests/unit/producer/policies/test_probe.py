@@ -17,51 +17,51 @@ def probe(*logprobs: float) -> Probe:
 
 def test_log_probs_within_the_tolerance_pass_and_others_do_not():
     proof = SwapProof(tolerance=0.01)
-    assert proof.judge(probe(-1.0, -2.0), [-1.009, -2.0]) is None
+    assert proof.refusal(probe(-1.0, -2.0), [-1.009, -2.0]) == ""
     assert "differ by 0.011 from the trainer's, more than swap.probe_tolerance (0.01)" in (
-        proof.judge(probe(-1.0, -2.0), [-1.0, -2.011]) or ""
+        proof.refusal(probe(-1.0, -2.0), [-1.0, -2.011])
     )
 
 
 @pytest.mark.parametrize("engine", [[float("nan"), -2.0], [-1.0, float("nan")]])
 def test_what_is_not_a_number_does_not_pass(engine):
-    assert "differ by nan" in (SwapProof(1.0).judge(probe(-1.0, -2.0), engine) or "")
+    assert "differ by nan" in (SwapProof(1.0).refusal(probe(-1.0, -2.0), engine))
 
 
 def test_an_untrained_adapter_changes_nothing_and_passes():
     proof = SwapProof(0.01)
     for _ in range(3):
-        assert proof.judge(probe(-1.0, -2.0), [-1.0, -2.0]) is None
+        assert proof.refusal(probe(-1.0, -2.0), [-1.0, -2.0]) == ""
 
 
 def test_an_engine_that_stays_where_it_was_is_found_out_once_the_trainer_has_clearly_moved():
     proof = SwapProof(tolerance=0.5)
     stuck = [-1.001, -2.0]  # 0.001 apart, so the trainer must have moved by more than 0.004
-    assert proof.judge(probe(-1.0, -2.0), stuck) is None
-    assert proof.judge(probe(-1.0, -2.002), stuck) is None
-    assert proof.judge(probe(-1.0, -2.0039), stuck) is None, "small moves add up"
+    assert proof.refusal(probe(-1.0, -2.0), stuck) == ""
+    assert proof.refusal(probe(-1.0, -2.002), stuck) == ""
+    assert proof.refusal(probe(-1.0, -2.0039), stuck) == "", "small moves add up"
     almost_stuck = [-1.001, -2.0004]
     for engine in (stuck, almost_stuck):
-        refusal = proof.judge(probe(-1.0, -2.005), engine)
+        refusal = proof.refusal(probe(-1.0, -2.005), engine)
         assert refusal is not None
         assert "the swap changed nothing: the trainer's log-probs of the probe have moved by 0.005" in refusal
-    assert proof.judge(probe(-1.0, -2.005), [-1.001, -2.0045]) is None, "this one follows"
+    assert proof.refusal(probe(-1.0, -2.005), [-1.001, -2.0045]) == "", "this one follows"
 
 
 def test_after_a_version_that_was_followed_the_next_is_compared_with_that():
     proof = SwapProof(tolerance=0.5)
-    assert proof.judge(probe(-1.0, -2.0), [-1.0, -2.0]) is None
-    assert proof.judge(probe(-1.0, -3.0), [-1.0, -3.02]) is None
-    assert proof.judge(probe(-1.0, -3.08), [-1.0, -3.02]) is None, "no clear move: they were 0.02 apart"
-    assert "the engine's by 0" in (proof.judge(probe(-1.0, -3.081), [-1.0, -3.02]) or "")
-    assert "the engine's by 0" in (proof.judge(probe(-1.0, -2.9), [-1.0, -3.02]) or ""), "going back is moving, too"
+    assert proof.refusal(probe(-1.0, -2.0), [-1.0, -2.0]) == ""
+    assert proof.refusal(probe(-1.0, -3.0), [-1.0, -3.02]) == ""
+    assert proof.refusal(probe(-1.0, -3.08), [-1.0, -3.02]) == "", "no clear move: they were 0.02 apart"
+    assert "the engine's by 0" in (proof.refusal(probe(-1.0, -3.081), [-1.0, -3.02]))
+    assert "the engine's by 0" in (proof.refusal(probe(-1.0, -2.9), [-1.0, -3.02])), "going back is moving, too"
 
 
 def test_another_probe_is_not_compared_with_the_one_before():
     proof = SwapProof(tolerance=0.5)
-    assert proof.judge(probe(-1.0, -2.0), [-1.0, -2.0]) is None
+    assert proof.refusal(probe(-1.0, -2.0), [-1.0, -2.0]) == ""
     other = Probe((5, 6, 8), (-1.0, -2.1))
-    assert proof.judge(other, [-1.0, -2.0]) is None
+    assert proof.refusal(other, [-1.0, -2.0]) == ""
 
 
 def test_a_probe_travels_as_plain_numbers():

@@ -11,17 +11,15 @@ from prometheus_client import CollectorRegistry
 
 from producer.interfaces import Adapter, Completion, Counters, LeaseFailure
 from producer.metrics import ProducerMetrics
-from producer.policies.registry import AdapterRegistry
-from producer.policies.verification import SwapProof
 from producer.rollouts.admission import Admission
 from producer.rollouts.engine_access import BusyClock, EngineAccess, PolicyGate
 from producer.rollouts.finish import Finish
 from producer.rollouts.generation import Generation
 from producer.rollouts.in_flight import InFlight
 from producer.rollouts.plain_rollouts import PlainRollouts
-from producer.timeline import Timeline
 from protocol.errors import EngineError
 from protocol.wire.messages import Group, Nack, Sampling
+from tests.policies import registry_of
 from tests.scripted_trainer import lease
 from tests.unit.producer.loop import settle
 from tests.unit.producer.policies.test_adapters import FakeEngine, blob
@@ -80,14 +78,12 @@ class Rewards:
 
 
 class Setup:
-    def __init__(self, folder: Path, max_groups: int, timeline: Timeline) -> None:
+    def __init__(self, folder: Path, max_groups: int) -> None:
         self.engine = SlowEngine()
         self.counters = Counters()
         self.answers: list[Group | Nack] = []
         self.metrics = ProducerMetrics(CollectorRegistry())
-        self.registry = AdapterRegistry(
-            self.engine, lambda num_bytes: folder, SwapProof(1e-3), self.counters, self.metrics, timeline
-        )
+        self.registry = registry_of(self.engine, folder, self.counters, metrics=self.metrics)
         self.tasks: list[asyncio.Task[None]] = []
         self.rewards = Rewards()
         self.gate = PolicyGate(self.registry)
@@ -121,8 +117,7 @@ class Setup:
 def run(tmp_path):
     def runner(body, max_groups=2):
         async def main():
-            timeline = Timeline(tmp_path / "timeline.jsonl")
-            setup = Setup(tmp_path / "adapters", max_groups, timeline)
+            setup = Setup(tmp_path, max_groups)
             unloading = asyncio.create_task(setup.registry.unload_released())
             await body(setup)
             unloading.cancel()

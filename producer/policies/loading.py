@@ -1,0 +1,80 @@
+"""From the bytes of a policy to an adapter that the engine has, and back.
+
+Guarantee: every load has a name, an id and a folder of its own. What is refused is undone, and nothing is left of what is
+discarded. (vLLM dies when it has to read an adapter again whose folder is gone, and confuses two adapters of one name.)
+"""
+
+import asyncio
+import itertools
+import logging
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from producer.interfaces import Adapter, AdapterRefusedError, DownloadedPolicy, PolicyWeights, Probe
+from producer.policies.verification import SwapProof
+from protocol.wire.adapter_blob import BlobError, unpack
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What came of a load.
+
+    Args:
+        adapter: None if the engine could not load it.
+        refusal: why it must not serve; "" if it may.
+    """
+
+    adapter: Adapter | None
+    refusal: str
+    load_s: float
+    verify_s: float = 0.0
+
+
+class PolicyLoader:
+    """
+    Args:
+        folder_for: where an adapter of so many bytes is unpacked; ours alone.
+    """
+
+    def __init__(self, weights: PolicyWeights, folder_for: Callable[[int], Path], proof: SwapProof) -> None:
+        self._weights = weights
+        self._folder_for = folder_for
+        self._proof = proof
+        self._ids = itertools.count(1)
+
+    async def load(self, downloaded: DownloadedPolicy) -> Loaded:
+        """Loads a policy beside the others and verifies it. It is to be activated or discarded next, if it has an adapter."""
+        policy, blob = downloaded.policy, downloaded.blob
+        number, started = next(self._ids), time.monotonic()
+        name = f"v{policy.version}-{policy.digest[:8]}-{number}"
+        adapter = Adapter(policy.version, name, number, self._folder_for(len(blob)) / name)
+        try:
+            digest = None if downloaded.is_verified else policy.digest
+            await asyncio.to_thread(unpack, blob, digest, adapter.path)
+            await self._weights.load(adapter)
+        except (BlobError, AdapterRefusedError, OSError) as error:
+            shutil.rmtree(adapter.path, ignore_errors=True)
+            return Loaded(None, str(error), time.monotonic() - started)
+        loaded = time.monotonic()
+        refusal = "" if downloaded.probe is None else await self._verify(adapter, downloaded.probe)
+        return Loaded(adapter, refusal, loaded - started, time.monotonic() - loaded)
+
+    def activate(self, adapter: Adapter) -> None:
+        self._weights.activate(adapter)
+
+    async def discard(self, adapter: Adapter) -> None:
+        await self._weights.discard(adapter)
+        shutil.rmtree(adapter.path, ignore_errors=True)
+        logger.debug("policy v%d unloaded", adapter.version)
+
+    async def _verify(self, adapter: Adapter, probe: Probe) -> str:
+        try:
+            return self._proof.refusal(probe, await self._weights.verify(adapter, list(probe.token_ids)))
+        except AdapterRefusedError as error:
+            logger.warning("policy v%d cannot be verified: %s", adapter.version, error)
+            return ""
