@@ -18,13 +18,14 @@ from typing import Any, get_args
 import numpy as np
 from prometheus_client import CollectorRegistry
 
-from producer.interfaces import Adapter, Completion, Counters, Engine, PolicyWeights
+from producer.interfaces import Adapter, Completion, Engine, PolicyWeights
 from producer.metrics import ProducerMetrics
 from producer.policies.loading import PolicyLoader
 from producer.policies.registry import AdapterRegistry
 from producer.policies.swap_report import SwapReport
 from producer.policies.verification import SwapProof
 from producer.rollouts.in_flight import InFlight, OnSwap
+from producer.state import Counters
 from producer.timeline import Timeline
 from protocol.config.run import RunConfig
 from protocol.config.swap import TOLERANCES

@@ -27,7 +27,7 @@ from prometheus_client import CollectorRegistry
 
 from benchmarks.swap_trainer import serve
 from benchmarks.terms import ENGINE_FACTS, MAX_MESSAGE_BYTES
-from producer.interfaces import Adapter, Counters, DownloadedPolicy, Identity, Workload
+from producer.interfaces import Adapter, DownloadedPolicy
 from producer.link.link import Link
 from producer.link.mailbox import Mailbox
 from producer.metrics import ProducerMetrics
@@ -35,6 +35,7 @@ from producer.policies.loading import PolicyLoader
 from producer.policies.registry import AdapterRegistry
 from producer.policies.swap_report import SwapReport
 from producer.policies.verification import SwapProof
+from producer.state import Counters, Identity, Workload
 from producer.timeline import Timeline
 from protocol.config.run import RunConfig
 from protocol.config.transport import TransportSection

@@ -24,10 +24,10 @@ from consumer.reporting.learning_metrics import LearningMetrics  # noqa: E402
 from consumer.reporting.metrics import commit_seconds, watch_trainer  # noqa: E402
 from producer.environments.agents import Agents  # noqa: E402
 from producer.environments.atropos import Atropos  # noqa: E402
-from producer.interfaces import Counters, Delivery, Situation, Workload  # noqa: E402
 from producer.metrics import ProducerMetrics  # noqa: E402
 from producer.serving.client_limits import ClientLimiter  # noqa: E402
 from producer.serving.metrics import ServeMetrics  # noqa: E402
+from producer.state import Counters, Delivery, Situation, Workload  # noqa: E402
 from protocol.config.run import RunConfig  # noqa: E402
 from protocol.security.rejections import Refusals  # noqa: E402
 from protocol.service.exposition import add_connection_metrics  # noqa: E402

@@ -9,7 +9,7 @@ from typing import Any
 
 from producer.environments.atropos import Atropos
 from producer.environments.pool import EnvironmentPool
-from producer.interfaces import Engine, Identity, Situation
+from producer.interfaces import Engine
 from producer.link.link import Link
 from producer.link.mailbox import Mailbox
 from producer.loop_events import LoopEvents
@@ -33,6 +33,7 @@ from producer.rollouts.source import RolloutSource
 from producer.serving.generation import ServedEngine
 from producer.serving.serving import Serving
 from producer.startup import Base, Helpers, Launch
+from producer.state import Identity, Situation
 from producer.supervision import Supervision
 from producer.watchdog import Watchdog
 from protocol.config.swap import TOLERANCES

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Histogram, Info
 
-from producer.interfaces import FAILURES, Counters, Failure, Situation
+from producer.interfaces import FAILURES, Failure
+from producer.state import Counters, Situation
 from protocol import __version__
 from protocol.service.metrics import Readings, Reexport
 

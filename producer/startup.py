@@ -19,10 +19,11 @@ from pathlib import Path
 from producer.environments.agent_program import AgentProgram
 from producer.environments.agents import Agents
 from producer.environments.pool import EnvironmentPool
-from producer.interfaces import Counters, Engine
+from producer.interfaces import Engine
 from producer.metrics import ProducerMetrics
 from producer.rewards.pool import RewardPool
 from producer.serving.serving import base_url, listening, read_keys
+from producer.state import Counters
 from producer.tasks import Tasks
 from producer.timeline import Timeline
 from protocol.config.run import RunConfig

@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from producer.interfaces import Counters, Engine, Situation
+from producer.interfaces import Engine
+from producer.state import Counters, Situation
 from producer.timeline import Timeline
 from producer.watchdog import Watchdog
 

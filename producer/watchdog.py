@@ -8,7 +8,7 @@ them do so.
 
 from collections import Counter
 
-from producer.interfaces import Counters, Situation
+from producer.state import Counters, Situation
 from protocol.errors import StalledError
 
 

@@ -5,12 +5,13 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from producer.interfaces import Counters, PolicyWeights
+from producer.interfaces import PolicyWeights
 from producer.metrics import ProducerMetrics
 from producer.policies.loading import PolicyLoader
 from producer.policies.registry import AdapterRegistry
 from producer.policies.swap_report import SwapReport
 from producer.policies.verification import SwapProof
+from producer.state import Counters
 from producer.timeline import Timeline
 
 

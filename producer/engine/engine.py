@@ -19,7 +19,8 @@ from producer.engine.merged_weights import MergedWeights
 from producer.engine.tool_calls import ToolCallParser
 from producer.engine.vllm_config import build_vllm_config, leave_a_core, model_folder
 from producer.engine.weights import InFlightRequest, VllmWeights
-from producer.interfaces import Adapter, Completion, EngineCapabilities, EngineLoad, LeaseFailure
+from producer.interfaces import Adapter, Completion, EngineCapabilities, LeaseFailure
+from producer.state import EngineLoad
 from protocol.config.run import RunConfig
 from protocol.errors import EngineError
 from protocol.wire.digests import base_model_digest, tokenizer_digest

@@ -14,13 +14,14 @@ import threading
 import time
 from collections.abc import Callable
 
-from producer.interfaces import Counters, Delivery, Identity, LinkEvents, Workload
+from producer.interfaces import LinkEvents
 from producer.link.connection import Connection
 from producer.link.mailbox import Mailbox, SharedFileRead
 from producer.link.outbox import Outbox
 from producer.link.sender import Sender
 from producer.link.trainer_source import TrainerSource
 from producer.policies.downloads import PolicyDownloads
+from producer.state import Counters, Delivery, Identity, Workload
 from protocol.config.transport import TransportSection
 from protocol.errors import IncompatiblePeerError
 from protocol.service import logs

@@ -6,9 +6,9 @@ answered. Over a new connection all of it is due at once.
 
 from collections.abc import Callable
 
-from producer.interfaces import Counters, Identity, Workload
 from producer.link.outbox import Outbox
 from producer.link.trainer_source import TrainerSource
+from producer.state import Counters, Identity, Workload
 from protocol import __version__
 from protocol.transport.channel import ClientChannel
 from protocol.wire.codec import CodecError

@@ -1,10 +1,10 @@
 """The policy versions that the engine holds.
 
 Guarantee: a request runs on the adapter it pinned to its end; a superseded version is unloaded only when nothing pins it and it
-is not the one that is evaluated. Whoever lets a version go does not wait for that and cannot be cancelled in the middle of it: the
-registry's own task unloads. A version that cannot be loaded, or that the engine does not compute as the trainer does, changes
-nothing: the one before stays current. An evaluated version that is not here any more is fetched and loaded beside the current
-one; an engine that has one version at a time keeps it instead, for a while, when a newer one has arrived.
+is not the one that is evaluated. Whoever lets a version go does not wait for that and cannot be cancelled in the middle of it:
+the registry's own task unloads. A version that cannot be loaded, or that the engine does not compute as the trainer does,
+changes nothing: the one before stays current. An evaluated version that is not here any more is fetched and loaded beside the
+current one; an engine that has one version at a time keeps it instead, for a while, when a newer one has arrived.
 """
 
 import asyncio

@@ -6,9 +6,10 @@ Guarantee: every swap and every refusal is told once, everywhere.
 import logging
 import time
 
-from producer.interfaces import Adapter, Counters, DownloadedPolicy
+from producer.interfaces import Adapter, DownloadedPolicy
 from producer.metrics import ProducerMetrics
 from producer.policies.loading import Loaded
+from producer.state import Counters
 from producer.timeline import Timeline
 from protocol.service import logs
 

@@ -14,7 +14,7 @@ vLLM it stays where it is.
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from producer.interfaces import EngineLoad
+from producer.state import EngineLoad
 from producer.waiting_line import WaitingLine
 
 DECREASE = 0.75

@@ -15,8 +15,9 @@ import msgspec
 
 from producer.environments.pool import EnvironmentFailedError, EnvironmentPool, EnvironmentSession
 from producer.groups import Episode, Record
-from producer.interfaces import Completion, Counters, LeaseFailure, ToolParser
+from producer.interfaces import Completion, LeaseFailure, ToolParser
 from producer.rollouts.chat import ChatFormat, Continuation, assistant_message, tool_message
+from producer.state import Counters
 from protocol.config.environment import EnvironmentSection
 from protocol.throttle import Throttle
 from protocol.wire.messages import Lease, Sampling

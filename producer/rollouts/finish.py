@@ -9,10 +9,11 @@ import logging
 import numpy as np
 
 from producer.groups import Rollouts, group_message
-from producer.interfaces import Counters, LeaseFailure
+from producer.interfaces import LeaseFailure
 from producer.metrics import ProducerMetrics
 from producer.rewards.pool import RewardPool
 from producer.rollouts.source import Progress
+from producer.state import Counters
 from protocol.throttle import Throttle
 from protocol.wire.messages import Group, Lease
 

@@ -9,10 +9,11 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from producer.interfaces import Counters, LeaseFailure, Workload
+from producer.interfaces import LeaseFailure
 from producer.rollouts.engine_access import BusyClock
 from producer.rollouts.finish import Finish
 from producer.rollouts.source import Progress, RolloutSource
+from producer.state import Counters, Workload
 from protocol.throttle import Throttle
 from protocol.wire.messages import FailureReason, Group, Lease, Nack
 

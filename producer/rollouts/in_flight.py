@@ -23,8 +23,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from producer.interfaces import Adapter, Completion, Counters, Engine
+from producer.interfaces import Adapter, Completion, Engine
 from producer.policies.registry import AdapterRegistry
+from producer.state import Counters
 from protocol.wire.messages import Sampling
 
 OnSwap = Literal["finish", "continue", "restart"]

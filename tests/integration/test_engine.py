@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load_file, save
 
 from producer.engine.adapter_loading import ByAdapter
-from producer.interfaces import AdapterRefusedError, Counters, LeaseFailure, Probe
+from producer.interfaces import AdapterRefusedError, LeaseFailure, Probe
 from producer.rollouts.in_flight import InFlight
+from producer.state import Counters
 from protocol.config.swap import TOLERANCES
 from protocol.errors import ConfigError, EngineError
 from protocol.wire.adapter_blob import AdapterBlob, pack

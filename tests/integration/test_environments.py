@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from producer.engine.tool_calls import ToolCallParser
 from producer.environments.pool import EnvironmentPool
 from producer.groups import group_message
-from producer.interfaces import Counters, ToolCall
+from producer.interfaces import ToolCall
 from producer.rollouts.admission import Admission
 from producer.rollouts.chat import ChatFormat
 from producer.rollouts.engine_access import BusyClock, EngineAccess, PolicyGate
@@ -19,6 +19,7 @@ from producer.rollouts.episodes import EpisodePlayer
 from producer.rollouts.in_flight import InFlight
 from producer.rollouts.played_rollouts import PlayedRollouts
 from producer.rollouts.source import Progress
+from producer.state import Counters
 from protocol.config.environment import EnvironmentSection
 from protocol.errors import ConfigError
 from protocol.wire.messages import PolicyInfo, Sampling

@@ -15,9 +15,10 @@ import pytest
 
 from consumer.checkpoints.run_facts import comparable
 from consumer.training.retraining import RecordedRun
-from producer.interfaces import Counters, DownloadedPolicy, Identity, Workload
+from producer.interfaces import DownloadedPolicy
 from producer.link.link import Link
 from producer.link.mailbox import Mailbox
+from producer.state import Counters, Identity, Workload
 from protocol import __version__
 from protocol.config.transport import TransportSection
 from protocol.transport.zeromq_client import ZmqClient

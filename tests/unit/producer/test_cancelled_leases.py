@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from producer.engine.merged_weights import MergedWeights
-from producer.interfaces import Adapter, Completion, Counters
+from producer.interfaces import Adapter, Completion
 from producer.metrics import ProducerMetrics
 from producer.rollouts.admission import Admission
 from producer.rollouts.engine_access import BusyClock, EngineAccess, PolicyGate
@@ -17,6 +17,7 @@ from producer.rollouts.finish import Finish
 from producer.rollouts.generation import Generation
 from producer.rollouts.in_flight import InFlight, OnSwap
 from producer.rollouts.plain_rollouts import PlainRollouts
+from producer.state import Counters
 from protocol.wire.messages import Lease, Sampling
 from tests.scripted_trainer import lease
 from tests.unit.producer.cancellation import cancel_at_each_wait

@@ -3,8 +3,8 @@
 import prometheus_client
 from prometheus_client import CollectorRegistry, Gauge
 
-from producer.interfaces import Counters, Delivery, Situation, Workload
 from producer.metrics import ProducerMetrics
+from producer.state import Counters, Delivery, Situation, Workload
 
 
 def test_totals_stages_and_the_engine_are_those_of_the_moment() -> None:

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from producer.interfaces import Counters, Delivery, Situation, Workload
+from producer.state import Counters, Delivery, Situation, Workload
 from producer.watchdog import Watchdog, describe
 from protocol.errors import ExitCode, StalledError
 

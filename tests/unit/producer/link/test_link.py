@@ -6,10 +6,11 @@ import time
 
 import pytest
 
-from producer.interfaces import Counters, DownloadedPolicy, Identity, Probe, Workload
+from producer.interfaces import DownloadedPolicy, Probe
 from producer.link.link import Link
 from producer.link.mailbox import Mailbox
 from producer.link.outbox import num_bytes
+from producer.state import Counters, Identity, Workload
 from protocol.config.transport import TransportSection
 from protocol.errors import IncompatiblePeerError
 from protocol.files import shared_memory as shared_memory_module

@@ -8,9 +8,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
-from producer.interfaces import Counters, DownloadedPolicy, Identity, Workload
+from producer.interfaces import DownloadedPolicy
 from producer.link.link import Link
 from producer.link.mailbox import Mailbox
+from producer.state import Counters, Identity, Workload
 from protocol.config.transport import TransportSection
 from protocol.wire.messages import Ack, Bye, Group, Heartbeat, Hello, Lease, Nack, Policy, PolicyInfo, Welcome
 from tests.loopback import LoopbackServer

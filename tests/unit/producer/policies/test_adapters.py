@@ -8,15 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from producer.interfaces import (
-    Adapter,
-    AdapterRefusedError,
-    Completion,
-    Counters,
-    DownloadedPolicy,
-    LeaseFailure,
-    Probe,
-)
+from producer.interfaces import Adapter, AdapterRefusedError, Completion, DownloadedPolicy, LeaseFailure, Probe
+from producer.state import Counters
 from protocol.wire.adapter_blob import AdapterBlob, pack
 from protocol.wire.messages import PolicyInfo, Sampling
 from tests.policies import registry_of

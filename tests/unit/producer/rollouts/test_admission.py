@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from producer.interfaces import EngineLoad
 from producer.rollouts.admission import DECREASE, ROOM, TOLERATED, Admission, AdmissionControl
+from producer.state import EngineLoad
 from tests.unit.producer.loop import settle
 
 

@@ -12,11 +12,12 @@ import pytest
 
 from producer.environments.pool import EnvironmentFailedError
 from producer.groups import Episode, Rollouts
-from producer.interfaces import Completion, Counters, LeaseFailure, ToolCall
+from producer.interfaces import Completion, LeaseFailure, ToolCall
 from producer.rollouts.chat import ChatFormat
 from producer.rollouts.episodes import EpisodePlayer
 from producer.rollouts.played_rollouts import PlayedRollouts
 from producer.rollouts.source import Progress
+from producer.state import Counters
 from protocol.config.environment import EnvironmentSection
 from tests.scripted_trainer import lease
 from tests.unit.producer.rollouts.test_chat import PLAIN, TOOLS, tokenizer

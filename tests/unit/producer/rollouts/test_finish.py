@@ -7,10 +7,11 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from producer.groups import Episode, Record, Rollouts
-from producer.interfaces import Completion, Counters, LeaseFailure
+from producer.interfaces import Completion, LeaseFailure
 from producer.metrics import ProducerMetrics
 from producer.rollouts.finish import Finish
 from producer.rollouts.source import Progress
+from producer.state import Counters
 from protocol.wire.messages import Group
 from tests.scripted_trainer import lease
 

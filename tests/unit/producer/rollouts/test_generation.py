@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
-from producer.interfaces import Adapter, Completion, Counters, LeaseFailure
+from producer.interfaces import Adapter, Completion, LeaseFailure
 from producer.metrics import ProducerMetrics
 from producer.rollouts.admission import Admission
 from producer.rollouts.engine_access import BusyClock, EngineAccess, PolicyGate
@@ -17,6 +17,7 @@ from producer.rollouts.finish import Finish
 from producer.rollouts.generation import Generation
 from producer.rollouts.in_flight import InFlight
 from producer.rollouts.plain_rollouts import PlainRollouts
+from producer.state import Counters
 from protocol.errors import EngineError
 from protocol.wire.messages import Group, Nack, Sampling
 from tests.policies import registry_of

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from producer.interfaces import Adapter, Completion, Counters, LeaseFailure
+from producer.interfaces import Adapter, Completion, LeaseFailure
 from producer.rollouts.in_flight import InFlight
+from producer.state import Counters
 from protocol.wire.messages import Sampling
 from tests.unit.producer.loop import settle, until
 
