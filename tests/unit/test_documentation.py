@@ -1,10 +1,13 @@
 """Generated pages are current, what they claim about the schema holds, and no link leads nowhere."""
 
+import pkgutil
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
+import pytest
 import yaml
 
 from protocol.config import run as schema
@@ -77,3 +80,46 @@ def test_every_link_leads_to_a_page_and_a_heading() -> None:
             if not place.exists() or (anchor and anchor not in anchors(place)):
                 dead.append(f"{page.name}: {target}")
     assert dead == []
+
+
+def test_every_module_and_target_that_a_page_names_exists() -> None:
+    targets = set(re.findall(r"^([\w-]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE))
+    packages = "protocol|replay|producer|consumer|tools|tests|deploy|examples|benchmarks|docs"
+    gone = []
+    for page in PAGES:
+        text = page.read_text()
+        places = set(re.findall(rf"`((?:{packages})/[\w./-]+)`", text))
+        places |= {place.replace(".", "/") + "*" for place in re.findall(rf"python -m ((?:{packages})[\w.]+)", text)}
+        gone += [f"{page.name}: {place}" for place in places if not any(REPOSITORY.glob(place.rstrip("/")))]
+        gone += [f"{page.name}: make {name}" for name in re.findall(r"`make ([\w-]+)", text) if name not in targets]
+    assert gone == []
+
+
+def test_every_flag_of_a_command_that_a_page_shows_exists(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of our own commands, in blocks and within a line."""
+    scripts = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["scripts"]
+    shown: dict[tuple[str, str], set[str]] = {}
+    for page in PAGES:
+        for program, rest in re.findall(r"\b(rl-[a-z]+)((?:[ \t]+[^\s`#|&;]+)*)", page.read_text()):
+            if program in scripts:
+                words = rest.split()
+                flags = {word.partition("=")[0] for word in words if re.fullmatch(r"--[a-z][\w-]*(=.*)?", word)}
+                shown.setdefault((program, _subcommand(program, words)), set()).update(flags)
+    assert len(shown) > 15
+    for (program, subcommand), flags in shown.items():
+        main = pkgutil.resolve_name(scripts[program])
+        for arguments in ([], [subcommand] if subcommand else []):
+            monkeypatch.setattr(sys, "argv", [program, *arguments, "--help"])
+            with pytest.raises(SystemExit):
+                main()
+        known = capsys.readouterr().out
+        for flag in flags:
+            assert flag in known, f"{program} {subcommand} {flag}"
+
+
+def _subcommand(program: str, words: list[str]) -> str:
+    of = {"rl-reward": ["try"], "rl-environment": ["rows"], "rl-keys": ["generate", "authorize", "revoke", "show"]}
+    of["rl-journal"] = ["stats", "list", "show", "export", "verify", "backup", "quarantine", "lineage"]
+    return next((word for word in words if word in of.get(program, ())), "")
