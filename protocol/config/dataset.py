@@ -1,7 +1,6 @@
 """The `dataset:` section: where prompts come from and what becomes of a row.
 
-Guarantee: a section names at least one source, and every source bounds what it reads of a
-stream.
+Guarantee: a section names at least one source, and every source bounds what it reads of a stream.
 """
 
 from typing import Annotated, Any

@@ -4,6 +4,7 @@ Guarantee: processes that end meanwhile are no error. Looking costs microseconds
 Below a keeper (`protocol.processes.keeper`) the list is complete; elsewhere, processes that lost their parent are missing.
 """
 
+import contextlib
 import os
 import signal
 from pathlib import Path
@@ -15,12 +16,10 @@ def descendants(pid: int) -> list[int]:
     """`pid` and the processes below it, parents first."""
     found = [pid]
     for parent in found:
-        for thread in _entries(f"/proc/{parent}/task"):
-            try:
-                children = Path(f"/proc/{parent}/task/{thread}/children").read_text()
-            except OSError:
-                continue
-            found += map(int, children.split())
+        with contextlib.suppress(OSError):
+            for thread in os.listdir(f"/proc/{parent}/task"):
+                with contextlib.suppress(OSError):
+                    found += map(int, Path(f"/proc/{parent}/task/{thread}/children").read_text().split())
     return found
 
 
@@ -28,20 +27,11 @@ def resident_bytes(pid: int) -> int:
     """Resident memory of all of them; pages that several share count for each."""
     total = 0
     for process in descendants(pid):
-        try:
+        with contextlib.suppress(OSError, IndexError):
             total += int(Path(f"/proc/{process}/statm").read_text().split()[1])
-        except (OSError, IndexError):
-            continue
     return total * _PAGE_BYTES
 
 
 def exit_text(status: int) -> str:
     """How a process with this exit status ended."""
     return f"exit status {status}" if status >= 0 else f"killed by {signal.Signals(-status).name}"
-
-
-def _entries(folder: str) -> list[str]:
-    try:
-        return os.listdir(folder)
-    except OSError:
-        return []
