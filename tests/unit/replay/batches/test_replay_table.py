@@ -133,26 +133,9 @@ def test_prioritized_goes_on_when_scores_have_decayed_to_nothing() -> None:
 # Contents.
 
 
-def test_a_group_leaves_after_its_last_use() -> None:
-    replay = filled(table(max_times_sampled=3), (0, 1.0), (0, 1.0))
-    replay.sampled(["g0", "absent"])
-    assert replay.state() == [["g0", 2, 1.0], ["g1", 1, 1.0]]
-    replay.sampled(["g0"])
-    assert kept(replay) == ["g1"]
-    replay.sampled(["g0", "g1", "g1"])
-    assert len(replay) == 0
-
-
 @pytest.mark.parametrize("score", [0.0, -1.0, math.nan, math.inf])
 def test_a_score_that_is_no_positive_number_is_not_kept(score: float) -> None:
     assert len(filled(table(), (0, score))) == 0
-
-
-def test_a_group_that_is_here_keeps_its_place_its_score_and_its_uses() -> None:
-    replay = filled(table(), (0, 1.0), (0, 2.0))
-    replay.sampled(["g0"])
-    replay.insert(group("g0"), 5.0)
-    assert replay.state() == [["g0", 2, 1.0], ["g1", 1, 2.0]]
 
 
 @every_sampler
@@ -206,14 +189,6 @@ def test_a_restored_table_goes_on_as_the_one_it_came_from(sampler: Sampler, remo
             replay.sampled(chosen)
             replay.insert(group(f"new-{step}", 10), 0.3)
         assert restored.state() == original.state()
-
-
-def test_a_restore_skips_what_is_missing_and_what_the_limits_do_not_allow() -> None:
-    groups = {name: group(name) for name in "acde"}
-    state = [["a", 1, 1.0], ["b", 1, 1.0], ["c", 2, 1.0], ["d", 1, 1.0], ["e", 1, 1.0]]
-    replay = table(max_times_sampled=2, max_size=2)
-    replay.restore(state, groups)
-    assert replay.state() == [["d", 1, 1.0], ["e", 1, 1.0]]
 
 
 # The mistake of a heap of (score, group): once it holds the best scores there are, nothing gets in.

@@ -68,47 +68,6 @@ def test_a_group_is_held_until_its_prompt_is_settled() -> None:
     assert find(book, record.lease_id) is None
 
 
-def test_an_expired_lease_goes_out_again_before_any_fresh_prompt() -> None:
-    book = ledger()
-    late, fine = lease(book, deadline=10.0), lease(book, deadline=20.0)
-    assert book.leases.overdue(9.9) == []
-    assert expire(book, 10.0) == [late]
-    assert expire(book, 10.0) == []
-    assert lease(book, now=10.25).work == Work((0, 0, 0), attempt=2, infra_failures=1)
-    assert lease(book, now=10.25).work == Work((0, 2, 0), attempt=1)
-    assert fine.work.key.prompt_id == 1
-
-
-def test_the_late_group_of_an_expired_lease_wins_if_it_is_the_first() -> None:
-    book = ledger()
-    first = lease(book, deadline=1.0)
-    expire(book, 1.0)
-    second = lease(book, now=2.0)
-    assert second.work.key == first.work.key
-    assert answer(book, first.lease_id) == second.work  # the item knows of both attempts
-    assert book.leases.num_leases == 1, "the second is still at work, and takes room"
-    assert answer(book, second.lease_id) is None
-    assert book.leases.fail(second.lease_id, "released", 2.0) is None
-    assert book.leases.num_leases == 0
-
-
-def test_the_late_group_of_an_expired_lease_loses_if_it_is_the_second() -> None:
-    book = ledger()
-    first = lease(book, deadline=1.0)
-    expire(book, 1.0)
-    second = lease(book, now=2.0)
-    assert answer(book, second.lease_id) == second.work
-    assert answer(book, first.lease_id) is None
-
-
-def test_a_late_group_that_comes_before_the_second_lease_takes_the_prompt_back_from_the_queue() -> None:
-    book = ledger()
-    first = lease(book, deadline=1.0)
-    expire(book, 1.0)
-    assert answer(book, first.lease_id) is not None
-    assert lease(book, now=100.0).work.key.prompt_id == 1
-
-
 def test_a_lease_given_back_goes_out_again_at_once_and_counts_no_failure() -> None:
     book = ledger(data_attempts=1, infra_attempts=1)
     record = lease(book)
@@ -119,71 +78,7 @@ def test_a_lease_given_back_goes_out_again_at_once_and_counts_no_failure() -> No
     assert lease(book).work.key.prompt_id == 1
 
 
-def test_the_leases_of_a_producer_are_known() -> None:
-    book = ledger(10)
-    mine = [lease(book, "mine") for _ in range(2)]
-    other = lease(book, "other")
-    assert book.leases.leases_of("mine") == mine
-    assert book.leases.leases_of("other") == [other]
-    hold(book, mine[0].lease_id)
-    assert book.leases.leases_of("mine") == mine[1:]
-
-
-def test_a_stale_group_sends_its_prompt_out_again_at_once() -> None:
-    book = ledger()
-    record = lease(book)
-    hold(book, record.lease_id)
-    book.requeue(record.work.key)
-    assert lease(book).work == Work((0, 0, 0), attempt=2)
-
-
-def test_a_stale_late_group_does_not_send_out_a_prompt_that_is_out_already() -> None:
-    book = ledger()
-    first = lease(book, deadline=1.0)
-    expire(book, 1.0)
-    second = lease(book, now=2.0)
-    hold(book, first.lease_id)
-    book.requeue(first.work.key)  # too old; `second` is still being generated, by a newer policy
-    assert lease(book, now=100.0).work.key.prompt_id == 1
-    assert answer(book, second.lease_id) == second.work
-
-
 # Failures and their budgets.
-
-
-def test_each_class_of_failure_has_its_own_budget() -> None:
-    book = ledger(2, data_attempts=2, infra_attempts=3)
-    reasons = ["expired", "reward_failed", "released", "generation_failed"]
-    answers = [
-        book.leases.fail(lease(book, now=100.0 * i).lease_id, reason, 100.0 * i) for i, reason in enumerate(reasons)
-    ]
-    assert answers == [True, True, True, False]
-    assert book.state()["unsettled"] == []
-    assert [lease(book).work.key for _ in range(2)] == [(0, 1, 0), (1, 0, 0)]
-
-
-def test_failures_are_counted_by_class() -> None:
-    book = ledger()
-    for i, reason in enumerate(["reward_failed", "expired", "reward_failed"]):
-        record = lease(book, now=10.0 * i)
-        assert record.work.key.prompt_id == 0
-        book.leases.fail(record.lease_id, reason, 10.0 * i)
-    assert lease(book, now=100.0).work == Work((0, 0, 0), attempt=4, data_failures=2, infra_failures=1)
-
-
-def test_a_failed_prompt_waits_for_its_backoff_while_others_go_out() -> None:
-    book = ledger(10, data_attempts=9)
-    book.leases.fail(lease(book).lease_id, "reward_failed", 5.0)
-    assert prompts_of(book, 2, now=5.99) == [1, 2]
-    record = lease(book, now=6.0)
-    assert record.work.key.prompt_id == 0
-    book.leases.fail(record.lease_id, "reward_failed", 7.0)  # the second time it waits 2 s
-    assert prompts_of(book, 1, now=8.99) == [3]
-    record = lease(book, now=9.0)
-    assert record.work.key.prompt_id == 0
-    book.leases.fail(record.lease_id, "generation_failed", 9.0)  # the first of the other class: 0.25 s
-    assert prompts_of(book, 1, now=9.24) == [4]
-    assert prompts_of(book, 1, now=9.25) == [0]
 
 
 def test_of_the_prompts_that_are_due_the_one_that_failed_first_goes_first() -> None:
@@ -281,25 +176,6 @@ def test_an_adopted_lease_can_be_answered_and_can_fail() -> None:
     assert book.leases.num_leases == 0
 
 
-def test_a_lease_is_not_adopted_when_its_prompt_is_out_or_answered() -> None:
-    book = ledger(4, session="t")
-    lease(book)
-    assert not adopt(book, "0-0-0-1-s", "p", deadline=FAR)
-    hold(book, "0-1-0-1-s")
-    assert not adopt(book, "0-1-0-1-s", "p", deadline=FAR)
-    book.settle((0, 1, 0))
-    assert not adopt(book, "0-1-0-1-s", "p", deadline=FAR)
-    assert book.leases.num_leases == 1
-
-
-def test_a_lease_whose_prompt_goes_out_again_is_adopted_and_goes_out_no_more() -> None:
-    book = ledger(4)
-    first = lease(book, deadline=1.0)
-    expire(book, 1.0)
-    assert adopt(book, first.lease_id, "p", deadline=FAR)
-    assert lease(book, now=100.0).work.key.prompt_id == 1
-
-
 def test_a_group_of_the_process_before_needs_no_adoption() -> None:
     book = ledger(4, session="t")
     assert answer(book, "0-2-0-5-s") == Work((0, 2, 0))
@@ -358,28 +234,6 @@ def test_recall_holds_what_the_journal_knows_and_leaves_alone_what_the_checkpoin
 
 
 # Checkpoints.
-
-
-def test_restore_brings_back_exactly_the_unsettled_ones() -> None:
-    book = ledger(5, seed=1, shuffle=True)
-    trained, out, ready, failed = (lease(book) for _ in range(4))
-    hold(book, trained.lease_id)
-    book.settle(trained.work.key)
-    hold(book, ready.lease_id)
-    book.leases.fail(failed.lease_id, "reward_failed", 0.0)
-
-    restored = ledger(5, seed=1, shuffle=True, session="t")
-    restored.restore(book.state())
-    assert restored.leases.num_leases == 0
-    again = [lease(restored) for _ in range(3)]
-    assert {record.work for record in again} == {
-        Work((0, out.work.key.prompt_id, 0), attempt=2),
-        Work((0, ready.work.key.prompt_id, 0), attempt=2),
-        Work((0, failed.work.key.prompt_id, 0), attempt=2, data_failures=1),
-    }
-    fresh = [lease(restored).work.key for _ in range(6)]
-    assert fresh == [lease(book).work.key for _ in range(6)]
-    assert find(restored, out.lease_id) == out.work.key, "its group is still welcome"
 
 
 def test_restore_refuses_a_dataset_of_another_size() -> None:
