@@ -220,7 +220,7 @@ class RolloutBuffer:
             found = recover(
                 self._journal, step, since_seq, cutter.budget, partial=cutter.partial, comparable=comparable
             )
-            self._prompts.apply(found.fates)
+            self._prompts.apply(found.prompts)
             self._cutter.restore(
                 found,
                 step,

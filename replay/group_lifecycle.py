@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from replay.batches.cutting import BatchCutter, CutBatch
-from replay.batches.delivery import Arrival, Decision, Delivery
+from replay.batches.delivery import Arrival, Delivery, GradedGroup
 from replay.batches.signal_watch import SignalWatch
 from replay.groups import RolloutGroup
 from replay.journal.database import JournalFullError
@@ -61,11 +61,11 @@ class GroupLifecycle:
         Raises:
             JournalFullError: the disk is full, and nothing was decided.
         """
-        answers, decisions = self._decide(deliveries)
-        if decisions:
-            self._journal.append([decision.entry() for decision in decisions])
-        for decision in decisions:
-            self._admit(decision)
+        answers, graded = self._grade(deliveries)
+        if graded:
+            self._journal.append([each.entry() for each in graded])
+        for each in graded:
+            self._admit(each)
         self._totals.update(answers)
         return answers
 
@@ -96,12 +96,12 @@ class GroupLifecycle:
         self._arrivals.clear()
         return batch
 
-    def _decide(self, deliveries: Sequence[Delivery]) -> tuple[list[Answer], list[Decision]]:
+    def _grade(self, deliveries: Sequence[Delivery]) -> tuple[list[Answer], list[GradedGroup]]:
         """The answers to all, and what is computed of those that go into the journal."""
         answered = self._journal.known(delivery.group.group_id for delivery in deliveries)
         taken: set[Key] = set()
         answers: list[Answer] = []
-        decisions: list[Decision] = []
+        graded: list[GradedGroup] = []
         for delivery in deliveries:
             group = delivery.group
             try:
@@ -120,11 +120,11 @@ class GroupLifecycle:
             else:
                 taken.add(key)
             answers.append(outcome)
-            decisions.append(Decision(delivery, outcome, signal, self._mean_reward(group), self._rules.grade(group)))
-        return answers, decisions
+            graded.append(GradedGroup(delivery, outcome, signal, self._mean_reward(group), self._rules.grade(group)))
+        return answers, graded
 
-    def _admit(self, decision: Decision) -> None:
-        group, outcome, grade = decision.delivery.group, decision.outcome, decision.grade
+    def _admit(self, graded: GradedGroup) -> None:
+        group, outcome, grade = graded.delivery.group, graded.outcome, graded.grade
         key = group.lease.key
         self._ledger.hold(group.lease, Held(grade.verdict, group.policy_version))
         self._arrivals.append(Arrival.of(group, outcome))
@@ -132,10 +132,10 @@ class GroupLifecycle:
             self._ledger.requeue(key)
             return
         self._prompts.answered()
-        self._signal_watch.note(group, decision.mean_reward, has_signal=outcome == "accepted")
+        self._signal_watch.note(group, graded.mean_reward, has_signal=outcome == "accepted")
         numbers = (1, grade.num_scored, grade.num_successes)
         self._totals.update(dict(zip(attempt_counts(key.reroll), numbers, strict=True)))
         if outcome == "no_signal":
             self._prompts.settle(key)
         else:
-            self._cutter.insert(group, decision.signal)
+            self._cutter.insert(group, graded.signal)

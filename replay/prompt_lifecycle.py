@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from replay.journal.database import JournalFullError
-from replay.journal.recovery import Fate
+from replay.journal.recovery import RecoveredPrompt
 from replay.journal.tables import DeadLetter
 from replay.journal.writer import Journal
 from replay.lease_ids import Key, LeaseId, UnknownLeaseError
@@ -111,13 +111,13 @@ class PromptLifecycle:
                 ended.append(record)
         return ended
 
-    def apply(self, fates: Sequence[Fate]) -> None:
+    def apply(self, recovered: Sequence[RecoveredPrompt]) -> None:
         """What the journal knows of prompts beyond the checkpoint."""
-        for key, fate, verdict, policy_version, is_new in fates:
+        for key, status, verdict, policy_version, is_new in recovered:
             # A reroll that went stale, and whose deferral is not known here, waits until that comes again.
-            if not self._ledger.recall(key, Held(verdict, policy_version), is_new=is_new and fate != "again"):
+            if not self._ledger.recall(key, Held(verdict, policy_version), is_new=is_new and status != "again"):
                 continue
-            if fate == "again":
+            if status == "again":
                 self._ledger.requeue(key)
-            elif fate == "settled":
+            elif status == "settled":
                 self.settle(key)

@@ -17,7 +17,7 @@ _STATE_FILE = "pipeline_state.json"
 
 
 class Checkpoint(NamedTuple):
-    """A checkpoint that counts: its folder and the pipeline state in it."""
+    """A committed checkpoint: its folder and the pipeline state in it."""
 
     folder: Path
     state: dict[str, Any]
@@ -33,7 +33,7 @@ class Checkpoint(NamedTuple):
 
 
 def staging(checkpoints_dir: Path) -> Path:
-    """Where checkpoints are written before they count."""
+    """Where checkpoints are written before they are committed."""
     return checkpoints_dir / ".partial"
 
 
@@ -46,8 +46,8 @@ def clear_leftovers(checkpoints_dir: Path) -> None:
 
 
 def commit(staged: Path, state: dict[str, Any]) -> None:
-    """Completes the checkpoint in `staging(...)/checkpoint-N` with the pipeline state, and makes it count. One that
-    counts already stays: it is of the same step, and from the same weights."""
+    """Completes the checkpoint in `staging(...)/checkpoint-N` with the pipeline state, and commits it. One that is committed
+    already stays: it is of the same step, and from the same weights."""
     (staged / _STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
     final = staged.parents[1] / staged.name
     if is_committed(final):
@@ -61,7 +61,7 @@ def is_committed(folder: Path) -> bool:
 
 
 def prune(checkpoints_dir: Path, keep: int) -> None:
-    """Deletes all but the newest `keep` checkpoints that count. Each stops counting, on the disk too, before its files go."""
+    """Deletes all but the newest `keep` committed checkpoints. None is committed any more, on the disk too, when its files go."""
     for folder in _folders(checkpoints_dir)[:-keep]:
         (folder / _STATE_FILE).unlink()
         sync(folder)
@@ -69,13 +69,13 @@ def prune(checkpoints_dir: Path, keep: int) -> None:
 
 
 def latest(checkpoints_dir: Path) -> Checkpoint | None:
-    """The newest checkpoint that counts; None if there is none."""
+    """The newest committed checkpoint; None if there is none."""
     folders = _folders(checkpoints_dir)
     return _load(folders[-1]) if folders else None
 
 
 def committed(checkpoints_dir: Path) -> list[Checkpoint]:
-    """The checkpoints that count, oldest first."""
+    """The committed checkpoints, oldest first."""
     return [_load(folder) for folder in _folders(checkpoints_dir)]
 
 
@@ -102,12 +102,12 @@ def _load(folder: Path) -> Checkpoint:
 
 
 def _folders(checkpoints_dir: Path) -> list[Path]:
-    """Of the checkpoints that count, oldest first."""
+    """Of the committed checkpoints, oldest first."""
     return [folder for _, folder in sorted(_numbered(checkpoints_dir).items()) if is_committed(folder)]
 
 
 def _numbered(checkpoints_dir: Path) -> dict[int, Path]:
-    """By step, also those that do not count."""
+    """By step, committed or not."""
     return {
         int(folder.name.removeprefix("checkpoint-")): folder
         for folder in checkpoints_dir.glob("checkpoint-*")

@@ -21,7 +21,7 @@ class Delivery(NamedTuple):
     of_this_run: bool = True  # False: the producer came from another run, so that only a lease of this process is meant
 
 
-class Decision(NamedTuple):
+class GradedGroup(NamedTuple):
     """A delivered group that goes into the journal, with everything that is computed of it, once."""
 
     delivery: Delivery

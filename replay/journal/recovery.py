@@ -22,11 +22,11 @@ _END_BEGUN = f"UPDATE groups SET last_step = :step WHERE {_AVAILABLE} AND step <
 """What was trained in part stays trained as far as that."""
 
 
-class Fate(NamedTuple):
+class RecoveredPrompt(NamedTuple):
     """What became of a prompt, by the newest group of one of its attempts."""
 
     key: Key
-    fate: Literal["held", "settled", "again"]
+    status: Literal["held", "settled", "again"]
     verdict: str
     policy_version: int
     is_new: bool  # the checkpoint may know nothing of it
@@ -38,7 +38,7 @@ class Recovery:
 
     batches: list[RecordedBatch] = field(default_factory=list)
     ready: list[str] = field(default_factory=list)  # group ids in order of arrival
-    fates: list[Fate] = field(default_factory=list)  # of every prompt that the checkpoint may not know of
+    prompts: list[RecoveredPrompt] = field(default_factory=list)  # of every prompt that the checkpoint may not know of
     counts: dict[str, int] = field(default_factory=dict)  # of what the checkpoint does not know of
     quarantined: int = 0
     not_replayable: set[str] = field(default_factory=set)  # group ids
@@ -66,7 +66,7 @@ def recover(
     return Recovery(
         batches=batches,
         ready=[group_id for (group_id,) in ready if group_id not in recorded],
-        fates=_fates(journal, step, since_seq),
+        prompts=_prompts(journal, step, since_seq),
         counts=_counts(journal, since_seq),
         quarantined=quarantined,
         not_replayable={group_id for (group_id,) in unfit},
@@ -139,7 +139,7 @@ def _release_the_rest(db: apsw.Connection, step: int, batches: list[RecordedBatc
     )
 
 
-def _fates(journal: Journal, step: int, since_seq: int) -> list[Fate]:
+def _prompts(journal: Journal, step: int, since_seq: int) -> list[RecoveredPrompt]:
     """In order of arrival, later ones override earlier ones."""
     rows = journal.query(
         "SELECT epoch, prompt_id, reroll, CASE"
@@ -149,12 +149,12 @@ def _fates(journal: Journal, step: int, since_seq: int) -> list[Fate]:
         f" WHERE seq > :seq OR dropped = 'quarantined' OR {_AVAILABLE} ORDER BY seq",
         {"step": step, "seq": since_seq},
     )
-    fates = [
-        Fate(Key(epoch, prompt_id, reroll), fate, verdict, version, bool(is_new))
-        for epoch, prompt_id, reroll, fate, verdict, version, is_new in rows
+    found = [
+        RecoveredPrompt(Key(epoch, prompt_id, reroll), status, verdict, version, bool(is_new))
+        for epoch, prompt_id, reroll, status, verdict, version, is_new in rows
     ]
     buried = journal.query("SELECT epoch, prompt_id, reroll FROM dead_letters ORDER BY id")
-    return fates + [Fate(Key(*numbers), "settled", "unscored", 0, True) for numbers in buried]
+    return found + [RecoveredPrompt(Key(*numbers), "settled", "unscored", 0, True) for numbers in buried]
 
 
 def _counts(journal: Journal, since_seq: int) -> dict[str, int]:

@@ -24,7 +24,7 @@ LONGEST_PATIENCE = 64  # windows
 
 
 @dataclass(frozen=True)
-class Decision:
+class StalenessChange:
     """A change of the staleness from `old` to `new` versions, with its reason in words for the log."""
 
     old: int
@@ -68,7 +68,7 @@ class StalenessController:
         """Versions that a group may be old when it is trained."""
         return self._staleness
 
-    def note(self, *, effective_share: float | None, wait_share: float) -> Decision | None:
+    def note(self, *, effective_share: float | None, wait_share: float) -> StalenessChange | None:
         """What one optimizer step showed. Returns the change it led to, if any.
 
         Args:
@@ -107,7 +107,7 @@ class StalenessController:
         self._steps.clear()
         self._cooling = max(WINDOW, self._staleness)
 
-    def _decide(self, share: float, wait: float) -> Decision | None:
+    def _decide(self, share: float, wait: float) -> StalenessChange | None:
         seen = f"the trainer waited {wait:.0%} of the time for rollouts, effective sample share {share:.2f}"
         if self._staleness > self._least:
             if share < self._min_share:
@@ -137,15 +137,15 @@ class StalenessController:
         expected = min(before, 1 / (self._staleness + 1))
         return 1 - before < (1 - LEAST_GAIN * expected) * (1 - wait)
 
-    def _narrow(self, reason: str) -> Decision:
+    def _narrow(self, reason: str) -> StalenessChange:
         if self._wait_before is not None:
             self._patience = min(2 * self._patience, LONGEST_PATIENCE)
         return self._change(self._staleness - 1, None, f"narrowed {self._staleness} -> {self._staleness - 1}: {reason}")
 
-    def _change(self, staleness: int, wait_before: float | None, reason: str) -> Decision:
-        decision = Decision(self._staleness, staleness, reason)
+    def _change(self, staleness: int, wait_before: float | None, reason: str) -> StalenessChange:
+        change = StalenessChange(self._staleness, staleness, reason)
         self._cooling = max(WINDOW, self._staleness, staleness)  # groups of the old budget live no longer, in steps
         self._staleness = staleness
         self._windows = 0
         self._wait_before = wait_before
-        return decision
+        return change

@@ -191,6 +191,13 @@ def test_a_restored_table_goes_on_as_the_one_it_came_from(sampler: Sampler, remo
         assert restored.state() == original.state()
 
 
+def test_a_restore_skips_what_is_missing_and_what_the_limits_do_not_allow() -> None:
+    groups = {name: group(name) for name in "acde"}
+    replay = table(max_times_sampled=2, max_size=2)
+    replay.restore([["a", 1, 1.0], ["b", 1, 1.0], ["c", 2, 1.0], ["d", 1, 1.0], ["e", 1, 1.0]], groups)
+    assert replay.state() == [["d", 1, 1.0], ["e", 1, 1.0]]
+
+
 # The mistake of a heap of (score, group): once it holds the best scores there are, nothing gets in.
 
 

@@ -17,26 +17,15 @@ from replay.journal.recovery import recover
 from replay.journal.rows import STATES, GroupFilter, GroupRow
 from replay.journal.tables import DeadLetter, Entry, RecordedBatch
 from replay.journal.writer import Journal
-from replay.lease_ids import Key, LeaseId
-from replay.prompts.rerolls import Grade
 from replay.prompts.staleness import StalenessBudget
+from tests.unit.replay.builders import entry as an_entry
 from tests.unit.replay.builders import group_message
 
 
 def entry(number: int, version: int = 0, reroll: int = 0, **changes: Any) -> Entry:
     """Group `0-NUMBER-REROLL-1-s` of two completions: [3, 4, 5] and [6], rewards 0 and 1."""
-    group_id = f"0-{number}-{reroll}-1-s"
-    values = {
-        "lease": LeaseId(Key(0, number, reroll), 1, "s"),
-        "producer": "p",
-        "policy_version": version,
-        "outcome": "accepted",
-        "reward": 0.5,
-        "grade": Grade("mixed", 2, 1),
-        "num_tokens": 4,
-        "frame": encode(group_message(group_id, version)),
-    }
-    return Entry(**(values | changes))
+    frame = encode(group_message(f"0-{number}-{reroll}-1-s", version))
+    return an_entry(number, **({"reroll": reroll, "policy_version": version, "frame": frame} | changes))
 
 
 def ids(numbers: Iterable[int]) -> list[str]:

@@ -51,8 +51,8 @@ def claims(journal: Journal) -> dict[int, tuple]:
     }
 
 
-def fates(found: Recovery) -> list[tuple[int, str]]:
-    return [(prompt_id, fate) for (_, prompt_id, _), fate, *_ in found.fates]
+def statuses(found: Recovery) -> list[tuple[int, str]]:
+    return [(prompt_id, status) for (_, prompt_id, _), status, *_ in found.prompts]
 
 
 def test_an_empty_journal_says_nothing(journal: Journal) -> None:
@@ -71,7 +71,7 @@ def test_groups_consumed_before_the_checkpoint_are_gone_and_those_after_it_are_c
     found = recovered(journal, 1, since_seq=5)
     assert found.batches == [batch(2, 3, 2), batch(3, 4, 6), batch(4, 5, 8)]
     assert found.ready == group_ids(7)
-    assert fates(found) == [(prompt_id, "held") for prompt_id in range(2, 9)]
+    assert statuses(found) == [(prompt_id, "held") for prompt_id in range(2, 9)]
     assert found.quarantined == 0
 
 
@@ -114,7 +114,7 @@ def test_groups_that_arrived_before_a_later_checkpoint_and_were_not_claimed_are_
     train(journal, 1, 2, 1)
     found = recovered(journal, 1, since_seq=4)
     assert (found.batches, found.ready) == ([], group_ids(0, 3))
-    assert fates(found) == [(0, "held"), (3, "held")]
+    assert statuses(found) == [(0, "held"), (3, "held")]
 
 
 # Several iterations over a batch.
@@ -141,7 +141,7 @@ def test_a_begun_batch_that_cannot_go_on_stays_trained_as_far_as_it_was(journal:
     found = recovered(journal, 1, num_iterations=1)
     assert (found.batches, found.ready) == ([], group_ids(2, 3, 4))
     assert claims(journal) == {0: [1, 1, None], 1: [1, 1, None]} | {i: [None, None, None] for i in (2, 3, 4)}
-    assert dict(fates(found)) == {0: "settled", 1: "settled", 2: "held", 3: "held", 4: "held"}
+    assert dict(statuses(found)) == {0: "settled", 1: "settled", 2: "held", 3: "held", 4: "held"}
 
 
 # Another configuration.
@@ -173,7 +173,7 @@ def test_groups_that_cannot_be_used_any_more_are_dropped_and_their_prompts_go_ou
     assert {prompt_id: row[-1] for prompt_id, row in claims(journal).items()} == {
         0: None, 1: None, 2: "configuration", 3: "configuration", 4: "configuration", 5: None,
     }  # fmt: skip
-    assert fates(found) == [
+    assert statuses(found) == [
         (0, "settled"), (1, "settled"), (2, "again"), (3, "again"), (4, "again"), (5, "settled"),
     ]  # fmt: skip
 
@@ -207,7 +207,7 @@ def test_a_batch_that_killed_the_trainer_twice_is_quarantined_and_later_ones_are
     assert found.quarantined == 2
     assert (found.batches, found.ready) == ([], group_ids(5, 4))
     assert claims(journal)[2] == claims(journal)[3] == [2, 2, "quarantined"]
-    assert dict(fates(found)) == {0: "settled", 1: "settled", 2: "settled", 3: "settled", 4: "held", 5: "held"}
+    assert dict(statuses(found)) == {0: "settled", 1: "settled", 2: "settled", 3: "settled", 4: "held", 5: "held"}
 
 
 def test_batches_before_a_quarantined_one_are_cut_as_they_were(journal: Journal) -> None:
@@ -273,19 +273,19 @@ def test_quarantined_prompts_stay_settled_however_old_their_rows_are(journal: Jo
     claim(journal, 1, 1, 0, 1)
     claim(journal, 1, 1, 0, 1)
     for _ in range(2):
-        assert fates(recovered(journal, 0, since_seq=2)) == [(0, "settled"), (1, "settled")]
+        assert statuses(recovered(journal, 0, since_seq=2)) == [(0, "settled"), (1, "settled")]
 
 
-# Fates.
+# Prompts.
 
 
-def test_what_the_checkpoint_knows_has_no_fate(journal: Journal) -> None:
+def test_what_the_checkpoint_knows_is_not_recovered(journal: Journal) -> None:
     accept(journal, 0, 1)
     accept(journal, 2, outcome="no_signal")
     accept(journal, 3, outcome="stale")
     train(journal, 1, 0, 1)
-    assert recovered(journal, 1, since_seq=4).fates == []
-    assert fates(recovered(journal, 1, since_seq=2)) == [(2, "settled"), (3, "again")]
+    assert recovered(journal, 1, since_seq=4).prompts == []
+    assert statuses(recovered(journal, 1, since_seq=2)) == [(2, "settled"), (3, "again")]
 
 
 def test_the_last_row_of_a_prompt_decides(journal: Journal) -> None:
@@ -297,7 +297,7 @@ def test_the_last_row_of_a_prompt_decides(journal: Journal) -> None:
     accept(journal, 2)
     journal.drop(group_ids(2), "stale")
     found = recovered(journal, 0)
-    assert fates(found) == [(0, "again"), (0, "held"), (1, "again"), (1, "settled"), (2, "again")]
+    assert statuses(found) == [(0, "again"), (0, "held"), (1, "again"), (1, "settled"), (2, "again")]
     assert found.ready == ["0-0-0-2-s"]
 
 
@@ -305,7 +305,7 @@ def test_dead_letters_are_settled_whatever_their_groups_were(journal: Journal) -
     accept(journal, 3, outcome="stale")
     journal.bury(DeadLetter(0, 3, 0, 2, "data", "reward_failed", ""))
     journal.bury(DeadLetter(1, 4, 1, 2, "infra", "expired", ""))
-    assert recovered(journal, 0).fates == [
+    assert recovered(journal, 0).prompts == [
         ((0, 3, 0), "again", "mixed", 0, True),
         ((0, 3, 0), "settled", "unscored", 0, True),
         ((1, 4, 1), "settled", "unscored", 0, True),
@@ -315,13 +315,13 @@ def test_dead_letters_are_settled_whatever_their_groups_were(journal: Journal) -
 # Returns and replays.
 
 
-def test_fates_carry_what_brings_a_prompt_back(journal: Journal) -> None:
+def test_recovered_prompts_carry_what_brings_a_prompt_back(journal: Journal) -> None:
     failed = Grade("failed", 2, 0)
     accept(journal, 0, outcome="no_signal", grade=failed, policy_version=3)
     accept(journal, 0, reroll=1, outcome="no_signal", grade=Grade("solved", 2, 2), policy_version=7)
     accept(journal, 1, grade=failed)
     found = recovered(journal, 0, since_seq=1)
-    assert found.fates == [
+    assert found.prompts == [
         ((0, 0, 1), "settled", "solved", 7, True),
         ((0, 1, 0), "held", "failed", 0, True),
     ]

@@ -10,7 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replay.prompts.adaptive_staleness import LONGEST_PATIENCE, WAIT_TO_WIDEN, WINDOW, Decision, StalenessController
+from replay.prompts.adaptive_staleness import (
+    LONGEST_PATIENCE,
+    WAIT_TO_WIDEN,
+    WINDOW,
+    StalenessChange,
+    StalenessController,
+)
 
 
 def controller(least: int = 1, greatest: int = 4, min_effective_share: float = 0.5) -> StalenessController:
@@ -19,11 +25,11 @@ def controller(least: int = 1, greatest: int = 4, min_effective_share: float = 0
 
 def steps(
     control: StalenessController, count: int, *, share: float | None = 0.9, wait: float = 0.0
-) -> list[Decision | None]:
+) -> list[StalenessChange | None]:
     return [control.note(effective_share=share, wait_share=wait) for _ in range(count)]
 
 
-def decision(control: StalenessController, *, share: float = 0.9, wait: float = 0.0) -> Decision | None:
+def decision(control: StalenessController, *, share: float = 0.9, wait: float = 0.0) -> StalenessChange | None:
     """After a cool-down and a window of equal steps; none before the last of them."""
     *before, last = steps(control, 2 * WINDOW, share=share, wait=wait)
     assert before == [None] * (2 * WINDOW - 1)
@@ -45,7 +51,7 @@ def windows_until_a_change(control: StalenessController, *, share: float = 0.9, 
 def test_it_begins_at_the_least_and_widens_when_the_trainer_waits() -> None:
     control = controller()
     assert control.staleness == 1
-    assert decision(control, share=0.91, wait=0.34) == Decision(
+    assert decision(control, share=0.91, wait=0.34) == StalenessChange(
         1, 2, "widened 1 -> 2: the trainer waited 34% of the time for rollouts, effective sample share 0.91"
     )
     assert control.staleness == 2
@@ -54,7 +60,7 @@ def test_it_begins_at_the_least_and_widens_when_the_trainer_waits() -> None:
 def test_it_narrows_when_too_little_of_a_batch_counts() -> None:
     control = controller()
     decision(control, wait=0.5)
-    assert decision(control, share=0.42, wait=0.1) == Decision(
+    assert decision(control, share=0.42, wait=0.1) == StalenessChange(
         2, 1, "narrowed 2 -> 1: effective sample share 0.42, below 0.5"
     )
     assert decision(control, share=0.1) is None, "never below the least"
@@ -63,7 +69,7 @@ def test_it_narrows_when_too_little_of_a_batch_counts() -> None:
 def test_a_widening_that_saves_no_time_is_taken_back() -> None:
     control = controller()
     decision(control, wait=0.5)
-    assert decision(control, wait=0.48) == Decision(
+    assert decision(control, wait=0.48) == StalenessChange(
         2, 1, "narrowed 2 -> 1: widening saved no time: the trainer waited 50% before, 48% since"
     )
 
