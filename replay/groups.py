@@ -96,26 +96,29 @@ class RolloutGroup:
         """Tokens that the policy sampled for each completion (n,)."""
         if self.sampled is None and self.episodes is None:
             return self.completion_lengths
-        result = np.zeros(self.num_completions, np.int32)
-        np.add.at(result, np.repeat(self.completion_of, self.completion_lengths), self.is_sampled)
-        return result
+        owners = np.repeat(self.completion_of, self.completion_lengths)
+        return self._per_completion(np.add, owners, self.is_sampled, np.int32)
 
     @property
     def longest_lengths(self) -> NDArray[np.int32]:
         """Tokens of the longest record of each completion (n,)."""
         if self.episodes is None:
             return self.completion_lengths
-        result = np.zeros(self.num_completions, np.int32)
-        np.maximum.at(result, self.completion_of, self.completion_lengths)
-        return result
+        return self._per_completion(np.maximum, self.completion_of, self.completion_lengths, np.int32)
 
     @property
     def was_truncated(self) -> NDArray[np.bool_]:
         """Of each completion (n,)."""
         if self.episodes is None:
             return self.truncated
-        result = np.zeros(self.num_completions, np.bool_)
-        np.logical_or.at(result, self.completion_of, self.truncated)
+        return self._per_completion(np.logical_or, self.completion_of, self.truncated, np.bool_)
+
+    def _per_completion(
+        self, combine: np.ufunc, owners: NDArray[Any], values: NDArray[Any], dtype: Any
+    ) -> NDArray[Any]:
+        """The values of each completion, combined; `owners` says whose each value is."""
+        result = np.zeros(self.num_completions, dtype)
+        combine.at(result, owners, values)
         return result
 
     def tokens_by_version(self, tokens: slice) -> dict[int, int]:
