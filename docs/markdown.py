@@ -19,8 +19,11 @@ def grouped(header: tuple[str, ...], keys: Mapping[str, str | tuple[str, ...]]) 
 
 
 def reserved(keys: dict[str, str | None]) -> Iterator[str]:
-    owners = {
-        key: " and ".join(f"`{part}`" for part in owner.split(" and ")) if owner else "fixed"
-        for key, owner in keys.items()
-    }
-    yield from grouped(("keys", "decided by"), owners)
+    yield from grouped(("keys", "decided by"), {key: _owner(key, owner) for key, owner in keys.items()})
+
+
+def _owner(key: str, owner: str | None) -> str:
+    if owner is None:
+        return "fixed"
+    section, _, name = owner.rpartition(".")
+    return f"the same key of `{section}`" if name == key and section else f"`{owner}`".replace(" and ", "` and `")

@@ -23,13 +23,14 @@ from consumer.training.trainer import SlipstreamTrainer
 from examples.arithmetic.build_model import EOS, PAD, VOCAB, make_tokenizer, save
 from producer.engine.engine import VllmEngine
 from producer.groups import Episode, group_message
-from producer.interfaces import Counters, DownloadedPolicy
+from producer.interfaces import DownloadedPolicy
 from producer.metrics import ProducerMetrics
 from producer.policies.registry import AdapterRegistry
 from producer.policies.verification import SwapProof, probe_of
 from producer.rewards.pool import RewardPool
 from producer.rollouts.in_flight import InFlight
 from producer.rollouts.prompts import PromptFormat, load_tokenizer
+from producer.state import Counters
 from producer.timeline import Timeline
 from protocol.config.run import RunConfig
 from protocol.config.swap import TOLERANCES
