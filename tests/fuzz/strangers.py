@@ -103,7 +103,9 @@ class RawStrangers(threading.Thread):
         while not self._over.is_set():
             self._number += 1
             script = self._scripts.script(self._number)
-            at_once = (play(script, self._addresses[script.lane], self._over) for _ in range(script.num_connections))
+            at_once = (
+                play(script, self._addresses[script.endpoint_index], self._over) for _ in range(script.num_connections)
+            )
             for outcome in await asyncio.gather(*at_once, return_exceptions=True):
                 if isinstance(outcome, BaseException) and not isinstance(outcome, OSError):  # which is that it hung up
                     raise outcome

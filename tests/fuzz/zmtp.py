@@ -44,7 +44,7 @@ class Script:
     `num_connections` at once do it."""
 
     name: str
-    lane: int  # 0: control, 1: blobs
+    endpoint_index: int  # 0: control, 1: blobs
     pieces: tuple[bytes, ...]
     pause_s: float = 0.0
     end: End = "close"
