@@ -146,7 +146,8 @@ def test_only_text_lists_and_finite_numbers_come_out() -> None:
         ({"factory": "tests.unit.producer.toys:Silent"}, "has no get_reward; remove the weight"),
     ],
 )
-def test_what_does_not_fit_is_said_at_the_start(
+@asynchronous
+async def test_what_does_not_fit_is_said_at_the_start(
     changes: dict[str, object], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In this process, without the seconds that transformers takes to describe tools."""
@@ -164,11 +165,8 @@ def test_what_does_not_fit_is_said_at_the_start(
         async def ask(self, call: Call, _kind: type[Answer]) -> Answer:
             return Answer(problem=self._problem) if self._problem else self._environment.answer(call)
 
-    async def body() -> None:
-        environments = EnvironmentPool(section(**changes))
-        monkeypatch.setattr(environments, "_start", lambda: Local(environments._factory))
-        with pytest.raises(ConfigError) as caught:
-            await environments.start()
-        assert said in str(caught.value)
-
-    asyncio.run(body())
+    environments = EnvironmentPool(section(**changes))
+    monkeypatch.setattr(environments, "_start", lambda: Local(environments._factory))
+    with pytest.raises(ConfigError) as caught:
+        await environments.start()
+    assert said in str(caught.value)

@@ -1,13 +1,12 @@
 """The headers of a reward service, whose values are secrets that somebody wrote with an editor."""
 
-import asyncio
-
 import pytest
 
 from producer.rewards.service import HttpReward
 from producer.rewards.worker import Job
 from protocol.config.rewards import RewardService
 from protocol.errors import ConfigError
+from tests.unit.producer.loop import asynchronous
 
 NOWHERE = "http://127.0.0.1:9/judge"
 
@@ -17,17 +16,15 @@ def judge(header: str = "Authorization") -> HttpReward:
 
 
 @pytest.mark.parametrize("end", ["", "\n", "\r\n"])
-def test_a_newline_at_the_end_of_a_secret_is_none_of_it(monkeypatch: pytest.MonkeyPatch, end: str) -> None:
+@asynchronous
+async def test_a_newline_at_the_end_of_a_secret_is_none_of_it(monkeypatch: pytest.MonkeyPatch, end: str) -> None:
     monkeypatch.setenv("JUDGE_TOKEN", f"Bearer secret{end}")
 
-    async def asked() -> None:
-        service = judge()
-        assert service._headers["Authorization"] == "Bearer secret"
-        scores = await service.ask(Job("p", ["a"], [[1]], {}), 5.0)  # aiohttp raises a ValueError for a line break
-        await service.close()
-        assert (scores.rewards, scores.reason) == (None, "unavailable")
-
-    asyncio.run(asked())
+    service = judge()
+    assert service._headers["Authorization"] == "Bearer secret"
+    scores = await service.ask(Job("p", ["a"], [[1]], {}), 5.0)  # aiohttp raises a ValueError for a line break
+    await service.close()
+    assert (scores.rewards, scores.reason) == (None, "unavailable")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Reward workers, environments and agent programs, cancelled wherever they wait: no slot, place or process is lost."""
 
-import asyncio
 import sys
 from typing import Any
 
@@ -16,7 +15,7 @@ from protocol.config.environment import EnvironmentSection
 from protocol.errors import ConfigError
 from tests.unit.producer.cancellation import cancel_at_each_wait
 from tests.unit.producer.fake_children import FakeChildren, Temper
-from tests.unit.producer.loop import until
+from tests.unit.producer.loop import asynchronous, until
 
 NUM_WORKERS = 2
 
@@ -26,63 +25,62 @@ def scored(message: Any) -> Any:
 
 
 @pytest.mark.parametrize("temper", ["answers", "hangs", "ends"])
-def test_the_slot_of_a_call_goes_back_wherever_it_is_cancelled(monkeypatch: pytest.MonkeyPatch, temper: Temper) -> None:
+@asynchronous
+async def test_the_slot_of_a_call_goes_back_wherever_it_is_cancelled(
+    monkeypatch: pytest.MonkeyPatch, temper: Temper
+) -> None:
     monkeypatch.setattr("producer.rewards.processes._LOOK_EVERY_S", 0.001)
     children = FakeChildren(monkeypatch, scored)
     limit_s = 0.004 if temper == "hangs" else 60.0
 
-    async def body() -> None:
-        workers = WorkerPool({"length": Source("x.py:length")}, NUM_WORKERS, None, 10.0)
-        await workers.start()
+    workers = WorkerPool({"length": Source("x.py:length")}, NUM_WORKERS, None, 10.0)
+    await workers.start()
 
-        async def call() -> None:
-            children.temper = temper
-            try:
-                await workers.call([0], [Job("p", ["c"], [[1]], {})], [limit_s])
-            except WorkerLostError:
-                assert temper != "answers"
-            children.temper = "answers"
-            assert (await workers.call([0], [Job("p", ["c"], [[1]], {})], [30.0]))[0].rewards == [1.0]
+    async def call() -> None:
+        children.temper = temper
+        try:
+            await workers.call([0], [Job("p", ["c"], [[1]], {})], [limit_s])
+        except WorkerLostError:
+            assert temper != "answers"
+        children.temper = "answers"
+        assert (await workers.call([0], [Job("p", ["c"], [[1]], {})], [30.0]))[0].rewards == [1.0]
 
-        def nothing_is_lost() -> None:
-            assert workers.num_idle == NUM_WORKERS
-            assert children.num_running <= NUM_WORKERS
+    def nothing_is_lost() -> None:
+        assert workers.num_idle == NUM_WORKERS
+        assert children.num_running <= NUM_WORKERS
 
-        assert await cancel_at_each_wait(call, nothing_is_lost) > 2
-        await workers.close()
-        assert children.num_running == 0
-
-    asyncio.run(body())
+    assert await cancel_at_each_wait(call, nothing_is_lost) > 2
+    await workers.close()
+    assert children.num_running == 0
 
 
 @pytest.mark.parametrize("temper", ["answers", "hangs", "ends"])
-def test_workers_that_start_are_ended_where_their_start_is_cancelled(
+@asynchronous
+async def test_workers_that_start_are_ended_where_their_start_is_cancelled(
     monkeypatch: pytest.MonkeyPatch, temper: Temper
 ) -> None:
     children = FakeChildren(monkeypatch, scored)
     children.when_starting = temper
 
-    async def body() -> None:
-        async def life() -> None:
-            limit_s = 60.0 if temper == "answers" else 0.01
-            workers = WorkerPool({"length": Source("x.py:length")}, NUM_WORKERS, None, limit_s)
-            try:
-                await workers.start()
-            except ConfigError:
-                assert temper != "answers"
-            finally:
-                await workers.close()
+    async def life() -> None:
+        limit_s = 60.0 if temper == "answers" else 0.01
+        workers = WorkerPool({"length": Source("x.py:length")}, NUM_WORKERS, None, limit_s)
+        try:
+            await workers.start()
+        except ConfigError:
+            assert temper != "answers"
+        finally:
+            await workers.close()
 
-        def nothing_runs() -> None:
-            assert children.num_running == 0
+    def nothing_runs() -> None:
+        assert children.num_running == 0
 
-        assert await cancel_at_each_wait(life, nothing_runs) > 1
-
-    asyncio.run(body())
+    assert await cancel_at_each_wait(life, nothing_runs) > 1
 
 
 @pytest.mark.parametrize("temper", ["answers", "hangs", "ends"])
-def test_the_place_of_an_episode_goes_back_wherever_it_is_cancelled(
+@asynchronous
+async def test_the_place_of_an_episode_goes_back_wherever_it_is_cancelled(
     monkeypatch: pytest.MonkeyPatch, temper: Temper
 ) -> None:
     children = FakeChildren(monkeypatch, lambda _: Played("seen"))
@@ -94,36 +92,36 @@ def test_the_place_of_an_episode_goes_back_wherever_it_is_cancelled(
     def let_new_ones_take(seconds: float) -> None:
         monkeypatch.setattr("producer.environments.pool._START_TIMEOUT_S", seconds)
 
-    async def body() -> None:
-        pool = EnvironmentPool(section)
+    pool = EnvironmentPool(section)
 
-        async def episode() -> None:
-            children.temper = temper
-            let_new_ones_take(0.0)
-            async with pool.session() as environment:
-                try:
-                    await environment.reset({})
-                except EnvironmentFailedError:
-                    assert temper != "answers"
-            children.temper = "answers"
-            let_new_ones_take(60.0)  # where the one before did not answer, this is a new one
-            async with pool.session() as environment:
-                assert await environment.reset({}) == "seen"
+    async def episode() -> None:
+        children.temper = temper
+        let_new_ones_take(0.0)
+        async with pool.session() as environment:
+            try:
+                await environment.reset({})
+            except EnvironmentFailedError:
+                assert temper != "answers"
+        children.temper = "answers"
+        let_new_ones_take(60.0)  # where the one before did not answer, this is a new one
+        async with pool.session() as environment:
+            assert await environment.reset({}) == "seen"
 
-        def nothing_is_lost() -> None:
-            assert not pool._slots.locked()
-            assert children.num_running <= 1
+    def nothing_is_lost() -> None:
+        assert not pool._slots.locked()
+        assert children.num_running <= 1
 
-        assert await cancel_at_each_wait(episode, nothing_is_lost) > 2
-        await pool.close()
-        assert children.num_running == 0
-
-    asyncio.run(body())
+    assert await cancel_at_each_wait(episode, nothing_is_lost) > 2
+    await pool.close()
+    assert children.num_running == 0
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("word", ['{"ready": true}', '{"problem": "no"}', ""])
-def test_an_agent_program_ends_wherever_its_start_is_cancelled(monkeypatch: pytest.MonkeyPatch, word: str) -> None:
+@asynchronous
+async def test_an_agent_program_ends_wherever_its_start_is_cancelled(
+    monkeypatch: pytest.MonkeyPatch, word: str
+) -> None:
     """Real processes, which take their time to die."""
     monkeypatch.setattr("producer.environments.agent_program._EXIT_GRACE_S", 0.05)
     says = f"print({word!r}, flush=True)\ntime.sleep(600)" if word else ""
@@ -133,16 +131,13 @@ def test_an_agent_program_ends_wherever_its_start_is_cancelled(monkeypatch: pyte
 
     others = set(psutil.Process().children())
 
-    async def body() -> None:
-        async def life() -> None:
-            try:
-                started = await agent_program._Program.start(section, {})
-            except ConfigError:
-                assert word != '{"ready": true}'
-            else:
-                await started.terminate()
+    async def life() -> None:
+        try:
+            started = await agent_program._Program.start(section, {})
+        except ConfigError:
+            assert word != '{"ready": true}'
+        else:
+            await started.terminate()
 
-        assert await cancel_at_each_wait(life, lambda: None) > 2
-        await until(lambda: not set(psutil.Process().children()) - others)
-
-    asyncio.run(body())
+    assert await cancel_at_each_wait(life, lambda: None) > 2
+    await until(lambda: not set(psutil.Process().children()) - others)

@@ -86,7 +86,8 @@ async def test_whatever_bytes_come_are_refused_and_counted(tmp_path):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_may_leave_after_any_byte_that_it_sends_or_gets(tmp_path, stream):
+@asynchronous
+async def test_a_client_may_leave_after_any_byte_that_it_sends_or_gets(tmp_path, stream):
     request = posted(json.dumps(CHAT | {"stream": stream}).encode())
 
     async def leave(it: Endpoint, sent: int, received: int, *, resets: bool) -> None:
@@ -98,16 +99,13 @@ def test_a_client_may_leave_after_any_byte_that_it_sends_or_gets(tmp_path, strea
             await reader.readexactly(received)
         writer.transport.abort()
 
-    async def body():
-        async with endpoint(tmp_path) as it:
-            before = await num_tasks(it)
-            it.vllm.delay_s = 0.001
-            for resets in (False, True):
-                await asyncio.gather(*(leave(it, sent, 0, resets=resets) for sent in range(0, len(request), 7)))
-                await asyncio.gather(*(leave(it, len(request), read, resets=resets) for read in range(0, 150, 7)))
-            await check_untouched(it, before)
-
-    asyncio.run(body())
+    async with endpoint(tmp_path) as it:
+        before = await num_tasks(it)
+        it.vllm.delay_s = 0.001
+        for resets in (False, True):
+            await asyncio.gather(*(leave(it, sent, 0, resets=resets) for sent in range(0, len(request), 7)))
+            await asyncio.gather(*(leave(it, len(request), read, resets=resets) for read in range(0, 150, 7)))
+        await check_untouched(it, before)
 
 
 @pytest.mark.long
