@@ -196,11 +196,11 @@ def test_misbehaviour_costs_nothing_but_its_reward(
         pool = RewardPool(section(*functions, num_workers=2, timeout_s=60.0, max_memory_bytes=400 * 2**20))
         try:
             await pool.start()
+            assert marked(folder)
             for _ in range(ROUNDS):
                 rewards, _ = await pool.score("p", ["a", "b"], [[1], [2]], {})
                 found = dict(zip(good + bad, rewards[0].tolist(), strict=True))
                 assert {name for name, reward in found.items() if np.isnan(reward)} == set(bad), found
-                assert marked(folder)
             assert pool.num_idle == pool.num_workers
         finally:
             await pool.close()
