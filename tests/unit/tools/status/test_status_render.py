@@ -9,6 +9,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from tests.unit.tools.status.builders import PRODUCER, answer, producer, seen
+from tools.status.daemons import NO_STATUS
 from tools.status.reading import read
 from tools.status.render import render
 from tools.status.text import duration, percent, rate, shortened, sparkline
@@ -70,6 +71,12 @@ def test_the_view_says_what_the_numbers_are() -> None:
 
 def test_a_view_of_nothing_says_what_to_do() -> None:
     assert "no daemon of this run answers: start rl-trainer" in " ".join(lines(seen(rewards={1: 0.5}), 80))
+
+
+def test_a_daemon_that_does_not_answer_is_gone_or_of_an_older_release() -> None:
+    shown = "\n".join(lines(seen({}, producer(error="x", name="p1"), producer(error=NO_STATUS, name="p2")), 80))
+    assert re.search(r"p1 +gone .*\n.*p2 +older ", shown)
+    assert f"producer p2: {NO_STATUS}: use the rl-status of its release" in " ".join(shown.replace("\n", " ").split())
 
 
 def test_a_quiet_view_has_nothing_to_complain_about() -> None:
