@@ -94,7 +94,7 @@ class RunReader:
 
 def _all_lines(path: Path) -> list[Line]:
     with opened(path) as files:
-        return _parsed(line for file in files for line in file if line.endswith(b"\n"))
+        return _parsed(line for file in files for line in file)
 
 
 def _parsed(lines: Iterable[bytes]) -> list[Line]:

@@ -18,6 +18,8 @@ from protocol.errors import ExitCode
 from protocol.service import exposition
 from protocol.service.health import Health
 from protocol.service.systemd import Notifier
+from tests.unit.tools.status.builders import answer
+from tools.status import cli
 from tools.status.cli import main
 from tools.status.view import ProducerView, TrainerView
 from tools.status.warnings import RULES
@@ -144,3 +146,11 @@ def test_it_starts_without_the_heavy_libraries() -> None:
     code = f"import sys, tools.status.cli; print([name for name in {heavy} if name in sys.modules])"
     checked = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
     assert checked.stdout == "[]\n"
+
+
+def test_without_the_file_the_line_of_rewards_is_what_was_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of a trainer that went on from an earlier checkpoint."""
+    answers = iter([[answer(step=step, reward=reward)] for step, reward in ((4, 0.25), (5, 0.5), (4, 0.75))])
+    monkeypatch.setattr(cli, "ask", lambda _: next(answers))
+    watch = cli._Watch(None, [])
+    assert [watch.look().rewards for _ in range(3)] == [{4: 0.25}, {4: 0.25, 5: 0.5}, {4: 0.75}]

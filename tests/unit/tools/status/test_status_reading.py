@@ -70,8 +70,12 @@ def test_rates_are_over_the_looks_once_these_span_long_enough() -> None:
 def test_the_last_swap_is_that_of_the_newest_interval_that_had_one() -> None:
     swaps = [(1000.0, 30, 6.0), (1002.0, 31, 6.5), (1004.0, 31, 6.5)]
     looks = [[answer(PRODUCER, at=at, swap_seconds_count=count, swap_seconds_sum=total)] for at, count, total in swaps]
-    (producer,) = read(looks).producers
+    looks += [
+        [answer(PRODUCER, at=1006.0, started=1005.0, swap_seconds_count=40, swap_seconds_sum=9.0)]
+    ]  # another process
+    (producer,) = read(looks[:-1]).producers
     assert producer.swap_last_s == pytest.approx(0.5)
+    assert read(looks).producers[0].swap_last_s == pytest.approx(0.5)
     assert producer.swap_mean_s == pytest.approx(6.5 / 31)
 
 
@@ -128,6 +132,10 @@ def test_a_daemon_that_does_not_answer_keeps_its_name_and_its_reason() -> None:
 def test_a_trainer_that_answers_counts_before_one_that_was_killed() -> None:
     killed = Answer(DaemonAddress("h:1", "rl-trainer", "old", True), 1000.0, error="gone")
     assert trainer_of([killed, answer()]).step == 30
+
+
+def test_a_producer_without_a_version_is_not_behind() -> None:
+    assert read([[answer(), answer(PRODUCER, policy_version=-1)]]).producers[1].lag is None
 
 
 def test_producers_alone_are_shown_too() -> None:
