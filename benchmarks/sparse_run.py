@@ -189,7 +189,7 @@ def _train(plan: Plan, case: Case, run_dir: Path) -> dict[str, Any]:
         every = plan.budget_tokens // plan.evaluations
         policies = MeasuredPolicies(buffer, journal, held_out=held_out, every_tokens=every)
         feed = policies.feed = LeasingFeed(setup, sampler, buffer, policies, plan.budget_tokens)
-        report = setup.report(buffer.counts, 0, CollectorRegistry())
+        report = setup.report(buffer.totals, 0, CollectorRegistry())
         patience = Patience(check=lambda: None, say=report.say, stall_timeout_s=600.0)
         loop = training_loop(setup, Connections(feed, policies, report, patience), RunStart(case.name))
         loop.control.publish(0)
@@ -206,7 +206,7 @@ def _train(plan: Plan, case: Case, run_dir: Path) -> dict[str, Any]:
         "tokens": feed.tokens,
         "steps": len(steps),
         "curve": policies.curve,
-        "counts": dict(buffer.counts),
+        "counts": dict(buffer.totals),
         "attempts": {number: asdict(attempt) for number, attempt in attempts.items()},
         "effective_sample_share": statistics.fmean(step[_EFFECTIVE_SHARE] for step in steps) if steps else None,
         "wall_s": time.monotonic() - started,

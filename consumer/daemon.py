@@ -91,7 +91,7 @@ def _train_live(components: RunComponents, watch: Watch, *, resume: bool) -> Non
             intake.stop("finished" if finished else "stopping")
             health.end("intake")
             report.close()
-        counts = dict(run.storage.buffer.counts)
+        counts = dict(run.storage.buffer.totals)
         loop.write_results(finished, {"tokens_generated": intake.tokens_generated, "counts": counts})
 
 

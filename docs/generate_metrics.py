@@ -61,7 +61,7 @@ def trainer_registry() -> CollectorRegistry:
     add_health_metrics(registry, "rl_trainer", _healthy())
     add_connection_metrics(registry, "rl_trainer", Counter())
     LearningMetrics(registry, ["FUNCTION"], max_steps=0, max_staleness=0)
-    buffer: Any = SimpleNamespace(counts=Counter(), depth=lambda: defaultdict(int))
+    buffer: Any = SimpleNamespace(totals=Counter(), depth=lambda: defaultdict(int))
     fleet = [FleetMember("PRODUCER", "RELEASE", -1, 0, 0.0, 0.0, -1)]
     intake: Any = SimpleNamespace(tokens_generated=0, version=0, num_producers=0, num_unwritten=0, fleet=lambda: fleet)
     watch_evaluation(registry, None)

@@ -1,7 +1,7 @@
 """The rollout buffer: ledger, batch cutter and journal behind one lock, shared by the two threads of the trainer.
 
 Guarantee: the I/O thread leases and offers, the main thread cuts batches and publishes. Every offered group gets one answer,
-every prompt is settled once, and the numbers of `counts` add up. What a method decides is in the journal before anybody sees
+every prompt is settled once, and the numbers of `totals` add up. What a method decides is in the journal before anybody sees
 it: a group before its producer is answered, the batch of a step before the step begins. On a full disk nothing is decided and
 nothing is lost; the same call succeeds later. Methods wait for the disk alone, except `next_batch`, which has a timeout.
 """
@@ -54,11 +54,11 @@ class RolloutBuffer:
         self._ledger = ledger
         self._cutter = cutter
         self._journal = journal
-        self.counts: Counter[str] = Counter()
+        self.totals: Counter[str] = Counter()
         self._signal_watch = SignalWatch(max_groups_without_signal)
-        self._prompts = PromptLifecycle(ledger, journal, rules, FailureWatch(max_failed_share), self.counts)
+        self._prompts = PromptLifecycle(ledger, journal, rules, FailureWatch(max_failed_share), self.totals)
         self._groups = GroupLifecycle(
-            ledger, cutter, journal, self._prompts, self._signal_watch, rules, mean_reward, self.counts
+            ledger, cutter, journal, self._prompts, self._signal_watch, rules, mean_reward, self.totals
         )
         self._lease_budget = cutter.budget
         self._changed = threading.Condition()
@@ -76,8 +76,8 @@ class RolloutBuffer:
             record = self._ledger.lease(
                 producer, version=self._version, policy_floor=floor, now=now, deadline=now + timeout_s
             )
-            self.counts["leased"] += 1
-            self.counts["rerolls_leased"] += record.work.key.reroll > 0
+            self.totals["leased"] += 1
+            self.totals["rerolls_leased"] += record.work.key.reroll > 0
             return record
 
     def hand_over(self, lease_id: str, producer: str, *, deadline: float) -> bool:
@@ -119,7 +119,7 @@ class RolloutBuffer:
     def give_back(self, lease_id: str) -> None:
         with self._changed:
             self._ledger.leases.give_back(lease_id)
-            self.counts["returned"] += 1
+            self.totals["returned"] += 1
 
     def expire(self, now: float) -> list[LeaseRecord[Key]]:
         """Takes back every lease whose deadline has passed. What could not end on a full disk ends now if it can."""
@@ -177,7 +177,7 @@ class RolloutBuffer:
             NoSignalError: groups came, and none of this run ever had signal.
         """
         with self._changed:
-            self._signal_watch.check_stalled(ever_had_signal=self.counts["accepted"] > 0)
+            self._signal_watch.check_stalled(ever_had_signal=self.totals["accepted"] > 0)
 
     def lease_within(self, max_staleness: int) -> None:
         """From now on prompts are leased so that their groups come to be at most so many versions old. What is out
@@ -196,7 +196,7 @@ class RolloutBuffer:
             return {
                 "ledger": self._ledger.state(),
                 "replay": self._cutter.state(),
-                "counts": dict(self.counts),
+                "counts": dict(self.totals),
                 "journal_seq": self._journal.last_seq,
             }
 
@@ -214,8 +214,8 @@ class RolloutBuffer:
         with self._changed:
             if state is not None:
                 self._ledger.restore(state["ledger"])
-                self.counts.clear()
-                self.counts.update(state["counts"])
+                self.totals.clear()
+                self.totals.update(state["counts"])
             since_seq, cutter = state["journal_seq"] if state else 0, self._cutter
             found = recover(
                 self._journal, step, since_seq, cutter.budget, partial=cutter.partial, comparable=comparable
@@ -228,8 +228,8 @@ class RolloutBuffer:
                 state["replay"] if state and comparable else [],
             )
             self._newest_version = self._journal.newest_version
-            self.counts["quarantined"] += found.quarantined
-            self.counts.update(found.counts)
+            self.totals["quarantined"] += found.quarantined
+            self.totals.update(found.counts)
             if found.batches or found.ready or found.quarantined:
                 numbers = (len(found.ready), len(found.batches), found.quarantined)
                 text = "journal: %d groups ready, %d steps to train again as they were cut, %d groups quarantined"

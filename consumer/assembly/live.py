@@ -79,7 +79,7 @@ def live_run(components: RunComponents, watch: Watch, opened: ExitStack, *, resu
     storage = RolloutStorage(buffer, journal, DiskGuard(Path(config.run_dir), config.replay.max_disk_used))
     channel = _channel(config)
     store = PolicyStore(config.max_loras, opened.enter_context(shared_memory()))
-    report = components.report(buffer.counts, start.step, watch.registry)
+    report = components.report(buffer.totals, start.step, watch.registry)
 
     def read(prompts: PromptDataset | Placeholders) -> PromptSource:
         return opened.enter_context(read_aside(prompts, channel.wake))

@@ -105,7 +105,7 @@ class Arrivals:
 
     def refuse(self, count: str, warning: str, reason: str, frame: bytes) -> None:
         """Counts a frame that cannot be used, and keeps it for inspection (`rl-journal quarantine`)."""
-        self._buffer.counts[count] += 1
+        self._buffer.totals[count] += 1
         self._warn(count, warning)
         if len(self._bad_frames) < _MAX_BAD_FRAMES:
             self._bad_frames.append((reason, frame))

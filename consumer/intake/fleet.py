@@ -161,7 +161,7 @@ class Fleet:
     def _note_refusal(self, name: str, message: Heartbeat) -> None:
         """A version is counted once for each producer that refuses it."""
         if message.refused_version not in (-1, self._refused.get(name)):
-            self._buffer.counts["swaps_refused"] += 1
+            self._buffer.totals["swaps_refused"] += 1
             logger.error("%s refuses policy v%d: %s", name, message.refused_version, message.refusal)
         self._refused[name] = message.refused_version
 

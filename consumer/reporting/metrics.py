@@ -1,6 +1,6 @@
 """The trainer's view of the pipeline as Prometheus metrics: leases, groups, queues, journal, disk, producers.
 
-Guarantee: the numbers are those of `RolloutBuffer.counts`, `RolloutBuffer.depth` and `Intake.fleet` at the moment of the
+Guarantee: the numbers are those of `RolloutBuffer.totals`, `RolloutBuffer.depth` and `Intake.fleet` at the moment of the
 scrape; the totals go on where a resumed run's left off.
 """
 
@@ -108,7 +108,7 @@ def watch_trainer(
 
 def _watch_buffer(readings: Readings, buffer: RolloutBuffer) -> None:
     for key, (name, text) in _TOTALS.items():
-        readings.counter(name, text, lambda key=key: buffer.counts[key])  # type: ignore[misc]
+        readings.counter(name, text, lambda key=key: buffer.totals[key])  # type: ignore[misc]
     for key, (name, text) in _DEPTHS.items():
         readings.gauge(name, text, lambda key=key: buffer.depth()[key])  # type: ignore[misc]
     readings.counters(
@@ -116,25 +116,25 @@ def _watch_buffer(readings: Readings, buffer: RolloutBuffer) -> None:
         "Groups that producers delivered: accepted, no_signal (degenerate: all rewards equal), stale, duplicate, of an "
         "unknown lease, or invalid.",
         "outcome",
-        lambda: {outcome: buffer.counts[outcome] for outcome in _OUTCOMES},
+        lambda: {outcome: buffer.totals[outcome] for outcome in _OUTCOMES},
     )
     readings.counters(
         "rl_trainer_leases_failed_total",
         "Leases that ended without a group.",
         "reason",
-        lambda: {reason: buffer.counts[f"failed_{reason}"] for reason in _FAILURES},
+        lambda: {reason: buffer.totals[f"failed_{reason}"] for reason in _FAILURES},
     )
     readings.counters(
         "rl_trainer_completions_scored_total",
         "Completions that the judging reward scored, by the attempt at their prompt: 1 is the first attempt.",
         "attempt",
-        lambda: by_attempt(buffer.counts, "scored"),
+        lambda: by_attempt(buffer.totals, "scored"),
     )
     readings.counters(
         "rl_trainer_completions_solved_total",
         "Those of them that it judged a success.",
         "attempt",
-        lambda: by_attempt(buffer.counts, "successes"),
+        lambda: by_attempt(buffer.totals, "successes"),
     )
 
 

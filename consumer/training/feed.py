@@ -58,4 +58,4 @@ class BatchFeed:
         return self._buffer.next_batch(_POLL_S, partial=self.waiting_s() >= self._partial_after_s)
 
     def _describe(self) -> str:
-        return f"{self._intake.describe()}; so far {dict(self._buffer.counts)}"
+        return f"{self._intake.describe()}; so far {dict(self._buffer.totals)}"

@@ -24,7 +24,7 @@ def main(folder: str, control: str, blob: str, max_message_bytes: str, keys: str
             if line == "stop authenticator\n":
                 server._authenticator.stop()
             threads = sorted(thread.name for thread in threading.enumerate())
-            seen = {"refusals": server.refusals.counts, "counts": acceptor.buffer.counts, "threads": threads}
+            seen = {"refusals": server.refusals.counts, "counts": acceptor.buffer.totals, "threads": threads}
             print(json.dumps(seen), flush=True)
 
 

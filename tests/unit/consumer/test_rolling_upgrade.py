@@ -194,16 +194,16 @@ def test_the_trainer_is_upgraded_under_a_producer_of_this_release(site: Site) ->
         new = site.worker()
         until(lambda: len(old.all("group")) >= 2, old.step)
     trainer = site.trainer()
-    until(lambda: trainer.replay.counts["accepted"] == 4 and trainer.intake.fleet()[0].idle_s)
+    until(lambda: trainer.replay.totals["accepted"] == 4 and trainer.intake.fleet()[0].idle_s)
     [member] = trainer.intake.fleet()
     assert (member.release, member.idle_s) == (__version__, 7.5)
     assert (new.channel.schema_version, new.outcome) == (2, [])
-    assert trainer.replay.counts["bad_frames"] == 0
+    assert trainer.replay.totals["bad_frames"] == 0
 
 
 def test_the_trainer_is_downgraded_under_a_producer_of_this_release(site: Site) -> None:
     trainer, new = site.trainer(), site.worker()
-    until(lambda: trainer.replay.counts["accepted"] == 4)
+    until(lambda: trainer.replay.totals["accepted"] == 4)
     assert new.channel.schema_version == 2
     trainer.intake.stop("stopping")
     old = site.old_trainer()
@@ -214,7 +214,7 @@ def test_the_trainer_is_downgraded_under_a_producer_of_this_release(site: Site) 
 def test_a_trainer_killed_and_downgraded_within_one_connection(site: Site) -> None:
     """The producer does not notice the exchange; the old trainer refuses all that it goes on sending."""
     trainer, new = site.trainer(), site.worker()
-    until(lambda: trainer.replay.counts["accepted"] == 4)
+    until(lambda: trainer.replay.totals["accepted"] == 4)
     trainer.intake._fleet.sessions.clear()  # so that nobody is told goodbye
     trainer.intake.stop("stopping")
     old = site.old_trainer()
@@ -228,7 +228,7 @@ def test_the_trainer_is_upgraded_under_a_producer_of_the_release_before(site: Si
         old = site.old_producer()
         until(lambda: first.all("group"), first.step, old.step)
     trainer = site.trainer()
-    until(lambda: trainer.replay.counts["accepted"] == 4, old.beat, old.step)
+    until(lambda: trainer.replay.totals["accepted"] == 4, old.beat, old.step)
     assert old.all("bye")[0]["reason"] == "unknown_session"
 
 
@@ -240,7 +240,7 @@ def test_producers_are_upgraded_one_by_one(site: Site) -> None:
     new = site.worker()
     until(lambda: trainer.intake.num_producers == 2)
     old.say(type="bye", reason="stopping")
-    until(lambda: trainer.replay.counts["accepted"] == 4)
+    until(lambda: trainer.replay.totals["accepted"] == 4)
     assert [member.release for member in trainer.intake.fleet()] == [__version__]
     assert {schema_of(frame) for frame in site.frames()} == {1}
     assert all(SHAPE.load(frame) for frame in site.frames())

@@ -42,7 +42,7 @@ def site(short_dir: Path, journal: FillableJournal, disk: DiskGuard) -> Iterator
 def test_a_trainer_adopts_the_leases_of_its_own_run_alone(site: Site, tmp_path: Path, goes_on: bool) -> None:
     first = site.trainer(live_buffer(site.journal, groups_per_step=64))
     worker = site.stack.enter_context(closing(SlowWorker(site.endpoints)))
-    until(lambda: first.replay.counts["accepted"] == 40 and len(worker.leases) == 48)
+    until(lambda: first.replay.totals["accepted"] == 40 and len(worker.leases) == 48)
     held = {lease.lease_id for lease in worker.leases[40:]}
     first.intake.stop("stopping")
 
@@ -52,7 +52,7 @@ def test_a_trainer_adopts_the_leases_of_its_own_run_alone(site: Site, tmp_path: 
     second = site.trainer(replay, run_id="run" if goes_on else "another run", resumed=goes_on)
     until(lambda: replay.depth()["leased"] == 8)
     assert replay.leased_to("new") == (held if goes_on else {f"0-{number}-0-1-t" for number in range(8)})
-    assert replay.counts["adopted"] == (8 if goes_on else 0)
+    assert replay.totals["adopted"] == (8 if goes_on else 0)
     assert replay.state()["ledger"]["position"] == (48 if goes_on else 8), "the cursor is where this run left it"
     second.errors.check()
     assert worker.outcome == []

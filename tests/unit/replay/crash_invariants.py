@@ -24,7 +24,7 @@ class Invariants(Model):
     offset: int
 
     def not_accounted_for(self) -> int:
-        counts = self.replay.counts
+        counts = self.replay.totals
         return counts["accepted"] - counts["trained"] - counts["went_stale"] - self.replay.depth()["ready"]
 
     @invariant()
@@ -146,6 +146,6 @@ class Invariants(Model):
         if not hasattr(self, "replay"):
             return
         for name in (*OUTCOMES, "leased", "dead_letters"):
-            assert self.replay.counts[name] - self.counted[name] == self.tally[name]
-        assert self.replay.counts["trained"] + self.replay.counts["replayed"] == self.num_trained
+            assert self.replay.totals[name] - self.counted[name] == self.tally[name]
+        assert self.replay.totals["trained"] + self.replay.totals["replayed"] == self.num_trained
         assert self.not_accounted_for() == self.offset

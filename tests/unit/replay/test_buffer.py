@@ -71,7 +71,7 @@ def test_a_lease_ends_by_time_or_with_its_producer_unless_it_is_kept(journal: Jo
     assert [record.lease_id for record in replay.release("a", 2.0, frozenset([kept, "of-another-run"]))] == [lost]
     assert replay.leased_to("a") == {kept}
     assert replay.leased_to("b") == {other}
-    assert replay.counts == Counter({"leased": 4, "failed_expired": 1, "failed_released": 1})
+    assert replay.totals == Counter({"leased": 4, "failed_expired": 1, "failed_released": 1})
     assert replay.depth() == {"ready": 0, "leased": 2, "replayable": 0, "deferred": 0, "epoch": 0}
 
 
@@ -79,7 +79,7 @@ def test_a_lease_given_back_is_counted_and_goes_out_at_once(journal: Journal) ->
     replay = buffer(journal)
     replay.give_back(lease(replay))
     assert lease(replay) == "0-0-0-2-s"
-    assert replay.counts == Counter({"leased": 2, "returned": 1})
+    assert replay.totals == Counter({"leased": 2, "returned": 1})
 
 
 def test_a_failed_prompt_waits_while_the_others_go_on(journal: Journal) -> None:
@@ -165,7 +165,7 @@ def test_groups_that_arrive_together_are_judged_together_and_in_order(journal: J
     assert replay.offer(arriving) == ["accepted", "duplicate", "duplicate", "unknown_lease", "no_signal"]
     assert rows(journal, "group_id, outcome") == [(again, "accepted"), (dull, "no_signal")]
     assert replay.offer([]) == []
-    assert {n: replay.counts[n] for n in ("accepted", "no_signal", "duplicate", "unknown_lease", "stale")} == {
+    assert {n: replay.totals[n] for n in ("accepted", "no_signal", "duplicate", "unknown_lease", "stale")} == {
         "accepted": 1, "no_signal": 1, "duplicate": 2, "unknown_lease": 1, "stale": 0,
     }  # fmt: skip
 
@@ -192,7 +192,7 @@ def test_a_group_that_is_too_old_on_arrival_sends_its_prompt_out_again(journal: 
     assert offer(replay, slow, 0) == "duplicate"
     record = replay.lease("p", now=0.0, timeout_s=1.0)
     assert (record.work.key.prompt_id, record.work.attempt, record.policy_floor) == (0, 2, 1)
-    assert replay.counts["stale"] == 1
+    assert replay.totals["stale"] == 1
     assert rows(journal)[-1] == (slow, "stale", None, None, None)
 
 
@@ -217,7 +217,7 @@ def test_a_group_that_grows_too_old_in_the_table_is_dropped_and_its_prompt_goes_
     assert names(cut(replay).groups) == [prompt_1]
     replay.published(1)
     assert replay.next_batch(0.0) is None
-    assert replay.counts["went_stale"] == 1
+    assert replay.totals["went_stale"] == 1
     assert replay.depth()["ready"] == 0
     assert rows(journal) == [(prompt_1, "accepted", None, 1, 1), (late, "accepted", "stale", None, None)]
     record = replay.lease("p", now=0.0, timeout_s=1.0)
@@ -231,7 +231,7 @@ def test_an_unknown_lease_is_told_apart_and_leaves_no_trace(journal: Journal) ->
     assert offer(replay, "0-4-0-1-s") == "unknown_lease"
     assert replay.fail("other-1", "reward_failed", "", 0.0) is None
     assert replay.adopt("p", ["other-1"], deadline=1.0) == {"other-1": False}
-    assert replay.counts == Counter({"unknown_lease": 2, "failed_reward_failed": 0, "adopted": 0})
+    assert replay.totals == Counter({"unknown_lease": 2, "failed_reward_failed": 0, "adopted": 0})
     assert rows(journal) == []
 
 
@@ -244,7 +244,7 @@ def test_failures_are_counted_by_reason_and_prompts_given_up_become_dead_letters
     assert replay.fail(lease(replay, now=5.0), "reward_failed", "bang", 5.0) is False
     assert replay.fail(lease(replay), "prompt_too_long", "900 tokens", 5.0) is False
     assert replay.fail("0-1-0-1-s", "prompt_too_long", "again", 5.0) is None
-    assert replay.counts == Counter(
+    assert replay.totals == Counter(
         {
             "leased": 3,
             "failed_reward_failed": 2,
@@ -297,8 +297,8 @@ def test_returned_and_late_leases_and_failures_within_the_budget_do_not_stop_the
         replay.fail(retried, "reward_failed", "too late to matter", 10.0 * i)
         offer(replay, lease(replay, now=10.0 * i + 5), signal=False)
     assert replay.next_batch(0.0) is None
-    assert replay.counts["failed_reward_failed"] == 100
-    assert replay.counts["dead_letters"] == 0
+    assert replay.totals["failed_reward_failed"] == 100
+    assert replay.totals["dead_letters"] == 0
 
 
 def test_a_failure_wakes_a_trainer_that_waits(journal: Journal) -> None:
@@ -384,7 +384,7 @@ def check_two_threads(journal: Journal) -> None:
     thread.join()
     assert errors == []
     assert len(trained) == 900 == len(set(trained)), "a group was trained twice"
-    counts, depth, unsettled = replay.counts, replay.depth(), replay.state()["ledger"]["unsettled"]
+    counts, depth, unsettled = replay.totals, replay.depth(), replay.state()["ledger"]["unsettled"]
     assert counts["trained"] == 900
     assert counts["accepted"] == 900 + depth["ready"] + counts["went_stale"]
     epoch, position = replay.state()["ledger"]["epoch"], replay.state()["ledger"]["position"]

@@ -25,12 +25,12 @@ def test_on_a_full_disk_no_group_is_decided_and_the_same_offer_succeeds_later(jo
     replay = buffer(journal)
     first, second = lease(replay), lease(replay)
     arriving = [delivery(first), delivery(second, signal=False)]
-    before = replay.state(), dict(replay.counts), replay.depth()
+    before = replay.state(), dict(replay.totals), replay.depth()
     with full_disk(journal):
         for _ in range(2):
             with pytest.raises(JournalFullError, match=r"the disk of .* is full"):
                 replay.offer(arriving)
-        assert (replay.state(), dict(replay.counts), replay.depth()) == before
+        assert (replay.state(), dict(replay.totals), replay.depth()) == before
     assert replay.offer(arriving) == ["accepted", "no_signal"]
 
 
@@ -42,9 +42,9 @@ def test_on_a_full_disk_a_prompt_is_not_given_up_but_other_failures_are_taken(jo
             replay.fail(hopeless, "bad_prompt", "x" * 4000, 0.0)
         assert replay.fail(retried, "reward_failed", "boom", 0.0) is True
         assert replay.depth()["leased"] == 1
-        assert replay.counts["dead_letters"] == 0
+        assert replay.totals["dead_letters"] == 0
     assert replay.fail(hopeless, "bad_prompt", "x" * 4000, 0.0) is False
-    assert replay.counts["dead_letters"] == 1
+    assert replay.totals["dead_letters"] == 1
 
 
 def test_on_a_full_disk_no_batch_is_cut(journal: FillableJournal) -> None:
@@ -66,9 +66,9 @@ def test_on_a_full_disk_nothing_is_dropped(journal: FillableJournal) -> None:
     cut(replay)
     with full_disk(journal):
         assert replay.next_batch(0.0) is None
-        assert (replay.depth()["ready"], replay.counts["went_stale"]) == (1, 0)
+        assert (replay.depth()["ready"], replay.totals["went_stale"]) == (1, 0)
     assert replay.next_batch(0.0) is None
-    assert (replay.depth()["ready"], replay.counts["went_stale"]) == (0, 1)
+    assert (replay.depth()["ready"], replay.totals["went_stale"]) == (0, 1)
 
 
 def test_on_a_full_disk_an_overdue_lease_that_would_be_given_up_stays(journal: FillableJournal) -> None:
@@ -83,7 +83,7 @@ def test_on_a_full_disk_an_overdue_lease_that_would_be_given_up_stays(journal: F
         assert replay.release("p", 1001.0) == []
         assert replay.leased_to("p") == {last}
     assert [record.lease_id for record in replay.expire(1002.0)] == [last]
-    assert replay.counts["dead_letters"] == 1
+    assert replay.totals["dead_letters"] == 1
 
 
 # The next trainer process.
@@ -110,9 +110,9 @@ def test_the_next_process_trains_what_was_not_trained_and_loses_nothing(journal:
     assert offer(restored, out) == "accepted"
     batch = cut(restored)
     assert (batch.step, names(batch.groups)) == (1, [ids[2], out])
-    assert restored.counts["trained"] == 4
-    assert restored.counts["leased"] == 4 + 1
-    assert restored.counts["adopted"] == 1
+    assert restored.totals["trained"] == 4
+    assert restored.totals["leased"] == 4 + 1
+    assert restored.totals["adopted"] == 1
 
 
 def test_batches_after_the_checkpoint_are_cut_again_as_they_were(journal: Journal) -> None:
@@ -133,7 +133,7 @@ def test_batches_after_the_checkpoint_are_cut_again_as_they_were(journal: Journa
     assert [batch.step for batch in again] == [1, 2]
     assert restored.next_batch(0.0) is None
     assert restored.depth()["ready"] == 1
-    assert restored.counts["trained"] == 6
+    assert restored.totals["trained"] == 6
 
 
 def test_a_checkpoint_between_two_iterations_trains_the_second_one_only(journal: Journal) -> None:
@@ -181,6 +181,6 @@ def test_a_process_that_died_twice_over_a_batch_goes_on_without_it(journal: Jour
             fill(replay, 0)
         cut(replay)
     restored = resumed(journal, state, 0, session="u", version=0)
-    assert restored.counts["quarantined"] == 2
+    assert restored.totals["quarantined"] == 2
     assert restored.depth()["ready"] == 0
     assert lease(restored) == "0-2-0-1-u", "their prompts do not go out again"

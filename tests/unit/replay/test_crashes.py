@@ -116,7 +116,7 @@ class RunMachine(Invariants, RuleBasedStateMachine):
         self.publish()
         self.step_ended()
         self.tally: Counter[str] = Counter()
-        self.counted = Counter(self.replay.counts)
+        self.counted = Counter(self.replay.totals)
         self.offset = self.not_accounted_for()
 
     def publish(self) -> None:

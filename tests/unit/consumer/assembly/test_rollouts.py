@@ -51,15 +51,15 @@ def test_a_constant_format_reward_does_not_hide_a_failure_and_the_prompt_returns
     assert answer(buffer, ALL)[0] == "0-2-0", "one version is too early"
     buffer.published(2)
     assert answer(buffer, SOME, version=2) == ("0-0-1", "accepted")
-    assert [buffer.counts[name] for name in ("deferred", "rerolls_leased")] == [1, 1]
-    assert [buffer.counts[f"attempt_1_{name}"] for name in ("groups", "scored", "successes")] == [3, 12, 8]
-    assert [buffer.counts[f"attempt_2_{name}"] for name in ("groups", "scored", "successes")] == [1, 4, 2]
+    assert [buffer.totals[name] for name in ("deferred", "rerolls_leased")] == [1, 1]
+    assert [buffer.totals[f"attempt_1_{name}"] for name in ("groups", "scored", "successes")] == [3, 12, 8]
+    assert [buffer.totals[f"attempt_2_{name}"] for name in ("groups", "scored", "successes")] == [1, 4, 2]
 
 
 def test_without_a_name_the_first_function_judges(tmp_path: Path, journal: FillableJournal) -> None:
     buffer = buffer_of(tmp_path, journal, reroll={"delay_versions": 1, "max_share": 0.5})
     answer(buffer, NOBODY)
-    assert buffer.counts["deferred"] == 0, "all of them have the format"
+    assert buffer.totals["deferred"] == 0, "all of them have the format"
 
 
 def test_a_solved_prompt_rests(tmp_path: Path, journal: FillableJournal) -> None:

@@ -129,7 +129,7 @@ def test_nothing_is_leased_without_room_on_the_disk(counter: Counter, disk: Disk
     usage.free = 10
     disk.look()
     assert counter.give() == ([], [])
-    assert counter.replay.counts["leased"] == 0
+    assert counter.replay.totals["leased"] == 0
     usage.free = 500
     disk.look()
     counter.give()
@@ -141,7 +141,7 @@ def test_a_prompt_that_cannot_be_sent_fails_alone(counter: Counter, journal: Fil
     counter.prompts.bad = {0, 2}
     assert counter.give() == (["row 0 has no usable prompt", "row 2 has no usable prompt"], [])
     assert counter.channel.prompts_of(b"p") == [1, 3, 4]
-    assert counter.replay.counts["failed_bad_prompt"] == counter.replay.counts["dead_letters"] == 2
+    assert counter.replay.totals["failed_bad_prompt"] == counter.replay.totals["dead_letters"] == 2
     assert journal.query("SELECT prompt_id, failure, reason, detail FROM dead_letters") == [
         (0, "data", "bad_prompt", "row 0 has no usable prompt"),
         (2, "data", "bad_prompt", "row 2 has no usable prompt"),
@@ -167,7 +167,7 @@ def test_a_bad_prompt_that_the_full_disk_cannot_bury_is_tried_again(counter: Cou
     journal.full = False
     assert counter.give() == (["row 0 has no usable prompt"], [])
     assert counter.channel.prompts_of(b"p") == [1]
-    assert counter.replay.counts["dead_letters"] == 1
+    assert counter.replay.totals["dead_letters"] == 1
 
 
 def test_a_producer_that_cannot_be_reached_is_named_once_and_the_others_get_theirs(counter: Counter) -> None:
@@ -195,7 +195,7 @@ def test_the_lease_of_a_prompt_that_comes_back_wants_a_newer_policy(journal: Fil
 
 def test_without_producers_nothing_is_leased(counter: Counter) -> None:
     assert counter.give() == ([], [])
-    assert counter.replay.counts["leased"] == 0
+    assert counter.replay.totals["leased"] == 0
 
 
 # Prompts that take time to read.

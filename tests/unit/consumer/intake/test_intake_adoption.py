@@ -22,7 +22,7 @@ def test_leases_of_an_older_process_are_adopted_and_their_groups_accepted(
     leases = before.leases
     trainer = next_process(start, journal)
     producer = trainer.producer(capacity=3, held=[lease.lease_id for lease in leases[:2]])
-    assert trainer.replay.counts["adopted"] == 2
+    assert trainer.replay.totals["adopted"] == 2
     assert producer.all(Nack) == producer.all(Ack) == []
     assert [lease.lease_id for lease in producer.leases] == ["0-2-0-1-t"], "adopted leases take room"
     assert trainer.replay.leased_to("p") == {"0-0-0-1-s", "0-1-0-1-s", "0-2-0-1-t"}
@@ -40,10 +40,10 @@ def test_an_adopted_lease_has_the_whole_time_of_a_new_one(start: Start, journal:
     for _ in range(11):
         trainer.now += 5.0
         producer.beat(capacity=0, held=[lease.lease_id])
-    assert trainer.replay.counts["failed_expired"] == 0
+    assert trainer.replay.totals["failed_expired"] == 0
     trainer.now += 5.0
     producer.beat(capacity=0, held=[lease.lease_id])
-    assert trainer.replay.counts["failed_expired"] == 1
+    assert trainer.replay.totals["failed_expired"] == 1
 
 
 def test_leases_that_the_older_process_answered_are_acknowledged_as_duplicates(
@@ -58,7 +58,7 @@ def test_leases_that_the_older_process_answered_are_acknowledged_as_duplicates(
     assert producer.all(Nack) == []
     assert isinstance(producer.inbox[0], Welcome), "before anything else"
     assert trainer.replay.leased_to("p") == {open_lease.lease_id}
-    assert trainer.replay.counts["adopted"] == 1
+    assert trainer.replay.totals["adopted"] == 1
 
 
 def test_leases_that_nobody_wants_any_more_are_refused(start: Start, journal: FillableJournal) -> None:
@@ -71,7 +71,7 @@ def test_leases_that_nobody_wants_any_more_are_refused(start: Start, journal: Fi
     producer = trainer.producer(capacity=0, held=[lease.lease_id, *foreign])
     words = "its prompt is not wanted any more"
     assert producer.all(Nack) == [Nack(name, "unknown_lease", words) for name in (lease.lease_id, *foreign)]
-    assert trainer.replay.counts["adopted"] == 0
+    assert trainer.replay.totals["adopted"] == 0
     assert trainer.replay.leased_to("p") == set()
     assert only(other.say(answer(other.leases[0])), Ack).outcome == "accepted"
 
@@ -112,7 +112,7 @@ def test_only_this_run_s_leases_are_adopted(
     trainer = start(groups_per_step=4, resumed=resumed)
     fresh = trainer.replay.state()["ledger"]
     producer = trainer.producer(capacity=0, held=OTHER_RUN_S, run_id=run_id)
-    assert trainer.replay.counts["adopted"] == adopted
+    assert trainer.replay.totals["adopted"] == adopted
     assert (trainer.replay.state()["ledger"] == fresh) is (adopted == 0), "else the cursor stands in the next epoch"
     assert [nack.lease_id for nack in producer.all(Nack)] == ([] if adopted else OTHER_RUN_S)
 

@@ -69,4 +69,4 @@ def test_a_lease_that_cannot_end_on_a_full_disk_ends_when_there_is_room(start: S
     ]
     trainer.now += 60.0
     trainer.tick()
-    assert trainer.replay.counts["dead_letters"] == 1
+    assert trainer.replay.totals["dead_letters"] == 1

@@ -93,7 +93,7 @@ def test_on_a_full_disk_groups_wait_unacknowledged_and_are_tried_again_every_tic
         (group.lease_id, "accepted") for group in groups
     ]
     assert journal.commits == [3]
-    assert trainer.replay.counts["duplicate"] == 0
+    assert trainer.replay.totals["duplicate"] == 0
     assert (trainer.replay.depth()["ready"], trainer.replay.depth()["leased"]) == (3, 0)
 
 
@@ -127,7 +127,7 @@ def test_no_more_than_1024_groups_wait_in_memory(start: Start, journal: Fillable
     trainer.tick()
     assert len(producer.all(Ack)) == sum(journal.commits) == 1024
     producer.say(*groups[1024:])  # its producer still has them
-    assert len(producer.all(Ack)) == trainer.replay.counts["accepted"] == 1030
+    assert len(producer.all(Ack)) == trainer.replay.totals["accepted"] == 1030
 
 
 def test_groups_that_wait_for_the_disk_are_not_lost_with_their_producer(
@@ -146,7 +146,7 @@ def test_groups_that_wait_for_the_disk_are_not_lost_with_their_producer(
         producer.beat(capacity=0, held=[])
     journal.full = False
     trainer.tick()
-    counts = trainer.replay.counts
+    counts = trainer.replay.totals
     assert (counts["accepted"], counts["failed_released"], counts["leased"]) == (1, 1, 2)
     assert open_lease.lease_id not in trainer.replay.leased_to("p")
     assert "knows nothing of" not in caplog.text
@@ -156,8 +156,8 @@ def test_a_group_that_comes_with_a_goodbye_is_no_lost_lease(start: Start, caplog
     trainer = start()
     producer = trainer.producer(capacity=2)
     producer.say(answer(producer.leases[0]), Bye("stopping"))
-    assert trainer.replay.counts["accepted"] == 1
-    assert trainer.replay.counts["failed_released"] == 1
+    assert trainer.replay.totals["accepted"] == 1
+    assert trainer.replay.totals["failed_released"] == 1
     assert "1 prompts go out again" in caplog.text
 
 
@@ -168,10 +168,10 @@ def test_a_failure_that_the_full_disk_cannot_bury_leaves_the_lease(start: Start,
     journal.full = True
     producer.say(Nack(lease.lease_id, "prompt_too_long", "9999 tokens"))
     assert trainer.replay.depth()["leased"] == 1
-    assert trainer.replay.counts["dead_letters"] == 0
+    assert trainer.replay.totals["dead_letters"] == 0
     journal.full = False
     producer.say(Nack(lease.lease_id, "prompt_too_long", "9999 tokens"))
-    assert trainer.replay.counts["dead_letters"] == 1
+    assert trainer.replay.totals["dead_letters"] == 1
 
 
 def test_an_error_of_the_journal_ends_the_thread_and_is_raised_in_the_main_thread(

@@ -25,7 +25,7 @@ def test_an_invalid_group_is_refused_with_the_reason_and_its_prompt_goes_out_aga
     broken = msgspec.structs.replace(answer(lease), rewards=b"\0\0")
     assert only(producer.say(broken), Nack) == Nack(lease.lease_id, "invalid", "rewards has 2 bytes, expected 4 x 4")
     assert [(again.prompt_id, again.attempt) for again in producer.leases[1:]] == [(0, 2)]
-    assert trainer.replay.counts["failed_invalid"] == 1
+    assert trainer.replay.totals["failed_invalid"] == 1
 
 
 def test_a_version_that_was_never_published_is_invalid(start: Start) -> None:
@@ -65,9 +65,9 @@ def test_a_lease_of_another_trainer_is_unknown(start: Start) -> None:
     broken = msgspec.structs.replace(answer(made_lease("old-2")), rewards=b"")
     assert only(producer.say(broken), Nack).reason == "invalid"
     producer.say(Nack("old-3", "reward_failed", "boom"))
-    assert trainer.replay.counts["unknown_lease"] == 1, "of groups alone"
-    assert trainer.replay.counts["failed_reward_failed"] == 0
-    assert trainer.replay.counts["failed_invalid"] == 0
+    assert trainer.replay.totals["unknown_lease"] == 1, "of groups alone"
+    assert trainer.replay.totals["failed_reward_failed"] == 0
+    assert trainer.replay.totals["failed_invalid"] == 0
 
 
 def test_an_endless_list_of_rewards_or_tokens_is_refused(start: Start) -> None:

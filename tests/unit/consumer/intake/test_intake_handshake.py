@@ -43,7 +43,7 @@ def test_another_release_is_told_so_and_counted(start: Start) -> None:
     assert reject == Reject(
         ["peer speaks protocol schema 7, this process speaks 1 and 2: install the same release on both sides"]
     )
-    assert trainer.replay.counts["bad_frames"] == 1
+    assert trainer.replay.totals["bad_frames"] == 1
 
 
 def test_a_peer_that_never_said_hello_is_asked_to(start: Start) -> None:
@@ -56,4 +56,4 @@ def test_a_peer_that_never_said_hello_is_asked_to(start: Start) -> None:
     client.send(Bye("stopping"))
     trainer.tick()
     assert client.poll(0.0) == [], "two that say goodbye to each other would never end"
-    assert trainer.replay.counts["unknown_lease"] == 0
+    assert trainer.replay.totals["unknown_lease"] == 0

@@ -63,7 +63,7 @@ def test_an_expired_lease_goes_to_somebody_else(start: Start) -> None:
         trainer.now += 5
         slow.beat(capacity=0)  # alive, and wants nothing more
         fast.beat(capacity=1)
-    assert trainer.replay.counts["failed_expired"] == 1
+    assert trainer.replay.totals["failed_expired"] == 1
     assert [lease.prompt_id for lease in fast.leases] == [slow.leases[0].prompt_id] == [0]
     assert only(slow.say(answer(slow.leases[0])), Ack).outcome == "accepted"
     assert only(fast.say(answer(fast.leases[0])), Ack).outcome == "duplicate"
@@ -90,14 +90,14 @@ def test_a_lease_that_two_heartbeats_do_not_name_goes_out_again(start: Start) ->
     trainer.now += 1.0
     producer.beat(capacity=2, held=[kept])
     assert [lease.prompt_id for lease in producer.leases] == [0, 1, 1]
-    assert trainer.replay.counts["failed_released"] == 1
+    assert trainer.replay.totals["failed_released"] == 1
 
 
 def test_bad_prompts_are_skipped_and_counted_and_the_others_go_out(start: Start) -> None:
     trainer = start(prompts=Prompts(bad=lambda prompt_id: prompt_id % 2 == 0), groups_per_step=3)
     producer = trainer.producer()
     assert [lease.prompt_id for lease in producer.leases] == [1, 3, 5]
-    assert trainer.replay.counts["failed_bad_prompt"] == trainer.replay.counts["dead_letters"] == 3
+    assert trainer.replay.totals["failed_bad_prompt"] == trainer.replay.totals["dead_letters"] == 3
 
 
 @pytest.mark.usefixtures("short_farewell")
@@ -109,7 +109,7 @@ def test_a_column_that_cannot_travel_is_a_bad_prompt(start: Start, caplog: pytes
     client = trainer.channel.connect("p")
     client.send(Hello("p", facts(), 8))
     deadline = time.monotonic() + 10
-    while trainer.replay.counts["failed_bad_prompt"] < 30:
+    while trainer.replay.totals["failed_bad_prompt"] < 30:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     began = time.monotonic()

@@ -131,10 +131,10 @@ def test_a_refused_version_counts_once_for_each_producer_and_shows(
         client.say(beat, beat)
         assert caplog.text.count(f"{name} refuses policy v1: not what the trainer computes") == 1
         assert f"{name} (policy v0, refuses v1: not what the trainer computes, heard" in trainer.intake.describe()
-    assert trainer.replay.counts["swaps_refused"] == 2
+    assert trainer.replay.totals["swaps_refused"] == 2
     assert [member.refused_version for member in trainer.intake.fleet()] == [1, 1]
     client.say(Heartbeat(2, 64, [], 0, 0.0), Heartbeat(2, 64, [], 0, 0.0, refused_version=3, refusal="again"))
-    assert trainer.replay.counts["swaps_refused"] == 3
+    assert trainer.replay.totals["swaps_refused"] == 3
 
 
 def test_a_chunk_that_no_frame_may_carry_is_refused_and_the_thread_goes_on(start: Start, short_dir: Path) -> None:

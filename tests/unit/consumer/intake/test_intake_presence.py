@@ -55,7 +55,7 @@ def test_a_producer_that_says_goodbye_frees_its_leases(start: Start) -> None:
     producer = trainer.producer()
     producer.say(Bye("stopping"))
     assert trainer.intake.num_producers == 0
-    assert trainer.replay.counts["failed_released"] == 2
+    assert trainer.replay.totals["failed_released"] == 2
     assert trainer.intake.describe() == "no producer is connected; start one with: rl-producer --config FILE"
 
 
@@ -69,7 +69,7 @@ def test_a_producer_that_reconnects_keeps_what_it_holds(start: Start) -> None:
     assert trainer.intake.num_producers == 1
     assert [(lease.prompt_id, lease.attempt) for lease in producer.leases] == [(lost.prompt_id, 2)]
     assert only(producer.say(answer(finished)), Ack).outcome == "accepted"
-    assert trainer.replay.counts["failed_released"] == 1
+    assert trainer.replay.totals["failed_released"] == 1
 
 
 def test_a_peer_that_changes_its_name_leaves_nothing_behind(start: Start) -> None:

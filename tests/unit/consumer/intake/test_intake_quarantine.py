@@ -37,7 +37,7 @@ def test_a_flood_of_garbage_is_counted_and_32_frames_a_tick_are_kept(start: Star
     for number in range(100):
         producer.channel.send_frame(f"garbage {number}".encode())
     trainer.tick()
-    assert trainer.replay.counts["bad_frames"] == 100
+    assert trainer.replay.totals["bad_frames"] == 100
     assert len(quarantine(journal)) == 32
     producer.channel.send_frame(b"more")
     trainer.tick()
@@ -71,5 +71,5 @@ def test_an_answer_to_an_evaluation_that_this_process_does_not_make_is_late_and_
     lease = made_lease("evaluation-3-0-1-before")
     late = answer(msgspec.structs.replace(lease, sampling=msgspec.structs.replace(lease.sampling, num_generations=1)))
     assert [(ack.lease_id, ack.outcome) for ack in producer.say(late)] == [("evaluation-3-0-1-before", "duplicate")]
-    assert trainer.replay.counts["invalid"] == trainer.replay.counts["unknown_lease"] == 0
+    assert trainer.replay.totals["invalid"] == trainer.replay.totals["unknown_lease"] == 0
     assert journal.query("SELECT reason FROM frames") == []

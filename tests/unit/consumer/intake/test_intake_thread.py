@@ -23,9 +23,9 @@ def test_garbage_and_messages_of_the_wrong_side_are_counted_and_survived(
     for frame in frames:
         producer.channel.send_frame(frame)
     trainer.tick()
-    assert trainer.replay.counts["bad_frames"] == len(frames)
+    assert trainer.replay.totals["bad_frames"] == len(frames)
     producer.say(Reject(["you too"]), Policy(PolicyInfo(0, DIGEST, 1)), made_lease("s-1"))
-    assert trainer.replay.counts["bad_frames"] == len(frames) + 3
+    assert trainer.replay.totals["bad_frames"] == len(frames) + 3
     assert len([record for record in caplog.records if "refused a frame: " in record.getMessage()]) == 5
     assert only(producer.say(answer(producer.leases[0])), Ack).outcome == "accepted"
 

@@ -39,7 +39,7 @@ class World:
     def __init__(self, folder: Path) -> None:
         self.registry = CollectorRegistry()
         self.buffer: Any = SimpleNamespace(
-            counts=Counter(), depth=lambda: {"ready": 3, "replayable": 4, "leased": 5, "deferred": 6, "epoch": 7}
+            totals=Counter(), depth=lambda: {"ready": 3, "replayable": 4, "leased": 5, "deferred": 6, "epoch": 7}
         )
         self.intake: Any = SimpleNamespace(
             tokens_generated=0, version=9, num_producers=2, num_unwritten=1, fleet=lambda: self.fleet
@@ -63,7 +63,7 @@ def world(tmp_path: Path) -> World:
 
 def test_totals_are_those_of_the_buffer_at_the_scrape(world: World) -> None:
     assert world.value("rl_trainer_groups_trained_total") == 0
-    world.buffer.counts.update(trained=32, accepted=40, no_signal=7, failed_expired=2, attempt_2_scored=8)
+    world.buffer.totals.update(trained=32, accepted=40, no_signal=7, failed_expired=2, attempt_2_scored=8)
     assert world.value("rl_trainer_groups_trained_total") == 32
     assert world.value("rl_trainer_groups_received_total", outcome="no_signal") == 7
     assert world.value("rl_trainer_leases_failed_total", reason="expired") == 2

@@ -82,7 +82,7 @@ class Run:
         first_step = start.step if start else 0
         self.replay.restore(start.state if start else None, step=first_step, shape=SHAPE)
         report = StepReport(
-            run_dir, self.replay.counts, learning_metrics(), max_steps=99, first_step=first_step, show_bar=False
+            run_dir, self.replay.totals, learning_metrics(), max_steps=99, first_step=first_step, show_bar=False
         )
         patience = Patience(check=self.produce, say=print, stall_timeout_s=60.0)
         self.feed = feed = BatchFeed(self.replay, self, patience)
@@ -165,8 +165,8 @@ def test_on_policy_every_group_is_of_the_version_that_trains(tmp_path: Path, one
     assert column(run, "step") == [1, 2, 3, 4]
     assert column(run, "policy_version") == [0, 1, 2, 3]
     assert column(run, "staleness/max") == [0, 0, 0, 0]
-    assert run.replay.counts["trained"] == 8
-    assert run.replay.counts["stale"] == run.replay.counts["went_stale"] == 0
+    assert run.replay.totals["trained"] == 8
+    assert run.replay.totals["stale"] == run.replay.totals["went_stale"] == 0
 
 
 def test_a_version_every_third_step(tmp_path: Path, one_layer_model: Path) -> None:
@@ -200,7 +200,7 @@ def test_a_slow_producer_stays_within_max_staleness(tmp_path: Path, one_layer_mo
 def test_two_updates_per_batch(tmp_path: Path, one_layer_model: Path) -> None:
     run = Run(tmp_path, one_layer_model, trainer={"num_iterations": 2, "max_steps": 6})
     assert [version for version, _ in run.published] == [0, 1, 2, 3, 4, 5, 6]
-    assert run.replay.counts["trained"] == 6, "three batches of two"
+    assert run.replay.totals["trained"] == 6, "three batches of two"
     assert column(run, "staleness/max") == [0, 0, 0, 0, 0, 0]  # when the batch is cut
     assert column(run, "policy_version") == [0, 1, 2, 3, 4, 5]  # the second update is one version on
     assert [wait > 0 for wait in column(run, "wait_s")] == [True, False] * 3

@@ -63,7 +63,7 @@ def test_the_step_is_not_taken_and_a_batch_that_fails_twice_is_left_out(tmp_path
         PoisonedRun(tmp_path, one_layer_model, resume=True)
     third = PoisonedRun(tmp_path, one_layer_model, resume=True)
     assert column(third, "step") == [1, 2, 3, 4]
-    assert third.replay.counts["quarantined"] == 2, "the two groups of that batch"
+    assert third.replay.totals["quarantined"] == 2, "the two groups of that batch"
 
 
 def test_what_is_kept(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def test_groups_that_were_replayed_are_replayed_again(journal: Journal, recorded
     counts: Counter[str] = Counter()
     with pytest.raises(StopRequested):
         list(feed(recorded, counts))
-    assert counts == {"trained": 3, "replayed": 1} == {name: replay.counts[name] for name in counts}
+    assert counts == {"trained": 3, "replayed": 1} == {name: replay.totals[name] for name in counts}
 
 
 def test_a_partial_batch_stays_partial(journal: Journal, recorded: RecordedRun) -> None:

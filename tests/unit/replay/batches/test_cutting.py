@@ -202,7 +202,7 @@ def run(journal: Journal, num_steps: int, seed: int = 3) -> tuple[list[list[str]
         journal.end_step(step + 1)
         journal.note_policy(step + 1, step + 1, "digest")
         replay.published(step + 1)
-    return batches, seen, replay.counts["leased"]
+    return batches, seen, replay.totals["leased"]
 
 
 @pytest.mark.long
@@ -270,7 +270,7 @@ def test_batches_with_replays_are_cut_again_as_they_were(journal: Journal) -> No
     again = [cut(restored) for _ in range(2)]
     assert [names(batch.groups) for batch in again] == batches[1:]
     assert [batch.num_fresh for batch in again] == [2, 2]
-    assert restored.counts["replayed"] == 4
+    assert restored.totals["replayed"] == 4
     assert restored.state()["replay"] == replay.state()["replay"]
     assert journal.query("SELECT step, position, tries FROM replays ORDER BY step, position") == [
         (2, 2, 1), (2, 3, 1), (3, 2, 1), (3, 3, 1),
@@ -292,7 +292,7 @@ def test_replays_of_a_batch_that_killed_the_trainer_twice_are_replayed_no_more(j
         replay = resumed(journal, state, 1, session=session, replay=table(max_times_sampled=3), **arguments)
         assert names(cut(replay).groups) == batches[1]
     last = resumed(journal, state, 1, session="v", replay=table(max_times_sampled=3), **arguments)
-    assert last.counts["quarantined"] == 2
+    assert last.totals["quarantined"] == 2
     assert [row[0] for row in last.state()["replay"]] == batches[0][2:]
     assert journal.query("SELECT group_id FROM groups WHERE NOT replayable ORDER BY seq") == [
         (group_id,) for group_id in batches[0][:2]
@@ -313,7 +313,7 @@ def test_a_group_that_killed_the_trainer_in_a_later_iteration_is_not_replayed(jo
     assert len(replay.state()["replay"]) == 2
     cut(replay)
     last = resumed(journal, state, 1, session="u", replay=table(), **arguments)
-    assert last.counts["quarantined"] == 2
+    assert last.totals["quarantined"] == 2
     assert last.state()["replay"] == []
 
 
@@ -326,7 +326,7 @@ def test_partial_batches_are_cut_again_as_they_were_unless_one_of_their_groups_i
     assert names(cut(restored).groups) == first, "as it was, although it is not full"
     strict = resumed(journal, None, 0, groups_per_step=3, max_staleness=9)
     assert strict.next_batch(0.0) is None
-    assert strict.counts["quarantined"] == 2
+    assert strict.totals["quarantined"] == 2
 
 
 def test_what_is_left_of_a_partial_batch_after_a_quarantine_is_not_taken_for_the_batch(journal: Journal) -> None:
@@ -356,5 +356,5 @@ def test_a_group_that_grows_stale_while_batches_are_cut_again_is_dropped_at_once
     restored = resumed(journal, None, 0, **arguments)
     assert restored.offer([delivery("0-3-0-1-s", 0)]) == ["accepted"]
     steps = [cut(restored).step for _ in range(3)]
-    assert (steps, restored.counts["went_stale"], restored.depth()["ready"]) == ([0, 1, 2], 1, 0)
+    assert (steps, restored.totals["went_stale"], restored.depth()["ready"]) == ([0, 1, 2], 1, 0)
     assert restored.state()["ledger"]["unsettled"] == [[0, 3, 0, 0, 0, 0, 0]]

@@ -140,7 +140,7 @@ def test_rerolls_really_run(journal: Journal) -> None:
     replay = rerolling(journal)
     failed = lease(replay)
     assert offer(replay, failed, signal=False) == "no_signal"
-    assert (replay.depth()["deferred"], replay.counts["deferred"]) == (1, 1)
+    assert (replay.depth()["deferred"], replay.totals["deferred"]) == (1, 1)
     publish_until(replay, 1)
     early = [lease(replay), lease(replay)]
     assert [LeaseId.parse(lease_id).key.reroll for lease_id in early] == [0, 0], "two versions later, not one"
@@ -151,10 +151,10 @@ def test_rerolls_really_run(journal: Journal) -> None:
     assert record is not None
     assert record.work.key == (0, 0, 1)
     assert (record.work.attempt, record.policy_floor, record.lease_id) == (1, 2, "0-0-1-1-s")
-    assert (replay.depth()["deferred"], replay.counts["rerolls_leased"]) == (0, 1)
+    assert (replay.depth()["deferred"], replay.totals["rerolls_leased"]) == (0, 1)
     assert offer(replay, record.lease_id, 2) == "accepted"
     assert offer(replay, failed, 2) == "duplicate"
-    assert {n: replay.counts[n] for n in ("attempt_1_groups", "attempt_2_groups", "attempt_2_successes")} == {
+    assert {n: replay.totals[n] for n in ("attempt_1_groups", "attempt_2_groups", "attempt_2_successes")} == {
         "attempt_1_groups": 5, "attempt_2_groups": 1, "attempt_2_successes": 1,
     }  # fmt: skip
 

@@ -125,7 +125,7 @@ def simulate(journal: Journal, budget: StalenessBudget, seed: int) -> None:
                     if step % budget.sync_interval == 0:
                         published = budget.version_at(step)
                         replay.published(published)
-    assert replay.counts["went_stale"] == replay.counts["stale"] == 0
+    assert replay.totals["went_stale"] == replay.totals["stale"] == 0
     assert all(0 <= age <= budget.max_staleness for age in ages)
     while replay.next_batch(0.0) is None:  # whatever the state, work can be had until the next batch is full
         record = replay.lease("p", now=0.0, timeout_s=1e9)
