@@ -23,7 +23,7 @@ from tests.scripted_trainer import lease
 from tests.unit.producer.cancellation import cancel_at_each_wait
 from tests.unit.producer.engine.test_merged_weights import Workers, adapter
 from tests.unit.producer.policies.test_adapters import Setup, blob
-from tests.unit.producer.rollouts.test_generation import Prompts, Rewards
+from tests.unit.producer.rollouts.generating import Prompts, Rewards
 from tests.unit.producer.rollouts.test_in_flight import Policies
 
 

@@ -9,7 +9,7 @@ import pytest
 from producer.engine.merged_weights import MergedWeights
 from producer.engine.weights import InFlightRequest
 from producer.interfaces import Adapter, AdapterRefusedError
-from tests.unit.producer.loop import settle
+from tests.unit.producer.loop import asynchronous, settle
 
 
 def adapter(version: int) -> Adapter:
@@ -81,121 +81,109 @@ def test_tokens_are_stamped_by_what_each_completion_had_at_each_flip() -> None:
     assert InFlightRequest(3).token_versions(0, 2) == [3, 3]
 
 
-def test_a_request_for_one_completion_is_known_by_its_name_alone() -> None:
-    async def body() -> None:
-        workers, alone = Workers(), Group()
-        weights = await loaded(workers)
-        sampling = asyncio.create_task(weights.sample(alone, adapter(1)))
-        await settle()
-        workers.counts = {"group-0-1a2b": 2, "group-00-1a2b": 1}
-        second = adapter(2)
-        await weights.load(second)
-        weights.activate(second)
-        alone.end.set()
-        _, flight = await sampling
-        assert flight.token_versions(0, 3) == [1, 1, 2]
-
-    asyncio.run(body())
+@asynchronous
+async def test_a_request_for_one_completion_is_known_by_its_name_alone() -> None:
+    workers, alone = Workers(), Group()
+    weights = await loaded(workers)
+    sampling = asyncio.create_task(weights.sample(alone, adapter(1)))
+    await settle()
+    workers.counts = {"group-0-1a2b": 2, "group-00-1a2b": 1}
+    second = adapter(2)
+    await weights.load(second)
+    weights.activate(second)
+    alone.end.set()
+    _, flight = await sampling
+    assert flight.token_versions(0, 3) == [1, 1, 2]
 
 
-def test_a_group_in_flight_goes_on_through_a_swap_and_the_next_has_kv_of_its_own() -> None:
-    async def body() -> None:
-        workers, old, new = Workers(), Group(), Group()
-        weights = await loaded(workers)
-        sampling = asyncio.create_task(weights.sample(old, adapter(1)))
-        await settle()
-        workers.counts = {"0_group-0-1a2b": 2, "1_group-0-1a2b": 1, "0_group-00": 7, "score-3": 1, "a-group-0": 9}
-        second = adapter(2)
-        await weights.load(second)
-        weights.activate(second)
-        old.end.set()
-        output, flight = await sampling
-        assert output == "output of group-0"
-        assert [flight.token_versions(index, 3) for index in (0, 1, 2)] == [[1, 1, 2], [1, 2, 2], [2, 2, 2]]
-        new.end.set()
-        output, flight = await weights.sample(new, adapter(1))
-        assert flight.token_versions(0, 2) == [2, 2]
-        assert [salt for _, salt in old.begun + new.begun] == ["weights-1", "weights-2"]
-        assert workers.paths == ["base", "/adapters/1", "/adapters/2"]
-
-    asyncio.run(body())
+@asynchronous
+async def test_a_group_in_flight_goes_on_through_a_swap_and_the_next_has_kv_of_its_own() -> None:
+    workers, old, new = Workers(), Group(), Group()
+    weights = await loaded(workers)
+    sampling = asyncio.create_task(weights.sample(old, adapter(1)))
+    await settle()
+    workers.counts = {"0_group-0-1a2b": 2, "1_group-0-1a2b": 1, "0_group-00": 7, "score-3": 1, "a-group-0": 9}
+    second = adapter(2)
+    await weights.load(second)
+    weights.activate(second)
+    old.end.set()
+    output, flight = await sampling
+    assert output == "output of group-0"
+    assert [flight.token_versions(index, 3) for index in (0, 1, 2)] == [[1, 1, 2], [1, 2, 2], [2, 2, 2]]
+    new.end.set()
+    output, flight = await weights.sample(new, adapter(1))
+    assert flight.token_versions(0, 2) == [2, 2]
+    assert [salt for _, salt in old.begun + new.begun] == ["weights-1", "weights-2"]
+    assert workers.paths == ["base", "/adapters/1", "/adapters/2"]
 
 
-def test_nothing_begins_and_nothing_is_handed_out_pending_verification() -> None:
-    async def body() -> None:
-        workers, old, new = Workers(), Group(), Group()
-        weights = await loaded(workers)
-        early = asyncio.create_task(weights.sample(old, adapter(1)))
-        await settle()
-        second = adapter(2)
-        await weights.load(second)
-        late = asyncio.create_task(weights.sample(new, adapter(1)))
-        old.end.set()
-        await settle()
-        assert (early.done(), new.begun) == (False, [])
-        weights.activate(second)
-        new.end.set()
-        assert (await early)[0] == "output of group-0"
-        assert (await late)[1].version == 2
-
-    asyncio.run(body())
+@asynchronous
+async def test_nothing_begins_and_nothing_is_handed_out_pending_verification() -> None:
+    workers, old, new = Workers(), Group(), Group()
+    weights = await loaded(workers)
+    early = asyncio.create_task(weights.sample(old, adapter(1)))
+    await settle()
+    second = adapter(2)
+    await weights.load(second)
+    late = asyncio.create_task(weights.sample(new, adapter(1)))
+    old.end.set()
+    await settle()
+    assert (early.done(), new.begun) == (False, [])
+    weights.activate(second)
+    new.end.set()
+    assert (await early)[0] == "output of group-0"
+    assert (await late)[1].version == 2
 
 
 @pytest.mark.parametrize("ended", [True, False], ids=["ended pending verification", "still running"])
-def test_refused_weights_are_taken_back_and_what_saw_them_begins_anew(ended: bool) -> None:
-    async def body() -> None:
-        workers, group = Workers(), Group()
-        weights = await loaded(workers)
-        sampling = asyncio.create_task(weights.sample(group, adapter(1)))
-        await settle()
-        second = adapter(2)
-        await weights.load(second)
-        if ended:
-            group.end.set()
-            await settle()
-        await weights.discard(second)
-        await settle()
-        assert workers.paths[-3:] == ["/adapters/1", "/adapters/2", "/adapters/1"]
+@asynchronous
+async def test_refused_weights_are_taken_back_and_what_saw_them_begins_anew(ended: bool) -> None:
+    workers, group = Workers(), Group()
+    weights = await loaded(workers)
+    sampling = asyncio.create_task(weights.sample(group, adapter(1)))
+    await settle()
+    second = adapter(2)
+    await weights.load(second)
+    if ended:
         group.end.set()
-        output, flight = await sampling
-        assert output == "output of group-1"
-        assert flight.token_versions(0, 2) == [1, 1]
-        assert group.begun == [("group-0", "weights-1"), ("group-1", "weights-3")]
-        assert group.aborted == (0 if ended else 1)
-        third = adapter(3)
-        await weights.load(third)
-        weights.activate(third)
-        assert workers.paths[-1] == "/adapters/3"
-
-    asyncio.run(body())
-
-
-def test_an_adapter_that_a_worker_cannot_merge_changes_nothing() -> None:
-    async def body() -> None:
-        workers = Workers()
-        weights = await loaded(workers)
-        workers.refusals = ["", "lm_head is no linear layer"]
-        second = adapter(2)
-        with pytest.raises(AdapterRefusedError, match="lm_head"):
-            await weights.load(second)
-        await weights.discard(second)
-        assert workers.paths == ["base", "/adapters/1"]
-        assert weights.salt == "weights-1"
-        assert await weights.verify(adapter(1), [5, 6]) == [-1.0]
-
-    asyncio.run(body())
-
-
-def test_a_cancelled_group_leaves_the_engine() -> None:
-    async def body() -> None:
-        group = Group()
-        weights = await loaded(Workers())
-        sampling = asyncio.create_task(weights.sample(group, adapter(1)))
         await settle()
-        sampling.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await sampling
-        await settle()
-        assert group.aborted == 1
+    await weights.discard(second)
+    await settle()
+    assert workers.paths[-3:] == ["/adapters/1", "/adapters/2", "/adapters/1"]
+    group.end.set()
+    output, flight = await sampling
+    assert output == "output of group-1"
+    assert flight.token_versions(0, 2) == [1, 1]
+    assert group.begun == [("group-0", "weights-1"), ("group-1", "weights-3")]
+    assert group.aborted == (0 if ended else 1)
+    third = adapter(3)
+    await weights.load(third)
+    weights.activate(third)
+    assert workers.paths[-1] == "/adapters/3"
 
-    asyncio.run(body())
+
+@asynchronous
+async def test_an_adapter_that_a_worker_cannot_merge_changes_nothing() -> None:
+    workers = Workers()
+    weights = await loaded(workers)
+    workers.refusals = ["", "lm_head is no linear layer"]
+    second = adapter(2)
+    with pytest.raises(AdapterRefusedError, match="lm_head"):
+        await weights.load(second)
+    await weights.discard(second)
+    assert workers.paths == ["base", "/adapters/1"]
+    assert weights.salt == "weights-1"
+    assert await weights.verify(adapter(1), [5, 6]) == [-1.0]
+
+
+@asynchronous
+async def test_a_cancelled_group_leaves_the_engine() -> None:
+    group = Group()
+    weights = await loaded(Workers())
+    sampling = asyncio.create_task(weights.sample(group, adapter(1)))
+    await settle()
+    sampling.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await sampling
+    await settle()
+    assert group.aborted == 1

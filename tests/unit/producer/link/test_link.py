@@ -1,153 +1,24 @@
-"""The link against a scripted trainer over loopback: sessions, resends, downloads, and what ends the daemon."""
+"""The link against a scripted trainer over loopback: sessions, resends, and what ends the daemon."""
 
-import hashlib
-import struct
 import time
 
 import pytest
 
-from producer.interfaces import DownloadedPolicy, Probe
-from producer.link.link import Link
-from producer.link.mailbox import Mailbox
 from producer.link.outbox import num_bytes
-from producer.state import Counters, Identity, Workload
-from protocol.config.transport import TransportSection
 from protocol.errors import IncompatiblePeerError
-from protocol.files import shared_memory as shared_memory_module
-from protocol.files.shared_memory import shared_memory
 from protocol.wire.codec import CodecError, encode
 from protocol.wire.messages import (
-    LARGEST_POLICY_BYTES,
     Ack,
-    BlobRequest,
     Bye,
     Group,
     Heartbeat,
     Hello,
-    Lease,
     Nack,
-    Policy,
-    PolicyInfo,
-    PolicyOffer,
-    PolicyRequest,
     Reject,
 )
-from tests.loopback import LoopbackServer
-from tests.scripted import facts, made_up_group
-from tests.scripted_trainer import ScriptedTrainer, lease
-
-TRANSPORT = TransportSection(heartbeat_interval_s=0.1, blob_chunk_bytes=1024, max_message_bytes=65_536)
-
-
-def policy(version: int, blob: bytes = b"") -> PolicyInfo:
-    return PolicyInfo(version, hashlib.sha256(blob).hexdigest(), len(blob))
-
-
-class Events:
-    """Keeps what the link says."""
-
-    def __init__(self) -> None:
-        self.runs: list[PolicyInfo] = []
-        self.sessions: list[PolicyInfo] = []
-        self.leases: list[Lease] = []
-        self.abandoned_ids: list[str] = []
-        self.blobs: list[tuple[int, bytes]] = []
-        self.probes: list[Probe | None] = []
-        self.refusals: list[tuple[int, str]] = []
-        self.fullness: list[bool] = []
-        self.outcome: list[BaseException | None] = []
-        self.fetches: list[tuple[int, bytes | None]] = []
-        self.evaluations: list[PolicyInfo | None] = []
-
-    def fetched(self, policy: PolicyInfo, downloaded: DownloadedPolicy | None) -> None:
-        self.fetches.append((policy.version, downloaded and downloaded.blob))
-
-    def evaluates(self, policy: PolicyInfo | None) -> None:
-        self.evaluations.append(policy)
-
-    def run_began(self, policy: PolicyInfo) -> None:
-        self.runs.append(policy)
-
-    def session_began(self, policy: PolicyInfo) -> None:
-        self.sessions.append(policy)
-
-    def leased(self, lease: Lease) -> None:
-        self.leases.append(lease)
-
-    def abandoned(self, lease_id: str) -> None:
-        self.abandoned_ids.append(lease_id)
-
-    def policy_arrived(self, downloaded: DownloadedPolicy) -> None:
-        self.blobs.append((downloaded.policy.version, downloaded.blob))
-        self.probes.append(downloaded.probe)
-
-    def policy_refused(self, policy: PolicyInfo, reason: str) -> None:
-        self.refusals.append((policy.version, reason))
-
-    def outbox_full(self, full: bool) -> None:
-        self.fullness.append(full)
-
-    def ended(self, error: BaseException | None) -> None:
-        self.outcome.append(error)
-
-
-class Setup:
-    def __init__(self, transport: TransportSection = TRANSPORT) -> None:
-        self.server = LoopbackServer()
-        self.client = self.server.connect("p")
-        self.events = Events()
-        self.counters = Counters()
-        self.mailbox = Mailbox(self.client)
-        self.link = Link(
-            self.mailbox,
-            Identity("p", facts(), 8, "merged"),
-            transport,
-            "loopback",
-            self.events,
-            self.counters,
-            lambda: Workload((0, 0, 7), 2, 1, 1.5),
-        )
-        self.blob = bytes(range(256)) * 20
-        self.trainer = ScriptedTrainer(self.server, policy(0, self.blob))
-        self.trainer.blobs[self.trainer.policy.digest] = self.blob
-
-    def start(self) -> "Setup":
-        self.trainer.start()
-        self.link.start()
-        return self
-
-    def wait_for(self, condition, timeout_s=10.0):
-        self.trainer.wait_for(condition, timeout_s)
-
-    def take_leases(self, *numbers: int) -> None:
-        before = len(self.events.leases)
-        for number in numbers:
-            self.trainer.send(lease(number))
-        self.wait_for(lambda: len(self.events.leases) == before + len(numbers))
-
-    def finish(self, number: int) -> None:
-        self.mailbox.answer(made_up_group(lease(number), 0))
-
-    def groups(self) -> list[str]:
-        return [group.lease_id for group in self.trainer.all(Group)]
-
-    def restart_trainer(self, newest: PolicyInfo, blob: bytes) -> None:
-        """Another process, which knows nothing of the connection."""
-        self.trainer.session += "+"
-        self.trainer.policy = newest
-        self.trainer.blobs[newest.digest] = blob
-        self.trainer.send(Bye("unknown_session"))
-
-    def end(self) -> None:
-        self.link.stop(0.0)
-        self.link.join(5)
-        assert not self.link.is_alive()
-        if self.trainer._thread.is_alive():
-            self.trainer.stop()
-
-
-IMPATIENT = pytest.mark.parametrize("setup", [{"heartbeat_timeout_s": 0.5}], ids=["impatient"], indirect=True)
-"""Where silence is to be noticed; elsewhere a busy machine may take its time."""
+from tests.scripted import made_up_group
+from tests.scripted_trainer import lease
+from tests.unit.producer.link.linked import IMPATIENT, TRANSPORT, Setup, policy
 
 
 @pytest.fixture
@@ -156,130 +27,6 @@ def setup(request):
     yield made
     if made.link.ident is not None:
         made.end()
-
-
-def test_the_policy_is_downloaded_in_chunks_and_handed_over_once(setup):
-    setup.start()
-    setup.wait_for(lambda: setup.events.blobs)
-    setup.trainer.wait_for_message(Heartbeat, 3)
-    assert setup.events.blobs == [(0, setup.blob)]
-    assert [r.offset for r in setup.trainer.all(BlobRequest)] == list(range(0, 5120, 1024))
-    (hello,) = setup.trainer.all(Hello)
-    assert (hello.producer, hello.capacity, hello.held, hello.swap_mode) == ("p", 8, [], "merged")
-    assert hello.run_id == "", "it has worked for none"
-
-
-def test_a_policy_comes_with_its_probe_and_a_refusal_goes_back(setup):
-    digest = setup.trainer.policy.digest
-    ids, logprobs = struct.pack("<2i", 5, 6), struct.pack("<f", -0.5)
-    setup.trainer.offers[digest] = PolicyOffer(digest, "", ids, logprobs)
-    setup.counters.refused_version, setup.counters.refusal = 3, "it is not what the trainer computes"
-    setup.start()
-    setup.wait_for(lambda: setup.events.blobs)
-    assert setup.events.probes == [((5, 6), (-0.5,))]
-    beat = setup.trainer.wait_for_message(Heartbeat)[0]
-    assert (beat.refused_version, beat.refusal) == (3, "it is not what the trainer computes")
-
-
-@pytest.mark.parametrize("content", ["as offered", "damaged"])
-def test_a_producer_of_the_same_host_reads_the_file_and_asks_for_chunks_only_if_it_is_bad(
-    setup, content, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(shared_memory_module, "ROOT", tmp_path)
-    digest = setup.trainer.policy.digest
-    with shared_memory() as memory:
-        path = memory.write(memoryview(setup.blob if content == "as offered" else bytes(len(setup.blob))))
-        setup.trainer.offers[digest] = PolicyOffer(digest, str(path))
-        setup.start()
-        setup.wait_for(lambda: setup.events.blobs)
-    assert setup.events.blobs == [(0, setup.blob)]
-    assert bool(setup.trainer.all(BlobRequest)) == (content == "damaged")
-
-
-def test_what_the_trainer_evaluates_is_handed_over(setup):
-    setup.start()
-    setup.wait_for(lambda: setup.events.blobs)
-    evaluated = setup.trainer.policy
-    setup.trainer.send(Policy(evaluated, evaluated))
-    setup.wait_for(lambda: evaluated in setup.events.evaluations)
-    setup.wait_for(lambda: setup.events.evaluations[-1] is None)
-
-
-def test_an_older_policy_is_fetched_beside_the_newest_once_or_is_known_to_be_gone(setup):
-    older, gone = b"older" * 1000, policy(1, b"gone")
-    setup.trainer.blobs[policy(2, older).digest] = older
-    setup.start()
-    setup.wait_for(lambda: setup.events.blobs)
-    for _ in range(3):
-        setup.mailbox.fetch(policy(2, older))
-    setup.wait_for(lambda: setup.events.fetches)
-    setup.mailbox.fetch(gone)
-    setup.wait_for(lambda: len(setup.events.fetches) == 2)
-    assert setup.events.fetches == [(2, older), (1, None)]
-    assert setup.events.blobs == [(0, setup.blob)]
-    setup.mailbox.fetch(policy(2, older))
-    setup.wait_for(lambda: len(setup.events.fetches) == 3)
-
-
-def test_a_policy_that_no_memory_holds_is_refused_and_the_next_one_served(setup):
-    setup.start()
-    setup.wait_for(lambda: setup.events.blobs)
-    setup.trainer.policy = PolicyInfo(1, "f" * 64, LARGEST_POLICY_BYTES)
-    setup.trainer.send(Policy(setup.trainer.policy))
-    setup.wait_for(lambda: setup.events.refusals)
-    setup.mailbox.fetch(setup.trainer.policy)
-    setup.wait_for(lambda: setup.events.fetches)
-    setup.trainer.publish(policy(2, b"small"), b"small")
-    setup.wait_for(lambda: len(setup.events.blobs) == 2)
-    [(version, reason)] = setup.events.refusals
-    assert version == 1
-    assert reason.startswith("it is 1099511627776 bytes large")
-    assert (setup.events.fetches, setup.events.blobs[1]) == ([(1, None)], (2, b"small"))
-
-
-@pytest.mark.long
-@IMPATIENT
-def test_lost_chunks_are_asked_for_again(setup):
-    lost = []
-
-    def loses(request: BlobRequest) -> bool:
-        first_time = request.offset not in lost
-        lost.append(request.offset)
-        return first_time and request.offset in (1024, 4096)
-
-    setup.trainer.loses_chunk = loses
-    setup.start()
-    setup.wait_for(lambda: setup.events.blobs, 15)
-    assert setup.events.blobs == [(0, setup.blob)]
-    assert sorted(lost) == [0, 1024, 1024, 2048, 3072, 4096, 4096]
-
-
-def test_a_newer_policy_supersedes_a_running_download(setup):
-    setup.trainer.loses_chunk = lambda request: request.digest == policy(0, setup.blob).digest
-    setup.start()
-    setup.trainer.wait_for_message(BlobRequest)
-    newer = b"newer" * 1000
-    setup.trainer.publish(policy(1, newer), newer)
-    setup.wait_for(lambda: setup.events.blobs)
-    assert setup.events.blobs == [(1, newer)]
-
-
-def test_a_missing_blob_is_asked_for_again_with_the_next_announcement(setup):
-    blob = setup.trainer.blobs.pop(setup.trainer.policy.digest)
-    setup.start()
-    setup.trainer.wait_for_message(PolicyRequest, 2)
-    setup.trainer.blobs[setup.trainer.policy.digest] = blob
-    setup.wait_for(lambda: setup.events.blobs)
-    assert setup.events.blobs == [(0, setup.blob)]
-
-
-def test_a_lost_announcement_heals_with_the_next_heartbeat(setup):
-    setup.start()
-    setup.wait_for(lambda: setup.events.blobs)
-    setup.trainer.blobs[policy(1, b"x").digest] = b"x"
-    setup.trainer.policy = policy(1, b"x")  # never announced on its own
-    setup.wait_for(lambda: len(setup.events.blobs) == 2)
-    assert setup.events.blobs[1] == (1, b"x")
 
 
 def test_heartbeats_carry_the_counters_and_the_held_leases(setup):

@@ -14,7 +14,7 @@ from protocol.wire.adapter_blob import AdapterBlob, pack
 from protocol.wire.messages import PolicyInfo, Sampling
 from tests.policies import registry_of
 from tests.unit.producer.cancellation import cancel_at_each_wait
-from tests.unit.producer.loop import settle, until
+from tests.unit.producer.loop import asynchronous, settle, until
 
 
 def blob(version: int) -> tuple[PolicyInfo, bytes]:
@@ -97,14 +97,12 @@ def setup(tmp_path):
     return Setup(tmp_path)
 
 
-def test_a_superseded_version_goes_at_once_when_nothing_pins_it(setup):
-    async def body():
-        for version in range(10):
-            assert await setup.publish(version)
-            assert setup.engine.versions == [version]
-            assert setup.folders() == 1
-
-    asyncio.run(body())
+@asynchronous
+async def test_a_superseded_version_goes_at_once_when_nothing_pins_it(setup):
+    for version in range(10):
+        assert await setup.publish(version)
+        assert setup.engine.versions == [version]
+        assert setup.folders() == 1
     assert setup.counters.policy_version == 9
     assert setup.engine.adopted == list(range(10))
     events = [json.loads(line) for line in setup.timeline_path.read_text().splitlines()]
@@ -112,68 +110,62 @@ def test_a_superseded_version_goes_at_once_when_nothing_pins_it(setup):
     assert all(event["event"] == "swap" and event["ms"] > 0 and event["bytes"] > 0 for event in events)
 
 
-def test_pinned_versions_stay_until_their_last_request_is_done(setup):
-    async def body():
-        unloading = asyncio.create_task(setup.registry.unload_released())
-        await setup.publish(0)
-        with setup.registry.pin() as first:
-            with setup.registry.pin() as second:
-                await setup.publish(1)
-                with setup.registry.pin() as newest:
-                    await setup.publish(2)
-                    assert (first.version, second.version, newest.version) == (0, 0, 1)
-                    assert setup.engine.versions == [0, 1, 2]
-                await settle()
-                assert setup.engine.versions == [0, 2]
+@asynchronous
+async def test_pinned_versions_stay_until_their_last_request_is_done(setup):
+    unloading = asyncio.create_task(setup.registry.unload_released())
+    await setup.publish(0)
+    with setup.registry.pin() as first:
+        with setup.registry.pin() as second:
+            await setup.publish(1)
+            with setup.registry.pin() as newest:
+                await setup.publish(2)
+                assert (first.version, second.version, newest.version) == (0, 0, 1)
+                assert setup.engine.versions == [0, 1, 2]
             await settle()
             assert setup.engine.versions == [0, 2]
-            assert first.path.is_dir()
         await settle()
-        assert setup.engine.versions == [2]
-        assert setup.folders() == 1
-        unloading.cancel()
+        assert setup.engine.versions == [0, 2]
+        assert first.path.is_dir()
+    await settle()
+    assert setup.engine.versions == [2]
+    assert setup.folders() == 1
+    unloading.cancel()
 
-    asyncio.run(body())
 
-
-def test_a_version_that_cannot_be_loaded_leaves_the_old_one_current(setup, caplog):
-    async def body():
-        await setup.publish(0)
-        setup.engine.refuses = True
-        assert not await setup.publish(1)
-        setup.engine.refuses = False
-        policy, data = blob(2)
-        assert not await setup.registry.publish(policy, data[:-1], 0.0)
-        with setup.registry.pin() as adapter:
-            assert adapter.version == 0
-        assert setup.folders() == 1
-        assert await setup.publish(3)
-        assert setup.engine.versions == [3]
-
-    asyncio.run(body())
+@asynchronous
+async def test_a_version_that_cannot_be_loaded_leaves_the_old_one_current(setup, caplog):
+    await setup.publish(0)
+    setup.engine.refuses = True
+    assert not await setup.publish(1)
+    setup.engine.refuses = False
+    policy, data = blob(2)
+    assert not await setup.registry.publish(policy, data[:-1], 0.0)
+    with setup.registry.pin() as adapter:
+        assert adapter.version == 0
+    assert setup.folders() == 1
+    assert await setup.publish(3)
+    assert setup.engine.versions == [3]
     assert setup.counters.failed_swaps == 2
     assert "policy v1 is refused, v0 stays: rank 512 is too large" in caplog.text
     assert "policy v2 is refused, v0 stays: checksum mismatch" in caplog.text
 
 
-def test_a_version_that_the_engine_does_not_compute_as_the_trainer_does_never_goes_live(setup, caplog):
+@asynchronous
+async def test_a_version_that_the_engine_does_not_compute_as_the_trainer_does_never_goes_live(setup, caplog):
     def probe(logprob: float) -> Probe:
         return Probe((5, 6), (logprob,))
 
-    async def body():
-        assert await setup.registry.publish(*blob(0), 0.0, probe(-0.5))
-        setup.engine.score_of[1] = -0.502
-        assert not await setup.registry.publish(*blob(1), 0.0, probe(-0.5))
-        assert (setup.counters.refused_version, setup.counters.policy_version) == (1, 0)
-        assert "differ by 0.002 from the trainer's" in setup.counters.refusal
-        assert setup.engine.versions == [0]
-        assert setup.folders() == 1
-        setup.engine.score_of[2] = None
-        assert await setup.registry.publish(*blob(2), 0.0, probe(-9.0)), "what cannot be scored proves nothing"
-        assert (setup.counters.refused_version, setup.counters.refusal) == (-1, "")
-        assert setup.engine.versions == [2]
-
-    asyncio.run(body())
+    assert await setup.registry.publish(*blob(0), 0.0, probe(-0.5))
+    setup.engine.score_of[1] = -0.502
+    assert not await setup.registry.publish(*blob(1), 0.0, probe(-0.5))
+    assert (setup.counters.refused_version, setup.counters.policy_version) == (1, 0)
+    assert "differ by 0.002 from the trainer's" in setup.counters.refusal
+    assert setup.engine.versions == [0]
+    assert setup.folders() == 1
+    setup.engine.score_of[2] = None
+    assert await setup.registry.publish(*blob(2), 0.0, probe(-9.0)), "what cannot be scored proves nothing"
+    assert (setup.counters.refused_version, setup.counters.refusal) == (-1, "")
+    assert setup.engine.versions == [2]
     assert (setup.counters.swaps, setup.counters.failed_swaps) == (2, 1)
     assert "policy v1 is refused, v0 stays: log-probs of the probe differ by 0.002" in caplog.text
     assert "policy v2 cannot be verified: too long" in caplog.text
@@ -181,63 +173,55 @@ def test_a_version_that_the_engine_does_not_compute_as_the_trainer_does_never_go
     assert [(event["event"], event["version"]) for event in events] == [("swap", 0), ("swap_refused", 1), ("swap", 2)]
 
 
-def test_wait_for_returns_when_the_floor_is_reached(setup):
-    async def body():
-        waiter = asyncio.create_task(setup.registry.wait_for(2))
-        for version in range(3):
-            await asyncio.sleep(0)
-            assert not waiter.done()
-            await setup.publish(version)
-        await asyncio.wait_for(waiter, 30)
-
-    asyncio.run(body())
-
-
-def test_only_the_newest_offer_is_published(setup):
-    async def body():
-        runner = asyncio.create_task(setup.registry.run())
-        setup.engine.slow.clear()
-        for version in range(5):
-            setup.registry.offer(DownloadedPolicy(*blob(version), 0.0))
-            await settle()
-        setup.engine.slow.set()
-        await asyncio.wait_for(setup.registry.wait_for(4), 5)
-        runner.cancel()
-        assert [name.split("-")[0] for name in setup.engine.names] == ["v0", "v4"]
-
-    asyncio.run(body())
-
-
-def test_a_new_trainer_voids_versions_that_it_does_not_serve(setup):
-    async def body():
-        await setup.publish(7)
-        setup.registry.start_session(blob(7)[0])
-        assert setup.counters.policy_version == 7
-        setup.registry.start_session(blob(5)[0])
-        assert setup.counters.policy_version == -1
-        waiter = asyncio.create_task(setup.registry.wait_for(5))
+@asynchronous
+async def test_wait_for_returns_when_the_floor_is_reached(setup):
+    waiter = asyncio.create_task(setup.registry.wait_for(2))
+    for version in range(3):
         await asyncio.sleep(0)
         assert not waiter.done()
-        await setup.publish(5)
-        await asyncio.wait_for(waiter, 30)
-        assert setup.engine.versions == [5]
-
-    asyncio.run(body())
+        await setup.publish(version)
+    await asyncio.wait_for(waiter, 30)
 
 
-def test_a_version_of_a_trainer_that_died_while_it_was_loaded_never_goes_live(setup):
-    async def body():
-        setup.engine.slow.clear()
-        loading = asyncio.create_task(setup.publish(9))
-        await until(lambda: setup.engine.loading)
-        setup.registry.start_session(blob(3)[0])
-        setup.engine.slow.set()
-        assert not await loading
-        assert setup.counters.policy_version == -1
-        assert (setup.engine.versions, setup.engine.adopted) == ([], [])
-        assert setup.folders() == 0
+@asynchronous
+async def test_only_the_newest_offer_is_published(setup):
+    runner = asyncio.create_task(setup.registry.run())
+    setup.engine.slow.clear()
+    for version in range(5):
+        setup.registry.offer(DownloadedPolicy(*blob(version), 0.0))
+        await settle()
+    setup.engine.slow.set()
+    await asyncio.wait_for(setup.registry.wait_for(4), 5)
+    runner.cancel()
+    assert [name.split("-")[0] for name in setup.engine.names] == ["v0", "v4"]
 
-    asyncio.run(body())
+
+@asynchronous
+async def test_a_new_trainer_voids_versions_that_it_does_not_serve(setup):
+    await setup.publish(7)
+    setup.registry.start_session(blob(7)[0])
+    assert setup.counters.policy_version == 7
+    setup.registry.start_session(blob(5)[0])
+    assert setup.counters.policy_version == -1
+    waiter = asyncio.create_task(setup.registry.wait_for(5))
+    await asyncio.sleep(0)
+    assert not waiter.done()
+    await setup.publish(5)
+    await asyncio.wait_for(waiter, 30)
+    assert setup.engine.versions == [5]
+
+
+@asynchronous
+async def test_a_version_of_a_trainer_that_died_while_it_was_loaded_never_goes_live(setup):
+    setup.engine.slow.clear()
+    loading = asyncio.create_task(setup.publish(9))
+    await until(lambda: setup.engine.loading)
+    setup.registry.start_session(blob(3)[0])
+    setup.engine.slow.set()
+    assert not await loading
+    assert setup.counters.policy_version == -1
+    assert (setup.engine.versions, setup.engine.adopted) == ([], [])
+    assert setup.folders() == 0
 
 
 def test_a_request_that_ends_while_a_version_is_proved_does_not_unload_it(setup, monkeypatch):
@@ -271,27 +255,26 @@ async def pinned(setup: Setup, version: int, until: asyncio.Event | None = None)
         return adapter.version
 
 
-def test_an_evaluated_version_stays_until_another_one_is_evaluated(setup):
-    async def body():
-        await setup.publish(1)
-        assert await pinned(setup, 1) == 1
-        for version in (2, 3):
-            await setup.publish(version)
-        assert setup.engine.versions == [1, 3]
-        assert await pinned(setup, 1) == 1
-        assert setup.fetched == []
-        unloading = asyncio.create_task(setup.registry.unload_released())
-        assert await pinned(setup, 3) == 3
-        await settle()
-        assert setup.engine.versions == [3]
-        assert setup.folders() == 1
-        unloading.cancel()
-
-    asyncio.run(body())
+@asynchronous
+async def test_an_evaluated_version_stays_until_another_one_is_evaluated(setup):
+    await setup.publish(1)
+    assert await pinned(setup, 1) == 1
+    for version in (2, 3):
+        await setup.publish(version)
+    assert setup.engine.versions == [1, 3]
+    assert await pinned(setup, 1) == 1
+    assert setup.fetched == []
+    unloading = asyncio.create_task(setup.registry.unload_released())
+    assert await pinned(setup, 3) == 3
+    await settle()
+    assert setup.engine.versions == [3]
+    assert setup.folders() == 1
+    unloading.cancel()
 
 
 @pytest.mark.parametrize("is_evaluated", [False, True])
-def test_a_request_that_is_cancelled_at_any_moment_leaves_no_pin_and_no_folder(setup, is_evaluated):
+@asynchronous
+async def test_a_request_that_is_cancelled_at_any_moment_leaves_no_pin_and_no_folder(setup, is_evaluated):
     """Its client hung up, or its lease was abandoned, perhaps just when it let go of a version that is not current any more."""
     versions = itertools.count()
 
@@ -305,69 +288,59 @@ def test_a_request_that_is_cancelled_at_any_moment_leaves_no_pin_and_no_folder(s
     def check() -> None:
         assert (setup.registry._pins, setup.engine.versions, setup.folders()) == ({}, [], 0)
 
-    async def body():
-        unloading = asyncio.create_task(setup.registry.unload_released())
-        await cancel_at_each_wait(request, check, prepare=lambda: setup.publish(next(versions) + 1))
-        unloading.cancel()
-
-    asyncio.run(body())
+    unloading = asyncio.create_task(setup.registry.unload_released())
+    await cancel_at_each_wait(request, check, prepare=lambda: setup.publish(next(versions) + 1))
+    unloading.cancel()
 
 
-def test_one_that_is_gone_is_fetched_proved_and_served_beside_the_newest(setup):
-    async def body():
-        running = asyncio.create_task(setup.registry.run())
-        for version in (1, 2):
-            await setup.publish(version)
-        waiting = [asyncio.create_task(pinned(setup, 1)) for _ in range(3)]
-        await settle()
-        assert set(setup.fetched) == {blob(1)[0]}
-        setup.registry.on_fetched(DownloadedPolicy(*blob(1), 0.0, Probe((1, 2), (-0.5,))))
-        assert await asyncio.wait_for(asyncio.gather(*waiting), 5) == [1, 1, 1]
-        assert setup.engine.versions == [2, 1]
-        assert setup.counters.policy_version == 2
-        running.cancel()
-
-    asyncio.run(body())
+@asynchronous
+async def test_one_that_is_gone_is_fetched_proved_and_served_beside_the_newest(setup):
+    running = asyncio.create_task(setup.registry.run())
+    for version in (1, 2):
+        await setup.publish(version)
+    waiting = [asyncio.create_task(pinned(setup, 1)) for _ in range(3)]
+    await settle()
+    assert set(setup.fetched) == {blob(1)[0]}
+    setup.registry.on_fetched(DownloadedPolicy(*blob(1), 0.0, Probe((1, 2), (-0.5,))))
+    assert await asyncio.wait_for(asyncio.gather(*waiting), 5) == [1, 1, 1]
+    assert setup.engine.versions == [2, 1]
+    assert setup.counters.policy_version == 2
+    running.cancel()
 
 
-def test_one_that_is_wanted_again_while_another_is_unloaded_stays(setup):
+@asynchronous
+async def test_one_that_is_wanted_again_while_another_is_unloaded_stays(setup):
     """A request whose adapter is gone ends the engine."""
-
-    async def body():
-        await setup.publish(1)
-        assert await pinned(setup, 1) == 1
-        await setup.publish(2)
-        setup.registry.start_session(blob(0)[0])  # of a new trainer: both are idle
-        evaluating = asyncio.create_task(pinned(setup, 2, asyncio.Event()))
-        await setup.publish(5)
-        await settle()
-        assert setup.engine.versions == [2, 5]
-        assert setup.folders() == 2
-        evaluating.cancel()
-
-    asyncio.run(body())
+    await setup.publish(1)
+    assert await pinned(setup, 1) == 1
+    await setup.publish(2)
+    setup.registry.start_session(blob(0)[0])  # of a new trainer: both are idle
+    evaluating = asyncio.create_task(pinned(setup, 2, asyncio.Event()))
+    await setup.publish(5)
+    await settle()
+    assert setup.engine.versions == [2, 5]
+    assert setup.folders() == 2
+    evaluating.cancel()
 
 
 @pytest.mark.parametrize("what", ["missing", "refused", "damaged"])
-def test_one_that_cannot_be_had_fails_its_leases(setup, what):
-    async def body():
-        running = asyncio.create_task(setup.registry.run())
-        await setup.publish(2)
-        waiting = asyncio.create_task(pinned(setup, 1))
-        await settle()
-        policy, data = blob(1)
-        if what == "missing":
-            setup.registry.on_unavailable(policy)
-        elif what == "refused":
-            setup.registry.on_fetched(DownloadedPolicy(policy, data, 0.0, Probe((1, 2), (-0.9,))))
-        else:
-            setup.registry.on_fetched(DownloadedPolicy(policy, b"damaged", 0.0))
-        with pytest.raises(LeaseFailure, match="could not be had or loaded here"):
-            await asyncio.wait_for(waiting, 30)
-        assert (setup.engine.versions, setup.folders()) == ([2], 1)
-        running.cancel()
-
-    asyncio.run(body())
+@asynchronous
+async def test_one_that_cannot_be_had_fails_its_leases(setup, what):
+    running = asyncio.create_task(setup.registry.run())
+    await setup.publish(2)
+    waiting = asyncio.create_task(pinned(setup, 1))
+    await settle()
+    policy, data = blob(1)
+    if what == "missing":
+        setup.registry.on_unavailable(policy)
+    elif what == "refused":
+        setup.registry.on_fetched(DownloadedPolicy(policy, data, 0.0, Probe((1, 2), (-0.9,))))
+    else:
+        setup.registry.on_fetched(DownloadedPolicy(policy, b"damaged", 0.0))
+    with pytest.raises(LeaseFailure, match="could not be had or loaded here"):
+        await asyncio.wait_for(waiting, 30)
+    assert (setup.engine.versions, setup.folders()) == ([2], 1)
+    running.cancel()
 
 
 def test_of_versions_that_cannot_be_had_only_the_last_ones_are_known(setup):
@@ -376,35 +349,33 @@ def test_of_versions_that_cannot_be_had_only_the_last_ones_are_known(setup):
     assert len(setup.registry._unavailable) == 16
 
 
-def test_an_engine_of_one_version_keeps_it_for_an_evaluation_and_not_for_ever(tmp_path):
-    async def body():
-        setup = Setup(tmp_path, hold_s=60.0)
-        running = asyncio.create_task(setup.registry.run())
-        await setup.publish(1)
-        for _ in range(2):
-            await pinned(setup, 1)
-            for version in (2, 3):
-                setup.registry.offer(DownloadedPolicy(*blob(version), 0.0))
-            await settle()
-            assert setup.counters.policy_version == 1, "held, also between two prompts of the evaluation"
-        setup.registry.note_evaluation(blob(1)[0])
+@asynchronous
+async def test_an_engine_of_one_version_keeps_it_for_an_evaluation_and_not_for_ever(tmp_path):
+    setup = Setup(tmp_path, hold_s=60.0)
+    running = asyncio.create_task(setup.registry.run())
+    await setup.publish(1)
+    for _ in range(2):
+        await pinned(setup, 1)
+        for version in (2, 3):
+            setup.registry.offer(DownloadedPolicy(*blob(version), 0.0))
         await settle()
-        assert setup.counters.policy_version == 1
-        setup.registry.note_evaluation(None)
-        await asyncio.wait_for(setup.registry.wait_for(3), 5)
-        with pytest.raises(LeaseFailure, match="the engine has other weights by now"):
-            await pinned(setup, 1)
-        setup.registry._hold_s = 0.3
-        evaluating = asyncio.create_task(pinned(setup, 3, asyncio.Event()))
-        await settle()
-        setup.registry.offer(DownloadedPolicy(*blob(4), 0.0))
-        await asyncio.wait_for(setup.registry.wait_for(4), 5)
-        assert not evaluating.done(), "the bound is over"
-        setup.registry._hold_s = 60.0  # nothing is held any more
-        setup.registry.offer(DownloadedPolicy(*blob(5), 0.0))
-        await asyncio.wait_for(setup.registry.wait_for(5), 5)
-        for task in (evaluating, running):
-            task.cancel()
-        assert setup.fetched == []
-
-    asyncio.run(body())
+        assert setup.counters.policy_version == 1, "held, also between two prompts of the evaluation"
+    setup.registry.note_evaluation(blob(1)[0])
+    await settle()
+    assert setup.counters.policy_version == 1
+    setup.registry.note_evaluation(None)
+    await asyncio.wait_for(setup.registry.wait_for(3), 5)
+    with pytest.raises(LeaseFailure, match="the engine has other weights by now"):
+        await pinned(setup, 1)
+    setup.registry._hold_s = 0.3
+    evaluating = asyncio.create_task(pinned(setup, 3, asyncio.Event()))
+    await settle()
+    setup.registry.offer(DownloadedPolicy(*blob(4), 0.0))
+    await asyncio.wait_for(setup.registry.wait_for(4), 5)
+    assert not evaluating.done(), "the bound is over"
+    setup.registry._hold_s = 60.0  # nothing is held any more
+    setup.registry.offer(DownloadedPolicy(*blob(5), 0.0))
+    await asyncio.wait_for(setup.registry.wait_for(5), 5)
+    for task in (evaluating, running):
+        task.cancel()
+    assert setup.fetched == []

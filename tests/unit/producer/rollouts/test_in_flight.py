@@ -12,7 +12,7 @@ from producer.interfaces import Adapter, Completion, LeaseFailure
 from producer.rollouts.in_flight import InFlight
 from producer.state import Counters
 from protocol.wire.messages import Sampling
-from tests.unit.producer.loop import settle, until
+from tests.unit.producer.loop import asynchronous, settle, until
 
 PROMPT = [-1, -2, -3]
 NUM, LONGEST = 3, 6
@@ -204,96 +204,83 @@ def run(body) -> None:
     asyncio.run(body())
 
 
-def test_a_group_that_is_cut_goes_on_where_it_was_and_lets_go_of_the_old_adapter():
-    async def body():
-        group = Group("continue")
-        await settle()
-        await group.sample(0b111, stop=0b010)  # the second has ended
+@asynchronous
+async def test_a_group_that_is_cut_goes_on_where_it_was_and_lets_go_of_the_old_adapter():
+    group = Group("continue")
+    await settle()
+    await group.sample(0b111, stop=0b010)  # the second has ended
+    await group.flip()
+    assert [row.prompt for row in group.engine.rows] == [[*PROMPT, 0], [*PROMPT, 2]]
+    assert [row.longest for row in group.engine.rows] == [LONGEST - 1] * 2
+    assert [pins for _, pins in sorted(group.policies.pins.items(), key=lambda pin: pin[0].id)] == [0, 1]
+    await group.sample(0b11, stop=0b11)
+    assert group.versions() == [[0, 1], [0], [0, 1]]
+    assert (group.counters.cut, group.counters.restarted) == (2, 0)
+
+
+@asynchronous
+async def test_a_group_is_not_cut_again_before_its_time_in_the_engine_has_doubled():
+    group = Group("continue", clock=iter([0.0, 1e6]).__next__)
+    await settle()
+    for _ in range(3):
         await group.flip()
-        assert [row.prompt for row in group.engine.rows] == [[*PROMPT, 0], [*PROMPT, 2]]
-        assert [row.longest for row in group.engine.rows] == [LONGEST - 1] * 2
-        assert [pins for _, pins in sorted(group.policies.pins.items(), key=lambda pin: pin[0].id)] == [0, 1]
-        await group.sample(0b11, stop=0b11)
-        assert group.versions() == [[0, 1], [0], [0, 1]]
-        assert (group.counters.cut, group.counters.restarted) == (2, 0)
-
-    run(body)
+    assert {row.adapter.version for row in group.engine.rows} == {1}
+    assert group.counters.cut == NUM
 
 
-def test_a_group_is_not_cut_again_before_its_time_in_the_engine_has_doubled():
-    async def body():
-        group = Group("continue", clock=iter([0.0, 1e6]).__next__)
-        await settle()
-        for _ in range(3):
-            await group.flip()
-        assert {row.adapter.version for row in group.engine.rows} == {1}
-        assert group.counters.cut == NUM
-
-    run(body)
-
-
-def test_a_cut_that_had_to_wait_goes_over_to_the_newest_policy():
-    async def body():
-        group = Group("continue", clock=iter([0.0, 0.02, 1e6]).__next__)
-        await settle()
-        for _ in range(3):
-            await group.flip()
-        assert group.counters.cut == NUM
-        await until(lambda: {row.adapter.version for row in group.engine.rows} == {3})
-        assert {pins for adapter, pins in group.policies.pins.items() if adapter.version < 3} == {0}
-
-    run(body)
-
-
-def test_a_group_restarts_once_and_then_finishes():
-    async def body():
-        group = Group("restart")
-        await settle()
-        await group.sample()
+@asynchronous
+async def test_a_cut_that_had_to_wait_goes_over_to_the_newest_policy():
+    group = Group("continue", clock=iter([0.0, 0.02, 1e6]).__next__)
+    await settle()
+    for _ in range(3):
         await group.flip()
-        assert [(row.prompt, row.tokens, row.adapter.version) for row in group.engine.rows] == [(PROMPT, [], 1)] * NUM
-        await group.flip()
-        await group.sample(0b111, stop=0b111)
-        assert group.versions() == [[1]] * NUM
-        assert (group.counters.restarted, group.counters.dropped_tokens, group.counters.cut) == (1, NUM, 0)
-
-    run(body)
+    assert group.counters.cut == NUM
+    await until(lambda: {row.adapter.version for row in group.engine.rows} == {3})
+    assert {pins for adapter, pins in group.policies.pins.items() if adapter.version < 3} == {0}
 
 
-def test_a_refused_rest_ends_the_group_and_its_other_requests():
-    async def body():
-        group = Group("continue")
-        await settle()
-        await group.sample()
-        group.engine.refuses = True
-        await group.flip()
-        with pytest.raises(LeaseFailure):
-            group.task.result()
-        assert (group.engine.rows, set(group.policies.pins.values())) == ([], {0})
+@asynchronous
+async def test_a_group_restarts_once_and_then_finishes():
+    group = Group("restart")
+    await settle()
+    await group.sample()
+    await group.flip()
+    assert [(row.prompt, row.tokens, row.adapter.version) for row in group.engine.rows] == [(PROMPT, [], 1)] * NUM
+    await group.flip()
+    await group.sample(0b111, stop=0b111)
+    assert group.versions() == [[1]] * NUM
+    assert (group.counters.restarted, group.counters.dropped_tokens, group.counters.cut) == (1, NUM, 0)
 
-    run(body)
+
+@asynchronous
+async def test_a_refused_rest_ends_the_group_and_its_other_requests():
+    group = Group("continue")
+    await settle()
+    await group.sample()
+    group.engine.refuses = True
+    await group.flip()
+    with pytest.raises(LeaseFailure):
+        group.task.result()
+    assert (group.engine.rows, set(group.policies.pins.values())) == ([], {0})
 
 
 @pytest.mark.parametrize(
     ("on_swap", "keeps_weights", "kept"), [("finish", True, 0), ("finish", False, None), ("continue", True, None)]
 )
-def test_the_turns_of_a_group_stay_on_one_policy_where_requests_do(on_swap, keeps_weights, kept):
+@asynchronous
+async def test_the_turns_of_a_group_stay_on_one_policy_where_requests_do(on_swap, keeps_weights, kept):
     """Where the engine's own weights are replaced under a request, as with `finish` here, nothing is kept."""
-
-    async def body():
-        policies = Policies()
-        engine = Engine(policies, 0)
-        policies.flip()
-        in_flight = InFlight(engine, policies, Counters(), on_swap, lambda: 0.0, keeps_weights=keeps_weights)
-        sampling = Sampling(num_generations=1, max_completion_length=1, temperature=1.0)
-        with in_flight.kept() as adapter:
-            assert (adapter and adapter.version) == kept
-            for version in (0, 1):
-                turn = asyncio.ensure_future(in_flight.sample(PROMPT, sampling, adapter))
-                await settle()
-                engine.sample(1, 0)
-                ((token_version,),) = [completion.token_versions for completion in await turn]
-                assert token_version == (version if kept is None else kept)
-                policies.flip()
-
-    asyncio.run(body())
+    policies = Policies()
+    engine = Engine(policies, 0)
+    policies.flip()
+    in_flight = InFlight(engine, policies, Counters(), on_swap, lambda: 0.0, keeps_weights=keeps_weights)
+    sampling = Sampling(num_generations=1, max_completion_length=1, temperature=1.0)
+    with in_flight.kept() as adapter:
+        assert (adapter and adapter.version) == kept
+        for version in (0, 1):
+            turn = asyncio.ensure_future(in_flight.sample(PROMPT, sampling, adapter))
+            await settle()
+            engine.sample(1, 0)
+            ((token_version,),) = [completion.token_versions for completion in await turn]
+            assert token_version == (version if kept is None else kept)
+            policies.flip()

@@ -13,7 +13,7 @@ from producer.rollouts.engine_access import PolicyGate
 from producer.rollouts.source import Progress
 from protocol.wire.messages import Sampling
 from tests.scripted_trainer import lease
-from tests.unit.producer.loop import settle
+from tests.unit.producer.loop import asynchronous, settle
 from tests.unit.producer.rollouts.test_in_flight import Policies
 
 SAMPLING = Sampling(2, 8, 1.0)
@@ -40,38 +40,34 @@ class Outside:
 
 
 @pytest.mark.parametrize("kind", ["agents", "atropos"])
-def test_nobody_is_asked_before_the_policy_is_there_and_while_generation_is_paused(kind):
-    async def body():
-        outside, policies = Outside(), Policies()
-        gate = PolicyGate(policies)  # type: ignore[arg-type]
-        source = (
-            AgentRollouts(outside, gate, Prompts()) if kind == "agents" else AtroposRollouts(outside, gate, ("solved",))  # type: ignore[arg-type]
-        )
-        assert source.reward_names == ("solved",)
-        work = lease(7, sampling=SAMPLING, policy_floor=1)
-        progress = Progress(work)
-        generating = asyncio.create_task(source.generate(work, progress))
-        policies.flip()
-        await settle()
-        gate.pause(True)
-        policies.flip()
-        await settle()
-        assert (progress.stage, outside.asked) == ("waiting", [])
-        gate.pause(False)
-        assert await generating == POSTED
-        assert progress.stage == "with agents"
-        assert outside.asked == [work if kind == "agents" else 1]
-
-    asyncio.run(body())
+@asynchronous
+async def test_nobody_is_asked_before_the_policy_is_there_and_while_generation_is_paused(kind):
+    outside, policies = Outside(), Policies()
+    gate = PolicyGate(policies)  # type: ignore[arg-type]
+    source = (
+        AgentRollouts(outside, gate, Prompts()) if kind == "agents" else AtroposRollouts(outside, gate, ("solved",))  # type: ignore[arg-type]
+    )
+    assert source.reward_names == ("solved",)
+    work = lease(7, sampling=SAMPLING, policy_floor=1)
+    progress = Progress(work)
+    generating = asyncio.create_task(source.generate(work, progress))
+    policies.flip()
+    await settle()
+    gate.pause(True)
+    policies.flip()
+    await settle()
+    assert (progress.stage, outside.asked) == ("waiting", [])
+    gate.pause(False)
+    assert await generating == POSTED
+    assert progress.stage == "with agents"
+    assert outside.asked == [work if kind == "agents" else 1]
 
 
-def test_a_lease_of_atropos_goes_back_when_its_time_is_over_and_fails_where_the_sides_differ():
-    async def body():
-        source = AtroposRollouts(Outside(), PolicyGate(Policies()), ("solved",))  # type: ignore[arg-type]
-        late = lease(8, sampling=SAMPLING, timeout_s=0.05)
-        for work, reason in ((late, "returned"), (lease(9), "generation_failed")):
-            with pytest.raises(LeaseFailure) as failure:
-                await source.generate(work, Progress(work))
-            assert failure.value.reason == reason
-
-    asyncio.run(body())
+@asynchronous
+async def test_a_lease_of_atropos_goes_back_when_its_time_is_over_and_fails_where_the_sides_differ():
+    source = AtroposRollouts(Outside(), PolicyGate(Policies()), ("solved",))  # type: ignore[arg-type]
+    late = lease(8, sampling=SAMPLING, timeout_s=0.05)
+    for work, reason in ((late, "returned"), (lease(9), "generation_failed")):
+        with pytest.raises(LeaseFailure) as failure:
+            await source.generate(work, Progress(work))
+        assert failure.value.reason == reason

@@ -1,0 +1,151 @@
+"""Policies over the link: announced, offered, downloaded, evaluated, lost."""
+
+import struct
+
+import pytest
+
+from protocol.files import shared_memory as shared_memory_module
+from protocol.files.shared_memory import shared_memory
+from protocol.wire.messages import (
+    LARGEST_POLICY_BYTES,
+    BlobRequest,
+    Heartbeat,
+    Hello,
+    Policy,
+    PolicyInfo,
+    PolicyOffer,
+    PolicyRequest,
+)
+from tests.unit.producer.link.linked import IMPATIENT, TRANSPORT, Setup, policy
+
+
+@pytest.fixture
+def setup(request):
+    made = Setup(TRANSPORT.model_copy(update=getattr(request, "param", {})))
+    yield made
+    if made.link.ident is not None:
+        made.end()
+
+
+def test_the_policy_is_downloaded_in_chunks_and_handed_over_once(setup):
+    setup.start()
+    setup.wait_for(lambda: setup.events.blobs)
+    setup.trainer.wait_for_message(Heartbeat, 3)
+    assert setup.events.blobs == [(0, setup.blob)]
+    assert [r.offset for r in setup.trainer.all(BlobRequest)] == list(range(0, 5120, 1024))
+    (hello,) = setup.trainer.all(Hello)
+    assert (hello.producer, hello.capacity, hello.held, hello.swap_mode) == ("p", 8, [], "merged")
+    assert hello.run_id == "", "it has worked for none"
+
+
+def test_a_policy_comes_with_its_probe_and_a_refusal_goes_back(setup):
+    digest = setup.trainer.policy.digest
+    ids, logprobs = struct.pack("<2i", 5, 6), struct.pack("<f", -0.5)
+    setup.trainer.offers[digest] = PolicyOffer(digest, "", ids, logprobs)
+    setup.counters.refused_version, setup.counters.refusal = 3, "it is not what the trainer computes"
+    setup.start()
+    setup.wait_for(lambda: setup.events.blobs)
+    assert setup.events.probes == [((5, 6), (-0.5,))]
+    beat = setup.trainer.wait_for_message(Heartbeat)[0]
+    assert (beat.refused_version, beat.refusal) == (3, "it is not what the trainer computes")
+
+
+@pytest.mark.parametrize("content", ["as offered", "damaged"])
+def test_a_producer_of_the_same_host_reads_the_file_and_asks_for_chunks_only_if_it_is_bad(
+    setup, content, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(shared_memory_module, "ROOT", tmp_path)
+    digest = setup.trainer.policy.digest
+    with shared_memory() as memory:
+        path = memory.write(memoryview(setup.blob if content == "as offered" else bytes(len(setup.blob))))
+        setup.trainer.offers[digest] = PolicyOffer(digest, str(path))
+        setup.start()
+        setup.wait_for(lambda: setup.events.blobs)
+    assert setup.events.blobs == [(0, setup.blob)]
+    assert bool(setup.trainer.all(BlobRequest)) == (content == "damaged")
+
+
+def test_what_the_trainer_evaluates_is_handed_over(setup):
+    setup.start()
+    setup.wait_for(lambda: setup.events.blobs)
+    evaluated = setup.trainer.policy
+    setup.trainer.send(Policy(evaluated, evaluated))
+    setup.wait_for(lambda: evaluated in setup.events.evaluations)
+    setup.wait_for(lambda: setup.events.evaluations[-1] is None)
+
+
+def test_an_older_policy_is_fetched_beside_the_newest_once_or_is_known_to_be_gone(setup):
+    older, gone = b"older" * 1000, policy(1, b"gone")
+    setup.trainer.blobs[policy(2, older).digest] = older
+    setup.start()
+    setup.wait_for(lambda: setup.events.blobs)
+    for _ in range(3):
+        setup.mailbox.fetch(policy(2, older))
+    setup.wait_for(lambda: setup.events.fetches)
+    setup.mailbox.fetch(gone)
+    setup.wait_for(lambda: len(setup.events.fetches) == 2)
+    assert setup.events.fetches == [(2, older), (1, None)]
+    assert setup.events.blobs == [(0, setup.blob)]
+    setup.mailbox.fetch(policy(2, older))
+    setup.wait_for(lambda: len(setup.events.fetches) == 3)
+
+
+def test_a_policy_that_no_memory_holds_is_refused_and_the_next_one_served(setup):
+    setup.start()
+    setup.wait_for(lambda: setup.events.blobs)
+    setup.trainer.policy = PolicyInfo(1, "f" * 64, LARGEST_POLICY_BYTES)
+    setup.trainer.send(Policy(setup.trainer.policy))
+    setup.wait_for(lambda: setup.events.refusals)
+    setup.mailbox.fetch(setup.trainer.policy)
+    setup.wait_for(lambda: setup.events.fetches)
+    setup.trainer.publish(policy(2, b"small"), b"small")
+    setup.wait_for(lambda: len(setup.events.blobs) == 2)
+    [(version, reason)] = setup.events.refusals
+    assert version == 1
+    assert reason.startswith("it is 1099511627776 bytes large")
+    assert (setup.events.fetches, setup.events.blobs[1]) == ([(1, None)], (2, b"small"))
+
+
+@pytest.mark.long
+@IMPATIENT
+def test_lost_chunks_are_asked_for_again(setup):
+    lost = []
+
+    def loses(request: BlobRequest) -> bool:
+        first_time = request.offset not in lost
+        lost.append(request.offset)
+        return first_time and request.offset in (1024, 4096)
+
+    setup.trainer.loses_chunk = loses
+    setup.start()
+    setup.wait_for(lambda: setup.events.blobs, 15)
+    assert setup.events.blobs == [(0, setup.blob)]
+    assert sorted(lost) == [0, 1024, 1024, 2048, 3072, 4096, 4096]
+
+
+def test_a_newer_policy_supersedes_a_running_download(setup):
+    setup.trainer.loses_chunk = lambda request: request.digest == policy(0, setup.blob).digest
+    setup.start()
+    setup.trainer.wait_for_message(BlobRequest)
+    newer = b"newer" * 1000
+    setup.trainer.publish(policy(1, newer), newer)
+    setup.wait_for(lambda: setup.events.blobs)
+    assert setup.events.blobs == [(1, newer)]
+
+
+def test_a_missing_blob_is_asked_for_again_with_the_next_announcement(setup):
+    blob = setup.trainer.blobs.pop(setup.trainer.policy.digest)
+    setup.start()
+    setup.trainer.wait_for_message(PolicyRequest, 2)
+    setup.trainer.blobs[setup.trainer.policy.digest] = blob
+    setup.wait_for(lambda: setup.events.blobs)
+    assert setup.events.blobs == [(0, setup.blob)]
+
+
+def test_a_lost_announcement_heals_with_the_next_heartbeat(setup):
+    setup.start()
+    setup.wait_for(lambda: setup.events.blobs)
+    setup.trainer.blobs[policy(1, b"x").digest] = b"x"
+    setup.trainer.policy = policy(1, b"x")  # never announced on its own
+    setup.wait_for(lambda: len(setup.events.blobs) == 2)
+    assert setup.events.blobs[1] == (1, b"x")

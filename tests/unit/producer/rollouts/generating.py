@@ -1,0 +1,122 @@
+"""Generation on plain rollouts, around an engine that holds requests."""
+
+import asyncio
+import functools
+from pathlib import Path
+
+import numpy as np
+from prometheus_client import CollectorRegistry
+
+from producer.interfaces import Adapter, Completion, LeaseFailure
+from producer.metrics import ProducerMetrics
+from producer.rollouts.admission import Admission
+from producer.rollouts.engine_access import BusyClock, EngineAccess, PolicyGate
+from producer.rollouts.finish import Finish
+from producer.rollouts.generation import Generation
+from producer.rollouts.in_flight import InFlight
+from producer.rollouts.plain_rollouts import PlainRollouts
+from producer.state import Counters
+from protocol.wire.messages import Group, Nack, Sampling
+from tests.policies import registry_of
+from tests.unit.producer.loop import asynchronous, settle
+from tests.unit.producer.policies.test_adapters import FakeEngine, blob
+
+
+class SlowEngine(FakeEngine):
+    """Holds requests until released."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.release = asyncio.Event()
+        self.running = self.most_running = 0
+        self.error: Exception | None = None
+        self.started_on: list[int] = []
+
+    async def generate(
+        self, prompt_ids: list[int], sampling: Sampling, adapter: Adapter, cut: asyncio.Event
+    ) -> list[Completion]:
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        self.started_on.append(adapter.version)
+        try:
+            await self.release.wait()
+            if self.error:
+                raise self.error
+            assert adapter.id in self.loaded
+            return [
+                Completion([i, 2][: 1 + i % 2], [-0.5, -1.5][: 1 + i % 2], bool(i % 2))
+                for i in range(sampling.num_generations)
+            ]
+        finally:
+            self.running -= 1
+
+
+class Prompts:
+    def encode(self, prompt, max_completion_length):
+        if prompt == "bad":
+            raise LeaseFailure("bad_prompt", "it is bad")
+        return [7, 8, 9]
+
+    def decode(self, prompt, completions):
+        return [str(ids) for ids in completions]
+
+
+class Rewards:
+    """Holds groups while `release` is an event that is not set."""
+
+    release: asyncio.Event | None = None
+
+    async def score(self, prompt, completions, completion_ids, columns):
+        if self.release is not None:
+            await self.release.wait()
+        if prompt == "unscorable":
+            raise LeaseFailure("reward_failed", "it raised")
+        return np.array([[float(len(ids)), np.nan] for ids in completion_ids], dtype=np.float32), 0.25
+
+
+class Setup:
+    def __init__(self, folder: Path, max_groups: int) -> None:
+        self.engine = SlowEngine()
+        self.counters = Counters()
+        self.answers: list[Group | Nack] = []
+        self.metrics = ProducerMetrics(CollectorRegistry())
+        self.registry = registry_of(self.engine, folder, self.counters, metrics=self.metrics)
+        self.tasks: list[asyncio.Task[None]] = []
+        self.rewards = Rewards()
+        self.gate = PolicyGate(self.registry)
+        self.clock = BusyClock()
+        self.admission = Admission(max_groups, 1, lambda: None)
+        self.finish = Finish(("length", "none"), (), self.rewards, self.counters, self.metrics)
+        self.generation = self.generation_with("finish", self.engine)
+
+    def generation_with(self, on_swap, engine) -> Generation:
+        in_flight = InFlight(engine, self.registry, self.counters, on_swap)
+        access = EngineAccess(self.gate, self.registry, self.admission, in_flight, self.clock, 4)
+        return self.generation_from(PlainRollouts(access, Prompts()))
+
+    def generation_from(self, source) -> Generation:
+        return Generation(source, self.finish, self.clock, self.counters, self.spawn, self.answers.append)
+
+    def spawn(self, work):
+        self.tasks.append(asyncio.create_task(work))
+        return self.tasks[-1]
+
+    async def publish(self, version: int) -> None:
+        policy, data = blob(version)
+        await self.registry.publish(policy, data, 0.0)
+
+    async def settle(self) -> None:
+        await asyncio.wait_for(asyncio.gather(*self.tasks, return_exceptions=True), 5)
+        await settle()
+
+
+def working(test):
+    """A test during which the registry unloads what is released."""
+
+    @functools.wraps(test)
+    async def run(setup, **named):
+        unloading = asyncio.create_task(setup.registry.unload_released())
+        await test(setup, **named)
+        unloading.cancel()
+
+    return asynchronous(run)
