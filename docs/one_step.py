@@ -25,7 +25,9 @@ from producer.engine.engine import VllmEngine
 from producer.groups import Episode, group_message
 from producer.interfaces import DownloadedPolicy
 from producer.metrics import ProducerMetrics
+from producer.policies.loading import PolicyLoader
 from producer.policies.registry import AdapterRegistry
+from producer.policies.swap_report import SwapReport
 from producer.policies.verification import SwapProof, probe_of
 from producer.rewards.pool import RewardPool
 from producer.rollouts.in_flight import InFlight
@@ -87,8 +89,8 @@ async def one_step(config: RunConfig) -> None:
     engine = VllmEngine(config, num_gpus=0)
     await engine.warm_up()
     counters, metrics = Counters(), ProducerMetrics(CollectorRegistry(), config.reward_names)
-    swaps = (SwapProof(TOLERANCES["float32"]), counters, metrics, Timeline(run_dir / "timeline.jsonl"))
-    policies = AdapterRegistry(engine.weights, lambda _: run_dir / "adapters", *swaps)
+    loader = PolicyLoader(engine.weights, lambda _: run_dir / "adapters", SwapProof(TOLERANCES["float32"]))
+    policies = AdapterRegistry(loader, SwapReport(counters, metrics, Timeline(run_dir / "timeline.jsonl")))
     in_flight = InFlight(engine, policies, counters, "finish")
     tokenizer = load_tokenizer(components.model_folder, trust_remote_code=False)
     prompts = PromptFormat(tokenizer, config.engine["max_model_len"], {})
