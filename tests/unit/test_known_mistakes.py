@@ -66,8 +66,8 @@ MISTAKES = {
     ],
     "one bad prompt ends the run, counts as a completion, or vanishes": [
         (
-            "unit/consumer/intake/test_intake_leases.py",
-            "test_bad_prompts_are_skipped_and_counted_and_the_others_go_out",
+            "unit/consumer/intake/test_dispatcher.py",
+            "test_a_prompt_that_cannot_be_sent_fails_alone",
         ),
         (
             "unit/replay/test_buffer.py",

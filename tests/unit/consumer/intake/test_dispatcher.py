@@ -1,6 +1,5 @@
 """Who gets the next lease, and what happens to a prompt or a producer that cannot get it."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -59,18 +58,11 @@ class Prompts:
 
 
 class Counter:
-    """A lease desk and what it stands between."""
+    """A lease dispatcher and what is around it."""
 
     def __init__(self, replay: RolloutBuffer, disk: DiskGuard) -> None:
         self.channel, self.prompts, self.replay = Channel(), Prompts(), replay
-        self.dispatcher = LeaseDispatcher(
-            self.channel,
-            replay,
-            self.prompts,
-            disk,
-            sampling=SAMPLING,
-            timeout_s=60.0,
-        )
+        self.dispatcher = LeaseDispatcher(self.channel, replay, self.prompts, disk, sampling=SAMPLING, timeout_s=60.0)
         self.producers: dict[bytes, ProducerSession] = {}
 
     def join(self, name: str, capacity: int) -> ProducerSession:
@@ -124,18 +116,6 @@ def test_a_great_many_are_given_in_turns_between_which_the_thread_looks_at_what_
     assert given == [(256, 1), (512, 2), (600, 2)]
 
 
-def test_nothing_is_leased_without_room_on_the_disk(counter: Counter, disk: DiskGuard, usage: SimpleNamespace) -> None:
-    counter.join("p", 2)
-    usage.free = 10
-    disk.look()
-    assert counter.give() == ([], [])
-    assert counter.replay.totals["leased"] == 0
-    usage.free = 500
-    disk.look()
-    counter.give()
-    assert len(counter.channel.sent) == 2
-
-
 def test_a_prompt_that_cannot_be_sent_fails_alone(counter: Counter, journal: FillableJournal) -> None:
     counter.join("p", 3)
     counter.prompts.bad = {0, 2}
@@ -146,16 +126,6 @@ def test_a_prompt_that_cannot_be_sent_fails_alone(counter: Counter, journal: Fil
         (0, "data", "bad_prompt", "row 0 has no usable prompt"),
         (2, "data", "bad_prompt", "row 2 has no usable prompt"),
     ]
-
-
-def test_a_column_that_cannot_travel_makes_a_bad_prompt(counter: Counter) -> None:
-    counter.join("p", 1)
-    counter.prompts.columns = {"image": object()}
-    problems, _ = counter.give()
-    assert len(problems) == 256
-    assert problems[0].startswith("cannot encode Lease")
-    assert counter.replay.depth()["leased"] == 0
-    assert counter.channel.wakes == 1
 
 
 def test_a_bad_prompt_that_the_full_disk_cannot_bury_is_tried_again(counter: Counter, journal: FillableJournal) -> None:
@@ -191,11 +161,6 @@ def test_the_lease_of_a_prompt_that_comes_back_wants_a_newer_policy(journal: Fil
     counter.give()
     _, lease = counter.channel.sent[-1]
     assert (lease.lease_id, lease.prompt_id, lease.attempt, lease.policy_floor) == ("0-0-1-1-s", 0, 1, 2)
-
-
-def test_without_producers_nothing_is_leased(counter: Counter) -> None:
-    assert counter.give() == ([], [])
-    assert counter.replay.totals["leased"] == 0
 
 
 # Prompts that take time to read.

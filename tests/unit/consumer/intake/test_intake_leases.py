@@ -9,16 +9,6 @@ from tests.scripted import facts
 from tests.unit.consumer.intake.builders import Prompts, Start, answer, made_lease, only
 
 
-def test_two_producers_share_the_leases_by_their_room(start: Start) -> None:
-    trainer = start(groups_per_step=9)
-    small, large = trainer.producer("small", capacity=0), trainer.producer("large", capacity=0)
-    small.channel.send(Heartbeat(0, 3, [], 0, 0.0))
-    large.channel.send(Heartbeat(0, 5, [], 0, 0.0))
-    trainer.tick()
-    assert (len(small.leases), len(large.leases)) == (3, 5)
-    assert len({lease.prompt_id for lease in small.leases + large.leases}) == 8
-
-
 def test_a_full_producer_gets_one_lease_for_each_answer(start: Start) -> None:
     trainer = start(groups_per_step=9)
     producer = trainer.producer(capacity=2)
@@ -69,6 +59,25 @@ def test_an_expired_lease_goes_to_somebody_else(start: Start) -> None:
     assert only(fast.say(answer(fast.leases[0])), Ack).outcome == "duplicate"
 
 
+def test_an_expired_lease_takes_no_room_any_more(start: Start) -> None:
+    trainer = start(groups_per_step=2)
+    producer = trainer.producer(capacity=1)
+    for _ in range(12):
+        trainer.now += 5
+        producer.beat(capacity=1, held=[lease.lease_id for lease in producer.leases])
+    assert [lease.lease_id for lease in producer.leases] == ["0-0-0-1-s", "0-0-0-2-s"]
+
+
+def test_a_lease_that_is_handed_back_goes_out_again_and_is_no_failure(start: Start) -> None:
+    trainer = start(groups_per_step=1)
+    leaving = trainer.producer("leaving", capacity=1)
+    leaving.say(Heartbeat(0, 0, [leaving.leases[0].lease_id], 0, 0.0))
+    staying = trainer.producer("staying", capacity=1)
+    leaving.say(Nack(leaving.leases[0].lease_id, "returned"))
+    assert [lease.prompt_id for lease in staying.leases] == [0]
+    assert (trainer.replay.totals["returned"], trainer.replay.totals["failed_returned"]) == (1, 0)
+
+
 def test_leases_of_a_trainer_that_is_gone_take_no_room(start: Start) -> None:
     trainer = start(groups_per_step=4)
     producer = trainer.producer(capacity=2, held=["dead-1", "dead-2"])
@@ -79,25 +88,13 @@ def test_a_lease_that_two_heartbeats_do_not_name_goes_out_again(start: Start) ->
     """It was lost on the way; its deadline may be an hour away."""
     trainer = start(groups_per_step=2)
     producer = trainer.producer(capacity=2)
-    kept, lost = (lease.lease_id for lease in producer.leases)
+    kept, _ = (lease.lease_id for lease in producer.leases)
     producer.beat(capacity=2, held=[kept])
     assert len(producer.leases) == 2, "a heartbeat may cross a lease that is on its way"
-    producer.beat(capacity=2, held=[kept, lost])
-    producer.beat(capacity=2, held=[kept])
-    assert len(producer.leases) == 2, "not two in a row"
-    producer.beat(capacity=2, held=[kept])
-    assert len(producer.leases) == 2, "these waited here together"
     trainer.now += 1.0
     producer.beat(capacity=2, held=[kept])
     assert [lease.prompt_id for lease in producer.leases] == [0, 1, 1]
     assert trainer.replay.totals["failed_released"] == 1
-
-
-def test_bad_prompts_are_skipped_and_counted_and_the_others_go_out(start: Start) -> None:
-    trainer = start(prompts=Prompts(bad=lambda prompt_id: prompt_id % 2 == 0), groups_per_step=3)
-    producer = trainer.producer()
-    assert [lease.prompt_id for lease in producer.leases] == [1, 3, 5]
-    assert trainer.replay.totals["failed_bad_prompt"] == trainer.replay.totals["dead_letters"] == 3
 
 
 @pytest.mark.usefixtures("short_farewell")

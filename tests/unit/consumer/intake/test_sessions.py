@@ -73,12 +73,3 @@ def test_leases_that_it_names_and_never_got_from_us_are_no_leases() -> None:
     producer = session("a")
     assert producer.note(beat("a", "of another trainer")) == set()
     assert producer.leases == {"a"}
-
-
-def test_what_it_is_doing_in_words() -> None:
-    producer = session("a", "b")
-    assert producer.describe(101.0) == "p (no heartbeat yet)"
-    producer.note(beat("a", "b"))
-    assert producer.describe(104.5) == (
-        "p (policy v7, heard 2.5 s ago, 2 leases: 1 waiting, 2 generating, 3 scoring, 4 not acknowledged)"
-    )
