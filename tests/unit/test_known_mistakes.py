@@ -102,7 +102,8 @@ MISTAKES = {
 
 
 def names_in(file: Path) -> set[str]:
-    return {node.name for node in ast.walk(ast.parse(file.read_text("utf-8"))) if isinstance(node, ast.FunctionDef)}
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    return {node.name for node in ast.walk(ast.parse(file.read_text("utf-8"))) if isinstance(node, functions)}
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
