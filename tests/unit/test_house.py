@@ -12,7 +12,10 @@ import pytest
 REPOSITORY = Path(__file__).parents[2]
 PACKAGES = ("protocol", "replay", "producer", "consumer", "tools")
 MODULES = sorted(file for package in PACKAGES for file in (REPOSITORY / package).rglob("*.py"))
-LONGEST_MODULE = 400
+LONGEST_MODULE = 250  # lines
+MOST_MODULES = 14  # of a room
+LONGEST_FUNCTION = 60  # lines
+MOST_ARGUMENTS = 8  # of a constructor, without self
 FORBIDDEN_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve"}
 FORBIDDEN_CALLS = {"eval", "exec"}
 RUN_IN_A_SANDBOX = {
@@ -98,3 +101,24 @@ def test_modules_stay_readable(file: Path) -> None:
     docstring = ast.get_docstring(parsed(file))
     assert docstring, "a module opens with what it guarantees"
     assert len(docstring.splitlines()[0]) > 20
+
+
+@every_module
+def test_functions_stay_readable(file: Path) -> None:
+    functions = [node for node in ast.walk(parsed(file)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    assert [each.name for each in functions if (each.end_lineno or 0) - each.lineno >= LONGEST_FUNCTION] == []
+    assert [each.lineno for each in functions if each.name == "__init__" and num_arguments(each) > MOST_ARGUMENTS] == []
+
+
+def num_arguments(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    arguments = function.args
+    return len(arguments.posonlyargs) + len(arguments.args) + len(arguments.kwonlyargs) - 1
+
+
+ROOMS = sorted(file.parent for file in MODULES if file.name == "__init__.py" and file.parent.parent != REPOSITORY)
+
+
+@pytest.mark.parametrize("room", ROOMS, ids=lambda room: str(room.relative_to(REPOSITORY)))
+def test_a_room_opens_with_what_it_guarantees(room: Path) -> None:
+    assert "Guarantee: " in (ast.get_docstring(parsed(room / "__init__.py")) or "")
+    assert len(list(room.glob("*.py"))) <= MOST_MODULES + 1
