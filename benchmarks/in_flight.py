@@ -28,7 +28,7 @@ from producer.rollouts.in_flight import InFlight, OnSwap
 from producer.state import Counters
 from producer.timeline import Timeline
 from protocol.config.run import RunConfig
-from protocol.config.swap import TOLERANCES
+from protocol.config.sections.swap import TOLERANCES
 from protocol.wire.adapter_blob import AdapterBlob, pack
 from protocol.wire.messages import PolicyInfo, Sampling
 

@@ -38,7 +38,7 @@ from producer.policies.verification import SwapProof
 from producer.state import Counters, Identity, Workload
 from producer.timeline import Timeline
 from protocol.config.run import RunConfig
-from protocol.config.transport import TransportSection
+from protocol.config.sections.transport import TransportSection
 from protocol.files.shared_memory import SharedMemory, shared_memory
 from protocol.transport.zeromq_client import ZmqClient
 

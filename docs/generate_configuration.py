@@ -21,8 +21,8 @@ from docs.markdown import grouped, reserved, row  # noqa: E402
 from docs.trainer_section import trainer_section  # noqa: E402
 from protocol.config import library_rules as rules  # noqa: E402
 from protocol.config import run as schema  # noqa: E402
-from protocol.config.builtin_rewards import SHIPPED  # noqa: E402
-from protocol.config.rewards import RewardModel, RewardService  # noqa: E402
+from protocol.config.sections.builtin_rewards import SHIPPED  # noqa: E402
+from protocol.config.sections.rewards import RewardModel, RewardService  # noqa: E402
 from protocol.config.type_names import is_section, section_of, type_in_words  # noqa: E402
 
 PAGE = ROOT / "docs" / "configuration.md"

@@ -36,7 +36,7 @@ from producer.startup import Base, Helpers, Launch
 from producer.state import Identity, Situation
 from producer.supervision import Supervision
 from producer.watchdog import Watchdog
-from protocol.config.swap import TOLERANCES
+from protocol.config.sections.swap import TOLERANCES
 from protocol.transport.zeromq_client import ZmqClient
 
 

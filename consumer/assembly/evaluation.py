@@ -15,8 +15,8 @@ from consumer.evaluation.results import EvaluationResults
 from consumer.prompts.dataset import PromptDataset
 from consumer.prompts.source import PromptSource
 from consumer.training.run_components import RunComponents
-from protocol.config.evaluation import WEIGHTED_SUM, EvaluationSection
 from protocol.config.run import RunConfig
+from protocol.config.sections.evaluation import WEIGHTED_SUM, EvaluationSection
 from protocol.throttle import Throttle
 from protocol.transport.channel import ServerChannel
 from protocol.wire.messages import Sampling

@@ -3,8 +3,8 @@
 from typing import Any
 
 from consumer.training.run_components import RunComponents
-from protocol.config.learning import PipelineSection
 from protocol.config.run import RunConfig
+from protocol.config.sections.learning import PipelineSection
 from replay.batches.cutting import BatchCutter
 from replay.batches.replay_table import replay_table
 from replay.buffer import RolloutBuffer

@@ -16,7 +16,7 @@ from consumer.evaluation.queue import DueVersion, EvaluationQueue
 from consumer.evaluation.results import EvaluationResults
 from consumer.publishing.published_policy import PublishedPolicy
 from consumer.waiting import Patience
-from protocol.config.evaluation import EvaluationSection
+from protocol.config.sections.evaluation import EvaluationSection
 from protocol.files.space import out_of_space
 from replay.prompts.evaluation_leases import summary
 

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from protocol.config.evaluation import EvaluationSection
+from protocol.config.sections.evaluation import EvaluationSection
 from protocol.files.json_lines import append, encode_line, encode_page, forget_after, open_to_append
 from protocol.files.staged import mend, staged, sync
 from protocol.wire.adapter_blob import unpack

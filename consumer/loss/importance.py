@@ -16,7 +16,7 @@ from typing import Literal
 
 import torch
 
-from protocol.config.learning import CorrectionSection
+from protocol.config.sections.learning import CorrectionSection
 
 LOG_LIMIT = 80.0
 """Log-ratios, of tokens and of whole completions, are kept within ± this, so that the ratios are finite in float32."""

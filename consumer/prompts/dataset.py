@@ -17,7 +17,7 @@ from consumer.prompts.mixture import Mixture
 from consumer.prompts.rows import RowReader
 from consumer.prompts.sources import load_rows, rows_digest
 from consumer.prompts.tokenizer import load_tokenizer
-from protocol.config.dataset import DatasetSection, SourceSection
+from protocol.config.sections.dataset import DatasetSection, SourceSection
 from protocol.errors import DatasetError
 from protocol.wire.digests import tokenizer_digest
 

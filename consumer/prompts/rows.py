@@ -11,8 +11,8 @@ from typing import Any
 
 from datasets import Dataset
 
-from protocol.config.dataset import SourceSection
 from protocol.config.functions import load_function
+from protocol.config.sections.dataset import SourceSection
 from protocol.errors import DatasetError
 from protocol.wire.prompts import is_conversational
 

@@ -13,7 +13,7 @@ import pyarrow as pa
 from datasets import Dataset
 
 from consumer.prompts.rows import RowReader
-from protocol.config.dataset import SourceSection
+from protocol.config.sections.dataset import SourceSection
 from protocol.errors import DatasetError
 from protocol.processes.worker_channel import WorkerChannel
 

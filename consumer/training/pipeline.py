@@ -19,7 +19,7 @@ from consumer.publishing.published_policy import PublishedPolicy, Snapshot
 from consumer.publishing.publisher import Publisher
 from consumer.reporting.step_report import StepReport
 from consumer.waiting import Patience, ThreadErrors
-from protocol.config.learning import ReplaySection
+from protocol.config.sections.learning import ReplaySection
 from protocol.files.space import out_of_space
 from replay.batches.cutting import CutBatch
 from replay.journal.database import JournalFullError

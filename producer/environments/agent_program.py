@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-from protocol.config.environment import EnvironmentSection
+from protocol.config.sections.environment import EnvironmentSection
 from protocol.errors import ConfigError
 from protocol.processes.kept import KeptProcess
 from protocol.processes.tree import exit_text

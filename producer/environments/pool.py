@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from producer.environments.worker import Answer, Call, Description
-from protocol.config.environment import EnvironmentSection
+from protocol.config.sections.environment import EnvironmentSection
 from protocol.errors import ConfigError
 from protocol.processes.child import ChildEndedError, ChildProcess, ChildProcesses
 from protocol.throttle import Throttle

@@ -22,7 +22,7 @@ from producer.link.sender import Sender
 from producer.link.trainer_source import TrainerSource
 from producer.policies.downloads import PolicyDownloads
 from producer.state import Counters, Delivery, Identity, Workload
-from protocol.config.transport import TransportSection
+from protocol.config.sections.transport import TransportSection
 from protocol.errors import IncompatiblePeerError
 from protocol.service import logs
 from protocol.throttle import Throttle

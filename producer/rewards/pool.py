@@ -22,7 +22,7 @@ from producer.rewards.sources import RewardSources, WorkerReward
 from producer.rewards.thinking import Thinking
 from producer.rewards.views import View
 from producer.rewards.worker import Job, Scores
-from protocol.config.rewards import RewardFunction, RewardsSection
+from protocol.config.sections.rewards import RewardFunction, RewardsSection
 from protocol.throttle import Throttle
 
 logger = logging.getLogger(__name__)

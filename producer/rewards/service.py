@@ -16,7 +16,7 @@ import msgspec
 
 from producer.interfaces import Failure
 from producer.rewards.worker import Job, Scores, checked
-from protocol.config.rewards import RewardService
+from protocol.config.sections.rewards import RewardService
 from protocol.errors import ConfigError
 from protocol.security.secret_lines import secret_line
 

@@ -10,7 +10,7 @@ from typing import Protocol
 from producer.rewards.processes import WorkerLostError, WorkerPool
 from producer.rewards.service import HttpReward
 from producer.rewards.worker import Job, Scores, Source
-from protocol.config.rewards import RewardFunction, RewardModel, RewardService, RewardsSection
+from protocol.config.sections.rewards import RewardFunction, RewardModel, RewardService, RewardsSection
 
 _START_TIMEOUT_S = 120.0  # imports of the user's modules included
 _MODEL_START_TIMEOUT_S = 900.0  # a download included

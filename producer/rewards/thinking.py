@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from protocol.config.rewards import ThinkingSection
+from protocol.config.sections.rewards import ThinkingSection
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from producer.rewards.thinking import Reasoning
 from producer.rewards.worker import Job, Scores
-from protocol.config.rewards import RewardFunction, RewardsSection
+from protocol.config.sections.rewards import RewardFunction, RewardsSection
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from producer.groups import Episode, Record
 from producer.interfaces import Completion, LeaseFailure, ToolParser
 from producer.rollouts.chat import ChatFormat, Continuation, assistant_message, tool_message
 from producer.state import Counters
-from protocol.config.environment import EnvironmentSection
+from protocol.config.sections.environment import EnvironmentSection
 from protocol.throttle import Throttle
 from protocol.wire.messages import Lease, Sampling
 

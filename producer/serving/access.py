@@ -11,7 +11,7 @@ from starlette.datastructures import Headers
 from starlette.types import Scope
 
 from producer.calls.refusals import RefusedError, malformed
-from protocol.config.serve import LOOPBACK_HOSTS
+from protocol.config.sections.serve import LOOPBACK_HOSTS
 
 
 def check_access(scope: Scope, keys: tuple[bytes, ...], host: str) -> None:

@@ -23,7 +23,7 @@ from producer.serving.atropos_routes import PREFIX, atropos_routes, generate_bod
 from producer.serving.generation import ClientGeneration, Recorder
 from producer.serving.http_parts import App, ClientGoneError, ResponseWatch, body_reader
 from producer.serving.metrics import RequestOutcome, ServeMetrics
-from protocol.config.serve import ServeSection
+from protocol.config.sections.serve import ServeSection
 from protocol.throttle import Throttle
 
 logger = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from producer.serving.generation import ClientGeneration, ServedEngine
 from producer.serving.metrics import ServeMetrics
 from producer.serving.versions import ServedVersions
 from protocol.config.run import RunConfig
-from protocol.config.serve import ServeSection
+from protocol.config.sections.serve import ServeSection
 from protocol.errors import ConfigError
 from protocol.security.secret_lines import read_private, secret_line
 from protocol.service.exposition import announced

@@ -6,9 +6,9 @@ Guarantee: `problems` is empty for a configuration whose sections can work toget
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from protocol.config.dataset import DatasetSection
-from protocol.config.environment import ATROPOS_ITEMS, REWARD_NAME
-from protocol.config.evaluation import WEIGHTED_SUM
+from protocol.config.sections.dataset import DatasetSection
+from protocol.config.sections.environment import ATROPOS_ITEMS, REWARD_NAME
+from protocol.config.sections.evaluation import WEIGHTED_SUM
 
 if TYPE_CHECKING:
     from protocol.config.run import RunConfig

@@ -13,17 +13,6 @@ from typing import Annotated, Any
 from pydantic import Field, field_validator, model_validator
 
 from protocol.config.consistency import problems
-from protocol.config.dataset import DatasetSection
-from protocol.config.environment import REWARD_NAME, EnvironmentSection, with_atropos
-from protocol.config.evaluation import EvaluationSection
-from protocol.config.guards import GuardsSection
-from protocol.config.learning import (
-    AdvantageSection,
-    CorrectionSection,
-    PipelineSection,
-    ReplaySection,
-    RerollSection,
-)
 from protocol.config.library_rules import (
     LORA_DEFAULTS,
     SERVABLE_RANKS,
@@ -32,13 +21,24 @@ from protocol.config.library_rules import (
     check_sft,
     check_trainer,
 )
-from protocol.config.model import ModelSection, SamplingSection
-from protocol.config.observability import ObservabilitySection
-from protocol.config.rewards import RewardsSection
-from protocol.config.section import Section
-from protocol.config.serve import ServeSection
-from protocol.config.swap import SwapSection
-from protocol.config.transport import TransportSection
+from protocol.config.sections.dataset import DatasetSection
+from protocol.config.sections.environment import REWARD_NAME, EnvironmentSection, with_atropos
+from protocol.config.sections.evaluation import EvaluationSection
+from protocol.config.sections.guards import GuardsSection
+from protocol.config.sections.learning import (
+    AdvantageSection,
+    CorrectionSection,
+    PipelineSection,
+    ReplaySection,
+    RerollSection,
+)
+from protocol.config.sections.model import ModelSection, SamplingSection
+from protocol.config.sections.observability import ObservabilitySection
+from protocol.config.sections.rewards import RewardsSection
+from protocol.config.sections.section import Section
+from protocol.config.sections.serve import ServeSection
+from protocol.config.sections.swap import SwapSection
+from protocol.config.sections.transport import TransportSection
 
 
 class RunConfig(Section):

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from protocol.config.learning import ReplaySection
+from protocol.config.sections.learning import ReplaySection
 from replay.batches.selectors import (
     DecayedScore,
     Entry,

@@ -14,7 +14,7 @@ from producer.engine.adapter_loading import ByAdapter
 from producer.interfaces import AdapterRefusedError, LeaseFailure, Probe
 from producer.rollouts.in_flight import InFlight
 from producer.state import Counters
-from protocol.config.swap import TOLERANCES
+from protocol.config.sections.swap import TOLERANCES
 from protocol.errors import ConfigError, EngineError
 from protocol.wire.adapter_blob import AdapterBlob, pack
 from protocol.wire.messages import PolicyInfo, Sampling

@@ -20,7 +20,7 @@ from producer.rollouts.in_flight import InFlight
 from producer.rollouts.played_rollouts import PlayedRollouts
 from producer.rollouts.source import Progress
 from producer.state import Counters
-from protocol.config.environment import EnvironmentSection
+from protocol.config.sections.environment import EnvironmentSection
 from protocol.errors import ConfigError
 from protocol.wire.messages import PolicyInfo, Sampling
 from replay.groups import GroupShape, RolloutGroup

@@ -12,7 +12,7 @@ from producer.calls.calls import Call, Stream
 from producer.calls.requests import parse_request
 from producer.interfaces import AdapterRefusedError, Completion
 from producer.policies.registry import AdapterRegistry
-from protocol.config.swap import TOLERANCES
+from protocol.config.sections.swap import TOLERANCES
 from protocol.errors import ConfigError
 from protocol.wire.messages import Sampling
 from tests.integration.engines import LiveEngine, live_engine, run_config

@@ -14,7 +14,7 @@ from transformers.utils import logging as transformers_logging
 
 from consumer.checkpoints.adapter_folder import AdapterFolder
 from protocol.config.run import RunConfig
-from protocol.config.swap import TOLERANCES
+from protocol.config.sections.swap import TOLERANCES
 from protocol.errors import ConfigError, ExitCode
 from protocol.files.staged import staged
 from tools.export.adapter_choice import choose_adapter

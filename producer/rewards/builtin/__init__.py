@@ -1,7 +1,7 @@
 """Rewards that come with Slipstream, by the name that `rewards.functions[].builtin` gives them.
 
 Guarantee: `make` returns a function with TRL's signature, or raises `ConfigError` with what is missing.
-`protocol.config.builtin_rewards` has checked the options. For a completion that a function cannot score its list has an
+`protocol.config.sections.builtin_rewards` has checked the options. For a completion that a function cannot score its list has an
 exception, so that the reward of that completion alone is missing.
 """
 
@@ -9,8 +9,8 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from protocol.config.builtin_rewards import SHIPPED
-from protocol.config.rewards import RewardModel
+from protocol.config.sections.builtin_rewards import SHIPPED
+from protocol.config.sections.rewards import RewardModel
 
 _MODULES = {
     "exact_match": "answers",

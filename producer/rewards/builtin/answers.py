@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from producer.rewards.builtin.texts import Results, each, with_answers, within
-from protocol.config.builtin_rewards import ExactMatch, FormatRegex, NumericMatch
+from protocol.config.sections.builtin_rewards import ExactMatch, FormatRegex, NumericMatch
 
 _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?|[-+]?\.\d+")
 

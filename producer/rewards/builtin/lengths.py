@@ -6,7 +6,7 @@ Guarantee: lengths are those of the sampled token ids, never of text that was en
 from collections.abc import Callable
 from typing import Any
 
-from protocol.config.builtin_rewards import LengthPenalty, ReasoningLength
+from protocol.config.sections.builtin_rewards import LengthPenalty, ReasoningLength
 
 
 def length_penalty(options: LengthPenalty) -> Callable[..., list[float]]:

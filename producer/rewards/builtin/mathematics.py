@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from producer.rewards.builtin.texts import Results, with_answers
-from protocol.config.builtin_rewards import MathVerify
+from protocol.config.sections.builtin_rewards import MathVerify
 from protocol.errors import ConfigError
 
 

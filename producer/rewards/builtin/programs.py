@@ -14,7 +14,7 @@ from producer.rewards.builtin.texts import Results, column_of, text_of
 from producer.rewards.judge.session import passes
 from producer.rewards.sandbox.isolation import Limits
 from producer.rewards.sandbox.run import Sandbox
-from protocol.config.builtin_rewards import Code
+from protocol.config.sections.builtin_rewards import Code
 
 _BLOCK = re.compile(r"```[ \t]*(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
 

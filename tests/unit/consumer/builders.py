@@ -10,8 +10,8 @@ import numpy as np
 from prometheus_client import CollectorRegistry
 
 from consumer.reporting.learning_metrics import LearningMetrics
-from protocol.config.learning import ReplaySection
 from protocol.config.run import RunConfig
+from protocol.config.sections.learning import ReplaySection
 from protocol.wire.codec import encode
 from protocol.wire.messages import Group
 from replay.batches.cutting import BatchCutter

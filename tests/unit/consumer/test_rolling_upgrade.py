@@ -20,7 +20,7 @@ from producer.link.link import Link
 from producer.link.mailbox import Mailbox
 from producer.state import Counters, Identity, Workload
 from protocol import __version__
-from protocol.config.transport import TransportSection
+from protocol.config.sections.transport import TransportSection
 from protocol.transport.zeromq_client import ZmqClient
 from protocol.transport.zeromq_server import ZmqServer
 from protocol.wire.codec import schema_of

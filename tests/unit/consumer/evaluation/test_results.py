@@ -10,7 +10,7 @@ import pytest
 
 from consumer.evaluation.queue import DueVersion, EvaluationQueue
 from consumer.evaluation.results import EvaluationResults
-from protocol.config.evaluation import EvaluationSection
+from protocol.config.sections.evaluation import EvaluationSection
 from protocol.wire.adapter_blob import AdapterBlob, pack
 from protocol.wire.messages import PolicyInfo
 

@@ -17,7 +17,7 @@ from consumer.prompts.dataset import PromptDataset
 from consumer.prompts.placeholders import Placeholders
 from consumer.prompts.transform_worker import Job, Made, made, packed, unpacked
 from consumer.prompts.transformed import TransformedPrompts, read_aside
-from protocol.config.dataset import DatasetSection
+from protocol.config.sections.dataset import DatasetSection
 from protocol.errors import DatasetError
 from tests.unit.protocol.channel_harness import PATIENCE_S
 

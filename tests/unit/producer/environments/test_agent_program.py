@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from producer.environments import agent_program
-from protocol.config.environment import EnvironmentSection
+from protocol.config.sections.environment import EnvironmentSection
 from protocol.errors import ConfigError
 
 

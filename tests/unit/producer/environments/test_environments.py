@@ -9,7 +9,7 @@ import pytest
 
 from producer.environments.pool import EnvironmentFailedError, EnvironmentPool
 from producer.environments.worker import Answer, Call, Environment
-from protocol.config.environment import EnvironmentSection
+from protocol.config.sections.environment import EnvironmentSection
 from protocol.errors import ConfigError
 from tests.unit.producer.loop import asynchronous, until
 

@@ -8,7 +8,7 @@ from producer.interfaces import DownloadedPolicy, Probe
 from producer.link.link import Link
 from producer.link.mailbox import Mailbox
 from producer.state import Counters, Identity, Workload
-from protocol.config.transport import TransportSection
+from protocol.config.sections.transport import TransportSection
 from protocol.wire.messages import (
     Bye,
     Group,

@@ -12,7 +12,7 @@ from producer.interfaces import DownloadedPolicy
 from producer.link.link import Link
 from producer.link.mailbox import Mailbox
 from producer.state import Counters, Identity, Workload
-from protocol.config.transport import TransportSection
+from protocol.config.sections.transport import TransportSection
 from protocol.wire.messages import Ack, Bye, Group, Heartbeat, Hello, Lease, Nack, Policy, PolicyInfo, Welcome
 from tests.loopback import LoopbackServer
 from tests.scripted import facts

@@ -14,7 +14,7 @@ import pytest
 
 from producer.environments.pool import EnvironmentFailedError, EnvironmentPool
 from producer.rewards.pool import RewardPool
-from protocol.config.environment import EnvironmentSection
+from protocol.config.sections.environment import EnvironmentSection
 from tests.unit.producer.rewards.test_rewards import section
 
 MARK = "SLIPSTREAM_TEST_MARK"

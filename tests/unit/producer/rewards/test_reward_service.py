@@ -4,7 +4,7 @@ import pytest
 
 from producer.rewards.service import HttpReward
 from producer.rewards.worker import Job
-from protocol.config.rewards import RewardService
+from protocol.config.sections.rewards import RewardService
 from protocol.errors import ConfigError
 from tests.unit.producer.loop import asynchronous
 

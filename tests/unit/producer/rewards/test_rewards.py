@@ -12,7 +12,7 @@ import pytest
 
 from producer.interfaces import LeaseFailure
 from producer.rewards.pool import RewardPool
-from protocol.config.rewards import RewardsSection
+from protocol.config.sections.rewards import RewardsSection
 from protocol.errors import ConfigError, ExitCode
 
 Result = TypeVar("Result")

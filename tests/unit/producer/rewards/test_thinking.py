@@ -14,7 +14,7 @@ from producer.rewards.pool import RewardPool
 from producer.rewards.thinking import Thinking, segments
 from producer.rewards.views import View
 from producer.rewards.worker import Job, Scores
-from protocol.config.rewards import RewardsSection, ThinkingSection
+from protocol.config.sections.rewards import RewardsSection, ThinkingSection
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}A:{{ tail }}{% endif %}"
 

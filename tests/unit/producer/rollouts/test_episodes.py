@@ -18,7 +18,7 @@ from producer.rollouts.episodes import EpisodePlayer
 from producer.rollouts.played_rollouts import PlayedRollouts
 from producer.rollouts.source import Progress
 from producer.state import Counters
-from protocol.config.environment import EnvironmentSection
+from protocol.config.sections.environment import EnvironmentSection
 from tests.scripted_trainer import lease
 from tests.unit.producer.rollouts.test_chat import PLAIN, TOOLS, tokenizer
 

@@ -18,7 +18,7 @@ from producer.rollouts.engine_access import BusyClock
 from producer.serving.generation import ServedEngine
 from producer.serving.serving import listening, read_keys
 from protocol.config.run import RunConfig
-from protocol.config.serve import ServeSection
+from protocol.config.sections.serve import ServeSection
 from protocol.errors import ConfigError, EndpointInUseError
 from protocol.service.http_server import ConnectionLimiter
 from protocol.wire.messages import Sampling

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from pydantic import ValidationError
 
-from protocol.config.learning import ReplaySection
+from protocol.config.sections.learning import ReplaySection
 from replay.batches.replay_table import ReplayTable, replay_table
 from replay.batches.selectors import (
     DecayedScore,

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from protocol.config.section import PositiveSeconds, Section
+from protocol.config.sections.section import PositiveSeconds, Section
 
 
 class TransportSection(Section):

@@ -5,7 +5,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from protocol.config.section import PlaceAndName, Positive, PositiveSeconds, Section
+from protocol.config.sections.section import PlaceAndName, Positive, PositiveSeconds, Section
 
 REWARD_NAME = "environment"
 """The column of the environment's own reward beside those of the reward functions."""

@@ -4,8 +4,8 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from protocol.config.dataset import DatasetSection
-from protocol.config.section import Positive, PositiveSeconds, Section
+from protocol.config.sections.dataset import DatasetSection
+from protocol.config.sections.section import Positive, PositiveSeconds, Section
 
 WEIGHTED_SUM = "reward"
 """The metric that is the weighted sum of all reward functions."""

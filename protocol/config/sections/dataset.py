@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from protocol.config.section import PlaceAndName, Positive, Section
+from protocol.config.sections.section import PlaceAndName, Positive, Section
 
 
 class _RowsSection(Section):

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from protocol.config.section import Section
+from protocol.config.sections.section import Section
 
 
 class ModelSection(Section):

@@ -9,8 +9,8 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from protocol.config.builtin_rewards import SHIPPED
-from protocol.config.section import PlaceAndName, Positive, PositiveSeconds, Section
+from protocol.config.sections.builtin_rewards import SHIPPED
+from protocol.config.sections.section import PlaceAndName, Positive, PositiveSeconds, Section
 
 _KINDS = ("function", "builtin", "model", "url", "posted")
 _SERVICE_RETRIES = 3

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from protocol.config.section import PositiveSeconds, Section
+from protocol.config.sections.section import PositiveSeconds, Section
 
 
 class ObservabilitySection(Section):

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from protocol.config.section import Positive, PositiveSeconds, Section
+from protocol.config.sections.section import Positive, PositiveSeconds, Section
 
 _Count = Annotated[int, Field(ge=0, le=2**31)]
 

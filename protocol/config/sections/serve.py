@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from protocol.config.section import Positive, PositiveSeconds, Section
+from protocol.config.sections.section import Positive, PositiveSeconds, Section
 
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from protocol.config.dataset import DatasetSection
+from protocol.config.sections.dataset import DatasetSection
 
 
 def refusal(**values: Any) -> str:

@@ -4,7 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from protocol.config.run import RunConfig
-from protocol.config.serve import ServeSection
+from protocol.config.sections.serve import ServeSection
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.5", "gpu01", "::"])

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from protocol.config.section import Positive, PositiveSeconds, Section
+from protocol.config.sections.section import Positive, PositiveSeconds, Section
 
 
 class PipelineSection(Section):

@@ -2,7 +2,7 @@
 
 from pydantic import Field
 
-from protocol.config.section import Positive, Section
+from protocol.config.sections.section import Positive, Section
 
 
 class GuardsSection(Section):

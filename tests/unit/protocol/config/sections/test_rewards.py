@@ -3,7 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from protocol.config.rewards import RewardFunction, RewardsSection
+from protocol.config.sections.rewards import RewardFunction, RewardsSection
 
 
 @pytest.mark.parametrize(

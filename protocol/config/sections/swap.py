@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from protocol.config.section import Section
+from protocol.config.sections.section import Section
 
 TOLERANCES = {"float32": 2e-3, "float16": 0.2, "bfloat16": 1.0}
 """Largest difference of a log-prob, in nats, between two right computations of one policy, by `model.dtype`. Right swaps showed
