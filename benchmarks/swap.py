@@ -256,7 +256,7 @@ class Side:
         await asyncio.to_thread(self.link.join)
         self.pipe.send("stop")
         await asyncio.to_thread(self.child.join)
-        self.registry._flip(None, None)
+        self.registry._flip(None)
         await self.registry.unload_idle()
 
 
