@@ -1,8 +1,8 @@
 """How much of the past the journal keeps.
 
 Guarantee: a row goes only when no checkpoint that can be resumed from needs it; of the others the newest stay, up to so
-many bytes and so long. The file gives freed pages back to the disk. What it costs follows from what has arrived and what is
-deleted since the time before, not from how much is kept.
+many bytes and so long. Of the policies those stay that steps of these rows began with or made. The file gives freed pages back to
+the disk. What it costs follows from what has arrived and what is deleted since the time before, not from how much is kept.
 """
 
 import time
@@ -19,6 +19,13 @@ _SETTLED = """
 (seq <= :seq AND NOT (
     outcome = 'accepted' AND (dropped IS NULL OR dropped = 'quarantined') AND (last_step IS NULL OR last_step > :step)
 ))"""  # without the row of a quarantined group, an older checkpoint would send its prompt out again
+_OLDEST_POLICY = """
+SELECT version FROM policies WHERE step < min(
+    :step + 1,
+    coalesce((SELECT min(step) FROM groups WHERE last_step = (SELECT min(last_step) FROM groups)), :step + 1),
+    coalesce((SELECT min(step) FROM replays), :step + 1)
+) ORDER BY step DESC, version DESC LIMIT 1
+"""  # with which the oldest step began that a group or a replay is of, or a checkpoint goes on with
 
 
 class Retention:
@@ -51,6 +58,7 @@ class Retention:
                 doomed.append((seq, num_bytes))
         for start in range(0, len(doomed), _ROWS_PER_TRANSACTION):
             self._delete(doomed[start : start + _ROWS_PER_TRANSACTION])
+        self._delete_policies(oldest_step)
         with journal.transaction() as db:
             newest = "(SELECT max(id) FROM dead_letters)"
             db.execute(f"DELETE FROM dead_letters WHERE id <= {newest} - ?", (_MAX_DEAD_LETTERS,))
@@ -89,3 +97,12 @@ class Retention:
             for table in ("bodies", "groups"):
                 db.executemany(f"DELETE FROM {table} WHERE seq = ?", seqs)
         self._counted_bytes -= sum(num_bytes for seq, num_bytes in rows if seq <= self._counted_to)
+
+    def _delete_policies(self, oldest_step: int) -> None:
+        """Those before the oldest that is needed."""
+        for (oldest,) in self._journal.query(_OLDEST_POLICY, {"step": oldest_step}):
+            doomed = self._journal.query("SELECT version FROM policies WHERE version < ?", (oldest,))
+            for start in range(0, len(doomed), _ROWS_PER_TRANSACTION):
+                with self._journal.transaction() as db:
+                    part = doomed[start : start + _ROWS_PER_TRANSACTION]
+                    db.executemany("DELETE FROM policies WHERE version = ?", part)

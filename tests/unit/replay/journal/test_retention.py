@@ -81,6 +81,37 @@ def test_what_a_checkpoint_needs_stays_and_the_rest_goes(
 
 
 @pytest.mark.parametrize(
+    ("step", "seq", "stay"),
+    [
+        (0, 0, [0, 1, 2, 3, 4]),
+        (1, 8, [1, 2, 3, 4]),  # step 2, of prompt 1, began with v1
+        (3, 8, [3, 4]),  # step 4 will begin with v3
+        (9, 8, [4]),
+    ],
+)
+def test_policies_stay_that_a_kept_step_began_with_or_made(
+    history: Journal, step: int, seq: int, stay: list[int]
+) -> None:
+    for version in range(5):
+        history.note_policy(version, version, "0" * 64)
+    pruned(history, step, seq)
+    assert history.query("SELECT version FROM policies ORDER BY version") == [(version,) for version in stay]
+    assert history.newest_version == 4
+
+
+def test_the_policy_that_a_kept_replay_began_with_stays(journal: Journal) -> None:
+    journal.append([entry(0), entry(1)])
+    for version in range(5):
+        journal.note_policy(version, version, "0" * 64)
+    claim(journal, 1, 1, 0)
+    claim(journal, 3, 3, 1, again=(0,))
+    pruned(journal, 4, 2, replayable=group_ids(0))
+    assert journal.query("SELECT version FROM policies ORDER BY version") == [(0,), (1,), (2,), (3,), (4,)]
+    pruned(journal, 4, 2)
+    assert journal.query("SELECT version FROM policies ORDER BY version") == [(4,)]
+
+
+@pytest.mark.parametrize(
     ("keep_bytes", "stay"),
     [
         (0, [6]),
