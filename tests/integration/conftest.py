@@ -7,9 +7,17 @@ from typing import Any
 
 import pytest
 
+from tests.tools import require
+
 from .models import build_model
 from .pair import Daemon
 from .runs import Run
+
+
+@pytest.fixture(scope="session")
+def bubblewrap() -> None:
+    """For what runs code that nobody trusts."""
+    require("bwrap", "bubblewrap")
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,7 @@
 """Tests of programs, run by the judge: every usual form of a test works, and no program talks itself through one."""
 
 import asyncio
+import functools
 import os
 import time
 
@@ -13,8 +14,13 @@ from producer.rewards.sandbox.run import Sandbox
 from tests.unit.producer.cancellation import cancel_at_each_wait
 from tests.unit.producer.loop import until
 
-pytestmark = pytest.mark.integration
-SANDBOX = Sandbox(Limits(time_s=20))
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("bubblewrap")]
+
+
+@functools.cache
+def sandbox() -> Sandbox:
+    return Sandbox(Limits(time_s=20))
+
 
 HONEST = {
     "a function": ("def add(a, b=1): return a + b", "assert add(1, 2) == 3 and add(1) == 2 and add(b=4, a=1) == 5"),
@@ -175,7 +181,7 @@ def seen():
 
 
 def verdict(source: str, test: str) -> bool:
-    return asyncio.run(passes(SANDBOX, source, test))
+    return asyncio.run(passes(sandbox(), source, test))
 
 
 @pytest.mark.parametrize("name", HONEST)
@@ -220,7 +226,7 @@ def test_nothing_is_left_wherever_a_verdict_is_cancelled() -> None:
 
     async def body() -> None:
         async def one() -> None:
-            assert await passes(SANDBOX, "def f(): return 1", "assert f() == 1")
+            assert await passes(sandbox(), "def f(): return 1", "assert f() == 1")
 
         assert await cancel_at_each_wait(one, lambda: None) > 0
         await until(lambda: set(psutil.Process().children(recursive=True)) <= others)

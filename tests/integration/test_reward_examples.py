@@ -14,6 +14,7 @@ from tests.integration.models import build_model
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 
+@pytest.mark.usefixtures("bubblewrap")
 def test_code_is_run_and_scored(short_dir: Path) -> None:
     assert to_prompt({"problem": "p", "tests": ["pass"]})["tests"] == ["pass"]
     steps = run_example(

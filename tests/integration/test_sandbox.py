@@ -19,7 +19,7 @@ from producer.rewards.sandbox.isolation import Isolation, Limits
 from producer.rewards.sandbox.run import Outcome, Sandbox
 from protocol.errors import ConfigError
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("bubblewrap")]
 PR_SET_NAME = 15
 LIMITS = Limits(time_s=10, memory_bytes=64 * 2**20, disk_bytes=4 * 2**20, processes=4, output_bytes=2**16)
 
