@@ -9,19 +9,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 from consumer import cli
-from consumer.training.callbacks import RunControl
+from consumer.training.checkpoint_writer import CheckpointWriter
 
-_save = RunControl.save
+_commit = CheckpointWriter.commit
 
 
-def save(control: RunControl, staged: Path, write: Callable[[], None]) -> None:
+def commit(writer: CheckpointWriter, step: int, staged: Path, write: Callable[[], None]) -> None:
     barrier = Path(os.environ["CHECKPOINTS_WAIT"])
     while barrier.exists():
         barrier.with_suffix(".reached").touch()
         time.sleep(0.02)
-    _save(control, staged, write)
+    _commit(writer, step, staged, write)
 
 
 if __name__ == "__main__":
-    RunControl.save = save
+    CheckpointWriter.commit = commit
     cli.main()

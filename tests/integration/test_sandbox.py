@@ -15,7 +15,7 @@ import pytest
 
 from producer.rewards.builtin import make
 from producer.rewards.builtin.programs import program_of
-from producer.rewards.sandbox.isolation import Isolation, Limits
+from producer.rewards.sandbox.isolation import ENVIRONMENT, Isolation, Limits
 from producer.rewards.sandbox.run import Outcome, Sandbox
 from protocol.errors import ConfigError
 
@@ -281,7 +281,7 @@ def test_an_ordinary_user_needs_no_rights(monkeypatch: pytest.MonkeyPatch) -> No
         main.seek(0)
         done = subprocess.run(
             isolation.command(main.fileno(), held), capture_output=True, timeout=30, user=54_321, group=54_321,
-            extra_groups=[], cwd="/", preexec_fn=_as_a_service, pass_fds=[main.fileno(), held],
+            extra_groups=[], cwd="/", env=ENVIRONMENT, preexec_fn=_as_a_service, pass_fds=[main.fileno(), held],
         )  # fmt: skip
         end.close()
         assert (done.stdout, done.stderr, ready_of.read()) == (b"1000 []\n", b"", b"1")
