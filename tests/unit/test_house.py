@@ -96,15 +96,11 @@ def test_the_scan_sees_what_it_forbids() -> None:
 
 
 @every_module
-def test_modules_stay_readable(file: Path) -> None:
+def test_modules_and_functions_stay_readable(file: Path) -> None:
     assert file.read_text().count("\n") <= LONGEST_MODULE
     docstring = ast.get_docstring(parsed(file))
     assert docstring, "a module opens with what it guarantees"
     assert len(docstring.splitlines()[0]) > 20
-
-
-@every_module
-def test_functions_stay_readable(file: Path) -> None:
     functions = [node for node in ast.walk(parsed(file)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     assert [each.name for each in functions if (each.end_lineno or 0) - each.lineno >= LONGEST_FUNCTION] == []
     assert [each.lineno for each in functions if each.name == "__init__" and num_arguments(each) > MOST_ARGUMENTS] == []

@@ -161,6 +161,7 @@ def changed(config: RunConfig, section: str, **values: object) -> RunConfig:
     return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
 
 
+@pytest.mark.long
 def test_a_lease_whose_policy_never_comes_is_a_stall(config, trainer):
     async def body() -> None:
         launch = Launch.of(changed(config, "pipeline", stall_timeout_s=0.5), [])

@@ -40,6 +40,7 @@ def columns(**changes: object) -> dict[str, object]:
     return {"prompt": [{"role": "user", "content": "shop"}], "stock": 4} | changes
 
 
+@pytest.mark.long
 @asynchronous
 async def test_an_episode_costs_nothing_but_itself() -> None:
     """One process serves many; one that hangs or dies is replaced."""

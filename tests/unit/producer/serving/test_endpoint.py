@@ -238,6 +238,7 @@ async def test_honest_work_goes_on_beside_idle_and_slow_connections(tmp_path):
             writer.close()
 
 
+@pytest.mark.long
 @asynchronous
 async def test_a_client_that_leaves_or_takes_too_long_ends_its_generation(tmp_path):
     async with endpoint(tmp_path, request_timeout_s=1.5) as it:

@@ -163,7 +163,10 @@ def test_a_client_that_does_not_take_its_answer_is_cut_off(port: Port, monkeypat
     eventually(lambda: port.refused("too_slow"), "its end")
 
 
-@pytest.mark.parametrize("hangs", ["/metrics", "/status", "/readyz"])
+@pytest.mark.parametrize(
+    "hangs",
+    ["/metrics", pytest.param("/status", marks=pytest.mark.long), pytest.param("/readyz", marks=pytest.mark.long)],
+)
 def test_a_page_that_cannot_be_read_holds_up_no_other_one(port: Port, hangs: str) -> None:
     part = Hanging()
     if hangs != "/readyz":

@@ -134,6 +134,7 @@ def test_a_reward_that_the_environment_does_not_give_is_missing_and_said_once(ca
     ]
 
 
+@pytest.mark.long
 def test_what_an_environment_raises_or_takes_too_long_for_fails_its_episode_alone():
     async def hang():
         await asyncio.sleep(60)
