@@ -124,6 +124,7 @@ class ScriptedProducer:
         self._policy_version = -1
         self._stopping = False
         self._waiting: list[Lease] = []
+        self._unacknowledged: set[str] = set()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def start(self) -> "ScriptedProducer":
@@ -141,17 +142,19 @@ class ScriptedProducer:
     def _run(self) -> None:
         said_hello = last_beat = 0.0
         while not self._stopping and self.farewell is None and self.rejected is None:
+            arrived = self.channel.poll(0.05)
+            while arrived:  # all of it, so that a heartbeat names every lease that has arrived
+                for message in arrived:
+                    self._receive(message)
+                arrived = self.channel.poll(0)
             now = time.monotonic()
             if self._policy_version < 0 and now - said_hello > 0.5:
                 self.channel.send(Hello(self.name, self.engine, self.capacity, evaluates=self.evaluates))
                 said_hello = now
             elif self._policy_version >= 0 and now - last_beat > 0.3:
-                self.channel.send(
-                    Heartbeat(self._policy_version, self.capacity, [lease.lease_id for lease in self._waiting], 0, 0.0)
-                )
+                held = [lease.lease_id for lease in self._waiting] + sorted(self._unacknowledged)
+                self.channel.send(Heartbeat(self._policy_version, self.capacity, held, 0, 0.0))
                 last_beat = now
-            for message in self.channel.poll(0.05):
-                self._receive(message)
             self._answer_ready()
         self.channel.close()
 
@@ -161,15 +164,18 @@ class ScriptedProducer:
                 self._saw(message.policy.version)
             case Ack():
                 self.acks.append(message)
+                self._unacknowledged.discard(message.lease_id)
                 self._saw(message.policy.version)
             case Nack():
                 self.nacks.append(message)
+                self._unacknowledged.discard(message.lease_id)
             case Lease():
                 self._waiting.append(message)
             case Reject():
                 self.rejected = message
             case Bye(reason="unknown_session"):
                 self._policy_version = -1
+                self._unacknowledged.clear()
             case Bye():
                 self.channel.send(Bye("stopping"))
                 self.farewell = message.reason
@@ -184,4 +190,6 @@ class ScriptedProducer:
         self._waiting = [lease for lease in self._waiting if lease.policy_floor > self._policy_version]
         for lease in ready:
             version = lease.evaluates.version if lease.evaluates else self._policy_version
-            self.channel.send(self.answer(lease, version))
+            answer = self.answer(lease, version)
+            if self.channel.send(answer) and isinstance(answer, Group):
+                self._unacknowledged.add(lease.lease_id)  # a heartbeat may overtake it: it takes another socket
