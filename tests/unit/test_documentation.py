@@ -19,11 +19,12 @@ PAGE = REPOSITORY / "docs" / "configuration.md"
 PAGES = [*sorted((REPOSITORY / "docs").glob("*.md")), *(REPOSITORY / name for name in ("README.md", "AGENTS.md"))]
 
 
-def test_the_configuration_page_is_current() -> None:
-    """As a module; below it is run as a script."""
-    command = [sys.executable, "-m", "docs.generate_configuration", "--check"]
+@pytest.mark.parametrize("module", ["generate_configuration", "generate_status_picture"])
+def test_what_is_generated_is_current(module: str) -> None:
+    """As a module; below one of them is run as a script."""
+    command = [sys.executable, "-m", f"docs.{module}", "--check"]
     checked = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
-    assert (checked.returncode, checked.stderr) == (0, ""), "run `python docs/generate_configuration.py`"
+    assert (checked.returncode, checked.stderr) == (0, ""), "run `make docs`"
 
 
 def test_an_outdated_page_is_noticed(tmp_path: Path) -> None:
