@@ -1,23 +1,28 @@
-"""How the losses of a step's micro-batches add up to the loss of the whole step, and their metrics to its metrics.
+"""The loss of an optimizer step, micro-batch by micro-batch, and its metrics. Pure functions of tensors.
 
-Guarantee: however a step is cut, the sum of its micro-batches' losses, and so the gradient, is what TRL computes when all of
-its rows are one micro-batch: for every loss type, with entropy bonus, and for batches that are not full.
+Guarantee: however a step is cut, the losses of its micro-batches, and so their gradients, add up to what TRL 1.16.0 computes when
+all of its rows are one micro-batch, for every loss type and option; what a batch that is not full lacks is worth as much as rows
+without advantage. Two things differ from TRL. The bias-corrected KL term carries p / b beside π / p, because its tokens came from
+b, so that its gradient is that of the reverse KL; and the experts' load-balancing loss is a mean over the tokens of the step.
 
-To TRL every micro-batch is a step of its own, whose loss is a mean. Multiplied by its share of the rows or tokens of the step it
-becomes its part of the mean over the step.
+Symbols as in `consumer.loss.importance`; log-probs are (B, T). Options and metrics have the names of `trl.GRPOConfig` and TRL.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from consumer.batches.tensors import MicroBatch, loss_mask
+from consumer.loss.importance import Factors
 
-TOKEN_SUMS = ("dapo", "cispo", "vespo")
-"""Loss types that TRL divides by the tokens of the whole step."""
+ACTING_ENTROPY = "entropy of the tokens that the loss acts on"
+_TOKEN_MEANS = ("bnpo", "dapo", "cispo", "vespo")  # over the tokens of the step; the others are over its completions
+_LOG_MIN, _LOG_MAX = math.log(1e-8), 20.0  # of VESPO's ratios
+
+Seen = dict[str, torch.Tensor]
+"""What metrics are made of, by their names: a value of each token in the loss, or of each row."""
 
 
 class NotFiniteStep(Exception):  # noqa: N818  what to do about it is for the loop to say
@@ -29,116 +34,169 @@ class NotFiniteStep(Exception):  # noqa: N818  what to do about it is for the lo
         self.grad_norm = grad_norm
 
 
-@dataclass
-class LossCapture:
-    """What comes up while TRL computes the loss of a micro-batch."""
+class Pass(NamedTuple):
+    """What a forward pass over a micro-batch gives."""
 
-    inputs: MicroBatch
-    missing_kl: torch.Tensor | None = None
-    entropies: torch.Tensor | None = None
-    aux_loss: torch.Tensor | None = None
-    entropy_mask: torch.Tensor | None = None
-
-    @property
-    def loss_mask(self) -> torch.Tensor:
-        return loss_mask(self.inputs)
+    logprobs: torch.Tensor  # (B, T)
+    entropies: torch.Tensor  # (B, T)
+    aux_loss: torch.Tensor | None = None  # (), load-balancing loss of experts
 
 
 class EntropyCut(NamedTuple):
     """Which tokens of a step `top_entropy_quantile` leaves."""
 
-    threshold: torch.Tensor
+    threshold: torch.Tensor | float
     num_tokens: torch.Tensor
 
     @classmethod
     def at(cls, entropies: torch.Tensor, quantile: float) -> "EntropyCut":
+        """Of all tokens in the loss of the step, (N,)."""
+        if not len(entropies):
+            return cls(math.inf, entropies.new_zeros(()))
         threshold = torch.quantile(entropies.to(torch.promote_types(entropies.dtype, torch.float32)), quantile)
         return cls(threshold, (entropies >= threshold).sum())
 
 
-class MicroBatchSize(NamedTuple):
-    """What a micro-batch is of its step."""
+def part_of_loss(
+    options: Any,
+    batch: MicroBatch,
+    found: Pass,
+    factors: Factors,
+    *,
+    cut: EntropyCut | None = None,
+    entropy_coef: float = 0.0,
+    aux_loss_coef: float = 0.0,
+) -> tuple[torch.Tensor, Seen]:
+    """The part that a micro-batch is of the loss of its step."""
+    mask, num_tokens = loss_mask(batch), batch["num_items_in_batch"].clamp(min=1)
+    acting, num_acting = mask, num_tokens
+    if cut is not None:
+        acting, num_acting = mask * (found.entropies >= cut.threshold), cut.num_tokens.clamp(min=1)
+    losses, seen = policy_losses(options, batch, found.logprobs, factors)
+    losses = losses * acting
+    if options.beta != 0.0:
+        seen["kl"] = kl = reference_kl(options, batch, found.logprobs)
+        losses = losses + options.beta * (kl * factors.kl if options.use_bias_correction_kl else kl)
+    loss = aggregate(options, losses * mask, mask, num_tokens)
+    seen |= {"policy_loss": loss[None], "entropy": found.entropies, ACTING_ENTROPY: found.entropies[acting.bool()]}
+    if entropy_coef:
+        loss = loss - entropy_coef * (found.entropies * acting).sum() / num_acting
+    if found.aux_loss is not None:
+        seen["aux_loss"] = found.aux_loss.expand(mask.shape)
+        loss = loss + aux_loss_coef * found.aux_loss * mask.sum() / num_tokens
+    in_loss = mask.bool()
+    return loss, {
+        name: (values[in_loss] if values.shape == mask.shape else values.flatten()).detach()
+        for name, values in seen.items()
+    }
 
-    rows: int
-    tokens: int  # in the loss
+
+def policy_losses(
+    options: Any, batch: MicroBatch, current: torch.Tensor, factors: Factors
+) -> tuple[torch.Tensor, Seen]:
+    """(B, T), or (B, 1) where all tokens of a completion have one."""
+    mask, advantages = loss_mask(batch), batch["advantages"][:, None]
+    log_ratio = current - _proximal(batch, current)
+    ratio = _level_ratio(options, log_ratio, mask)
+    low, high = options.epsilon, options.epsilon if options.epsilon_high is None else options.epsilon_high
+    factor, seen = factors.policy, Seen()
+    match options.loss_type:
+        case "cispo":
+            losses = -ratio.clamp(max=high).detach() * advantages * current
+            seen["cispo_clip_ratio"] = (ratio > high) & (advantages > 0)
+        case "sapo":
+            slope = torch.where(advantages > 0, options.sapo_temperature_pos, options.sapo_temperature_neg)
+            losses = -4 / slope * torch.sigmoid(slope * (ratio - 1)) * advantages
+        case "vespo":
+            seen["vespo/phi_seq_mean"] = phi = _vespo_weights(options, advantages, log_ratio * mask, factor)
+            losses, factor = -phi * advantages * current, torch.ones_like(factor)
+        case _:
+            clipped = ratio.clamp(1 - low, 1 + high)
+            ratio = ratio.clamp(max=math.inf if options.delta is None else options.delta)
+            losses = -torch.min(ratio * advantages, clipped * advantages)
+            is_low, is_high = (ratio < 1 - low) & (advantages < 0), (ratio > 1 + high) & (advantages > 0)
+            for name, values in (("low", is_low), ("high", is_high), ("region", is_low | is_high)):
+                seen[f"clip_ratio/{name}_mean"] = values
+            seen |= {"clip_ratio/low_min": _row_means(is_low, mask), "clip_ratio/high_max": _row_means(is_high, mask)}
+    if options.off_policy_mask_threshold is not None:  # DeepSeek-V3.2, arXiv:2512.02556
+        divergence = (batch["sampling_per_token_logps"] - current.detach()).nan_to_num(nan=0.0) * mask
+        mean = divergence.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
+        losses = losses * ((advantages >= 0) | (mean <= options.off_policy_mask_threshold))
+    return losses * factor, seen
 
 
-def share_of_step(loss_type: str, size: MicroBatchSize, num_completions: int, num_tokens: int) -> float:
-    """What the loss of a micro-batch is multiplied by, so that the losses of a step add up to its loss.
+def reference_kl(options: Any, batch: MicroBatch, current: torch.Tensor) -> torch.Tensor:
+    """k3 of KL(π ‖ ref) per token, ref / π - log(ref / π) - 1 (http://joschu.net/blog/kl-approx.html), times π / p with
+    `use_bias_correction_kl` (DeepSeek-V3.2). Gradients flow through π in both."""
+    log_ratio = batch["ref_per_token_logps"] - current
+    kl = log_ratio.exp() - log_ratio - 1
+    if options.use_bias_correction_kl:
+        kl = kl * _level_ratio(options, current - _proximal(batch, current), loss_mask(batch))
+    return kl
+
+
+def aggregate(options: Any, losses: torch.Tensor, mask: torch.Tensor, num_tokens: torch.Tensor) -> torch.Tensor:
+    """What the losses of tokens (B, T) are of the loss of a step.
+
+        bnpo, dapo, cispo, vespo   sum / tokens of the step
+        grpo, sapo                 sum over completions of the mean over tokens / completions of a full step
+        dr_grpo                    sum / (max_completion_length · completions of a full step)
+        luspo                      sum / completions of a full step
 
     Args:
-        num_completions: of a full step. What a partial one lacks is worth as much as rows without advantage.
-        num_tokens: in the loss, in all of the step.
+        num_tokens: in the loss of the step, at least 1.
     """
-    if loss_type in TOKEN_SUMS:
-        return 1.0
-    if loss_type == "bnpo":
-        return size.tokens / max(1, num_tokens)
-    return size.rows / num_completions
+    if options.loss_type in _TOKEN_MEANS:
+        return losses.sum() / num_tokens
+    rows = losses.sum(-1)
+    if options.loss_type in ("grpo", "sapo"):
+        rows = rows / mask.sum(-1).clamp(min=1)
+    elif options.loss_type == "dr_grpo":
+        rows = rows / options.max_completion_length
+    return rows.sum() / options.per_device_train_batch_size
 
 
-def means_over_tokens(
-    capture: LossCapture, weight: float, cut: EntropyCut | None, *, entropy_coef: float, aux_loss_coef: float
-) -> torch.Tensor | float:
-    """TRL weighs entropy bonus and load-balancing loss as it weighs the policy's. Added to its loss, this makes both means over
-    the tokens of the step.
-
-    Args:
-        weight: what they have been multiplied by.
-    """
-    mask = capture.loss_mask
-    num_tokens, rest = capture.inputs["num_items_in_batch"].clamp(min=1), 0.0
-    if capture.aux_loss is not None:
-        rest = aux_loss_coef * capture.aux_loss * (mask.sum() / num_tokens - weight)
-    if entropy_coef and capture.entropies is not None:
-        if capture.entropy_mask is not None:
-            mask = mask * capture.entropy_mask
-            num_tokens = (mask.sum() if cut is None else cut.num_tokens).clamp(min=1)
-        mean = (capture.entropies * mask).sum() / mask.sum().clamp(min=1)
-        rest = rest - entropy_coef * mean * (mask.sum() / num_tokens - weight)
-    return rest
-
-
-def metrics_of_step(
-    recorded: Sequence[Mapping[str, list[float]]],
-    parts: Sequence[MicroBatchSize],
-    loss_type: str,
-    importance_level: str,
-) -> dict[str, float]:
-    """One number for each metric of TRL: the largest of what is called max, the smallest min, the last of a setting, the sum of
-    what is normalized by the step, and else the mean over all tokens or, where TRL has one number per completion, over all rows.
-
-    Args:
-        recorded: what each micro-batch added to TRL's metrics.
-    """
-    result = {}
-    for name in dict.fromkeys(name for values in recorded for name in values):
-        known = [
-            (value, part)
-            for values, part in zip(recorded, parts, strict=True)
-            for value in values.get(name, [])
-            if not math.isnan(value)
-        ]
-        if not known:
+def metrics_of_step(parts: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, float]:
+    """Over all micro-batches, in one transfer from the device: the least of what is called min, the greatest of what is called
+    max, the sum of the parts of the loss, and else the mean. What has no value anywhere is left out."""
+    found = {}
+    for name in dict.fromkeys(name for part in parts for name in part):
+        values = torch.cat([part[name] for part in parts if name in part]).double()
+        values = values[~values.isnan()]
+        if not len(values):
             continue
-        numbers = [value for value, _ in known]
-        weights: list[int] = [max(1, part.tokens) for _, part in known]
-        if _is_per_row(name, loss_type, importance_level):
-            weights = [part.rows for _, part in known]
-        if name.endswith("max"):
-            result[name] = max(numbers)
-        elif name.endswith("min"):
-            result[name] = min(numbers)
-        elif name == "entropy_coef":
-            result[name] = numbers[-1]
-        elif name == "policy_loss" and loss_type in TOKEN_SUMS:
-            result[name] = sum(numbers)
+        if name.endswith("min"):
+            found[name] = values.min()
+        elif name.endswith("max"):
+            found[name] = values.max()
         else:
-            result[name] = sum(v * w for v, w in zip(numbers, weights, strict=True)) / sum(weights)
-    return result
+            found[name] = values.sum() if name == "policy_loss" else values.mean()
+    return dict(zip(found, torch.stack(list(found.values())).tolist(), strict=True)) if found else {}
 
 
-def _is_per_row(name: str, loss_type: str, importance_level: str) -> bool:
-    if name == "policy_loss":
-        return loss_type != "bnpo"
-    return name == "vespo/phi_seq_mean" or ("clip_ratio" in name and importance_level == "sequence")
+def _proximal(batch: MicroBatch, current: torch.Tensor) -> torch.Tensor:
+    return batch.get("old_per_token_logps", current.detach())
+
+
+def _level_ratio(options: Any, log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Of tokens, (B, T), or their geometric mean over a completion, (B, 1)."""
+    if options.importance_sampling_level == "sequence":
+        log_ratio = (log_ratio * mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
+    return log_ratio.exp()
+
+
+def _vespo_weights(
+    options: Any, advantages: torch.Tensor, log_ratio: torch.Tensor, factor: torch.Tensor
+) -> torch.Tensor:
+    """φ(w) = e^(λ - λ w) w^k, (B, 1), of the product w of a completion's π / b; 1 at w = 1."""
+    log_w = log_ratio.detach().clamp(-_LOG_MAX, _LOG_MAX).sum(-1, keepdim=True)
+    log_w = (log_w + factor.log().clamp(_LOG_MIN, _LOG_MAX).sum(-1, keepdim=True)).clamp(_LOG_MIN, _LOG_MAX)
+    is_good = advantages >= 0
+    k = torch.where(is_good, options.vespo_k_pos, options.vespo_k_neg)
+    slope = torch.where(is_good, options.vespo_lambda_pos, options.vespo_lambda_neg).clamp(min=1e-4)
+    return (slope + k * log_w - slope * log_w.exp()).exp().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def _row_means(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """(B,), NaN for a row without tokens in the loss."""
+    return (values * mask).sum(-1) / mask.sum(-1)

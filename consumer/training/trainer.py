@@ -1,8 +1,8 @@
 """The GRPO trainer: TRL's, fed with groups that were generated elsewhere.
 
-Guarantee: callbacks, checkpointing, metrics and every option of `trl.GRPOConfig` that is not generation are TRL's own. This
-module only says where batches come from and where checkpoints go; `consumer.training.trl_loss` has what it says of the loss. It
-knows no socket and no journal.
+Guarantee: callbacks, checkpointing and every option of `trl.GRPOConfig` that is neither generation nor the loss are TRL's own.
+This module only says where batches come from and where checkpoints go; `consumer.training.trl_loss` has the loss. It knows no
+socket and no journal.
 
 Private names of TRL 1.16.0 and transformers used here, each with a test in tests/contract: `_metrics`, `_logs`, `_tokenizer`,
 `_get_output_dir`, `_save_checkpoint`.
@@ -50,7 +50,6 @@ class SlipstreamTrainer(StepLossTrainer):
         tokenizer = load_tokenizer(model_folder, trust_remote_code=arguments.trust_remote_code, **sides)
         super().__init__(
             resolve(config.correction),
-            config.completions_per_step,
             model=str(model_folder),
             reward_funcs=[_scored_elsewhere(name) for name in config.reward_names],
             args=arguments,

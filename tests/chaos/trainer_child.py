@@ -160,7 +160,7 @@ def set_points(aim: Aim) -> None:
     aim.around(Intake, "publish", "publish.begin", "publish.done")
     aim.around(Intake, "stop", "farewell.begin", "farewell.done")
     aim.around(RunControl, "on_step_begin", "step.begin", None)
-    aim.around(SlipstreamTrainer, "_compute_loss", None, "step.loss")
+    aim.around(SlipstreamTrainer, "_part_of_loss", None, "step.loss")
     aim.around(SlipstreamTrainer, "__init__", None, "model.loaded")
     aim.around(checkpoints, "commit", "checkpoint.begin", "checkpoint.done")
     aim.around(checkpoints, "prune", "checkpoint.pruning", "checkpoint.pruned")

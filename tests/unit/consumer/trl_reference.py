@@ -4,7 +4,9 @@ Only generation and the reward call are replaced. Padding, truncation masks, adv
 importance ratio (as TRL computes it beside vLLM) and the loss are TRL's.
 """
 
+import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -13,7 +15,8 @@ from datasets import Dataset
 from transformers import AutoTokenizer
 
 from consumer.batches.tensors import MicroBatch
-from consumer.loss.importance import Correction, resolve
+from consumer.loss.importance import Correction, importance_factors, resolve
+from consumer.loss.step_loss import Pass, part_of_loss
 from consumer.training.trainer import SlipstreamTrainer
 from consumer.training.trl_arguments import GRPOConfig, build_arguments, build_lora
 from consumer.training.trl_loss import GRPOTrainer
@@ -104,19 +107,43 @@ def loss_and_gradients(trainer: GRPOTrainer, batch: Any) -> tuple[float, torch.T
     return loss.item(), torch.cat([parameter.grad.flatten() for parameter in lora_parameters(trainer)])
 
 
+def loss_options(**changes: Any) -> SimpleNamespace:
+    """TRL's defaults for a step of two completions, with changes."""
+    defaults = {field.name: field.default for field in dataclasses.fields(GRPOConfig)}
+    return SimpleNamespace(**defaults | {"per_device_train_batch_size": 2, "max_completion_length": 6} | changes)
+
+
 def loss_of_logprobs(
-    trainer: SlipstreamTrainer, logprobs: torch.Tensor, inputs: dict[str, Any], *, trl: bool = False
+    options: Any, correction: Correction, logprobs: torch.Tensor, inputs: MicroBatch
 ) -> tuple[float, torch.Tensor]:
     """The loss when the current policy gives these log-probs (no model runs), and its gradient with respect to them.
 
-    With `trl`, TRL's own loss of the same trainer, without our seams.
+    Args:
+        options: with the names of `trl.GRPOConfig`.
     """
     leaf = logprobs.clone().requires_grad_()
-    result = (leaf, torch.ones_like(leaf), None)
-    compute = GRPOTrainer._compute_loss if trl else SlipstreamTrainer._compute_loss
-    passes = patch.object(GRPOTrainer, "_get_per_token_logps_and_entropies", lambda *_, **__: result)
-    with passes, patch.object(trainer, "_is_plain", False):
-        loss = compute(trainer, trainer.model, inputs)
+    factors = importance_factors(
+        correction,
+        current=leaf,
+        proximal=inputs.get("old_per_token_logps", leaf),
+        behaviour=inputs["sampling_per_token_logps"],
+        advantages=inputs["advantages"],
+        mask=inputs["completion_mask"],
+    )
+    loss, _ = part_of_loss(options, inputs, Pass(leaf, torch.ones_like(leaf)), factors)
+    loss.backward()
+    return loss.item(), torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+
+
+def trl_loss_of_logprobs(
+    trainer: GRPOTrainer, logprobs: torch.Tensor, inputs: MicroBatch
+) -> tuple[float, torch.Tensor]:
+    """TRL's, of the same."""
+    leaf = logprobs.clone().requires_grad_()
+    with patch.object(
+        trainer, "_get_per_token_logps_and_entropies", lambda *_, **__: (leaf, torch.ones_like(leaf), None)
+    ):
+        loss = trainer._compute_loss(trainer.model, inputs)
     loss.backward()
     return loss.item(), torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
 

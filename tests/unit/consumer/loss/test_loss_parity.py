@@ -87,12 +87,10 @@ class _Policy:
 
 @functools.cache
 def _alone(policy: _Policy, prompt: tuple[int, ...], completion: tuple[int, ...]) -> np.ndarray:
-    tokens = torch.tensor([prompt + completion])
+    ids = {"prompt_ids": torch.tensor([prompt]), "completion_ids": torch.tensor([completion])}
+    masks = {name.replace("ids", "mask"): torch.ones_like(values) for name, values in ids.items()}
     with torch.no_grad():
-        logprobs, _, _ = policy.trainer._get_per_token_logps_and_entropies(
-            policy.trainer.model, tokens, torch.ones_like(tokens), len(completion)
-        )
-    return logprobs[0].numpy()
+        return policy.trainer.forward_pass(ids | masks).logprobs[0].numpy()
 
 
 def off_policy(trainer: SlipstreamTrainer, groups: list[RolloutGroup]) -> list[RolloutGroup]:
@@ -166,16 +164,39 @@ def test_one_update_per_batch_in_any_number_of_micro_batches(
 ) -> None:
     """TRL has all rows in one."""
     ours, theirs = trainers
-    ours.loss_type = theirs.loss_type = loss_type
+    ours.args.loss_type = theirs.loss_type = loss_type
     groups = off_policy(ours, some_groups())
-    expected = loss_and_gradients(theirs, trl_inputs(theirs, groups))
+    inputs = trl_inputs(theirs, groups)
+    theirs._metrics["train"].clear()
+    expected = loss_and_gradients(theirs, inputs)
+    metrics = {name: values[-1] for name, values in theirs._metrics["train"].items()}
+    if ours.args.mask_truncated_completions:
+        metrics.pop("vespo/phi_seq_mean", None)  # of all completions, also those that we leave out
     for max_tokens, cut in ((1000, False), (30, True)):
         monkeypatch.setattr(ours, "recipe", dataclasses.replace(ours.recipe, max_tokens=max_tokens))
         batches = our_inputs(ours, groups)
         assert (len(batches) > 1) == cut
         assert_equal(loss_and_gradients(ours, batches), expected)
+        assert {name: ours._metrics["train"][name][-1] for name in metrics} == pytest.approx(metrics, rel=1e-6)
     ratio = ours._metrics["train"]["sampling/importance_sampling_ratio/clipped_share"][-1]
     assert 0 < ratio < 1, "some ratios must be cut and some not"
+
+
+@pytest.mark.parametrize("target", [0.1, 9.0])
+def test_the_entropy_bonus_adapts_to_the_steps_before(tmp_path: Path, one_layer_model: Path, target: float) -> None:
+    """The model's entropy is above the one target and below the other."""
+    ours, theirs = pair(
+        tmp_path, one_layer_model, use_adaptive_entropy=True, entropy_coef=0.05, entropy_target=target, loss_type="grpo"
+    )
+    ours.recipe = dataclasses.replace(ours.recipe, max_tokens=30)
+    groups = off_policy(ours, some_groups())
+    batches, inputs = our_inputs(ours, groups), trl_inputs(theirs, groups)
+    for _ in range(3):
+        assert_equal(loss_and_gradients(ours, batches), loss_and_gradients(theirs, inputs))
+        assert ours.entropy_coef == theirs.entropy_coef
+        assert ours._last_world_entropy == pytest.approx(theirs._last_world_entropy, rel=1e-6)
+        theirs.accelerator.gradient_state._set_sync_gradients(True)
+    assert ours.entropy_coef > 0.05 if target > 1 else ours.entropy_coef < 0.05
 
 
 def with_tool_results(groups: list[RolloutGroup]) -> list[RolloutGroup]:
@@ -196,7 +217,7 @@ def test_tool_results_are_attended_to_and_not_in_the_loss(
     trainers: tuple[SlipstreamTrainer, GRPOTrainer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours, theirs = trainers
-    ours.loss_type = theirs.loss_type = "dapo"
+    ours.args.loss_type = theirs.loss_type = "dapo"
     groups = off_policy(ours, with_tool_results(some_groups()))
     expected = loss_and_gradients(theirs, trl_inputs(theirs, groups))
     for max_tokens, cut in ((1000, False), (30, True)):
@@ -223,9 +244,9 @@ def test_the_second_of_two_updates_per_batch(
 ) -> None:
     """The proximal policy is the one at the cut: its log-probs are kept while the weights move."""
     ours, theirs = trainers_of_two_updates
+    ours.args.loss_type = theirs.loss_type = loss_type
     for trainer in (ours, theirs):
         set_weights(trainer)
-        trainer.loss_type = loss_type
     groups = off_policy(ours, some_groups())
     batches = ours.recipe.tensors(groups)
     first = ours._prepare_inputs(batches)
@@ -261,7 +282,7 @@ def test_tool_results_under_every_loss_type(
 ) -> None:
     ours, theirs = plain
     monkeypatch.setattr(ours, "recipe", dataclasses.replace(ours.recipe, max_tokens=30))
-    ours.loss_type = theirs.loss_type = loss_type
+    ours.args.loss_type = theirs.loss_type = loss_type
     groups = off_policy(ours, with_tool_results(some_groups()))
     expected = loss_and_gradients(theirs, trl_inputs(theirs, groups))
     assert_equal(loss_and_gradients(ours, our_inputs(ours, groups)), expected)
@@ -280,7 +301,7 @@ def test_presets_that_trl_has_too(
     plain: tuple[SlipstreamTrainer, GRPOTrainer], monkeypatch: pytest.MonkeyPatch, preset: str, loss_type: str
 ) -> None:
     ours, theirs = plain
-    ours.loss_type = theirs.loss_type = loss_type
+    ours.args.loss_type = theirs.loss_type = loss_type
     low, high = (0.2, 3.0) if loss_type == "vespo" else (0.7, 1.6)  # under VESPO a masked token masks its completion
     correction = dataclasses.replace(PRESETS[preset], ratio_min=low, ratio_max=high)
     monkeypatch.setattr(ours, "_correction", correction)
@@ -298,11 +319,13 @@ def test_on_policy_the_ratio_is_one_and_the_loss_is_plain_trl(
     plain: tuple[SlipstreamTrainer, GRPOTrainer], uncorrected: GRPOTrainer, loss_type: str
 ) -> None:
     ours, _ = plain
-    ours.loss_type = uncorrected.loss_type = loss_type
+    ours.args.loss_type = uncorrected.loss_type = loss_type
     groups = on_policy(ours, some_groups())
     inputs = our_inputs(ours, groups)
     loss, gradient = loss_and_gradients(ours, inputs)
-    torch.testing.assert_close(inputs[0]["importance_sampling_ratio"], torch.ones(8, 6), atol=TOLERANCE, rtol=0)
+    for bound in ("min", "max"):
+        ratio = ours._metrics["train"][f"sampling/importance_sampling_ratio/corrected/{bound}"][-1]
+        assert ratio == pytest.approx(1, abs=TOLERANCE)
     without = trl_inputs(uncorrected, groups)
     assert "importance_sampling_ratio" not in without
     assert_equal((loss, gradient), loss_and_gradients(uncorrected, without))
@@ -311,7 +334,7 @@ def test_on_policy_the_ratio_is_one_and_the_loss_is_plain_trl(
 def test_correction_none_leaves_the_ratio_out(tmp_path: Path, one_layer_model: Path, uncorrected: GRPOTrainer) -> None:
     config = run_config(tmp_path, one_layer_model, correction={"preset": "none"})
     ours = slipstream_trainer(config, one_layer_model)
-    uncorrected.loss_type = ours.loss_type
+    uncorrected.loss_type = ours.args.loss_type
     groups = off_policy(ours, some_groups())
     without = trl_inputs(uncorrected, groups)
     assert_equal(loss_and_gradients(ours, our_inputs(ours, groups)), loss_and_gradients(uncorrected, without))

@@ -1,27 +1,14 @@
 """Numbers of micro-batches become those of their step."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
-from consumer.loss.step_loss import EntropyCut, MicroBatchSize, metrics_of_step, share_of_step
-
-PARTS = [MicroBatchSize(rows=1, tokens=30), MicroBatchSize(rows=3, tokens=10)]
-
-
-@pytest.mark.parametrize(
-    ("loss_type", "expected"),
-    [("grpo", [1 / 8, 3 / 8]), ("dr_grpo", [1 / 8, 3 / 8]), ("bnpo", [30 / 50, 10 / 50]), ("dapo", [1.0, 1.0])],
-)
-def test_the_share_of_a_micro_batch(loss_type: str, expected: list[float]) -> None:
-    """Of a step of up to 8 completions, with 50 tokens."""
-    for part, value in zip(PARTS, expected, strict=True):
-        assert share_of_step(loss_type, part, 8, 50) == pytest.approx(value)
-
-
-def test_a_micro_batch_in_which_nothing_counts() -> None:
-    assert share_of_step("bnpo", MicroBatchSize(1, 0), 8, 0) == 0.0
+from consumer.loss.importance import Correction, importance_factors
+from consumer.loss.step_loss import EntropyCut, Pass, metrics_of_step, part_of_loss
+from tests.unit.consumer.trl_reference import inputs_of_logprobs, loss_options
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
@@ -30,38 +17,48 @@ def test_the_cut_is_at_an_entropy_and_not_at_its_rounding(dtype: torch.dtype) ->
     assert cut.num_tokens == 2
 
 
+def test_a_step_without_a_token_in_the_loss_has_no_cut() -> None:
+    assert EntropyCut.at(torch.zeros(0), 0.5) == (math.inf, 0)
+
+
 def test_metrics_by_hand() -> None:
-    recorded = [
-        {
-            "kl": [1.0],
-            "clip_ratio/low_min": [0.1],
-            "clip_ratio/high_max": [0.2],
-            "policy_loss": [1.0],
-            "odd": [math.nan],
-        },
-        {"kl": [5.0], "clip_ratio/low_min": [0.0], "clip_ratio/high_max": [math.nan], "policy_loss": [5.0]},
-    ]
-    recorded[1]["entropy_coef"] = [0.5]
-    assert metrics_of_step(recorded, PARTS, "dapo", "token") == {
-        "kl": 2.0,  # 30 and 10 tokens
-        "clip_ratio/low_min": 0.0,
-        "clip_ratio/high_max": 0.2,
-        "policy_loss": 6.0,
-        "entropy_coef": 0.5,
-    }
+    first = {"kl": [1.0, 1.0, 1.0], "clip_ratio/low_min": [0.1], "clip_ratio/high_max": [0.2], "policy_loss": [1.0]}
+    second = {"kl": [5.0], "clip_ratio/low_min": [0.0], "clip_ratio/high_max": [math.nan], "policy_loss": [5.0]}
+    second |= {"aux_loss": [2.0], "entropy": []}
+    parts = [{name: torch.tensor(values) for name, values in part.items()} for part in (first, second)]
+    assert metrics_of_step(parts) == pytest.approx({
+        "kl": 2.0, "clip_ratio/low_min": 0.0, "clip_ratio/high_max": 0.2, "policy_loss": 6.0, "aux_loss": 2.0
+    })  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("name", "loss_type", "level", "expected"),
-    [
-        ("policy_loss", "grpo", "token", 4.0),  # 1 and 3 rows
-        ("policy_loss", "bnpo", "token", 2.0),
-        ("clip_ratio/region_mean", "grpo", "token", 2.0),
-        ("clip_ratio/region_mean", "grpo", "sequence", 4.0),
-        ("cispo_clip_ratio", "cispo", "sequence", 4.0),
-        ("vespo/phi_seq_mean", "vespo", "token", 4.0),
-        ("entropy", "vespo", "token", 2.0),
-    ],
-)
-def test_a_mean_is_over_what_trls_is_over(name: str, loss_type: str, level: str, expected: float) -> None:
-    assert metrics_of_step([{name: [1.0]}, {name: [5.0]}], PARTS, loss_type, level) == {name: expected}
+def seen(**options: Any) -> dict[str, list[float]]:
+    """Of two completions of two tokens and one, in a second update: π / p of 2, 0.5 and 0.5."""
+    current = torch.full((2, 2), -1.0)
+    old = current - torch.tensor([[2.0, 0.5], [0.5, 9.0]]).log()
+    batch = inputs_of_logprobs(
+        current, torch.tensor([1.0, -1.0]), torch.tensor([[1, 1], [1, 0]]), old_per_token_logps=old
+    )
+    factors = importance_factors(
+        Correction("none", "truncate", 0.0, math.inf), current=current, proximal=old, behaviour=current,
+        advantages=batch["advantages"], mask=batch["completion_mask"],
+    )  # fmt: skip
+    found = part_of_loss(loss_options(**options), batch, Pass(current, torch.arange(4.0).view(2, 2)), factors)[1]
+    return {name: values.tolist() for name, values in found.items()}
+
+
+def test_what_metrics_are_made_of() -> None:
+    clipped = seen(loss_type="grpo")
+    assert clipped["entropy"] == [0.0, 1.0, 2.0]
+    assert clipped["clip_ratio/high_mean"] == [True, False, False]
+    assert clipped["clip_ratio/low_mean"] == [False, False, True]
+    assert clipped["clip_ratio/region_mean"] == [True, False, True]
+    assert clipped["clip_ratio/high_max"] == [0.5, 0.0]
+    assert clipped["clip_ratio/low_min"] == [0.0, 1.0]
+    assert seen(loss_type="cispo")["cispo_clip_ratio"] == [True, True, False]
+
+
+def test_what_has_one_number_for_each_completion() -> None:
+    rows = seen(loss_type="grpo", importance_sampling_level="sequence")  # 1 and 0.5
+    assert rows["clip_ratio/low_mean"] == [False, True]
+    assert rows["clip_ratio/region_mean"] == [False, True]
+    assert len(seen(loss_type="vespo")["vespo/phi_seq_mean"]) == 2

@@ -10,6 +10,8 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from consumer.batches.tensors import MicroBatch
+from consumer.training.trainer import SlipstreamTrainer
 from consumer.training.trl_arguments import GRPOConfig, build_arguments, build_lora, check_model
 from protocol.errors import ConfigError
 from replay.batches.cutting import CutBatch
@@ -158,15 +160,9 @@ def test_lora_is_built_by_peft(tmp_path: Path) -> None:
 # The trainer.
 
 
-def test_the_ratio_is_recomputed_for_every_iteration_and_never_kept(tmp_path: Path, tiny_model: Path) -> None:
-    trainer = slipstream_trainer(run_config(tmp_path, tiny_model, trainer={"num_iterations": 2}), tiny_model)
-    batches = trainer.recipe.tensors([rollout_group([[3, 4]] * 4), rollout_group([[5]] * 4)])
-    [first] = trainer._prepare_inputs(batches)
-    loss_and_gradients(trainer, [first])
-    assert "importance_sampling_ratio" in first
-    [second] = trainer._prepare_inputs(batches)
-    assert "importance_sampling_ratio" not in second
-    assert second["old_per_token_logps"] is first["old_per_token_logps"]
+def logprobs_of(trainer: SlipstreamTrainer, batch: MicroBatch) -> torch.Tensor:
+    with torch.no_grad():
+        return trainer.forward_pass(batch).logprobs
 
 
 @pytest.mark.parametrize(
@@ -197,11 +193,11 @@ def test_a_step_makes_good_completions_likelier_and_bad_ones_less_so(
     trainer = slipstream_trainer(run_config(tmp_path, tiny_model, correction={"preset": preset}), tiny_model)
     completions, rewards = [[3], [4], [3], [4]], [1.0, 0.0, 1.0, 0.0]
     [batch] = trainer.recipe.tensors([rollout_group(completions, rewards=rewards) for _ in range(2)])
-    before = trainer._without_gradient(batch)[0][:, 0]
+    before = logprobs_of(trainer, batch)[:, 0]
     batch["sampling_per_token_logps"] = before[:, None] - 0.3  # each somewhat likelier than when it was sampled
     loss_and_gradients(trainer, trainer._prepare_inputs([batch]))
     torch.optim.SGD(lora_parameters(trainer), lr=1e-2).step()
-    moved = trainer._without_gradient(batch)[0][:, 0] - before
+    moved = logprobs_of(trainer, batch)[:, 0] - before
     assert torch.equal(moved.sign(), batch["advantages"].sign())
 
 
@@ -261,7 +257,7 @@ def test_base_weights_in_bfloat16_and_lora_weights_in_float32(tmp_path: Path, ti
         assert kinds == {(True, torch.float32), (False, getattr(torch, dtype))}
         [batch] = trainer._prepare_inputs(trainer.recipe.tensors(groups))
         assert loss_and_gradients(trainer, [batch])[1].dtype == torch.float32
-        logprobs.append(trainer._without_gradient(batch)[0])
+        logprobs.append(logprobs_of(trainer, batch))
     assert logprobs[1].dtype == torch.float32
     assert 1e-4 < (logprobs[1] - logprobs[0]).abs().max() < 0.2
 
