@@ -22,6 +22,7 @@ from consumer.intake.intake import Dispatchers, Intake
 from consumer.publishing.policy_store import PolicyStore
 from consumer.publishing.published_policy import PublishedPolicy
 from consumer.waiting import ThreadErrors
+from protocol.config.sections.learning import RerollSection
 from protocol.files.shared_memory import NO_MEMORY, SharedMemory
 from protocol.transport.zeromq_server import ZmqServer
 from protocol.wire.messages import Sampling
@@ -31,7 +32,7 @@ from replay.journal.disk import DiskGuard
 from replay.journal.writer import Journal
 from replay.prompts.failure_budgets import RetryBudget
 from replay.prompts.ledger import PromptLedger
-from replay.prompts.rerolls import RerollLimits, RerollRules
+from replay.prompts.rerolls import RerollRules
 from replay.prompts.staleness import StalenessBudget
 from replay.rewards import RewardRecipe
 
@@ -56,12 +57,12 @@ class Acceptor:
         self.journal = Journal(folder / "journal.sqlite")
         rewards = RewardRecipe(np.ones(1, np.float32))
         budgets = {"data": RetryBudget(3, 1.0), "infra": RetryBudget(10, 0.25)}
-        rerolls = RerollLimits(max_share=0.25, max_pending=4096)
+        rerolls = RerollSection(max_attempts=0)
         self.buffer = RolloutBuffer(
             PromptLedger(_NUM_PROMPTS, seed=0, shuffle=False, budgets=budgets, session="bench", rerolls=rerolls),
             BatchCutter(StalenessBudget(GROUPS_PER_STEP, MAX_STALENESS), self.journal, signal=rewards.signal),
             self.journal,
-            rules=RerollRules(),
+            rules=RerollRules(rerolls),
             mean_reward=rewards.mean_reward,
             max_failed_share=0.5,
         )

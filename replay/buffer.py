@@ -16,12 +16,11 @@ from typing import Any
 from replay.batches.cutting import BatchCutter, CutBatch
 from replay.batches.delivery import Delivery
 from replay.batches.signal_watch import SignalWatch
-from replay.group_lifecycle import Answer, GroupLifecycle
 from replay.groups import GroupShape, RolloutGroup
 from replay.journal.recovery import recover
 from replay.journal.writer import Journal
 from replay.lease_ids import Key
-from replay.prompt_lifecycle import PromptLifecycle
+from replay.lifecycle import Answer, Lifecycle
 from replay.prompts.failure_budgets import FailureWatch
 from replay.prompts.leases import LeaseRecord
 from replay.prompts.ledger import PromptLedger
@@ -55,11 +54,9 @@ class RolloutBuffer:
         self._cutter = cutter
         self._journal = journal
         self.totals: Counter[str] = Counter()
-        self._signal_watch = SignalWatch(max_groups_without_signal)
-        self._prompts = PromptLifecycle(ledger, journal, rules, FailureWatch(max_failed_share), self.totals)
-        self._groups = GroupLifecycle(
-            ledger, cutter, journal, self._prompts, self._signal_watch, rules, mean_reward, self.totals
-        )
+        self._signals = SignalWatch(max_groups_without_signal)
+        failures = FailureWatch(max_failed_share)
+        self._lifecycle = Lifecycle(ledger, cutter, journal, failures, self._signals, rules, mean_reward, self.totals)
         self._lease_budget = cutter.budget
         self._changed = threading.Condition()
         self._version = self._newest_version = -1  # nothing is published yet
@@ -88,9 +85,9 @@ class RolloutBuffer:
     def adopt(
         self, producer: str, lease_ids: Sequence[str], *, deadline: float, of_this_run: bool = True
     ) -> dict[str, bool | None]:
-        """Leases that `producer` holds from before a silence or another trainer process; returns as `PromptLifecycle.adopt`."""
+        """Leases that `producer` holds from before a silence or another trainer process; returns as `Lifecycle.adopt`."""
         with self._changed:
-            return self._prompts.adopt(producer, lease_ids, deadline=deadline, of_this_run=of_this_run)
+            return self._lifecycle.adopt(producer, lease_ids, deadline=deadline, of_this_run=of_this_run)
 
     def offer(self, deliveries: Sequence[Delivery]) -> list[Answer]:
         """Decides what becomes of finished groups, durably, and returns the answers in the same order.
@@ -99,7 +96,7 @@ class RolloutBuffer:
             JournalFullError: the disk is full; offer the same groups again later.
         """
         with self._changed:
-            answers = self._groups.offer(deliveries)
+            answers = self._lifecycle.offer(deliveries)
             self._changed.notify_all()
             return answers
 
@@ -111,10 +108,7 @@ class RolloutBuffer:
                 again.
         """
         with self._changed:
-            again = self._prompts.fail(lease_id, reason, detail, now)
-            if again is False:
-                self._changed.notify_all()
-            return again
+            return self._lifecycle.fail(lease_id, reason, detail, now)
 
     def give_back(self, lease_id: str) -> None:
         with self._changed:
@@ -124,23 +118,18 @@ class RolloutBuffer:
     def expire(self, now: float) -> list[LeaseRecord[Key]]:
         """Takes back every lease whose deadline has passed. What could not end on a full disk ends now if it can."""
         with self._changed:
-            return self._note(self._prompts.expire(now))
+            return self._lifecycle.expire(now)
 
     def release(self, producer: str, now: float, keep: frozenset[str] = frozenset()) -> list[LeaseRecord[Key]]:
         """Takes back the leases of a producer that left, except those it still holds."""
         with self._changed:
             lost = [record for record in self._ledger.leases.leases_of(producer) if record.lease_id not in keep]
-            return self._note(self._prompts.take_back(lost, "released", now))
+            return self._lifecycle.take_back(lost, "released", now)
 
     def leased_to(self, producer: str) -> set[str]:
         """The leases that `producer` has now."""
         with self._changed:
             return {record.lease_id for record in self._ledger.leases.leases_of(producer)}
-
-    def _note(self, ended: list[LeaseRecord[Key]]) -> list[LeaseRecord[Key]]:
-        if ended:
-            self._changed.notify_all()
-        return ended
 
     @property
     def newest_version(self) -> int:
@@ -162,12 +151,12 @@ class RolloutBuffer:
             NoSignalError: too many groups in a row had no signal.
         """
         with self._changed:
-            batch = self._groups.cut(partial=partial)
+            batch = self._lifecycle.cut(partial=partial)
             if batch is None:
                 self._changed.wait(timeout_s)
-                batch = self._groups.cut(partial=partial)
+                batch = self._lifecycle.cut(partial=partial)
             if batch is None:
-                self._signal_watch.check()
+                self._signals.check()
             return batch
 
     def check_stalled(self) -> None:
@@ -177,7 +166,7 @@ class RolloutBuffer:
             NoSignalError: groups came, and none of this run ever had signal.
         """
         with self._changed:
-            self._signal_watch.check_stalled(ever_had_signal=self.totals["accepted"] > 0)
+            self._signals.check_stalled(ever_had_signal=self.totals["accepted"] > 0)
 
     def lease_within(self, max_staleness: int) -> None:
         """From now on prompts are leased so that their groups come to be at most so many versions old. What is out
@@ -220,7 +209,7 @@ class RolloutBuffer:
             found = recover(
                 self._journal, step, since_seq, cutter.budget, partial=cutter.partial, comparable=comparable
             )
-            self._prompts.apply(found.prompts)
+            self._lifecycle.apply(found.prompts)
             self._cutter.restore(
                 found,
                 step,

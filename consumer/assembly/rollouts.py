@@ -6,13 +6,13 @@ from consumer.training.run_components import RunComponents
 from protocol.config.run import RunConfig
 from protocol.config.sections.learning import PipelineSection
 from replay.batches.cutting import BatchCutter
-from replay.batches.replay_table import replay_table
+from replay.batches.replay_table import ReplayTable
 from replay.buffer import RolloutBuffer
 from replay.journal.writer import Journal
 from replay.prompts.adaptive_staleness import StalenessController
 from replay.prompts.failure_budgets import FailureClass, RetryBudget
 from replay.prompts.ledger import PromptLedger
-from replay.prompts.rerolls import RerollLimits, RerollRules
+from replay.prompts.rerolls import RerollRules
 
 
 def rollout_buffer(components: RunComponents, journal: Journal, session: str) -> RolloutBuffer:
@@ -29,13 +29,13 @@ def rollout_buffer(components: RunComponents, journal: Journal, session: str) ->
         shuffle=config.dataset.shuffle,
         budgets=retry_budgets(pipeline),
         session=session,
-        rerolls=RerollLimits(max_share=reroll.max_share, max_pending=reroll.max_pending),
+        rerolls=reroll,
     )
     cutter = BatchCutter(
         components.budget,
         journal,
         signal=components.rewards.signal,
-        replay=replay_table(config.replay, config.seed),
+        replay=ReplayTable(config.replay, config.seed) if config.replay.mode == "signal" else None,
         max_replayed=min(int(config.replay.max_share * pipeline.groups_per_step), pipeline.groups_per_step - 1),
         partial=pipeline.fill == "partial",
     )
@@ -43,14 +43,7 @@ def rollout_buffer(components: RunComponents, journal: Journal, session: str) ->
         ledger,
         cutter,
         journal,
-        rules=RerollRules(
-            column=config.reward_names.index(reroll.reward) if reroll.reward else 0,
-            fail_threshold=reroll.fail_threshold,
-            solved_threshold=reroll.solved_threshold,
-            delay_versions=reroll.delay_versions,
-            max_attempts=reroll.max_attempts,
-            solved_cooldown_epochs=reroll.solved_cooldown_epochs,
-        ),
+        rules=RerollRules(reroll, config.reward_names.index(reroll.reward) if reroll.reward else 0),
         mean_reward=components.rewards.mean_reward,
         max_failed_share=pipeline.max_failed_share,
         max_groups_without_signal=config.guards.max_groups_without_signal,

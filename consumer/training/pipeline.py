@@ -143,10 +143,10 @@ class LivePipeline:
         depth = {f"pipeline/{name}": float(count) for name, count in self._buffer.depth().items()}
         if self._staleness is None:
             return depth
-        decision = self._staleness.note(effective_share=effective_share, wait_share=wait_share)
-        if decision is not None:
-            logger.info("max_staleness: %s", decision.reason)
-            self._buffer.lease_within(decision.new)
+        change = self._staleness.note(effective_share=effective_share, wait_share=wait_share)
+        if change is not None:
+            logger.info("max_staleness: %s", change)
+            self._buffer.lease_within(self._staleness.staleness)
         return depth | {"pipeline/max_staleness": float(self._staleness.staleness)}
 
     def state(self) -> dict[str, Any]:

@@ -21,6 +21,8 @@ from replay.journal.writer import Journal
 from replay.prompts.staleness import StalenessBudget
 
 Load = Callable[[Sequence[str]], list[RolloutGroup]]
+Scored = tuple[RolloutGroup, float]
+"""A group, and how much it can move the policy (`RewardRecipe.signal`)."""
 
 
 class CutBatch(NamedTuple):
@@ -32,13 +34,6 @@ class CutBatch(NamedTuple):
     groups: list[RolloutGroup]
     num_fresh: int  # of the groups, which come first; the others are replayed
     arrivals: Sequence[Arrival] = ()
-
-
-class Scored(NamedTuple):
-    """A group, and how much it can move the policy (`RewardRecipe.signal`)."""
-
-    group: RolloutGroup
-    signal: float
 
 
 class BatchCutter:
@@ -94,7 +89,7 @@ class BatchCutter:
         return 0 if self._replay is None else len(self._replay)
 
     def insert(self, group: RolloutGroup, signal: float) -> None:
-        self._fresh[group.group_id] = Scored(group, signal)
+        self._fresh[group.group_id] = (group, signal)
 
     def remove_stale(self) -> list[RolloutGroup]:
         """Drops the groups that are too old by now, and returns them."""
@@ -127,7 +122,7 @@ class BatchCutter:
         if not fresh or (len(fresh) + len(replayed) < size and not partial):
             return None
         last_step = self.next_step + self.budget.num_iterations
-        group_ids = [group.group_id for group in (*(group for group, _ in fresh), *replayed)]
+        group_ids = [group.group_id for group in [*(group for group, _ in fresh), *replayed]]
         self._journal.claim(self.next_step + 1, last_step, group_ids, len(fresh))
         for group, _ in fresh:
             del self._fresh[group.group_id]
@@ -156,7 +151,7 @@ class BatchCutter:
         self._journal.claim(*batch)
         self._recorded.popleft()
         num_taken = max(0, self._resumed_at + 1 - batch.step)  # of its iterations, by the checkpoint
-        fresh = [Scored(group, self.signal(group)) for group in groups[: batch.num_fresh]]
+        fresh = [(group, self.signal(group)) for group in groups[: batch.num_fresh]]
         return self._hand_over(batch.step - 1, num_taken, fresh, groups[batch.num_fresh :])
 
     def _hand_over(self, step: int, num_taken: int, fresh: list[Scored], replayed: list[RolloutGroup]) -> CutBatch:

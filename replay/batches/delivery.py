@@ -1,6 +1,5 @@
 """A group that arrived: as a producer delivers it, as the journal keeps it, and what the report of a step says of it."""
 
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -8,8 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from replay.groups import RolloutGroup
-from replay.journal.tables import Entry, Outcome
-from replay.prompts.rerolls import Grade
+from replay.journal.tables import Outcome
 
 
 class Delivery(NamedTuple):
@@ -19,23 +17,6 @@ class Delivery(NamedTuple):
     frame: bytes
     producer: str
     of_this_run: bool = True  # False: the producer came from another run, so that only a lease of this process is meant
-
-
-class GradedGroup(NamedTuple):
-    """A delivered group that goes into the journal, with everything that is computed of it, once."""
-
-    delivery: Delivery
-    outcome: Outcome
-    signal: float  # how much the group can move the policy
-    mean_reward: float  # NaN if nothing is scored
-    grade: Grade
-
-    def entry(self) -> Entry:
-        group, frame, producer, _ = self.delivery
-        reward = None if math.isnan(self.mean_reward) else self.mean_reward
-        return Entry(
-            group.lease, producer, group.policy_version, self.outcome, reward, self.grade, group.num_tokens, frame
-        )
 
 
 @dataclass(frozen=True, eq=False)

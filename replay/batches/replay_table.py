@@ -2,64 +2,40 @@
 
 Guarantee: a group is trained at most `max_times_sampled` times, and never under a policy more than `max_age_versions` newer
 than the one that generated it. `pick` takes nothing away and is a function of the contents, the seed and the step alone, so
-that a batch that is cut again after a crash is the same one.
+that a batch that is cut again after a crash is the same one. Scores decay with age and equals are decided for the newer group,
+so no choice of sampler and remover freezes the table on the earliest data.
 
 A table is put together as in DeepMind's Reverb (arXiv:2102.04736): a sampler says which groups are replayed, a remover which
-one makes room (both in selectors.py), a rate limiter how many (replay_credit.py).
+one makes room, a rate limiter how many (replay_credit.py).
 """
 
+import heapq
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from protocol.config.sections.learning import ReplaySection
-from replay.batches.selectors import (
-    DecayedScore,
-    Entry,
-    LowestScore,
-    Prioritized,
-    Remover,
-    Sampler,
-    fifo,
-    freshest,
-    oldest,
-)
 from replay.groups import RolloutGroup
 
 
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """A group in the table."""
+
+    group: RolloutGroup
+    score: float  # above 0: how much the group can move the policy
+    times_sampled: int  # the first training included
+
+
 class ReplayTable:
-    """See the module's guarantee. Not safe for use from several threads.
+    """See the module's guarantee. Not safe for use from several threads."""
 
-    Args:
-        max_size: groups kept.
-        max_times_sampled: times that one group is trained, the first one included.
-        max_age_versions: versions by which a group may be older than the policy that it trains.
-        min_size: groups without which none is replayed.
-        samples_per_insert: for the credit from which replays are taken.
-    """
-
-    def __init__(
-        self,
-        sampler: Sampler,
-        remover: Remover,
-        *,
-        max_size: int,
-        min_size: int,
-        max_times_sampled: int,
-        max_age_versions: int,
-        samples_per_insert: float,
-        seed: int,
-    ) -> None:
-        self._sampler = sampler
-        self._remover = remover
-        self._max_size = max_size
-        self._min_size = min_size
-        self._max_times_sampled = max_times_sampled
-        self._max_age_versions = max_age_versions
-        self.samples_per_insert = samples_per_insert
+    def __init__(self, settings: ReplaySection, seed: int) -> None:
+        self.samples_per_insert = settings.samples_per_insert
+        self._settings = settings
         self._seed = seed
         self._entries: dict[str, Entry] = {}  # by group id, in order of insertion
 
@@ -72,26 +48,26 @@ class ReplayTable:
             self._keep(Entry(group, score, times_sampled=1))
 
     def pick(self, num_groups: int, *, step: int, version: int) -> list[RolloutGroup]:
-        """At most `num_groups` groups to replay at `step`.
-
-        Args:
-            version: the policy version that they would train.
-        """
+        """At most `num_groups` groups to replay at `step`, at which they would train policy `version`."""
         usable = [entry for entry in self._entries.values() if not self._too_old(entry, version)]
-        if len(usable) < self._min_size:
+        if len(usable) < self._settings.min_size:
             return []
-        return [entry.group for entry in self._sampler(usable, num_groups, np.random.default_rng([self._seed, step]))]
+        match self._settings.sampler:
+            case "fifo":  # those inserted first
+                chosen = usable[:num_groups]
+            case "freshest":  # those of the newest policy; among equals those inserted last
+                chosen = heapq.nlargest(num_groups, reversed(usable), key=lambda entry: entry.group.policy_version)
+            case "prioritized":
+                chosen = self._draw(usable, num_groups, np.random.default_rng([self._seed, step]))
+        return [entry.group for entry in chosen]
 
     def sampled(self, group_ids: Iterable[str]) -> None:
         """Counts one more use of each; ids that are not here are ignored."""
-        for group_id in group_ids:
-            entry = self._entries.get(group_id)
-            if entry is None:
-                continue
-            if entry.times_sampled + 1 < self._max_times_sampled:
-                self._entries[group_id] = replace(entry, times_sampled=entry.times_sampled + 1)
+        for entry in [self._entries[group_id] for group_id in group_ids if group_id in self._entries]:
+            if entry.times_sampled + 1 < self._settings.max_times_sampled:
+                self._entries[entry.group.group_id] = replace(entry, times_sampled=entry.times_sampled + 1)
             else:
-                del self._entries[group_id]
+                del self._entries[entry.group.group_id]
 
     def expire(self, version: int) -> None:
         """Drops the groups that are too old to train `version`."""
@@ -106,34 +82,32 @@ class ReplayTable:
         do not allow any more."""
         self._entries = {}
         for group_id, times_sampled, score in state:
-            if group_id in groups and times_sampled < self._max_times_sampled:
+            if group_id in groups and times_sampled < self._settings.max_times_sampled:
                 self._keep(Entry(groups[group_id], score, times_sampled))
 
     def _keep(self, entry: Entry) -> None:
         if not 0 < entry.score < math.inf:
             return
         self._entries[entry.group.group_id] = entry
-        if len(self._entries) > self._max_size:
-            del self._entries[self._remover(self._entries.values()).group.group_id]
+        if len(self._entries) > self._settings.max_size:
+            entries = self._entries.values()  # of equals the one inserted first makes room: new data always gets in
+            leaves = next(iter(entries)) if self._settings.remover == "oldest" else min(entries, key=self._log2_score)
+            del self._entries[leaves.group.group_id]
 
     def _too_old(self, entry: Entry, version: int) -> bool:
-        return version - entry.group.policy_version > self._max_age_versions
+        return version - entry.group.policy_version > self._settings.max_age_versions
 
+    def _log2_score(self, entry: Entry) -> float:
+        """The logarithm of score x 0.5^(age in versions / half-life), but for a term that all entries have in common."""
+        return math.log2(entry.score) + entry.group.policy_version / self._settings.half_life_versions
 
-def replay_table(settings: ReplaySection, seed: int) -> ReplayTable | None:
-    """The table that the configuration describes; None if every group is trained once."""
-    if settings.mode == "fifo":
-        return None
-    score = DecayedScore(settings.half_life_versions)
-    samplers: dict[str, Sampler] = {"fifo": fifo, "freshest": freshest, "prioritized": Prioritized(score)}
-    removers: dict[str, Remover] = {"oldest": oldest, "lowest_score": LowestScore(score)}
-    return ReplayTable(
-        samplers[settings.sampler],
-        removers[settings.remover],
-        max_size=settings.max_size,
-        min_size=settings.min_size,
-        max_times_sampled=settings.max_times_sampled,
-        max_age_versions=settings.max_age_versions,
-        samples_per_insert=settings.samples_per_insert,
-        seed=seed,
-    )
+    def _draw(self, entries: list[Entry], count: int, rng: np.random.Generator) -> list[Entry]:
+        """At random with probability proportional to the decayed score (Schaul et al., arXiv:1511.05952, the proportional
+        variant with alpha = 1), without replacement.
+
+        The `count` largest of ln(score) + Gumbel noise are such a sample (Kool et al., arXiv:1903.06059); logarithms neither
+        overflow nor vanish, however old a group is.
+        """
+        noise = rng.gumbel(size=len(entries))
+        keys = np.array([self._log2_score(entry) for entry in entries]) * math.log(2) + noise
+        return [entries[index] for index in np.argsort(-keys, kind="stable")[:count]]

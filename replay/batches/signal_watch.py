@@ -19,21 +19,21 @@ class SignalWatch:
 
     def __init__(self, max_groups: int | None) -> None:
         self._max_groups = max_groups
-        self._low, self._high = math.inf, -math.inf  # of the mean rewards of the groups that were scored
         self._forget()
 
-    def note(self, group: RolloutGroup, mean_reward: float, *, has_signal: bool) -> None:
-        """
-        Args:
-            mean_reward: of the group; NaN if nothing was scored.
-        """
+    def _forget(self) -> None:
+        self._num_groups = self._num_completions = self._num_truncated = 0
+        self._low, self._high = math.inf, -math.inf  # of the mean rewards of the groups that were scored
+
+    def note(self, group: RolloutGroup, mean_reward: float | None, *, has_signal: bool) -> None:
+        """`mean_reward` is None if nothing of the group was scored."""
         if has_signal:
             self._forget()
             return
         self._num_groups += 1
         self._num_completions += group.num_completions
         self._num_truncated += int(group.was_truncated.sum())
-        if not math.isnan(mean_reward):
+        if mean_reward is not None:
             self._low, self._high = min(self._low, mean_reward), max(self._high, mean_reward)
 
     def check(self) -> None:
@@ -52,10 +52,6 @@ class SignalWatch:
         """
         if self._num_groups and not ever_had_signal:
             raise NoSignalError(self._describe(", all that came within pipeline.stall_timeout_s"))
-
-    def _forget(self) -> None:
-        self._num_groups = self._num_completions = self._num_truncated = 0
-        self._low, self._high = math.inf, -math.inf
 
     def _describe(self, bound: str) -> str:
         truncated = self._num_truncated / max(1, self._num_completions)

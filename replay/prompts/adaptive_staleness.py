@@ -13,7 +13,6 @@ has room; take a widening back when it did not make steps faster, as when the en
 """
 
 import math
-from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
@@ -21,15 +20,6 @@ WINDOW = 8  # steps
 WAIT_TO_WIDEN = 0.15  # share of the time; above 1 / WINDOW, so that a single stall is no evidence
 LEAST_GAIN = 0.5  # of the time that a widening saves where steps wait for latency alone
 LONGEST_PATIENCE = 64  # windows
-
-
-@dataclass(frozen=True)
-class StalenessChange:
-    """A change of the staleness from `old` to `new` versions, with its reason in words for the log."""
-
-    old: int
-    new: int
-    reason: str
 
 
 class StalenessController:
@@ -40,36 +30,24 @@ class StalenessController:
         greatest: versions.
         min_effective_share: narrows when the effective sample share is below it; in (0, 1).
 
-    Raises:
-        ValueError: the limits are not in order, or the share is not between 0 and 1.
+    Attributes:
+        staleness: versions that a group may be old when it is trained.
     """
 
     def __init__(self, least: int, greatest: int, min_effective_share: float) -> None:
-        if not 0 <= least <= greatest:
-            raise ValueError(f"auto_staleness={least}, {greatest}: expected the least staleness first, of at least 0")
-        if not 0 < min_effective_share < 1:
-            raise ValueError(
-                f"auto_min_effective_share={min_effective_share} must be between 0, which never narrows, and 1, which "
-                "never widens"
-            )
         self._least = least
         self._greatest = greatest
         self._min_share = min_effective_share
         self._share_to_widen = min_effective_share + (1 - min_effective_share) / 4
-        self._staleness = least
+        self.staleness = least
         self._cooling = WINDOW  # steps; the first ones show how the engine warms up
         self._steps: list[tuple[float, float]] = []  # effective and wait share of those in the window
         self._windows = 0  # since the last change
         self._patience = 1  # windows to hold before the next widening
         self._wait_before: float | None = None  # of the last change, if it was a widening
 
-    @property
-    def staleness(self) -> int:
-        """Versions that a group may be old when it is trained."""
-        return self._staleness
-
-    def note(self, *, effective_share: float | None, wait_share: float) -> StalenessChange | None:
-        """What one optimizer step showed. Returns the change it led to, if any.
+    def note(self, *, effective_share: float | None, wait_share: float) -> str | None:
+        """What one optimizer step showed. Returns the change that it led to in words, with its reason, or None.
 
         Args:
             effective_share: Kish's effective sample share of the step's tokens; without one (None, NaN) the step is left
@@ -92,7 +70,7 @@ class StalenessController:
     def state(self) -> dict[str, Any]:
         """What a checkpoint needs; plain data."""
         return {
-            "staleness": self._staleness,
+            "staleness": self.staleness,
             "windows": self._windows,
             "patience": self._patience,
             "wait_before": self._wait_before,
@@ -100,32 +78,26 @@ class StalenessController:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Goes on from a checkpoint, within this controller's limits; the window starts anew, as the producers do."""
-        self._staleness = min(max(state["staleness"], self._least), self._greatest)
+        self.staleness = min(max(state["staleness"], self._least), self._greatest)
         self._windows = state["windows"]
         self._patience = state["patience"]
         self._wait_before = state["wait_before"]
         self._steps.clear()
-        self._cooling = max(WINDOW, self._staleness)
+        self._cooling = max(WINDOW, self.staleness)
 
-    def _decide(self, share: float, wait: float) -> StalenessChange | None:
-        seen = f"the trainer waited {wait:.0%} of the time for rollouts, effective sample share {share:.2f}"
-        if self._staleness > self._least:
+    def _decide(self, share: float, wait: float) -> str | None:
+        if self.staleness > self._least:
             if share < self._min_share:
                 return self._narrow(f"effective sample share {share:.2f}, below {self._min_share:g}")
             before = self._wait_before
             if before is not None and self._windows == 1 and not self._faster(before, wait):
                 return self._narrow(f"widening saved no time: the trainer waited {before:.0%} before, {wait:.0%} since")
-        if (
-            self._staleness < self._greatest
-            and wait > WAIT_TO_WIDEN
-            and share >= self._share_to_widen
-            and self._windows >= self._patience
-        ):
+        has_room = self.staleness < self._greatest and share >= self._share_to_widen
+        if has_room and wait > WAIT_TO_WIDEN and self._windows >= self._patience:
             if self._wait_before is not None:
                 self._patience = 1  # the last widening was right
-            return self._change(
-                self._staleness + 1, wait, f"widened {self._staleness} -> {self._staleness + 1}: {seen}"
-            )
+            seen = f"the trainer waited {wait:.0%} of the time for rollouts, effective sample share {share:.2f}"
+            return self._change("widened", 1, wait, seen)
         return None
 
     def _faster(self, before: float, wait: float) -> bool:
@@ -134,18 +106,17 @@ class StalenessController:
         A step takes (time to train) / (1 - wait). With the latency L of a batch and S + 1 batches under way it takes
         L / (S + 1), so that S versions instead of S - 1 save 1 / (S + 1) of it, or the whole wait if that is less.
         """
-        expected = min(before, 1 / (self._staleness + 1))
+        expected = min(before, 1 / (self.staleness + 1))
         return 1 - before < (1 - LEAST_GAIN * expected) * (1 - wait)
 
-    def _narrow(self, reason: str) -> StalenessChange:
+    def _narrow(self, reason: str) -> str:
         if self._wait_before is not None:
             self._patience = min(2 * self._patience, LONGEST_PATIENCE)
-        return self._change(self._staleness - 1, None, f"narrowed {self._staleness} -> {self._staleness - 1}: {reason}")
+        return self._change("narrowed", -1, None, reason)
 
-    def _change(self, staleness: int, wait_before: float | None, reason: str) -> StalenessChange:
-        change = StalenessChange(self._staleness, staleness, reason)
-        self._cooling = max(WINDOW, self._staleness, staleness)  # groups of the old budget live no longer, in steps
-        self._staleness = staleness
+    def _change(self, what: str, by: int, wait_before: float | None, reason: str) -> str:
+        before, self.staleness = self.staleness, self.staleness + by
+        self._cooling = max(WINDOW, before, self.staleness)  # groups of the old budget live no longer, in steps
         self._windows = 0
         self._wait_before = wait_before
-        return change
+        return f"{what} {before} -> {self.staleness}: {reason}"

@@ -21,8 +21,6 @@ class EpochOrder:
     """
 
     def __init__(self, num_prompts: int, seed: int, *, shuffle: bool) -> None:
-        if num_prompts < 1:
-            raise ValueError("a ledger needs at least one prompt")
         self.num_prompts = num_prompts
         self._seed = seed
         self._shuffle = shuffle
@@ -67,9 +65,7 @@ class EpochOrder:
                 "go on with the old one, or choose another run_dir"
             )
         self._begin_epoch(state["epoch"])
-        self._cooldowns = dict(
-            state["resting"]
-        )  # after it: when all are in cooldown, they come back with the next epoch
+        self._cooldowns = dict(state["resting"])  # only now: if all are in cooldown, they come back with the next epoch
         self._position = state["position"]
 
     def _begin_epoch(self, epoch: int) -> None:

@@ -153,10 +153,11 @@ class Evaluation:
 
     def fail(self, lease_id: str, reason: str, now: float) -> bool | None:
         """The lease ended without an answer. Returns as `PromptTable.fail`; a prompt whose budget is spent is settled."""
-        spent = self.leases.spent_by(lease_id, reason)
-        if spent is not None:
-            self._answers[spent.key] = Answer()
-        return self.leases.fail(lease_id, reason, now)
+
+        def give_up(work: Work[int]) -> None:
+            self._answers[work.key] = Answer()
+
+        return self.leases.fail(lease_id, reason, now, give_up)
 
     def _next(self, now: float) -> Work[int] | None:
         fresh = Work(self._num_leased) if self._num_leased < self.num_prompts else None

@@ -49,24 +49,20 @@ class FailureWatch:
 
     def __init__(self, max_share: float) -> None:
         self._max_share = max_share
-        self._given_up: deque[bool] = deque(maxlen=FAILURE_WINDOW)
-        self._last_reason = ""
+        self._finished: deque[str | None] = deque(maxlen=FAILURE_WINDOW)
 
-    def answered(self) -> None:
-        self._given_up.append(False)
-
-    def given_up(self, why: str) -> None:
-        self._given_up.append(True)
-        self._last_reason = why
+    def note(self, given_up: str | None = None) -> None:
+        """A prompt has its group, or was given up, and why."""
+        self._finished.append(given_up)
 
     def check(self) -> None:
         """
         Raises:
             DataFailuresError: too many were given up.
         """
-        failed = sum(self._given_up)
-        if len(self._given_up) == FAILURE_WINDOW and failed > self._max_share * FAILURE_WINDOW:
+        reasons = [reason for reason in self._finished if reason is not None]
+        if len(self._finished) == FAILURE_WINDOW and len(reasons) > self._max_share * FAILURE_WINDOW:
             raise DataFailuresError(
-                f"{failed} of the last {FAILURE_WINDOW} prompts were given up, more than "
-                f"pipeline.max_failed_share={self._max_share} allows. The last one: {self._last_reason}"
+                f"{len(reasons)} of the last {FAILURE_WINDOW} prompts were given up, more than "
+                f"pipeline.max_failed_share={self._max_share} allows. The last one: {reasons[-1]}"
             )

@@ -9,7 +9,7 @@ for as long as the failure calls for, until its budget for failures of that clas
     any     -> any                 put, remove: what its owner decides
 """
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
@@ -149,29 +149,29 @@ class PromptTable(Generic[K]):
         """The lease on a prompt, answered or not, that has not ended."""
         return next((record for record in self._leases.values() if record.work.key == key), None)
 
-    def spent_by(self, lease_id: str, reason: str) -> Work[K] | None:
-        """The prompt that `fail` with the same arguments would give up, with this failure counted; changes nothing."""
+    def fail(
+        self, lease_id: str, reason: str, now: float, give_up: Callable[[Work[K]], None] = lambda work: None
+    ) -> bool | None:
+        """The lease ended without an answer. Returns True if the prompt waits again, False if its budget is spent and it left
+        the table, and None if it makes no difference: the lease had ended before, or somebody else has answered.
+
+        Args:
+            give_up: is called before the prompt leaves the table, with this failure counted; if it raises, nothing happened.
+        """
         record = self._leases.get(lease_id)
         if record is None or not self.is_open(record.work.key):
+            self.end_lease(lease_id)
             return None
         of = failure_class(reason)
         work = self.work(record.work.key).failed(of)
-        return work if is_hopeless(reason) or work.failures(of) >= self._budgets[of].max_attempts else None
-
-    def fail(self, lease_id: str, reason: str, now: float) -> bool | None:
-        """The lease ended without an answer. Returns True if the prompt waits again, False if its budget is spent and it left
-        the table, and None if it makes no difference: the lease had ended before, or somebody else has answered."""
-        spent = self.spent_by(lease_id, reason)
-        record = self.end_lease(lease_id)
-        if record is None or not self.is_open(record.work.key):
-            return None
-        if spent is not None:
-            self.remove(spent.key)
-            return False
-        of = failure_class(reason)
-        work = self.work(record.work.key).failed(of)
-        self.put(work, Waiting(now + self._budgets[of].delay_s(work.failures(of))))
-        return True
+        again = not is_hopeless(reason) and work.failures(of) < self._budgets[of].max_attempts
+        if again:
+            self.put(work, Waiting(now + self._budgets[of].delay_s(work.failures(of))))
+        else:
+            give_up(work)
+            self.remove(work.key)
+        self.end_lease(lease_id)
+        return again
 
     def give_back(self, lease_id: str) -> None:
         """The producer hands the lease back unanswered. The prompt waits again, and no failure is counted."""

@@ -17,11 +17,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from protocol.config.sections.learning import RerollSection
 from replay.lease_ids import Key, LeaseId, UnknownLeaseError
 from replay.prompts.epoch_order import EpochOrder
 from replay.prompts.failure_budgets import FailureClass, RetryBudget
 from replay.prompts.leases import Deferred, Held, Leased, LeaseRecord, PromptTable, Waiting, Work
-from replay.prompts.rerolls import RerollLimits, RerollShare
+from replay.prompts.rerolls import RerollShare
 
 
 class PromptLedger:
@@ -46,7 +47,7 @@ class PromptLedger:
         shuffle: bool,
         budgets: Mapping[FailureClass, RetryBudget],
         session: str,
-        rerolls: RerollLimits,
+        rerolls: RerollSection,
     ) -> None:
         self._order = EpochOrder(num_prompts, seed, shuffle=shuffle)
         self.leases: PromptTable[Key] = PromptTable(budgets)

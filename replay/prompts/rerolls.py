@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from protocol.config.sections.learning import RerollSection
 from replay.groups import RolloutGroup
 from replay.lease_ids import Key
 
@@ -32,47 +33,31 @@ class RerollRules:
     Args:
         column: the reward function that judges. One that judges alone, so that a reward for mere format, which every
             completion gets, does not hide a failure.
-        fail_threshold: a completion whose reward is at or below it failed.
-        solved_threshold: one at or above it solved the prompt.
-        delay_versions: a failed prompt returns to a policy so many versions newer than the one that failed.
-        max_attempts: times that a prompt returns in an epoch.
-        solved_cooldown_epochs: epochs that a solved prompt sits out.
     """
 
+    settings: RerollSection
     column: int = 0
-    fail_threshold: float = 0.0
-    solved_threshold: float = 1.0
-    delay_versions: int = 4
-    max_attempts: int = 0
-    solved_cooldown_epochs: int = 0
 
     def grade(self, group: RolloutGroup) -> Grade:
         rewards = group.rewards[:, self.column]
         scored = rewards[~np.isnan(rewards)]
-        successes = int((scored > self.fail_threshold).sum())
+        successes = int((scored > self.settings.fail_threshold).sum())
         if len(scored) == 0:
             return Grade("unscored", 0, 0)
         if successes == 0:
             return Grade("failed", len(scored), 0)
-        solved = bool((scored >= self.solved_threshold).all())
+        solved = bool((scored >= self.settings.solved_threshold).all())
         return Grade("solved" if solved else "mixed", len(scored), successes)
 
     def return_version(self, key: Key, verdict: str, policy_version: int) -> int | None:
         """The version at which the prompt of a settled group returns; None if it does not."""
-        returns = verdict == "failed" and key.reroll < self.max_attempts
-        return policy_version + self.delay_versions if returns else None
+        returns = verdict == "failed" and key.reroll < self.settings.max_attempts
+        return policy_version + self.settings.delay_versions if returns else None
 
     def cooldown_until(self, key: Key, verdict: str) -> int | None:
         """The last epoch that the prompt of a settled group sits out; None if it sits out none."""
-        return key.epoch + self.solved_cooldown_epochs if verdict == "solved" and self.solved_cooldown_epochs else None
-
-
-@dataclass(frozen=True)
-class RerollLimits:
-    """How many leases may be rerolls, and how many prompts may be deferred at once."""
-
-    max_share: float
-    max_pending: int
+        num_epochs = self.settings.solved_cooldown_epochs
+        return key.epoch + num_epochs if verdict == "solved" and num_epochs else None
 
 
 class RerollShare:

@@ -11,21 +11,15 @@ from prometheus_client import CollectorRegistry
 
 from consumer.reporting.learning_metrics import LearningMetrics
 from protocol.config.run import RunConfig
-from protocol.config.sections.learning import ReplaySection
 from protocol.wire.codec import encode
 from protocol.wire.messages import Group
-from replay.batches.cutting import BatchCutter
 from replay.batches.delivery import Delivery
-from replay.batches.replay_table import ReplayTable, replay_table
 from replay.buffer import RolloutBuffer
 from replay.groups import GroupShape, RolloutGroup
 from replay.journal.database import JournalFullError
 from replay.journal.tables import Entry
 from replay.journal.writer import Journal
-from replay.prompts.failure_budgets import RetryBudget
-from replay.prompts.ledger import PromptLedger
-from replay.prompts.rerolls import RerollLimits, RerollRules
-from replay.prompts.staleness import StalenessBudget
+from tests.unit.replay.builders import buffer
 
 SHAPE = GroupShape(num_generations=4, num_rewards=1, max_completion_length=6, vocab_size=64)
 
@@ -130,47 +124,9 @@ class FillableJournal(Journal):
             yield db
 
 
-def live_buffer(
-    journal: Journal,
-    *,
-    num_prompts: int = 1000,
-    session: str = "s",
-    backoff_s: float = 0.0,
-    data_attempts: int = 3,
-    rules: RerollRules = RerollRules(),  # noqa: B008  frozen
-    replay: ReplayTable | None = None,
-    max_replayed: int = 0,
-    partial: bool = False,
-    **budget: int,
-) -> RolloutBuffer:
-    """The buffer of a trainer process, unshuffled, with version 0 published. Two groups a step unless `budget` says more."""
-    budgets = {"data": RetryBudget(data_attempts, backoff_s), "infra": RetryBudget(10, backoff_s)}
-    rerolls = RerollLimits(max_share=0.5, max_pending=8)
-    result = RolloutBuffer(
-        PromptLedger(num_prompts, seed=0, shuffle=False, budgets=budgets, session=session, rerolls=rerolls),
-        BatchCutter(
-            StalenessBudget(**({"groups_per_step": 2, "max_staleness": 0} | budget)),
-            journal,
-            signal=lambda group: float(np.ptp(group.rewards)),
-            replay=replay,
-            max_replayed=max_replayed,
-            partial=partial,
-        ),
-        journal,
-        rules=rules,
-        mean_reward=lambda group: float(group.rewards.mean()),
-        max_failed_share=0.5,
-    )
-    result.published(0)
-    return result
-
-
-def replay_of(**settings: Any) -> ReplayTable:
-    """A table whose groups are replayed from the first one on, those that came first first."""
-    section = ReplaySection(**({"mode": "signal", "min_size": 1, "sampler": "fifo", "remover": "oldest"} | settings))
-    table = replay_table(section, seed=0)
-    assert table is not None
-    return table
+def live_buffer(journal: Journal, **arguments: Any) -> RolloutBuffer:
+    """The buffer of a trainer process with version 0 published, two groups a step; a failed prompt goes out again at once."""
+    return buffer(journal, **({"backoff_s": 0.0} | arguments))
 
 
 def fill(replay: RolloutBuffer, count: int = 2, *, dull: int = 0) -> list[str]:

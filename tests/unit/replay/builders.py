@@ -11,20 +11,21 @@ from typing import Any
 import apsw
 import numpy as np
 
+from protocol.config.sections.learning import ReplaySection, RerollSection
 from protocol.wire.codec import encode
 from protocol.wire.messages import Group
 from replay.batches.cutting import BatchCutter, CutBatch
 from replay.batches.delivery import Delivery
 from replay.batches.replay_table import ReplayTable
 from replay.buffer import RolloutBuffer
-from replay.group_lifecycle import Answer
 from replay.groups import GroupShape, RolloutGroup
 from replay.journal.tables import Entry
 from replay.journal.writer import Journal
 from replay.lease_ids import Key, LeaseId
+from replay.lifecycle import Answer
 from replay.prompts.failure_budgets import RetryBudget
 from replay.prompts.ledger import PromptLedger
-from replay.prompts.rerolls import Grade, RerollLimits, RerollRules
+from replay.prompts.rerolls import Grade, RerollRules
 from replay.prompts.staleness import StalenessBudget
 
 
@@ -87,17 +88,35 @@ def mean_reward(candidate: RolloutGroup) -> float:
     return float(candidate.rewards.mean())
 
 
-def ledger(num_prompts: int = 4, *, data_attempts: int = 3, infra_attempts: int = 10, **changes: Any) -> PromptLedger:
+def ledger(
+    num_prompts: int = 4,
+    *,
+    data_attempts: int = 3,
+    infra_attempts: int = 10,
+    max_share: float = 0.5,
+    max_pending: int = 8,
+    backoff_s: float = 1.0,
+    **changes: Any,
+) -> PromptLedger:
     """No shuffling; a data failure waits 1 s, an infra failure 0.25 s, doubling."""
-    budgets = {"data": RetryBudget(data_attempts, 1.0), "infra": RetryBudget(infra_attempts, 0.25)}
-    values = {
-        "seed": 0,
-        "shuffle": False,
-        "budgets": budgets,
-        "session": "s",
-        "rerolls": RerollLimits(max_share=0.5, max_pending=8),
-    }
+    budgets = {"data": RetryBudget(data_attempts, backoff_s), "infra": RetryBudget(infra_attempts, backoff_s / 4)}
+    rerolls = RerollSection.model_construct(max_share=max_share, max_pending=max_pending)
+    values: dict[str, Any] = {"seed": 0, "shuffle": False, "session": "s", "budgets": budgets, "rerolls": rerolls}
     return PromptLedger(num_prompts, **(values | changes))
+
+
+def reroll_rules(column: int = 0, **settings: Any) -> RerollRules:
+    """They are off unless `settings` turn them on, also such settings as no configuration may have."""
+    return RerollRules(RerollSection.model_construct(**({"max_attempts": 0} | settings)), column)
+
+
+def replay_settings(**settings: Any) -> ReplaySection:
+    """Those that came first are replayed first, and make room first, if `settings` say no more; these are not checked."""
+    return ReplaySection.model_construct(**({"sampler": "fifo", "remover": "oldest", "min_size": 1} | settings))
+
+
+def replay_table(seed: int = 0, **settings: Any) -> ReplayTable:
+    return ReplayTable(replay_settings(**settings), seed)
 
 
 def unpublished_buffer(
@@ -107,15 +126,16 @@ def unpublished_buffer(
     max_failed_share: float = 0.5,
     max_groups_without_signal: int | None = None,
     data_attempts: int = 3,
+    backoff_s: float = 1.0,
     session: str = "s",
-    rules: RerollRules = RerollRules(),  # noqa: B008  frozen
+    rules: RerollRules | None = None,
     replay: ReplayTable | None = None,
     max_replayed: int = 0,
     partial: bool = False,
     **budget: int,
 ) -> RolloutBuffer:
     return RolloutBuffer(
-        ledger(num_prompts, data_attempts=data_attempts, session=session),
+        ledger(num_prompts, data_attempts=data_attempts, backoff_s=backoff_s, session=session),
         BatchCutter(
             StalenessBudget(**({"groups_per_step": 2, "max_staleness": 0} | budget)),
             journal,
@@ -125,7 +145,7 @@ def unpublished_buffer(
             partial=partial,
         ),
         journal,
-        rules=rules,
+        rules=rules or reroll_rules(),
         mean_reward=mean_reward,
         max_failed_share=max_failed_share,
         max_groups_without_signal=max_groups_without_signal,

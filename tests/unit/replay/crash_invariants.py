@@ -138,7 +138,12 @@ class Invariants(Model):
         for row in self.rows.values():
             epoch, prompt_id, reroll = key = key_of(row.group_id)
             is_last = row.outcome != "stale" and row.dropped not in ("stale", "configuration")
-            if is_last and row.verdict == "failed" and reroll < self.rules.max_attempts and key in prompts.settled:
+            if (
+                is_last
+                and row.verdict == "failed"
+                and reroll < self.rules.settings.max_attempts
+                and key in prompts.settled
+            ):
                 assert (epoch, prompt_id, reroll + 1) in everywhere | set(prompts.deferred) | prompts.let_go
 
     @invariant()

@@ -3,10 +3,12 @@
 import copy
 import math
 from collections.abc import Iterable
+from typing import Any
 
+from protocol.config.sections.learning import ReplaySection
 from replay.lease_ids import Key
 from replay.prompts.ledger import PromptLedger
-from replay.prompts.rerolls import RerollLimits, RerollRules
+from replay.prompts.rerolls import RerollRules
 from replay.prompts.staleness import StalenessBudget
 from tests.unit.replay.builders import ledger
 from tests.unit.replay.crash_records import (
@@ -17,7 +19,6 @@ from tests.unit.replay.crash_records import (
     Checkpoint,
     Cut,
     Prompts,
-    Replay,
     ReplayRow,
     Row,
     key_of,
@@ -33,7 +34,7 @@ class Model:
     rules: RerollRules
     max_share: float
     max_pending: int
-    replaying: Replay | None
+    replaying: ReplaySection | None
     max_replayed: int
     partial: bool
     comparable = True
@@ -52,9 +53,9 @@ class Model:
         self.now = 0.0
 
     def new_ledger(self, session: str) -> PromptLedger:
-        queue = RerollLimits(max_share=self.max_share, max_pending=self.max_pending)
+        limits: dict[str, Any] = {"max_share": self.max_share, "max_pending": self.max_pending}
         attempts = {"data_attempts": ATTEMPTS["data"], "infra_attempts": ATTEMPTS["infra"]}
-        return ledger(self.num_prompts, shuffle=self.shuffle, session=session, rerolls=queue, **attempts)
+        return ledger(self.num_prompts, shuffle=self.shuffle, session=session, **limits, **attempts)
 
     # Prompts
 
@@ -132,10 +133,10 @@ class Model:
         prompts.open.discard(key)
         prompts.settled.add(key)
         epoch, prompt_id, reroll = key
-        if verdict == "solved" and self.rules.solved_cooldown_epochs:
-            until = epoch + self.rules.solved_cooldown_epochs
+        if verdict == "solved" and self.rules.settings.solved_cooldown_epochs:
+            until = epoch + self.rules.settings.solved_cooldown_epochs
             prompts.cooldowns[prompt_id] = max(until, prompts.cooldowns.get(prompt_id, 0))
-        if verdict != "failed" or reroll == self.rules.max_attempts:
+        if verdict != "failed" or reroll == self.rules.settings.max_attempts:
             return
         returning = (epoch, prompt_id, reroll + 1)
         if returning in prompts.answered:
@@ -147,7 +148,7 @@ class Model:
                 too_many = next(iter(prompts.deferred))
                 del prompts.deferred[too_many]
                 prompts.let_go.add(too_many)
-            prompts.deferred[returning] = version + self.rules.delay_versions
+            prompts.deferred[returning] = version + self.rules.settings.delay_versions
 
     # Groups
 

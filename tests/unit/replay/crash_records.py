@@ -4,8 +4,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from replay.batches.replay_table import ReplayTable
-from replay.batches.selectors import fifo, oldest
 from replay.lease_ids import Key, LeaseId
 
 ATTEMPTS = {"data": 2, "infra": 3}
@@ -88,26 +86,3 @@ class Checkpoint:
     num_rows: int = 0
     table: dict[str, int] = field(default_factory=dict)
     num_trained: int = 0
-
-
-@dataclass(frozen=True)
-class Replay:
-    """A table whose sampler takes those that came first, and whose remover the oldest."""
-
-    max_size: int
-    max_times_sampled: int
-    max_age_versions: int
-    samples_per_insert: float
-    min_size: int
-
-    def table(self) -> ReplayTable:
-        return ReplayTable(
-            fifo,
-            oldest,
-            max_size=self.max_size,
-            min_size=self.min_size,
-            max_times_sampled=self.max_times_sampled,
-            max_age_versions=self.max_age_versions,
-            samples_per_insert=self.samples_per_insert,
-            seed=0,
-        )

@@ -75,19 +75,6 @@ def test_a_lease_ends_by_time_or_with_its_producer_unless_it_is_kept(journal: Jo
     assert replay.depth() == {"ready": 0, "leased": 2, "replayable": 0, "deferred": 0, "epoch": 0}
 
 
-def test_a_lease_given_back_is_counted_and_goes_out_at_once(journal: Journal) -> None:
-    replay = buffer(journal)
-    replay.give_back(lease(replay))
-    assert lease(replay) == "0-0-0-2-s"
-    assert replay.totals == Counter({"leased": 2, "returned": 1})
-
-
-def test_a_failed_prompt_waits_while_the_others_go_on(journal: Journal) -> None:
-    replay = buffer(journal, max_staleness=3)
-    assert replay.fail(lease(replay), "reward_failed", "boom", 0.0) is True
-    assert [lease(replay, now=0.9), lease(replay, now=1.0)] == ["0-1-0-1-s", "0-0-0-2-s"]
-
-
 def test_a_lease_whose_producer_left_on_a_full_disk_ends_when_there_is_room(journal: FillableJournal) -> None:
     replay = buffer(journal, num_prompts=1)
     for _ in range(9):
@@ -142,17 +129,6 @@ def test_of_what_arrives_without_signal_no_completion_stays_in_memory(journal: J
     assert (arrival.rewards.tolist(), arrival.lengths.tolist(), arrival.truncated.tolist()) == (
         [[0.0], [0.0]], [3, 1], [False, True],
     )  # fmt: skip
-
-
-def test_a_batch_trained_twice_moves_the_step_by_two(journal: Journal) -> None:
-    replay = buffer(journal, num_iterations=2)
-    fill(replay, 0)
-    first = cut(replay)
-    replay.published(2)
-    fill(replay, 2)
-    second = cut(replay)
-    assert [(batch.step, batch.num_iterations) for batch in (first, second)] == [(0, 2), (2, 2)]
-    assert rows(journal, "step, last_step, position, tries") == [(1, 2, 0, 1), (1, 2, 1, 1), (3, 4, 0, 1), (3, 4, 1, 1)]
 
 
 def test_groups_that_arrive_together_are_judged_together_and_in_order(journal: Journal) -> None:
@@ -225,16 +201,6 @@ def test_a_group_that_grows_too_old_in_the_table_is_dropped_and_its_prompt_goes_
     assert (record.work.key.prompt_id, record.work.attempt) == (0, 2)
 
 
-def test_an_unknown_lease_is_told_apart_and_leaves_no_trace(journal: Journal) -> None:
-    replay = buffer(journal, num_prompts=4)
-    assert offer(replay, "other-1") == "unknown_lease"
-    assert offer(replay, "0-4-0-1-s") == "unknown_lease"
-    assert replay.fail("other-1", "reward_failed", "", 0.0) is None
-    assert replay.adopt("p", ["other-1"], deadline=1.0) == {"other-1": False}
-    assert replay.totals == Counter({"unknown_lease": 2, "failed_reward_failed": 0, "adopted": 0})
-    assert rows(journal) == []
-
-
 # Failures.
 
 
@@ -278,39 +244,6 @@ def test_the_run_stops_at_exactly_the_share_of_dead_letters_that_is_not_allowed(
         "The last one: bad_prompt: ZeroDivisionError: division by zero"
     )
     assert caught.value.exit_code == 66
-
-
-def test_a_short_history_of_failures_is_not_judged_and_good_answers_clear_it(journal: Journal) -> None:
-    replay = buffer(journal)
-    answer(replay, failures=63, successes=0)
-    assert replay.next_batch(0.0) is None
-    answer(replay, failures=0, successes=33)
-    assert replay.next_batch(0.0) is None
-
-
-def test_returned_and_late_leases_and_failures_within_the_budget_do_not_stop_the_run(journal: Journal) -> None:
-    replay = buffer(journal, data_attempts=2)
-    for i in range(100):
-        replay.give_back(lease(replay, now=10.0 * i))
-        retried = lease(replay, now=10.0 * i, timeout_s=1.0)
-        replay.fail(retried, "reward_failed", "boom", 10.0 * i)
-        replay.fail(retried, "reward_failed", "too late to matter", 10.0 * i)
-        offer(replay, lease(replay, now=10.0 * i + 5), signal=False)
-    assert replay.next_batch(0.0) is None
-    assert replay.totals["failed_reward_failed"] == 100
-    assert replay.totals["dead_letters"] == 0
-
-
-def test_a_failure_wakes_a_trainer_that_waits(journal: Journal) -> None:
-    replay = buffer(journal)
-    answer(replay, failures=63, successes=0)
-    timer = threading.Timer(0.05, lambda: answer(replay, failures=1, successes=0))
-    timer.start()
-    began = time.monotonic()
-    with pytest.raises(DataFailuresError):
-        replay.next_batch(30.0)
-    assert time.monotonic() - began < 10
-    timer.join()
 
 
 def test_next_batch_waits_no_longer_than_told(journal: Journal) -> None:

@@ -115,42 +115,6 @@ def test_the_next_process_trains_what_was_not_trained_and_loses_nothing(journal:
     assert restored.totals["adopted"] == 1
 
 
-def test_batches_after_the_checkpoint_are_cut_again_as_they_were(journal: Journal) -> None:
-    replay = buffer(journal, max_staleness=3)
-    fill(replay, 0, count=7)
-    cuts = []
-    state = None
-    for step in range(3):
-        cuts.append(names(cut(replay).groups))
-        journal.end_step(step + 1)
-        replay.published(step + 1)
-        if step == 0:
-            state = replay.state()
-    restored = resumed(journal, state, 1, max_staleness=3)
-    assert restored.depth()["ready"] == 5
-    again = [cut(restored) for _ in range(2)]
-    assert [names(batch.groups) for batch in again] == cuts[1:]
-    assert [batch.step for batch in again] == [1, 2]
-    assert restored.next_batch(0.0) is None
-    assert restored.depth()["ready"] == 1
-    assert restored.totals["trained"] == 6
-
-
-def test_a_checkpoint_between_two_iterations_trains_the_second_one_only(journal: Journal) -> None:
-    replay = buffer(journal, num_iterations=2, max_staleness=4)
-    ids = fill(replay, 0, count=4)
-    cut(replay)
-    journal.end_step(1)
-    journal.note_policy(1, 1, "digest")
-    state = replay.state()
-    journal.end_step(2)
-    journal.note_policy(2, 2, "digest")
-    cut(replay)
-    restored = resumed(journal, state, 1, num_iterations=2, max_staleness=4)
-    batches = [cut(restored), cut(restored)]
-    assert [(b.step, b.num_iterations, names(b.groups)) for b in batches] == [(0, 1, ids[:2]), (2, 2, ids[2:])]
-
-
 def test_a_resumed_batch_is_noted_again_before_it_is_handed_over(journal: FillableJournal) -> None:
     replay = buffer(journal)
     ids = fill(replay)
@@ -162,25 +126,3 @@ def test_a_resumed_batch_is_noted_again_before_it_is_handed_over(journal: Fillab
     assert rows(journal, "tries") == [(1,), (1,)]
     assert names(cut(restored).groups) == ids
     assert rows(journal, "tries") == [(2,), (2,)]
-
-
-def test_groups_that_look_different_now_are_dropped_and_their_prompts_go_out_again(journal: Journal) -> None:
-    replay = buffer(journal, max_staleness=3)
-    fill(replay, 0, count=3)
-    cut(replay)
-    restored = resumed(journal, None, 0, comparable=False, max_staleness=3)
-    assert restored.depth()["ready"] == 0
-    assert [lease(restored) for _ in range(4)] == ["0-0-0-1-t", "0-1-0-1-t", "0-2-0-1-t", "0-3-0-1-t"]
-
-
-def test_a_process_that_died_twice_over_a_batch_goes_on_without_it(journal: Journal) -> None:
-    state = None
-    for session in "st":
-        replay = resumed(journal, state, 0, session=session, version=0)
-        if session == "s":
-            fill(replay, 0)
-        cut(replay)
-    restored = resumed(journal, state, 0, session="u", version=0)
-    assert restored.totals["quarantined"] == 2
-    assert restored.depth()["ready"] == 0
-    assert lease(restored) == "0-2-0-1-u", "their prompts do not go out again"

@@ -22,13 +22,23 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from replay.batches.cutting import BatchCutter
+from replay.batches.replay_table import ReplayTable
 from replay.buffer import RolloutBuffer
 from replay.journal.database import JournalFullError
-from replay.prompts.rerolls import RerollRules
 from replay.prompts.staleness import StalenessBudget
-from tests.unit.replay.builders import SHAPE, FillableJournal, delivery, mean_reward, memory_folder, names, spread
+from tests.unit.replay.builders import (
+    SHAPE,
+    FillableJournal,
+    delivery,
+    mean_reward,
+    memory_folder,
+    names,
+    replay_settings,
+    reroll_rules,
+    spread,
+)
 from tests.unit.replay.crash_invariants import Invariants
-from tests.unit.replay.crash_records import ATTEMPTS, REWARDS, Arrival, Checkpoint, Replay, key_of
+from tests.unit.replay.crash_records import ATTEMPTS, REWARDS, Arrival, Checkpoint, key_of
 
 PATIENCE_S = 3.0
 
@@ -47,7 +57,7 @@ class RunMachine(Invariants, RuleBasedStateMachine):
             StalenessBudget, st.sampled_from([1, 2, 3, 3]), st.integers(0, 2), st.integers(1, 2), st.integers(1, 2)
         ),
         rules=st.builds(
-            RerollRules,
+            reroll_rules,
             delay_versions=st.integers(0, 1),
             max_attempts=st.sampled_from([0, 1, 2, 3]),
             solved_cooldown_epochs=st.sampled_from([0, 0, 1, 2]),
@@ -55,7 +65,7 @@ class RunMachine(Invariants, RuleBasedStateMachine):
         max_share=st.sampled_from([0.3, 1.0]),
         max_pending=st.integers(1, 3),
         replaying=st.builds(
-            Replay,
+            replay_settings,
             max_size=st.integers(2, 4),
             max_times_sampled=st.integers(2, 3),
             max_age_versions=st.integers(1, 3),
@@ -99,7 +109,7 @@ class RunMachine(Invariants, RuleBasedStateMachine):
             self.budget,
             self.journal,
             signal=spread,
-            replay=self.replaying.table() if self.replaying else None,
+            replay=ReplayTable(self.replaying, 0) if self.replaying else None,
             max_replayed=self.max_replayed,
             partial=self.partial,
         )

@@ -11,8 +11,8 @@ from protocol.wire.codec import encode
 from protocol.wire.messages import Lease, Sampling
 from replay.buffer import RolloutBuffer
 from replay.journal.disk import DiskGuard
-from replay.prompts.rerolls import RerollRules
 from tests.unit.consumer.builders import FillableJournal, delivery, fill, live_buffer, rollout_group
+from tests.unit.replay.builders import reroll_rules
 
 SAMPLING = Sampling(num_generations=4, max_completion_length=4, temperature=1.0)
 
@@ -150,7 +150,7 @@ def test_a_producer_that_cannot_be_reached_is_named_once_and_the_others_get_thei
 
 
 def test_the_lease_of_a_prompt_that_comes_back_wants_a_newer_policy(journal: FillableJournal, disk: DiskGuard) -> None:
-    rules = RerollRules(delay_versions=2, max_attempts=1)
+    rules = reroll_rules(delay_versions=2, max_attempts=1)
     counter = Counter(live_buffer(journal, groups_per_step=4, max_staleness=9, rules=rules), disk)
     fill(counter.replay, 0, dull=1)
     counter.join("p", 4)

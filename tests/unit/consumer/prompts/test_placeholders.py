@@ -6,9 +6,7 @@ from consumer.prompts.placeholders import Placeholders, check_has_rows, open_pro
 from consumer.publishing.probe import probe_tokens
 from protocol.config.run import RunConfig
 from protocol.errors import DatasetError
-from replay.prompts.failure_budgets import RetryBudget
-from replay.prompts.ledger import PromptLedger
-from replay.prompts.rerolls import RerollLimits
+from tests.unit.replay.builders import ledger
 
 RUN = {"run_dir": "run", "model": {"path": "model"}, "trainer": {"max_steps": 10}}
 ATROPOS = RunConfig.model_validate(RUN | {"environment": {"atropos": True}, "serve": {"enabled": True}})
@@ -20,19 +18,11 @@ def test_every_placeholder_can_be_leased(tmp_path):
     prompt, columns = prompts[len(prompts) - 1]
     assert prompt
     assert columns == {}
-    budgets = {"data": RetryBudget(2, 0.0), "infra": RetryBudget(2, 0.0)}
-    ledger = PromptLedger(
-        len(prompts),
-        seed=3,
-        shuffle=True,
-        budgets=budgets,
-        session="s",
-        rerolls=RerollLimits(max_share=0.5, max_pending=9),
-    )
-    leases = [ledger.lease("p", version=0, policy_floor=0, now=0.0, deadline=1.0) for _ in range(100)]
+    book = ledger(len(prompts), shuffle=True, backoff_s=0.0)
+    leases = [book.lease("p", version=0, policy_floor=0, now=0.0, deadline=1.0) for _ in range(100)]
     assert len({record.work.key.prompt_id for record in leases}) == 100
-    ledger.leases.give_back(leases[7].lease_id)
-    again = ledger.lease("p", version=0, policy_floor=0, now=0.0, deadline=1.0)
+    book.leases.give_back(leases[7].lease_id)
+    again = book.lease("p", version=0, policy_floor=0, now=0.0, deadline=1.0)
     assert (again.work.key, again.work.data_failures, again.work.infra_failures) == (leases[7].work.key, 0, 0)
 
 

@@ -20,8 +20,9 @@ from protocol.errors import JournalError, StalledError
 from replay.batches.replay_table import ReplayTable
 from replay.journal.disk import DiskGuard
 from replay.journal.reader import JournalReader
-from tests.unit.consumer.builders import Clock, FillableJournal, fill, live_buffer, replay_of
+from tests.unit.consumer.builders import Clock, FillableJournal, fill, live_buffer
 from tests.unit.consumer.snapshots import snapshot
+from tests.unit.replay.builders import replay_table
 
 ADAPTER_DIGEST = hashlib.sha256(b"adapter").hexdigest()
 
@@ -176,7 +177,7 @@ def test_groups_go_when_the_oldest_kept_checkpoint_does_not_need_them(run: Run) 
 def test_groups_that_may_be_replayed_stay_until_no_kept_checkpoint_has_them(
     tmp_path: Path, journal: FillableJournal, disk: DiskGuard, clock: Clock
 ) -> None:
-    run = Run(tmp_path / "checkpoints", journal, disk, clock, replay_of(max_size=2))
+    run = Run(tmp_path / "checkpoints", journal, disk, clock, replay_table(max_size=2))
     run.step(1)
     run.checkpoint(1)  # whose table has the groups of step 1; afterwards those of later steps displace them
     for number in (2, 3):

@@ -12,8 +12,9 @@ from consumer.waiting import StopRequested
 from protocol.errors import ConfigError, JournalError
 from replay.journal.retention import Retention
 from replay.journal.writer import Journal
-from tests.unit.consumer.builders import SHAPE, fill, live_buffer, replay_of
+from tests.unit.consumer.builders import SHAPE, fill, live_buffer
 from tests.unit.consumer.snapshots import snapshot
+from tests.unit.replay.builders import replay_table
 
 FACTS = {
     "run_id": "run",
@@ -69,7 +70,7 @@ def test_every_recorded_batch_in_order_and_nothing_else(journal: Journal, record
 
 def test_groups_that_were_replayed_are_replayed_again(journal: Journal, recorded: RecordedRun) -> None:
     journal.note_facts(FACTS)
-    replay = live_buffer(journal, max_staleness=9, replay=replay_of(), max_replayed=1)
+    replay = live_buffer(journal, max_staleness=9, replay=replay_table(), max_replayed=1)
     made = [fill(replay), [*fill(replay, 1, dull=1), "0-0-0-1-s"]]
     for step in (1, 2):
         assert replay.next_batch(0.0) is not None

@@ -2,12 +2,10 @@
 
 from typing import Any
 
-import numpy as np
 import pytest
 
 from replay.batches.cutting import BatchCutter
 from replay.batches.replay_table import ReplayTable
-from replay.batches.selectors import DecayedScore, LowestScore, Prioritized, fifo, oldest
 from replay.journal.database import JournalFullError
 from replay.journal.writer import Journal
 from replay.prompts.staleness import StalenessBudget
@@ -21,9 +19,8 @@ from tests.unit.replay.builders import (
     full_disk,
     group,
     lease,
-    memory_folder,
     names,
-    offer,
+    replay_table,
     resumed,
     spread,
 )
@@ -31,10 +28,9 @@ from tests.unit.replay.builders import (
 PLENTY = 10**6
 
 
-def table(*, samples_per_insert: float = 1.0, min_size: int = 1, **limits: Any) -> ReplayTable:
-    """Those that came first are replayed first."""
-    values = {"max_size": 8, "max_times_sampled": 2, "max_age_versions": 4, "seed": 0} | limits
-    return ReplayTable(fifo, oldest, samples_per_insert=samples_per_insert, min_size=min_size, **values)
+def table(**settings: Any) -> ReplayTable:
+    """Those that came first are replayed first, once."""
+    return replay_table(**({"max_size": 8, "max_times_sampled": 2, "max_age_versions": 4} | settings))
 
 
 def cutter(journal: Journal, *, groups_per_step: int = 4, max_staleness: int = 9, **arguments: Any) -> BatchCutter:
@@ -167,81 +163,6 @@ def test_the_journal_knows_a_batch_before_anybody_sees_it(journal: FillableJourn
 
 
 # Through the buffer.
-
-
-def prioritized(seed: int = 3) -> ReplayTable:
-    score = DecayedScore(4.0)
-    limits: dict[str, Any] = {"max_size": 24, "min_size": 4, "max_times_sampled": 3, "max_age_versions": 6}
-    return ReplayTable(Prioritized(score), LowestScore(score), samples_per_insert=1.0, seed=seed, **limits)
-
-
-REPLAYING: dict[str, Any] = {"groups_per_step": 8, "max_staleness": 2, "max_replayed": 4}
-
-
-def run(journal: Journal, num_steps: int, seed: int = 3) -> tuple[list[list[str]], list[Any], int]:
-    """Binary rewards, half of the groups without signal: the batches, their replays' ages and the leases."""
-    draw = np.random.default_rng(0)
-    replay = buffer(journal, num_prompts=100_000, replay=prioritized(seed), **REPLAYING)
-    batches: list[list[str]] = []
-    seen: list[Any] = []
-    versions: dict[str, int] = {}
-    while len(batches) < num_steps:
-        step = len(batches)
-        record = replay.lease("p", now=0.0, timeout_s=1.0)
-        if record is not None:
-            lease_id = record.lease_id
-            versions[lease_id] = step
-            offer(replay, lease_id, step, signal=bool(draw.random() < 0.5))
-        batch = replay.next_batch(0.0)
-        if batch is None:
-            continue
-        batches.append(names(batch.groups))
-        again = names(batch.groups[batch.num_fresh :])
-        seen.append((batch.num_fresh, [step - versions[g] for g in names(batch.groups)], again))
-        seen[-1] += ([step + 1 - versions[row[0]] for row in replay.state()["replay"]],)
-        journal.end_step(step + 1)
-        journal.note_policy(step + 1, step + 1, "digest")
-        replay.published(step + 1)
-    return batches, seen, replay.totals["leased"]
-
-
-@pytest.mark.long
-def test_three_hundred_steps_with_half_of_the_groups_without_signal() -> None:
-    """Batches are always full; age, share and uses hold; what is in the table is always recent."""
-    with memory_folder() as folder:
-        journal = Journal(folder / "journal.sqlite")
-        batches, seen, num_leased = run(journal, 300)
-        journal.close()
-    assert {len(batch) for batch in batches} == {8}
-    assert all(len(set(batch)) == 8 for batch in batches)
-    uses: dict[str, int] = {}
-    trained: set[str] = set()
-    for batch, (num_fresh, ages, again, kept) in zip(batches, seen, strict=True):
-        assert 4 <= num_fresh <= 8
-        assert set(again) <= trained
-        assert not trained & set(batch[:num_fresh])
-        trained |= set(batch[:num_fresh])
-        assert max(ages[:num_fresh]) <= 2
-        assert max(ages[num_fresh:], default=0) <= 6
-        assert max(kept) <= 6
-        for group_id in again:
-            uses[group_id] = uses.get(group_id, 1) + 1
-    assert max(uses.values()) == 3
-    num_again = sum(len(again) for _, _, again, _ in seen)
-    assert num_leased >= 300 * 8 - 8, "the limiter: no more is trained than is generated"
-    assert 900 < num_again < 1200, "up to one half is replayed, since one half has no signal"
-    assert num_leased < 1.1 * 300 * 8, "without replays it takes twice as many"
-    assert np.mean([np.mean(kept) for *_, kept in seen]) < 4
-
-
-def test_batches_are_a_function_of_the_seed_and_of_what_arrives(journal: Journal) -> None:
-    runs = []
-    for seed in (3, 3, 4):
-        with memory_folder() as folder:
-            other = Journal(folder / "journal.sqlite")
-            runs.append(run(other, 12, seed)[0])
-            other.close()
-    assert runs[0] == runs[1] != runs[2]
 
 
 def with_replays(journal: Journal, **arguments: Any) -> tuple[Any, Any, list[list[str]]]:

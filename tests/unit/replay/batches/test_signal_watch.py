@@ -7,8 +7,6 @@ from replay.batches.signal_watch import SignalWatch
 from replay.journal.writer import Journal
 from tests.unit.replay.builders import buffer, group, lease, offer
 
-NAN = float("nan")
-
 
 def told(watch: SignalWatch) -> str:
     with pytest.raises(NoSignalError) as caught:
@@ -17,7 +15,7 @@ def told(watch: SignalWatch) -> str:
     return str(caught.value)
 
 
-def watch_of(*rewards: float, max_groups: int | None = 3) -> SignalWatch:
+def watch_of(*rewards: float | None, max_groups: int | None = 3) -> SignalWatch:
     watch = SignalWatch(max_groups)
     for reward in rewards:
         watch.note(group("0-0-0-1-s"), reward, has_signal=False)
@@ -37,11 +35,11 @@ def test_one_group_with_signal_begins_a_new_streak() -> None:
     ("rewards", "words"),
     [
         ((0.0, 0.0, 0.0), "every completion was worth 0, and 50% of the completions were cut"),
-        ((0.0, 1.0, NAN), "completions of a group were worth the same, from 0 in one group to 1 in another"),
-        ((NAN, NAN, NAN), "no completion was scored at all"),
+        ((0.0, 1.0, None), "completions of a group were worth the same, from 0 in one group to 1 in another"),
+        ((None, None, None), "no completion was scored at all"),
     ],
 )
-def test_the_message_says_what_the_rewards_were(rewards: tuple[float, ...], words: str) -> None:
+def test_the_message_says_what_the_rewards_were(rewards: tuple[float | None, ...], words: str) -> None:
     assert words in told(watch_of(*rewards))
 
 

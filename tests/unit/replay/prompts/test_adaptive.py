@@ -14,7 +14,6 @@ from replay.prompts.adaptive_staleness import (
     LONGEST_PATIENCE,
     WAIT_TO_WIDEN,
     WINDOW,
-    StalenessChange,
     StalenessController,
 )
 
@@ -25,11 +24,11 @@ def controller(least: int = 1, greatest: int = 4, min_effective_share: float = 0
 
 def steps(
     control: StalenessController, count: int, *, share: float | None = 0.9, wait: float = 0.0
-) -> list[StalenessChange | None]:
+) -> list[str | None]:
     return [control.note(effective_share=share, wait_share=wait) for _ in range(count)]
 
 
-def decision(control: StalenessController, *, share: float = 0.9, wait: float = 0.0) -> StalenessChange | None:
+def decision(control: StalenessController, *, share: float = 0.9, wait: float = 0.0) -> str | None:
     """After a cool-down and a window of equal steps; none before the last of them."""
     *before, last = steps(control, 2 * WINDOW, share=share, wait=wait)
     assert before == [None] * (2 * WINDOW - 1)
@@ -51,8 +50,9 @@ def windows_until_a_change(control: StalenessController, *, share: float = 0.9, 
 def test_it_begins_at_the_least_and_widens_when_the_trainer_waits() -> None:
     control = controller()
     assert control.staleness == 1
-    assert decision(control, share=0.91, wait=0.34) == StalenessChange(
-        1, 2, "widened 1 -> 2: the trainer waited 34% of the time for rollouts, effective sample share 0.91"
+    assert (
+        decision(control, share=0.91, wait=0.34)
+        == "widened 1 -> 2: the trainer waited 34% of the time for rollouts, effective sample share 0.91"
     )
     assert control.staleness == 2
 
@@ -60,17 +60,16 @@ def test_it_begins_at_the_least_and_widens_when_the_trainer_waits() -> None:
 def test_it_narrows_when_too_little_of_a_batch_counts() -> None:
     control = controller()
     decision(control, wait=0.5)
-    assert decision(control, share=0.42, wait=0.1) == StalenessChange(
-        2, 1, "narrowed 2 -> 1: effective sample share 0.42, below 0.5"
-    )
+    assert decision(control, share=0.42, wait=0.1) == "narrowed 2 -> 1: effective sample share 0.42, below 0.5"
     assert decision(control, share=0.1) is None, "never below the least"
 
 
 def test_a_widening_that_saves_no_time_is_taken_back() -> None:
     control = controller()
     decision(control, wait=0.5)
-    assert decision(control, wait=0.48) == StalenessChange(
-        2, 1, "narrowed 2 -> 1: widening saved no time: the trainer waited 50% before, 48% since"
+    assert (
+        decision(control, wait=0.48)
+        == "narrowed 2 -> 1: widening saved no time: the trainer waited 50% before, 48% since"
     )
 
 
@@ -143,18 +142,11 @@ def test_two_widenings_in_a_row_show_that_the_first_was_right() -> None:
 def test_a_step_without_an_effective_share_is_left_out(share: float | None) -> None:
     control = controller()
     steps(control, WINDOW)
-    assert steps(control, 100, share=share, wait=0.9) == [None] * 100
+    assert steps(control, 100, share=share, wait=0.9) == steps(control, 100, wait=math.nan) == [None] * 100
     steps(control, WINDOW - 1, wait=0.2)
     assert control.note(effective_share=share, wait_share=1.0) is None
     (last,) = steps(control, 1, wait=0.2)
-    assert last is not None
-    assert "waited 20%" in last.reason
-
-
-def test_a_step_whose_wait_is_not_known_is_left_out() -> None:
-    control = controller()
-    steps(control, WINDOW)
-    assert steps(control, 100, wait=math.nan) == [None] * 100
+    assert "waited 20%" in str(last)
 
 
 def test_a_wide_budget_takes_longer_to_drain() -> None:
@@ -168,21 +160,6 @@ def test_equal_limits_leave_nothing_to_decide() -> None:
     control = controller(2, 2)
     assert decision(control, wait=0.9) is decision(control, share=0.1) is None
     assert control.staleness == 2
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((2, 1, 0.5), "auto_staleness=2, 1: expected the least staleness first, of at least 0"),
-        ((-1, 1, 0.5), "auto_staleness=-1, 1: expected the least"),
-        ((1, 4, 0.0), "auto_min_effective_share=0.0 must be between 0, which never narrows, and 1, which never widens"),
-        ((1, 4, 1.0), "auto_min_effective_share=1.0 must be"),
-        ((1, 4, math.nan), "auto_min_effective_share=nan must be"),
-    ],
-)
-def test_limits_that_make_no_sense_are_refused(arguments: tuple[int, int, float], message: str) -> None:
-    with pytest.raises(ValueError, match=f"^{message}"):
-        StalenessController(*arguments)
 
 
 # A restart.
@@ -231,8 +208,8 @@ def test_it_stays_within_its_limits_and_needs_a_window_for_every_change(
             found = control.note(effective_share=share, wait_share=wait)
             if found is not None:
                 assert evidence >= WINDOW
-                assert (found.old, found.new) == (staleness, control.staleness)
-                assert abs(found.new - found.old) == 1
+                assert f" {staleness} -> {control.staleness}: " in found
+                assert abs(control.staleness - staleness) == 1
                 staleness, evidence = control.staleness, -WINDOW
             assert control.staleness == staleness
             assert limits[0] <= staleness <= limits[1]

@@ -8,14 +8,13 @@ import pytest
 from replay.lease_ids import Key, LeaseId
 from replay.prompts.leases import LeaseRecord, Work
 from replay.prompts.ledger import PromptLedger
-from replay.prompts.rerolls import RerollLimits
 from tests.unit.replay.books import FAR, adopt, answer, find, hold, prompts_of, recall
 from tests.unit.replay.builders import ledger
 
 
 def book_of(num_prompts: int = 4, **changes: Any) -> PromptLedger:
     """Any number of returns may follow the first lease."""
-    return ledger(num_prompts, **({"rerolls": RerollLimits(max_share=1.0, max_pending=8)} | changes))
+    return ledger(num_prompts, **({"max_share": 1.0} | changes))
 
 
 def lease(book: PromptLedger, version: int = 0, policy_floor: int = 0) -> LeaseRecord:
@@ -104,7 +103,7 @@ def test_a_waiting_return_is_withdrawn_when_the_prompt_has_its_next_first_attemp
 
 
 def test_of_deferred_prompts_those_that_wait_longest_return_first_and_not_before_their_version() -> None:
-    book = book_of(8, rerolls=RerollLimits(max_share=1.0, max_pending=3))
+    book = book_of(8, max_share=1.0, max_pending=3)
     for record, version in zip([lease(book) for _ in range(4)], (4, 5, 4, 4), strict=True):
         assert book.defer(settle(book, record), version)
     assert book.state()["deferred"] == [[0, 1, 1, 5], [0, 2, 1, 4], [0, 3, 1, 4]], "of too many the first gives way"
@@ -121,7 +120,7 @@ def test_a_deferred_prompt_is_not_deferred_again() -> None:
 
 
 def test_returns_keep_to_their_share() -> None:
-    book = ledger(100, rerolls=RerollLimits(max_share=0.25, max_pending=50))
+    book = ledger(100, max_share=0.25, max_pending=50)
     for record in [lease(book) for _ in range(12)]:
         book.defer(settle(book, record), 1)
     assert [key[2] for key in keys(book, 16, version=1)] == [1, 1, 1, 0, 1, 0, 0, 0, 1, 0, 0, 0, 1, 0, 0, 0]

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from replay.groups import GroupShape, RolloutGroup
 from replay.journal.writer import Journal
 from replay.lease_ids import Key, LeaseId
-from replay.prompts.rerolls import Grade, RerollRules, RerollShare
-from tests.unit.replay.builders import buffer, cut, delivery, group_message, lease, offer, resumed
+from replay.prompts.rerolls import Grade, RerollShare
+from tests.unit.replay.builders import buffer, cut, delivery, group_message, lease, offer, reroll_rules, resumed
 
 NAN = math.nan
 
@@ -38,8 +38,8 @@ def scored(*rewards: tuple[float, ...]) -> RolloutGroup:
 def test_a_constant_format_reward_does_not_hide_a_failure() -> None:
     """A known mistake: the sum of all rewards is judged, and with a reward of 0.2 for the format nobody ever fails."""
     nobody = scored((0.2, 0.0), (0.2, 0.0), (0.2, 0.0))
-    assert RerollRules(column=1).grade(nobody) == Grade("failed", 3, 0)
-    assert RerollRules(column=0).grade(nobody) == Grade("mixed", 3, 3)
+    assert reroll_rules(column=1).grade(nobody) == Grade("failed", 3, 0)
+    assert reroll_rules(column=0).grade(nobody) == Grade("mixed", 3, 3)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_a_constant_format_reward_does_not_hide_a_failure() -> None:
     ],
 )
 def test_what_is_not_scored_neither_fails_nor_succeeds(rewards: list[float], expected: tuple) -> None:
-    assert RerollRules().grade(scored(*[(reward,) for reward in rewards])) == Grade(*expected)
+    assert reroll_rules().grade(scored(*[(reward,) for reward in rewards])) == Grade(*expected)
 
 
 @pytest.mark.parametrize(
@@ -69,22 +69,22 @@ def test_what_is_not_scored_neither_fails_nor_succeeds(rewards: list[float], exp
     ],
 )
 def test_thresholds_belong_to_the_verdict_that_they_name(rewards: tuple[float, float], expected: tuple) -> None:
-    rules = RerollRules(fail_threshold=0.25, solved_threshold=0.75)
+    rules = reroll_rules(fail_threshold=0.25, solved_threshold=0.75)
     assert rules.grade(scored((rewards[0],), (rewards[1],))) == Grade(*expected)
 
 
 def test_a_failed_prompt_returns_later_and_so_many_times_and_no_other_does() -> None:
-    rules = RerollRules(delay_versions=3, max_attempts=2)
+    rules = reroll_rules(delay_versions=3, max_attempts=2)
     assert [rules.return_version(Key(1, 5, reroll), "failed", 7) for reroll in range(4)] == [10, 10, None, None]
     assert [rules.return_version(Key(1, 5, 0), verdict, 7) for verdict in ("solved", "mixed", "unscored")] == [None] * 3
-    assert RerollRules().return_version(Key(0, 0, 0), "failed", 0) is None, "off unless it is asked for"
+    assert reroll_rules().return_version(Key(0, 0, 0), "failed", 0) is None, "off unless it is asked for"
 
 
 def test_a_solved_prompt_is_in_cooldown_and_no_other_does() -> None:
-    rules = RerollRules(solved_cooldown_epochs=2)
+    rules = reroll_rules(solved_cooldown_epochs=2)
     assert rules.cooldown_until(Key(3, 5, 1), "solved") == 5
     assert [rules.cooldown_until(Key(3, 5, 1), verdict) for verdict in ("failed", "mixed", "unscored")] == [None] * 3
-    assert RerollRules().cooldown_until(Key(0, 0, 0), "solved") is None
+    assert reroll_rules().cooldown_until(Key(0, 0, 0), "solved") is None
 
 
 # The share.
@@ -123,7 +123,9 @@ def test_over_any_stretch_of_leases_the_share_holds(max_share: float, wanted: li
 
 
 def rerolling(journal: Journal, rules: dict[str, Any] | None = None, **arguments: Any) -> Any:
-    return buffer(journal, rules=RerollRules(**({"delay_versions": 2, "max_attempts": 1} | (rules or {}))), **arguments)
+    return buffer(
+        journal, rules=reroll_rules(**({"delay_versions": 2, "max_attempts": 1} | (rules or {}))), **arguments
+    )
 
 
 def publish_until(replay: Any, version: int) -> None:
@@ -159,19 +161,6 @@ def test_rerolls_really_run(journal: Journal) -> None:
     }  # fmt: skip
 
 
-def test_a_prompt_returns_so_many_times_in_an_epoch_and_then_waits_for_the_next(journal: Journal) -> None:
-    replay = rerolling(journal, {"delay_versions": 0, "max_attempts": 2}, num_prompts=1000)
-    asked: list[Key] = []
-    for _ in range(40):
-        record = replay.lease("p", now=0.0, timeout_s=1.0)
-        assert record is not None
-        asked.append(record.work.key)
-        assert offer(replay, record.lease_id, signal=False) == "no_signal"
-    assert [key for key in asked if key[1] == 0] == [(0, 0, 0), (0, 0, 1), (0, 0, 2)]
-    assert max(key[2] for key in asked) == 2
-    assert sum(key[2] > 0 for key in asked) == 19, "half of all, after the first that earned no return yet"
-
-
 def test_a_group_that_is_trained_and_failed_returns_when_it_was_trained(journal: Journal) -> None:
     """A format reward may differ where the judging one does not."""
     replay = rerolling(journal, groups_per_step=1)
@@ -183,25 +172,6 @@ def test_a_group_that_is_trained_and_failed_returns_when_it_was_trained(journal:
     assert replay.state()["ledger"]["deferred"] == [[0, 0, 1, 2]]
 
 
-def test_a_group_that_went_stale_is_asked_for_again_and_is_no_failure(journal: Journal) -> None:
-    replay = rerolling(journal, groups_per_step=1)
-    failed = lease(replay, timeout_s=1.0)
-    replay.expire(1.0)
-    publish_until(replay, 1)
-    assert replay.offer([delivery(failed, rewards=(0.0, 0.0))]) == ["stale"]
-    assert replay.depth()["deferred"] == 0
-    assert lease(replay) == "0-0-0-2-s"
-
-
-def test_counts_and_judgements_are_in_the_journal(journal: Journal) -> None:
-    replay = rerolling(journal, max_staleness=2)
-    first, second = lease(replay), lease(replay)
-    replay.offer([delivery(first, rewards=(0.0, 0.0)), delivery(second, rewards=(0.0, NAN))])
-    assert journal.query("SELECT reroll, verdict, num_scored, num_successes FROM groups ORDER BY seq") == [
-        (0, "failed", 2, 0), (0, "failed", 1, 0),
-    ]  # fmt: skip
-
-
 def test_what_waits_and_how_it_went_is_rebuilt_from_the_checkpoint_and_the_journal(journal: Journal) -> None:
     rules = {"delay_versions": 2, "max_attempts": 1, "solved_cooldown_epochs": 1}
     replay = rerolling(journal, rules, max_staleness=9, num_prompts=20)
@@ -211,7 +181,7 @@ def test_what_waits_and_how_it_went_is_rebuilt_from_the_checkpoint_and_the_journ
     replay.offer([delivery(ids[3], rewards=(0.0, 0.0)), delivery(ids[2], rewards=(1.0, 1.0))])
     replay.offer([delivery(ids[4], rewards=(-1.0, 0.0)), delivery(ids[5])])
     now = replay.state()
-    restored = resumed(journal, state, 0, rules=RerollRules(**rules), max_staleness=9, num_prompts=20)
+    restored = resumed(journal, state, 0, rules=reroll_rules(**rules), max_staleness=9, num_prompts=20)
     again = restored.state()
     for name in ("deferred", "resting", "answered"):
         assert again["ledger"][name] == now["ledger"][name]
@@ -232,7 +202,7 @@ def test_a_reroll_answered_before_the_crash_does_not_return_again_when_its_defer
     cut(replay)  # settles it; the checkpoint was before
     reroll = next(i for i in (lease(replay) for _ in range(3)) if i == "0-0-1-1-s")
     assert replay.offer([delivery(reroll, rewards=(0.0, 0.0))]) == ["no_signal"]
-    restored = resumed(journal, None, 0, version=0, rules=RerollRules(**rules), groups_per_step=1, max_staleness=9)
+    restored = resumed(journal, None, 0, version=0, rules=reroll_rules(**rules), groups_per_step=1, max_staleness=9)
     assert restored.state()["ledger"]["answered"] == [[0, 0, 1]]
     assert [g.group_id for g in cut(restored).groups] == ["0-0-0-1-s"]
     assert restored.depth()["deferred"] == 0

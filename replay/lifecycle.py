@@ -1,0 +1,228 @@
+"""What becomes of groups, from their arrival to the batch that trains them, and of their prompts.
+
+Guarantee: every offered group gets one answer, and what is computed of it is computed once. A group is in the journal before
+anything else knows of it, and so is the dead letter of a prompt that is given up. A lease that would give its prompt up stays
+while the disk is full, and ends later for the reason that it had first. Not thread-safe: the rollout buffer holds its lock.
+"""
+
+import contextlib
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from replay.batches.cutting import BatchCutter, CutBatch
+from replay.batches.delivery import Arrival, Delivery
+from replay.batches.signal_watch import SignalWatch
+from replay.groups import RolloutGroup
+from replay.journal.database import JournalFullError
+from replay.journal.recovery import RecoveredPrompt, attempt_counts
+from replay.journal.tables import DeadLetter, Entry, Outcome
+from replay.journal.writer import Journal
+from replay.lease_ids import Key, LeaseId, UnknownLeaseError
+from replay.prompts.failure_budgets import FailureWatch, failure_class
+from replay.prompts.leases import Held, LeaseRecord, Work
+from replay.prompts.ledger import PromptLedger
+from replay.prompts.rerolls import RerollRules
+
+Answer = Outcome | Literal["duplicate", "unknown_lease"]
+_REMEMBERED_ARRIVALS = 4096  # groups that the report of a step speaks of, the newest
+
+
+class Lifecycle:
+    """See the module's guarantee.
+
+    Args:
+        rules: who returns after a failure, and who sits out after a success.
+        mean_reward: of a group, for the journal to show; NaN if nothing is scored.
+        totals: of what has happened, which this adds to.
+    """
+
+    def __init__(
+        self,
+        ledger: PromptLedger,
+        cutter: BatchCutter,
+        journal: Journal,
+        failures: FailureWatch,
+        signals: SignalWatch,
+        rules: RerollRules,
+        mean_reward: Callable[[RolloutGroup], float],
+        totals: Counter[str],
+    ) -> None:
+        self._ledger = ledger
+        self._cutter = cutter
+        self._journal = journal
+        self._failures = failures
+        self._signals = signals
+        self._rules = rules
+        self._mean_reward = mean_reward
+        self._totals = totals
+        self._arrivals: deque[Arrival] = deque(maxlen=_REMEMBERED_ARRIVALS)  # since the last batch
+        self._unburied: dict[str, tuple[str, str]] = {}  # leases that a full disk keeps from ending, reason and detail
+
+    # Groups
+
+    def offer(self, deliveries: Sequence[Delivery]) -> list[Answer]:
+        """Returns the answers to the groups, in their order.
+
+        Raises:
+            JournalFullError: the disk is full, and nothing was decided.
+        """
+        answered = self._journal.known(delivery.group.group_id for delivery in deliveries)
+        taken: set[Key] = set()
+        answers: list[Answer] = []
+        graded: list[tuple[RolloutGroup, float, Entry]] = []
+        for delivery in deliveries:
+            group = delivery.group
+            try:
+                key = self._ledger.find(group.lease, of_this_run=delivery.of_this_run)
+            except UnknownLeaseError:
+                answers.append("unknown_lease")
+                continue
+            if group.group_id in answered or key is None or key in taken:
+                answers.append("duplicate")
+                continue
+            answered.add(group.group_id)
+            signal = self._cutter.signal(group)
+            entry = self._entry(delivery, signal)
+            if entry.outcome != "stale":
+                taken.add(key)
+            answers.append(entry.outcome)
+            graded.append((group, signal, entry))
+        if graded:
+            self._journal.append([entry for *_, entry in graded])
+        for each in graded:
+            self._admit(*each)
+        self._totals.update(answers)
+        return answers
+
+    def cut(self, *, partial: bool) -> CutBatch | None:
+        """The next batch, without what has become too old; None if there is none, or no room on the disk to note it.
+
+        Raises:
+            DataFailuresError: too many of the last prompts were given up.
+        """
+        self._failures.check()
+        totals = self._totals
+        try:
+            for group in self._cutter.remove_stale():
+                self._ledger.requeue(group.lease.key)
+                totals["went_stale"] += 1
+            delivered, trained = totals["accepted"] + totals["no_signal"], totals["trained"] + totals["replayed"]
+            batch = self._cutter.cut(delivered=delivered, trained=trained, partial=partial)
+        except JournalFullError:
+            return None
+        if batch is None:
+            return None
+        for group in batch.groups[: batch.num_fresh]:
+            if self._ledger.is_held(group.lease.key):  # not of a batch that the checkpoint knows as begun
+                self._settle(group.lease.key)
+        totals["trained"] += batch.num_fresh
+        totals["replayed"] += len(batch.groups) - batch.num_fresh
+        batch = batch._replace(arrivals=list(self._arrivals))
+        self._arrivals.clear()
+        return batch
+
+    def _entry(self, delivery: Delivery, signal: float) -> Entry:
+        group = delivery.group
+        outcome: Outcome = "accepted" if signal > 0.0 else "no_signal"
+        if group.policy_version < self._cutter.budget.oldest_usable(self._cutter.next_step):
+            outcome = "stale"
+        reward = self._mean_reward(group)
+        return Entry(
+            group.lease, delivery.producer, group.policy_version, outcome, None if math.isnan(reward) else reward,
+            self._rules.grade(group), group.num_tokens, delivery.frame,
+        )  # fmt: skip
+
+    def _admit(self, group: RolloutGroup, signal: float, entry: Entry) -> None:
+        key, outcome, grade = entry.lease.key, entry.outcome, entry.grade
+        self._ledger.hold(entry.lease, Held(grade.verdict, entry.policy_version))
+        self._arrivals.append(Arrival.of(group, outcome))
+        if outcome == "stale":
+            self._ledger.requeue(key)
+            return
+        self._failures.note()
+        self._signals.note(group, entry.reward, has_signal=outcome == "accepted")
+        numbers = (1, grade.num_scored, grade.num_successes)
+        self._totals.update(dict(zip(attempt_counts(key.reroll), numbers, strict=True)))
+        if outcome == "no_signal":
+            self._settle(key)
+        else:
+            self._cutter.insert(group, signal)
+
+    # Prompts
+
+    def adopt(
+        self, producer: str, lease_ids: Sequence[str], *, deadline: float, of_this_run: bool
+    ) -> dict[str, bool | None]:
+        """Says of each lease that a producer holds: True if it may go on, False if it is not wanted, None if its group is in
+        the journal already.
+
+        Args:
+            of_this_run: False if they may be another run's, unless this process gave them.
+        """
+        known = self._journal.known(lease_ids)
+        result: dict[str, bool | None] = dict.fromkeys(lease_ids, False) | dict.fromkeys(known)
+        for name in [name for name in result if name not in known]:
+            with contextlib.suppress(UnknownLeaseError):
+                lease = LeaseId.parse(name)
+                result[name] = self._ledger.adopt(lease, producer, deadline=deadline, of_this_run=of_this_run)
+        self._totals["adopted"] += sum(bool(wanted) for wanted in result.values())
+        return result
+
+    def fail(self, lease_id: str, reason: str, detail: str, now: float) -> bool | None:
+        """A lease ended without a group. Returns as `PromptTable.fail`.
+
+        Raises:
+            JournalFullError: the prompt would become a dead letter, but the disk is full; the lease stays.
+        """
+
+        def bury(work: Work[Key]) -> None:
+            self._unburied.setdefault(lease_id, (reason, detail))
+            self._journal.bury(DeadLetter(*work.key, work.attempt, failure_class(reason), reason, detail))
+            self._totals["dead_letters"] += 1
+            self._failures.note(f"{reason}: {detail}")
+
+        again = self._ledger.leases.fail(lease_id, reason, now, bury)
+        self._unburied.pop(lease_id, None)
+        self._totals[f"failed_{reason}"] += again is not None
+        return again
+
+    def expire(self, now: float) -> list[LeaseRecord[Key]]:
+        """Takes back every lease whose deadline has passed. What could not end on a full disk ends now if it can."""
+        overdue = self._ledger.leases.overdue(now)
+        with contextlib.suppress(JournalFullError):
+            for lease_id, (reason, detail) in list(self._unburied.items()):
+                self.fail(lease_id, reason, detail, now)
+        return self.take_back(overdue, "expired", now)
+
+    def take_back(self, records: Sequence[LeaseRecord[Key]], reason: str, now: float) -> list[LeaseRecord[Key]]:
+        """Returns the leases that ended; on a full disk the others stay, and `expire` tries again."""
+        ended = []
+        for record in records:
+            with contextlib.suppress(JournalFullError):
+                self.fail(record.lease_id, reason, f"leased to {record.producer}", now)
+                ended.append(record)
+        return ended
+
+    def apply(self, recovered: Sequence[RecoveredPrompt]) -> None:
+        """What the journal knows of prompts beyond the checkpoint."""
+        for key, status, verdict, policy_version, is_new in recovered:
+            # A reroll that went stale, and whose deferral is not known here, waits until that comes again.
+            if not self._ledger.recall(key, Held(verdict, policy_version), is_new=is_new and status != "again"):
+                continue
+            if status == "again":
+                self._ledger.requeue(key)
+            elif status == "settled":
+                self._settle(key)
+
+    def _settle(self, key: Key) -> None:
+        """The held prompt has had its group, trained or not; it may return, or sit out."""
+        held = self._ledger.settle(key)
+        version = self._rules.return_version(key, held.verdict, held.policy_version)
+        if version is not None:
+            self._totals["deferred"] += self._ledger.defer(key, version)
+        until_epoch = self._rules.cooldown_until(key, held.verdict)
+        if until_epoch is not None:
+            self._totals["rested"] += 1
+            self._ledger.cool_down(key.prompt_id, until_epoch)
