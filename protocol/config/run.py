@@ -8,7 +8,7 @@ own are checked (protocol/config/library_rules.py); the library judges the rest 
 
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from pydantic import Field, field_validator, model_validator
 
@@ -35,7 +35,7 @@ from protocol.config.sections.learning import (
 from protocol.config.sections.model import ModelSection, SamplingSection
 from protocol.config.sections.observability import ObservabilitySection
 from protocol.config.sections.rewards import RewardsSection
-from protocol.config.sections.section import Section
+from protocol.config.sections.section import Count, Section
 from protocol.config.sections.serve import ServeSection
 from protocol.config.sections.swap import SwapSection
 from protocol.config.sections.transport import TransportSection
@@ -45,9 +45,7 @@ class RunConfig(Section):
     """One run. See docs/configuration.md, which is generated from this schema."""
 
     run_dir: str = Field(description="Folder of the run: checkpoints, logs, sockets.")
-    seed: Annotated[int, Field(ge=0)] = Field(
-        42, description="Seed of prompt order, sampling, LoRA initialization and torch."
-    )
+    seed: Count = Field(42, description="Seed of prompt order, sampling, LoRA initialization and torch.")
     model: ModelSection
     dataset: DatasetSection
     rewards: RewardsSection = RewardsSection()  # type: ignore[call-arg]
@@ -92,11 +90,7 @@ class RunConfig(Section):
     def _with_atropos(cls, values: Any) -> Any:
         return with_atropos(values)
 
-    @model_validator(mode="after")
-    def _is_consistent(self) -> "RunConfig":
-        for problem in problems(self):
-            raise ValueError(problem)
-        return self
+    problems = problems
 
     # What follows from the above, and therefore cannot be set.
 

@@ -6,11 +6,9 @@ Each class here has the options of one function of `producer.rewards.builtin`.
 import re
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field
 
-from protocol.config.sections.section import Positive, PositiveSeconds, Section
-
-_Count = Annotated[int, Field(ge=0, le=2**31)]
+from protocol.config.sections.section import Positive, PositiveFloat, PositiveSeconds, Section
 
 
 def compiled(pattern: str) -> str:
@@ -21,9 +19,12 @@ def compiled(pattern: str) -> str:
     return pattern
 
 
+_Pattern = Annotated[str, AfterValidator(compiled)]
+
+
 class _Answer(Section):
     column: str = Field("answer", description="Dataset column with the right answer.")
-    pattern: str | None = Field(
+    pattern: _Pattern | None = Field(
         None,
         description="Regular expression: only what its last match says (its first group, if it has one) is looked at. A "
         "completion without a match scores 0.",
@@ -31,11 +32,6 @@ class _Answer(Section):
     time_s: PositiveSeconds = Field(
         1.0, description="Limit of the pattern per completion; beyond it the reward is missing."
     )
-
-    @field_validator("pattern")
-    @classmethod
-    def _compiles(cls, value: str | None) -> str | None:
-        return None if value is None else compiled(value)
 
 
 class ExactMatch(_Answer):
@@ -64,22 +60,17 @@ class MathVerify(Section):
 class FormatRegex(Section):
     """1 if the text matches the pattern, else 0."""
 
-    pattern: str = Field(description="Regular expression; `.` matches line breaks too.")
+    pattern: _Pattern = Field(description="Regular expression; `.` matches line breaks too.")
     whole: bool = Field(True, description="Whether the whole text has to match, or some part of it.")
     time_s: PositiveSeconds = Field(1.0, description="Limit per completion; beyond it the reward is missing.")
-
-    @field_validator("pattern")
-    @classmethod
-    def _compiles(cls, value: str) -> str:
-        return compiled(value)
 
 
 class LengthPenalty(Section):
     """-`per_token` for each token of the completion beyond `free_tokens`."""
 
-    per_token: Annotated[float, Field(gt=0)] = Field(0.001, description="Penalty per token.")
-    free_tokens: _Count = Field(0, description="Tokens that cost nothing.")
-    at_most: Annotated[float, Field(gt=0)] = Field(1.0, description="Largest penalty of a completion.")
+    per_token: PositiveFloat = Field(0.001, description="Penalty per token.")
+    free_tokens: Annotated[int, Field(ge=0, le=2**31)] = Field(0, description="Tokens that cost nothing.")
+    at_most: PositiveFloat = Field(1.0, description="Largest penalty of a completion.")
 
 
 class ReasoningLength(LengthPenalty):

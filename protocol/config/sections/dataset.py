@@ -3,11 +3,11 @@
 Guarantee: a section names at least one source, and every source bounds what it reads of a stream.
 """
 
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from protocol.config.sections.section import PlaceAndName, Positive, Section
+from protocol.config.sections.section import PlaceAndName, Positive, PositiveFloat, Problems, Section
 
 
 class _RowsSection(Section):
@@ -45,17 +45,15 @@ class _RowsSection(Section):
         "process of its own; a row that takes it a minute is given up, and the run goes on.",
     )
 
-    @model_validator(mode="after")
-    def _bounded(self) -> "_RowsSection":
+    def problems(self) -> Problems:
         if self.streaming and self.max_rows is None:
-            raise ValueError("`streaming` needs `max_rows`, the number of rows to take from the stream")
-        return self
+            yield "`streaming` needs `max_rows`, the number of rows to take from the stream"
 
 
 class SourceSection(_RowsSection):
     """One of several datasets."""
 
-    weight: Annotated[float, Field(gt=0)] | None = Field(
+    weight: PositiveFloat | None = Field(
         None,
         description="Share of the prompts of an epoch, in relation to the other sources' weights. An epoch has every row of "
         "every source at least once; rows of a source that has too few for its share come more than once. Without weights "
@@ -85,18 +83,15 @@ class DatasetSection(_RowsSection):
         default_factory=dict, description="Extra arguments of the chat template, e.g. `enable_thinking: false`."
     )
 
-    @model_validator(mode="after")
-    def _one_form(self) -> "DatasetSection":
-        if not self.sources:
-            if self.path is None:
-                raise ValueError("`path`: required, unless `sources` are given")
-            return self
-        for key, field in _RowsSection.model_fields.items():
-            if getattr(self, key) != (None if key == "path" else field.default):
-                raise ValueError(f"`{key}` cannot be given beside `sources`; give it in each source that needs it")
+    def problems(self) -> Problems:
+        yield from super().problems()
+        if not self.sources and self.path is None:
+            yield "`path`: required, unless `sources` are given"
+        for key in _RowsSection.model_fields if self.sources else ():
+            if getattr(self, key) != type(self).model_fields[key].default:
+                yield f"`{key}` cannot be given beside `sources`; give it in each source that needs it"
         if len({source.weight is None for source in self.sources}) > 1:
-            raise ValueError("`sources`: give every one a weight, or none")
-        return self
+            yield "`sources`: give every one a weight, or none"
 
     @property
     def all_sources(self) -> dict[str, SourceSection]:

@@ -1,11 +1,10 @@
 """The `environment:` section: what a completion of several turns talks to."""
 
 from typing import Any
-from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
-from protocol.config.sections.section import PlaceAndName, Positive, PositiveSeconds, Section
+from protocol.config.sections.section import HttpUrl, PlaceAndName, Positive, PositiveSeconds, Problems, Section
 
 REWARD_NAME = "environment"
 """The column of the environment's own reward beside those of the reward functions."""
@@ -35,13 +34,11 @@ class VerifiersSection(Section):
 
 
 class NemoGymSection(Section):
-    url: str = Field(description="Agent server of NeMo Gym, whose `/run` does an episode.")
+    url: HttpUrl = Field(description="Agent server of NeMo Gym, whose `/run` does an episode.")
 
     @field_validator("url")
     @classmethod
-    def _is_http(cls, value: str) -> str:
-        if urlsplit(value).scheme not in ("http", "https") or not urlsplit(value).hostname:
-            raise ValueError("expected `http://HOST:PORT`, the address of the agent server")
+    def _without_run(cls, value: str) -> str:
         return value.rstrip("/").removesuffix("/run")
 
 
@@ -90,18 +87,14 @@ class EnvironmentSection(Section):
         "needed.",
     )
 
-    @model_validator(mode="after")
-    def _is_one_thing(self) -> "EnvironmentSection":
+    def problems(self) -> Problems:
         given = [kind for kind in _KINDS if getattr(self, kind)]
         if len(given) > 1:
-            raise ValueError(f"give one of {', '.join(_KINDS)}; got {' and '.join(given)}")
-        if self.is_played_outside:
-            fields = type(self).model_fields
-            for key in _OF_A_FACTORY:
-                if getattr(self, key) != fields[key].default:
-                    hint = "; set serve.tool_call_parser" if key == "tool_parser" else ""
-                    raise ValueError(f"{key} is for a factory, and {given[0]} has its own ways{hint}; remove it")
-        return self
+            yield f"give one of {', '.join(_KINDS)}; got {' and '.join(given)}"
+        for key in _OF_A_FACTORY if self.is_played_outside else ():
+            if getattr(self, key) != type(self).model_fields[key].default:
+                hint = "; set serve.tool_call_parser" if key == "tool_parser" else ""
+                yield f"{key} is for a factory, and {given[0]} has its own ways{hint}; remove it"
 
     @property
     def is_given(self) -> bool:

@@ -2,10 +2,10 @@
 
 from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from protocol.config.sections.dataset import DatasetSection
-from protocol.config.sections.section import Positive, PositiveSeconds, Section
+from protocol.config.sections.section import Positive, PositiveSeconds, Problems, Section
 
 WEIGHTED_SUM = "reward"
 """The metric that is the weighted sum of all reward functions."""
@@ -54,18 +54,14 @@ class EvaluationSection(Section):
         "arrived. What is not answered by then is not scored.",
     )
 
-    @model_validator(mode="after")
-    def _can_be_estimated(self) -> "EvaluationSection":
+    def problems(self) -> Problems:
         if self.temperature == 0 and self.num_completions > 1:
-            raise ValueError(
-                f"num_completions={self.num_completions} at temperature 0 would all be the same; set num_completions: 1, or a "
-                "temperature"
-            )
+            same = f"num_completions={self.num_completions} at temperature 0 would all be the same"
+            yield f"{same}; set num_completions: 1, or a temperature"
         if self.pass_k > self.num_completions:
-            raise ValueError(f"pass_k={self.pass_k} needs at least so many num_completions, not {self.num_completions}")
+            yield f"pass_k={self.pass_k} needs at least so many num_completions, not {self.num_completions}"
         if self.pass_k > 1 and self.threshold is None:
-            raise ValueError(f"pass_k={self.pass_k} needs a threshold, above which a completion passes")
-        return self
+            yield f"pass_k={self.pass_k} needs a threshold, above which a completion passes"
 
     @property
     def score_name(self) -> str:

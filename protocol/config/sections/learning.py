@@ -5,9 +5,9 @@ docs/algorithms.md has the formulas behind them.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
-from protocol.config.sections.section import Positive, PositiveSeconds, Section
+from protocol.config.sections.section import Count, Positive, PositiveFloat, PositiveSeconds, Problems, Section, Share
 
 
 class PipelineSection(Section):
@@ -55,7 +55,7 @@ class PipelineSection(Section):
         1.0, description="Wait before a prompt goes out again after a data failure; doubles each time, up to 60 s."
     )
     infra_backoff_s: PositiveSeconds = Field(0.25, description="The same after an infrastructure failure.")
-    max_failed_share: Annotated[float, Field(gt=0, le=1)] = Field(
+    max_failed_share: Share = Field(
         0.5, description="The run stops when more than this share of the last 64 finished prompts are dead letters."
     )
     stall_timeout_s: PositiveSeconds = Field(
@@ -113,33 +113,31 @@ class ReplaySection(Section):
     )
     max_age_versions: Positive = Field(16, description="Versions after which a group is not replayed any more.")
     half_life_versions: Annotated[float, Field(ge=1e-3)] = Field(4.0, description="Age at which a score counts half.")
-    max_share: Annotated[float, Field(gt=0, le=1)] = Field(
+    max_share: Share = Field(
         0.5, description="Share of a batch that may be replayed; the rest is trained for the first time."
     )
     keep_all: bool = Field(
         False,
         description="Never delete a group from the journal, so that `rl-trainer --from-journal` can retrain the run.",
     )
-    keep_bytes: Annotated[int, Field(ge=0)] = Field(
+    keep_bytes: Count = Field(
         2**30,
         description="Groups that no checkpoint needs any more are kept for inspection up to so many bytes, newest first.",
     )
     keep_age_s: PositiveSeconds = Field(
         7 * 86_400.0, description="Groups that no checkpoint needs any more are kept for inspection for so long."
     )
-    max_disk_used: Annotated[float, Field(gt=0, le=1)] = Field(
+    max_disk_used: Share = Field(
         0.9,
         description="No leases are given while the disk of run_dir is fuller than this share; they resume by themselves.",
     )
 
-    @model_validator(mode="after")
-    def _can_be_sampled(self) -> "ReplaySection":
+    def problems(self) -> Problems:
         if self.min_size > self.max_size:
-            raise ValueError(
+            yield (
                 f"min_size={self.min_size} is above max_size={self.max_size}, so no group could ever be replayed: lower "
                 "min_size or raise max_size"
             )
-        return self
 
 
 class RerollSection(Section):
@@ -159,27 +157,25 @@ class RerollSection(Section):
     )
     max_share: Annotated[float, Field(gt=0, lt=1)] = Field(0.25, description="Share of the leases that are rerolls.")
     max_pending: Positive = Field(4096, description="Prompts that wait to return; the longest waiting give way.")
-    solved_cooldown_epochs: Annotated[int, Field(ge=0)] = Field(
+    solved_cooldown_epochs: Count = Field(
         0, description="Epochs that a prompt sits out after a group in which every completion solved it."
     )
 
-    @model_validator(mode="after")
-    def _thresholds_apart(self) -> "RerollSection":
+    def problems(self) -> Problems:
         if self.fail_threshold >= self.solved_threshold:
-            raise ValueError("fail_threshold must be below solved_threshold")
-        return self
+            yield "fail_threshold must be below solved_threshold"
 
 
 class AdvantageSection(Section):
     baseline: Literal["group", "leave_one_out"] = Field(
         "group", description="What a reward is compared with: the mean of its group, or of the others in it (RLOO)."
     )
-    overlong_buffer_tokens: Annotated[int, Field(ge=0)] = Field(
+    overlong_buffer_tokens: Count = Field(
         0,
         description="Soft overlong punishment (DAPO): the penalty grows from 0 to `overlong_penalty` over the last so many "
         "tokens before max_completion_length. 0: none.",
     )
-    overlong_penalty: Annotated[float, Field(gt=0)] = Field(
+    overlong_penalty: PositiveFloat = Field(
         1.0, description="Penalty of a completion of full length, taken from its reward."
     )
 
@@ -203,7 +199,7 @@ class CorrectionSection(Section):
         "bounds. docs/algorithms.md has the formulas and says which to take when.",
     )
     ratio_min: Annotated[float, Field(ge=0)] | None = Field(None, description="Lower bound. Default: the preset's.")
-    ratio_max: Annotated[float, Field(gt=0)] | None = Field(None, description="Upper bound. Default: the preset's.")
+    ratio_max: PositiveFloat | None = Field(None, description="Upper bound. Default: the preset's.")
     token_veto: Annotated[float, Field(gt=0, lt=1)] | None = Field(
         None, description="A completion is masked when the ratio of any of its tokens is below this."
     )
@@ -213,8 +209,6 @@ class CorrectionSection(Section):
         "direction of its advantage.",
     )
 
-    @model_validator(mode="after")
-    def _bounds_in_order(self) -> "CorrectionSection":
+    def problems(self) -> Problems:
         if self.ratio_min is not None and self.ratio_max is not None and self.ratio_min >= self.ratio_max:
-            raise ValueError("ratio_min must be below ratio_max")
-        return self
+            yield "ratio_min must be below ratio_max"

@@ -2,9 +2,9 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from protocol.config.sections.section import Section
+from protocol.config.sections.section import Count, Problems, Section, Share
 
 
 class ModelSection(Section):
@@ -27,8 +27,8 @@ class SamplingSection(Section):
         256, description="Longest completion, in tokens."
     )
     temperature: Annotated[float, Field(gt=0, le=100)] = Field(1.0, description="Applied on both sides.")
-    top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="Nucleus sampling; see accept_biased_ratios.")
-    top_k: Annotated[int, Field(ge=0)] = Field(0, description="Top-k sampling, 0 is off; see accept_biased_ratios.")
+    top_p: Share = Field(1.0, description="Nucleus sampling; see accept_biased_ratios.")
+    top_k: Count = Field(0, description="Top-k sampling, 0 is off; see accept_biased_ratios.")
     min_p: Annotated[float, Field(ge=0, le=1)] = Field(0.0, description="Min-p sampling; see accept_biased_ratios.")
     accept_biased_ratios: bool = Field(
         False,
@@ -36,16 +36,11 @@ class SamplingSection(Section):
         "distribution, which biases every importance ratio.",
     )
 
-    @model_validator(mode="after")
-    def _ratios_exact(self) -> "SamplingSection":
-        changed = [
-            f"{key}={getattr(self, key)}"
-            for key, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0))
-            if getattr(self, key) != off
-        ]
+    def problems(self) -> Problems:
+        off = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+        changed = [f"{key}={getattr(self, key)}" for key in off if getattr(self, key) != off[key]]
         if changed and not self.accept_biased_ratios:
-            raise ValueError(
+            yield (
                 f"{', '.join(changed)} changes the sampling distribution in a way the trainer does not reproduce, so "
                 "importance ratios would be biased. Remove it, or set sampling.accept_biased_ratios=true"
             )
-        return self

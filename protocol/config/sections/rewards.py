@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from protocol.config.sections.builtin_rewards import SHIPPED
-from protocol.config.sections.section import PlaceAndName, Positive, PositiveSeconds, Section
+from protocol.config.sections.section import Count, HttpUrl, PlaceAndName, Positive, PositiveSeconds, Problems, Section
 
 _KINDS = ("function", "builtin", "model", "url", "posted")
 _SERVICE_RETRIES = 3
@@ -20,7 +20,7 @@ class RewardModel(Section):
     """Options of a reward that is a model."""
 
     revision: str | None = Field(None, description="Hub revision (branch, tag or commit).")
-    gpu: Annotated[int, Field(ge=0)] | None = Field(
+    gpu: Count | None = Field(
         None, description="GPU to run on, as nvidia-smi counts. Leave room for it there. Default: the CPU."
     )
     dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="Dtype of its weights.")
@@ -57,7 +57,7 @@ class RewardFunction(Section):
         None,
         description="Sequence-classification model with one label, a local folder or a hub name: its logit is the reward.",
     )
-    url: str | None = Field(None, description="HTTP service that is asked for rewards. See below.")
+    url: HttpUrl | None = Field(None, description="HTTP service that is asked for rewards. See below.")
     posted: str | None = Field(
         None,
         description="What outside agents post under this name, for completions that they generate through `serve:`. With one, "
@@ -98,13 +98,6 @@ class RewardFunction(Section):
             raise ValueError(f"there is no {value!r}; there are {', '.join(SHIPPED)}")
         return value
 
-    @field_validator("url")
-    @classmethod
-    def _is_http(cls, value: str | None) -> str | None:
-        if value is not None and (urlsplit(value).scheme not in ("http", "https") or not urlsplit(value).hostname):
-            raise ValueError("expected `http://HOST:PORT/PATH` or `https://...`")
-        return value
-
     @field_validator("name")
     @classmethod
     def _is_a_label(cls, value: str) -> str:
@@ -112,15 +105,14 @@ class RewardFunction(Section):
             raise ValueError("expected at most 64 letters, digits, `_`, `.` or `-`")
         return value
 
-    @model_validator(mode="after")
-    def _is_one_thing(self) -> "RewardFunction":
+    def problems(self) -> Problems:
         given = [kind for kind in _KINDS if getattr(self, kind) is not None]
         if len(given) != 1:
-            raise ValueError(f"give one of {', '.join(_KINDS)}; got {' and '.join(given) or 'none of them'}")
+            yield f"give one of {', '.join(_KINDS)}; got {' and '.join(given) or 'none of them'}"
         if self.kind in ("function", "posted"):
             if self.options:
-                raise ValueError("options are for builtin, model and url; a function takes columns of the dataset")
-            return self
+                yield "options are for builtin, model and url; a function takes columns of the dataset"
+            return
         try:
             self.settings  # noqa: B018 - validates
         except ValidationError as error:
@@ -128,10 +120,7 @@ class RewardFunction(Section):
                 f"options.{'.'.join(map(str, e['loc']))}: {e['msg'].removeprefix('Value error, ')}"
                 for e in error.errors()
             )
-            raise ValueError(
-                f"{problems}. {self.builtin or self.kind} takes {', '.join(self._schema.model_fields)}"
-            ) from None
-        return self
+            yield f"{problems}. {self.builtin or self.kind} takes {', '.join(self._schema.model_fields)}"
 
     @property
     def kind(self) -> str:
@@ -199,7 +188,7 @@ class RewardsSection(Section):
     @field_validator("functions")
     @classmethod
     def _names_differ(cls, functions: list[RewardFunction]) -> list[RewardFunction]:
-        names = [f.name for f in functions]
+        names = [function.name for function in functions]
         for name in names:
             if names.count(name) > 1:
                 raise ValueError(

@@ -3,13 +3,18 @@
 Guarantee: unknown keys are refused, a section never changes after it was made, and a boolean is no number.
 """
 
-from collections.abc import Callable
-from typing import Annotated, Any
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, Self
+from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 Positive = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
 PositiveSeconds = Annotated[float, Field(gt=0, le=1e9)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+Problems = Iterator[str]
+Share = Annotated[float, Field(gt=0, le=1)]
 
 
 def _place_and_name(value: str) -> str:
@@ -21,6 +26,16 @@ def _place_and_name(value: str) -> str:
 
 
 PlaceAndName = Annotated[str, AfterValidator(_place_and_name)]
+
+
+def _http(value: str) -> str:
+    place = urlsplit(value)
+    if place.scheme not in ("http", "https") or not place.hostname:
+        raise ValueError("expected `http://HOST:PORT/PATH` or `https://...`")
+    return value
+
+
+HttpUrl = Annotated[str, AfterValidator(_http)]
 
 
 class Section(BaseModel):
@@ -35,3 +50,13 @@ class Section(BaseModel):
         if isinstance(value, bool) and not isinstance(result, bool):
             raise ValueError("expected a number, not a boolean")
         return result
+
+    def problems(self) -> Problems:
+        """What cannot be between its values. The first one is reported."""
+        yield from ()
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> Self:
+        for problem in self.problems():
+            raise ValueError(problem)
+        return self

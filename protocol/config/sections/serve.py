@@ -5,9 +5,9 @@ Guarantee: an endpoint that other hosts can reach has a key.
 
 from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from protocol.config.sections.section import Positive, PositiveSeconds, Section
+from protocol.config.sections.section import Count, Positive, PositiveSeconds, Problems, Section
 
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 
@@ -30,9 +30,7 @@ class ServeSection(Section):
         None,
         description="Completions for clients in the engine at once; others wait. Default: a quarter of `engine.max_num_seqs`.",
     )
-    max_waiting: Annotated[int, Field(ge=0)] = Field(
-        256, description="Requests that wait for room in the engine; more are refused with 429."
-    )
+    max_waiting: Count = Field(256, description="Requests that wait for room in the engine; more are refused with 429.")
     max_request_bytes: Annotated[int, Field(ge=1024, le=2**28)] = Field(2**20, description="Largest body of a request.")
     request_timeout_s: PositiveSeconds = Field(
         300.0, description="Longest time of a request, from its first byte to the last one of its answer."
@@ -61,11 +59,9 @@ class ServeSection(Section):
         """The slots that requests of clients may need beside the slots of training."""
         return self.max_versions + 2 if self.enabled else 0
 
-    @model_validator(mode="after")
-    def _private(self) -> "ServeSection":
+    def problems(self) -> Problems:
         if self.enabled and self.host not in LOOPBACK_HOSTS and self.api_key_file is None:
-            raise ValueError(
+            yield (
                 f"host: {self.host} can be reached from other hosts, so it needs a key: write one to a file "
                 "(`umask 077; openssl rand -hex 32 > serve.key`) and set serve.api_key_file, or use 127.0.0.1"
             )
-        return self

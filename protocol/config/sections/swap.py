@@ -1,10 +1,10 @@
 """The section `swap`: how a producer takes a new policy, and how the swap is verified."""
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from protocol.config.sections.section import Section
+from protocol.config.sections.section import Count, PositiveFloat, Problems, Section
 
 TOLERANCES = {"float32": 2e-3, "float16": 0.2, "bfloat16": 1.0}
 """Largest difference of a log-prob, in nats, between two right computations of one policy, by `model.dtype`. Right swaps showed
@@ -23,24 +23,20 @@ class SwapSection(Section):
         "tokens under the new one, or `restart` from the prompt. Default: `finish`, and `continue` with `mode: merged`, where "
         "the old weights are gone.",
     )
-    probe_every: Annotated[int, Field(ge=0)] = Field(
+    probe_every: Count = Field(
         1,
         description="Every so many versions the engine's log-probs of a fixed probe are compared with the trainer's before the "
         "version is served. 0: never.",
     )
-    probe_tolerance: Annotated[float, Field(gt=0)] | None = Field(
+    probe_tolerance: PositiveFloat | None = Field(
         None,
         description="Largest difference of a log-prob of the probe between trainer and engine. Default: by `model.dtype`.",
     )
 
-    @model_validator(mode="after")
-    def _can_finish(self) -> "SwapSection":
+    def problems(self) -> Problems:
         if self.mode == "merged" and self.in_flight == "finish":
-            raise ValueError(
-                "in_flight: finish needs the old weights, which mode: merged has replaced; use continue or restart, or "
-                "mode: adapter"
-            )
-        return self
+            old = "in_flight: finish needs the old weights, which mode: merged has replaced"
+            yield f"{old}; use continue or restart, or mode: adapter"
 
     @property
     def on_swap(self) -> Literal["finish", "continue", "restart"]:

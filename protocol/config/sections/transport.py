@@ -5,18 +5,27 @@ Guarantee: an endpoint that other hosts can reach has keys.
 
 from typing import Annotated
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
-from protocol.config.sections.section import PositiveSeconds, Section
+from protocol.config.sections.section import Count, PositiveSeconds, Problems, Section
+
+
+def _not_empty(value: str) -> str:
+    if not value.strip():
+        raise ValueError("expected a name, or nothing at all")
+    return value
+
+
+_Name = Annotated[str, AfterValidator(_not_empty)]
 
 
 class TransportSection(Section):
-    keys: str | None = Field(
+    keys: _Name | None = Field(
         None,
         description="Folder of keys, made by `rl-keys`: only authorized producers connect, and everything is encrypted. "
         "Needed for an endpoint that other hosts can reach. See docs/security.md.",
     )
-    identity: str | None = Field(None, description="Name of the producer's key. Default: the name of its host.")
+    identity: _Name | None = Field(None, description="Name of the producer's key. Default: the name of its host.")
     endpoint: str | None = Field(
         None,
         description="Control channel, `ipc:///path` or `tcp://HOST:PORT`. Default: `ipc://RUN_DIR/control.ipc`.",
@@ -30,18 +39,11 @@ class TransportSection(Section):
         64 * 2**20, description="Largest frame accepted or sent."
     )
     blob_chunk_bytes: Annotated[int, Field(ge=1024, le=2**26)] = Field(2**20, description="Adapter bytes per message.")
-    max_unacked_bytes: Annotated[int, Field(ge=0)] = Field(
+    max_unacked_bytes: Count = Field(
         256 * 2**20,
         description="A producer begins no new generation while it holds more bytes of groups that the trainer has not "
         "acknowledged.",
     )
-
-    @field_validator("keys", "identity")
-    @classmethod
-    def _not_empty(cls, value: str | None) -> str | None:
-        if value is not None and not value.strip():
-            raise ValueError("expected a name, or nothing at all")
-        return value
 
     @field_validator("endpoint", "blob_endpoint")
     @classmethod
@@ -58,10 +60,8 @@ class TransportSection(Section):
             )
         return value
 
-    @model_validator(mode="after")
-    def _timeout_above_interval(self) -> "TransportSection":
+    def problems(self) -> Problems:
         if self.heartbeat_timeout_s < 2 * self.heartbeat_interval_s:
-            raise ValueError("heartbeat_timeout_s must be at least twice heartbeat_interval_s")
+            yield "heartbeat_timeout_s must be at least twice heartbeat_interval_s"
         if self.max_message_bytes < 2 * self.blob_chunk_bytes:
-            raise ValueError("max_message_bytes must be at least twice blob_chunk_bytes")
-        return self
+            yield "max_message_bytes must be at least twice blob_chunk_bytes"

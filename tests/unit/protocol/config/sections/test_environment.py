@@ -131,7 +131,7 @@ def test_what_is_played_outside_posts_the_environments_reward_and_those_that_ask
         ),
         ({"environment": {"verifiers": {"id": "a"}, "tool_parser": "hermes"}}, "set serve.tool_call_parser; remove it"),
         ({"environment": {"verifiers": {"id": ""}}}, "at least 1 character"),
-        ({"environment": {"nemo_gym": {"url": "localhost:1"}}}, "expected `http://HOST:PORT`"),
+        ({"environment": {"nemo_gym": {"url": "localhost:1"}}}, "expected `http://HOST:PORT"),
         (
             {"environment": {"nemo_gym": {"url": "http://a:1"}}, "serve": {"enabled": True}},
             "set serve.port, and its base URL",
