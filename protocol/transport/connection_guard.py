@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 HANDSHAKE_S = 5.0  # given to libzmq, which ends what takes longer
 MAX_UNFINISHED = 64
-MONITORED = (
+_MONITORED = (
     zmq.EVENT_ACCEPTED
     | zmq.EVENT_DISCONNECTED
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -57,13 +57,12 @@ class ConnectionGuard(threading.Thread):
     """Watches over one server's sockets from a thread of its own.
 
     Args:
-        monitors: PAIR sockets that receive the `MONITORED` events of these sockets; whoever made them closes them.
         wake: makes the owner of the sockets take what has arrived, soon, and call `note_drained`.
     """
 
     def __init__(
         self,
-        monitors: "list[zmq.Socket[bytes]]",
+        sockets: "list[zmq.Socket[bytes]]",
         refusals: Refusals,
         max_message_bytes: int,
         authorized: AuthorizedKeys | None,
@@ -71,7 +70,7 @@ class ConnectionGuard(threading.Thread):
         wake: Callable[[], None],
     ) -> None:
         super().__init__(name="connection-guard", daemon=True)
-        self._monitors = monitors
+        self._watched_sockets = sockets
         self._wake = wake
         self._refusals = refusals
         self._max_message_bytes = max_message_bytes
@@ -83,11 +82,12 @@ class ConnectionGuard(threading.Thread):
         self._failures: dict[int, tuple[int, int]] = {}  # by socket: event and value that explain its next disconnect
         # The owner of the sockets writes these two: the number of messages with the key of the last one, and a time.
         self._delivered: dict[_Key, tuple[int, bytes]] = {}
-        self._drained_at = [0.0] * len(monitors)
+        self._drained_at = [0.0] * len(sockets)
         self._reported_dead = False
         self._refresh_at = 0.0
         self._stop_fd = os.eventfd(0, os.EFD_CLOEXEC)
         self._error: BaseException | None = None
+        self._monitors = [socket.get_monitor_socket(_MONITORED) for socket in sockets]
 
     # The thread that owns the sockets calls these.
 
@@ -106,14 +106,15 @@ class ConnectionGuard(threading.Thread):
             raise self._error
 
     def stop(self) -> None:
-        """Ends the thread. May be called twice."""
-        if self._stop_fd < 0:
-            return
+        """The thread reads events until the sockets send no more, because they would wait for it."""
+        for watched in self._watched_sockets:
+            watched.disable_monitor()
         os.eventfd_write(self._stop_fd, 1)
         if self.ident is not None:
             self.join()
         os.close(self._stop_fd)
-        self._stop_fd = -1
+        for monitor in self._monitors:
+            monitor.close()
         while self._connections:
             self._connections.popitem()[1].socket.close()
 

@@ -4,9 +4,11 @@ Guarantee: one process at a time serves a path. ZeroMQ would let a second proces
 beside the path is locked first. A socket that a dead process left is removed; a file that is no socket is refused and kept.
 """
 
+import contextlib
 import fcntl
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 from protocol.errors import ConfigError, SlipstreamError, cannot_listen
@@ -18,26 +20,29 @@ def _ipc_path(endpoint: str) -> Path | None:
     return Path(endpoint.removeprefix("ipc://")) if endpoint.startswith("ipc://") else None
 
 
-def lock_ipc(endpoint: str) -> int | None:
-    """Takes the lock beside an ipc endpoint and returns its file descriptor; None for other transports."""
+@contextlib.contextmanager
+def ipc_lock(endpoint: str) -> Iterator[None]:
+    """Holds the lock beside an ipc endpoint. Other transports need none."""
     path = _ipc_path(endpoint)
     if path is None:
-        return None
+        yield
+        return
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        descriptor = os.open(f"{path}.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        lock = open(f"{path}.lock", "ab", opener=_private)  # noqa: SIM115
     except OSError as error:
         raise ConfigError(f"transport.endpoint: cannot create {error.filename or path}: {error.strerror}") from error
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise endpoint_error(error, endpoint) from error
         _remove_stale_socket(path)
-    except BlockingIOError as error:
-        os.close(descriptor)
-        raise endpoint_error(error, endpoint) from error
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
+        yield
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def _remove_stale_socket(path: Path) -> None:

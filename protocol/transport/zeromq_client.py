@@ -5,6 +5,7 @@ Guarantee: a message is sent whole or `send` returns False. No message waits in 
 """
 
 import secrets
+from typing import Any
 
 import zmq
 
@@ -12,11 +13,11 @@ from protocol.errors import ConfigError
 from protocol.security.keys import ProducerKeys
 from protocol.transport.channel import BadFrame, TrainerSchema
 from protocol.transport.handshake_watch import HandshakeWatch
-from protocol.transport.zeromq_sockets import BURST, NOBLOCK, Sockets, read, take
+from protocol.transport.zeromq_sockets import BURST, NOBLOCK, ZmqChannel, read, take
 from protocol.wire.messages import Message, TrainerMessage
 
 
-class ZmqClient:
+class ZmqClient(ZmqChannel):
     """A `ClientChannel` connected to the two endpoints of a trainer, which need not be there yet.
 
     Args:
@@ -34,10 +35,10 @@ class ZmqClient:
         max_message_bytes: int,
         keys: ProducerKeys | None = None,
     ) -> None:
+        super().__init__(control_endpoint, blob_endpoint, max_message_bytes)
         self._name = name
         self._keys = keys
         self._watch = HandshakeWatch(control_endpoint, keys)
-        self._sockets = Sockets(control_endpoint, blob_endpoint, max_message_bytes)
         self._resets = 0
         try:
             self.reset()
@@ -47,21 +48,24 @@ class ZmqClient:
 
     def reset(self) -> None:
         self._watch.end()
-        self._sockets.shut()
+        self._shut()
         self._resets += 1
         self._schema = TrainerSchema()
         # Nobody else can guess it and so keep this producer out: a ROUTER ignores who comes under an id in use.
         routing_id = f"{self._name}/{self._resets}/{secrets.token_hex(8)}".encode()
-        opened = self._sockets.open(zmq.DEALER)
-        for socket, _ in opened:
-            socket.setsockopt(zmq.IMMEDIATE, 1)
-            socket.setsockopt(zmq.ROUTING_ID, routing_id)
-            socket.setsockopt(zmq.RECONNECT_IVL, 100)
-            socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-            if self._keys is not None:
-                socket.setsockopt(zmq.CURVE_SERVERKEY, self._keys.trainer)
-                socket.setsockopt(zmq.CURVE_PUBLICKEY, self._keys.secret.public())
-                socket.setsockopt(zmq.CURVE_SECRETKEY, self._keys.secret.reveal())
+        options: dict[int, Any] = {
+            zmq.IMMEDIATE: 1,
+            zmq.ROUTING_ID: routing_id,
+            zmq.RECONNECT_IVL: 100,
+            zmq.RECONNECT_IVL_MAX: 1000,
+        }
+        if self._keys is not None:
+            options |= {
+                zmq.CURVE_SERVERKEY: self._keys.trainer,
+                zmq.CURVE_PUBLICKEY: self._keys.secret.public(),
+                zmq.CURVE_SECRETKEY: self._keys.secret.reveal(),
+            }
+        opened = self._open(zmq.DEALER, options)
         self._watch.begin(opened[0][0])
         for socket, endpoint in opened:
             try:
@@ -76,7 +80,7 @@ class ZmqClient:
 
     def send(self, message: Message) -> bool:
         try:
-            self._sockets.of(message).send(self._sockets.frame(message, self._schema.version), NOBLOCK)
+            self._of(message).send(self._frame(message, self._schema.version), NOBLOCK)
         except zmq.Again:
             return False
         return True
@@ -85,7 +89,7 @@ class ZmqClient:
         if self._watch.must_reconnect():
             self.reset()
         arrived: list[TrainerMessage | BadFrame] = []
-        for socket in self._sockets.wait(timeout_s):
+        for socket in self._wait(timeout_s):
             for _ in range(BURST):
                 try:
                     arrived.append(read(*take(socket), TrainerMessage, self._schema.note))
@@ -93,9 +97,6 @@ class ZmqClient:
                     break
         return arrived
 
-    def wake(self) -> None:
-        self._sockets.wake()
-
     def close(self) -> None:
         self._watch.end()
-        self._sockets.close()
+        super().close()

@@ -6,8 +6,9 @@ producer's name and in its routing id. Nothing that a peer sends raises an excep
 and counted.
 """
 
-import os
+from contextlib import ExitStack
 from functools import partial
+from typing import Any
 
 import zmq
 
@@ -16,16 +17,16 @@ from protocol.security.authorized_keys import AuthorizedKeys
 from protocol.security.keys import TrainerKeys, identity_of
 from protocol.security.rejections import Refusals
 from protocol.transport.channel import BadFrame, PeerSchemas
-from protocol.transport.connection_guard import MONITORED, ConnectionGuard
-from protocol.transport.ipc import endpoint_error, lock_ipc
-from protocol.transport.zeromq_sockets import BURST, NOBLOCK, Sockets, read, take
+from protocol.transport.connection_guard import ConnectionGuard
+from protocol.transport.ipc import endpoint_error, ipc_lock
+from protocol.transport.zeromq_sockets import BURST, NOBLOCK, ZmqChannel, read, take
 from protocol.wire.messages import Hello, Message, ProducerMessage, Reject
 
 _PEER, _SRCFD = int(zmq.NOBLOCK | zmq.SNDMORE), int(zmq.SRCFD)  # enums cost more than a send
 _MAX_ROUTING_ID_BYTES = 255  # as ZMTP has it; libzmq takes longer ones, and every place that knows a peer keeps its own
 
 
-class ZmqServer:
+class ZmqServer(ZmqChannel):
     """A `ServerChannel` bound to two endpoints.
 
     Args:
@@ -39,57 +40,44 @@ class ZmqServer:
     def __init__(
         self, control_endpoint: str, blob_endpoint: str, max_message_bytes: int, keys: TrainerKeys | None = None
     ) -> None:
+        super().__init__(control_endpoint, blob_endpoint, max_message_bytes)
         self.refusals = Refusals()
-        self._sockets = Sockets(control_endpoint, blob_endpoint, max_message_bytes)
-        self._locks: list[int] = []
         self._schemas = PeerSchemas()
-        self._monitors: list[zmq.Socket[bytes]] = []
         self._authorized = AuthorizedKeys(keys.authorized) if keys else None
         self._authenticator: Authenticator | None = None
-        self._guard: ConnectionGuard | None = None
-        try:
+        with ExitStack() as closing:
+            locks = closing.enter_context(ExitStack())
+            closing.callback(super().close)
             if self._authorized is not None:
-                self._authenticator = Authenticator(self._sockets.context, self._authorized, self.refusals)
+                self._authenticator = Authenticator(self._context, self._authorized, self.refusals)
+                closing.callback(self._authenticator.stop)
                 self._authenticator.start()
-            self._bind(keys)
-        except BaseException:
-            self.close()
-            raise
+            opened = self._open(zmq.ROUTER, self._options(keys))
+            self._guard = ConnectionGuard(
+                self.sockets, self.refusals, max_message_bytes, self._authorized, self._authenticator, self.wake
+            )
+            closing.callback(self._guard.stop)
+            self._guard.start()
+            for socket, endpoint in opened:
+                locks.enter_context(ipc_lock(endpoint))
+                try:
+                    socket.bind(endpoint)
+                except zmq.ZMQError as error:
+                    raise endpoint_error(OSError(error.errno, error.strerror), endpoint) from error
+            self._closing = closing.pop_all()
 
-    def _bind(self, keys: TrainerKeys | None) -> None:
-        opened = self._sockets.open(zmq.ROUTER)
-        for socket in self._sockets.both:
-            socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-            # Without keys nobody answers for the domain. libzmq then refuses ZMTP 1 and 2, whose messages do not tell which
-            # connection they came over, and accepts every other peer.
-            socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
-            if keys is not None:
-                socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
-                socket.setsockopt(zmq.CURVE_SERVER, 1)
-                socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.reveal())
-            self._monitors.append(socket.get_monitor_socket(MONITORED))
-        self._guard = ConnectionGuard(
-            self._monitors,
-            self.refusals,
-            self._sockets.max_message_bytes,
-            self._authorized,
-            self._authenticator,
-            self._sockets.wake,
-        )
-        self._guard.start()
-        for socket, endpoint in opened:
-            lock = lock_ipc(endpoint)
-            if lock is not None:
-                self._locks.append(lock)
-            try:
-                socket.bind(endpoint)
-            except zmq.ZMQError as error:
-                raise endpoint_error(OSError(error.errno, error.strerror), endpoint) from error
+    @staticmethod
+    def _options(keys: TrainerKeys | None) -> dict[int, Any]:
+        # Without keys nobody answers for the domain. libzmq then refuses ZMTP 1 and 2, whose messages do not tell which
+        # connection they came over, and accepts every other peer.
+        options: dict[int, Any] = {zmq.ROUTER_MANDATORY: 1, zmq.ZAP_DOMAIN: ZAP_DOMAIN}
+        if keys is None:
+            return options
+        return options | {zmq.ZAP_ENFORCE_DOMAIN: 1, zmq.CURVE_SERVER: 1, zmq.CURVE_SECRETKEY: keys.secret.reveal()}
 
     def send(self, peer: bytes, message: Message) -> bool:
         try:
-            frame = self._sockets.frame(message, self._schemas[peer])
-            socket = self._sockets.of(message)
+            frame, socket = self._frame(message, self._schemas[peer]), self._of(message)
             socket.send(peer, _PEER)
             socket.send(frame, NOBLOCK)
         except zmq.ZMQError:
@@ -98,11 +86,10 @@ class ZmqServer:
         return True
 
     def poll(self, timeout_s: float) -> list[tuple[bytes, ProducerMessage | BadFrame]]:
-        assert self._guard is not None
         self._guard.check()
-        ready = self._sockets.wait(timeout_s)
+        ready = self._wait(timeout_s)
         arrived: list[tuple[bytes, ProducerMessage | BadFrame]] = []
-        for index, socket in enumerate(self._sockets.both):
+        for index, socket in enumerate(self.sockets):
             for _ in range(BURST if socket in ready else 0):
                 try:
                     head = socket.recv(NOBLOCK, copy=False)
@@ -118,7 +105,6 @@ class ZmqServer:
 
     def _receive(self, index: int, head: zmq.Frame, frame: bytes, num_frames: int) -> ProducerMessage | BadFrame | None:
         """What has come under the routing id in `head`; None if it is refused."""
-        assert self._guard is not None
         peer = head.bytes
         try:
             user = str(head.get("User-Id")).encode() if self._authorized is not None else b""
@@ -150,19 +136,5 @@ class ZmqServer:
             self.send(peer, Reject([problem]))
         return False
 
-    def wake(self) -> None:
-        self._sockets.wake()
-
     def close(self) -> None:
-        """The guard reads events until the sockets send no more, because they would wait for it."""
-        for socket in self._sockets.both if self._monitors else ():
-            socket.disable_monitor()
-        if self._guard is not None:
-            self._guard.stop()
-        while self._monitors:
-            self._monitors.pop().close()
-        if self._authenticator is not None:
-            self._authenticator.stop()
-        self._sockets.close()
-        while self._locks:
-            os.close(self._locks.pop())
+        self._closing.close()

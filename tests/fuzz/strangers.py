@@ -255,7 +255,7 @@ def campaign(transport: str, with_keys: bool, seconds: float, seed: int, folder:
         sockets = Path(stack.enter_context(tempfile.TemporaryDirectory())) if transport == "ipc" else None
         door = Door(stack, folder, keys, sockets)
         channel = door.client("honest-1-aaaa", door.identity("honest") if keys else None)
-        live = (bytes(channel._sockets.control.getsockopt(zmq.ROUTING_ID)),)
+        live = (bytes(channel.sockets[0].getsockopt(zmq.ROUTING_ID)),)
         honest = Honest(channel, "honest-1-aaaa")
         stack.callback(honest.stop)
         honest.start().wait_for_acks()

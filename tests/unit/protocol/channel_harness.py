@@ -106,10 +106,10 @@ class Harness:
         if self.transport == "loopback":
             assert client.send_frame(frame)
         else:
-            client._sockets.control.send(frame)
+            client.sockets[0].send(frame)
 
     def inject_to_client(self, server: Any, peer: bytes, frame: bytes) -> None:
         if self.transport == "loopback":
             server.clients[peer].put(b"", frame)
         else:
-            server._sockets.control.send_multipart([peer, frame])
+            server.sockets[0].send_multipart([peer, frame])

@@ -86,8 +86,8 @@ def test_a_message_that_nobody_foresaw_costs_itself_alone(ipc: Harness, monkeypa
 
     monkeypatch.setattr(channel, "decode", surprised)
     refused = BadFrame("a message that cannot be read: RuntimeError: not foreseen")
-    client._sockets.control.send(b"surprise")
-    server._sockets.control.send_multipart([peer, b"surprise"])
+    client.sockets[0].send(b"surprise")
+    server.sockets[0].send_multipart([peer, b"surprise"])
     assert client.send(MESSAGE)
     assert receive(server, 2) == [(peer, refused), (peer, MESSAGE)]
     assert receive(client, 1) == [refused]

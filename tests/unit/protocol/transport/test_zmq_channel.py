@@ -175,8 +175,8 @@ def test_a_raw_peer_with_too_large_a_frame_is_dropped_and_others_do_not_notice(h
 
 def test_a_message_of_several_frames_is_a_bad_frame(harness: Harness) -> None:
     server, client, peer = harness.joined()
-    client._sockets.control.send_multipart([b"one", b"two", b"three"])
-    server._sockets.control.send_multipart([peer, b"one", b"two"])
+    client.sockets[0].send_multipart([b"one", b"two", b"three"])
+    server.sockets[0].send_multipart([peer, b"one", b"two"])
     assert receive(server, 1) == [(peer, BadFrame("message of 3 frames, expected 1"))]
     assert receive(client, 1) == [BadFrame("message of 2 frames, expected 1")]
     assert client.send(MESSAGE)
@@ -232,7 +232,7 @@ def test_a_full_blob_socket_says_false_and_leaves_control_alone(ipc: Harness) ->
     assert time.monotonic() - start < 30.0
     assert sent >= 4096
     assert server.send(peer, MESSAGE)
-    eventually(lambda: client._sockets.control.poll(0), "the lease, while no adapter byte is read")
+    eventually(lambda: client.sockets[0].poll(0), "the lease, while no adapter byte is read")
     first = receive(client, 1)
     assert first[0] == MESSAGE, "control comes first"
     chunks = first[1:] + receive(client, sent - len(first) + 1)
