@@ -26,7 +26,7 @@ from consumer.waiting import StopRequested
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, DeviceError, ExitCode, JournalError
 from protocol.service import logs
-from protocol.service.observability import Watch, watched
+from protocol.service.exposition import Watch, watched
 
 
 def check_libraries(config: RunConfig) -> None:

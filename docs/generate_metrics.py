@@ -30,10 +30,9 @@ from producer.serving.metrics import ServeMetrics  # noqa: E402
 from producer.state import Counters, Delivery, Situation, Workload  # noqa: E402
 from protocol.config.run import RunConfig  # noqa: E402
 from protocol.security.rejections import Refusals  # noqa: E402
-from protocol.service.exposition import add_connection_metrics  # noqa: E402
+from protocol.service.exposition import add_watch_metrics  # noqa: E402
 from protocol.service.health import Health  # noqa: E402
 from protocol.service.metrics import add_process_metrics  # noqa: E402
-from protocol.service.observability import add_health_metrics  # noqa: E402
 from protocol.service.systemd import Notifier  # noqa: E402
 
 PAGE = ROOT / "docs" / "metrics.md"
@@ -58,8 +57,7 @@ def trainer_registry() -> CollectorRegistry:
     """The trainer's metrics before anything happened."""
     registry = CollectorRegistry()
     add_process_metrics(registry, "rl_trainer", [])
-    add_health_metrics(registry, "rl_trainer", _healthy())
-    add_connection_metrics(registry, "rl_trainer", Counter())
+    add_watch_metrics(registry, "rl_trainer", _healthy(), Counter())
     LearningMetrics(registry, ["FUNCTION"], max_steps=0, max_staleness=0)
     buffer: Any = SimpleNamespace(totals=Counter(), depth=lambda: defaultdict(int))
     fleet = [FleetMember("PRODUCER", "RELEASE", -1, 0, 0.0, 0.0, -1)]
@@ -76,8 +74,7 @@ def producer_registry() -> CollectorRegistry:
     """A producer's metrics before anything happened, without vLLM's."""
     registry = CollectorRegistry()
     add_process_metrics(registry, "rl_producer", [])
-    add_health_metrics(registry, "rl_producer", _healthy())
-    add_connection_metrics(registry, "rl_producer", Counter())
+    add_watch_metrics(registry, "rl_producer", _healthy(), Counter())
     delivery = Delivery(connected=False, heard_ago_s=0.0, held=0, unacked=0, unacked_bytes=0, full=False)
     metrics = ProducerMetrics(registry, ["FUNCTION"])
     metrics.watch_agent_program(lambda: 0)

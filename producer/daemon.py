@@ -19,7 +19,7 @@ from producer.startup import Launch, build_base, build_helpers, start_engine
 from protocol.config.run import RunConfig
 from protocol.errors import EngineError, ExitCode
 from protocol.processes.lifeline import tie_children
-from protocol.service.observability import Watch, watched
+from protocol.service.exposition import Watch, watched
 
 logger = logging.getLogger(__name__)
 

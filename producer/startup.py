@@ -32,7 +32,7 @@ from protocol.files.scratch import scratch_folder
 from protocol.files.shared_memory import SharedMemory, shared_memory
 from protocol.security.keys import ProducerKeys, producer_keys
 from protocol.service import logs
-from protocol.service.observability import Watch
+from protocol.service.exposition import Watch
 
 logger = logging.getLogger(__name__)
 

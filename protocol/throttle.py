@@ -9,7 +9,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 
 @dataclass
@@ -19,39 +19,29 @@ class _Kind:
     shown_at: float = 0.0
 
 
+@dataclass
 class Throttle:
-    """Call it with a kind and a text.
+    """Call it with a kind and a text. `num_at_once` lines of a kind are shown whenever they come, then one in `then_every_s`."""
 
-    Args:
-        clock: monotonic seconds.
-        num_at_once: lines of a kind that are shown whenever they come.
-        then_every_s: the interval afterwards.
-    """
+    logger: logging.Logger
+    clock: Callable[[], float] = time.monotonic
+    _: KW_ONLY
+    num_at_once: int = 5
+    then_every_s: float = 60.0
 
-    def __init__(
-        self,
-        logger: logging.Logger,
-        clock: Callable[[], float] = time.monotonic,
-        *,
-        num_at_once: int = 5,
-        then_every_s: float = 60.0,
-    ) -> None:
-        self._logger = logger
-        self._clock = clock
-        self._num_at_once = num_at_once
-        self._then_every_s = then_every_s
+    def __post_init__(self) -> None:
         self._kinds: defaultdict[str, _Kind] = defaultdict(_Kind)
         self._lock = threading.Lock()
 
     def __call__(self, kind: str, text: str, level: int = logging.WARNING) -> None:
         with self._lock:
-            now, seen = self._clock(), self._kinds[kind]
-            if seen.num_shown >= self._num_at_once and now - seen.shown_at < self._then_every_s:
+            now, seen = self.clock(), self._kinds[kind]
+            if seen.num_shown >= self.num_at_once and now - seen.shown_at < self.then_every_s:
                 seen.num_left_out += 1
-                self._logger.debug("%s", text)
+                self.logger.debug("%s", text)
                 return
             left_out = f" ({seen.num_left_out} more of this kind were left out)" if seen.num_left_out else ""
             fields = {"kind": kind, "num_left_out": seen.num_left_out}
             seen.num_shown += 1
             seen.num_left_out, seen.shown_at = 0, now
-        self._logger.log(level, "%s%s", text, left_out, extra={"fields": fields})
+        self.logger.log(level, "%s%s", text, left_out, extra={"fields": fields})

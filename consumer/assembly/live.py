@@ -32,7 +32,7 @@ from protocol.errors import ConfigError
 from protocol.files.shared_memory import shared_memory
 from protocol.security.keys import trainer_keys
 from protocol.service import logs
-from protocol.service.observability import Watch
+from protocol.service.exposition import Watch
 from protocol.transport.zeromq_server import ZmqServer
 from protocol.wire.handshake import TrainerNeeds
 from protocol.wire.messages import Sampling

@@ -12,7 +12,7 @@ from consumer.training.retraining import RecordedFeed, RecordedRun, RetrainingPi
 from consumer.training.run_components import RunComponents, RunStart
 from consumer.waiting import Patience, ThreadErrors
 from protocol.service import logs
-from protocol.service.observability import Watch
+from protocol.service.exposition import Watch
 
 
 def retraining(

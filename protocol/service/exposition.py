@@ -1,4 +1,4 @@
-"""The HTTP port of a daemon: `/metrics` for Prometheus, `/status` for `rl-status`, `/healthz` and `/readyz` with reasons in JSON.
+"""What both daemons open first: the HTTP port with `/metrics` for Prometheus, `/status` for `rl-status`, `/healthz` and `/readyz` with reasons in JSON.
 
 Guarantee: it answers GET of these four and nothing else. It has a thread and a `ConnectionLimiter` of its own, so that neither
 the daemon's loops nor slow clients delay an answer. Each of the four pages is read on one more thread; while a page takes long to
@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import psutil
@@ -25,15 +26,17 @@ from prometheus_client import CollectorRegistry, generate_latest
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from protocol.config.run import RunConfig
 from protocol.errors import ConfigError
 from protocol.files.json_lines import encode_page
 from protocol.files.space import unless_full
 from protocol.files.staged import staged
 from protocol.service.health import Findings, Health
 from protocol.service.http_server import REASONS, ConnectionLimiter, Reason, Server, listen
-from protocol.service.metrics import Readings
+from protocol.service.metrics import Readings, add_process_metrics
 from protocol.service.status import PATH as STATUS_PATH
 from protocol.service.status import Status, read_status
+from protocol.service.systemd import Notifier
 from protocol.throttle import Throttle
 
 logger = logging.getLogger(__name__)
@@ -114,13 +117,53 @@ class _Application:
             return PlainTextResponse("the daemon's log says why\n", 500)
 
 
-def add_connection_metrics(registry: CollectorRegistry, prefix: str, refused: "Counter[Reason]") -> None:
-    """Counts the connections that the port refuses.
+class Watch(NamedTuple):
+    """How a daemon is watched."""
+
+    registry: CollectorRegistry
+    health: Health
+
+
+@contextlib.contextmanager
+def watched(config: RunConfig, job: str, gpus: list[int], name: str = "") -> Iterator[Watch]:
+    """Serves metrics and health until the context ends.
+
+    Args:
+        job: `rl-producer` or `rl-trainer`.
+        gpus: of this daemon.
+        name: of this daemon; host and process by default.
+
+    Raises:
+        EndpointInUseError: another process has the port.
+        ConfigError: it cannot be listened at.
+    """
+    settings = config.observability
+    key = f"{job.removeprefix('rl-')}_metrics_port"
+    port = getattr(settings, key)
+    if job == "rl-producer" and gpus and port:
+        port += gpus[0]
+    registry, health = CollectorRegistry(), Health(settings.unresponsive_after_s, Notifier.from_environment())
+    add_process_metrics(registry, job.replace("-", "_"), gpus)
+    name = name or f"{socket.gethostname()[:64]}-{os.getpid()}"
+    folder = Path(config.run_dir) / "metrics"
+    with serve(registry, health, settings.metrics_host, port, key=key, job=job, name=name, folder=folder):
+        yield Watch(registry, health)
+
+
+def add_watch_metrics(registry: CollectorRegistry, prefix: str, health: Health, refused: "Counter[Reason]") -> None:
+    """Shows the checks of `/healthz` and the connections that the port refuses.
 
     Args:
         prefix: `rl_producer` or `rl_trainer`.
     """
-    Readings(registry).counters(
+    readings = Readings(registry)
+    readings.gauges(
+        f"{prefix}_check_failing",
+        "1 while this check of /healthz fails, by what it looks at.",
+        "check",
+        lambda: {name: why is not None for name, why in health.alive().items()},
+    )
+    readings.counters(
         f"{prefix}_metrics_connections_refused_total",
         "Connections to the port of the metrics that were closed, because they were slow, too many or no HTTP.",
         "reason",
@@ -132,25 +175,20 @@ def add_connection_metrics(registry: CollectorRegistry, prefix: str, refused: "C
 def serve(
     registry: CollectorRegistry, health: Health, host: str, port: int, *, key: str, job: str, name: str, folder: Path
 ) -> Iterator[str]:
-    """Serves until the context ends; gives the address as HOST:PORT.
+    """Serves until the context ends; gives the address as HOST:PORT, which is also in `folder`.
 
     Args:
         port: 0 takes a free one.
         key: the configuration key of the port, for messages.
-        job: `rl-producer` or `rl-trainer`, Prometheus' job label.
-        name: of this daemon, its `daemon` label.
-        folder: where the address is written.
-
-    Raises:
-        EndpointInUseError: another process has the port.
-        ConfigError: this machine has no such address, or the port is not allowed.
+        job: Prometheus' job label.
+        name: Prometheus' `daemon` label.
     """
     listener = listen(host, port, "observability.metrics_host", f"observability.{key}")
     reachable = socket.gethostname() if host in _WILDCARDS else host
     address = f"[{reachable}]" if ":" in reachable else reachable
     address = f"{address}:{listener.getsockname()[1]}"
     refused: Counter[Reason] = Counter()
-    add_connection_metrics(registry, job.replace("-", "_"), refused)
+    add_watch_metrics(registry, job.replace("-", "_"), health, refused)
     limiter = ConnectionLimiter(_HEADERS_S, _ANSWER_S, _MAX_CONNECTIONS, lambda reason: refused.update((reason,)))
     status = partial(read_status, registry, health, job, name, time.time())
     server = Server(_Application(registry, health, status), limiter)

@@ -6,8 +6,7 @@ advance is there from the start, and no label grows with the run (no step, versi
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
 
 from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector, disable_created_metrics
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -19,48 +18,35 @@ disable_created_metrics()  # type: ignore[no-untyped-call]  # a series more for 
 
 Number = Callable[[], float]
 Numbers = Callable[[], Mapping[str, float] | Mapping[tuple[str, str], float]]  # by label value, or values
-
-
-@dataclass(frozen=True)
-class _Reading:
-    kind: Literal["counter", "gauge"]
-    name: str
-    documentation: str
-    labels: tuple[str, ...]
-    read: Number | Numbers
-
-    def family(self) -> Metric:
-        kind = CounterMetricFamily if self.kind == "counter" else GaugeMetricFamily
-        family = kind(self.name, self.documentation, labels=self.labels)
-        value = self.read()
-        for labels, number in value.items() if isinstance(value, Mapping) else [((), value)]:
-            family.add_metric((labels,) if isinstance(labels, str) else labels, number)
-        return family
+_Family = type[CounterMetricFamily] | type[GaugeMetricFamily]
 
 
 class Readings(Collector):
     """Numbers that other parts keep. A counter's name ends in `_total`."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._readings: list[_Reading] = []
+        self._readings: list[tuple[_Family, str, str, tuple[str, ...], Number | Numbers]] = []
         registry.register(self)
 
     def counter(self, name: str, documentation: str, read: Number) -> None:
-        self._readings.append(_Reading("counter", name, documentation, (), read))
+        self._readings.append((CounterMetricFamily, name, documentation, (), read))
 
     def counters(self, name: str, documentation: str, label: str, read: Numbers) -> None:
-        self._readings.append(_Reading("counter", name, documentation, (label,), read))
+        self._readings.append((CounterMetricFamily, name, documentation, (label,), read))
 
     def gauge(self, name: str, documentation: str, read: Number) -> None:
-        self._readings.append(_Reading("gauge", name, documentation, (), read))
+        self._readings.append((GaugeMetricFamily, name, documentation, (), read))
 
     def gauges(self, name: str, documentation: str, labels: str | tuple[str, ...], read: Numbers) -> None:
         names = (labels,) if isinstance(labels, str) else labels
-        self._readings.append(_Reading("gauge", name, documentation, names, read))
+        self._readings.append((GaugeMetricFamily, name, documentation, names, read))
 
     def collect(self) -> Iterator[Metric]:
-        for reading in self._readings:
-            yield reading.family()
+        for kind, name, documentation, names, read in self._readings:
+            family, value = kind(name, documentation, labels=names), read()
+            for labels, number in value.items() if isinstance(value, Mapping) else [((), value)]:
+                family.add_metric((labels,) if isinstance(labels, str) else labels, number)
+            yield family
 
 
 class Reexport(Collector):
@@ -90,21 +76,15 @@ def add_process_metrics(registry: CollectorRegistry, prefix: str, gpus: list[int
         "Resident memory of the daemon and of all processes it started.",
         lambda: resident_bytes(os.getpid()),
     )
-    readings.gauges(
-        f"{prefix}_gpu_memory_used_bytes",
-        "Memory in use on each GPU of this daemon, by whatever process. Nothing without GPUs.",
-        "gpu",
-        lambda: {gpu: memory.used for gpu, memory in _gpu_memory(gpus).items()},
-    )
-    readings.gauges(
-        f"{prefix}_gpu_memory_total_bytes",
-        "Memory of each GPU of this daemon.",
-        "gpu",
-        lambda: {gpu: memory.total for gpu, memory in _gpu_memory(gpus).items()},
-    )
+    for what, documentation in (
+        ("used", "Memory in use on each GPU of this daemon, by whatever process. Nothing without GPUs."),
+        ("total", "Memory of each GPU of this daemon."),
+    ):
+        name, read = f"{prefix}_gpu_memory_{what}_bytes", partial(_gpu_memory, gpus, what)
+        readings.gauges(name, documentation, "gpu", read)
 
 
-def _gpu_memory(gpus: list[int]) -> dict[str, Any]:
+def _gpu_memory(gpus: list[int], what: str) -> dict[str, float]:
     """NVML answers without a CUDA context of its own, which would cost memory on the GPU."""
     if not gpus:
         return {}
@@ -112,6 +92,7 @@ def _gpu_memory(gpus: list[int]) -> dict[str, Any]:
         import pynvml
 
         pynvml.nvmlInit()  # counts its calls; the first one does the work
-        return {str(gpu): pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(gpu)) for gpu in gpus}
+        handles = {gpu: pynvml.nvmlDeviceGetHandleByIndex(gpu) for gpu in gpus}
+        return {str(gpu): getattr(pynvml.nvmlDeviceGetMemoryInfo(handles[gpu]), what) for gpu in gpus}
     except Exception:  # a driver that does not answer must not cost the other metrics
         return {}

@@ -33,41 +33,45 @@ def problems(needs: TrainerNeeds, facts: EngineFacts, swap_mode: str = "adapter"
     Args:
         swap_mode: how the engine takes new policies. With `merged` it needs no LoRA slots.
     """
-    found = []
-    if facts.base_model_digest != needs.base_model_digest:
-        found.append(
+    slots = swap_mode == "adapter"
+    checks = (
+        (
+            facts.base_model_digest != needs.base_model_digest,
             f"the producer serves another base model ({facts.base_model_digest[:12]}) than the trainer trains "
-            f"({needs.base_model_digest[:12]}): give both the same model.path and model.revision"
-        )
-    if facts.tokenizer_digest != needs.tokenizer_digest:
-        found.append(
+            f"({needs.base_model_digest[:12]}): give both the same model.path and model.revision",
+        ),
+        (
+            facts.tokenizer_digest != needs.tokenizer_digest,
             f"the producer has another tokenizer or chat template ({facts.tokenizer_digest[:12]}) than the trainer "
-            f"({needs.tokenizer_digest[:12]}): give both the same files"
-        )
-    if facts.dtype != needs.dtype:
-        found.append(f"the engine runs in {facts.dtype}, the trainer in {needs.dtype}: set the same model.dtype")
-    if facts.logprobs_mode != LOGPROBS_MODE:
-        found.append(
-            f"the engine reports {facts.logprobs_mode}, importance ratios need {LOGPROBS_MODE}: start it with rl-producer"
-        )
-    if swap_mode == "adapter" and facts.max_lora_rank < needs.lora_rank:
-        found.append(
+            f"({needs.tokenizer_digest[:12]}): give both the same files",
+        ),
+        (
+            facts.dtype != needs.dtype,
+            f"the engine runs in {facts.dtype}, the trainer in {needs.dtype}: set the same model.dtype",
+        ),
+        (
+            facts.logprobs_mode != LOGPROBS_MODE,
+            f"the engine reports {facts.logprobs_mode}, importance ratios need {LOGPROBS_MODE}: start it with rl-producer",
+        ),
+        (
+            slots and facts.max_lora_rank < needs.lora_rank,
             f"the engine serves LoRA ranks up to {facts.max_lora_rank}, the trainer's lora.r is {needs.lora_rank}: "
-            "restart the producer with the trainer's lora.r"
-        )
-    if swap_mode == "adapter" and facts.max_loras < needs.max_loras:
-        found.append(
+            "restart the producer with the trainer's lora.r",
+        ),
+        (
+            slots and facts.max_loras < needs.max_loras,
             f"the engine has {facts.max_loras} LoRA slots, max_staleness needs {needs.max_loras}: restart the producer "
-            "with the trainer's pipeline.max_staleness"
-        )
-    if facts.max_model_len <= needs.max_completion_length:
-        found.append(
+            "with the trainer's pipeline.max_staleness",
+        ),
+        (
+            facts.max_model_len <= needs.max_completion_length,
             f"the engine's max_model_len={facts.max_model_len} leaves no room for a prompt beside "
-            f"sampling.max_completion_length={needs.max_completion_length}: raise engine.max_model_len"
-        )
-    if tuple(facts.reward_names) != needs.reward_names:
-        found.append(
+            f"sampling.max_completion_length={needs.max_completion_length}: raise engine.max_model_len",
+        ),
+        (
+            tuple(facts.reward_names) != needs.reward_names,
             f"the producer scores with {str(facts.reward_names)[:_SHOWN]}, the trainer expects {list(needs.reward_names)}: "
-            "give both the same rewards section"
-        )
-    return found
+            "give both the same rewards section",
+        ),
+    )
+    return [problem for is_one, problem in checks if is_one]

@@ -14,8 +14,8 @@ from producer.interfaces import Completion, EngineCapabilities
 from producer.startup import Launch
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, EngineError, IncompatiblePeerError, StalledError
+from protocol.service.exposition import Watch
 from protocol.service.health import Health
-from protocol.service.observability import Watch
 from protocol.service.systemd import Notifier
 from protocol.transport.zeromq_server import ZmqServer
 from protocol.wire.messages import Ack, Bye, Group, Heartbeat, Hello, Nack, PolicyInfo

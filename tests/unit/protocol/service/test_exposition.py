@@ -1,5 +1,6 @@
 """The HTTP port over a real socket: what it answers, where it says it is, and what it refuses."""
 
+import collections
 import errno
 import json
 import os
@@ -15,7 +16,6 @@ from prometheus_client import CollectorRegistry, Counter
 from protocol.errors import ConfigError, EndpointInUseError, ExitCode
 from protocol.service import exposition
 from protocol.service.health import Health
-from protocol.service.observability import add_health_metrics
 from protocol.service.systemd import Notifier
 
 
@@ -156,7 +156,7 @@ def test_ipv6_loopback_is_written_with_brackets(tmp_path: Path) -> None:
 
 def test_checks_of_healthz_are_metrics_too() -> None:
     registry, state = CollectorRegistry(), health()
-    add_health_metrics(registry, "rl_trainer", state)
+    exposition.add_watch_metrics(registry, "rl_trainer", state, collections.Counter())
     state.check_alive("disk", lambda: "99% full")
     state.check_alive("memory", lambda: None)
     state.check_ready("journal", lambda: "cannot be written")
