@@ -21,7 +21,8 @@ class _Kind:
 
 @dataclass
 class Throttle:
-    """Call it with a kind and a text. `num_at_once` lines of a kind are shown whenever they come, then one in `then_every_s`."""
+    """Call it with a kind and a text. `num_at_once` lines of a kind are shown whenever they come, then one in
+    `then_every_s`."""
 
     logger: logging.Logger
     clock: Callable[[], float] = time.monotonic

@@ -21,17 +21,9 @@ _MAX_LINES = 6  # of a library's error
 
 
 def build(section: str, factory: Callable[..., Built], values: dict[str, Any], **ours: Any) -> Built:
-    """Calls `factory(**values, **ours)` after checking names and types against its signature and type hints.
-
-    Args:
-        section: name of the section in the configuration file, for messages.
-        factory: the library's class, such as `trl.GRPOConfig`.
-        values: what the user wrote.
-        ours: what Slipstream adds.
-
-    Raises:
-        ConfigError: the library does not know a key or refuses a value.
-    """
+    """Returns `factory(**values, **ours)` after checking what the user wrote against its signature and type hints. Raises
+    `ConfigError` where the library does not know a key or refuses a value; `section` is its name in the configuration
+    file."""
     library = f"{factory.__module__.partition('.')[0]}.{getattr(factory, '__name__', factory)}"
     names = list(inspect.signature(factory).parameters)
     checked = {}
@@ -52,11 +44,7 @@ def build(section: str, factory: Callable[..., Built], values: dict[str, Any], *
 
 
 def _converted(value: Any, hint: Any) -> Any:
-    """One value as the type `hint`, e.g. the YAML string `1e-5` as a float.
-
-    Raises:
-        ValueError: the type cannot hold it.
-    """
+    """One value as the type `hint`, e.g. the YAML string `1e-5` as a float; `ValueError` if the type cannot hold it."""
     adapter = _adapter(hint)
     if adapter is None:
         return value

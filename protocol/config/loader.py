@@ -18,11 +18,7 @@ from protocol.errors import ConfigError
 
 
 def load_config(path: str, overrides: list[str] | None = None) -> RunConfig:
-    """Reads `path`, applies overrides such as `pipeline.max_staleness=2`, and validates.
-
-    Raises:
-        ConfigError: the file or an override is not valid.
-    """
+    """Reads `path`, applies overrides such as `pipeline.max_staleness=2`, and validates; raises `ConfigError`."""
     text = _read(path)
     try:
         loader = yaml.CSafeLoader(text)
@@ -100,7 +96,6 @@ def _apply(values: dict[str, Any], override: str) -> str:
 
 
 def _explain(problem: Any, path: str, node: Any, overridden: set[str]) -> str:
-    """One line for one pydantic error."""
     message = problem["msg"].removeprefix("Value error, ")
     location = [part for part in problem["loc"] if part != "[key]"]
     depth, field = _compound_field(location)
@@ -166,7 +161,6 @@ def _compound_field(location: list[Any]) -> tuple[int, FieldInfo | None]:
 
 
 def _valid_names(location: list[Any]) -> list[str]:
-    """Field names of the section at `location`."""
     model: Any = RunConfig
     for part in location:
         if not isinstance(part, int):
@@ -175,5 +169,4 @@ def _valid_names(location: list[Any]) -> list[str]:
 
 
 def _section(annotation: Any) -> Any:
-    """The section in a field, or None."""
     return next((part for part in (annotation, *get_args(annotation)) if is_section(part)), None)

@@ -101,12 +101,10 @@ class RunConfig(Section):
 
     @property
     def posted_rewards(self) -> tuple[str, ...]:
-        """The columns that agents post."""
         return self.rewards.posted + ((REWARD_NAME,) if self.environment.is_played_outside else ())
 
     @property
     def reward_weights(self) -> tuple[float, ...]:
-        """The weights of the columns."""
         own = self.environment.own_weight
         return tuple(function.weight for function in self.rewards.functions) + (() if own is None else (own,))
 

@@ -19,14 +19,8 @@ _SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
 
 def type_in_words(annotation: Any, constraints: Iterable[Any] = ()) -> str:
-    """A description such as "integer >= 1", "number from 0 to 1, or none", "two integers from 0 to 64".
-
-    Args:
-        constraints: of pydantic or annotated_types, such as `FieldInfo.metadata`.
-
-    Raises:
-        KeyError, ValueError: a type that has no words yet.
-    """
+    """A description such as "integer >= 1", "number from 0 to 1, or none", "two integers from 0 to 64". `constraints` are those
+    of pydantic or annotated_types. A type that has no words yet raises `KeyError` or `ValueError`."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         inner = [constraint for field in arguments[1:] for constraint in getattr(field, "metadata", ())]

@@ -38,11 +38,7 @@ def open_to_append(path: Path) -> int:
 
 
 def append(file: int, lines: bytes) -> None:
-    """Appends all of `lines`. If that fails, the file is as it was.
-
-    Raises:
-        OSError: as of `os.write`.
-    """
+    """Appends all of `lines`. If that fails, with an `OSError`, the file is as it was."""
     size, left = os.fstat(file).st_size, lines
     try:
         while left:

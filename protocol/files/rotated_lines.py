@@ -8,29 +8,27 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from protocol.files.json_lines import append, forget_after, open_to_append
 
 
+@dataclass
 class RotatedLines:
     """The one writer of the files at a path."""
 
-    def __init__(self, path: Path, max_bytes: int) -> None:
-        self._path = path
-        self._max_bytes = max_bytes
+    path: Path
+    max_bytes: int
 
     def append(self, lines: bytes) -> None:
-        """
-        Raises:
-            OSError: the lines could not be written, and none of them was.
-        """
+        """If it raises `OSError`, none of the lines was written."""
         with suppress(FileNotFoundError):
-            size = self._path.stat().st_size
-            if size > 0 and size + len(lines) > self._max_bytes:
-                self._path.replace(older(self._path))
-        file = open_to_append(self._path)
+            size = self.path.stat().st_size
+            if size > 0 and size + len(lines) > self.max_bytes:
+                self.path.replace(older(self.path))
+        file = open_to_append(self.path)
         try:
             append(file, lines)
         finally:
@@ -38,7 +36,7 @@ class RotatedLines:
 
     def forget_after(self, step: int) -> None:
         """Cuts off lines of later steps; see `protocol.files.json_lines.forget_after`."""
-        for path in (older(self._path), self._path):
+        for path in (older(self.path), self.path):
             forget_after(path, step)
 
 

@@ -18,10 +18,7 @@ PREFIX = "slipstream-scratch-"
 
 @contextlib.contextmanager
 def scratch_folder(parent: Path | None = None) -> Iterator[Path]:
-    """
-    Args:
-        parent: where it is made. None: where temporary files go.
-    """
+    """Made in `parent`, by default where temporary files go."""
     parent = parent or Path(tempfile.gettempdir())
     for folder in parent.glob(f"{PREFIX}*"):
         _remove_if_left(folder)

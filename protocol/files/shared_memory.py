@@ -11,6 +11,7 @@ import secrets
 import shutil
 import stat
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from protocol.files.scratch import PREFIX, scratch_folder
@@ -23,15 +24,9 @@ class UnusableFileError(Exception):
     """An offered file cannot be read, or is not what was offered. The text says why."""
 
 
+@dataclass
 class SharedMemory:
-    """A folder in memory.
-
-    Args:
-        folder: None where this machine has none.
-    """
-
-    def __init__(self, folder: Path | None) -> None:
-        self.folder = folder
+    folder: Path | None  # None where this machine has no memory for files
 
     def has_room(self, num_bytes: int) -> bool:
         return self.folder is not None and shutil.disk_usage(self.folder).free >= _ROOM_FACTOR * num_bytes
@@ -66,11 +61,7 @@ def shared_memory(root: Path | None = None) -> Iterator[SharedMemory]:
 
 
 def read_offered(path: str, num_bytes: int, root: Path | None = None) -> bytes:
-    """The content of a file that another process of this host wrote with `SharedMemory.write`.
-
-    Raises:
-        UnusableFileError: it cannot be read, or is not such a file.
-    """
+    """The content of a file that another process of this host wrote with `SharedMemory.write`, or `UnusableFileError`."""
     folder = Path(path).parent
     if folder.parent != (root or ROOT) or not folder.name.startswith(PREFIX):
         raise UnusableFileError("it is in no folder of a daemon")

@@ -13,11 +13,8 @@ _NOTHING_LEFT_BYTES = 2**20
 
 
 def out_of_space(error: BaseException, folder: Path | None = None) -> bool:
-    """Whether `error` came of a full disk.
-
-    Args:
-        folder: its disk is asked where the error does not say: not every library passes the error number on.
-    """
+    """Whether `error` came of a full disk. Where it does not say, because not every library passes the error number on, the
+    disk of `folder` is asked."""
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return True
     return folder is not None and shutil.disk_usage(folder).free < _NOTHING_LEFT_BYTES

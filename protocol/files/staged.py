@@ -14,11 +14,7 @@ from pathlib import Path
 @contextlib.contextmanager
 def staged(final: Path, *, durable: bool = True) -> Iterator[Path]:
     """Gives a path at which nothing is, for the body to make a file or a folder there, and moves that to `final` in the end.
-    An error in the body leaves `final` as it was.
-
-    Args:
-        durable: whether it is brought to the disk first. Otherwise a crash of the machine may take it.
-    """
+    An error in the body leaves `final` as it was. If it is not `durable`, a crash of the machine may take it."""
     partial = final.with_name(f".{final.name}.partial")
     _remove(partial)  # what a killed process left, as `mend` does
     mend(final)

@@ -33,15 +33,8 @@ class ChildEndedError(Exception):
 
 
 class ChildProcess:
-    """`python -m MODULE FD ARGUMENT...`, where FD is its `protocol.processes.worker_channel`.
-
-    Args:
-        source: how the log names what the child writes.
-        environment: variables beside the daemon's own.
-
-    Raises:
-        ChildEndedError: it cannot be started.
-    """
+    """`python -m MODULE FD ARGUMENT...`, where FD is its `protocol.processes.worker_channel`, or `ChildEndedError`. `source`
+    is how the log names what it writes, and `environment` has variables beside the daemon's own."""
 
     def __init__(
         self,
@@ -74,11 +67,7 @@ class ChildProcess:
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def ask(self, message: msgspec.Struct, kind: type[_Frame]) -> _Frame:
-        """Sends `message` and returns the answer.
-
-        Raises:
-            ChildEndedError: the child has ended.
-        """
+        """Sends `message` and returns the answer; `ChildEndedError` if the child has ended."""
         body = msgspec.msgpack.encode(message)
         _, writer = await self._connected()
         writer.write(LENGTH.pack(len(body)) + body)
@@ -87,11 +76,7 @@ class ChildProcess:
         return await self.receive(kind)
 
     async def receive(self, kind: type[_Frame]) -> _Frame:
-        """The next frame.
-
-        Raises:
-            ChildEndedError: the child has ended.
-        """
+        """The next frame; `ChildEndedError` if the child has ended."""
         reader, _ = await self._connected()
         try:
             (size,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
@@ -133,10 +118,7 @@ class ChildProcesses:
     def start(
         self, module: str, *arguments: str, source: str, environment: Mapping[str, str] | None = None
     ) -> ChildProcess:
-        """
-        Raises:
-            ChildEndedError: it cannot be started, or `close` was called.
-        """
+        """Raises `ChildEndedError` if it cannot be started, or `close` was called."""
         if self._closed:
             raise ChildEndedError("it is not started, because the daemon ends")
         child = ChildProcess(module, *arguments, throttle=self._throttle, source=source, environment=environment)
@@ -148,7 +130,6 @@ class ChildProcesses:
         child.terminate().add_done_callback(lambda _: self._alive.discard(child))
 
     async def close(self) -> None:
-        """Terminates all of them, and then waits for their ends."""
         self._closed = True
         endings = [child.terminate() for child in self._alive]
         if endings:

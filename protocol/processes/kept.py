@@ -27,15 +27,8 @@ _KERNEL_S = 20.0  # for the kernel to let go what was killed
 
 
 class KeptProcess:
-    """A command with its keeper.
-
-    Args:
-        grace_s: between SIGTERM and SIGKILL when it is terminated; 0 kills at once.
-        how: options of `subprocess.Popen`.
-
-    Raises:
-        OSError: it cannot be started.
-    """
+    """A command with its keeper, or `OSError`. When it is terminated it has `grace_s` between SIGTERM and SIGKILL. `how` are
+    options of `subprocess.Popen`."""
 
     def __init__(self, command: list[str], grace_s: float = 0.0, **how: Any) -> None:
         keeper = [sys.executable, "-I", "-S", str(_KEEPER), str(os.getpid()), str(grace_s)]

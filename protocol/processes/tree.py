@@ -33,5 +33,4 @@ def resident_bytes(pid: int) -> int:
 
 
 def exit_text(status: int) -> str:
-    """How a process with this exit status ended."""
     return f"exit status {status}" if status >= 0 else f"killed by {signal.Signals(-status).name}"

@@ -19,8 +19,6 @@ _TRACEBACK_LINES, _TRACEBACK_CHARACTERS = 6, 2000
 
 
 class WorkerChannel:
-    """Takes over the socket `descriptor`."""
-
     def __init__(self, descriptor: int) -> None:
         self._pid = os.getpid()
         self._socket = socket.socket(fileno=descriptor)

@@ -21,11 +21,7 @@ _PAUSE_S = 0.02
 
 
 class WorkerOutput:
-    """Reads `descriptor`, the end of a pipe, and closes it.
-
-    Args:
-        source: how the log names the writer.
-    """
+    """Reads `descriptor`, the end of a pipe, and closes it. The log names the writer `source`."""
 
     def __init__(self, descriptor: int, throttle: Throttle, source: str) -> None:
         self._loop = asyncio.get_running_loop()

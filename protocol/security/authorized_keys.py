@@ -32,11 +32,9 @@ class AuthorizedKeys:
             logger.warning("no producer is authorized: nobody can connect until `rl-keys authorize` lets one in")
 
     def identity(self, key: bytes) -> str | None:
-        """The name that `key` is authorized under."""
         return self._names.get(key)
 
     def refresh(self) -> None:
-        """Reads the folder again if it has changed."""
         with self._lock:
             signature = self._look()
             if signature != self._signature:

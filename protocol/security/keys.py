@@ -72,11 +72,7 @@ class ProducerKeys:
 
 
 def check_identity(name: str) -> str:
-    """Returns `name`.
-
-    Raises:
-        ConfigError: no name for a producer's key.
-    """
+    """Returns `name`, or raises `ConfigError` if it is none for a producer's key."""
     if not _IDENTITY.match(name):
         raise ConfigError(
             f"{name!r} is no name for a key: use up to 64 letters, digits, `.`, `_` and `-`, beginning with a letter or digit"
@@ -96,24 +92,13 @@ def fingerprint(public: bytes) -> str:
 
 
 def trainer_keys(folder: Path) -> TrainerKeys:
-    """The keys of the trainer.
-
-    Raises:
-        ConfigError: what is missing or not private.
-    """
     _, secret = _own_secret(folder, TRAINER, TRAINER, "")
     return TrainerKeys(secret, folder / AUTHORIZED)
 
 
 def producer_keys(folder: Path, identity: str | None) -> ProducerKeys:
-    """The keys of this producer.
-
-    Args:
-        identity: the name of its key; None for the name of this host.
-
-    Raises:
-        ConfigError: what is missing, not private or not this producer's.
-    """
+    """The keys of the producer `identity`, by default the name of this host; `ConfigError` says what is missing, not private or
+    another's."""
     wanted = None if identity is None and _credential("producer") else check_identity(identity or socket.gethostname())
     how = f", then authorize {wanted}.public on the trainer's host; or name another key with transport.identity"
     name, secret = _own_secret(folder, "producer", wanted, how)
@@ -126,11 +111,8 @@ def producer_keys(folder: Path, identity: str | None) -> ProducerKeys:
 
 
 def _own_secret(folder: Path, role: str, wanted: str | None, how: str) -> tuple[str, SecretKey]:
-    """The owner's name and the secret key of this process, from a credential of systemd or from the file of `wanted`.
-
-    Args:
-        how: what else to do after the key was made, for the message.
-    """
+    """The owner's name and the secret key of this process, from a credential of systemd or from the file of `wanted`. `how`
+    says what else to do after the key was made."""
     _check_writers(folder)
     credential = _credential(role)
     file = credential or folder / f"{wanted}.secret"
@@ -152,11 +134,8 @@ def _check_owner(file: Path, name: str, wanted: str) -> None:
 
 
 def generate(folder: Path, name: str) -> bytes:
-    """Makes the key pair `name` in `folder` and returns the public key.
-
-    Raises:
-        ConfigError: there is one already, or it cannot be written.
-    """
+    """Makes the key pair `name` in `folder` and returns the public key; `ConfigError` if there is one or it cannot be
+    written."""
     check_identity(name)
     try:
         (folder / AUTHORIZED if name == TRAINER else folder).mkdir(parents=True, exist_ok=True, mode=0o755)
@@ -178,23 +157,13 @@ def write_public(file: Path, name: str, key: bytes) -> None:
 
 
 def read_public(file: Path) -> tuple[str, bytes]:
-    """The owner's name and the public key in `file`.
-
-    Raises:
-        ConfigError: it holds none.
-    """
+    """The owner's name and the public key in `file`, or `ConfigError`."""
     return _parse(file, read_private(file, others_may_read=True), _PUBLIC)
 
 
 def read_secret(file: Path, *, is_private: bool = False) -> tuple[str, SecretKey]:
-    """The owner's name and the secret key in `file`.
-
-    Args:
-        is_private: others cannot reach the file, whatever its mode is (systemd's credentials carry an ACL).
-
-    Raises:
-        ConfigError: it holds none, or others can read it.
-    """
+    """The owner's name and the secret key in `file`, or `ConfigError`. If it `is_private`, others cannot reach the file,
+    whatever its mode is (systemd's credentials carry an ACL)."""
     text = read_private(file, others_may_read=is_private)
     name, key = _parse(file, text, _SECRET)
     return name, SecretKey(key)

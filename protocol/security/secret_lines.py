@@ -14,15 +14,8 @@ _MAX_BYTES = 2**16
 
 
 def read_private(file: Path, place: str = "", *, others_may_read: bool = False) -> bytes:
-    """The content of a file, up to 64 KiB.
-
-    Args:
-        place: the key of the configuration that names the file, for messages.
-        others_may_read: the file is no secret, or others cannot reach it whatever its mode is.
-
-    Raises:
-        ConfigError: it cannot be read, or others can read it.
-    """
+    """The content of a file, up to 64 KiB; `ConfigError` if it cannot be read, or if others can read it and may not. `place`
+    is the key of the configuration that names it."""
     where = f"{place}: {file}" if place else str(file)
     try:
         with file.open("rb") as opened:
@@ -34,11 +27,8 @@ def read_private(file: Path, place: str = "", *, others_may_read: bool = False) 
 
 
 def secret_line(raw: bytes, where: str) -> str:
-    """The line as text, without the newline that `echo` and editors put at its end.
-
-    Raises:
-        ConfigError: it is empty, or holds more lines or a character that does not print.
-    """
+    """The line as text, without the newline that `echo` and editors put at its end; `ConfigError` if it is empty, or holds
+    more lines or a character that does not print."""
     line = raw.removesuffix(b"\n").removesuffix(b"\r")
     try:
         text = line.decode()

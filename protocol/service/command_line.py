@@ -24,7 +24,6 @@ logger = logging.getLogger(__name__)
 
 
 def parser(program: str, description: str) -> argparse.ArgumentParser:
-    """The flags that both daemons have."""
     result = argparse.ArgumentParser(prog=program, description=description)
     result.add_argument(
         "--config", metavar="FILE", required=True, help="the run's YAML file (both daemons read the same)"
@@ -57,12 +56,8 @@ def main(
     check_libraries: Callable[[RunConfig], None],
     run: Callable[[RunConfig, list[int]], ExitCode],
 ) -> int:
-    """Loads the configuration, then checks or runs, and turns errors into exit codes.
-
-    Args:
-        check_libraries: validates the sections that belong to libraries; imports them.
-        run: the daemon; gets the configuration and the GPU indexes, empty for CPU.
-    """
+    """Loads the configuration, then checks or runs, and turns errors into exit codes. `check_libraries` imports the libraries
+    that own sections; `run` is the daemon and gets the GPU indexes, none for CPU."""
     logs.configure(program)
     try:
         config = load_config(arguments.config, arguments.overrides)
@@ -93,14 +88,8 @@ def _report_end(program: str, why: str, code: ExitCode, *, bug: bool = False) ->
 
 
 def select_gpus(choice: str) -> list[int]:
-    """Makes exactly the chosen GPUs visible to this process, before any library looks at them.
-
-    Returns:
-        The indexes; empty for `cpu`.
-
-    Raises:
-        DeviceError: an index that is not a number or does not exist on this machine.
-    """
+    """Makes exactly the chosen GPUs visible to this process, before any library looks at them, and returns their indexes,
+    none for `cpu`. An index that is not a number or does not exist on this machine raises `DeviceError`."""
     if choice == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         return []

@@ -1,4 +1,4 @@
-"""What both daemons open first: the HTTP port with `/metrics` for Prometheus, `/status` for `rl-status`, `/healthz` and `/readyz` with reasons in JSON.
+"""What both daemons open first: the HTTP port with `/metrics`, `/status` for `rl-status`, `/healthz` and `/readyz`.
 
 Guarantee: it answers GET of these four and nothing else. It has a thread and a `ConnectionLimiter` of its own, so that neither
 the daemon's loops nor slow clients delay an answer. Each of the four pages is read on one more thread; while a page takes long to
@@ -64,10 +64,7 @@ class _Reader:
         self._reading: asyncio.Future[Response] | None = None
 
     async def page(self) -> Response:
-        """
-        Raises:
-            TimeoutError: reading takes long. It goes on, and no other reading of the page begins.
-        """
+        """While reading takes long, it goes on, `TimeoutError` is raised, and no other reading of the page begins."""
         if self._reading is None or self._reading.done():
             reading = asyncio.get_running_loop().create_future()
             # No executor: the end of the process would wait for one of its threads that hangs.
@@ -118,25 +115,14 @@ class _Application:
 
 
 class Watch(NamedTuple):
-    """How a daemon is watched."""
-
     registry: CollectorRegistry
     health: Health
 
 
 @contextlib.contextmanager
 def watched(config: RunConfig, job: str, gpus: list[int], name: str = "") -> Iterator[Watch]:
-    """Serves metrics and health until the context ends.
-
-    Args:
-        job: `rl-producer` or `rl-trainer`.
-        gpus: of this daemon.
-        name: of this daemon; host and process by default.
-
-    Raises:
-        EndpointInUseError: another process has the port.
-        ConfigError: it cannot be listened at.
-    """
+    """Serves metrics and health of `job`, `rl-producer` or `rl-trainer`, until the context ends. The daemon's default `name`
+    is made of host and process."""
     settings = config.observability
     key = f"{job.removeprefix('rl-')}_metrics_port"
     port = getattr(settings, key)
@@ -151,11 +137,7 @@ def watched(config: RunConfig, job: str, gpus: list[int], name: str = "") -> Ite
 
 
 def add_watch_metrics(registry: CollectorRegistry, prefix: str, health: Health, refused: "Counter[Reason]") -> None:
-    """Shows the checks of `/healthz` and the connections that the port refuses.
-
-    Args:
-        prefix: `rl_producer` or `rl_trainer`.
-    """
+    """Shows the checks of `/healthz` and the connections that the port refuses. `prefix` is `rl_producer` or `rl_trainer`."""
     readings = Readings(registry)
     readings.gauges(
         f"{prefix}_check_failing",
@@ -175,14 +157,8 @@ def add_watch_metrics(registry: CollectorRegistry, prefix: str, health: Health, 
 def serve(
     registry: CollectorRegistry, health: Health, host: str, port: int, *, key: str, job: str, name: str, folder: Path
 ) -> Iterator[str]:
-    """Serves until the context ends; gives the address as HOST:PORT, which is also in `folder`.
-
-    Args:
-        port: 0 takes a free one.
-        key: the configuration key of the port, for messages.
-        job: Prometheus' job label.
-        name: Prometheus' `daemon` label.
-    """
+    """Serves until the context ends; gives the address as HOST:PORT, which is also in `folder`. Port 0 takes a free one, and
+    `key` names it in messages. `job` and `name` are Prometheus' labels `job` and `daemon`."""
     listener = listen(host, port, "observability.metrics_host", f"observability.{key}")
     reachable = socket.gethostname() if host in _WILDCARDS else host
     address = f"[{reachable}]" if ":" in reachable else reachable

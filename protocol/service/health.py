@@ -9,6 +9,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 from protocol.service.systemd import Notifier
 
@@ -22,35 +23,28 @@ _EXTEND_EVERY_S = 10.0
 _EXTEND_BY_S = 60.0
 
 
+@dataclass
 class Health:
-    """See the module's guarantee.
+    """See the module's guarantee. `clock` is in monotonic seconds."""
 
-    Args:
-        clock: monotonic seconds.
-    """
-
-    def __init__(
-        self, unresponsive_after_s: float, notifier: Notifier, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._unresponsive_after_s = unresponsive_after_s
-        self._notifier = notifier
-        self._clock = clock
-        self._beats: dict[str, float] = {}
-        self._alive_checks: dict[str, Check] = {}
-        self._ready_checks: dict[str, Check] = {}
-        self._phase: str | None = "starting"
+    unresponsive_after_s: float
+    notifier: Notifier
+    clock: Callable[[], float] = time.monotonic
+    _beats: dict[str, float] = field(default_factory=dict, init=False)
+    _alive_checks: dict[str, Check] = field(default_factory=dict, init=False)
+    _ready_checks: dict[str, Check] = field(default_factory=dict, init=False)
+    _phase: str | None = field(default="starting", init=False)
 
     def beat(self, loop: str) -> None:
         """The loop of this name has made another turn. Costs a microsecond."""
-        self._beats[loop] = self._clock()
+        self._beats[loop] = self.clock()
         if any(self._late_loops().values()):
             return
-        self._notifier.watchdog()
+        self.notifier.watchdog()
         if self._phase == "stopping":
-            self._notifier.extend_timeout(_EXTEND_BY_S)
+            self.notifier.extend_timeout(_EXTEND_BY_S)
 
     def end(self, loop: str) -> None:
-        """The loop of this name has ended as it should."""
         self._beats.pop(loop, None)
 
     def check_alive(self, name: str, check: Check) -> None:
@@ -65,15 +59,15 @@ class Health:
         """While the daemon does `what`, systemd's timeout is extended, for `limit_s` at most."""
         self._phase = what
         done = threading.Event()
-        deadline = self._clock() + limit_s
+        deadline = self.clock() + limit_s
 
         def extend() -> None:
-            while self._clock() < deadline:
-                self._notifier.extend_timeout(_EXTEND_BY_S)
+            while self.clock() < deadline:
+                self.notifier.extend_timeout(_EXTEND_BY_S)
                 if done.wait(_EXTEND_EVERY_S):
                     return
 
-        self._notifier.status(what)
+        self.notifier.status(what)
         thread = threading.Thread(target=extend, name="starting", daemon=True)
         thread.start()
         try:
@@ -84,12 +78,12 @@ class Health:
 
     def started(self, status: str) -> None:
         self._phase = None
-        self._notifier.ready(status)
+        self.notifier.ready(status)
 
     def stopping(self, status: str) -> None:
         if self._phase != "stopping":
             self._phase = "stopping"
-            self._notifier.stopping(status)
+            self.notifier.stopping(status)
 
     def alive(self) -> Findings:
         return self._late_loops() | {name: check() for name, check in self._alive_checks.items()}
@@ -99,11 +93,10 @@ class Health:
         return phase | self.alive() | {name: check() for name, check in self._ready_checks.items()}
 
     def _late_loops(self) -> Findings:
-        now = self._clock()
+        now = self.clock()
+        limit = f"observability.unresponsive_after_s={self.unresponsive_after_s:g}"
+        ages = {loop: now - at for loop, at in list(self._beats.items())}
         return {
-            f"{loop} loop": None
-            if now - at <= self._unresponsive_after_s
-            else f"has not come round for {now - at:.0f} s (observability.unresponsive_after_s="
-            f"{self._unresponsive_after_s:g})"
-            for loop, at in list(self._beats.items())
+            f"{loop} loop": f"has not come round for {age:.0f} s ({limit})" if age > self.unresponsive_after_s else None
+            for loop, age in ages.items()
         }

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import uvicorn
@@ -27,15 +28,8 @@ _MAX_HEADER_BYTES = 16 * 1024
 
 
 def listen(host: str, port: int, host_key: str, port_key: str) -> socket.socket:
-    """
-    Args:
-        port: 0 takes a free one.
-        host_key: of the configuration, for messages, as is `port_key`.
-
-    Raises:
-        EndpointInUseError: another process has the port.
-        ConfigError: this machine has no such address, or the port is not allowed.
-    """
+    """Port 0 takes a free one. `EndpointInUseError` if another process has it, `ConfigError` if this machine has no such
+    address or the port is not allowed, with the keys of the configuration."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=128)
@@ -44,34 +38,24 @@ def listen(host: str, port: int, host_key: str, port_key: str) -> socket.socket:
         raise cannot_listen(error, f"{host}:{port}", port_key, fix, host_key) from error
 
 
+@dataclass
 class ConnectionLimiter:
-    """The open connections, and which of them are idle.
+    """The open connections, and which of them are idle. `answer_timeout_s` is longer than the application takes for any
+    answer, and than an idle connection is kept. `on_refused` gets the reason of each connection that is closed."""
 
-    Args:
-        answer_timeout_s: longer than the application takes for any answer, and than an idle connection is kept.
-        on_refused: is called with the reason of each connection that is closed.
-    """
-
-    def __init__(
-        self,
-        header_timeout_s: float,
-        answer_timeout_s: float,
-        max_connections: int,
-        on_refused: Callable[[Reason], None],
-    ) -> None:
-        self._header_timeout_s = header_timeout_s
-        self._answer_timeout_s = answer_timeout_s
-        self._max_connections = max_connections
-        self.on_refused = on_refused
-        self._open: set[Connection] = set()
-        self._idle: dict[Connection, None] = {}  # without a request, the longest first
-        self._timers: dict[Connection, asyncio.TimerHandle] = {}
+    header_timeout_s: float
+    answer_timeout_s: float
+    max_connections: int
+    on_refused: Callable[[Reason], None]
+    _open: "set[Connection]" = field(default_factory=set, init=False)
+    _idle: "dict[Connection, None]" = field(default_factory=dict, init=False)  # without a request, the longest first
+    _timers: "dict[Connection, asyncio.TimerHandle]" = field(default_factory=dict, init=False)
 
     def opened(self, connection: "Connection") -> None:
         self._open.add(connection)
         self._idle[connection] = None
         self.request_begun(connection)
-        if len(self._open) > self._max_connections:
+        if len(self._open) > self.max_connections:
             self._close(next(iter(self._idle)), "too_many_connections")
 
     def closed(self, connection: "Connection") -> None:
@@ -81,19 +65,19 @@ class ConnectionLimiter:
     def request_begun(self, connection: "Connection") -> None:
         """Its headers must be complete in time."""
         if connection not in self._timers:
-            self._limit(connection, self._header_timeout_s)
+            self._limit(connection, self.header_timeout_s)
 
     def answer_begun(self, connection: "Connection") -> None:
         if connection in self._idle:
             self._forget(connection)
-            self._limit(connection, self._answer_timeout_s)
+            self._limit(connection, self.answer_timeout_s)
 
     def answer_sent(self, connection: "Connection") -> None:
         """Another request may follow."""
         self._forget(connection)
         self._idle[connection] = None
         if connection.transport.get_write_buffer_size():  # its client has not read all of it
-            self._limit(connection, self._answer_timeout_s)
+            self._limit(connection, self.answer_timeout_s)
 
     def close_all(self) -> None:
         for connection in list(self._open):
@@ -116,8 +100,6 @@ class ConnectionLimiter:
 
 
 class Connection(H11Protocol):
-    """Tells the limiter of its class what happens."""
-
     limiter: ConnectionLimiter
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]

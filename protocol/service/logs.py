@@ -22,13 +22,8 @@ _context: dict[str, Any] = {}
 
 
 def configure(role: str, level: str = "info", log_format: Literal["auto", "text", "json"] = "auto") -> None:
-    """Sets logging up, or anew.
-
-    Args:
-        role: the daemon's name.
-        level: of our own packages; other packages log warnings and errors only.
-        log_format: `auto` is JSON where standard error goes to systemd's journal, and text elsewhere.
-    """
+    """Sets logging up, or anew. `role` is the daemon's name and `level` that of our own packages; others log warnings and
+    errors only. `auto` is JSON where standard error goes to systemd's journal, and text elsewhere."""
     to_journal = running_under_systemd()
     as_json = log_format == "json" or (log_format == "auto" and to_journal)
     handler = logging.StreamHandler()

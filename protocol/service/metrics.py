@@ -62,12 +62,8 @@ class Reexport(Collector):
 
 
 def add_process_metrics(registry: CollectorRegistry, prefix: str, gpus: list[int]) -> None:
-    """Memory and CPU of this process, memory of it and its children, memory of its GPUs.
-
-    Args:
-        prefix: `rl_producer` or `rl_trainer`.
-        gpus: indexes as nvidia-smi counts.
-    """
+    """Memory and CPU of this process, memory of it and its children, memory of its GPUs, by their indexes. `prefix` is
+    `rl_producer` or `rl_trainer`."""
     ProcessCollector(registry=registry)
     PlatformCollector(registry=registry)
     readings = Readings(registry)

@@ -14,18 +14,11 @@ _MAX_EXTENSION_S = 7 * 24 * 3600.0
 
 
 class Notifier:
-    """Messages to the service manager."""
+    """`address` is a path, or a name in the abstract namespace with a leading NUL byte; None if nobody listens. The manager
+    kills a daemon that is silent for longer than `watchdog_interval_s`; with None it does not watch."""
 
-    def __init__(self, address: str | bytes | None, watchdog_interval_s: float | None = None) -> None:
-        """
-        Args:
-            address: path, or name in the abstract namespace with a leading NUL byte; None if nobody listens.
-            watchdog_interval_s: the manager kills a daemon that is silent for longer; None if it does not watch.
-        """
+    def __init__(self, address: str | None, watchdog_interval_s: float | None = None) -> None:
         self._address = address
-        self._socket = None if address is None else socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        if self._socket is not None:
-            self._socket.setblocking(False)
         self._beat_every_s = None if watchdog_interval_s is None else watchdog_interval_s / 3
         self._beat_at = -float("inf")
         self._refused = ""
@@ -64,19 +57,15 @@ class Notifier:
         """The line that `systemctl status` shows."""
         self._send(_status(text))
 
-    def close(self) -> None:
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
-
     def _announce(self, message: str) -> None:
         self._refused = "" if self._send(message) else f"{message}\n"
 
     def _send(self, message: str) -> bool:
-        if self._socket is None or self._address is None:
+        if self._address is None:
             return True
         try:
-            self._socket.sendto(message.encode(errors="replace"), self._address)
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as out:
+                out.sendto(message.encode(errors="replace"), self._address)
         except OSError:  # the manager is busy, or gone
             return False
         return True

@@ -30,11 +30,8 @@ class BadFrame:
 
 
 def received(frame: bytes | memoryview, kinds: Any, note_schema: Callable[[int], None]) -> Any:
-    """The message in `frame`, one of `kinds`, or what is wrong with it as a `BadFrame`.
-
-    Args:
-        note_schema: is called with the schema of a frame that is intact.
-    """
+    """The message in `frame`, one of `kinds`, or what is wrong with it as a `BadFrame`. `note_schema` gets the schema of a
+    frame that is intact."""
     try:
         message = decode(frame, kinds)
     except SchemaMismatchError as error:
@@ -87,7 +84,6 @@ class ServerChannel(Protocol):
 
     def send(self, peer: bytes, message: Message) -> bool:
         """Returns False when the peer cannot be reached; the message is then dropped."""
-        ...
 
     def poll(self, timeout_s: float) -> list[tuple[bytes, ProducerMessage | BadFrame]]: ...
 
@@ -100,19 +96,15 @@ class ClientChannel(Protocol):
     """A producer's end: one trainer."""
 
     @property
-    def schema_version(self) -> int:
-        """The schema that the next message is sent in."""
-        ...
+    def schema_version(self) -> int: ...
 
     def send(self, message: Message) -> bool:
         """Returns False when nobody listens; the message is then dropped."""
-        ...
 
     def poll(self, timeout_s: float) -> list[TrainerMessage | BadFrame]: ...
 
     def reset(self) -> None:
         """Drops the connection with everything queued in it and connects anew under a fresh routing id."""
-        ...
 
     def wake(self) -> None: ...
 

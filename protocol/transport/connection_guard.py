@@ -54,11 +54,8 @@ _Key = tuple[int, int]  # index of the server's socket, descriptor
 
 
 class ConnectionGuard(threading.Thread):
-    """Watches over one server's sockets from a thread of its own.
-
-    Args:
-        wake: makes the owner of the sockets take what has arrived, soon, and call `note_drained`.
-    """
+    """Watches over one server's sockets from a thread of its own. `wake` makes their owner take what has arrived, soon, and
+    call `note_drained`."""
 
     def __init__(
         self,
@@ -101,7 +98,6 @@ class ConnectionGuard(threading.Thread):
         self._drained_at[index] = time.monotonic()
 
     def check(self) -> None:
-        """Raises what ended the thread, if anything did."""
         if self._error is not None:
             raise self._error
 

@@ -7,6 +7,7 @@ again. ZeroMQ alone would give up after some failures and never notice a key tha
 import logging
 import struct
 import time
+from dataclasses import dataclass, field
 
 import zmq
 
@@ -26,17 +27,15 @@ _RETRY_S = 1.0
 _UNEXPLAINED = 3  # failures in a row; a trainer that is being stopped may cause one
 
 
+@dataclass
 class HandshakeWatch:
-    """Watches one socket at a time."""
-
-    def __init__(self, endpoint: str, keys: ProducerKeys | None) -> None:
-        self._endpoint = endpoint
-        self._keys = keys
-        self._socket: zmq.Socket[bytes] | None = None
-        self._monitor: zmq.Socket[bytes] | None = None
-        self._failures = 0
-        self._retry_at: float | None = None
-        self._warn = Throttle(logger, num_at_once=1, then_every_s=10.0)
+    endpoint: str
+    keys: ProducerKeys | None
+    _socket: "zmq.Socket[bytes] | None" = field(default=None, init=False)
+    _monitor: "zmq.Socket[bytes] | None" = field(default=None, init=False)
+    _failures: int = field(default=0, init=False)
+    _retry_at: float | None = field(default=None, init=False)
+    _warn: Throttle = field(default_factory=lambda: Throttle(logger, num_at_once=1, then_every_s=10.0), init=False)
 
     def begin(self, socket: "zmq.Socket[bytes]") -> None:
         self._socket, self._monitor = socket, socket.get_monitor_socket(_EVENTS)
@@ -65,10 +64,10 @@ class HandshakeWatch:
             self._retry_at = now + _RETRY_S
         elif self._failures < _UNEXPLAINED:
             return
-        self._warn("handshake", f"the trainer at {self._endpoint} {self._explain(event, value)}")
+        self._warn("handshake", f"the trainer at {self.endpoint} {self._explain(event, value)}")
 
     def _explain(self, event: int, value: int) -> str:
-        keys = self._keys
+        keys = self.keys
         if keys is None:
             return "ends the handshake: it wants keys. Set transport.keys, as the trainer does (docs/security.md)"
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH and value == 400:

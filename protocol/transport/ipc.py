@@ -65,6 +65,5 @@ def check_path_length(endpoint: str) -> None:
 
 
 def endpoint_error(error: OSError, endpoint: str) -> SlipstreamError:
-    """Why `endpoint` could not be bound."""
     fix = "Stop that trainer, or give this run an endpoint of its own (run_dir or transport.endpoint)"
     return cannot_listen(error, endpoint, "transport.endpoint", fix)

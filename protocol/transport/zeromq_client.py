@@ -18,14 +18,8 @@ from protocol.wire.messages import Message, TrainerMessage
 
 
 class ZmqClient(ZmqChannel):
-    """A `ClientChannel` connected to the two endpoints of a trainer, which need not be there yet.
-
-    Args:
-        keys: this producer's and the trainer's public one; None for a trainer without keys.
-
-    Raises:
-        ConfigError: an endpoint that nobody can connect to.
-    """
+    """A `ClientChannel` connected to the two endpoints of a trainer, which need not be there yet, or `ConfigError` for an
+    endpoint that nobody can connect to. Without `keys` it connects to a trainer without keys."""
 
     def __init__(
         self,

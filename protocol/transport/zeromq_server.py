@@ -27,15 +27,8 @@ _MAX_ROUTING_ID_BYTES = 255  # as ZMTP has it; libzmq takes longer ones, and eve
 
 
 class ZmqServer(ZmqChannel):
-    """A `ServerChannel` bound to two endpoints.
-
-    Args:
-        keys: this trainer's, so that only authorized producers connect. With None everybody can who reaches the endpoints.
-
-    Raises:
-        EndpointInUseError: another process serves one of the endpoints.
-        ConfigError: an endpoint that cannot be bound on this machine.
-    """
+    """A `ServerChannel` bound to two endpoints. Without `keys` everybody can connect who reaches them. `EndpointInUseError`
+    says that another process serves one of them, `ConfigError` that this machine cannot bind it."""
 
     def __init__(
         self, control_endpoint: str, blob_endpoint: str, max_message_bytes: int, keys: TrainerKeys | None = None

@@ -44,15 +44,12 @@ def take(socket: "zmq.Socket[bytes]") -> tuple[bytes, int]:
 
 
 def read(frame: bytes, num_frames: int, kinds: Any, note_schema: Callable[[int], None]) -> Any:
-    """The message in it, one of `kinds`, or what is wrong with it."""
     if num_frames > 1:
         return BadFrame(f"message of {num_frames} frames, expected 1", frame=frame)
     return received(frame, kinds, note_schema)
 
 
 class ZmqChannel:
-    """The two sockets, the wake-up descriptor and the poller of either end."""
-
     def __init__(self, control_endpoint: str, blob_endpoint: str, max_message_bytes: int) -> None:
         self._endpoints = (control_endpoint, blob_endpoint)
         self._context = zmq.Context()

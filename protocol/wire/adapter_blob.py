@@ -31,30 +31,19 @@ class BlobError(ValueError):
 
 
 def pack(blob: AdapterBlob) -> tuple[bytes, str]:
-    """Returns the bytes and their sha256 in hex."""
     data = msgspec.msgpack.encode(blob)
     return data, hashlib.sha256(data).hexdigest()
 
 
 def verify(data: bytes, digest: str) -> None:
-    """
-    Raises:
-        BlobError: the sha256 of `data` is another.
-    """
     actual = hashlib.sha256(data).hexdigest()
     if actual != digest:
         raise BlobError(f"checksum mismatch: announced {digest[:12]}, received {actual[:12]} ({len(data)} bytes)")
 
 
 def unpack(data: bytes, digest: str | None, folder: Path) -> None:
-    """Verifies `data` and writes the adapter to `folder`, which must not exist.
-
-    Args:
-        digest: None, where the caller has verified `data` already.
-
-    Raises:
-        BlobError: the checksum differs or the bytes are no adapter.
-    """
+    """Writes the adapter in `data` to `folder`, which must not exist, or raises `BlobError`. With `digest` None the caller has
+    verified `data` already."""
     if digest is not None:
         verify(data, digest)
     try:

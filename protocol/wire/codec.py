@@ -48,11 +48,7 @@ class _PackedLease(Lease, frozen=True, forbid_unknown_fields=True, tag="lease"):
 def _as_of(
     schema_version: int, message: type[msgspec.Struct], form: type[msgspec.Struct] | None = None
 ) -> type[msgspec.Struct]:
-    """The type of a message in that schema.
-
-    Args:
-        form: a type with the same fields, to use in place of the message's own.
-    """
+    """The type of a message in that schema, made of `form`, a type with the same fields, where it is given."""
     kind = form or message
     newer = {name for name, since in SINCE.get(message, {}).items() if since > schema_version}
     if not newer:
@@ -107,12 +103,8 @@ class SchemaMismatchError(CodecError):
 
 
 def encode(message: Message, *, schema_version: int = SCHEMA_VERSION) -> bytes:
-    """Returns the frame of `message`, without the fields that are newer than `schema_version`.
-
-    Raises:
-        CodecError: a free-form field (a prompt or a dataset column) holds a value that msgpack cannot carry, or that
-            the peer would refuse.
-    """
+    """Returns the frame of `message`, without the fields that are newer than `schema_version`; `CodecError` if a free-form
+    field (a prompt or a dataset column) holds a value that msgpack cannot carry, or that the peer would refuse."""
     try:
         if SINCE_MESSAGES.get(type(message), 0) > schema_version:
             raise ValueError(f"schema {schema_version} does not have it")
@@ -129,20 +121,12 @@ def encode(message: Message, *, schema_version: int = SCHEMA_VERSION) -> bytes:
 
 
 def schema_of(frame: bytes | memoryview) -> int:
-    """The schema version of an intact frame."""
     return int(_VERSION.unpack(frame[: _VERSION.size])[1])
 
 
 def decode(frame: bytes | memoryview, kinds: Any = Message, readable_schemas: Container[int] = READABLE_SCHEMAS) -> Any:
-    """Returns the message in `frame`.
-
-    Args:
-        kinds: the message that is accepted, or a union of them.
-
-    Raises:
-        SchemaMismatchError: the frame is intact, but of a schema version that is not readable.
-        CodecError: the frame is anything else than one intact message of these kinds.
-    """
+    """Returns the message in `frame`, of one of `kinds`. An intact frame of a schema that is not readable raises
+    `SchemaMismatchError`, and whatever else is not one such message `CodecError`."""
     if len(frame) < PREFIX_BYTES:
         raise CodecError(f"frame of {len(frame)} bytes is shorter than the {PREFIX_BYTES}-byte prefix")
     view = memoryview(frame)

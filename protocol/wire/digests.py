@@ -50,14 +50,8 @@ def _unreadable_is_configuration() -> Iterator[None]:
 
 @_unreadable_is_configuration()
 def resolve_model(path: str, revision: str | None = None, *, trust_remote_code: bool = False) -> Path:
-    """The local folder of a model: `path` itself, or the snapshot of a hub name (downloaded if need be).
-
-    Args:
-        trust_remote_code: whether its Python files are needed.
-
-    Raises:
-        ConfigError: neither a local model folder nor a hub model that can be had.
-    """
+    """The local folder of a model: `path` itself, or the snapshot of a hub name (downloaded if need be, with its Python files
+    if they are trusted). `ConfigError` if it is neither."""
     folder = Path(path)
     if folder.is_dir():
         if not (folder / "config.json").is_file():

@@ -16,8 +16,6 @@ _SHOWN = 1000  # characters of what a peer sent at will
 
 @dataclass(frozen=True)
 class TrainerNeeds:
-    """What the trainer requires of every engine."""
-
     base_model_digest: str
     tokenizer_digest: str
     dtype: str
@@ -28,11 +26,7 @@ class TrainerNeeds:
 
 
 def problems(needs: TrainerNeeds, facts: EngineFacts, swap_mode: str = "adapter") -> list[str]:
-    """Every reason to refuse an engine, with its fix; empty if there is none.
-
-    Args:
-        swap_mode: how the engine takes new policies. With `merged` it needs no LoRA slots.
-    """
+    """Every reason to refuse an engine, with its fix. With the `swap_mode` `merged` it needs no LoRA slots."""
     slots = swap_mode == "adapter"
     checks = (
         (

@@ -103,20 +103,15 @@ class Lease(Struct, frozen=True, forbid_unknown_fields=True, tag="lease"):
 
 
 class Group(Struct, frozen=True, forbid_unknown_fields=True, tag="group"):
-    """All completions of one prompt (a rollout group), scored.
-
-    With n completions, T sampled tokens in all and F reward functions:
-    `prompt_ids` int32 (P,), `completion_lengths` int32 (n,), `completion_ids` int32 (T,), `logprobs` float32 (T,) under
-    the processed sampling distribution, `rewards` float32 (n, F) with NaN for missing, `truncated` uint8 (n,).
+    """All completions of one prompt (a rollout group), scored.  With n completions, T sampled tokens in all and F reward
+    functions: `prompt_ids` int32 (P,), `completion_lengths` int32 (n,), `completion_ids` int32 (T,), `logprobs` float32 (T,)
+    under the processed sampling distribution, `rewards` float32 (n, F) with NaN for missing, `truncated` uint8 (n,).
     `token_versions` int32 (T,) has the policy version that sampled each token, where they differ; `policy_version` is the
-    oldest of them.
-
-    With an environment a completion is an episode of several turns, and T counts the tokens of tool results too. `sampled`
-    uint8 (T,) is 1 for those that the policy sampled (empty: all); the others have log-prob 0. An episode whose history the chat
-    template rewrote takes several of R records, each a sequence of its own: `completion_lengths` and `truncated` then have
-    R entries, and `episodes` int32 (R,) says which of the n episodes each belongs to, in order (empty: one record each).
-    `prompt_ids` is what all records begin with.
-    """
+    oldest of them.  With an environment a completion is an episode of several turns, and T counts the tokens of tool results
+    too. `sampled` uint8 (T,) is 1 for those that the policy sampled (empty: all); the others have log-prob 0. An episode
+    whose history the chat template rewrote takes several of R records, each a sequence of its own: `completion_lengths` and
+    `truncated` then have R entries, and `episodes` int32 (R,) says which of the n episodes each belongs to, in order (empty:
+    one record each). `prompt_ids` is what all records begin with."""
 
     lease_id: Name
     policy_version: Version

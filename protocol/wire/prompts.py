@@ -17,15 +17,8 @@ def is_conversational(prompt: Any) -> bool:
 
 def prompt_token_ids(tokenizer: Any, prompt: Any, chat_template_kwargs: dict[str, Any]) -> list[int]:
     """The token ids as in TRL's GRPOTrainer: strings get the tokenizer's special tokens, and messages go through the chat
-    template with a generation prompt.
-
-    Args:
-        tokenizer: of transformers.
-        prompt: of one of the two forms.
-
-    Raises:
-        Exception: whatever a chat template raises, which is a program of the model's author.
-    """
+    template with a generation prompt. It may raise whatever a chat template raises, which is a program of the model's
+    author."""
     if isinstance(prompt, str):
         return list(tokenizer(text=prompt)["input_ids"])
     rendered = tokenizer.apply_chat_template(

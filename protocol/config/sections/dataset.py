@@ -51,8 +51,6 @@ class _RowsSection(Section):
 
 
 class SourceSection(_RowsSection):
-    """One of several datasets."""
-
     weight: PositiveFloat | None = Field(
         None,
         description="Share of the prompts of an epoch, in relation to the other sources' weights. An epoch has every row of "

@@ -98,7 +98,6 @@ class EnvironmentSection(Section):
 
     @property
     def is_given(self) -> bool:
-        """Whether there is an environment."""
         return any(getattr(self, kind) for kind in _KINDS)
 
     @property

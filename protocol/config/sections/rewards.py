@@ -17,8 +17,6 @@ _SERVICE_RETRIES = 3
 
 
 class RewardModel(Section):
-    """Options of a reward that is a model."""
-
     revision: str | None = Field(None, description="Hub revision (branch, tag or commit).")
     gpu: Count | None = Field(
         None, description="GPU to run on, as nvidia-smi counts. Leave room for it there. Default: the CPU."
@@ -29,8 +27,6 @@ class RewardModel(Section):
 
 
 class RewardService(Section):
-    """Options of a reward that is an HTTP service."""
-
     headers_env: dict[str, str] = Field(
         default_factory=dict,
         description="Headers of every request, by the environment variable that holds the value: `{Authorization: MY_TOKEN}`.",
@@ -133,7 +129,6 @@ class RewardFunction(Section):
 
     @property
     def settings(self) -> Section:
-        """Its options with their defaults."""
         return self._schema.model_validate(self.options)
 
     @property
@@ -203,12 +198,10 @@ class RewardsSection(Section):
 
     @property
     def posted(self) -> tuple[str, ...]:
-        """The names of the rewards that agents post."""
         return tuple(function.name for function in self.functions if function.posted is not None)
 
     @property
     def computed(self) -> "RewardsSection":
-        """The section without the rewards that agents post."""
         functions = [function for function in self.functions if function.posted is None]
         return self.model_copy(update={"functions": functions})
 

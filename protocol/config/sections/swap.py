@@ -40,7 +40,6 @@ class SwapSection(Section):
 
     @property
     def on_swap(self) -> Literal["finish", "continue", "restart"]:
-        """What becomes of requests in flight."""
         return self.in_flight or ("continue" if self.mode == "merged" else "finish")
 
     @property

@@ -45,10 +45,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 @pytest.fixture
-def notifier(manager: Manager) -> Iterator[Notifier]:
-    result = Notifier.from_environment()
-    yield result
-    result.close()
+def notifier(manager: Manager) -> Notifier:
+    return Notifier.from_environment()
 
 
 def test_every_message_is_what_sd_notify_specifies(manager: Manager, notifier: Notifier) -> None:
@@ -73,7 +71,6 @@ def test_an_abstract_socket_is_reached(monkeypatch: pytest.MonkeyPatch, tmp_path
     notifier = Notifier.from_environment()
     notifier.ready("up")
     assert manager.heard() == ["READY=1\nSTATUS=up"]
-    notifier.close()
     manager.socket.close()
 
 
@@ -95,7 +92,6 @@ def test_no_signs_of_life_where_this_process_is_not_watched(
     notifier.watchdog()
     notifier.status("here")
     assert manager.heard() == ["STATUS=here"]
-    notifier.close()
 
 
 def test_without_a_watchdog_pid_every_process_is_watched(manager: Manager, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +99,6 @@ def test_without_a_watchdog_pid_every_process_is_watched(manager: Manager, monke
     notifier = Notifier.from_environment()
     notifier.watchdog()
     assert manager.heard() == ["WATCHDOG=1"]
-    notifier.close()
 
 
 def test_children_get_none_of_the_variables(notifier: Notifier) -> None:
@@ -123,8 +118,6 @@ def test_where_nobody_listens_nothing_happens(monkeypatch: pytest.MonkeyPatch, n
     notifier.extend_timeout(float("inf"))
     notifier.extend_timeout(float("nan"))
     notifier.stopping("down")
-    notifier.close()
-    notifier.status("closed")
 
 
 def test_a_full_socket_neither_blocks_nor_loses_that_the_daemon_is_ready(manager: Manager, notifier: Notifier) -> None:
