@@ -48,11 +48,8 @@ rewards:
 ```
 
 A key that does not exist is refused with the nearest one that does, and a value of another type or out of bounds with its file
-and line. All problems are reported at once (exit code 78):
-
-```
-rl-trainer: error: run.yaml:12: pipeline.max_stalenes: unknown key `max_stalenes`; did you mean `max_staleness`?
-```
+and line: `run.yaml:12: pipeline.max_stalenes: unknown key ...; did you mean max_staleness?`. All problems are reported at once
+(exit code 78).
 
 Names carry their unit: `_s` is seconds, `_bytes` bytes, `num_` a count. Paths are relative to the directory a daemon is
 started in.
@@ -71,19 +68,19 @@ call in the main thread of one |
 `{"rewards": [1.0, null, ...]}` | the producer |
 
 A reward that failed after its retries (`raised`, `timeout`, `crashed`, `memory`, `invalid`, `unavailable`) is missing, never a
-zero, and `rl_producer_rewards_failed_total` counts it. If a function failed for the whole group, the others count; if it
-failed for some completions, these are left out of the group, because their sums would not compare with the others'. A group
-that nothing scored is a failed lease. `None` from a function means *not applicable* and adds nothing to the sum, as in TRL.
-`rl-reward try` shows what an entry says of real completions before a run.
+zero. If a function failed for the whole group, the others count; if it failed for some completions, these are left out of the
+group, because their sums would not compare with the others'. A group that nothing scored is a failed lease. `None` from a
+function means *not applicable* and adds nothing to the sum, as in TRL. `rl-reward try` shows what an entry says of real
+completions before a run.
 """
 
 LIBRARIES = """\
 ## `engine`, `lora`, `trainer`, `sft`: sections that belong to a library
 
-These are handed to a library under that library's own names, so whatever its documentation says can be written
-here. Names and types are checked against the installed release before any model is loaded; an unknown name is refused
-with the nearest one, and numbers such as `1e-5`, which YAML reads as text, become numbers. A few keys follow from the rest of
-the file. They are refused here, with the key that decides them instead; *fixed* means that no other value would work.
+These are handed to a library under that library's own names, so whatever its documentation says can be written here. Names and
+types are checked against the installed release before any model is loaded; an unknown name is refused with the nearest one, and
+numbers such as `1e-5`, which YAML reads as text, become numbers. A few keys follow from the rest of the file. They are refused
+here, with the key that decides them instead; *fixed* means that no other value would work.
 
 YAML reads an unquoted `no` as `false`: write `save_strategy: "no"`.
 """
@@ -95,8 +92,7 @@ ENGINE = """\
 useful: `max_model_len`, `gpu_memory_utilization`, `max_num_seqs`, `enforce_eager`.
 
 The GPUs that `--gpu` names hold one model: each layer is spread over all of them or, with `pipeline_parallel_size: P`, over
-a P-th of them. Keys that start with `data_parallel_` are refused, because vLLM answers for the first of its replicas alone
-and nobody could tell whether the others took up a policy: start one `rl-producer` for each replica.
+a P-th of them. Keys that start with `data_parallel_` are refused: start one `rl-producer` for each replica.
 """
 
 UNREPRODUCIBLE = """\
@@ -107,10 +103,9 @@ would be wrong:
 LORA = """\
 ### `lora`
 
-[`peft.LoraConfig`](https://huggingface.co/docs/peft/package_reference/lora), read by the trainer. What the file does
-not say is {default};
-everything else has PEFT's default. `r` may be at most {largest}, vLLM's largest rank. What changes more than the LoRA
-matrices, or what vLLM has no kernels for, is refused:
+[`peft.LoraConfig`](https://huggingface.co/docs/peft/package_reference/lora), read by the trainer. What the file does not say is
+{default}; everything else has PEFT's default. `r` may be at most {largest}, vLLM's largest
+rank. What changes more than the LoRA matrices, or what vLLM has no kernels for, is refused:
 """
 
 OWN = """\
@@ -129,22 +124,19 @@ OVERRIDES = """\
 ## Overrides
 
 `--set section.key=value` changes one value without touching the file. It may be repeated, the last one wins, and both daemons
-should be given the same ones. Values are YAML:
+should be given the same ones. Values are YAML, and a list is replaced as a whole:
 
 ```
-rl-trainer --config run.yaml --set pipeline.max_staleness=2 --set trainer.learning_rate=1e-5
-rl-trainer --config run.yaml --set trainer.lr_scheduler_kwargs.num_cycles=2 --set 'trainer.report_to=[tensorboard]'
+rl-trainer --config run.yaml --set pipeline.max_staleness=2 --set trainer.lr_scheduler_kwargs.num_cycles=2
+rl-trainer --config run.yaml --set 'rewards.functions=[{function: "rewards.py:exact"}]'
 ```
-
-A list is replaced as a whole: `--set 'rewards.functions=[{function: "rewards.py:exact"}]'`.
 
 ## Checking a file
 
 `--check` validates, prints the resolved file with all defaults and the derived values as comments, and exits; it takes well
-under half a second, because no library is loaded. Of the sections that belong to libraries it checks only the keys that
-Slipstream sets itself. The libraries check the rest when a daemon starts, before it loads weights, and at `--check full`: then
-the producer asks vLLM, the trainer asks PEFT and TRL, and an unknown key is refused with the nearest one that exists. The
-printed file is itself a valid configuration of the same run.
+under half a second, because no library is loaded. `--check full` also asks the libraries about their sections, as a daemon does
+when it starts: the producer asks vLLM, the trainer asks PEFT and TRL. What is printed is itself a valid configuration of the
+same run.
 """
 
 DERIVED = """\
@@ -160,7 +152,6 @@ request can name, and the one being loaded; with `serve.enabled` + `serve.max_ve
 | engine `max_lora_rank` | the smallest of {ranks} that holds `lora.r` |
 | control endpoint | `transport.endpoint`, else `ipc://RUN_DIR/control.ipc` |
 | blob endpoint | `transport.blob_endpoint`, else the control endpoint with `.blobs` appended (ipc) or the next port (tcp) |
-| checkpoints | `run_dir`/checkpoints |
 
 An ipc path may be at most 107 bytes long; where `run_dir` is deep, set `transport.endpoint`.
 """
