@@ -80,9 +80,7 @@ def producer_registry() -> CollectorRegistry:
     metrics.watch_agent_program(lambda: 0)
     situation = Situation(Workload((), 0, 0, 0.0), delivery, -1, 1, 1)
     metrics.watch("PRODUCER", Counters(), lambda: situation, lambda: 1)
-    serve = ServeMetrics(registry, ClientLimiter(1, 1))
-    serve.watch(Agents(()))
-    serve.watch_atropos(_atropos())
+    ServeMetrics(registry, ClientLimiter(1, 1), Agents(()), _atropos())
     return registry
 
 

@@ -11,12 +11,12 @@ import os
 import random
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from producer.calls.calls import Answer, Call, Sampled, Stream
+from producer.calls.calls import Answer, Call, Sampled
 from producer.calls.requests import ServedRequest
 from producer.interfaces import Adapter, AdapterRefusedError, Completion, EngineCapabilities
 from protocol.wire.digests import base_model_digest, tokenizer_digest
@@ -128,20 +128,18 @@ class OpenAIServer:
         self._random = chance
         self._longest = longest
 
-    async def answer(self, request: ServedRequest, call: Call) -> Answer | Stream:
+    async def answer(self, request: ServedRequest, call: Call) -> Answer:
         await asyncio.sleep(self._pace.draw(self._random))
         sampled = call.of(call.id, 0, _tokens_of(request))
         if request.streams:
-            events = self._events(sampled, call)
-            call.generators.append(events)
-            return Stream(events)
+            return call.add(call.id, self._events(sampled, call))
         self._sample_more(sampled, call, self._random.randint(1, self._longest))
         sampled.finish_reason = "stop"
         usage = {"prompt_tokens": len(sampled.prompt_ids), "completion_tokens": len(sampled.token_ids)}
         choice = {"index": 0, "text": "?", "message": {"role": "assistant", "content": "?"}, "finish_reason": "stop"}
-        return Answer({"id": call.id, "created": int(time.time()), "choices": [choice], "usage": usage})
+        return {"id": call.id, "created": int(time.time()), "choices": [choice], "usage": usage}
 
-    async def _events(self, sampled: Sampled, call: Call) -> AsyncIterator[str]:
+    async def _events(self, sampled: Sampled, call: Call) -> AsyncGenerator[str, None]:
         for number in range(_PIECES):
             await asyncio.sleep(self._pace.draw(self._random) / _PIECES)
             self._sample_more(sampled, call, 1)

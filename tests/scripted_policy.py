@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from producer.calls.calls import Answer, Call
+from producer.calls.calls import Call
 from producer.calls.requests import ServedRequest
 from producer.environments.agents import Agents
 from producer.serving.generation import ServedEngine
@@ -31,7 +31,7 @@ class ScriptedPolicy:
         self._numbers = itertools.count()
         self.requests: list[ServedRequest] = []
 
-    async def answer(self, request: ServedRequest, call: Call) -> Answer:
+    async def answer(self, request: ServedRequest, call: Call) -> dict[str, Any]:
         self.requests.append(request)
         messages = request.fields["messages"]
         said = self._say(messages)
@@ -42,16 +42,14 @@ class ScriptedPolicy:
         sampled.finish_reason = "stop"
         usage = {"prompt_tokens": len(sampled.prompt_ids), "completion_tokens": len(sampled.token_ids)}
         choice = {"index": 0, "message": {"role": "assistant", "content": said}, "finish_reason": "stop"}
-        return Answer(
-            {
-                "id": call.id,
-                "object": "chat.completion",
-                "created": int(time.time()),
-                "model": "?",
-                "choices": [choice],
-                "usage": usage | {"total_tokens": sum(usage.values())},
-            }
-        )
+        return {
+            "id": call.id,
+            "object": "chat.completion",
+            "created": int(time.time()),
+            "model": "?",
+            "choices": [choice],
+            "usage": usage | {"total_tokens": sum(usage.values())},
+        }
 
 
 def _rendered(message: dict[str, Any]) -> str:

@@ -13,6 +13,9 @@ from typing import Any, Protocol
 from producer.calls.requests import ServedRequest
 from producer.interfaces import Adapter
 
+Answer = dict[str, Any] | AsyncGenerator[str, None]
+"""In OpenAI's form: a whole one, or server-sent events."""
+
 
 @dataclass
 class Sampled:
@@ -68,40 +71,23 @@ class Call:
     @property
     def num_prompt_tokens(self) -> int:
         """Counts every prompt once."""
-        prompts = {request_id: len(each.prompt_ids) for (request_id, _), each in self._sampled.items()}
-        return sum(prompts.values())
+        return sum({request_id: len(each.prompt_ids) for (request_id, _), each in self._sampled.items()}.values())
 
     async def close(self) -> None:
         """Ends all generators. It tells each of them to end before it waits for the first."""
-        readers = []
-        for request_id, generator in self._generators.items():
-            reader = self._readers.get(request_id)
-            if reader is not None and generator.ag_running:  # nobody else can close it
-                reader.cancel()
-                readers.append(reader)
+        running = [name for name, generator in self._generators.items() if generator.ag_running]
+        readers = [reader for name in running if (reader := self._readers.get(name)) is not None]
+        for reader in readers:  # nobody else can close what it reads
+            reader.cancel()
         for generator in self._generators.values():
             if not generator.ag_running:
                 await generator.aclose()
         await asyncio.gather(*readers, return_exceptions=True)
 
 
-@dataclass(frozen=True)
-class Answer:
-    """A whole answer in OpenAI's form."""
-
-    body: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Stream:
-    """An answer in pieces, each a server-sent event."""
-
-    events: AsyncGenerator[str, None]
-
-
 class Answering(Protocol):
     """What the endpoint needs of `producer.engine.openai_server`."""
 
-    async def answer(self, request: ServedRequest, call: Call) -> Answer | Stream:
+    async def answer(self, request: ServedRequest, call: Call) -> Answer:
         """Answers the request, or raises RefusedError if vLLM refuses it."""
         ...

@@ -5,10 +5,12 @@ vLLM checks types and bounds. Fields that could reach files, other hosts, the sc
 the distribution (structured outputs, custom templates, images, priorities, token masks) are refused by name.
 """
 
+import re
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 from producer.calls.refusals import malformed
 
@@ -22,8 +24,37 @@ FIELDS: dict[Kind, set[str]] = {
     "chat": {*_COMMON.split(), *_CHAT.split()},
     "completion": {*_COMMON.split(), "prompt"},
 }
-_MAX_STOPS, _MAX_STOP_CHARACTERS = 16, 256
-_MAX_METADATA = 16
+_EXPECTED = {
+    "model": "expected the name of a model",
+    "n": "expected a count",
+    "metadata": "expected up to 16 texts by name",
+    "stop": "expected up to 16 texts of 1 to 256 characters",
+    "messages": "expected messages such as {'role': 'user', 'content': '...'}, with a text or parts of type `text`",
+    "tool_choice": "only `auto` and `none` are served",
+}
+_Stop = Annotated[str, Meta(min_length=1, max_length=256)]
+
+
+class _Part(msgspec.Struct, tag_field="type", tag="text"):
+    text: str
+
+
+class _Message(msgspec.Struct):
+    content: str | Annotated[list[_Part], Meta(min_length=1)] | None = None
+
+
+class _Fields(msgspec.Struct, kw_only=True):
+    """The fields whose values are checked here."""
+
+    model: str
+    n: Annotated[int, Meta(ge=1)] = 1
+    metadata: Annotated[dict[str, str], Meta(max_length=16)] = {}
+    stop: _Stop | Annotated[list[_Stop], Meta(max_length=16)] = ""
+
+
+class _ChatFields(_Fields, kw_only=True):
+    messages: Annotated[list[_Message], Meta(min_length=1)]
+    tool_choice: Literal["auto", "none"] = "auto"
 
 
 @dataclass(frozen=True)
@@ -49,15 +80,6 @@ class ServedRequest:
         return replace(self, fields=self.fields | fields)
 
 
-def parse_request(kind: Kind, body: bytes) -> ServedRequest:
-    """Checks the body of a request.
-
-    Raises:
-        RefusedError: the body is no JSON object, or has a field that is not served.
-    """
-    return check_request(kind, parse_object(body))
-
-
 def check_request(kind: Kind, values: dict[str, Any]) -> ServedRequest:
     """Checks the fields of a request.
 
@@ -67,25 +89,21 @@ def check_request(kind: Kind, values: dict[str, Any]) -> ServedRequest:
     values = {name: value for name, value in values.items() if value is not None}
     if unknown := sorted(values.keys() - FIELDS[kind]):
         raise malformed(f"not served: {', '.join(unknown)[:200]}; remove it", unknown[0][:80])
-    model = values.pop("model", None)
-    if not isinstance(model, str):
-        raise malformed("expected the name of a model", "model")
-    metadata = values.pop("metadata", {})
-    if not isinstance(metadata, dict) or len(metadata) > _MAX_METADATA or not all(map(_is_text, metadata.values())):
-        raise malformed(f"expected up to {_MAX_METADATA} texts by name", "metadata")
-    num_completions = values.get("n", 1)
-    if type(num_completions) is not int or num_completions < 1:
-        raise malformed("expected a count", "n")
+    try:
+        checked = msgspec.convert(values, _ChatFields if kind == "chat" else _Fields)
+    except msgspec.ValidationError as error:
+        name = _field_at_fault(error) or "model"
+        raise malformed(f"{_EXPECTED[name]}: {error}", name) from None
+    fields = {name: value for name, value in values.items() if name not in ("model", "metadata")}
+    num_completions = checked.n
     if kind == "chat":
-        if "max_tokens" in values:  # the older name
-            values.setdefault("max_completion_tokens", values.pop("max_tokens"))
-        _check_messages(values)
-        if not values.get("tools"):
-            values.pop("tool_choice", None)  # there is nothing to choose, which vLLM refuses
-    elif isinstance(prompt := values.get("prompt"), list) and prompt and isinstance(prompt[0], str | list):
+        if "max_tokens" in fields:  # the older name
+            fields.setdefault("max_completion_tokens", fields.pop("max_tokens"))
+        if not fields.get("tools"):
+            fields.pop("tool_choice", None)  # there is nothing to choose, which vLLM refuses
+    elif isinstance(prompt := fields.get("prompt"), list) and prompt and isinstance(prompt[0], str | list):
         num_completions *= len(prompt)
-    _check_stops(values.get("stop", []))
-    return ServedRequest(kind, model, values, num_completions, metadata)
+    return ServedRequest(kind, checked.model, fields, num_completions, checked.metadata)
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
@@ -94,48 +112,21 @@ def parse_object(body: bytes) -> dict[str, Any]:
     Raises:
         RefusedError: the body is none.
     """
-    return decode_body(body or b"{}", dict[str, Any], "a JSON object")
+    return decode_body(body, dict[str, Any], "a JSON object")
 
 
 def decode_body(body: bytes, kind: type[Body], what: str) -> Body:
-    """Reads a body of a known type.
+    """Reads a body of a known type; no body is an empty object.
 
     Raises:
         RefusedError: the body is not of this kind.
     """
     try:
-        return msgspec.json.decode(body, type=kind)
+        return msgspec.json.decode(body or b"{}", type=kind)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise malformed(f"the body is not {what}: {error}") from None
+        raise malformed(f"the body is not {what}: {error}", _field_at_fault(error)) from None
 
 
-def _check_messages(values: dict[str, Any]) -> None:
-    messages = values.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise malformed("expected a list of messages", "messages")
-    for message in messages:
-        if not isinstance(message, dict):
-            raise malformed("expected messages such as {'role': 'user', 'content': '...'}", "messages")
-        content = message.get("content")
-        parts = content if isinstance(content, list) else []
-        for part in parts:
-            if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-                raise malformed("only parts of type `text` are served", "messages")
-        if not parts and not isinstance(content, str | None):
-            raise malformed("expected a text, or parts of type `text`", "messages")
-    if not isinstance(choice := values.get("tool_choice", "auto"), str) or choice not in ("auto", "none"):
-        raise malformed("only `auto` and `none` are served", "tool_choice")
-
-
-def _check_stops(stops: Any) -> None:
-    texts = [stops] if isinstance(stops, str) else stops
-    if not isinstance(texts, list) or len(texts) > _MAX_STOPS or not all(map(_is_short, texts)):
-        raise malformed(f"expected up to {_MAX_STOPS} texts of 1 to {_MAX_STOP_CHARACTERS} characters", "stop")
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_short(value: Any) -> bool:
-    return isinstance(value, str) and 1 <= len(value) <= _MAX_STOP_CHARACTERS
+def _field_at_fault(error: Exception) -> str | None:
+    found = re.search(r"`\$\.(\w+)", str(error)) or re.search(r"field `(\w+)`", str(error))
+    return found and found[1]

@@ -22,7 +22,7 @@ from vllm.lora.request import LoRARequest
 from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-from producer.calls.calls import Answer, Call, Sampled, Stream
+from producer.calls.calls import Answer, Call, Sampled
 from producer.calls.refusals import RefusedError, malformed
 from producer.calls.requests import ServedRequest
 from producer.engine.weights import VllmWeights
@@ -70,7 +70,7 @@ class OpenAIServer:
         }
         self._max_tokens = sampling.max_completion_length
 
-    async def answer(self, request: ServedRequest, call: Call) -> Answer | Stream:
+    async def answer(self, request: ServedRequest, call: Call) -> Answer:
         """Generates; `call` notes what is sampled. A stream begins to generate when it is read.
 
         Raises:
@@ -95,7 +95,7 @@ class OpenAIServer:
         if hasattr(answer, "error"):
             info = answer.error
             raise RefusedError(info.code, "malformed", f"vLLM refused: {info.message}", info.param)
-        return Stream(answer) if isinstance(answer, AsyncGenerator) else Answer(answer.model_dump(mode="json"))
+        return answer if isinstance(answer, AsyncGenerator) else answer.model_dump(mode="json")
 
 
 class _Models(OpenAIServingModels):

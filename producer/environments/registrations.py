@@ -12,8 +12,6 @@ from typing import Annotated, Any
 
 import msgspec
 
-from producer.calls.requests import decode_body
-
 _MAX_ENVIRONMENTS = 256
 _HEARD_S = 60.0  # they ask for the status ten times a second
 _MIN_SHARE = 0.01  # as Atropos has it
@@ -29,14 +27,6 @@ class Registration(msgspec.Struct):
     weight: _Amount
     desired_name: str | None = None
     min_batch_allocation: Any = None
-
-
-def parse_registration(body: bytes) -> Registration:
-    """
-    Raises:
-        RefusedError: the body is none.
-    """
-    return decode_body(body, Registration, "the registration of an environment of Atropos")
 
 
 @dataclass

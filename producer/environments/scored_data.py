@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from producer.calls.recorded import RecordedCall, RecordedCalls
 from producer.calls.refusals import RefusedError, malformed
-from producer.calls.requests import decode_body
 from producer.groups import Episode, Record, Rollouts, group_message
 from producer.interfaces import LeaseFailure
 from protocol.wire.messages import Sampling
@@ -20,7 +19,6 @@ from protocol.wire.messages import Sampling
 _MASKED = -100
 _MAX_ENDING = 4
 """Tokens right behind an answer that a chat template adds to end it, and environments therefore do not mask."""
-_MAX_GROUPS = 1024  # of one request
 
 _Token = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 _Mask = Annotated[int, msgspec.Meta(ge=_MASKED, lt=2**31)]
@@ -42,21 +40,15 @@ class ScoredData(msgspec.Struct):
     distill_logprobs: Any = None
 
 
+ScoredGroups: Any = Annotated[list[ScoredData], msgspec.Meta(max_length=1024)]
+"""Those of one request."""
+
+
 class MatchedGroup(NamedTuple):
     """`calls` are those that the rollouts are made of."""
 
     rollouts: Rollouts
     calls: set[RecordedCall]
-
-
-def parse_scored_data(body: bytes, *, is_list: bool) -> list[ScoredData]:
-    """
-    Raises:
-        RefusedError: the body is something else.
-    """
-    expected: Any = Annotated[list[ScoredData], msgspec.Meta(max_length=_MAX_GROUPS)] if is_list else ScoredData
-    found = decode_body(body, expected, "the scored data of Atropos")
-    return found if is_list else [found]
 
 
 def match_group(data: ScoredData, calls: RecordedCalls, sampling: Sampling, *, now: float) -> MatchedGroup:

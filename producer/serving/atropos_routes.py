@@ -5,47 +5,55 @@ Guarantee: that of `producer.environments.atropos`, over HTTP. A body is bounded
 
 import zlib
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from starlette.datastructures import Headers
+import msgspec
+from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
 from producer.calls.calls import Call
 from producer.calls.refusals import RefusedError, malformed
-from producer.calls.requests import ServedRequest, check_request, parse_object
+from producer.calls.requests import ServedRequest, check_request, decode_body, parse_object
 from producer.environments.atropos import Atropos
-from producer.environments.registrations import parse_registration
-from producer.environments.scored_data import parse_scored_data
-from producer.serving.http_parts import App, ReadBody
+from producer.environments.registrations import Registration
+from producer.environments.scored_data import ScoredData, ScoredGroups
 
 PREFIX = "/atropos"
 
 
-def atropos_routes(atropos: Atropos, read_body: ReadBody) -> list[Route]:
+def atropos_routes(atropos: Atropos) -> list[Route]:
     def route(method: str, name: str, answer: Callable[[bytes], dict[str, Any]]) -> Route:
-        async def app(scope: Scope, receive: Receive, send: Send) -> None:
-            body = await read_body(scope, receive)
-            if "gzip" in Headers(scope=scope).get("content-encoding", "").lower():
+        async def respond(request: Request) -> JSONResponse:
+            body = await request.body()
+            if "gzip" in request.headers.get("content-encoding", "").lower():
                 body = unzip(body, atropos.max_body_bytes)
-            await JSONResponse(answer(body))(scope, receive, send)
+            return JSONResponse(answer(body))
 
-        return Route(f"{PREFIX}/{name}", App(app), methods=[method])
+        return Route(f"{PREFIX}/{name}", respond, methods=[method])
 
-    async def health(scope: Scope, receive: Receive, send: Send) -> None:
-        await JSONResponse({}, 200 if atropos.is_ready else 503)(scope, receive, send)
+    async def health(_: Request) -> JSONResponse:
+        return JSONResponse({}, 200 if atropos.is_ready else 503)
+
+    def register(body: bytes) -> dict[str, Any]:
+        return atropos.register(decode_body(body, Registration, "the registration of an environment of Atropos"))
+
+    def post(body: bytes) -> dict[str, Any]:
+        return atropos.post([decode_body(body, ScoredData, "the scored data of Atropos")])
+
+    def post_list(body: bytes) -> dict[str, Any]:
+        return atropos.post(decode_body(body, ScoredGroups, "the scored data of Atropos"))
 
     return [
-        route("POST", "register-env", lambda body: atropos.register(parse_registration(body))),
+        route("POST", "register-env", register),
         route("POST", "disconnect-env", lambda body: atropos.disconnect(parse_object(body).get("env_id"))),
-        route("POST", "scored_data", lambda body: atropos.post(parse_scored_data(body, is_list=False))),
-        route("POST", "scored_data_list", lambda body: atropos.post(parse_scored_data(body, is_list=True))),
+        route("POST", "scored_data", post),
+        route("POST", "scored_data_list", post_list),
         route("GET", "wandb_info", lambda _: atropos.names),
         route("GET", "info", lambda _: atropos.info),
         route("GET", "status", lambda _: atropos.status()),
         route("GET", "status-env", lambda body: atropos.status(parse_object(body).get("env_id"))),
-        Route(f"{PREFIX}/health", App(health), methods=["GET"]),
+        Route(f"{PREFIX}/health", health),
     ]
 
 
@@ -66,22 +74,28 @@ def unzip(body: bytes, limit: int) -> bytes:
     return text
 
 
+class _Prompt(msgspec.Struct):
+    prompt_token_ids: Annotated[list[int], msgspec.Meta(min_length=1)]
+
+
+class _Generate(msgspec.Struct):
+    prompt: _Prompt
+    logprobs: Literal[0] | None = None
+    stream: Literal[False] | None = None
+
+
 def parse_generate(body: bytes) -> ServedRequest:
     """Reads a request to `/generate` of vLLM's own server: token ids, and the fields of its SamplingParams.
 
     Raises:
         RefusedError: the body is something else.
     """
-    values = parse_object(body)
-    prompt = values.pop("prompt", None)
-    token_ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
-    if not isinstance(token_ids, list) or not token_ids or not all(type(token) is int for token in token_ids):
-        raise malformed("expected {'prompt_token_ids': [...]}", "prompt")
-    if values.pop("logprobs", 0) not in (0, None) or values.get("stream"):
-        raise malformed("`logprobs` of what was sampled alone, and no stream, are served")
+    expected = "{'prompt': {'prompt_token_ids': [...]}, ...} with `logprobs` of what is sampled alone and no stream"
+    prompt = decode_body(body, _Generate, expected).prompt.prompt_token_ids
+    values = parse_object(body) | {"model": "policy", "prompt": prompt, "logprobs": None}
     if values.get("top_k") == -1:  # vLLM means 0 by it
         values["top_k"] = 0
-    return check_request("completion", values | {"model": "policy", "prompt": token_ids})
+    return check_request("completion", values)
 
 
 def generate_body(body: dict[str, Any], call: Call) -> dict[str, Any]:

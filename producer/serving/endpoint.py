@@ -7,22 +7,24 @@ sends raises out of here.
 import asyncio
 import logging
 import time
+from collections.abc import Callable
+from functools import partial
 
-from starlette.datastructures import Headers
+from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route, Router
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from producer.calls.refusals import RefusedError, error_body, malformed
-from producer.calls.requests import Kind, parse_request
+from producer.calls.requests import Kind, ServedRequest, check_request, parse_object
 from producer.environments.agents import Agents
 from producer.environments.atropos import Atropos
 from producer.serving.access import check_access
 from producer.serving.agent_routes import agent_routes
 from producer.serving.atropos_routes import PREFIX, atropos_routes, generate_body, parse_generate
-from producer.serving.generation import ClientGeneration, Recorder
-from producer.serving.http_parts import App, ClientGoneError, ResponseWatch, body_reader
-from producer.serving.metrics import RequestOutcome, ServeMetrics
+from producer.serving.generation import BodyOf, ClientGeneration, Recorder
+from producer.serving.http_parts import ClientGoneError, ResponseWatch, read_body, until_gone
+from producer.serving.metrics import RequestOutcome
 from protocol.config.sections.serve import ServeSection
 from protocol.throttle import Throttle
 
@@ -45,32 +47,31 @@ class Endpoint:
         settings: ServeSection,
         keys: tuple[bytes, ...],
         generation: ClientGeneration,
-        metrics: ServeMetrics,
         agents: Agents | None = None,
         atropos: Atropos | None = None,
     ) -> None:
         self._settings = settings
         self._keys = keys
         self._generation = generation
-        self._metrics = metrics
         self._agents = agents
+        self._atropos = atropos
         self._warn = Throttle(logger)
-        self._read_body = body_reader(settings.max_request_bytes, settings.receive_timeout_s)
-        routes = self._openai_routes()
+        routes = self._openai_routes("")
         if agents is not None:
-            routes += agent_routes(agents, self._read_body)
+            routes += agent_routes(agents)
         if atropos is not None:
-            read_large = body_reader(atropos.max_body_bytes, settings.receive_timeout_s)
-            routes += [*self._openai_routes(atropos), *atropos_routes(atropos, read_large)]
-            routes.append(Route(f"{PREFIX}/generate", App(self._generating_tokens(atropos)), methods=["POST"]))
+            routes += [*self._openai_routes(PREFIX), *atropos_routes(atropos)]
+            routes.append(self._generating(f"{PREFIX}/generate", parse_generate, generate_body))
         self._router = Router(routes)
 
-    def _openai_routes(self, atropos: Atropos | None = None) -> list[Route]:
-        prefix = "" if atropos is None else PREFIX
+    def _openai_routes(self, prefix: str) -> list[Route]:
+        def parse(kind: Kind, body: bytes) -> ServedRequest:
+            return check_request(kind, parse_object(body))
+
         return [
-            Route(f"{prefix}/v1/models", App(self._models), methods=["GET"]),
-            Route(f"{prefix}/v1/chat/completions", App(self._generating("chat", atropos)), methods=["POST"]),
-            Route(f"{prefix}/v1/completions", App(self._generating("completion", atropos)), methods=["POST"]),
+            Route(f"{prefix}/v1/models", self._models),
+            self._generating(f"{prefix}/v1/chat/completions", partial(parse, "chat")),
+            self._generating(f"{prefix}/v1/completions", partial(parse, "completion")),
         ]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -79,11 +80,11 @@ class Endpoint:
         try:
             async with asyncio.timeout(self._settings.request_timeout_s):
                 check_access(scope, self._keys, self._settings.host)
-                await self._router(scope, receive, response.send)
+                await self._respond(scope, receive, response.send)
             if response.status < 400:
                 outcome = "completed"
         except RefusedError as error:
-            self._metrics.refuse(error.reason)
+            self._generation.metrics.refuse(error.reason)
             await response.send_error(scope, receive, error.status, error.body)
         except TimeoutError:
             outcome = "timed_out"
@@ -97,31 +98,37 @@ class Endpoint:
             logger.debug("it failed here:", exc_info=True)
             body = error_body(500, "failed", "the producer's log says why")
             await response.send_error(scope, receive, 500, body)
-        self._metrics.ended(outcome, time.monotonic() - started)
+        self._generation.metrics.ended(outcome, time.monotonic() - started)
 
-    async def _models(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
+        limit = self._settings.max_request_bytes
+        if self._atropos is not None and scope["path"].startswith(PREFIX):
+            limit = self._atropos.max_body_bytes
+        body = await read_body(scope, receive, limit, self._settings.receive_timeout_s)
+
+        async def read() -> Message:
+            return {"type": "http.request", "body": body}
+
+        await until_gone(receive, self._router(scope, read, send))
+
+    async def _models(self, _: Request) -> JSONResponse:
         names = self._generation.versions.names()
         cards = [{"id": name, "object": "model", "created": 0, "owned_by": "slipstream"} for name in names]
-        await JSONResponse({"object": "list", "data": cards})(scope, receive, send)
+        return JSONResponse({"object": "list", "data": cards})
 
-    def _generating(self, kind: Kind, atropos: Atropos | None = None) -> ASGIApp:
-        async def generate(scope: Scope, receive: Receive, send: Send) -> None:
-            request = parse_request(kind, await self._read_body(scope, receive))
+    def _generating(
+        self, path: str, parse: Callable[[bytes], ServedRequest], body_of: BodyOf = lambda body, _: body
+    ) -> Route:
+        async def generate(request: Request) -> ASGIApp:
+            wanted = parse(await request.body())
             recorder: Recorder | None = None
-            episode = Headers(scope=scope).get(EPISODE_HEADER) or request.metadata.get("episode")
-            if atropos is not None:
-                recorder, request = atropos.prepare(request)
+            episode = request.headers.get(EPISODE_HEADER) or wanted.metadata.get("episode")
+            if self._atropos is not None and path.startswith(PREFIX):
+                recorder, wanted = self._atropos.prepare(wanted)
             elif episode is not None:
                 if self._agents is None:
                     raise malformed("this run has no episodes: it has no posted reward", "episode")
-                recorder, request = self._agents.prepare(episode, request)
-            await self._generation.respond(request, recorder, scope, receive, send)
+                recorder, wanted = self._agents.prepare(episode, wanted)
+            return partial(self._generation.respond, wanted, recorder, body_of)
 
-        return generate
-
-    def _generating_tokens(self, atropos: Atropos) -> ASGIApp:
-        async def generate(scope: Scope, receive: Receive, send: Send) -> None:
-            recorder, request = atropos.prepare(parse_generate(await self._read_body(scope, receive)))
-            await self._generation.respond(request, recorder, scope, receive, send, generate_body)
-
-        return generate
+        return Route(path, generate, methods=["POST"])

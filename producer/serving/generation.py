@@ -12,16 +12,16 @@ from typing import Any, Protocol
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
-from producer.calls.calls import Answering, Call, Sampled, Stream
+from producer.calls.calls import Answering, Call, Sampled
 from producer.calls.requests import ServedRequest
 from producer.policies.registry import AdapterRegistry
 from producer.serving.client_limits import ClientLimiter
-from producer.serving.http_parts import until_gone
 from producer.serving.metrics import ServeMetrics
 from producer.serving.versions import ServedVersions, model_name
 
 VERSION_HEADER = "x-policy-version"
 BodyOf = Callable[[dict[str, Any], Call], dict[str, Any]]
+"""The body to send, made of the one that an OpenAI client gets."""
 
 
 @dataclass(frozen=True)
@@ -47,53 +47,43 @@ class Recorder(Protocol):
     def note(self, sampled: Sampled) -> None: ...
 
 
+@dataclass(frozen=True)
 class ClientGeneration:
     """See the module's guarantee."""
 
-    def __init__(
-        self, engine: ServedEngine, versions: ServedVersions, limiter: ClientLimiter, metrics: ServeMetrics
-    ) -> None:
-        self._engine = engine
-        self.versions = versions
-        self._limiter = limiter
-        self._metrics = metrics
+    engine: ServedEngine
+    versions: ServedVersions
+    limiter: ClientLimiter
+    metrics: ServeMetrics
 
     async def respond(
         self,
         request: ServedRequest,
         recorder: Recorder | None,
+        body_of: BodyOf,
         scope: Scope,
         receive: Receive,
         send: Send,
-        body_of: BodyOf = lambda body, _: body,
     ) -> None:
-        """Generates the answer and sends it, unless the client hangs up meanwhile.
-
-        Args:
-            body_of: the body to send, made of the one that an OpenAI client gets.
-        """
-
-        async def generate() -> None:
-            floor = 0 if recorder is None else recorder.floor
-            async with (
-                self._limiter.take(request.num_completions),
-                self.versions.use(request.model, floor) as adapter,
-            ):
-                call = Call(adapter)
-                try:
-                    with self._engine.running():
-                        answer = await self._engine.answering.answer(request, call)
-                        if isinstance(answer, Stream):
-                            await _send_events(answer.events, call, send, recorder)
-                            return
-                    _record(recorder, call)
-                    body = body_of(answer.body | {"model": model_name(call.version)}, call)
-                    await JSONResponse(body, headers={VERSION_HEADER: str(call.version)})(scope, receive, send)
-                finally:
-                    self._metrics.generated(call.num_prompt_tokens, call.num_tokens)
-                    await call.close()
-
-        await until_gone(receive, generate())
+        """Generates the answer and sends it."""
+        floor = 0 if recorder is None else recorder.floor
+        async with (
+            self.limiter.take(request.num_completions),
+            self.versions.use(request.model, floor) as adapter,
+        ):
+            call = Call(adapter)
+            try:
+                with self.engine.running():
+                    answer = await self.engine.answering.answer(request, call)
+                    if not isinstance(answer, dict):
+                        await _send_events(answer, call, send, recorder)
+                        return
+                _record(recorder, call)
+                body = body_of(answer | {"model": model_name(call.version)}, call)
+                await JSONResponse(body, headers={VERSION_HEADER: str(call.version)})(scope, receive, send)
+            finally:
+                self.metrics.generated(call.num_prompt_tokens, call.num_tokens)
+                await call.close()
 
 
 def _record(recorder: Recorder | None, call: Call) -> None:
@@ -109,11 +99,8 @@ async def _send_events(events: AsyncGenerator[str, None], call: Call, send: Send
     async with aclosing(events):
         async for event in events:
             if not begun:
-                headers = [
-                    (b"content-type", b"text/event-stream"),
-                    (VERSION_HEADER.encode(), str(call.version).encode()),
-                ]
-                await send({"type": "http.response.start", "status": 200, "headers": headers})
+                headers = {b"content-type": b"text/event-stream", VERSION_HEADER.encode(): str(call.version).encode()}
+                await send({"type": "http.response.start", "status": 200, "headers": list(headers.items())})
                 begun = True
             await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
     _record(recorder, call)

@@ -5,30 +5,18 @@ and whoever asked for that work goes on only when it has ended.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from producer.calls.refusals import RefusedError
-
-ReadBody = Callable[[Scope, Receive], Awaitable[bytes]]
 
 
 class ClientGoneError(Exception):
     """The client hung up before it had its answer."""
-
-
-class App:
-    """Wraps an ASGI function: Starlette would take a bare function for one that returns a response."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._app(scope, receive, send)
 
 
 class ResponseWatch:
@@ -50,33 +38,33 @@ class ResponseWatch:
             await JSONResponse(body, status, headers)(scope, receive, self._send)
 
 
-def body_reader(max_bytes: int, timeout_s: float) -> ReadBody:
-    """A function that reads the body of a request.
+async def read_body(scope: Scope, receive: Receive, max_bytes: int, timeout_s: float) -> bytes:
+    """Reads the body of a request.
 
-    It raises RefusedError for a body that is too large or comes too slowly, and ClientGoneError if the client hangs up.
+    Raises:
+        RefusedError: it is too large or comes too slowly.
+        ClientGoneError: the client hung up.
     """
-    too_large = f"the body has more than {max_bytes} bytes; raise serve.max_request_bytes"
-
-    async def read_body(scope: Scope, receive: Receive) -> bytes:
-        announced = Headers(scope=scope).get("content-length", "0")
-        if not announced.isdecimal() or int(announced) > max_bytes:
-            raise RefusedError(413, "too_large", too_large)
-        body = bytearray()
-        try:
-            async with asyncio.timeout(timeout_s):
-                while True:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise ClientGoneError
-                    body += message.get("body", b"")
-                    if len(body) > max_bytes:
-                        raise RefusedError(413, "too_large", too_large)
-                    if not message.get("more_body", False):
-                        return bytes(body)
-        except TimeoutError:
-            raise RefusedError(408, "too_slow", "the body did not come within serve.receive_timeout_s") from None
-
-    return read_body
+    too_large = RefusedError(
+        413, "too_large", f"the body has more than {max_bytes} bytes; raise serve.max_request_bytes"
+    )
+    announced = Headers(scope=scope).get("content-length", "0")
+    if not announced.isdecimal() or int(announced) > max_bytes:
+        raise too_large
+    body, more = bytearray(), True
+    try:
+        async with asyncio.timeout(timeout_s):
+            while more:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGoneError
+                body += message.get("body", b"")
+                if len(body) > max_bytes:
+                    raise too_large
+                more = message.get("more_body", False)
+    except TimeoutError:
+        raise RefusedError(408, "too_slow", "the body did not come within serve.receive_timeout_s") from None
+    return bytes(body)
 
 
 async def until_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> None:

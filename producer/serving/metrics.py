@@ -20,9 +20,20 @@ OUTCOMES: tuple[RequestOutcome, ...] = get_args(RequestOutcome)
 
 
 class ServeMetrics:
-    """Counts requests as they end. `refused` also counts connections that never became a request."""
+    """Counts requests as they end. `refused` also counts connections that never became a request.
 
-    def __init__(self, registry: CollectorRegistry, limiter: ClientLimiter) -> None:
+    Args:
+        agents: in a run with posted rewards.
+        atropos: in a run with `environment.atropos`.
+    """
+
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        limiter: ClientLimiter,
+        agents: Agents | None = None,
+        atropos: Atropos | None = None,
+    ) -> None:
         self.refused: Counter[Reason] = Counter()
         self.outcomes: Counter[RequestOutcome] = Counter()
         self.prompt_tokens = self.completion_tokens = 0
@@ -30,7 +41,7 @@ class ServeMetrics:
             "rl_producer_serve_request_seconds", "Time of a client's request, of any outcome; only with serve.enabled.",
             buckets=GENERATION_BUCKETS_S, registry=registry,
         )  # fmt: skip
-        readings = self._readings = Readings(registry)
+        readings = Readings(registry)
         readings.counters(
             "rl_producer_serve_requests_total",
             "Requests of clients to the endpoint (with serve.enabled, as the next), by how they ended.",
@@ -55,48 +66,13 @@ class ServeMetrics:
             "state",
             lambda: {"generating": limiter.taken, "waiting": limiter.num_waiting},
         )
+        if agents is not None:
+            _watch_agents(readings, agents)
+        if atropos is not None:
+            _watch_atropos(readings, atropos)
 
     def refuse(self, reason: Reason) -> None:
         self.refused[reason] += 1
-
-    def watch(self, agents: Agents) -> None:
-        """Adds what agents do in a run with posted rewards."""
-        self._readings.counters(
-            "rl_producer_serve_episodes_total",
-            "Episodes of tasks that agents took (with posted rewards), by what became of them.",
-            "outcome",
-            lambda: {"rewarded": agents.rewarded, "unrewarded": agents.unrewarded, "failed": agents.failed},
-        )
-        self._readings.gauge(
-            "rl_producer_serve_waiting_tasks",
-            "Tasks that wait for an agent (with posted rewards).",
-            lambda: agents.num_waiting,
-        )
-
-    def watch_atropos(self, atropos: Atropos) -> None:
-        """Adds what environments of Atropos post."""
-        self._readings.counters(
-            "rl_producer_atropos_groups_total",
-            "Groups that environments posted (with environment.atropos, as the next), by what became of them.",
-            "outcome",
-            lambda: atropos.outcomes,
-        )
-        self._readings.gauges(
-            "rl_producer_atropos_queue",
-            "Groups that wait for a lease, and leases that wait for a group.",
-            "waiting",
-            lambda: {"groups": atropos.queue.num_groups, "leases": atropos.queue.num_leases},
-        )
-        self._readings.gauge(
-            "rl_producer_atropos_recorded_bytes",
-            "What was sampled for environments and is not scored yet.",
-            lambda: atropos.calls.num_bytes,
-        )
-        self._readings.counter(
-            "rl_producer_atropos_evicted_total",
-            "Calls of environments that were forgotten to make room, before they were scored.",
-            lambda: atropos.calls.evicted,
-        )
 
     def generated(self, num_prompt_tokens: int, num_tokens: int) -> None:
         self.prompt_tokens += num_prompt_tokens
@@ -105,3 +81,42 @@ class ServeMetrics:
     def ended(self, outcome: RequestOutcome, seconds: float) -> None:
         self.outcomes[outcome] += 1
         self._seconds.observe(seconds)
+
+
+def _watch_agents(readings: Readings, agents: Agents) -> None:
+    readings.counters(
+        "rl_producer_serve_episodes_total",
+        "Episodes of tasks that agents took (with posted rewards), by what became of them.",
+        "outcome",
+        lambda: {"rewarded": agents.rewarded, "unrewarded": agents.unrewarded, "failed": agents.failed},
+    )
+    readings.gauge(
+        "rl_producer_serve_waiting_tasks",
+        "Tasks that wait for an agent (with posted rewards).",
+        lambda: agents.num_waiting,
+    )
+
+
+def _watch_atropos(readings: Readings, atropos: Atropos) -> None:
+    readings.counters(
+        "rl_producer_atropos_groups_total",
+        "Groups that environments posted (with environment.atropos, as the next), by what became of them.",
+        "outcome",
+        lambda: atropos.outcomes,
+    )
+    readings.gauges(
+        "rl_producer_atropos_queue",
+        "Groups that wait for a lease, and leases that wait for a group.",
+        "waiting",
+        lambda: {"groups": atropos.queue.num_groups, "leases": atropos.queue.num_leases},
+    )
+    readings.gauge(
+        "rl_producer_atropos_recorded_bytes",
+        "What was sampled for environments and is not scored yet.",
+        lambda: atropos.calls.num_bytes,
+    )
+    readings.counter(
+        "rl_producer_atropos_evicted_total",
+        "Calls of environments that were forgotten to make room, before they were scored.",
+        lambda: atropos.calls.evicted,
+    )

@@ -106,13 +106,9 @@ class Serving:
         )
         share = engine.max_num_seqs if atropos is not None else max(1, engine.max_num_seqs // 4)
         limiter = ClientLimiter(settings.max_requests or share, settings.max_waiting)
-        metrics = ServeMetrics(registry, limiter)
-        if agents is not None:
-            metrics.watch(agents)
-        if atropos is not None:
-            metrics.watch_atropos(atropos)
+        metrics = ServeMetrics(registry, limiter, agents, atropos)
         generation = ClientGeneration(engine, self._versions, limiter, metrics)
-        endpoint = Endpoint(settings, keys, generation, metrics, agents, atropos)
+        endpoint = Endpoint(settings, keys, generation, agents, atropos)
         answer_s = settings.request_timeout_s + settings.receive_timeout_s  # the last of which is for its last bytes
         connections = ConnectionLimiter(settings.receive_timeout_s, answer_s, settings.max_connections, metrics.refuse)
         self._server = Server(endpoint, connections)

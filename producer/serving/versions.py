@@ -80,21 +80,9 @@ class ServedVersions:
         if found is None:
             raise self._unknown(name)
         await self._adapters.wait_for(floor)
-        with ExitStack() as pin:
-            current = pin.enter_context(self._adapters.pin())
-            is_new, adapter = current not in self._uses, None
-            self._uses.setdefault(current, _Use())
-            try:
-                adapter = (
-                    self._choose(current, floor) if found[1] is None else self._named(name, int(found[1]), current)
-                )
-            finally:
-                if is_new and adapter is not current:
-                    del self._uses[current]
-                elif is_new:
-                    self._uses[current].pin = pin.pop_all()
-            use = self._uses[adapter]
-            use.active += 1
+        adapter = self._choose(floor) if found[1] is None else self._named(name, int(found[1]))
+        use = self._use_of(adapter)
+        use.active += 1
         try:
             yield adapter
         finally:
@@ -132,38 +120,50 @@ class ServedVersions:
             use.used_at = use.named_at = -math.inf
         self.release_unused()
 
-    def _choose(self, current: Adapter, floor: int) -> Adapter:
+    def _use_of(self, adapter: Adapter) -> _Use:
+        """What clients do with an adapter that they hold, or with the current one."""
+        if adapter not in self._uses:
+            use = self._uses[adapter] = _Use()
+            use.pin.enter_context(self._adapters.pin())
+        return self._uses[adapter]
+
+    def _choose(self, floor: int) -> Adapter:
+        current = self._adapters.current
+        assert current is not None
+        is_used = current in self._uses and self._uses[current].active > 0
         draining = [
             adapter
             for adapter, use in self._uses.items()
             if use.active and use.named_at == -math.inf and adapter is not current
         ]
-        if self._is_merged or self._uses[current].active or len(draining) < _MAX_DRAINING:
+        if self._is_merged or is_used or len(draining) < _MAX_DRAINING:
             return current
         newest = max(draining, key=lambda adapter: adapter.version)
         return newest if newest.version >= floor else current
 
-    def _named(self, name: str, version: int, current: Adapter) -> Adapter:
+    def _named(self, name: str, version: int) -> Adapter:
+        current = self._adapters.current
+        assert current is not None
         known = [current] if self._is_merged else [current, *self._uses]
         adapter = next((adapter for adapter in known if adapter.version == version), None)
         if adapter is None:
             raise self._unknown(name)
         if not self._is_merged:
             self._make_room(adapter)
-            self._uses[adapter].named_at = self._clock()
+            self._use_of(adapter).named_at = self._clock()
         return adapter
 
     def _make_room(self, adapter: Adapter) -> None:
         """Makes room for another named version: the one whose name was used least recently loses its name."""
-        others = [use for other, use in self._uses.items() if other is not adapter and use.named_at > -math.inf]
-        if self._uses[adapter].named_at > -math.inf or len(others) < max(1, self._max_versions):
+        named = {other: use for other, use in self._uses.items() if use.named_at > -math.inf}
+        if adapter in named or len(named) < max(1, self._max_versions):
             return
-        idle = [use for use in others if not use.active]
+        idle = [use for use in named.values() if not use.active]
         if not idle:
             raise RefusedError(
                 429,
                 "busy",
-                f"clients already use {len(others)} versions by name (serve.max_versions); ask for {POLICY}",
+                f"clients already use {len(named)} versions by name (serve.max_versions); ask for {POLICY}",
             )
         min(idle, key=lambda use: use.named_at).named_at = -math.inf
 

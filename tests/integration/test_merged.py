@@ -1,15 +1,14 @@
 """Policies merged into the weights of a real vLLM engine: its log-probs are those of PEFT, and each token's version is true."""
 
 import asyncio
-import json
 
 import pytest
 import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from producer.calls.calls import Call, Stream
-from producer.calls.requests import parse_request
+from producer.calls.calls import Call
+from producer.calls.requests import check_request
 from producer.interfaces import AdapterRefusedError, Completion
 from producer.policies.registry import AdapterRegistry
 from protocol.config.sections.swap import TOLERANCES
@@ -93,7 +92,7 @@ def test_what_clients_get_has_its_version_token_by_token(live, registry, n):
     async def body():
         server = live.engine.openai_server(live.config)
         fields = {"model": "policy", "prompt": PROMPT, "n": n, "max_tokens": 240, "seed": 1, "stream": n > 1}
-        request = parse_request("completion", json.dumps(fields).encode())
+        request = check_request("completion", fields)
         await registry.publish(*live.policy(1), 0.0)
         for _ in range(10):
             with registry.pin() as adapter:
@@ -110,7 +109,7 @@ def test_what_clients_get_has_its_version_token_by_token(live, registry, n):
 
     async def everything(answering):
         answer = await answering
-        return [event async for event in answer.events] if isinstance(answer, Stream) else answer
+        return answer if isinstance(answer, dict) else [event async for event in answer]
 
     version, sampled = live.run(body())
     assert version == 1

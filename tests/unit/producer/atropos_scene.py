@@ -8,7 +8,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from producer.calls.calls import Answer, Call
+from producer.calls.calls import Call
 from producer.environments.atropos import Atropos
 from producer.serving.generation import ServedEngine
 from protocol.config.run import RunConfig
@@ -40,7 +40,7 @@ class CountingVllm:
         self.requests: list[dict[str, Any]] = []
         self._tokens = itertools.count(100)
 
-    async def answer(self, request, call: Call) -> Answer:
+    async def answer(self, request, call: Call) -> dict[str, Any]:
         self.requests.append(request.fields)
         prompt = request.fields.get("prompt", [1, 2])
         choices = []
@@ -51,7 +51,7 @@ class CountingVllm:
             sampled.token_versions = [call.adapter.version] * 2
             text = "".join(map(chr, sampled.token_ids))
             choices.append({"text": text, "message": {"role": "assistant", "content": text}})
-        return Answer({"choices": choices})
+        return {"choices": choices}
 
 
 class Scene(Endpoint):

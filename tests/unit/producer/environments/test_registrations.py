@@ -3,7 +3,8 @@
 import pytest
 
 from producer.calls.refusals import RefusedError
-from producer.environments.registrations import Environments, Registration, parse_registration
+from producer.calls.requests import decode_body
+from producer.environments.registrations import Environments, Registration
 
 
 def registration(weight: float = 1.0, length: float = 64) -> Registration:
@@ -52,5 +53,5 @@ def test_the_one_that_was_silent_for_longest_makes_room():
     ],
 )
 def test_what_is_no_registration_is_refused(body):
-    with pytest.raises(RefusedError, match="not the registration of an environment"):
-        parse_registration(body)
+    with pytest.raises(RefusedError, match="the body is not a registration"):
+        decode_body(body, Registration, "a registration")

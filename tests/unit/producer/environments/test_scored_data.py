@@ -7,7 +7,8 @@ import pytest
 
 from producer.calls.recorded import RecordedCall, RecordedCalls
 from producer.calls.refusals import RefusedError
-from producer.environments.scored_data import ScoredData, match_group, parse_scored_data
+from producer.calls.requests import decode_body
+from producer.environments.scored_data import ScoredData, ScoredGroups, match_group
 from producer.groups import group_message
 from protocol.wire.messages import Group, Sampling
 from tests.unit.producer.calls.test_recorded_calls import sampled
@@ -160,18 +161,15 @@ def test_prompts_that_differ_count_as_part_of_the_completion():
 )
 def test_what_is_no_scored_data_is_refused(body):
     with pytest.raises(RefusedError, match="not the scored data of Atropos"):
-        parse_scored_data(body, is_list=False)
+        decode_body(body, ScoredData, "the scored data of Atropos")
 
 
 def test_fields_that_are_not_needed_are_not_looked_at():
-    group = {
-        "tokens": [[1]],
-        "masks": [[1]],
-        "scores": [1],
+    group = {"tokens": [[1]], "masks": [[1]], "scores": [1]} | {
         "messages": None,
         "inference_logprobs": [[0.1]],
         "env_id": 3,
     }
-    assert parse_scored_data(json.dumps([group, group]).encode(), is_list=True)[1].scores == [1.0]
+    assert decode_body(json.dumps([group, group]).encode(), ScoredGroups, "")[1].scores == [1.0]
     with pytest.raises(RefusedError):
-        parse_scored_data(json.dumps([group] * 1025).encode(), is_list=True)
+        decode_body(json.dumps([group] * 1025).encode(), ScoredGroups, "")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from producer.calls.calls import Answer, Call, Stream
+from producer.calls.calls import Answer, Call
 from producer.calls.refusals import RefusedError
 from producer.environments.agents import Agents
 from producer.rollouts.engine_access import BusyClock
@@ -44,7 +44,7 @@ class Vllm:
         self.running = 0
         self.events = [f"data: {number}\n\n" for number in range(3)]
 
-    async def answer(self, request, call: Call) -> Answer | Stream:
+    async def answer(self, request, call: Call) -> Answer:
         if request.fields.get("user") == "refuse":
             raise RefusedError(400, "malformed", "vLLM refused: no")
         if request.fields.get("user") == "crash":
@@ -57,7 +57,7 @@ class Vllm:
         sampled = call.of("r", 0, [1, 2])
         sampled.finish_reason = "stop"
         sampled.token_ids, sampled.logprobs, sampled.token_versions = [7], [-0.5], [call.adapter.version]
-        return Stream(self._events()) if request.streams else Answer({"choices": [], "model": "?"})
+        return self._events() if request.streams else {"choices": [], "model": "?"}
 
     async def _events(self):
         for event in self.events:

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 from prometheus_client import CollectorRegistry
 
-from producer.calls.calls import Answer, Call, Stream
+from producer.calls.calls import Answer, Call
 from producer.rollouts.engine_access import BusyClock
 from producer.serving.client_limits import ClientLimiter
 from producer.serving.endpoint import Endpoint
@@ -32,11 +32,11 @@ class Vllm:
         self.supersede = supersede
         self.wait: Callable[[], Awaitable[None]] = settle
 
-    async def answer(self, request, call: Call) -> Answer | Stream:
+    async def answer(self, request, call: Call) -> Answer:
         tokens = call.add("r", self._tokens(call))
         if request.streams:
-            return Stream(f"data: {token}\n\n" async for token in tokens)
-        return Answer({"choices": [token async for token in tokens]})
+            return (f"data: {token}\n\n" async for token in tokens)
+        return {"choices": [token async for token in tokens]}
 
     async def _tokens(self, call: Call):
         call.note_reader("r")
@@ -67,7 +67,7 @@ class Scene:
         self.metrics = ServeMetrics(CollectorRegistry(), self.limiter)
         engine = ServedEngine(self.vllm, setup.registry, 1, self.clock.running)
         generation = ClientGeneration(engine, self.versions, self.limiter, self.metrics)
-        self.endpoint = Endpoint(ServeSection(enabled=True), (), generation, self.metrics)
+        self.endpoint = Endpoint(ServeSection(enabled=True), (), generation)
         self.numbers = itertools.count(1)
 
     async def prepare(self) -> None:
