@@ -18,9 +18,8 @@ from numpy.typing import NDArray
 
 from producer.interfaces import Failure, LeaseFailure
 from producer.rewards.processes import WorkerLostError
-from producer.rewards.sources import RewardSources, WorkerReward
-from producer.rewards.thinking import Thinking
-from producer.rewards.views import View
+from producer.rewards.sources import HttpReward, WorkerReward, sources_of
+from producer.rewards.thinking import Thinking, View
 from producer.rewards.worker import Job, Scores
 from protocol.config.sections.rewards import RewardFunction, RewardsSection
 from protocol.throttle import Throttle
@@ -35,15 +34,9 @@ _PROMPT_SHOWN = 80
 class RewardObserver(Protocol):
     """Is told of every call of a function, and of what it failed to score."""
 
-    def reward_called(self, function: str, seconds: float) -> None:
-        return
+    def reward_called(self, function: str, seconds: float) -> None: ...
 
-    def reward_failed(self, function: str, reason: Failure, num_completions: int) -> None:
-        return
-
-
-class _Unobserved(RewardObserver):
-    """An observer that ignores what it is told."""
+    def reward_failed(self, function: str, reason: Failure, num_completions: int) -> None: ...
 
 
 class RewardPool:
@@ -51,21 +44,31 @@ class RewardPool:
 
     def __init__(self, section: RewardsSection, observer: RewardObserver | None = None) -> None:
         self._section = section
-        self._observer = observer or _Unobserved()
+        self._observer = observer
         self._warn = Throttle(logger)
         self._thinking: Thinking | None = None
-        self._sources = RewardSources(section)
+        self._sources = sources_of(section)
+        self._pools = list(
+            dict.fromkeys(source.workers for source in self._sources if isinstance(source, WorkerReward))
+        )
         self._limiters = {
             function.name: asyncio.Semaphore(function.concurrency or _SERVICE_CONCURRENCY)
             for function in section.functions
             if function.kind == "url" or (function.kind != "model" and function.concurrency is not None)
         }
-        self.num_workers = self._sources.num_workers
-        self.start, self.close = self._sources.start, self._sources.close
+        self.num_workers = sum(pool.num_workers for pool in self._pools)
 
     @property
     def num_idle(self) -> int:
-        return self._sources.num_idle
+        return sum(pool.num_idle for pool in self._pools)
+
+    async def start(self) -> None:
+        """Starts all workers. Raises ConfigError if a function cannot be imported."""
+        await asyncio.gather(*(pool.start() for pool in self._pools))
+
+    async def close(self) -> None:
+        services = [source.close() for source in self._sources if isinstance(source, HttpReward)]
+        await asyncio.gather(*(pool.close() for pool in self._pools), *services)
 
     def read_thinking(self, tokenizer: Any, chat_template_kwargs: dict[str, Any]) -> None:
         """Prepares to read reasoning; call it before the first `score`."""
@@ -86,8 +89,8 @@ class RewardPool:
         started = time.monotonic()
         job = Job(prompt, completions, completion_ids, columns)
         reasoning = None
-        assert self._thinking is not None or not self._section.reads_thinking, "read_thinking comes first"
-        if self._thinking is not None:
+        if self._section.reads_thinking:
+            assert self._thinking is not None, "read_thinking comes first"
             counts = self._section.counts_reasoning
             reasoning = await asyncio.to_thread(self._thinking.read, prompt, completions, completion_ids, count=counts)
         views = [View.of(self._section, function, job, reasoning) for function in self._section.functions]
@@ -99,8 +102,8 @@ class RewardPool:
     async def _ask_all(self, jobs: list[Job]) -> list[Scores]:
         """Asks every function, in order. The asynchronous ones of the workers are awaited together, as TRL does."""
         together = {
-            index: source.number
-            for index, source in enumerate(self._sources.in_order)
+            index: source
+            for index, source in enumerate(self._sources)
             if isinstance(source, WorkerReward)
             and source.is_asynchronous
             and self._section.functions[index].name not in self._limiters
@@ -113,21 +116,21 @@ class RewardPool:
         found = dict(zip([*together, *alone], [*answers, *others], strict=True))
         return [found[index] for index in range(len(jobs))]
 
-    async def _ask_together(self, numbers: dict[int, int], jobs: list[Job]) -> list[Scores]:
-        """Asks these functions (index: number in the worker) in one call. If that loses its worker, nobody knows which
-        function is at fault, and each is asked alone."""
+    async def _ask_together(self, sources: dict[int, WorkerReward], jobs: list[Job]) -> list[Scores]:
+        """Asks these functions in one call. If that loses its worker, nobody knows which function is at fault, and each is asked
+        alone."""
         first: dict[int, Scores] = {}
-        if len(numbers) > 1:
-            limits_s = [self._section.limit_s(self._section.functions[index]) for index in numbers]
+        if len(sources) > 1:
+            limits_s = [self._section.limit_s(self._section.functions[index]) for index in sources]
+            numbers, called = [source.number for source in sources.values()], [jobs[index] for index in sources]
             with contextlib.suppress(WorkerLostError):
-                called = [jobs[index] for index in numbers]
-                found = await self._sources.shared.call(list(numbers.values()), called, limits_s)
-                first = dict(zip(numbers, found, strict=True))
-        return await asyncio.gather(*(self._ask(index, jobs[index], first.get(index)) for index in numbers))
+                found = await next(iter(sources.values())).workers.call(numbers, called, limits_s)
+                first = dict(zip(sources, found, strict=True))
+        return await asyncio.gather(*(self._ask(index, jobs[index], first.get(index)) for index in sources))
 
     async def _ask(self, index: int, job: Job, scores: Scores | None = None) -> Scores:
         """Asks one function, with retries. `scores` is the result of the first attempt, if there was one."""
-        function, source = self._section.functions[index], self._sources.in_order[index]
+        function, source = self._section.functions[index], self._sources[index]
         if not job.completions:
             return Scores([])
         for attempt in range(function.attempts):
@@ -136,7 +139,8 @@ class RewardPool:
             if attempt > 0 or scores is None:
                 async with self._limiters.get(function.name, contextlib.nullcontext()):
                     scores = await source.ask(job, self._section.limit_s(function))
-            self._observer.reward_called(function.name, scores.seconds)
+            if self._observer is not None:
+                self._observer.reward_called(function.name, scores.seconds)
             if scores.rewards is not None or scores.is_final:
                 break
         assert scores is not None
@@ -163,7 +167,8 @@ class RewardPool:
     def _failed(
         self, function: RewardFunction, reason: Failure, problem: str, prompt: Any, num_completions: int
     ) -> str:
-        self._observer.reward_failed(function.name, reason, num_completions)
+        if self._observer is not None:
+            self._observer.reward_failed(function.name, reason, num_completions)
         said = f"{function.place} {problem}"
         shown = f"{num_completions} completion{'s' if num_completions > 1 else ''} of prompt {str(prompt)[:_PROMPT_SHOWN]!r}"
         self._warn(f"{function.name} {reason}", f"reward {function.name} is missing for {shown} ({reason}): {said}")

@@ -10,8 +10,8 @@ list.
 """
 
 import asyncio
+import contextlib
 import logging
-import time
 from collections.abc import Mapping
 
 import msgspec
@@ -108,20 +108,17 @@ class WorkerPool:
         """Returns the answer to a call, unless time or memory run out first."""
         asked = asyncio.ensure_future(worker.ask(call, Answer))
         limit_s = max(call.limits_s)
-        deadline = time.monotonic() + limit_s + grace_s
         try:
-            while not asked.done():
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise WorkerLostError(
-                        "timeout",
-                        f"did not return within {limit_s:g} seconds and its worker was killed; make it faster, give it a "
-                        "deadline of its own, or raise its timeout_s (or rewards.timeout_s)",
-                    )
-                await asyncio.wait({asked}, timeout=min(left, _LOOK_EVERY_S))
-                if not asked.done():
+            async with asyncio.timeout(limit_s + grace_s):
+                while not (await asyncio.wait({asked}, timeout=_LOOK_EVERY_S))[0]:
                     self._check_memory(worker)
             return asked.result()
+        except TimeoutError:
+            raise WorkerLostError(
+                "timeout",
+                f"did not return within {limit_s:g} seconds and its worker was killed; make it faster, give it a deadline of its "
+                "own, or raise its timeout_s (or rewards.timeout_s)",
+            ) from None
         except ChildEndedError as error:
             raise WorkerLostError("crashed", f"lost its worker: {error}") from None
         finally:
@@ -138,28 +135,24 @@ class WorkerPool:
             )
 
     async def _start_worker(self) -> ChildProcess:
+        source = f"rewards {self._shown}, while loading,"
         try:
             worker = self._children.start(
-                "producer.rewards.worker",
-                self._sources,
-                source=f"rewards {self._shown}, while loading,",
-                environment=self._environment,
+                "producer.rewards.worker", self._sources, source=source, environment=self._environment
             )
         except ChildEndedError as error:
             raise WorkerLostError("crashed", f"rewards.functions: {self._shown} have no worker: {error}") from None
-        usable = False
-        try:
-            ready = await asyncio.wait_for(worker.receive(Ready), self._start_timeout_s)
+        with contextlib.ExitStack() as unless_usable:
+            unless_usable.callback(self._children.terminate, worker)
+            try:
+                ready = await asyncio.wait_for(worker.receive(Ready), self._start_timeout_s)
+                problem = "\n".join(ready.problems)
+            except TimeoutError:
+                problem = f"rewards.functions: loading {self._shown} took more than {self._start_timeout_s:g} seconds"
+            except ChildEndedError as error:
+                problem = f"rewards.functions: importing {self._shown} lost the worker: {error}"
+            if problem:
+                raise WorkerLostError("crashed", problem)
             self.asynchronous = ready.asynchronous
-            usable = not ready.problems
-            problem = "\n".join(ready.problems)
-        except TimeoutError:
-            problem = f"rewards.functions: loading {self._shown} took more than {self._start_timeout_s:g} seconds"
-        except ChildEndedError as error:
-            problem = f"rewards.functions: importing {self._shown} lost the worker: {error}"
-        finally:
-            if not usable:
-                self._children.terminate(worker)
-        if problem:
-            raise WorkerLostError("crashed", problem)
+            unless_usable.pop_all()
         return worker

@@ -1,33 +1,42 @@
 """The sources of rewards: functions in worker processes, models in processes of their own, HTTP services.
 
-Guarantee: a source answers with scores or a reason within the limit it is given.
+Guarantee: a source answers with scores or a reason within the limit it is given. A service gets one request per group. No
+redirect is followed, and no more than `max_answer_bytes` are read. An answer of another form is a failure that says so.
+
+    POST URL  {"prompt": ..., "completions": [...], "completion_ids": [[...]], "columns": {"answer": ...}}
+    200       {"rewards": [1.0, null, ...]}   a finite number per completion, null for missing
 """
 
 import asyncio
+import os
 import time
-from typing import Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+import msgspec
+
+from producer.interfaces import Failure
 from producer.rewards.processes import WorkerLostError, WorkerPool
-from producer.rewards.service import HttpReward
-from producer.rewards.worker import Job, Scores, Source
-from protocol.config.sections.rewards import RewardFunction, RewardModel, RewardService, RewardsSection
+from producer.rewards.worker import Job, Scores, Source, checked
+from protocol.config.sections.rewards import RewardModel, RewardService, RewardsSection
+from protocol.errors import ConfigError
+from protocol.security.secret_lines import secret_line
+
+if TYPE_CHECKING:
+    from aiohttp import ClientResponse, ClientSession
 
 _START_TIMEOUT_S = 120.0  # imports of the user's modules included
 _MODEL_START_TIMEOUT_S = 900.0  # a download included
+_SHOWN = 300
+_WORTH_ANOTHER_TRY = {408, 425, 429}
 
 
-class RewardSource(Protocol):
-    """Something that scores a job with one function."""
-
-    async def ask(self, job: Job, limit_s: float) -> Scores: ...
-
-
+@dataclass(frozen=True)
 class WorkerReward:
     """One function of a pool of workers."""
 
-    def __init__(self, workers: WorkerPool, number: int) -> None:
-        self.workers = workers
-        self.number = number
+    workers: WorkerPool
+    number: int
 
     @property
     def is_asynchronous(self) -> bool:
@@ -42,58 +51,97 @@ class WorkerReward:
         return scores
 
 
-class RewardSources:
-    """The sources of a section's functions, in their order: `in_order`. Functions share the workers `shared`."""
+class _Answer(msgspec.Struct):
+    rewards: list[float | None]
 
-    def __init__(self, section: RewardsSection) -> None:
-        ours = {each.name: _source(each) for each in section.functions if each.kind in ("function", "builtin")}
-        self._numbers = list(ours)
-        self.shared = WorkerPool(ours, section.num_workers if ours else 0, section.max_memory_bytes, _START_TIMEOUT_S)
-        self._pools, self._services = [self.shared], list[HttpReward]()
-        self.in_order: list[RewardSource] = [self._made(function) for function in section.functions]
 
-    def _made(self, function: RewardFunction) -> RewardSource:
-        settings = function.settings if function.kind != "function" else None
-        if isinstance(settings, RewardService):
-            service = HttpReward(function.name, str(function.url), settings)
-            self._services.append(service)
-            return service
-        if isinstance(settings, RewardModel):
-            workers = WorkerPool(
-                {function.name: Source(shipped="model", options=function.options | {"path": function.model})},
-                function.concurrency or 1,
-                None,  # a model's memory is known beforehand
-                _MODEL_START_TIMEOUT_S,
-                {
-                    "CUDA_VISIBLE_DEVICES": "" if settings.gpu is None else str(settings.gpu),
-                    "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-                },
-            )
-            self._pools.append(workers)
-            return WorkerReward(workers, 0)
-        return WorkerReward(self.shared, self._numbers.index(function.name))
+class HttpReward:
+    """A service. Raises ConfigError where a header's variable is not set, or holds what no header can."""
 
-    @property
-    def num_workers(self) -> int:
-        return sum(pool.num_workers for pool in self._pools)
-
-    @property
-    def num_idle(self) -> int:
-        return sum(pool.num_idle for pool in self._pools)
-
-    async def start(self) -> None:
-        """Starts all workers.
-
-        Raises:
-            ConfigError: a function cannot be imported.
-        """
-        await asyncio.gather(*(pool.start() for pool in self._pools))
+    def __init__(self, name: str, url: str, settings: RewardService) -> None:
+        self._url = url
+        self._max_answer_bytes = settings.max_answer_bytes
+        self._headers = {"Content-Type": "application/json"}
+        self._session: ClientSession | None = None
+        for header, variable in settings.headers_env.items():
+            if variable not in os.environ:
+                raise ConfigError(
+                    f"rewards.functions: {name}: header {header} needs the environment variable {variable}"
+                )
+            where = f"rewards.functions: {name}: environment variable {variable}, header {header}"
+            self._headers[header] = secret_line(os.environb[variable.encode()], where)
 
     async def close(self) -> None:
-        await asyncio.gather(*(pool.close() for pool in self._pools), *(service.close() for service in self._services))
+        if self._session is not None:
+            await self._session.close()
+
+    async def ask(self, job: Job, limit_s: float) -> Scores:
+        started = time.monotonic()
+        scores = await self._within(job, limit_s)
+        return msgspec.structs.replace(scores, seconds=time.monotonic() - started)
+
+    async def _within(self, job: Job, limit_s: float) -> Scores:
+        import aiohttp  # it takes a fifth of a second, which only runs with a service need to spend
+
+        if self._session is None:
+            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        fields = ("prompt", "completions", "completion_ids", "columns")
+        body = msgspec.json.encode({name: getattr(job, name) for name in fields})
+        try:
+            async with (
+                asyncio.timeout(limit_s),
+                self._session.post(self._url, data=body, headers=self._headers, allow_redirects=False) as response,
+            ):
+                return await self._read(response, len(job.completions))
+        except TimeoutError:
+            return _failed(f"did not answer within {limit_s:g} seconds", "timeout")
+        except (aiohttp.ClientError, OSError) as error:
+            return _failed(f"cannot be asked: {error or type(error).__name__}", "unavailable")
+
+    async def _read(self, response: "ClientResponse", count: int) -> Scores:
+        content, status = bytearray(), response.status
+        async for part in response.content.iter_any():
+            content += part
+            if len(content) > self._max_answer_bytes:
+                return _failed(f"answered more than options.max_answer_bytes={self._max_answer_bytes}", "invalid")
+        if status != 200:
+            said = content[:_SHOWN].decode(errors="replace")
+            is_final = 300 <= status < 500 and status not in _WORTH_ANOTHER_TRY
+            return _failed(f"answered with status {status}: {said}", "unavailable", is_final=is_final)
+        try:
+            answer = msgspec.json.decode(content, type=_Answer)
+        except msgspec.DecodeError as error:
+            return _failed(f'answered something else than {{"rewards": [...]}}: {error}', "invalid")
+        return checked(answer.rewards, count)
 
 
-def _source(function: RewardFunction) -> Source:
-    if function.function is not None:
-        return Source(function=function.function)
-    return Source(shipped=str(function.builtin), options=function.options)
+def _failed(problem: str, reason: Failure, *, is_final: bool = False) -> Scores:
+    return Scores(None, problem, reason, is_final=is_final)
+
+
+def sources_of(section: RewardsSection) -> list[WorkerReward | HttpReward]:
+    """The sources of a section's functions, in their order. Functions share workers; each model has its own.
+
+    Raises:
+        ConfigError: a service has a header that cannot be sent.
+    """
+    ours = {
+        each.name: Source(each.function or "", each.builtin or "", each.options)
+        for each in section.functions
+        if each.kind in ("function", "builtin")
+    }
+    shared = WorkerPool(ours, section.num_workers, section.max_memory_bytes, _START_TIMEOUT_S)
+    sources: list[WorkerReward | HttpReward] = []
+    for function in section.functions:
+        settings = function.settings if function.kind != "function" else None
+        if isinstance(settings, RewardService):
+            sources.append(HttpReward(function.name, str(function.url), settings))
+        elif isinstance(settings, RewardModel):
+            model = {function.name: Source(shipped="model", options=function.options | {"path": function.model})}
+            gpu = "" if settings.gpu is None else str(settings.gpu)
+            where = {"CUDA_VISIBLE_DEVICES": gpu, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+            count = function.concurrency or 1  # and no limit of memory, which is known beforehand
+            sources.append(WorkerReward(WorkerPool(model, count, None, _MODEL_START_TIMEOUT_S, where), 0))
+        else:
+            sources.append(WorkerReward(shared, list(ours).index(function.name)))
+    return sources

@@ -122,42 +122,38 @@ def _is_asynchronous(function: Callable[..., Any]) -> bool:
 def _answer(functions: list[Callable[..., Any]], call: Call) -> list[Scores]:
     if _is_asynchronous(functions[0]):
         return asyncio.run(_together(functions, call))
-    started = time.monotonic()
-    scores = _score(functions[0], call.jobs[0])
-    return [msgspec.structs.replace(scores, seconds=time.monotonic() - started)]
+    return [_score(functions[0], call.jobs[0])]
 
 
 async def _together(functions: list[Callable[..., Any]], call: Call) -> list[Scores]:
-    async def timed(function: Callable[..., Any], job: Job, limit_s: float) -> Scores:
-        started = time.monotonic()
-        scores = await _await_one(function, job, limit_s)
-        return msgspec.structs.replace(scores, seconds=time.monotonic() - started)
-
-    return await asyncio.gather(*map(timed, functions, call.jobs, call.limits_s))
+    return await asyncio.gather(*map(_await_one, functions, call.jobs, call.limits_s))
 
 
 async def _await_one(function: Callable[..., Any], job: Job, limit_s: float) -> Scores:
-    clock = asyncio.timeout(limit_s)
+    started, clock = time.monotonic(), asyncio.timeout(limit_s)
     try:
         async with clock:
-            returned = await function(**_arguments(job))
+            scores = checked(await function(**_arguments(job)), len(job.completions))
     except Exception as error:
         if isinstance(error, TimeoutError) and clock.expired():
-            return Scores(None, f"did not return within {limit_s:g} seconds", "timeout")
-        return Scores(None, raised())
-    return checked(returned, len(job.completions))
+            scores = Scores(None, f"did not return within {limit_s:g} seconds", "timeout")
+        else:
+            scores = Scores(None, raised())
+    return msgspec.structs.replace(scores, seconds=time.monotonic() - started)
 
 
 def _score(function: Callable[..., Any], job: Job) -> Scores:
+    started = time.monotonic()
     try:
         returned = function(**_arguments(job))
         if inspect.iscoroutine(returned):
             returned = asyncio.run(returned)
+        scores = checked(returned, len(job.completions))
     except MemoryError:
-        return Scores(None, "ran out of memory", "memory")
+        scores = Scores(None, "ran out of memory", "memory")
     except Exception:
-        return Scores(None, raised())
-    return checked(returned, len(job.completions))
+        scores = Scores(None, raised())
+    return msgspec.structs.replace(scores, seconds=time.monotonic() - started)
 
 
 def _arguments(job: Job) -> dict[str, Any]:
@@ -165,34 +161,30 @@ def _arguments(job: Job) -> dict[str, Any]:
     repeated = {key: [value] * count for key, value in job.columns.items() if key not in _NOT_COLUMNS}
     if job.reasoning_tokens:
         repeated["reasoning_tokens"] = job.reasoning_tokens
-    return {
-        "prompts": [job.prompt] * count,
-        "completions": job.completions,
-        "completion_ids": job.completion_ids,
-    } | repeated
+    ours = {"prompts": [job.prompt] * count, "completions": job.completions, "completion_ids": job.completion_ids}
+    return ours | repeated
 
 
 def checked(returned: Any, count: int) -> Scores:
     """Checks what a function returned: a number, None or an exception for each completion."""
+    problem = ""
     if not isinstance(returned, list | tuple):
-        returned_a = f"returned a {type(returned).__name__}"
-        return Scores(None, f"{returned_a}; return a list with one number or None per completion", "invalid")
-    if len(returned) != count:
-        return Scores(
-            None, f"returned {len(returned)} rewards for {count} completions; return one per completion", "invalid"
-        )
+        problem = f"returned a {type(returned).__name__}; return a list with one number or None per completion"
+    elif len(returned) != count:
+        problem = f"returned {len(returned)} rewards for {count} completions; return one per completion"
+    if problem:
+        return Scores(None, problem, "invalid")
     rewards: list[float] = []
     failed: dict[int, tuple[Failure, str]] = {}
     for index, reward in enumerate(returned):
-        value = math.nan
-        if isinstance(reward, Exception):
+        is_missing = reward is None or isinstance(reward, Exception)
+        value, problem = (math.nan, "") if is_missing else _number(reward)
+        rewards.append(value)
+        if problem:
+            failed[index] = "invalid", f"reward {index} {problem}"
+        elif isinstance(reward, Exception):
             said = f"reward {index}: {reward!s:.{_PROBLEM_CHARACTERS}}"
             failed[index] = "timeout" if isinstance(reward, TimeoutError) else "raised", said
-        elif reward is not None:
-            value, problem = _number(reward)
-            if problem:
-                failed[index] = "invalid", f"reward {index} {problem}"
-        rewards.append(value)
     if failed and len(failed) == count:
         reason, problem = failed[0]
         return Scores(None, problem, reason)

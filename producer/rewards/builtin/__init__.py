@@ -6,30 +6,17 @@ exception, so that the reward of that completion alone is missing.
 """
 
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any
 
+from producer.rewards.builtin import answers, models, programs
 from protocol.config.sections.builtin_rewards import SHIPPED
 from protocol.config.sections.rewards import RewardModel
-
-_MODULES = {
-    "exact_match": "answers",
-    "numeric_match": "answers",
-    "math_verify": "mathematics",
-    "format_regex": "answers",
-    "length_penalty": "lengths",
-    "reasoning_length": "lengths",
-    "code": "programs",
-}
 
 
 def make(name: str, options: dict[str, Any]) -> Callable[..., Any]:
     """Makes the function of a builtin, or of the model at `options["path"]`, once per worker."""
     if name == "model":
-        from producer.rewards.builtin.models import reward_model
-
-        given = dict(options)
-        return reward_model(given.pop("path"), RewardModel.model_validate(given))
-    module = import_module(f"producer.rewards.builtin.{_MODULES[name]}")
-    maker: Callable[[Any], Callable[..., Any]] = getattr(module, name)
+        path, settings = options["path"], {key: value for key, value in options.items() if key != "path"}
+        return models.reward_model(path, RewardModel.model_validate(settings))
+    maker: Callable[[Any], Callable[..., Any]] = getattr(programs if name == "code" else answers, name)
     return maker(SHIPPED[name].model_validate(options))

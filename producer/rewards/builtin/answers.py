@@ -1,16 +1,26 @@
-"""Rewards that compare the text of a completion: `exact_match`, `numeric_match`, `format_regex`.
+"""Rewards that look at the text of a completion, or at its length.
 
-Guarantee: they are pure functions of text and answer. A pattern that backtracks without end costs its completion `time_s` and
-no more.
+Guarantee: they are pure functions of text and answer, or of the sampled token ids, which are never made of text again. A pattern
+that backtracks without end costs its completion `time_s` and no more; math-verify interrupts itself. Both take SIGALRM, which a
+worker's main thread allows.
 """
 
 import math
 import re
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from producer.rewards.builtin.texts import Results, each, with_answers, within
-from protocol.config.sections.builtin_rewards import ExactMatch, FormatRegex, NumericMatch
+from producer.rewards.builtin.texts import Results, column_of, each, within
+from protocol.config.sections.builtin_rewards import (
+    ExactMatch,
+    FormatRegex,
+    LengthPenalty,
+    MathVerify,
+    NumericMatch,
+    ReasoningLength,
+)
+from protocol.errors import ConfigError
 
 _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?|[-+]?\.\d+")
 
@@ -25,50 +35,76 @@ def exact_match(options: ExactMatch) -> Callable[..., Results]:
         found = find(text)
         return float(found is not None and plain(found) == plain(str(answer)))
 
-    return with_answers(options.column, score)
+    return _with_answers(options.column, score)
 
 
 def numeric_match(options: NumericMatch) -> Callable[..., Results]:
-    find = _finder(options.pattern, options.time_s)
+    find, tolerance = _finder(options.pattern, options.time_s), options.tolerance
 
     def score(text: str, answer: Any) -> float:
         right = last_number(str(answer))
         if right is None:
             raise ValueError(f"column {options.column!r} has no number: {answer!r:.80}")
-        found = find(text)
-        number = None if found is None else last_number(found)
-        tolerance = options.tolerance
+        number = last_number(find(text) or "")
         return float(number is not None and math.isclose(number, right, rel_tol=tolerance, abs_tol=tolerance))
 
-    return with_answers(options.column, score)
+    return _with_answers(options.column, score)
 
 
 def format_regex(options: FormatRegex) -> Callable[..., Results]:
     pattern = re.compile(options.pattern, re.DOTALL)
     matches = pattern.fullmatch if options.whole else pattern.search
 
-    def score(_index: int, text: str) -> float:
-        with within(options.time_s, "the pattern"):
+    def score(text: str) -> float:
+        with within(options.time_s):
             return float(matches(text) is not None)
 
-    return lambda completions, **_columns: each(completions, score)
+    return lambda completions, **_columns: each(score, completions)
+
+
+def math_verify(options: MathVerify) -> Callable[..., Results]:
+    """Whether a mathematical answer is equivalent to the right one."""
+    try:
+        from math_verify import parse, verify
+    except ImportError as error:
+        raise ConfigError(
+            f"rewards.functions: builtin math_verify needs the package math-verify ({error}); pip install 'slipstream[math]'"
+        ) from error
+    limit = {"parsing_timeout": options.time_s, "raise_on_error": True}
+
+    def score(text: str, answer: Any) -> float:
+        right = parse(str(answer), **limit) or parse(f"${answer}$", **limit)  # bare LaTeX is found between dollar signs
+        if not right:
+            raise ValueError(f"column {options.column!r} has no mathematics: {answer!r:.80}")
+        return float(verify(right, parse(text, **limit), timeout_seconds=options.time_s, raise_on_error=True))
+
+    return _with_answers(options.column, score)
+
+
+def length_penalty(options: LengthPenalty) -> Callable[..., list[float]]:
+    return lambda completion_ids, **_columns: [_penalty(options, len(ids)) for ids in completion_ids]
+
+
+def reasoning_length(options: ReasoningLength) -> Callable[..., list[float]]:
+    return lambda reasoning_tokens, **_columns: [_penalty(options, count) for count in reasoning_tokens]
+
+
+def _penalty(options: LengthPenalty, num_tokens: int) -> float:
+    return -min(options.at_most, options.per_token * max(0, num_tokens - options.free_tokens))
+
+
+def _with_answers(column: str, score: Callable[[str, Any], float]) -> Callable[..., Results]:
+    return lambda completions, **columns: each(score, completions, column_of(columns, column))
 
 
 def last_number(text: str) -> float | None:
     """The last number of a text: 1250.5 in "it costs $1,250.50."; a sign belongs to it unless it is an operator ("5-3")."""
-    found = None
-    for match in _NUMBER.finditer(text):
-        found = match
+    found = _last(_NUMBER, text)
     if found is None:
         return None
-    number = found[0]
-    if (
-        number[0] in "+-"
-        and found.start() > 0
-        and (text[found.start() - 1].isalnum() or text[found.start() - 1] in ")]}")
-    ):
-        number = number[1:]
-    return float(number.replace(",", ""))
+    before = text[: found.start()][-1:]
+    is_operator = before.isalnum() or before in (")", "]", "}")
+    return float((found[0].lstrip("+-") if is_operator else found[0]).replace(",", ""))
 
 
 def _finder(pattern: str | None, limit_s: float) -> Callable[[str], str | None]:
@@ -78,10 +114,12 @@ def _finder(pattern: str | None, limit_s: float) -> Callable[[str], str | None]:
     compiled = re.compile(pattern, re.DOTALL)
 
     def find(text: str) -> str | None:
-        found = None
-        with within(limit_s, "the pattern"):
-            for match in compiled.finditer(text):
-                found = match
-        return None if found is None else found[found.re.groups and 1] or ""
+        with within(limit_s):
+            found = _last(compiled, text)
+        return None if found is None else found[compiled.groups and 1] or ""
 
     return find
+
+
+def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
+    return next(iter(deque(pattern.finditer(text), maxlen=1)), None)

@@ -40,23 +40,20 @@ def reward_model(path: str, options: RewardModel) -> Callable[..., list[float]]:
         return str(tokenizer.apply_chat_template([*prompt, *completion], tokenize=False))
 
     def score_all(prompts: list[Any], completions: list[Any], **_columns: Any) -> list[float]:
-        with torch.inference_mode():
-            return scored(prompts, completions)
-
-    def scored(prompts: list[Any], completions: list[Any]) -> list[float]:
         texts = [text(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
         rewards: list[float] = []
-        for start in range(0, len(texts), options.batch_size):
-            batch = tokenizer(
-                text=texts[start : start + options.batch_size],
-                return_tensors="pt",
-                padding=True,
-                padding_side="right",
-                truncation=True,
-                max_length=options.max_length,
-                add_special_tokens=False,
-            ).to(device)
-            rewards += model(**batch).logits[:, 0].float().tolist()
+        with torch.inference_mode():
+            for start in range(0, len(texts), options.batch_size):
+                batch = tokenizer(
+                    text=texts[start : start + options.batch_size],
+                    return_tensors="pt",
+                    padding=True,
+                    padding_side="right",
+                    truncation=True,
+                    max_length=options.max_length,
+                    add_special_tokens=False,
+                ).to(device)
+                rewards += model(**batch).logits[:, 0].float().tolist()
         return rewards
 
     return score_all

@@ -24,11 +24,7 @@ def text_of(completion: Any) -> str:
 
 
 def column_of(columns: dict[str, Any], name: str) -> list[Any]:
-    """The column's values, one per completion.
-
-    Raises:
-        KeyError: the dataset has no such column.
-    """
+    """The column's values, one per completion. Raises KeyError if the dataset has no such column."""
     if name not in columns:
         there = ", ".join(sorted(key for key in columns if key not in ("prompts", "completions", "completion_ids")))
         raise KeyError(f"the dataset has no column {name!r}; set options.column to one of: {there}")
@@ -36,35 +32,23 @@ def column_of(columns: dict[str, Any], name: str) -> list[Any]:
     return values
 
 
-def each(completions: list[Any], score: Callable[[int, str], float]) -> Results:
-    """Scores the text of every completion. The result of a completion that raised is its exception."""
+def each(score: Callable[..., float], completions: list[Any], *columns: list[Any]) -> Results:
+    """Scores the text of every completion with its values. The result of a completion that raised is its exception."""
     results: Results = []
-    for index, completion in enumerate(completions):
+    for completion, *values in zip(completions, *columns, strict=True):
         try:
-            results.append(score(index, text_of(completion)))
-        except KeyError:  # a missing column concerns all of them
-            raise
+            results.append(score(text_of(completion), *values))
         except Exception as error:
             results.append(error)
     return results
 
 
-def with_answers(column: str, score: Callable[[str, Any], float]) -> Callable[..., Results]:
-    """A reward that scores the text of every completion by the column's value for it."""
-
-    def score_all(completions: list[Any], **columns: Any) -> Results:
-        answers = column_of(columns, column)
-        return each(completions, lambda index, text: score(text, answers[index]))
-
-    return score_all
-
-
 @contextmanager
-def within(limit_s: float, what: str) -> Iterator[None]:
-    """Raises TimeoutError in the block when the time is over."""
+def within(limit_s: float) -> Iterator[None]:
+    """Raises TimeoutError in the block when the time of a pattern is over."""
 
     def over(_number: int, _frame: FrameType | None) -> None:
-        raise TimeoutError(f"{what} took more than {limit_s:g} seconds")
+        raise TimeoutError(f"the pattern took more than {limit_s:g} seconds")
 
     before = signal.signal(signal.SIGALRM, over)
     signal.setitimer(signal.ITIMER_REAL, limit_s)

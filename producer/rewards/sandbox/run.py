@@ -10,6 +10,7 @@ import contextlib
 import math
 import os
 import socket
+import time
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -59,71 +60,65 @@ class Sandbox:
         Raises:
             ConfigError: the isolation could not be set up, so that nothing was run.
         """
-        ours, theirs = zip(*(socket.socketpair() for _ in range(4)), strict=True)
-        with contextlib.ExitStack() as given:
-            for end in (*theirs, *([channel] if channel else ())):
-                given.enter_context(end)
-            main = given.enter_context(os.fdopen(os.memfd_create("main.py"), "w+b"))
-            main.write(program.encode())
-            main.seek(0)
-            passed = [main.fileno(), theirs[3].fileno(), *([channel.fileno()] if channel else ())]
-            try:
+        with contextlib.ExitStack() as ours:
+            with contextlib.ExitStack() as given:
+                if channel is not None:
+                    given.enter_context(channel)
+                ends, theirs = zip(*(socket.socketpair() for _ in range(4)), strict=True)
+                for end, other in zip(ends, theirs, strict=True):
+                    ours.enter_context(end).setblocking(False)
+                    given.enter_context(other)
+                main = given.enter_context(os.fdopen(os.memfd_create("main.py"), "w+b"))
+                main.write(program.encode())
+                main.seek(0)
+                passed = [main.fileno(), theirs[3].fileno(), *([channel.fileno()] if channel else ())]
                 process = KeptProcess(
                     self._isolation.command(*passed[:2]), stdin=theirs[0], stdout=theirs[1],
                     stderr=theirs[2], pass_fds=passed, env=ENVIRONMENT, cwd="/",
                 )  # fmt: skip
-            except BaseException:
-                _close(ours)
-                raise
-        try:
-            return await self._watch(process, ours, stdin)
-        finally:
-            ending = process.terminate()
-            _close(ours)
-            await asyncio.wait({ending})
+            try:
+                return await self._watch(process, ends, stdin)
+            finally:
+                await asyncio.wait({process.terminate()})
 
     async def _watch(self, process: KeptProcess, ends: tuple[socket.socket, ...], stdin: bytes) -> Outcome:
-        streams: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
-        output, errors = _Collected(self.limits.output_bytes), _Collected(self.limits.output_bytes)
-        tasks: list[asyncio.Future[Any]] = []
+        output, errors = bytearray(), bytearray()
+        feeding = asyncio.ensure_future(_feed(ends[0], stdin))
+        reading = asyncio.gather(
+            self._collect(ends[1], output), self._collect(ends[2], errors), process.exited(math.inf)
+        )
         try:
-            for end in ends[:3]:
-                streams.append(await asyncio.open_connection(sock=end))  # noqa: PERF401 - all that were opened are closed
-            reads = output.read(streams[1][0]), errors.read(streams[2][0])
-            tasks += [
-                asyncio.gather(*reads, process.exited(math.inf)),
-                asyncio.ensure_future(_feed(streams[0][1], stdin)),
-            ]
-            ended = await self._until_it_ends(process, tasks[0], (output, errors))
+            ended = await self._until_it_ends(process, reading, (output, errors))
             status = await asyncio.shield(process.terminate())
             if ended != "itself":
-                await asyncio.wait(tasks[:1], timeout=_LOOK_EVERY_S)
+                await asyncio.wait([reading], timeout=_LOOK_EVERY_S)
         finally:
-            for task in tasks:
-                task.cancel()
-            for _, writer in streams:
-                writer.transport.abort()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            feeding.cancel()
+            reading.cancel()
+            await asyncio.gather(feeding, reading, return_exceptions=True)
         if ended == "itself" and ends[3].recv(1) != b"1":
-            raise refusal(errors.content.decode(errors="replace").strip()[-400:])
+            raise refusal(errors.decode(errors="replace").strip()[-400:])
         code = -9 if status is None else status
-        return Outcome(128 - code if code < 0 else code, bytes(output.content), bytes(errors.content), ended)
+        return Outcome(128 - code if code < 0 else code, bytes(output), bytes(errors), ended)
+
+    async def _collect(self, end: socket.socket, into: bytearray) -> None:
+        """Reads to the end of the output. What is beyond the limit is dropped."""
+        loop = asyncio.get_running_loop()
+        while part := await loop.sock_recv(end, 2**16):
+            into += part[: self.limits.output_bytes - len(into)]
 
     async def _until_it_ends(
-        self, process: KeptProcess, reading: "asyncio.Future[Any]", collected: tuple["_Collected", ...]
+        self, process: KeptProcess, reading: "asyncio.Future[Any]", collected: tuple[bytearray, ...]
     ) -> Ended:
-        clock = asyncio.get_running_loop().time
-        deadline = clock() + self.limits.time_s
-        while True:
-            await asyncio.wait({reading}, timeout=_LOOK_EVERY_S)
-            if reading.done():
-                return "itself"
-            if any(each.is_full for each in collected):
+        deadline = time.monotonic() + self.limits.time_s
+        while not (await asyncio.wait({reading}, timeout=_LOOK_EVERY_S))[0]:
+            if any(len(each) >= self.limits.output_bytes for each in collected):
                 return "output"
-            if clock() > deadline:
+            if time.monotonic() > deadline:
                 return "time"
             if process.resident_bytes() > self.limits.memory_bytes + _OWN_BYTES:
                 return "memory"
+        return "itself"
 
     async def check(self) -> None:
         """Runs a self-test that tries to get around the isolation.
@@ -137,32 +132,10 @@ class Sandbox:
             raise refusal(found or f"the self-test ended by {outcome.ended} with {outcome.code}")
 
 
-class _Collected:
-    """Output up to a limit. What comes after it is dropped."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self.content = bytearray()
-        self._max_bytes = max_bytes
-
-    @property
-    def is_full(self) -> bool:
-        return len(self.content) >= self._max_bytes
-
-    async def read(self, stream: asyncio.StreamReader) -> None:
-        while part := await stream.read(2**16):
-            self.content += part[: self._max_bytes - len(self.content)]
-
-
-async def _feed(stream: asyncio.StreamWriter, given: bytes) -> None:
+async def _feed(end: socket.socket, given: bytes) -> None:
     with contextlib.suppress(ConnectionError):  # a program that ends early has not read everything
-        stream.write(given)
-        await stream.drain()
-    stream.close()
-
-
-def _close(ends: tuple[socket.socket, ...]) -> None:
-    for end in ends:
-        end.close()
+        await asyncio.get_running_loop().sock_sendall(end, given)
+    end.shutdown(socket.SHUT_WR)
 
 
 _SELF_TEST = """

@@ -2,7 +2,7 @@
 
 import pytest
 
-from producer.rewards.service import HttpReward
+from producer.rewards.sources import HttpReward
 from producer.rewards.worker import Job
 from protocol.config.sections.rewards import RewardService
 from protocol.errors import ConfigError

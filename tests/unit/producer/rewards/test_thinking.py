@@ -11,8 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from producer.rewards.pool import RewardPool
-from producer.rewards.thinking import Thinking, segments
-from producer.rewards.views import View
+from producer.rewards.thinking import Thinking, View, segments
 from producer.rewards.worker import Job, Scores
 from protocol.config.sections.rewards import RewardsSection, ThinkingSection
 
