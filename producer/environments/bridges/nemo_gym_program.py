@@ -6,34 +6,21 @@ endpoint. Fields that say how to sample are left out. An answer is bounded in by
 """
 
 import asyncio
-import http.client
 import json
-import time
-import urllib.error
-import urllib.request
-from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from producer.environments.bridges.program import Environment, ProblemError, row_of
+from producer.environments.bridges.http_client import HttpClient
+from producer.environments.bridges.program import ProblemError, row_of
 
 _ALIVE_TIMEOUT_S = 10.0
 _AS_THE_RUN_SAYS = ("temperature", "top_p", "max_output_tokens", "model")
-_LONGEST_ANSWER_BYTES = 64 * 2**20  # it repeats the row and has the whole conversation
-_PIECE_BYTES = 2**16
 _SHOWN = 500  # characters of a refusal
 
-_T = TypeVar("_T")
 
-
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, *_: Any) -> None:
-        return None
-
-
-def load(settings: dict[str, Any]) -> Environment:
+def load(settings: dict[str, Any]) -> "NemoGymAgent":
     """
     Args:
         settings: `url`, `episode_timeout_s` and `max_concurrent`, as in the configuration; for rows, `source`, a file of the
@@ -43,7 +30,7 @@ def load(settings: dict[str, Any]) -> Environment:
         ProblemError: no server answers there.
     """
     agent = NemoGymAgent(settings)
-    if settings["kind"] == "play" and (problem := agent.problem_now()):
+    if settings["kind"] == "play" and (problem := asyncio.run(agent.problem())):
         raise ProblemError(f"environment.nemo_gym.url: {problem}; start NeMo Gym's servers first")
     return agent
 
@@ -55,8 +42,7 @@ class NemoGymAgent:
         self._url = settings["url"]
         self._source = Path(settings.get("source", ""))
         self._timeout_s = settings["episode_timeout_s"]
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirects)
-        self._threads = ThreadPoolExecutor(settings["max_concurrent"] + 1)
+        self._http = HttpClient(settings["max_concurrent"])
 
     def rows(self, _max_rows: int | None) -> Iterator[dict[str, Any]]:
         try:
@@ -70,62 +56,33 @@ class NemoGymAgent:
             raise ProblemError(f"--from {self._source}: not UTF-8: {error}") from error
 
     @asynccontextmanager
-    async def playing(self, _base_url: str, _key: str) -> AsyncIterator["NemoGymAgent"]:
-        yield self
+    async def playing(self, _base_url: str, _key: str) -> AsyncIterator[None]:
+        yield
 
     async def problem(self) -> str:
-        return await self._in_thread(self.problem_now)
-
-    def problem_now(self) -> str:
-        """Why the server cannot be asked; empty if it can."""
         try:
-            with self._opener.open(f"{self._url}/openapi.json", timeout=_ALIVE_TIMEOUT_S):
-                return ""
-        except urllib.error.HTTPError as error:  # it is alive
-            error.close()
-            return ""
-        except (OSError, http.client.HTTPException) as error:
+            await self._http.ask(f"{self._url}/openapi.json", None, _ALIVE_TIMEOUT_S)
+        except OSError as error:
             return f"nothing answers at {self._url}: {error}"
+        return ""
 
     async def play(self, task: dict[str, Any], episode: str) -> dict[str, Any]:
         """Returns the answer's `reward` as `environment`, and its other numbers under their own names."""
         row = row_of(task)
         wanted = {key: value for key, value in row["responses_create_params"].items() if key not in _AS_THE_RUN_SAYS}
         wanted["metadata"] = (wanted.get("metadata") or {}) | {"episode": episode}
-        body = await self._in_thread(self._run, json.dumps(row | {"responses_create_params": wanted}).encode())
+        body = json.dumps(row | {"responses_create_params": wanted}).encode()
+        status, answer = await self._http.ask(f"{self._url}/run", body, self._timeout_s)
+        if status >= 300:  # each server quotes the answer of the one behind it, and doubles backslashes
+            said = answer.decode(errors="replace").replace("\\", "")[:_SHOWN]
+            raise RuntimeError(f"{self._url}/run: status {status}: {said}")
         try:
-            found = json.loads(body)
+            found = json.loads(answer)
         except (ValueError, RecursionError) as error:
             raise RuntimeError(f"{self._url}/run answered with no JSON: {error}") from None
         if not isinstance(found, dict) or not _is_number(found.get("reward")):
             raise RuntimeError(f"{self._url}/run answered without a number as `reward`")
         return {name: value for name, value in found.items() if _is_number(value)} | {"environment": found["reward"]}
-
-    def _run(self, row: bytes) -> bytes:
-        request = urllib.request.Request(  # noqa: S310 - http, which the configuration has checked
-            f"{self._url}/run", row, {"content-type": "application/json"}
-        )
-        ends_at = time.monotonic() + self._timeout_s
-        try:
-            with self._opener.open(request, timeout=self._timeout_s) as answer:
-                return self._body(answer, ends_at)
-        except urllib.error.HTTPError as error:
-            with error:
-                said = _unescaped(self._body(error, ends_at).decode(errors="replace"))[:_SHOWN]
-            raise RuntimeError(f"{self._url}/run: status {error.code}: {said}") from None
-
-    def _body(self, answer: Any, ends_at: float) -> bytes:
-        body = bytearray()
-        while piece := answer.read1(_PIECE_BYTES):
-            body += piece
-            if len(body) > _LONGEST_ANSWER_BYTES:
-                raise RuntimeError(f"{self._url}/run answered with more than {_LONGEST_ANSWER_BYTES} bytes")
-            if time.monotonic() > ends_at:
-                raise TimeoutError(f"{self._url}/run did not come to the end of its answer")
-        return bytes(body)
-
-    async def _in_thread(self, function: Callable[..., _T], *arguments: Any) -> _T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
 
 
 def _prompt(line: str, place: str) -> list[dict[str, str]]:
@@ -149,11 +106,6 @@ def _text(content: Any) -> str:
     if isinstance(content, list):
         return "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
     return content if isinstance(content, str) else ""
-
-
-def _unescaped(said: str) -> str:
-    """Removes backslashes: each server quotes the answer of the one behind it, and doubles them."""
-    return said.replace("\\", "")
 
 
 def _is_number(value: Any) -> bool:

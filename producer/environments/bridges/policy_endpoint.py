@@ -5,20 +5,19 @@ Guarantee: a request that may succeed at another attempt is repeated with growin
 """
 
 import asyncio
-import http.client
 import json
 import math
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+
+from producer.environments.bridges.http_client import HttpClient
 
 _WAIT_S = 30.0  # for a task
 _TIMEOUT_S = 30.0  # of a request, what it waits for a task not counted
 _ATTEMPTS = 6
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 8.0
 _TRANSIENT = (408, 429, 500, 502, 503, 504)
+_SHOWN_BYTES = 4096
 _LARGEST_REWARD = 1e30
 
 
@@ -39,9 +38,7 @@ class PolicyEndpoint:
 
     def __init__(self, base_url: str, key: str, num_threads: int) -> None:
         self._base_url = base_url
-        self._headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        self._threads = ThreadPoolExecutor(num_threads)
+        self._http = HttpClient(num_threads, {"authorization": f"Bearer {key}"} if key else {})
 
     async def take(self) -> dict[str, Any] | None:
         """Returns a task; None if there is none now."""
@@ -56,31 +53,24 @@ class PolicyEndpoint:
         await self._ask(f"/rollouts/{episode}/failure", {"reason": reason})
 
     async def _ask(self, path: str, body: Mapping[str, Any], timeout_s: float = _TIMEOUT_S) -> dict[str, Any] | None:
-        loop = asyncio.get_running_loop()
+        url, problem = self._base_url + path, ""
         for attempt in range(_ATTEMPTS):
             if attempt:
                 await asyncio.sleep(min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (attempt - 1)))
-            problem: Exception
             try:
-                return await loop.run_in_executor(self._threads, self._post, path, body, timeout_s)
-            except urllib.error.HTTPError as error:
-                said = error.read(4096).decode(errors="replace")
-                error.close()
-                if error.code == 404 and "unknown_episode" in said:
-                    raise TaskOverError from None
-                problem = RefusedByProducerError(f"{path}: status {error.code}: {said}")
-                if error.code not in _TRANSIENT:
-                    raise problem from None
-            except (OSError, http.client.HTTPException) as error:
-                problem = RefusedByProducerError(f"{self._base_url}{path}: {error}")
-        raise problem
-
-    def _post(self, path: str, body: Mapping[str, Any], timeout_s: float) -> dict[str, Any] | None:
-        data = json.dumps(body, allow_nan=False).encode()
-        request = urllib.request.Request(self._base_url + path, data, self._headers)  # noqa: S310 - of our producer
-        with self._opener.open(request, timeout=timeout_s) as answer:
-            content = answer.read()
-        return json.loads(content) if content else None
+                status, content = await self._http.ask(url, json.dumps(body).encode(), timeout_s)
+            except OSError as error:
+                problem = f"{url}: {error}"
+                continue
+            if status < 300:
+                return json.loads(content) if content else None
+            said = content[:_SHOWN_BYTES].decode(errors="replace")
+            if status == 404 and "unknown_episode" in said:
+                raise TaskOverError
+            problem = f"{path}: status {status}: {said}"
+            if status not in _TRANSIENT:
+                break
+        raise RefusedByProducerError(problem)
 
 
 def _number(value: Any) -> float | None:

@@ -32,14 +32,14 @@ class ProblemError(Exception):
     """Why nothing can be played; the text is for the user."""
 
 
-class Environment(Protocol):
+class Environment(Player, Protocol):
     """An environment that was loaded."""
 
     def rows(self, max_rows: int | None) -> Iterator[dict[str, Any]]:
         """Of the dataset, of which no more than `max_rows` are used: a `prompt` and what `play` needs."""
 
-    def playing(self, base_url: str, key: str) -> AbstractAsyncContextManager[Player]:
-        """With the policy at `base_url`."""
+    def playing(self, base_url: str, key: str) -> AbstractAsyncContextManager[None]:
+        """With the policy at `base_url`. Episodes are played in this context."""
 
 
 def row_of(task: dict[str, Any]) -> dict[str, Any]:
@@ -94,8 +94,8 @@ async def _play(environment: Environment, where: dict[str, Any]) -> None:
     assert current is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, current.cancel)
     endpoint = PolicyEndpoint(where["base_url"], where["key"], where["max_concurrent"] + 1)
-    async with environment.playing(where["base_url"], where["key"]) as player:
-        await TaskLoop(endpoint, player, where["max_concurrent"], where["episode_timeout_s"]).run()
+    async with environment.playing(where["base_url"], where["key"]):
+        await TaskLoop(endpoint, environment, where["max_concurrent"], where["episode_timeout_s"]).run()
 
 
 def _private_output() -> TextIO:

@@ -6,7 +6,7 @@ An exception of an environment fails its episode and nothing else.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from producer.environments.bridges.policy_endpoint import PolicyEndpoint, RefusedByProducerError, TaskOverError
@@ -16,12 +16,12 @@ logger = logging.getLogger(__name__)
 _PAUSE_S = 2.0
 _LONGEST_REASON = 1000  # characters
 
-Play = Callable[[dict[str, Any], str], Awaitable[Mapping[str, Any]]]
-"""Plays one episode of a task and returns rewards by name; those that the task asks for are posted."""
-
 
 class Player(Protocol):
-    async def play(self, task: dict[str, Any], episode: str) -> Mapping[str, Any]: ...
+    """Plays the episodes of tasks."""
+
+    async def play(self, task: dict[str, Any], episode: str) -> Mapping[str, Any]:
+        """Plays one and returns rewards by name; those that the task asks for are posted."""
 
     async def problem(self) -> str:
         """Why no episode can be played now, or nothing."""

@@ -39,6 +39,8 @@ class TasksetEnvironment:
                     "twice; remove them"
                 )
         self._env = load_environment(config)
+        self._task_class = type(self._env.taskset).task_type()
+        self._base_url = ""
 
     def rows(self, max_rows: int | None) -> Iterator[dict[str, Any]]:
         if max_rows is None and not self._env.taskset.bounded:
@@ -54,19 +56,10 @@ class TasksetEnvironment:
             yield {"prompt": system + prompt, "task": json.dumps(data.model_dump(mode="json", exclude_none=True))}
 
     @asynccontextmanager
-    async def playing(self, base_url: str, key: str) -> AsyncIterator["TasksetPlayer"]:
-        os.environ[_API_KEY_VARIABLE] = key or "none"
+    async def playing(self, base_url: str, key: str) -> AsyncIterator[None]:
+        os.environ[_API_KEY_VARIABLE], self._base_url = key or "none", base_url
         async with self._env.serving():
-            yield TasksetPlayer(self._env, base_url)
-
-
-class TasksetPlayer:
-    """Plays while the environment serves."""
-
-    def __init__(self, env: Any, base_url: str) -> None:
-        self._env = env
-        self._base_url = base_url
-        self._task_class = type(env.taskset).task_type()
+            yield
 
     async def problem(self) -> str:
         return ""
@@ -102,12 +95,8 @@ def rewards_of(traces: list[Any]) -> dict[str, float | None]:
         total = None if None in scores.values() else trace.reward
         for name, value in (trace.metrics | scores | {"environment": total}).items():
             found.setdefault(name, []).append(value)
-    return {name: _mean(values, len(traces)) for name, values in found.items()}
-
-
-def _mean(values: list[float | None], count: int) -> float | None:
-    given = [value for value in values if value is not None]
-    return sum(given) / count if len(given) == count else None
+    given = {name: [value for value in values if value is not None] for name, values in found.items()}
+    return {name: sum(values) / len(traces) if len(values) == len(traces) else None for name, values in given.items()}
 
 
 def _text(message: Any) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from producer.environments.bridges import nemo_gym_program
+from producer.environments.bridges import http_client
 from producer.environments.bridges.nemo_gym_program import load
 from producer.environments.bridges.policy_endpoint import _number
 from producer.environments.bridges.program import ProblemError, row_of
@@ -32,8 +32,8 @@ def played(url: str, row: Row = ROW, timeout_s: float = 10.0) -> dict[str, Any]:
     agent = load({"kind": "play", "url": url, "episode_timeout_s": timeout_s, "max_concurrent": 2})
 
     async def body() -> dict[str, Any]:
-        async with agent.playing("", "") as player:
-            return dict(await player.play({"columns": {"task": json.dumps(row)}}, "lease-7.1"))
+        async with agent.playing("", ""):
+            return dict(await agent.play({"columns": {"task": json.dumps(row)}}, "lease-7.1"))
 
     return asyncio.run(body())
 
@@ -73,8 +73,8 @@ def test_a_row_goes_as_it_is_but_names_its_episode_and_says_nothing_of_sampling(
 def test_a_wrong_answer_fails_the_episode_and_says_what_was_wrong(
     answer: tuple[int, dict[str, str], bytes], said: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(nemo_gym_program, "_LONGEST_ANSWER_BYTES", 4096)
-    with agent_server(lambda _: answer) as url, pytest.raises(RuntimeError, match=said):
+    monkeypatch.setattr(http_client, "_LONGEST_ANSWER_BYTES", 4096)
+    with agent_server(lambda _: answer) as url, pytest.raises((RuntimeError, OSError), match=said):
         played(url)
 
 
