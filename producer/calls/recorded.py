@@ -56,7 +56,6 @@ class RecordedCalls:
     Args:
         max_bytes: of all calls.
         keep_s: seconds after which a call is forgotten.
-        clock: monotonic seconds.
     """
 
     def __init__(

@@ -81,11 +81,7 @@ class ServedRequest:
 
 
 def check_request(kind: Kind, values: dict[str, Any]) -> ServedRequest:
-    """Checks the fields of a request.
-
-    Raises:
-        RefusedError: a field is not served.
-    """
+    """Checks the fields of a request. Raises RefusedError if a field is not served."""
     values = {name: value for name, value in values.items() if value is not None}
     if unknown := sorted(values.keys() - FIELDS[kind]):
         raise malformed(f"not served: {', '.join(unknown)[:200]}; remove it", unknown[0][:80])
@@ -107,20 +103,12 @@ def check_request(kind: Kind, values: dict[str, Any]) -> ServedRequest:
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """Reads a JSON object, without the numbers that JSON does not have.
-
-    Raises:
-        RefusedError: the body is none.
-    """
+    """Reads a JSON object, without the numbers that JSON does not have. Raises RefusedError if the body is none."""
     return decode_body(body, dict[str, Any], "a JSON object")
 
 
 def decode_body(body: bytes, kind: type[Body], what: str) -> Body:
-    """Reads a body of a known type; no body is an empty object.
-
-    Raises:
-        RefusedError: the body is not of this kind.
-    """
+    """Reads a body of a known type; no body is an empty object. Raises RefusedError if the body is not of this kind."""
     try:
         return msgspec.json.decode(body or b"{}", type=kind)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:

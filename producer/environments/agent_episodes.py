@@ -28,7 +28,7 @@ class AgentEpisode:
     prompt_length: int = 0
     num_calls: int = 0
     truncated: bool = False
-    rewards: dict[str, float] | None = None
+    rewards: list[float] | None = None  # in the order of their names
     failure: str = ""
 
     def note(self, sampled: Sampled) -> None:
@@ -51,11 +51,8 @@ class AgentEpisode:
 
 
 def as_in_training(request: ServedRequest, sampling: Sampling) -> ServedRequest:
-    """Returns the request, to be sampled as the lease says.
-
-    Raises:
-        RefusedError: the request asks for something else.
-    """
+    """Returns the request, to be sampled as the lease says. Raises RefusedError if the request asks for something
+    else."""
     if request.model != "policy" or request.num_completions != 1:
         raise malformed("a call of an episode asks for one completion of `policy`", "model")
     if (name := first_difference(request, sampling)) is not None:

@@ -36,11 +36,8 @@ _RUN += "program.main({0}.load)"
 
 
 class _Program:
-    """A process of the program, and the lines of JSON that it and the producer send each other.
-
-    Raises:
-        ConfigError: it cannot be started.
-    """
+    """A process of the program, and the lines of JSON that it and the producer send each other. Raises ConfigError if
+    it cannot be started."""
 
     def __init__(self, section: EnvironmentSection) -> None:
         if section.verifiers is not None:
@@ -52,22 +49,19 @@ class _Program:
             limits = section.model_dump(include={"episode_timeout_s", "max_concurrent"})
             self._settings = section.nemo_gym.model_dump() | limits
         command = [_found(python or sys.executable), "-c", _RUN.format(module), str(_ROOT)]
-        self._socket, theirs = socket.socketpair()
-        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+        ours, theirs = socket.socketpair()
         with theirs:
             try:
                 self._process = KeptProcess(command, _EXIT_GRACE_S, stdin=theirs.fileno(), stdout=theirs.fileno())
             except OSError as error:
-                self._socket.close()
+                ours.close()
                 raise ConfigError(f"{self._place}: the agent program cannot be started: {error}") from error
+        self._streams = asyncio.ensure_future(asyncio.open_connection(sock=ours, limit=_MAX_LINE_BYTES))
 
     @classmethod
     async def start(cls, section: EnvironmentSection, work: dict[str, Any]) -> "_Program":
-        """Starts a program that plays or sends rows, and waits until it has loaded its environment.
-
-        Raises:
-            ConfigError: the program cannot load it.
-        """
+        """Starts a program that plays or sends rows, and waits until it has loaded its environment. Raises ConfigError
+        if the program cannot load it."""
         program = cls(section)
         try:
             await program.send(program._settings | work)
@@ -75,26 +69,21 @@ class _Program:
                 await program.receive()
         except BaseException as error:
             await program.terminate()
-            if isinstance(error, TimeoutError):
-                raise ConfigError(
-                    f"{program._place}: the environment was not loaded within {_START_TIMEOUT_S:g} s"
-                ) from None
-            raise
+            if not isinstance(error, TimeoutError):
+                raise
+            why = f"the environment was not loaded within {_START_TIMEOUT_S:g} s"
+            raise ConfigError(f"{program._place}: {why}") from None
         return program
 
     async def send(self, message: dict[str, Any]) -> None:
-        _, writer = await self._connected()
+        _, writer = await asyncio.shield(self._streams)
         with contextlib.suppress(ConnectionError):  # it has ended, which `receive` and `ended` notice
             writer.write(json.dumps(message).encode() + b"\n")
             await writer.drain()
 
     async def receive(self) -> dict[str, Any]:
-        """Its next message.
-
-        Raises:
-            ConfigError: the program reports a problem, sends something else, or has ended.
-        """
-        reader, _ = await self._connected()
+        """Its next message. Raises ConfigError if the program reports a problem, sends something else, or has ended."""
+        reader, _ = await asyncio.shield(self._streams)
         try:
             line = await reader.readline()
         except (ConnectionError, ValueError):
@@ -102,10 +91,9 @@ class _Program:
         if not line.endswith(b"\n"):
             how = await self.terminate()
             raise ConfigError(f"{self._place}: the agent program ended ({how}); its last output is above")
-        try:
+        message: Any = None
+        with contextlib.suppress(ValueError, RecursionError):
             message = json.loads(line)
-        except (ValueError, RecursionError):
-            message = None
         if not isinstance(message, dict):
             raise ConfigError(
                 f"{self._place}: the agent program sent {line[:_SHOWN_BYTES]!r}, expected a JSON object: "
@@ -117,7 +105,7 @@ class _Program:
 
     async def ended(self) -> str:
         """Waits until it has ended and returns how."""
-        reader, _ = await self._connected()
+        reader, _ = await asyncio.shield(self._streams)
         with contextlib.suppress(ConnectionError):
             await reader.read()
         return await self.terminate()
@@ -125,20 +113,9 @@ class _Program:
     async def terminate(self) -> str:
         """Ends it, with SIGTERM first, and whatever it started; returns how it ended. Goes on by itself when it is cancelled."""
         ending = self._process.terminate()
-        ending.add_done_callback(lambda _: self._close())
+        ending.add_done_callback(lambda _: self._streams.result()[1].close())  # at whose end it would kill itself
         status = await asyncio.shield(ending)
         return "it does not end" if status is None else exit_text(status)
-
-    async def _connected(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        if self._streams is None:
-            self._streams = await asyncio.open_connection(sock=self._socket, limit=_MAX_LINE_BYTES)
-        return self._streams
-
-    def _close(self) -> None:
-        if self._streams is None:
-            self._socket.close()
-        else:
-            self._streams[1].close()
 
 
 class AgentProgram:
@@ -154,12 +131,8 @@ class AgentProgram:
         self, section: EnvironmentSection, base_url: str, key: str, agent_gone: Callable[[str], None] = lambda _: None
     ) -> None:
         self._section = section
-        self._where = {
-            "base_url": base_url,
-            "key": key,
-            "max_concurrent": section.max_concurrent,
-            "episode_timeout_s": section.episode_timeout_s,
-        }
+        limits = section.model_dump(include={"episode_timeout_s", "max_concurrent"})
+        self._where = {"base_url": base_url, "key": key} | limits
         self._agent_gone = agent_gone
         self._program: _Program | None = None
         self._closed = False
@@ -167,11 +140,8 @@ class AgentProgram:
         self.problem: str | None = None
 
     async def start(self) -> None:
-        """Starts the program and waits until it has loaded its environment.
-
-        Raises:
-            ConfigError: the program cannot load it.
-        """
+        """Starts the program and waits until it has loaded its environment. Raises ConfigError if the program cannot
+        load it."""
         self._program = await _Program.start(self._section, {"kind": "play"})
 
     async def run(self) -> None:
@@ -205,11 +175,8 @@ class AgentProgram:
 
 
 async def rows(section: EnvironmentSection, max_rows: int | None, source: str) -> AsyncIterator[dict[str, Any]]:
-    """The first rows of the environment's dataset, or of the file `source` of an agent that has none.
-
-    Raises:
-        ConfigError: the program cannot send them.
-    """
+    """The first rows of the environment's dataset, or of the file `source` of an agent that has none. Raises
+    ConfigError if the program cannot send them."""
     program = await _Program.start(section, {"kind": "rows", "max_rows": max_rows, "source": source})
     try:
         while "end" not in (message := await program.receive()):

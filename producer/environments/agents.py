@@ -16,7 +16,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -36,20 +36,17 @@ _MARGIN = 0.05  # of a lease's time, for scoring and delivery
 
 @dataclass(eq=False)
 class Task:
-    """A lease and its episodes."""
+    """A lease and its episodes. `done` has a result when all episodes are over, or the exception that the lease fails with."""
 
     lease: Lease
     episodes: list[AgentEpisode]
     ends_at: float
-    taken: bool = False
-    is_over: bool = False
-    taken_at: float = 0.0
-    failure: str = ""
-    done: asyncio.Event = field(default_factory=asyncio.Event)
+    done: "asyncio.Future[None]"
+    taken_at: float | None = None
 
     def fail(self, reason: str) -> None:
-        self.failure = self.failure or reason
-        self.done.set()
+        if not self.done.done():
+            self.done.set_exception(LeaseFailure("environment_failed", reason))
 
 
 class Agents:
@@ -57,7 +54,6 @@ class Agents:
 
     Args:
         reward_names: what agents post for an episode.
-        clock: monotonic seconds.
     """
 
     def __init__(self, reward_names: tuple[str, ...], clock: Callable[[], float] = time.monotonic) -> None:
@@ -66,51 +62,41 @@ class Agents:
         self._waiting: deque[Task] = deque()
         self._takers = WaitingLine[None, Task]()
         self._episodes: dict[str, tuple[Task, AgentEpisode]] = {}
-        self.taken = self.rewarded = self.unrewarded = self.failed = 0
+        self._missing = [math.nan] * len(reward_names)
+        self.rewarded = self.unrewarded = self.failed = 0
 
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
 
-    @property
-    def _missing(self) -> dict[str, float]:
-        return dict.fromkeys(self.reward_names, math.nan)
-
     # The lease's side
 
     async def fulfil(self, lease: Lease, waited_s: float = 0.0) -> tuple[list[Episode], NDArray[np.float32], float]:
-        """Returns the episodes of this lease once agents have generated and scored them, the rewards that they posted (float32,
-        (episodes, names), NaN for missing), and the seconds since an agent took the task.
+        """Returns the episodes of this lease once agents have generated and scored them, the rewards that they posted
+        (float32, (episodes, names), NaN for missing), and the seconds since an agent took the task. Raises LeaseFailure
+        if nobody took the task (`returned`), or an episode has no completion.
 
         Args:
             waited_s: how much of the lease's time is over.
-
-        Raises:
-            LeaseFailure: nobody took the task (`returned`), or an episode has no completion.
         """
-        count = lease.sampling.num_generations
-        names = [f"{lease.lease_id}.{number}" for number in range(count)]
+        names = [f"{lease.lease_id}.{number}" for number in range(lease.sampling.num_generations)]
         episodes = [AgentEpisode(name, lease.sampling, lease.policy_floor) for name in names]
         limit_s = max(0.0, lease.timeout_s * (1 - _MARGIN) - waited_s)
-        task = Task(lease, episodes, self._clock() + limit_s)
+        task = Task(lease, episodes, self._clock() + limit_s, asyncio.get_running_loop().create_future())
         self._episodes |= {episode.id: (task, episode) for episode in episodes}
         self._offer(task)
         try:
             async with asyncio.timeout(limit_s):
-                await task.done.wait()
+                await task.done
         except TimeoutError:
             self._check_left(task, limit_s)
         finally:
-            task.is_over = True
             if task in self._waiting:
                 self._waiting.remove(task)
             for name in names:
                 del self._episodes[name]
-        if task.failure:
-            raise LeaseFailure("environment_failed", task.failure)
-        posted = [[(episode.rewards or self._missing)[name] for name in self.reward_names] for episode in episodes]
-        rewards = np.array(posted, np.float32).reshape(count, len(self.reward_names))
-        return [episode.finished() for episode in episodes], rewards, self._clock() - task.taken_at
+        rewards = np.array([episode.rewards or self._missing for episode in episodes], np.float32)
+        return [episode.finished() for episode in episodes], rewards, self._clock() - (task.taken_at or 0.0)
 
     def _check_left(self, task: Task, limit_s: float) -> None:
         if not any(episode.num_calls for episode in task.episodes):
@@ -127,13 +113,12 @@ class Agents:
 
     def _offer(self, task: Task) -> None:
         """Gives the task to the agent that has waited longest, or puts it back if that agent has left meanwhile."""
-        task.taken = bool(self._takers.wishes)
-        if task.is_over:
-            return
-        if task.taken:
-            self._takers.give(task)
-        else:
-            self._waiting.append(task)
+        task.taken_at = self._clock() if self._takers.wishes else None
+        if not task.done.done():
+            if self._takers.wishes:
+                self._takers.give(task)
+            else:
+                self._waiting.append(task)
 
     # The agent's side
 
@@ -141,15 +126,13 @@ class Agents:
         """A task for an agent, in the fields of docs/serving.md; None if there is none within `wait_s`."""
         if self._waiting:
             task = self._waiting.popleft()
-            task.taken = True
+            task.taken_at = self._clock()
         else:
             try:
                 async with asyncio.timeout(wait_s):
                     task = await self._takers.wait(None, take_back=self._offer)
             except TimeoutError:
                 return None
-        self.taken += 1
-        task.taken_at = self._clock()
         lease = task.lease
         return {
             "id": lease.lease_id,
@@ -162,12 +145,9 @@ class Agents:
         }
 
     def prepare(self, episode_id: str, request: ServedRequest) -> tuple[AgentEpisode, ServedRequest]:
-        """Returns this episode and the request, to be sampled as the lease says.
-
-        Raises:
-            RefusedError: there is no such episode, or the call is not one that can be trained.
-        """
-        _, episode = self._unrewarded(episode_id)
+        """Returns this episode and the request, to be sampled as the lease says. Raises RefusedError if there is no
+        such episode, or the call is not one that can be trained."""
+        episode = self._unrewarded(episode_id)
         if episode.num_calls >= _MAX_CALLS:
             raise malformed(f"an episode may have {_MAX_CALLS} calls", "episode")
         prepared = as_in_training(request, episode.sampling)
@@ -175,17 +155,14 @@ class Agents:
         return episode, prepared
 
     def reward(self, episode_id: str, rewards: Mapping[str, Any]) -> dict[str, Any]:
-        """Ends an episode. The same rewards a second time change nothing.
-
-        Raises:
-            RefusedError: there is no such episode, nothing was sampled for it, or these are not its rewards.
-        """
+        """Ends an episode. The same rewards a second time change nothing. Raises RefusedError if there is no such
+        episode, nothing was sampled for it, or these are not its rewards."""
         task, episode = self._find(episode_id)
         if rewards.keys() != set(self.reward_names) or not all(map(_is_reward, rewards.values())):
             raise malformed(f"expected a finite number or null for each of {', '.join(self.reward_names)}")
-        posted = {name: math.nan if value is None else float(value) for name, value in rewards.items()}
+        posted = [math.nan if rewards[name] is None else float(rewards[name]) for name in self.reward_names]
         if episode.rewards is not None:
-            if not np.array_equal(list(posted.values()), [episode.rewards[name] for name in posted], equal_nan=True):
+            if not np.array_equal(posted, episode.rewards, equal_nan=True):
                 raise malformed("this episode has other rewards already", "episode", 409)
         elif not episode.records:
             raise malformed("nothing was sampled for this episode", "episode", 409)
@@ -195,42 +172,38 @@ class Agents:
         return self._ended(task, episode_id)
 
     def fail(self, episode_id: str, reason: str) -> dict[str, Any]:
-        """Ends an episode that its agent could not finish. Its rewards are missing; if nothing was sampled for it, its whole
-        task has failed.
-
-        Raises:
-            RefusedError: there is no such episode, or it has its rewards.
-        """
-        if self._find(episode_id)[1].failure:
-            return self._ended(self._find(episode_id)[0], episode_id)
-        task, episode = self._unrewarded(episode_id)
-        self.failed += 1
-        episode.failure, episode.rewards = reason, self._missing
-        if not episode.records:
-            task.fail(f"an episode failed before anything was sampled for it: {reason}")
+        """Ends an episode that its agent could not finish. Its rewards are missing; if nothing was sampled for it, its
+        whole task has failed. Raises RefusedError if there is no such episode, or it has its rewards."""
+        task, episode = self._find(episode_id)
+        if not episode.failure:
+            self._unrewarded(episode_id)
+            self.failed += 1
+            episode.failure, episode.rewards = reason, self._missing
+            if not episode.records:
+                task.fail(f"an episode failed before anything was sampled for it: {reason}")
         return self._ended(task, episode_id)
 
     def fail_taken(self, reason: str) -> None:
         """Fails every task that was taken, because the agent has ended."""
-        for task in {id(task): task for task, _ in self._episodes.values() if task.taken}.values():
+        for task in dict.fromkeys(task for task, _ in self._episodes.values() if task.taken_at is not None):
             self.failed += sum(episode.rewards is None for episode in task.episodes)
             task.fail(reason)
 
     def _ended(self, task: Task, episode_id: str) -> dict[str, Any]:
         left = sum(other.rewards is None for other in task.episodes)
-        if left == 0:
-            task.done.set()
+        if left == 0 and not task.done.done():
+            task.done.set_result(None)
         return {"id": episode_id, "task": task.lease.lease_id, "episodes_left": left}
 
-    def _unrewarded(self, episode_id: str) -> tuple[Task, AgentEpisode]:
-        task, episode = self._find(episode_id)
+    def _unrewarded(self, episode_id: str) -> AgentEpisode:
+        _, episode = self._find(episode_id)
         if episode.rewards is not None:
             raise malformed("this episode has its rewards already", "episode", 409)
-        return task, episode
+        return episode
 
     def _find(self, episode_id: str) -> tuple[Task, AgentEpisode]:
         found = self._episodes.get(episode_id)
-        if found is None or not found[0].taken:
+        if found is None or found[0].taken_at is None:
             why = "no such episode: its task is over, or this producer is another one; take another"
             raise RefusedError(404, "unknown_episode", why, "episode")
         return found

@@ -38,7 +38,6 @@ class Atropos:
     Args:
         max_model_len: tokens of a sequence of the engine.
         version: the policy that the engine has; -1 while there is none.
-        clock: monotonic seconds.
     """
 
     def __init__(
@@ -105,10 +104,7 @@ class Atropos:
     # Environments
 
     def register(self, registration: Registration) -> dict[str, Any]:
-        """
-        Raises:
-            RefusedError: the environment is set up for another run.
-        """
+        """Raises RefusedError if the environment is set up for another run."""
         if not self.is_ready:
             return {"status": "wait for trainer to start"}
         if registration.group_size != self.sampling.num_generations:
@@ -150,10 +146,8 @@ class Atropos:
         }
 
     def post(self, groups: list[ScoredData]) -> dict[str, Any]:
-        """
-        Raises:
-            RefusedError: a group is refused, or there is no room for it. Other groups may be accepted all the same.
-        """
+        """Raises RefusedError if a group is refused, or there is no room for it. Other groups may be accepted all the
+        same."""
         self._drop_stale()
         refusals: list[RefusedError] = []
         for group in groups:

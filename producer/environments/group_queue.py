@@ -40,10 +40,7 @@ class GroupQueue:
         return min(self._leases.wishes, default=0)
 
     def offer(self, group: Rollouts) -> Literal["leased", "queued", "stale"]:
-        """
-        Raises:
-            QueueFullError: nothing has changed; offer it later.
-        """
+        """Raises QueueFullError if there is no room for it now; nothing has changed then."""
         floors = self._leases.wishes
         if not floors:
             if len(self._groups) >= self._max_groups:

@@ -57,9 +57,9 @@ class EnvironmentSession:
     async def _ask(self, call: Call) -> Answer:
         what = f"tool {call.name}" if call.kind == "tool" else {"reward": "get_reward"}.get(call.kind, call.kind)
         limit_s = self._section.call_timeout_s + (_START_TIMEOUT_S if self._is_new else 0.0)
-        was_usable, self.is_usable = self.is_usable, False  # until it has answered
-        if not was_usable:
+        if not self.is_usable:
             raise EnvironmentFailedError(f"{what}: the process of the environment has ended")
+        self.is_usable = False  # until it has answered
         try:
             async with asyncio.timeout(limit_s):
                 answer = await self._process.ask(call, Answer)
@@ -93,22 +93,18 @@ class EnvironmentPool:
         self.description = Description([], has_reward=False)
 
     async def start(self) -> None:
-        """Starts the first environment and asks it for the description of all.
-
-        Raises:
-            ConfigError: it cannot be imported or made, its tools have no schemas, or it does not fit the configuration.
-        """
+        """Starts the first environment and asks it for the description of all. Raises ConfigError if it cannot be
+        imported or made, its tools have no schemas, or it does not fit the configuration."""
         try:
             async with self.session() as environment:
                 self.description = description = await environment.describe()
         except EnvironmentFailedError as error:
             raise ConfigError(f"environment.factory: {self._factory}: {error}") from error
         if description.has_reward != (self._section.reward_weight is not None):
-            raise ConfigError(
-                f"environment.reward_weight: {self._factory} has get_reward; say what it weighs, e.g. 1.0"
-                if description.has_reward
-                else f"environment.reward_weight: {self._factory} has no get_reward; remove the weight, or add the method"
-            )
+            said = "has get_reward; say what it weighs, e.g. 1.0"
+            if not description.has_reward:
+                said = "has no get_reward; remove the weight, or add the method"
+            raise ConfigError(f"environment.reward_weight: {self._factory} {said}")
         if description.tools and self._section.tool_parser is None:
             raise ConfigError(
                 f"environment.tool_parser: {self._factory} has tools; name vLLM's parser for the calls of this model, e.g. hermes"
@@ -119,11 +115,8 @@ class EnvironmentPool:
 
     @asynccontextmanager
     async def session(self) -> AsyncIterator[EnvironmentSession]:
-        """Holds an environment for the duration of the context. Waits for a slot.
-
-        Raises:
-            EnvironmentFailedError: no process can be started.
-        """
+        """Holds an environment for the duration of the context. Waits for a slot. Raises EnvironmentFailedError if no
+        process can be started."""
         async with self._slots:
             process, is_new = (self._idle.pop(), False) if self._idle else (self._start(), True)
             session = EnvironmentSession(process, self._section, is_new=is_new)

@@ -36,11 +36,7 @@ class _Environment:
 
 
 class Environments:
-    """See the module's guarantee.
-
-    Args:
-        clock: monotonic seconds.
-    """
+    """See the module's guarantee."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

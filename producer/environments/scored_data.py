@@ -52,14 +52,11 @@ class MatchedGroup(NamedTuple):
 
 
 def match_group(data: ScoredData, calls: RecordedCalls, sampling: Sampling, *, now: float) -> MatchedGroup:
-    """The group of these sequences, made of what was recorded.
+    """The group of these sequences, made of what was recorded. Raises RefusedError if the group asks for what is not done,
+    contradicts itself, or has a token to be trained that was not sampled here.
 
     Args:
         now: seconds of the clock of `calls`.
-
-    Raises:
-        RefusedError: the group asks for what is not done, contradicts itself, or has a token to be trained that was not sampled
-            here.
     """
     _check(data, sampling.num_generations)
     taken: set[RecordedCall] = set()

@@ -78,13 +78,11 @@ class RewardPool:
     async def score(
         self, prompt: Any, completions: list[Any], completion_ids: list[list[int]], columns: dict[str, Any]
     ) -> tuple[NDArray[np.float32], float]:
-        """Returns rewards as (completions, functions), NaN for missing, and the seconds it took.
+        """Returns rewards as (completions, functions), NaN for missing, and the seconds it took. Raises LeaseFailure if
+        nothing was scored because functions failed; the detail names them.
 
         Args:
             completions: texts, or lists of messages where the prompt is one.
-
-        Raises:
-            LeaseFailure: nothing was scored because functions failed; the detail names them.
         """
         started = time.monotonic()
         job = Job(prompt, completions, completion_ids, columns)

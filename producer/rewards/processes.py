@@ -69,11 +69,7 @@ class WorkerPool:
         return self._slots.qsize()
 
     async def start(self) -> None:
-        """Starts the workers.
-
-        Raises:
-            ConfigError: a function cannot be imported or made.
-        """
+        """Starts the workers. Raises ConfigError if a function cannot be imported or made."""
         try:
             workers = await asyncio.gather(*(self._start_worker() for _ in range(self.num_workers)))
         except WorkerLostError as error:
@@ -85,11 +81,8 @@ class WorkerPool:
         await self._children.close()
 
     async def call(self, functions: list[int], jobs: list[Job], limits_s: list[float]) -> list[Scores]:
-        """Returns the scores of these functions for a job each.
-
-        Raises:
-            WorkerLostError: one of them hung, crashed or took too much memory, or no worker could be started.
-        """
+        """Returns the scores of these functions for a job each. Raises WorkerLostError if one of them hung, crashed or
+        took too much memory, or no worker could be started."""
         worker = await self._slots.get()
         reusable = False
         grace_s = _ASYNC_GRACE_S if functions[0] in self.asynchronous else 0.0

@@ -120,11 +120,8 @@ def _failed(problem: str, reason: Failure, *, is_final: bool = False) -> Scores:
 
 
 def sources_of(section: RewardsSection) -> list[WorkerReward | HttpReward]:
-    """The sources of a section's functions, in their order. Functions share workers; each model has its own.
-
-    Raises:
-        ConfigError: a service has a header that cannot be sent.
-    """
+    """The sources of a section's functions, in their order. Functions share workers; each model has its own. Raises
+    ConfigError if a service has a header that cannot be sent."""
     ours = {
         each.name: Source(each.function or "", each.builtin or "", each.options)
         for each in section.functions

@@ -15,13 +15,11 @@ from protocol.config.sections.serve import LOOPBACK_HOSTS
 
 
 def check_access(scope: Scope, keys: tuple[bytes, ...], host: str) -> None:
-    """
+    """Raises RefusedError if the client may not ask, or does not declare JSON.
+
     Args:
         keys: of which the client has to send one; none is needed if empty.
         host: where the endpoint listens.
-
-    Raises:
-        RefusedError: the client may not ask, or does not declare JSON.
     """
     headers = Headers(scope=scope)
     if keys:

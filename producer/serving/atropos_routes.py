@@ -58,10 +58,7 @@ def atropos_routes(atropos: Atropos) -> list[Route]:
 
 
 def unzip(body: bytes, limit: int) -> bytes:
-    """
-    Raises:
-        RefusedError: the body is no gzip, or has more than `limit` bytes of text.
-    """
+    """Raises RefusedError if the body is no gzip, or has more than `limit` bytes of text."""
     unpacking = zlib.decompressobj(wbits=31)
     try:
         text = unpacking.decompress(body, limit)
@@ -85,11 +82,8 @@ class _Generate(msgspec.Struct):
 
 
 def parse_generate(body: bytes) -> ServedRequest:
-    """Reads a request to `/generate` of vLLM's own server: token ids, and the fields of its SamplingParams.
-
-    Raises:
-        RefusedError: the body is something else.
-    """
+    """Reads a request to `/generate` of vLLM's own server: token ids, and the fields of its SamplingParams. Raises
+    RefusedError if the body is something else."""
     expected = "{'prompt': {'prompt_token_ids': [...]}, ...} with `logprobs` of what is sampled alone and no stream"
     prompt = decode_body(body, _Generate, expected).prompt.prompt_token_ids
     values = parse_object(body) | {"model": "policy", "prompt": prompt, "logprobs": None}

@@ -28,11 +28,8 @@ class ClientLimiter:
 
     @asynccontextmanager
     async def take(self, count: int) -> AsyncIterator[None]:
-        """Holds room for `count` completions for the duration of the context. Waits until there is room.
-
-        Raises:
-            RefusedError: the limit is below `count`, or too many requests wait.
-        """
+        """Holds room for `count` completions for the duration of the context. Waits until there is room. Raises
+        RefusedError if the limit is below `count`, or too many requests wait."""
         if count > self._limit:
             raise malformed(f"{count} completions are more than the {self._limit} of serve.max_requests", "n")
         if self.num_waiting or self.taken + count > self._limit:

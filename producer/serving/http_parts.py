@@ -39,12 +39,8 @@ class ResponseWatch:
 
 
 async def read_body(scope: Scope, receive: Receive, max_bytes: int, timeout_s: float) -> bytes:
-    """Reads the body of a request.
-
-    Raises:
-        RefusedError: it is too large or comes too slowly.
-        ClientGoneError: the client hung up.
-    """
+    """Reads the body of a request. Raises RefusedError if it is too large or comes too slowly. Raises ClientGoneError
+    if the client hung up."""
     too_large = RefusedError(
         413, "too_large", f"the body has more than {max_bytes} bytes; raise serve.max_request_bytes"
     )
@@ -69,10 +65,7 @@ async def read_body(scope: Scope, receive: Receive, max_bytes: int, timeout_s: f
 
 async def until_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
     """Does `work` unless the client hangs up meanwhile. A server says so, too, of a client that has its whole answer.
-
-    Raises:
-        ClientGoneError: the client hung up.
-    """
+    Raises ClientGoneError if the client hung up."""
 
     async def hang_up() -> None:
         while (await receive())["type"] != "http.disconnect":

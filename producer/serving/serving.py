@@ -37,12 +37,8 @@ _KEYS = "serve.api_key_file"
 
 @contextlib.contextmanager
 def listening(section: ServeSection, gpus: list[int]) -> Iterator[socket.socket | None]:
-    """The endpoint's socket; None where it is not enabled.
-
-    Raises:
-        EndpointInUseError: another process has the port.
-        ConfigError: this machine has no such address.
-    """
+    """The endpoint's socket; None where it is not enabled. Raises EndpointInUseError if another process has the port.
+    Raises ConfigError if this machine has no such address."""
     if not section.enabled:
         yield None
         return
@@ -56,21 +52,20 @@ def base_url(listener: socket.socket) -> str:
     """The base URL of the endpoint for clients on this host."""
     host, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - where nobody can connect to
-    return f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
+    return f"http://{_address(host, port)}/v1"
+
+
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def read_keys(file: str | None) -> tuple[bytes, ...]:
-    """The keys that clients may send.
-
-    Raises:
-        ConfigError: the file is not there, not private, or has no usable key.
-    """
+    """The keys that clients may send. Raises ConfigError if the file is not there, not private, or has no usable
+    key."""
     if file is None:
         return ()
-    content = read_private(Path(file), _KEYS)
-    keys = tuple(
-        secret_line(line.strip(), f"{_KEYS}: {file}").encode() for line in content.splitlines() if line.strip()
-    )
+    lines = read_private(Path(file), _KEYS).splitlines()
+    keys = tuple(secret_line(line.strip(), f"{_KEYS}: {file}").encode() for line in lines if line.strip())
     if not keys or min(map(len, keys)) < _MIN_KEY_CHARACTERS:
         raise ConfigError(
             f"{_KEYS}: {file}: expected one key of at least {_MIN_KEY_CHARACTERS} characters per line "
@@ -116,8 +111,7 @@ class Serving:
 
     async def run(self, listener: socket.socket) -> None:
         """Serves until it is cancelled."""
-        host, port = listener.getsockname()[:2]
-        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        address = _address(*listener.getsockname()[:2])
         sweeping = asyncio.create_task(self._sweep())
         try:
             with announced(self._folder, "rl-producer", self._name, address):

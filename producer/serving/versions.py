@@ -41,7 +41,6 @@ class ServedVersions:
 
     Args:
         is_merged: the engine has a single version at a time (`swap.mode: merged`).
-        clock: monotonic seconds.
     """
 
     def __init__(
@@ -70,12 +69,8 @@ class ServedVersions:
 
     @asynccontextmanager
     async def use(self, name: str, floor: int = 0) -> AsyncIterator[Adapter]:
-        """The adapter that this name means, loaded for the duration of the context. Waits for version `floor`, and takes no older
-        one.
-
-        Raises:
-            RefusedError: there is no such version, or too many are held.
-        """
+        """The adapter that this name means, loaded for the duration of the context. Waits for version `floor`, and
+        takes no older one. Raises RefusedError if there is no such version, or too many are held."""
         found = _NAME.fullmatch(name)
         if found is None:
             raise self._unknown(name)

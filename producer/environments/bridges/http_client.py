@@ -30,11 +30,8 @@ class HttpClient:
         self._threads = ThreadPoolExecutor(num_threads)
 
     async def ask(self, url: str, body: bytes | None, timeout_s: float) -> tuple[int, bytes]:
-        """Status and body of the answer to a POST, or to a GET where there is no `body` to send.
-
-        Raises:
-            OSError: there is no whole answer, or it is too long.
-        """
+        """Status and body of the answer to a POST, or to a GET where there is no `body` to send. Raises OSError if
+        there is no whole answer, or it is too long."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._asked, url, body, timeout_s)
 
     def _asked(self, url: str, body: bytes | None, timeout_s: float) -> tuple[int, bytes]:

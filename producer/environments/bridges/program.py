@@ -43,11 +43,7 @@ class Environment(Player, Protocol):
 
 
 def row_of(task: dict[str, Any]) -> dict[str, Any]:
-    """Returns the environment's part of the task's row.
-
-    Raises:
-        ProblemError: the row has none.
-    """
+    """Returns the environment's part of the task's row. Raises ProblemError if the row has none."""
     text = task["columns"].get("task")
     try:
         row = json.loads(text)

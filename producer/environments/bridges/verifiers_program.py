@@ -15,12 +15,10 @@ from producer.environments.bridges.program import Environment, ProblemError
 
 
 def load(settings: dict[str, Any]) -> Environment:
-    """
+    """Raises ProblemError if there is no such environment, or no verifiers that can play it.
+
     Args:
         settings: `id` and `arguments`, as in the configuration.
-
-    Raises:
-        ProblemError: there is no such environment, or no verifiers that can play it.
     """
     place = f"environment.verifiers.python: {sys.executable}"
     if importlib.util.find_spec("verifiers") is None:

@@ -20,11 +20,8 @@ sys.modules[name].run{arguments!r}
 
 
 async def passes(sandbox: Sandbox, source: str, test: str) -> bool:
-    """Whether the test, Python that uses the program's names, reaches its end.
-
-    Raises:
-        ConfigError: a sandbox could not be set up.
-    """
+    """Whether the test, Python that uses the program's names, reaches its end. Raises ConfigError if a sandbox could
+    not be set up."""
     mark = secrets.token_hex(16)
     ends = socket.socketpair()
     scripts = (

@@ -36,11 +36,8 @@ def _all_set(index: int, flags: int) -> _Comparison:
 
 @cache
 def system_call_filter() -> bytes:
-    """The filter as the kernel takes it (classic BPF).
-
-    Raises:
-        ConfigError: libseccomp is not installed, or too old to know all calls.
-    """
+    """The filter as the kernel takes it (classic BPF). Raises ConfigError if libseccomp is not installed, or too old to
+    know all calls."""
     try:
         library = ctypes.CDLL("libseccomp.so.2")
     except OSError as error:

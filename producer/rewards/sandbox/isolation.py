@@ -39,13 +39,11 @@ class Limits:
 
 
 class Isolation:
-    """Makes commands for programs with these limits.
+    """Makes commands for programs with these limits. Raises ConfigError if there is no such interpreter, no bubblewrap or
+    no libseccomp.
 
     Args:
         python: the interpreter, and with it what the programs can read and import. None: this one, without packages.
-
-    Raises:
-        ConfigError: there is no such interpreter, no bubblewrap or no libseccomp.
     """
 
     def __init__(self, limits: Limits, python: str | None = None) -> None:

@@ -38,13 +38,11 @@ class Outcome:
 
 
 class Sandbox:
-    """Runs Python programs with bubblewrap.
+    """Runs Python programs with bubblewrap. Raises ConfigError if there is no such interpreter, no bubblewrap or no
+    libseccomp.
 
     Args:
         python: interpreter, and with it what the programs can read and import. None: this one, without packages.
-
-    Raises:
-        ConfigError: there is no such interpreter, no bubblewrap or no libseccomp.
     """
 
     def __init__(self, limits: Limits, python: str | None = None) -> None:
@@ -52,13 +50,11 @@ class Sandbox:
         self._isolation = Isolation(limits, python)
 
     async def run(self, program: str, stdin: bytes = b"", channel: socket.socket | None = None) -> Outcome:
-        """Runs `program` as a script of its own.
+        """Runs `program` as a script of its own. Raises ConfigError if the isolation could not be set up, so that nothing
+        was run.
 
         Args:
             channel: that the program has under the same descriptor. It is closed on this side.
-
-        Raises:
-            ConfigError: the isolation could not be set up, so that nothing was run.
         """
         with contextlib.ExitStack() as ours:
             with contextlib.ExitStack() as given:
@@ -121,11 +117,8 @@ class Sandbox:
         return "itself"
 
     async def check(self) -> None:
-        """Runs a self-test that tries to get around the isolation.
-
-        Raises:
-            ConfigError: the machine cannot isolate it; the message has the fix.
-        """
+        """Runs a self-test that tries to get around the isolation. Raises ConfigError if the machine cannot isolate it;
+        the message has the fix."""
         outcome = await self.run(_SELF_TEST.format(processes=self.limits.processes))
         if outcome.output != b"held" or outcome.code != 0:
             found = (outcome.errors or outcome.output).decode(errors="replace").strip()[-400:]
