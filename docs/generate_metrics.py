@@ -47,9 +47,8 @@ INTRODUCTION = """\
 Every metric of both daemons, for whoever writes queries or alerts. Each daemon serves its own at `http://ADDRESS/metrics`; the
 address is in `RUN_DIR/metrics/*.json`, which Prometheus' `file_sd_configs` reads. [monitoring.md](monitoring.md) has the rest.
 
-A counter's total of the trainer's goes on where a resumed run's left off. A gauge about the last step is NaN until there was
-one. No label grows with the run; label values that are known in advance are there from the start. The usual `process_*` and
-`python_info` come with both.
+The trainer's counters go on where those of the resumed run ended. A gauge about the last step is NaN until there was one. No
+label grows with the run. Both daemons have the usual `process_*` and `python_info` too.
 """
 
 
