@@ -18,7 +18,7 @@ from typing import Any, get_args
 import numpy as np
 from prometheus_client import CollectorRegistry
 
-from producer.interfaces import Adapter, Completion, Engine, PolicyWeights
+from producer.interfaces import Adapter, Completion, DownloadedPolicy, Engine, PolicyWeights
 from producer.metrics import ProducerMetrics
 from producer.policies.loading import PolicyLoader
 from producer.policies.registry import AdapterRegistry
@@ -105,7 +105,8 @@ class _Swaps:
 
     async def publish(self) -> None:
         blob, digest = self._blobs[(self.version + 1) % len(self._blobs)]
-        assert await self._adapters.publish(PolicyInfo(self.version + 1, digest, len(blob)), blob, time.monotonic())
+        policy = PolicyInfo(self.version + 1, digest, len(blob))
+        assert await self._adapters.publish(DownloadedPolicy(policy, blob, time.monotonic()))
         self.version += 1
 
 

@@ -35,12 +35,13 @@ from producer.policies.loading import PolicyLoader
 from producer.policies.registry import AdapterRegistry
 from producer.policies.swap_report import SwapReport
 from producer.policies.verification import SwapProof
-from producer.state import Counters, Identity, Workload
+from producer.state import Counters, Workload
 from producer.timeline import Timeline
 from protocol.config.run import RunConfig
 from protocol.config.sections.transport import TransportSection
 from protocol.files.shared_memory import SharedMemory, shared_memory
 from protocol.transport.zeromq_client import ZmqClient
+from protocol.wire.messages import Hello
 
 RANKS = {1: 4, 10: 32, 40: 128, 160: 512}
 """Of an adapter of about so many MB for the model of `_build_model`."""
@@ -179,7 +180,7 @@ class Side:
         transport = TransportSection()
         side.link = Link(
             Mailbox(ZmqClient("bench-1-aa", *endpoints, MAX_MESSAGE_BYTES)),
-            Identity("bench-1-aa", ENGINE_FACTS, 1),
+            Hello("bench-1-aa", ENGINE_FACTS, 1),
             transport,
             endpoints[0],
             side.receiver,  # type: ignore[arg-type]
@@ -188,7 +189,7 @@ class Side:
         )
         side.link.start()
         _, first = await side.receiver.arrivals.get()
-        assert await side.registry.publish(*first), "the first version is refused"
+        assert await side.registry.publish(first), "the first version is refused"
         with_lora = engine.capabilities.holds_versions
         side.traffic = Traffic(engine._core.llm, side.registry.pin, with_lora)
         side.streams = [asyncio.create_task(side.traffic.stream(number)) for number in range(_NUM_STREAMS)]
@@ -221,7 +222,7 @@ class Side:
         told = asyncio.create_task(asyncio.to_thread(_ask, self.pipe, "publish"))
         arrived, downloaded = await self.receiver.arrivals.get()
         started = time.monotonic()
-        assert await self.registry.publish(*downloaded), "the version is refused"
+        assert await self.registry.publish(downloaded), "the version is refused"
         done = time.monotonic()
         times = await told
         return {

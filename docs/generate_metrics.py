@@ -77,8 +77,8 @@ def producer_registry() -> CollectorRegistry:
     delivery = Delivery(connected=False, heard_ago_s=0.0, held=0, unacked=0, unacked_bytes=0, full=False)
     metrics = ProducerMetrics(registry, ["FUNCTION"])
     metrics.watch_agent_program(lambda: 0)
-    situation = Situation(Workload((), 0, 0, 0.0), delivery, -1, 1, 1)
-    metrics.watch("PRODUCER", Counters(), lambda: situation, lambda: 1)
+    situation = Situation(Counters(), Workload((), 0, 0, 0.0), delivery, 1, 1, 1)
+    metrics.watch("PRODUCER", lambda: situation)
     ServeMetrics(registry, ClientLimiter(1, 1), Agents(()), _atropos())
     return registry
 

@@ -108,7 +108,7 @@ async def one_step(config: RunConfig) -> None:
         policy = store.newest
         offer = store.offer(PolicyRequest(policy.digest))
         blob = store.chunk(BlobRequest(policy.digest, 0, policy.num_bytes)).data
-        live = await policies.publish(*DownloadedPolicy(policy, blob, time.monotonic(), probe_of(offer)))
+        live = await policies.publish(DownloadedPolicy(policy, blob, time.monotonic(), probe_of(offer)))
         print(f"swap     version {policy.version}: {'live, and computes what the trainer does' if live else 'refused'}")
 
     publish(0)

@@ -32,7 +32,6 @@ class Record:
         self._add(Record.of(token_ids))
 
     def sampled(self, completion: Completion) -> None:
-        assert completion.token_versions is not None
         logprobs, versions = np.array(completion.logprobs, "<f4"), np.array(completion.token_versions, "<i4")
         self._add(Record(completion.token_ids, logprobs, versions))
 

@@ -29,12 +29,12 @@ class Adapter:
 @dataclass(frozen=True)
 class Completion:
     """Sampled tokens (with the end-of-sequence token, if it was sampled), and of each its log-prob and the policy version
-    that sampled it; None stands for that of the adapter which the engine was given. One that was `cut` has not ended."""
+    that sampled it. One that was `cut` has not ended."""
 
     token_ids: list[int]
     logprobs: list[float]
     truncated: bool
-    token_versions: list[int] | None = None
+    token_versions: list[int]
     cut: bool = False
 
 

@@ -5,13 +5,13 @@ Guarantee: every event is acted on by the loop's thread, in the order in which t
 
 import asyncio
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
-from producer.interfaces import DownloadedPolicy
 from producer.policies.registry import AdapterRegistry
-from producer.rollouts.engine_access import PolicyGate
+from producer.rollouts.engine_access import EngineAccess
 from producer.rollouts.generation import Generation
-from protocol.wire.messages import Lease, PolicyInfo
+from protocol.wire.messages import PolicyInfo
 
 
 class LoopEvents:
@@ -25,57 +25,36 @@ class LoopEvents:
     def __init__(
         self,
         generation: Generation,
-        gate: PolicyGate,
+        access: EngineAccess,
         registry: AdapterRegistry,
         forget: Sequence[Callable[[], None]],
         ended: Callable[[BaseException | None], None],
     ) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._generation = generation
-        self._gate = gate
-        self._registry = registry
-        self._forget = forget
-        self._ended = ended
+        loop = asyncio.get_running_loop()
 
-    def _call(self, function: Callable[..., None], *arguments: Any) -> None:
-        self._loop.call_soon_threadsafe(function, *arguments)
+        def on_loop(function: Callable[..., None]) -> Callable[..., Any]:
+            return partial(loop.call_soon_threadsafe, function)
 
-    def run_began(self, policy: PolicyInfo) -> None:
-        self._call(self._generation.abandon_all)
-        self._call(self._start_session, policy)
+        def begin_run(policy: PolicyInfo) -> None:
+            generation.abandon_all()
+            start_session(policy)
 
-    def session_began(self, policy: PolicyInfo) -> None:
-        self._call(self._generation.hand_back_above, policy.version)
-        self._call(self._start_session, policy)
+        def go_on(policy: PolicyInfo) -> None:
+            generation.hand_back_above(policy.version)
+            start_session(policy)
 
-    def _start_session(self, policy: PolicyInfo) -> None:
-        self._registry.start_session(policy)
-        for forget in self._forget:
-            forget()
+        def start_session(policy: PolicyInfo) -> None:
+            registry.start_session(policy)
+            for part in forget:
+                part()
 
-    def leased(self, lease: Lease) -> None:
-        self._call(self._generation.start, lease)
-
-    def abandoned(self, lease_id: str) -> None:
-        self._call(self._generation.abandon, lease_id)
-
-    def policy_arrived(self, downloaded: DownloadedPolicy) -> None:
-        self._call(self._registry.offer, downloaded)
-
-    def policy_refused(self, policy: PolicyInfo, reason: str) -> None:
-        self._call(self._registry.refuse, policy.version, reason)
-
-    def fetched(self, policy: PolicyInfo, downloaded: DownloadedPolicy | None) -> None:
-        if downloaded is None:
-            self._call(self._registry.on_unavailable, policy)
-        else:
-            self._call(self._registry.on_fetched, downloaded)
-
-    def evaluates(self, policy: PolicyInfo | None) -> None:
-        self._call(self._registry.note_evaluation, policy)
-
-    def outbox_full(self, full: bool) -> None:
-        self._call(self._gate.pause, full)
-
-    def ended(self, error: BaseException | None) -> None:
-        self._call(self._ended, error)
+        self.run_began = on_loop(begin_run)
+        self.session_began = on_loop(go_on)
+        self.leased = on_loop(generation.start)
+        self.abandoned = on_loop(generation.abandon)
+        self.policy_arrived = on_loop(registry.offer)
+        self.policy_refused = on_loop(registry.refuse)
+        self.fetched = on_loop(registry.on_fetched)
+        self.evaluates = on_loop(registry.note_evaluation)
+        self.outbox_full = on_loop(access.pause)
+        self.ended = on_loop(ended)

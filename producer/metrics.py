@@ -5,12 +5,14 @@ engine appear under vLLM's names (`vllm:...`).
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields
+from functools import partial
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Histogram, Info
 
 from producer.interfaces import FAILURES, Failure
-from producer.state import Counters, Situation
+from producer.state import Situation
 from protocol import __version__
 from protocol.service.metrics import Readings, Reexport
 
@@ -19,35 +21,20 @@ REWARD_BUCKETS_S = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30, 60)
 SWAP_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 LENGTH_BUCKETS_TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536)
 
-_TOTALS: dict[str, tuple[str, str]] = {
-    "groups": ("rl_producer_groups_generated_total", "Groups generated and scored."),
-    "failed": ("rl_producer_leases_failed_total", "Leases answered with a refusal."),
-    "timed_out": ("rl_producer_leases_timed_out_total", "Of these, those that ran into their deadline."),
-    "abandoned": ("rl_producer_leases_abandoned_total", "Leases that the trainer did not want any more."),
-    "settled": ("rl_producer_groups_settled_total", "Groups that the trainer acknowledged."),
-    "tokens": ("rl_producer_completion_tokens_total", "Tokens generated."),
-    "prompt_tokens": ("rl_producer_prompt_tokens_total", "Tokens of prompts, once per group."),
-    "completions": ("rl_producer_completions_total", "Completions generated."),
-    "cut": (
-        "rl_producer_completions_cut_total",
-        "Times that a completion was cut at a swap and went on under the new policy (swap.in_flight: continue).",
+_NUMBERS: dict[str, tuple[str, Callable[[Situation], float]]] = {
+    "rl_producer_policy_version": (
+        "Policy version that requests start on; -1 while none.",
+        lambda now: now.counters.policy_version,
     ),
-    "restarted": (
-        "rl_producer_groups_restarted_total",
-        "Groups that began again at a swap (swap.in_flight: restart).",
+    "rl_producer_group_limit": (
+        "Groups that may be in the engine at once; it falls while vLLM preempts more often than once per completion.",
+        lambda now: now.group_limit,
     ),
-    "dropped_tokens": ("rl_producer_tokens_dropped_total", "Tokens that restarts threw away."),
-    "truncated": ("rl_producer_completions_truncated_total", "Completions that reached max_completion_length."),
-    "turns": ("rl_producer_turns_total", "Turns of the policy in episodes with an environment."),
-    "tool_calls": ("rl_producer_tool_calls_total", "Tool calls that the policy asked for."),
-    "failed_tool_calls": (
-        "rl_producer_tool_calls_failed_total",
-        "Of these, those that the policy was told an error for.",
-    ),
-    "failed_episodes": (
-        "rl_producer_episodes_failed_total",
-        "Episodes that are not scored, because their environment failed or they took too long.",
-    ),
+    "rl_producer_busy_seconds_total": ("Time with a request in the engine.", lambda now: now.workload.busy_s),
+    "rl_producer_idle_seconds_total": ("Time connected to a trainer without one.", lambda now: now.counters.idle_s),
+    "rl_producer_connected": ("1 while connected to a trainer.", lambda now: now.delivery.connected),
+    "rl_producer_unacked_bytes": ("Bytes of groups not acknowledged yet.", lambda now: now.delivery.unacked_bytes),
+    "rl_producer_paused": ("1 while generation pauses for transport.max_unacked_bytes.", lambda now: now.delivery.full),
 }
 
 
@@ -108,70 +95,38 @@ class ProducerMetrics:
             restarts,
         )
 
-    def watch(
-        self,
-        name: str,
-        counters: Counters,
-        look: Callable[[], Situation],
-        group_limit: Callable[[], int],
-    ) -> None:
+    def watch(self, name: str, look: Callable[[], Situation]) -> None:
+        """
+        Args:
+            look: called at every scrape, and now.
+        """
         Info("rl_producer", "This producer and its release.", registry=self._registry).info(
             {"producer": name, "release": __version__}
         )
-        readings = Readings(self._registry)
-        for field, (metric, text) in _TOTALS.items():
-            readings.counter(metric, text, lambda field=field: getattr(counters, field))  # type: ignore[misc]
+        readings, counters = Readings(self._registry), look().counters
+        for total in fields(counters):
+            if total.metadata:
+                readings.counter(
+                    total.metadata["metric"], total.metadata["text"], partial(getattr, counters, total.name)
+                )
+        for metric, (text, read) in _NUMBERS.items():
+            add = readings.counter if metric.endswith("_total") else readings.gauge
+            add(metric, text, lambda read=read: read(look()))  # type: ignore[misc]
         readings.counters(
             "rl_producer_swaps_total",
             "Policy versions that went live, or that were refused: not loadable, or not computed as the trainer does.",
             "outcome",
             lambda: {"live": counters.swaps, "refused": counters.failed_swaps},
         )
-        readings.gauge(
-            "rl_producer_policy_version",
-            "Policy version that requests start on; -1 while none.",
-            lambda: counters.policy_version,
-        )
         readings.gauges("rl_producer_leases", "Leases in hand, by stage.", "stage", lambda: _stages(look()))
-        readings.gauge(
-            "rl_producer_group_limit",
-            "Groups that may be in the engine at once; it falls while vLLM preempts more often than once per completion.",
-            group_limit,
-        )
-        readings.counter(
-            "rl_producer_busy_seconds_total", "Time with a request in the engine.", lambda: look().workload.busy_s
-        )
-        readings.counter(
-            "rl_producer_idle_seconds_total", "Time connected to a trainer without one.", lambda: counters.idle_s
-        )
-        readings.gauge("rl_producer_connected", "1 while connected to a trainer.", lambda: look().delivery.connected)
-        readings.gauge(
-            "rl_producer_unacked_bytes",
-            "Bytes of groups not acknowledged yet.",
-            lambda: look().delivery.unacked_bytes,
-        )
-        readings.gauge(
-            "rl_producer_paused",
-            "1 while generation pauses for transport.max_unacked_bytes.",
-            lambda: look().delivery.full,
-        )
-        readings.gauges(
-            "rl_producer_reward_workers",
-            "Reward worker processes.",
-            "state",
-            lambda: _workers(look()),
-        )
+        readings.gauges("rl_producer_reward_workers", "Reward worker processes.", "state", lambda: _workers(look()))
         Reexport(self._registry, prometheus_client.REGISTRY, "vllm:")
 
 
 def _stages(now: Situation) -> dict[str, int]:
     work = now.workload
-    return {
-        "waiting": len(work.waiting_floors),
-        "generating": work.generating,
-        "scoring": work.scoring,
-        "unacked": now.delivery.unacked,
-    }
+    waiting = len(work.waiting_floors)
+    return {"waiting": waiting, "generating": work.generating, "scoring": work.scoring, "unacked": now.delivery.unacked}
 
 
 def _workers(now: Situation) -> dict[str, int]:

@@ -115,13 +115,9 @@ def build_helpers(base: Base, stack: AsyncExitStack) -> Helpers:
         key = client_keys[0].decode() if client_keys else ""
         program = AgentProgram(config.environment, base_url(listener), key, agents.fail_taken)
         stack.push_async_callback(program.close)
-        _watch_program(base, program)
+        base.metrics.watch_agent_program(partial(getattr, program, "restarts"))
+        base.watch.health.check_ready("environment", partial(getattr, program, "problem"))
     return Helpers(rewards, environments, listener, client_keys, agents, program)
-
-
-def _watch_program(base: Base, program: AgentProgram) -> None:
-    base.metrics.watch_agent_program(lambda: program.restarts)
-    base.watch.health.check_ready("environment", lambda: program.problem)
 
 
 async def start_engine(base: Base, stack: AsyncExitStack) -> Engine:

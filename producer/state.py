@@ -3,10 +3,13 @@
 Guarantee: a number has one writer, and any thread may read it.
 """
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any
 
-from protocol.wire.messages import EngineFacts
+
+def _total(metric: str, text: str) -> Any:
+    """A count that is also a metric."""
+    return field(default=0, metadata={"metric": metric, "text": text})
 
 
 @dataclass
@@ -14,26 +17,38 @@ class Counters:
     """Totals since the producer started, and the version loaded. Each has one writer; any thread may read them."""
 
     policy_version: int = -1
-    tokens: int = 0
-    prompt_tokens: int = 0  # once per group
-    completions: int = 0
-    truncated: int = 0  # of the completions
-    cut: int = 0  # completions that went on under a newer policy, once per cut
-    restarted: int = 0  # groups
-    dropped_tokens: int = 0  # by restarts
-    turns: int = 0  # of episodes
-    tool_calls: int = 0
-    failed_tool_calls: int = 0
-    failed_episodes: int = 0
-    groups: int = 0
-    failed: int = 0
-    timed_out: int = 0  # of the failed
+    tokens: int = _total("rl_producer_completion_tokens_total", "Tokens generated.")
+    prompt_tokens: int = _total("rl_producer_prompt_tokens_total", "Tokens of prompts, once per group.")
+    completions: int = _total("rl_producer_completions_total", "Completions generated.")
+    truncated: int = _total(
+        "rl_producer_completions_truncated_total", "Completions that reached max_completion_length."
+    )
+    cut: int = _total(
+        "rl_producer_completions_cut_total",
+        "Times that a completion was cut at a swap and went on under the new policy (swap.in_flight: continue).",
+    )
+    restarted: int = _total(
+        "rl_producer_groups_restarted_total", "Groups that began again at a swap (swap.in_flight: restart)."
+    )
+    dropped_tokens: int = _total("rl_producer_tokens_dropped_total", "Tokens that restarts threw away.")
+    turns: int = _total("rl_producer_turns_total", "Turns of the policy in episodes with an environment.")
+    tool_calls: int = _total("rl_producer_tool_calls_total", "Tool calls that the policy asked for.")
+    failed_tool_calls: int = _total(
+        "rl_producer_tool_calls_failed_total", "Of these, those that the policy was told an error for."
+    )
+    failed_episodes: int = _total(
+        "rl_producer_episodes_failed_total",
+        "Episodes that are not scored, because their environment failed or they took too long.",
+    )
+    groups: int = _total("rl_producer_groups_generated_total", "Groups generated and scored.")
+    failed: int = _total("rl_producer_leases_failed_total", "Leases answered with a refusal.")
+    timed_out: int = _total("rl_producer_leases_timed_out_total", "Of these, those that ran into their deadline.")
     swaps: int = 0
     failed_swaps: int = 0
     refused_version: int = -1  # the newest that failed, until a newer one is live
     refusal: str = ""
-    abandoned: int = 0  # written by the link, as the next one
-    settled: int = 0
+    abandoned: int = _total("rl_producer_leases_abandoned_total", "Leases that the trainer did not want any more.")
+    settled: int = _total("rl_producer_groups_settled_total", "Groups that the trainer acknowledged.")
     idle_s: float = 0.0  # connected without a request in the engine
 
 
@@ -72,21 +87,11 @@ class Delivery:
 
 @dataclass(frozen=True)
 class Situation:
-    """All that a producer can wait for, at one moment."""
+    """All that a producer can say of itself, at one moment."""
 
+    counters: Counters
     workload: Workload
     delivery: Delivery
-    policy_version: int  # -1 while none is loaded
+    group_limit: int
     num_workers: int
     num_idle_workers: int
-
-
-@dataclass(frozen=True)
-class Identity:
-    """What the trainer is told about this producer."""
-
-    name: str
-    facts: EngineFacts
-    capacity: int
-    swap_mode: Literal["adapter", "merged"] = "adapter"
-    evaluates: bool = False

@@ -8,7 +8,7 @@ them do so.
 
 from collections import Counter
 
-from producer.state import Counters, Situation
+from producer.state import Situation
 from protocol.errors import StalledError
 
 
@@ -18,15 +18,15 @@ class Watchdog:
         self._since: float | None = None
         self._progress: tuple[int, ...] = ()
 
-    def check(self, now: float, counters: Counters, situation: Situation) -> None:
+    def check(self, now: float, situation: Situation) -> None:
         """Called again and again.
 
         Raises:
             StalledError: nothing moved for too long; the message says who waits for what.
         """
+        counters, delivery = situation.counters, situation.delivery
         refused = counters.failed - counters.timed_out
         progress = (counters.groups, refused, counters.settled, counters.swaps, counters.failed_swaps)
-        delivery = situation.delivery
         if (
             self._since is None
             or not (delivery.connected and delivery.held > situation.workload.with_agents)
@@ -43,7 +43,7 @@ class Watchdog:
 
 def describe(situation: Situation) -> list[str]:
     """Who waits for what, a line each."""
-    work, delivery, version = situation.workload, situation.delivery, situation.policy_version
+    work, delivery, version = situation.workload, situation.delivery, situation.counters.policy_version
     loaded = f"v{version} is loaded" if version >= 0 else "none is loaded"
     floors = Counter(floor for floor in work.waiting_floors if floor > version)
     paused = ", above transport.max_unacked_bytes: generation is paused until then" if delivery.full else ""

@@ -114,7 +114,8 @@ class ScriptedEngine(EngineWithoutWeights):
         longest = sampling.max_completion_length
         lengths = [self._random.randint(1, longest) for _ in range(sampling.num_generations)]
         self._reach("generate.done")
-        return [Completion(*sample(self._random, length), truncated=length == longest) for length in lengths]
+        versions = [adapter.version] * longest
+        return [Completion(*sample(self._random, length), length == longest, versions[:length]) for length in lengths]
 
     def openai_server(self, config: Any) -> "OpenAIServer":
         return OpenAIServer(self._pace, self._random, config.sampling.max_completion_length)

@@ -12,7 +12,39 @@ from typing import Any, NamedTuple
 
 import torch
 
-NICENESS = 10  # decoding goes first
+_NICENESS = 10  # decoding goes first
+
+
+class CannotMergeError(Exception):
+    """Serving without a part of this adapter would be another policy."""
+
+
+class Preparation:
+    """What a thread of low priority does beside the engine's steps.
+
+    `refusal` is None while it works, "" when it is done, otherwise why it cannot.
+    """
+
+    def __init__(self) -> None:
+        self.refusal: str | None = ""
+        self.thread: threading.Thread | None = None
+
+    def begin(self, work: Callable[[], None]) -> None:
+        self.refusal = None
+        self.thread = threading.Thread(target=self._run, args=(work,), name="preparation", daemon=True)
+        self.thread.start()
+
+    def _run(self, work: Callable[[], None]) -> None:
+        try:
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+            work()
+            self.refusal = ""
+        except Exception as error:
+            self.refusal = reason_of(error)
+
+
+def reason_of(error: Exception) -> str:
+    return str(error) if isinstance(error, CannotMergeError) else f"{type(error).__name__}: {error}"
 
 
 class LoadingWorker:
@@ -41,42 +73,36 @@ class Reading(NamedTuple):
     is_3d_lora_weight: bool = False
 
 
-class Loading:
+class Loading(Preparation):
     """Stands before the loader of vLLM's LoRA manager."""
 
     def __init__(self, manager: Any) -> None:
+        super().__init__()
         self._load = manager._load_adapter
         self._request: Reading | None = None
         self._ready: dict[int, Any] = {}
-        self._refusal: str | None = ""
-        self.thread: threading.Thread | None = None
         manager._load_adapter = self._take
         for wrapper in manager._adapter_manager.punica_wrapper_mapping.values():
             if type(wrapper).__name__ == "PunicaWrapperCPU":
                 ByAdapter(wrapper)
 
     def prepare(self, request: Reading) -> None:
-        self._request, self._refusal = request, None
-        self.thread = threading.Thread(target=self._read, args=(request,), name="loading", daemon=True)
-        self.thread.start()
+        self._request = request
+        self.begin(self._read)
 
-    def _read(self, request: Reading) -> None:
-        try:
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
-            self._ready = {request.lora_int_id: self._load(request)}
-            self._refusal = ""
-        except Exception as error:
-            self._refusal = str(error) or type(error).__name__
+    def _read(self) -> None:
+        assert self._request is not None
+        self._ready = {self._request.lora_int_id: self._load(self._request)}
 
     def finish(self, add: Callable[[Any], bool]) -> str | None:
         """Has vLLM put it in its place, once it is read. Between two steps; see `LoadingWorker.loading_refusal`."""
-        if self._refusal == "" and self._request is not None:
+        if self.refusal == "" and self._request is not None:
             request, self._request = self._request, None
             try:
-                self._refusal = "" if add(request) else "vLLM did not load it and gives no reason"
+                self.refusal = "" if add(request) else "vLLM did not load it and gives no reason"
             except Exception as error:
-                self._refusal = str(error) or type(error).__name__
-        return self._refusal
+                self.refusal = reason_of(error)
+        return self.refusal
 
     def _take(self, request: Any) -> Any:
         read = self._ready.pop(request.lora_int_id, None)

@@ -44,6 +44,7 @@ class VllmEngine:
         leave_a_core(vllm_config)
         recorder, silent = _LoadRecorder(), bool(config.engine.get("disable_log_stats"))
         self._core = EngineCore(vllm_config, None if silent else [lambda _config, _index: recorder, _Prometheus])
+        self.check_alive, self.shutdown = self._core.check_alive, self._core.shutdown
         self._recorder = None if silent else recorder
         self.weights: VllmWeights = (
             MergedWeights(self._core) if config.swap.mode == "merged" else AdapterWeights(self._core)
@@ -109,12 +110,6 @@ class VllmEngine:
 
     def current_load(self) -> EngineLoad | None:
         return self._recorder.load if self._recorder else None
-
-    def check_alive(self) -> None:
-        self._core.check_alive()
-
-    def shutdown(self) -> None:
-        self._core.shutdown()
 
 
 class _LoadRecorder(StatLoggerBase):

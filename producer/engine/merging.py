@@ -10,7 +10,6 @@ import json
 import math
 import os
 import re
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,17 +19,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
-from producer.engine.adapter_loading import NICENESS
+from producer.engine.adapter_loading import CannotMergeError, Preparation
 from producer.engine.token_counts import TokenCounts
 
 _WEIGHTS = "adapter_model.safetensors"
 _DOWN = ".lora_A.weight"
 _PREFIX = "base_model.model."
 _ROWS = 1024  # of the unit matrix that asks a packed layer for its weights
-
-
-class CannotMergeError(Exception):
-    """Serving without a part of this adapter would be another policy."""
 
 
 class MergingWorker:
@@ -78,10 +73,11 @@ class Part:
         return self.scaling * (self.up.float() @ self.down.float())
 
 
-class Merging:
+class Merging(Preparation):
     """The base weights of the layers that adapters name, and the weights that come next."""
 
     def __init__(self, model: Any) -> None:
+        super().__init__()
         self._model = model
         self._layers: dict[str, Any] = dict(model.named_modules())
         self._bases: dict[str, torch.Tensor] = {}
@@ -90,8 +86,6 @@ class Merging:
         self._present: list[Part] = []
         self._next: list[Part] = []
         self._installs: list[Callable[[], None]] = []
-        self.refusal: str | None = ""
-        self.thread: threading.Thread | None = None
 
     def prepare(self, folder: Path) -> None:
         """`refusal` tells the end."""
@@ -105,10 +99,10 @@ class Merging:
         except (CannotMergeError, OSError, SafetensorError) as error:
             self.refusal = str(error)
         else:
-            self._begin(lambda: self._read(folder))
+            self.begin(lambda: self._compute(self._read(folder)))
 
     def prepare_former(self) -> None:
-        self._begin(lambda: self._former)
+        self.begin(lambda: self._compute(self._former))
 
     def flip(self) -> None:
         """Installs what was prepared, in all layers at once. Only between two steps."""
@@ -120,23 +114,11 @@ class Merging:
             torch.cuda.synchronize()
         self._former, self._present, self._installs = self._present, self._next, []
 
-    def _begin(self, parts: Callable[[], list[Part]]) -> None:
-        self.refusal = None
-        self.thread = threading.Thread(target=self._compute, args=(parts,), name="merging", daemon=True)
-        self.thread.start()
-
-    def _compute(self, parts: Callable[[], list[Part]]) -> None:
-        try:
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
-            os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))  # the engine binds its own thread to few cores
-            with torch.no_grad():
-                self._next = parts()
-                self._installs = [self._computed(name) for name in self._bases]
-            self.refusal = ""
-        except CannotMergeError as error:
-            self.refusal = str(error)
-        except Exception as error:
-            self.refusal = f"{type(error).__name__}: {error}"
+    def _compute(self, parts: list[Part]) -> None:
+        os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))  # the engine binds its own thread to few cores
+        self._next = parts
+        with torch.no_grad():
+            self._installs = [self._computed(name) for name in self._bases]
 
     def _computed(self, name: str) -> Callable[[], None]:
         layer, base = self._layers[name], self._bases[name]

@@ -21,7 +21,7 @@ from producer.link.outbox import Outbox
 from producer.link.sender import Sender
 from producer.link.trainer_source import TrainerSource
 from producer.policies.downloads import PolicyDownloads
-from producer.state import Counters, Delivery, Identity, Workload
+from producer.state import Counters, Delivery, Workload
 from protocol.config.sections.transport import TransportSection
 from protocol.errors import IncompatiblePeerError
 from protocol.service import logs
@@ -32,6 +32,7 @@ from protocol.wire.messages import (
     BlobChunk,
     BlobMissing,
     Bye,
+    Hello,
     Lease,
     Nack,
     Policy,
@@ -53,6 +54,7 @@ class Link(threading.Thread):
 
     Args:
         mailbox: what other threads ask of the link.
+        hello: what the trainer is told about this producer.
         endpoint: the trainer's, for messages to people.
         beat: is called in every round.
     """
@@ -60,7 +62,7 @@ class Link(threading.Thread):
     def __init__(
         self,
         mailbox: Mailbox,
-        identity: Identity,
+        hello: Hello,
         transport: TransportSection,
         endpoint: str,
         events: LinkEvents,
@@ -81,7 +83,7 @@ class Link(threading.Thread):
         self._was_full = False
         self._source = TrainerSource(transport.blob_chunk_bytes, mailbox.post_file)
         self._downloads = PolicyDownloads(self._source, events)
-        self._sender = Sender(self._channel, self._outbox, self._source, identity, counters, workload)
+        self._sender = Sender(self._channel, self._outbox, self._source, hello, counters, workload)
         self._run_id = self._session = ""
         self._schema_version = SCHEMA_VERSION  # of the last greeting
         self._say = Throttle(logger)

@@ -6,11 +6,21 @@ settled. `held` names every lease that is worked on or whose answer is kept. How
 that the trainer gives; the bytes of unsettled groups are bounded by their owner, who begins nothing new while it is full.
 """
 
+import math
+from dataclasses import dataclass
+
 from msgspec import structs
 
 from protocol.wire.messages import Group, Nack
 
 _RESEND_AFTER_S = 15.0  # a group that was neither settled nor lost with its connection
+
+
+@dataclass
+class _Kept:
+    answer: Group | Nack
+    num_bytes: int
+    sent_at: float = -math.inf
 
 
 class Outbox:
@@ -23,10 +33,15 @@ class Outbox:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._working: set[str] = set()
-        self._answers: dict[str, Group | Nack] = {}
-        self._sent_at: dict[str, float] = {}
-        self.num_groups = 0
-        self.num_bytes = 0
+        self._kept: dict[str, _Kept] = {}
+
+    @property
+    def num_groups(self) -> int:
+        return sum(isinstance(kept.answer, Group) for kept in list(self._kept.values()))
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(kept.num_bytes for kept in list(self._kept.values()))
 
     @property
     def full(self) -> bool:
@@ -35,18 +50,18 @@ class Outbox:
     @property
     def all_settled(self) -> bool:
         """Whether the trainer has every answer."""
-        return not self._answers
+        return not self._kept
 
     @property
     def num_held(self) -> int:
-        return len(self._working) + len(self._answers)
+        return len(self._working) + len(self._kept)
 
     def held(self) -> list[str]:
-        return sorted(self._working) + list(self._answers)
+        return sorted(self._working) + list(self._kept)
 
     def begin(self, lease_id: str) -> bool:
         """Notes a lease; False if it is already held."""
-        if lease_id in self._working or lease_id in self._answers:
+        if lease_id in self._working or lease_id in self._kept:
             return False
         self._working.add(lease_id)
         return True
@@ -65,26 +80,18 @@ class Outbox:
 
     def due(self, now: float) -> list[Group | Nack]:
         """Answers never sent over this connection, and groups sent long ago that are still not settled."""
-        return [
-            answer
-            for lease_id, answer in self._answers.items()
-            if now - self._sent_at.get(lease_id, float("-inf")) >= _RESEND_AFTER_S
-        ]
+        return [kept.answer for kept in self._kept.values() if now - kept.sent_at >= _RESEND_AFTER_S]
 
     def note_sent(self, answer: Group | Nack, now: float) -> None:
         """A refusal is done with, because nothing acknowledges it; if it is lost, `held` says so."""
         if isinstance(answer, Nack):
             self.settle(answer.lease_id)
         else:
-            self._sent_at[answer.lease_id] = now
+            self._kept[answer.lease_id].sent_at = now
 
     def settle(self, lease_id: str) -> bool:
         """Forgets an answer; False if there is none."""
-        answer = self._answers.pop(lease_id, None)
-        self._sent_at.pop(lease_id, None)
-        if answer is not None:
-            self._count(answer, -1)
-        return answer is not None
+        return self._kept.pop(lease_id, None) is not None
 
     def abandon(self, lease_id: str) -> bool:
         """Forgets a lease that is worked on; False if there is none."""
@@ -94,25 +101,18 @@ class Outbox:
 
     def forget_sends(self) -> None:
         """The connection is gone, and with it everything that the trainer had not settled."""
-        self._sent_at.clear()
+        for kept in self._kept.values():
+            kept.sent_at = -math.inf
 
     def void(self) -> int:
         """Forgets every lease, because the run that gave them is another one; returns how many."""
         count = self.num_held
         self._working.clear()
-        self._answers.clear()
-        self._sent_at.clear()
-        self.num_groups = self.num_bytes = 0
+        self._kept.clear()
         return count
 
     def _keep(self, answer: Group | Nack) -> None:
-        self._answers[answer.lease_id] = answer
-        self._count(answer, 1)
-
-    def _count(self, answer: Group | Nack, sign: int) -> None:
-        if isinstance(answer, Group):
-            self.num_groups += sign
-            self.num_bytes += sign * num_bytes(answer)
+        self._kept[answer.lease_id] = _Kept(answer, num_bytes(answer) if isinstance(answer, Group) else 0)
 
 
 def num_bytes(group: Group) -> int:

@@ -6,9 +6,11 @@ answered. Over a new connection all of it is due at once.
 
 from collections.abc import Callable
 
+from msgspec import structs
+
 from producer.link.outbox import Outbox
 from producer.link.trainer_source import TrainerSource
-from producer.state import Counters, Identity, Workload
+from producer.state import Counters, Workload
 from protocol import __version__
 from protocol.transport.channel import ClientChannel
 from protocol.wire.codec import CodecError
@@ -24,14 +26,14 @@ class Sender:
         channel: ClientChannel,
         outbox: Outbox,
         source: TrainerSource,
-        identity: Identity,
+        hello: Hello,
         counters: Counters,
         workload: Callable[[], Workload],
     ) -> None:
         self._channel = channel
         self._outbox = outbox
         self._source = source
-        self._identity = identity
+        self._hello = hello
         self._counters = counters
         self._workload = workload
         self._interval_s = 0.0
@@ -39,11 +41,8 @@ class Sender:
 
     def greet(self, run_id: str) -> bool:
         """Begins a session. Returns False if the channel has no room for the greeting."""
-        me = self._identity
         held = self._outbox.held()
-        return self._channel.send(
-            Hello(me.name, me.facts, me.capacity, held, __version__, me.swap_mode, me.evaluates, run_id)
-        )
+        return self._channel.send(structs.replace(self._hello, held=held, release=__version__, run_id=run_id))
 
     def start_over(self, interval_s: float) -> None:
         """For a new connection: everything that was under way is lost, and everything is due."""
@@ -73,7 +72,7 @@ class Sender:
         work = self._workload()
         return Heartbeat(
             policy_version=self._counters.policy_version,
-            capacity=self._identity.capacity,
+            capacity=self._hello.capacity,
             held=self._outbox.held(),
             tokens_generated=self._counters.tokens,
             busy_s=work.busy_s,

@@ -6,6 +6,7 @@ with it, the policy comes in chunks.
 """
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -24,26 +25,37 @@ _WINDOW = 4  # requests for chunks that are on their way at a time
 _REPEAT_AFTER_S = 2.0
 
 
-class ChunkDownload:
-    """The bytes of `policy`, in chunks of `chunk_bytes`."""
+class Download:
+    """What is known of one policy on its way, as a file or in chunks of `chunk_bytes`."""
 
-    def __init__(self, policy: PolicyInfo, chunk_bytes: int) -> None:
-        self._policy = policy
+    def __init__(self, policy: PolicyInfo, chunk_bytes: int, done: Done) -> None:
+        self.policy = policy
+        self.done = done
+        self.offer: PolicyOffer | None = None
+        self.reads_file = False
+        self._announced_at = time.monotonic()
         self._chunk_bytes = chunk_bytes
         self._offsets = range(0, policy.num_bytes, chunk_bytes)
         self._chunks: dict[int, bytes] = {}
-        self._asked_at: dict[int, float] = {}
+        self._asked_at: dict[int | None, float] = {}  # by offset; None: for the offer
 
-    def due_requests(self, now: float) -> list[BlobRequest]:
-        """What to ask for now: as much as the window has room for, and what stayed unanswered for too long."""
-        requests = []
-        missing = (offset for offset in self._offsets if offset not in self._chunks)
-        for offset in islice(missing, _WINDOW):
-            asked_at = self._asked_at.get(offset)
-            if asked_at is None or now - asked_at >= _REPEAT_AFTER_S:
-                self._asked_at[offset] = now
-                requests.append(BlobRequest(self._policy.digest, offset, self._length(offset)))
-        return requests
+    def due_requests(self, now: float, *, knows_offers: bool) -> list[PolicyRequest | BlobRequest]:
+        """What to ask for now: the offer, then as much as the window has room for; and what stayed unanswered for too long."""
+        digest = self.policy.digest
+        if self.reads_file:
+            return []
+        if self.offer is None and knows_offers:
+            return [PolicyRequest(digest)] if self._is_due(None, now) else []
+        missing = islice((offset for offset in self._offsets if offset not in self._chunks), _WINDOW)
+        due = [offset for offset in missing if self._is_due(offset, now)]
+        return [BlobRequest(digest, offset, self._length(offset)) for offset in due]
+
+    def _is_due(self, what: int | None, now: float) -> bool:
+        """Notes that it is asked for now, if so."""
+        if now - self._asked_at.get(what, -math.inf) < _REPEAT_AFTER_S:
+            return False
+        self._asked_at[what] = now
+        return True
 
     def forget_requests(self) -> None:
         """The connection is gone, and every request with it."""
@@ -51,9 +63,9 @@ class ChunkDownload:
 
     def receive(self, chunk: BlobChunk) -> bytes | None:
         """Returns all bytes when this chunk was the last one missing."""
-        if chunk.digest != self._policy.digest or chunk.offset in self._chunks:
+        if chunk.offset in self._chunks or chunk.offset not in self._offsets:
             return None
-        if chunk.offset not in self._offsets or len(chunk.data) != self._length(chunk.offset):
+        if len(chunk.data) != self._length(chunk.offset):
             return None
         self._chunks[chunk.offset] = chunk.data
         if len(self._chunks) < len(self._offsets):
@@ -61,34 +73,7 @@ class ChunkDownload:
         return b"".join(self._chunks[offset] for offset in self._offsets)
 
     def _length(self, offset: int) -> int:
-        return min(self._chunk_bytes, self._policy.num_bytes - offset)
-
-
-class _Download:
-    """What is known of one policy on its way."""
-
-    def __init__(self, policy: PolicyInfo, chunk_bytes: int, done: Done) -> None:
-        self.policy = policy
-        self.done = done
-        self.chunks = ChunkDownload(policy, chunk_bytes)
-        self.offer: PolicyOffer | None = None
-        self.reads_file = False
-        self._announced_at = time.monotonic()
-        self._asked_at: float | None = None  # for the offer
-
-    def due_requests(self, now: float, *, knows_offers: bool) -> list[PolicyRequest | BlobRequest]:
-        if self.reads_file:
-            return []
-        if self.offer is not None or not knows_offers:
-            return list(self.chunks.due_requests(now))
-        if self._asked_at is not None and now - self._asked_at < _REPEAT_AFTER_S:
-            return []
-        self._asked_at = now
-        return [PolicyRequest(self.policy.digest)]
-
-    def forget_requests(self) -> None:
-        self._asked_at = None
-        self.chunks.forget_requests()
+        return min(self._chunk_bytes, self.policy.num_bytes - offset)
 
     def downloaded(self, blob: bytes, *, is_verified: bool) -> DownloadedPolicy:
         probe = None if self.offer is None else probe_of(self.offer)
@@ -105,10 +90,10 @@ class TrainerSource:
     def __init__(self, chunk_bytes: int, post: Callable[[str, bytes | None], None]) -> None:
         self._chunk_bytes = chunk_bytes
         self._post = post
-        self._downloads: dict[str, _Download] = {}  # by digest
+        self._downloads: dict[str, Download] = {}  # by digest
 
     def fetch(self, policy: PolicyInfo, done: Done) -> None:
-        self._downloads[policy.digest] = _Download(policy, self._chunk_bytes, done)
+        self._downloads[policy.digest] = Download(policy, self._chunk_bytes, done)
 
     def cancel(self, digest: str) -> None:
         self._downloads.pop(digest, None)
@@ -122,7 +107,6 @@ class TrainerSource:
         return [request for each in downloads for request in each.due_requests(now, knows_offers=knows_offers)]
 
     def forget_requests(self) -> None:
-        """The connection is gone, and every request with it."""
         for download in self._downloads.values():
             download.forget_requests()
 
@@ -137,7 +121,7 @@ class TrainerSource:
                 if download.reads_file:
                     arguments = (download.policy, message.shared_file)
                     threading.Thread(target=self._read, args=arguments, name="shared-file", daemon=True).start()
-            case BlobChunk() if (blob := download.chunks.receive(message)) is not None:
+            case BlobChunk() if (blob := download.receive(message)) is not None:
                 self._finish(download, download.downloaded(blob, is_verified=False))
             case BlobMissing():
                 self._finish(download, None)
@@ -150,17 +134,17 @@ class TrainerSource:
             if blob is not None:
                 self._finish(download, download.downloaded(blob, is_verified=True))
 
-    def _finish(self, download: _Download, downloaded: DownloadedPolicy | None) -> None:
+    def _finish(self, download: Download, downloaded: DownloadedPolicy | None) -> None:
         del self._downloads[download.policy.digest]
         download.done(downloaded)
 
     def _read(self, policy: PolicyInfo, path: str) -> None:
         """Reads a file, on a thread of its own."""
-        content = None
+        content: bytes | None = None
         try:
-            content = read_offered(path, policy.num_bytes)
-            verify(content, policy.digest)
+            read = read_offered(path, policy.num_bytes)
+            verify(read, policy.digest)
+            content = read
         except (UnusableFileError, BlobError) as error:
-            content = None
             logger.info("policy v%d comes over the wire, its file cannot be used: %s", policy.version, error)
         self._post(policy.digest, content)

@@ -10,8 +10,8 @@ import logging
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from producer.interfaces import Adapter, AdapterRefusedError, DownloadedPolicy, PolicyWeights, Probe
 from producer.policies.verification import SwapProof
@@ -20,19 +20,12 @@ from protocol.wire.adapter_blob import BlobError, unpack
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Loaded:
-    """What came of a load.
+class Loaded(NamedTuple):
+    """A policy that the engine has, verified, and how long that took."""
 
-    Args:
-        adapter: None if the engine could not load it.
-        refusal: why it must not serve; "" if it may.
-    """
-
-    adapter: Adapter | None
-    refusal: str
+    adapter: Adapter
     load_s: float
-    verify_s: float = 0.0
+    verify_s: float
 
 
 class PolicyLoader:
@@ -43,12 +36,17 @@ class PolicyLoader:
 
     def __init__(self, weights: PolicyWeights, folder_for: Callable[[int], Path], proof: SwapProof) -> None:
         self._weights = weights
+        self.activate = weights.activate
         self._folder_for = folder_for
         self._proof = proof
         self._ids = itertools.count(1)
 
     async def load(self, downloaded: DownloadedPolicy) -> Loaded:
-        """Loads a policy beside the others and verifies it. It is to be activated or discarded next, if it has an adapter."""
+        """Loads a policy beside the others and verifies it. It is to be activated or discarded next.
+
+        Raises:
+            AdapterRefusedError: it cannot be loaded, or the engine does not compute it.
+        """
         policy, blob = downloaded.policy, downloaded.blob
         number, started = next(self._ids), time.monotonic()
         name = f"v{policy.version}-{policy.digest[:8]}-{number}"
@@ -59,13 +57,12 @@ class PolicyLoader:
             await self._weights.load(adapter)
         except (BlobError, AdapterRefusedError, OSError) as error:
             shutil.rmtree(adapter.path, ignore_errors=True)
-            return Loaded(None, str(error), time.monotonic() - started)
+            raise AdapterRefusedError(str(error)) from error
         loaded = time.monotonic()
-        refusal = "" if downloaded.probe is None else await self._verify(adapter, downloaded.probe)
-        return Loaded(adapter, refusal, loaded - started, time.monotonic() - loaded)
-
-    def activate(self, adapter: Adapter) -> None:
-        self._weights.activate(adapter)
+        if downloaded.probe is not None and (refusal := await self._verify(adapter, downloaded.probe)):
+            await self.discard(adapter)
+            raise AdapterRefusedError(refusal)
+        return Loaded(adapter, loaded - started, time.monotonic() - loaded)
 
     async def discard(self, adapter: Adapter) -> None:
         await self._weights.discard(adapter)

@@ -13,9 +13,10 @@ import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 
-from producer.interfaces import Adapter, DownloadedPolicy, LeaseFailure, Probe
-from producer.policies.loading import Loaded, PolicyLoader
+from producer.interfaces import Adapter, AdapterRefusedError, DownloadedPolicy, LeaseFailure
+from producer.policies.loading import PolicyLoader
 from producer.policies.swap_report import SwapReport
 from protocol.wire.messages import PolicyInfo
 
@@ -24,11 +25,19 @@ logger = logging.getLogger(__name__)
 _MAX_UNAVAILABLE = 16  # policies that are known not to be had; few are evaluated at a time
 
 
+@dataclass
+class _Version:
+    """A loaded policy that may serve."""
+
+    policy: PolicyInfo
+    pins: int = 0
+
+
 class AdapterRegistry:
     """Which adapter new requests start on, and which old ones are still needed.
 
     Args:
-        fetch: asks for a policy that is not the newest; answered by `on_fetched` or `on_unavailable`.
+        fetch: asks for a policy that is not the newest; answered by `on_fetched`.
         hold_s: how long a newer version waits for an evaluation; None: the engine has several versions at once.
     """
 
@@ -46,9 +55,8 @@ class AdapterRegistry:
         self._session = 0
         self.current: Adapter | None = None  # what new requests start on
         self._flipped = asyncio.Event()
-        self._pins: dict[Adapter, int] = {}  # every loaded adapter
+        self._versions: dict[Adapter, _Version] = {}
         self._released = asyncio.Event()
-        self._policies: dict[Adapter, PolicyInfo] = {}  # of every adapter that may serve
         self._offer: DownloadedPolicy | None = None
         self._fetched_policy: DownloadedPolicy | None = None
         self._offered = asyncio.Event()  # either of the two
@@ -61,7 +69,7 @@ class AdapterRegistry:
 
     @property
     def _current_policy(self) -> PolicyInfo | None:
-        return self._policies[self.current] if self.current is not None else None
+        return self._versions[self.current].policy if self.current is not None else None
 
     def start_session(self, policy: PolicyInfo) -> None:
         """A new trainer process serves `policy`: a version that only its predecessor knew is no longer current."""
@@ -78,15 +86,14 @@ class AdapterRegistry:
             self._offer = downloaded
             self._offered.set()
 
-    def on_fetched(self, downloaded: DownloadedPolicy) -> None:
-        """What `fetch` asked for is here."""
-        self._fetched_policy = downloaded
-        self._offered.set()
-
-    def on_unavailable(self, policy: PolicyInfo) -> None:
-        """What `fetch` asked for cannot be had, or cannot serve."""
-        self._unavailable.append(policy)
-        self._tell_fetched()
+    def on_fetched(self, policy: PolicyInfo, downloaded: DownloadedPolicy | None) -> None:
+        """What `fetch` asked for is here, or (None) cannot be had."""
+        if downloaded is None:
+            self._unavailable.append(policy)
+            self._tell_fetched()
+        else:
+            self._fetched_policy = downloaded
+            self._offered.set()
 
     def note_evaluation(self, policy: PolicyInfo | None) -> None:
         """The trainer evaluates this one now, or none. Between two of its leases, too, which a producer cannot know."""
@@ -106,19 +113,16 @@ class AdapterRegistry:
         return self.current is not None and self.current.version > adapter.version
 
     @contextmanager
-    def pin(self) -> Iterator[Adapter]:
-        """The current adapter, kept loaded for the duration of the context. Only after `wait_for`."""
-        assert self.current is not None
-        with self._pinned(self.current) as adapter:
-            yield adapter
-
-    @contextmanager
-    def _pinned(self, adapter: Adapter) -> Iterator[Adapter]:
-        self._pins[adapter] += 1
+    def pin(self, adapter: Adapter | None = None) -> Iterator[Adapter]:
+        """This adapter, or else the current one, kept loaded for the duration of the context. Only after `wait_for`."""
+        adapter = adapter or self.current
+        assert adapter is not None
+        version = self._versions[adapter]
+        version.pins += 1
         try:
             yield adapter
         finally:
-            self._pins[adapter] -= 1
+            version.pins -= 1
             self._released.set()
 
     @asynccontextmanager
@@ -141,14 +145,14 @@ class AdapterRegistry:
             await self._fetched.wait()
         self._evaluated = adapter
         self.note_evaluation(policy)
-        with self._pinned(adapter):
+        with self.pin(adapter):
             yield adapter
 
     def _serving(self, policy: PolicyInfo) -> Adapter | None:
         """The adapter of this policy that a request may begin on."""
         if self._hold_s is not None:
             return self.current if self._current_policy == policy else None
-        return next((adapter for adapter, known in self._policies.items() if known == policy), None)
+        return next((adapter for adapter, version in self._versions.items() if version.policy == policy), None)
 
     async def run(self) -> None:
         """Publishes what is offered and loads what was fetched, one version at a time."""
@@ -164,58 +168,50 @@ class AdapterRegistry:
                         await asyncio.wait_for(self._may_swap.wait(), self._hold_s)
                 offer, self._offer = self._offer, None
                 if offer is not None:  # else another trainer came meanwhile
-                    await self.publish(*offer)
+                    await self.publish(offer)
 
-    async def publish(
-        self,
-        policy: PolicyInfo,
-        blob: bytes,
-        announced_at: float,
-        probe: Probe | None = None,
-        is_verified: bool = False,
-    ) -> bool:
-        """Loads a version beside the running ones, verifies it and makes it current. The arguments are those of
-        `DownloadedPolicy`.
+    async def publish(self, downloaded: DownloadedPolicy) -> bool:
+        """Loads a version beside the running ones, verifies it and makes it current.
 
         Returns:
             False when it was refused, or its trainer is gone; nothing has changed then.
         """
-        session, downloaded = self._session, DownloadedPolicy(policy, blob, announced_at, probe, is_verified)
-        loaded = await self._load(downloaded)
-        if loaded.refusal:
-            self.refuse(policy.version, loaded.refusal)
-        is_live = loaded.adapter is not None and not loaded.refusal and session == self._session
-        if loaded.adapter is not None and is_live:
-            self._activate(loaded.adapter, policy)
-            self._flip(loaded.adapter)
-            self._report.note_live(downloaded, loaded)
+        session, policy = self._session, downloaded.policy
+        try:
+            loaded = await self._loader.load(downloaded)
+        except AdapterRefusedError as error:
+            self.refuse(policy, str(error))
+            return False
+        if session != self._session:
+            await self._loader.discard(loaded.adapter)
+            return False
+        self._activate(loaded.adapter, policy)
+        self._flip(loaded.adapter)
+        self._report.note_live(downloaded, loaded)
         await self.unload_idle()
-        return is_live
+        return True
 
     async def _load_for_evaluation(self, downloaded: DownloadedPolicy) -> None:
-        policy, loaded = downloaded.policy, await self._load(downloaded)
-        if loaded.adapter is not None and not loaded.refusal:
-            self._activate(loaded.adapter, policy)
-            self._evaluated = loaded.adapter
-            self._tell_fetched()
-        else:
-            logger.error("policy v%d cannot be evaluated here: %s", policy.version, loaded.refusal)
-            self.on_unavailable(policy)
+        policy = downloaded.policy
+        try:
+            adapter = (await self._loader.load(downloaded)).adapter
+        except AdapterRefusedError as error:
+            logger.error("policy v%d cannot be evaluated here: %s", policy.version, error)
+            self.on_fetched(policy, None)
+            return
+        self._activate(adapter, policy)
+        self._evaluated = adapter
+        self._tell_fetched()
         await self.unload_idle()
 
-    async def _load(self, downloaded: DownloadedPolicy) -> Loaded:
-        loaded = await self._loader.load(downloaded)
-        if loaded.adapter is not None:
-            self._pins[loaded.adapter] = 0  # not before, or the end of any request would unload it while it is verified
-        return loaded
-
     def _activate(self, adapter: Adapter, policy: PolicyInfo) -> None:
+        """Not before, or the end of any request would unload it while it is verified."""
         self._loader.activate(adapter)
-        self._policies[adapter] = policy
+        self._versions[adapter] = _Version(policy)
 
-    def refuse(self, version: int, reason: str) -> None:
+    def refuse(self, policy: PolicyInfo, reason: str) -> None:
         """Notes that a version is not served."""
-        self._report.note_refused(version, reason, self.current)
+        self._report.note_refused(policy.version, reason, self.current)
 
     def _flip(self, adapter: Adapter | None) -> None:
         self.current = adapter
@@ -238,10 +234,10 @@ class AdapterRegistry:
     async def unload_idle(self) -> None:
         """Unloads what is neither current, nor evaluated, nor pinned."""
         while (adapter := self._idle()) is not None:  # looked for again after every wait: others pin meanwhile
-            del self._pins[adapter]
-            self._policies.pop(adapter, None)
+            del self._versions[adapter]
             await self._loader.discard(adapter)
 
     def _idle(self) -> Adapter | None:
         kept = (self.current, self._evaluated)
-        return next((adapter for adapter, pins in self._pins.items() if pins == 0 and adapter not in kept), None)
+        idle = (one for one, version in self._versions.items() if version.pins == 0 and one not in kept)
+        return next(idle, None)

@@ -78,6 +78,7 @@ class Admission:
 
     def __init__(self, ceiling: int, group_size: int, load: Callable[[], EngineLoad | None]) -> None:
         told = load()
+        self._group_size = group_size
         self._control = AdmissionControl(ceiling, group_size, told.preemptions if told else 0)
         self._load = load
         self._inside = 0
@@ -105,12 +106,10 @@ class Admission:
         self._leave()
 
     @asynccontextmanager
-    async def behind(self, per_place: int) -> AsyncIterator[None]:
-        """A place for a group of an evaluation, after those for training.
-
-        Args:
-            per_place: of such groups, so many are worth one for training.
-        """
+    async def behind(self, num_completions: int) -> AsyncIterator[None]:
+        """A place for a group of an evaluation, after those for training. As many of these as have a training group's
+        completions are worth one place."""
+        per_place = max(1, self._group_size // num_completions)
         if not self._line_behind.wishes and self._has_room_behind(per_place):
             self._background += 1
         else:

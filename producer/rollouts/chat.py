@@ -8,7 +8,8 @@ the whole conversation is to begin as a new record.
 from typing import Any, NamedTuple
 
 from producer.groups import common_length
-from producer.interfaces import LeaseFailure
+from producer.interfaces import LeaseFailure, ToolCall, ToolParser
+from producer.rollouts.prompts import PromptFormat
 from protocol.errors import ConfigError
 
 Messages = list[dict[str, Any]]
@@ -23,17 +24,25 @@ class Continuation(NamedTuple):
     token_ids: list[int] | None  # what comes after the tokens that the model sampled; None: the history was rewritten
 
 
-class ChatFormat:
+class ChatFormat(PromptFormat):
     """The chat template with the tools of one environment.
 
     Args:
         tools: their JSON schemas.
+        parser: finds their calls; None if there are none.
     """
 
-    def __init__(self, tokenizer: Any, tools: list[dict[str, Any]], chat_template_kwargs: dict[str, Any]) -> None:
-        self._tokenizer = tokenizer
+    def __init__(
+        self,
+        tokenizer: Any,
+        max_model_len: int,
+        chat_template_kwargs: dict[str, Any],
+        tools: list[dict[str, Any]],
+        parser: ToolParser | None,
+    ) -> None:
+        super().__init__(tokenizer, max_model_len, chat_template_kwargs)
         self._tools = tools or None
-        self._chat_template_kwargs = chat_template_kwargs
+        self._parser = parser
 
     def check(self) -> None:
         """Raises:
@@ -68,8 +77,15 @@ class ChatFormat:
                 "bad_prompt", f"the chat template refused the messages: {type(error).__name__}: {error}"
             ) from error
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of what the template wrote."""
+    def parse(self, token_ids: list[int]) -> tuple[str, list[ToolCall]]:
+        """Content and calls of a turn, given without its end-of-turn token."""
+        return (self.text(token_ids), []) if self._parser is None else self._parser.parse(token_ids)
+
+    def text(self, token_ids: list[int]) -> str:
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+
+    def token_ids(self, text: str) -> list[int]:
+        """Of what the template wrote."""
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
 
@@ -102,10 +118,10 @@ class ChatFormat:
         end = next((end for end in ends if end > len(before)), None)
         if end is None:
             return Continuation(after, None)
-        turn, whole = self.encode(after[len(before) : end]), self.encode(after[len(before) :])
+        turn, whole = self.token_ids(after[len(before) : end]), self.token_ids(after[len(before) :])
         if whole[: len(turn)] == turn:
             return Continuation(after, whole[len(turn) :])
-        return Continuation(after, self.encode(after[end:]))
+        return Continuation(after, self.token_ids(after[end:]))
 
     def _render(self, messages: Messages) -> str:
         return str(

@@ -10,8 +10,8 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from producer.interfaces import LeaseFailure
-from producer.rollouts.engine_access import BusyClock
 from producer.rollouts.finish import Finish
+from producer.rollouts.in_flight import BusyClock
 from producer.rollouts.source import Progress, RolloutSource
 from producer.state import Counters, Workload
 from protocol.throttle import Throttle

@@ -14,10 +14,9 @@ ends:
 """
 
 import asyncio
-import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
@@ -29,12 +28,36 @@ from producer.state import Counters
 from protocol.wire.messages import Sampling
 
 OnSwap = Literal["finish", "continue", "restart"]
-
+Sample = Callable[[list[int], Sampling], Awaitable[list[Completion]]]
 _Request = tuple[list[int], Sampling]
 
 
+class BusyClock:
+    """Time during which at least one request is in the engine."""
+
+    def __init__(self) -> None:
+        self._active = 0
+        self._since = 0.0
+        self._total_s = 0.0
+
+    def busy_s(self) -> float:
+        return self._total_s + (time.monotonic() - self._since if self._active else 0.0)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        if self._active == 0:
+            self._since = time.monotonic()
+        self._active += 1
+        try:
+            yield
+        finally:
+            self._active -= 1
+            if self._active == 0:
+                self._total_s += time.monotonic() - self._since
+
+
 class InFlight:
-    """Takes groups through the engine."""
+    """Takes groups through the engine. `busy` runs while one is there."""
 
     def __init__(
         self,
@@ -43,15 +66,15 @@ class InFlight:
         counters: Counters,
         on_swap: OnSwap,
         clock: Callable[[], float] = time.monotonic,
-        *,
-        keeps_weights: bool = True,
     ) -> None:
         self._engine = engine
         self._adapters = adapters
         self._counters = counters
-        self._on_swap = on_swap
+        # Where the engine's own weights change, a group goes on by itself, without a cut.
+        self._keeps_weights = engine.capabilities.holds_versions
+        self._on_swap: OnSwap = on_swap if self._keeps_weights or on_swap == "restart" else "finish"
         self._clock = clock
-        self._keeps_weights = keeps_weights
+        self.busy = BusyClock()
 
     @contextmanager
     def kept(self) -> Iterator[Adapter | None]:
@@ -74,6 +97,10 @@ class InFlight:
             LeaseFailure: the engine refuses a request.
             EngineError: the engine is dead.
         """
+        with self.busy.running():
+            return await self._sample(prompt_ids, sampling, kept)
+
+    async def _sample(self, prompt_ids: list[int], sampling: Sampling, kept: Adapter | None) -> list[Completion]:
         if kept is not None:
             return await self._sample_segment([(prompt_ids, sampling)], kept, min_run_s=math.inf)
         began = self._clock()
@@ -111,7 +138,7 @@ class InFlight:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        return [_stamped(partial, adapter.version) for partials in groups for partial in partials]
+        return [partial for partials in groups for partial in partials]
 
     async def _cut_when_superseded(self, adapter: Adapter, cut: asyncio.Event, after_s: float) -> None:
         await asyncio.sleep(after_s)
@@ -124,17 +151,11 @@ def _rest(prompt_ids: list[int], sampling: Sampling, token_ids: list[int]) -> _R
     return prompt_ids + token_ids, msgspec.structs.replace(sampling, num_generations=1, max_completion_length=num_left)
 
 
-def _stamped(partial: Completion, version: int) -> Completion:
-    if partial.token_versions is not None:
-        return partial
-    return dataclasses.replace(partial, token_versions=[version] * len(partial.token_ids))
-
-
 def _joined(completion: Completion, partial: Completion) -> Completion:
     return Completion(
         completion.token_ids + partial.token_ids,
         completion.logprobs + partial.logprobs,
         partial.truncated,
-        (completion.token_versions or []) + (partial.token_versions or []),
+        completion.token_versions + partial.token_versions,
         partial.cut,
     )

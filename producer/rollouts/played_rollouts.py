@@ -1,47 +1,74 @@
-"""Rollouts of several turns: every completion is an episode with an environment.
+"""Rollouts of several turns: every completion is an episode, in which the policy and an environment take turns until one of
+them, or a limit, ends it.
 
-Guarantee: a group fails if an episode of it never began; otherwise it has all its episodes, also those that failed.
+Guarantee: the policy goes on from the very tokens that it sampled (`producer.rollouts.chat`); no record is longer than
+`sampling.max_completion_length` after its episode's first prompt; an episode whose environment fails, or that takes longer than
+it may, keeps what was sampled and says why it failed. One of which nothing was sampled is played again, a few times; then its
+group fails.
 """
 
 import asyncio
+import copy
+import logging
 import math
 import time
+from typing import Any
 
+import msgspec
 import numpy as np
 
-from producer.groups import Rollouts, no_rewards
+from producer.environments.pool import EnvironmentFailedError, EnvironmentPool, EnvironmentSession
+from producer.groups import Episode, Record, Rollouts, no_rewards
 from producer.interfaces import LeaseFailure
+from producer.rollouts.chat import ChatFormat, Continuation, assistant_message, tool_message
 from producer.rollouts.engine_access import EngineAccess
-from producer.rollouts.episodes import EpisodePlayer
+from producer.rollouts.in_flight import Sample
+from producer.rollouts.prompts import malformed
 from producer.rollouts.source import Progress
-from protocol.wire.messages import Lease
+from producer.state import Counters
+from protocol.config.sections.environment import EnvironmentSection
+from protocol.throttle import Throttle
+from protocol.wire.messages import Lease, Sampling
 from protocol.wire.prompts import is_conversational
+
+logger = logging.getLogger(__name__)
+
+_RESETS = 3  # before the group fails
 
 
 class PlayedRollouts:
     """A `RolloutSource`, for a run with `environment.factory`.
 
     Args:
+        pool: started.
         reward_names: what the environment's own reward is called, if it has one.
     """
 
-    def __init__(self, access: EngineAccess, player: EpisodePlayer, reward_names: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        access: EngineAccess,
+        section: EnvironmentSection,
+        pool: EnvironmentPool,
+        chat: ChatFormat,
+        counters: Counters,
+        reward_names: tuple[str, ...],
+    ) -> None:
         self.reward_names = reward_names
         self._access = access
-        self._player = player
+        self._section = section
+        self._pool = pool
+        self._chat = chat
+        self._counters = counters
+        self._warn = Throttle(logger)
 
     async def generate(self, lease: Lease, progress: Progress) -> Rollouts:
         if not is_conversational(lease.prompt):
-            raise LeaseFailure(
-                "bad_prompt",
-                "an environment needs a list of messages such as {'role': 'user', 'content': '...'}, got "
-                f"{type(lease.prompt).__name__}: {str(lease.prompt)[:80]}",
-            )
+            raise malformed(lease.prompt, "an environment needs")
         try:
             async with self._access.enter(lease, progress) as sample:
                 started = time.monotonic()
                 async with asyncio.TaskGroup() as group:
-                    plays = [self._player.play(lease, sample) for _ in range(lease.sampling.num_generations)]
+                    plays = [self._episode(lease, sample) for _ in range(lease.sampling.num_generations)]
                     tasks = [group.create_task(play) for play in plays]
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
@@ -51,3 +78,114 @@ class PlayedRollouts:
         if self.reward_names:
             own = np.array([[math.nan if each.reward is None else each.reward] for each in episodes], np.float32)
         return Rollouts(episodes, generation_s, [episode.messages for episode in episodes], own)
+
+    async def _episode(self, lease: Lease, sample: Sample) -> Episode:
+        for _ in range(_RESETS):
+            episode = Episode(0, [])
+            async with self._pool.session() as environment:
+                try:
+                    async with asyncio.timeout(self._section.episode_timeout_s):
+                        await self._play(lease, sample, environment, episode)
+                except TimeoutError:
+                    limit = f"environment.episode_timeout_s={self._section.episode_timeout_s:g} seconds"
+                    episode.failure = f"an episode was not over within {limit}"
+                except EnvironmentFailedError as error:
+                    episode.failure = str(error)
+            ended = (record.cut(len(record.token_ids)) for record in episode.records)
+            episode.records = [record for record in ended if record.token_ids]
+            if episode.records:
+                return episode
+            self._counters.failed_episodes += 1
+        raise LeaseFailure("environment_failed", episode.failure)
+
+    async def _play(self, lease: Lease, sample: Sample, environment: EnvironmentSession, episode: Episode) -> None:
+        messages = _with_observation(lease.prompt, await environment.reset(lease.columns | {"prompt": lease.prompt}))
+        text, first = self._chat.prompt(messages), len(messages)
+        prompt_ids = self._chat.token_ids(text)
+        what = "the prompt with tools and what `reset` returned"
+        self._chat.check_room(len(prompt_ids), lease.sampling.max_completion_length, what)
+        episode.prompt_length = len(prompt_ids)
+        episode.records.append(Record.of(prompt_ids))
+        num_calls = 0
+        for turn in range(1, self._section.max_turns + 1):
+            ended_by, calls = await self._turn(lease.sampling, sample, episode, messages, num_calls)
+            episode.messages = messages[first:]
+            if not calls or turn == self._section.max_turns:
+                break
+            answers = [await self._answer(environment, call, num_calls + place) for place, call in enumerate(calls)]
+            num_calls += len(answers)
+            messages += answers
+            following = self._chat.go_on(text, messages, len(answers), ended_by)
+            if not self._continue(episode, following, lease.sampling.max_completion_length):
+                episode.truncated = True
+                break
+            text, episode.messages = following.text, messages[first:]
+        if self._section.reward_weight is not None:
+            episode.reward = await self._reward(environment)
+
+    async def _turn(
+        self, sampling: Sampling, sample: Sample, episode: Episode, messages: list[dict[str, Any]], num_calls: int
+    ) -> tuple[str, list[Any]]:
+        """Samples one turn and adds its message. Returns the token that ended it, and the calls that are to be answered."""
+        record = episode.records[-1]
+        room = sampling.max_completion_length + episode.prompt_length - len(record.token_ids)
+        limit = min(room, self._section.max_turn_tokens or room)
+        (completion,) = await sample(
+            list(record.token_ids), msgspec.structs.replace(sampling, num_generations=1, max_completion_length=limit)
+        )
+        record.sampled(completion)
+        self._counters.turns += 1
+        if completion.truncated:
+            messages.append(assistant_message(self._chat.text(completion.token_ids), [], num_calls))
+            episode.truncated = True
+            return "", []
+        *said, end = completion.token_ids
+        content, calls = self._chat.parse(said)
+        messages.append(assistant_message(content, [(call.name, call.arguments or {}) for call in calls], num_calls))
+        return self._chat.end_of_turn(end), calls
+
+    async def _answer(self, environment: EnvironmentSession, call: Any, number: int) -> dict[str, Any]:
+        self._counters.tool_calls += 1
+        content: str | list[Any]
+        if call.arguments is None:
+            content, failed = str({"error": "The arguments are not a JSON object."}), True
+        else:
+            content, failed = await environment.call(call.name, call.arguments)
+        self._counters.failed_tool_calls += failed
+        return tool_message(call.name, content, number)
+
+    def _continue(self, episode: Episode, following: Continuation, max_completion_length: int) -> bool:
+        """Adds what the policy is shown next; False if that leaves it no room for a token."""
+        limit = episode.prompt_length + max_completion_length
+        record = episode.records[-1]
+        if following.token_ids is None:
+            token_ids = self._chat.token_ids(following.text)
+            if len(token_ids) >= limit:
+                return False
+            episode.records.append(Record.of(token_ids))
+        elif len(record.token_ids) + len(following.token_ids) >= limit:
+            return False
+        else:
+            record.show(following.token_ids)
+        return True
+
+    async def _reward(self, environment: EnvironmentSession) -> float | None:
+        try:
+            return await environment.reward()
+        except EnvironmentFailedError as error:
+            self._warn("reward", f"the environment's reward is missing: {error}")
+            return None
+
+
+def _with_observation(prompt: list[dict[str, Any]], observation: str | list[Any] | None) -> list[dict[str, Any]]:
+    """The prompt with what `reset` returned at the end of its last message."""
+    messages = copy.deepcopy(prompt)
+    if observation is None:
+        return messages
+    content = messages[-1]["content"]
+    if isinstance(observation, list) and isinstance(content, str):
+        content = [{"type": "text", "text": content}]
+    if isinstance(observation, str) and isinstance(content, list):
+        observation = [{"type": "text", "text": observation}]
+    messages[-1] = messages[-1] | {"content": content + observation}
+    return messages

@@ -27,6 +27,11 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool) -> Any:
         raise cannot_load(f"the tokenizer in {folder}", error) from error
 
 
+def malformed(prompt: Any, expected: str) -> LeaseFailure:
+    example = "a list of messages such as {'role': 'user', 'content': '...'}"
+    return LeaseFailure("bad_prompt", f"{expected} {example}, got {type(prompt).__name__}: {str(prompt)[:80]}")
+
+
 class PromptFormat:
     """How this run's tokenizer turns prompts into tokens and tokens into text."""
 
@@ -42,11 +47,7 @@ class PromptFormat:
             LeaseFailure: the prompt is malformed, empty, or leaves no room for the completion.
         """
         if not (isinstance(prompt, str) or is_conversational(prompt)):
-            raise LeaseFailure(
-                "bad_prompt",
-                "expected a string or a list of messages such as {'role': 'user', 'content': '...'}, got "
-                f"{type(prompt).__name__}: {str(prompt)[:80]}",
-            )
+            raise malformed(prompt, "expected a string or")
         try:
             ids = prompt_token_ids(self._tokenizer, prompt, self._chat_template_kwargs)
         except Exception as error:  # a template is a program of the model's author and raises whatever it likes
@@ -59,15 +60,22 @@ class PromptFormat:
             ) from error
         if not ids:
             raise LeaseFailure("bad_prompt", "the prompt has no tokens; remove the row or give it a text")
+        self.check_room(len(ids), max_completion_length, "the prompt")
+        return ids
+
+    def check_room(self, num_tokens: int, max_completion_length: int, what: str) -> None:
+        """
+        Raises:
+            LeaseFailure: so many tokens leave no room for the completion.
+        """
         room = self._max_model_len - max_completion_length
-        if len(ids) > room:
+        if num_tokens > room:
             raise LeaseFailure(
                 "prompt_too_long",
-                f"the prompt has {len(ids)} tokens, but engine.max_model_len={self._max_model_len} less "
+                f"{what} has {num_tokens} tokens, but engine.max_model_len={self._max_model_len} less "
                 f"sampling.max_completion_length={max_completion_length} leaves {room}; shorten the prompt, lower "
                 "sampling.max_completion_length or raise engine.max_model_len",
             )
-        return ids
 
     def decode(self, prompt: Any, completions: list[list[int]]) -> list[str] | list[Messages]:
         """What reward functions get as `completions`: texts, or one assistant message each for message prompts."""

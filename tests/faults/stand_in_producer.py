@@ -34,12 +34,12 @@ class Engine(EngineWithoutWeights):
         self, prompt_ids: list[int], sampling: Sampling, adapter: Any, cut: asyncio.Event
     ) -> list[Completion]:
         await asyncio.sleep(float(self._pace.read_text()))
-        return [self._completion(sampling) for _ in range(sampling.num_generations)]
+        return [self._completion(sampling, adapter.version) for _ in range(sampling.num_generations)]
 
-    def _completion(self, sampling: Sampling) -> Completion:
+    def _completion(self, sampling: Sampling, version: int) -> Completion:
         length = random.randint(sampling.max_completion_length // 2, sampling.max_completion_length)
         tokens = [random.randint(3, 40) for _ in range(length)]
-        return Completion(tokens, [-3.5] * length, length == sampling.max_completion_length)
+        return Completion(tokens, [-3.5] * length, length == sampling.max_completion_length, [version] * length)
 
 
 class ListingClient(ZmqClient):

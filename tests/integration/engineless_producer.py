@@ -12,7 +12,7 @@ from tests.scripted_engine import EngineWithoutWeights, put_in_place
 
 class Engine(EngineWithoutWeights):
     async def generate(self, prompt_ids, sampling, adapter, cut):
-        return [Completion([5], [-0.5], False) for _ in range(sampling.num_generations)]
+        return [Completion([5], [-0.5], False, [adapter.version]) for _ in range(sampling.num_generations)]
 
 
 if __name__ == "__main__":

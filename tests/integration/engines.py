@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from producer.interfaces import Adapter
+from producer.interfaces import Adapter, DownloadedPolicy, Probe
 from producer.policies.registry import AdapterRegistry
 from protocol.config.run import RunConfig
 from protocol.wire.adapter_blob import unpack
@@ -59,6 +59,9 @@ class LiveEngine:
     def policy(self, version: int) -> tuple[PolicyInfo, bytes]:
         _, blob, digest = self._made(version)
         return PolicyInfo(version, digest, len(blob)), blob
+
+    def downloaded(self, version: int, probe: Probe | None = None) -> DownloadedPolicy:
+        return DownloadedPolicy(*self.policy(version), 0.0, probe)
 
     def adapter(self, version: int, number: int) -> Adapter:
         """Version `version`, unpacked from its blob as adapter `number` of the engine, not loaded yet."""

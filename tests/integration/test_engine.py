@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save
 
 from producer.engine.adapter_loading import ByAdapter
-from producer.interfaces import AdapterRefusedError, LeaseFailure, Probe
+from producer.interfaces import AdapterRefusedError, DownloadedPolicy, LeaseFailure, Probe
 from producer.rollouts.in_flight import InFlight
 from producer.state import Counters
 from protocol.config.sections.swap import TOLERANCES
@@ -96,11 +96,11 @@ def test_a_swap_that_is_right_is_proved_and_one_that_is_not_leaves_the_old_versi
     live, registry, factor, settings
 ):
     async def body():
-        assert await registry.publish(*live.policy(1), 0.0, probe(live, 1))
-        assert not await registry.publish(*spoiled(live, 2, factor, settings), 0.0, probe(live, 2))
+        assert await registry.publish(live.downloaded(1, probe(live, 1)))
+        assert not await registry.publish(DownloadedPolicy(*spoiled(live, 2, factor, settings), 0.0, probe(live, 2)))
         with registry.pin() as adapter:
             before = await live.engine.generate(PROMPT, sampling(), adapter)
-        assert await registry.publish(*live.policy(2), 0.0, probe(live, 2))
+        assert await registry.publish(live.downloaded(2, probe(live, 2)))
         return adapter.version, before
 
     version, completions = live.run(body())
@@ -116,14 +116,14 @@ def test_another_vllm_that_is_started_beside_it_keeps_its_sockets_where_it_likes
 def test_a_probe_that_cannot_be_scored_proves_nothing_and_ends_nothing(live, registry):
     for token_ids in ([5] * 300, [5, 10**6]):
         odd = Probe(tuple(token_ids), (0.0,) * (len(token_ids) - 1))
-        assert live.run(registry.publish(*live.policy(1), 0.0, odd))
+        assert live.run(registry.publish(live.downloaded(1, odd)))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logprobs_after_a_swap_are_those_of_transformers_and_peft(live, registry, temperature):
     async def body():
         for version in (1, 2):
-            assert await registry.publish(*live.policy(version), 0.0)
+            assert await registry.publish(live.downloaded(version))
         with registry.pin() as adapter:
             return adapter.version, await live.engine.generate(PROMPT, sampling(temperature=temperature), adapter)
 
@@ -138,7 +138,7 @@ def test_scores_of_given_tokens_are_those_of_transformers_and_peft_also_a_second
     tokens = [*PROMPT, *range(10, 44)]
 
     async def body():
-        await registry.publish(*live.policy(1), 0.0)
+        await registry.publish(live.downloaded(1))
         with registry.pin() as adapter:
             return [await live.engine.weights.verify(adapter, tokens) for _ in range(2)]
 
@@ -149,7 +149,7 @@ def test_scores_of_given_tokens_are_those_of_transformers_and_peft_also_a_second
 
 def test_the_models_own_sampling_defaults_are_not_applied(live, registry):
     async def body():
-        await registry.publish(*live.policy(1), 0.0)
+        await registry.publish(live.downloaded(1))
         with registry.pin() as adapter:
             return await live.engine.generate(PROMPT, sampling(24, n=64), adapter)
 
@@ -166,10 +166,10 @@ def test_requests_in_flight_finish_on_their_adapter_and_new_ones_start_on_the_ne
             return adapter.version, await live.engine.generate(PROMPT, sampling(200, n=8), adapter)
 
     async def body():
-        await registry.publish(*live.policy(3), 0.0)
+        await registry.publish(live.downloaded(3))
         old = asyncio.create_task(generate())
         await asyncio.sleep(0.1)
-        await registry.publish(*live.policy(4), 0.0)
+        await registry.publish(live.downloaded(4))
         assert not old.done(), "the request was over before the swap; make it longer"
         new = asyncio.create_task(generate())
         return await old, await new
@@ -187,11 +187,11 @@ def test_tokens_of_groups_that_outlive_swaps_have_the_logprobs_of_their_version(
     in_flight = InFlight(live.engine, registry, counters, on_swap)
 
     async def body():
-        await registry.publish(*live.policy(30), 0.0)
+        await registry.publish(live.downloaded(30))
         groups = [asyncio.create_task(in_flight.sample(PROMPT, sampling(200, n=8))) for _ in range(3)]
         for version in (31, 32):
             await asyncio.sleep(0.15)
-            await registry.publish(*live.policy(version), 0.0)
+            await registry.publish(live.downloaded(version))
         assert not any(group.done() for group in groups), "the groups were over before the swaps; make them longer"
         done = await asyncio.gather(*groups)
         assert await live.engine._core.llm.collective_rpc("list_loras") == [[registry.current.id]], "slots are free"
@@ -231,12 +231,12 @@ def test_many_swaps_under_load_leave_the_engine_alive_and_one_folder(live, regis
                 assert all(len(c.token_ids) == len(c.logprobs) for c in completions)
 
     async def body():
-        await registry.publish(*live.policy(10), 0.0)
+        await registry.publish(live.downloaded(10))
         stop = asyncio.Event()
         workers = [asyncio.create_task(keep_generating(stop)) for _ in range(6)]
         for version in range(11, 22):
             await asyncio.sleep(0.15)
-            assert await registry.publish(*live.policy(version), 0.0)
+            assert await registry.publish(live.downloaded(version))
         await asyncio.sleep(0.3)
         stop.set()
         await asyncio.gather(*workers)
@@ -254,7 +254,7 @@ def test_many_swaps_under_load_leave_the_engine_alive_and_one_folder(live, regis
 
 def test_a_refused_adapter_or_request_leaves_the_engine_alive(live, registry, tmp_path):
     async def body():
-        await registry.publish(*live.policy(1), 0.0)
+        await registry.publish(live.downloaded(1))
         broken = live.adapter(2, 9001)
         shutil.rmtree(broken.path)
         with pytest.raises(AdapterRefusedError):
@@ -275,7 +275,7 @@ def test_a_refused_adapter_or_request_leaves_the_engine_alive(live, registry, tm
 
 def test_truncation_is_told(live, registry):
     async def body():
-        await registry.publish(*live.policy(1), 0.0)
+        await registry.publish(live.downloaded(1))
         completions: list = []
         with registry.pin() as adapter:
             while not (any(c.truncated for c in completions) and any(not c.truncated for c in completions)):
@@ -290,7 +290,7 @@ def test_truncation_is_told(live, registry):
 
 def test_abandoned_requests_leave_the_engine(live, registry):
     async def body():
-        await registry.publish(*live.policy(1), 0.0)
+        await registry.publish(live.downloaded(1))
 
         async def generate():
             with registry.pin() as adapter:
@@ -300,7 +300,7 @@ def test_abandoned_requests_leave_the_engine(live, registry):
         await asyncio.sleep(0.05)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        await registry.publish(*live.policy(2), 0.0)
+        await registry.publish(live.downloaded(2))
         with registry.pin() as adapter:
             return await live.engine.generate(PROMPT, sampling(), adapter)
 
@@ -329,7 +329,7 @@ def test_a_request_that_is_cancelled_at_any_moment_leaves_nothing_in_the_engine(
         assert (processor.request_states, processor.parent_requests, processor.external_req_ids) == ({}, {}, {})
 
     async def body():
-        await registry.publish(*live.policy(1), 0.0)
+        await registry.publish(live.downloaded(1))
         assert await cancel_at_each_wait(generate, check) > 0
         assert await cancel_at_each_wait(add, check) == 0
         with registry.pin() as adapter:  # load is told by steps, and so by one that is after all these
@@ -341,7 +341,7 @@ def test_a_request_that_is_cancelled_at_any_moment_leaves_nothing_in_the_engine(
 
 def test_completions_of_a_group_share_their_prompt_and_the_engine_tells_its_load(live, registry):
     async def body():
-        assert await registry.publish(*live.policy(1), 0.0)
+        assert await registry.publish(live.downloaded(1))
         with registry.pin() as adapter:
             asked = asyncio.create_task(live.engine.generate([5] * 200, sampling(length=40), adapter))
             seen = set()

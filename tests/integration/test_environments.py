@@ -14,8 +14,7 @@ from producer.groups import group_message
 from producer.interfaces import ToolCall
 from producer.rollouts.admission import Admission
 from producer.rollouts.chat import ChatFormat
-from producer.rollouts.engine_access import BusyClock, EngineAccess, PolicyGate
-from producer.rollouts.episodes import EpisodePlayer
+from producer.rollouts.engine_access import EngineAccess
 from producer.rollouts.in_flight import InFlight
 from producer.rollouts.played_rollouts import PlayedRollouts
 from producer.rollouts.source import Progress
@@ -63,12 +62,11 @@ def play(live: LiveEngine, folder, template: str) -> RolloutGroup:
     async def body() -> RolloutGroup:
         registry = registry_of(live.engine.weights, folder, counters)
         pool = EnvironmentPool(section)
-        chat = ChatFormat(tokenizer, [], {})
+        chat = ChatFormat(tokenizer, 256, {}, [], AlwaysBuys())
         in_flight = InFlight(live.engine, registry, counters, "finish")
-        access = EngineAccess(PolicyGate(registry), registry, Admission(2, 6, lambda: None), in_flight, BusyClock(), 6)
-        player = EpisodePlayer(section, pool, chat, AlwaysBuys(), tokenizer.decode, 256, counters)
-        source = PlayedRollouts(access, player, ("environment",))
-        await registry.publish(*live.policy(1), 0.0)
+        access = EngineAccess(registry, Admission(2, 6, lambda: None), in_flight)
+        source = PlayedRollouts(access, section, pool, chat, counters, ("environment",))
+        await registry.publish(live.downloaded(1))
         wanted = msgspec.structs.replace(
             lease(1), prompt=[{"role": "user", "content": "The sum"}], columns={"stock": 5}, sampling=SAMPLING
         )
@@ -76,7 +74,7 @@ def play(live: LiveEngine, folder, template: str) -> RolloutGroup:
             playing = asyncio.create_task(source.generate(wanted, Progress(wanted)))
             while not counters.turns:  # noqa: ASYNC110 - a counter has no event
                 await asyncio.sleep(0.01)
-            await registry.publish(*live.policy(2), 0.0)
+            await registry.publish(live.downloaded(2))
             played = await playing
         finally:
             await pool.close()

@@ -62,17 +62,17 @@ def across_a_swap(live: LiveEngine, versions: tuple[int, int], completion: Compl
 
 def test_log_probs_are_those_of_peft_and_versions_change_in_mid_sequence_at_the_token_that_says_so(live, registry):
     async def body():
-        await registry.publish(*live.policy(1), 0.0)
+        await registry.publish(live.downloaded(1))
         before = await generate(live, registry, 24)
         for _ in range(10):
             running = asyncio.create_task(generate(live, registry, 240, n=64))
             await asyncio.sleep(0.05)
-            await registry.publish(*live.policy(2), 0.0)
+            await registry.publish(live.downloaded(2))
             cut = [completion for completion in await running if set(completion.token_versions) == {1, 2}]
             after = await generate(live, registry, 24)
             if cut:
                 return before, cut, after
-            await registry.publish(*live.policy(1), 0.0)
+            await registry.publish(live.downloaded(1))
         pytest.fail("no completion spans a swap")
 
     before, cut, after = live.run(body())
@@ -93,16 +93,16 @@ def test_what_clients_get_has_its_version_token_by_token(live, registry, n):
         server = live.engine.openai_server(live.config)
         fields = {"model": "policy", "prompt": PROMPT, "n": n, "max_tokens": 240, "seed": 1, "stream": n > 1}
         request = check_request("completion", fields)
-        await registry.publish(*live.policy(1), 0.0)
+        await registry.publish(live.downloaded(1))
         for _ in range(10):
             with registry.pin() as adapter:
                 call = Call(adapter)
                 running = asyncio.create_task(everything(server.answer(request, call)))
                 await asyncio.sleep(0.03)
-                await registry.publish(*live.policy(2), 0.0)
+                await registry.publish(live.downloaded(2))
                 await running
                 await call.close()
-            await registry.publish(*live.policy(1), 0.0)
+            await registry.publish(live.downloaded(1))
             if cut := [sampled for sampled in call.sampled if set(sampled.token_versions) == {1, 2}]:
                 return call.version, cut[0]
         pytest.fail("no completion spans a swap")
@@ -120,7 +120,7 @@ def test_what_clients_get_has_its_version_token_by_token(live, registry, n):
 
 def test_there_and_back_under_load_gives_the_same_bits_and_a_refused_policy_leaves_none_of_its_tokens(live, registry):
     async def body():
-        assert await registry.publish(*live.policy(1), 0.0)
+        assert await registry.publish(live.downloaded(1))
         with registry.pin() as current:
             first = await live.engine.weights.verify(current, PROBE)
             running = [asyncio.create_task(generate(live, registry, 240, n=16)) for _ in range(3)]

@@ -50,7 +50,7 @@ async def clients(live: LiveEngine, registry: AdapterRegistry):
 
 def test_log_probs_are_those_of_the_trainer_and_the_answer_names_its_version(live, registry):
     async def body():
-        await registry.publish(*live.policy(1), 0.0)
+        await registry.publish(live.downloaded(1))
         async with clients(live, registry) as client:
             answers = []
             for model in ("policy", "policy@v1"):
@@ -82,11 +82,11 @@ def test_a_named_version_answers_the_same_while_a_newer_one_is_current_and_is_le
         return pieces[0].model, "".join(piece.choices[0].delta.content or "" for piece in pieces)
 
     async def body():
-        await registry.publish(*live.policy(1), 0.0)
+        await registry.publish(live.downloaded(1))
         async with clients(live, registry) as client:
             former = registry.current
             first = await greedy(client, "policy", stream=False)
-            await registry.publish(*live.policy(2), 0.0)
+            await registry.publish(live.downloaded(2))
             second = await greedy(client, "policy", stream=True)
             assert (first[0], second[0]) == ("policy@v1", "policy@v2")
             assert first[1] != second[1]
@@ -94,9 +94,9 @@ def test_a_named_version_answers_the_same_while_a_newer_one_is_current_and_is_le
                 assert await greedy(client, "policy@v1", stream) == first
                 assert await greedy(client, "policy", stream) == second
             assert [card.id async for card in client.models.list()] == ["policy", "policy@v2", "policy@v1"]
-            assert former in registry._pins
+            assert former in registry._versions
             async with asyncio.timeout(60):
-                while former in registry._pins:  # noqa: ASYNC110
+                while former in registry._versions:  # noqa: ASYNC110
                     await asyncio.sleep(0.1)
             with pytest.raises(
                 openai.NotFoundError, match=r"there is no model 'policy@v1'; there is: policy, policy@v2"
@@ -108,7 +108,7 @@ def test_a_named_version_answers_the_same_while_a_newer_one_is_current_and_is_le
 
 def test_completions_take_text_and_tokens_and_say_what_they_sampled(live, registry):
     async def body():
-        await registry.publish(*live.policy(3), 0.0)
+        await registry.publish(live.downloaded(3))
         async with clients(live, registry) as client:
             return await client.completions.create(
                 model="policy",
@@ -190,7 +190,7 @@ TOLERATED = [
 
 def test_no_request_harms_the_engine_and_a_client_that_leaves_frees_it(live, registry):
     async def body():
-        await registry.publish(*live.policy(4), 0.0)
+        await registry.publish(live.downloaded(4))
         async with clients(live, registry) as client:
             for values in HOSTILE:
                 path = "/completions" if "prompt" in values else "/chat/completions"
@@ -227,9 +227,9 @@ def test_a_client_of_several_prompts_that_leaves_leaves_nothing_in_the_engine(li
     processor = live.engine._core.llm.output_processor
 
     async def body():
-        await registry.publish(*live.policy(5), 0.0)
+        await registry.publish(live.downloaded(5))
         async with clients(live, registry) as client:
-            prompts, before = [[5, 6, 7], [8, 9], [10]], registry._pins[registry.current]
+            prompts, before = [[5, 6, 7], [8, 9], [10]], registry._versions[registry.current].pins
 
             async def ask() -> None:
                 asked = {"model": "policy", "prompt": prompts, "n": 2, "max_tokens": 200}
@@ -246,7 +246,7 @@ def test_a_client_of_several_prompts_that_leaves_leaves_nothing_in_the_engine(li
                 await asyncio.gather(asking, return_exceptions=True)
                 await until(lambda: not processor.request_states)
                 assert (processor.parent_requests, processor.external_req_ids) == ({}, {})
-            assert registry._pins[registry.current] <= before + 1, "what clients keep, once"
+            assert registry._versions[registry.current].pins <= before + 1, "what clients keep, once"
             assert len((await client.completions.create(model="policy", prompt=prompts, max_tokens=2)).choices) == 3
 
     live.run(body())

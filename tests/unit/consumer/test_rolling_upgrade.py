@@ -18,13 +18,13 @@ from consumer.training.retraining import RecordedRun
 from producer.interfaces import DownloadedPolicy
 from producer.link.link import Link
 from producer.link.mailbox import Mailbox
-from producer.state import Counters, Identity, Workload
+from producer.state import Counters, Workload
 from protocol import __version__
 from protocol.config.sections.transport import TransportSection
 from protocol.transport.zeromq_client import ZmqClient
 from protocol.transport.zeromq_server import ZmqServer
 from protocol.wire.codec import schema_of
-from protocol.wire.messages import Lease, PolicyInfo
+from protocol.wire.messages import Hello, Lease, PolicyInfo
 from replay.buffer import RolloutBuffer
 from replay.journal.disk import DiskGuard
 from replay.journal.reader import JournalReader
@@ -63,7 +63,7 @@ class Worker:
         self.mailbox = Mailbox(self.channel)
         self.link = Link(
             self.mailbox,
-            Identity("new", facts(), 8),
+            Hello("new", facts(), 8),
             transport,
             endpoints[0],
             self,

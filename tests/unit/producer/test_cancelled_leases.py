@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -12,7 +13,7 @@ from producer.engine.merged_weights import MergedWeights
 from producer.interfaces import Adapter, Completion
 from producer.metrics import ProducerMetrics
 from producer.rollouts.admission import Admission
-from producer.rollouts.engine_access import BusyClock, EngineAccess, PolicyGate
+from producer.rollouts.engine_access import EngineAccess
 from producer.rollouts.finish import Finish
 from producer.rollouts.generation import Generation
 from producer.rollouts.in_flight import InFlight, OnSwap
@@ -30,6 +31,8 @@ from tests.unit.producer.rollouts.test_in_flight import Policies
 class Engine:
     """Samples a token at each of its waits, of three; `stepped` is called after each."""
 
+    capabilities = SimpleNamespace(holds_versions=True)
+
     def __init__(self) -> None:
         self.running = 0
         self.stepped: Callable[[], None] = lambda: None
@@ -45,7 +48,7 @@ class Engine:
                 if cut.is_set() or number == sampling.max_completion_length:
                     break
             is_cut = cut.is_set() and number < min(3, sampling.max_completion_length)
-            one = Completion([7] * number, [-0.5] * number, False, None, is_cut)
+            one = Completion([7] * number, [-0.5] * number, False, [adapter.version] * number, is_cut)
             return [one] * sampling.num_generations
         finally:
             self.running -= 1
@@ -58,9 +61,9 @@ class Scene:
         self.engine, self.answers = Engine(), list[Any]()
         self.places = Admission(1, 4, lambda: None)
         self._begun: list[Coroutine[Any, Any, None]] = []
-        counters, self.clock = Counters(), BusyClock()
+        counters = Counters()
         in_flight = InFlight(self.engine, registry, counters, on_swap)  # type: ignore[arg-type]
-        access = EngineAccess(PolicyGate(registry), registry, self.places, in_flight, self.clock, 4)
+        access, self.clock = EngineAccess(registry, self.places, in_flight), in_flight.busy
         metrics = ProducerMetrics(CollectorRegistry())
         finish = Finish(("length", "none"), (), Rewards(), counters, metrics)  # type: ignore[arg-type]
         self.generation = Generation(
@@ -124,7 +127,7 @@ def test_of_an_evaluation(tmp_path) -> None:
 
         def check() -> None:
             scene.check(num_tasks=2)
-            assert list(setup.registry._pins.values()) == [0]
+            assert [version.pins for version in setup.registry._versions.values()] == [0]
 
         assert await cancel_at_each_wait(lambda: scene.fulfil(wanted), check) > 0
         assert await cancel_at_each_wait(lambda: scene.two(wanted), check) > 0

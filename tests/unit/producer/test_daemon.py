@@ -61,7 +61,7 @@ class Answering(Engine):
     """Answers at once."""
 
     async def generate(self, prompt_ids, sampling, adapter, cut):
-        return [Completion([7, 8], [-0.5, -0.5], False) for _ in range(sampling.num_generations)]
+        return [Completion([7, 8], [-0.5, -0.5], False, [adapter.version] * 2) for _ in range(sampling.num_generations)]
 
 
 class Tokenizer:

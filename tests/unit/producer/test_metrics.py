@@ -12,7 +12,7 @@ def test_totals_stages_and_the_engine_are_those_of_the_moment() -> None:
     metrics = ProducerMetrics(registry)
     work = Workload(waiting_floors=(3, 3), generating=4, scoring=1, busy_s=2.5)
     delivery = Delivery(connected=True, heard_ago_s=0.1, held=9, unacked=2, unacked_bytes=2048, full=False)
-    metrics.watch("p", counters, lambda: Situation(work, delivery, 0, 3, 1), lambda: 5)
+    metrics.watch("p", lambda: Situation(counters, work, delivery, 5, 3, 1))
 
     def value(name: str, **labels: str) -> float | None:
         return registry.get_sample_value(name, labels)

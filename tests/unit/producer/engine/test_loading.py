@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from producer.engine.adapter_loading import ByAdapter, Loading, Reading, groups_of
+from producer.engine.adapter_loading import ByAdapter, CannotMergeError, Loading, Reading, groups_of
 
 ONE = Reading("v1", 1, "/adapters/v1")
 
@@ -67,7 +67,9 @@ def test_another_adapter_is_read_when_it_is_asked_for() -> None:
     assert manager._load_adapter(Reading("v2", 2, "/adapters/v2")) == "weights of v2"
 
 
-@pytest.mark.parametrize(("error", "said"), [(OSError("no such file"), "no such file"), (KeyError(), "KeyError")])
+@pytest.mark.parametrize(
+    ("error", "said"), [(OSError("no such file"), "OSError: no such file"), (CannotMergeError("in part"), "in part")]
+)
 def test_what_cannot_be_read_is_refused_with_the_reason(error, said) -> None:
     assert prepared(Manager(error)).finish(lambda request: pytest.fail("nothing to add")) == said
 
@@ -77,7 +79,7 @@ def test_what_cannot_be_put_in_its_place_is_refused_with_the_reason() -> None:
         raise RuntimeError("shapes differ")
 
     loading = prepared(Manager())
-    assert [loading.finish(fits_nowhere), loading.finish(fits_nowhere)] == ["shapes differ"] * 2
+    assert [loading.finish(fits_nowhere), loading.finish(fits_nowhere)] == ["RuntimeError: shapes differ"] * 2
     assert prepared(Manager()).finish(lambda request: False) == "vLLM did not load it and gives no reason"
 
 

@@ -1,20 +1,17 @@
 """A link and a scripted trainer over loopback."""
 
 import hashlib
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from producer.interfaces import DownloadedPolicy, Probe
 from producer.link.link import Link
 from producer.link.mailbox import Mailbox
-from producer.state import Counters, Identity, Workload
+from producer.state import Counters, Workload
 from protocol.config.sections.transport import TransportSection
-from protocol.wire.messages import (
-    Bye,
-    Group,
-    Lease,
-    PolicyInfo,
-)
+from protocol.wire.messages import Bye, Group, Hello, PolicyInfo
 from tests.loopback import LoopbackServer
 from tests.scripted import facts, made_up_group
 from tests.scripted_trainer import ScriptedTrainer, lease
@@ -27,51 +24,24 @@ def policy(version: int, blob: bytes = b"") -> PolicyInfo:
 
 
 class Events:
-    """Keeps what the link says."""
+    """Keeps what the link says: of each event the arguments, in order."""
 
     def __init__(self) -> None:
-        self.runs: list[PolicyInfo] = []
-        self.sessions: list[PolicyInfo] = []
-        self.leases: list[Lease] = []
-        self.abandoned_ids: list[str] = []
-        self.blobs: list[tuple[int, bytes]] = []
-        self.probes: list[Probe | None] = []
-        self.refusals: list[tuple[int, str]] = []
-        self.fullness: list[bool] = []
-        self.outcome: list[BaseException | None] = []
-        self.fetches: list[tuple[int, bytes | None]] = []
-        self.evaluations: list[PolicyInfo | None] = []
+        self._told: defaultdict[str, list[Any]] = defaultdict(list)
 
-    def fetched(self, policy: PolicyInfo, downloaded: DownloadedPolicy | None) -> None:
-        self.fetches.append((policy.version, downloaded and downloaded.blob))
+    def __getattr__(self, event: str) -> Callable[..., None]:
+        return lambda *told: self._told[event].append(told[0] if len(told) == 1 else told)
 
-    def evaluates(self, policy: PolicyInfo | None) -> None:
-        self.evaluations.append(policy)
+    def of(self, event: str) -> list[Any]:
+        return self._told[event]
 
-    def run_began(self, policy: PolicyInfo) -> None:
-        self.runs.append(policy)
+    @property
+    def blobs(self) -> list[tuple[int, bytes]]:
+        return [(downloaded.policy.version, downloaded.blob) for downloaded in self.of("policy_arrived")]
 
-    def session_began(self, policy: PolicyInfo) -> None:
-        self.sessions.append(policy)
-
-    def leased(self, lease: Lease) -> None:
-        self.leases.append(lease)
-
-    def abandoned(self, lease_id: str) -> None:
-        self.abandoned_ids.append(lease_id)
-
-    def policy_arrived(self, downloaded: DownloadedPolicy) -> None:
-        self.blobs.append((downloaded.policy.version, downloaded.blob))
-        self.probes.append(downloaded.probe)
-
-    def policy_refused(self, policy: PolicyInfo, reason: str) -> None:
-        self.refusals.append((policy.version, reason))
-
-    def outbox_full(self, full: bool) -> None:
-        self.fullness.append(full)
-
-    def ended(self, error: BaseException | None) -> None:
-        self.outcome.append(error)
+    @property
+    def fetches(self) -> list[tuple[int, bytes | None]]:
+        return [(policy.version, downloaded and downloaded.blob) for policy, downloaded in self.of("fetched")]
 
 
 class Setup:
@@ -83,7 +53,7 @@ class Setup:
         self.mailbox = Mailbox(self.client)
         self.link = Link(
             self.mailbox,
-            Identity("p", facts(), 8, "merged"),
+            Hello("p", facts(), 8, swap_mode="merged"),
             transport,
             "loopback",
             self.events,
@@ -94,19 +64,20 @@ class Setup:
         self.trainer = ScriptedTrainer(self.server, policy(0, self.blob))
         self.trainer.blobs[self.trainer.policy.digest] = self.blob
 
-    def start(self) -> "Setup":
+    def start(self) -> None:
+        """Until the trainer has been greeted."""
         self.trainer.start()
         self.link.start()
-        return self
+        self.trainer.wait_for_message(Hello)
 
     def wait_for(self, condition, timeout_s=10.0):
         self.trainer.wait_for(condition, timeout_s)
 
     def take_leases(self, *numbers: int) -> None:
-        before = len(self.events.leases)
+        before = len(self.events.of("leased"))
         for number in numbers:
             self.trainer.send(lease(number))
-        self.wait_for(lambda: len(self.events.leases) == before + len(numbers))
+        self.wait_for(lambda: len(self.events.of("leased")) == before + len(numbers))
 
     def finish(self, number: int) -> None:
         self.mailbox.answer(made_up_group(lease(number), 0))

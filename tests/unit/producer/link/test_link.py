@@ -21,18 +21,9 @@ from tests.scripted_trainer import lease
 from tests.unit.producer.link.linked import IMPATIENT, TRANSPORT, Setup, policy
 
 
-@pytest.fixture
-def setup(request):
-    made = Setup(TRANSPORT.model_copy(update=getattr(request, "param", {})))
-    yield made
-    if made.link.ident is not None:
-        made.end()
-
-
 def test_heartbeats_carry_the_counters_and_the_held_leases(setup):
     setup.counters.policy_version, setup.counters.tokens = 4, 99
     setup.start()
-    setup.trainer.wait_for_message(Hello)
     setup.trainer.acknowledges = False
     setup.take_leases(1, 2)
     setup.finish(2)
@@ -43,13 +34,16 @@ def test_heartbeats_carry_the_counters_and_the_held_leases(setup):
     assert last == Heartbeat(4, 8, ["lease-1", "lease-2"], 99, 1.5, waiting=3, generating=2, scoring=1, unacked=1)
 
 
-def test_a_duplicate_lease_is_worked_on_once(setup):
+def test_a_lease_is_worked_on_once_and_its_refusal_is_told_once(setup):
     setup.start()
-    setup.trainer.wait_for_message(Hello)
     setup.take_leases(1)
     setup.trainer.send(lease(1))
+    for _ in range(2):
+        setup.mailbox.answer(Nack("lease-1", "bad_prompt", "no"))
+    setup.trainer.wait_for_message(Nack)
     setup.take_leases(2)
-    assert [held.lease_id for held in setup.events.leases] == ["lease-1", "lease-2"]
+    assert setup.trainer.all(Nack) == [Nack("lease-1", "bad_prompt", "no")]
+    assert [held.lease_id for held in setup.events.of("leased")] == ["lease-1", "lease-2"]
 
 
 @pytest.mark.long
@@ -57,7 +51,6 @@ def test_a_duplicate_lease_is_worked_on_once(setup):
 def test_a_silent_trainer_is_noticed_and_greeted_again_with_what_is_held(setup, caplog):
     caplog.set_level("INFO", logger="producer")
     setup.start()
-    setup.trainer.wait_for_message(Hello)
     setup.take_leases(1, 2)
     setup.trainer.silent = True
     setup.finish(1)
@@ -69,32 +62,13 @@ def test_a_silent_trainer_is_noticed_and_greeted_again_with_what_is_held(setup, 
     assert setup.trainer.all(Hello)[-1].held == ["lease-2", "lease-1"]
     setup.finish(2)
     setup.wait_for(lambda: "lease-2" in setup.groups())
-    assert (len(setup.events.runs), setup.events.sessions) == (1, [])
+    assert (len(setup.events.of("run_began")), setup.events.of("session_began")) == (1, [])
     assert setup.counters.abandoned == 0
-
-
-@pytest.mark.long
-def test_an_unacknowledged_group_is_sent_again_and_an_acknowledged_one_is_not(setup, monkeypatch):
-    monkeypatch.setattr("producer.link.outbox._RESEND_AFTER_S", 0.2)
-    setup.trainer.acknowledges = False
-    setup.start()
-    setup.trainer.wait_for_message(Hello)
-    setup.take_leases(1)
-    setup.finish(1)
-    setup.trainer.wait_for_message(Group, 3)
-    setup.trainer.send(Ack("lease-1", "accepted", setup.trainer.policy))
-    beats = len(setup.trainer.all(Heartbeat))
-    setup.wait_for(lambda: [h.held for h in setup.trainer.all(Heartbeat)[beats:]][-2:] == [[], []])
-    count = len(setup.groups())
-    time.sleep(0.5)
-    assert len(setup.groups()) == count
-    assert set(setup.groups()) == {"lease-1"}
 
 
 def test_another_process_of_the_same_run_gets_what_is_finished_and_what_goes_on(setup):
     setup.trainer.acknowledges = False
     setup.start()
-    setup.trainer.wait_for_message(Hello)
     setup.take_leases(1, 2, 3, 4)
     setup.finish(1)
     setup.finish(4)
@@ -103,10 +77,10 @@ def test_another_process_of_the_same_run_gets_what_is_finished_and_what_goes_on(
     sent = len(setup.groups())
     setup.trainer.wants = lambda lease_id: lease_id not in ("lease-3", "lease-4")
     setup.restart_trainer(policy(0, b"other"), b"other")
-    setup.wait_for(lambda: setup.events.sessions == [policy(0, b"other")])
+    setup.wait_for(lambda: setup.events.of("session_began") == [policy(0, b"other")])
     setup.wait_for(lambda: setup.events.blobs[1:] == [(0, b"other")])
     assert setup.trainer.all(Hello)[-1].held == ["lease-2", "lease-3", "lease-1", "lease-4"]
-    setup.wait_for(lambda: setup.events.abandoned_ids == ["lease-3"])
+    setup.wait_for(lambda: setup.events.of("abandoned") == ["lease-3"])
     setup.finish(2)
     setup.finish(3)  # its task had not noticed yet
     setup.trainer.acknowledges, setup.trainer.outcome = True, "duplicate"
@@ -115,21 +89,20 @@ def test_another_process_of_the_same_run_gets_what_is_finished_and_what_goes_on(
     setup.wait_for(lambda: setup.trainer.all(Heartbeat)[-1].held == [])
     assert setup.groups()[sent:].count("lease-1") == 1
     assert "lease-3" not in setup.groups()
-    assert len(setup.events.runs) == 1
+    assert len(setup.events.of("run_began")) == 1
     assert (setup.counters.abandoned, setup.counters.settled) == (1, 2)
 
 
 def test_a_trainer_of_another_run_voids_all_leases(setup):
     setup.trainer.acknowledges = False
     setup.start()
-    setup.trainer.wait_for_message(Hello)
     setup.take_leases(1, 2)
     setup.finish(1)
     setup.trainer.wait_for_message(Group)
     sent = len(setup.groups())
     setup.trainer.run_id = "run-2"
     setup.restart_trainer(policy(7, b"other"), b"other")
-    setup.wait_for(lambda: setup.events.runs[1:] == [setup.trainer.policy])
+    setup.wait_for(lambda: setup.events.of("run_began")[1:] == [setup.trainer.policy])
     setup.wait_for(lambda: setup.events.blobs and setup.events.blobs[-1] == (7, b"other"))
     greeting = setup.trainer.all(Hello)[-1]
     assert (greeting.run_id, greeting.held) == ("run", ["lease-2", "lease-1"]), "the run whose leases they are"
@@ -138,7 +111,7 @@ def test_a_trainer_of_another_run_voids_all_leases(setup):
     setup.finish(3)
     setup.wait_for(lambda: "lease-3" in setup.groups())
     assert setup.groups()[sent:] == ["lease-3"]
-    assert setup.events.sessions == []
+    assert setup.events.of("session_began") == []
     assert setup.counters.abandoned == 2
 
 
@@ -146,7 +119,6 @@ def test_a_trainer_of_another_run_voids_all_leases(setup):
 @IMPATIENT
 def test_what_ends_between_hello_and_welcome_is_told_once_after_it(setup):
     setup.start()
-    setup.trainer.wait_for_message(Hello)
     setup.take_leases(1, 2, 3)
     setup.trainer.silent = True
     setup.trainer.wait_for_message(Hello, 2)
@@ -166,19 +138,18 @@ def test_the_outbox_says_when_it_is_full_and_when_it_is_not(caplog):
     setup = Setup(TRANSPORT.model_copy(update={"max_unacked_bytes": one}))
     setup.trainer.acknowledges = False
     setup.start()
-    setup.trainer.wait_for_message(Hello)
     setup.take_leases(1, 2)
     setup.finish(1)
     setup.trainer.wait_for_message(Group)
-    assert setup.events.fullness == []
+    assert setup.events.of("outbox_full") == []
     setup.finish(2)
-    setup.wait_for(lambda: setup.events.fullness == [True])
+    setup.wait_for(lambda: setup.events.of("outbox_full") == [True])
     delivery = setup.link.delivery()
     assert (delivery.connected, delivery.held, delivery.unacked, delivery.full) == (True, 2, 2, True)
     assert delivery.unacked_bytes == one + num_bytes(made_up_group(lease(2), 0))
     assert 0 <= delivery.heard_ago_s < 5
     setup.trainer.send(Ack("lease-2", "accepted", setup.trainer.policy))
-    setup.wait_for(lambda: setup.events.fullness == [True, False])
+    setup.wait_for(lambda: setup.events.of("outbox_full") == [True, False])
     setup.end()
     assert [record.message for record in caplog.records if "generation" in record.message] == [
         f"generation pauses: 2 groups ({delivery.unacked_bytes} bytes) wait for acknowledgement "
@@ -190,7 +161,6 @@ def test_the_outbox_says_when_it_is_full_and_when_it_is_not(caplog):
 
 def test_a_group_that_no_frame_holds_is_refused_instead(setup):
     setup.start()
-    setup.trainer.wait_for_message(Hello)
     setup.take_leases(1)
 
     def send(message, original=setup.client.send):
@@ -211,51 +181,35 @@ def test_a_group_that_no_frame_holds_is_refused_instead(setup):
 def test_leases_that_the_trainer_does_not_know_are_dropped(setup):
     setup.trainer.acknowledges = False
     setup.start()
-    setup.trainer.wait_for_message(Hello)
     setup.take_leases(1, 2)
     setup.finish(1)
     setup.trainer.wait_for_message(Group)
     setup.trainer.send(Nack("lease-1", "invalid", "3 rewards for 4 completions"))
     setup.trainer.send(Nack("lease-2", "unknown_lease"))
-    setup.wait_for(lambda: setup.events.abandoned_ids == ["lease-2"])
+    setup.wait_for(lambda: setup.events.of("abandoned") == ["lease-2"])
     setup.wait_for(lambda: setup.trainer.all(Heartbeat)[-1].held == [])
-
-
-def test_a_refused_lease_is_told_once(setup):
-    setup.start()
-    setup.trainer.wait_for_message(Hello)
-    setup.take_leases(1)
-    setup.mailbox.answer(Nack("lease-1", "bad_prompt", "no"))
-    setup.mailbox.answer(Nack("lease-1", "bad_prompt", "no"))
-    setup.trainer.wait_for_message(Nack)
-    setup.take_leases(2)
-    assert setup.trainer.all(Nack) == [Nack("lease-1", "bad_prompt", "no")]
 
 
 def test_a_refusal_ends_the_link_with_every_problem(setup):
     setup.trainer.problems = ["another base model", "another tokenizer"]
-    setup.start()
-    setup.wait_for(lambda: setup.events.outcome)
-    (error,) = setup.events.outcome
-    assert isinstance(error, IncompatiblePeerError)
-    assert "another base model" in str(error)
-    assert "another tokenizer" in str(error)
+    setup.trainer.start()
+    setup.link.start()
+    setup.wait_for(lambda: setup.events.of("ended"))
+    with pytest.raises(IncompatiblePeerError, match=r"(?s)another base model.*another tokenizer"):
+        raise setup.events.of("ended")[0]
 
 
 def test_a_peer_of_another_release_ends_the_link(setup):
     setup.start()
-    setup.trainer.wait_for_message(Hello)
     setup.server.clients[setup.client.peer].put(b"", encode(Bye("finished"), schema_version=99))
-    setup.wait_for(lambda: setup.events.outcome)
-    (error,) = setup.events.outcome
-    assert isinstance(error, IncompatiblePeerError)
-    assert "schema 99" in str(error)
+    setup.wait_for(lambda: setup.events.of("ended"))
+    with pytest.raises(IncompatiblePeerError, match="schema 99"):
+        raise setup.events.of("ended")[0]
 
 
 def test_what_the_release_before_refused_of_an_earlier_connection_is_no_verdict(setup):
     """Two refusals at once: the first makes the link connect anew, the second is left over."""
     setup.start()
-    setup.trainer.wait_for_message(Hello)
     setup.take_leases(1)
     mailbox = setup.server.clients[setup.client.peer]
     refusal = encode(Reject(["peer speaks protocol schema 2, this process speaks 1"]), schema_version=1)
@@ -264,57 +218,37 @@ def test_what_the_release_before_refused_of_an_earlier_connection_is_no_verdict(
         mailbox.put(b"", refusal)
     setup.trainer.wait_for_message(Hello, 2)
     setup.take_leases(2)
-    assert (setup.client.schema_version, setup.events.outcome) == (2, [])
+    assert (setup.client.schema_version, setup.events.of("ended")) == (2, [])
 
 
 def test_a_bad_frame_is_survived(setup):
     setup.start()
-    setup.trainer.wait_for_message(Hello)
     setup.server.clients[setup.client.peer].put(b"", b"not a frame at all")
     setup.take_leases(1)
 
 
 def test_finished_ends_the_link_without_an_error(setup):
     setup.start()
-    setup.trainer.wait_for_message(Hello)
     setup.trainer.send(Bye("finished"))
-    setup.wait_for(lambda: setup.events.outcome)
-    assert setup.events.outcome == [None]
+    setup.wait_for(lambda: setup.events.of("ended"))
+    assert setup.events.of("ended") == [None]
     setup.finish(1)  # a task that ends later disturbs nothing
 
 
-def test_stopping_delivers_what_is_finished_and_says_goodbye(setup):
+def test_stopping_delivers_what_is_finished_waits_for_its_acknowledgement_and_says_goodbye(setup):
     setup.trainer.acknowledges = False
     setup.start()
-    setup.trainer.wait_for_message(Hello)
     setup.take_leases(1, 2)
     setup.finish(1)
     setup.mailbox.answer(Nack("lease-2", "returned"))
-    setup.trainer.acknowledges = True
-    setup.link.stop(5.0)
-    setup.link.join(10)
-    setup.trainer.wait_for_message(Bye)
-    kinds = [type(message) for message in setup.trainer.received if isinstance(message, Group | Nack | Bye)]
-    assert sorted(kinds[:-1], key=str) == [Group, Nack]
-    assert kinds[-1] is Bye
-    assert setup.events.outcome == [None]
-
-
-def test_stopping_waits_for_the_acknowledgement_of_what_is_finished(setup):
-    setup.trainer.acknowledges = False
-    setup.start()
-    setup.trainer.wait_for_message(Hello)
-    setup.take_leases(1)
-    setup.finish(1)
     setup.link.stop(30.0)
     setup.trainer.wait_for_message(Group)
     setup.trainer.wait_for_message(Heartbeat, len(setup.trainer.all(Heartbeat)) + 2)
-    assert setup.trainer.all(Bye) == []
+    assert (setup.trainer.all(Nack), setup.trainer.all(Bye)) == ([Nack("lease-2", "returned")], [])
     setup.trainer.send(Ack("lease-1", "accepted", setup.trainer.policy))
     setup.link.join(10)
     setup.trainer.wait_for_message(Bye)
-    assert setup.groups() == ["lease-1"]
-    assert setup.events.outcome == [None]
+    assert (setup.groups(), setup.events.of("ended")) == (["lease-1"], [None])
 
 
 @IMPATIENT
@@ -322,7 +256,6 @@ def test_stopping_waits_for_the_acknowledgement_of_what_is_finished(setup):
 def test_stopping_ends_in_time_without_an_acknowledgement(setup, caplog, silent, goodbyes):
     setup.trainer.acknowledges = False
     setup.start()
-    setup.trainer.wait_for_message(Hello)
     setup.take_leases(1)
     setup.finish(1)
     setup.trainer.wait_for_message(Group)
@@ -344,11 +277,11 @@ def test_stopping_without_a_trainer_takes_no_time(setup):
     setup.link.stop(30.0)
     setup.link.join(10)
     assert time.monotonic() - started < 10
-    assert setup.events.outcome == [None]
+    assert setup.events.of("ended") == [None]
 
 
 def test_the_wait_for_a_trainer_is_visible(setup, caplog, monkeypatch):
-    monkeypatch.setattr("producer.link.connection.REMIND_EVERY_S", 0.2)
+    monkeypatch.setattr("producer.link.connection.REMIND_EVERY_S", 0.05)
     caplog.set_level("INFO", logger="producer")
     setup.client.online = False
     setup.link.start()

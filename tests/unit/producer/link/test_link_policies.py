@@ -16,15 +16,7 @@ from protocol.wire.messages import (
     PolicyOffer,
     PolicyRequest,
 )
-from tests.unit.producer.link.linked import IMPATIENT, TRANSPORT, Setup, policy
-
-
-@pytest.fixture
-def setup(request):
-    made = Setup(TRANSPORT.model_copy(update=getattr(request, "param", {})))
-    yield made
-    if made.link.ident is not None:
-        made.end()
+from tests.unit.producer.link.linked import IMPATIENT, policy
 
 
 def test_the_policy_is_downloaded_in_chunks_and_handed_over_once(setup):
@@ -45,7 +37,7 @@ def test_a_policy_comes_with_its_probe_and_a_refusal_goes_back(setup):
     setup.counters.refused_version, setup.counters.refusal = 3, "it is not what the trainer computes"
     setup.start()
     setup.wait_for(lambda: setup.events.blobs)
-    assert setup.events.probes == [((5, 6), (-0.5,))]
+    assert [downloaded.probe for downloaded in setup.events.of("policy_arrived")] == [((5, 6), (-0.5,))]
     beat = setup.trainer.wait_for_message(Heartbeat)[0]
     assert (beat.refused_version, beat.refusal) == (3, "it is not what the trainer computes")
 
@@ -70,8 +62,8 @@ def test_what_the_trainer_evaluates_is_handed_over(setup):
     setup.wait_for(lambda: setup.events.blobs)
     evaluated = setup.trainer.policy
     setup.trainer.send(Policy(evaluated, evaluated))
-    setup.wait_for(lambda: evaluated in setup.events.evaluations)
-    setup.wait_for(lambda: setup.events.evaluations[-1] is None)
+    setup.wait_for(lambda: evaluated in setup.events.of("evaluates"))
+    setup.wait_for(lambda: setup.events.of("evaluates")[-1] is None)
 
 
 def test_an_older_policy_is_fetched_beside_the_newest_once_or_is_known_to_be_gone(setup):
@@ -95,13 +87,13 @@ def test_a_policy_that_no_memory_holds_is_refused_and_the_next_one_served(setup)
     setup.wait_for(lambda: setup.events.blobs)
     setup.trainer.policy = PolicyInfo(1, "f" * 64, LARGEST_POLICY_BYTES)
     setup.trainer.send(Policy(setup.trainer.policy))
-    setup.wait_for(lambda: setup.events.refusals)
+    setup.wait_for(lambda: setup.events.of("policy_refused"))
     setup.mailbox.fetch(setup.trainer.policy)
     setup.wait_for(lambda: setup.events.fetches)
     setup.trainer.publish(policy(2, b"small"), b"small")
     setup.wait_for(lambda: len(setup.events.blobs) == 2)
-    [(version, reason)] = setup.events.refusals
-    assert version == 1
+    [(refused, reason)] = setup.events.of("policy_refused")
+    assert refused.version == 1
     assert reason.startswith("it is 1099511627776 bytes large")
     assert (setup.events.fetches, setup.events.blobs[1]) == ([(1, None)], (2, b"small"))
 

@@ -1,78 +1,10 @@
 """A lease is begun once and answered once; its answer stays until the trainer has it, and its bytes are counted."""
 
-import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from producer.link.outbox import Outbox
 from protocol.wire.messages import Group, Nack
-from tests.scripted import made_up_group
-from tests.scripted_trainer import lease
-
-NO_LIMIT = 2**40
-
-
-def group(number: int) -> Group:
-    return made_up_group(lease(number), 0)
-
-
-def ids(answers: list[Group | Nack]) -> list[str]:
-    return [each.lease_id for each in answers]
-
-
-def test_a_lease_is_begun_once_while_it_is_held():
-    outbox = Outbox(NO_LIMIT)
-    assert outbox.begin("lease-1")
-    assert not outbox.begin("lease-1")
-    assert outbox.finish(group(1))
-    assert not outbox.begin("lease-1")
-    assert outbox.settle("lease-1")
-    assert outbox.begin("lease-1")
-
-
-def test_a_lease_is_answered_once():
-    outbox = Outbox(NO_LIMIT)
-    outbox.begin("lease-1")
-    outbox.begin("lease-2")
-    assert outbox.finish(group(1))
-    assert not outbox.finish(group(1))
-    assert not outbox.finish(Nack("lease-1", "returned"))
-    assert outbox.finish(Nack("lease-2", "returned"))
-    assert not outbox.finish(group(2))
-    assert not outbox.finish(group(3))
-    assert outbox.held() == ["lease-1", "lease-2"]
-
-
-def test_a_group_comes_due_until_it_is_settled():
-    outbox = Outbox(NO_LIMIT)
-    for number in (2, 1):
-        outbox.begin(f"lease-{number}")
-    assert outbox.all_settled
-    outbox.finish(group(2))
-    assert outbox.held() == ["lease-1", "lease-2"]
-    assert not outbox.all_settled
-    assert ids(outbox.due(100.0)) == ["lease-2"]
-    outbox.note_sent(group(2), 100.0)
-    assert outbox.due(114.9) == []
-    assert ids(outbox.due(115.0)) == ["lease-2"]
-    outbox.forget_sends()
-    assert ids(outbox.due(100.1)) == ["lease-2"]
-    assert outbox.settle("lease-2")
-    assert not outbox.settle("lease-2")
-    assert outbox.due(1000.0) == []
-    assert outbox.held() == ["lease-1"]
-
-
-def test_a_refusal_is_held_until_it_is_sent():
-    outbox = Outbox(0)
-    refusal = Nack("lease-1", "bad_prompt", "no")
-    outbox.begin("lease-1")
-    assert outbox.finish(refusal)
-    assert (outbox.held(), outbox.all_settled) == (["lease-1"], False)
-    assert (outbox.num_groups, outbox.num_bytes, outbox.full) == (0, 0, False)
-    assert outbox.due(100.0) == [refusal]
-    outbox.note_sent(refusal, 100.0)
-    assert (outbox.held(), outbox.all_settled, outbox.due(1e9)) == ([], True, [])
 
 
 def test_it_is_full_above_its_bytes_and_not_at_them():
@@ -90,19 +22,6 @@ def test_it_is_full_above_its_bytes_and_not_at_them():
     assert outbox.held() == ["large", "small"]
     assert outbox.settle("large")
     assert (outbox.num_groups, outbox.num_bytes) == (0, 0)
-
-
-def test_what_the_trainer_does_not_want_is_forgotten():
-    outbox = Outbox(NO_LIMIT)
-    for number in (1, 2, 3):
-        outbox.begin(f"lease-{number}")
-    outbox.finish(group(3))
-    assert outbox.abandon("lease-1")
-    assert not outbox.abandon("lease-1")
-    assert not outbox.abandon("lease-3"), "it is finished"
-    assert outbox.void() == 2
-    assert (outbox.held(), outbox.num_groups, outbox.num_bytes) == ([], 0, 0)
-    assert not outbox.finish(group(2))
 
 
 class OutboxMachine(RuleBasedStateMachine):
@@ -204,4 +123,4 @@ class OutboxMachine(RuleBasedStateMachine):
         assert self.outbox.all_settled == (not answers)
 
 
-TestOutboxAgainstAModel = pytest.mark.long(OutboxMachine.TestCase)
+TestOutboxAgainstAModel = OutboxMachine.TestCase

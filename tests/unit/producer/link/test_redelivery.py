@@ -3,15 +3,16 @@
 The link is driven step by step, without threads or waiting; a trainer with a journal plays the other side.
 """
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
-from producer.interfaces import DownloadedPolicy
 from producer.link.link import Link
 from producer.link.mailbox import Mailbox
-from producer.state import Counters, Identity, Workload
+from producer.state import Counters, Workload
 from protocol.config.sections.transport import TransportSection
 from protocol.wire.messages import Ack, Bye, Group, Heartbeat, Hello, Lease, Nack, Policy, PolicyInfo, Welcome
 from tests.loopback import LoopbackServer
@@ -42,17 +43,9 @@ class Worker:
     def abandoned(self, lease_id: str) -> None:
         self.events.append(("abandoned", lease_id))
 
-    def fetched(self, policy: PolicyInfo, downloaded: DownloadedPolicy | None) -> None: ...
-
-    def evaluates(self, policy: PolicyInfo | None) -> None: ...
-
-    def policy_arrived(self, downloaded: DownloadedPolicy) -> None: ...
-
-    def policy_refused(self, policy: PolicyInfo, reason: str) -> None: ...
-
-    def outbox_full(self, full: bool) -> None: ...
-
-    def ended(self, error: BaseException | None) -> None: ...
+    def __getattr__(self, event: str) -> Callable[..., None]:
+        """Nothing else concerns it."""
+        return lambda *_: None
 
     def notice(self, mailbox: Mailbox) -> None:
         for event, value in self.events:
@@ -83,7 +76,7 @@ class Redelivery(RuleBasedStateMachine):
         self.mailbox = Mailbox(self.client)
         self.link = Link(
             self.mailbox,
-            Identity("p", facts(), 8),
+            Hello("p", facts(), 8),
             transport,
             "loopback",
             self.worker,

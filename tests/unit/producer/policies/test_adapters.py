@@ -5,6 +5,8 @@ import itertools
 import json
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -24,6 +26,8 @@ def blob(version: int) -> tuple[PolicyInfo, bytes]:
 
 class FakeEngine:
     """Keeps the rules of vLLM: a loaded adapter's folder must exist until it is unloaded, names and ids are unique."""
+
+    capabilities: Any = SimpleNamespace(holds_versions=True)
 
     def __init__(self) -> None:
         self.weights = self
@@ -84,9 +88,8 @@ class Setup:
         self.fetched: list[PolicyInfo] = []
         self.registry = registry_of(self.engine, folder, self.counters, fetch=self.fetched.append, hold_s=hold_s)
 
-    async def publish(self, version: int) -> bool:
-        policy, data = blob(version)
-        return await self.registry.publish(policy, data, 0.0)
+    async def publish(self, version: int, probe: Probe | None = None) -> bool:
+        return await self.registry.publish(DownloadedPolicy(*blob(version), 0.0, probe))
 
     def folders(self) -> int:
         return len(list(self.folder.iterdir()))
@@ -139,7 +142,7 @@ async def test_a_version_that_cannot_be_loaded_leaves_the_old_one_current(setup,
     assert not await setup.publish(1)
     setup.engine.refuses = False
     policy, data = blob(2)
-    assert not await setup.registry.publish(policy, data[:-1], 0.0)
+    assert not await setup.registry.publish(DownloadedPolicy(policy, data[:-1], 0.0))
     with setup.registry.pin() as adapter:
         assert adapter.version == 0
     assert setup.folders() == 1
@@ -155,15 +158,15 @@ async def test_a_version_that_the_engine_does_not_compute_as_the_trainer_does_ne
     def probe(logprob: float) -> Probe:
         return Probe((5, 6), (logprob,))
 
-    assert await setup.registry.publish(*blob(0), 0.0, probe(-0.5))
+    assert await setup.publish(0, probe(-0.5))
     setup.engine.score_of[1] = -0.502
-    assert not await setup.registry.publish(*blob(1), 0.0, probe(-0.5))
+    assert not await setup.publish(1, probe(-0.5))
     assert (setup.counters.refused_version, setup.counters.policy_version) == (1, 0)
     assert "differ by 0.002 from the trainer's" in setup.counters.refusal
     assert setup.engine.versions == [0]
     assert setup.folders() == 1
     setup.engine.score_of[2] = None
-    assert await setup.registry.publish(*blob(2), 0.0, probe(-9.0)), "what cannot be scored proves nothing"
+    assert await setup.publish(2, probe(-9.0)), "what cannot be scored proves nothing"
     assert (setup.counters.refused_version, setup.counters.refusal) == (-1, "")
     assert setup.engine.versions == [2]
     assert (setup.counters.swaps, setup.counters.failed_swaps) == (2, 1)
@@ -237,7 +240,7 @@ def test_a_request_that_ends_while_a_version_is_proved_does_not_unload_it(setup,
         running = setup.registry.pin()
         running.__enter__()
         monkeypatch.setattr(setup.engine, "verify", verify)
-        assert await setup.registry.publish(*blob(1), 0.0, Probe((5, 6), (-0.5,)))
+        assert await setup.publish(1, Probe((5, 6), (-0.5,)))
         assert setup.engine.versions == [1]
 
     running = None
@@ -286,7 +289,7 @@ async def test_a_request_that_is_cancelled_at_any_moment_leaves_no_pin_and_no_fo
                 await asyncio.sleep(0)
 
     def check() -> None:
-        assert (setup.registry._pins, setup.engine.versions, setup.folders()) == ({}, [], 0)
+        assert (setup.registry._versions, setup.engine.versions, setup.folders()) == ({}, [], 0)
 
     unloading = asyncio.create_task(setup.registry.unload_released())
     await cancel_at_each_wait(request, check, prepare=lambda: setup.publish(next(versions) + 1))
@@ -301,7 +304,8 @@ async def test_one_that_is_gone_is_fetched_proved_and_served_beside_the_newest(s
     waiting = [asyncio.create_task(pinned(setup, 1)) for _ in range(3)]
     await settle()
     assert set(setup.fetched) == {blob(1)[0]}
-    setup.registry.on_fetched(DownloadedPolicy(*blob(1), 0.0, Probe((1, 2), (-0.5,))))
+    policy, data = blob(1)
+    setup.registry.on_fetched(policy, DownloadedPolicy(policy, data, 0.0, Probe((1, 2), (-0.5,))))
     assert await asyncio.wait_for(asyncio.gather(*waiting), 5) == [1, 1, 1]
     assert setup.engine.versions == [2, 1]
     assert setup.counters.policy_version == 2
@@ -331,12 +335,12 @@ async def test_one_that_cannot_be_had_fails_its_leases(setup, what):
     waiting = asyncio.create_task(pinned(setup, 1))
     await settle()
     policy, data = blob(1)
-    if what == "missing":
-        setup.registry.on_unavailable(policy)
-    elif what == "refused":
-        setup.registry.on_fetched(DownloadedPolicy(policy, data, 0.0, Probe((1, 2), (-0.9,))))
-    else:
-        setup.registry.on_fetched(DownloadedPolicy(policy, b"damaged", 0.0))
+    answers = {
+        "missing": None,
+        "refused": DownloadedPolicy(policy, data, 0.0, Probe((1, 2), (-0.9,))),
+        "damaged": DownloadedPolicy(policy, b"damaged", 0.0),
+    }
+    setup.registry.on_fetched(policy, answers[what])
     with pytest.raises(LeaseFailure, match="could not be had or loaded here"):
         await asyncio.wait_for(waiting, 30)
     assert (setup.engine.versions, setup.folders()) == ([2], 1)
@@ -345,7 +349,7 @@ async def test_one_that_cannot_be_had_fails_its_leases(setup, what):
 
 def test_of_versions_that_cannot_be_had_only_the_last_ones_are_known(setup):
     for version in range(100):
-        setup.registry.on_unavailable(blob(version)[0])
+        setup.registry.on_fetched(blob(version)[0], None)
     assert len(setup.registry._unavailable) == 16
 
 

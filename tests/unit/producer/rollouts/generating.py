@@ -2,15 +2,16 @@
 
 import asyncio
 import functools
+import itertools
 from pathlib import Path
 
 import numpy as np
 from prometheus_client import CollectorRegistry
 
-from producer.interfaces import Adapter, Completion, LeaseFailure
+from producer.interfaces import Adapter, Completion, DownloadedPolicy, LeaseFailure
 from producer.metrics import ProducerMetrics
 from producer.rollouts.admission import Admission
-from producer.rollouts.engine_access import BusyClock, EngineAccess, PolicyGate
+from producer.rollouts.engine_access import EngineAccess
 from producer.rollouts.finish import Finish
 from producer.rollouts.generation import Generation
 from producer.rollouts.in_flight import InFlight
@@ -44,8 +45,8 @@ class SlowEngine(FakeEngine):
                 raise self.error
             assert adapter.id in self.loaded
             return [
-                Completion([i, 2][: 1 + i % 2], [-0.5, -1.5][: 1 + i % 2], bool(i % 2))
-                for i in range(sampling.num_generations)
+                Completion([i, 2][:n], [-0.5, -1.5][:n], n == 2, [adapter.version] * n)
+                for i, n in zip(range(sampling.num_generations), itertools.cycle((1, 2)))
             ]
         finally:
             self.running -= 1
@@ -83,16 +84,14 @@ class Setup:
         self.registry = registry_of(self.engine, folder, self.counters, metrics=self.metrics)
         self.tasks: list[asyncio.Task[None]] = []
         self.rewards = Rewards()
-        self.gate = PolicyGate(self.registry)
-        self.clock = BusyClock()
-        self.admission = Admission(max_groups, 1, lambda: None)
+        self.admission = Admission(max_groups, 4, lambda: None)
         self.finish = Finish(("length", "none"), (), self.rewards, self.counters, self.metrics)
         self.generation = self.generation_with("finish", self.engine)
 
     def generation_with(self, on_swap, engine) -> Generation:
         in_flight = InFlight(engine, self.registry, self.counters, on_swap)
-        access = EngineAccess(self.gate, self.registry, self.admission, in_flight, self.clock, 4)
-        return self.generation_from(PlainRollouts(access, Prompts()))
+        self.access, self.clock = EngineAccess(self.registry, self.admission, in_flight), in_flight.busy
+        return self.generation_from(PlainRollouts(self.access, Prompts()))
 
     def generation_from(self, source) -> Generation:
         return Generation(source, self.finish, self.clock, self.counters, self.spawn, self.answers.append)
@@ -102,8 +101,7 @@ class Setup:
         return self.tasks[-1]
 
     async def publish(self, version: int) -> None:
-        policy, data = blob(version)
-        await self.registry.publish(policy, data, 0.0)
+        await self.registry.publish(DownloadedPolicy(*blob(version), 0.0))
 
     async def settle(self) -> None:
         await asyncio.wait_for(asyncio.gather(*self.tasks, return_exceptions=True), 5)

@@ -176,7 +176,7 @@ def test_the_door_asks_the_engine_before_it_lets_in(preemptions: int, inside: in
 
 def test_an_evaluation_takes_the_places_that_training_leaves_and_always_one():
     async def body():
-        places, done = Admission(3, 1, lambda: None), asyncio.Event()
+        places, done = Admission(3, 4, lambda: None), asyncio.Event()
         inside: list[str] = []
 
         async def training() -> None:

@@ -37,7 +37,7 @@ def tokenizer(template: str, eos: str = "<|end|>") -> PreTrainedTokenizerFast:
 
 
 def chat(template: str, **options: str) -> ChatFormat:
-    return ChatFormat(tokenizer(template, **options), TOOLS, {})
+    return ChatFormat(tokenizer(template, **options), 64, {}, TOOLS, None)
 
 
 ASKED = [{"role": "user", "content": "2+3"}]
@@ -51,20 +51,20 @@ def test_the_tokens_of_a_result_are_what_follows_the_sampled_end_of_the_turn(tem
     before = format_.prompt(ASKED)
     after = format_.go_on(before, ANSWERED, 1, format_.end_of_turn(128))
     assert after.text == format_.prompt(ANSWERED)
-    assert after.token_ids == format_.encode("\n[tool]5<|end|>\n[assistant]")
+    assert after.token_ids == format_.token_ids("\n[tool]5<|end|>\n[assistant]")
 
 
 def test_several_results_follow_one_turn() -> None:
     format_ = chat(PLAIN)
     messages = [*ANSWERED, tool_message("add", "1<|end|>", 1)]
     after = format_.go_on(format_.prompt(ASKED), messages, 2, "<|end|>")
-    assert after.token_ids == format_.encode("\n[tool]5<|end|>\n[tool]1<|end|><|end|>\n[assistant]")
+    assert after.token_ids == format_.token_ids("\n[tool]5<|end|>\n[tool]1<|end|><|end|>\n[assistant]")
 
 
 def test_a_turn_that_ended_with_another_token_than_the_template_writes_goes_on_behind_the_templates_own() -> None:
     format_ = chat(PLAIN)
     after = format_.go_on(format_.prompt(ASKED), ANSWERED, 1, format_.end_of_turn(129))
-    assert after.token_ids == format_.encode("\n[tool]5<|end|>\n[assistant]")
+    assert after.token_ids == format_.token_ids("\n[tool]5<|end|>\n[assistant]")
 
 
 def test_a_history_that_is_rewritten_begins_a_new_record() -> None:
@@ -95,7 +95,7 @@ def test_a_turn_whose_end_is_not_to_be_found_begins_a_new_record() -> None:
 def test_a_template_without_tools_is_refused_at_the_start(template: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         chat(template).check()
-    ChatFormat(tokenizer(template), [], {}).check()
+    ChatFormat(tokenizer(template), 64, {}, [], None).check()
 
 
 def test_a_good_template_passes_and_one_that_raises_fails_its_lease() -> None:

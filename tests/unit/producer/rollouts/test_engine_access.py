@@ -86,7 +86,7 @@ async def test_a_lease_waits_for_its_policy_floor(setup):
 @working
 async def test_busy_time_is_the_union_of_running_requests(setup, monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("producer.rollouts.engine_access.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("producer.rollouts.in_flight.time", SimpleNamespace(monotonic=lambda: now[0]))
     await setup.publish(0)
     for number in range(2):
         setup.generation.start(lease(number))
@@ -104,7 +104,7 @@ async def test_while_paused_nothing_enters_the_engine_and_what_is_in_it_goes_on(
     await setup.publish(0)
     setup.generation.start(lease(0))
     await settle()
-    setup.gate.pause(True)
+    setup.access.pause(True)
     for number in range(1, 4):
         setup.generation.start(lease(number, policy_floor=1))
     setup.engine.release.set()
@@ -113,7 +113,7 @@ async def test_while_paused_nothing_enters_the_engine_and_what_is_in_it_goes_on(
     assert [group.lease_id for group in setup.answers] == ["lease-0"]
     assert setup.generation.workload().waiting_floors == (1, 1, 1)
     await setup.publish(2)
-    setup.gate.pause(False)
+    setup.access.pause(False)
     await setup.settle()
     assert setup.engine.started_on == [0, 2, 2, 2]
     assert len(setup.answers) == 4
@@ -123,11 +123,11 @@ async def test_while_paused_nothing_enters_the_engine_and_what_is_in_it_goes_on(
 async def test_a_version_that_goes_while_paused_is_waited_for_again(setup):
     await setup.publish(3)
     setup.engine.release.set()
-    setup.gate.pause(True)
+    setup.access.pause(True)
     setup.generation.start(lease(0, policy_floor=2))
     await settle()
     setup.registry.start_session(blob(2)[0])
-    setup.gate.pause(False)
+    setup.access.pause(False)
     await settle()
     assert setup.answers == []
     await setup.publish(2)
@@ -138,7 +138,7 @@ async def test_a_version_that_goes_while_paused_is_waited_for_again(setup):
 @working
 async def test_a_lease_that_finds_no_room_in_time_says_so(setup):
     await setup.publish(0)
-    setup.gate.pause(True)
+    setup.access.pause(True)
     setup.generation.start(lease(0, timeout_s=0.2))
     await setup.settle()
     (nack,) = setup.answers
@@ -154,8 +154,8 @@ class CutEngine(SlowEngine):
     ) -> list[Completion]:
         if adapter.version == 3:
             await cut.wait()
-            return [Completion([5], [-0.5], False, cut=True) for _ in range(sampling.num_generations)]
-        return [Completion([6, 2], [-1.0, -1.5], False)]
+            return [Completion([5], [-0.5], False, [3], cut=True) for _ in range(sampling.num_generations)]
+        return [Completion([6, 2], [-1.0, -1.5], False, [adapter.version] * 2)]
 
 
 @working
@@ -164,7 +164,7 @@ async def test_a_group_that_was_cut_has_the_version_of_each_token_and_is_as_old_
     await setup.publish(3)
     setup.generation.start(lease(1))
     await settle()
-    setup.gate.pause(True)  # nothing begins, but what is in the engine goes on
+    setup.access.pause(True)  # nothing begins, but what is in the engine goes on
     await setup.publish(5)
     await setup.settle()
     (group,) = setup.answers

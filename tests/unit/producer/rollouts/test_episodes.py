@@ -14,7 +14,6 @@ from producer.environments.pool import EnvironmentFailedError
 from producer.groups import Episode, Rollouts
 from producer.interfaces import Completion, LeaseFailure, ToolCall
 from producer.rollouts.chat import ChatFormat
-from producer.rollouts.episodes import EpisodePlayer
 from producer.rollouts.played_rollouts import PlayedRollouts
 from producer.rollouts.source import Progress
 from producer.state import Counters
@@ -102,9 +101,8 @@ class Setup:
         values = {"factory": "shop:Shop", "tool_parser": "hermes", "reward_weight": 1.0}
         section = EnvironmentSection.model_validate(values | changes)
         self.pool, self.sampler, self.counters = Pool(), Sampler(list(scripts)), Counters()
-        chat = ChatFormat(TOKENIZER, TOOLS, {})
-        player = EpisodePlayer(section, self.pool, chat, Parser(), TOKENIZER.decode, 200, self.counters)  # type: ignore[arg-type]
-        self.source = PlayedRollouts(self, player, ("environment",))  # type: ignore[arg-type]
+        chat = ChatFormat(TOKENIZER, 200, {}, TOOLS, Parser())
+        self.source = PlayedRollouts(self, section, self.pool, chat, self.counters, ("environment",))  # type: ignore[arg-type]
         self.lease = lease(1)
         sampling = msgspec.structs.replace(
             self.lease.sampling, num_generations=len(scripts), max_completion_length=room

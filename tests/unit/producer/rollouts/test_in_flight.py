@@ -3,6 +3,7 @@
 import asyncio
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -66,6 +67,8 @@ class Row:
 class Engine:
     """Samples when told to, every time another token, and remembers what it was sampled from and on."""
 
+    capabilities = SimpleNamespace(holds_versions=True)
+
     def __init__(self, policies: Policies, num_lost: int = 0) -> None:
         self.policies = policies
         self.num_lost = num_lost  # tokens of a request that are sampled and not told when it is cut
@@ -113,7 +116,9 @@ class Engine:
         ended = row.ended.is_set()
         tokens = row.tokens if ended else row.tokens[: max(0, len(row.tokens) - self.num_lost)]
         truncated = ended and tokens[-1] not in self.stops
-        return Completion(tokens, [-float(token) for token in tokens], truncated, cut=not ended)
+        return Completion(
+            tokens, [-float(token) for token in tokens], truncated, [row.adapter.version] * len(tokens), not ended
+        )
 
 
 class Group:
@@ -272,8 +277,9 @@ async def test_the_turns_of_a_group_stay_on_one_policy_where_requests_do(on_swap
     """Where the engine's own weights are replaced under a request, as with `finish` here, nothing is kept."""
     policies = Policies()
     engine = Engine(policies, 0)
+    engine.capabilities = SimpleNamespace(holds_versions=keeps_weights)
     policies.flip()
-    in_flight = InFlight(engine, policies, Counters(), on_swap, lambda: 0.0, keeps_weights=keeps_weights)
+    in_flight = InFlight(engine, policies, Counters(), on_swap, lambda: 0.0)
     sampling = Sampling(num_generations=1, max_completion_length=1, temperature=1.0)
     with in_flight.kept() as adapter:
         assert (adapter and adapter.version) == kept

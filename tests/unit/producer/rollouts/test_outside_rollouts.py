@@ -7,9 +7,8 @@ import pytest
 
 from producer.groups import Rollouts
 from producer.interfaces import LeaseFailure
-from producer.rollouts.agent_rollouts import AgentRollouts
-from producer.rollouts.atropos_rollouts import AtroposRollouts
-from producer.rollouts.engine_access import PolicyGate
+from producer.rollouts.engine_access import EngineAccess
+from producer.rollouts.outside_rollouts import AgentRollouts, AtroposRollouts
 from producer.rollouts.source import Progress
 from protocol.wire.messages import Sampling
 from tests.scripted_trainer import lease
@@ -43,7 +42,7 @@ class Outside:
 @asynchronous
 async def test_nobody_is_asked_before_the_policy_is_there_and_while_generation_is_paused(kind):
     outside, policies = Outside(), Policies()
-    gate = PolicyGate(policies)  # type: ignore[arg-type]
+    gate = EngineAccess(policies, None, None)  # type: ignore[arg-type]
     source = (
         AgentRollouts(outside, gate, Prompts()) if kind == "agents" else AtroposRollouts(outside, gate, ("solved",))  # type: ignore[arg-type]
     )
@@ -65,7 +64,7 @@ async def test_nobody_is_asked_before_the_policy_is_there_and_while_generation_i
 
 @asynchronous
 async def test_a_lease_of_atropos_goes_back_when_its_time_is_over_and_fails_where_the_sides_differ():
-    source = AtroposRollouts(Outside(), PolicyGate(Policies()), ("solved",))  # type: ignore[arg-type]
+    source = AtroposRollouts(Outside(), EngineAccess(Policies(), None, None), ("solved",))  # type: ignore[arg-type]
     late = lease(8, sampling=SAMPLING, timeout_s=0.05)
     for work, reason in ((late, "returned"), (lease(9), "generation_failed")):
         with pytest.raises(LeaseFailure) as failure:

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from producer.calls.calls import Answer, Call
 from producer.calls.refusals import RefusedError
 from producer.environments.agents import Agents
-from producer.rollouts.engine_access import BusyClock
+from producer.rollouts.in_flight import BusyClock
 from producer.serving.generation import ServedEngine
 from producer.serving.serving import listening, read_keys
 from protocol.config.run import RunConfig

@@ -10,7 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from producer.calls.calls import Answer, Call
-from producer.rollouts.engine_access import BusyClock
+from producer.rollouts.in_flight import BusyClock
 from producer.serving.client_limits import ClientLimiter
 from producer.serving.endpoint import Endpoint
 from producer.serving.generation import ClientGeneration, ServedEngine
@@ -117,7 +117,7 @@ class Scene:
 
     def check(self) -> None:
         assert (self.vllm.running, self.limiter.taken, self.limiter.num_waiting, self.clock._active) == (0, 0, 0, 0)
-        assert sum(self.setup.registry._pins.values()) == len(self.versions._uses) <= 1
+        assert sum(version.pins for version in self.setup.registry._versions.values()) == len(self.versions._uses) <= 1
         assert self.setup.folders() == len(self.setup.engine.versions) <= 1, "that which a request began on, or none"
         assert len(asyncio.all_tasks()) == 2, "this one, and the one that unloads"
 
@@ -132,7 +132,7 @@ def run(tmp_path):
         await body(scene)
         scene.versions.close()
         await settle()
-        assert set(setup.registry._pins.values()) <= {0}
+        assert {version.pins for version in setup.registry._versions.values()} <= {0}
         unloading.cancel()
 
     return lambda body: asyncio.run(main(body))
