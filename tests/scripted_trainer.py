@@ -76,6 +76,12 @@ class ScriptedTrainer:
         with self._lock:
             return self.channel.send(self.peer, message)
 
+    def give(self, *messages: Message) -> None:
+        """Once a producer is there."""
+        self.wait_for_message(Hello)
+        for message in messages:
+            self.send(message)
+
     def publish(self, policy: PolicyInfo, blob: bytes) -> None:
         self.blobs[policy.digest] = blob
         self.policy = policy

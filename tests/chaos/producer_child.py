@@ -47,9 +47,9 @@ def _watch(log: EvidenceLog, aim: Aim) -> None:
     def watched_receive(link: Any, message: Any) -> bool:
         match message:
             case Ack() | Nack():
-                held = link._outbox._answers.get(message.lease_id)
+                kept = link._outbox._kept.get(message.lease_id)
                 outcome = message.outcome if isinstance(message, Ack) else message.reason
-                digest = digest_of_message(held) if isinstance(held, Group) else None
+                digest = digest_of_message(kept.answer) if kept and isinstance(kept.answer, Group) else None
                 log.note(type(message).__name__.lower(), lease_id=message.lease_id, outcome=outcome, digest=digest)
                 aim.reach("ack.received")
                 result = receive(link, message)

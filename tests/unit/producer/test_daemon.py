@@ -3,6 +3,7 @@
 import asyncio
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -18,7 +19,7 @@ from protocol.service.exposition import Watch
 from protocol.service.health import Health
 from protocol.service.systemd import Notifier
 from protocol.transport.zeromq_server import ZmqServer
-from protocol.wire.messages import Ack, Bye, Group, Heartbeat, Hello, Nack, PolicyInfo
+from protocol.wire.messages import Ack, Bye, Group, Heartbeat, Nack, PolicyInfo
 from tests.scripted import facts
 from tests.scripted_trainer import ScriptedTrainer, lease
 from tests.unit.producer.policies.test_adapters import FakeEngine, blob
@@ -101,8 +102,16 @@ def config(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
     )
 
 
-def live(config: RunConfig) -> None:
-    asyncio.run(asyncio.wait_for(daemon.live(Launch.of(config, [0, 1]), watch()), 30))
+def live(config: RunConfig, play: Callable[[], object] | None = None) -> None:
+    """Until it has ended; `play` is what a trainer does meanwhile, in a thread of its own."""
+
+    async def body() -> None:
+        running = asyncio.create_task(daemon.live(Launch.of(config, [0, 1]), watch()))
+        if play is not None:
+            await asyncio.to_thread(play)
+        await running
+
+    asyncio.run(asyncio.wait_for(body(), 30))
 
 
 @pytest.fixture
@@ -129,21 +138,10 @@ def test_an_engine_that_dies_while_idle_ends_the_producer(config, monkeypatch):
 @pytest.mark.long
 def test_an_engine_that_dies_with_leases_open_hands_them_back(config, monkeypatch, trainer):
     monkeypatch.setattr(Engine, "alive_s", 1.0)
-
-    async def body() -> None:
-        running = asyncio.create_task(daemon.live(Launch.of(config, []), watch()))
-        await asyncio.to_thread(trainer.wait_for_message, Hello)
-        trainer.send(lease(1))
-        trainer.send(lease(2))
-        await running
-
     with pytest.raises(EngineError, match="the engine core has ended"):
-        asyncio.run(asyncio.wait_for(body(), 30))
+        live(config, lambda: trainer.give(lease(1), lease(2)))
     trainer.wait_for_message(Bye)
-    assert sorted(trainer.all(Nack), key=lambda nack: nack.lease_id) == [
-        Nack("lease-1", "returned"),
-        Nack("lease-2", "returned"),
-    ]
+    assert {nack.lease_id: nack.reason for nack in trainer.all(Nack)} == {"lease-1": "returned", "lease-2": "returned"}
     assert made[0].shut_down
 
 
@@ -163,15 +161,8 @@ def changed(config: RunConfig, section: str, **values: object) -> RunConfig:
 
 @pytest.mark.long
 def test_a_lease_whose_policy_never_comes_is_a_stall(config, trainer):
-    async def body() -> None:
-        launch = Launch.of(changed(config, "pipeline", stall_timeout_s=0.5), [])
-        running = asyncio.create_task(daemon.live(launch, watch()))
-        await asyncio.to_thread(trainer.wait_for_message, Hello)
-        trainer.send(lease(1, policy_floor=3))
-        await running
-
     with pytest.raises(StalledError, match=r"with 1 leases in hand") as said:
-        asyncio.run(asyncio.wait_for(body(), 30))
+        live(changed(config, "pipeline", stall_timeout_s=0.5), lambda: trainer.give(lease(1, policy_floor=3)))
     assert "\n  leases waiting for policy v3 (none is loaded): 1\n" in str(said.value)
     assert "reward workers: 0 busy, 1 idle" in str(said.value)
     trainer.wait_for_message(Bye)
@@ -185,73 +176,45 @@ def test_an_engine_that_hangs_with_its_adapters_does_not_keep_the_process(config
     monkeypatch.setattr(daemon, "_UNWIND_S", 0.2)
     serve_blobs(trainer)
 
-    async def body() -> None:
-        launch = Launch.of(changed(config, "pipeline", stall_timeout_s=2.0), [])
-        running = asyncio.create_task(daemon.live(launch, watch()))
-        await asyncio.to_thread(trainer.wait_for_message, Hello)
-        trainer.send(lease(1))
-        await asyncio.to_thread(
-            trainer.wait_for, lambda: trainer.all(Heartbeat) and trainer.all(Heartbeat)[-1].generating == 1
-        )
+    def play() -> None:
+        trainer.give(lease(1))
+        trainer.wait_for(lambda: trainer.all(Heartbeat) and trainer.all(Heartbeat)[-1].generating == 1)
         trainer.publish(*blob(1))  # v0 is kept by its request until that is cancelled
-        await asyncio.to_thread(trainer.wait_for, lambda: trainer.all(Heartbeat)[-1].policy_version == 1)
-        await running
+        trainer.wait_for(lambda: trainer.all(Heartbeat)[-1].policy_version == 1)
 
     started = time.monotonic()
     with pytest.raises(StalledError, match=r"leases generating: 1\n"):
-        asyncio.run(asyncio.wait_for(body(), 30))
+        live(changed(config, "pipeline", stall_timeout_s=1.0), play)
     assert time.monotonic() - started < 15
     assert made[0].shut_down
 
 
 @pytest.mark.long
-def test_an_outbox_that_nobody_empties_pauses_generation_and_is_a_stall(config, trainer, monkeypatch):
+def test_an_outbox_that_nobody_empties_pauses_generation_until_it_is_emptied_or_is_a_stall(
+    config, trainer, monkeypatch
+):
     monkeypatch.setattr(sys.modules["producer.engine.engine"], "VllmEngine", Answering)
     monkeypatch.setattr(daemon, "_FLUSH_S", 0.2)
     serve_blobs(trainer)
     trainer.acknowledges = False
-    config = changed(changed(config, "transport", max_unacked_bytes=0), "pipeline", stall_timeout_s=2.0)
 
-    async def body() -> None:
-        running = asyncio.create_task(daemon.live(Launch.of(config, []), watch()))
-        await asyncio.to_thread(trainer.wait_for_message, Hello)
-        trainer.send(lease(1))
-        await asyncio.to_thread(trainer.wait_for_message, Group)
-        trainer.send(lease(2))
-        await running
+    def play() -> None:
+        trainer.give(lease(1))
+        trainer.wait_for_message(Group)
+        trainer.give(lease(2))
+        trainer.wait_for(lambda: trainer.all(Heartbeat)[-1].waiting == 1)
+        trainer.send(Ack("lease-1", "accepted", trainer.policy))
+        trainer.wait_for_message(Group, 2)
+        trainer.give(lease(3))
 
     with pytest.raises(StalledError) as said:
-        asyncio.run(asyncio.wait_for(body(), 30))
+        live(changed(changed(config, "transport", max_unacked_bytes=0), "pipeline", stall_timeout_s=1.0), play)
     assert "\n  leases waiting for acknowledgements: 1\n" in str(said.value)
     assert "groups waiting for the trainer's acknowledgement: 1 (" in str(said.value)
     assert "bytes, above transport.max_unacked_bytes" in str(said.value)
-    assert [group.lease_id for group in trainer.all(Group)] == ["lease-1"]
+    assert [group.lease_id for group in trainer.all(Group)] == ["lease-1", "lease-2"]
     beats = trainer.all(Heartbeat)
     assert (1, 0, 0, 1) in {(beat.waiting, beat.generating, beat.scoring, beat.unacked) for beat in beats}
-
-
-def test_generation_goes_on_by_itself_when_acknowledgements_come(config, trainer, monkeypatch):
-    monkeypatch.setattr(sys.modules["producer.engine.engine"], "VllmEngine", Answering)
-    serve_blobs(trainer)
-    trainer.acknowledges = False
-    config = changed(config, "transport", max_unacked_bytes=0)
-
-    async def body() -> None:
-        running = asyncio.create_task(daemon.live(Launch.of(config, []), watch()))
-        await asyncio.to_thread(trainer.wait_for_message, Hello)
-        trainer.send(lease(1))
-        await asyncio.to_thread(trainer.wait_for_message, Group)
-        trainer.send(lease(2))
-        await asyncio.to_thread(trainer.wait_for, lambda: trainer.all(Heartbeat)[-1].waiting == 1)
-        trainer.send(Ack("lease-1", "accepted", trainer.policy))
-        await asyncio.to_thread(trainer.wait_for_message, Group, 2)
-        trainer.acknowledges = True
-        trainer.send(Ack("lease-2", "accepted", trainer.policy))
-        trainer.send(Bye("finished"))
-        await running
-
-    asyncio.run(asyncio.wait_for(body(), 30))
-    assert [group.lease_id for group in trainer.all(Group)] == ["lease-1", "lease-2"]
 
 
 def test_a_refused_handshake_ends_the_producer(config, trainer):
@@ -262,13 +225,7 @@ def test_a_refused_handshake_ends_the_producer(config, trainer):
 
 
 def test_a_finished_trainer_ends_it_without_an_error(config, trainer):
-    async def body() -> None:
-        running = asyncio.create_task(daemon.live(Launch.of(config, []), watch()))
-        await asyncio.to_thread(trainer.wait_for_message, Hello)
-        trainer.send(Bye("finished"))
-        await running
-
-    asyncio.run(asyncio.wait_for(body(), 30))
+    live(config, lambda: trainer.give(Bye("finished")))
     assert made[0].shut_down
 
 
@@ -284,23 +241,15 @@ def test_an_engine_that_hangs_while_starting_is_closed(config, monkeypatch):
         await asyncio.Event().wait()
 
     monkeypatch.setattr(Engine, "warm_up", hang)
-    soon = config.model_copy(update={"pipeline": config.pipeline.model_copy(update={"stall_timeout_s": 0.05})})
-    with pytest.raises(
-        StalledError, match=r"did not answer its first request within pipeline\.stall_timeout_s=0\.05 s"
-    ):
-        live(soon)
+    said = r"did not answer its first request within pipeline\.stall_timeout_s=0\.05 s"
+    with pytest.raises(StalledError, match=said):
+        live(changed(config, "pipeline", stall_timeout_s=0.05))
     assert made[0].shut_down
 
 
 def test_reward_functions_are_imported_before_the_engine_is_loaded(config):
-    broken = config.model_copy(
-        update={"rewards": config.rewards.model_copy(update={"functions": [_missing_function(config)]})}
-    )
-    with pytest.raises(ConfigError, match="has no `nothing`"):
-        live(broken)
-    assert made == []
-
-
-def _missing_function(config: RunConfig):
     (function,) = config.rewards.functions
-    return function.model_copy(update={"function": function.function.replace(":reward", ":nothing")})
+    missing = function.model_copy(update={"function": function.function.replace(":reward", ":nothing")})
+    with pytest.raises(ConfigError, match="has no `nothing`"):
+        live(changed(config, "rewards", functions=[missing]))
+    assert made == []
