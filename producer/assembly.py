@@ -30,10 +30,9 @@ from producer.rollouts.prompts import PromptFormat, load_tokenizer
 from producer.rollouts.source import RolloutSource
 from producer.serving.generation import ServedEngine
 from producer.serving.serving import Serving
-from producer.startup import Base, Helpers, Launch
+from producer.startup import Base, Helpers
 from producer.state import Situation
-from producer.supervision import Supervision
-from producer.watchdog import Watchdog
+from producer.supervision import Supervision, Watchdog
 from protocol.config.sections.swap import TOLERANCES
 from protocol.transport.zeromq_client import ZmqClient
 from protocol.wire.messages import Hello
@@ -60,7 +59,8 @@ def build_producer(base: Base, helpers: Helpers, engine: Engine) -> Producer:
     # One group more than fits, so that places freed by short completions are filled at once.
     max_groups = can.max_num_seqs // config.sampling.num_generations + 1
     admission = Admission(max_groups, config.sampling.num_generations, engine.current_load)
-    mailbox = Mailbox(build_channel(base.launch))
+    limit = config.transport.max_message_bytes
+    mailbox = Mailbox(ZmqClient(name, config.control_endpoint, config.blob_endpoint, limit, base.launch.keys))
     registry = build_registry(base, engine, mailbox)
     in_flight = InFlight(engine, registry, counters, config.swap.on_swap)
     access = EngineAccess(registry, admission, in_flight)
@@ -99,12 +99,6 @@ def build_producer(base: Base, helpers: Helpers, engine: Engine) -> Producer:
     watchdog = Watchdog(config.pipeline.stall_timeout_s)
     supervision = Supervision(engine, look, base.timeline, watchdog, partial(health.beat, "event"))
     return Producer(base, helpers, registry, generation, serving, link, supervision)
-
-
-def build_channel(launch: Launch) -> ZmqClient:
-    config = launch.config
-    limit = config.transport.max_message_bytes
-    return ZmqClient(launch.name, config.control_endpoint, config.blob_endpoint, limit, launch.keys)
 
 
 def build_registry(base: Base, engine: Engine, mailbox: Mailbox) -> AdapterRegistry:

@@ -46,20 +46,16 @@ def run(config: RunConfig, gpus: list[int]) -> ExitCode:
 
 async def live(launch: Launch, watch: Watch) -> None:
     async with AsyncExitStack() as stack:
-        producer = await _startup(launch, watch, stack)
+        base = build_base(launch, watch, stack)
+        helpers = build_helpers(base, stack)
+        with watch.health.starting("loading reward functions and engine", launch.config.pipeline.stall_timeout_s):
+            await helpers.start()
+            engine = await start_engine(base, stack)
+        producer = build_producer(base, helpers, engine)
         try:
             await _main_loop(producer)
         finally:
             await _shutdown(producer)
-
-
-async def _startup(launch: Launch, watch: Watch, stack: AsyncExitStack) -> Producer:
-    base = build_base(launch, watch, stack)
-    helpers = build_helpers(base, stack)
-    with watch.health.starting("loading reward functions and engine", launch.config.pipeline.stall_timeout_s):
-        await helpers.start()
-        engine = await start_engine(base, stack)
-    return build_producer(base, helpers, engine)
 
 
 async def _main_loop(producer: Producer) -> None:

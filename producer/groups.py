@@ -159,10 +159,8 @@ def group_message(
                 "bad_prompt", "the prompts of the episodes differ by more than sampling.max_completion_length"
             )
     token_ids = np.concatenate([np.array(record.token_ids[start:], "<i4") for record in records])
-    versions = np.concatenate([record.versions[start:] for record in records])
-    sampled = versions >= 0
-    if not sampled.all():
-        versions = np.concatenate([_filled(record.versions[start:]) for record in records])
+    sampled = np.concatenate([record.is_sampled[start:] for record in records])
+    versions = np.concatenate([_filled(record.versions[start:]) for record in records])
     oldest = int(versions.min())
     return Group(
         lease_id=lease_id,

@@ -12,7 +12,6 @@ from producer.state import EngineLoad
 from protocol.config.run import RunConfig
 from protocol.wire.messages import EngineFacts, FailureReason, Lease, PolicyInfo, Sampling
 
-FAILURES = ("raised", "timeout", "crashed", "memory", "invalid", "unavailable")
 Failure = Literal["raised", "timeout", "crashed", "memory", "invalid", "unavailable"]
 
 
@@ -82,10 +81,8 @@ class AdapterRefusedError(Exception):
 
 
 class ToolParser(Protocol):
-    """Finds tool calls in what the model sampled."""
-
     def parse(self, token_ids: list[int]) -> tuple[str, list[ToolCall]]:
-        """Content, and calls."""
+        """Content and tool calls of what the model sampled."""
 
 
 class PolicyWeights(Protocol):

@@ -7,11 +7,12 @@ engine appear under vLLM's names (`vllm:...`).
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from functools import partial
+from typing import get_args
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Histogram, Info
 
-from producer.interfaces import FAILURES, Failure
+from producer.interfaces import Failure
 from producer.state import Situation
 from protocol import __version__
 from protocol.service.metrics import Readings, Reexport
@@ -62,7 +63,7 @@ class ProducerMetrics:
         )  # fmt: skip
         for name in reward_names:
             self._call_s.labels(name)
-            for reason in FAILURES:
+            for reason in get_args(Failure):
                 self._missing.labels(name, reason)
         self.swap_s = Histogram(
             "rl_producer_swap_seconds", "From the announcement of a policy version until requests start on it.",

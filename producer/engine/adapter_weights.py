@@ -30,7 +30,7 @@ class AdapterWeights:
     async def load(self, adapter: Adapter) -> None:
         assert adapter.id not in self.loaded_ids, "vLLM would go on serving the weights that it knows under this id"
         try:
-            await prepare(self._core.call_workers, "loading", (adapter.name, adapter.id, str(adapter.path)))
+            await prepare(self._core, "loading", (adapter.name, adapter.id, str(adapter.path)))
         except AdapterRefusedError:
             await self._core.remove_lora(adapter)  # another worker may have taken it
             raise

@@ -38,7 +38,7 @@ class MergedWeights:
 
     async def load(self, adapter: Adapter) -> None:
         """Makes the engine's weights those of this policy. They wait for verification."""
-        await prepare(self._core.call_workers, "merging", str(adapter.path))
+        await prepare(self._core, "merging", str(adapter.path))
         self._settled.clear()
         await self._flip(adapter)
 
@@ -53,7 +53,7 @@ class MergedWeights:
         """Takes this policy back if it waits for verification; otherwise its weights are gone already."""
         if self._settled.is_set() or adapter is not self._present:
             return
-        await prepare(self._core.call_workers, "merging", None)
+        await prepare(self._core, "merging", None)
         await self._flip(self._former)
         for request in self._in_flight.values():
             request.invalidated = True

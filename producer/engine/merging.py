@@ -45,10 +45,7 @@ class MergingWorker:
 
     def merging_prepare(self, path: str | None) -> None:
         """Begins to compute the weights of the PEFT adapter there, or (None) of the one before the present one."""
-        if path is None:
-            self._merging.prepare_former()
-        else:
-            self._merging.prepare(Path(path))
+        self._merging.prepare(None if path is None else Path(path))
 
     def merging_refusal(self) -> str | None:
         """None while the weights are being prepared, "" when they are ready, otherwise why they are refused."""
@@ -87,8 +84,10 @@ class Merging(Preparation):
         self._next: list[Part] = []
         self._installs: list[Callable[[], None]] = []
 
-    def prepare(self, folder: Path) -> None:
-        """`refusal` tells the end."""
+    def prepare(self, folder: Path | None) -> None:
+        if folder is None:
+            self.begin(lambda: self._compute(self._former))
+            return
         self._installs = []
         try:
             with safe_open(folder / _WEIGHTS, "pt") as tensors:
@@ -100,9 +99,6 @@ class Merging(Preparation):
             self.refusal = str(error)
         else:
             self.begin(lambda: self._compute(self._read(folder)))
-
-    def prepare_former(self) -> None:
-        self.begin(lambda: self._compute(self._former))
 
     def flip(self) -> None:
         """Installs what was prepared, in all layers at once. Only between two steps."""

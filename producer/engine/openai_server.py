@@ -61,14 +61,10 @@ class OpenAIServer:
         except Exception as error:
             raise ConfigError(f"serve.tool_call_parser: vLLM refuses {parser}: {error}") from error
         self._completion = OpenAIServingCompletion(client, models, online_renderer=renderer, request_logger=None)
-        sampling = config.sampling
-        self._chat.default_sampling_params = self._completion.default_sampling_params = {
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "min_p": sampling.min_p,
-        }
-        self._max_tokens = sampling.max_completion_length
+        names = {"temperature", "top_p", "top_k", "min_p"}
+        defaults = config.sampling.model_dump(include=names)
+        self._chat.default_sampling_params = self._completion.default_sampling_params = defaults
+        self._max_tokens = config.sampling.max_completion_length
 
     async def answer(self, request: ServedRequest, call: Call) -> Answer:
         """Generates; `call` notes what is sampled. A stream begins to generate when it is read.

@@ -10,9 +10,6 @@ from typing import Any, Protocol
 
 from producer.interfaces import Adapter, AdapterRefusedError, PolicyWeights
 
-CallWorkers = Callable[..., Awaitable[list[Any]]]
-"""Calls a method on every worker, which answers once each between two steps."""
-
 Generate = Callable[[str, Any, str], Awaitable[Any]]
 """Runs a request of vLLM, given its id, its LoRARequest or None, and a salt: requests share KV with those of the same salt."""
 
@@ -41,7 +38,8 @@ class InFlightRequest:
 class Core(Protocol):
     """What weights need of the engine core."""
 
-    async def call_workers(self, method: str, *args: Any) -> list[Any]: ...
+    async def call_workers(self, method: str, *args: Any) -> list[Any]:
+        """Calls a method on every worker, which answers once each between two steps."""
 
     async def score(self, token_ids: list[int], lora: Any, salt: str) -> list[float]: ...
 
@@ -62,15 +60,15 @@ class VllmWeights(PolicyWeights, Protocol):
         """What `generate` returns for a group under this policy, and which versions sampled it."""
 
 
-async def prepare(call: CallWorkers, what: str, argument: Any) -> None:
+async def prepare(core: Core, what: str, argument: Any) -> None:
     """Has the workers do `what`_prepare, and waits until none answers `what`_refusal with None.
 
     Raises:
         AdapterRefusedError: a worker cannot.
     """
-    await call(f"{what}_prepare", argument)
+    await core.call_workers(f"{what}_prepare", argument)
     pause_s, longest_s = _POLL_S
-    while None in (refusals := await call(f"{what}_refusal")):
+    while None in (refusals := await core.call_workers(f"{what}_refusal")):
         await asyncio.sleep(pause_s)
         pause_s = min(2 * pause_s, longest_s)
     for refusal in refusals:

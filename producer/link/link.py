@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from producer.interfaces import LinkEvents
 from producer.link.connection import Connection
-from producer.link.mailbox import Mailbox, SharedFileRead
+from producer.link.mailbox import Mailbox
 from producer.link.outbox import Outbox
 from producer.link.sender import Sender
 from producer.link.trainer_source import TrainerSource
@@ -32,6 +32,7 @@ from protocol.wire.messages import (
     BlobChunk,
     BlobMissing,
     Bye,
+    Group,
     Hello,
     Lease,
     Nack,
@@ -81,7 +82,7 @@ class Link(threading.Thread):
         self._connection = Connection(endpoint, transport.heartbeat_timeout_s)
         self._outbox = Outbox(transport.max_unacked_bytes)
         self._was_full = False
-        self._source = TrainerSource(transport.blob_chunk_bytes, mailbox.post_file)
+        self._source = TrainerSource(transport.blob_chunk_bytes, mailbox.call)
         self._downloads = PolicyDownloads(self._source, events)
         self._sender = Sender(self._channel, self._outbox, self._source, hello, counters, workload)
         self._run_id = self._session = ""
@@ -165,10 +166,10 @@ class Link(threading.Thread):
             match item:
                 case PolicyInfo():
                     self._downloads.request(item)
-                case SharedFileRead():
-                    self._source.take_file(*item)
-                case _:
+                case Group() | Nack():
                     self._outbox.finish(item)
+                case _:
+                    item()
 
     def _note_fullness(self) -> None:
         full = self._outbox.full

@@ -5,18 +5,10 @@ Guarantee: nothing here blocks, and once the link has ended nothing happens any 
 
 import queue
 import threading
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
 
 from protocol.transport.channel import ClientChannel
 from protocol.wire.messages import Group, Nack, PolicyInfo
-
-
-class SharedFileRead(NamedTuple):
-    """The file that was offered for a policy has been read. None: it cannot be used."""
-
-    digest: str
-    content: bytes | None
 
 
 class Mailbox:
@@ -28,7 +20,7 @@ class Mailbox:
 
     def __init__(self, channel: ClientChannel) -> None:
         self.channel = channel
-        self._items: queue.SimpleQueue[Group | Nack | PolicyInfo | SharedFileRead] = queue.SimpleQueue()
+        self._items: queue.SimpleQueue[Group | Nack | PolicyInfo | Callable[[], None]] = queue.SimpleQueue()
         self._closing = threading.Lock()
         self._closed = False
 
@@ -40,10 +32,11 @@ class Mailbox:
         """Has this policy downloaded, which `LinkEvents.fetched` tells. While it is under way, it is downloaded once."""
         self._put(policy)
 
-    def post_file(self, digest: str, content: bytes | None) -> None:
-        self._put(SharedFileRead(digest, content))
+    def call(self, work: Callable[[], None]) -> None:
+        """Has the link's thread do this."""
+        self._put(work)
 
-    def _put(self, item: Group | Nack | PolicyInfo | SharedFileRead) -> None:
+    def _put(self, item: Group | Nack | PolicyInfo | Callable[[], None]) -> None:
         self._items.put(item)
         self.wake()
 
@@ -52,7 +45,7 @@ class Mailbox:
             if not self._closed:
                 self.channel.wake()
 
-    def take(self) -> Iterator[Group | Nack | PolicyInfo | SharedFileRead]:
+    def take(self) -> Iterator[Group | Nack | PolicyInfo | Callable[[], None]]:
         while not self._items.empty():
             yield self._items.get_nowait()
 

@@ -10,6 +10,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import islice
 
 from producer.interfaces import DownloadedPolicy
@@ -84,10 +85,10 @@ class TrainerSource:
     """A `PolicySource`. Belongs to the link's thread.
 
     Args:
-        post: has the link's thread call `take_file` with these arguments. It may be called from any thread.
+        post: has the link's thread do something. It may be called from any thread.
     """
 
-    def __init__(self, chunk_bytes: int, post: Callable[[str, bytes | None], None]) -> None:
+    def __init__(self, chunk_bytes: int, post: Callable[[Callable[[], None]], None]) -> None:
         self._chunk_bytes = chunk_bytes
         self._post = post
         self._downloads: dict[str, Download] = {}  # by digest
@@ -147,4 +148,4 @@ class TrainerSource:
             content = read
         except (UnusableFileError, BlobError) as error:
             logger.info("policy v%d comes over the wire, its file cannot be used: %s", policy.version, error)
-        self._post(policy.digest, content)
+        self._post(partial(self.take_file, policy.digest, content))

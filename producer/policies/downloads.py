@@ -31,19 +31,20 @@ class PolicySource(Protocol):
         """Ends the download of this policy, if there is one."""
 
 
-def _free_memory() -> int:
-    return int(psutil.virtual_memory().available)
-
-
 class PolicyDownloads:
-    """See the module's guarantee. Belongs to the link's thread.
+    """Belongs to the link's thread.
 
     Args:
         events: is told what was downloaded, or why it cannot be.
         free_memory: returns the free bytes of this host.
     """
 
-    def __init__(self, source: PolicySource, events: LinkEvents, free_memory: Callable[[], int] = _free_memory) -> None:
+    def __init__(
+        self,
+        source: PolicySource,
+        events: LinkEvents,
+        free_memory: Callable[[], int] = lambda: psutil.virtual_memory().available,
+    ) -> None:
         self._source = source
         self._events = events
         self._free_memory = free_memory

@@ -63,10 +63,7 @@ def swap(merging: Merging, folder: Path | None) -> None:
 
 
 def prepare(merging: Merging, folder: Path | None) -> None:
-    if folder is None:
-        merging.prepare_former()
-    else:
-        merging.prepare(folder)
+    merging.prepare(folder)
     if merging.thread is not None:
         merging.thread.join()
 

@@ -33,7 +33,7 @@ class Setup:
     def __init__(self, num_bytes: int = 10, chunk_bytes: int = 10) -> None:
         self.results: list[DownloadedPolicy | None] = []
         self.read = threading.Event()
-        self.source = TrainerSource(chunk_bytes, lambda digest, content: self.read.set())
+        self.source = TrainerSource(chunk_bytes, lambda work: self.read.set())
         self.source.fetch(PolicyInfo(2, DIGEST, num_bytes), self.results.append)
 
     def chunks(self, now: float) -> list[tuple[int, int]]:

@@ -12,7 +12,7 @@ from producer.metrics import ProducerMetrics
 from producer.rollouts.finish import Finish
 from producer.rollouts.source import Progress
 from producer.state import Counters
-from protocol.wire.messages import Group
+from protocol.wire.messages import Group, PolicyInfo
 from tests.scripted_trainer import lease
 
 
@@ -29,6 +29,8 @@ class Rewards:
 
 
 class Setup:
+    evaluates: PolicyInfo | None = None
+
     def __init__(self, columns: tuple[str, ...] = ("computed",), own: tuple[str, ...] = ()) -> None:
         self.rewards, self.counters, self.registry = Rewards(), Counters(), CollectorRegistry()
         self._finish = Finish(columns, own, self.rewards, self.counters, ProducerMetrics(self.registry))  # type: ignore[arg-type]
@@ -40,7 +42,7 @@ class Setup:
         for episode, failure in zip(episodes, failures, strict=False):
             episode.failure = failure
         rollouts = Rollouts(episodes, 1.5, ["a", "b"], np.array(own_rewards, np.float32).reshape(2, -1))
-        work = lease(7)
+        work = lease(7, evaluates=self.evaluates)
         self.progress = Progress(work)
         return asyncio.run(self._finish.group(work, rollouts, self.progress))
 
@@ -107,3 +109,15 @@ def test_a_group_without_an_episode_that_can_be_scored_is_refused(own, failures,
 def test_missing_rewards_without_a_failed_episode_are_the_trainers_to_judge():
     group = Setup(("environment",), ("environment",)).group([[np.nan], [np.nan]])
     assert np.isnan(rewards_of(group)).all()
+
+
+@pytest.mark.parametrize("version", [3, 4])
+def test_an_evaluation_is_answered_by_the_version_that_it_names_alone(version):
+    setup = Setup()
+    setup.evaluates = PolicyInfo(version, "0" * 64, 10)
+    if version == 3:
+        assert setup.group([[], []]).policy_version == 3
+    else:
+        with pytest.raises(LeaseFailure, match="v4 is evaluated, and newer weights came in between"):
+            setup.group([[], []])
+        assert setup.counters.tokens == 0

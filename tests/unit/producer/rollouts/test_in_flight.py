@@ -205,10 +205,6 @@ def check(group: Group, on_swap: str) -> None:
     assert group.counters.restarted <= 1
 
 
-def run(body) -> None:
-    asyncio.run(body())
-
-
 @asynchronous
 async def test_a_group_that_is_cut_goes_on_where_it_was_and_lets_go_of_the_old_adapter():
     group = Group("continue")

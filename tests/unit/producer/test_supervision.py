@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from producer.state import Counters, Delivery, Situation, Workload
-from producer.watchdog import Watchdog, describe
+from producer.supervision import Watchdog, describe
 from protocol.errors import ExitCode, StalledError
 
 DELIVERY = Delivery(connected=True, heard_ago_s=0.42, held=7, unacked=2, unacked_bytes=3000, full=False)
