@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from transformers import Trainer
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from transformers.training_args import OptimizerNames
 
@@ -41,13 +42,79 @@ def source(function: Callable[..., Any]) -> str:
     return ast.unparse(tree)
 
 
-def requires(function: Callable[..., Any], *lines: str) -> None:
+LINES: list[tuple[Callable[..., Any], tuple[str, ...]]] = [
+    # It is the whole of the loss.
+    (GRPOTrainer.compute_loss, ("return self._compute_loss(model, inputs)",)),
+    # A batch may be a list of micro-batches: what runs around compute_loss looks for keys in it, finds none, and goes on.
+    (
+        Trainer.training_step,
+        (
+            "inputs = self._prepare_inputs(inputs)",
+            "loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)",
+            "self.accelerator.backward(loss, **kwargs)",
+            "return loss.detach()",
+        ),
+    ),
+    (Trainer.autocast_smart_context_manager, ("return contextlib.nullcontext()",)),
+    # The correction beside vLLM is the one that the parity tests compare.
+    (
+        GRPOTrainer._generate_and_score_completions,
+        (
+            "per_token_logps_diff = (old_per_token_logps - sampling_per_token_logps) * mask",
+            "per_token_logps_diff = torch.nan_to_num(per_token_logps_diff, nan=0.0)",
+            "vllm_importance_sampling_ratio = torch.exp(logps_diff)",
+        ),
+    ),
+    (GRPOTrainer.__init__, ('self._metrics = {"train": defaultdict(list), "eval": defaultdict(list)}',)),
+    (GRPOTrainer.log, ("self._metrics[mode].clear()",)),
+    # A checkpoint is written into the output directory that we override.
+    (
+        Trainer._save_checkpoint,
+        (
+            'checkpoint_folder = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"',
+            "run_dir = self._get_output_dir(trial=trial)",
+            "output_dir = os.path.join(run_dir, checkpoint_folder)",
+            "self._save_rng_state(output_dir)",
+        ),
+    ),
+]
+ORDERS: list[tuple[Callable[..., Any], tuple[str, ...]]] = [
+    # The norm is asked for after the last backward pass and before the optimizer.
+    (Trainer._run_epoch, ("self.training_step(", "self._get_grad_norm(", "self.optimizer.step()")),
+    (Trainer.training_step, ("self.compute_loss(", "self.accelerator.backward(")),
+    # Metrics are averaged and cleared after the end of the step.
+    (Trainer._run_epoch, ("on_step_begin", "training_step(", "on_step_end", "_maybe_log_save_evaluate")),
+    # A checkpoint is whole before on_save.
+    (Trainer._maybe_log_save_evaluate, ("self._save_checkpoint(", "on_save")),
+    # vLLM is only started by the argument.
+    (GRPOTrainer.__init__, ("self.use_vllm = args.use_vllm", "VLLMGeneration(")),
+    # Batches are fetched when they are trained: one fetched ahead would be settled in a checkpoint before its training.
+    (Trainer.get_batch_samples, ("for _ in range(num_batches):", "next(epoch_iterator)")),
+    # TRL itself refuses it with an adapter.
+    (GRPOTrainer.__init__, ("You passed `sync_ref_model=True` while using a PEFT model",)),
+]
+
+
+@pytest.mark.parametrize(("function", "lines"), LINES, ids=lambda it: getattr(it, "__qualname__", ""))
+def test_lines_that_we_rely_on(function: Callable[..., Any], lines: tuple[str, ...]) -> None:
+    missing = [line for line in lines if ast.unparse(ast.parse(line)) not in source(function)]
+    assert not missing, f"TRL changed {function.__qualname__}: consumer/training/trl_loss.py needs {missing}"
+
+
+@pytest.mark.parametrize(("function", "parts"), ORDERS, ids=lambda it: getattr(it, "__qualname__", ""))
+def test_orders_that_we_rely_on(function: Callable[..., Any], parts: tuple[str, ...]) -> None:
     text = source(function)
-    missing = [line for line in lines if ast.unparse(ast.parse(line)) not in text]
-    assert not missing, (
-        f"TRL {importlib.metadata.version('trl')} changed GRPOTrainer.{function.__name__}: consumer/training/trl_loss.py needs "
-        f"{missing}, which is no longer there"
-    )
+    places = [text.index(part) for part in parts]
+    assert places == sorted(places)
+
+
+def test_what_else_the_loss_relies_on() -> None:
+    assert GRPOTrainer.loss_is_scaled_for_ga is True
+    assert source(Trainer.compute_loss_context_manager).count("autocast_smart_context_manager") == 1
+    assert source(Trainer._run_epoch).count("self.get_batch_samples(") == 1
+    assert transformers.trainer_utils.PREFIX_CHECKPOINT_DIR == "checkpoint"
+    kernel = "ctx hidden weight bias targets temperature chunk_size final_logit_softcapping logit_scale outputs"
+    assert " ".join(inspect.signature(ChunkedLogProbFunction.forward).parameters) == kernel
 
 
 def test_the_pinned_release_is_installed() -> None:
@@ -84,55 +151,11 @@ def test_signatures(name: str, parameters: list[str]) -> None:
 def test_we_override_the_seams_and_nothing_else() -> None:
     both = vars(StepLossTrainer) | vars(SlipstreamTrainer)
     ours = {name for name, value in both.items() if inspect.isfunction(value)}
-    assert {name for name in ours if hasattr(GRPOTrainer, name)} == {
-        "__init__",
-        "get_train_dataloader",
-        "_prepare_inputs",
-        "compute_loss",
-        "_get_output_dir",
-        "_save_checkpoint",
-        "_get_grad_norm",
-    }, "a new override of TRL needs a contract test; a new name of TRL may have become an override by accident"
-
-
-def test_the_norm_is_asked_for_after_the_last_backward_pass_and_before_the_optimizer() -> None:
-    text = inspect.getsource(transformers.Trainer._run_epoch)
-    assert text.index("self.training_step(") < text.index("self._get_grad_norm(") < text.index("self.optimizer.step()")
-
-
-def test_compute_loss_is_the_whole_of_the_loss() -> None:
-    requires(GRPOTrainer.compute_loss, "return self._compute_loss(model, inputs)")
-
-
-def test_a_batch_of_transformers_may_be_a_list_of_micro_batches() -> None:
-    """What runs around compute_loss looks for keys in it, finds none, and goes on."""
-    requires(
-        transformers.Trainer.training_step,
-        "inputs = self._prepare_inputs(inputs)",
-        "loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)",
-        "self.accelerator.backward(loss, **kwargs)",
-        "return loss.detach()",
+    seams = {"__init__", "get_train_dataloader", "_prepare_inputs", "compute_loss"}
+    seams |= {"_get_output_dir", "_save_checkpoint", "_get_grad_norm"}
+    assert {name for name in ours if hasattr(GRPOTrainer, name)} == seams, (
+        "a new override of TRL needs a contract test; a new name of TRL may have become an override by accident"
     )
-    assert GRPOTrainer.loss_is_scaled_for_ga is True
-    text = source(transformers.Trainer.training_step)
-    assert text.index("self.compute_loss(") < text.index("self.accelerator.backward(")
-    assert source(transformers.Trainer.compute_loss_context_manager).count("autocast_smart_context_manager") == 1
-    requires(transformers.Trainer.autocast_smart_context_manager, "return contextlib.nullcontext()")
-
-
-def test_the_kernel_of_the_lm_head() -> None:
-    assert list(inspect.signature(ChunkedLogProbFunction.forward).parameters) == [
-        "ctx",
-        "hidden",
-        "weight",
-        "bias",
-        "targets",
-        "temperature",
-        "chunk_size",
-        "final_logit_softcapping",
-        "logit_scale",
-        "outputs",
-    ]
 
 
 def test_the_loss_that_ours_was_written_after() -> None:
@@ -142,62 +165,12 @@ def test_the_loss_that_ours_was_written_after() -> None:
     assert hashlib.sha256("\n".join(texts).encode()).hexdigest() == LOSS_DIGEST
 
 
-def test_the_correction_beside_vllm_is_the_one_that_the_parity_tests_compare() -> None:
-    requires(
-        GRPOTrainer._generate_and_score_completions,
-        "per_token_logps_diff = (old_per_token_logps - sampling_per_token_logps) * mask",
-        "per_token_logps_diff = torch.nan_to_num(per_token_logps_diff, nan=0.0)",
-        "vllm_importance_sampling_ratio = torch.exp(logps_diff)",
-    )
-
-
 def test_attributes_that_the_constructor_sets() -> None:
     text = source(GRPOTrainer.__init__)
-    for name in (
-        "num_iterations",
-        "beta",
-        "log_completions",
-        "reward_func_names",
-        "_metrics",
-        "_logs",
-        "_tokenizer",
-    ):
+    for name in ("num_iterations", "beta", "log_completions", "reward_func_names", "_metrics", "_logs", "_tokenizer"):
         assert f"self.{name} = " in text, f"GRPOTrainer.__init__ no longer sets {name}"
-    requires(GRPOTrainer.__init__, 'self._metrics = {"train": defaultdict(list), "eval": defaultdict(list)}')
     for key in ("prompt", "completion", "rewards", "advantages", "extra"):
         assert f"'{key}': " in text, f"GRPOTrainer._logs no longer has {key}"
-
-
-def test_metrics_are_averaged_and_cleared_after_the_end_of_the_step() -> None:
-    requires(GRPOTrainer.log, "self._metrics[mode].clear()")
-    epoch = source(transformers.Trainer._run_epoch)
-    assert epoch.index("on_step_begin") < epoch.index("training_step(") < epoch.index("on_step_end")
-    assert epoch.index("on_step_end") < epoch.index("_maybe_log_save_evaluate")
-
-
-def test_a_checkpoint_is_whole_before_on_save() -> None:
-    text = source(transformers.Trainer._maybe_log_save_evaluate)
-    assert text.index("self._save_checkpoint(") < text.index("on_save")
-
-
-def test_a_checkpoint_is_written_into_the_output_directory_that_we_override() -> None:
-    requires(
-        transformers.Trainer._save_checkpoint,
-        'checkpoint_folder = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"',
-        "run_dir = self._get_output_dir(trial=trial)",
-        "output_dir = os.path.join(run_dir, checkpoint_folder)",
-        "self._save_rng_state(output_dir)",
-    )
-    assert transformers.trainer_utils.PREFIX_CHECKPOINT_DIR == "checkpoint"
-
-
-def test_batches_are_fetched_when_they_are_trained_and_not_before() -> None:
-    """A batch fetched ahead would be settled in a checkpoint that comes before its training."""
-    text = source(transformers.Trainer.get_batch_samples)
-    assert "for _ in range(num_batches):" in text
-    assert "next(epoch_iterator)" in text
-    epoch = source(transformers.Trainer._run_epoch)
-    assert epoch.count("self.get_batch_samples(") == 1
 
 
 class Interrupted(Exception):
@@ -266,14 +239,8 @@ def test_a_resumed_run_goes_on_with_the_random_numbers_of_its_checkpoint(
     assert torch.equal(trainings.train(resume=True), whole)
     assert not torch.equal(interrupted, whole)
 
-    monkeypatch.setattr(transformers.Trainer, "_load_rng_state", lambda self, checkpoint: None)
+    monkeypatch.setattr(Trainer, "_load_rng_state", lambda self, checkpoint: None)
     assert not torch.equal(trainings.train(resume=True), whole), "dropout makes these numbers matter"
-
-
-def test_vllm_is_only_started_by_the_argument() -> None:
-    text = source(GRPOTrainer.__init__)
-    assert "self.use_vllm = args.use_vllm" in text
-    assert text.index("self.use_vllm = args.use_vllm") < text.index("VLLMGeneration(")
 
 
 def test_choices_that_trl_only_looks_at_in_the_middle_of_a_step() -> None:
@@ -284,35 +251,6 @@ def test_choices_that_trl_only_looks_at_in_the_middle_of_a_step() -> None:
         text = loss if key in ("loss_type", "importance_sampling_level") else scoring
         for choice in choices:
             assert f"'{choice}'" in text, f"TRL no longer knows {key}={choice}"
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "num_generations",
-        "max_completion_length",
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "reward_weights",
-        "generation_batch_size",
-        "steps_per_generation",
-        "chat_template_kwargs",
-        "repetition_penalty",
-        "generation_kwargs",
-        "use_vllm",
-        "model_init_kwargs",
-        "mask_truncated_completions",
-        "scale_rewards",
-        "multi_objective_aggregation",
-        "num_iterations",
-        "use_bias_correction_kl",
-        "off_policy_mask_threshold",
-    ],
-)
-def test_options_that_we_set_refuse_or_read(name: str) -> None:
-    assert name in inspect.signature(GRPOConfig).parameters, f"trl.GRPOConfig has no {name} any more"
 
 
 def test_every_key_of_trl_was_looked_at() -> None:
@@ -336,7 +274,3 @@ def test_values_that_are_refused_are_values_of_transformers() -> None:
     assert set(values["optim"]) == in_backward
     assert set(values["save_strategy"]) == {member.value for member in SaveStrategy} - {"no", "steps"}
     assert set(values["logging_strategy"]) == {member.value for member in IntervalStrategy} - {"no", "steps"}
-
-
-def test_what_trl_refuses_itself_with_an_adapter() -> None:
-    assert "You passed `sync_ref_model=True` while using a PEFT model" in source(GRPOTrainer.__init__)

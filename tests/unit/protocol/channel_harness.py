@@ -11,12 +11,13 @@ from typing import Any
 from protocol.security.keys import AUTHORIZED, ProducerKeys, TrainerKeys, generate, producer_keys, trainer_keys
 from protocol.transport.zeromq_client import ZmqClient
 from protocol.transport.zeromq_server import ZmqServer
-from protocol.wire.messages import BlobRequest, Bye, Nack
+from protocol.wire.messages import BlobRequest, Bye, Nack, ProducerMessage
 from tests.loopback import LoopbackServer
 from tests.unit.protocol.samples import SHA
 
 LIMIT = 4 * 2**20
 MESSAGE = Nack("1.0", "returned")  # both sides send it
+FIRST = Bye("stopping")
 PATIENCE_S = 60.0  # for things that must happen; none of them takes that long
 
 
@@ -51,19 +52,16 @@ def numbered(number: int) -> Nack:
     return Nack(lease_id=str(number), reason="returned")
 
 
-def introduce(server: Any, client: Any) -> bytes:
+def introduce(server: Any, client: Any, first: ProducerMessage = FIRST) -> bytes:
     """Sends a first message and returns the routing id it arrives under."""
-    eventually(lambda: client.send(Bye("stopping")), "a server that listens")
+    eventually(lambda: client.send(first), "a server that listens")
     [(peer, message)] = receive(server, 1)
-    assert message == Bye("stopping")
+    assert message == first
     return peer
 
 
 def introduce_blobs(server: Any, client: Any) -> bytes:
-    eventually(lambda: client.send(BlobRequest(SHA, 0, 1)), "a server that listens")
-    [(peer, message)] = receive(server, 1)
-    assert message == BlobRequest(SHA, 0, 1)
-    return peer
+    return introduce(server, client, BlobRequest(SHA, 0, 1))
 
 
 def keys_in(folder: Path) -> tuple[TrainerKeys, ProducerKeys]:
@@ -100,6 +98,15 @@ class Harness:
         server = self.server(limit)
         client = self.client(server, limit=limit)
         return server, client, introduce(server, client)
+
+    def connect(self) -> socket.socket:
+        """A stranger at the control socket."""
+        path = self.endpoints[0].partition("://")[2]
+        host, _, port = path.rpartition(":")
+        family, address = (socket.AF_UNIX, path) if self.transport == "ipc" else (socket.AF_INET, (host, int(port)))
+        stranger = self.stack.enter_context(socket.socket(family))
+        stranger.connect(address)
+        return stranger
 
     def inject_to_server(self, client: Any, frame: bytes) -> None:
         """Sends a frame past the codec."""

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from protocol.config import trainer_keys
 from protocol.config.trainer_keys import REFUSED, REFUSED_VALUES, RESERVED, WORKS
 from tests.unit.protocol.config.files import MINIMAL, NEXT, load, refusal
 
@@ -29,13 +30,14 @@ def trainer_section(**values: Any) -> str:
     return MINIMAL + "trainer:\n  # comment\n" + "".join(f"  {line}" for line in lines)
 
 
-@pytest.mark.parametrize("key", REFUSED)
-def test_a_key_may_have_the_value_that_changes_nothing_and_no_other(run_yaml: Path, key: str) -> None:
-    default, reason, instead = REFUSED[key]
-    assert load(run_yaml, trainer_section(**{key: default})).trainer == {key: default}
-    value = other_than(default)
-    shown = "..." if key == "hub_token" else value
-    fix = f"use {instead} instead" if instead else "remove it"
+def test_a_key_may_have_the_value_that_changes_nothing_and_no_other(run_yaml: Path) -> None:
+    defaults = {key: refused.default for key, refused in REFUSED.items()}
+    assert load(run_yaml, MINIMAL + yaml.safe_dump({"trainer": defaults})).trainer == defaults
+    for key, (default, reason, instead) in REFUSED.items():
+        value = other_than(default)
+        shown = "..." if key == "hub_token" else value
+        fix = f"use {instead} instead" if instead else "remove it"
+        assert trainer_keys.refusal(key, value) == f"`{key}: {shown}` is refused: {reason}; {fix}"
     message = f"trainer.{key}: `{key}: {shown}` is refused: {reason}; {fix}"
     assert refusal(run_yaml, trainer_section(**{key: value})) == f"run.yaml:{NEXT + 2}: {message}"
     assert refusal(run_yaml, overrides=[f"trainer.{key}={value}"]) == f"--set {message}"

@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from unittest import mock
 
@@ -12,19 +12,8 @@ import pytest
 
 import protocol
 from protocol.config.loader import load_config
-from protocol.errors import (
-    ConfigError,
-    DataFailuresError,
-    DatasetError,
-    DeviceError,
-    EndpointInUseError,
-    EngineError,
-    ExitCode,
-    IncompatiblePeerError,
-    SlipstreamError,
-    StalledError,
-)
-from protocol.service.command_line import main, parser, select_gpus
+from protocol.errors import DeviceError, ExitCode, SlipstreamError
+from protocol.service.command_line import select_gpus
 from tests.unit.protocol.config.files import MINIMAL
 from tests.unit.protocol.stub_command import HEAVY, rl_stub
 
@@ -52,18 +41,17 @@ def fake_nvidia_smi(folder: Path, script: str) -> None:
 
 
 def two_gpus(folder: Path) -> None:
-    fake_nvidia_smi(
-        folder, "echo 'GPU 0: NVIDIA H200 (UUID: GPU-a)'; echo '  MIG 1g'; echo 'GPU 1: NVIDIA H200 (UUID: GPU-b)'"
-    )
+    gpus = ["GPU 0: NVIDIA H200 (UUID: GPU-a)", "  MIG 1g", "GPU 1: NVIDIA H200 (UUID: GPU-b)"]
+    fake_nvidia_smi(folder, "; ".join(f"echo '{line}'" for line in gpus))
 
 
 Ended = subprocess.CompletedProcess[str]
-STUB = [sys.executable, "-m", "tests.unit.protocol.stub_command"]
+STUB = (sys.executable, "-m", "tests.unit.protocol.stub_command")
 
 
-def start(folder: Path, *arguments: str) -> Ended:
+def start(folder: Path, *arguments: str, command: Sequence[str] = STUB) -> Ended:
     return subprocess.run(
-        [*STUB, *arguments],
+        [*command, *arguments],
         cwd=folder,
         env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
@@ -111,38 +99,21 @@ def test_check_prints_the_resolved_file_and_does_not_run(folder: Path, monkeypat
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (
-            ["--config", "absent.yaml"],
-            78,
-            "absent.yaml: no such file. Give one with --config; examples/ has some to start from",
-        ),
-        (["--config", "run.yaml", "--set", "sed=1"], 78, "--set sed: unknown key `sed`; did you mean `seed`?"),
-        (["--config", "run.yaml", "--check=full"], 78, "engine.max_model_len: refused by vllm"),
-        (
-            ["--config", "run.yaml", "--gpu", "x"],
-            71,
-            "--gpu x: expected an index such as 0, a list such as 0,1, or cpu",
-        ),
-        (["--config", "run.yaml", "--gpu", ""], 71, "--gpu : expected an index such as 0, a list such as 0,1, or cpu"),
-        (
-            ["--config", "run.yaml", "--gpu", "2"],
-            71,
-            "--gpu 2: GPU 2 does not exist, this machine has GPUs 0 to 1; or use --gpu cpu",
-        ),
-        (
-            ["--config", "run.yaml", "--gpu", "0,-1"],
-            71,
-            "--gpu 0,-1: GPU -1 does not exist, this machine has GPUs 0 to 1; or use --gpu cpu",
-        ),
-        (["--config", "run.yaml", "--gpu", "1,1"], 71, "--gpu 1,1: the same GPU is named twice"),
+        (["--set", "sed=1"], 78, "--set sed: unknown key `sed`; did you mean `seed`?"),
+        (["--check=full"], 78, "engine.max_model_len: refused by vllm"),
+        (["--gpu", "x"], 71, "--gpu x: expected an index such as 0, a list such as 0,1, or cpu"),
+        (["--gpu", ""], 71, "--gpu : expected an index such as 0, a list such as 0,1, or cpu"),
+        (["--gpu", "2"], 71, "--gpu 2: GPU 2 does not exist, this machine has GPUs 0 to 1; or use --gpu cpu"),
+        (["--gpu", "0,-1"], 71, "--gpu 0,-1: GPU -1 does not exist, this machine has GPUs 0 to 1; or use --gpu cpu"),
+        (["--gpu", "1,1"], 71, "--gpu 1,1: the same GPU is named twice"),
     ],
-    ids=lambda value: " ".join(value[2:]) if isinstance(value, list) else None,
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
 def test_what_a_user_gets_wrong(
     folder: Path, call: Callable[..., Ended], arguments: list[str], code: int, message: str
 ) -> None:
     two_gpus(folder)
-    shown = call(*arguments)
+    shown = call("--config", "run.yaml", *arguments)
     assert (shown.returncode, shown.stdout, shown.stderr) == (code, "", f"rl-stub: error: {message}\n")
 
 
@@ -223,48 +194,15 @@ def test_the_daemons_import_nothing_heavy_for_help_and_check(folder: Path, modul
         "    try:\n        code = main()\n    except SystemExit as end:\n        code = end.code\n"
         f"    print([name for name in {HEAVY} if name in sys.modules], code or 0, file=sys.stderr)"
     )
-    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(REPOSITORY)}
-    shown = subprocess.run(
-        [sys.executable, "-P", "-c", program],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    shown = start(folder, command=[sys.executable, "-P", "-c", program])
     assert shown.stderr == "[] 0\n[] 0\n"
 
 
-# Inside this process.
-
-
-@pytest.mark.parametrize(
-    ("error", "code"),
-    [
-        (ConfigError, 78),
-        (DatasetError, 65),
-        (DataFailuresError, 66),
-        (EngineError, 69),
-        (DeviceError, 71),
-        (EndpointInUseError, 73),
-        (StalledError, 75),
-        (IncompatiblePeerError, 76),
-    ],
-)
-def test_every_error_has_its_code(
-    folder: Path, capsys: pytest.CaptureFixture[str], error: type[SlipstreamError], code: int
-) -> None:
-    def run(config: object, gpus: list[int]) -> ExitCode:
-        raise error("what was wrong, and the fix")
-
-    arguments = parser("rl-stub", "").parse_args(["--config", str(folder / "run.yaml"), "--gpu", "cpu"])
-    assert main(arguments, "rl-stub", lambda config: None, run) == code
-    assert capsys.readouterr().err == "rl-stub: error: what was wrong, and the fix\n"
-
-
-def test_exit_codes_differ() -> None:
-    codes = [error.exit_code for error in SlipstreamError.__subclasses__()]
-    assert len(set(codes)) == len(codes) == 11
+def test_every_error_has_a_code_of_its_own() -> None:
+    assert {error.__name__.removesuffix("Error"): int(error.exit_code) for error in SlipstreamError.__subclasses__()} == {
+        "Config": 78, "Dataset": 65, "DataFailures": 66, "NoSignal": 67, "NotFinite": 72, "Engine": 69, "Device": 71,
+        "EndpointInUse": 73, "Journal": 74, "Stalled": 75, "IncompatiblePeer": 76,
+    }  # fmt: skip
 
 
 def test_a_driver_that_hangs_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

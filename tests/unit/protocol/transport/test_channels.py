@@ -4,11 +4,12 @@ import threading
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from protocol.transport.channel import BadFrame
-from protocol.wire.codec import CodecError, encode
+from protocol.wire.codec import encode
 from protocol.wire.messages import BlobChunk, BlobMissing, Heartbeat, Lease, Sampling
 from tests.unit.protocol.channel_harness import (
     MESSAGE,
@@ -25,6 +26,14 @@ from tests.unit.protocol.samples import SHA
 @pytest.fixture(params=["loopback", "ipc", "tcp"])
 def harness(request: pytest.FixtureRequest, short_dir: Path, stack: ExitStack) -> Harness:
     return Harness(request.param, short_dir, stack)
+
+
+@pytest.fixture(params=["server", "client"])
+def end(request: pytest.FixtureRequest, harness: Harness) -> Any:
+    """Either end of a channel on which nothing arrives."""
+    server = harness.server()
+    client = harness.client(server)
+    return server if request.param == "server" else client
 
 
 def test_messages_arrive_whole_and_in_order_in_both_directions(harness: Harness) -> None:
@@ -49,17 +58,12 @@ def test_peers_are_kept_apart(harness: Harness) -> None:
     assert receive(clients[1], 1) == [numbered(11)]
 
 
-def test_sending_to_an_unknown_peer_says_false(harness: Harness) -> None:
-    server = harness.server()
-    peer = introduce(server, harness.client(server))
+def test_sending_to_an_unknown_peer_or_one_that_left_says_false(harness: Harness) -> None:
+    server, client, peer = harness.joined()
     assert server.send(peer, MESSAGE) is True
     assert server.send(b"nobody", MESSAGE) is False
     assert server.send(b"", MESSAGE) is False
     assert server.send(b"nobody", BlobMissing(SHA)) is False
-
-
-def test_a_peer_that_left_becomes_unknown(harness: Harness) -> None:
-    server, client, peer = harness.joined()
     client.close()
     eventually(lambda: not server.send(peer, MESSAGE), "the departure to show")
 
@@ -80,50 +84,31 @@ def test_reset_gives_a_new_routing_id_and_drops_what_was_queued(harness: Harness
     assert client.poll(0.05) == []
 
 
-@pytest.mark.parametrize("end", ["server", "client"])
-def test_poll_returns_when_its_timeout_is_over(harness: Harness, end: str) -> None:
-    server = harness.server()
-    client = harness.client(server)
-    channel = server if end == "server" else client
-    for timeout_s in (0.0, 0.1, 0.3):
+def test_poll_returns_when_its_timeout_is_over(end: Any) -> None:
+    for timeout_s in (0.0, 0.1):
         start = time.monotonic()
-        assert channel.poll(timeout_s) == []
+        assert end.poll(timeout_s) == []
         assert timeout_s - 0.01 <= time.monotonic() - start < timeout_s + 10.0
 
 
-@pytest.mark.parametrize("end", ["server", "client"])
-def test_wake_ends_a_poll_of_another_thread(harness: Harness, end: str) -> None:
-    server = harness.server()
-    client = harness.client(server)
-    channel = server if end == "server" else client
-    waker = threading.Timer(0.1, channel.wake)
+def test_wake_ends_a_poll_of_another_thread(end: Any) -> None:
+    waker = threading.Timer(0.05, end.wake)
     waker.start()
     start = time.monotonic()
-    assert channel.poll(60.0) == []
+    assert end.poll(60.0) == []
     assert time.monotonic() - start < 30.0
     waker.join()
 
 
-@pytest.mark.parametrize("end", ["server", "client"])
-def test_a_wake_before_the_poll_is_remembered_once(harness: Harness, end: str) -> None:
-    server = harness.server()
-    client = harness.client(server)
-    channel = server if end == "server" else client
+def test_a_wake_before_the_poll_is_remembered_once(end: Any) -> None:
     for _ in range(3):
-        channel.wake()
+        end.wake()
     start = time.monotonic()
-    assert channel.poll(60.0) == []
+    assert end.poll(60.0) == []
     assert time.monotonic() - start < 30.0
     start = time.monotonic()
-    assert channel.poll(0.2) == []
-    assert time.monotonic() - start >= 0.19
-
-
-def test_a_wake_loses_no_message(harness: Harness) -> None:
-    server, client, peer = harness.joined()
-    assert client.send(MESSAGE)
-    server.wake()
-    assert receive(server, 1) == [(peer, MESSAGE)]
+    assert end.poll(0.1) == []
+    assert time.monotonic() - start >= 0.09
 
 
 def test_a_bad_frame_comes_out_with_its_reason_and_the_channel_goes_on(harness: Harness) -> None:
@@ -187,28 +172,7 @@ def test_blobs_arrive_under_the_same_peer_and_control_does_not_wait_for_them(har
     assert MESSAGE in arrived
 
 
-def test_a_message_that_cannot_be_encoded_is_refused_at_the_sender(harness: Harness) -> None:
-    server, client, peer = harness.joined()
-    odd = Lease("1.0", 1, 0, "1+1=", {"odd": object()}, Sampling(2, 8, 1.0), 0, 60.0)
-    with pytest.raises(CodecError, match="cannot encode Lease"):
-        server.send(peer, odd)
-    with pytest.raises(CodecError, match="cannot encode Lease"):
-        client.send(odd)
-    assert client.send(MESSAGE)
-    assert receive(server, 1) == [(peer, MESSAGE)]
-
-
-def test_a_heartbeat_with_many_leases(harness: Harness) -> None:
-    server, client, peer = harness.joined()
-    beat = Heartbeat(3, 0, [f"{number}.0" for number in range(20_000)], 2**53, 1e9)
-    assert client.send(beat)
-    assert receive(server, 1) == [(peer, beat)]
-
-
-def test_closing_twice_is_harmless_and_so_is_a_late_wake(harness: Harness) -> None:
-    server = harness.server()
-    client = harness.client(server)
-    for channel in (client, server):
-        channel.close()
-        channel.wake()
-        channel.close()
+def test_closing_twice_is_harmless_and_so_is_a_late_wake(end: Any) -> None:
+    end.close()
+    end.wake()
+    end.close()

@@ -28,16 +28,6 @@ OLD_PEERS = {
 every_old_peer = pytest.mark.parametrize("greeting", OLD_PEERS.values(), ids=OLD_PEERS)
 
 
-def connect(harness: Harness) -> socket.socket:
-    path = harness.endpoints[0].partition("://")[2]
-    if harness.transport == "ipc":
-        stranger = harness.stack.enter_context(socket.socket(socket.AF_UNIX))
-        stranger.connect(path)
-        return stranger
-    host, _, port = path.rpartition(":")
-    return harness.stack.enter_context(socket.create_connection((host, int(port))))
-
-
 @every_old_peer
 def test_a_peer_of_an_old_zeromq_is_turned_away_and_counted(harness: Harness, greeting: bytes) -> None:
     """Its messages would not say which connection they came over, so nothing could bound what it sends."""
@@ -45,7 +35,7 @@ def test_a_peer_of_an_old_zeromq_is_turned_away_and_counted(harness: Harness, gr
 
     def is_refused() -> bool:
         """One whose end comes before the guard has seen its beginning is not counted."""
-        connect(harness).sendall(greeting)
+        harness.connect().sendall(greeting)
         assert server.poll(0.05) == []
         return server.refusals.counts.total() > 0
 
@@ -68,7 +58,7 @@ def test_a_message_that_does_not_say_where_it_comes_from_is_dropped_whole(
 
     monkeypatch.setattr(zmq.Socket, "setsockopt", without_domain)
     server, client, peer = harness.joined()
-    connect(harness).sendall(greeting)
+    harness.connect().sendall(greeting)
     eventually(lambda: not server.poll(0.01) and server.refusals.counts["unreadable"], "the refusal")
     assert client.send(MESSAGE)
     assert receive(server, 1) == [(peer, MESSAGE)]
@@ -101,7 +91,7 @@ def test_a_routing_id_longer_than_zeromq_has_them_is_refused(harness: Harness, l
     body = b"\x05READY\x0bSocket-Type\0\0\0\x06DEALER\x08Identity" + length.to_bytes(4, "big") + name
     frame = encode(MESSAGE)
     greeting = _SIGNATURE + b"\x03\0NULL" + bytes(48)
-    stranger = connect(harness)
+    stranger = harness.connect()
     stranger.sendall(greeting + b"\x06" + len(body).to_bytes(8, "big") + body)
     answer = b""
     while b"READY" not in answer:
