@@ -82,10 +82,14 @@ class Door:
         dealer = stack.enter_context(stack.enter_context(zmq.Context()).socket(zmq.DEALER))
         dealer.linger = 0
         dealer.reconnect_ivl = -1
-        dealer.curve_serverkey, dealer.curve_publickey = keys.trainer, keys.secret.public()
-        dealer.curve_secretkey = keys.secret.reveal()
+        show_keys(dealer, keys)
         dealer.connect(f"tcp://127.0.0.1:{port}")
         return dealer
+
+
+def show_keys(dealer: "zmq.Socket[bytes]", keys: ProducerKeys) -> None:
+    dealer.curve_serverkey, dealer.curve_publickey = keys.trainer, keys.secret.public()
+    dealer.curve_secretkey = keys.secret.reveal()
 
 
 class Honest(ScriptedProducer):

@@ -4,24 +4,23 @@ Guarantee: whatever a run started is gone when its `ExitStack` closes.
 """
 
 import json
+import math
 import os
 import subprocess
 import sys
-import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import psutil
 import yaml
 
 from protocol.config.loader import load_config
 from protocol.files import rotated_lines
 from replay.journal.reader import JournalReader
 from tests.integration.pair import Daemon
+from tests.integration.runs import eventually
 
 RECOVERY_S = 15.0
 HEARTBEAT_TIMEOUT_S = 1.5
@@ -53,24 +52,11 @@ class Acknowledged(NamedTuple):
 
 
 class Run:
-    """A run directory with one trainer and any number of producers.
-
-    Args:
-        folder: for logs and everything else that tests write.
-        run_dir: may be on a disk that the test breaks.
-        prefix: command that every daemon is started by.
-    """
+    """A run directory with one trainer and any number of producers, all started by the command `prefix`. In `folder` are logs and
+    everything else that tests write."""
 
     def __init__(
-        self,
-        stack: ExitStack,
-        folder: Path,
-        model: Path,
-        endpoint: str,
-        *,
-        run_dir: Path | None = None,
-        prefix: Sequence[str] = (),
-        **sections: Any,
+        self, stack: ExitStack, folder: Path, model: Path, prefix: Sequence[str] = (), **sections: Any
     ) -> None:
         self._stack = stack
         self._folder = folder
@@ -79,23 +65,19 @@ class Run:
         (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         (folder / "rewards.py").write_text("def reward(completions, **_):\n    return [0.0, 1.0, 0.5, 0.25]\n")
         values: dict[str, Any] = {
-            "run_dir": str(run_dir or folder / "run"),
+            "run_dir": str(folder / "run"),
             "model": {"path": str(model), "dtype": "float32"},
             "dataset": {"path": str(folder / "train.jsonl")},
             "rewards": {"functions": [{"function": f"{folder}/rewards.py:reward"}], "num_workers": 1},
             "sampling": {"num_generations": 4, "max_completion_length": 48},
             "pipeline": {"groups_per_step": 2, "max_staleness": 3},
             "replay": {"keep_all": True},
-            "transport": {
-                "endpoint": endpoint,
-                "heartbeat_interval_s": 0.3,
-                "heartbeat_timeout_s": HEARTBEAT_TIMEOUT_S,
-            },
+            "transport": {"heartbeat_interval_s": 0.3, "heartbeat_timeout_s": HEARTBEAT_TIMEOUT_S},
             "lora": {"r": 4, "lora_alpha": 8},
-            "trainer": {"max_steps": 100, "gradient_checkpointing": False},
+            "trainer": {"max_steps": 60, "gradient_checkpointing": False},
         }
         for name, section in sections.items():
-            values[name] = values[name] | section
+            values[name] = values[name] | section if isinstance(section, dict) else section
         self._config_file = folder / "run.yaml"
         self._config_file.write_text(yaml.safe_dump(values))
         self.config = load_config(str(self._config_file))
@@ -112,25 +94,22 @@ class Run:
 
     def producer(self, name: str = "producer") -> Process:
         """Its own files are not in the run directory."""
-        return self._start(
-            "tests.faults.stand_in_producer",
-            name,
-            "--set",
-            f"run_dir={self._folder / name}",
-            STAND_IN_PACE=str(self._folder / "pace"),
-            STAND_IN_NEWS=str(self._folder / f"{name}.news"),
-        )
+        files = {"STAND_IN_PACE": str(self._folder / "pace"), "STAND_IN_NEWS": str(self._folder / f"{name}.news")}
+        arguments = ("--set", f"run_dir={self._folder / name}")
+        return self._start("tests.faults.stand_in_producer", name, *arguments, **files)
 
     def _start(self, module: str, name: str, *arguments: str, **variables: str) -> Process:
-        process = Process(
-            module,
-            self._folder / f"{name}.log",
-            ["--config", str(self._config_file), *arguments],
-            self._prefix,
-            **variables,
-        )
-        self._stack.callback(_end, process)
+        arguments = ("--config", str(self._config_file), *arguments)
+        process = Process(module, self._folder / f"{name}.log", arguments, self._prefix, **variables)
+        self._stack.callback(lambda: process.process.poll() is None and process.kill())
         return process
+
+    def finish(self, trainer: Process, *producers: Process) -> None:
+        """To the last step, as fast as it goes; then everything must be right."""
+        self.pace(0.0)
+        assert [daemon.end() for daemon in (trainer, *producers)] == [0] * (1 + len(producers))
+        assert self.step == self.config.trainer["max_steps"]
+        self.check(self.step)
 
     def _news(self) -> list[Acknowledged]:
         lines = [line for file in self._folder.glob("*.news") for line in file.read_text().splitlines(keepends=True)]
@@ -149,19 +128,19 @@ class Run:
         return int(lines[-1]["step"]) if lines else 0
 
     def wait_for_step(self, number: int, timeout_s: float = 90.0) -> None:
-        eventually(lambda: self.step >= number, f"step {number}", timeout_s)
+        eventually(lambda: self.step >= number, timeout_s)
 
-    def recovery_s(self, since: float) -> float:
-        """How long after `since` (Unix time) a group was acknowledged that was leased after it, too; waits for it."""
+    def recovers(self, since: float) -> None:
+        """Soon after `since` (Unix time) a group is acknowledged that was leased after it, too."""
 
         def recovered_at() -> float | None:
             fresh = {one.group_id for one in self._news() if one.outcome == "leased" and one.at > since}
             return next((ack.at for ack in self.acks if ack.group_id in fresh), None)
 
-        eventually(recovered_at, "acknowledgement", RECOVERY_S + 5)
-        at = recovered_at()
-        assert at is not None
-        return at - since
+        eventually(recovered_at, RECOVERY_S + 5)
+        took = (recovered_at() or math.inf) - since
+        print(f"recovered within {took:.2f} s")
+        assert took < RECOVERY_S
 
     def check(self, trained_steps: int) -> None:
         """Nothing that was acknowledged is missing, and every step trained other groups than all the others."""
@@ -187,39 +166,3 @@ class Run:
         assert set(trained_prompts) <= accepted
         left = {rows[g].state for g in set(rows) - set(trained)}
         assert left <= {"ready", "no_signal", "stale"}
-
-
-class Memory:
-    """The largest resident memory of processes while it is entered, above what they had before, in megabytes."""
-
-    def __init__(self, *processes: Process) -> None:
-        self._watched = [psutil.Process(process.process.pid) for process in processes]
-        self._before = [process.memory_info().rss for process in self._watched]
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self.growth_mb = 0.0
-
-    def __enter__(self) -> "Memory":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._ended.wait(0.2):
-            now = [process.memory_info().rss for process in self._watched]
-            self.growth_mb = max(self.growth_mb, *((b - a) / 2**20 for a, b in zip(self._before, now, strict=True)))
-
-
-def eventually(condition: Callable[[], Any], what: str, timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"no {what} within {timeout_s} s"
-        time.sleep(0.05)
-
-
-def _end(process: Process) -> None:
-    if process.process.poll() is None:
-        process.kill()

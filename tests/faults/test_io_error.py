@@ -6,6 +6,7 @@ Once inside the process, where the disk also forgets what it could not write; on
 import shutil
 import subprocess
 import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -13,12 +14,17 @@ import pytest
 
 from protocol.errors import ExitCode
 from replay.journal.reader import JournalReader
+from tests.integration.runs import eventually
 
-from .run_under_test import Run, eventually
+from .run_under_test import Process, Run
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 
-STEPS = 30
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as opened:
+        yield opened
 
 
 def fail_every(calls: str, stack: ExitStack, process_id: int) -> None:
@@ -42,55 +48,51 @@ def fail_every(calls: str, stack: ExitStack, process_id: int) -> None:
 
 @pytest.mark.parametrize("by", ["vfs", "strace"])
 def test_a_failing_disk_ends_the_trainer_and_costs_no_group(
-    by: str, tmp_path: Path, short_dir: Path, model: Path
+    by: str, tmp_path: Path, make_run: Callable[..., Run], stack: ExitStack
 ) -> None:
     failing = tmp_path / "failing"
-    with ExitStack() as stack:
-        run = Run(stack, tmp_path, model, f"ipc://{short_dir}/c", trainer={"max_steps": STEPS, "save_steps": 4})
-        producer = run.producer()
-        module = "tests.faults.trainer_on_failing_disk" if by == "vfs" else "consumer.cli"
-        trainer = run.trainer(module=module, FAILING_DISK=str(failing))
-        run.wait_for_step(6)
-        if by == "vfs":
-            failing.touch()
-        else:
-            fail_every("fsync,fdatasync", stack, trainer.process.pid)
-        assert trainer.end() == ExitCode.JOURNAL == 74
-        last_words = trainer.output.strip().splitlines()[-1]
-        assert "rl-trainer: error: " in last_words
-        assert f"{run.config.journal_file} cannot be written or read (" in last_words
-        assert "look at the disk, then start again" in last_words
-        assert "Traceback" not in trainer.output
+    run = make_run(trainer={"max_steps": 30, "save_steps": 4})
+    producer = run.producer()
+    module = "tests.faults.trainer_on_failing_disk" if by == "vfs" else "consumer.cli"
+    trainer = run.trainer(module=module, FAILING_DISK=str(failing))
+    run.wait_for_step(6)
+    if by == "vfs":
+        failing.touch()
+    else:
+        fail_every("fsync,fdatasync", stack, trainer.process.pid)
+    last_words = last_words_of(trainer)
+    assert f"{run.config.journal_file} cannot be written or read (" in last_words
+    assert "look at the disk, then start again" in last_words
 
-        with closing(JournalReader(run.config.journal_file)) as journal:
-            written = {row.group_id for row in journal.rows()}
-        acknowledged = {ack.group_id for ack in run.acks}
-        assert acknowledged
-        assert acknowledged <= written
-        failing.unlink(missing_ok=True)
+    with closing(JournalReader(run.config.journal_file)) as journal:
+        written = {row.group_id for row in journal.rows()}
+    acknowledged = {ack.group_id for ack in run.acks}
+    assert acknowledged
+    assert acknowledged <= written
+    failing.unlink(missing_ok=True)
 
-        again = run.trainer("--resume")
-        since = time.time()
-        eventually(lambda: run.acks[-1].at > since, "acknowledgement", 60)
-        run.pace(0.0)
-        assert again.end() == 0
-        assert producer.end() == 0, "the same producer served both"
-        print(f"{len(acknowledged)} groups acknowledged before the disk failed, none lost; {len(run.acks)} in all")
-        assert run.step == STEPS
-        run.check(STEPS)
+    again = run.trainer("--resume")
+    since = time.time()
+    eventually(lambda: run.acks[-1].at > since, 60)
+    run.finish(again, producer)
 
 
-def test_a_disk_that_fails_under_a_checkpoint_is_no_bug(tmp_path: Path, short_dir: Path, model: Path) -> None:
+def test_a_disk_that_fails_under_a_checkpoint_is_no_bug(make_run: Callable[..., Run], stack: ExitStack) -> None:
     """The journal syncs by fdatasync, a checkpoint by fsync."""
-    with ExitStack() as stack:
-        run = Run(stack, tmp_path, model, f"ipc://{short_dir}/c", trainer={"max_steps": 500, "save_steps": 6})
-        run.producer()
-        trainer = run.trainer()
-        run.wait_for_step(2)
-        fail_every("fsync", stack, trainer.process.pid)
-        assert trainer.end() == ExitCode.JOURNAL
-        last_words = trainer.output.strip().splitlines()[-1]
-        assert "rl-trainer: error: a disk failed ([Errno 5] Input/output error" in last_words
-        assert f"look at that of run_dir {run.config.run_dir}, then go on with --resume" in last_words
-        assert "Traceback" not in trainer.output
-        assert not list(run.config.checkpoints_dir.glob("checkpoint-*"))
+    run = make_run(trainer={"max_steps": 500, "save_steps": 6})
+    run.producer()
+    trainer = run.trainer()
+    run.wait_for_step(2)
+    fail_every("fsync", stack, trainer.process.pid)
+    last_words = last_words_of(trainer)
+    assert "a disk failed ([Errno 5] Input/output error" in last_words
+    assert f"look at that of run_dir {run.config.run_dir}, then go on with --resume" in last_words
+    assert not list(run.config.checkpoints_dir.glob("checkpoint-*"))
+
+
+def last_words_of(trainer: Process) -> str:
+    assert trainer.end() == ExitCode.JOURNAL == 74
+    assert "Traceback" not in trainer.output
+    last = trainer.output.strip().splitlines()[-1]
+    assert "rl-trainer: error: " in last
+    return last

@@ -20,6 +20,7 @@ from protocol.transport.connection_guard import MAX_UNFINISHED
 from protocol.transport.zeromq_client import ZmqClient
 from protocol.wire.messages import Ack, Hello, Nack, Reject, Welcome
 from tests.faults.doors import LIMIT, Door, Honest
+from tests.faults.memory import memory_bounded
 from tests.fuzz.zmtp import greeting
 from tests.unit.protocol.channel_harness import eventually, receive
 
@@ -72,26 +73,6 @@ def refused_only(door: Door, honest: Honest, reason: str, at_least: int = 1, als
     assert "duplicate" not in {ack.outcome for ack in honest.acks}
     for count in ("bad_frames", "invalid"):
         assert after["counts"].get(count, 0) == before["counts"].get(count, 0), count
-
-
-@contextmanager
-def memory_bounded(door: Door, bound_mb: float = 100) -> Iterator[None]:
-    before, ended = door.memory_mb(), threading.Event()
-    highest = [before]
-
-    def watch() -> None:
-        while not ended.wait(0.01):
-            highest[0] = max(highest[0], door.memory_mb())
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
-    print(f"memory grew by {highest[0] - before:.1f} MB")
-    assert highest[0] - before < bound_mb
 
 
 @contextmanager
@@ -190,7 +171,7 @@ def test_a_revoked_producer_is_cut_off_and_may_come_back(door: Door, honest: Hon
 def test_a_frame_that_is_too_large_ends_its_connection(door: Door, honest: Honest, mallory: ProducerKeys) -> None:
     with ExitStack() as stack:
         raw = door.raw(stack, mallory, door.ports[0])
-        with refused_only(door, honest, "oversized"), memory_bounded(door):
+        with refused_only(door, honest, "oversized"), memory_bounded(100, door.process.pid):
             raw.send(bytes(64 * LIMIT))
             eventually(lambda: door.refused("oversized"), "the refusal")
 
@@ -199,7 +180,7 @@ def test_a_message_of_too_many_parts_ends_its_connection(door: Door, honest: Hon
     """ZeroMQ sends a message only when it has all of it; a slow line stretches it into one that does not end."""
     with relayed(door.ports[0], bytes_per_s=100 * LIMIT) as (port, _), ExitStack() as stack:
         raw = door.raw(stack, mallory, port)
-        with refused_only(door, honest, "multipart"), memory_bounded(door):
+        with refused_only(door, honest, "multipart"), memory_bounded(100, door.process.pid):
             raw.send_multipart([bytes(60_000)] * 3500)
             eventually(lambda: door.refused("multipart"), "the refusal")
 
@@ -207,7 +188,7 @@ def test_a_message_of_too_many_parts_ends_its_connection(door: Door, honest: Hon
 def test_idle_connections_are_few_and_short_and_keep_nobody_out(door: Door, honest: Honest) -> None:
     before = psutil.Process(door.process.pid).num_fds()
     keys = door.identity("latecomer")
-    with ExitStack() as idle, memory_bounded(door):
+    with ExitStack() as idle, memory_bounded(100, door.process.pid):
         with refused_only(door, honest, "too_many_connections", at_least=2 * (200 - MAX_UNFINISHED - 1)):
             for port in door.ports:
                 for _ in range(200):
@@ -222,7 +203,7 @@ def test_idle_connections_are_few_and_short_and_keep_nobody_out(door: Door, hone
 
 
 def test_a_handshake_that_swells_is_cut_off(door: Door, honest: Honest) -> None:
-    with refused_only(door, honest, "bad_handshake"), memory_bounded(door):
+    with refused_only(door, honest, "bad_handshake"), memory_bounded(100, door.process.pid):
         say_and_wait_for_the_end(
             door, greeting(b"CURVE") + b"\x06" + (LIMIT - 1).to_bytes(8, "big") + bytes(LIMIT // 2)
         )
@@ -276,7 +257,7 @@ def test_a_message_without_end_from_a_peer_without_keys(stack: ExitStack, tmp_pa
     part = (b"\x03" + (50_000).to_bytes(8, "big") + bytes(50_000)) * 20
     try:
         honest.wait_for_acks()
-        with refused_only(door, honest, "multipart", at_least=2), memory_bounded(door, 300):
+        with refused_only(door, honest, "multipart", at_least=2), memory_bounded(300, door.process.pid):
             for _ in range(2):
                 with socket.create_connection(("127.0.0.1", door.ports[0])) as peer, suppress(ConnectionError):
                     peer.sendall(greeting(b"NULL") + ready)

@@ -14,9 +14,10 @@ import sys
 import time
 import tracemalloc
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from tqdm import tqdm
 
 from protocol.wire.codec import CodecError, SchemaMismatchError, decode, encode
 from protocol.wire.messages import Message
@@ -59,10 +60,8 @@ class Report:
     accepted_changed: int = 0  # under a new checksum, a different but valid message
     mutations: Counter[str] = field(default_factory=Counter)
     slowest_decode_ms: float = 0.0
-    slowest_frame: int = -1
     memory_samples: int = 0
     memory_peak_bytes: int = 0
-    memory_peak_frame: int = -1
     memory_peak_frame_bytes: int = 0
     longest_frame_bytes: int = 0
     seconds: float = 0.0
@@ -126,40 +125,32 @@ def check_accepted(message: Message) -> None:
 
 
 def examine(mutant: Mutant, number: int, valid: set[bytes], report: Report) -> None:
-    """Adds one frame to `report`.
-
-    Raises:
-        Defect: the codec broke a promise.
-    """
+    """Adds one frame to `report`, or raises."""
     frame = mutant.frame
     seconds, outcome = seconds_to_decode(frame)
     report.frames += 1
     report.mutations[mutant.mutation] += 1
     report.longest_frame_bytes = max(report.longest_frame_bytes, len(frame))
-    if seconds * 1000 > report.slowest_decode_ms:
-        report.slowest_decode_ms, report.slowest_frame = seconds * 1000, number
+    report.slowest_decode_ms = max(report.slowest_decode_ms, seconds * 1000)
     assert seconds < SLOWEST_S, f"decode took {seconds * 1000:.1f} ms for {len(frame)} bytes"
     if isinstance(outcome, CodecError):
         report.refused[reason_of(outcome)] += 1
     else:
         assert mutant.resealed or frame in valid, "a damaged frame was accepted"
         check_accepted(outcome)
-        if frame in valid:
-            report.accepted_unchanged += 1
-        else:
-            report.accepted_changed += 1
+        report.accepted_unchanged += frame in valid
+        report.accepted_changed += frame not in valid
     if number % MEMORY_EVERY == 0 and isinstance(outcome, CodecError):
         peak = peak_of_decode(frame)
         report.memory_samples += 1
         if peak > report.memory_peak_bytes:
-            report.memory_peak_bytes, report.memory_peak_frame = peak, number
-            report.memory_peak_frame_bytes = len(frame)
+            report.memory_peak_bytes, report.memory_peak_frame_bytes = peak, len(frame)
         assert peak < memory_bound(frame), f"decode held {peak} bytes for a frame of {len(frame)}"
 
 
-def campaign(seed: int, numbers: range, progress: Callable[[Report, int], None] = lambda report, total: None) -> Report:
+def campaign(seed: int, numbers: range) -> Report:
     mutator, report, start = Mutator(seed), Report(seed), time.monotonic()
-    for number in numbers:
+    for number in tqdm(numbers, disable=None):  # None: without a terminal
         mutant = mutator.mutant(number)
         try:
             examine(mutant, number, mutator.valid, report)
@@ -168,14 +159,8 @@ def campaign(seed: int, numbers: range, progress: Callable[[Report, int], None] 
                 f"frame {number} of seed {seed} ({mutant.mutation}, {'new' if mutant.resealed else 'old'} checksum, "
                 f"{len(mutant.frame)} bytes): {type(error).__name__}: {error}\n{mutant.frame[:512].hex()}"
             ) from error
-        progress(report, len(numbers))
     report.seconds = time.monotonic() - start
     return report
-
-
-def show_progress(report: Report, total: int) -> None:
-    if report.frames % max(1, total // 20) == 0:
-        print(f"{report.frames}/{total} frames, slowest {report.slowest_decode_ms:.2f} ms", file=sys.stderr, flush=True)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -187,7 +172,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     numbers = range(arguments.count) if arguments.only is None else range(arguments.only, arguments.only + 1)
     try:
-        report = campaign(arguments.seed, numbers, show_progress)
+        report = campaign(arguments.seed, numbers)
     except Defect as defect:
         print(f"DEFECT: {defect}", file=sys.stderr)
         return 1

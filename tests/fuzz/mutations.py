@@ -5,6 +5,7 @@ can be made again without the others.
 """
 
 import itertools
+import math
 import random
 import struct
 import zlib
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from msgspec.msgpack import Ext
 
 from protocol.wire import messages as m
 from protocol.wire.codec import PREFIX_BYTES, encode
@@ -24,27 +26,9 @@ MAX_FRAME_BYTES = 65_536
 CLAIMS = (0, 1, 15, 16, 31, 32, 255, 256, 65_535, 65_536, 2**24, 2**31 - 1, 2**31, 2**32 - 1)
 STRANGE_VALUES: tuple[Any, ...] = (
     *(None, True, False, 0, -1, 1, 2**31, 2**31 + 1, 2**53, 2**53 + 1, -(2**63), 2**64 - 1, 0.0, -0.0, 1e-320, 1e308),
-    *(
-        float("nan"),
-        float("inf"),
-        -float("inf"),
-        "",
-        "\0",
-        "../" * 20,
-        "x" * 128,
-        "x" * 129,
-        SHA,
-        SHA + "\n",
-        b"",
-        b"\xff",
-    ),
+    *(math.nan, math.inf, -math.inf, "", "\0", "../" * 20, "x" * 128, "x" * 129, SHA, SHA + "\n", b"", b"\xff"),
     *([], {}, [[]], {"": None}, [None] * 20, {str(i): i for i in range(20)}, {i: i for i in range(20)}, {1: {2: 3}}),
-    *(
-        msgspec.msgpack.Ext(5, b"x"),
-        msgspec.msgpack.Ext(-1, b"\xff" * 12),
-        msgspec.msgpack.Ext(-1, bytes(4)),
-        {b"k": 1},
-    ),
+    *(Ext(5, b"x"), Ext(-1, b"\xff" * 12), Ext(-1, bytes(4)), {b"k": 1}),
 )
 
 # format: [header byte, bytes of its length field], from the shortest on; the fix formats carry theirs in the header
@@ -139,14 +123,12 @@ def corpus() -> list[Seed]:
         m.Reject(problems=["x" * 300, "\u00e9" * 40_000]),
         m.BlobChunk(digest=SHA, offset=0, data=bytes(range(256)) * 250),
     ]
-    weighted = (
-        SAMPLES * 4 + [lease] * 12 + extra[:3] * 8 + extra
-    )  # leases are free-form; large frames cost the most time
+    # Leases are free-form; large frames cost the most time.
+    weighted = SAMPLES * 4 + [lease] * 12 + extra[:3] * 8 + extra
     seeds = []
     for message, schema_version in zip(weighted, itertools.cycle(READABLE_SCHEMAS)):
         frame = encode(message, schema_version=max(schema_version, SINCE_MESSAGES.get(type(message), 1)))
-        found = tuple(headers_of(frame[PREFIX_BYTES:]))
-        seeds.append(Seed(message, frame, found))
+        seeds.append(Seed(message, frame, tuple(headers_of(frame[PREFIX_BYTES:]))))
     return seeds
 
 

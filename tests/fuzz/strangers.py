@@ -30,7 +30,7 @@ import psutil
 import zmq
 
 from protocol.security.keys import ProducerKeys, generate
-from tests.faults.doors import Door, Honest
+from tests.faults.doors import Door, Honest, show_keys
 from tests.fuzz.mutations import Mutator
 from tests.fuzz.zmtp import AWAIT_READY, Script, Scripts
 
@@ -117,10 +117,7 @@ class RawStrangers(threading.Thread):
 
 
 async def play(script: Script, address: str | tuple[str, int], over: threading.Event) -> None:
-    """
-    Raises:
-        OSError: the door has hung up, as it may.
-    """
+    """Raises `OSError` where the door has hung up, as it may."""
     loop = asyncio.get_running_loop()
     family = socket.AF_UNIX if isinstance(address, str) else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as stranger:
@@ -165,11 +162,8 @@ def _address(endpoint: str) -> str | tuple[str, int]:
 
 
 class ZmqStrangers(threading.Thread):
-    """Peers of ZeroMQ that get in and send what they should not, one after the other, until `over`.
-
-    Args:
-        keys: of an identity that is authorized; None where there are no keys.
-    """
+    """Peers of ZeroMQ that get in, with keys of an identity that is authorized where there are keys, and send what they should
+    not, one after the other, until `over`."""
 
     def __init__(
         self, endpoints: list[str], keys: ProducerKeys | None, seed: int, report: Report, over: threading.Event
@@ -200,8 +194,7 @@ class ZmqStrangers(threading.Thread):
             (b"mallory-1-aa/1/" + own, b"p" + own, b"honest-1-aaaa/1/" + own, own.rjust(255))
         )
         if keys is not None:
-            dealer.curve_serverkey, dealer.curve_publickey = keys.trainer, keys.secret.public()
-            dealer.curve_secretkey = keys.secret.reveal()
+            show_keys(dealer, keys)
         dealer.connect(rng.choice(self._endpoints))
         for _ in range(rng.choice((1, 20, 200))):
             if not dealer.poll(500, zmq.POLLOUT):
@@ -223,10 +216,6 @@ class Before:
         self.memory_mb = door.memory_mb()
 
     def wait_until_again(self) -> None:
-        """
-        Raises:
-            Defect: it has not.
-        """
         deadline = time.monotonic() + _SETTLE_S
         while problem := self._problem():
             if time.monotonic() > deadline:
@@ -243,11 +232,7 @@ class Before:
 
 
 def campaign(transport: str, with_keys: bool, seconds: float, seed: int, folder: Path) -> Report:
-    """One combination.
-
-    Raises:
-        Defect: the door broke a promise.
-    """
+    """One combination. Raises `Defect` if the door broke a promise."""
     report = Report(f"{transport}, {'with' if with_keys else 'without'} keys")
     with ExitStack() as stack:
         if keys := folder / "keys" if with_keys else None:
@@ -279,11 +264,7 @@ def campaign(transport: str, with_keys: bool, seconds: float, seed: int, folder:
 def strangers_at(
     endpoints: list[str], keys: ProducerKeys | None, seed: int, live: tuple[bytes, ...], report: Report
 ) -> Iterator[None]:
-    """Strangers of both kinds, while the context lasts.
-
-    Args:
-        live: routing ids of producers that are connected.
-    """
+    """Strangers of both kinds, while the context lasts. `live` are routing ids of producers that are connected."""
     over, started = threading.Event(), time.monotonic()
     strangers = [
         RawStrangers(endpoints, Scripts(seed, live), report, over),

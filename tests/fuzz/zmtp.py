@@ -19,18 +19,7 @@ SIGNATURE = b"\xff" + bytes(8) + b"\x7f"
 _MECHANISMS = (b"NULL", b"PLAIN", b"CURVE", b"GSSAPI", b"", b"\xff" * 20, b"NULLNULL")
 _SOCKET_TYPES = (b"DEALER", b"ROUTER", b"SUB", b"PUB", b"PAIR", b"STREAM", b"", b"x" * 300)
 _ROUTING_ID_BYTES = (0, 0, 5, 64, 254, 255, 256, 257, 300, 4096, 30_000)
-_COMMANDS = (
-    b"READY",
-    b"ERROR",
-    b"PING",
-    b"PONG",
-    b"SUBSCRIBE",
-    b"CANCEL",
-    b"HELLO",
-    b"WELCOME",
-    b"INITIATE",
-    b"MESSAGE",
-)
+_COMMANDS = b"READY ERROR PING PONG SUBSCRIBE CANCEL HELLO WELCOME INITIATE MESSAGE".split()
 _CLAIMS = (0, 1, 255, 256, 65_535, 2**20, 2**20 + 1, 2**31, 2**32, 2**63 - 1, 2**63, 2**64 - 1)
 _MOST_BYTES = 400_000  # of a script; over ipc nothing but file permissions bounds what a peer may send
 
@@ -93,11 +82,7 @@ def ready(routing_id: bytes, socket_type: bytes = b"DEALER") -> bytes:
 
 
 class Scripts:
-    """See the module's guarantee.
-
-    Args:
-        live: routing ids of producers that are connected.
-    """
+    """See the module's guarantee. `live` are routing ids of producers that are connected."""
 
     def __init__(self, seed: int, live: tuple[bytes, ...]) -> None:
         self._seed = seed

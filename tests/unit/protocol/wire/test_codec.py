@@ -36,7 +36,6 @@ def sample(kind: type) -> m.Message:
 
 def test_there_is_a_sample_of_every_message_type() -> None:
     assert {type(message) for message in SAMPLES} == set(MESSAGE_TYPES)
-    assert len(SAMPLES) == len(MESSAGE_TYPES) == 15
 
 
 @pytest.mark.parametrize("kind", MESSAGE_TYPES, ids=lambda kind: kind.__name__)
@@ -126,14 +125,8 @@ def test_the_reason_of_a_refusal() -> None:
 
 
 @given(st.binary(max_size=200))
-@example(b"SL\x01\x00")
-@example(b"SL\x02\x00")
-def test_random_frames_are_refused(frame: bytes) -> None:
-    with pytest.raises(CodecError):
-        decode(frame)
-
-
-@given(st.binary(max_size=200))
+@example(b"")
+@example(b"\xa3bye")
 @example(b"\x81\x80\x01")  # a map as a map key
 @example(b"\x81\xd4\x05\x00\x01")  # an extension as a map key
 @example(b"\xc7\x0c\xff" + b"\xff" * 12)  # a timestamp with two billion nanoseconds
@@ -142,23 +135,6 @@ def test_only_codec_errors_escape_random_bodies_with_a_correct_checksum(body: by
     for schema in READABLE_SCHEMAS:
         with pytest.raises(CodecError):
             decode(sealed(body, schema))
-
-
-@pytest.mark.long
-@given(any_message, st.data())
-def test_only_codec_errors_escape_mutated_bodies_with_a_correct_checksum(
-    message: m.Message, data: st.DataObject
-) -> None:
-    schema = data.draw(schemas_of(type(message)))
-    body = bytearray(encode(message, schema_version=schema)[8:])
-    for _ in range(data.draw(st.integers(1, 3))):
-        body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
-    try:
-        decoded = decode(sealed(bytes(body), schema))
-    except CodecError:
-        return
-    assert type(decoded) in MESSAGE_TYPES
-    encode(decoded)
 
 
 @pytest.mark.parametrize("version", [0, 3, 7, 65_535])
@@ -193,11 +169,7 @@ def test_a_damaged_frame_is_not_taken_for_another_release() -> None:
         (m.Heartbeat, {"policy_version": -2}, "Expected `int` >= -1 - at `$.policy_version`"),
         (m.Heartbeat, {"policy_version": 2**31 + 1}, "Expected `int` <= 2147483648 - at `$.policy_version`"),
         (m.Heartbeat, {"policy_version": True}, "Expected `int`, got `bool` - at `$.policy_version`"),
-        (
-            m.Ack,
-            {"policy": {"version": 0, "digest": SHA, "num_bytes": 2**40 + 1}},
-            "Expected `int` <= 1099511627776 - at `$.policy.num_bytes`",
-        ),
+        (m.PolicyOffer, {"probe_ids": bytes(4097)}, "Expected `bytes` of length <= 4096 - at `$.probe_ids`"),
         (m.Heartbeat, {"tokens_generated": 2**53 + 1}, "Expected `int` <= 9007199254740992 - at `$.tokens_generated`"),
         (m.Heartbeat, {"tokens_generated": 2**64 - 1}, "Expected `int` <= 9007199254740992 - at `$.tokens_generated`"),
         (m.Heartbeat, {"capacity": -1}, "Expected `int` >= 0 - at `$.capacity`"),
@@ -254,17 +226,6 @@ def test_a_missing_field_is_refused(message: m.Message, schema: int) -> None:
         del body[name]
         with pytest.raises(CodecError, match=name):
             decode(sealed(msgpack.packb(body), schema))
-
-
-@pytest.mark.parametrize("body", [b"", b"\xc0", b"\x90", b"\x80", b"\xa3bye", b"\xc1"])
-def test_a_body_that_is_no_message_is_refused(body: bytes) -> None:
-    with pytest.raises(CodecError, match="body refused"):
-        decode(sealed(body))
-
-
-def test_a_field_given_twice_does_not_escape_as_another_error() -> None:
-    body = b"\x83" + b"\xa4type\xa3bye" + b"\xa6reason\xa8finished" + b"\xa6reason\xa8stopping"
-    assert decode(sealed(body)) in (m.Bye(reason="finished"), m.Bye(reason="stopping"))
 
 
 NESTING = 100_000

@@ -123,9 +123,10 @@ def test_a_model_that_this_user_cannot_read_is_a_configuration_error(
     ["tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja", "special_tokens_map.json"],
 )
 def test_every_tokenizer_file_counts(model: Path, name: str) -> None:
-    before = tokenizer_digest(model)
+    before, base = tokenizer_digest(model), base_model_digest(model)
     (model / name).write_text("{}")
     assert tokenizer_digest(model) != before
+    assert base_model_digest(model) == base, "it is no part of the model"
 
 
 def test_the_chat_template_counts_where_older_models_keep_it(model: Path) -> None:
@@ -140,14 +141,6 @@ def test_the_chat_template_counts_where_older_models_keep_it(model: Path) -> Non
     ):
         (model / "tokenizer_config.json").write_text(changed)
         assert tokenizer_digest(model) != before
-
-
-def test_the_tokenizer_is_no_part_of_the_model_nor_the_other_way_round(model: Path) -> None:
-    base, tokenizer = base_model_digest(model), tokenizer_digest(model)
-    (model / "tokenizer.json").write_text("{}")
-    assert base_model_digest(model) == base
-    make_model(model, weights=b"other")
-    assert tokenizer_digest(model) == tokenizer
 
 
 def test_a_local_folder_resolves_to_itself(model: Path, tmp_path: Path) -> None:
