@@ -23,7 +23,11 @@ def load_function(spec: str, key: str) -> Callable[..., Any]:
     if place.endswith(".py") and not Path(place).is_file():
         raise ConfigError(f"{key}: {spec}: there is no file {place} (looked from {Path.cwd()})")
     try:
-        module = _load_file(Path(place).resolve()) if place.endswith(".py") else _load_module(place)
+        if place.endswith(".py"):
+            module = _load_file(Path(place).resolve())
+        else:
+            sys.path[:0] = [] if "" in sys.path else [""]
+            module = importlib.import_module(place)
     except Exception as error:
         raise ConfigError(f"{key}: {spec}: importing {place} failed: {type(error).__name__}: {error}") from error
     function = getattr(module, name, None)
@@ -44,9 +48,3 @@ def _load_file(path: Path) -> Any:
     sys.modules[module.__name__] = module
     spec.loader.exec_module(module)
     return module
-
-
-def _load_module(name: str) -> Any:
-    if "" not in sys.path:
-        sys.path.insert(0, "")
-    return importlib.import_module(name)

@@ -100,9 +100,7 @@ def check_engine(section: dict[str, Any]) -> dict[str, Any]:
                 f"`{key}: {section[key]}` is refused: vLLM answers for its first replica alone, so nobody could tell whether the "
                 "others took up a policy. Start one rl-producer for each replica, with its own --gpu, instead"
             )
-    parts = section.get("pipeline_parallel_size", 1)
-    if not isinstance(parts, int) or isinstance(parts, bool) or parts < 1:
-        raise ValueError(f"`pipeline_parallel_size` must be a positive integer, got {parts!r}")
+    _check_positive("pipeline_parallel_size", section.get("pipeline_parallel_size", 1))
     return section
 
 
@@ -121,11 +119,9 @@ def check_lora(section: dict[str, Any]) -> dict[str, Any]:
     """peft.LoraConfig, with our defaults filled in."""
     section = LORA_DEFAULTS | section
     _check_own("lora", section)
-    rank = section["r"]
-    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
-        raise ValueError(f"`r` must be a positive integer, got {rank!r}")
-    if rank > SERVABLE_RANKS[-1]:
-        raise ValueError(f"`r: {rank}` cannot be served: vLLM's largest LoRA rank is {SERVABLE_RANKS[-1]}")
+    _check_positive("r", section["r"])
+    if section["r"] > SERVABLE_RANKS[-1]:
+        raise ValueError(f"`r: {section['r']}` cannot be served: vLLM's largest LoRA rank is {SERVABLE_RANKS[-1]}")
     for key, allowed in LORA_UNSERVABLE.items():
         if key in section and section[key] not in allowed:
             raise ValueError(f"`{key}: {section[key]}` cannot be served by vLLM; remove it")
@@ -147,6 +143,15 @@ def check_sft(section: dict[str, Any]) -> dict[str, Any]:
 def for_library(name: str, section: dict[str, Any]) -> dict[str, Any]:
     """What of the section `name` the library gets."""
     return {key: value for key, value in section.items() if key not in OWN_KEYS.get(name, {})}
+
+
+CHECKS = {"engine": check_engine, "trainer": check_trainer, "lora": check_lora, "sft": check_sft}
+"""By the name of the section."""
+
+
+def _check_positive(key: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"`{key}` must be a positive integer, got {value!r}")
 
 
 def _check_own(name: str, section: dict[str, Any]) -> None:

@@ -55,3 +55,8 @@ def _remove_if_left(folder: Path) -> None:
 
 def _open(folder: Path) -> int:
     return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+
+def private(path: str, flags: int) -> int:
+    """Opens a file that nobody else may read, for `open`."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o600)

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from protocol.files.scratch import PREFIX, scratch_folder
+from protocol.files.scratch import PREFIX, private, scratch_folder
 
 ROOT = Path("/dev/shm")  # noqa: S108  Linux' file system in memory
 _ROOM_FACTOR = 4  # of a file's size must be free before it is written
@@ -37,7 +37,7 @@ class SharedMemory:
             return None
         path = self.folder / secrets.token_hex(16)
         try:
-            with open(path, "xb", buffering=0, opener=_private) as file:
+            with open(path, "xb", buffering=0, opener=private) as file:
                 while data:
                     data = data[file.write(data) :]
         except OSError:
@@ -75,10 +75,6 @@ def read_offered(path: str, num_bytes: int, root: Path | None = None) -> bytes:
             return file.read(num_bytes)
     except (OSError, ValueError) as error:
         raise UnusableFileError(str(error)) from error
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW, 0o600)
 
 
 def _unfollowed(path: str, flags: int) -> int:

@@ -7,11 +7,11 @@ beside the path is locked first. A socket that a dead process left is removed; a
 import contextlib
 import fcntl
 import os
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 
 from protocol.errors import ConfigError, SlipstreamError, cannot_listen
+from protocol.files.scratch import private
 
 _PATH_LIMIT = 107  # bytes, sizeof(sockaddr_un.sun_path) - 1
 
@@ -29,7 +29,7 @@ def ipc_lock(endpoint: str) -> Iterator[None]:
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        lock = open(f"{path}.lock", "ab", opener=_private)  # noqa: SIM115
+        lock = open(f"{path}.lock", "ab", opener=private)  # noqa: SIM115
     except OSError as error:
         raise ConfigError(f"transport.endpoint: cannot create {error.filename or path}: {error.strerror}") from error
     with lock:
@@ -37,21 +37,11 @@ def ipc_lock(endpoint: str) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise endpoint_error(error, endpoint) from error
-        _remove_stale_socket(path)
+        if path.is_socket():  # of a dead process
+            path.unlink()
+        elif path.exists():  # ZeroMQ would remove whatever is there
+            raise ConfigError(f"transport.endpoint: {path} exists and is not a socket; name another path")
         yield
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
-
-
-def _remove_stale_socket(path: Path) -> None:
-    """Removes the socket of a dead process. ZeroMQ would remove whatever is at the path, so another file is refused here."""
-    if not path.exists():
-        return
-    if not stat.S_ISSOCK(path.stat().st_mode):
-        raise ConfigError(f"transport.endpoint: {path} exists and is not a socket; name another path")
-    path.unlink()
 
 
 def check_path_length(endpoint: str) -> None:

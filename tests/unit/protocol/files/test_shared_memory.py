@@ -53,7 +53,7 @@ def test_a_file_that_cannot_be_finished_leaves_nothing(memory: SharedMemory, mon
         Path(path).touch()
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(module, "_private", full)
+    monkeypatch.setattr(module, "private", full)
     assert memory.write(memoryview(DATA)) is None
     assert memory.folder is not None
     assert list(memory.folder.iterdir()) == []
