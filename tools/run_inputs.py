@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from consumer.prompts.dataset import PromptDataset
-from consumer.prompts.placeholders import check_has_rows
-from consumer.prompts.tokenizer import load_tokenizer
 from protocol.config.run import RunConfig
+from protocol.errors import DatasetError
 from protocol.wire.digests import resolve_model
+from protocol.wire.prompts import load_tokenizer
 
 
 class RunInputs:
@@ -43,5 +43,6 @@ class RunInputs:
         Raises:
             DatasetError: the run has none, or they cannot be read.
         """
-        check_has_rows(self._config)
+        if self._config.environment.atropos:
+            raise DatasetError("dataset: with environment.atropos there is none, environments have their own items")
         return PromptDataset(self._config.dataset, self.model_folder, trust_remote_code=self._trusted)

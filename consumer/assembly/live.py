@@ -15,8 +15,7 @@ from consumer.intake.dispatcher import LeaseDispatcher
 from consumer.intake.evaluation import NoEvaluations
 from consumer.intake.fleet import SessionTerms
 from consumer.intake.intake import Dispatchers, Intake
-from consumer.prompts.dataset import PromptDataset
-from consumer.prompts.placeholders import Placeholders
+from consumer.prompts.dataset import Placeholders, PromptDataset
 from consumer.prompts.source import PromptSource
 from consumer.prompts.transformed import read_aside
 from consumer.publishing.policy_store import PolicyStore

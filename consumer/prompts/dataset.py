@@ -6,20 +6,17 @@ has none is refused alone, with its number. Ids stay the same at every start as 
 
 import hashlib
 import logging
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-
-from consumer.prompts.filters import TokenLimit, Verdict, first_unusable, in_words, verdicts
+from consumer.prompts.filters import TokenLimit, kept_rows
 from consumer.prompts.mixture import Mixture
 from consumer.prompts.rows import RowReader
-from consumer.prompts.sources import load_rows, rows_digest
-from consumer.prompts.tokenizer import load_tokenizer
-from protocol.config.sections.dataset import DatasetSection, SourceSection
+from consumer.prompts.source import Prompt
+from consumer.prompts.sources import load_rows
+from protocol.config.run import RunConfig
+from protocol.config.sections.dataset import DatasetSection
 from protocol.errors import DatasetError
-from protocol.wire.digests import tokenizer_digest
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +31,10 @@ class PromptDataset:
         model_folder: whose tokenizer counts the tokens of prompts; needed with `max_prompt_tokens`.
         trust_remote_code: whether that tokenizer may be made of files of its own.
 
+    Attributes:
+        readers: of the sources, in their order.
+        digest: 64 hex digits that change with the rows, with what is skipped and with the files of the functions.
+
     Raises:
         DatasetError: no such dataset or split, no rows, no prompt in the first row, or the filter raised.
         ConfigError: a function that the section names cannot be imported.
@@ -42,96 +43,80 @@ class PromptDataset:
     def __init__(
         self, section: DatasetSection, model_folder: Path | None = None, *, trust_remote_code: bool = False
     ) -> None:
-        limit = _limit(section, model_folder, trust_remote_code)
-        self._sources = [_Source(source, key, limit) for key, source in section.all_sources.items()]
-        weights = [source.weight for source in section.all_sources.values()]
-        given = [weight for weight in weights if weight is not None]
-        self._mixture = Mixture([len(source) for source in self._sources], given or None)
-        if len(self._mixture) > MOST_PROMPTS:
-            raise DatasetError(
-                f"dataset.sources: with these weights an epoch has {len(self._mixture):,} prompts, because every row comes at "
-                f"least once; bring the weights closer to the numbers of rows ({self._describe(self._mixture.counts)})"
-            )
-        parts = [f"{source.digest} {weight}" for source, weight in zip(self._sources, weights, strict=True)]
+        limit = TokenLimit.of(section, model_folder, trust_remote_code)
+        self.readers: list[RowReader] = []
+        self._kept: list[Sequence[int]] = []  # numbers of the rows of each source that were not skipped
+        parts = []
+        for key, source in section.all_sources.items():
+            reader = RowReader(source, key, load_rows(source, key))
+            kept, digest = kept_rows(reader, limit)
+            reader[int(kept[0])]
+            self.readers.append(reader)
+            self._kept.append(kept)
+            parts.append(f"{digest} {source.weight}")
         self.digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()
-        """64 hex digits that change with the rows, with what is skipped and with the files of the functions."""
-        if len(self._sources) > 1:
-            logger.info("dataset: %d prompts: %s", len(self), self._describe(self._mixture.counts))
+        weights = [source.weight for source in section.all_sources.values() if source.weight is not None]
+        self._mixture = Mixture([len(kept) for kept in self._kept], weights or None)
+        shares = ", ".join(
+            f"{count} of {reader.source.path} ({len(kept)} rows)"
+            for count, reader, kept in zip(self._mixture.counts, self.readers, self._kept, strict=True)
+        )
+        if len(self) > MOST_PROMPTS:
+            raise DatasetError(
+                f"dataset.sources: with these weights an epoch has {len(self):,} prompts, because every row comes at least "
+                f"once; bring the weights closer to the numbers of rows ({shares})"
+            )
+        if len(self.readers) > 1:
+            logger.info("dataset: %d prompts: %s", len(self), shares)
 
     def __len__(self) -> int:
         return len(self._mixture)
 
-    def __getitem__(self, prompt_id: int) -> tuple[Any, dict[str, Any]]:
-        """The prompt (a string or a list of messages) and all other columns of one row.
-
+    def __getitem__(self, prompt_id: int) -> Prompt:
+        """
         Raises:
             DatasetError: the transform raised, or the row has no usable prompt.
         """
-        source, row = self._mixture[prompt_id]
-        return self._sources[source][row]
+        source, number = self.locate(prompt_id)
+        return self.readers[source][number]
 
     def place(self, prompt_id: int) -> str:
         """Row and dataset of a prompt, for messages."""
         source, number = self.locate(prompt_id)
         return self.readers[source].place(number)
 
-    @property
-    def readers(self) -> list[RowReader]:
-        """Of the sources, in their order."""
-        return [source.reader for source in self._sources]
-
     def locate(self, prompt_id: int) -> tuple[int, int]:
         """The index of a prompt's reader, and the number of its row there."""
         source, row = self._mixture[prompt_id]
-        return source, self._sources[source].number(row)
-
-    def _describe(self, counts: list[int]) -> str:
-        return ", ".join(
-            f"{count} of {source.path} ({len(source)} rows)"
-            for count, source in zip(counts, self._sources, strict=True)
-        )
+        return source, int(self._kept[source][row])
 
 
-class _Source:
-    """The rows of one source that were not skipped."""
+class Placeholders:
+    """Takes the place of a PromptDataset in a run that has none, because environments of Atropos choose their own items.
 
-    def __init__(self, section: SourceSection, key: str, limit: TokenLimit | None) -> None:
-        self.path = section.path
-        rows = load_rows(section, key)
-        self.reader = RowReader(section, key, rows)
-        self._kept: np.ndarray | None = None
-        self.digest = f"{rows_digest(rows)} {self.reader.code_digest()}"
-        if limit is not None or self.reader.may_skip:
-            found = verdicts(self.reader, limit, self.digest)
-            self._kept = np.flatnonzero((found == Verdict.KEPT) | (found == Verdict.UNUSABLE))
-            self._say(key, found, in_words(found, limit))
-            self.digest += f" {limit.identity if limit else ''}"
-        self[0]
+    A placeholder is a credit for one group and nothing else. There are so many that an epoch ends in no run that anybody has
+    seen; when one does, the next begins, and nothing depends on it.
+    """
+
+    digest = hashlib.sha256(b"items of environments of Atropos").hexdigest()
 
     def __len__(self) -> int:
-        return len(self.reader.rows) if self._kept is None else len(self._kept)
+        return 1_000_000
 
-    def __getitem__(self, index: int) -> tuple[Any, dict[str, Any]]:
-        return self.reader[self.number(index)]
+    def __getitem__(self, prompt_id: int) -> Prompt:
+        """A text, which is no more than the probe of a swap needs, and no columns."""
+        return self.place(prompt_id), {}
 
-    def number(self, index: int) -> int:
-        return index if self._kept is None else int(self._kept[index])
-
-    def _say(self, key: str, found: np.ndarray, skipped: str) -> None:
-        if len(self) == 0:
-            raise DatasetError(f"{key}: all {len(found)} rows of {self.path} are skipped: {skipped}")
-        if skipped:
-            logger.info("%s: %d of the %d rows of %s are used; %s", key, len(self), len(found), self.path, skipped)
-        unusable = int((found == Verdict.UNUSABLE).sum())
-        if unusable:
-            why = first_unusable(self.reader, found)
-            logger.warning("%s: %d rows cannot be used and will each be refused; the first: %s", key, unusable, why)
+    def place(self, prompt_id: int) -> str:
+        """For messages."""
+        return f"group {prompt_id} of the environments of Atropos"
 
 
-def _limit(section: DatasetSection, model_folder: Path | None, trust_remote_code: bool) -> TokenLimit | None:
-    if section.max_prompt_tokens is None:
-        return None
-    assert model_folder is not None, "whoever opens a dataset with max_prompt_tokens has the model"
-    digest = tokenizer_digest(model_folder, trust_remote_code=trust_remote_code)
-    load = partial(load_tokenizer, model_folder, trust_remote_code=trust_remote_code)
-    return TokenLimit(section.max_prompt_tokens, load, digest, section.chat_template_kwargs)
+def open_prompts(config: RunConfig, model_folder: Path) -> PromptDataset | Placeholders:
+    """
+    Raises:
+        DatasetError, ConfigError: as PromptDataset.
+    """
+    if config.environment.atropos:
+        return Placeholders()
+    return PromptDataset(config.dataset, model_folder, trust_remote_code=config.model.trust_remote_code)

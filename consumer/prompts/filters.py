@@ -6,8 +6,10 @@ refused alone when its turn comes.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Sequence
 from enum import IntEnum
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,13 @@ import datasets
 import numpy as np
 
 from consumer.prompts.rows import Row, RowReader
+from consumer.prompts.sources import rows_digest
+from protocol.config.sections.dataset import DatasetSection
 from protocol.errors import DatasetError
-from protocol.wire.prompts import prompt_token_ids
+from protocol.wire.digests import tokenizer_digest
+from protocol.wire.prompts import load_tokenizer, prompt_token_ids
 
-_BATCH_ROWS = 1000
+logger = logging.getLogger(__name__)
 
 
 class Verdict(IntEnum):
@@ -30,30 +35,60 @@ class Verdict(IntEnum):
 
 
 class TokenLimit:
-    """The longest prompt.
+    """The longest prompt."""
 
-    Args:
-        load_tokenizer: called when the first prompt has to be counted.
-        tokenizer_digest: as of `protocol.wire.digests`.
-    """
+    def __init__(self, section: DatasetSection, model_folder: Path, trust_remote_code: bool) -> None:
+        self._folder = model_folder
+        self._trust_remote_code = trust_remote_code
+        self._template = section.chat_template_kwargs
+        self.max_tokens = section.max_prompt_tokens
+        digest = tokenizer_digest(model_folder, trust_remote_code=trust_remote_code)
+        self.identity = repr((self.max_tokens, digest, sorted(self._template.items())))
 
-    def __init__(
-        self,
-        max_tokens: int,
-        load_tokenizer: Callable[[], Any],
-        tokenizer_digest: str,
-        chat_template_kwargs: dict[str, Any],
-    ) -> None:
-        self.max_tokens = max_tokens
-        self._load = load_tokenizer
-        self._tokenizer: Any = None
-        self._kwargs = chat_template_kwargs
-        self.identity = repr((max_tokens, tokenizer_digest, sorted(chat_template_kwargs.items())))
+    @classmethod
+    def of(cls, section: DatasetSection, model_folder: Path | None, trust_remote_code: bool) -> "TokenLimit | None":
+        if section.max_prompt_tokens is None:
+            return None
+        assert model_folder is not None, "whoever opens a dataset with max_prompt_tokens has the model"
+        return cls(section, model_folder, trust_remote_code)
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        return load_tokenizer(self._folder, trust_remote_code=self._trust_remote_code)
 
     def allows(self, prompt: Any) -> bool:
-        if self._tokenizer is None:
-            self._tokenizer = self._load()
-        return len(prompt_token_ids(self._tokenizer, prompt, self._kwargs)) <= self.max_tokens
+        return len(prompt_token_ids(self._tokenizer, prompt, self._template)) <= (self.max_tokens or 0)
+
+
+def kept_rows(reader: RowReader, limit: TokenLimit | None) -> tuple[Sequence[int], str]:
+    """The numbers of the rows that are not left out, which the log names, and a digest of all that they depend on.
+
+    Raises:
+        DatasetError: none is left, or the filter raised.
+    """
+    digest, path = f"{rows_digest(reader.rows)} {reader.code_digest()}", reader.source.path
+    if limit is None and reader.filter is None and reader.transform is None:
+        return range(len(reader.rows)), digest
+    digest += f" {limit.identity if limit else ''}"
+    found = _verdicts(reader, limit, hashlib.sha256(digest.encode()).hexdigest())
+    kept: Any = np.flatnonzero((found == Verdict.KEPT) | (found == Verdict.UNUSABLE))
+    reasons = {
+        Verdict.FILTERED: "refused by the filter",
+        Verdict.TRANSFORMED_AWAY: "skipped by the transform",
+        Verdict.TOO_LONG: f"longer than max_prompt_tokens={limit.max_tokens if limit else 0}",
+    }
+    counts = {reason: int((found == verdict).sum()) for verdict, reason in reasons.items()}
+    skipped = ", ".join(f"{count} {reason}" for reason, count in counts.items() if count)
+    if len(kept) == 0:
+        raise DatasetError(f"{reader.key}: all {len(found)} rows of {path} are skipped: {skipped}")
+    if skipped:
+        logger.info("%s: %d of the %d rows of %s are used; %s", reader.key, len(kept), len(found), path, skipped)
+    unusable = np.flatnonzero(found == Verdict.UNUSABLE)
+    if len(unusable):
+        why = _problem(reader, int(unusable[0]))
+        text = "%s: %d rows cannot be used and will each be refused; the first: %s"
+        logger.warning(text, reader.key, len(unusable), why)
+    return kept, digest
 
 
 def judge(reader: RowReader, limit: TokenLimit | None, row: Row, number: int) -> Verdict:
@@ -74,23 +109,16 @@ def judge(reader: RowReader, limit: TokenLimit | None, row: Row, number: int) ->
     return Verdict.KEPT
 
 
-def verdicts(reader: RowReader, limit: TokenLimit | None, digest: str) -> np.ndarray:
+def _verdicts(reader: RowReader, limit: TokenLimit | None, key: str) -> np.ndarray:
     """One verdict per row, int8.
 
     Args:
-        digest: of everything that they depend on but the limit.
+        key: in the cache.
     """
-    key = hashlib.sha256(f"{digest} {limit.identity if limit else ''}".encode()).hexdigest()
     cache = Path(datasets.config.HF_DATASETS_CACHE) / "slipstream"
     cache.mkdir(parents=True, exist_ok=True)
-
-    def judge_batch(columns: dict[str, list[Any]], numbers: list[int]) -> dict[str, list[int]]:
-        return {"verdict": [judge(reader, limit, row, n) for row, n in zip(_rows(columns), numbers, strict=True)]}
-
     judged = reader.rows.map(
-        judge_batch,
-        batched=True,
-        batch_size=_BATCH_ROWS,
+        lambda row, number: {"verdict": judge(reader, limit, row, number)},
         with_indices=True,
         remove_columns=reader.rows.column_names,
         features=datasets.Features({"verdict": datasets.Value("int8")}),
@@ -100,28 +128,10 @@ def verdicts(reader: RowReader, limit: TokenLimit | None, digest: str) -> np.nda
     return np.asarray(judged.data.column("verdict"), np.int8)
 
 
-def in_words(found: np.ndarray, limit: TokenLimit | None) -> str:
-    """What was skipped, with numbers; empty if nothing was."""
-    reasons = {
-        Verdict.FILTERED: "refused by the filter",
-        Verdict.TRANSFORMED_AWAY: "skipped by the transform",
-        Verdict.TOO_LONG: f"longer than max_prompt_tokens={limit.max_tokens if limit else 0}",
-    }
-    counts = {verdict: int((found == verdict).sum()) for verdict in reasons}
-    return ", ".join(f"{counts[verdict]} {reason}" for verdict, reason in reasons.items() if counts[verdict])
-
-
-def first_unusable(reader: RowReader, found: np.ndarray) -> str:
-    """What is wrong with the first row that cannot be used."""
-    number = int(np.flatnonzero(found == Verdict.UNUSABLE)[0])
+def _problem(reader: RowReader, number: int) -> str:
+    """What is wrong with a row that cannot be used."""
     try:
         reader[number]
     except DatasetError as error:
         return str(error)
     return f"row {number}: the chat template refuses its messages"
-
-
-def _rows(columns: dict[str, list[Any]]) -> Iterator[Row]:
-    names = list(columns)
-    for values in zip(*columns.values(), strict=True):
-        yield dict(zip(names, values, strict=True))

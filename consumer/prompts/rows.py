@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from datasets import Dataset
 
 from protocol.config.functions import load_function
@@ -33,17 +34,8 @@ class RowReader:
         self.source = source
         self.key = key
         self.rows = rows
-        self._filter = load_function(source.filter, f"{key}.filter") if source.filter else None
-        self._transform = load_function(source.transform, f"{key}.transform") if source.transform else None
-
-    @property
-    def has_transform(self) -> bool:
-        return self._transform is not None
-
-    @property
-    def may_skip(self) -> bool:
-        """Whether a row may have to go for a reason that only its content tells."""
-        return self._filter is not None or self._transform is not None
+        self.filter = load_function(source.filter, f"{key}.filter") if source.filter else None
+        self.transform = load_function(source.transform, f"{key}.transform") if source.transform else None
 
     def passes(self, row: Row, number: int) -> bool:
         """Whether the filter lets the row through.
@@ -51,10 +43,10 @@ class RowReader:
         Raises:
             DatasetError: the filter raised, or did not say.
         """
-        if self._filter is None:
+        if self.filter is None:
             return True
-        passes = self._call("filter", self._filter, row, number)
-        if type(passes).__name__ not in ("bool", "bool_"):  # numpy's, too
+        passes = self._call("filter", self.filter, row, number)
+        if not isinstance(passes, bool | np.bool_):
             raise DatasetError(
                 f"{self.key}.filter returned {passes!r:.80} for {self.place(number)}; it must return True or False"
             )
@@ -66,8 +58,8 @@ class RowReader:
         Raises:
             DatasetError: the transform raised, or the row has no usable prompt.
         """
-        if self._transform is not None:
-            made = self._call("transform", self._transform, row, number)
+        if self.transform is not None:
+            made = self._call("transform", self.transform, row, number)
             if made is None:
                 return None
             if not isinstance(made, dict):
@@ -107,7 +99,7 @@ class RowReader:
     def code_digest(self) -> str:
         """sha256 over the files that the functions are in, and what else decides how a row is read."""
         digest = hashlib.sha256(self.source.prompt_column.encode())
-        for spec, function in ((self.source.filter, self._filter), (self.source.transform, self._transform)):
+        for spec, function in ((self.source.filter, self.filter), (self.source.transform, self.transform)):
             digest.update(f"\0{spec}\0".encode())
             if function is not None:
                 digest.update(_file_of(function))

@@ -1,7 +1,4 @@
-"""What gives a prompt for its number.
-
-Guarantee: nothing here imports a library, so whoever gives prompts and whoever asks for them know only this of each other.
-"""
+"""What gives a prompt for its number. Nothing here imports a library: whoever gives and whoever asks know only this."""
 
 from typing import Any, Protocol
 

@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
-from consumer.prompts.dataset import PromptDataset
-from consumer.prompts.placeholders import Placeholders
+from consumer.prompts.dataset import Placeholders, PromptDataset
 from consumer.prompts.source import Prompt, PromptSource
 from consumer.prompts.transform_worker import Job, Made, packed
 from protocol.errors import DatasetError
@@ -95,7 +94,7 @@ class TransformedPrompts:
         source, number = self._prompts.locate(prompt_id)
         reader = self._prompts.readers[source]
         try:
-            if not reader.has_transform:
+            if reader.transform is None:
                 return reader[number]
             made = await self._ask(Job(source, number, packed(self._tables[source], number)), prompt_id)
         except DatasetError as error:
@@ -139,7 +138,7 @@ def read_aside(prompts: PromptDataset | Placeholders, wake: Callable[[], None]) 
     Args:
         wake: as of `TransformedPrompts`.
     """
-    if isinstance(prompts, Placeholders) or not any(reader.has_transform for reader in prompts.readers):
+    if isinstance(prompts, Placeholders) or all(reader.transform is None for reader in prompts.readers):
         yield prompts
         return
     with contextlib.closing(TransformedPrompts(prompts, wake)) as transformed:

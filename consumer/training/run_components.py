@@ -17,8 +17,7 @@ from transformers import AutoConfig
 from consumer.checkpoints.folders import Checkpoint
 from consumer.checkpoints.initial_adapter import InitialAdapter
 from consumer.checkpoints.run_facts import run_facts
-from consumer.prompts.dataset import PromptDataset
-from consumer.prompts.placeholders import Placeholders, open_prompts
+from consumer.prompts.dataset import Placeholders, PromptDataset, open_prompts
 from consumer.reporting.learning_metrics import LearningMetrics
 from consumer.reporting.step_report import StepReport
 from consumer.training.trl_arguments import build_arguments, build_lora, check_model

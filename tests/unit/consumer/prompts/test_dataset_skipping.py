@@ -148,6 +148,6 @@ def test_a_transform_that_changed_its_mind(rows: Path, monkeypatch: pytest.Monke
     path = rows.with_name("later.jsonl")
     path.write_text("".join(json.dumps({"n": n}) + "\n" for n in (2, 8)))
     prompts = opened(path, transform="to_prompt")
-    monkeypatch.setattr(prompts._sources[0].reader, "_transform", lambda row: None)
+    monkeypatch.setattr(prompts.readers[0], "transform", lambda row: None)
     with pytest.raises(DatasetError, match=rf"skips row 1 of {path} now, and did not before"):
         prompts[1]

@@ -1,11 +1,8 @@
 """A run without a dataset: credits for groups, which nothing acts on as if they were prompts."""
 
-import pytest
-
-from consumer.prompts.placeholders import Placeholders, check_has_rows, open_prompts
+from consumer.prompts.dataset import Placeholders, open_prompts
 from consumer.publishing.probe import probe_tokens
 from protocol.config.run import RunConfig
-from protocol.errors import DatasetError
 from tests.unit.replay.builders import ledger
 
 RUN = {"run_dir": "run", "model": {"path": "model"}, "trainer": {"max_steps": 10}}
@@ -29,8 +26,3 @@ def test_every_placeholder_can_be_leased(tmp_path):
 def test_the_probe_of_a_swap_has_tokens():
     tokens = probe_tokens(Placeholders(), lambda text: {"input_ids": list(text.encode())}, seed=42)
     assert len(set(tokens.tolist())) > 1
-
-
-def test_what_needs_rows_says_that_there_are_none():
-    with pytest.raises(DatasetError, match=r"with environment\.atropos there is none"):
-        check_has_rows(ATROPOS)

@@ -13,8 +13,7 @@ import psutil
 import pytest
 from datasets import Dataset
 
-from consumer.prompts.dataset import PromptDataset
-from consumer.prompts.placeholders import Placeholders
+from consumer.prompts.dataset import Placeholders, PromptDataset
 from consumer.prompts.transform_worker import Job, Made, made, packed, unpacked
 from consumer.prompts.transformed import TransformedPrompts, read_aside
 from protocol.config.sections.dataset import DatasetSection
