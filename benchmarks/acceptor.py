@@ -6,6 +6,7 @@ wait for training and the journal also does the commits that steps cost.
 """
 
 import hashlib
+import logging
 import threading
 from pathlib import Path
 from types import TracebackType
@@ -17,6 +18,7 @@ from benchmarks.groups import SHAPE
 from benchmarks.terms import HEARTBEAT_INTERVAL_S, HEARTBEAT_TIMEOUT_S, NEEDS
 from consumer.intake.arrivals import RolloutStorage
 from consumer.intake.dispatcher import LeaseDispatcher
+from consumer.intake.evaluation import EvaluationDispatcher
 from consumer.intake.fleet import SessionTerms
 from consumer.intake.intake import Dispatchers, Intake
 from consumer.publishing.policy_store import PolicyStore
@@ -24,6 +26,7 @@ from consumer.publishing.published_policy import PublishedPolicy
 from consumer.waiting import ThreadErrors
 from protocol.config.sections.learning import RerollSection
 from protocol.files.shared_memory import NO_MEMORY, SharedMemory
+from protocol.throttle import Throttle
 from protocol.transport.zeromq_server import ZmqServer
 from protocol.wire.messages import Sampling
 from replay.batches.cutting import BatchCutter
@@ -35,6 +38,8 @@ from replay.prompts.ledger import PromptLedger
 from replay.prompts.rerolls import RerollRules
 from replay.prompts.staleness import StalenessBudget
 from replay.rewards import RewardRecipe
+
+logger = logging.getLogger(__name__)
 
 GROUPS_PER_STEP = 64
 MAX_STALENESS = 64  # steps take no time here, and two producers are soon some apart
@@ -70,10 +75,12 @@ class Acceptor:
         disk = DiskGuard(folder, max_used=1.0)
         terms = SessionTerms(NEEDS, SHAPE, "bench", "bench", False, 600.0, HEARTBEAT_INTERVAL_S, HEARTBEAT_TIMEOUT_S)
         sampling = Sampling(SHAPE.num_generations, SHAPE.max_completion_length, 1.0)
-        dispatcher = LeaseDispatcher(channel, self.buffer, _Prompts(), disk, sampling=sampling, timeout_s=600.0)
+        dispatcher = LeaseDispatcher(channel, self.buffer, _Prompts(), disk, sampling, 600.0, Throttle(logger))
         storage = RolloutStorage(self.buffer, self.journal, disk)
         self._errors = ThreadErrors()
-        self._intake = Intake(channel, storage, Dispatchers(dispatcher), PolicyStore(2, memory), terms, self._errors)
+        store = PolicyStore(2, memory)
+        dispatchers = Dispatchers(dispatcher, EvaluationDispatcher(store))
+        self._intake = Intake(channel, storage, dispatchers, store, terms, self._errors)
         self._ended = threading.Event()
         self._trains = threading.Thread(target=self._take_batches, name="trains")
         self._version = 0

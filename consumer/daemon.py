@@ -92,7 +92,7 @@ def _train_live(components: RunComponents, watch: Watch, *, resume: bool) -> Non
             health.end("intake")
             report.close()
         counts = dict(run.storage.buffer.totals)
-        loop.write_results(finished, {"tokens_generated": intake.tokens_generated, "counts": counts})
+        loop.write_results(finished, {"tokens_generated": intake.fleet.tokens_generated, "counts": counts})
 
 
 def _train_again(components: RunComponents, watch: Watch, source: Path, *, resume: bool) -> None:

@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT))
 from prometheus_client import CollectorRegistry  # noqa: E402
 
 from consumer.intake.arrivals import RolloutStorage  # noqa: E402
-from consumer.intake.sessions import FleetMember  # noqa: E402
+from consumer.intake.sessions import ProducerSession  # noqa: E402
 from consumer.reporting.evaluation_metrics import watch_evaluation  # noqa: E402
 from consumer.reporting.learning_metrics import LearningMetrics  # noqa: E402
 from consumer.reporting.metrics import commit_seconds, watch_trainer  # noqa: E402
@@ -59,8 +59,10 @@ def trainer_registry() -> CollectorRegistry:
     add_watch_metrics(registry, "rl_trainer", _healthy(), Counter())
     LearningMetrics(registry, ["FUNCTION"], max_steps=0, max_staleness=0)
     buffer: Any = SimpleNamespace(totals=Counter(), depth=lambda: defaultdict(int))
-    fleet = [FleetMember("PRODUCER", "RELEASE", -1, 0, 0.0, 0.0, -1)]
-    intake: Any = SimpleNamespace(tokens_generated=0, version=0, num_producers=0, num_unwritten=0, fleet=lambda: fleet)
+    sessions = {b"": ProducerSession("PRODUCER", 0, 0.0, release="RELEASE")}
+    fleet, arrivals = SimpleNamespace(sessions=sessions, tokens_generated=0), SimpleNamespace(waiting=tuple)
+    store = SimpleNamespace(newest=SimpleNamespace(version=0))
+    intake: Any = SimpleNamespace(fleet=fleet, arrivals=arrivals, store=store, clock=lambda: 0.0)
     watch_evaluation(registry, None)
     disk: Any = SimpleNamespace(used=0.0, max_used=0.0)
     commit_seconds(registry)

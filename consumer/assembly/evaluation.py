@@ -14,6 +14,7 @@ from consumer.evaluation.queue import EvaluationQueue
 from consumer.evaluation.results import EvaluationResults
 from consumer.prompts.dataset import PromptDataset
 from consumer.prompts.source import PromptSource
+from consumer.publishing.policy_store import PolicyStore
 from consumer.training.run_components import RunComponents
 from protocol.config.run import RunConfig
 from protocol.config.sections.evaluation import WEIGHTED_SUM, EvaluationSection
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 def evaluation_of(
     components: RunComponents,
     channel: ServerChannel,
+    store: PolicyStore,
     read: Callable[[PromptDataset], PromptSource],
     session: str,
     first_step: int,
@@ -61,7 +63,7 @@ def evaluation_of(
         section,
         due,
         results,
-        EvaluationLeases(channel, due, read(components.held_out), rules, Throttle(logger)),
+        EvaluationLeases(channel, store, due, read(components.held_out), rules, Throttle(logger)),
         run_dir=run_dir,
         reward_names=config.reward_names,
         last_version=components.budget.version_at(components.arguments.max_steps),

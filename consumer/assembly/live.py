@@ -12,7 +12,7 @@ from consumer.checkpoints import folders as checkpoints
 from consumer.checkpoints.run_facts import comparable, dataset_change
 from consumer.intake.arrivals import RolloutStorage
 from consumer.intake.dispatcher import LeaseDispatcher
-from consumer.intake.evaluation import NoEvaluations
+from consumer.intake.evaluation import EvaluationDispatcher
 from consumer.intake.fleet import SessionTerms
 from consumer.intake.intake import Dispatchers, Intake
 from consumer.prompts.dataset import Placeholders, PromptDataset
@@ -32,6 +32,7 @@ from protocol.files.shared_memory import shared_memory
 from protocol.security.keys import trainer_keys
 from protocol.service import logs
 from protocol.service.exposition import Watch
+from protocol.throttle import Throttle
 from protocol.transport.zeromq_server import ZmqServer
 from protocol.wire.handshake import TrainerNeeds
 from protocol.wire.messages import Sampling
@@ -83,14 +84,13 @@ def live_run(components: RunComponents, watch: Watch, opened: ExitStack, *, resu
     def read(prompts: PromptDataset | Placeholders) -> PromptSource:
         return opened.enter_context(read_aside(prompts, channel.wake))
 
-    evaluation = evaluation_of(components, channel, read, session, start.step, report.say)
+    warn = Throttle(logger)
+    prompts, sampling = read(components.prompts), _sampling(config)
+    evaluation = evaluation_of(components, channel, store, read, session, start.step, report.say)
     dispatchers = Dispatchers(
-        LeaseDispatcher(
-            channel, buffer, read(components.prompts), storage.disk,
-            sampling=_sampling(config), timeout_s=settings.lease_timeout_s,
-        ),
-        evaluation.leases if evaluation else NoEvaluations(),
-    )  # fmt: skip
+        LeaseDispatcher(channel, buffer, prompts, storage.disk, sampling, settings.lease_timeout_s, warn),
+        evaluation.leases if evaluation else EvaluationDispatcher(store),
+    )
     errors = ThreadErrors()
     heartbeat = Heartbeat(watch.health, components.stop, errors)
     terms = _terms(components, facts, session, resumed=start.checkpoint is not None or bool(before))
@@ -112,7 +112,7 @@ def watch_live(run: LiveRun, watch: Watch) -> None:
     watch_evaluation(registry, run.connections.evaluation)
     health.check_alive("disk", disk.complaint)
     health.check_ready("journal", journal.complaint)
-    health.check_ready("producers", lambda: None if run.intake.num_producers else "none is connected")
+    health.check_ready("producers", lambda: None if run.intake.fleet.sessions else "none is connected")
 
 
 def _start(config: RunConfig, journal: Journal, before: dict[str, str], resume: bool) -> RunStart:

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from consumer.evaluation.queue import DueVersion, EvaluationQueue
-from consumer.intake.sessions import ProducerSession
-from consumer.prompts.source import Prompt, PromptSource
+from consumer.intake.evaluation import EvaluationDispatcher
+from consumer.intake.sessions import ProducerSession, give_leases
+from consumer.prompts.source import PromptSource
 from consumer.publishing.policy_store import PolicyStore
 from protocol.errors import DatasetError
 from protocol.transport.channel import ServerChannel
@@ -23,8 +24,6 @@ from protocol.wire.messages import Ack, Group, Lease, Nack, PolicyInfo, Sampling
 from replay.groups import GroupShape, InvalidGroupError
 from replay.prompts.evaluation_leases import Answer, Evaluation, Metric
 from replay.prompts.failure_budgets import FailureClass, RetryBudget
-
-_LEASES_PER_TICK = 256
 
 
 class Finished(NamedTuple):
@@ -65,7 +64,12 @@ class EvaluationRules:
     session: str
 
 
-class EvaluationLeases:
+class _InProgress(NamedTuple):
+    due: DueVersion
+    evaluation: Evaluation
+
+
+class EvaluationLeases(EvaluationDispatcher):
     """Belongs to the intake's thread; `finished` and `progress` may be read by any.
 
     Args:
@@ -75,71 +79,76 @@ class EvaluationLeases:
     def __init__(
         self,
         channel: ServerChannel,
+        store: PolicyStore,
         due: EvaluationQueue,
         prompts: PromptSource,
         rules: EvaluationRules,
         warn: Callable[[str, str], Any],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        super().__init__(store)
         self._channel = channel
         self._due = due
         self._prompts = prompts
         self._rules = rules
         self._warn = warn
         self._clock = clock
-        self._now: tuple[DueVersion, Evaluation] | None = None
+        self._now: _InProgress | None = None
         self._began: float | None = None  # with its first lease
         self.finished: queue.SimpleQueue[Finished] = queue.SimpleQueue()
 
     @property
     def policy(self) -> PolicyInfo | None:
-        """The one that is evaluated now."""
         now = self._now
-        return None if now is None else now[0].policy
+        return now and now.due.policy
 
     @property
     def progress(self) -> Progress:
         now = self._now
         if now is None:
             return Progress()
-        evaluation = now[1]
+        evaluation = now.evaluation
         return Progress(evaluation.version, evaluation.num_done, evaluation.num_prompts, evaluation.leases.num_leases)
 
-    def tick(self, store: PolicyStore, producers: Iterable[tuple[bytes, ProducerSession]], now: float) -> list[bytes]:
+    def tick(self, producers: Iterable[tuple[bytes, ProducerSession]], now: float) -> list[bytes]:
         """Ends what is due, begins what can begin, gives leases. Returns the producers that cannot be reached."""
+        rules = self._rules
         if self._now is None and (due := self._due.begin()) is not None:
-            store.pin(due.published)
-            rules = self._rules
+            self.store.pin(due.published)
             evaluation = Evaluation(due.policy.version, rules.num_prompts, rules.budgets, rules.session)
-            self._now, self._began = (due, evaluation), None
+            self._now, self._began = _InProgress(due, evaluation), None
         if self._now is None:
             return []
         due, evaluation = self._now
-        producers = list(producers)
+        able = [(peer, session) for peer, session in producers if session.evaluates]
         for record in evaluation.leases.overdue(now):
             evaluation.fail(record.lease_id, "expired", now)
-            for _, session in producers:
+            for _, session in able:
                 session.evaluations.discard(record.lease_id)
-        lost = self._give(due, evaluation, producers, now)
+
+        def give(peer: bytes, session: ProducerSession) -> bool | None:
+            return self._give(peer, session, due.policy, evaluation, now)
+
+        lost = give_leases(self._channel, able, self._room, give)
         if self._began is None and evaluation.leases.num_leases:
             self._began = now
         if evaluation.is_done:
-            store.unpin()
+            self.store.unpin()
             self._now = None
             self.finished.put(Finished(due, evaluation.answers(), now - (self._began or now)))
         return lost
 
-    def receive(self, session: ProducerSession, message: Group | Nack, store: PolicyStore) -> Ack | Nack | None:
-        """The answer to what came of a lease of an evaluation, of this process or another. A group that comes late, whatever it
-        is, is done with."""
+    def receive(self, session: ProducerSession, message: Group | Nack) -> Ack | Nack | None:
+        """A group that comes late, whatever it is, is done with."""
         session.evaluations.discard(message.lease_id)
+        evaluation = self._now and self._now.evaluation
         if isinstance(message, Nack):
-            self._take_failure(session, message)
+            if evaluation is not None:
+                self._take_failure(evaluation, session.name, message)
             return None
-        prompt_id = None if self._now is None else self._now[1].awaits(message.lease_id)
-        if self._now is None or prompt_id is None:
-            return Ack(message.lease_id, "duplicate", store.newest)
-        _, evaluation = self._now
+        prompt_id = None if evaluation is None else evaluation.awaits(message.lease_id)
+        if evaluation is None or prompt_id is None:
+            return super().receive(session, message)
         try:
             group = self._rules.shape.parse(message)
             if not group.policy_version == group.newest_version == evaluation.version:
@@ -149,71 +158,59 @@ class EvaluationLeases:
             evaluation.fail(message.lease_id, "invalid", self._clock())
             return Nack(message.lease_id, "invalid", str(error))
         evaluation.answer(prompt_id, Answer.of(group, self._rules.metric))
-        return Ack(message.lease_id, "accepted", store.newest)
+        return Ack(message.lease_id, "accepted", self.store.newest)
 
-    def _take_failure(self, session: ProducerSession, message: Nack) -> None:
-        if self._now is None:
-            return
+    def _take_failure(self, evaluation: Evaluation, producer: str, message: Nack) -> None:
         if message.reason == "returned":
-            self._now[1].leases.give_back(message.lease_id)
+            evaluation.leases.give_back(message.lease_id)
             return
-        what = f"{session.name} could not answer a prompt of the evaluation: {message.reason}: {message.detail}"
+        what = f"{producer} could not answer a prompt of the evaluation: {message.reason}: {message.detail}"
         self._warn(f"evaluation_{message.reason}", what)
-        self._now[1].fail(message.lease_id, message.reason, self._clock())
+        evaluation.fail(message.lease_id, message.reason, self._clock())
 
     def release(self, producer: str, keep: Iterable[str] = ()) -> set[str]:
-        """Takes back the leases of a producer, but those that it keeps, which are returned."""
         if self._now is None:
             return set()
-        leases = {record.lease_id for record in self._now[1].leases.leases_of(producer)}
+        evaluation = self._now.evaluation
+        leases = {record.lease_id for record in evaluation.leases.leases_of(producer)}
         for lease_id in leases.difference(keep):
-            self._now[1].fail(lease_id, "released", self._clock())
+            evaluation.fail(lease_id, "released", self._clock())
         return leases.intersection(keep)
 
     def _give(
-        self, due: DueVersion, evaluation: Evaluation, producers: list[tuple[bytes, ProducerSession]], now: float
-    ) -> list[bytes]:
-        rules, lost = self._rules, list[bytes]()
-        able = {peer: session for peer, session in producers if session.evaluates}
-        for _ in range(_LEASES_PER_TICK):
-            if not able:
-                return lost
-            peer, session = max(able.items(), key=lambda entry: self._room(entry[1]))
-            if self._room(session) <= 0:
-                return lost
-            found = self._next_prompt(evaluation, now)
-            if found is None:
-                return lost
-            leased = evaluation.lease(session.name, now=now, deadline=now + rules.timeout_s)
-            assert leased is not None, "one is due"
-            lease_id, work = leased.lease_id, leased.work
-            try:
-                if isinstance(found, DatasetError):
-                    raise found
-                prompt, columns = found
-                lease = Lease(
-                    lease_id, work.key, work.attempt, prompt, columns, rules.sampling, due.policy.version, rules.timeout_s,
-                    evaluates=due.policy,
-                )  # fmt: skip
-                sent = self._channel.send(peer, lease)
-            except (DatasetError, CodecError) as error:
-                self._warn("bad_prompt", f"evaluation.dataset: {error}")
-                evaluation.fail(lease_id, "bad_prompt", now)
-                continue
-            session.evaluations.add(lease_id)
-            if not sent:
-                lost.append(peer)
-                del able[peer]
-        self._channel.wake()  # there is more to give
-        return lost
-
-    def _next_prompt(self, evaluation: Evaluation, now: float) -> Prompt | DatasetError | None:
-        """None: none is due, or the next is being read."""
+        self, peer: bytes, session: ProducerSession, policy: PolicyInfo, evaluation: Evaluation, now: float
+    ) -> bool | None:
+        rules, problem = self._rules, None
         prompt_id = evaluation.next_prompt(now)
         try:
-            return None if prompt_id is None else self._prompts[prompt_id]
+            prompt = None if prompt_id is None else self._prompts[prompt_id]
         except DatasetError as error:
-            return error
+            prompt, problem = ("", {}), error
+        if prompt is None:  # none is due, or the next is being read
+            return None
+        leased = evaluation.lease(session.name, now=now, deadline=now + rules.timeout_s)
+        assert leased is not None, "one is due"
+        lease_id, work = leased.lease_id, leased.work
+        try:
+            if problem is not None:
+                raise problem
+            lease = Lease(
+                lease_id,
+                work.key,
+                work.attempt,
+                *prompt,
+                rules.sampling,
+                policy.version,
+                rules.timeout_s,
+                evaluates=policy,
+            )
+            sent = self._channel.send(peer, lease)
+        except (DatasetError, CodecError) as error:
+            self._warn("bad_prompt", f"evaluation.dataset: {error}")
+            evaluation.fail(lease_id, "bad_prompt", now)
+            return True
+        session.evaluations.add(lease_id)
+        return sent
 
     def _room(self, session: ProducerSession) -> int:
         return self._rules.per_place * max(1, session.room) - len(session.evaluations)

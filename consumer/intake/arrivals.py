@@ -7,6 +7,7 @@ bounded number of them, and are tried again; the others stay with their producer
 
 import contextlib
 from collections.abc import Callable, Set
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from consumer.intake.sessions import ProducerSession
@@ -46,6 +47,7 @@ class _Arrival(NamedTuple):
     delivery: Delivery
 
 
+@dataclass(eq=False)
 class Arrivals:
     """Belongs to the intake's thread.
 
@@ -53,43 +55,34 @@ class Arrivals:
         shape: of every group.
     """
 
-    def __init__(
-        self,
-        channel: ServerChannel,
-        storage: RolloutStorage,
-        store: PolicyStore,
-        shape: GroupShape,
-        warn: Throttle,
-        clock: Callable[[], float],
-    ) -> None:
-        self._channel = channel
-        self._buffer, self._journal, self._disk = storage
-        self._store = store
-        self._shape = shape
-        self._warn = warn
-        self._clock = clock
-        self._unwritten: dict[str, _Arrival] = {}  # by lease
-        self._oldest_unwritten_at = 0.0
-        self._is_disk_full = False  # as the last commit found it
-        self._bad_frames: list[tuple[str, bytes]] = []
+    channel: ServerChannel
+    storage: RolloutStorage
+    store: PolicyStore
+    shape: GroupShape
+    warn: Throttle
+    clock: Callable[[], float]
+    _unwritten: dict[str, _Arrival] = field(default_factory=dict)  # by lease
+    _oldest_unwritten_at: float = 0.0
+    _is_disk_full: bool = False  # as the last commit found it
+    _bad_frames: list[tuple[str, bytes]] = field(default_factory=list)
 
     def take(self, peer: bytes, session: ProducerSession, message: Group) -> None:
         """Takes a group, to be written with the next commit, or refuses it."""
         session.leases.discard(message.lease_id)
-        newest = max(self._store.newest.version, self._buffer.newest_version)
+        newest = max(self.store.newest.version, self.storage.buffer.newest_version)
         try:
-            group = self._shape.parse(message)
+            group = self.shape.parse(message)
             if group.newest_version > newest:
                 raise InvalidGroupError(f"policy version {group.newest_version} was never published")
         except InvalidGroupError as error:
             warning = f"group {message.lease_id} of {session.name} is invalid: {error}"
             self.refuse("invalid", warning, warning, encode(message))
             self._end_lease(message.lease_id, "invalid", str(error))
-            self._channel.send(peer, Nack(message.lease_id, "invalid", str(error)))
+            self.channel.send(peer, Nack(message.lease_id, "invalid", str(error)))
             return
         if len(self._unwritten) < _MAX_UNWRITTEN:
             if not self._unwritten:
-                self._oldest_unwritten_at = self._clock()
+                self._oldest_unwritten_at = self.clock()
             schema = group_schema(*(name for name in _NEWER_FIELDS if getattr(message, name)))
             frame = encode(message, schema_version=schema)
             delivery = Delivery(group, frame, session.name, session.of_this_run)
@@ -98,15 +91,15 @@ class Arrivals:
     def take_failure(self, session: ProducerSession, message: Nack) -> None:
         session.leases.discard(message.lease_id)
         if message.reason == "returned":
-            self._buffer.give_back(message.lease_id)
+            self.storage.buffer.give_back(message.lease_id)
             return
-        self._warn(message.reason, f"{session.name} could not answer a prompt: {message.reason}: {message.detail}")
+        self.warn(message.reason, f"{session.name} could not answer a prompt: {message.reason}: {message.detail}")
         self._end_lease(message.lease_id, message.reason, message.detail)
 
     def refuse(self, count: str, warning: str, reason: str, frame: bytes) -> None:
         """Counts a frame that cannot be used, and keeps it for inspection (`rl-journal quarantine`)."""
-        self._buffer.totals[count] += 1
-        self._warn(count, warning)
+        self.storage.buffer.totals[count] += 1
+        self.warn(count, warning)
         if len(self._bad_frames) < _MAX_BAD_FRAMES:
             self._bad_frames.append((reason, frame))
 
@@ -118,32 +111,32 @@ class Arrivals:
         """In the middle of a tick; its end commits the rest, and is soon enough for what the full disk refused."""
         return not self._is_disk_full and (
             len(self._unwritten) >= COMMIT_ROWS
-            or (bool(self._unwritten) and self._clock() - self._oldest_unwritten_at > COMMIT_AFTER_S)
+            or (bool(self._unwritten) and self.clock() - self._oldest_unwritten_at > COMMIT_AFTER_S)
         )
 
     def commit(self) -> None:
         """Writes what has arrived, then acknowledges it. What finds no room on the disk stays and is tried again."""
         try:
             if self._bad_frames:
-                self._journal.quarantine_frames(self._bad_frames)
+                self.storage.journal.quarantine_frames(self._bad_frames)
                 self._bad_frames = []
             while self._unwritten:
                 arrivals = list(self._unwritten.values())[:COMMIT_ROWS]
-                outcomes = self._buffer.offer([arrival.delivery for arrival in arrivals])
+                outcomes = self.storage.buffer.offer([arrival.delivery for arrival in arrivals])
                 for (peer, (group, *_)), outcome in zip(arrivals, outcomes, strict=True):
                     del self._unwritten[group.group_id]
                     if outcome == "unknown_lease":
                         answer: Message = Nack(group.group_id, "unknown_lease", "not a lease of this run")
                     else:
-                        answer = Ack(group.group_id, outcome, self._store.newest)
-                    self._channel.send(peer, answer)
+                        answer = Ack(group.group_id, outcome, self.store.newest)
+                    self.channel.send(peer, answer)
             self._is_disk_full = False
         except JournalFullError as error:
             self._is_disk_full = True
-            self._disk.spend_reserve()
-            self._warn("disk_full", f"{error}; {len(self._unwritten)} groups wait in memory, the rest with producers")
+            self.storage.disk.spend_reserve()
+            self.warn("disk_full", f"{error}; {len(self._unwritten)} groups wait in memory, the rest with producers")
 
     def _end_lease(self, lease_id: str, reason: str, detail: str) -> None:
         """On a full disk a lease may stay; it ends with the first round that finds room (`RolloutBuffer.expire`)."""
         with contextlib.suppress(JournalFullError):
-            self._buffer.fail(lease_id, reason, detail, self._clock())
+            self.storage.buffer.fail(lease_id, reason, detail, self.clock())

@@ -1,18 +1,19 @@
 """Giving prompts to producers.
 
-Guarantee: the producer with the most room gets the next lease, so that several share the work; a prompt that cannot be
-sent fails alone; nothing is leased while the disk has no room for the groups that would come back. Prompts go out in the order
-in which the ledger leases them. Where reading one takes time, as with a user's transform, a few more are leased to nobody and
-read meanwhile, as far as producers have room: they wait for those before them, and nothing else waits.
+Guarantee: a prompt that cannot be sent fails alone; nothing is leased while the disk has no room for the groups that would come
+back. Prompts go out in the order in which the ledger leases them. Where reading one takes time, as with a user's transform, a few
+more are leased to nobody and read meanwhile, as far as producers have room: they wait for those before them, and nothing else
+waits.
 """
 
 import logging
 import math
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
-from consumer.intake.sessions import ProducerSession
+from consumer.intake.sessions import ProducerSession, give_leases
 from consumer.prompts.source import Prompt, PromptSource
 from protocol.errors import DatasetError
 from protocol.transport.channel import ServerChannel
@@ -26,7 +27,6 @@ from replay.prompts.leases import LeaseRecord
 
 logger = logging.getLogger(__name__)
 
-_LEASES_PER_TICK = 256
 _READ_AHEAD = 32  # leases
 _NOBODY = ""
 _LOOK_AT_DISK_EVERY_S = 1.0
@@ -40,88 +40,81 @@ class _Unsent:
     prompt: Prompt | DatasetError | None  # None: it is being read
 
 
+@dataclass(eq=False)
 class LeaseDispatcher:
-    """See the module's guarantee."""
+    """See the module's guarantee.
 
-    def __init__(
-        self,
-        channel: ServerChannel,
-        buffer: RolloutBuffer,
-        prompts: PromptSource,
-        disk: DiskGuard,
-        *,
-        sampling: Sampling,
-        timeout_s: float,
-    ) -> None:
-        self._channel = channel
-        self._buffer = buffer
-        self._prompts = prompts
-        self._disk = disk
-        self._sampling = sampling
-        self.timeout_s = timeout_s
-        self._unsent: deque[_Unsent] = deque()
-        self._look_at_disk_at = 0.0
-        self._had_room = True
+    Args:
+        warn: is told of what went wrong, by kind.
+    """
 
-    def give(self, producers: Iterable[tuple[bytes, ProducerSession]], now: float) -> tuple[list[str], list[bytes]]:
-        """Gives leases while there is room, a limited number at a time.
+    channel: ServerChannel
+    buffer: RolloutBuffer
+    prompts: PromptSource
+    disk: DiskGuard
+    sampling: Sampling
+    timeout_s: float
+    warn: Callable[[str, str], Any]
+    _unsent: deque[_Unsent] = field(default_factory=deque)
+    _look_at_disk_at: float = 0.0
+    _had_room: bool = True
 
-        Returns:
-            What was wrong with prompts that could not be sent, and the producers that cannot be reached.
-        """
+    def give(self, producers: Mapping[bytes, ProducerSession], now: float) -> list[bytes]:
+        """Gives leases while there is room. Returns the producers that cannot be reached."""
         self._look_at_disk(now)
-        reachable = dict(producers)
-        problems: list[str] = []
-        lost: list[bytes] = []
-        for _ in range(_LEASES_PER_TICK):
-            if not reachable or not self._disk.has_room:
-                return problems, lost
-            peer, session = max(reachable.items(), key=lambda entry: entry[1].room)
-            if session.room <= 0:
-                return problems, lost
-            unsent = self._next(sum(max(0, each.room) for each in reachable.values()), now)
-            if unsent is None:
-                return problems, lost
-            record = unsent.record
-            if not self._buffer.hand_over(record.lease_id, session.name, deadline=now + self.timeout_s):
-                continue
+        if not self.disk.has_room:
+            return []
+        room = sum(max(0, session.room) for session in producers.values())
+
+        def give(peer: bytes, session: ProducerSession) -> bool | None:
+            return self._give(peer, session, room, now)
+
+        return give_leases(self.channel, producers.items(), lambda session: session.room, give)
+
+    def _give(self, peer: bytes, session: ProducerSession, room: int, now: float) -> bool | None:
+        unsent = self._next(room, now)
+        if unsent is None:
+            return None
+        lease_id = unsent.record.lease_id
+        if not self.buffer.hand_over(lease_id, session.name, deadline=now + self.timeout_s):
+            return True
+        try:
+            sent = self.channel.send(peer, self._message(unsent))
+        except (DatasetError, CodecError) as error:
+            self.warn("bad_prompt", str(error))
             try:
-                sent = self._channel.send(peer, self._message(unsent))
-            except (DatasetError, CodecError) as error:
-                problems.append(str(error))
-                try:
-                    self._buffer.fail(record.lease_id, "bad_prompt", str(error), now)
-                except JournalFullError:
-                    self._buffer.give_back(record.lease_id)
-                    return problems, lost
-                continue
-            session.leases.add(record.lease_id)
-            if not sent:
-                lost.append(peer)
-                del reachable[peer]
-        self._channel.wake()  # there is more to give, after a look at what has arrived
-        return problems, lost
+                self.buffer.fail(lease_id, "bad_prompt", str(error), now)
+            except JournalFullError:
+                self.buffer.give_back(lease_id)
+                return None
+            return True
+        session.leases.add(lease_id)
+        return sent
 
     def _look_at_disk(self, now: float) -> None:
         if now < self._look_at_disk_at:
             return
         self._look_at_disk_at = now + _LOOK_AT_DISK_EVERY_S
-        self._disk.look()
-        if self._disk.has_room is not self._had_room:
-            self._had_room = self._disk.has_room
-            full = f"the disk of run_dir is {self._disk.used:.0%} full"
-            if self._disk.has_room:
+        self.disk.look()
+        if self.disk.has_room is not self._had_room:
+            self._had_room = self.disk.has_room
+            full = f"the disk of run_dir is {self.disk.used:.0%} full"
+            if self.disk.has_room:
                 logger.info("%s: leases are given again", full)
             else:
                 logger.warning("%s: no leases until there is room (replay.max_disk_used)", full)
 
     def _next(self, room: int, now: float) -> _Unsent | None:
-        """The next lease; None if there is none, or its prompt is being read. Then others are read meanwhile."""
+        """The next lease; None if there is none, or its prompt is being read. Then others are read meanwhile.
+
+        Args:
+            room: of all producers.
+        """
         for unsent in self._unsent:
             if unsent.prompt is None:
                 unsent.prompt = self._read(unsent.record)
         while len(self._unsent) < min(room, _READ_AHEAD) and not (self._unsent and self._unsent[0].prompt):
-            record = self._buffer.lease(_NOBODY, now=now, timeout_s=math.inf)
+            record = self.buffer.lease(_NOBODY, now=now, timeout_s=math.inf)
             if record is None:
                 break
             self._unsent.append(_Unsent(record, self._read(record)))
@@ -129,7 +122,7 @@ class LeaseDispatcher:
 
     def _read(self, record: LeaseRecord[Key]) -> Prompt | DatasetError | None:
         try:
-            return self._prompts[record.work.key.prompt_id]
+            return self.prompts[record.work.key.prompt_id]
         except DatasetError as error:
             return error
 
@@ -138,14 +131,7 @@ class LeaseDispatcher:
         if isinstance(unsent.prompt, DatasetError):
             raise unsent.prompt
         assert unsent.prompt is not None
-        prompt, columns = unsent.prompt
         return Lease(
-            lease_id=record.lease_id,
-            prompt_id=record.work.key.prompt_id,
-            attempt=record.work.attempt,
-            prompt=prompt,
-            columns=columns,
-            sampling=self._sampling,
-            policy_floor=record.policy_floor,
-            timeout_s=self.timeout_s,
-        )
+            record.lease_id, record.work.key.prompt_id, record.work.attempt, *unsent.prompt, self.sampling,
+            record.policy_floor, self.timeout_s,
+        )  # fmt: skip

@@ -1,17 +1,16 @@
 """The producers that are connected: who may join, which leases each keeps, who is given up.
 
 Guarantee: a producer that does not fit the run is refused with every reason; the leases of one that leaves, is silent for
-`heartbeat_timeout_s` or has lost them go out again, unless their groups have arrived. Everything but `members` belongs to the
-intake's thread.
+`heartbeat_timeout_s` or has lost them go out again, unless their groups have arrived. Methods belong to the intake's thread.
 """
 
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from consumer.intake.arrivals import Arrivals
 from consumer.intake.evaluation import EvaluationDispatcher
-from consumer.intake.sessions import FleetMember, ProducerSession
+from consumer.intake.sessions import ProducerSession
 from consumer.publishing.policy_store import PolicyStore
 from protocol.throttle import Throttle
 from protocol.transport.channel import ServerChannel
@@ -46,87 +45,81 @@ class SessionTerms:
     heartbeat_timeout_s: float
 
 
+@dataclass(eq=False)
 class Fleet:
-    """See the module's guarantee."""
+    """See the module's guarantee.
 
-    def __init__(
-        self,
-        channel: ServerChannel,
-        buffer: RolloutBuffer,
-        arrivals: Arrivals,
-        store: PolicyStore,
-        evaluations: EvaluationDispatcher,
-        terms: SessionTerms,
-        clock: Callable[[], float],
-    ) -> None:
-        self._channel = channel
-        self._buffer = buffer
-        self._arrivals = arrivals
-        self._store = store
-        self._evaluations = evaluations
-        self._terms = terms
-        self._clock = clock
-        self._warn = Throttle(logger, clock)
-        self._announced: Policy | None = None
-        self._tokens_seen: dict[str, int] = {}  # by producer, as last reported; outlives its sessions
-        self._refused: dict[str, int] = {}  # by producer, the version that it last said it refuses, or -1
-        self.sessions: dict[bytes, ProducerSession] = {}  # by peer
-        self.tokens_generated = 0  # by all producers, since this trainer started
+    Attributes:
+        sessions: by peer; any thread may copy them.
+        tokens_generated: by all producers, since this trainer started.
+    """
 
-    def members(self) -> list[FleetMember]:
-        now = self._clock()
-        return [session.member(now) for session in list(self.sessions.values())]
+    channel: ServerChannel
+    buffer: RolloutBuffer
+    arrivals: Arrivals
+    store: PolicyStore
+    evaluations: EvaluationDispatcher
+    terms: SessionTerms
+    clock: Callable[[], float]
+    warn: Throttle
+    sessions: dict[bytes, ProducerSession] = field(default_factory=dict)
+    tokens_generated: int = 0
+    _announced: Policy | None = None
+    _tokens_seen: dict[str, int] = field(default_factory=dict)  # by producer, as last reported; outlives its sessions
+    _refused: dict[str, int] = field(
+        default_factory=dict
+    )  # by producer, the version that it last said it refuses, or -1
 
     def join(self, peer: bytes, hello: Hello) -> None:
         """Answers a Hello."""
-        now, terms = self._clock(), self._terms
+        now, terms = self.clock(), self.terms
         former = self.sessions.get(peer)
         if former is not None and former.name != hello.producer:
             self.lose(peer, f"it calls itself {hello.producer} now")
         found = problems(terms.needs, hello.facts, hello.swap_mode)
         if found:
-            self._warn("refused", f"refused producer {hello.producer}: {'; '.join(found)}")
-            self._channel.send(peer, Reject(found))
+            self.warn("refused", f"refused producer {hello.producer}: {'; '.join(found)}")
+            self.channel.send(peer, Reject(found))
             return
         for other, session in list(self.sessions.items()):
             if session.name == hello.producer:
                 del self.sessions[other]
         self._release(hello.producer, keep=hello.held)
-        leases = self._buffer.leased_to(hello.producer)
-        evaluations = self._evaluations.release(hello.producer, keep=hello.held)
+        leases = self.buffer.leased_to(hello.producer)
+        evaluations = self.evaluations.release(hello.producer, keep=hello.held)
         of_this_run = hello.run_id == terms.run_id if hello.run_id else terms.resumed  # the release before names none
-        answers = self._buffer.adopt(
+        answers = self.buffer.adopt(
             hello.producer,
             [lease_id for lease_id in hello.held if lease_id not in leases | evaluations],
             deadline=now + terms.lease_timeout_s,
             of_this_run=of_this_run,
         )
         leases |= {lease_id for lease_id, wanted in answers.items() if wanted}
-        leases -= self._arrivals.waiting()
+        leases -= self.arrivals.waiting()
         self.sessions[peer] = ProducerSession(
             hello.producer, hello.capacity, now, leases, hello.release, hello.evaluates, evaluations, of_this_run
         )
         release = hello.release or "unknown"
         logger.info("producer %s joined (release %s, up to %d groups at once)", hello.producer, release, hello.capacity)
-        newest = self._store.newest
-        self._channel.send(peer, Welcome(terms.run_id, terms.session, newest, terms.heartbeat_interval_s))
+        newest = self.store.newest
+        self.channel.send(peer, Welcome(terms.run_id, terms.session, newest, terms.heartbeat_interval_s))
         for lease_id, wanted in answers.items():
             if wanted is None:
-                self._channel.send(peer, Ack(lease_id, "duplicate", newest))
+                self.channel.send(peer, Ack(lease_id, "duplicate", newest))
             elif not wanted:
-                self._channel.send(peer, Nack(lease_id, "unknown_lease", "its prompt is not wanted any more"))
+                self.channel.send(peer, Nack(lease_id, "unknown_lease", "its prompt is not wanted any more"))
 
     def note(self, peer: bytes, session: ProducerSession, message: Heartbeat) -> None:
         """Takes a heartbeat and answers it."""
         before = self._tokens_seen.setdefault(session.name, message.tokens_generated)  # its first words after Welcome
         self.tokens_generated += max(0, message.tokens_generated - before)
         self._tokens_seen[session.name] = message.tokens_generated
-        lost = session.note(message, self._terms.heartbeat_interval_s)
+        lost = session.note(message, self.terms.heartbeat_interval_s)
         self._note_refusal(session.name, message)
         if lost:
             self._release(session.name, keep=session.leases | session.evaluations)
-            self._warn("lost", f"{session.name} knows nothing of {len(lost)} leases; their prompts go out again")
-        self._channel.send(peer, self._announcement())
+            self.warn("lost", f"{session.name} knows nothing of {len(lost)} leases; their prompts go out again")
+        self.channel.send(peer, self._announcement())
 
     def lose(self, peer: bytes, why: str) -> None:
         session = self.sessions.pop(peer)
@@ -135,11 +128,11 @@ class Fleet:
 
     def lose_silent(self, now: float, stood_still_s: float) -> None:
         """Gives up who has said nothing for too long, not counting the time in which the intake stood still."""
-        if stood_still_s > self._terms.heartbeat_interval_s:
+        if stood_still_s > self.terms.heartbeat_interval_s:
             for session in self.sessions.values():
                 session.last_heard = min(now, session.last_heard + stood_still_s)
         for peer, session in list(self.sessions.items()):
-            if now - session.last_heard > self._terms.heartbeat_timeout_s:
+            if now - session.last_heard > self.terms.heartbeat_timeout_s:
                 self.lose(peer, f"silent for {now - session.last_heard:.1f} s")
 
     def forget(self, lease_id: str) -> None:
@@ -153,20 +146,20 @@ class Fleet:
         if announcement != self._announced:
             self._announced = announcement
             for peer in self.sessions:
-                self._channel.send(peer, announcement)
+                self.channel.send(peer, announcement)
 
     def _announcement(self) -> Policy:
-        return Policy(self._store.newest, self._evaluations.policy)
+        return Policy(self.store.newest, self.evaluations.policy)
 
     def _note_refusal(self, name: str, message: Heartbeat) -> None:
         """A version is counted once for each producer that refuses it."""
         if message.refused_version not in (-1, self._refused.get(name)):
-            self._buffer.totals["swaps_refused"] += 1
+            self.buffer.totals["swaps_refused"] += 1
             logger.error("%s refuses policy v%d: %s", name, message.refused_version, message.refusal)
         self._refused[name] = message.refused_version
 
     def _release(self, producer: str, keep: Iterable[str] = ()) -> list[LeaseRecord[Key]]:
         """Takes back the leases of a producer, but those that it keeps and those whose groups have arrived."""
         keep = frozenset(keep)
-        self._evaluations.release(producer, keep)
-        return self._buffer.release(producer, self._clock(), keep=keep | self._arrivals.waiting())
+        self.evaluations.release(producer, keep)
+        return self.buffer.release(producer, self.clock(), keep=keep | self.arrivals.waiting())

@@ -13,10 +13,10 @@ from typing import Literal, NamedTuple
 
 from consumer.intake.arrivals import Arrivals, RolloutStorage
 from consumer.intake.dispatcher import LeaseDispatcher
-from consumer.intake.evaluation import EvaluationDispatcher, NoEvaluations
+from consumer.intake.evaluation import EvaluationDispatcher
 from consumer.intake.farewell import FAREWELL_S, say_goodbye
 from consumer.intake.fleet import Fleet, SessionTerms
-from consumer.intake.sessions import FleetMember, ProducerSession
+from consumer.intake.sessions import ProducerSession
 from consumer.publishing.policy_store import PolicyStore
 from consumer.publishing.published_policy import PublishedPolicy
 from consumer.waiting import ThreadErrors
@@ -46,11 +46,11 @@ class Dispatchers(NamedTuple):
     """Who gives leases."""
 
     training: LeaseDispatcher
-    evaluation: EvaluationDispatcher = NoEvaluations()
+    evaluation: EvaluationDispatcher
 
 
 class Intake:
-    """See the module's guarantee.
+    """See the module's guarantee. The numbers of its parts may be read by any thread.
 
     Args:
         store: of the policies that producers download.
@@ -73,14 +73,13 @@ class Intake:
         self._channel = channel
         self._buffer, _, self._disk = storage
         self._dispatchers = dispatchers
-        self._store = store
-        self._terms = terms
         self._errors = errors
         self._beat = beat
-        self._clock = clock
-        self._warn = Throttle(logger, clock)
-        self._arrivals = Arrivals(channel, storage, store, terms.shape, self._warn, clock)
-        self._fleet = Fleet(channel, self._buffer, self._arrivals, store, dispatchers.evaluation, terms, clock)
+        self._warn = warn = Throttle(logger, clock)
+        self.store = store
+        self.clock = clock
+        self.arrivals = Arrivals(channel, storage, store, terms.shape, warn, clock)
+        self.fleet = Fleet(channel, self._buffer, self.arrivals, store, dispatchers.evaluation, terms, clock, warn)
         self._bye: Literal["finished", "stopping"] | None = None
         self._thread = threading.Thread(target=self._run, name="intake", daemon=True)
 
@@ -102,14 +101,14 @@ class Intake:
 
     def describe(self) -> str:
         """Who waits for whom, in words."""
-        sessions = list(self._fleet.sessions.values())
+        sessions = list(self.fleet.sessions.values())
         if not sessions:
             return "no producer is connected; start one with: rl-producer --config FILE"
         depth = self._buffer.depth()
-        now = self._clock()
+        now = self.clock()
         parts = [
             f"{len(sessions)} producer(s), {depth['leased']} leases out, {depth['ready']} groups ready, "
-            f"newest policy v{self._store.newest.version}",
+            f"newest policy v{self.store.newest.version}",
             *(session.describe(now) for session in sessions),
         ]
         if not self._disk.has_room:
@@ -118,34 +117,11 @@ class Intake:
             )
         return "; ".join(parts)
 
-    @property
-    def num_producers(self) -> int:
-        return len(self._fleet.sessions)
-
-    @property
-    def num_unwritten(self) -> int:
-        """Groups that wait for a commit."""
-        return len(self._arrivals.waiting())
-
-    @property
-    def tokens_generated(self) -> int:
-        """By all producers, since this trainer started."""
-        return self._fleet.tokens_generated
-
-    @property
-    def version(self) -> int:
-        """The newest published policy's."""
-        return self._store.newest.version
-
-    def fleet(self) -> list[FleetMember]:
-        """The connected producers."""
-        return self._fleet.members()
-
     # Called by the publisher's thread.
 
     def publish(self, policy: PublishedPolicy) -> None:
         """Makes this the current policy: announced, downloadable, and counted in every lease."""
-        self._store.publish(policy)
+        self.store.publish(policy)
         self._buffer.published(policy.version)
         self._channel.wake()
 
@@ -157,8 +133,8 @@ class Intake:
                 self._beat()
                 self.tick(TICK_S)
             say_goodbye(
-                self._channel, self._fleet.sessions, self._bye,
-                silence_s=self._terms.heartbeat_timeout_s, beat=self._beat, clock=self._clock,
+                self._channel, self.fleet.sessions, self._bye,
+                silence_s=self.fleet.terms.heartbeat_timeout_s, beat=self._beat, clock=self.clock,
             )  # fmt: skip
         except BaseException as error:
             self._errors.note(error)
@@ -167,43 +143,41 @@ class Intake:
 
     def tick(self, timeout_s: float) -> None:
         """One round: everything received, then everything due. While it stands still (a slow disk), nobody is silent."""
-        began = self._clock()
+        began = self.clock()
         for peer, message in self._channel.poll(timeout_s):
             try:
                 self._receive(peer, message)
             except CodecError as error:
                 self._warn("unanswerable", f"a message of a producer has no answer that can be sent: {error}")
-            if self._arrivals.is_commit_due():
-                self._arrivals.commit()
-        self._arrivals.commit()
-        now = self._clock()
+            if self.arrivals.is_commit_due():
+                self.arrivals.commit()
+        self.arrivals.commit()
+        now = self.clock()
         for record in self._buffer.expire(now):
             self._warn("expired", f"lease {record.lease_id} of {record.producer} expired; its prompt goes out again")
-            self._fleet.forget(record.lease_id)
-        self._fleet.lose_silent(now, stood_still_s=now - began - timeout_s)
-        self._fleet.announce()
-        sessions = self._fleet.sessions
-        bad_prompts, unreachable = self._dispatchers.training.give(sessions.items(), now)
-        for problem in bad_prompts:
-            self._warn("bad_prompt", problem)
-        unreachable += self._dispatchers.evaluation.tick(self._store, sessions.items(), now)  # training goes first
+            self.fleet.forget(record.lease_id)
+        self.fleet.lose_silent(now, stood_still_s=now - began - timeout_s)
+        self.fleet.announce()
+        sessions = self.fleet.sessions
+        unreachable = self._dispatchers.training.give(sessions, now)  # training goes first
+        unreachable += self._dispatchers.evaluation.tick(sessions.items(), now)
         for peer in dict.fromkeys(unreachable):
-            self._fleet.lose(peer, "it cannot be reached")
+            self.fleet.lose(peer, "it cannot be reached")
 
     def _receive(self, peer: bytes, message: ProducerMessage | BadFrame) -> None:
         match message:
             case BadFrame():
-                self._arrivals.refuse("bad_frames", f"refused a frame: {message.reason}", message.reason, message.frame)
+                self.arrivals.refuse("bad_frames", f"refused a frame: {message.reason}", message.reason, message.frame)
                 if message.peer_schema is not None:
                     self._channel.send(peer, Reject([f"{message.reason}: install the same release on both sides"]))
             case BlobRequest():
                 self._serve_blob(peer, message)
             case PolicyRequest():
-                self._channel.send(peer, self._store.offer(message))
+                self._channel.send(peer, self.store.offer(message))
             case Hello():
-                self._fleet.join(peer, message)
-            case _ if (session := self._fleet.sessions.get(peer)) is not None:
-                session.last_heard = self._clock()
+                self.fleet.join(peer, message)
+            case _ if (session := self.fleet.sessions.get(peer)) is not None:
+                session.last_heard = self.clock()
                 self._receive_of(peer, session, message)
             case Bye():
                 pass
@@ -213,21 +187,21 @@ class Intake:
     def _receive_of(self, peer: bytes, session: ProducerSession, message: Group | Nack | Heartbeat | Bye) -> None:
         match message:
             case Group() | Nack() if is_evaluation(message.lease_id):
-                answer = self._dispatchers.evaluation.receive(session, message, self._store)
+                answer = self._dispatchers.evaluation.receive(session, message)
                 if answer is not None:
                     self._channel.send(peer, answer)
             case Group():
-                self._arrivals.take(peer, session, message)
+                self.arrivals.take(peer, session, message)
             case Nack():
-                self._arrivals.take_failure(session, message)
+                self.arrivals.take_failure(session, message)
             case Heartbeat():
-                self._fleet.note(peer, session, message)
+                self.fleet.note(peer, session, message)
             case Bye():
-                self._fleet.lose(peer, "it said goodbye")
+                self.fleet.lose(peer, "it said goodbye")
 
     def _serve_blob(self, peer: bytes, request: BlobRequest) -> None:
         try:
-            self._channel.send(peer, self._store.chunk(request))
+            self._channel.send(peer, self.store.chunk(request))
         except CodecError as error:  # it asks for chunks that our max_message_bytes forbids
             self._warn("blob", f"a producer asks for too much at once (transport.blob_chunk_bytes): {error}")
             self._channel.send(peer, BlobMissing(request.digest))

@@ -1,27 +1,19 @@
 """The producers that said hello, as last heard of, and who of them has room for work.
 
-Guarantee: a lease is lost when a producer does not name it in two heartbeats in a row, and only then.
+Guarantee: a lease is lost when a producer does not name it in two heartbeats in a row, and only then. The producer with the most
+room gets the next lease.
 """
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
+from protocol.transport.channel import ServerChannel
 from protocol.wire.messages import Heartbeat
 
-
-class FleetMember(NamedTuple):
-    """A connected producer in numbers."""
-
-    name: str
-    release: str  # "": unknown
-    policy_version: int  # -1 while it serves none
-    num_leases: int
-    heard_ago_s: float
-    idle_s: float  # since it started, as it says
-    refused_version: int  # -1: none
+_LEASES_PER_TICK = 256
 
 
-@dataclass
+@dataclass(eq=False)
 class ProducerSession:
     """One producer."""
 
@@ -29,11 +21,11 @@ class ProducerSession:
     capacity: int
     last_heard: float  # of the caller's clock, seconds
     leases: set[str] = field(default_factory=set)
-    release: str = ""
+    release: str = ""  # "": unknown
     evaluates: bool = False  # whether it may be given leases of an evaluation
     evaluations: set[str] = field(default_factory=set)  # those; they take no room from the others
     of_this_run: bool = True  # False: what it held when it joined is another run's
-    heartbeat: Heartbeat | None = None
+    heartbeat: Heartbeat = Heartbeat(-1, 0, [], 0, 0.0)  # noqa: RUF009  frozen; before the first one
     _absent: dict[str, float] = field(default_factory=dict)  # leases that its heartbeats do not name, and since when
 
     @property
@@ -59,16 +51,10 @@ class ProducerSession:
         self.evaluations -= lost
         return lost
 
-    def member(self, now: float) -> FleetMember:
-        beat = self.heartbeat
-        version, idle_s, refused = (beat.policy_version, beat.idle_s, beat.refused_version) if beat else (-1, 0.0, -1)
-        heard_ago_s = now - self.last_heard
-        return FleetMember(self.name, self.release, version, len(self.leases), heard_ago_s, idle_s, refused)
-
     def describe(self, now: float) -> str:
         """What it is doing, in words."""
         beat = self.heartbeat
-        if beat is None:
+        if beat is ProducerSession.heartbeat:
             return f"{self.name} (no heartbeat yet)"
         refusal = f", refuses v{beat.refused_version}: {beat.refusal}" if beat.refused_version >= 0 else ""
         num_leases = len(self.leases) + len(self.evaluations)
@@ -77,3 +63,29 @@ class ProducerSession:
             f"{num_leases} leases: {beat.waiting} waiting, {beat.generating} generating, {beat.scoring} scoring, "
             f"{beat.unacked} not acknowledged)"
         )
+
+
+def give_leases(
+    channel: ServerChannel,
+    producers: Iterable[tuple[bytes, ProducerSession]],
+    room: Callable[[ProducerSession], int],
+    give: Callable[[bytes, ProducerSession], bool | None],
+) -> list[bytes]:
+    """Gives leases while there is room, a limited number at a time. Returns the producers that cannot be reached.
+
+    Args:
+        give: gives one to this producer. False: it cannot be reached; None: there is none to give.
+    """
+    reachable, lost = dict(producers), list[bytes]()
+    for _ in range(_LEASES_PER_TICK):
+        if not reachable:
+            return lost
+        peer, session = max(reachable.items(), key=lambda entry: room(entry[1]))
+        given = give(peer, session) if room(session) > 0 else None
+        if given is None:
+            return lost
+        if not given:
+            lost.append(peer)
+            del reachable[peer]
+    channel.wake()  # there is more to give, after a look at what has arrived
+    return lost

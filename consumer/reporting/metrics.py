@@ -1,7 +1,7 @@
 """The trainer's view of the pipeline as Prometheus metrics: leases, groups, queues, journal, disk, producers.
 
-Guarantee: the numbers are those of `RolloutBuffer.totals`, `RolloutBuffer.depth` and `Intake.fleet` at the moment of the
-scrape; the totals go on where a resumed run's left off.
+Guarantee: the numbers are those that buffer, intake, journal and disk have at the moment of the scrape; the totals go on where a
+resumed run's left off.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Histogram, Info
 
 from consumer.intake.arrivals import RolloutStorage
 from consumer.intake.intake import Intake
-from consumer.intake.sessions import FleetMember
+from consumer.intake.sessions import ProducerSession
 from protocol import __version__
 from protocol.service.metrics import Readings
 from replay.buffer import RolloutBuffer
@@ -50,33 +50,37 @@ _DEPTHS = {
 }
 
 
-_FLEET: tuple[tuple[str, str, Callable[[FleetMember, int], float]], ...] = (
+_FLEET: tuple[tuple[str, str, Callable[[ProducerSession, Intake], float]], ...] = (
     (
         "rl_trainer_producer_policy_version",
         "Policy version that each connected producer serves; -1 while none.",
-        lambda member, _: member.policy_version,
+        lambda producer, _: producer.heartbeat.policy_version,
     ),
     (
         "rl_trainer_producer_refused_version",
         "Policy version that each connected producer refuses, so that it serves an older one; -1 while none.",
-        lambda member, _: member.refused_version,
+        lambda producer, _: producer.heartbeat.refused_version,
     ),
     (
         "rl_trainer_producer_lag_versions",
         "Versions by which each connected producer is behind the newest.",
-        lambda member, newest: newest - member.policy_version,
+        lambda producer, intake: intake.store.newest.version - producer.heartbeat.policy_version,
     ),
-    ("rl_trainer_producer_leases", "Leases of each connected producer.", lambda member, _: member.num_leases),
+    (
+        "rl_trainer_producer_leases",
+        "Leases of each connected producer.",
+        lambda producer, _: len(producer.leases),
+    ),
     (
         "rl_trainer_producer_heard_seconds",
         "Time since each connected producer was last heard.",
-        lambda member, _: member.heard_ago_s,
+        lambda producer, intake: intake.clock() - producer.last_heard,
     ),
 )
 
 
 def commit_seconds(registry: CollectorRegistry) -> Histogram:
-    """The one number that is told as it happens; the others are read at the scrape."""
+    """Told as it happens; the other numbers are read at the scrape."""
     return Histogram(
         "rl_trainer_journal_commit_seconds", "Duration of durable commits to the journal.",
         buckets=COMMIT_BUCKETS_S, registry=registry,
@@ -97,13 +101,28 @@ def watch_trainer(
         refusals: connections and messages that the server's sockets refused, by reason.
         waiting_s: of the wait for rollouts in progress.
     """
-    info = Info("rl_trainer", "The run and this release.", registry=registry)
-    info.info({"run": run_id, "release": __version__})
+    Info("rl_trainer", "The run and this release.", registry=registry).info({"run": run_id, "release": __version__})
     readings = Readings(registry)
     _watch_buffer(readings, storage.buffer)
-    _watch_intake(readings, intake, refusals, waiting_s)
-    _watch_disk(readings, storage)
     _watch_fleet(readings, intake)
+    _, journal, disk = storage
+    readings.counters(
+        "rl_trainer_connections_refused_total",
+        "Connections and messages that the sockets refused (docs/security.md).",
+        "reason",
+        lambda: refusals,
+    )
+    gauges: tuple[tuple[str, str, Callable[[], float]], ...] = (
+        ("waiting_seconds", "How long the trainer waits for rollouts now; 0 while it trains.", waiting_s),
+        ("policy_version", "Newest published policy version.", lambda: intake.store.newest.version),
+        ("producers_connected", "Producers connected.", lambda: len(intake.fleet.sessions)),
+        ("arrivals_unwritten", "Groups that wait for a commit.", lambda: len(intake.arrivals.waiting())),
+        ("journal_bytes", "Size of the journal's files.", lambda: _file_bytes(journal.path)),
+        ("disk_used_ratio", "Share of run_dir's disk in use.", lambda: disk.used),
+        ("disk_used_limit_ratio", "Share above which no leases are given.", lambda: disk.max_used),
+    )
+    for name, text, read in gauges:
+        readings.gauge(f"rl_trainer_{name}", text, read)
 
 
 def _watch_buffer(readings: Readings, buffer: RolloutBuffer) -> None:
@@ -138,53 +157,33 @@ def _watch_buffer(readings: Readings, buffer: RolloutBuffer) -> None:
     )
 
 
-def _watch_intake(
-    readings: Readings, intake: Intake, refusals: Mapping[str, int], waiting_s: Callable[[], float]
-) -> None:
-    readings.counters(
-        "rl_trainer_connections_refused_total",
-        "Connections and messages that the sockets refused (docs/security.md).",
-        "reason",
-        lambda: refusals,
-    )
-    readings.counter(
-        "rl_trainer_tokens_generated_total", "Tokens that producers generated.", lambda: intake.tokens_generated
-    )
-    readings.gauge(
-        "rl_trainer_waiting_seconds", "How long the trainer waits for rollouts now; 0 while it trains.", waiting_s
-    )
-    readings.gauge("rl_trainer_policy_version", "Newest published policy version.", lambda: intake.version)
-    readings.gauge("rl_trainer_producers_connected", "Producers connected.", lambda: intake.num_producers)
-    readings.gauge("rl_trainer_arrivals_unwritten", "Groups that wait for a commit.", lambda: intake.num_unwritten)
-
-
-def _watch_disk(readings: Readings, storage: RolloutStorage) -> None:
-    _, journal, disk = storage
-    readings.gauge("rl_trainer_journal_bytes", "Size of the journal's files.", lambda: _file_bytes(journal.path))
-    readings.gauge("rl_trainer_disk_used_ratio", "Share of run_dir's disk in use.", lambda: disk.used)
-    readings.gauge("rl_trainer_disk_used_limit_ratio", "Share above which no leases are given.", lambda: disk.max_used)
-
-
 def _watch_fleet(readings: Readings, intake: Intake) -> None:
     """By producer; those that are connected only, so that names of past ones do not pile up."""
+
+    def connected() -> list[ProducerSession]:
+        return list(intake.fleet.sessions.values())
+
+    readings.counter(
+        "rl_trainer_tokens_generated_total", "Tokens that producers generated.", lambda: intake.fleet.tokens_generated
+    )
     readings.gauges(
         "rl_trainer_producer_info",
         "1 for each connected producer and its release; empty when it does not say.",
         ("producer", "release"),
-        lambda: {(member.name, member.release): 1 for member in intake.fleet()},
+        lambda: {(producer.name, producer.release): 1 for producer in connected()},
     )
     readings.counters(
         "rl_trainer_producer_idle_seconds_total",
         "Time that each connected producer was connected without a request in its engine, since it started.",
         "producer",
-        lambda: {member.name: member.idle_s for member in intake.fleet()},
+        lambda: {producer.name: producer.heartbeat.idle_s for producer in connected()},
     )
     for name, text, value in _FLEET:
         readings.gauges(
             name,
             text,
             "producer",
-            lambda value=value: {member.name: value(member, intake.version) for member in intake.fleet()},  # type: ignore[misc]
+            lambda value=value: {each.name: value(each, intake) for each in connected()},  # type: ignore[misc]
         )
 
 

@@ -147,7 +147,7 @@ def test_a_producer_of_the_release_before_works_for_this_trainer(site: Site) -> 
     old.beat()
     until(lambda: old.all("policy"), old.step)
     assert [ack["outcome"] for ack in old.all("ack")] == ["accepted"] * 4
-    [member] = trainer.intake.fleet()
+    [member] = trainer.intake.fleet.sessions.values()
     assert (member.name, member.release, member.idle_s) == ("old", "", 0.0)
     assert [release_before.decode(frame)["type"] for frame in site.frames()] == ["group"] * 4
 
@@ -167,7 +167,7 @@ def test_a_producer_of_the_release_before_reads_why_it_is_refused(site: Site) ->
     assert old.all("reject")[0]["problems"] == [
         "the engine runs in bfloat16, the trainer in float32: set the same model.dtype"
     ]
-    assert trainer.intake.num_producers == 0
+    assert len(trainer.intake.fleet.sessions) == 0
 
 
 def test_this_producer_works_for_a_trainer_of_the_release_before(site: Site) -> None:
@@ -194,9 +194,14 @@ def test_the_trainer_is_upgraded_under_a_producer_of_this_release(site: Site) ->
         new = site.worker()
         until(lambda: len(old.all("group")) >= 2, old.step)
     trainer = site.trainer()
-    until(lambda: trainer.replay.totals["accepted"] == 4 and trainer.intake.fleet()[0].idle_s)
-    [member] = trainer.intake.fleet()
-    assert (member.release, member.idle_s) == (__version__, 7.5)
+    until(
+        lambda: (
+            trainer.replay.totals["accepted"] == 4
+            and next(iter(trainer.intake.fleet.sessions.values())).heartbeat.idle_s
+        )
+    )
+    [member] = trainer.intake.fleet.sessions.values()
+    assert (member.release, member.heartbeat.idle_s) == (__version__, 7.5)
     assert (new.channel.schema_version, new.outcome) == (2, [])
     assert trainer.replay.totals["bad_frames"] == 0
 
@@ -238,10 +243,10 @@ def test_producers_are_upgraded_one_by_one(site: Site) -> None:
     old.max_answers = 1
     until(lambda: len(old.all("ack")) == 1, old.step)
     new = site.worker()
-    until(lambda: trainer.intake.num_producers == 2)
+    until(lambda: len(trainer.intake.fleet.sessions) == 2)
     old.say(type="bye", reason="stopping")
     until(lambda: trainer.replay.totals["accepted"] == 4)
-    assert [member.release for member in trainer.intake.fleet()] == [__version__]
+    assert [member.release for member in trainer.intake.fleet.sessions.values()] == [__version__]
     assert {schema_of(frame) for frame in site.frames()} == {1}
     assert all(SHAPE.load(frame) for frame in site.frames())
     assert new.outcome == []

@@ -76,6 +76,7 @@ class Process:
         self.logged: list[Mapping[str, float]] = []
         self.now = 0.0
         self.prompts = Prompts()
+        self.store = PolicyStore(2, NO_MEMORY)
         channel: Any = SimpleNamespace(send=self.send, wake=lambda: None)
         options = section(**({"every_versions": 2} | values))
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
@@ -85,13 +86,18 @@ class Process:
         metric, shape = Metric(np.ones(1, np.float32)), GroupShape(1, 1, 6, 64)
         rules = EvaluationRules(NUM_PROMPTS, Sampling(1, 6, 0.0), metric, shape, BUDGETS, per_place, 10.0, session)
         self.leases = EvaluationLeases(
-            channel, self.due, self.prompts, rules, lambda kind, text: self.warned.append(kind), lambda: self.now
+            channel,
+            self.store,
+            self.due,
+            self.prompts,
+            rules,
+            lambda kind, text: self.warned.append(kind),
+            lambda: self.now,
         )
         self.control = EvaluationControl(
             options, self.due, self.results, self.leases, run_dir=folder, reward_names=("reward",), last_version=7,
             say=lambda text, **fields: self.said.append(text),
         )  # fmt: skip
-        self.store = PolicyStore(2, NO_MEMORY)
         self.sessions = {b"p": ProducerSession("p", 3, 0.0, evaluates=True)}
 
     def send(self, peer: bytes, lease: Lease) -> bool:
@@ -106,12 +112,12 @@ class Process:
         self.control.collect(self.logged.append)
 
     def tick(self) -> list[bytes]:
-        return self.leases.tick(self.store, self.sessions.items(), self.now)
+        return self.leases.tick(self.sessions.items(), self.now)
 
     def answer(self, lease: Lease, reward: float = 1.0, version: int | None = None) -> Ack | Nack:
         assert lease.evaluates is not None
         group = made_up_group(lease, lease.evaluates.version if version is None else version, rewards=[reward])
-        return self.leases.receive(self.sessions[b"p"], group, self.store)
+        return self.leases.receive(self.sessions[b"p"], group)
 
     def answer_all(self, reward: float = 1.0) -> None:
         self.tick()
@@ -221,8 +227,8 @@ def test_leases_that_are_lost_go_out_again(tmp_path: Path) -> None:
     session.last_heard += 2.0
     assert session.note(beat, 2.0) == {first}
     assert process.leases.release("p", keep=session.evaluations) == session.evaluations
-    process.leases.receive(session, Nack(second, "returned"), process.store)
-    process.leases.receive(session, Nack(third, "generation_failed", "no"), process.store)
+    process.leases.receive(session, Nack(second, "returned"))
+    process.leases.receive(session, Nack(third, "generation_failed", "no"))
     process.sent.clear()
     process.tick()
     assert {lease.lease_id for _, lease in process.sent} == {

@@ -1,12 +1,13 @@
 """An intake whose ticks and clock are the test's, and producers that say what the test says."""
 
 import hashlib
+import logging
 from collections.abc import Callable
 from typing import Any
 
 from consumer.intake.arrivals import RolloutStorage
 from consumer.intake.dispatcher import LeaseDispatcher
-from consumer.intake.evaluation import NoEvaluations
+from consumer.intake.evaluation import EvaluationDispatcher
 from consumer.intake.fleet import SessionTerms
 from consumer.intake.intake import Dispatchers, Intake
 from consumer.publishing.policy_store import PolicyStore
@@ -14,6 +15,7 @@ from consumer.publishing.published_policy import PublishedPolicy
 from consumer.waiting import ThreadErrors
 from protocol.errors import DatasetError
 from protocol.files.shared_memory import NO_MEMORY, SharedMemory
+from protocol.throttle import Throttle
 from protocol.wire.handshake import TrainerNeeds
 from protocol.wire.messages import Group, Heartbeat, Hello, Lease, Sampling
 from replay.buffer import RolloutBuffer
@@ -69,14 +71,12 @@ class Trainer:
         self.now = 100.0
         self.errors = ThreadErrors()
         storage = RolloutStorage(self.replay, journal, disk)
-        dispatcher = LeaseDispatcher(
-            self.channel, self.replay, prompts or Prompts(), disk, sampling=SAMPLING, timeout_s=60.0
-        )
+        warn = Throttle(logging.getLogger(__name__))
+        dispatcher = LeaseDispatcher(self.channel, self.replay, prompts or Prompts(), disk, SAMPLING, 60.0, warn)
+        store = PolicyStore(2, memory)
         terms = SessionTerms(NEEDS, SHAPE, run_id, "session", resumed, 60.0, heartbeat_s, 6.0)
-        dispatchers = Dispatchers(dispatcher, evaluations or NoEvaluations())
-        self.intake = Intake(
-            self.channel, storage, dispatchers, PolicyStore(2, memory), terms, self.errors, clock=lambda: self.now
-        )
+        dispatchers = Dispatchers(dispatcher, evaluations or EvaluationDispatcher(store))
+        self.intake = Intake(self.channel, storage, dispatchers, store, terms, self.errors, clock=lambda: self.now)
         self.publish(0, BLOB, DIGEST)
 
     def publish(self, version: int, data: bytes, digest: str, **more: Any) -> None:

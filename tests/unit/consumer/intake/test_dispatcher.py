@@ -62,7 +62,10 @@ class Counter:
 
     def __init__(self, replay: RolloutBuffer, disk: DiskGuard) -> None:
         self.channel, self.prompts, self.replay = Channel(), Prompts(), replay
-        self.dispatcher = LeaseDispatcher(self.channel, replay, self.prompts, disk, sampling=SAMPLING, timeout_s=60.0)
+        self.problems: list[str] = []
+        self.dispatcher = LeaseDispatcher(
+            self.channel, replay, self.prompts, disk, SAMPLING, 60.0, lambda _, text: self.problems.append(text)
+        )
         self.producers: dict[bytes, ProducerSession] = {}
 
     def join(self, name: str, capacity: int) -> ProducerSession:
@@ -70,7 +73,9 @@ class Counter:
         return session
 
     def give(self, now: float = 100.0) -> tuple[list[str], list[bytes]]:
-        return self.dispatcher.give(self.producers.items(), now)
+        self.problems.clear()
+        lost = self.dispatcher.give(self.producers, now)
+        return self.problems[:], lost
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ def test_a_producer_that_fits_is_welcomed_and_leased_to(start: Start) -> None:
     assert producer.all(Welcome) == [Welcome("run", "session", PolicyInfo(0, DIGEST, len(BLOB)), 1.0)]
     assert [lease.lease_id for lease in producer.leases] == ["0-0-0-1-s", "0-1-0-1-s"]
     assert producer.leases[0] == Lease("0-0-0-1-s", 0, 1, "0", {"answer": 1}, SAMPLING, 0, 60.0)
-    assert trainer.intake.num_producers == 1
+    assert len(trainer.intake.fleet.sessions) == 1
 
 
 def test_a_producer_that_does_not_fit_gets_every_reason_with_its_fix(
@@ -29,7 +29,7 @@ def test_a_producer_that_does_not_fit_gets_every_reason_with_its_fix(
         "the engine has 1 LoRA slots, max_staleness needs 3: restart the producer with the trainer's "
         "pipeline.max_staleness",
     ]
-    assert trainer.intake.num_producers == 0
+    assert len(trainer.intake.fleet.sessions) == 0
     assert stranger.leases == []
     assert "refused producer stranger: the producer serves another base model" in caplog.text
 

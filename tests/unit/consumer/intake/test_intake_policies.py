@@ -132,7 +132,7 @@ def test_a_refused_version_counts_once_for_each_producer_and_shows(
         assert caplog.text.count(f"{name} refuses policy v1: not what the trainer computes") == 1
         assert f"{name} (policy v0, refuses v1: not what the trainer computes, heard" in trainer.intake.describe()
     assert trainer.replay.totals["swaps_refused"] == 2
-    assert [member.refused_version for member in trainer.intake.fleet()] == [1, 1]
+    assert [each.heartbeat.refused_version for each in trainer.intake.fleet.sessions.values()] == [1, 1]
     client.say(Heartbeat(2, 64, [], 0, 0.0), Heartbeat(2, 64, [], 0, 0.0, refused_version=3, refusal="again"))
     assert trainer.replay.totals["swaps_refused"] == 3
 

@@ -19,10 +19,10 @@ def test_a_silent_producer_is_given_up_and_its_leases_go_to_the_others(
     assert (len(silent.leases), len(other.leases)) == (2, 0)
     trainer.now += 6.0
     other.beat()
-    assert trainer.intake.num_producers == 2
+    assert len(trainer.intake.fleet.sessions) == 2
     trainer.now += 0.1
     other.beat()
-    assert trainer.intake.num_producers == 1
+    assert len(trainer.intake.fleet.sessions) == 1
     assert [lease.prompt_id for lease in other.leases] == [0, 1]
     assert "producer silent left (silent for 6.1 s); 2 prompts go out again" in caplog.text
     assert silent.beat() == [Bye("unknown_session")]
@@ -43,10 +43,10 @@ def test_while_the_trainer_stands_still_nobody_is_silent(
     with monkeypatch.context() as patched:
         patched.setattr(journal, "append", slow)
         writer.say(answer(writer.leases[0]))
-    assert trainer.intake.num_producers == 2
+    assert len(trainer.intake.fleet.sessions) == 2
     trainer.now += 1.5
     trainer.tick()
-    assert trainer.intake.num_producers == 1, "5 s before it and 1.5 after it are more than 6"
+    assert len(trainer.intake.fleet.sessions) == 1, "5 s before it and 1.5 after it are more than 6"
     assert only(reader.beat(), Bye) == Bye("unknown_session")
 
 
@@ -54,7 +54,7 @@ def test_a_producer_that_says_goodbye_frees_its_leases(start: Start) -> None:
     trainer = start()
     producer = trainer.producer()
     producer.say(Bye("stopping"))
-    assert trainer.intake.num_producers == 0
+    assert len(trainer.intake.fleet.sessions) == 0
     assert trainer.replay.totals["failed_released"] == 2
     assert trainer.intake.describe() == "no producer is connected; start one with: rl-producer --config FILE"
 
@@ -66,7 +66,7 @@ def test_a_producer_that_reconnects_keeps_what_it_holds(start: Start) -> None:
     producer.channel.reset()
     producer.inbox.clear()
     producer.hello(3, [held.lease_id, finished.lease_id])
-    assert trainer.intake.num_producers == 1
+    assert len(trainer.intake.fleet.sessions) == 1
     assert [(lease.prompt_id, lease.attempt) for lease in producer.leases] == [(lost.prompt_id, 2)]
     assert only(producer.say(answer(finished)), Ack).outcome == "accepted"
     assert trainer.replay.totals["failed_released"] == 1
@@ -78,7 +78,7 @@ def test_a_peer_that_changes_its_name_leaves_nothing_behind(start: Start) -> Non
     assert len(producer.leases) == 2
     producer.name = "after"
     producer.hello()
-    assert trainer.intake.num_producers == 1
+    assert len(trainer.intake.fleet.sessions) == 1
     assert trainer.replay.depth()["leased"] == 2
     assert [lease.attempt for lease in producer.leases] == [1, 1, 2, 2]
 
@@ -89,7 +89,7 @@ def test_a_producer_that_cannot_be_reached_is_given_up(start: Start) -> None:
     trainer.channel.clients.pop(producer.channel.peer)
     trainer.channel.inbox.put(producer.channel.peer, encode(Heartbeat(0, 5, [], 0, 0.0)))
     trainer.tick()
-    assert trainer.intake.num_producers == 0
+    assert len(trainer.intake.fleet.sessions) == 0
     assert trainer.replay.depth()["leased"] == 0
 
 
@@ -104,7 +104,7 @@ def test_tokens_are_counted_once_however_often_a_producer_comes_back(start: Star
     veteran = trainer.producer("of-an-earlier-trainer")
     for tokens in (1_000_000, 1_000_050):
         veteran.beat(tokens)
-    assert trainer.intake.tokens_generated == 350
+    assert trainer.intake.fleet.tokens_generated == 350
 
 
 def test_who_waits_for_whom_in_words(start: Start, usage: SimpleNamespace) -> None:

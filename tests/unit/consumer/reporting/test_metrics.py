@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from consumer.intake.arrivals import RolloutStorage
-from consumer.intake.sessions import FleetMember, ProducerSession
+from consumer.intake.sessions import ProducerSession
 from consumer.reporting.metrics import by_attempt, commit_seconds, watch_trainer
 from docs.generate_metrics import producer_registry, trainer_registry
 from protocol import __version__
@@ -42,9 +42,15 @@ class World:
             totals=Counter(), depth=lambda: {"ready": 3, "replayable": 4, "leased": 5, "deferred": 6, "epoch": 7}
         )
         self.intake: Any = SimpleNamespace(
-            tokens_generated=0, version=9, num_producers=2, num_unwritten=1, fleet=lambda: self.fleet
-        )
-        self.fleet = [FleetMember("a", "0.2.0", 8, 2, 0.5, 7.5, -1), FleetMember("b", "", -1, 3, 1.5, 0.0, 9)]
+            fleet=SimpleNamespace(sessions={}, tokens_generated=0), arrivals=SimpleNamespace(waiting=lambda: {"x"}),
+            store=SimpleNamespace(newest=SimpleNamespace(version=9)), clock=lambda: 12.0,
+        )  # fmt: skip
+        beat = Heartbeat(policy_version=8, capacity=4, held=[], tokens_generated=0, busy_s=0.0, idle_s=7.5)
+        refusal = Heartbeat(policy_version=-1, capacity=4, held=[], tokens_generated=0, busy_s=0.0, refused_version=9)
+        self.fleet = self.intake.fleet.sessions
+        self.fleet[b"a"] = ProducerSession("a", 4, 11.5, {"x", "y"}, "0.2.0", heartbeat=beat)
+        self.fleet[b"b"] = ProducerSession("b", 4, 10.5, heartbeat=refusal)
+        self.fleet[b"c"] = ProducerSession("c", 4, 12.0)
         self.journal: Any = SimpleNamespace(path=folder / "journal.sqlite")
         self.commit_s = commit_seconds(self.registry)
         disk: Any = SimpleNamespace(used=0.5, max_used=0.9)
@@ -98,7 +104,10 @@ def test_producers_are_there_while_they_are_connected(world: World) -> None:
     assert world.value("rl_trainer_producer_info", producer="b", release="") == 1
     assert world.value("rl_trainer_producer_idle_seconds_total", producer="a") == 7.5
     assert [world.value("rl_trainer_producer_refused_version", producer=name) for name in "ab"] == [-1, 9]
-    world.fleet.pop()
+    assert world.value("rl_trainer_producer_leases", producer="a") == 2
+    assert world.value("rl_trainer_producer_heard_seconds", producer="b") == 1.5
+    assert world.value("rl_trainer_producer_policy_version", producer="c") == -1, "no heartbeat yet"
+    del world.fleet[b"b"]
     assert world.value("rl_trainer_producer_leases", producer="b") is None
 
 
@@ -113,15 +122,6 @@ def test_attempts_are_read_out_of_the_counts() -> None:
     counts = {"attempt_1_scored": 5, "attempt_12_scored": 3, "attempt_1_successes": 2, "accepted": 9}
     assert by_attempt(counts, "scored") == {"1": 5, "12": 3}
     assert by_attempt({}, "scored") == {"1": 0}
-
-
-def test_a_session_in_numbers() -> None:
-    session = ProducerSession("a", capacity=4, last_heard=10.0, leases={"x", "y"}, release="0.2.0")
-    assert session.member(now=12.0) == FleetMember("a", "0.2.0", -1, 2, 2.0, 0.0, -1)
-    session.note(
-        Heartbeat(policy_version=3, capacity=4, held=["x", "y"], tokens_generated=0, busy_s=0.0, idle_s=1.5), 2.0
-    )
-    assert session.member(now=12.0) == FleetMember("a", "0.2.0", 3, 2, 2.0, 1.5, -1)
 
 
 @pytest.mark.parametrize("registry", [trainer_registry(), producer_registry()], ids=["trainer", "producer"])
