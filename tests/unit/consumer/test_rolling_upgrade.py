@@ -148,7 +148,7 @@ def test_a_producer_of_the_release_before_works_for_this_trainer(site: Site) -> 
     until(lambda: old.all("policy"), old.step)
     assert [ack["outcome"] for ack in old.all("ack")] == ["accepted"] * 4
     [member] = trainer.intake.fleet.sessions.values()
-    assert (member.name, member.release, member.idle_s) == ("old", "", 0.0)
+    assert (member.name, member.release, member.heartbeat.idle_s) == ("old", "", 0.0)
     assert [release_before.decode(frame)["type"] for frame in site.frames()] == ["group"] * 4
 
     trainer.publish(1, b"another", "c" * 64)
@@ -220,7 +220,7 @@ def test_a_trainer_killed_and_downgraded_within_one_connection(site: Site) -> No
     """The producer does not notice the exchange; the old trainer refuses all that it goes on sending."""
     trainer, new = site.trainer(), site.worker()
     until(lambda: trainer.replay.totals["accepted"] == 4)
-    trainer.intake._fleet.sessions.clear()  # so that nobody is told goodbye
+    trainer.intake.fleet.sessions.clear()  # so that nobody is told goodbye
     trainer.intake.stop("stopping")
     old = site.old_trainer()
     until(lambda: len(old.all("group")) >= 2, old.step)
