@@ -17,8 +17,7 @@ import numpy as np
 from benchmarks.groups import SHAPE
 from benchmarks.terms import HEARTBEAT_INTERVAL_S, HEARTBEAT_TIMEOUT_S, NEEDS
 from consumer.intake.arrivals import RolloutStorage
-from consumer.intake.dispatcher import LeaseDispatcher
-from consumer.intake.evaluation import EvaluationDispatcher
+from consumer.intake.dispatcher import EvaluationDispatcher, LeaseDispatcher
 from consumer.intake.fleet import SessionTerms
 from consumer.intake.intake import Dispatchers, Intake
 from consumer.publishing.policy_store import PolicyStore

@@ -21,7 +21,7 @@ from safetensors.torch import load
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from consumer.publishing.published_policy import Snapshot
-from consumer.training.retraining import RetrainingPipeline
+from consumer.training.pipeline import Pipeline
 from consumer.training.run_components import RunComponents
 from protocol.config.functions import load_function
 from protocol.wire.adapter_blob import AdapterBlob
@@ -104,7 +104,7 @@ class Sampler:
         return (distribution - noise.log()).argmax(dim=-1)  # Gumbel's trick: equal noise for equal seeds
 
 
-class Policies(RetrainingPipeline):
+class Policies(Pipeline):
     """The last published policies, by version.
 
     Args:

@@ -17,10 +17,9 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.acceptor import Acceptor
 from benchmarks.terms import MAX_MESSAGE_BYTES
-from consumer.publishing.probe import NUM_TOKENS, Probe
 from consumer.publishing.published_policy import PublishedPolicy
 from consumer.publishing.publisher import Publisher
-from consumer.publishing.snapshots import AdapterSnapshots
+from consumer.publishing.snapshots import NUM_TOKENS, AdapterSnapshots, Probe
 from consumer.waiting import Patience
 from protocol.files.shared_memory import NO_MEMORY, SharedMemory, shared_memory
 from protocol.transport.zeromq_server import ZmqServer

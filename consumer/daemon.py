@@ -17,9 +17,8 @@ import torch
 import transformers
 
 from consumer.assembly.live import live_run, watch_live
-from consumer.assembly.retraining import retraining
-from consumer.assembly.training import training_loop
-from consumer.training.retraining import RecordedRun
+from consumer.assembly.training import retraining, training_loop
+from consumer.training.feed import RecordedRun
 from consumer.training.run_components import RunComponents
 from consumer.training.trl_arguments import build_arguments, build_lora
 from consumer.waiting import StopRequested

@@ -6,6 +6,7 @@ what `check` raises.
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -36,6 +37,7 @@ class ThreadErrors:
             raise self.first
 
 
+@dataclass(eq=False)
 class Patience:
     """See the module's guarantee.
 
@@ -44,13 +46,19 @@ class Patience:
         say: shows a line to the user.
     """
 
-    def __init__(self, *, check: Callable[[], None], say: Callable[[str], None], stall_timeout_s: float) -> None:
-        self.check = check
-        self._say = say
-        self._stall_timeout_s = stall_timeout_s
+    check: Callable[[], None]
+    say: Callable[[str], None]
+    stall_timeout_s: float
 
     def wait_until(
-        self, attempt: Callable[[], _Result | None], what: str, describe: Callable[[], str], *, pause_s: float = 0.0
+        self,
+        attempt: Callable[[], _Result | None],
+        what: str,
+        describe: Callable[[], str],
+        *,
+        pause_s: float = 0.0,
+        timeout_s: float | None = None,
+        progress: Callable[[], object] = lambda: None,
     ) -> _Result:
         """Calls `attempt` until it returns something, and returns that.
 
@@ -58,18 +66,21 @@ class Patience:
             what: is waited for.
             describe: says who waits for whom.
             pause_s: sleep between attempts, for those that do not wait themselves.
+            timeout_s: in place of `stall_timeout_s`.
+            progress: the time begins anew when what it returns changes.
         """
-        started = said = time.monotonic()
+        limit_s, before = timeout_s or self.stall_timeout_s, progress()
+        started = changed = said = time.monotonic()
         while (result := attempt()) is None:
             self.check()
             now = time.monotonic()
-            if now - started > self._stall_timeout_s:
-                raise StalledError(
-                    f"no {what} for pipeline.stall_timeout_s={self._stall_timeout_s:.0f} s: {describe()}"
-                )
+            if before != (before := progress()):
+                changed = now
+            if now - changed > limit_s:
+                raise StalledError(f"no {what} for pipeline.stall_timeout_s={limit_s:.0f} s: {describe()}")
             if now - said > _SAY_EVERY_S:
                 said = now
-                self._say(f"waiting for {what} ({now - started:.0f} s): {describe()}")
+                self.say(f"waiting for {what} ({now - started:.0f} s): {describe()}")
             time.sleep(pause_s)
         return result
 

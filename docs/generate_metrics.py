@@ -19,9 +19,12 @@ from prometheus_client import CollectorRegistry  # noqa: E402
 
 from consumer.intake.arrivals import RolloutStorage  # noqa: E402
 from consumer.intake.sessions import ProducerSession  # noqa: E402
-from consumer.reporting.evaluation_metrics import watch_evaluation  # noqa: E402
 from consumer.reporting.learning_metrics import LearningMetrics  # noqa: E402
-from consumer.reporting.metrics import commit_seconds, watch_trainer  # noqa: E402
+from consumer.reporting.metrics import (  # noqa: E402
+    commit_seconds,
+    watch_evaluation,
+    watch_trainer,
+)
 from producer.environments.agents import Agents  # noqa: E402
 from producer.environments.atropos import Atropos  # noqa: E402
 from producer.metrics import ProducerMetrics  # noqa: E402

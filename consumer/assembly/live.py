@@ -6,23 +6,20 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from consumer.assembly.evaluation import evaluation_of
-from consumer.assembly.rollouts import rollout_buffer, staleness_controller
+from consumer.assembly.rollouts import evaluation_of, rollout_buffer, staleness_controller
 from consumer.checkpoints import folders as checkpoints
 from consumer.checkpoints.run_facts import comparable, dataset_change
 from consumer.intake.arrivals import RolloutStorage
-from consumer.intake.dispatcher import LeaseDispatcher
-from consumer.intake.evaluation import EvaluationDispatcher
+from consumer.intake.dispatcher import EvaluationDispatcher, LeaseDispatcher
 from consumer.intake.fleet import SessionTerms
 from consumer.intake.intake import Dispatchers, Intake
 from consumer.prompts.dataset import Placeholders, PromptDataset
 from consumer.prompts.source import PromptSource
 from consumer.prompts.transformed import read_aside
 from consumer.publishing.policy_store import PolicyStore
-from consumer.reporting.evaluation_metrics import watch_evaluation
-from consumer.reporting.metrics import commit_seconds, watch_trainer
+from consumer.reporting.metrics import commit_seconds, watch_evaluation, watch_trainer
+from consumer.training.callbacks import Heartbeat
 from consumer.training.feed import BatchFeed
-from consumer.training.heartbeat import Heartbeat
 from consumer.training.pipeline import Connections, LivePipeline
 from consumer.training.run_components import RunComponents, RunStart
 from consumer.waiting import Patience, ThreadErrors

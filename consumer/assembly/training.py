@@ -1,20 +1,26 @@
-"""The trainer and the loop around it. Wiring only."""
+"""The trainer and the loop around it, and what they are connected to when they train again from a journal. Wiring only."""
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from transformers import TrainerCallback
 
-from consumer.publishing.probe import Probe, probe_tokens
+from consumer.checkpoints import folders as checkpoints
+from consumer.publishing.snapshots import Probe, probe_tokens
 from consumer.reporting.sampled_rollouts import RolloutLog
-from consumer.training.callbacks import RunControl
-from consumer.training.checkpoint_writer import CheckpointWriter
+from consumer.training.callbacks import Heartbeat, RunControl
+from consumer.training.feed import RecordedFeed, RecordedRun
 from consumer.training.loop import TrainingLoop
-from consumer.training.pipeline import Connections, Feed
+from consumer.training.pipeline import CheckpointWriter, Connections, Feed, Pipeline
 from consumer.training.run_components import RunComponents, RunStart
 from consumer.training.trainer import SlipstreamTrainer
 from consumer.training.trl_arguments import REFUSALS
+from consumer.waiting import Patience, ThreadErrors
 from protocol.errors import ConfigError
+from protocol.service import logs
+from protocol.service.exposition import Watch
 
 
 def training_loop(
@@ -69,3 +75,22 @@ def _trainer(
         except (ValueError, RuntimeError) as error:
             raise ConfigError(f"run_dir: {folder} does not fit model.path and lora: {error}") from error
     return trainer
+
+
+def retraining(
+    components: RunComponents, recorded: RecordedRun, watch: Watch, *, resume: bool
+) -> tuple[RunStart, Connections, Heartbeat, Counter[str]]:
+    """Where it starts, what the loop is connected to, and what counts the groups."""
+    config = components.config
+    run_id = recorded.check(components.facts("?"))
+    logs.bind(run=run_id)
+    torch.set_num_threads(recorded.num_threads)
+    checkpoints.clear_leftovers(config.checkpoints_dir)
+    run_dir, folder = Path(config.run_dir), config.checkpoints_dir
+    start = RunStart(run_id, checkpoints.starting_point(run_dir, folder, has_groups=False, resume=resume))
+    counts: Counter[str] = Counter()
+    report = components.report(counts, start.step, watch.registry)
+    heartbeat = Heartbeat(watch.health, components.stop, ThreadErrors())
+    patience = Patience(check=heartbeat.check, say=report.say, stall_timeout_s=config.pipeline.stall_timeout_s)
+    feed = RecordedFeed(recorded, components.shape, heartbeat.check, start.step, counts)
+    return start, Connections(feed, Pipeline(), report, patience), heartbeat, counts

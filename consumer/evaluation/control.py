@@ -8,24 +8,25 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from consumer.evaluation.leases import EvaluationLeases, Finished
-from consumer.evaluation.queue import DueVersion, EvaluationQueue
-from consumer.evaluation.results import EvaluationResults
+from consumer.evaluation.results import DueVersion, EvaluationQueue, EvaluationResults
 from consumer.publishing.published_policy import PublishedPolicy
 from consumer.waiting import Patience
 from protocol.config.sections.evaluation import EvaluationSection
+from protocol.errors import StalledError
 from protocol.files.space import out_of_space
 from replay.prompts.evaluation_leases import summary
 
 logger = logging.getLogger(__name__)
 
 _PAUSE_S = 0.1
-_SAY_EVERY_S = 10.0
 
 
+@dataclass(eq=False)
 class EvaluationControl:
     """`submit` belongs to the publisher's thread, the rest to the main thread; numbers may be read by any.
 
@@ -34,49 +35,16 @@ class EvaluationControl:
         say: shows a line to the user, with its numbers as fields.
     """
 
-    def __init__(
-        self,
-        section: EvaluationSection,
-        due: EvaluationQueue,
-        results: EvaluationResults,
-        leases: EvaluationLeases,
-        *,
-        run_dir: Path,
-        reward_names: tuple[str, ...],
-        last_version: int,
-        say: Callable[..., None],
-    ) -> None:
-        self._section = section
-        self._due = due
-        self._results = results
-        self._run_dir = run_dir
-        self._reward_names = reward_names
-        self._last_version = last_version
-        self._say = say
-        self.leases = leases
-        self.last: dict[str, Any] | None = None
-        self.totals: Counter[str] = Counter()
-
-    @property
-    def best(self) -> dict[str, Any] | None:
-        return self._results.best if self._section.keep_best else None
-
-    @property
-    def best_score(self) -> float | None:
-        return self._results.best_score
-
-    @property
-    def num_skipped(self) -> int:
-        return self._due.num_skipped
-
-    @property
-    def num_without_improvement(self) -> int:
-        return self._results.num_without_improvement
-
-    @property
-    def stop_reason(self) -> str | None:
-        """Why the run should end now, if it should."""
-        return self._results.stop_reason
+    section: EvaluationSection
+    due: EvaluationQueue
+    results: EvaluationResults
+    leases: EvaluationLeases
+    run_dir: Path
+    reward_names: tuple[str, ...]
+    last_version: int
+    say: Callable[..., None]
+    last: dict[str, Any] | None = None
+    totals: Counter[str] = field(default_factory=Counter)
 
     def submit(self, policy: PublishedPolicy, step: int) -> None:
         """A policy is about to be published: it is to be evaluated if it is due and has no result.
@@ -85,11 +53,11 @@ class EvaluationControl:
             OSError: it could not be written.
         """
         version = policy.version
-        if version in self._results.versions:
+        if version in self.results.versions:
             return
-        due = version % self._section.every_versions == 0 if version else self._section.before_training
-        if due or version == self._last_version:
-            self._due.put(DueVersion(policy.info, step, bytes(policy.data), *policy.probe))
+        due = version % self.section.every_versions == 0 if version else self.section.before_training
+        if due or version == self.last_version:
+            self.due.put(DueVersion(policy.info, step, bytes(policy.data), *policy.probe))
 
     def collect(self, log: Callable[[Mapping[str, float]], None]) -> None:
         """Records what has finished. On a full disk it waits for the next call.
@@ -109,24 +77,25 @@ class EvaluationControl:
         Raises:
             StopRequested: or whatever else `patience.check` raises.
         """
-        progress, changed_at = None, time.monotonic()
-        said = changed_at
-        while self._due.versions:
-            patience.check()
+
+        def attempt() -> bool | None:
             self.collect(log)
-            now = time.monotonic()
-            if progress != (progress := (self.leases.progress, len(self._due.versions))):
-                changed_at = now
-            if now - changed_at > self._section.wait_s:
-                versions = ", ".join(f"v{version}" for version in self._due.versions)
-                self._say(
-                    f"the evaluation of {versions} is given up after evaluation.wait_s without an answer: {describe()}"
-                )
-                return
-            if now - said > _SAY_EVERY_S:
-                said, at = now, self.leases.progress
-                self._say(f"evaluating v{at.version}: {at.num_done} of {at.num_prompts} prompts; {describe()}")
-            time.sleep(_PAUSE_S)
+            return None if self.due.versions else True
+
+        def status() -> str:
+            at = self.leases.progress
+            return f"v{at.version}: {at.num_done} of {at.num_prompts} prompts; {describe()}"
+
+        try:
+            patience.wait_until(
+                attempt, "the last evaluation", status, pause_s=_PAUSE_S, timeout_s=self.section.wait_s,
+                progress=lambda: (self.leases.progress, len(self.due.versions)),
+            )  # fmt: skip
+        except StalledError:
+            versions = ", ".join(f"v{version}" for version in self.due.versions)
+            self.say(
+                f"the evaluation of {versions} is given up after evaluation.wait_s without an answer: {describe()}"
+            )
 
     def _record(self, finished: Finished, log: Callable[[Mapping[str, float]], None]) -> bool:
         """False: no room on the disk; it is tried again."""
@@ -135,21 +104,21 @@ class EvaluationControl:
             "version": policy.version,
             "step": finished.due.step,
             "t": time.time(),
-            "metric": self._section.score_name,
-            **summary(finished.answers, self._reward_names),
+            "metric": self.section.score_name,
+            **summary(finished.answers, self.reward_names),
             "duration_s": round(finished.duration_s, 3),
             "digest": policy.digest,
         }
         try:
-            is_best = self._results.record(result, finished.due.blob)
+            is_best = self.results.record(result, finished.due.blob)
         except OSError as error:
-            if not out_of_space(error, self._run_dir):
+            if not out_of_space(error, self.run_dir):
                 raise
             self.leases.finished.put(finished)
             return False
-        self._due.done(policy.version)
+        self.due.done(policy.version)
         self.last = result
-        self.totals["scored" if self._results.is_valid(result) else "incomplete"] += 1
+        self.totals["scored" if self.results.is_valid(result) else "incomplete"] += 1
         self._report(result, is_best)
         log(_tracked(result))
         return True
@@ -160,14 +129,14 @@ class EvaluationControl:
         notes = [f"{result['num_prompts']} prompts", f"{result['duration_s']:.1f} s"]
         if unscored:
             notes.append(f"{unscored} without a score")
-        if not self._results.is_valid(result):
+        if not self.results.is_valid(result):
             notes.append("too few to count")
         elif is_best:
             notes.append("the best so far")
-        elif self._results.best_score is not None:
-            notes.append(f"best {self._results.best_score:.4g}")
+        elif self.results.best_score is not None:
+            notes.append(f"best {self.results.best_score:.4g}")
         fields = {"version": result["version"], "step": result["step"], "score": score, "best": is_best}
-        self._say(f"evaluation of v{result['version']} (step {result['step']}): {shown} ({', '.join(notes)})", **fields)
+        self.say(f"evaluation of v{result['version']} (step {result['step']}): {shown} ({', '.join(notes)})", **fields)
 
 
 def _tracked(result: dict[str, Any]) -> dict[str, float]:

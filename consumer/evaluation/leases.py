@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from consumer.evaluation.queue import DueVersion, EvaluationQueue
-from consumer.intake.evaluation import EvaluationDispatcher
+from consumer.evaluation.results import DueVersion, EvaluationQueue
+from consumer.intake.dispatcher import EvaluationDispatcher
 from consumer.intake.sessions import ProducerSession, give_leases
 from consumer.prompts.source import PromptSource
 from consumer.publishing.policy_store import PolicyStore

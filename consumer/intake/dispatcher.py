@@ -9,16 +9,17 @@ waits.
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from consumer.intake.sessions import ProducerSession, give_leases
 from consumer.prompts.source import Prompt, PromptSource
+from consumer.publishing.policy_store import PolicyStore
 from protocol.errors import DatasetError
 from protocol.transport.channel import ServerChannel
 from protocol.wire.codec import CodecError
-from protocol.wire.messages import Lease, Sampling
+from protocol.wire.messages import Ack, Group, Lease, Nack, PolicyInfo, Sampling
 from replay.buffer import RolloutBuffer
 from replay.journal.database import JournalFullError
 from replay.journal.disk import DiskGuard
@@ -135,3 +136,27 @@ class LeaseDispatcher:
             record.lease_id, record.work.key.prompt_id, record.work.attempt, *unsent.prompt, self.sampling,
             record.policy_floor, self.timeout_s,
         )  # fmt: skip
+
+
+class EvaluationDispatcher:
+    """Gives no leases, and has an answer for those of the process before."""
+
+    def __init__(self, store: PolicyStore) -> None:
+        self.store = store
+
+    @property
+    def policy(self) -> PolicyInfo | None:
+        """The one that is evaluated now."""
+        return None
+
+    def tick(self, producers: Iterable[tuple[bytes, ProducerSession]], now: float) -> list[bytes]:
+        """Gives leases of what is due. Returns the producers that cannot be reached."""
+        return []
+
+    def receive(self, session: ProducerSession, message: Group | Nack) -> Ack | Nack | None:
+        """The answer to what came of a lease of an evaluation, of this process or another; None: it needs none."""
+        return Ack(message.lease_id, "duplicate", self.store.newest) if isinstance(message, Group) else None
+
+    def release(self, producer: str, keep: Iterable[str] = ()) -> set[str]:
+        """Takes back the leases of a producer, but those that it keeps, which are returned."""
+        return set()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from consumer.intake.arrivals import Arrivals
-from consumer.intake.evaluation import EvaluationDispatcher
+from consumer.intake.dispatcher import EvaluationDispatcher
 from consumer.intake.sessions import ProducerSession
 from consumer.publishing.policy_store import PolicyStore
 from protocol.throttle import Throttle

@@ -12,11 +12,9 @@ from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 from consumer.intake.arrivals import Arrivals, RolloutStorage
-from consumer.intake.dispatcher import LeaseDispatcher
-from consumer.intake.evaluation import EvaluationDispatcher
-from consumer.intake.farewell import FAREWELL_S, say_goodbye
+from consumer.intake.dispatcher import EvaluationDispatcher, LeaseDispatcher
 from consumer.intake.fleet import Fleet, SessionTerms
-from consumer.intake.sessions import ProducerSession
+from consumer.intake.sessions import FAREWELL_S, ProducerSession, say_goodbye
 from consumer.publishing.policy_store import PolicyStore
 from consumer.publishing.published_policy import PublishedPolicy
 from consumer.waiting import ThreadErrors

@@ -6,11 +6,12 @@ has none is refused alone, with its number. Ids stay the same at every start as 
 
 import hashlib
 import logging
+from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 
 from consumer.prompts.filters import TokenLimit, kept_rows
-from consumer.prompts.mixture import Mixture
 from consumer.prompts.rows import RowReader
 from consumer.prompts.source import Prompt
 from consumer.prompts.sources import load_rows
@@ -120,3 +121,34 @@ def open_prompts(config: RunConfig, model_folder: Path) -> PromptDataset | Place
     if config.environment.atropos:
         return Placeholders()
     return PromptDataset(config.dataset, model_folder, trust_remote_code=config.model.trust_remote_code)
+
+
+class Mixture:
+    """
+    Args:
+        sizes: rows of each source, none of them 0.
+        weights: the sources' shares, in relation to each other; None: every row once.
+    """
+
+    def __init__(self, sizes: Sequence[int], weights: Sequence[float] | None) -> None:
+        self._sizes = list(sizes)
+        self.counts = list(sizes)
+        """Prompts of each source in an epoch."""
+        if weights is not None:
+            per_weight = max(size / weight for size, weight in zip(sizes, weights, strict=True))
+            self.counts = [max(size, round(per_weight * weight)) for size, weight in zip(sizes, weights, strict=True)]
+        self._ends = list(accumulate(self.counts))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, prompt_id: int) -> tuple[int, int]:
+        """Source and row.
+
+        Raises:
+            IndexError: there is no such prompt.
+        """
+        if not 0 <= prompt_id < len(self):
+            raise IndexError(prompt_id)
+        source = bisect_right(self._ends, prompt_id)
+        return source, (prompt_id - self._ends[source] + self.counts[source]) % self._sizes[source]

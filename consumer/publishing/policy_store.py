@@ -8,7 +8,8 @@ given back when it leaves the store, and not before.
 import mmap
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -47,13 +48,11 @@ class PolicyStore:
 
     def publish(self, policy: PublishedPolicy) -> None:
         blob = self._blob(policy)
-        with self._lock:
-            gone = [self._blobs.pop(policy.digest)] if policy.digest in self._blobs else []
+        with self._changing() as gone:
+            if policy.digest in self._blobs:
+                gone.append(self._blobs.pop(policy.digest))
             self._blobs[policy.digest] = blob
             self._newest = policy.info
-            gone += self._superseded()
-        for blob in gone:
-            blob.release()
 
     def pin(self, policy: PublishedPolicy) -> None:
         """Keeps this policy, which is added if it is not here, until another is pinned or it is unpinned."""
@@ -62,18 +61,16 @@ class PolicyStore:
             known = policy.digest in self._blobs
         if not known:
             blob = self._blob(policy)
-            with self._lock:
-                if self._blobs.setdefault(policy.digest, blob) is blob:
+            with self._changing() as gone:
+                if policy.digest in self._blobs:  # it was published meanwhile
+                    gone.append(blob)
+                else:
+                    self._blobs[policy.digest] = blob
                     self._blobs.move_to_end(policy.digest, last=False)
-                    return
-            blob.release()  # it was published meanwhile
 
     def unpin(self) -> None:
-        with self._lock:
+        with self._changing():
             self._pinned = None
-            gone = self._superseded()
-        for blob in gone:
-            blob.release()
 
     def chunk(self, request: BlobRequest) -> BlobChunk | BlobMissing:
         with self._lock:  # a blob that is given back may be written to at once
@@ -94,10 +91,16 @@ class PolicyStore:
             data, release = _mapped(file), partial(file.unlink, missing_ok=True)
         return _Blob(memoryview(data), PolicyOffer(policy.digest, str(file or ""), *policy.probe), release)
 
-    def _superseded(self) -> list[_Blob]:
-        """Takes out all but the newest and the one that is pinned. With the lock."""
-        others = [digest for digest in self._blobs if digest != self._pinned]
-        return [self._blobs.pop(digest) for digest in others[: -self._keep]]
+    @contextmanager
+    def _changing(self) -> Iterator[list[_Blob]]:
+        """With the lock. Afterwards all but the newest and the one that is pinned leave, and what left is released."""
+        gone: list[_Blob] = []
+        with self._lock:
+            yield gone
+            others = [digest for digest in self._blobs if digest != self._pinned]
+            gone += [self._blobs.pop(digest) for digest in others[: -self._keep]]
+        for blob in gone:
+            blob.release()
 
 
 def _mapped(file: Path) -> memoryview:

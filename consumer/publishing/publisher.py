@@ -7,6 +7,7 @@ when two are unfinished. What ends the thread ends the run: `submit` and `flush`
 import threading
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from consumer.publishing.published_policy import PublishedPolicy, Snapshot
 from consumer.waiting import Patience, ThreadErrors
@@ -15,6 +16,7 @@ _MAX_UNFINISHED = 2
 _POLL_S = 0.25
 
 
+@dataclass(eq=False)
 class Publisher:
     """Starts with the first version.
 
@@ -24,20 +26,15 @@ class Publisher:
         errors: is told what ended the thread.
     """
 
-    def __init__(
-        self,
-        publish: Callable[[int, PublishedPolicy], bool],
-        patience: Patience,
-        describe: Callable[[], str],
-        errors: ThreadErrors,
-    ) -> None:
-        self._publish = publish
-        self._patience = patience
-        self._describe = describe
-        self._errors = errors
-        self._changed = threading.Condition()
-        self._unfinished: deque[tuple[int, int, Snapshot]] = deque()  # step, version
-        self._closing = False
+    publish: Callable[[int, PublishedPolicy], bool]
+    patience: Patience
+    describe: Callable[[], str]
+    errors: ThreadErrors
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+    _unfinished: deque[tuple[int, int, Snapshot]] = field(default_factory=deque)  # step, version
+    _closing: bool = False
+
+    def __post_init__(self) -> None:
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
 
     # The main thread's side.
@@ -66,11 +63,11 @@ class Publisher:
     def _wait_until_at_most(self, count: int) -> None:
         def attempt() -> bool | None:
             with self._changed:
-                done = self._changed.wait_for(lambda: len(self._unfinished) <= count or self._errors.first, _POLL_S)
-            self._errors.check()
+                done = self._changed.wait_for(lambda: len(self._unfinished) <= count or self.errors.first, _POLL_S)
+            self.errors.check()
             return True if done else None
 
-        self._patience.wait_until(attempt, "the publication of a policy", self._describe)
+        self.patience.wait_until(attempt, "the publication of a policy", self.describe)
 
     # The thread.
 
@@ -79,7 +76,7 @@ class Publisher:
             while self._next_is_there():
                 step, version, snapshot = self._unfinished[0]
                 policy = snapshot.published(version)
-                while not self._publish(step, policy):
+                while not self.publish(step, policy):
                     with self._changed:
                         if self._changed.wait_for(lambda: self._closing, _POLL_S):
                             return
@@ -87,7 +84,7 @@ class Publisher:
                     self._unfinished.popleft()
                     self._changed.notify_all()
         except BaseException as error:
-            self._errors.note(error)
+            self.errors.note(error)
             with self._changed:
                 self._changed.notify_all()
 

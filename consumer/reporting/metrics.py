@@ -1,14 +1,16 @@
-"""The trainer's view of the pipeline as Prometheus metrics: leases, groups, queues, journal, disk, producers.
+"""The trainer's view of the pipeline as Prometheus metrics: leases, groups, queues, journal, disk, producers, evaluations.
 
-Guarantee: the numbers are those that buffer, intake, journal and disk have at the moment of the scrape; the totals go on where a
-resumed run's left off.
+Guarantee: the numbers are those that the parts have at the moment of the scrape; totals go on where a resumed run's left off.
+Those of evaluations are NaN or 0 in a run without, and NaN before the first result of this process.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Histogram, Info
 
+from consumer.evaluation.control import EvaluationControl
 from consumer.intake.arrivals import RolloutStorage
 from consumer.intake.intake import Intake
 from consumer.intake.sessions import ProducerSession
@@ -199,3 +201,50 @@ def by_attempt(counts: Mapping[str, int], kind: str) -> dict[str, int]:
 def _file_bytes(journal_file: Path) -> int:
     files = (journal_file, journal_file.with_name(f"{journal_file.name}-wal"))
     return sum(file.stat().st_size for file in files if file.exists())
+
+
+_LAST_EVALUATION = {
+    "score": ("score", "Score of the last evaluation."),
+    "version": ("version", "Policy version of the last evaluation."),
+    "duration_seconds": ("duration_s", "Time from the first lease of the last evaluation to its last answer."),
+    "completion_length_mean_tokens": ("mean_length", "Mean length of the completions of the last evaluation."),
+}
+_EVALUATION_IN_PROGRESS = {
+    "prompts": ("num_prompts", "Prompts of the evaluation in progress; 0 while there is none."),
+    "prompts_done": ("num_done", "Those of them that are answered or given up."),
+    "leases": ("num_out", "Leases of the evaluation in progress."),
+}
+
+
+def watch_evaluation(registry: CollectorRegistry, evaluation: EvaluationControl | None) -> None:
+    """
+    Args:
+        evaluation: None for a run without.
+    """
+    readings = Readings(registry)
+
+    def gauge(name: str, text: str, read: Callable[[EvaluationControl], float | None], otherwise: float) -> None:
+        def value() -> float:
+            found = read(evaluation) if evaluation else None
+            return otherwise if found is None else float(found)
+
+        readings.gauge(f"rl_trainer_evaluation_{name}", text, value)
+
+    for name, (key, text) in _LAST_EVALUATION.items():
+        gauge(name, text, lambda each, key=key: (each.last or {}).get(key), math.nan)  # type: ignore[misc]
+    gauge("best_score", "Best score of the run.", lambda each: each.results.best_score, math.nan)
+    text = "Evaluations since the last improvement, which evaluation.patience bounds."
+    gauge("without_improvement", text, lambda each: each.results.num_without_improvement, 0)
+    for name, (key, text) in _EVALUATION_IN_PROGRESS.items():
+        gauge(name, text, lambda each, key=key: getattr(each.leases.progress, key), 0)  # type: ignore[misc]
+    readings.counters(
+        "rl_trainer_evaluations_total",
+        "Evaluations since the trainer started: scored, incomplete (too few prompts have a score to count), or skipped because "
+        "the one before took too long.",
+        "outcome",
+        lambda: {
+            "scored": evaluation.totals["scored"] if evaluation else 0,
+            "incomplete": evaluation.totals["incomplete"] if evaluation else 0,
+            "skipped": evaluation.due.num_skipped if evaluation else 0,
+        },
+    )

@@ -1,23 +1,32 @@
-"""The main thread's wait for rollouts: from the rollout buffer to the training loop.
+"""Where batches come from: the rollout buffer, or the journal of a run that is trained again without producers.
 
-Guarantee: it yields exactly the batches that were cut, in order. It ends a run by raising: `StopRequested` after a signal,
-at a step boundary; `NoSignalError` when what came gives nothing to learn from, `StalledError` when nothing usable came for too
-long; whatever ended the intake thread.
+Guarantee: exactly the batches that were cut, in order. Of a journal they are those of the surviving lineage and nothing else:
+with the same configuration, on the same kind of CPU and in float32, every checkpoint comes out bit for bit as in the recorded
+run. A feed ends a run by raising: `StopRequested` after a signal, at a step boundary; `NoSignalError` when what came gives
+nothing to learn from, `StalledError` when nothing usable came for too long; whatever ended the intake thread.
 """
 
+import json
 import math
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
+from consumer.checkpoints.run_facts import check_same_batches
 from consumer.intake.intake import Intake
-from consumer.waiting import Patience
-from protocol.errors import StalledError
+from consumer.waiting import Patience, StopRequested
+from protocol.errors import JournalError, StalledError
 from replay.batches.cutting import CutBatch
 from replay.buffer import RolloutBuffer
+from replay.groups import GroupShape
+from replay.journal.reader import JournalReader
 
 _POLL_S = 0.25
 
 
+@dataclass(eq=False)
 class BatchFeed:
     """Iterates over the batches of a run.
 
@@ -25,28 +34,25 @@ class BatchFeed:
         partial_after_s: how long to wait for a full batch before a partial one will do; None: for ever.
     """
 
-    def __init__(
-        self, buffer: RolloutBuffer, intake: Intake, patience: Patience, *, partial_after_s: float | None = None
-    ) -> None:
-        self._buffer = buffer
-        self._intake = intake
-        self._patience = patience
-        self._partial_after_s = math.inf if partial_after_s is None else partial_after_s
-        self._waits_since: float | None = None  # None: nobody waits
-        self.wait_s = 0.0  # spent on the last batch
-        self.last: CutBatch | None = None
+    buffer: RolloutBuffer
+    intake: Intake
+    patience: Patience
+    partial_after_s: float | None = None
+    wait_s: float = 0.0  # spent on the last batch
+    last: CutBatch | None = None
+    _waits_since: float | None = None  # None: nobody waits
 
     def __iter__(self) -> Iterator[CutBatch]:
         while True:
-            self._patience.check()
+            self.patience.check()
             self._waits_since = time.monotonic()
             try:
-                self.last = self._patience.wait_until(self._attempt, "rollouts", self._describe)
+                self.last = self.patience.wait_until(self._attempt, "rollouts", self._describe)
             except StalledError:
-                self._buffer.check_stalled()
+                self.buffer.check_stalled()
                 raise
             self.wait_s, self._waits_since = self.waiting_s(), None
-            self._intake.wake()  # a batch was cut: there is room for leases
+            self.intake.wake()  # a batch was cut: there is room for leases
             yield self.last
 
     def waiting_s(self) -> float:
@@ -55,7 +61,85 @@ class BatchFeed:
         return 0.0 if since is None else time.monotonic() - since
 
     def _attempt(self) -> CutBatch | None:
-        return self._buffer.next_batch(_POLL_S, partial=self.waiting_s() >= self._partial_after_s)
+        after_s = math.inf if self.partial_after_s is None else self.partial_after_s
+        return self.buffer.next_batch(_POLL_S, partial=self.waiting_s() >= after_s)
 
     def _describe(self) -> str:
-        return f"{self._intake.describe()}; so far {dict(self._buffer.totals)}"
+        return f"{self.intake.describe()}; so far {dict(self.buffer.totals)}"
+
+
+class RecordedRun:
+    """The journal of a run that is over, or of one still running.
+
+    Raises:
+        JournalError: there is none, or it cannot be read.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._reader = JournalReader(run_dir / "journal.sqlite")
+        self._facts = self._reader.facts()
+
+    def close(self) -> None:
+        self._reader.close()
+
+    @property
+    def num_threads(self) -> int:
+        """CPU threads of torch in the recorded run; sums come out the same with as many only."""
+        return int(json.loads(self._facts["num_threads"]))
+
+    def check(self, facts: dict[str, str]) -> str:
+        """Returns the id of the recorded run.
+
+        Raises:
+            ConfigError: the configuration does not fit its groups.
+            JournalError: its groups are those of a newer release.
+        """
+        check_same_batches(self._facts, facts, self._reader.path)
+        return self._facts["run_id"]
+
+    def batches(self, from_step: int, shape: GroupShape) -> Iterator[CutBatch]:
+        """The batches from optimizer step `from_step` (from 1) on, which may lie in the middle of the first.
+
+        Raises:
+            JournalError: one is missing, because old groups were deleted.
+        """
+        expected = from_step
+        for step, last_step, group_ids, num_fresh in self._reader.batches(from_step):
+            if step > expected:
+                raise _missing(expected)
+            if len(group_ids) < int(self._facts["groups_per_step"]) and self._reader.num_deleted():
+                raise _missing(step)  # or a partial batch; where groups were deleted nobody can tell
+            groups = [shape.load(frame) for frame in self._reader.frames(group_ids)]
+            yield CutBatch(step - 1, last_step - expected + 1, last_step, groups, num_fresh)
+            expected = last_step + 1
+        if expected == from_step:
+            raise _missing(expected)
+
+
+@dataclass(eq=False)
+class RecordedFeed:
+    """A `Feed` of recorded batches; it ends the run after the last one."""
+
+    recorded: RecordedRun
+    shape: GroupShape
+    check: Callable[[], None]
+    first_step: int
+    counts: Counter[str]
+    wait_s: float = 0.0
+    last: CutBatch | None = None
+
+    def __iter__(self) -> Iterator[CutBatch]:
+        for batch in self.recorded.batches(self.first_step + 1, self.shape):
+            self.check()
+            self.counts["trained"] += batch.num_fresh
+            self.counts["replayed"] += len(batch.groups) - batch.num_fresh
+            self.last = batch
+            yield batch
+        raise StopRequested
+
+
+def _missing(step: int) -> JournalError:
+    return JournalError(
+        f"--from-journal: the groups of step {step} are not in the journal (any more). Runs that will be trained again "
+        "need replay.keep_all: true"
+    )

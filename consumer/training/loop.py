@@ -7,6 +7,7 @@ checkpoint: a run that is stopped or killed meanwhile goes on with the evaluatio
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,26 +24,15 @@ from protocol.files.json_lines import encode_page
 from protocol.files.staged import staged
 
 
+@dataclass(eq=False)
 class TrainingLoop:
     """The trainer between its feed and its pipeline, from the first step to the final adapter."""
 
-    def __init__(
-        self,
-        trainer: SlipstreamTrainer,
-        control: RunControl,
-        connections: Connections,
-        start: RunStart,
-        run_dir: Path,
-    ) -> None:
-        self.control = control
-        self._trainer = trainer
-        self._feed = connections.feed
-        self._report = connections.report
-        self._patience = connections.patience
-        self._evaluation = connections.evaluation
-        self._start = start
-        self._run_dir = run_dir
-        self._max_steps = trainer.args.max_steps
+    trainer: SlipstreamTrainer
+    control: RunControl
+    connections: Connections
+    start: RunStart
+    run_dir: Path
 
     def train(self, describe: Callable[[], str] = lambda: "") -> bool:
         """Returns whether the run is finished: every step was taken and the last version evaluated, as far as it could be, or
@@ -61,20 +51,20 @@ class TrainingLoop:
             was_stopped = True
         if not self._keep() or not self._has_trained:
             return False
-        if self._evaluation is None or not self._took_all_steps:
+        if self.connections.evaluation is None or not self._took_all_steps:
             return True
         try:
             if not was_stopped:  # otherwise perhaps before the last version was published, and known to be due
-                self._evaluation.wait_for_last(self._patience, describe, self._trainer.log_now)
+                self.connections.evaluation.wait_for_last(self.connections.patience, describe, self.trainer.log_now)
                 return True
         except StopRequested:
             pass
-        self._report.say("stopped before the last evaluation was done; the final adapter is written")
+        self.connections.report.say("stopped before the last evaluation was done; the final adapter is written")
         return False
 
     @property
     def _took_all_steps(self) -> bool:
-        return bool(self._trainer.state.global_step >= self._max_steps)
+        return bool(self.trainer.state.global_step >= self.trainer.args.max_steps)
 
     @property
     def _has_trained(self) -> bool:
@@ -82,37 +72,37 @@ class TrainingLoop:
         return self._took_all_steps or self.control.early_stop_reason is not None
 
     def _take_steps(self) -> None:
-        if self._start.step < self._max_steps and self.control.early_stop_reason is None:
-            checkpoint = self._start.checkpoint
-            self._trainer.train(resume_from_checkpoint=str(checkpoint.folder) if checkpoint else None)
+        if self.start.step < self.trainer.args.max_steps and self.control.early_stop_reason is None:
+            checkpoint = self.start.checkpoint
+            self.trainer.train(resume_from_checkpoint=str(checkpoint.folder) if checkpoint else None)
         else:  # transformers would wait for one batch more
-            self._trainer.state.global_step = self._start.step
+            self.trainer.state.global_step = self.start.step
 
     def _keep(self) -> bool:
         """Brings what was trained to the disk: a checkpoint if the run may have to go on from here, and the final adapter.
         False: there was no room until a stop was requested."""
         what, then = "a checkpoint", "the steps since the last one will be taken again"
         try:
-            if self._evaluation is not None or not self._has_trained:
+            if self.connections.evaluation is not None or not self._has_trained:
                 self._save_checkpoint()
             if self._has_trained:
                 what, then = "the adapter", "go on with --resume to have it written"
-                self._write(self._run_dir / "adapter", self._trainer.save_model, what)
+                self._write(self.run_dir / "adapter", self.trainer.save_model, what)
         except StopRequested:
-            self._report.say(f"no room for {what}: {then}")
+            self.connections.report.say(f"no room for {what}: {then}")
             return False
         return True
 
     def _save_checkpoint(self) -> None:
         """Unless nothing was trained since the last one."""
-        step, folder = self._trainer.state.global_step, Path(self._trainer.args.output_dir)
-        if step > self._start.step and not is_committed(folder / f"checkpoint-{step}"):
-            self._trainer._save_checkpoint(self._trainer.model, trial=None)
+        step, folder = self.trainer.state.global_step, Path(self.trainer.args.output_dir)
+        if step > self.start.step and not is_committed(folder / f"checkpoint-{step}"):
+            self.trainer._save_checkpoint(self.trainer.model, trial=None)
 
     def _explain(self, found: NotFiniteStep) -> str:
         """Keeps the batch, and says what was found and how to go on."""
-        trainer = self._trainer
-        step, batch = trainer.state.global_step + 1, self._feed.last
+        trainer = self.trainer
+        step, batch = trainer.state.global_step + 1, self.connections.feed.last
         assert batch is not None
         weights = not_finite(trainer.model.named_parameters(), lambda parameter: parameter)
         numbers = {
@@ -122,7 +112,7 @@ class TrainingLoop:
             "weights_not_finite": weights,
             "gradients_not_finite": not_finite(trainer.model.named_parameters(), lambda parameter: parameter.grad),
         }
-        folder = keep(self._run_dir, step, batch, numbers)
+        folder = keep(self.run_dir, step, batch, numbers)
         if weights:
             cause = (
                 f"the weights themselves are not finite ({weights[0]} first), so an earlier step spoiled them: lower "
@@ -140,10 +130,11 @@ class TrainingLoop:
 
     def write_results(self, finished: bool, numbers: dict[str, Any]) -> None:
         """A summary for programs and one for people."""
-        step = self._trainer.state.global_step
+        step = self.trainer.state.global_step
         summary = {"finished": finished, "steps": step, "wall_s": time.monotonic() - self._started} | numbers
-        if self._evaluation is not None:
-            best = self._evaluation.best
+        if self.connections.evaluation is not None:
+            keeps_best = self.connections.evaluation.section.keep_best
+            best = self.connections.evaluation.results.best if keeps_best else None
             summary |= {
                 "stopped_early": self.control.early_stop_reason,
                 "best": best and {**best, "folder": "checkpoints/best"},
@@ -153,14 +144,14 @@ class TrainingLoop:
             Path(file).write_text(encode_page(summary), encoding="utf-8")
 
         try:
-            self._write(self._run_dir / "trainer.json", write, "trainer.json")
+            self._write(self.run_dir / "trainer.json", write, "trainer.json")
         except StopRequested:
-            self._report.say("no room for trainer.json; go on with --resume to have it written")
+            self.connections.report.say("no room for trainer.json; go on with --resume to have it written")
         hint = "" if finished else "; go on with --resume"
         outcome = "finished" if finished else "stopped"
         if finished and (reason := self.control.early_stop_reason) is not None:
             outcome += f" early, because {reason},"
-        self._report.say(f"rl-trainer: {outcome} at step {step} of {self._max_steps}{hint}")
+        self.connections.report.say(f"rl-trainer: {outcome} at step {step} of {self.trainer.args.max_steps}{hint}")
 
     def _write(self, final: Path, write: Callable[[str], object], what: str) -> None:
         """Has `write` make a file or folder that appears whole, as soon as there is room for it."""
@@ -169,4 +160,4 @@ class TrainingLoop:
             with staged(final) as partial:
                 write(str(partial))
 
-        write_when_there_is_room(attempt, self._patience, final.parent, what)
+        write_when_there_is_room(attempt, self.connections.patience, final.parent, what)

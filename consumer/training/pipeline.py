@@ -1,12 +1,12 @@
-"""What a training loop needs from the rest of the trainer, and the pipeline of a live run.
+"""What a training loop needs from the rest of the trainer, the pipeline of a live run, and its checkpoints.
 
 Guarantee: the journal knows that a step ended, and which policy it made, before any producer hears of that policy, which
-is published while training goes on; what no checkpoint needs any more leaves the journal only after the newer checkpoint is
-on the disk.
+is published while training goes on. A checkpoint is committed only together with the pipeline state that belongs to it, as soon
+as the disk has room for both; older ones go after that, and what no checkpoint needs any more leaves the journal last.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,7 +18,7 @@ from consumer.intake.intake import Intake
 from consumer.publishing.published_policy import PublishedPolicy, Snapshot
 from consumer.publishing.publisher import Publisher
 from consumer.reporting.step_report import StepReport
-from consumer.waiting import Patience, ThreadErrors
+from consumer.waiting import Patience, ThreadErrors, write_when_there_is_room
 from protocol.config.sections.learning import ReplaySection
 from protocol.files.space import out_of_space
 from replay.batches.cutting import CutBatch
@@ -40,20 +40,18 @@ class Feed(Protocol):
     def __iter__(self) -> Iterator[CutBatch]: ...
 
 
-class Pipeline(Protocol):
-    """Where a step's results go."""
+class Pipeline:
+    """Where a step's results go. This one leads nowhere, as a run that is trained again needs it."""
 
     def publish(self, step: int, version: int, snapshot: Snapshot) -> None:
         """Step `step` ended and made this policy. Releases the snapshot, then or later."""
-        ...
+        snapshot.release()
 
     def flush(self) -> None:
         """Returns when every policy is published."""
-        ...
 
     def end_step(self, step: int) -> None:
         """Step `step` ended and made no policy."""
-        ...
 
     def observe(self, effective_share: float | None, wait_share: float) -> dict[str, float]:
         """Takes note of how a step went, and returns how the pipeline stands.
@@ -62,15 +60,14 @@ class Pipeline(Protocol):
             effective_share: Kish's effective sample share of its tokens, if known.
             wait_share: share of its time that the trainer waited for rollouts.
         """
-        ...
+        return {}
 
     def state(self) -> dict[str, Any]:
         """What belongs into a checkpoint of this moment, as plain data."""
-        ...
+        return {}
 
     def checkpointed(self, checkpoints_dir: Path) -> None:
         """A checkpoint was committed, and old ones were deleted."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -88,8 +85,9 @@ class Connections:
     evaluation: EvaluationControl | None = None
 
 
-class LivePipeline:
-    """A `Pipeline` with producers, a buffer and a journal.
+@dataclass(eq=False)
+class LivePipeline(Pipeline):
+    """With producers, a buffer and a journal.
 
     Args:
         errors: is told what ended the thread that publishes.
@@ -97,26 +95,20 @@ class LivePipeline:
         evaluation: is told of every policy before it is published.
     """
 
-    def __init__(
-        self,
-        storage: RolloutStorage,
-        intake: Intake,
-        patience: Patience,
-        errors: ThreadErrors,
-        settings: ReplaySection,
-        staleness: StalenessController | None = None,
-        evaluation: EvaluationControl | None = None,
-    ) -> None:
-        self._buffer, self._journal, self._disk = storage
-        self._intake = intake
-        self._patience = patience
-        self._settings = settings
-        self._staleness = staleness
-        self._evaluation = evaluation
+    storage: RolloutStorage
+    intake: Intake
+    patience: Patience
+    errors: ThreadErrors
+    settings: ReplaySection
+    staleness: StalenessController | None = None
+    evaluation: EvaluationControl | None = None
+
+    def __post_init__(self) -> None:
+        self._buffer, self._journal, self._disk = self.storage
         self._retention = Retention(self._journal)
-        self._publisher = Publisher(self._announce, patience, intake.describe, errors)
-        if staleness is not None:
-            self._buffer.lease_within(staleness.staleness)
+        self._publisher = Publisher(self._announce, self.patience, self.intake.describe, self.errors)
+        if self.staleness is not None:
+            self._buffer.lease_within(self.staleness.staleness)
 
     def publish(self, step: int, version: int, snapshot: Snapshot) -> None:
         self.end_step(step)
@@ -137,25 +129,25 @@ class LivePipeline:
                 return None
             return True
 
-        self._patience.wait_until(attempt, "room on the disk of run_dir", self._intake.describe, pause_s=_PAUSE_S)
+        self.patience.wait_until(attempt, "room on the disk of run_dir", self.intake.describe, pause_s=_PAUSE_S)
 
     def observe(self, effective_share: float | None, wait_share: float) -> dict[str, float]:
         depth = {f"pipeline/{name}": float(count) for name, count in self._buffer.depth().items()}
-        if self._staleness is None:
+        if self.staleness is None:
             return depth
-        change = self._staleness.note(effective_share=effective_share, wait_share=wait_share)
+        change = self.staleness.note(effective_share=effective_share, wait_share=wait_share)
         if change is not None:
             logger.info("max_staleness: %s", change)
-            self._buffer.lease_within(self._staleness.staleness)
-        return depth | {"pipeline/max_staleness": float(self._staleness.staleness)}
+            self._buffer.lease_within(self.staleness.staleness)
+        return depth | {"pipeline/max_staleness": float(self.staleness.staleness)}
 
     def state(self) -> dict[str, Any]:
         state = self._buffer.state()
-        return state if self._staleness is None else state | {"staleness": self._staleness.state()}
+        return state if self.staleness is None else state | {"staleness": self.staleness.state()}
 
     def checkpointed(self, checkpoints_dir: Path) -> None:
         kept = checkpoints.committed(checkpoints_dir)
-        if not kept or self._settings.keep_all:
+        if not kept or self.settings.keep_all:
             return
         states = [checkpoint.state for checkpoint in kept] + [self._buffer.state()]
         try:
@@ -163,8 +155,8 @@ class LivePipeline:
                 oldest_step=kept[0].step,
                 oldest_seq=kept[0].state["journal_seq"],
                 replayable={group_id for state in states for group_id, *_ in state["replay"]},
-                keep_bytes=self._settings.keep_bytes if self._disk.has_room else 0,
-                keep_age_s=self._settings.keep_age_s,
+                keep_bytes=self.settings.keep_bytes if self._disk.has_room else 0,
+                keep_age_s=self.settings.keep_age_s,
             )
         except JournalFullError:
             self._disk.spend_reserve()  # the next checkpoint tries again
@@ -173,12 +165,50 @@ class LivePipeline:
         """On the publisher's thread."""
         try:
             self._journal.note_policy(policy.version, step, policy.digest)
-            if self._evaluation is not None:
-                self._evaluation.submit(policy, step)
+            if self.evaluation is not None:
+                self.evaluation.submit(policy, step)
         except (JournalFullError, OSError) as error:
             if not isinstance(error, JournalFullError) and not out_of_space(error, self._journal.path.parent):
                 raise
             self._disk.spend_reserve()
             return False
-        self._intake.publish(policy)
+        self.intake.publish(policy)
         return True
+
+
+@dataclass(eq=False)
+class CheckpointWriter:
+    """See the module's guarantee.
+
+    Args:
+        folder: of all checkpoints.
+        keep: this many of the newest; None: all.
+    """
+
+    folder: Path
+    pipeline: Pipeline
+    patience: Patience
+    run_id: str
+    keep: int | None
+
+    def commit(self, step: int, staged: Path, write: Callable[[], None]) -> None:
+        """Commits a checkpoint of this moment, after optimizer step `step`.
+
+        Args:
+            write: puts the part that transformers writes into `staged`.
+        """
+        state = self.pipeline.state() | {"step": step, "run_id": self.run_id}
+
+        def whole() -> None:
+            checkpoints.clear_leftovers(self.folder)
+            try:
+                write()
+                checkpoints.commit(staged, state)
+            except BaseException:
+                checkpoints.clear_leftovers(self.folder)
+                raise
+
+        write_when_there_is_room(whole, self.patience, self.folder, "a checkpoint")
+        if self.keep:
+            checkpoints.prune(self.folder, self.keep)
+        self.pipeline.checkpointed(self.folder)

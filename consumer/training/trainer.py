@@ -84,11 +84,9 @@ class SlipstreamTrainer(StepLossTrainer):
         if self.beta != 0.0:
             self._reference = ReferencePolicy(self._peft_model, adapter.tensors)
 
-    def get_train_dataloader(self) -> Iterable[list[MicroBatch]]:
-        return _Steps(self)
-
-    def steps(self) -> Iterator[list[MicroBatch]]:
-        """The micro-batches of each step to come; a batch is trained `num_iterations` times."""
+    def get_train_dataloader(self) -> Iterator[list[MicroBatch]]:
+        """The micro-batches of each step to come; a batch is trained `num_iterations` times. What transformers takes for a loader
+        has no length: `max_steps` bounds the run."""
         for batch in self._batches:
             tensors = self.recipe.tensors(batch.groups)
             if self.log_completions:
@@ -133,13 +131,3 @@ def _scored_elsewhere(name: str) -> Callable[..., list[float]]:
 
     reward.__name__ = name
     return reward
-
-
-class _Steps:
-    """What transformers iterates as the data loader. It has no length: `max_steps` bounds the run."""
-
-    def __init__(self, trainer: SlipstreamTrainer) -> None:
-        self._trainer = trainer
-
-    def __iter__(self) -> Iterator[list[MicroBatch]]:
-        return self._trainer.steps()

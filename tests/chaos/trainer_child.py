@@ -52,12 +52,11 @@ def main(request: dict[str, Any]) -> int:
 def _write_evidence(log: EvidenceLog) -> None:
     from consumer.checkpoints import folders as checkpoints
     from consumer.training.callbacks import RunControl
-    from consumer.training.pipeline import LivePipeline
-    from consumer.training.retraining import RetrainingPipeline
+    from consumer.training.pipeline import LivePipeline, Pipeline
     from consumer.training.trainer import SlipstreamTrainer
     from replay.journal.retention import Retention
 
-    steps = SlipstreamTrainer.steps
+    steps = SlipstreamTrainer.get_train_dataloader
 
     def watched_steps(trainer: Any) -> Iterator[Any]:
         log.note("start", step=trainer.state.global_step)
@@ -73,7 +72,7 @@ def _write_evidence(log: EvidenceLog) -> None:
         trainer._batches = watched_batches()
         return steps(trainer)
 
-    SlipstreamTrainer.steps = watched_steps
+    SlipstreamTrainer.get_train_dataloader = watched_steps
 
     on_step_end = RunControl.on_step_end
 
@@ -83,7 +82,7 @@ def _write_evidence(log: EvidenceLog) -> None:
 
     RunControl.on_step_end = watched_step_end
 
-    for pipeline in (LivePipeline, RetrainingPipeline):
+    for pipeline in (LivePipeline, Pipeline):
 
         def watched_publish(self: Any, step: int, version: int, snapshot: Any, _then: Any = pipeline.publish):
             log.note("policy", step=step, version=version, digest=snapshot.published(version).digest)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from consumer import cli
-from consumer.training.checkpoint_writer import CheckpointWriter
+from consumer.training.pipeline import CheckpointWriter
 
 _commit = CheckpointWriter.commit
 

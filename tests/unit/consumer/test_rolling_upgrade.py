@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from consumer.checkpoints.run_facts import comparable
-from consumer.training.retraining import RecordedRun
+from consumer.training.feed import RecordedRun
 from producer.interfaces import DownloadedPolicy
 from producer.link.link import Link
 from producer.link.mailbox import Mailbox

@@ -12,7 +12,7 @@ import torch
 
 from consumer.batches.tensors import MicroBatch
 from consumer.loss.importance import PRESETS
-from consumer.training.heartbeat import Heartbeat
+from consumer.training.callbacks import Heartbeat
 from consumer.training.trainer import SlipstreamTrainer
 from consumer.waiting import ThreadErrors
 from replay.batches.cutting import CutBatch

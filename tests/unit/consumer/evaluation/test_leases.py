@@ -17,8 +17,7 @@ from msgspec.structs import replace
 
 from consumer.evaluation.control import EvaluationControl
 from consumer.evaluation.leases import EvaluationLeases, EvaluationRules, Progress
-from consumer.evaluation.queue import EvaluationQueue
-from consumer.evaluation.results import EvaluationResults
+from consumer.evaluation.results import EvaluationQueue, EvaluationResults
 from consumer.intake.sessions import ProducerSession
 from consumer.publishing.policy_store import PolicyStore
 from consumer.publishing.published_policy import PublishedPolicy

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from consumer.evaluation.queue import DueVersion, EvaluationQueue
-from consumer.evaluation.results import EvaluationResults
+from consumer.evaluation.results import DueVersion, EvaluationQueue, EvaluationResults
 from protocol.config.sections.evaluation import EvaluationSection
 from protocol.wire.adapter_blob import AdapterBlob, pack
 from protocol.wire.messages import PolicyInfo

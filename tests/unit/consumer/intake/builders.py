@@ -6,8 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from consumer.intake.arrivals import RolloutStorage
-from consumer.intake.dispatcher import LeaseDispatcher
-from consumer.intake.evaluation import EvaluationDispatcher
+from consumer.intake.dispatcher import EvaluationDispatcher, LeaseDispatcher
 from consumer.intake.fleet import SessionTerms
 from consumer.intake.intake import Dispatchers, Intake
 from consumer.publishing.policy_store import PolicyStore

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from consumer.intake import farewell
+from consumer.intake import sessions
 from replay.journal.disk import DiskGuard
 from tests.unit.consumer.builders import FillableJournal
 from tests.unit.consumer.intake.builders import Start, Trainer
@@ -23,4 +23,4 @@ def start(journal: FillableJournal, disk: DiskGuard) -> Start:
 @pytest.fixture
 def short_farewell(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests whose producers do not answer a goodbye."""
-    monkeypatch.setattr(farewell, "FAREWELL_S", 0.1)
+    monkeypatch.setattr(sessions, "FAREWELL_S", 0.1)

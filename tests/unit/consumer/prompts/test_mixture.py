@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from consumer.prompts.mixture import Mixture
+from consumer.prompts.dataset import Mixture
 
 SIZES = st.lists(st.integers(1, 50), min_size=1, max_size=4)
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from consumer.publishing.probe import NUM_TOKENS, Probe, probe_tokens
+from consumer.publishing.snapshots import NUM_TOKENS, Probe, probe_tokens
 from protocol.errors import DatasetError
 
 

@@ -52,12 +52,12 @@ def test_memory_is_used_again_after_its_release_and_not_before(tmp_path: Path, t
     trainer = slipstream_trainer(run_config(tmp_path, tiny_model), tiny_model)
     snapshots = AdapterSnapshots(trainer.model)
     first, second = snapshots.take(), snapshots.take()
-    addresses = [one._blob.data_ptr() for one in (first, second)]
+    addresses = [one.blob.data_ptr() for one in (first, second)]
     assert addresses[0] != addresses[1]
     second.release()
     perturb(trainer, seed=1)
     third = snapshots.take()
-    assert third._blob.data_ptr() == addresses[1]
+    assert third.blob.data_ptr() == addresses[1]
     weights = load(msgspec.msgpack.decode(bytes(third.data), type=AdapterBlob).safetensors)
     for parameter in lora_parameters(trainer):
         assert any(torch.equal(parameter, weight) for weight in weights.values())

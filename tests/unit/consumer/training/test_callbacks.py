@@ -15,15 +15,14 @@ from transformers import AutoModelForCausalLM
 
 from consumer.checkpoints import folders as checkpoints
 from consumer.intake.arrivals import RolloutStorage
-from consumer.publishing.probe import Probe
 from consumer.publishing.published_policy import PublishedPolicy
+from consumer.publishing.snapshots import Probe
 from consumer.reporting.sampled_rollouts import RolloutLog
 from consumer.reporting.step_report import StepReport
 from consumer.training import callbacks as callbacks_module
 from consumer.training.callbacks import RunControl
-from consumer.training.checkpoint_writer import CheckpointWriter
 from consumer.training.feed import BatchFeed
-from consumer.training.pipeline import Connections, LivePipeline
+from consumer.training.pipeline import CheckpointWriter, Connections, LivePipeline
 from consumer.training.trainer import SlipstreamTrainer
 from consumer.training.trl_arguments import build_arguments, build_lora
 from consumer.waiting import Patience, ThreadErrors

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from consumer.checkpoints import folders as checkpoints
-from consumer.training.checkpoint_writer import CheckpointWriter
+from consumer.training.pipeline import CheckpointWriter
 from consumer.waiting import Patience, StopRequested
 from protocol.errors import StalledError
 from tests.unit.consumer.builders import Clock

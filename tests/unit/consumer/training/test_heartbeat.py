@@ -5,7 +5,7 @@ from typing import Any, cast
 import pytest
 from transformers import TrainerCallback
 
-from consumer.training.heartbeat import Heartbeat
+from consumer.training.callbacks import Heartbeat
 from consumer.waiting import StopRequested, ThreadErrors
 from tests.unit.protocol.service.test_health import World
 

@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from consumer.training.retraining import RecordedFeed, RecordedRun, RetrainingPipeline
+from consumer.training.feed import RecordedFeed, RecordedRun
 from consumer.waiting import StopRequested
 from protocol.errors import ConfigError, JournalError
 from replay.journal.retention import Retention
 from replay.journal.writer import Journal
 from tests.unit.consumer.builders import SHAPE, fill, live_buffer
-from tests.unit.consumer.snapshots import snapshot
 from tests.unit.replay.builders import replay_table
 
 FACTS = {
@@ -233,13 +232,3 @@ def test_a_stop_request_ends_the_feed_before_the_next_batch(journal: Journal, re
     made = record(journal, 3)
     counts: Counter[str] = Counter()
     assert consumed(feed(recorded, counts, checks=2), counts) == made[:2]
-
-
-def test_its_pipeline_leads_nowhere(tmp_path: Path) -> None:
-    pipeline = RetrainingPipeline()
-    pipeline.publish(1, 1, snapshot(b"adapter"))
-    pipeline.flush()
-    pipeline.end_step(2)
-    pipeline.checkpointed(tmp_path / "absent")
-    assert pipeline.observe(0.5, 0.5) == {}
-    assert pipeline.state() == {}
