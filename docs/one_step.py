@@ -30,7 +30,7 @@ from producer.policies.swap_report import SwapReport
 from producer.policies.verification import SwapProof, probe_of
 from producer.rewards.pool import RewardPool
 from producer.rollouts.in_flight import InFlight
-from producer.rollouts.prompts import PromptFormat
+from producer.rollouts.prompts import PromptFormat, load_tokenizer
 from producer.state import Counters
 from producer.timeline import Timeline
 from protocol.config.run import RunConfig
@@ -38,7 +38,6 @@ from protocol.config.sections.swap import TOLERANCES
 from protocol.files.shared_memory import NO_MEMORY
 from protocol.wire.codec import decode, encode
 from protocol.wire.messages import BlobRequest, Lease, PolicyRequest, Sampling
-from protocol.wire.prompts import load_tokenizer
 from replay.batches.cutting import CutBatch
 from replay.batches.delivery import Delivery
 from replay.journal.writer import Journal

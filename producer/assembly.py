@@ -26,7 +26,7 @@ from producer.rollouts.in_flight import InFlight
 from producer.rollouts.outside_rollouts import AgentRollouts, AtroposRollouts
 from producer.rollouts.plain_rollouts import PlainRollouts
 from producer.rollouts.played_rollouts import PlayedRollouts
-from producer.rollouts.prompts import PromptFormat
+from producer.rollouts.prompts import PromptFormat, load_tokenizer
 from producer.rollouts.source import RolloutSource
 from producer.serving.generation import ServedEngine
 from producer.serving.serving import Serving
@@ -36,7 +36,6 @@ from producer.supervision import Supervision, Watchdog
 from protocol.config.sections.swap import TOLERANCES
 from protocol.transport.zeromq_client import ZmqClient
 from protocol.wire.messages import Hello
-from protocol.wire.prompts import load_tokenizer
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,11 @@ import numpy as np
 
 from consumer.prompts.rows import Row, RowReader
 from consumer.prompts.sources import rows_digest
+from consumer.prompts.tokenizer import load_tokenizer
 from protocol.config.sections.dataset import DatasetSection
 from protocol.errors import DatasetError
 from protocol.wire.digests import tokenizer_digest
-from protocol.wire.prompts import load_tokenizer, prompt_token_ids
+from protocol.wire.prompts import prompt_token_ids
 
 logger = logging.getLogger(__name__)
 

@@ -21,9 +21,9 @@ from consumer.checkpoints import folders as checkpoints
 from consumer.checkpoints.initial_adapter import InitialAdapter
 from consumer.loss.importance import resolve
 from consumer.loss.reference import ReferencePolicy
+from consumer.prompts.tokenizer import load_tokenizer
 from consumer.training.trl_loss import StepLossTrainer
 from protocol.config.run import RunConfig
-from protocol.wire.prompts import load_tokenizer
 from replay.batches.cutting import CutBatch
 from replay.groups import RolloutGroup
 from replay.rewards import RewardRecipe

@@ -4,12 +4,27 @@ Guarantee: both follow TRL's GRPOTrainer (strings get the tokenizer's special to
 template with a generation prompt), and a prompt that cannot be used is a `LeaseFailure` that says what to change.
 """
 
+from pathlib import Path
 from typing import Any
 
 from producer.interfaces import LeaseFailure
+from protocol.wire.digests import cannot_load
 from protocol.wire.prompts import is_conversational, prompt_token_ids
 
 Messages = list[dict[str, Any]]
+
+
+def load_tokenizer(folder: Path, *, trust_remote_code: bool) -> Any:
+    """
+    Raises:
+        ConfigError: transformers cannot, or not without running files of the model's own.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, ImportError) as error:
+        raise cannot_load(f"the tokenizer in {folder}", error) from error
 
 
 def malformed(prompt: Any, expected: str) -> LeaseFailure:

@@ -1,29 +1,9 @@
 """The two forms of a prompt, and how they become tokens.
 
-Guarantee: both daemons accept the same prompts and count the same tokens in them. Python files of a model's own run only with
-`model.trust_remote_code`.
+Guarantee: both daemons accept the same prompts and count the same tokens in them.
 """
 
-from pathlib import Path
 from typing import Any
-
-from protocol.wire.digests import cannot_load
-
-
-def load_tokenizer(folder: Path, *, trust_remote_code: bool, **options: Any) -> Any:
-    """
-    Args:
-        options: of `AutoTokenizer.from_pretrained`.
-
-    Raises:
-        ConfigError: transformers cannot load it.
-    """
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, **options)
-    except (OSError, ValueError, ImportError) as error:
-        raise cannot_load(f"the tokenizer in {folder}", error) from error
 
 
 def is_conversational(prompt: Any) -> bool:

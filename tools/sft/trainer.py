@@ -12,13 +12,13 @@ from datasets import Dataset
 from peft import LoraConfig, PeftModel
 from transformers import PrinterCallback, TrainerCallback
 
+from consumer.prompts.tokenizer import load_tokenizer
 from consumer.training.import_guard import without_vllm
 from consumer.training.trl_arguments import REFUSALS
 from protocol.config.library_rules import for_library
 from protocol.config.library_section import build
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError
-from protocol.wire.prompts import load_tokenizer
 
 with without_vllm():
     from trl import SFTConfig, SFTTrainer

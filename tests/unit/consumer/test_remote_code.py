@@ -13,12 +13,12 @@ from transformers import AutoModelForCausalLM
 
 from consumer.checkpoints.run_facts import run_facts
 from consumer.prompts.dataset import PromptDataset
+from consumer.prompts.tokenizer import load_tokenizer
 from consumer.training.run_components import model_config
 from consumer.training.trl_arguments import build_lora
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, JournalError
 from protocol.wire.digests import base_model_digest, tokenizer_digest
-from protocol.wire.prompts import load_tokenizer
 from tests.integration.models import build_model_with_code
 from tests.unit.consumer.builders import rollout_group, run_config
 from tests.unit.consumer.trl_reference import loss_and_gradients, slipstream_trainer
