@@ -1,0 +1,22 @@
+"""The tokenizer of the model that is trained. Python files of the model's own run only with `model.trust_remote_code`."""
+
+from pathlib import Path
+from typing import Any
+
+from protocol.wire.digests import cannot_load
+
+
+def load_tokenizer(folder: Path, *, trust_remote_code: bool, **options: Any) -> Any:
+    """
+    Args:
+        options: of `AutoTokenizer.from_pretrained`.
+
+    Raises:
+        ConfigError: transformers cannot load it.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, **options)
+    except (OSError, ValueError, ImportError) as error:
+        raise cannot_load(f"the tokenizer in {folder}", error) from error
