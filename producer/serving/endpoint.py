@@ -19,12 +19,10 @@ from producer.calls.refusals import RefusedError, error_body, malformed
 from producer.calls.requests import Kind, ServedRequest, check_request, parse_object
 from producer.environments.agents import Agents
 from producer.environments.atropos import Atropos
-from producer.serving.access import check_access
-from producer.serving.agent_routes import agent_routes
-from producer.serving.atropos_routes import PREFIX, atropos_routes, generate_body, parse_generate
 from producer.serving.generation import BodyOf, ClientGeneration, Recorder
-from producer.serving.http_parts import ClientGoneError, ResponseWatch, read_body, until_gone
+from producer.serving.http_parts import ClientGoneError, ResponseWatch, check_access, read_body, until_gone
 from producer.serving.metrics import RequestOutcome
+from producer.serving.routes import PREFIX, agent_routes, atropos_routes, generate_body, parse_generate
 from protocol.config.sections.serve import ServeSection
 from protocol.throttle import Throttle
 
@@ -34,13 +32,7 @@ EPISODE_HEADER = "x-episode"
 
 
 class Endpoint:
-    """An ASGI application.
-
-    Args:
-        keys: of which clients have to send one; none is needed if empty.
-        agents: in a run with posted rewards.
-        atropos: in a run with `environment.atropos`.
-    """
+    """An ASGI application. Where there are `keys`, clients have to send one."""
 
     def __init__(
         self,

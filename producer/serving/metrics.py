@@ -20,12 +20,7 @@ OUTCOMES: tuple[RequestOutcome, ...] = get_args(RequestOutcome)
 
 
 class ServeMetrics:
-    """Counts requests as they end. `refused` also counts connections that never became a request.
-
-    Args:
-        agents: in a run with posted rewards.
-        atropos: in a run with `environment.atropos`.
-    """
+    """Counts requests as they end. `refused` also counts connections that never became a request."""
 
     def __init__(
         self,

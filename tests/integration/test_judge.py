@@ -8,7 +8,7 @@ import time
 import psutil
 import pytest
 
-from producer.rewards.judge.session import passes
+from producer.rewards.builtin.programs import passes
 from producer.rewards.sandbox.isolation import Limits
 from producer.rewards.sandbox.run import Sandbox
 from tests.unit.producer.cancellation import cancel_at_each_wait
@@ -146,12 +146,12 @@ CHEATS = {
     ),
     "it gives the judge a function to call": ("from os import _exit as add", "add(0)\nassert False"),
     "it raises what ends the judge": (
-        "import json, os, struct\ndef send(m):\n    b = json.dumps(m).encode(); os.write(3, struct.pack('<I', len(b)) + b)\n"
+        "import json, os\ndef send(m): os.write(3, json.dumps(m).encode() + b'\\n')\n"
         "def add(a, b):\n    send({'raised': ['import', 'os', '_exit'], 'arguments': ['list', [0]], 'printed': ''})",
         ADD,
     ),
     "it writes to the channel": (
-        "import os\nTEXT = b'\\x02\\0\\0\\0{}' * 9\ndef add(a, b):\n    " + PRINTS_ALL.replace("\n", "\n    "),
+        "import os\nTEXT = b'{}\\n' * 9\ndef add(a, b):\n    " + PRINTS_ALL.replace("\n", "\n    "),
         ADD,
     ),
     "it finds the judge by patching what it shares with it": (

@@ -7,11 +7,13 @@ worker's main thread allows.
 
 import math
 import re
+import signal
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
-from producer.rewards.builtin.texts import Results, column_of, each, within
 from protocol.config.sections.builtin_rewards import (
     ExactMatch,
     FormatRegex,
@@ -22,6 +24,7 @@ from protocol.config.sections.builtin_rewards import (
 )
 from protocol.errors import ConfigError
 
+Results = list[float | Exception | None]
 _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?|[-+]?\.\d+")
 
 
@@ -56,10 +59,10 @@ def format_regex(options: FormatRegex) -> Callable[..., Results]:
     matches = pattern.fullmatch if options.whole else pattern.search
 
     def score(text: str) -> float:
-        with within(options.time_s):
+        with _within(options.time_s):
             return float(matches(text) is not None)
 
-    return lambda completions, **_columns: each(score, completions)
+    return lambda completions, **_columns: _each(score, completions)
 
 
 def math_verify(options: MathVerify) -> Callable[..., Results]:
@@ -94,7 +97,7 @@ def _penalty(options: LengthPenalty, num_tokens: int) -> float:
 
 
 def _with_answers(column: str, score: Callable[[str, Any], float]) -> Callable[..., Results]:
-    return lambda completions, **columns: each(score, completions, column_of(columns, column))
+    return lambda completions, **columns: _each(score, completions, column_of(columns, column))
 
 
 def last_number(text: str) -> float | None:
@@ -114,7 +117,7 @@ def _finder(pattern: str | None, limit_s: float) -> Callable[[str], str | None]:
     compiled = re.compile(pattern, re.DOTALL)
 
     def find(text: str) -> str | None:
-        with within(limit_s):
+        with _within(limit_s):
             found = _last(compiled, text)
         return None if found is None else found[compiled.groups and 1] or ""
 
@@ -123,3 +126,50 @@ def _finder(pattern: str | None, limit_s: float) -> Callable[[str], str | None]:
 
 def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
     return next(iter(deque(pattern.finditer(text), maxlen=1)), None)
+
+
+def text_of(completion: Any) -> str:
+    """The completion itself if it is a text, else the content of its last assistant message."""
+    if isinstance(completion, str):
+        return completion
+    said = [message.get("content") for message in completion if message.get("role") == "assistant"]
+    last = said[-1] if said else ""
+    if isinstance(last, list):  # content in parts
+        return "".join(part.get("text", "") for part in last)
+    return last or ""
+
+
+def column_of(columns: dict[str, Any], name: str) -> list[Any]:
+    """The column's values, one per completion. Raises KeyError if the dataset has no such column."""
+    if name not in columns:
+        there = ", ".join(sorted(key for key in columns if key not in ("prompts", "completions", "completion_ids")))
+        raise KeyError(f"the dataset has no column {name!r}; set options.column to one of: {there}")
+    values: list[Any] = columns[name]
+    return values
+
+
+def _each(score: Callable[..., float], completions: list[Any], *columns: list[Any]) -> Results:
+    """Scores the text of every completion with its values. The result of a completion that raised is its exception."""
+    results: Results = []
+    for completion, *values in zip(completions, *columns, strict=True):
+        try:
+            results.append(score(text_of(completion), *values))
+        except Exception as error:
+            results.append(error)
+    return results
+
+
+@contextmanager
+def _within(limit_s: float) -> Iterator[None]:
+    """Raises TimeoutError in the block when the time of a pattern is over."""
+
+    def over(_number: int, _frame: FrameType | None) -> None:
+        raise TimeoutError(f"the pattern took more than {limit_s:g} seconds")
+
+    before = signal.signal(signal.SIGALRM, over)  # which pure Python and `re` look for while they work
+    signal.setitimer(signal.ITIMER_REAL, limit_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

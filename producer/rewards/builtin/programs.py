@@ -2,20 +2,29 @@
 
 Guarantee: a completion's code runs in the sandbox (`producer.rewards.sandbox`) or not at all. No test enters its sandbox:
 expected output is compared outside, and tests in Python run in another one and call the code's functions from there
-(`producer.rewards.judge`).
+(`producer.rewards.judge`). Both sandboxes have ended when it is known whether a test passes.
 """
 
 import asyncio
 import re
+import secrets
+import socket
 from collections.abc import Callable, Coroutine
+from importlib import resources
 from typing import Any
 
-from producer.rewards.builtin.texts import Results, column_of, text_of
-from producer.rewards.judge.session import passes
+from producer.rewards.builtin.answers import Results, column_of, text_of
 from producer.rewards.sandbox.isolation import Limits
 from producer.rewards.sandbox.run import Sandbox
 from protocol.config.sections.builtin_rewards import Code
 
+_SCRIPT = """\
+import sys, types
+for name, text in {texts!r}:
+    module = sys.modules[name] = types.ModuleType(name)
+    exec(compile(text, name, "exec"), module.__dict__)
+sys.modules[name].run{arguments!r}
+"""
 _BLOCK = re.compile(r"```[ \t]*(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
 
 
@@ -73,5 +82,35 @@ async def _passes(sandbox: Sandbox, source: str, test: Any) -> bool:
 
 
 def _lines(text: str) -> list[str]:
-    """The lines of a text, without white space at their ends and empty lines at the end."""
+    """Without white space at their ends and empty lines at the end."""
     return [line.rstrip() for line in text.rstrip().splitlines()]
+
+
+async def passes(sandbox: Sandbox, source: str, test: str) -> bool:
+    """Whether the test, Python that uses the program's names, reaches its end. Raises ConfigError if a sandbox could
+    not be set up."""
+    mark = secrets.token_hex(16)
+    ends = socket.socketpair()
+    scripts = (
+        _script(("values", "judged"), ends[0].fileno(), source),
+        _script(("values", "judged", "judge"), ends[1].fileno(), test, mark),
+    )
+    program, judge = (
+        asyncio.ensure_future(sandbox.run(text, channel=end)) for text, end in zip(scripts, ends, strict=True)
+    )
+    try:
+        outcome = await judge
+    finally:
+        for end in ends:
+            end.close()
+        program.cancel()
+        judge.cancel()
+        await asyncio.wait({program, judge})
+    return outcome.ended_well and outcome.output.endswith(mark.encode())
+
+
+def _script(modules: tuple[str, ...], *arguments: int | str) -> str:
+    """Modules of this package as one program, which ends by calling `run` of the last with these arguments."""
+    folder = resources.files("producer.rewards.judge")
+    texts = [(f"producer.rewards.judge.{name}", (folder / f"{name}.py").read_text()) for name in modules]
+    return _SCRIPT.format(texts=texts, arguments=arguments)

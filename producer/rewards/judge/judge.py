@@ -66,10 +66,10 @@ class Remote:
             error = kind(*arguments)
         except Exception:
             error = RuntimeError(*arguments)
-        if isinstance(error, _ProgramError):
-            error.program_error = self._decoded(answer["error"])
         if not isinstance(error, BaseException) or isinstance(error, ChannelEndedError):
             raise ChannelEndedError(f"it raised {error!r:.80}")
+        if isinstance(error, _ProgramError):
+            error.program_error = self._decoded(answer["error"])
         return error
 
     def _called_back(self, message: dict[str, Any]) -> dict[str, Any]:

@@ -16,26 +16,14 @@ from typing import Any
 
 from producer.rewards.judge.values import Channel, ChannelEndedError, decode, encode, importable, imported, is_shared
 
-_BINARY = "eq ne lt le gt ge add sub mul truediv floordiv mod pow and_ or_ xor"
-_ITEMS = "neg getitem setitem delitem"
-BINARY = _BINARY.split()
-_MUTABLE = (list, dict, set, bytearray)
+BINARY = ["eq", "ne", "lt", "le", "gt", "ge", "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and_", "or_", "xor"]
 _DEEDS: dict[str, Callable[..., Any]] = {
     "call": lambda function, *arguments, **named: function(*arguments, **named),
     "await": lambda coroutine: _run(coroutine),
     "enter": lambda manager: manager.__enter__(),
     "exit": lambda manager: manager.__exit__(None, None, None),
-    "isinstance": isinstance,
-    "getattr": getattr,
-    "setattr": setattr,
-    "iter": iter,
-    "next": next,
-    "len": len,
-    "str": str,
-    "repr": repr,
-    "bool": bool,
-    "hash": hash,
-    **{name: getattr(operator, name) for name in [*BINARY, *_ITEMS.split()]},
+    **{deed.__name__: deed for deed in (isinstance, getattr, setattr, iter, next, len, str, repr, bool, hash)},
+    **{name: getattr(operator, name) for name in [*BINARY, "neg", "getitem", "setitem", "delitem"]},
 }
 
 
@@ -95,7 +83,7 @@ class Program:
         value = _DEEDS[message["deed"]](*arguments, **named)
         changed = {}
         for place, argument in enumerate(arguments):
-            if isinstance(argument, _MUTABLE) and (now := self._encoded(argument)) != given[place]:
+            if isinstance(argument, list | dict | set | bytearray) and (now := self._encoded(argument)) != given[place]:
                 changed[place] = now
         return {"value": self._encoded(value), "changed": changed}
 

@@ -13,12 +13,10 @@ import decimal
 import fractions
 import json
 import os
-import struct
 import sys
 from collections.abc import Callable
 from typing import Any
 
-_LENGTH = struct.Struct("<I")
 _MAX_BYTES = 2**26
 _CONTAINERS: dict[str, type] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 _BASES = (bool, int, float, str, bytes, list, dict, set, frozenset)
@@ -53,25 +51,23 @@ class ChannelEndedError(BaseException):
 
 
 class Channel:
-    """Frames of JSON over a socket's descriptor."""
+    """Lines of JSON over a socket's descriptor."""
 
     def __init__(self, descriptor: int) -> None:
         self._reader = os.fdopen(descriptor, "rb")
         self._writer = os.fdopen(os.dup(descriptor), "wb")
 
     def send(self, message: dict[str, Any]) -> None:
-        body = json.dumps(message).encode()
         try:
-            self._writer.write(_LENGTH.pack(len(body)) + body)
+            self._writer.write(json.dumps(message).encode() + b"\n")
             self._writer.flush()
         except OSError as error:
             raise ChannelEndedError(str(error)) from None
 
     def receive(self) -> dict[str, Any]:
         try:
-            (size,) = _LENGTH.unpack(self._reader.read(_LENGTH.size))
-            message = json.loads(self._reader.read(size)) if size <= _MAX_BYTES else None
-        except (OSError, ValueError, RecursionError, struct.error) as error:
+            message = json.loads(self._reader.readline(_MAX_BYTES))
+        except (OSError, ValueError, RecursionError) as error:
             raise ChannelEndedError(str(error)) from None
         if not isinstance(message, dict):
             raise ChannelEndedError("it sent no message")
@@ -148,6 +144,5 @@ def is_shared(reference: list[Any] | None) -> bool:
     if not name:
         return module in _SHARED_MODULES
     found = imported(reference)
-    if not isinstance(found, type):
-        return False
-    return issubclass(found, BaseException) or module in _SHARED_MODULES or (module, name) in _SHARED_TYPES
+    is_known = module in _SHARED_MODULES or (module, name) in _SHARED_TYPES
+    return isinstance(found, type) and (is_known or issubclass(found, BaseException))

@@ -10,7 +10,7 @@ import pytest
 
 from producer.calls.refusals import RefusedError
 from producer.groups import group_message
-from producer.serving.atropos_routes import unzip
+from producer.serving.routes import unzip
 from tests.unit.producer.atropos_scene import Scene, scene
 from tests.unit.producer.loop import asynchronous
 from tests.unit.producer.serving.test_endpoint import KEY, endpoint

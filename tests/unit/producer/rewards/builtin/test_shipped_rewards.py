@@ -6,8 +6,7 @@ import time
 import pytest
 
 from producer.rewards.builtin import make
-from producer.rewards.builtin.answers import last_number
-from producer.rewards.builtin.texts import text_of
+from producer.rewards.builtin.answers import last_number, text_of
 from protocol.errors import ConfigError
 
 
