@@ -47,6 +47,7 @@ class Task:
     def fail(self, reason: str) -> None:
         if not self.done.done():
             self.done.set_exception(LeaseFailure("environment_failed", reason))
+            self.done.exception()  # asyncio complains of one that nobody reads, because the lease was cancelled
 
 
 class Agents:

@@ -1,12 +1,9 @@
-"""Rewards that are an HTTP service or a model, with the real server, process and checkpoint; and a pool that works for long."""
+"""Rewards that are an HTTP service or a model, with the real server, process and checkpoint."""
 
 import asyncio
-import gc
 import json
-import os
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, Qwen2Config, Qwen2ForSequenceClassification
@@ -208,59 +204,3 @@ def test_what_is_no_reward_model_is_refused_at_the_start(tmp_path: Path) -> None
     folder = build_reward_model(tmp_path / "labels", num_labels=3)
     with pytest.raises(ConfigError, match="it has 3 labels; a reward model has 1"):
         score(section({"model": str(folder)}))
-
-
-LONG_RUN = """
-import os, time
-
-def quick(completions, **_):
-    return [float(len(c)) for c in completions]
-
-def moody(completions, number, **_):
-    if number[0] % 2000 == 700:
-        time.sleep(60)
-    if number[0] % 2000 == 900:
-        os._exit(9)
-    if number[0] % 2000 == 1100:
-        raise ValueError("mood")
-    return [1.0] * len(completions)
-"""
-
-
-@pytest.mark.timeout(240)
-def test_ten_thousand_calls_leave_nothing_behind(tmp_path: Path) -> None:
-    (tmp_path / "moods.py").write_text(LONG_RUN)
-    rewards = section(f"{tmp_path}/moods.py:quick", f"{tmp_path}/moods.py:moody", timeout_s=2.0, num_workers=2)
-    seen, me = Seen(), psutil.Process()
-
-    async def use(pool: RewardPool) -> tuple[list[int], list[int], list[int]]:
-        descriptors, children, resident = [], [], []
-        for start in range(0, 5000, 500):
-
-            async def one(number: int) -> None:
-                scored, _ = await pool.score("p", ["a", "bc"], [[1], [2]], {"number": number})
-                failed = number % 2000 in (700, 900, 1100)
-                expected = [[1, np.nan if failed else 1], [2, np.nan if failed else 1]]
-                np.testing.assert_array_equal(scored, expected, err_msg=str(number))
-
-            for begin in range(start, start + 500, 20):
-                await asyncio.gather(*map(one, range(begin, begin + 20)))
-            gc.collect()
-            descriptors.append(len(os.listdir("/proc/self/fd")))
-            children.append(len(me.children(recursive=True)))
-            resident.append(
-                me.memory_info().rss + sum(child.memory_info().rss for child in me.children(recursive=True))
-            )
-        return descriptors, children, resident
-
-    before = len(os.listdir("/proc/self/fd")), len(me.children(recursive=True))
-    started = time.monotonic()
-    descriptors, children, resident = with_pool(rewards, use, seen)
-    assert time.monotonic() - started < 120
-    assert (len(os.listdir("/proc/self/fd")), len(me.children(recursive=True))) == before
-    assert len(seen.calls) == 10_000
-    assert Counter(reason for _, reason, _ in seen.failures) == {"timeout": 3, "crashed": 3, "raised": 2}
-    assert {(function, count) for function, _, count in seen.failures} == {("moody", 2)}
-    assert max(children) <= before[1] + 4  # two workers, each with its keeper
-    assert max(descriptors) - min(descriptors) <= 2
-    assert max(resident[2:]) - resident[1] < 16 * 2**20

@@ -164,9 +164,7 @@ async def test_the_tasks_of_an_agent_that_is_gone_fail_at_once_and_waiting_ones_
         await fulfilling
     assert failed.value.reason == "environment_failed"
     assert agents.failed == 2
-    taken = await agents.take(1.0)
-    assert taken is not None
-    assert taken["id"] == "lease-8"
+    assert (await agents.take(1.0) or {})["id"] == "lease-8"
     other.cancel()
 
 
@@ -198,36 +196,6 @@ async def test_a_call_that_could_not_be_trained_is_refused(changes, said):
             agents.prepare(name, CALL)
     with pytest.raises(LeaseFailure):
         await fulfilling
-
-
-@asynchronous
-async def test_a_task_offered_to_an_agent_that_hung_up_goes_to_the_next():
-    agents = Agents(("solved",))
-    gone = asyncio.create_task(agents.take(5.0))
-    await asyncio.sleep(0)
-    fulfilling = asyncio.create_task(agents.fulfil(task()))
-    await asyncio.sleep(0)
-    gone.cancel()
-    await asyncio.gather(gone, return_exceptions=True)
-    taken = await agents.take(0.5)
-    assert taken is not None
-    assert taken["id"] == "lease-7"
-    fulfilling.cancel()
-    await asyncio.gather(fulfilling, return_exceptions=True)
-    with pytest.raises(RefusedError):
-        agents.prepare("lease-7.0", CALL)
-
-
-@asynchronous
-async def test_agents_that_ask_again_and_again_for_a_task_leave_nothing_behind():
-    agents = Agents(("solved",))
-    for _ in range(100):
-        assert await agents.take(0.0) is None
-        polling = asyncio.create_task(agents.take(60.0))
-        await asyncio.sleep(0)
-        polling.cancel()
-        await asyncio.gather(polling, return_exceptions=True)
-    assert not agents._takers._turns
 
 
 @asynchronous

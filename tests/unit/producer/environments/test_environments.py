@@ -77,24 +77,6 @@ async def test_an_episode_costs_nothing_but_itself() -> None:
 
 
 @asynchronous
-async def test_an_abandoned_episode_leaves_no_process_in_the_middle_of_a_call() -> None:
-    async with pool() as environments:
-
-        async def episode() -> None:
-            async with environments.session() as environment:
-                await environment.reset(columns())
-                started.set()
-                await environment.call("hang", {})
-
-        started = asyncio.Event()
-        task = asyncio.create_task(episode())
-        await started.wait()
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        await until(lambda: not children())
-
-
-@asynchronous
 async def test_as_many_at_once_as_there_may_be() -> None:
     async with pool(max_concurrent=2) as environments:
         running = most = 0

@@ -69,18 +69,6 @@ async def test_a_lease_that_is_taken_back_gives_its_group_to_the_next():
 
 
 @asynchronous
-async def test_a_lease_whose_time_is_over_takes_nothing_even_before_it_knows():
-    queue = GroupQueue(1)
-    (task,) = await waiting(queue, 5)
-    task.cancel()
-    assert (queue.num_leases, queue.offer(group(4, "a"))) == (0, "queued")
-    with pytest.raises(QueueFullError):
-        queue.offer(group(4))
-    await asyncio.gather(task, return_exceptions=True)
-    assert (await queue.take(4)).lease_id == "a"
-
-
-@asynchronous
 async def test_what_a_lease_of_another_trainer_process_was_given_is_void():
     queue = GroupQueue(1)
     given, waits = await waiting(queue, 1, 1)

@@ -11,15 +11,13 @@ from tests.unit.producer.loop import asynchronous
 NOWHERE = "http://127.0.0.1:9/judge"
 
 
-def judge(header: str = "Authorization") -> HttpReward:
-    return HttpReward("judge", NOWHERE, RewardService(headers_env={header: "JUDGE_TOKEN"}))
+def judge() -> HttpReward:
+    return HttpReward("judge", NOWHERE, RewardService(headers_env={"Authorization": "JUDGE_TOKEN"}))
 
 
-@pytest.mark.parametrize("end", ["", "\n", "\r\n"])
 @asynchronous
-async def test_a_newline_at_the_end_of_a_secret_is_none_of_it(monkeypatch: pytest.MonkeyPatch, end: str) -> None:
-    monkeypatch.setenv("JUDGE_TOKEN", f"Bearer secret{end}")
-
+async def test_a_newline_at_the_end_of_a_secret_is_none_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_TOKEN", "Bearer secret\r\n")
     service = judge()
     assert service._headers["Authorization"] == "Bearer secret"
     scores = await service.ask(Job("p", ["a"], [[1]], {}), 5.0)  # aiohttp raises a ValueError for a line break
@@ -27,23 +25,13 @@ async def test_a_newline_at_the_end_of_a_secret_is_none_of_it(monkeypatch: pytes
     assert (scores.rewards, scores.reason) == (None, "unavailable")
 
 
-@pytest.mark.parametrize(
-    ("value", "said"),
-    [
-        (b"Bearer\nsecret", "it holds a character that does not print"),
-        (b"secret\n\n", "it holds a character that does not print"),
-        (b"sec\x1bret", "it holds a character that does not print"),
-        (b"sec\xffret", "it is not text in UTF-8"),
-        (b"\n", "it is empty"),
-    ],
-)
+@pytest.mark.parametrize(("value", "said"), [(b"sec\x1bret", "does not print"), (b"sec\xffret", "not text in UTF-8")])
 def test_what_no_header_can_hold_is_refused_at_the_start(
     monkeypatch: pytest.MonkeyPatch, value: bytes, said: str
 ) -> None:
     monkeypatch.setenv("JUDGE_TOKEN", value.decode(errors="surrogateescape"))
-    with pytest.raises(ConfigError, match="environment variable JUDGE_TOKEN, header Authorization: ") as caught:
+    with pytest.raises(ConfigError, match=f"environment variable JUDGE_TOKEN, header Authorization: .*{said}"):
         judge()
-    assert said in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["", "Two words", "Line\nbreak", "Größe"])

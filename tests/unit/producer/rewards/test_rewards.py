@@ -1,8 +1,8 @@
-"""The reward pool with real worker processes: every failure is data, and no worker survives."""
+"""What a worker makes of its functions, and the reward pool with real workers: every failure is data, and no worker survives."""
 
 import asyncio
+import math
 import os
-import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,13 +12,15 @@ import pytest
 
 from producer.interfaces import LeaseFailure
 from producer.rewards.pool import RewardPool
+from producer.rewards.worker import Job, _score
 from protocol.config.sections.rewards import RewardsSection
 from protocol.errors import ConfigError, ExitCode
+from tests.unit.producer.loop import until
 
 Result = TypeVar("Result")
 
 REWARDS = """
-import os, signal, sys, time, math
+import asyncio, math, os, signal, time
 
 def length(prompts, completions, completion_ids, **columns):
     print("printed by a reward function")
@@ -30,38 +32,14 @@ def sees_columns(prompts, completions, completion_ids, answer, **rest):
     assert [len(ids) for ids in completion_ids] == [1, 2, 3]
     return [c == a for c, a in zip(completions, answer)]
 
-def raises(completions, **_):
-    raise ValueError("no digits in " + completions[0])
-
-def hangs(completions, **_):
-    time.sleep(60)
-
 def exits(completions, **_):
     os._exit(3)
-
-def segfaults(completions, **_):
-    os.kill(os.getpid(), signal.SIGSEGV)
-
-def short(completions, **_):
-    return [1.0]
-
-def scalar(completions, **_):
-    return 1.0
-
-def text(completions, **_):
-    return ["1.0"] * len(completions)
 
 def infinite(completions, **_):
     return [1.0, -math.inf, 0.0]
 
-def above_float32(completions, **_):
-    return [1.0, 1e39, 0.0]
-
 def missing(completions, **_):
     return [None, math.nan, 1]
-
-def system_exit(completions, **_):
-    sys.exit(1)
 
 async def asynchronous(completions, **_):
     return [0.5] * len(completions)
@@ -95,7 +73,6 @@ def alarm(completions, **_):
 MET = []
 
 async def meets(completions, **_):
-    import asyncio
     MET.append(1)
     while len(MET) < 2:
         await asyncio.sleep(0.01)
@@ -105,13 +82,10 @@ async def meets_too(completions, **_):
     return await meets(completions)
 
 async def never(completions, **_):
-    import asyncio
     await asyncio.sleep(60)
 
 async def blocks(completions, **_):
     time.sleep(60)
-
-NOT_A_FUNCTION = 3
 """
 COMPLETIONS = ["1", "2", "345"]
 IDS = [[1], [1, 2], [1, 2, 3]]
@@ -165,73 +139,90 @@ def score(rewards: RewardsSection, seen: Seen | None = None) -> np.ndarray:
     return with_pool(rewards, use, seen)
 
 
-def failure(rewards: RewardsSection) -> str:
-    with pytest.raises(LeaseFailure) as caught:
-        score(rewards)
-    assert caught.value.reason == "reward_failed"
-    return caught.value.detail
+def raises(**_: Any) -> None:
+    raise ValueError("no digits")
+
+
+async def later(completions: list[str], **_: Any) -> list[float]:
+    return [0.5] * len(completions)
+
+
+class BadNumber:
+    def __float__(self) -> float:
+        raise OverflowError("no float")
+
+
+@pytest.mark.parametrize(
+    ("returned", "reason", "said"),
+    [
+        (raises, "raised", "ValueError: no digits"),
+        ([1.0], "invalid", "returned 1 rewards for 3 completions"),
+        (1.0, "invalid", "returned a float; return a list"),
+        (["1.0"] * 3, "invalid", "reward 0 is '1.0'; return a number"),
+        ([BadNumber()] * 3, "invalid", "of type BadNumber is no number: no float"),
+        ([ValueError("why"), 1e39, 1e39], "raised", "reward 0: why"),
+        ([TimeoutError("slow")] * 3, "timeout", "reward 0: slow"),
+        ([-math.inf] * 3, "invalid", "reward 0 is -inf; return a finite number"),
+        ([1e39] * 3, "invalid", "reward 0 is 1e+39; return a finite number"),
+        (MemoryError, "memory", "ran out of memory"),
+    ],
+)
+def test_what_a_function_returns_is_checked(returned: Any, reason: str, said: str):
+    def function(**arguments: Any) -> Any:
+        if returned is MemoryError:
+            raise MemoryError
+        return returned(**arguments) if returned is raises else returned
+
+    found = _score(function, Job("p", COMPLETIONS, IDS, {}))
+    assert (found.rewards, found.reason) == (None, reason)
+    assert said in found.problem
+
+
+def test_completions_that_fail_alone_are_named_and_a_coroutine_is_awaited():
+    job = Job("p", COMPLETIONS, IDS, {})
+    found = _score(lambda **_: (True, TimeoutError("slow"), np.float32(2)), job)
+    assert found.rewards == pytest.approx([1.0, math.nan, 2.0], nan_ok=True)
+    assert found.failed == {1: ("timeout", "reward 1: slow")}
+    assert _score(lambda **columns: later(**columns), job).rewards == [0.5] * 3
 
 
 def test_functions_see_what_trl_gives_them_and_fill_one_column_each(reward_file):
     rewards = score(
-        section(*(f"{reward_file}:{name}" for name in ("length", "sees_columns", "asynchronous", "missing")))
+        section(*(f"{reward_file}:{name}" for name in ("length", "sees_columns", "asynchronous", "missing", "alarm")))
     )
     assert rewards.dtype == np.float32
-    np.testing.assert_array_equal(
-        rewards, np.array([[1, 0, 0.5, np.nan], [1, 1, 0.5, np.nan], [3, 0, 0.5, 1]], dtype=np.float32)
-    )
+    expected = [[1, 0, 0.5, np.nan, 0.25], [1, 1, 0.5, np.nan, 0.25], [3, 0, 0.5, 1, 0.25]]
+    np.testing.assert_array_equal(rewards, np.array(expected, np.float32))
 
 
-def test_module_form(reward_file, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(reward_file.parent))
-    np.testing.assert_array_equal(score(section("my_rewards:length")), [[1.0], [1.0], [3.0]])
-
-
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("raises", "ValueError: no digits in 1"),
-        ("exits", "lost its worker: its process ended (exit status 3)"),
-        ("segfaults", "lost its worker: its process ended (killed by SIGSEGV)"),
-        ("system_exit", "lost its worker: its process ended (exit status 1)"),
-        ("short", "returned 1 rewards for 3 completions"),
-        ("scalar", "returned a float; return a list"),
-        ("text", "reward 0 is '1.0'; return a number"),
-    ],
-)
-def test_a_group_that_nothing_scored_is_a_failure_that_names_the_function(reward_file, name, said):
-    detail = failure(section(f"{reward_file}:{name}"))
-    assert f"my_rewards.py:{name}" in detail
-    assert said in detail
-
-
-def test_a_hanging_function_fails_in_time(reward_file):
-    started = time.monotonic()
-    detail = failure(section(f"{reward_file}:hangs", timeout_s=0.3))
-    assert "did not return within 0.3 seconds" in detail
-    assert time.monotonic() - started < 10
+def test_a_group_that_nothing_scored_is_a_failure_that_names_the_function(reward_file):
+    with pytest.raises(LeaseFailure) as caught:
+        score(section(f"{reward_file}:exits"))
+    assert caught.value.reason == "reward_failed"
+    assert "my_rewards.py:exits lost its worker: its process ended (exit status 3)" in caught.value.detail
 
 
 def test_a_function_that_failed_is_missing_and_the_others_count(reward_file, caplog):
     seen = Seen()
     rewards = score(
-        section(*(f"{reward_file}:{name}" for name in ("length", "exits", "fails_twice")), num_workers=2), seen
-    )
-    np.testing.assert_array_equal(rewards, [[1, np.nan, np.nan], [1, np.nan, np.nan], [3, np.nan, np.nan]])
-    assert sorted(seen.failures) == [("exits", "crashed", 3), ("fails_twice", "raised", 3)]
-    assert sorted(seen.calls) == ["exits", "fails_twice", "length"]
+        section(
+            *(f"{reward_file}:{name}" for name in ("length", "exits", "fails_twice", "eats")),
+            num_workers=2, max_memory_bytes=200 * 2**20,
+        ),
+        seen,
+    )  # fmt: skip
+    np.testing.assert_array_equal(rewards, [[length, np.nan, np.nan, np.nan] for length in (1, 1, 3)])
+    assert sorted(seen.failures) == [("eats", "memory", 3), ("exits", "crashed", 3), ("fails_twice", "raised", 3)]
+    assert sorted(seen.calls) == ["eats", "exits", "fails_twice", "length"]
     assert "reward exits is missing for 3 completions of prompt '1+1=' (crashed)" in caplog.text
 
 
-@pytest.mark.parametrize(("name", "said"), [("infinite", "is -inf"), ("above_float32", "is 1e+39")])
-def test_a_completion_without_one_of_its_rewards_is_left_out_because_sums_would_not_compare(
-    reward_file, caplog, name, said
-):
+def test_a_completion_without_one_of_its_rewards_is_left_out_because_sums_would_not_compare(reward_file, caplog):
     seen = Seen()
-    rewards = score(section(f"{reward_file}:length", f"{reward_file}:{name}"), seen)
+    rewards = score(section(f"{reward_file}:length", f"{reward_file}:infinite"), seen)
     np.testing.assert_array_equal(rewards, [[1, 1], [np.nan, np.nan], [3, 0]])
-    assert seen.failures == [(name, "invalid", 1)]
-    assert f"reward 1 {said}; return a finite number" in caplog.text
+    assert seen.failures == [("infinite", "invalid", 1)]
+    assert "reward 1 is -inf; return a finite number" in caplog.text
 
 
 def test_retries(reward_file, monkeypatch):
@@ -242,78 +233,50 @@ def test_retries(reward_file, monkeypatch):
     assert (seen.calls, seen.failures) == (["fails_twice"] * 3, [])
 
 
-def test_a_function_has_the_main_thread_and_its_alarms(reward_file):
-    np.testing.assert_array_equal(score(section(f"{reward_file}:alarm")), [[0.25]] * 3)
-
-
 def test_asynchronous_functions_wait_side_by_side_in_one_worker(reward_file):
     rewards = score(section(*(f"{reward_file}:{name}" for name in ("meets", "meets_too", "asynchronous"))))
     np.testing.assert_array_equal(rewards, [[1, 1, 0.5]] * 3)
 
 
 @pytest.mark.long
-def test_of_asynchronous_functions_the_one_that_hangs_is_named_whether_it_waits_or_blocks(reward_file, monkeypatch):
+@pytest.mark.parametrize("hangs", ["never", "blocks"])
+def test_of_asynchronous_functions_the_one_that_hangs_is_named_whether_it_waits_or_blocks(
+    reward_file, monkeypatch, hangs
+):
     monkeypatch.setattr("producer.rewards.processes._ASYNC_GRACE_S", 0.1)
     seen = Seen()
-    entries = [{"function": f"{reward_file}:{name}", "timeout_s": 1.5} for name in ("never", "asynchronous")]
+    entries = [{"function": f"{reward_file}:{name}", "timeout_s": 1.0} for name in (hangs, "asynchronous")]
     np.testing.assert_array_equal(score(section(*entries), seen), [[np.nan, 0.5]] * 3)
-    assert seen.failures == [("never", "timeout", 3)]
-    seen = Seen()
-    entries[0]["function"] = f"{reward_file}:blocks"
-    np.testing.assert_array_equal(score(section(*entries), seen), [[np.nan, 0.5]] * 3)
-    assert seen.failures == [("blocks", "timeout", 3)]
-
-
-def test_a_function_that_takes_too_much_memory_is_killed(reward_file):
-    seen = Seen()
-    rewards = score(section(f"{reward_file}:length", f"{reward_file}:eats", max_memory_bytes=200 * 2**20), seen)
-    np.testing.assert_array_equal(rewards, [[1, np.nan], [1, np.nan], [3, np.nan]])
-    assert seen.failures == [("eats", "memory", 3)]
+    assert seen.failures == [(hangs, "timeout", 3)]
 
 
 @pytest.mark.long
-def test_after_a_hang_the_pool_works_on_with_a_new_process(reward_file):
+def test_groups_are_scored_side_by_side_and_after_a_hang_by_another_process(reward_file):
     async def use(pool: RewardPool):
-        (first, _), (again, _) = [await pool.score("p", ["a"], [[1]], {}) for _ in range(2)]
-        with pytest.raises(LeaseFailure):
-            await pool.score("p", ["hang"], [[1]], {})
-        replaced, _ = await pool.score("p", ["a"], [[1]], {})
-        return int(first[0, 0]), int(again[0, 0]), int(replaced[0, 0])
+        async def ask(*texts: str) -> list[Any]:
+            asked = (pool.score("p", [text], [[1]], {}) for text in texts)
+            return await asyncio.gather(*asked, return_exceptions=True)
 
-    first, again, replaced = with_pool(section(f"{reward_file}:moody", timeout_s=2.0), use)
-    assert first == again != replaced
-    for process_id in (first, replaced):
+        asked = asyncio.ensure_future(ask("hang", "hang"))
+        await until(lambda: pool.num_idle == 0)
+        for failure in await asked:
+            assert isinstance(failure, LeaseFailure)
+            assert "did not return within 1 seconds" in failure.detail
+        return [int(rewards[0, 0]) for rewards, _ in [*await ask("a"), *await ask("a"), *await ask("a")]]
+
+    first, second, third = with_pool(section(f"{reward_file}:moody", timeout_s=1.0, num_workers=2), use)
+    assert first == third != second, "in turn"
+    for process_id in (first, second):
         assert not os.path.exists(f"/proc/{process_id}")
 
 
-@pytest.mark.long
-def test_workers_score_side_by_side(reward_file):
-    async def use(pool: RewardPool):
-        return await asyncio.gather(*(pool.score("p", ["hang"], [[1]], {}) for _ in range(2)), return_exceptions=True)
-
-    started = time.monotonic()
-    results = with_pool(section(f"{reward_file}:moody", timeout_s=2.0, num_workers=2), use)
-    assert all(isinstance(result, LeaseFailure) for result in results)
-    assert time.monotonic() - started < 8
-
-
 @pytest.mark.parametrize(
-    ("spec", "said"),
-    [
-        ("no_such_module_at_all:reward", "No module named 'no_such_module_at_all'"),
-        ("{folder}/absent.py:reward", "there is no file"),
-        ("{folder}/my_rewards.py:nothing", "has no `nothing`"),
-        ("{folder}/my_rewards.py:NOT_A_FUNCTION", "is not a function"),
-        ("{folder}/broken.py:reward", "SyntaxError"),
-        ("{folder}/leaves.py:reward", "exit status 5"),
-    ],
+    ("text", "said"), [("def reward(:\n", "SyntaxError"), ("import sys\nsys.exit(5)\n", "exit status 5")]
 )
-def test_what_cannot_be_imported_is_refused_at_the_start(reward_file, spec, said):
-    folder = reward_file.parent
-    (folder / "broken.py").write_text("def reward(:\n")
-    (folder / "leaves.py").write_text("import sys\nsys.exit(5)\n")
+def test_what_cannot_be_imported_is_refused_at_the_start(tmp_path, text, said):
+    (tmp_path / "wrong.py").write_text(text)
     with pytest.raises(ConfigError) as caught:
-        score(section(spec.format(folder=folder)))
+        score(section(f"{tmp_path}/wrong.py:reward"))
     assert caught.value.exit_code == ExitCode.CONFIG
     assert "rewards.functions" in str(caught.value)
     assert said in str(caught.value)

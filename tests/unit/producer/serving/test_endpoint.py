@@ -1,10 +1,10 @@
 """The endpoint over real sockets with a stand-in for vLLM: what is refused, counted, cut off, and left undisturbed."""
 
 import asyncio
+import base64
 import json
 import math
-import socket
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from producer.calls.refusals import RefusedError
 from producer.environments.agents import Agents
 from producer.rollouts.in_flight import BusyClock
 from producer.serving.generation import ServedEngine
+from producer.serving.http_parts import check_access
 from producer.serving.serving import listening, read_keys
 from protocol.config.run import RunConfig
 from protocol.config.sections.serve import ServeSection
@@ -24,7 +25,7 @@ from protocol.service.http_server import ConnectionLimiter
 from protocol.wire.messages import Sampling
 from tests.scripted_trainer import lease
 from tests.served import served
-from tests.unit.producer.loop import asynchronous, settle, until
+from tests.unit.producer.loop import asynchronous, until
 from tests.unit.producer.serving.test_served_versions import Registry
 
 KEY = b"k" * 32
@@ -141,11 +142,7 @@ async def test_an_answer_names_its_version_and_where_it_listens_is_in_a_file(tmp
         status, headers, content = await it.post(CHAT | {"stream": True})
         assert (status, headers["x-policy-version"]) == (200, "12")
         assert headers["content-type"] == "text/event-stream"
-        assert [line for line in content.split(b"\r\n") if b"data" in line] == [
-            b"data: 0\n\n",
-            b"data: 1\n\n",
-            b"data: 2\n\n",
-        ]
+        assert [line for line in content.split(b"\r\n") if b"data" in line] == [b"data: %d\n\n" % n for n in range(3)]
         assert b"policy@v12" in await it.send(
             b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
         )
@@ -184,89 +181,84 @@ async def test_what_is_wrong_is_refused_and_counted_by_its_reason(tmp_path):
         assert it.value("completions", state="generating") == 0
 
 
-def test_a_key_is_needed_where_there_are_keys_and_shows_nowhere(tmp_path, caplog):
+def basic(password: bytes) -> str:
+    """As the password of a URL is sent, which is all that environments of Atropos can do."""
+    return f"Basic {base64.b64encode(b'atropos:' + password).decode()}"
+
+
+@pytest.mark.parametrize("sent", [f"Bearer {KEY.decode()}", basic(KEY), "Bearer other-key-of-some-length"])
+def test_who_sends_a_key_may_ask_under_any_name_of_the_host(sent):
+    fields = {"host": "serve.example", "authorization": sent, "content-type": "application/json; charset=utf-8"}
+    check_access(scope_of(fields), (b"other-key-of-some-length", KEY), "127.0.0.1")
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        "",
+        "Bearer ",
+        f"Bearer {'k' * 31}",
+        "Basic x",
+        "Basic ?",
+        "Basic ",
+        f"Basic {KEY.decode()}",
+        basic(KEY[1:]),
+        "Basic \u00e9",
+    ],
+)
+def test_who_sends_no_key_may_not(sent):
+    with pytest.raises(RefusedError) as refused:
+        check_access(scope_of({"host": "localhost", "authorization": sent}), (KEY,), "127.0.0.1")
+    assert (refused.value.status, refused.value.reason) == (401, "wrong_key")
+
+
+@pytest.mark.parametrize(
+    ("host", "may"), [("[::1]:8100", True), ("10.0.0.7", True), ("evil.example:8100", False), ("", False)]
+)
+def test_without_keys_only_the_endpoints_own_names_are_served(host, may):
+    scope = scope_of({"host": host, "content-type": "application/json"})
+    with nullcontext() if may else pytest.raises(RefusedError, match="under its own address alone"):
+        check_access(scope, (), "10.0.0.7")
+
+
+def scope_of(fields: dict[str, str]) -> dict[str, Any]:
+    headers = [(name.encode(), value.encode("latin-1")) for name, value in fields.items()]
+    return {"type": "http", "method": "POST", "headers": headers}
+
+
+def test_a_key_shows_nowhere(tmp_path, caplog):
     async def body():
-        async with endpoint(tmp_path, keys=(b"other-key-of-some-length", KEY)) as it:
-            for sent in (
-                {},
-                {"authorization": "Bearer "},
-                {"authorization": f"Bearer {'k' * 31}"},
-                {"authorization": "Basic x"},
-            ):
-                status, _, content = await it.post(CHAT, **sent)
-                assert (status, json.loads(content)["error"]["type"]) == (401, "wrong_key")
-            status, _, _ = await it.post(CHAT, authorization=f"Bearer {KEY.decode()}", host="serve.example")
-            assert status == 200
-            assert it.value("refused_total", reason="wrong_key") == 4
+        async with endpoint(tmp_path, keys=(KEY,)) as it:
+            assert (await it.post(CHAT, authorization="Bearer no"))[0] == 401
+            assert (await it.post(CHAT, authorization=f"Bearer {KEY.decode()}"))[0] == 200
+            assert it.value("refused_total", reason="wrong_key") == 1
 
     caplog.set_level("DEBUG")
     asyncio.run(body())
     assert KEY.decode() not in caplog.text
 
 
-@pytest.mark.long
 @asynchronous
-async def test_honest_work_goes_on_beside_idle_and_slow_connections(tmp_path):
-    async with endpoint(tmp_path, receive_timeout_s=3.0, max_connections=100) as it:
-        idle = [await it.connect() for _ in range(200)]
-        slow = [await it.connect() for _ in range(20)]
-        for number, (_, writer) in enumerate(slow):
-            writer.write(HEAD + (b"content-length: 900\r\n\r\n{" if number % 2 else b""))
-
-        async def drip() -> None:
-            for _ in range(80):
-                for _, writer in slow:
-                    if not writer.is_closing():
-                        writer.write(b"x")
-                await asyncio.sleep(0.05)
-
-        dripping = asyncio.create_task(drip())
-        for _ in range(20):
-            assert (await it.post(CHAT))[0] == 200
-        ends = await asyncio.wait_for(
-            asyncio.gather(*(reader.read(-1) for reader, _ in idle + slow), return_exceptions=True), 60
-        )
-        assert len(ends) == 220
-        assert it.value("refused_total", reason="too_many_connections") >= 120
-        refused = sum(
-            it.value("refused_total", reason=reason) for reason in ("too_many_connections", "too_slow", "malformed")
-        )
-        assert refused == 220
-        dripping.cancel()
+async def test_connections_and_their_bodies_are_bounded_and_counted(tmp_path):
+    async with endpoint(tmp_path, receive_timeout_s=0.3, max_connections=4) as it:
+        slow = [await it.connect() for _ in range(6)]
+        for _, writer in slow:
+            writer.write(HEAD + b"content-length: 900\r\n\r\n{")
+        await asyncio.gather(*(reader.read(-1) for reader, _ in slow), return_exceptions=True)
+        assert it.value("refused_total", reason="too_many_connections") >= 2
+        assert sum(it.value("refused_total", reason=reason) for reason in ("too_many_connections", "too_slow")) == 6
         assert (await it.post(CHAT))[0] == 200
-        for _, writer in idle + slow:
+        for _, writer in slow:
             writer.close()
 
 
-@pytest.mark.long
 @asynchronous
-async def test_a_client_that_leaves_or_takes_too_long_ends_its_generation(tmp_path):
-    async with endpoint(tmp_path, request_timeout_s=1.5) as it:
+async def test_an_answer_that_takes_too_long_is_given_up(tmp_path):
+    async with endpoint(tmp_path, request_timeout_s=0.1) as it:
         it.vllm.delay_s = 30.0
         status, _, content = await it.post(CHAT)
         assert (status, json.loads(content)["error"]["type"]) == (504, "timed_out")
-        _, writer = await it.connect()
-        writer.write(posted(json.dumps(CHAT).encode()))
-        await until(lambda: it.vllm.running == 1)
-        writer.close()
-        await until(lambda: it.vllm.running == 0)
-        await settle()
-        assert it.value("requests_total", outcome="timed_out") == it.value("requests_total", outcome="client_gone") == 1
-        it.vllm.delay_s = 0.0
-        assert (await it.post(CHAT))[0] == 200
-        assert it.registry.pinned() == {12}
-
-
-@asynchronous
-async def test_a_client_that_does_not_take_its_answer_is_cut_off(tmp_path):
-    """It would keep its connection for ever, and `max_connections` of them everybody else out."""
-    async with endpoint(tmp_path, request_timeout_s=0.5, receive_timeout_s=0.3) as it:
-        it.vllm.events = ["x" * 2**20] * 64
-        data = json.dumps(CHAT | {"stream": True}).encode()
-        with socket.create_connection(("127.0.0.1", it.port)) as client:
-            client.sendall(posted(data))
-            await until(lambda: it.value("refused_total", reason="too_slow"))
-        assert it.value("requests_total", outcome="timed_out") == 1
+        assert (it.value("requests_total", outcome="timed_out"), it.vllm.running) == (1, 0)
         assert it.registry.pinned() == {12}
 
 
@@ -315,18 +307,13 @@ def test_ports_and_key_files_are_checked_before_the_engine_is_loaded(tmp_path):
     file.chmod(0o600)
     assert read_keys(str(file)) == (b"0123456789abcdef", b"fedcba9876543210")
     assert read_keys(None) == ()
+    for content in ("short\n", ""):
+        file.write_text(content)
+        with pytest.raises(ConfigError, match="at least 16 characters per line"):
+            read_keys(str(file))
     file.chmod(0o640)
-    with pytest.raises(ConfigError, match=r"others can read this secret\. Mend it: chmod 600"):
+    with pytest.raises(ConfigError, match=r"serve.api_key_file: .*others can read this secret"):
         read_keys(str(file))
-    file.chmod(0o600)
-    file.write_text("short\n")
-    with pytest.raises(ConfigError, match="at least 16 characters per line"):
-        read_keys(str(file))
-    file.write_bytes(b"0123456789abc\x00def\r\n")
-    with pytest.raises(ConfigError, match=r"serve.api_key_file: .*: it holds a character that does not print"):
-        read_keys(str(file))
-    with pytest.raises(ConfigError, match=r"serve.api_key_file: .*: No such file"):
-        read_keys(str(tmp_path / "none"))
     with listening(ServeSection(enabled=True), []) as first:
         port = first.getsockname()[1]
         with (
