@@ -16,7 +16,24 @@ from typing import Any
 
 from producer.rewards.judge.values import Channel, ChannelEndedError, decode, encode, importable, imported, is_shared
 
-BINARY = ["eq", "ne", "lt", "le", "gt", "ge", "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and_", "or_", "xor"]
+BINARY = [
+    "eq",
+    "ne",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "add",
+    "sub",
+    "mul",
+    "truediv",
+    "floordiv",
+    "mod",
+    "pow",
+    "and_",
+    "or_",
+    "xor",
+]
 _DEEDS: dict[str, Callable[..., Any]] = {
     "call": lambda function, *arguments, **named: function(*arguments, **named),
     "await": lambda coroutine: _run(coroutine),
