@@ -38,43 +38,23 @@ def test_vllm_engine_arguments(tmp_path: Path) -> None:
     assert (built.limit_mm_per_prompt, built.hf_overrides) == ({"image": 0}, {"a": 1})
     assert built.compilation_config.cudagraph_capture_sizes == [1, 2]
     assert built.model == str(tmp_path)
-    assert (
-        build(
-            "engine", AsyncEngineArgs, {"attention_backend": "FLASH_ATTN"}, model=str(tmp_path)
-        ).attention_backend.name
-        == "FLASH_ATTN"
-    )
-
+    built = build("engine", AsyncEngineArgs, {"attention_backend": "FLASH_ATTN"}, model=str(tmp_path))
+    assert built.attention_backend.name == "FLASH_ATTN"
+    no_integer, no_boolean = "Input should be a valid integer", "Input should be a valid boolean"
     for key, value, message in [
-        (
-            "max_model_length",
-            1,
-            "engine.max_model_length: unknown to vllm.AsyncEngineArgs; did you mean `max_model_len`?",
-        ),
+        ("max_model_length", 1, "unknown to vllm.AsyncEngineArgs; did you mean `max_model_len`?"),
         (
             "max_model_len",
             "abc",
-            "engine.max_model_len: Input should be a valid integer, unable to parse string as an integer (got 'abc'), says "
-            "vllm.AsyncEngineArgs",
+            f"{no_integer}, unable to parse string as an integer (got 'abc'), says vllm.AsyncEngineArgs",
         ),
-        (
-            "enforce_eager",
-            "perhaps",
-            "engine.enforce_eager: Input should be a valid boolean, unable to interpret input (got",
-        ),
-        (
-            "max_num_seqs",
-            1.5,
-            "engine.max_num_seqs: Input should be a valid integer, got a number with a fractional part",
-        ),
-        ("kv_cache_dtype", "int3", "engine.kv_cache_dtype: Input should be 'auto', "),
-        (
-            "compilation_config",
-            {"levle": 0},
-            "engine.compilation_config: Unexpected keyword argument (got {'levle': 0})",
-        ),
+        ("enforce_eager", "perhaps", f"{no_boolean}, unable to interpret input (got"),
+        ("max_num_seqs", 1.5, f"{no_integer}, got a number with a fractional part"),
+        ("kv_cache_dtype", "int3", "Input should be 'auto', "),
+        ("compilation_config", {"levle": 0}, "Unexpected keyword argument (got {'levle': 0})"),
     ]:
-        assert refusal("engine", AsyncEngineArgs, {key: value}, model=str(tmp_path)).startswith(message)
+        said = refusal("engine", AsyncEngineArgs, {key: value}, model=str(tmp_path))
+        assert said.startswith(f"engine.{key}: {message}")
 
 
 def test_a_model_with_python_files_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

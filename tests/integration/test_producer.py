@@ -36,10 +36,6 @@ def moody(completions, mood, **_):
             raise ValueError("no digits")
         case "hangs":
             time.sleep(600)
-        case "short":
-            return [1.0]
-        case "none":
-            return [None, 1.0, 2.0, 3.0]
         case "nan":
             return [math.nan, 1.0, 2.0, 3.0]
         case path if path.startswith("/"):
@@ -123,49 +119,34 @@ def refuse(run: Run, name: str, arguments: tuple[str, ...] = (), **sections: obj
 # Refused before vLLM is imported.
 
 
-@pytest.mark.parametrize(
-    ("name", "function", "said"),
-    [
-        ("reward-module", "no_such_module:reward", "importing no_such_module failed: ModuleNotFoundError"),
-        ("reward-file", "/nowhere/rewards.py:reward", "there is no file /nowhere/rewards.py"),
-        ("reward-name", "math:rewrad", "math has no `rewrad`"),
-        ("reward-kind", "math:pi", "`pi` is not a function but float"),
-    ],
-)
-def test_reward_functions_are_refused_before_the_engine_is_loaded(run, name, function, said):
-    code, output = refuse(run, name, rewards={"functions": [{"function": function}], "num_workers": 1})
+def test_a_reward_function_is_refused_before_the_engine_is_loaded(run):
+    function = "math:rewrad"
+    code, output = refuse(run, "reward-name", rewards={"functions": [{"function": function}], "num_workers": 1})
     assert code == 78
-    assert f"rl-producer: error: rewards.functions: {function}: {said}" in output
+    assert f"rl-producer: error: rewards.functions: {function}: math has no `rewrad`" in output
     assert "loading the engine" not in output
     assert "Traceback" not in output
 
 
-@pytest.mark.parametrize(
-    ("gpu", "said"), [("99", "GPU 99 does not exist, this machine has"), ("x", "expected an index such as 0")]
-)
-def test_a_gpu_that_does_not_exist_is_refused(run, gpu, said):
-    code, output = refuse(run, f"gpu-{gpu}", ("--gpu", gpu))
+def test_a_gpu_that_does_not_exist_is_refused(run):
+    code, output = refuse(run, "gpu", ("--gpu", "99"))
     assert code == 71
-    assert f"rl-producer: error: --gpu {gpu}: {said}" in output
+    assert "rl-producer: error: --gpu 99: GPU 99 does not exist, this machine has" in output
 
 
 # Refused by vLLM, or before it is asked.
 
 
 def test_what_vllm_refuses_ends_a_check_and_a_start_before_weights_are_loaded(run):
-    values = [
-        ({"max_modle_len": 64}, "engine.max_modle_len: unknown to vllm.AsyncEngineArgs; did you mean `max_model_len`?"),
-        ({"max_model_len": -5}, "max_model_len\n  Input should be greater than or equal to -1"),
-        ({"gpu_memory_utilization": 3.0}, "gpu_memory_utilization\n  Input should be less than or equal to 1"),
-        ({"max_model_len": 1024}, "User-specified max_model_len (1024) is greater than the derived max_model_len"),
+    too_long = {"engine": {"max_model_len": 1024}}
+    said_of_it = "User-specified max_model_len (1024) is greater than the derived max_model_len"
+    unknown = {"engine": {"max_modle_len": 64}}
+    starts: list[tuple[str, tuple[str, ...], dict[str, dict[str, object]], str]] = [
+        ("check", ("--check", "full"), too_long, said_of_it),
+        ("start", (), too_long, said_of_it),
+        ("unknown", (), unknown, "unknown to vllm.AsyncEngineArgs; did you mean `max_model_len`?"),
+        ("no-model", (), {"model": {"path": "/no/model/here"}}, "/no/model/here"),
     ]
-    starts = [
-        (f"vllm-{number}-{mode}", ("--check", "full") if mode == "check" else (), {"engine": engine}, said)
-        for number, (engine, said) in enumerate(values)
-        for mode in ("check", "start")
-        if (number, mode) != (0, "start")
-    ]
-    starts.append(("no-model", (), {"model": {"path": "/no/model/here"}}, "/no/model/here"))
     for name, arguments, sections, said in starts:
         code, output = refuse(run, name, arguments, **sections)
         assert code == 78, (name, output[-2000:])
@@ -342,11 +323,10 @@ def test_every_reward_comes_back_typed_and_an_engine_that_dies_idle_ends_it(run,
     family_of(daemon)
     with run.trainer("rewards") as trainer:
         trainer.wait_for_message(Hello, timeout_s=30)
-        for number, mood in enumerate(["fine", "raises", "hangs", "short", "none", "nan", "fine"]):
+        for number, mood in enumerate(["fine", "raises", "hangs", "nan"]):
             trainer.send(moody(number, mood))
-        trainer.send(moody(7, "fine", prompt="1" * 125))
-        trainer.send(moody(8, "fine", prompt=""))
-        for number, rewards in {0: [0, 1, 2, 3], 4: [np.nan, 1, 2, 3], 5: [np.nan, 1, 2, 3], 6: [0, 1, 2, 3]}.items():
+        trainer.send(moody(4, "fine", prompt="1" * 125))
+        for number, rewards in {0: [0, 1, 2, 3], 3: [np.nan, 1, 2, 3]}.items():
             group = answer_to(trainer, number)
             assert isinstance(group, Group), group
             np.testing.assert_array_equal(np.frombuffer(group.rewards, "<f4"), np.array(rewards, "<f4"))
@@ -356,9 +336,7 @@ def test_every_reward_comes_back_typed_and_an_engine_that_dies_idle_ends_it(run,
             (1, "reward_failed", "rewards.py:moody raised\n"),
             (1, "reward_failed", "ValueError: no digits"),
             (2, "reward_failed", "did not return within 2 seconds and its worker was killed"),
-            (3, "reward_failed", "returned 1 rewards for 4 completions; return one per completion"),
-            (7, "prompt_too_long", ""),
-            (8, "bad_prompt", ""),
+            (4, "prompt_too_long", ""),
         ]:
             nack = answer_to(trainer, number)
             assert isinstance(nack, Nack)
