@@ -331,8 +331,11 @@ def test_the_facts_for_the_handshake_and_what_the_engine_leaves_to_others(live):
 @pytest.mark.parametrize(
     ("engine", "said"),
     [
-        ({"max_model_len": 100_000}, "engine: refused by vLLM: User-specified max_model_len (100000) is greater"),
-        ({"gpu_memory_utilization": 3.0}, "gpu_memory_utilization: Input should be less than or equal to 1"),
+        ({"max_model_len": 100_000}, "Value error, User-specified max_model_len (100000) is greater"),
+        (
+            {"gpu_memory_utilization": 3.0},
+            "engine: refused by vLLM: 1 validation error for CacheConfig\ngpu_memory_utilization\n  Input should be less",
+        ),
         ({"quantization": "no-such-method"}, "Unknown quantization method: no-such-method"),
         ({"load_format": "dummy"}, "engine.load_format: `dummy` weights are not those that the trainer trains"),
         (

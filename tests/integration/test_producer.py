@@ -6,20 +6,18 @@ Three daemons with real vLLM, started together because each takes twenty seconds
 import os
 import signal
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 import yaml
-import zmq
 
 from protocol.transport.zeromq_server import ZmqServer
-from protocol.wire.codec import encode
 from protocol.wire.handshake import TrainerNeeds, problems
-from protocol.wire.messages import Ack, Bye, Group, Heartbeat, Hello, Nack, PolicyInfo
+from protocol.wire.messages import Bye, Group, Heartbeat, Hello, Nack, PolicyInfo
 from tests.integration.models import build_model, random_adapter
 from tests.integration.pair import START_S, Daemon, gone
 from tests.scripted import facts
@@ -172,18 +170,6 @@ def test_a_trainer_that_refuses_ends_it_with_every_problem(run):
     assert "Traceback" not in daemon.output
 
 
-def test_a_trainer_of_another_release_ends_it(run):
-    daemon = run.start("schema", ENGINELESS)
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
-        socket.bind(run.endpoints("schema")[0])
-        assert socket.poll(30_000), daemon.output
-        peer, _ = socket.recv_multipart()
-        socket.send_multipart([peer, encode(Bye("finished"), schema_version=99)])
-        assert daemon.end() == 76, daemon.output
-    assert "peer speaks protocol schema 99, this process speaks" in daemon.output
-    assert "install the same release of slipstream on both sides" in daemon.output
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_while_it_waits_for_the_trainer_ends_it(run, number):
     daemon = run.start(f"waits-{number}", ENGINELESS)
@@ -195,84 +181,38 @@ def test_a_signal_while_it_waits_for_the_trainer_ends_it(run, number):
     assert gone(family)
 
 
-@pytest.fixture
-def start_quick(run: Run) -> Iterator[Callable[[str], Daemon]]:
-    """Starts engineless producers that notice an absent trainer soon."""
+def test_what_it_holds_survives_its_trainer_but_not_the_run(run):
     functions = [{"function": f"{run.folder}/rewards.py:moody"}]
     sections = {
         "transport": {"heartbeat_interval_s": 0.2, "heartbeat_timeout_s": 1.0},
         "rewards": {"functions": functions, "num_workers": 2, "timeout_s": 60.0},
     }
-    with ExitStack() as stack:
-        yield lambda name: stack.enter_context(closing(run.start(name, ENGINELESS, **sections)))
-
-
-def test_what_it_holds_survives_its_trainer_but_not_the_run(run, start_quick):
-    daemon = start_quick("restarts")
     gate = run.folder / "gate"
-    with run.trainer("restarts", acknowledges=False) as trainer:
-        trainer.wait_for_message(Hello, timeout_s=30)
-        trainer.send(moody(1, "fine"))
-        trainer.send(moody(2, str(gate)))
-        trainer.send(moody(3, "fine", policy_floor=5))
-        assert isinstance(answer_to(trainer, 1), Group)
-        trainer.wait_for(lambda: where(trainer) == (1, 0, 1, 1))
-    daemon.wait_for("waiting for it at ipc://")
-    with run.trainer("restarts", session="session-2", outcome="duplicate") as trainer:
-        assert trainer.wait_for_message(Hello)[0].held == ["lease-2", "lease-3", "lease-1"]
-        assert isinstance(answer_to(trainer, 1), Group)
-        assert answer_to(trainer, 3) == Nack("lease-3", "returned")
-        trainer.wait_for(lambda: where(trainer) == (0, 0, 1, 0))
-        trainer.acknowledges = False
-        gate.touch()
-        assert isinstance(answer_to(trainer, 2), Group)
-        assert [group.lease_id for group in trainer.all(Group)] == ["lease-1", "lease-2"]
-    with run.trainer("restarts", session="session-3", run_id="run-2") as trainer:
-        assert trainer.wait_for_message(Hello, timeout_s=30)[0].held == ["lease-2"]
-        trainer.send(moody(4, "fine"))
-        assert isinstance(answer_to(trainer, 4), Group)
-        trainer.wait_for(lambda: where(trainer) == (0, 0, 0, 0))
-        assert [group.lease_id for group in trainer.all(Group)] == ["lease-4"]
-
-        trainer.acknowledges = False
-        trainer.send(moody(5, "fine"))
-        assert isinstance(answer_to(trainer, 5), Group)
-        daemon.process.send_signal(signal.SIGTERM)
-        daemon.wait_for("SIGTERM: handing leases back and stopping")
-        trainer.wait_for_message(Heartbeat, len(trainer.all(Heartbeat)) + 3)
-        assert daemon.process.poll() is None, "it waits for the group to be acknowledged"
-        trainer.send(Ack("lease-5", "accepted", trainer.policy))
-        trainer.wait_for(lambda: isinstance(trainer.received[-1], Bye))
-    assert daemon.end() == 0, daemon.output
-    assert daemon.output.count("another process of the same run: 3 leases go on") == 1
-    assert daemon.output.count("the trainer of another run: 1 leases of run run are void") == 1
-    assert "not acknowledged" not in daemon.output
-
-
-def test_a_trainer_that_went_away_does_not_hold_up_the_end(run, start_quick):
-    daemon = start_quick("left-alone")
-    with run.trainer("left-alone", acknowledges=False) as trainer:
-        trainer.wait_for_message(Hello, timeout_s=30)
-        trainer.send(moody(1, "fine"))
-        assert isinstance(answer_to(trainer, 1), Group)
-    family = daemon.family()
-    daemon.process.send_signal(signal.SIGTERM)
-    assert daemon.end() == 0, daemon.output
-    assert "1 finished groups were not acknowledged and are lost" in daemon.output
-    assert gone(family)
-
-
-def test_no_child_survives_kill_9(run, start_quick):
-    """Nor does the engine core: tests/integration/test_pair.py."""
-    daemon = start_quick("killed")
-    with run.trainer("killed") as trainer:
-        trainer.wait_for_message(Hello, timeout_s=30)
-        trainer.send(moody(1, "hangs"))
-        trainer.wait_for(lambda: where(trainer) == (0, 0, 1, 0))
-        family = daemon.family()
-        assert len(family) == 5, "the daemon, two reward workers and their keepers"
-        daemon.kill()
-    assert gone(family)
+    with closing(run.start("restarts", ENGINELESS, **sections)) as daemon:
+        with run.trainer("restarts", acknowledges=False) as trainer:
+            trainer.give(moody(1, "fine"), moody(2, str(gate)), moody(3, "fine", policy_floor=5))
+            assert isinstance(answer_to(trainer, 1), Group)
+            trainer.wait_for(lambda: where(trainer) == (1, 0, 1, 1))
+        daemon.wait_for("waiting for it at ipc://")
+        with run.trainer("restarts", session="session-2", outcome="duplicate") as trainer:
+            assert trainer.wait_for_message(Hello)[0].held == ["lease-2", "lease-3", "lease-1"]
+            assert isinstance(answer_to(trainer, 1), Group)
+            assert answer_to(trainer, 3) == Nack("lease-3", "returned")
+            trainer.wait_for(lambda: where(trainer) == (0, 0, 1, 0))
+            trainer.acknowledges = False
+            gate.touch()
+            assert isinstance(answer_to(trainer, 2), Group)
+            assert [group.lease_id for group in trainer.all(Group)] == ["lease-1", "lease-2"]
+        with run.trainer("restarts", session="session-3", run_id="run-2") as trainer:
+            trainer.give(moody(4, "fine"))
+            assert isinstance(answer_to(trainer, 4), Group)
+            trainer.wait_for(lambda: where(trainer) == (0, 0, 0, 0))
+            assert [group.lease_id for group in trainer.all(Group)] == ["lease-4"]
+            daemon.process.send_signal(signal.SIGTERM)
+            assert daemon.end() == 0, daemon.output
+        assert daemon.output.count("another process of the same run: 3 leases go on") == 1
+        assert daemon.output.count("the trainer of another run: 1 leases of run run are void") == 1
+        assert "not acknowledged" not in daemon.output
 
 
 # How it ends with a real engine.
@@ -322,10 +262,8 @@ def test_every_reward_comes_back_typed_and_an_engine_that_dies_idle_ends_it(run,
     daemon = fleet["rewards"]
     family_of(daemon)
     with run.trainer("rewards") as trainer:
-        trainer.wait_for_message(Hello, timeout_s=30)
-        for number, mood in enumerate(["fine", "raises", "hangs", "nan"]):
-            trainer.send(moody(number, mood))
-        trainer.send(moody(4, "fine", prompt="1" * 125))
+        moods = enumerate(["fine", "raises", "hangs", "nan"])
+        trainer.give(*(moody(number, mood) for number, mood in moods), moody(4, "fine", prompt="1" * 125))
         for number, rewards in {0: [0, 1, 2, 3], 3: [np.nan, 1, 2, 3]}.items():
             group = answer_to(trainer, number)
             assert isinstance(group, Group), group
@@ -356,11 +294,9 @@ def test_sigterm_hands_open_leases_back(run, fleet):
     daemon = fleet["stopped"]
     family = family_of(daemon)
     with run.trainer("stopped") as trainer:
-        trainer.wait_for_message(Hello, timeout_s=30)
-        trainer.send(moody(1, "fine"))
+        trainer.give(moody(1, "fine"))
         assert isinstance(answer_to(trainer, 1), Group)
-        trainer.send(moody(2, "hangs"))
-        trainer.send(moody(3, "fine", policy_floor=5))
+        trainer.give(moody(2, "hangs"), moody(3, "fine", policy_floor=5))
         trainer.wait_for(lambda: trainer.all(Heartbeat)[-1].held == ["lease-2", "lease-3"])
         daemon.process.send_signal(signal.SIGTERM)
         trainer.wait_for_message(Bye)
@@ -379,8 +315,7 @@ def test_a_second_interrupt_ends_it_at_once(run, fleet):
     daemon = fleet["interrupted"]
     family = family_of(daemon)
     with run.trainer("interrupted", acknowledges=False) as trainer:
-        trainer.wait_for_message(Hello, timeout_s=30)
-        trainer.send(moody(1, "fine"))
+        trainer.give(moody(1, "fine"))
         answer_to(trainer, 1)
         os.killpg(daemon.process.pid, signal.SIGINT)
         daemon.wait_for("SIGINT: handing leases back and stopping")

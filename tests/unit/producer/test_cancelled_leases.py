@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +24,7 @@ from protocol.wire.messages import Lease, Sampling
 from tests.scripted_trainer import lease
 from tests.unit.producer.cancellation import cancel_at_each_wait
 from tests.unit.producer.engine.test_merged_weights import Workers, adapter
+from tests.unit.producer.loop import asynchronous
 from tests.unit.producer.policies.test_adapters import Setup, blob
 from tests.unit.producer.rollouts.generating import Prompts, Rewards
 from tests.unit.producer.rollouts.test_in_flight import Policies
@@ -59,6 +61,7 @@ class Scene:
 
     def __init__(self, registry: Any, on_swap: OnSwap) -> None:
         self.engine, self.answers = Engine(), list[Any]()
+        self.before = asyncio.all_tasks()
         self.places = Admission(1, 4, lambda: None)
         self._begun: list[Coroutine[Any, Any, None]] = []
         counters = Counters()
@@ -86,85 +89,79 @@ class Scene:
             for one in (lease, other):
                 group.create_task(self.fulfil(one))
 
-    def check(self, num_tasks: int = 1) -> None:
+    def check(self) -> None:
         for work in self.generation._works.values():
             work.task = None
         self.generation.abandon_all()
         places = self.places
         assert (self.engine.running, places._inside, places._background, self.clock._active) == (0, 0, 0, 0)
         assert (places._line._turns, places._line_behind._turns) == ({}, {})
-        assert len(asyncio.all_tasks()) == num_tasks
+        assert asyncio.all_tasks() == self.before
+
+
+WANTED = lease(7, sampling=Sampling(2, 3, 1.0))
 
 
 @pytest.mark.parametrize("on_swap", ["finish", "continue", "restart"])
-def test_of_training_whatever_becomes_of_it_at_a_swap(on_swap: OnSwap) -> None:
-    async def body() -> None:
-        policies = Policies()
-        scene = Scene(policies, on_swap)
-        scene.engine.stepped = policies.flip
-        policies.flip()
-        wanted = lease(7, sampling=Sampling(2, 3, 1.0))
+@asynchronous
+async def test_of_training_whatever_becomes_of_it_at_a_swap(on_swap: OnSwap) -> None:
+    policies = Policies()
+    scene = Scene(policies, on_swap)
+    scene.engine.stepped = policies.flip
+    policies.flip()
 
-        def check() -> None:
-            scene.check()
-            assert set(policies.pins.values()) <= {0}
+    def check() -> None:
+        scene.check()
+        assert set(policies.pins.values()) <= {0}
 
-        assert await cancel_at_each_wait(lambda: scene.fulfil(wanted), check) > 1
-        assert await cancel_at_each_wait(lambda: scene.two(wanted), check) > 0
-        assert len(scene.answers) >= 2
-
-    asyncio.run(body())
+    assert await cancel_at_each_wait(lambda: scene.fulfil(WANTED), check) > 1
+    assert await cancel_at_each_wait(lambda: scene.two(WANTED), check) > 0
+    assert len(scene.answers) >= 2
 
 
-def test_of_an_evaluation(tmp_path) -> None:
+@asynchronous
+async def test_of_an_evaluation(tmp_path: Path) -> None:
     setup = Setup(tmp_path)
+    unloading = asyncio.create_task(setup.registry.unload_released())
+    scene = Scene(setup.registry, "finish")
+    await setup.publish(1)
+    evaluation = msgspec.structs.replace(WANTED, evaluates=blob(1)[0])
 
-    async def body() -> None:
-        unloading = asyncio.create_task(setup.registry.unload_released())
-        scene = Scene(setup.registry, "finish")
-        await setup.publish(1)
-        wanted = lease(7, sampling=Sampling(2, 3, 1.0), evaluates=blob(1)[0])
+    def check() -> None:
+        scene.check()
+        assert [version.pins for version in setup.registry._versions.values()] == [0]
 
-        def check() -> None:
-            scene.check(num_tasks=2)
-            assert [version.pins for version in setup.registry._versions.values()] == [0]
-
-        assert await cancel_at_each_wait(lambda: scene.fulfil(wanted), check) > 0
-        assert await cancel_at_each_wait(lambda: scene.two(wanted), check) > 0
-        unloading.cancel()
-
-    asyncio.run(body())
+    assert await cancel_at_each_wait(lambda: scene.fulfil(evaluation), check) > 0
+    assert await cancel_at_each_wait(lambda: scene.two(evaluation), check) > 0
+    unloading.cancel()
 
 
-def test_of_merged_weights_also_while_they_are_pending_verification() -> None:
+@asynchronous
+async def test_of_merged_weights_also_while_they_are_pending_verification() -> None:
     running = 0
+    weights = MergedWeights(Workers())
+    first = adapter(1)
+    await weights.load(first)
+    weights.activate(first)
+    before = asyncio.all_tasks()
 
-    async def body() -> None:
-        weights = MergedWeights(Workers())
-        first = adapter(1)
-        await weights.load(first)
-        weights.activate(first)
+    async def generate(group: str, lora: None, salt: str) -> str:
+        nonlocal running
+        running += 1
+        try:
+            for _ in range(3):
+                await asyncio.sleep(0)
+            weights._settled.clear()  # a swap begins,
+            asyncio.get_running_loop().call_later(0.001, weights._settled.set)  # and ends
+            return group
+        finally:
+            running -= 1
 
-        async def generate(group: str, lora: None, salt: str) -> str:
-            nonlocal running
-            running += 1
-            try:
-                for _ in range(3):
-                    await asyncio.sleep(0)
-                weights._settled.clear()  # a swap begins,
-                asyncio.get_running_loop().call_later(0.001, weights._settled.set)  # and ends
-                return group
-            finally:
-                running -= 1
+    def check() -> None:
+        weights._settled.set()
+        assert (running, weights._in_flight, asyncio.all_tasks()) == (0, {}, before)
 
-        def check() -> None:
-            weights._settled.set()
-            assert (running, weights._in_flight) == (0, {})
-            assert len(asyncio.all_tasks()) == 1
+    async def sample() -> None:
+        await weights.sample(generate, first)
 
-        async def sample() -> None:
-            await weights.sample(generate, first)
-
-        assert await cancel_at_each_wait(sample, check) == 2
-
-    asyncio.run(body())
+    assert await cancel_at_each_wait(sample, check) == 2

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from producer.waiting_line import WaitingLine
-from tests.unit.producer.cancellation import cancel_at_each_wait
 from tests.unit.producer.loop import settle
 
 
@@ -70,17 +69,3 @@ def test_nothing_that_is_given_is_lost_or_given_twice(events):
         assert line._turns == {}
 
     asyncio.run(body())
-
-
-def test_a_wait_that_is_cancelled_leaves_nothing():
-    line = WaitingLine[None, int]()
-
-    async def wait() -> None:
-        asyncio.get_running_loop().call_soon(lambda: line.wishes and line.give(1))
-        await line.wait(None, lambda given: None)
-
-    asyncio.run(cancel_at_each_wait(wait, lambda: assert_empty(line)))
-
-
-def assert_empty(line: WaitingLine[None, int]) -> None:
-    assert line._turns == {}

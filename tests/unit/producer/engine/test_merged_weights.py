@@ -63,12 +63,19 @@ class Group:
         return f"output of {request}"
 
 
-async def loaded(workers: Workers, version: int = 1) -> MergedWeights:
-    weights = MergedWeights(workers)
-    first = adapter(version)
-    await weights.load(first)
-    weights.activate(first)
+async def swapped(weights: MergedWeights, version: int) -> MergedWeights:
+    policy = adapter(version)
+    await weights.load(policy)
+    weights.activate(policy)
     return weights
+
+
+async def in_flight(workers: Workers, group: Group) -> tuple[MergedWeights, "asyncio.Task[Any]"]:
+    """A group on version 1."""
+    weights = await swapped(MergedWeights(workers), 1)
+    sampling = asyncio.create_task(weights.sample(group, adapter(1)))
+    await settle()
+    return weights, sampling
 
 
 def test_tokens_are_stamped_by_what_each_completion_had_at_each_flip() -> None:
@@ -84,13 +91,9 @@ def test_tokens_are_stamped_by_what_each_completion_had_at_each_flip() -> None:
 @asynchronous
 async def test_a_request_for_one_completion_is_known_by_its_name_alone() -> None:
     workers, alone = Workers(), Group()
-    weights = await loaded(workers)
-    sampling = asyncio.create_task(weights.sample(alone, adapter(1)))
-    await settle()
+    weights, sampling = await in_flight(workers, alone)
     workers.counts = {"group-0-1a2b": 2, "group-00-1a2b": 1}
-    second = adapter(2)
-    await weights.load(second)
-    weights.activate(second)
+    await swapped(weights, 2)
     alone.end.set()
     _, flight = await sampling
     assert flight.token_versions(0, 3) == [1, 1, 2]
@@ -99,13 +102,9 @@ async def test_a_request_for_one_completion_is_known_by_its_name_alone() -> None
 @asynchronous
 async def test_a_group_in_flight_goes_on_through_a_swap_and_the_next_has_kv_of_its_own() -> None:
     workers, old, new = Workers(), Group(), Group()
-    weights = await loaded(workers)
-    sampling = asyncio.create_task(weights.sample(old, adapter(1)))
-    await settle()
+    weights, sampling = await in_flight(workers, old)
     workers.counts = {"0_group-0-1a2b": 2, "1_group-0-1a2b": 1, "0_group-00": 7, "score-3": 1, "a-group-0": 9}
-    second = adapter(2)
-    await weights.load(second)
-    weights.activate(second)
+    await swapped(weights, 2)
     old.end.set()
     output, flight = await sampling
     assert output == "output of group-0"
@@ -119,10 +118,8 @@ async def test_a_group_in_flight_goes_on_through_a_swap_and_the_next_has_kv_of_i
 
 @asynchronous
 async def test_nothing_begins_and_nothing_is_handed_out_pending_verification() -> None:
-    workers, old, new = Workers(), Group(), Group()
-    weights = await loaded(workers)
-    early = asyncio.create_task(weights.sample(old, adapter(1)))
-    await settle()
+    old, new = Group(), Group()
+    weights, early = await in_flight(Workers(), old)
     second = adapter(2)
     await weights.load(second)
     late = asyncio.create_task(weights.sample(new, adapter(1)))
@@ -139,9 +136,7 @@ async def test_nothing_begins_and_nothing_is_handed_out_pending_verification() -
 @asynchronous
 async def test_refused_weights_are_taken_back_and_what_saw_them_begins_anew(ended: bool) -> None:
     workers, group = Workers(), Group()
-    weights = await loaded(workers)
-    sampling = asyncio.create_task(weights.sample(group, adapter(1)))
-    await settle()
+    weights, sampling = await in_flight(workers, group)
     second = adapter(2)
     await weights.load(second)
     if ended:
@@ -156,16 +151,14 @@ async def test_refused_weights_are_taken_back_and_what_saw_them_begins_anew(ende
     assert flight.token_versions(0, 2) == [1, 1]
     assert group.begun == [("group-0", "weights-1"), ("group-1", "weights-3")]
     assert group.aborted == (0 if ended else 1)
-    third = adapter(3)
-    await weights.load(third)
-    weights.activate(third)
+    await swapped(weights, 3)
     assert workers.paths[-1] == "/adapters/3"
 
 
 @asynchronous
 async def test_an_adapter_that_a_worker_cannot_merge_changes_nothing() -> None:
     workers = Workers()
-    weights = await loaded(workers)
+    weights = await swapped(MergedWeights(workers), 1)
     workers.refusals = ["", "lm_head is no linear layer"]
     second = adapter(2)
     with pytest.raises(AdapterRefusedError, match="lm_head"):
@@ -179,9 +172,7 @@ async def test_an_adapter_that_a_worker_cannot_merge_changes_nothing() -> None:
 @asynchronous
 async def test_a_cancelled_group_leaves_the_engine() -> None:
     group = Group()
-    weights = await loaded(Workers())
-    sampling = asyncio.create_task(weights.sample(group, adapter(1)))
-    await settle()
+    _, sampling = await in_flight(Workers(), group)
     sampling.cancel()
     with pytest.raises(asyncio.CancelledError):
         await sampling

@@ -115,23 +115,6 @@ def test_a_trainer_of_another_run_voids_all_leases(setup):
     assert setup.counters.abandoned == 2
 
 
-@pytest.mark.long
-@IMPATIENT
-def test_what_ends_between_hello_and_welcome_is_told_once_after_it(setup):
-    setup.start()
-    setup.take_leases(1, 2, 3)
-    setup.trainer.silent = True
-    setup.trainer.wait_for_message(Hello, 2)
-    setup.finish(1)
-    setup.mailbox.answer(Nack("lease-2", "reward_failed", "it raised"))
-    setup.trainer.session = "session-2"
-    setup.trainer.silent = False
-    setup.trainer.wait_for_message(Nack)
-    setup.wait_for(lambda: setup.trainer.all(Heartbeat)[-1].held == ["lease-3"])
-    assert setup.groups() == ["lease-1"]
-    assert setup.trainer.all(Nack) == [Nack("lease-2", "reward_failed", "it raised")]
-
-
 def test_the_outbox_says_when_it_is_full_and_when_it_is_not(caplog):
     caplog.set_level("INFO", logger="producer")
     one = num_bytes(made_up_group(lease(1), 0))

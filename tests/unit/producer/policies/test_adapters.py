@@ -1,6 +1,7 @@
 """Versions are pinned, superseded, unloaded and deleted in an order that never starves the engine of a folder."""
 
 import asyncio
+import functools
 import itertools
 import json
 from contextlib import nullcontext
@@ -80,13 +81,13 @@ class FakeEngine:
 
 
 class Setup:
-    def __init__(self, folder: Path, hold_s: float | None = None) -> None:
+    def __init__(self, folder: Path) -> None:
         self.engine = FakeEngine()
         self.folder = folder / "adapters"
         self.counters = Counters()
         self.timeline_path = folder / "timeline.jsonl"
         self.fetched: list[PolicyInfo] = []
-        self.registry = registry_of(self.engine, folder, self.counters, fetch=self.fetched.append, hold_s=hold_s)
+        self.registry = registry_of(self.engine, folder, self.counters, fetch=self.fetched.append)
 
     async def publish(self, version: int, probe: Probe | None = None) -> bool:
         return await self.registry.publish(DownloadedPolicy(*blob(version), 0.0, probe))
@@ -100,7 +101,20 @@ def setup(tmp_path):
     return Setup(tmp_path)
 
 
-@asynchronous
+def working(test):
+    """A test during which the registry publishes what is offered and unloads what is released."""
+
+    @functools.wraps(test)
+    async def run(setup, **named):
+        tasks = [asyncio.create_task(work) for work in (setup.registry.run(), setup.registry.unload_released())]
+        await test(setup, **named)
+        for task in tasks:
+            task.cancel()
+
+    return asynchronous(run)
+
+
+@working
 async def test_a_superseded_version_goes_at_once_when_nothing_pins_it(setup):
     for version in range(10):
         assert await setup.publish(version)
@@ -113,9 +127,8 @@ async def test_a_superseded_version_goes_at_once_when_nothing_pins_it(setup):
     assert all(event["event"] == "swap" and event["ms"] > 0 and event["bytes"] > 0 for event in events)
 
 
-@asynchronous
+@working
 async def test_pinned_versions_stay_until_their_last_request_is_done(setup):
-    unloading = asyncio.create_task(setup.registry.unload_released())
     await setup.publish(0)
     with setup.registry.pin() as first:
         with setup.registry.pin() as second:
@@ -132,51 +145,37 @@ async def test_pinned_versions_stay_until_their_last_request_is_done(setup):
     await settle()
     assert setup.engine.versions == [2]
     assert setup.folders() == 1
-    unloading.cancel()
 
 
-@asynchronous
-async def test_a_version_that_cannot_be_loaded_leaves_the_old_one_current(setup, caplog):
-    await setup.publish(0)
+@working
+async def test_a_version_that_cannot_be_loaded_or_is_not_computed_as_the_trainer_does_never_goes_live(setup, caplog):
+    def probe(logprob: float) -> Probe:
+        return Probe((5, 6), (logprob,))
+
+    assert await setup.publish(0, probe(-0.5))
     setup.engine.refuses = True
     assert not await setup.publish(1)
     setup.engine.refuses = False
     policy, data = blob(2)
     assert not await setup.registry.publish(DownloadedPolicy(policy, data[:-1], 0.0))
-    with setup.registry.pin() as adapter:
-        assert adapter.version == 0
-    assert setup.folders() == 1
-    assert await setup.publish(3)
-    assert setup.engine.versions == [3]
-    assert setup.counters.failed_swaps == 2
+    setup.engine.score_of = {3: -0.502, 4: None}
+    assert not await setup.publish(3, probe(-0.5))
+    assert (setup.counters.refused_version, setup.counters.policy_version) == (3, 0)
+    assert "differ by 0.002 from the trainer's" in setup.counters.refusal
+    assert (setup.engine.versions, setup.folders()) == ([0], 1)
+    assert await setup.publish(4, probe(-9.0)), "what cannot be scored proves nothing"
+    assert (setup.counters.refused_version, setup.counters.refusal) == (-1, "")
+    assert setup.engine.versions == [4]
+    assert (setup.counters.swaps, setup.counters.failed_swaps) == (2, 3)
     assert "policy v1 is refused, v0 stays: rank 512 is too large" in caplog.text
     assert "policy v2 is refused, v0 stays: checksum mismatch" in caplog.text
-
-
-@asynchronous
-async def test_a_version_that_the_engine_does_not_compute_as_the_trainer_does_never_goes_live(setup, caplog):
-    def probe(logprob: float) -> Probe:
-        return Probe((5, 6), (logprob,))
-
-    assert await setup.publish(0, probe(-0.5))
-    setup.engine.score_of[1] = -0.502
-    assert not await setup.publish(1, probe(-0.5))
-    assert (setup.counters.refused_version, setup.counters.policy_version) == (1, 0)
-    assert "differ by 0.002 from the trainer's" in setup.counters.refusal
-    assert setup.engine.versions == [0]
-    assert setup.folders() == 1
-    setup.engine.score_of[2] = None
-    assert await setup.publish(2, probe(-9.0)), "what cannot be scored proves nothing"
-    assert (setup.counters.refused_version, setup.counters.refusal) == (-1, "")
-    assert setup.engine.versions == [2]
-    assert (setup.counters.swaps, setup.counters.failed_swaps) == (2, 1)
-    assert "policy v1 is refused, v0 stays: log-probs of the probe differ by 0.002" in caplog.text
-    assert "policy v2 cannot be verified: too long" in caplog.text
+    assert "policy v4 cannot be verified: too long" in caplog.text
     events = [json.loads(line) for line in setup.timeline_path.read_text().splitlines()]
-    assert [(event["event"], event["version"]) for event in events] == [("swap", 0), ("swap_refused", 1), ("swap", 2)]
+    refused = [("swap_refused", version) for version in (1, 2, 3)]
+    assert [(event["event"], event["version"]) for event in events] == [("swap", 0), *refused, ("swap", 4)]
 
 
-@asynchronous
+@working
 async def test_wait_for_returns_when_the_floor_is_reached(setup):
     waiter = asyncio.create_task(setup.registry.wait_for(2))
     for version in range(3):
@@ -186,20 +185,18 @@ async def test_wait_for_returns_when_the_floor_is_reached(setup):
     await asyncio.wait_for(waiter, 30)
 
 
-@asynchronous
+@working
 async def test_only_the_newest_offer_is_published(setup):
-    runner = asyncio.create_task(setup.registry.run())
     setup.engine.slow.clear()
     for version in range(5):
         setup.registry.offer(DownloadedPolicy(*blob(version), 0.0))
         await settle()
     setup.engine.slow.set()
     await asyncio.wait_for(setup.registry.wait_for(4), 5)
-    runner.cancel()
     assert [name.split("-")[0] for name in setup.engine.names] == ["v0", "v4"]
 
 
-@asynchronous
+@working
 async def test_a_new_trainer_voids_versions_that_it_does_not_serve(setup):
     await setup.publish(7)
     setup.registry.start_session(blob(7)[0])
@@ -214,7 +211,7 @@ async def test_a_new_trainer_voids_versions_that_it_does_not_serve(setup):
     assert setup.engine.versions == [5]
 
 
-@asynchronous
+@working
 async def test_a_version_of_a_trainer_that_died_while_it_was_loaded_never_goes_live(setup):
     setup.engine.slow.clear()
     loading = asyncio.create_task(setup.publish(9))
@@ -227,24 +224,20 @@ async def test_a_version_of_a_trainer_that_died_while_it_was_loaded_never_goes_l
     assert setup.folders() == 0
 
 
-def test_a_request_that_ends_while_a_version_is_proved_does_not_unload_it(setup, monkeypatch):
+@working
+async def test_a_request_that_ends_while_a_version_is_proved_does_not_unload_it(setup):
     async def verify(adapter: Adapter, token_ids: list[int]) -> list[float]:
         running.__exit__(None, None, None)
         await settle()
         assert adapter.id in setup.engine.loaded
         return [-0.5]
 
-    async def body():
-        nonlocal running
-        await setup.publish(0)
-        running = setup.registry.pin()
-        running.__enter__()
-        monkeypatch.setattr(setup.engine, "verify", verify)
-        assert await setup.publish(1, Probe((5, 6), (-0.5,)))
-        assert setup.engine.versions == [1]
-
-    running = None
-    asyncio.run(body())
+    await setup.publish(0)
+    running = setup.registry.pin()
+    running.__enter__()
+    setup.engine.verify = verify
+    assert await setup.publish(1, Probe((5, 6), (-0.5,)))
+    assert setup.engine.versions == [1]
 
 
 # What is evaluated.
@@ -258,7 +251,7 @@ async def pinned(setup: Setup, version: int, until: asyncio.Event | None = None)
         return adapter.version
 
 
-@asynchronous
+@working
 async def test_an_evaluated_version_stays_until_another_one_is_evaluated(setup):
     await setup.publish(1)
     assert await pinned(setup, 1) == 1
@@ -267,16 +260,14 @@ async def test_an_evaluated_version_stays_until_another_one_is_evaluated(setup):
     assert setup.engine.versions == [1, 3]
     assert await pinned(setup, 1) == 1
     assert setup.fetched == []
-    unloading = asyncio.create_task(setup.registry.unload_released())
     assert await pinned(setup, 3) == 3
     await settle()
     assert setup.engine.versions == [3]
     assert setup.folders() == 1
-    unloading.cancel()
 
 
 @pytest.mark.parametrize("is_evaluated", [False, True])
-@asynchronous
+@working
 async def test_a_request_that_is_cancelled_at_any_moment_leaves_no_pin_and_no_folder(setup, is_evaluated):
     """Its client hung up, or its lease was abandoned, perhaps just when it let go of a version that is not current any more."""
     versions = itertools.count()
@@ -291,14 +282,11 @@ async def test_a_request_that_is_cancelled_at_any_moment_leaves_no_pin_and_no_fo
     def check() -> None:
         assert (setup.registry._versions, setup.engine.versions, setup.folders()) == ({}, [], 0)
 
-    unloading = asyncio.create_task(setup.registry.unload_released())
     await cancel_at_each_wait(request, check, prepare=lambda: setup.publish(next(versions) + 1))
-    unloading.cancel()
 
 
-@asynchronous
+@working
 async def test_one_that_is_gone_is_fetched_proved_and_served_beside_the_newest(setup):
-    running = asyncio.create_task(setup.registry.run())
     for version in (1, 2):
         await setup.publish(version)
     waiting = [asyncio.create_task(pinned(setup, 1)) for _ in range(3)]
@@ -309,10 +297,9 @@ async def test_one_that_is_gone_is_fetched_proved_and_served_beside_the_newest(s
     assert await asyncio.wait_for(asyncio.gather(*waiting), 5) == [1, 1, 1]
     assert setup.engine.versions == [2, 1]
     assert setup.counters.policy_version == 2
-    running.cancel()
 
 
-@asynchronous
+@working
 async def test_one_that_is_wanted_again_while_another_is_unloaded_stays(setup):
     """A request whose adapter is gone ends the engine."""
     await setup.publish(1)
@@ -328,9 +315,8 @@ async def test_one_that_is_wanted_again_while_another_is_unloaded_stays(setup):
 
 
 @pytest.mark.parametrize("what", ["missing", "refused", "damaged"])
-@asynchronous
+@working
 async def test_one_that_cannot_be_had_fails_its_leases(setup, what):
-    running = asyncio.create_task(setup.registry.run())
     await setup.publish(2)
     waiting = asyncio.create_task(pinned(setup, 1))
     await settle()
@@ -344,7 +330,6 @@ async def test_one_that_cannot_be_had_fails_its_leases(setup, what):
     with pytest.raises(LeaseFailure, match="could not be had or loaded here"):
         await asyncio.wait_for(waiting, 30)
     assert (setup.engine.versions, setup.folders()) == ([2], 1)
-    running.cancel()
 
 
 def test_of_versions_that_cannot_be_had_only_the_last_ones_are_known(setup):
@@ -353,10 +338,9 @@ def test_of_versions_that_cannot_be_had_only_the_last_ones_are_known(setup):
     assert len(setup.registry._unavailable) == 16
 
 
-@asynchronous
-async def test_an_engine_of_one_version_keeps_it_for_an_evaluation_and_not_for_ever(tmp_path):
-    setup = Setup(tmp_path, hold_s=60.0)
-    running = asyncio.create_task(setup.registry.run())
+@working
+async def test_an_engine_of_one_version_keeps_it_for_an_evaluation_and_not_for_ever(setup):
+    setup.registry._hold_s = 60.0
     await setup.publish(1)
     for _ in range(2):
         await pinned(setup, 1)
@@ -371,7 +355,7 @@ async def test_an_engine_of_one_version_keeps_it_for_an_evaluation_and_not_for_e
     await asyncio.wait_for(setup.registry.wait_for(3), 5)
     with pytest.raises(LeaseFailure, match="the engine has other weights by now"):
         await pinned(setup, 1)
-    setup.registry._hold_s = 0.3
+    setup.registry._hold_s = 0.05
     evaluating = asyncio.create_task(pinned(setup, 3, asyncio.Event()))
     await settle()
     setup.registry.offer(DownloadedPolicy(*blob(4), 0.0))
@@ -380,6 +364,5 @@ async def test_an_engine_of_one_version_keeps_it_for_an_evaluation_and_not_for_e
     setup.registry._hold_s = 60.0  # nothing is held any more
     setup.registry.offer(DownloadedPolicy(*blob(5), 0.0))
     await asyncio.wait_for(setup.registry.wait_for(5), 5)
-    for task in (evaluating, running):
-        task.cancel()
+    evaluating.cancel()
     assert setup.fetched == []

@@ -1,7 +1,6 @@
 """Generation on plain rollouts, around an engine that holds requests."""
 
 import asyncio
-import functools
 import itertools
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from producer.rollouts.plain_rollouts import PlainRollouts
 from producer.state import Counters
 from protocol.wire.messages import Group, Nack, Sampling
 from tests.policies import registry_of
-from tests.unit.producer.loop import asynchronous, settle
+from tests.unit.producer.loop import settle
 from tests.unit.producer.policies.test_adapters import FakeEngine, blob
 
 
@@ -106,15 +105,3 @@ class Setup:
     async def settle(self) -> None:
         await asyncio.wait_for(asyncio.gather(*self.tasks, return_exceptions=True), 5)
         await settle()
-
-
-def working(test):
-    """A test during which the registry unloads what is released."""
-
-    @functools.wraps(test)
-    async def run(setup, **named):
-        unloading = asyncio.create_task(setup.registry.unload_released())
-        await test(setup, **named)
-        unloading.cancel()
-
-    return asynchronous(run)

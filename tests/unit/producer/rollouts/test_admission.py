@@ -42,12 +42,6 @@ def test_every_group_that_leaves_pays_for_as_many_as_its_completions():
     assert control.limit == 3, "2 more than tolerated each time: the 13th finds 12 x 2 + 10, and 32 are tolerated"
 
 
-def test_requests_that_wait_for_a_full_cache_are_no_reason_to_lower_it():
-    control = AdmissionControl(8, 8)
-    assert not control.look(inside=8, load=load(usage=1.0, waiting=5))
-    assert control.limit == 8
-
-
 def test_a_decrease_is_not_repeated_before_the_groups_that_were_inside_have_left():
     control = AdmissionControl(4, 1)
     control.look(4, load(preemptions=5))
@@ -78,7 +72,7 @@ def test_it_rises_by_about_one_in_a_round_of_groups_while_it_is_what_keeps_them_
 STEPS = st.tuples(st.integers(1, 80), st.floats(0, 1), st.integers(0, 9), st.integers(0, 99), st.booleans())
 
 
-@given(st.integers(1, 64), st.integers(1, 16), st.lists(STEPS, max_size=60))
+@given(st.integers(1, 24), st.integers(1, 16), st.lists(STEPS, max_size=60))
 def test_whatever_is_told_the_limit_stays_in_its_bounds_falls_only_for_a_reason_and_recovers(ceiling, size, steps):
     control, preemptions = AdmissionControl(ceiling, size), 0
     unpaid, unsettled = 0, 0  # preemptions since the last reason, groups since the last decrease
@@ -115,35 +109,18 @@ def test_the_door_lets_in_up_to_the_limit_in_order_and_whoever_gives_up_costs_no
                 await leave.wait()
 
         tasks = [asyncio.create_task(group(number)) for number in range(5)]
-        await asyncio.sleep(0)
+        await settle()
         assert entered == [0, 1]
         tasks[2].cancel()
         tasks[0].cancel()
-        await asyncio.gather(tasks[0], tasks[2], return_exceptions=True)
-        await asyncio.sleep(0)
+        await settle()
         assert entered == [0, 1, 3]
-        leave.set()
+        tasks[1].cancel()
+        tasks[3].cancel()
+        asyncio.get_running_loop().call_soon(tasks[4].cancel)  # the moment it is let in
         await asyncio.gather(*tasks, return_exceptions=True)
-        assert entered == [0, 1, 3, 4]
-
-    run(body)
-
-
-def test_who_is_cancelled_the_moment_it_is_let_in_gives_its_place_back():
-    async def body() -> None:
-        admission, entered = Admission(1, 1, lambda: None), []
-
-        async def group(number: int) -> None:
-            async with admission:
-                entered.append(number)
-
         await admission.__aenter__()
-        tasks = [asyncio.create_task(group(number)) for number in range(2)]
-        await asyncio.sleep(0)
-        await admission.__aexit__()  # lets the first in
-        tasks[0].cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        assert entered == [1]
+        await asyncio.wait_for(admission.__aenter__(), 5)
 
     run(body)
 

@@ -8,8 +8,8 @@ import pytest
 from protocol.wire.messages import Sampling
 from tests.scripted_trainer import lease
 from tests.unit.producer.loop import settle
-from tests.unit.producer.policies.test_adapters import blob
-from tests.unit.producer.rollouts.generating import Setup, working
+from tests.unit.producer.policies.test_adapters import blob, working
+from tests.unit.producer.rollouts.generating import Setup
 
 
 @pytest.fixture

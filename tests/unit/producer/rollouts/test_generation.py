@@ -10,8 +10,8 @@ from protocol.errors import EngineError
 from protocol.wire.messages import Group, Nack
 from tests.scripted_trainer import lease
 from tests.unit.producer.loop import settle
-from tests.unit.producer.policies.test_adapters import blob
-from tests.unit.producer.rollouts.generating import Setup, working
+from tests.unit.producer.policies.test_adapters import blob, working
+from tests.unit.producer.rollouts.generating import Setup
 
 
 @pytest.fixture

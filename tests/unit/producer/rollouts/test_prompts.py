@@ -1,29 +1,25 @@
 """Prompts become the token ids that TRL would train on, or a failure that says what to change."""
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import processors
 
 from producer.interfaces import LeaseFailure
 from producer.rollouts.prompts import PromptFormat
+from tests.unit.producer.rollouts.test_chat import tokenizer as tokenizer_with
 
 TEMPLATE = (
     "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     "{% if shout %}!{% endif %}{% if add_generation_prompt %}={% endif %}"
 )
+ENDS = 128  # begins every string, and is no text
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    from transformers import PreTrainedTokenizerFast
-
-    vocab = {token: index for index, token in enumerate(["<s>", "</s>", "<unk>", *"0123456789+=!"])}
-    inner = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
-    inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    inner.decoder = decoders.Fuse()
-    inner.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=inner, bos_token="<s>", eos_token="</s>", unk_token="<unk>", chat_template=TEMPLATE
-    )
+    made = tokenizer_with(TEMPLATE)
+    post = processors.TemplateProcessing(single="<|end|> $A", special_tokens=[("<|end|>", ENDS)])
+    made.backend_tokenizer.post_processor = post
+    return made
 
 
 def refusal(prompts: PromptFormat, prompt, max_completion_length=8) -> LeaseFailure:
@@ -33,13 +29,13 @@ def refusal(prompts: PromptFormat, prompt, max_completion_length=8) -> LeaseFail
 
 
 def test_strings_get_the_special_tokens_of_the_tokenizer(tokenizer):
-    assert PromptFormat(tokenizer, 64, {}).encode("1+2=", 8) == [0, 4, 13, 5, 14]
+    assert PromptFormat(tokenizer, 64, {}).encode("1+2=", 8) == [ENDS, *map(ord, "1+2=")]
 
 
 def test_messages_go_through_the_chat_template_with_its_arguments(tokenizer):
     messages = [{"role": "system", "content": "1"}, {"role": "user", "content": "2"}]
-    assert PromptFormat(tokenizer, 64, {}).encode(messages, 8)[-3:] == [4, 5, 14]
-    assert PromptFormat(tokenizer, 64, {"shout": True}).encode(messages, 8)[-4:] == [4, 5, 15, 14]
+    assert PromptFormat(tokenizer, 64, {}).encode(messages, 8)[-3:] == [*map(ord, "12=")]
+    assert PromptFormat(tokenizer, 64, {"shout": True}).encode(messages, 8)[-4:] == [*map(ord, "12!=")]
 
 
 def test_the_longest_prompt_that_fits_is_taken(tokenizer):
@@ -75,7 +71,7 @@ def test_an_empty_prompt_is_a_failure(tokenizer):
 
 def test_completions_are_text_or_one_assistant_message_each(tokenizer):
     prompts = PromptFormat(tokenizer, 64, {})
-    ids = [[4, 5, 1], [6]]
+    ids = [[*map(ord, "12"), ENDS], [ord("3")]]
     assert prompts.decode("1", ids) == ["12", "3"]
     assert prompts.decode([{"role": "user", "content": "1"}], ids) == [
         [{"role": "assistant", "content": "12"}],
