@@ -1,11 +1,15 @@
-"""A registry of policies around any weights, as tests need it."""
+"""A registry of policies around any weights, and one without, as tests need them."""
 
+import asyncio
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from producer.interfaces import PolicyWeights
+from producer.interfaces import Adapter, PolicyWeights
 from producer.metrics import ProducerMetrics
 from producer.policies.loading import PolicyLoader
 from producer.policies.registry import AdapterRegistry
@@ -13,6 +17,41 @@ from producer.policies.swap_report import SwapReport
 from producer.policies.verification import SwapProof
 from producer.state import Counters
 from producer.timeline import Timeline
+
+
+class Policies:
+    """A registry without weights or loading."""
+
+    def __init__(self) -> None:
+        self.current: Adapter | None = None
+        self.pins: Counter[int] = Counter()  # by version
+        self._swapped = asyncio.Event()
+
+    def swap(self, version: int | None) -> None:
+        """Makes this one current; or none, as when another trainer comes."""
+        self.current = None if version is None else Adapter(version, f"v{version}", version, Path("unused"))
+        self._swapped.set()
+        self._swapped = asyncio.Event()
+
+    @contextmanager
+    def pin(self) -> Iterator[Adapter]:
+        assert self.current is not None
+        adapter = self.current
+        self.pins[adapter.version] += 1
+        try:
+            yield adapter
+        finally:
+            self.pins[adapter.version] -= 1
+
+    async def wait_for(self, floor: int) -> None:
+        while self.current is None or self.current.version < floor:
+            await self._swapped.wait()
+
+    def has_newer(self, adapter: Adapter) -> bool:
+        return self.current is not None and self.current.version > adapter.version
+
+    def pinned(self) -> set[int]:
+        return {version for version, count in self.pins.items() if count}
 
 
 def registry_of(

@@ -15,9 +15,9 @@ from producer.serving.generation import ServedEngine
 from producer.serving.serving import base_url
 from protocol.config.run import RunConfig
 from protocol.wire.messages import Lease, Sampling
+from tests.policies import Policies
 from tests.scripted_trainer import lease
 from tests.served import served
-from tests.unit.producer.serving.test_served_versions import Registry
 
 Say = Callable[[list[dict[str, Any]]], str]
 """What the policy answers to messages."""
@@ -72,7 +72,7 @@ async def endpoint(folder: Path, policy: ScriptedPolicy, agents: Agents, **setti
             "serve": {"enabled": True} | settings,
         }
     )
-    registry = Registry()
+    registry = Policies()
     registry.swap(12)
     engine = ServedEngine(policy, registry, 64)  # type: ignore[arg-type]
     async with served(config, engine, agents=agents) as (listener, _):

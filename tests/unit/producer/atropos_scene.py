@@ -12,9 +12,9 @@ from producer.calls.calls import Call
 from producer.environments.atropos import Atropos
 from producer.serving.generation import ServedEngine
 from protocol.config.run import RunConfig
+from tests.policies import Policies
 from tests.served import served
 from tests.unit.producer.serving.test_endpoint import Endpoint
-from tests.unit.producer.serving.test_served_versions import Registry
 
 GROUP_SIZE = 2
 
@@ -61,7 +61,7 @@ class Scene(Endpoint):
 @contextlib.asynccontextmanager
 async def scene(folder: Path, keys: tuple[bytes, ...] = (), version: int = 12, **serve: Any) -> AsyncIterator[Scene]:
     config = run_config(folder, **serve)
-    vllm, metrics, registry = CountingVllm(), CollectorRegistry(), Registry()
+    vllm, metrics, registry = CountingVllm(), CollectorRegistry(), Policies()
     registry.swap(version)
     atropos = Atropos(config, 64, lambda: registry.current.version if registry.current else -1)
     engine = ServedEngine(vllm, registry, 16)  # type: ignore[arg-type]

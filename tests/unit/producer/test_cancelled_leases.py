@@ -1,6 +1,7 @@
 """A lease that is abandoned at any of its waits gives everything back: its place, its pin, its requests, its task."""
 
 import asyncio
+import itertools
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,13 +22,13 @@ from producer.rollouts.in_flight import InFlight, OnSwap
 from producer.rollouts.plain_rollouts import PlainRollouts
 from producer.state import Counters
 from protocol.wire.messages import Lease, Sampling
+from tests.policies import Policies
 from tests.scripted_trainer import lease
 from tests.unit.producer.cancellation import cancel_at_each_wait
 from tests.unit.producer.engine.test_merged_weights import Workers, adapter
 from tests.unit.producer.loop import asynchronous
 from tests.unit.producer.policies.test_adapters import Setup, blob
 from tests.unit.producer.rollouts.generating import Prompts, Rewards
-from tests.unit.producer.rollouts.test_in_flight import Policies
 
 
 class Engine:
@@ -105,10 +106,10 @@ WANTED = lease(7, sampling=Sampling(2, 3, 1.0))
 @pytest.mark.parametrize("on_swap", ["finish", "continue", "restart"])
 @asynchronous
 async def test_of_training_whatever_becomes_of_it_at_a_swap(on_swap: OnSwap) -> None:
-    policies = Policies()
+    policies, versions = Policies(), itertools.count()
     scene = Scene(policies, on_swap)
-    scene.engine.stepped = policies.flip
-    policies.flip()
+    scene.engine.stepped = lambda: policies.swap(next(versions))
+    scene.engine.stepped()
 
     def check() -> None:
         scene.check()

@@ -1,7 +1,6 @@
 """Whatever policies arrive while a group is sampled, and wherever it is cut, its tokens are whole and known by their policy."""
 
 import asyncio
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -13,44 +12,11 @@ from producer.interfaces import Adapter, Completion, LeaseFailure
 from producer.rollouts.in_flight import InFlight
 from producer.state import Counters
 from protocol.wire.messages import Sampling
+from tests.policies import Policies
 from tests.unit.producer.loop import asynchronous, settle, until
 
 PROMPT = [-1, -2, -3]
 NUM, LONGEST = 3, 6
-
-
-class Policies:
-    """The registry as `InFlight` sees it."""
-
-    def __init__(self) -> None:
-        self.current: Adapter | None = None
-        self.newest = -1
-        self.pins: dict[Adapter, int] = {}
-        self.flipped = asyncio.Event()
-
-    def flip(self, *, gone: bool = False) -> None:
-        """A newer policy goes live; or the one there is goes, as it does when another trainer comes."""
-        self.newest += not gone
-        self.current = None if gone else Adapter(self.newest, f"v{self.newest}", self.newest, None)
-        self.flipped.set()
-        self.flipped = asyncio.Event()
-
-    @contextmanager
-    def pin(self):
-        assert self.current is not None
-        pinned = self.current
-        self.pins[pinned] = self.pins.get(pinned, 0) + 1
-        try:
-            yield pinned
-        finally:
-            self.pins[pinned] -= 1
-
-    async def wait_for(self, floor: int) -> None:
-        while self.current is None or self.current.version < floor:
-            await self.flipped.wait()
-
-    def has_newer(self, adapter: Adapter) -> bool:
-        return self.current is not None and self.current.version > adapter.version
 
 
 @dataclass
@@ -78,7 +44,7 @@ class Engine:
         self.refuses = False  # the next request
 
     async def generate(self, prompt_ids, sampling: Sampling, adapter: Adapter, cut: asyncio.Event):
-        assert self.policies.pins[adapter] > 0
+        assert self.policies.pins[adapter.version] > 0
         assert sampling.max_completion_length > 0
         if self.refuses:
             self.refuses = False
@@ -90,7 +56,7 @@ class Engine:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             return [self._piece(row) for row in rows]
         finally:
-            assert self.policies.pins[adapter] > 0, "unpinned before its requests ended"
+            assert self.policies.pins[adapter.version] > 0, "unpinned before its requests ended"
             self.rows = [row for row in self.rows if row not in rows]
             for wait in waits:
                 wait.cancel()
@@ -127,7 +93,8 @@ class Group:
     def __init__(self, on_swap: str, num_lost: int = 0, clock=lambda: 0.0) -> None:
         self.policies, self.counters = Policies(), Counters()
         self.engine = Engine(self.policies, num_lost)
-        self.policies.flip()
+        self.newest = 0
+        self.policies.swap(0)
         in_flight = InFlight(self.engine, self.policies, self.counters, on_swap, clock)  # type: ignore[arg-type]
         sampling = Sampling(num_generations=NUM, max_completion_length=LONGEST, temperature=1.0)
         self.task = asyncio.ensure_future(in_flight.sample(PROMPT, sampling))
@@ -137,7 +104,9 @@ class Group:
         await settle()
 
     async def flip(self, *, gone: bool = False) -> None:
-        self.policies.flip(gone=gone)
+        """A newer policy goes live; or the one there is goes."""
+        self.newest += not gone
+        self.policies.swap(None if gone else self.newest)
         await settle()
 
     def versions(self) -> list[list[int] | None]:
@@ -170,7 +139,8 @@ async def live_through(actions, on_swap, num_lost, *, abandoned):
     for which, stop, change in actions:
         await group.sample(which, stop)
         if change == "flip, then gone":
-            group.policies.flip()
+            group.newest += 1
+            group.policies.swap(group.newest)
             await asyncio.sleep(0)
         if change != "stay":
             await group.flip(gone=change != "flip")
@@ -213,7 +183,7 @@ async def test_a_group_that_is_cut_goes_on_where_it_was_and_lets_go_of_the_old_a
     await group.flip()
     assert [row.prompt for row in group.engine.rows] == [[*PROMPT, 0], [*PROMPT, 2]]
     assert [row.longest for row in group.engine.rows] == [LONGEST - 1] * 2
-    assert [pins for _, pins in sorted(group.policies.pins.items(), key=lambda pin: pin[0].id)] == [0, 1]
+    assert group.policies.pins == {0: 0, 1: 1}
     await group.sample(0b11, stop=0b11)
     assert group.versions() == [[0, 1], [0], [0, 1]]
     assert (group.counters.cut, group.counters.restarted) == (2, 0)
@@ -237,7 +207,7 @@ async def test_a_cut_that_had_to_wait_goes_over_to_the_newest_policy():
         await group.flip()
     assert group.counters.cut == NUM
     await until(lambda: {row.adapter.version for row in group.engine.rows} == {3})
-    assert {pins for adapter, pins in group.policies.pins.items() if adapter.version < 3} == {0}
+    assert group.policies.pinned() == {3}
 
 
 @asynchronous
@@ -274,7 +244,7 @@ async def test_the_turns_of_a_group_stay_on_one_policy_where_requests_do(on_swap
     policies = Policies()
     engine = Engine(policies, 0)
     engine.capabilities = SimpleNamespace(holds_versions=keeps_weights)
-    policies.flip()
+    policies.swap(0)
     in_flight = InFlight(engine, policies, Counters(), on_swap, lambda: 0.0)
     sampling = Sampling(num_generations=1, max_completion_length=1, temperature=1.0)
     with in_flight.kept() as adapter:
@@ -285,4 +255,4 @@ async def test_the_turns_of_a_group_stay_on_one_policy_where_requests_do(on_swap
             engine.sample(1, 0)
             ((token_version,),) = [completion.token_versions for completion in await turn]
             assert token_version == (version if kept is None else kept)
-            policies.flip()
+            policies.swap(version + 1)

@@ -11,9 +11,9 @@ from producer.rollouts.engine_access import EngineAccess
 from producer.rollouts.outside_rollouts import AgentRollouts, AtroposRollouts
 from producer.rollouts.source import Progress
 from protocol.wire.messages import Sampling
+from tests.policies import Policies
 from tests.scripted_trainer import lease
 from tests.unit.producer.loop import asynchronous, settle
-from tests.unit.producer.rollouts.test_in_flight import Policies
 
 SAMPLING = Sampling(2, 8, 1.0)
 POSTED = Rollouts([], 2.5, [], np.array([[0.0], [1.0]], np.float32))
@@ -50,10 +50,10 @@ async def test_nobody_is_asked_before_the_policy_is_there_and_while_generation_i
     work = lease(7, sampling=SAMPLING, policy_floor=1)
     progress = Progress(work)
     generating = asyncio.create_task(source.generate(work, progress))
-    policies.flip()
+    policies.swap(0)
     await settle()
     gate.pause(True)
-    policies.flip()
+    policies.swap(1)
     await settle()
     assert (progress.stage, outside.asked) == ("waiting", [])
     gate.pause(False)

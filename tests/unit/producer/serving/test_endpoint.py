@@ -23,10 +23,10 @@ from protocol.config.sections.serve import ServeSection
 from protocol.errors import ConfigError, EndpointInUseError
 from protocol.service.http_server import ConnectionLimiter
 from protocol.wire.messages import Sampling
+from tests.policies import Policies
 from tests.scripted_trainer import lease
 from tests.served import served
 from tests.unit.producer.loop import asynchronous, until
-from tests.unit.producer.serving.test_served_versions import Registry
 
 KEY = b"k" * 32
 CHAT = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
@@ -69,7 +69,7 @@ class Vllm:
 class Endpoint:
     """A running one, and clients of it."""
 
-    def __init__(self, port: int, vllm: Vllm, metrics: CollectorRegistry, registry: Registry) -> None:
+    def __init__(self, port: int, vllm: Vllm, metrics: CollectorRegistry, registry: Policies) -> None:
         self.port = port
         self.vllm = vllm
         self.metrics = metrics
@@ -118,7 +118,7 @@ async def endpoint(folder: Path, keys: tuple[bytes, ...] = (), agents: Agents | 
             "serve": {"enabled": True} | settings,
         }
     )
-    vllm, metrics, registry = Vllm(), CollectorRegistry(), Registry()
+    vllm, metrics, registry = Vllm(), CollectorRegistry(), Policies()
     registry.swap(12)
     clock = BusyClock()
     engine = ServedEngine(vllm, registry, 16, clock.running)

@@ -1,47 +1,20 @@
 """Which version answers, and which ones clients keep loaded."""
 
 import asyncio
-from contextlib import AsyncExitStack, contextmanager
-from pathlib import Path
+from contextlib import AsyncExitStack
 
 import pytest
 
 from producer.calls.refusals import RefusedError
-from producer.interfaces import Adapter
 from producer.serving.versions import ServedVersions
+from tests.policies import Policies
 from tests.unit.producer.loop import asynchronous
-
-
-class Registry:
-    """Counts pins; `swap` makes another version current."""
-
-    def __init__(self) -> None:
-        self.current: Adapter | None = None
-        self.pins: dict[int, int] = {}
-
-    def swap(self, version: int) -> None:
-        self.current = Adapter(version, f"v{version}", version, Path("unused"))
-
-    @contextmanager
-    def pin(self):
-        adapter = self.current
-        self.pins[adapter.version] = self.pins.get(adapter.version, 0) + 1
-        try:
-            yield adapter
-        finally:
-            self.pins[adapter.version] -= 1
-
-    async def wait_for(self, floor: int) -> None:
-        assert self.current is not None
-
-    def pinned(self) -> set[int]:
-        return {version for version, count in self.pins.items() if count}
 
 
 class Scene:
     def __init__(self, max_versions: int = 1, is_merged: bool = False) -> None:
         self.now = 0.0
-        self.registry = Registry()
+        self.registry = Policies()
         self.versions = ServedVersions(
             self.registry, max_versions, 60.0, is_merged=is_merged, clock=lambda: self.now  # type: ignore[arg-type]
         )  # fmt: skip
