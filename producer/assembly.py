@@ -3,6 +3,8 @@
 Guarantee: every function builds its part from parts that are there already, and nothing is set from outside afterwards.
 """
 
+import asyncio
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,7 +14,6 @@ from producer.environments.pool import EnvironmentPool
 from producer.interfaces import Engine
 from producer.link.link import Link
 from producer.link.mailbox import Mailbox
-from producer.loop_events import LoopEvents
 from producer.policies.loading import PolicyLoader
 from producer.policies.registry import AdapterRegistry
 from producer.policies.swap_report import SwapReport
@@ -35,7 +36,7 @@ from producer.state import Situation
 from producer.supervision import Supervision, Watchdog
 from protocol.config.sections.swap import TOLERANCES
 from protocol.transport.zeromq_client import ZmqClient
-from protocol.wire.messages import Hello
+from protocol.wire.messages import Hello, PolicyInfo
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,48 @@ class Producer:
     serving: Serving | None
     link: Link
     supervision: Supervision
+
+
+class LoopEvents:
+    """`LinkEvents` of a producer: each is acted on by the loop's thread, in the order in which the link's thread told them.
+    Versions may mean other weights when another trainer process begins a session, so whoever keeps any has to forget them."""
+
+    def __init__(
+        self,
+        generation: Generation,
+        access: EngineAccess,
+        registry: AdapterRegistry,
+        forget: Sequence[Callable[[], None]],
+        ended: Callable[[BaseException | None], None],
+    ) -> None:
+        loop = asyncio.get_running_loop()
+
+        def on_loop(function: Callable[..., None]) -> Callable[..., Any]:
+            return partial(loop.call_soon_threadsafe, function)
+
+        def begin_run(policy: PolicyInfo) -> None:
+            generation.abandon_all()
+            start_session(policy)
+
+        def go_on(policy: PolicyInfo) -> None:
+            generation.hand_back_above(policy.version)
+            start_session(policy)
+
+        def start_session(policy: PolicyInfo) -> None:
+            registry.start_session(policy)
+            for part in forget:
+                part()
+
+        self.run_began = on_loop(begin_run)
+        self.session_began = on_loop(go_on)
+        self.leased = on_loop(generation.start)
+        self.abandoned = on_loop(generation.abandon)
+        self.policy_arrived = on_loop(registry.offer)
+        self.policy_refused = on_loop(registry.refuse)
+        self.fetched = on_loop(registry.on_fetched)
+        self.evaluates = on_loop(registry.note_evaluation)
+        self.outbox_full = on_loop(access.pause)
+        self.ended = on_loop(ended)
 
 
 def build_producer(base: Base, helpers: Helpers, engine: Engine) -> Producer:
@@ -134,13 +177,8 @@ def build_source(
 
 
 def build_chat(base: Base, environments: EnvironmentPool, engine: Engine, tokenizer: Any) -> ChatFormat:
-    """
-    Args:
-        environments: started.
-
-    Raises:
-        ConfigError: tools do not go with the model's chat template, or with the engine's parser.
-    """
+    """After the pool was started. Raises ConfigError where tools do not go with the chat template or with the engine's
+    parser."""
     config, tools, parser = base.config, environments.description.tools, None
     if tools:
         assert config.environment.tool_parser is not None

@@ -30,11 +30,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def run(config: RunConfig, gpus: list[int]) -> ExitCode:
-    """Runs until the trainer has finished or a signal comes.
-
-    Raises:
-        SlipstreamError: every problem a user can act on.
-    """
+    """Runs until the trainer has finished or a signal comes. Raises SlipstreamError for whatever a user can act on."""
     tie_children()
     for number in _SIGNALS:
         signal.signal(number, _leave_while_starting)

@@ -93,12 +93,8 @@ class Episode:
 
 @dataclass(frozen=True)
 class Rollouts:
-    """What was generated for one lease.
-
-    Args:
-        completions: what reward functions see of each episode: its text, or its messages.
-        own_rewards: float32 (episodes, names), those that came with the episodes; NaN for missing.
-    """
+    """What was generated for one lease: episodes, what reward functions see of each (its text, or its messages), and the rewards
+    that came with them, float32 (episodes, names) with NaN for missing."""
 
     episodes: list[Episode]
     generation_s: float
@@ -130,11 +126,8 @@ def group_message(
     reward_s: float,
 ) -> Group:
     """The group of these episodes. A record that is too long after the prompt of the group, because `reset` gave its siblings
-    other prompts, loses its end; one that keeps no sampled token then is left out.
-
-    Raises:
-        LeaseFailure: the records have no token in common, or an episode keeps no record.
-    """
+    other prompts, loses its end; one that keeps no sampled token then is left out. Raises LeaseFailure where the records have
+    no token in common or an episode keeps none."""
     everything = [record for episode in episodes for record in episode.records]
     first = everything[0].token_ids
     prompt = first[: min(record.first_sampled for record in everything)]

@@ -52,13 +52,8 @@ class Probe(NamedTuple):
 
 
 class DownloadedPolicy(NamedTuple):
-    """A policy that is here.
-
-    Args:
-        announced_at: `time.monotonic()` when this producer heard of it.
-        probe: proves that the engine serves it. None: not this one.
-        is_verified: whether its sha256 was seen to match.
-    """
+    """A policy that is here, with the `time.monotonic()` when this producer heard of it, with what proves that the engine
+    serves it (None: not this one), and whether its sha256 was seen to match."""
 
     policy: PolicyInfo
     blob: bytes

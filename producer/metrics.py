@@ -97,10 +97,7 @@ class ProducerMetrics:
         )
 
     def watch(self, name: str, look: Callable[[], Situation]) -> None:
-        """
-        Args:
-            look: called at every scrape, and now.
-        """
+        """`look` is called at every scrape, and now."""
         Info("rl_producer", "This producer and its release.", registry=self._registry).info(
             {"producer": name, "release": __version__}
         )

@@ -121,10 +121,7 @@ def build_helpers(base: Base, stack: AsyncExitStack) -> Helpers:
 
 
 async def start_engine(base: Base, stack: AsyncExitStack) -> Engine:
-    """
-    Raises:
-        StalledError: it does not answer.
-    """
+    """Raises StalledError if it does not answer."""
     logger.info("loading the engine for %s ...", base.config.model.path)
     started = time.monotonic()
     from producer.engine.engine import VllmEngine  # vLLM takes seconds to import

@@ -28,11 +28,7 @@ class Watchdog:
         self._progress: tuple[int, ...] = ()
 
     def check(self, now: float, situation: Situation) -> None:
-        """Called again and again.
-
-        Raises:
-            StalledError: nothing moved for too long; the message says who waits for what.
-        """
+        """Called again and again. Raises StalledError when nothing moved for too long; the message says who waits for what."""
         counters, delivery = situation.counters, situation.delivery
         refused = counters.failed - counters.timed_out
         progress = (counters.groups, refused, counters.settled, counters.swaps, counters.failed_swaps)
@@ -70,11 +66,7 @@ def describe(situation: Situation) -> list[str]:
 
 @dataclass
 class Supervision:
-    """See the module's guarantee.
-
-    Args:
-        beat: is called every time.
-    """
+    """`beat` is called every time."""
 
     engine: Engine
     look: Callable[[], Situation]
@@ -83,12 +75,7 @@ class Supervision:
     beat: Callable[[], None]
 
     async def run(self) -> None:
-        """Until it is cancelled.
-
-        Raises:
-            EngineError: the engine is dead.
-            StalledError: nothing moves any more.
-        """
+        """Until it is cancelled, or raises EngineError or StalledError."""
         now, busy_s = time.monotonic(), 0.0
         while True:
             await asyncio.sleep(_WATCH_EVERY_S)

@@ -24,11 +24,7 @@ class WaitingLine(Generic[Wish, Given]):
         return [wish for turn, wish in self._turns.items() if not turn.done()]
 
     async def wait(self, wish: Wish, take_back: Callable[[Given], None]) -> Given:
-        """Returns what is given.
-
-        Args:
-            take_back: called with what was given to a task that has been cancelled before it knew.
-        """
+        """Returns what is given. `take_back` gets what was given to a task that has been cancelled before it knew."""
         turn: asyncio.Future[Given] = asyncio.get_running_loop().create_future()
         self._turns[turn] = wish
         try:

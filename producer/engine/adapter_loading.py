@@ -20,10 +20,8 @@ class CannotMergeError(Exception):
 
 
 class Preparation:
-    """What a thread of low priority does beside the engine's steps.
-
-    `refusal` is None while it works, "" when it is done, otherwise why it cannot.
-    """
+    """What a thread of low priority does beside the engine's steps. `refusal` is None while it works, "" when it is done, else
+    why it cannot."""
 
     def __init__(self) -> None:
         self.refusal: str | None = ""
@@ -55,7 +53,6 @@ class LoadingWorker:
         self._loading = Loading(self.model_runner.lora_manager)  # type: ignore[attr-defined]
 
     def loading_prepare(self, request: tuple[str, int, str]) -> None:
-        """Begins to read an adapter."""
         self._loading.prepare(Reading(*request))
 
     def loading_refusal(self) -> str | None:

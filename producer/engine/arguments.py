@@ -15,13 +15,7 @@ _MERGED = {"enable_lora": False, "worker_extension_cls": "producer.engine.mergin
 
 
 def own_arguments(config: RunConfig, folder: Path, num_gpus: int) -> dict[str, Any]:
-    """
-    Args:
-        num_gpus: that `--gpu` names; 0 for the CPU.
-
-    Raises:
-        ConfigError: they cannot be shared by the pipeline's parts.
-    """
+    """For so many GPUs as `--gpu` names; 0 for the CPU. Raises ConfigError where the pipeline's parts cannot share them."""
     return {
         "model": str(folder),
         "trust_remote_code": config.model.trust_remote_code,

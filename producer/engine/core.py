@@ -22,14 +22,8 @@ from protocol.files.scratch import scratch_folder
 
 
 class EngineCore:
-    """One vLLM `AsyncLLM`. Loading blocks.
-
-    Args:
-        stat_loggers: classes that vLLM tells what happened; None: it notes nothing.
-
-    Raises:
-        EngineError: the engine does not start.
-    """
+    """One vLLM `AsyncLLM`. Loading blocks, and raises EngineError if it does not start. `stat_loggers` are classes that vLLM
+    tells what happened; None: it notes nothing."""
 
     def __init__(self, vllm_config: Any, stat_loggers: list[Any] | None) -> None:
         self._score_ids = itertools.count()
@@ -73,12 +67,8 @@ class EngineCore:
         return sampled
 
     async def score(self, token_ids: list[int], lora: LoRARequest | None, salt: str) -> list[float]:
-        """The engine's log-probs of each of these tokens but the first, at temperature 1 and without cached KV.
-
-        Raises:
-            AdapterRefusedError: vLLM refuses to score this.
-            EngineError: the engine is dead.
-        """
+        """The engine's log-probs of each of these tokens but the first, at temperature 1 and without cached KV. Raises
+        AdapterRefusedError where vLLM does not score this."""
         params = SamplingParams(
             max_tokens=1,
             prompt_logprobs=0,  # of the token itself alone
@@ -112,11 +102,8 @@ class EngineCore:
             raise EngineError(f"the engine failed to unload {adapter.name}: {error}") from error
 
     def check_alive(self) -> None:
-        """Costs nothing: vLLM watches its core's process and notes its end.
-
-        Raises:
-            EngineError: the engine is dead, also while no request is in it.
-        """
+        """Raises EngineError if the engine is dead, also while no request is in it. Costs nothing: vLLM watches its core's
+        process."""
         if self.llm.errored:
             raise EngineError("the engine core has ended (its own messages are above)")
 

@@ -31,12 +31,8 @@ if TYPE_CHECKING:
 
 
 class VllmEngine:
-    """Implements `producer.interfaces.Engine`. Loading blocks; everything else is asyncio.
-
-    Raises:
-        ConfigError: vLLM refuses the `engine:` section.
-        EngineError: the engine does not start.
-    """
+    """Implements `producer.interfaces.Engine`. Loading blocks, and raises ConfigError where vLLM refuses `engine:`, EngineError
+    where it does not start; everything else is asyncio."""
 
     def __init__(self, config: RunConfig, num_gpus: int) -> None:
         folder = model_folder(config)

@@ -34,14 +34,8 @@ _CALL: ContextVar[Call] = ContextVar("call")
 
 
 class OpenAIServer:
-    """Answers requests. What they leave open (temperature, length, ...) is as in `sampling:`.
-
-    Args:
-        llm: vLLM's AsyncLLM.
-
-    Raises:
-        ConfigError: vLLM does not know `serve.tool_call_parser`.
-    """
+    """Answers requests. What they leave open (temperature, length, ...) is as in `sampling:`. Raises ConfigError where vLLM
+    does not know `serve.tool_call_parser`."""
 
     def __init__(self, llm: Any, weights: VllmWeights, config: RunConfig) -> None:
         client: Any = _Client(llm, weights)
@@ -67,11 +61,8 @@ class OpenAIServer:
         self._max_tokens = config.sampling.max_completion_length
 
     async def answer(self, request: ServedRequest, call: Call) -> Answer:
-        """Generates; `call` notes what is sampled. A stream begins to generate when it is read.
-
-        Raises:
-            RefusedError: vLLM refuses the request.
-        """
+        """Generates; `call` notes what is sampled. A stream begins to generate when it is read. Raises RefusedError where vLLM
+        does."""
         _CALL.set(call)
         limit = "max_completion_tokens" if request.kind == "chat" else "max_tokens"
         values = {limit: self._max_tokens} | request.fields

@@ -14,11 +14,7 @@ from protocol.errors import ConfigError
 
 
 class ToolCallParser:
-    """vLLM's parser `name`, for these tools.
-
-    Raises:
-        ConfigError: vLLM has no such parser, or it does not go with this tokenizer.
-    """
+    """vLLM's parser `name`, for these tools. Raises ConfigError if there is none, or if it does not go with this tokenizer."""
 
     def __init__(self, name: str, tokenizer: Any, tools: list[dict[str, Any]]) -> None:
         known = sorted({*ToolParserManager.tool_parsers, *ToolParserManager.lazy_parsers})

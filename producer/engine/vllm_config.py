@@ -18,11 +18,7 @@ from protocol.wire.digests import cannot_load, resolve_model
 
 
 def check_engine_section(config: RunConfig) -> None:
-    """Has vLLM validate `engine:` against the model's configuration, without loading weights.
-
-    Raises:
-        ConfigError: vLLM does not know a key or refuses a value.
-    """
+    """Has vLLM validate `engine:` against the model's configuration, without loading weights. Raises ConfigError."""
     build_vllm_config(config, model_folder(config), num_gpus=num_parts(config))
 
 
@@ -32,10 +28,7 @@ def model_folder(config: RunConfig) -> Path:
 
 
 def build_vllm_config(config: RunConfig, folder: Path, num_gpus: int) -> Any:
-    """
-    Raises:
-        ConfigError: vLLM refuses `engine:`, or does not do with it what this pipeline needs.
-    """
+    """Raises ConfigError where vLLM refuses `engine:`, or does not do with it what this pipeline needs."""
     ours = own_arguments(config, folder, num_gpus)
     alone = ours["tensor_parallel_size"] * num_parts(config) == 1
     chosen = (_ON_CPU if alone and current_platform.is_cpu() else {}) | config.engine

@@ -61,11 +61,8 @@ class VllmWeights(PolicyWeights, Protocol):
 
 
 async def prepare(core: Core, what: str, argument: Any) -> None:
-    """Has the workers do `what`_prepare, and waits until none answers `what`_refusal with None.
-
-    Raises:
-        AdapterRefusedError: a worker cannot.
-    """
+    """Has the workers do `what`_prepare, and waits until none answers `what`_refusal with None. Raises AdapterRefusedError where
+    one cannot."""
     await core.call_workers(f"{what}_prepare", argument)
     pause_s, longest_s = _POLL_S
     while None in (refusals := await core.call_workers(f"{what}_refusal")):

@@ -22,8 +22,6 @@ Done = Callable[[DownloadedPolicy | None], None]
 
 
 class PolicySource(Protocol):
-    """Has the bytes of policies, or gets them."""
-
     def fetch(self, policy: PolicyInfo, done: Done) -> None:
         """Begins a download. Calls `done` once, with None if the source does not have the policy; never after `cancel`."""
 
@@ -32,12 +30,7 @@ class PolicySource(Protocol):
 
 
 class PolicyDownloads:
-    """Belongs to the link's thread.
-
-    Args:
-        events: is told what was downloaded, or why it cannot be.
-        free_memory: returns the free bytes of this host.
-    """
+    """Belongs to the link's thread. `events` is told what was downloaded, or why it cannot be."""
 
     def __init__(
         self,

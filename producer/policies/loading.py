@@ -29,10 +29,7 @@ class Loaded(NamedTuple):
 
 
 class PolicyLoader:
-    """
-    Args:
-        folder_for: where an adapter of so many bytes is unpacked; ours alone.
-    """
+    """`folder_for` says where an adapter of so many bytes is unpacked; the folder is ours alone."""
 
     def __init__(self, weights: PolicyWeights, folder_for: Callable[[int], Path], proof: SwapProof) -> None:
         self._weights = weights
@@ -42,11 +39,8 @@ class PolicyLoader:
         self._ids = itertools.count(1)
 
     async def load(self, downloaded: DownloadedPolicy) -> Loaded:
-        """Loads a policy beside the others and verifies it. It is to be activated or discarded next.
-
-        Raises:
-            AdapterRefusedError: it cannot be loaded, or the engine does not compute it.
-        """
+        """Loads a policy beside the others and verifies it; it is to be activated or discarded next. Raises AdapterRefusedError
+        where it cannot be loaded, or the engine does not compute it."""
         policy, blob = downloaded.policy, downloaded.blob
         number, started = next(self._ids), time.monotonic()
         name = f"v{policy.version}-{policy.digest[:8]}-{number}"

@@ -34,12 +34,9 @@ class _Version:
 
 
 class AdapterRegistry:
-    """Which adapter new requests start on, and which old ones are still needed.
-
-    Args:
-        fetch: asks for a policy that is not the newest; answered by `on_fetched`.
-        hold_s: how long a newer version waits for an evaluation; None: the engine has several versions at once.
-    """
+    """Which adapter new requests start on, and which old ones are still needed. `fetch` asks for a policy that is not the
+    newest, and `on_fetched` answers. A newer version waits `hold_s` for an evaluation; None: the engine has several versions at
+    once."""
 
     def __init__(
         self,
@@ -109,7 +106,6 @@ class AdapterRegistry:
             await self._flipped.wait()
 
     def has_newer(self, adapter: Adapter) -> bool:
-        """Whether the current version is newer than `adapter`."""
         return self.current is not None and self.current.version > adapter.version
 
     @contextmanager
@@ -128,11 +124,7 @@ class AdapterRegistry:
     @asynccontextmanager
     async def pin_evaluated(self, policy: PolicyInfo) -> AsyncIterator[Adapter]:
         """The adapter of exactly this policy, fetched if need be, kept loaded for the duration of the context and beyond,
-        until another policy is evaluated. The caller sets the deadline.
-
-        Raises:
-            LeaseFailure: this producer cannot serve it.
-        """
+        until another policy is evaluated. The caller sets the deadline. Raises LeaseFailure if it cannot be served here."""
         await self.wait_for(policy.version)
         while (adapter := self._serving(policy)) is None:
             if self._hold_s is not None:
@@ -171,11 +163,8 @@ class AdapterRegistry:
                     await self.publish(offer)
 
     async def publish(self, downloaded: DownloadedPolicy) -> bool:
-        """Loads a version beside the running ones, verifies it and makes it current.
-
-        Returns:
-            False when it was refused, or its trainer is gone; nothing has changed then.
-        """
+        """Loads a version beside the running ones, verifies it and makes it current. Returns False when it was refused, or its
+        trainer is gone; nothing has changed then."""
         session, policy = self._session, downloaded.policy
         try:
             loaded = await self._loader.load(downloaded)
@@ -210,7 +199,6 @@ class AdapterRegistry:
         self._versions[adapter] = _Version(policy)
 
     def refuse(self, policy: PolicyInfo, reason: str) -> None:
-        """Notes that a version is not served."""
         self._report.note_refused(policy.version, reason, self.current)
 
     def _flip(self, adapter: Adapter | None) -> None:

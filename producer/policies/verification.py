@@ -25,11 +25,7 @@ def probe_of(offer: PolicyOffer) -> Probe | None:
 
 
 class SwapProof:
-    """Compares version after version.
-
-    Args:
-        tolerance: in nats.
-    """
+    """Compares version after version. The tolerance is in nats."""
 
     def __init__(self, tolerance: float) -> None:
         self._tolerance = tolerance

@@ -23,12 +23,7 @@ TOLERATED = 1.0  # preemptions per completion: about where throughput was best (
 
 
 class AdmissionControl:
-    """The limit alone, as a function of what it is told.
-
-    Args:
-        group_size: completions of a group.
-        preemptions: before the first group.
-    """
+    """The limit alone, as a function of what it is told. `preemptions` are those before the first group."""
 
     def __init__(self, ceiling: int, group_size: int, preemptions: int = 0) -> None:
         self._ceiling = ceiling
@@ -43,11 +38,7 @@ class AdmissionControl:
         return int(self._limit)
 
     def look(self, inside: int, load: EngineLoad) -> bool:
-        """Lowers the limit if the engine has too much. Returns whether it has.
-
-        Args:
-            inside: groups in the engine.
-        """
+        """Lowers the limit if the engine has too much, with so many groups inside. Returns whether it has."""
         self._excess += load.preemptions - self._preemptions
         self._preemptions = load.preemptions
         if self._excess <= self._tolerated * inside:
@@ -68,13 +59,8 @@ class AdmissionControl:
 
 
 class Admission:
-    """`async with` it while a group is in the engine. Belongs to the event loop; `limit` may be read by any thread.
-
-    Args:
-        ceiling: groups that keep the engine busy.
-        group_size: completions of a group.
-        load: what the engine says of itself; None when it says nothing.
-    """
+    """`async with` it while a group is in the engine. Belongs to the event loop; `limit` may be read by any thread. `ceiling`
+    groups keep the engine busy; `load` is None when the engine says nothing."""
 
     def __init__(self, ceiling: int, group_size: int, load: Callable[[], EngineLoad | None]) -> None:
         told = load()

@@ -25,12 +25,7 @@ class Continuation(NamedTuple):
 
 
 class ChatFormat(PromptFormat):
-    """The chat template with the tools of one environment.
-
-    Args:
-        tools: their JSON schemas.
-        parser: finds their calls; None if there are none.
-    """
+    """The chat template with the tools of one environment: their JSON schemas, and what finds calls of them."""
 
     def __init__(
         self,
@@ -45,9 +40,7 @@ class ChatFormat(PromptFormat):
         self._parser = parser
 
     def check(self) -> None:
-        """Raises:
-        ConfigError: the template has no place for tools or their results.
-        """
+        """Raises ConfigError if the template has no place for tools or their results."""
         if self._tools is None:
             return
         name = self._tools[0]["function"]["name"]
@@ -65,11 +58,7 @@ class ChatFormat(PromptFormat):
             )
 
     def prompt(self, messages: Messages) -> str:
-        """What the model is to go on from.
-
-        Raises:
-            LeaseFailure: the template refuses the messages.
-        """
+        """What the model is to go on from. Raises LeaseFailure if the template refuses the messages."""
         try:
             return self._render(messages)
         except Exception as error:
@@ -93,16 +82,9 @@ class ChatFormat(PromptFormat):
         return str(self._tokenizer.decode([token_id], skip_special_tokens=False))
 
     def go_on(self, before: str, messages: Messages, num_answers: int, end_of_turn: str) -> Continuation:
-        """The conversation after a turn of the model and the messages that answer it.
-
-        Args:
-            before: what the model went on from in that turn, as the template wrote it.
-            messages: all of them; the last `num_answers` answer the turn.
-            end_of_turn: the token that the model ended it with.
-
-        Raises:
-            LeaseFailure: the template refuses the messages.
-        """
+        """The conversation after a turn of the model, which it ended with `end_of_turn`, and after the last `num_answers` of
+        the messages, which answer it. `before` is what it went on from, as the template wrote it. Raises LeaseFailure as
+        `prompt`."""
         after = self.prompt(messages)
         if not after.startswith(before):
             return Continuation(after, None)
@@ -132,11 +114,7 @@ class ChatFormat(PromptFormat):
 
 
 def assistant_message(content: str, calls: list[tuple[str, dict[str, Any]]], first: int) -> dict[str, Any]:
-    """A turn of the model.
-
-    Args:
-        first: number of its first call in the episode.
-    """
+    """A turn of the model. `first` is the number of its first call in the episode."""
     message: dict[str, Any] = {"role": "assistant", "content": content}
     if calls:
         message["tool_calls"] = [

@@ -18,8 +18,6 @@ from protocol.wire.messages import Lease
 
 
 class EngineAccess:
-    """See the module's guarantee."""
-
     def __init__(self, registry: AdapterRegistry, admission: Admission, in_flight: InFlight) -> None:
         self._registry = registry
         self._admission = admission

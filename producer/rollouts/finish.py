@@ -21,12 +21,8 @@ logger = logging.getLogger(__name__)
 
 
 class Finish:
-    """Counts, scores and builds the message.
-
-    Args:
-        columns: names of all rewards, in the order of the message.
-        own: those that the rollouts bring along.
-    """
+    """Counts, scores and builds the message, with all rewards in the order of `columns`. The rollouts bring along those of
+    `own`."""
 
     def __init__(
         self,
@@ -43,10 +39,7 @@ class Finish:
         self._warn = Throttle(logger)
 
     async def group(self, lease: Lease, rollouts: Rollouts, progress: Progress) -> Group:
-        """
-        Raises:
-            LeaseFailure: the rollouts cannot be scored, or do not fit together.
-        """
+        """Raises LeaseFailure if the rollouts cannot be scored, or do not fit together."""
         if lease.evaluates is not None and rollouts.versions - {lease.evaluates.version}:
             raise LeaseFailure(
                 "no_policy", f"v{lease.evaluates.version} is evaluated, and newer weights came in between"

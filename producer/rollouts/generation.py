@@ -21,13 +21,8 @@ logger = logging.getLogger(__name__)
 
 
 class Generation:
-    """Works on leases, one task each.
-
-    Args:
-        clock: tells how long the engine had something to do.
-        spawn: starts a task whose exceptions end the daemon.
-        answer: delivers a group or a refusal.
-    """
+    """Works on leases, one task each. The exception of what is spawned ends the daemon; `answer` delivers a group or a
+    refusal."""
 
     def __init__(
         self,

@@ -89,14 +89,9 @@ class InFlight:
     async def sample(self, prompt_ids: list[int], sampling: Sampling, kept: Adapter | None = None) -> list[Completion]:
         """Samples one group.
 
-        Args:
-            kept: the adapter to stay on, which the caller pins. Where the engine's own weights change meanwhile, tokens say so.
-                None: the group begins on the current adapter; only after `AdapterRegistry.wait_for`.
-
-        Raises:
-            LeaseFailure: the engine refuses a request.
-            EngineError: the engine is dead.
-        """
+        It stays on the adapter `kept`, which the caller pins, or (None) begins on the current one, but only after
+        `AdapterRegistry.wait_for`. Where the engine's own weights change meanwhile, tokens say so. Raises LeaseFailure where the
+        engine refuses a request."""
         with self.busy.running():
             return await self._sample(prompt_ids, sampling, kept)
 

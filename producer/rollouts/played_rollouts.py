@@ -37,12 +37,8 @@ _RESETS = 3  # before the group fails
 
 
 class PlayedRollouts:
-    """A `RolloutSource`, for a run with `environment.factory`.
-
-    Args:
-        pool: started.
-        reward_names: what the environment's own reward is called, if it has one.
-    """
+    """A `RolloutSource`, for a run with `environment.factory`. `reward_names` has the environment's own reward, if there is
+    one."""
 
     def __init__(
         self,

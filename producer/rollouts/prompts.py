@@ -15,10 +15,7 @@ Messages = list[dict[str, Any]]
 
 
 def load_tokenizer(folder: Path, *, trust_remote_code: bool) -> Any:
-    """
-    Raises:
-        ConfigError: transformers cannot, or not without running files of the model's own.
-    """
+    """Raises ConfigError where transformers cannot, or not without running files of the model's own."""
     from transformers import AutoTokenizer
 
     try:
@@ -41,11 +38,7 @@ class PromptFormat:
         self._chat_template_kwargs = chat_template_kwargs
 
     def encode(self, prompt: Any, max_completion_length: int) -> list[int]:
-        """The token ids of one prompt.
-
-        Raises:
-            LeaseFailure: the prompt is malformed, empty, or leaves no room for the completion.
-        """
+        """Its token ids. Raises LeaseFailure where it is malformed, empty, or leaves no room for the completion."""
         if not (isinstance(prompt, str) or is_conversational(prompt)):
             raise malformed(prompt, "expected a string or")
         try:
@@ -64,10 +57,7 @@ class PromptFormat:
         return ids
 
     def check_room(self, num_tokens: int, max_completion_length: int, what: str) -> None:
-        """
-        Raises:
-            LeaseFailure: so many tokens leave no room for the completion.
-        """
+        """Raises LeaseFailure where so many tokens leave no room for the completion."""
         room = self._max_model_len - max_completion_length
         if num_tokens > room:
             raise LeaseFailure(

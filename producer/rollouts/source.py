@@ -21,24 +21,16 @@ class Progress:
         self.enter("waiting", "no_policy", f" for policy v{lease.policy_floor}")
 
     def enter(self, stage: Stage, reason: FailureReason, waits_for: str = "") -> None:
-        """
-        Args:
-            reason: why the lease fails if its deadline passes now.
-        """
+        """The lease fails for this reason if its deadline passes now."""
         self.stage, self.reason, self.waits_for = stage, reason, waits_for
 
 
 class RolloutSource(Protocol):
-    """Generates the completions of leases. Implementations: `PlainRollouts`, `PlayedRollouts`, `AgentRollouts`,
-    `AtroposRollouts`."""
+    """Generates the completions of leases. `PlainRollouts`, `PlayedRollouts`, `AgentRollouts` and `AtroposRollouts` are some."""
 
     reward_names: tuple[str, ...]
     """Rewards that come with the rollouts; reward functions compute the others."""
 
     async def generate(self, lease: Lease, progress: Progress) -> Rollouts:
-        """
-        Raises:
-            LeaseFailure: there are none, and why.
-            EngineError: the engine is dead.
-        """
+        """Raises LeaseFailure if there are none, EngineError if the engine is dead."""
         ...
