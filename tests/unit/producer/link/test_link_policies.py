@@ -7,16 +7,14 @@ import pytest
 from protocol.files import shared_memory as shared_memory_module
 from protocol.files.shared_memory import shared_memory
 from protocol.wire.messages import (
-    LARGEST_POLICY_BYTES,
     BlobRequest,
     Heartbeat,
     Hello,
     Policy,
-    PolicyInfo,
     PolicyOffer,
     PolicyRequest,
 )
-from tests.unit.producer.link.linked import IMPATIENT, policy
+from tests.unit.producer.link.linked import policy
 
 
 def test_the_policy_is_downloaded_in_chunks_and_handed_over_once(setup):
@@ -80,49 +78,6 @@ def test_an_older_policy_is_fetched_beside_the_newest_once_or_is_known_to_be_gon
     assert setup.events.blobs == [(0, setup.blob)]
     setup.mailbox.fetch(policy(2, older))
     setup.wait_for(lambda: len(setup.events.fetches) == 3)
-
-
-def test_a_policy_that_no_memory_holds_is_refused_and_the_next_one_served(setup):
-    setup.start()
-    setup.wait_for(lambda: setup.events.blobs)
-    setup.trainer.policy = PolicyInfo(1, "f" * 64, LARGEST_POLICY_BYTES)
-    setup.trainer.send(Policy(setup.trainer.policy))
-    setup.wait_for(lambda: setup.events.of("policy_refused"))
-    setup.mailbox.fetch(setup.trainer.policy)
-    setup.wait_for(lambda: setup.events.fetches)
-    setup.trainer.publish(policy(2, b"small"), b"small")
-    setup.wait_for(lambda: len(setup.events.blobs) == 2)
-    [(refused, reason)] = setup.events.of("policy_refused")
-    assert refused.version == 1
-    assert reason.startswith("it is 1099511627776 bytes large")
-    assert (setup.events.fetches, setup.events.blobs[1]) == ([(1, None)], (2, b"small"))
-
-
-@pytest.mark.long
-@IMPATIENT
-def test_lost_chunks_are_asked_for_again(setup):
-    lost = []
-
-    def loses(request: BlobRequest) -> bool:
-        first_time = request.offset not in lost
-        lost.append(request.offset)
-        return first_time and request.offset in (1024, 4096)
-
-    setup.trainer.loses_chunk = loses
-    setup.start()
-    setup.wait_for(lambda: setup.events.blobs, 15)
-    assert setup.events.blobs == [(0, setup.blob)]
-    assert sorted(lost) == [0, 1024, 1024, 2048, 3072, 4096, 4096]
-
-
-def test_a_newer_policy_supersedes_a_running_download(setup):
-    setup.trainer.loses_chunk = lambda request: request.digest == policy(0, setup.blob).digest
-    setup.start()
-    setup.trainer.wait_for_message(BlobRequest)
-    newer = b"newer" * 1000
-    setup.trainer.publish(policy(1, newer), newer)
-    setup.wait_for(lambda: setup.events.blobs)
-    assert setup.events.blobs == [(1, newer)]
 
 
 def test_a_missing_blob_is_asked_for_again_with_the_next_announcement(setup):

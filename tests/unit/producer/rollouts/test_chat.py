@@ -54,17 +54,12 @@ def test_the_tokens_of_a_result_are_what_follows_the_sampled_end_of_the_turn(tem
     assert after.token_ids == format_.token_ids("\n[tool]5<|end|>\n[assistant]")
 
 
-def test_several_results_follow_one_turn() -> None:
+def test_several_results_follow_one_turn_behind_the_templates_own_end() -> None:
     format_ = chat(PLAIN)
     messages = [*ANSWERED, tool_message("add", "1<|end|>", 1)]
-    after = format_.go_on(format_.prompt(ASKED), messages, 2, "<|end|>")
-    assert after.token_ids == format_.token_ids("\n[tool]5<|end|>\n[tool]1<|end|><|end|>\n[assistant]")
-
-
-def test_a_turn_that_ended_with_another_token_than_the_template_writes_goes_on_behind_the_templates_own() -> None:
-    format_ = chat(PLAIN)
-    after = format_.go_on(format_.prompt(ASKED), ANSWERED, 1, format_.end_of_turn(129))
-    assert after.token_ids == format_.token_ids("\n[tool]5<|end|>\n[assistant]")
+    for end in ("<|end|>", format_.end_of_turn(129)):  # which the template does not write
+        after = format_.go_on(format_.prompt(ASKED), messages, 2, end)
+        assert after.token_ids == format_.token_ids("\n[tool]5<|end|>\n[tool]1<|end|><|end|>\n[assistant]")
 
 
 def test_a_history_that_is_rewritten_begins_a_new_record() -> None:
