@@ -85,20 +85,12 @@ class PolicyWeights(Protocol):
     is discarded when no request names it any more."""
 
     async def load(self, adapter: Adapter) -> None:
-        """Reads a policy into the engine, while requests run.
-
-        Raises:
-            AdapterRefusedError: the engine cannot load it; nothing has changed.
-            EngineError: the engine is dead.
-        """
+        """Reads a policy into the engine, while requests run. Raises AdapterRefusedError if it cannot; nothing has changed
+        then."""
 
     async def verify(self, adapter: Adapter, token_ids: list[int]) -> list[float]:
-        """What the engine computes for a loaded policy: log-probs of these tokens but the first.
-
-        Raises:
-            AdapterRefusedError: the engine does not score them.
-            EngineError: the engine is dead.
-        """
+        """What the engine computes for a loaded policy: log-probs of these tokens but the first. Raises AdapterRefusedError if
+        it does not score them."""
 
     def activate(self, adapter: Adapter) -> None:
         """From now on requests may begin on this policy."""
@@ -109,14 +101,9 @@ class PolicyWeights(Protocol):
 
 @dataclass(frozen=True)
 class EngineCapabilities:
-    """What an engine is and can do. It does not change while the engine lives.
-
-    Args:
-        tokenizer_folder: where the tokenizer of its model is.
-        max_num_seqs: requests that it works on at a time.
-        holds_versions: whether it has several policies at a time, and each request stays on the one that it began on.
-            Otherwise a new policy takes the place of the former one under the requests that run.
-    """
+    """What an engine is and can do, which does not change while it lives. One that `holds_versions` has several policies at a
+    time, and each request stays on the one that it began on; otherwise a new policy takes the place of the former one under the
+    requests that run."""
 
     facts: EngineFacts
     tokenizer_folder: Path
@@ -125,7 +112,8 @@ class EngineCapabilities:
 
 
 class Engine(Protocol):
-    """All that the producer knows of its engine, whether that runs in this process or elsewhere."""
+    """All that the producer knows of its engine, whether that runs in this process or elsewhere. What is asked of one that is
+    dead raises EngineError."""
 
     capabilities: EngineCapabilities
 
@@ -138,12 +126,8 @@ class Engine(Protocol):
     async def generate(
         self, prompt_ids: list[int], sampling: Sampling, adapter: Adapter, cut: asyncio.Event
     ) -> list[Completion]:
-        """Samples a group until every completion has ended, or `cut` is set.
-
-        Raises:
-            LeaseFailure: the engine refuses this request.
-            EngineError: the engine is dead.
-        """
+        """Samples a group until every completion has ended, or `cut` is set. Raises LeaseFailure if the engine refuses this
+        request."""
 
     def tool_parser(self, name: str, tokenizer: Any, tools: list[dict[str, Any]]) -> "ToolParser":
         """The parser `name` of tool calls, for these tools. Raises ConfigError if there is none."""
@@ -155,7 +139,7 @@ class Engine(Protocol):
         """As of the last engine step; None with `engine.disable_log_stats`."""
 
     def check_alive(self) -> None:
-        """Raises EngineError if the engine is dead, also while no request is in it."""
+        """Also while no request is in it."""
 
     def shutdown(self) -> None:
         """Ends the engine. What is asked of it from then on is an `EngineError`."""

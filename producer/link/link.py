@@ -51,14 +51,8 @@ _TICK_S = 0.1
 
 
 class Link(threading.Thread):
-    """Start it once; `stop` may be called from any thread.
-
-    Args:
-        mailbox: what other threads ask of the link.
-        hello: what the trainer is told about this producer.
-        endpoint: the trainer's, for messages to people.
-        beat: is called in every round.
-    """
+    """Start it once; `stop` may be called from any thread. `hello` is what the trainer is told about this producer, `endpoint`
+    the trainer's, for messages to people; `beat` is called in every round."""
 
     def __init__(
         self,

@@ -12,11 +12,7 @@ from protocol.wire.messages import Group, Nack, PolicyInfo
 
 
 class Mailbox:
-    """Every method but `take` and `close` may be called from any thread.
-
-    Args:
-        channel: is woken when something was put in. It belongs to the link's thread.
-    """
+    """Every method but `take` and `close` may be called from any thread. The channel, which belongs to the link's, is woken."""
 
     def __init__(self, channel: ClientChannel) -> None:
         self.channel = channel

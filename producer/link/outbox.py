@@ -24,11 +24,8 @@ class _Kept:
 
 
 class Outbox:
-    """Belongs to the link's thread; its numbers may be read by any.
-
-    Args:
-        max_bytes: with more bytes of unsettled groups than these it is full.
-    """
+    """Belongs to the link's thread; its numbers may be read by any. With more bytes of unsettled groups than these it is
+    full."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes

@@ -5,6 +5,7 @@ answered. Over a new connection all of it is due at once.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from msgspec import structs
 
@@ -18,69 +19,61 @@ from protocol.wire.messages import Group, Heartbeat, Hello, Nack, PolicyRequest
 from protocol.wire.schemas import SINCE_MESSAGES
 
 
+@dataclass
 class Sender:
     """Belongs to the link's thread."""
 
-    def __init__(
-        self,
-        channel: ClientChannel,
-        outbox: Outbox,
-        source: TrainerSource,
-        hello: Hello,
-        counters: Counters,
-        workload: Callable[[], Workload],
-    ) -> None:
-        self._channel = channel
-        self._outbox = outbox
-        self._source = source
-        self._hello = hello
-        self._counters = counters
-        self._workload = workload
-        self._interval_s = 0.0
-        self._heartbeat_at = 0.0
+    channel: ClientChannel
+    outbox: Outbox
+    source: TrainerSource
+    hello: Hello
+    counters: Counters
+    workload: Callable[[], Workload]
+    _interval_s: float = 0.0
+    _heartbeat_at: float = 0.0
 
     def greet(self, run_id: str) -> bool:
         """Begins a session. Returns False if the channel has no room for the greeting."""
-        held = self._outbox.held()
-        return self._channel.send(structs.replace(self._hello, held=held, release=__version__, run_id=run_id))
+        held = self.outbox.held()
+        return self.channel.send(structs.replace(self.hello, held=held, release=__version__, run_id=run_id))
 
     def start_over(self, interval_s: float) -> None:
         """For a new connection: everything that was under way is lost, and everything is due."""
         self._interval_s = interval_s
         self._heartbeat_at = float("-inf")
-        self._outbox.forget_sends()
-        self._source.forget_requests()
+        self.outbox.forget_sends()
+        self.source.forget_requests()
 
     def send_due(self, now: float) -> None:
         if now - self._heartbeat_at >= self._interval_s:
             self._heartbeat_at = now
-            self._channel.send(self._heartbeat())
-        for answer in self._outbox.due(now):
+            self.channel.send(self._heartbeat())
+        for answer in self.outbox.due(now):
             self._send_answer(answer, now)
-        knows_offers = self._channel.schema_version >= SINCE_MESSAGES[PolicyRequest]
-        for request in self._source.due_requests(now, knows_offers=knows_offers):
-            self._channel.send(request)
+        knows_offers = self.channel.schema_version >= SINCE_MESSAGES[PolicyRequest]
+        for request in self.source.due_requests(now, knows_offers=knows_offers):
+            self.channel.send(request)
 
     def _send_answer(self, answer: Group | Nack, now: float) -> None:
         try:
-            if self._channel.send(answer):
-                self._outbox.note_sent(answer, now)
+            if self.channel.send(answer):
+                self.outbox.note_sent(answer, now)
         except CodecError as error:  # too large: no repetition will help
-            self._outbox.replace(Nack(answer.lease_id, "generation_failed", str(error)))
+            self.outbox.replace(Nack(answer.lease_id, "generation_failed", str(error)))
 
     def _heartbeat(self) -> Heartbeat:
-        work = self._workload()
+        work = self.workload()
         return Heartbeat(
-            policy_version=self._counters.policy_version,
-            capacity=self._hello.capacity,
-            held=self._outbox.held(),
-            tokens_generated=self._counters.tokens,
+            policy_version=self.counters.policy_version,
+            capacity=self.hello.capacity,
+            held=self.outbox.held(),
+            tokens_generated=self.counters.tokens,
             busy_s=work.busy_s,
             waiting=len(work.waiting_floors),
             generating=work.generating,
             scoring=work.scoring,
-            unacked=self._outbox.num_groups,
-            idle_s=self._counters.idle_s,
-            refused_version=self._counters.refused_version,
-            refusal=self._counters.refusal,
+            unacked=self.outbox.num_groups,
+            idle_s=self.counters.idle_s,
+            refused_version=self.counters.refused_version,
+            refusal=self.counters.refusal,
         )

@@ -82,11 +82,7 @@ class Download:
 
 
 class TrainerSource:
-    """A `PolicySource`. Belongs to the link's thread.
-
-    Args:
-        post: has the link's thread do something. It may be called from any thread.
-    """
+    """A `PolicySource`. Belongs to the link's thread, which `post` has do something, from any thread."""
 
     def __init__(self, chunk_bytes: int, post: Callable[[Callable[[], None]], None]) -> None:
         self._chunk_bytes = chunk_bytes
@@ -100,10 +96,7 @@ class TrainerSource:
         self._downloads.pop(digest, None)
 
     def due_requests(self, now: float, *, knows_offers: bool = True) -> list[PolicyRequest | BlobRequest]:
-        """
-        Args:
-            knows_offers: whether the trainer does. A trainer of the release before does not.
-        """
+        """A trainer of the release before knows no offers."""
         downloads = self._downloads.values()
         return [request for each in downloads for request in each.due_requests(now, knows_offers=knows_offers)]
 

@@ -7,6 +7,7 @@ source that does not have an announced policy is asked again when the policy is 
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, Protocol
 
@@ -29,20 +30,15 @@ class PolicySource(Protocol):
         """Ends the download of this policy, if there is one."""
 
 
+@dataclass
 class PolicyDownloads:
     """Belongs to the link's thread. `events` is told what was downloaded, or why it cannot be."""
 
-    def __init__(
-        self,
-        source: PolicySource,
-        events: LinkEvents,
-        free_memory: Callable[[], int] = lambda: psutil.virtual_memory().available,
-    ) -> None:
-        self._source = source
-        self._events = events
-        self._free_memory = free_memory
-        self._announced: PolicyInfo | None = None
-        self._wanted: dict[str, dict[Purpose, PolicyInfo]] = {}  # by digest, what is being downloaded
+    source: PolicySource
+    events: LinkEvents
+    free_memory: Callable[[], int] = lambda: psutil.virtual_memory().available
+    _announced: PolicyInfo | None = None
+    _wanted: dict[str, dict[Purpose, PolicyInfo]] = field(default_factory=dict)  # by digest, what is being downloaded
 
     def announce(self, policy: PolicyInfo) -> None:
         """The trainer's newest policy. It is announced again and again, and only a change has an effect."""
@@ -50,7 +46,7 @@ class PolicyDownloads:
             return
         self._announced = policy
         if (refusal := self._begin("newest", policy)) is not None:
-            self._events.policy_refused(policy, refusal)
+            self.events.policy_refused(policy, refusal)
 
     def request(self, policy: PolicyInfo) -> None:
         """A policy that is to be evaluated, in place of the one requested before."""
@@ -58,30 +54,30 @@ class PolicyDownloads:
             return
         if (refusal := self._begin("evaluation", policy)) is not None:
             logger.error("policy v%d cannot be evaluated here: %s", policy.version, refusal)
-            self._events.fetched(policy, None)
+            self.events.fetched(policy, None)
 
     def forget(self) -> None:
         """Another trainer process may give the same version another meaning. Whoever requested a policy requests it again."""
         self._announced = None
         for digest in self._wanted:
-            self._source.cancel(digest)
+            self.source.cancel(digest)
         self._wanted.clear()
 
     def _begin(self, purpose: Purpose, policy: PolicyInfo) -> str | None:
         """Returns why the policy cannot be downloaded, or None."""
         for digest, purposes in list(self._wanted.items()):
             if purposes.pop(purpose, None) is not None and not purposes and digest != policy.digest:
-                self._source.cancel(digest)
+                self.source.cancel(digest)
                 del self._wanted[digest]
         if policy.digest not in self._wanted:
-            free = self._free_memory()
+            free = self.free_memory()
             if 2 * policy.num_bytes > free:  # for its chunks and for what they are put together to
                 return (
                     f"it is {policy.num_bytes} bytes large, and taking it needs twice that: this host has {free} bytes of "
                     "memory free. Give it more, or train a smaller adapter (lora.r)"
                 )
             self._wanted[policy.digest] = {purpose: policy}
-            self._source.fetch(policy, partial(self._done, policy.digest))
+            self.source.fetch(policy, partial(self._done, policy.digest))
         self._wanted[policy.digest][purpose] = policy
         return None
 
@@ -89,8 +85,8 @@ class PolicyDownloads:
         for purpose, policy in self._wanted.pop(digest).items():
             found = downloaded and downloaded._replace(policy=policy)
             if purpose == "evaluation":
-                self._events.fetched(policy, found)
+                self.events.fetched(policy, found)
             elif found is not None:
-                self._events.policy_arrived(found)
+                self.events.policy_arrived(found)
             else:
                 self._announced = None  # the next announcement names a policy that exists

@@ -7,6 +7,8 @@ deadline, also when its trainer is replaced by another process of the run meanwh
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from producer.interfaces import LeaseFailure
@@ -20,34 +22,26 @@ from protocol.wire.messages import FailureReason, Group, Lease, Nack
 logger = logging.getLogger(__name__)
 
 
+@dataclass
 class Generation:
     """Works on leases, one task each. The exception of what is spawned ends the daemon; `answer` delivers a group or a
     refusal."""
 
-    def __init__(
-        self,
-        source: RolloutSource,
-        finish: Finish,
-        clock: BusyClock,
-        counters: Counters,
-        spawn: Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"],
-        answer: Callable[[Group | Nack], None],
-    ) -> None:
-        self._source = source
-        self._finish = finish
-        self._clock = clock
-        self._counters = counters
-        self._spawn = spawn
-        self._answer = answer
-        self._works: dict[str, Progress] = {}
-        self._has_ended = False
-        self._warn = Throttle(logger)
+    source: RolloutSource
+    finish: Finish
+    clock: BusyClock
+    counters: Counters
+    spawn: Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
+    answer: Callable[[Group | Nack], None]
+    _works: dict[str, Progress] = field(default_factory=dict)
+    _has_ended: bool = False
+    _warn: Throttle = field(default_factory=partial(Throttle, logger))
 
     def start(self, lease: Lease) -> None:
         if self._has_ended:
             return  # the trainer takes it back at the goodbye
         work = self._works[lease.lease_id] = Progress(lease)
-        work.task = self._spawn(self._fulfil(work))
+        work.task = self.spawn(self._fulfil(work))
 
     def abandon(self, lease_id: str) -> None:
         """Stops work on a lease without an answer."""
@@ -79,35 +73,35 @@ class Generation:
             tuple(work.lease.policy_floor for work in works if work.stage == "waiting"),
             stages.count("generating") + stages.count("with agents"),
             stages.count("scoring"),
-            self._clock.busy_s(),
+            self.clock.busy_s(),
             stages.count("with agents"),
         )
 
     def _hand_back(self, lease_id: str) -> None:
         self.abandon(lease_id)
-        self._answer(Nack(lease_id, "returned"))
+        self.answer(Nack(lease_id, "returned"))
 
     async def _fulfil(self, work: Progress) -> None:
         lease = work.lease
         answer: Group | Nack
         try:
             async with asyncio.timeout(lease.timeout_s):
-                rollouts = await self._source.generate(lease, work)
-                answer = await self._finish.group(lease, rollouts, work)
+                rollouts = await self.source.generate(lease, work)
+                answer = await self.finish.group(lease, rollouts, work)
         except LeaseFailure as failure:
             returned = failure.reason == "returned"
             answer = (
                 Nack(lease.lease_id, "returned") if returned else self._refusal(lease, failure.reason, failure.detail)
             )
         except TimeoutError:
-            self._counters.timed_out += 1
+            self.counters.timed_out += 1
             detail = f"not done within the lease's {lease.timeout_s:g} s, while {work.stage}{work.waits_for}"
             answer = self._refusal(lease, work.reason, f"{detail}; raise pipeline.lease_timeout_s if that is too short")
         if self._works.get(lease.lease_id) is work:
             del self._works[lease.lease_id]
-            self._answer(answer)
+            self.answer(answer)
 
     def _refusal(self, lease: Lease, reason: FailureReason, detail: str) -> Nack:
-        self._counters.failed += 1
+        self.counters.failed += 1
         self._warn(reason, f"prompt {lease.prompt_id} failed ({reason}): {detail}")
         return Nack(lease.lease_id, reason, detail[:65_536])

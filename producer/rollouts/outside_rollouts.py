@@ -6,6 +6,7 @@ sampled, as they would without them; a lease for which no group of Atropos came 
 
 import asyncio
 import time
+from dataclasses import dataclass
 
 from producer.environments.agents import Agents
 from producer.environments.atropos import Atropos
@@ -37,23 +38,23 @@ class AgentRollouts:
         return Rollouts(episodes, generation_s, texts, posted)
 
 
+@dataclass
 class AtroposRollouts:
     """A `RolloutSource`, for a run with `environment.atropos`. `reward_names` are the scores that are posted."""
 
-    def __init__(self, atropos: Atropos, access: EngineAccess, reward_names: tuple[str, ...]) -> None:
-        self.reward_names = reward_names
-        self._atropos = atropos
-        self._access = access
+    atropos: Atropos
+    access: EngineAccess
+    reward_names: tuple[str, ...]
 
     async def generate(self, lease: Lease, progress: Progress) -> Rollouts:
-        if lease.sampling != self._atropos.sampling:
+        if lease.sampling != self.atropos.sampling:
             raise LeaseFailure(
                 "generation_failed", "trainer and producer have different `sampling:`; give both one file"
             )
         try:
             async with asyncio.timeout(lease.timeout_s * (1 - _MARGIN)):
-                await self._access.wait_for(lease.policy_floor)
+                await self.access.wait_for(lease.policy_floor)
                 progress.enter("with agents", "generation_failed")
-                return await self._atropos.fulfil(lease.policy_floor)
+                return await self.atropos.fulfil(lease.policy_floor)
         except TimeoutError:
             raise LeaseFailure("returned", "no environment posted a group") from None

@@ -12,6 +12,8 @@ import copy
 import logging
 import math
 import time
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -36,32 +38,24 @@ logger = logging.getLogger(__name__)
 _RESETS = 3  # before the group fails
 
 
+@dataclass
 class PlayedRollouts:
     """A `RolloutSource`, for a run with `environment.factory`. `reward_names` has the environment's own reward, if there is
     one."""
 
-    def __init__(
-        self,
-        access: EngineAccess,
-        section: EnvironmentSection,
-        pool: EnvironmentPool,
-        chat: ChatFormat,
-        counters: Counters,
-        reward_names: tuple[str, ...],
-    ) -> None:
-        self.reward_names = reward_names
-        self._access = access
-        self._section = section
-        self._pool = pool
-        self._chat = chat
-        self._counters = counters
-        self._warn = Throttle(logger)
+    access: EngineAccess
+    section: EnvironmentSection
+    pool: EnvironmentPool
+    chat: ChatFormat
+    counters: Counters
+    reward_names: tuple[str, ...]
+    _warn: Throttle = field(default_factory=partial(Throttle, logger))
 
     async def generate(self, lease: Lease, progress: Progress) -> Rollouts:
         if not is_conversational(lease.prompt):
             raise malformed(lease.prompt, "an environment needs")
         try:
-            async with self._access.enter(lease, progress) as sample:
+            async with self.access.enter(lease, progress) as sample:
                 started = time.monotonic()
                 async with asyncio.TaskGroup() as group:
                     plays = [self._episode(lease, sample) for _ in range(lease.sampling.num_generations)]
@@ -78,12 +72,12 @@ class PlayedRollouts:
     async def _episode(self, lease: Lease, sample: Sample) -> Episode:
         for _ in range(_RESETS):
             episode = Episode(0, [])
-            async with self._pool.session() as environment:
+            async with self.pool.session() as environment:
                 try:
-                    async with asyncio.timeout(self._section.episode_timeout_s):
+                    async with asyncio.timeout(self.section.episode_timeout_s):
                         await self._play(lease, sample, environment, episode)
                 except TimeoutError:
-                    limit = f"environment.episode_timeout_s={self._section.episode_timeout_s:g} seconds"
+                    limit = f"environment.episode_timeout_s={self.section.episode_timeout_s:g} seconds"
                     episode.failure = f"an episode was not over within {limit}"
                 except EnvironmentFailedError as error:
                     episode.failure = str(error)
@@ -91,32 +85,32 @@ class PlayedRollouts:
             episode.records = [record for record in ended if record.token_ids]
             if episode.records:
                 return episode
-            self._counters.failed_episodes += 1
+            self.counters.failed_episodes += 1
         raise LeaseFailure("environment_failed", episode.failure)
 
     async def _play(self, lease: Lease, sample: Sample, environment: EnvironmentSession, episode: Episode) -> None:
         messages = _with_observation(lease.prompt, await environment.reset(lease.columns | {"prompt": lease.prompt}))
-        text, first = self._chat.prompt(messages), len(messages)
-        prompt_ids = self._chat.token_ids(text)
+        text, first = self.chat.prompt(messages), len(messages)
+        prompt_ids = self.chat.token_ids(text)
         what = "the prompt with tools and what `reset` returned"
-        self._chat.check_room(len(prompt_ids), lease.sampling.max_completion_length, what)
+        self.chat.check_room(len(prompt_ids), lease.sampling.max_completion_length, what)
         episode.prompt_length = len(prompt_ids)
         episode.records.append(Record.of(prompt_ids))
         num_calls = 0
-        for turn in range(1, self._section.max_turns + 1):
+        for turn in range(1, self.section.max_turns + 1):
             ended_by, calls = await self._turn(lease.sampling, sample, episode, messages, num_calls)
             episode.messages = messages[first:]
-            if not calls or turn == self._section.max_turns:
+            if not calls or turn == self.section.max_turns:
                 break
             answers = [await self._answer(environment, call, num_calls + place) for place, call in enumerate(calls)]
             num_calls += len(answers)
             messages += answers
-            following = self._chat.go_on(text, messages, len(answers), ended_by)
+            following = self.chat.go_on(text, messages, len(answers), ended_by)
             if not self._continue(episode, following, lease.sampling.max_completion_length):
                 episode.truncated = True
                 break
             text, episode.messages = following.text, messages[first:]
-        if self._section.reward_weight is not None:
+        if self.section.reward_weight is not None:
             episode.reward = await self._reward(environment)
 
     async def _turn(
@@ -125,29 +119,29 @@ class PlayedRollouts:
         """Samples one turn and adds its message. Returns the token that ended it, and the calls that are to be answered."""
         record = episode.records[-1]
         room = sampling.max_completion_length + episode.prompt_length - len(record.token_ids)
-        limit = min(room, self._section.max_turn_tokens or room)
+        limit = min(room, self.section.max_turn_tokens or room)
         (completion,) = await sample(
             list(record.token_ids), msgspec.structs.replace(sampling, num_generations=1, max_completion_length=limit)
         )
         record.sampled(completion)
-        self._counters.turns += 1
+        self.counters.turns += 1
         if completion.truncated:
-            messages.append(assistant_message(self._chat.text(completion.token_ids), [], num_calls))
+            messages.append(assistant_message(self.chat.text(completion.token_ids), [], num_calls))
             episode.truncated = True
             return "", []
         *said, end = completion.token_ids
-        content, calls = self._chat.parse(said)
+        content, calls = self.chat.parse(said)
         messages.append(assistant_message(content, [(call.name, call.arguments or {}) for call in calls], num_calls))
-        return self._chat.end_of_turn(end), calls
+        return self.chat.end_of_turn(end), calls
 
     async def _answer(self, environment: EnvironmentSession, call: Any, number: int) -> dict[str, Any]:
-        self._counters.tool_calls += 1
+        self.counters.tool_calls += 1
         content: str | list[Any]
         if call.arguments is None:
             content, failed = str({"error": "The arguments are not a JSON object."}), True
         else:
             content, failed = await environment.call(call.name, call.arguments)
-        self._counters.failed_tool_calls += failed
+        self.counters.failed_tool_calls += failed
         return tool_message(call.name, content, number)
 
     def _continue(self, episode: Episode, following: Continuation, max_completion_length: int) -> bool:
@@ -155,7 +149,7 @@ class PlayedRollouts:
         limit = episode.prompt_length + max_completion_length
         record = episode.records[-1]
         if following.token_ids is None:
-            token_ids = self._chat.token_ids(following.text)
+            token_ids = self.chat.token_ids(following.text)
             if len(token_ids) >= limit:
                 return False
             episode.records.append(Record.of(token_ids))

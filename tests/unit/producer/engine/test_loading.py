@@ -45,8 +45,8 @@ def test_what_was_read_in_the_thread_is_put_in_its_place_once() -> None:
 
     assert [loading.finish(add), loading.finish(add)] == ["", ""]
     assert (placed, manager.read) == (["weights of v1"], [1])
-    manager._load_adapter(ONE)
-    assert manager.read == [1, 1]
+    assert manager._load_adapter(Reading("v2", 2, "/adapters/v2")) == "weights of v2"
+    assert manager.read == [1, 2]
 
 
 def test_while_it_is_read_nothing_is_put_anywhere() -> None:
@@ -59,12 +59,6 @@ def test_while_it_is_read_nothing_is_put_anywhere() -> None:
     assert loading.thread is not None
     loading.thread.join()
     assert loading.finish(lambda request: True) == ""
-
-
-def test_another_adapter_is_read_when_it_is_asked_for() -> None:
-    manager = Manager()
-    prepared(manager)
-    assert manager._load_adapter(Reading("v2", 2, "/adapters/v2")) == "weights of v2"
 
 
 @pytest.mark.parametrize(

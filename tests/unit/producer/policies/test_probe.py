@@ -58,8 +58,8 @@ def test_another_probe_is_not_compared_with_the_one_before_and_one_that_stays_pa
 
 
 def test_a_probe_travels_as_plain_numbers():
-    offer = PolicyOffer(SHA, "", struct.pack("<3i", 5, 6, 7), struct.pack("<2f", -1.5, -0.25))
-    assert probe_of(offer) == ((5, 6, 7), (-1.5, -0.25))
+    offer = PolicyOffer(SHA, "", struct.pack("<3i", 0, 6, 7), struct.pack("<2f", -1.5, -0.25))
+    assert probe_of(offer) == ((0, 6, 7), (-1.5, -0.25))
 
 
 @pytest.mark.parametrize(
