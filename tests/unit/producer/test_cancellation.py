@@ -9,8 +9,7 @@ from tests.unit.producer.cancellation import cancel_at_each_wait
 
 class Slot:
     def __init__(self) -> None:
-        self.taken = 0
-        self.runs = 0
+        self.taken = self.runs = 0
 
     async def careful(self) -> None:
         self.runs += 1

@@ -53,11 +53,6 @@ def test_turns_and_tool_results_are_stitched_in_order() -> None:
     np.testing.assert_array_equal(group.rewards, REWARDS)
 
 
-def test_without_tools_the_new_fields_are_empty() -> None:
-    plain = message(episode(record([1, 2], ([10, 11], 3))), episode(record([1, 2], ([12], 3))))
-    assert (plain.sampled, plain.episodes, plain.token_versions) == (b"", b"", b"")
-
-
 def test_a_fork_is_one_more_record_of_its_episode() -> None:
     forked = episode(record([1, 2], ([10, 11], 3)), record([1, 2, 30, 31], ([12], 5)))
     group = parsed(forked, episode(record([1, 2], ([13], 3))))
@@ -73,8 +68,10 @@ def test_prompts_that_differ_begin_where_they_differ_and_sampled_tokens_are_neve
     assert group.prompt_ids.tolist() == [1, 2]
     assert group.completion_ids.tolist() == [3, 10, 4, 5, 10]
     assert group.is_sampled.tolist() == [False, True, False, False, True]
-    alike = parsed(episode(record([1, 2], ([10, 11], 3))), episode(record([1, 2], ([10, 11], 3))))
-    assert alike.prompt_ids.tolist() == [1, 2]
+    plain = episode(record([1, 2], ([10, 11], 3)))
+    assert parsed(plain, plain).prompt_ids.tolist() == [1, 2]
+    alike = message(plain, plain)
+    assert (alike.sampled, alike.episodes, alike.token_versions) == (b"", b"", b"")
 
 
 def test_a_record_that_is_too_long_behind_the_common_prompt_loses_its_end() -> None:

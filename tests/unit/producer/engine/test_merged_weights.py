@@ -89,17 +89,6 @@ def test_tokens_are_stamped_by_what_each_completion_had_at_each_flip() -> None:
 
 
 @asynchronous
-async def test_a_request_for_one_completion_is_known_by_its_name_alone() -> None:
-    workers, alone = Workers(), Group()
-    weights, sampling = await in_flight(workers, alone)
-    workers.counts = {"group-0-1a2b": 2, "group-00-1a2b": 1}
-    await swapped(weights, 2)
-    alone.end.set()
-    _, flight = await sampling
-    assert flight.token_versions(0, 3) == [1, 1, 2]
-
-
-@asynchronous
 async def test_a_group_in_flight_goes_on_through_a_swap_and_the_next_has_kv_of_its_own() -> None:
     workers, old, new = Workers(), Group(), Group()
     weights, sampling = await in_flight(workers, old)

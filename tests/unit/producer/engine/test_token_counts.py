@@ -49,7 +49,7 @@ def test_a_preempted_request_keeps_its_tokens_while_it_computes_them_once_more()
 def test_the_names_of_completions():
     assert completion_of("group-7-1a2b") == ("group-7", 0)
     assert completion_of("13_group-7-1a2b") == ("group-7", 13)
-    assert completion_of("score-3") is None
+    assert completion_of("score-3") is completion_of("a-group-0") is None
 
 
 def test_what_clients_asked_for_while_no_policy_comes_is_forgotten(monkeypatch):
