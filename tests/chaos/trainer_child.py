@@ -62,7 +62,7 @@ def _write_evidence(log: EvidenceLog) -> None:
         batches = trainer._batches
 
         def watched_batches() -> Iterator[Any]:
-            log.note("start", step=trainer.state.global_step)  # not before, because the checkpoint is read after the loader
+            log.note("start", step=trainer.state.global_step)  # the checkpoint has been read
             for batch in batches:
                 groups = [[group.group_id, digest_of_group(group)] for group in batch.groups]
                 first = batch.last_step - batch.num_iterations + 1

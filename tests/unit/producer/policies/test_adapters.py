@@ -10,8 +10,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from producer.interfaces import Adapter, AdapterRefusedError, Completion, DownloadedPolicy, LeaseFailure, Probe
+from producer.metrics import ProducerMetrics
 from producer.state import Counters
 from protocol.wire.adapter_blob import AdapterBlob, pack
 from protocol.wire.messages import PolicyInfo, Sampling
@@ -87,7 +89,9 @@ class Setup:
         self.counters = Counters()
         self.timeline_path = folder / "timeline.jsonl"
         self.fetched: list[PolicyInfo] = []
-        self.registry = registry_of(self.engine, folder, self.counters, fetch=self.fetched.append)
+        self.metrics = CollectorRegistry()
+        metrics = ProducerMetrics(self.metrics)
+        self.registry = registry_of(self.engine, folder, self.counters, metrics=metrics, fetch=self.fetched.append)
 
     async def publish(self, version: int, probe: Probe | None = None) -> bool:
         return await self.registry.publish(DownloadedPolicy(*blob(version), 0.0, probe))
@@ -122,6 +126,8 @@ async def test_a_superseded_version_goes_at_once_when_nothing_pins_it(setup):
         assert setup.folders() == 1
     assert setup.counters.policy_version == 9
     assert setup.engine.adopted == list(range(10))
+    for name in ("rl_producer_swap_seconds_count", "rl_producer_adapter_load_seconds_count"):
+        assert setup.metrics.get_sample_value(name) == 10
     events = [json.loads(line) for line in setup.timeline_path.read_text().splitlines()]
     assert [event["version"] for event in events] == list(range(10))
     assert all(event["event"] == "swap" and event["ms"] > 0 and event["bytes"] > 0 for event in events)
