@@ -9,26 +9,18 @@ from typing import Any
 
 import msgspec
 import pytest
-from prometheus_client import CollectorRegistry
 
 from producer.engine.merged_weights import MergedWeights
 from producer.interfaces import Adapter, Completion
-from producer.metrics import ProducerMetrics
-from producer.rollouts.admission import Admission
-from producer.rollouts.engine_access import EngineAccess
-from producer.rollouts.finish import Finish
-from producer.rollouts.generation import Generation
-from producer.rollouts.in_flight import InFlight, OnSwap
-from producer.rollouts.plain_rollouts import PlainRollouts
-from producer.state import Counters
+from producer.rollouts.in_flight import OnSwap
 from protocol.wire.messages import Lease, Sampling
 from tests.policies import Policies
 from tests.scripted_trainer import lease
 from tests.unit.producer.cancellation import cancel_at_each_wait
 from tests.unit.producer.engine.test_merged_weights import Workers, adapter
 from tests.unit.producer.loop import asynchronous
-from tests.unit.producer.policies.test_adapters import Setup, blob
-from tests.unit.producer.rollouts.generating import Prompts, Rewards
+from tests.unit.producer.policies.test_adapters import blob
+from tests.unit.producer.rollouts.generating import Setup
 
 
 class Engine:
@@ -57,27 +49,18 @@ class Engine:
             self.running -= 1
 
 
-class Scene:
-    """Leases that are worked on in a task of the test."""
+class Scene(Setup):
+    """Leases that are worked on in a task of the test, one in the engine at a time."""
 
-    def __init__(self, registry: Any, on_swap: OnSwap) -> None:
-        self.engine, self.answers = Engine(), list[Any]()
-        self.before = asyncio.all_tasks()
-        self.places = Admission(1, 4, lambda: None)
+    def __init__(self, folder: Path, on_swap: OnSwap, registry: Any = None) -> None:
+        super().__init__(folder, 1, registry)
         self._begun: list[Coroutine[Any, Any, None]] = []
-        counters = Counters()
-        in_flight = InFlight(self.engine, registry, counters, on_swap)  # type: ignore[arg-type]
-        access, self.clock = EngineAccess(registry, self.places, in_flight), in_flight.busy
-        metrics = ProducerMetrics(CollectorRegistry())
-        finish = Finish(("length", "none"), (), Rewards(), counters, metrics)  # type: ignore[arg-type]
-        self.generation = Generation(
-            PlainRollouts(access, Prompts()),  # type: ignore[arg-type]
-            finish,
-            self.clock,
-            counters,
-            self._begun.append,  # type: ignore[arg-type]
-            self.answers.append,
-        )
+        self.stepping = Engine()
+        self.generation = self.generation_with(on_swap, self.stepping)
+        self.before = asyncio.all_tasks()
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:  # type: ignore[override]
+        self._begun.append(work)
 
     def fulfil(self, lease: Lease) -> Coroutine[Any, Any, None]:
         self.generation.start(lease)
@@ -94,8 +77,8 @@ class Scene:
         for work in self.generation._works.values():
             work.task = None
         self.generation.abandon_all()
-        places = self.places
-        assert (self.engine.running, places._inside, places._background, self.clock._active) == (0, 0, 0, 0)
+        places = self.admission
+        assert (self.stepping.running, places._inside, places._background, self.clock._active) == (0, 0, 0, 0)
         assert (places._line._turns, places._line_behind._turns) == ({}, {})
         assert asyncio.all_tasks() == self.before
 
@@ -105,11 +88,11 @@ WANTED = lease(7, sampling=Sampling(2, 3, 1.0))
 
 @pytest.mark.parametrize("on_swap", ["finish", "continue", "restart"])
 @asynchronous
-async def test_of_training_whatever_becomes_of_it_at_a_swap(on_swap: OnSwap) -> None:
+async def test_of_training_whatever_becomes_of_it_at_a_swap(tmp_path: Path, on_swap: OnSwap) -> None:
     policies, versions = Policies(), itertools.count()
-    scene = Scene(policies, on_swap)
-    scene.engine.stepped = lambda: policies.swap(next(versions))
-    scene.engine.stepped()
+    scene = Scene(tmp_path, on_swap, policies)
+    scene.stepping.stepped = lambda: policies.swap(next(versions))
+    scene.stepping.stepped()
 
     def check() -> None:
         scene.check()
@@ -122,15 +105,15 @@ async def test_of_training_whatever_becomes_of_it_at_a_swap(on_swap: OnSwap) -> 
 
 @asynchronous
 async def test_of_an_evaluation(tmp_path: Path) -> None:
-    setup = Setup(tmp_path)
-    unloading = asyncio.create_task(setup.registry.unload_released())
-    scene = Scene(setup.registry, "finish")
-    await setup.publish(1)
+    scene = Scene(tmp_path, "finish")
+    unloading = asyncio.create_task(scene.registry.unload_released())
+    scene.before.add(unloading)
+    await scene.publish(1)
     evaluation = msgspec.structs.replace(WANTED, evaluates=blob(1)[0])
 
     def check() -> None:
         scene.check()
-        assert [version.pins for version in setup.registry._versions.values()] == [0]
+        assert [version.pins for version in scene.registry._versions.values()] == [0]
 
     assert await cancel_at_each_wait(lambda: scene.fulfil(evaluation), check) > 0
     assert await cancel_at_each_wait(lambda: scene.two(evaluation), check) > 0

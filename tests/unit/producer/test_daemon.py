@@ -1,6 +1,7 @@
 """The order of a producer's life, with a stand-in for the engine: what ends it, and that everything is closed after."""
 
 import asyncio
+import json
 import sys
 import time
 from collections.abc import Callable
@@ -33,7 +34,6 @@ class Engine(FakeEngine):
     """Dies `alive_s` after it was started."""
 
     alive_s = 3600.0
-    dies_in_warm_up = False
 
     def __init__(self, config: RunConfig, num_gpus: int) -> None:
         super().__init__()
@@ -43,8 +43,6 @@ class Engine(FakeEngine):
         made.append(self)
 
     async def warm_up(self) -> None:
-        if self.dies_in_warm_up:
-            raise EngineError("no warm-up")
         self.dies_at = asyncio.get_running_loop().time() + self.alive_s
 
     def current_load(self) -> None:
@@ -165,6 +163,8 @@ def test_a_lease_whose_policy_never_comes_is_a_stall(config, trainer):
         live(changed(config, "pipeline", stall_timeout_s=0.5), lambda: trainer.give(lease(1, policy_floor=3)))
     assert "\n  leases waiting for policy v3 (none is loaded): 1\n" in str(said.value)
     assert "reward workers: 0 busy, 1 idle" in str(said.value)
+    (timeline,) = Path(config.run_dir).glob("producer-*.jsonl")
+    assert {"start", "stats", "stop"} == {json.loads(line)["event"] for line in timeline.read_text().splitlines()}
     trainer.wait_for_message(Bye)
     assert trainer.all(Nack) == [Nack("lease-1", "returned")]
     assert made[0].shut_down
@@ -229,20 +229,21 @@ def test_a_finished_trainer_ends_it_without_an_error(config, trainer):
     assert made[0].shut_down
 
 
-def test_an_engine_that_fails_while_starting_is_closed(config, monkeypatch):
-    monkeypatch.setattr(Engine, "dies_in_warm_up", True)
-    with pytest.raises(EngineError, match="no warm-up"):
-        live(config)
-    assert made[0].shut_down
+async def _fail(engine: Engine) -> None:
+    raise EngineError("no warm-up")
 
 
-def test_an_engine_that_hangs_while_starting_is_closed(config, monkeypatch):
-    async def hang(engine: Engine) -> None:
-        await asyncio.Event().wait()
+async def _hang(engine: Engine) -> None:
+    await asyncio.Event().wait()
 
-    monkeypatch.setattr(Engine, "warm_up", hang)
-    said = r"did not answer its first request within pipeline\.stall_timeout_s=0\.05 s"
-    with pytest.raises(StalledError, match=said):
+
+@pytest.mark.parametrize(
+    ("warm_up", "said"),
+    [(_fail, "no warm-up"), (_hang, r"did not answer its first request within pipeline\.stall_timeout_s=0\.05 s")],
+)
+def test_an_engine_that_does_not_start_is_closed(config, monkeypatch, warm_up, said):
+    monkeypatch.setattr(Engine, "warm_up", warm_up)
+    with pytest.raises((EngineError, StalledError), match=said):
         live(changed(config, "pipeline", stall_timeout_s=0.05))
     assert made[0].shut_down
 

@@ -128,5 +128,7 @@ def test_a_policy_that_does_not_fit_the_memory_is_refused_once_before_any_of_it_
     ]
     setup.downloads.request(huge)
     assert (setup.events.answers, setup.source.versions) == ([(huge, None)], [])
-    setup.downloads.announce(policy(2, ROOM // 2))
-    assert setup.source.versions == [2]
+    setup.downloads.announce(policy(2, ROOM // 2 + 1))
+    assert len(setup.events.refused) == 2
+    setup.downloads.announce(policy(3, ROOM // 2))
+    assert setup.source.versions == [3]

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from prometheus_client import CollectorRegistry
@@ -75,12 +76,12 @@ class Rewards:
 
 
 class Setup:
-    def __init__(self, folder: Path, max_groups: int) -> None:
+    def __init__(self, folder: Path, max_groups: int, registry: Any = None) -> None:
         self.engine = SlowEngine()
         self.counters = Counters()
         self.answers: list[Group | Nack] = []
         self.metrics = ProducerMetrics(CollectorRegistry())
-        self.registry = registry_of(self.engine, folder, self.counters, metrics=self.metrics)
+        self.registry = registry or registry_of(self.engine, folder, self.counters, metrics=self.metrics)
         self.tasks: list[asyncio.Task[None]] = []
         self.rewards = Rewards()
         self.admission = Admission(max_groups, 4, lambda: None)
