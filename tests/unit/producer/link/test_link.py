@@ -46,26 +46,6 @@ def test_a_lease_is_worked_on_once_and_its_refusal_is_told_once(setup):
     assert [held.lease_id for held in setup.events.of("leased")] == ["lease-1", "lease-2"]
 
 
-@pytest.mark.long
-@IMPATIENT
-def test_a_silent_trainer_is_noticed_and_greeted_again_with_what_is_held(setup, caplog):
-    caplog.set_level("INFO", logger="producer")
-    setup.start()
-    setup.take_leases(1, 2)
-    setup.trainer.silent = True
-    setup.finish(1)
-    setup.trainer.wait_for_message(Group)
-    setup.trainer.wait_for_message(Hello, 2)
-    assert "the trainer has been silent for 0.5 s; waiting for it at loopback" in caplog.text
-    setup.trainer.silent = False
-    setup.wait_for(lambda: setup.groups().count("lease-1") >= 2)
-    assert setup.trainer.all(Hello)[-1].held == ["lease-2", "lease-1"]
-    setup.finish(2)
-    setup.wait_for(lambda: "lease-2" in setup.groups())
-    assert (len(setup.events.of("run_began")), setup.events.of("session_began")) == (1, [])
-    assert setup.counters.abandoned == 0
-
-
 def test_another_process_of_the_same_run_gets_what_is_finished_and_what_goes_on(setup):
     setup.trainer.acknowledges = False
     setup.start()
@@ -231,6 +211,7 @@ def test_stopping_delivers_what_is_finished_waits_for_its_acknowledgement_and_sa
 @IMPATIENT
 @pytest.mark.parametrize(("silent", "goodbyes"), [(False, [Bye("stopping")]), (True, [])])
 def test_stopping_ends_in_time_without_an_acknowledgement(setup, caplog, silent, goodbyes):
+    caplog.set_level("INFO", logger="producer")
     setup.trainer.acknowledges = False
     setup.start()
     setup.take_leases(1)
@@ -244,6 +225,7 @@ def test_stopping_ends_in_time_without_an_acknowledgement(setup, caplog, silent,
     setup.trainer.wait_for_message(Bye, len(goodbyes))
     setup.trainer.stop()
     assert setup.trainer.all(Bye) == goodbyes
+    assert ("the trainer has been silent for 0.5 s; waiting for it at loopback" in caplog.text) == silent
     assert "1 finished groups were not acknowledged and are lost" in caplog.text
 
 
