@@ -7,65 +7,58 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from producer.waiting_line import WaitingLine
-from tests.unit.producer.loop import settle
+from tests.unit.producer.loop import asynchronous, settle
 
 
-def test_wishes_stand_in_order_and_who_is_cancelled_is_gone_at_once():
-    async def body():
-        line = WaitingLine[str, int]()
-        first, second, third = [asyncio.create_task(line.wait(wish, returned.append)) for wish in "abc"]
-        await settle()
-        assert line.wishes == ["a", "b", "c"]
-        second.cancel()
-        await asyncio.sleep(0)
-        line.give(7, place=1)
-        assert line.wishes == ["a"]
-        assert await third == 7
-        line.refuse(ValueError("closed"))
-        with pytest.raises(ValueError, match="closed"):
-            await first
-        assert (line._turns, returned) == ({}, [])
-
-    returned: list[int] = []
-    asyncio.run(body())
+@asynchronous
+async def test_wishes_stand_in_order_and_who_is_cancelled_is_gone_at_once():
+    line, returned = WaitingLine[str, int](), list[int]()
+    first, second, third = [asyncio.create_task(line.wait(wish, returned.append)) for wish in "abc"]
+    await settle()
+    assert line.wishes == ["a", "b", "c"]
+    second.cancel()
+    await asyncio.sleep(0)
+    line.give(7, place=1)
+    assert line.wishes == ["a"]
+    assert await third == 7
+    line.refuse(ValueError("closed"))
+    with pytest.raises(ValueError, match="closed"):
+        await first
+    assert (line._turns, returned) == ({}, [])
 
 
 @pytest.mark.parametrize("comes", ["given", "refused"])
-def test_what_a_cancelled_task_was_given_goes_back_once(comes):
-    async def body():
-        line, returned = WaitingLine[None, int](), list[int]()
-        waiting = asyncio.create_task(line.wait(None, returned.append))
-        await asyncio.sleep(0)
-        if comes == "given":
-            line.give(7)
-        else:
-            line.refuse(ValueError())
-        waiting.cancel()
-        await asyncio.gather(waiting, return_exceptions=True)
-        assert returned == ([7] if comes == "given" else [])
-        assert line._turns == {}
-
-    asyncio.run(body())
+@asynchronous
+async def test_what_a_cancelled_task_was_given_goes_back_once(comes):
+    line, returned = WaitingLine[None, int](), list[int]()
+    waiting = asyncio.create_task(line.wait(None, returned.append))
+    await asyncio.sleep(0)
+    if comes == "given":
+        line.give(7)
+    else:
+        line.refuse(ValueError())
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    assert returned == ([7] if comes == "given" else [])
+    assert line._turns == {}
 
 
 @given(st.lists(st.sampled_from(["wait", "give", "cancel", "turn"]), max_size=60))
-def test_nothing_that_is_given_is_lost_or_given_twice(events):
-    async def body():
-        line, tasks, free = WaitingLine[None, int](), list[asyncio.Task[int]](), list(range(100))
-        for event in events:
-            if event == "wait":
-                tasks.append(asyncio.create_task(line.wait(None, free.append)))
-            elif event == "give" and line.wishes:
-                line.give(free.pop())
-            elif event == "cancel" and tasks:
-                tasks[len(tasks) // 2].cancel()
-            elif event == "turn":
-                await asyncio.sleep(0)
-        for task in tasks:
-            task.cancel()
-        ended = await asyncio.gather(*tasks, return_exceptions=True)
-        held = [one for one in ended if isinstance(one, int)]
-        assert sorted(free + held) == list(range(100))
-        assert line._turns == {}
-
-    asyncio.run(body())
+@asynchronous
+async def test_nothing_that_is_given_is_lost_or_given_twice(events):
+    line, tasks, free = WaitingLine[None, int](), list[asyncio.Task[int]](), list(range(100))
+    for event in events:
+        if event == "wait":
+            tasks.append(asyncio.create_task(line.wait(None, free.append)))
+        elif event == "give" and line.wishes:
+            line.give(free.pop())
+        elif event == "cancel" and tasks:
+            tasks[len(tasks) // 2].cancel()
+        elif event == "turn":
+            await asyncio.sleep(0)
+    for task in tasks:
+        task.cancel()
+    ended = await asyncio.gather(*tasks, return_exceptions=True)
+    held = [one for one in ended if isinstance(one, int)]
+    assert sorted(free + held) == list(range(100))
+    assert line._turns == {}

@@ -1,8 +1,6 @@
 """The limit of groups in the engine, and the door that keeps it."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -10,15 +8,11 @@ from hypothesis import strategies as st
 
 from producer.rollouts.admission import DECREASE, ROOM, TOLERATED, Admission, AdmissionControl
 from producer.state import EngineLoad
-from tests.unit.producer.loop import settle
+from tests.unit.producer.loop import asynchronous, settle
 
 
 def load(usage: float = 0.5, waiting: int = 0, preemptions: int = 0) -> EngineLoad:
     return EngineLoad(usage, 8, waiting, preemptions)
-
-
-def run(body: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(asyncio.wait_for(body(), 5))
 
 
 def test_more_preemptions_than_are_tolerated_lower_the_limit_by_a_quarter_of_what_is_inside():
@@ -99,97 +93,81 @@ def test_whatever_is_told_the_limit_stays_in_its_bounds_falls_only_for_a_reason_
     assert control.limit == ceiling
 
 
-def test_the_door_lets_in_up_to_the_limit_in_order_and_whoever_gives_up_costs_no_place():
-    async def body() -> None:
-        admission, entered, leave = Admission(2, 1, lambda: None), [], asyncio.Event()
+@asynchronous
+async def test_the_door_lets_in_up_to_the_limit_in_order_and_whoever_gives_up_costs_no_place():
+    admission, entered, leave = Admission(2, 1, lambda: None), [], asyncio.Event()
 
-        async def group(number: int) -> None:
-            async with admission:
-                entered.append(number)
-                await leave.wait()
+    async def group(number: int) -> None:
+        async with admission:
+            entered.append(number)
+            await leave.wait()
 
-        tasks = [asyncio.create_task(group(number)) for number in range(5)]
-        await settle()
-        assert entered == [0, 1]
-        tasks[2].cancel()
-        tasks[0].cancel()
-        await settle()
-        assert entered == [0, 1, 3]
-        tasks[1].cancel()
-        tasks[3].cancel()
-        asyncio.get_running_loop().call_soon(tasks[4].cancel)  # the moment it is let in
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await admission.__aenter__()
-        await asyncio.wait_for(admission.__aenter__(), 5)
-
-    run(body)
-
-
-def test_what_was_preempted_before_does_not_count():
-    async def body() -> None:
-        admission = Admission(4, 1, lambda: load(preemptions=100))
-        for _ in range(4):
-            await admission.__aenter__()
-        assert admission.limit == 4
-
-    run(body)
+    tasks = [asyncio.create_task(group(number)) for number in range(5)]
+    await settle()
+    assert entered == [0, 1]
+    tasks[2].cancel()
+    tasks[0].cancel()
+    await settle()
+    assert entered == [0, 1, 3]
+    tasks[1].cancel()
+    tasks[3].cancel()
+    asyncio.get_running_loop().call_soon(tasks[4].cancel)  # the moment it is let in
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await admission.__aenter__()
+    await asyncio.wait_for(admission.__aenter__(), 5)
 
 
 @pytest.mark.parametrize(("preemptions", "inside"), [(0, 4), (4, 3)])
-def test_the_door_asks_the_engine_before_it_lets_in(preemptions: int, inside: int):
-    async def body() -> None:
-        told = load()
-        admission = Admission(4, 1, lambda: told)
-        for _ in range(3):
-            await admission.__aenter__()
-        told = load(preemptions=preemptions)
-        entering = asyncio.create_task(admission.__aenter__())
-        await asyncio.sleep(0)
-        assert (admission.limit, entering.done()) == (({0: 4, 4: 2}[preemptions]), inside == 4)
-        entering.cancel()
-
-    run(body)
+@asynchronous
+async def test_the_door_asks_the_engine_before_it_lets_in(preemptions: int, inside: int):
+    told = load(preemptions=100)  # what was before does not count
+    admission = Admission(4, 1, lambda: told)
+    for _ in range(3):
+        await admission.__aenter__()
+    told = load(preemptions=100 + preemptions)
+    entering = asyncio.create_task(admission.__aenter__())
+    await asyncio.sleep(0)
+    assert (admission.limit, entering.done()) == (({0: 4, 4: 2}[preemptions]), inside == 4)
+    entering.cancel()
 
 
-def test_an_evaluation_takes_the_places_that_training_leaves_and_always_one():
-    async def body():
-        places, done = Admission(3, 4, lambda: None), asyncio.Event()
-        inside: list[str] = []
+@asynchronous
+async def test_an_evaluation_takes_the_places_that_training_leaves_and_always_one():
+    places, done = Admission(3, 4, lambda: None), asyncio.Event()
+    inside: list[str] = []
 
-        async def training() -> None:
-            async with places:
-                inside.append("training")
-                await done.wait()
+    async def training() -> None:
+        async with places:
+            inside.append("training")
+            await done.wait()
 
-        async def evaluation() -> None:
-            async with places.behind(2):
-                inside.append("evaluation")
-                await done.wait()
+    async def evaluation() -> None:
+        async with places.behind(2):
+            inside.append("evaluation")
+            await done.wait()
 
-        def count(kind: str) -> int:
-            return inside.count(kind)
+    def count(kind: str) -> int:
+        return inside.count(kind)
 
-        tasks = [asyncio.create_task(evaluation()) for _ in range(9)]
-        await asyncio.sleep(0)
-        assert count("evaluation") == 6, "three free places of two each"
-        tasks += [asyncio.create_task(training()) for _ in range(5)]
-        await asyncio.sleep(0)
-        assert count("training") == 3, "as if the evaluation was not there"
-        done.set()
-        await asyncio.gather(*tasks)
-        done.clear()
-        inside.clear()
-        tasks = [asyncio.create_task(training()) for _ in range(5)]
-        await asyncio.sleep(0)
-        tasks += [asyncio.create_task(evaluation()) for _ in range(5)]
-        await asyncio.sleep(0)
-        assert (count("training"), count("evaluation")) == (3, 2), "one place's worth, however busy it is"
-        tasks[-1].cancel()  # while it waits
-        tasks[5].cancel()  # inside
-        await settle()
-        assert count("evaluation") == 3
-        done.set()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        assert (count("training"), count("evaluation")) == (5, 4)
-
-    run(body)
+    tasks = [asyncio.create_task(evaluation()) for _ in range(9)]
+    await asyncio.sleep(0)
+    assert count("evaluation") == 6, "three free places of two each"
+    tasks += [asyncio.create_task(training()) for _ in range(5)]
+    await asyncio.sleep(0)
+    assert count("training") == 3, "as if the evaluation was not there"
+    done.set()
+    await asyncio.gather(*tasks)
+    done.clear()
+    inside.clear()
+    tasks = [asyncio.create_task(training()) for _ in range(5)]
+    await asyncio.sleep(0)
+    tasks += [asyncio.create_task(evaluation()) for _ in range(5)]
+    await asyncio.sleep(0)
+    assert (count("training"), count("evaluation")) == (3, 2), "one place's worth, however busy it is"
+    tasks[-1].cancel()  # while it waits
+    tasks[5].cancel()  # inside
+    await settle()
+    assert count("evaluation") == 3
+    done.set()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert (count("training"), count("evaluation")) == (5, 4)
