@@ -1,7 +1,8 @@
 """Real engines for tests: one per module, on an asyncio loop of its own, with tiny local models."""
 
 import asyncio
-from collections.abc import Coroutine, Iterator
+import functools
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -96,6 +97,16 @@ class LiveEngine:
         self.engine.shutdown()
         self.run(asyncio.sleep(0.1))
         self.loop.close()
+
+
+def on_engine(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """A test that runs on the loop of its fixture `live`."""
+
+    @functools.wraps(test)
+    def run(live: LiveEngine, **named: Any) -> None:
+        live.run(test(live, **named))
+
+    return run
 
 
 @contextmanager

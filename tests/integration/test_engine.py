@@ -19,7 +19,7 @@ from protocol.config.sections.swap import TOLERANCES
 from protocol.errors import ConfigError, EngineError
 from protocol.wire.adapter_blob import AdapterBlob, pack
 from protocol.wire.messages import PolicyInfo, Sampling
-from tests.integration.engines import LiveEngine, live_engine, run_config
+from tests.integration.engines import LiveEngine, live_engine, on_engine, run_config
 from tests.integration.models import build_model, random_adapter, reference_logprobs
 from tests.policies import registry_of
 from tests.unit.producer.cancellation import cancel_at_each_wait
@@ -94,17 +94,14 @@ def worst_difference(live: LiveEngine, completions, version: int, temperature: f
 @pytest.mark.parametrize(
     ("factor", "settings"), [(0.0, {}), (1.0, {"lora_alpha": 17})], ids=["never used", "another scale"]
 )
-def test_a_swap_that_is_right_is_proved_and_one_that_is_not_leaves_the_old_version_serving(
+@on_engine
+async def test_a_swap_that_is_right_is_proved_and_one_that_is_not_leaves_the_old_version_serving(
     live, registry, factor, settings
 ):
-    async def body():
-        assert await registry.publish(live.downloaded(1, probe(live, 1)))
-        assert not await registry.publish(DownloadedPolicy(*spoiled(live, 2, factor, settings), 0.0, probe(live, 2)))
-        before = await generate(live, registry)
-        assert await registry.publish(live.downloaded(2, probe(live, 2)))
-        return before
-
-    completions = live.run(body())
+    assert await registry.publish(live.downloaded(1, probe(live, 1)))
+    assert not await registry.publish(DownloadedPolicy(*spoiled(live, 2, factor, settings), 0.0, probe(live, 2)))
+    completions = await generate(live, registry)
+    assert await registry.publish(live.downloaded(2, probe(live, 2)))
     assert {version for completion in completions for version in completion.token_versions} == {1}
     assert worst_difference(live, completions, 1, 1.0) < 1e-3
 
@@ -116,43 +113,36 @@ def test_a_probe_that_cannot_be_scored_proves_nothing_and_ends_nothing(live, reg
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_logprobs_after_a_swap_are_those_of_transformers_and_peft(live, registry, temperature):
-    async def body():
-        for version in (1, 2):
-            assert await registry.publish(live.downloaded(version))
-        return await generate(live, registry, sampling(temperature=temperature))
-
-    completions = live.run(body())
+@on_engine
+async def test_logprobs_after_a_swap_are_those_of_transformers_and_peft(live, registry, temperature):
+    for version in (1, 2):
+        assert await registry.publish(live.downloaded(version))
+    completions = await generate(live, registry, sampling(temperature=temperature))
     assert [completion.token_versions for completion in completions] == [[2] * len(c.token_ids) for c in completions]
     assert len(completions) == 4
     assert worst_difference(live, completions, 2, temperature) < 1e-3
     assert worst_difference(live, completions, 1, temperature) > 0.1, "the swap changed nothing"
 
 
-def test_scores_of_given_tokens_are_those_of_transformers_and_peft_also_a_second_time(live, registry):
+@on_engine
+async def test_scores_of_given_tokens_are_those_of_transformers_and_peft_also_a_second_time(live, registry):
     tokens = [*PROMPT, *range(10, 44)]
-
-    async def body():
-        await registry.publish(live.downloaded(1))
-        with registry.pin() as adapter:
-            return [await live.engine.weights.verify(adapter, tokens) for _ in range(2)]
-
     expected = reference_logprobs(live.model, live.peft_folder(1), tokens[:1], tokens[1:], 1.0)
-    for scores in live.run(body()):
-        torch.testing.assert_close(torch.tensor(scores), expected, atol=1e-4, rtol=0)
+    await registry.publish(live.downloaded(1))
+    with registry.pin() as adapter:
+        for _ in range(2):
+            scores = torch.tensor(await live.engine.weights.verify(adapter, tokens))
+            torch.testing.assert_close(scores, expected, atol=1e-4, rtol=0)
 
 
-def test_the_models_own_sampling_defaults_are_not_applied_and_truncation_is_told(live, registry):
-    async def body():
-        await registry.publish(live.downloaded(1))
-        completions: list[Completion] = []
-        while not (any(c.truncated for c in completions) and any(not c.truncated for c in completions)):
-            assert len(completions) < 64 * 50, "random completions end early or late, never both"
-            completions += await generate(live, registry, sampling(40, n=64))
-        return completions
-
+@on_engine
+async def test_the_models_own_sampling_defaults_are_not_applied_and_truncation_is_told(live, registry):
     assert live.engine._core.llm.model_config.get_diff_sampling_param()["repetition_penalty"] == 1.5, "vLLM has read it"
-    completions = live.run(body())
+    await registry.publish(live.downloaded(1))
+    completions: list[Completion] = []
+    while not (any(c.truncated for c in completions) and any(not c.truncated for c in completions)):
+        assert len(completions) < 64 * 50, "random completions end early or late, never both"
+        completions += await generate(live, registry, sampling(40, n=64))
     assert len({completion.token_ids[0] for completion in completions}) > 2
     assert worst_difference(live, completions[:8], 1, 1.0) < 1e-3
     assert all(c.token_ids[-1] == 1 and 1 not in c.token_ids[:-1] for c in completions if not c.truncated)
@@ -160,24 +150,22 @@ def test_the_models_own_sampling_defaults_are_not_applied_and_truncation_is_told
 
 
 @pytest.mark.parametrize(("on_swap", "versions"), [("finish", {30}), ("continue", {30, 31, 32}), ("restart", {31})])
-def test_tokens_of_groups_that_outlive_swaps_have_the_logprobs_of_their_version(live, registry, on_swap, versions):
+@on_engine
+async def test_tokens_of_groups_that_outlive_swaps_have_the_logprobs_of_their_version(
+    live, registry, on_swap, versions
+):
     counters = Counters()
     in_flight = InFlight(live.engine, registry, counters, on_swap)
-
-    async def body():
-        await registry.publish(live.downloaded(30))
-        groups = [asyncio.create_task(in_flight.sample(PROMPT, sampling(200, n=8))) for _ in range(3)]
-        for version in (31, 32):
-            await asyncio.sleep(0.15)
-            await registry.publish(live.downloaded(version))
-        assert not any(group.done() for group in groups), "the groups were over before the swaps; make them longer"
-        done = await asyncio.gather(*groups)
-        assert await live.engine._core.llm.collective_rpc("list_loras") == [[registry.current.id]], "slots are free"
-        return done
-
     for version in (30, 31, 32):
         live.policy(version)  # built beforehand: that takes longer than a swap
-    groups = live.run(body())
+    await registry.publish(live.downloaded(30))
+    groups = [asyncio.create_task(in_flight.sample(PROMPT, sampling(200, n=8))) for _ in range(3)]
+    for version in (31, 32):
+        await asyncio.sleep(0.15)
+        await registry.publish(live.downloaded(version))
+    assert not any(group.done() for group in groups), "the groups were over before the swaps; make them longer"
+    groups = await asyncio.gather(*groups)
+    assert await live.engine._core.llm.collective_rpc("list_loras") == [[registry.current.id]], "slots are free"
     assert {version for group in groups for c in group for version in c.token_versions} == versions
     for group in groups:
         assert len(group) == 8
@@ -194,7 +182,8 @@ def test_tokens_of_groups_that_outlive_swaps_have_the_logprobs_of_their_version(
     assert not live.engine._core.llm.output_processor.parent_requests, "vLLM has forgotten them"
 
 
-def test_many_swaps_under_load_leave_the_engine_alive_and_one_folder(live, registry, tmp_path):
+@on_engine
+async def test_many_swaps_under_load_leave_the_engine_alive_and_one_folder(live, registry, tmp_path):
     versions = []
 
     async def keep_generating(stop: asyncio.Event):
@@ -204,21 +193,18 @@ def test_many_swaps_under_load_leave_the_engine_alive_and_one_folder(live, regis
                 versions.append(adapter.version)
                 assert all(len(c.token_ids) == len(c.logprobs) for c in completions)
 
-    async def body():
-        await registry.publish(live.downloaded(10))
-        stop = asyncio.Event()
-        workers = [asyncio.create_task(keep_generating(stop)) for _ in range(6)]
-        for version in range(11, 22):
-            await asyncio.sleep(0.15)
-            assert await registry.publish(live.downloaded(version))
-        await asyncio.sleep(0.3)
-        stop.set()
-        await asyncio.gather(*workers)
-        await until(lambda: len(list((tmp_path / "adapters").iterdir())) == 1)
-
     for version in range(10, 22):
         live.policy(version)  # built beforehand: that takes longer than a swap
-    live.run(body())
+    await registry.publish(live.downloaded(10))
+    stop = asyncio.Event()
+    workers = [asyncio.create_task(keep_generating(stop)) for _ in range(6)]
+    for version in range(11, 22):
+        await asyncio.sleep(0.15)
+        assert await registry.publish(live.downloaded(version))
+    await asyncio.sleep(0.3)
+    stop.set()
+    await asyncio.gather(*workers)
+    await until(lambda: len(list((tmp_path / "adapters").iterdir())) == 1)
     assert versions[0] == 10
     assert versions[-1] == 21
     assert len(set(versions)) >= 8
@@ -226,28 +212,27 @@ def test_many_swaps_under_load_leave_the_engine_alive_and_one_folder(live, regis
     assert families["vllm:lora_requests_info"].samples == [], "no label grows with the run"
 
 
-def test_a_refused_adapter_or_request_leaves_the_engine_alive(live, registry, tmp_path):
-    async def body():
-        await registry.publish(live.downloaded(1))
-        broken = live.adapter(2, 9001)
-        shutil.rmtree(broken.path)
-        with pytest.raises(AdapterRefusedError):
-            await live.engine.weights.load(broken)
-        random_adapter(live.model, tmp_path / "rank16", rank=16, seed=5)
-        too_large = live.adapter(2, 9002)
-        shutil.copytree(tmp_path / "rank16", too_large.path, dirs_exist_ok=True)
-        with pytest.raises(AdapterRefusedError, match="rank"):
-            await live.engine.weights.load(too_large)
-        with registry.pin() as adapter, pytest.raises(LeaseFailure) as caught:
-            await live.engine.generate([5] * 300, sampling(), adapter)
-        assert caught.value.reason == "generation_failed"
-        return await generate(live, registry)
-
-    assert worst_difference(live, live.run(body()), 1, 1.0) < 1e-3
+@on_engine
+async def test_a_refused_adapter_or_request_leaves_the_engine_alive(live, registry, tmp_path):
+    await registry.publish(live.downloaded(1))
+    broken = live.adapter(2, 9001)
+    shutil.rmtree(broken.path)
+    with pytest.raises(AdapterRefusedError):
+        await live.engine.weights.load(broken)
+    random_adapter(live.model, tmp_path / "rank16", rank=16, seed=5)
+    too_large = live.adapter(2, 9002)
+    shutil.copytree(tmp_path / "rank16", too_large.path, dirs_exist_ok=True)
+    with pytest.raises(AdapterRefusedError, match="rank"):
+        await live.engine.weights.load(too_large)
+    with registry.pin() as adapter, pytest.raises(LeaseFailure) as caught:
+        await live.engine.generate([5] * 300, sampling(), adapter)
+    assert caught.value.reason == "generation_failed"
+    assert worst_difference(live, await generate(live, registry), 1, 1.0) < 1e-3
 
 
 @pytest.mark.parametrize("n", [1, 4])
-def test_a_request_that_is_cancelled_at_any_moment_leaves_nothing_in_the_engine(live, registry, n):
+@on_engine
+async def test_a_request_that_is_cancelled_at_any_moment_leaves_nothing_in_the_engine(live, registry, n):
     """vLLM adds the completions of a group one by one, but waits for nothing between the first and the last."""
     from vllm import SamplingParams
 
@@ -263,33 +248,28 @@ def test_a_request_that_is_cancelled_at_any_moment_leaves_nothing_in_the_engine(
     def check() -> None:
         assert (processor.request_states, processor.parent_requests, processor.external_req_ids) == ({}, {}, {})
 
-    async def body():
-        await registry.publish(live.downloaded(1))
-        assert await cancel_at_each_wait(lambda: generate(live, registry, sampling(24, n=n)), check) > 0
-        assert await cancel_at_each_wait(add, check) == 0
-        await generate(live, registry, sampling(4))  # load is told by steps, and so by one that is after all these
-        await until(lambda: live.engine.current_load().running == live.engine.current_load().waiting == 0)
-
-    live.run(body())
+    await registry.publish(live.downloaded(1))
+    assert await cancel_at_each_wait(lambda: generate(live, registry, sampling(24, n=n)), check) > 0
+    assert await cancel_at_each_wait(add, check) == 0
+    await generate(live, registry, sampling(4))  # load is told by steps, and so by one that is after all these
+    await until(lambda: live.engine.current_load().running == live.engine.current_load().waiting == 0)
 
 
-def test_completions_of_a_group_share_their_prompt_and_the_engine_tells_its_load(live, registry):
-    async def body():
-        assert await registry.publish(live.downloaded(1))
-        with registry.pin() as adapter:
-            asked = asyncio.create_task(live.engine.generate([5] * 200, sampling(length=40), adapter))
-            seen = set()
-            while not asked.done():
-                seen.add(live.engine.current_load())
-                await asyncio.sleep(0)
-        return max(seen, key=lambda load: load.running)
-
+@on_engine
+async def test_completions_of_a_group_share_their_prompt_and_the_engine_tells_its_load(live, registry):
     def hits() -> float:
         samples = (sample for metric in prometheus_client.REGISTRY.collect() for sample in metric.samples)
         return sum(sample.value for sample in samples if sample.name == "vllm:prefix_cache_hits_total")
 
     before = hits()
-    load = live.run(body())
+    assert await registry.publish(live.downloaded(1))
+    with registry.pin() as adapter:
+        asked = asyncio.create_task(live.engine.generate([5] * 200, sampling(length=40), adapter))
+        seen = set()
+        while not asked.done():
+            seen.add(live.engine.current_load())
+            await asyncio.sleep(0)
+    load = max(seen, key=lambda load: load.running)
     assert (load.running, load.waiting, load.preemptions) == (4, 0, 0)
     assert 0 < load.kv_cache_usage < 1
     assert 3 * 128 <= hits() - before <= 3 * 200, "the whole blocks of the prompt, for three of the four"

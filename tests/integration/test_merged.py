@@ -14,7 +14,7 @@ from producer.policies.registry import AdapterRegistry
 from protocol.config.sections.swap import TOLERANCES
 from protocol.errors import ConfigError
 from protocol.wire.messages import Sampling
-from tests.integration.engines import LiveEngine, live_engine, run_config
+from tests.integration.engines import LiveEngine, live_engine, on_engine, run_config
 from tests.integration.models import build_model, reference_logprobs
 from tests.policies import registry_of
 
@@ -60,23 +60,23 @@ def across_a_swap(live: LiveEngine, versions: tuple[int, int], completion: Compl
     return logprobs.gather(1, ids[0, len(PROMPT) :, None])[:, 0]
 
 
-def test_log_probs_are_those_of_peft_and_versions_change_in_mid_sequence_at_the_token_that_says_so(live, registry):
-    async def body():
+@on_engine
+async def test_log_probs_are_those_of_peft_and_versions_change_in_mid_sequence_at_the_token_that_says_so(
+    live, registry
+):
+    await registry.publish(live.downloaded(1))
+    before = await generate(live, registry, 24)
+    cut: list[Completion] = []
+    for _ in range(10):
+        running = asyncio.create_task(generate(live, registry, 240, n=64))
+        await asyncio.sleep(0.05)
+        await registry.publish(live.downloaded(2))
+        cut = [completion for completion in await running if set(completion.token_versions) == {1, 2}]
+        if cut:
+            break
         await registry.publish(live.downloaded(1))
-        before = await generate(live, registry, 24)
-        for _ in range(10):
-            running = asyncio.create_task(generate(live, registry, 240, n=64))
-            await asyncio.sleep(0.05)
-            await registry.publish(live.downloaded(2))
-            cut = [completion for completion in await running if set(completion.token_versions) == {1, 2}]
-            after = await generate(live, registry, 24)
-            if cut:
-                return before, cut, after
-            await registry.publish(live.downloaded(1))
-        pytest.fail("no completion spans a swap")
-
-    before, cut, after = live.run(body())
-    for version, completions in ((1, before), (2, after)):
+    assert cut, "no completion spans a swap"
+    for version, completions in ((1, before), (2, await generate(live, registry, 24))):
         for completion in completions:
             assert completion.token_versions == [version] * len(completion.token_ids)
             expected = reference_logprobs(live.model, live.peft_folder(version), PROMPT, completion.token_ids, 1.0)
