@@ -61,7 +61,7 @@ class Setup:
             lambda: Workload((0, 0, 7), 2, 1, 1.5),
         )
         self.blob = bytes(range(256)) * 20
-        self.trainer = ScriptedTrainer(self.server, policy(0, self.blob))
+        self.trainer = ScriptedTrainer(self.server, policy(0, self.blob), heartbeat_s=0.02)
         self.trainer.blobs[self.trainer.policy.digest] = self.blob
 
     def start(self) -> None:
