@@ -8,6 +8,7 @@ from protocol.files import shared_memory as shared_memory_module
 from protocol.files.shared_memory import shared_memory
 from protocol.wire.messages import (
     BlobRequest,
+    Bye,
     Heartbeat,
     Hello,
     Policy,
@@ -96,3 +97,14 @@ def test_a_lost_announcement_heals_with_the_next_heartbeat(setup):
     setup.trainer.policy = policy(1, b"x")  # never announced on its own
     setup.wait_for(lambda: len(setup.events.blobs) == 2)
     assert setup.events.blobs[1] == (1, b"x")
+
+
+def test_what_was_asked_for_over_a_lost_connection_is_asked_for_again(setup, monkeypatch):
+    monkeypatch.setattr("producer.link.trainer_source._REPEAT_AFTER_S", 1e6)
+    setup.trainer.loses_chunk = lambda request: request.offset >= 1024
+    setup.start()
+    setup.trainer.wait_for_message(BlobRequest, 4)
+    setup.trainer.loses_chunk = lambda request: False
+    setup.trainer.send(Bye("unknown_session"))
+    setup.wait_for(lambda: setup.events.blobs == [(0, setup.blob)])
+    assert [request.offset for request in setup.trainer.all(BlobRequest)].count(0) == 1, "it had arrived"

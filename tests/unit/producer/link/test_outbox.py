@@ -24,6 +24,16 @@ def test_it_is_full_above_its_bytes_and_not_at_them():
     assert (outbox.num_groups, outbox.num_bytes) == (0, 0)
 
 
+def test_a_group_comes_due_again_after_fifteen_seconds_or_with_the_next_connection():
+    outbox, group = Outbox(0), Group("lease", 0, b"", b"", b"", b"", b"", b"", 0.0, 0.0)
+    outbox.begin("lease")
+    outbox.finish(group)
+    outbox.note_sent(group, 100.0)
+    assert (outbox.due(114.9), outbox.due(115.0)) == ([], [group])
+    outbox.forget_sends()
+    assert outbox.due(100.1) == [group]
+
+
 class OutboxMachine(RuleBasedStateMachine):
     """Against a plain model: per lease, `None` while it is worked on, else its answer and when it was last sent."""
 
@@ -35,7 +45,7 @@ class OutboxMachine(RuleBasedStateMachine):
         self.now = 0.0
         self.model: dict[str, tuple[Group | Nack, float | None] | None] = {}
 
-    lease_ids = st.integers(0, 6).map(str)
+    lease_ids = st.integers(0, 3).map(str)
 
     def finished(self, lease_id: str) -> bool:
         return self.model.get(lease_id) is not None
