@@ -201,7 +201,7 @@ async def test_a_group_is_not_cut_again_before_its_time_in_the_engine_has_double
 
 @asynchronous
 async def test_a_cut_that_had_to_wait_goes_over_to_the_newest_policy():
-    group = Group("continue", clock=iter([0.0, 0.05, 1e6]).__next__)
+    group = Group("continue", clock=iter([1e5, 1e5 + 0.05, 1e7]).__next__)
     await settle()
     for _ in range(3):
         await group.flip()
