@@ -66,6 +66,11 @@ async def test_busy_time_is_the_union_of_running_requests(setup, monkeypatch):
     await setup.settle()
     now[0] += 1.0
     assert setup.generation.workload().busy_s == 4.0
+    with setup.clock.running():
+        with setup.clock.running():
+            now[0] += 1.0
+        now[0] += 1.0
+    assert setup.generation.workload().busy_s == 6.0
 
 
 @working
