@@ -8,23 +8,17 @@ nothing is lost; the same call succeeds later. Methods wait for the disk alone, 
 
 import logging
 import threading
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from replay.batches.cutting import BatchCutter, CutBatch
+from replay.batches.cutting import CutBatch
 from replay.batches.delivery import Delivery
-from replay.batches.signal_watch import SignalWatch
-from replay.groups import GroupShape, RolloutGroup
+from replay.groups import GroupShape
 from replay.journal.recovery import recover
-from replay.journal.writer import Journal
 from replay.lease_ids import Key
 from replay.lifecycle import Answer, Lifecycle
-from replay.prompts.failure_budgets import FailureWatch
 from replay.prompts.leases import LeaseRecord
-from replay.prompts.ledger import PromptLedger
-from replay.prompts.rerolls import RerollRules
 
 logger = logging.getLogger(__name__)
 
@@ -32,34 +26,18 @@ logger = logging.getLogger(__name__)
 class RolloutBuffer:
     """See the module's guarantee.
 
-    Args:
-        rules: who returns after a failure, and who sits out after a success.
-        mean_reward: of a group, for the journal to show; NaN if nothing is scored.
-        max_failed_share: `next_batch` raises when more than this share of the last finished prompts are dead letters.
-        max_groups_without_signal: `next_batch` raises after so many in a row, if there is no batch; None: never.
+    Attributes:
+        newest_version: the newest policy that this run ever published, in this process or one before; -1 if none.
+        totals: of what has happened.
     """
 
-    def __init__(
-        self,
-        ledger: PromptLedger,
-        cutter: BatchCutter,
-        journal: Journal,
-        *,
-        rules: RerollRules,
-        mean_reward: Callable[[RolloutGroup], float],
-        max_failed_share: float,
-        max_groups_without_signal: int | None = None,
-    ) -> None:
-        self._ledger = ledger
-        self._cutter = cutter
-        self._journal = journal
-        self.totals: Counter[str] = Counter()
-        self._signals = SignalWatch(max_groups_without_signal)
-        failures = FailureWatch(max_failed_share)
-        self._lifecycle = Lifecycle(ledger, cutter, journal, failures, self._signals, rules, mean_reward, self.totals)
-        self._lease_budget = cutter.budget
+    def __init__(self, lifecycle: Lifecycle) -> None:
+        self._lifecycle = lifecycle
+        self._ledger, self._cutter, self._journal = lifecycle.ledger, lifecycle.cutter, lifecycle.journal
+        self.totals = lifecycle.totals
+        self._lease_budget = self._cutter.budget
         self._changed = threading.Condition()
-        self._version = self._newest_version = -1  # nothing is published yet
+        self._version = self.newest_version = -1  # nothing is published yet
 
     # The I/O thread's side.
 
@@ -85,27 +63,22 @@ class RolloutBuffer:
     def adopt(
         self, producer: str, lease_ids: Sequence[str], *, deadline: float, of_this_run: bool = True
     ) -> dict[str, bool | None]:
-        """Leases that `producer` holds from before a silence or another trainer process; returns as `Lifecycle.adopt`."""
+        """Of what `producer` holds from before a silence or another trainer process; returns as `Lifecycle.adopt`."""
         with self._changed:
             return self._lifecycle.adopt(producer, lease_ids, deadline=deadline, of_this_run=of_this_run)
 
     def offer(self, deliveries: Sequence[Delivery]) -> list[Answer]:
-        """Decides what becomes of finished groups, durably, and returns the answers in the same order.
-
-        Raises:
-            JournalFullError: the disk is full; offer the same groups again later.
-        """
+        """Decides what becomes of finished groups, durably; returns and raises as `Lifecycle.offer`."""
         with self._changed:
             answers = self._lifecycle.offer(deliveries)
             self._changed.notify_all()
             return answers
 
     def fail(self, lease_id: str, reason: str, detail: str, now: float) -> bool | None:
-        """A lease came back without a group. Returns as `PromptTable.fail`: the prompt waits again, is given up, or neither.
+        """A lease came back without a group: the prompt waits again (True), is given up (False), or neither (None).
 
         Raises:
-            JournalFullError: the prompt would become a dead letter, but the disk is full; the lease stays, and `expire` tries
-                again.
+            JournalFullError: the prompt would be given up, but the disk is full; the lease stays, and `expire` tries again.
         """
         with self._changed:
             return self._lifecycle.fail(lease_id, reason, detail, now)
@@ -116,7 +89,7 @@ class RolloutBuffer:
             self.totals["returned"] += 1
 
     def expire(self, now: float) -> list[LeaseRecord[Key]]:
-        """Takes back every lease whose deadline has passed. What could not end on a full disk ends now if it can."""
+        """As `Lifecycle.expire`."""
         with self._changed:
             return self._lifecycle.expire(now)
 
@@ -130,11 +103,6 @@ class RolloutBuffer:
         """The leases that `producer` has now."""
         with self._changed:
             return {record.lease_id for record in self._ledger.leases.leases_of(producer)}
-
-    @property
-    def newest_version(self) -> int:
-        """The newest policy that this run ever published, in this process or one before; -1 if none."""
-        return max(self._version, self._newest_version)
 
     # The main thread's side.
 
@@ -156,17 +124,13 @@ class RolloutBuffer:
                 self._changed.wait(timeout_s)
                 batch = self._lifecycle.cut(partial=partial)
             if batch is None:
-                self._signals.check()
+                self._lifecycle.signals.check()
             return batch
 
     def check_stalled(self) -> None:
-        """No batch came for too long.
-
-        Raises:
-            NoSignalError: groups came, and none of this run ever had signal.
-        """
+        """No batch came for too long; raises as `SignalWatch.check_stalled`."""
         with self._changed:
-            self._signals.check_stalled(ever_had_signal=self.totals["accepted"] > 0)
+            self._lifecycle.signals.check_stalled(ever_had_signal=self.totals["accepted"] > 0)
 
     def lease_within(self, max_staleness: int) -> None:
         """From now on prompts are leased so that their groups come to be at most so many versions old. What is out
@@ -178,6 +142,7 @@ class RolloutBuffer:
         """From now on producers can generate with `version`."""
         with self._changed:
             self._version = version
+            self.newest_version = max(self.newest_version, version)
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint needs, beside the journal, for a run that trains every prompt that was not trained before."""
@@ -216,7 +181,7 @@ class RolloutBuffer:
                 lambda group_ids: [shape.load(frame) for frame in self._journal.frames(group_ids)],
                 state["replay"] if state and comparable else [],
             )
-            self._newest_version = self._journal.newest_version
+            self.newest_version = self._journal.newest_version
             self.totals["quarantined"] += found.quarantined
             self.totals.update(found.counts)
             if found.batches or found.ready or found.quarantined:
@@ -232,5 +197,5 @@ class RolloutBuffer:
                 "replayable": self._cutter.num_replayable,
                 "leased": self._ledger.leases.num_leases,
                 "deferred": self._ledger.num_deferred,
-                "epoch": self._ledger.epoch,
+                "epoch": self._ledger.order.epoch,
             }

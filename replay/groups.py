@@ -102,15 +102,11 @@ class RolloutGroup:
     @property
     def longest_lengths(self) -> NDArray[np.int32]:
         """Tokens of the longest record of each completion (n,)."""
-        if self.episodes is None:
-            return self.completion_lengths
         return self._per_completion(np.maximum, self.completion_of, self.completion_lengths, np.int32)
 
     @property
     def was_truncated(self) -> NDArray[np.bool_]:
         """Of each completion (n,)."""
-        if self.episodes is None:
-            return self.truncated
         return self._per_completion(np.logical_or, self.completion_of, self.truncated, np.bool_)
 
     def _per_completion(

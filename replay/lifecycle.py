@@ -9,6 +9,7 @@ import contextlib
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 from replay.batches.cutting import BatchCutter, CutBatch
@@ -29,36 +30,22 @@ Answer = Outcome | Literal["duplicate", "unknown_lease"]
 _REMEMBERED_ARRIVALS = 4096  # groups that the report of a step speaks of, the newest
 
 
+@dataclass(eq=False)
 class Lifecycle:
-    """See the module's guarantee.
+    """See the module's guarantee."""
 
-    Args:
-        rules: who returns after a failure, and who sits out after a success.
-        mean_reward: of a group, for the journal to show; NaN if nothing is scored.
-        totals: of what has happened, which this adds to.
-    """
-
-    def __init__(
-        self,
-        ledger: PromptLedger,
-        cutter: BatchCutter,
-        journal: Journal,
-        failures: FailureWatch,
-        signals: SignalWatch,
-        rules: RerollRules,
-        mean_reward: Callable[[RolloutGroup], float],
-        totals: Counter[str],
-    ) -> None:
-        self._ledger = ledger
-        self._cutter = cutter
-        self._journal = journal
-        self._failures = failures
-        self._signals = signals
-        self._rules = rules
-        self._mean_reward = mean_reward
-        self._totals = totals
-        self._arrivals: deque[Arrival] = deque(maxlen=_REMEMBERED_ARRIVALS)  # since the last batch
-        self._unburied: dict[str, tuple[str, str]] = {}  # leases that a full disk keeps from ending, reason and detail
+    ledger: PromptLedger
+    cutter: BatchCutter
+    journal: Journal
+    rules: RerollRules
+    mean_reward: Callable[[RolloutGroup], float]  # for the journal to show; NaN if nothing is scored
+    failures: FailureWatch
+    signals: SignalWatch
+    totals: Counter[str] = field(default_factory=Counter)  # of what has happened
+    # Since the last batch:
+    _arrivals: deque[Arrival] = field(default_factory=lambda: deque(maxlen=_REMEMBERED_ARRIVALS))
+    # The reason and detail of leases that a full disk keeps from ending:
+    _unburied: dict[str, tuple[str, str]] = field(default_factory=dict)
 
     # Groups
 
@@ -68,14 +55,14 @@ class Lifecycle:
         Raises:
             JournalFullError: the disk is full, and nothing was decided.
         """
-        answered = self._journal.known(delivery.group.group_id for delivery in deliveries)
+        answered = self.journal.known(delivery.group.group_id for delivery in deliveries)
         taken: set[Key] = set()
         answers: list[Answer] = []
         graded: list[tuple[RolloutGroup, float, Entry]] = []
         for delivery in deliveries:
             group = delivery.group
             try:
-                key = self._ledger.find(group.lease, of_this_run=delivery.of_this_run)
+                key = self.ledger.find(group.lease, of_this_run=delivery.of_this_run)
             except UnknownLeaseError:
                 answers.append("unknown_lease")
                 continue
@@ -83,17 +70,17 @@ class Lifecycle:
                 answers.append("duplicate")
                 continue
             answered.add(group.group_id)
-            signal = self._cutter.signal(group)
+            signal = self.cutter.signal(group)
             entry = self._entry(delivery, signal)
             if entry.outcome != "stale":
                 taken.add(key)
             answers.append(entry.outcome)
             graded.append((group, signal, entry))
         if graded:
-            self._journal.append([entry for *_, entry in graded])
+            self.journal.append([entry for *_, entry in graded])
         for each in graded:
             self._admit(*each)
-        self._totals.update(answers)
+        self.totals.update(answers)
         return answers
 
     def cut(self, *, partial: bool) -> CutBatch | None:
@@ -102,20 +89,20 @@ class Lifecycle:
         Raises:
             DataFailuresError: too many of the last prompts were given up.
         """
-        self._failures.check()
-        totals = self._totals
+        self.failures.check()
+        totals = self.totals
         try:
-            for group in self._cutter.remove_stale():
-                self._ledger.requeue(group.lease.key)
+            for group in self.cutter.remove_stale():
+                self.ledger.requeue(group.lease.key)
                 totals["went_stale"] += 1
             delivered, trained = totals["accepted"] + totals["no_signal"], totals["trained"] + totals["replayed"]
-            batch = self._cutter.cut(delivered=delivered, trained=trained, partial=partial)
+            batch = self.cutter.cut(delivered=delivered, trained=trained, partial=partial)
         except JournalFullError:
             return None
         if batch is None:
             return None
         for group in batch.groups[: batch.num_fresh]:
-            if self._ledger.is_held(group.lease.key):  # not of a batch that the checkpoint knows as begun
+            if self.ledger.is_held(group.lease.key):  # not of a batch that the checkpoint knows as begun
                 self._settle(group.lease.key)
         totals["trained"] += batch.num_fresh
         totals["replayed"] += len(batch.groups) - batch.num_fresh
@@ -126,29 +113,29 @@ class Lifecycle:
     def _entry(self, delivery: Delivery, signal: float) -> Entry:
         group = delivery.group
         outcome: Outcome = "accepted" if signal > 0.0 else "no_signal"
-        if group.policy_version < self._cutter.budget.oldest_usable(self._cutter.next_step):
+        if group.policy_version < self.cutter.budget.oldest_usable(self.cutter.next_step):
             outcome = "stale"
-        reward = self._mean_reward(group)
+        reward = self.mean_reward(group)
         return Entry(
             group.lease, delivery.producer, group.policy_version, outcome, None if math.isnan(reward) else reward,
-            self._rules.grade(group), group.num_tokens, delivery.frame,
+            self.rules.grade(group), group.num_tokens, delivery.frame,
         )  # fmt: skip
 
     def _admit(self, group: RolloutGroup, signal: float, entry: Entry) -> None:
         key, outcome, grade = entry.lease.key, entry.outcome, entry.grade
-        self._ledger.hold(entry.lease, Held(grade.verdict, entry.policy_version))
+        self.ledger.hold(entry.lease, Held(grade.verdict, entry.policy_version))
         self._arrivals.append(Arrival.of(group, outcome))
         if outcome == "stale":
-            self._ledger.requeue(key)
+            self.ledger.requeue(key)
             return
-        self._failures.note()
-        self._signals.note(group, entry.reward, has_signal=outcome == "accepted")
+        self.failures.note()
+        self.signals.note(group, entry.reward, has_signal=outcome == "accepted")
         numbers = (1, grade.num_scored, grade.num_successes)
-        self._totals.update(dict(zip(attempt_counts(key.reroll), numbers, strict=True)))
+        self.totals.update(dict(zip(attempt_counts(key.reroll), numbers, strict=True)))
         if outcome == "no_signal":
             self._settle(key)
         else:
-            self._cutter.insert(group, signal)
+            self.cutter.insert(group, signal)
 
     # Prompts
 
@@ -161,13 +148,13 @@ class Lifecycle:
         Args:
             of_this_run: False if they may be another run's, unless this process gave them.
         """
-        known = self._journal.known(lease_ids)
+        known = self.journal.known(lease_ids)
         result: dict[str, bool | None] = dict.fromkeys(lease_ids, False) | dict.fromkeys(known)
         for name in [name for name in result if name not in known]:
             with contextlib.suppress(UnknownLeaseError):
                 lease = LeaseId.parse(name)
-                result[name] = self._ledger.adopt(lease, producer, deadline=deadline, of_this_run=of_this_run)
-        self._totals["adopted"] += sum(bool(wanted) for wanted in result.values())
+                result[name] = self.ledger.adopt(lease, producer, deadline=deadline, of_this_run=of_this_run)
+        self.totals["adopted"] += sum(bool(wanted) for wanted in result.values())
         return result
 
     def fail(self, lease_id: str, reason: str, detail: str, now: float) -> bool | None:
@@ -179,18 +166,18 @@ class Lifecycle:
 
         def bury(work: Work[Key]) -> None:
             self._unburied.setdefault(lease_id, (reason, detail))
-            self._journal.bury(DeadLetter(*work.key, work.attempt, failure_class(reason), reason, detail))
-            self._totals["dead_letters"] += 1
-            self._failures.note(f"{reason}: {detail}")
+            self.journal.bury(DeadLetter(*work.key, work.attempt, failure_class(reason), reason, detail))
+            self.totals["dead_letters"] += 1
+            self.failures.note(f"{reason}: {detail}")
 
-        again = self._ledger.leases.fail(lease_id, reason, now, bury)
+        again = self.ledger.leases.fail(lease_id, reason, now, bury)
         self._unburied.pop(lease_id, None)
-        self._totals[f"failed_{reason}"] += again is not None
+        self.totals[f"failed_{reason}"] += again is not None
         return again
 
     def expire(self, now: float) -> list[LeaseRecord[Key]]:
         """Takes back every lease whose deadline has passed. What could not end on a full disk ends now if it can."""
-        overdue = self._ledger.leases.overdue(now)
+        overdue = self.ledger.leases.overdue(now)
         with contextlib.suppress(JournalFullError):
             for lease_id, (reason, detail) in list(self._unburied.items()):
                 self.fail(lease_id, reason, detail, now)
@@ -209,20 +196,20 @@ class Lifecycle:
         """What the journal knows of prompts beyond the checkpoint."""
         for key, status, verdict, policy_version, is_new in recovered:
             # A reroll that went stale, and whose deferral is not known here, waits until that comes again.
-            if not self._ledger.recall(key, Held(verdict, policy_version), is_new=is_new and status != "again"):
+            if not self.ledger.recall(key, Held(verdict, policy_version), is_new=is_new and status != "again"):
                 continue
             if status == "again":
-                self._ledger.requeue(key)
+                self.ledger.requeue(key)
             elif status == "settled":
                 self._settle(key)
 
     def _settle(self, key: Key) -> None:
         """The held prompt has had its group, trained or not; it may return, or sit out."""
-        held = self._ledger.settle(key)
-        version = self._rules.return_version(key, held.verdict, held.policy_version)
+        held = self.ledger.settle(key)
+        version = self.rules.return_version(key, held.verdict, held.policy_version)
         if version is not None:
-            self._totals["deferred"] += self._ledger.defer(key, version)
-        until_epoch = self._rules.cooldown_until(key, held.verdict)
+            self.totals["deferred"] += self.ledger.defer(key, version)
+        until_epoch = self.rules.cooldown_until(key, held.verdict)
         if until_epoch is not None:
-            self._totals["rested"] += 1
-            self._ledger.cool_down(key.prompt_id, until_epoch)
+            self.totals["rested"] += 1
+            self.ledger.order.cool_down(key.prompt_id, until_epoch)

@@ -23,11 +23,13 @@ from protocol.transport.channel import ServerChannel
 from protocol.wire.messages import Sampling
 from replay.batches.cutting import BatchCutter
 from replay.batches.replay_table import ReplayTable
+from replay.batches.signal_watch import SignalWatch
 from replay.buffer import RolloutBuffer
 from replay.journal.writer import Journal
+from replay.lifecycle import Lifecycle
 from replay.prompts.adaptive_staleness import StalenessController
 from replay.prompts.evaluation_leases import Metric
-from replay.prompts.failure_budgets import FailureClass, RetryBudget
+from replay.prompts.failure_budgets import FailureClass, FailureWatch, RetryBudget
 from replay.prompts.ledger import PromptLedger
 from replay.prompts.rerolls import RerollRules
 
@@ -56,15 +58,16 @@ def rollout_buffer(components: RunComponents, journal: Journal, session: str) ->
         max_replayed=min(int(config.replay.max_share * pipeline.groups_per_step), pipeline.groups_per_step - 1),
         partial=pipeline.fill == "partial",
     )
-    return RolloutBuffer(
+    lifecycle = Lifecycle(
         ledger,
         cutter,
         journal,
-        rules=RerollRules(reroll, config.reward_names.index(reroll.reward) if reroll.reward else 0),
-        mean_reward=components.rewards.mean_reward,
-        max_failed_share=pipeline.max_failed_share,
-        max_groups_without_signal=config.guards.max_groups_without_signal,
+        RerollRules(reroll, config.reward_names.index(reroll.reward) if reroll.reward else 0),
+        components.rewards.mean_reward,
+        FailureWatch(pipeline.max_failed_share),
+        SignalWatch(config.guards.max_groups_without_signal),
     )
+    return RolloutBuffer(lifecycle)
 
 
 def retry_budgets(pipeline: PipelineSection) -> dict[FailureClass, RetryBudget]:

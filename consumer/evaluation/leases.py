@@ -181,15 +181,16 @@ class EvaluationLeases(EvaluationDispatcher):
         self, peer: bytes, session: ProducerSession, policy: PolicyInfo, evaluation: Evaluation, now: float
     ) -> bool | None:
         rules, problem = self._rules, None
-        prompt_id = evaluation.next_prompt(now)
+        next_work = evaluation.next_work(now)
+        if next_work is None:
+            return None
         try:
-            prompt = None if prompt_id is None else self._prompts[prompt_id]
+            prompt = self._prompts[next_work.key]
         except DatasetError as error:
             prompt, problem = ("", {}), error
-        if prompt is None:  # none is due, or the next is being read
+        if prompt is None:  # it is being read
             return None
-        leased = evaluation.lease(session.name, now=now, deadline=now + rules.timeout_s)
-        assert leased is not None, "one is due"
+        leased = evaluation.lease(next_work, session.name, deadline=now + rules.timeout_s)
         lease_id, work = leased.lease_id, leased.work
         try:
             if problem is not None:

@@ -8,25 +8,28 @@ checked against its row before it is handed out.
 import contextlib
 import os
 from collections.abc import Iterable, Iterator
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import apsw
 
 from protocol.errors import JournalError
 from replay.journal.rows import EVERY_GROUP, DeadLetterRow, GroupFilter, GroupRow, PolicyRow, RefusedFrame, Use
-from replay.journal.tables import SCHEMA, RecordedBatch, row_crc
+from replay.journal.tables import FRAME, SCHEMA, RecordedBatch, intact_frame
 
+Row = TypeVar("Row", PolicyRow, GroupRow, DeadLetterRow, RefusedFrame)
 _PAGE_ROWS = 1000
-_HEAD_BYTES = 64
 _WHAT_IT_IS = "a journal is RUN_DIR/journal.sqlite, written by rl-trainer"
 _STATE = """CASE
     WHEN dropped = 'quarantined' THEN 'quarantined' WHEN outcome = 'stale' OR dropped = 'stale' THEN 'stale'
     WHEN dropped IS NOT NULL THEN 'dropped' WHEN outcome = 'no_signal' THEN 'no_signal'
     WHEN last_step IS NULL THEN 'ready' WHEN tries > 0 THEN 'claimed' ELSE 'trained' END"""
-_GROUP = f"""seq, group_id, epoch, prompt_id, reroll, attempt, producer, policy_version, outcome, reward, verdict, num_scored,
-    num_successes, num_tokens, num_bytes, accepted_at, crc, step, last_step, position, tries, dropped,
-    (SELECT count(*) FROM replays WHERE replays.group_id = groups.group_id), {_STATE}"""
+_COMPUTED = {
+    "num_replays": "(SELECT count(*) FROM replays WHERE replays.group_id = groups.group_id)",
+    "state": _STATE,
+    "head": "substr(frame, 1, 64)",
+}
 _WANTED = f"""(:version IS NULL OR policy_version BETWEEN :version AND :last_version)
     AND (:step IS NULL OR step <= :last_step AND last_step >= :step) AND (:state IS NULL OR {_STATE} = :state)
     AND (:reward IS NULL OR reward BETWEEN :reward AND :max_reward) AND (:prompt_id IS NULL OR prompt_id = :prompt_id)"""
@@ -84,14 +87,12 @@ class JournalReader:
         return dict(self._query("SELECT name, value FROM facts ORDER BY name"))
 
     def policies(self) -> Iterator[PolicyRow]:
-        return (PolicyRow(*row) for row in self._pages("version, step, digest, published_at", "policies"))
+        return self._pages(PolicyRow, "policies")
 
     def policy_at(self, step: int) -> PolicyRow | None:
         """The newest policy there was after so many optimizer steps; None if the journal knows none."""
-        sql = (
-            "SELECT version, step, digest, published_at FROM policies WHERE step <= ? ORDER BY step DESC, version DESC"
-        )
-        found = self._query(f"{sql} LIMIT 1", (step,))
+        newest = "WHERE step <= ? ORDER BY step DESC, version DESC LIMIT 1"
+        found = self._query(f"SELECT {_columns(PolicyRow)} FROM policies {newest}", (step,))
         return PolicyRow(*found[0]) if found else None
 
     # Groups
@@ -103,13 +104,13 @@ class JournalReader:
         ((first, last),) = self._query(f"SELECT min(seq), max(seq) FROM ({newest_first})", bindings)
         bounds = {"first_seq": first, "last_seq": last}
         where = f"seq BETWEEN :first_seq AND :last_seq AND {_WANTED}"
-        return (GroupRow(*row) for row in self._pages(_GROUP, "groups", where, wanted.bindings() | bounds))
+        return self._pages(GroupRow, "groups", where, wanted.bindings() | bounds)
 
     def count(self, wanted: GroupFilter = EVERY_GROUP) -> int:
         return int(self._query(f"SELECT count(*) FROM groups WHERE {_WANTED}", wanted.bindings())[0][0])
 
     def row(self, group_id: str) -> GroupRow | None:
-        found = self._query(f"SELECT {_GROUP} FROM groups WHERE group_id = ?", (group_id,))
+        found = self._query(f"SELECT {_columns(GroupRow)} FROM groups WHERE group_id = ?", (group_id,))
         return GroupRow(*found[0]) if found else None
 
     def body(self, row: GroupRow) -> bytes | None:
@@ -118,16 +119,8 @@ class JournalReader:
         Raises:
             JournalError: it is not there, or does not fit the row.
         """
-        found = self._query("SELECT frame FROM groups LEFT JOIN bodies USING(seq) WHERE seq = ?", (row.seq,))
-        if not found:
-            return None
-        frame: bytes | None = found[0][0]
-        if frame is None:
-            raise JournalError(f"{self.path}: group {row.group_id} has no body; restore a copy of run_dir")
-        identity = (row.group_id, row.epoch, row.prompt_id, row.reroll, row.attempt, row.policy_version, row.outcome)
-        if row_crc(*identity, frame) != row.crc:
-            raise JournalError(f"{self.path}: group {row.group_id} is damaged (checksum); restore a copy of run_dir")
-        return frame
+        found = self._query(FRAME, (row.group_id,))
+        return intact_frame(self.path, row.group_id, found) if found else None
 
     def frames(self, group_ids: Iterable[str]) -> list[bytes]:
         """The messages of these groups, in the order asked for.
@@ -135,14 +128,7 @@ class JournalReader:
         Raises:
             JournalError: one is not there, or is damaged.
         """
-        return [self._frame(group_id) for group_id in group_ids]
-
-    def _frame(self, group_id: str) -> bytes:
-        row = self.row(group_id)
-        frame = self.body(row) if row is not None else None
-        if frame is None:
-            raise JournalError(f"{self.path} does not hold group {group_id}; `rl-journal list` shows what it holds")
-        return frame
+        return [intact_frame(self.path, group_id, self._query(FRAME, (group_id,))) for group_id in group_ids]
 
     def batches(self, from_step: int = 1) -> Iterator[RecordedBatch]:
         """The batches that train optimizer step `from_step` and all later ones, in the order in which they were trained.
@@ -179,12 +165,10 @@ class JournalReader:
         return int(self._query(f"SELECT coalesce(({ever}), 0) - count(*) FROM groups")[0][0])
 
     def dead_letters(self) -> Iterator[DeadLetterRow]:
-        columns = "id, epoch, prompt_id, reroll, attempts, failure, reason, detail, buried_at"
-        return (DeadLetterRow(*row[1:]) for row in self._pages(columns, "dead_letters"))
+        return self._pages(DeadLetterRow, "dead_letters")
 
     def refused_frames(self) -> Iterator[RefusedFrame]:
-        columns = f"id, received_at, reason, num_bytes, substr(frame, 1, {_HEAD_BYTES})"
-        return (RefusedFrame(*row[1:]) for row in self._pages(columns, "frames"))
+        return self._pages(RefusedFrame, "frames")
 
     def database_problems(self) -> list[str]:
         """What SQLite finds wrong with the file, and bodies that belong to no group."""
@@ -197,13 +181,14 @@ class JournalReader:
             return self._db.execute(sql, bindings).fetchall()
 
     def _pages(
-        self, columns: str, table: str, where: str = "TRUE", bindings: dict[str, Any] | None = None
-    ) -> Iterator[Any]:
-        """Rows in the order of the rowid, which is their first column."""
+        self, kind: type[Row], table: str, where: str = "TRUE", bindings: dict[str, Any] | None = None
+    ) -> Iterator[Row]:
+        """In the order of the rowid."""
+        columns = f"rowid, {_columns(kind)}"
         sql = f"SELECT {columns} FROM {table} WHERE rowid > :after AND {where} ORDER BY rowid LIMIT {_PAGE_ROWS}"
         after = -1
         while page := self._query(sql, (bindings or {}) | {"after": after}):
-            yield from page
+            yield from (kind(*values) for _, *values in page)
             after = page[-1][0]
 
     @contextlib.contextmanager
@@ -219,3 +204,8 @@ class JournalReader:
             raise JournalError(f"{self.path} cannot be opened ({error}); {copy}") from error
         except apsw.Error as error:
             raise JournalError(f"{self.path} cannot be read ({error}); look at the disk, then try again") from error
+
+
+def _columns(kind: type[Row]) -> str:
+    """Those of which a row is made."""
+    return ", ".join(_COMPUTED.get(field.name, field.name) for field in fields(kind))

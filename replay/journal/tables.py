@@ -12,10 +12,12 @@ Each later use of a group that is replayed is a row of `replays`.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from isal.isal_zlib import crc32
 
+from protocol.errors import JournalError
 from replay.lease_ids import LeaseId
 
 if TYPE_CHECKING:
@@ -83,6 +85,26 @@ def row_crc(
 ) -> int:
     identity = f"{group_id} {epoch} {prompt_id} {reroll} {attempt} {version} {outcome}"
     return crc32(frame, crc32(identity.encode()))
+
+
+FRAME = """SELECT group_id, epoch, prompt_id, reroll, attempt, policy_version, outcome, frame, crc
+    FROM groups LEFT JOIN bodies USING(seq) WHERE group_id = ?"""
+
+
+def intact_frame(journal: Path, group_id: str, found: list[Any]) -> bytes:
+    """The message of a group, from the row that `FRAME` found.
+
+    Raises:
+        JournalError: it is not there, or does not fit its row.
+    """
+    if not found:
+        raise JournalError(f"{journal} does not hold group {group_id}; `rl-journal list` shows what it holds")
+    *fields, crc = found[0]
+    if fields[-1] is None:
+        raise JournalError(f"{journal}: group {group_id} has no body; restore a copy of run_dir")
+    if row_crc(*fields) != crc:
+        raise JournalError(f"{journal}: group {group_id} is damaged (checksum); restore a copy of run_dir")
+    return bytes(fields[-1])
 
 
 @dataclass(frozen=True)

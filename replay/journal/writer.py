@@ -7,9 +7,8 @@ process writes a journal (a lock file says so); any number may read it (`replay.
 import time
 from collections.abc import Iterable, Sequence
 
-from protocol.errors import JournalError
 from replay.journal.database import Database
-from replay.journal.tables import DeadLetter, DropReason, Entry, row_crc
+from replay.journal.tables import FRAME, DeadLetter, DropReason, Entry, intact_frame
 
 _MAX_FRAMES, _MAX_FRAME_BYTES = 256, 64 * 1024
 
@@ -56,23 +55,9 @@ class Journal(Database):
         """The messages of these groups, in the order asked for.
 
         Raises:
-            JournalError: one is not there, or its checksum does not fit.
+            JournalError: one is not there, or is damaged.
         """
-        return [self._frame(group_id) for group_id in group_ids]
-
-    def _frame(self, group_id: str) -> bytes:
-        found = self.query(
-            "SELECT group_id, epoch, prompt_id, reroll, attempt, policy_version, outcome, frame, crc"
-            " FROM groups JOIN bodies USING(seq) WHERE group_id = ?",
-            (group_id,),
-        )
-        if not found:
-            raise JournalError(f"{self.path} does not hold group {group_id}, which is still needed; was it edited?")
-        *fields, crc = found[0]
-        if row_crc(*fields) != crc:
-            raise JournalError(f"{self.path}: group {group_id} is damaged on disk (checksum); see rl-journal verify")
-        frame: bytes = fields[-1]
-        return frame
+        return [intact_frame(self.path, group_id, self.query(FRAME, (group_id,))) for group_id in group_ids]
 
     # Steps
 

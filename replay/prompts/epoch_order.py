@@ -17,6 +17,7 @@ class EpochOrder:
 
     Args:
         num_prompts: size of the dataset; prompt ids are 0..num_prompts-1.
+        seed: decides the order of every epoch.
         shuffle: False keeps the order of the dataset.
     """
 

@@ -23,12 +23,7 @@ from replay.rewards import weighted_sums
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
     """The unbiased estimate of the chance that one of k samples passes (Chen et al., 2021, arXiv:2107.03374):
     1 - C(n - c, k) / C(n, k), as the product of 1 - k / i over i = n - c + 1 .. n.
-
-    Raises:
-        ValueError: not 1 <= k <= n, or not 0 <= c <= n.
     """
-    if not 1 <= k <= num_samples or not 0 <= num_passed <= num_samples:
-        raise ValueError(f"pass@{k} of {num_passed} in {num_samples} samples")
     if num_samples - num_passed < k:
         return 1.0
     left = np.arange(num_samples - num_passed + 1, num_samples + 1, dtype=np.float64)
@@ -118,16 +113,13 @@ class Evaluation:
         """Of the prompts that are done, in their order."""
         return [self._answers[prompt_id] for prompt_id in sorted(self._answers)]
 
-    def next_prompt(self, now: float) -> int | None:
-        """The one that `lease` would lease; None when none is due."""
-        work = self._next(now)
-        return None if work is None else work.key
+    def next_work(self, now: float) -> Work[int] | None:
+        """The prompt that is leased next; None when none is due."""
+        fresh = Work(self._num_leased) if self._num_leased < self.num_prompts else None
+        return self.leases.next_waiting(now) or fresh
 
-    def lease(self, producer: str, *, now: float, deadline: float) -> LeaseRecord[int] | None:
-        """Leases the next prompt to `producer`; None when none is due."""
-        work = self._next(now)
-        if work is None:
-            return None
+    def lease(self, work: Work[int], producer: str, *, deadline: float) -> LeaseRecord[int]:
+        """Leases what `next_work` named."""
         self._num_leased = max(self._num_leased, work.key + 1)
         work = replace(work, attempt=work.attempt + 1)
         lease_id = str(EvaluationLeaseId(self.version, work.key, work.attempt, self._session))
@@ -158,10 +150,6 @@ class Evaluation:
             self._answers[work.key] = Answer()
 
         return self.leases.fail(lease_id, reason, now, give_up)
-
-    def _next(self, now: float) -> Work[int] | None:
-        fresh = Work(self._num_leased) if self._num_leased < self.num_prompts else None
-        return self.leases.next_waiting(now) or fresh
 
 
 def summary(answers: list[Answer], reward_names: tuple[str, ...]) -> dict[str, Any]:

@@ -29,13 +29,12 @@ class PromptLedger:
     """See the module's guarantee. Times are of the caller's clock, in seconds.
 
     Args:
-        num_prompts: size of the dataset; prompt ids are 0..num_prompts-1.
-        seed: decides the order of every epoch.
-        shuffle: False keeps the order of the dataset.
+        num_prompts, seed, shuffle: as of `EpochOrder`.
         budgets: attempts and backoff, by failure class.
         session: part of every lease id, unique per trainer process.
 
     Attributes:
+        order: of the first attempts.
         leases: the table of prompts that are not settled, where leases end.
     """
 
@@ -49,7 +48,7 @@ class PromptLedger:
         session: str,
         rerolls: RerollSection,
     ) -> None:
-        self._order = EpochOrder(num_prompts, seed, shuffle=shuffle)
+        self.order = EpochOrder(num_prompts, seed, shuffle=shuffle)
         self.leases: PromptTable[Key] = PromptTable(budgets)
         self._session = session
         self._max_deferred = rerolls.max_pending
@@ -59,10 +58,6 @@ class PromptLedger:
     @property
     def num_deferred(self) -> int:
         return self.leases.count(Deferred)
-
-    @property
-    def epoch(self) -> int:
-        return self._order.epoch
 
     # Leases
 
@@ -81,14 +76,7 @@ class PromptLedger:
 
     def adopt(self, lease: LeaseId, producer: str, *, deadline: float, of_this_run: bool = True) -> bool:
         """A producer still works on a lease of an earlier trainer process. Returns whether it may go on: not when the prompt
-        is answered, or leased to somebody else by now.
-
-        Args:
-            of_this_run: as of `find`.
-
-        Raises:
-            UnknownLeaseError: no trainer of this run can have given the lease.
-        """
+        is answered, or leased to somebody else by now. `of_this_run` and the error are those of `find`."""
         key = self.find(lease, of_this_run=of_this_run)
         if key is None or self.leases.lease_on(key) is not None:
             return False
@@ -109,11 +97,13 @@ class PromptLedger:
         """
         key = lease.key
         # A crash may have set the cursor back by an epoch.
-        is_possible = key.prompt_id < self._order.num_prompts and lease.attempt >= 1 and key.epoch <= self.epoch + 1
+        is_possible = (
+            key.prompt_id < self.order.num_prompts and lease.attempt >= 1 and key.epoch <= self.order.epoch + 1
+        )
         if not is_possible or not (of_this_run or lease.session == self._session):
             raise UnknownLeaseError(str(lease))
         status = self.leases.status(key)
-        is_wanted = self._order.is_ahead(key) if status is None else not isinstance(status, Held)
+        is_wanted = self.order.is_ahead(key) if status is None else not isinstance(status, Held)
         return key if is_wanted else None
 
     # Prompts whose group is here
@@ -150,23 +140,19 @@ class PromptLedger:
         if returning in self._answered_early:
             self._answered_early.remove(returning)
             return False
-        if not self._order.is_ahead(Key(key.epoch + 1, key.prompt_id)) or self._deferred(key.prompt_id):
+        if not self.order.is_ahead(Key(key.epoch + 1, key.prompt_id)) or self._deferred(key.prompt_id):
             return False
         for oldest in self.leases.keys(Deferred)[: max(0, self.num_deferred + 1 - self._max_deferred)]:
             self.leases.remove(oldest)
         self.leases.put(Work(returning, version), Deferred())
         return True
 
-    def cool_down(self, prompt_id: int, until_epoch: int) -> None:
-        """The prompt sits out every epoch up to this one. When all would, all come back."""
-        self._order.cool_down(prompt_id, until_epoch)
-
     # Checkpoints
 
     def state(self) -> dict[str, Any]:
         """Everything unsettled, as plain data; after `restore` it waits."""
         works = [self.leases.work(key) for key in self.leases.keys(Waiting, Leased, Held)]
-        return self._order.state() | {
+        return self.order.state() | {
             "unsettled": [
                 [*work.key, work.min_version, work.attempt, work.data_failures, work.infra_failures] for work in works
             ],
@@ -175,12 +161,8 @@ class PromptLedger:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Goes on from `state`, in a ledger that was not used yet.
-
-        Raises:
-            DatasetError: the dataset has another size than when the state was written.
-        """
-        self._order.restore(state)
+        """Goes on from `state`, in a ledger that was not used yet. Raises as `EpochOrder.restore`."""
+        self.order.restore(state)
         self._answered_early = {Key(*numbers) for numbers in state["answered"]}
         for epoch, prompt_id, reroll, *numbers in state["unsettled"]:
             self.leases.put(Work(Key(epoch, prompt_id, reroll), *numbers), Waiting())
@@ -213,7 +195,7 @@ class PromptLedger:
     def _may_be_deferred(self, key: Key) -> bool:
         """Whether the attempt that this return would follow is not settled yet."""
         before = key._replace(reroll=key.reroll - 1)
-        return self.leases.status(before) is not None or self._order.is_ahead(before)
+        return self.leases.status(before) is not None or self.order.is_ahead(before)
 
     def _next_work(self, version: int) -> Work[Key]:
         due: Key | None = None
@@ -226,7 +208,7 @@ class PromptLedger:
 
     def _next_first_attempt(self, wanted: Key | None = None) -> Work[Key]:
         """The prompt does not return as well."""
-        key = self._order.next(wanted)
+        key = self.order.next(wanted)
         for deferred in self._deferred(key.prompt_id):
             self.leases.remove(deferred)
         return Work(key)
@@ -235,5 +217,5 @@ class PromptLedger:
         """Moves the cursor past `key`, or ends its deferral. What the cursor passes waits."""
         if isinstance(self.leases.status(key), Deferred):
             self.leases.put(self.leases.work(key), Waiting())
-        while self._order.is_ahead(key):
+        while self.order.is_ahead(key):
             self.leases.put(self._next_first_attempt(key), Waiting())

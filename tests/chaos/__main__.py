@@ -20,12 +20,7 @@ from tests.chaos.run_folder import DEFAULT, Shape, prepare
 from tests.chaos.slots import CampaignError
 from tests.chaos.verdict import summarize
 
-CONTROL_FATES = {
-    "ack-before-commit": tuple(Fate("aimed kill", 6.0, "ack.sent", count) for count in (5, 3, 4, 6, 3)),
-    "train-twice": (),
-    "replay-unrecorded": (),
-    "replay-for-ever": (),
-}
+CONTROL_FATES = {"ack-before-commit": tuple(Fate("aimed kill", 6.0, "ack.sent", count) for count in (5, 3, 4, 6, 3))}
 _SHOWN = 20
 
 

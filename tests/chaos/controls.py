@@ -1,8 +1,7 @@
 """Trainers with a defect put in, to see that the checker finds it.
 
 Guarantee: each breaks one promise and nothing else: `ack-before-commit` acknowledges groups before they are on the disk,
-`train-twice` trains a group again in the place of another, `replay-unrecorded` replays one without a word in the
-journal, `replay-for-ever` does not count how often they do.
+`train-twice` trains a group again in the place of another.
 """
 
 import time
@@ -52,8 +51,8 @@ def acknowledge_before_commit() -> None:
     Journal.last_seq = property(flushing(Journal.last_seq.fget))
 
 
-def _changed_batches(change: Callable[[Any, list[Any]], Any]) -> None:
-    """Every fifth batch is what `change` makes of it and of the groups of the batch before."""
+def train_twice() -> None:
+    """Every fifth batch has a group of the batch before in the place of one of its own."""
     from replay.buffer import RolloutBuffer
 
     next_batch = RolloutBuffer.next_batch
@@ -64,44 +63,14 @@ def _changed_batches(change: Callable[[Any, list[Any]], Any]) -> None:
         if batch is None:
             return None
         if previous and batch.step % 5 == 4:
-            batch = change(batch, previous)
+            batch = batch._replace(groups=[previous[0], *batch.groups[1:]])
         previous[:] = batch.groups
         return batch
 
     RolloutBuffer.next_batch = changed  # type: ignore[method-assign]
 
 
-def train_twice() -> None:
-    """Every fifth batch has a group of the batch before in the place of one of its own."""
-    _changed_batches(lambda batch, previous: batch._replace(groups=[previous[0], *batch.groups[1:]]))
-
-
-def replay_unrecorded() -> None:
-    """In every fifth batch a group of the batch before is replayed for the last one."""
-
-    def change(batch: Any, previous: list[Any]) -> Any:
-        num_fresh = min(batch.num_fresh, len(batch.groups) - 1)
-        return batch._replace(groups=[*batch.groups[:-1], previous[0]], num_fresh=num_fresh)
-
-    _changed_batches(change)
-
-
-def replay_for_ever() -> None:
-    """The group that was kept first is replayed always, however often and however old."""
-    from replay.batches.replay_table import ReplayTable
-
-    def pick(table: Any, num_groups: int, **_: Any) -> list[Any]:
-        table._max_size = 1_000_000
-        return [entry.group for entry in list(table._entries.values())[:num_groups]]
-
-    ReplayTable.pick = pick  # type: ignore[method-assign]
-    ReplayTable.sampled = lambda table, group_ids: None  # type: ignore[method-assign]
-    ReplayTable.expire = lambda table, version: 0  # type: ignore[method-assign]
-
-
 CONTROLS: dict[str, Callable[[], None]] = {
     "ack-before-commit": acknowledge_before_commit,
     "train-twice": train_twice,
-    "replay-unrecorded": replay_unrecorded,
-    "replay-for-ever": replay_for_ever,
 }

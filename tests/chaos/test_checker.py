@@ -89,15 +89,6 @@ def test_a_batch_of_several_iterations_is_one_training() -> None:
     assert kinds(found) == []
 
 
-def test_an_accepted_group_that_the_journal_does_not_know_is_lost() -> None:
-    rows = evidence().rows
-    assert kinds(evidence(rows={k: v for k, v in rows.items() if k != D})) == ["lost"]
-
-
-def test_an_accepted_group_that_was_claimed_and_undone_for_good_is_lost() -> None:
-    assert kinds(evidence(rows={**evidence().rows, D: row(D, 2)})) == ["lost", "journal"]
-
-
 @pytest.mark.parametrize("reason", ["stale", "quarantined", "configuration"])
 def test_a_reason_in_the_journal_accounts_for_a_group(reason: str) -> None:
     verdict = check(evidence(rows={**evidence().rows, D: row(D, dropped=reason)}))
@@ -105,47 +96,47 @@ def test_a_reason_in_the_journal_accounts_for_a_group(reason: str) -> None:
     assert verdict.fates == {"trained": 3, reason: 1}
 
 
-def test_a_group_in_two_steps_is_trained_twice() -> None:
-    runs = (incarnation(0, batch(1, A), batch(2, B), batch(3, A, C), ended=3),)
-    found = evidence(incarnations=runs, rows={**evidence().rows, A: row(A, 3)})
-    assert kinds(found) == ["trained_twice", "journal"], "and the journal can name only one of the steps"
+ROWS = evidence().rows
+AGAIN_0 = "0-0-0-2-y"
+IN_TWO_STEPS = (incarnation(0, batch(1, A), batch(2, B), batch(3, A, C), ended=3),)
+TWICE_IN_ONE = (incarnation(0, batch(1, A, A), batch(2, B), batch(3, C), ended=3),)
+AFTER_ITS_CHECKPOINT = (incarnation(0, batch(1, A), ended=1), incarnation(1, batch(2, A), batch(3, C), ended=3))
+TWO_GROUPS = (incarnation(0, batch(1, A), batch(2, B), batch(3, AGAIN_0), ended=3),)
+OTHER_CONTENT = (*accepted(B, C, D), Answer("left", A, "accepted", "#other"))
 
 
-def test_a_group_twice_in_one_step_is_trained_twice() -> None:
-    runs = (incarnation(0, batch(1, A, A), batch(2, B), batch(3, C), ended=3),)
-    assert set(kinds(evidence(incarnations=runs))) == {"trained_twice"}
-
-
-def test_a_step_trained_again_after_it_was_in_the_checkpoint_is_not_undone() -> None:
-    runs = (
-        incarnation(0, batch(1, A), ended=1),
-        incarnation(1, batch(2, A), batch(3, C), ended=3),
-    )
-    found = evidence(answers=accepted(A, C), incarnations=runs, rows={A: row(A, 2), C: row(C, 3)})
-    assert kinds(found) == ["trained_twice", "journal"]
-
-
-def test_other_content_than_acknowledged_is_noticed_in_both_places() -> None:
-    answers = (*accepted(B, C, D), Answer("left", A, "accepted", "#other"))
-    assert kinds(evidence(answers=answers)) == ["content", "content"]
-
-
-def test_the_journal_must_name_the_step_that_trained_a_group() -> None:
-    assert kinds(evidence(rows={**evidence().rows, C: row(C, 2)})) == ["journal"]
-    assert kinds(evidence(rows={**evidence().rows, C: row(C, 3, dropped="stale")})) == ["journal"]
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"rows": {A: ROWS[A], B: ROWS[B], C: ROWS[C]}}, ["lost"]),
+        ({"rows": ROWS | {D: row(D, 2)}}, ["lost", "journal"]),  # claimed, and undone for good
+        ({"incarnations": IN_TWO_STEPS, "rows": ROWS | {A: row(A, 3)}}, ["trained_twice", "journal"]),
+        ({"incarnations": TWICE_IN_ONE}, ["trained_twice", "trained_twice"]),
+        (
+            {"answers": accepted(A, C), "incarnations": AFTER_ITS_CHECKPOINT, "rows": {A: row(A, 2), C: row(C, 3)}},
+            ["trained_twice", "journal"],
+        ),
+        ({"answers": OTHER_CONTENT}, ["content", "content"]),  # than in the journal, and in training
+        ({"rows": ROWS | {C: row(C, 2)}}, ["journal"]),
+        ({"rows": ROWS | {C: row(C, 3, dropped="stale")}}, ["journal"]),
+        (
+            {
+                "answers": accepted(A, B, AGAIN_0),
+                "incarnations": TWO_GROUPS,
+                "rows": {A: row(A, 1), B: row(B, 2), AGAIN_0: row(AGAIN_0, 3)},
+            },
+            ["prompt_twice"],
+        ),
+    ],
+)
+def test_a_broken_promise_is_a_problem(changes: dict[str, object], expected: list[str]) -> None:
+    assert kinds(evidence(**changes)) == expected
 
 
 def test_a_step_that_nobody_trained_and_one_beyond_the_end() -> None:
     found = check(evidence(final_step=4)).problems
     assert [problem.text for problem in found] == ["step 4 was never trained"]
     assert kinds(evidence(final_step=2))[0] == "steps"
-
-
-def test_one_prompt_trained_as_two_groups() -> None:
-    again = "0-0-0-2-y"
-    runs = (incarnation(0, batch(1, A), batch(2, B), batch(3, again), ended=3),)
-    rows = {A: row(A, 1), B: row(B, 2), again: row(again, 3)}
-    assert kinds(evidence(answers=accepted(A, B, again), incarnations=runs, rows=rows)) == ["prompt_twice"]
 
 
 def test_a_prompt_of_a_past_epoch_without_a_fate_is_forgotten() -> None:

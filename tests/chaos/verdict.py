@@ -13,6 +13,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from protocol.files import rotated_lines
 from protocol.files.scratch import PREFIX
 from tests.chaos import collect
@@ -20,7 +22,7 @@ from tests.chaos.checker import check
 from tests.chaos.evidence import read
 from tests.chaos.fleet import ENVIRONMENT
 from tests.chaos.known import Problem
-from tests.chaos.recovery_times import by_daemon, quantile
+from tests.chaos.recovery_times import recoveries
 from tests.chaos.slots import Tally
 
 _RETRAIN_S = 900.0
@@ -88,10 +90,8 @@ def summarize(
     lines = [line["step"] for line in rotated_lines.read(folder / "run" / "steps.jsonl")]
     if lines != list(range(1, evidence.final_step + 1)):
         problems.append(Problem("steps", "steps.jsonl does not name every step once and in order"))
-    times = by_daemon(tally.restarts, _signs_of_life(folder))
-    trainer = times["trainer"]
-    producers = [seconds for name, found in times.items() if name != "trainer" for seconds in found.seconds]
-    everything = trainer.seconds + producers
+    times = [one for found in recoveries(tally.restarts, _signs_of_life(folder)).values() for one in found]
+    seconds = [one for one in times if one is not None]
     answers = Counter(answer.outcome for answer in evidence.answers)
     return {
         "ok": not problems,
@@ -102,14 +102,9 @@ def summarize(
         "lost": verdict.count("lost"),
         "trained_twice": verdict.count("trained_twice"),
         "replayed_bit_for_bit": retrained.same if retrained else None,
-        "recovery_p50_s": quantile(everything, 0.5),
-        "recovery_p99_s": quantile(everything, 0.99),
-        "trainer_recovery_p50_s": quantile(trainer.seconds, 0.5),
-        "trainer_recovery_p99_s": quantile(trainer.seconds, 0.99),
-        "producer_recovery_p50_s": quantile(producers, 0.5),
-        "producer_recovery_p99_s": quantile(producers, 0.99),
-        "recoveries": len(everything),
-        "recoveries_cut_short": sum(found.cut_short for found in times.values()),
+        **{f"recovery_p{share}_s": round(float(np.percentile(seconds or [np.nan], share)), 3) for share in (50, 99)},
+        "recoveries": len(seconds),
+        "recoveries_cut_short": len(times) - len(seconds),
         "second_trainers_refused": tally.rivals,
         "producers_not_told": tally.producers_not_told,
         "steps": evidence.final_step,

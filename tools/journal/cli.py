@@ -11,10 +11,11 @@ from contextlib import closing
 from pathlib import Path
 
 from protocol.errors import ExitCode
-from replay.journal.reader import JournalReader
 from replay.journal.rows import STATES, GroupFilter
 from tools.command import add_run, run_place, run_tool, tool_parser, whole
 from tools.journal.selection import VERDICTS, Selection
+from tools.journal.stats import stats
+from tools.journal.views import lineage, list_groups, quarantine
 from tools.run_reader import RunReader
 
 PROGRAM = "rl-journal"
@@ -28,41 +29,33 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _look(chosen: argparse.Namespace) -> ExitCode:
+    """Runs one command, which imports the heavy libraries that it needs."""
     with closing(RunReader(run_place(chosen)).journal()) as reader:
-        return _run(reader, chosen)
+        match chosen.command:
+            case "stats":
+                stats(reader, as_json=chosen.json)
+            case "list":
+                list_groups(reader, _selection(chosen), as_json=chosen.json)
+            case "quarantine":
+                quarantine(reader, as_json=chosen.json)
+            case "lineage":
+                lineage(reader, chosen.step)
+            case "show":
+                from tools.journal.show import show
 
+                show(reader, chosen.group, every_token=chosen.tokens)
+            case "export":
+                from tools.journal.export import export
 
-def _run(reader: JournalReader, chosen: argparse.Namespace) -> ExitCode:
-    """Runs one command; each imports what it needs."""
-    if chosen.command == "stats":
-        from tools.journal.stats import stats
+                export(reader, _selection(chosen), chosen.to)
+            case "backup":
+                from tools.journal.backup import backup
 
-        stats(reader, as_json=chosen.json)
-    elif chosen.command == "show":
-        from tools.journal.show import show
+                backup(reader, chosen.to)
+            case "verify":
+                from tools.journal.verify import verify
 
-        show(reader, chosen.group, every_token=chosen.tokens)
-    elif chosen.command == "export":
-        from tools.journal.export import export
-
-        export(reader, _selection(chosen), chosen.to)
-    elif chosen.command == "backup":
-        from tools.journal.backup import backup
-
-        backup(reader, chosen.to)
-    elif chosen.command == "verify":
-        from tools.journal.verify import verify
-
-        return verify(reader)
-    else:
-        from tools.journal.views import lineage, list_groups, quarantine
-
-        if chosen.command == "list":
-            list_groups(reader, _selection(chosen), as_json=chosen.json)
-        elif chosen.command == "quarantine":
-            quarantine(reader, as_json=chosen.json)
-        else:
-            lineage(reader, chosen.step)
+                return verify(reader)
     return ExitCode.OK
 
 
@@ -76,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     add_run(result, "the run's folder, or its journal file")
     commands = result.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
-    stats = commands.add_parser("stats", help="how many groups, steps, policies and failures there are")
+    counted = commands.add_parser("stats", help="how many groups, steps, policies and failures there are")
     listed = commands.add_parser("list", help="groups, one per line, newest last")
     shown = commands.add_parser("show", help="one group: prompt, completions, rewards, log-probs")
     shown.add_argument("group", metavar="ID", help="as `list` shows it")
@@ -92,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     made = commands.add_parser("lineage", help="which groups made a step, and which policy it made")
     made.add_argument("step", metavar="STEP", type=whole)
 
-    for command in (stats, listed, refused):
+    for command in (counted, listed, refused):
         command.add_argument("--json", action="store_true", help="for programs: one JSON object per line")
     for command, limit in ((listed, 50), (exported, 0)):
         command.add_argument("--version", metavar="N[:M]", type=_range, help="policy version that generated the group")

@@ -17,13 +17,14 @@ from protocol.wire.messages import Group
 from replay.batches.cutting import BatchCutter, CutBatch
 from replay.batches.delivery import Delivery
 from replay.batches.replay_table import ReplayTable
+from replay.batches.signal_watch import SignalWatch
 from replay.buffer import RolloutBuffer
 from replay.groups import GroupShape, RolloutGroup
 from replay.journal.tables import Entry
 from replay.journal.writer import Journal
 from replay.lease_ids import Key, LeaseId
-from replay.lifecycle import Answer
-from replay.prompts.failure_budgets import RetryBudget
+from replay.lifecycle import Answer, Lifecycle
+from replay.prompts.failure_budgets import FailureWatch, RetryBudget
 from replay.prompts.ledger import PromptLedger
 from replay.prompts.rerolls import Grade, RerollRules
 from replay.prompts.staleness import StalenessBudget
@@ -134,7 +135,7 @@ def unpublished_buffer(
     partial: bool = False,
     **budget: int,
 ) -> RolloutBuffer:
-    return RolloutBuffer(
+    lifecycle = Lifecycle(
         ledger(num_prompts, data_attempts=data_attempts, backoff_s=backoff_s, session=session),
         BatchCutter(
             StalenessBudget(**({"groups_per_step": 2, "max_staleness": 0} | budget)),
@@ -145,11 +146,12 @@ def unpublished_buffer(
             partial=partial,
         ),
         journal,
-        rules=rules or reroll_rules(),
-        mean_reward=mean_reward,
-        max_failed_share=max_failed_share,
-        max_groups_without_signal=max_groups_without_signal,
+        rules or reroll_rules(),
+        mean_reward,
+        FailureWatch(max_failed_share),
+        SignalWatch(max_groups_without_signal),
     )
+    return RolloutBuffer(lifecycle)
 
 
 def buffer(journal: Journal, num_prompts: int = 1000, **arguments: Any) -> RolloutBuffer:

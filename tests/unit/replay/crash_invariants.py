@@ -29,8 +29,6 @@ class Invariants(Model):
 
     @invariant()
     def the_journal_says_what_became_of_every_group(self) -> None:
-        if not hasattr(self, "replay"):
-            return
         columns = "group_id, policy_version, outcome, verdict, step, last_step, position, tries, dropped"
         expected = [
             (row.group_id, row.version, row.outcome, row.verdict, *(row.claim or (None,) * 3), row.tries, row.dropped)
@@ -46,8 +44,6 @@ class Invariants(Model):
 
     @invariant()
     def every_accepted_group_is_in_one_place(self) -> None:
-        if not hasattr(self, "replay"):
-            return
         fresh = list(self.cutter._fresh)
         recorded = [(batch.group_ids, batch.num_fresh) for batch in self.cutter._recorded]
         assert fresh == self.ready
@@ -63,8 +59,6 @@ class Invariants(Model):
 
     @invariant()
     def nothing_is_trained_for_the_first_time_twice(self) -> None:
-        if not hasattr(self, "replay"):
-            return
         assert [step for step, _ in self.log] == list(range(1, self.step + 1))
         steps: dict[str, list[int]] = {}
         for step, cut in self.log:
@@ -79,8 +73,6 @@ class Invariants(Model):
 
     @invariant()
     def replays_are_trained_before_young_and_seldom(self) -> None:
-        if not hasattr(self, "replay"):
-            return
         assert [row[:2] for row in self.cutter.state()] == [[*item] for item in self.table.items()]
         uses: Counter[str] = Counter()
         first_trained: dict[str, int] = {}
@@ -98,8 +90,6 @@ class Invariants(Model):
 
     @invariant()
     def no_prompt_is_lost(self) -> None:
-        if not hasattr(self, "replay"):
-            return
         prompts, state = self.prompts, self.replay.state()["ledger"]
         assert state["epoch"] * self.num_prompts + state["position"] == prompts.cursor
         unsettled = [(epoch, prompt_id, reroll) for epoch, prompt_id, reroll, *_ in state["unsettled"]]
@@ -126,8 +116,6 @@ class Invariants(Model):
 
     @invariant()
     def no_return_is_lost_and_none_comes_twice(self) -> None:
-        if not hasattr(self, "replay"):
-            return
         prompts, state = self.prompts, self.replay.state()["ledger"]
         assert state["deferred"] == [[*key, version] for key, version in prompts.deferred.items()]
         assert dict(state["resting"]) == prompts.cooldowns
@@ -148,8 +136,6 @@ class Invariants(Model):
 
     @invariant()
     def the_counts_add_up(self) -> None:
-        if not hasattr(self, "replay"):
-            return
         for name in (*OUTCOMES, "leased", "dead_letters"):
             assert self.replay.totals[name] - self.counted[name] == self.tally[name]
         assert self.replay.totals["trained"] + self.replay.totals["replayed"] == self.num_trained

@@ -246,12 +246,6 @@ def test_the_run_stops_at_exactly_the_share_of_dead_letters_that_is_not_allowed(
     assert caught.value.exit_code == 66
 
 
-def test_next_batch_waits_no_longer_than_told(journal: Journal) -> None:
-    began = time.monotonic()
-    assert buffer(journal).next_batch(0.1) is None
-    assert 0.09 < time.monotonic() - began < 5
-
-
 # Two threads.
 
 

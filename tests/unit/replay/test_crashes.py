@@ -23,8 +23,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from replay.batches.cutting import BatchCutter
 from replay.batches.replay_table import ReplayTable
+from replay.batches.signal_watch import SignalWatch
 from replay.buffer import RolloutBuffer
 from replay.journal.database import JournalFullError
+from replay.lifecycle import Lifecycle
+from replay.prompts.failure_budgets import FailureWatch
 from replay.prompts.staleness import StalenessBudget
 from tests.unit.replay.builders import (
     SHAPE,
@@ -113,14 +116,8 @@ class RunMachine(Invariants, RuleBasedStateMachine):
             max_replayed=self.max_replayed,
             partial=self.partial,
         )
-        self.replay = RolloutBuffer(
-            self.new_ledger(f"s{self.sessions}"),
-            self.cutter,
-            self.journal,
-            rules=self.rules,
-            mean_reward=mean_reward,
-            max_failed_share=1.0,
-        )
+        book, watches = self.new_ledger(f"s{self.sessions}"), (FailureWatch(1.0), SignalWatch(None))
+        self.replay = RolloutBuffer(Lifecycle(book, self.cutter, self.journal, self.rules, mean_reward, *watches))
         self.replay.restore(checkpoint.state, step=self.step, shape=SHAPE, comparable=self.comparable)
         assert self.replay.newest_version == self.newest_version
         self.publish()

@@ -138,17 +138,6 @@ def test_a_group_is_replayed_until_it_is_used_up_or_too_old(journal: Journal) ->
     assert replayed == [[], [first[0]], [first[0]], [third[1]], [third[2]], [third[3]]]
 
 
-def test_stale_groups_are_never_trained(journal: Journal) -> None:
-    cutting = cutter(journal, groups_per_step=1, max_staleness=1)
-    insert(cutting, journal, 0, 1, 2, 3)
-    for _ in range(2):
-        assert cutting.remove_stale() == []
-        assert cutting.cut(delivered=4, trained=0, partial=False)
-    assert names(cutting.remove_stale()) == [entry(2).group_id, entry(3).group_id]
-    assert cutting.cut(delivered=4, trained=0, partial=False) is None
-    assert journal.query("SELECT dropped FROM groups ORDER BY seq") == [(None,), (None,), ("stale",), ("stale",)]
-
-
 def test_the_journal_knows_a_batch_before_anybody_sees_it(journal: FillableJournal) -> None:
     cutting = cutter(journal, groups_per_step=2, replay=table(), max_replayed=1)
     insert(cutting, journal, 0, 1)
@@ -198,14 +187,6 @@ def test_batches_with_replays_are_cut_again_as_they_were(journal: Journal) -> No
     ]  # fmt: skip
 
 
-def test_batches_that_do_not_fit_any_more_are_cut_anew_and_their_replays_are_forgotten(journal: Journal) -> None:
-    _, state, batches = with_replays(journal)
-    restored = resumed(journal, state, 1, replay=table(), groups_per_step=3, max_staleness=9, max_replayed=2)
-    assert journal.query("SELECT * FROM replays") == []
-    batch = cut(restored)
-    assert (names(batch.groups), batch.num_fresh) == (batches[1][:2] + batches[2][:1], 3)
-
-
 def test_replays_of_a_batch_that_killed_the_trainer_twice_are_replayed_no_more(journal: Journal) -> None:
     _, state, batches = with_replays(journal)
     arguments: dict[str, Any] = {"groups_per_step": 4, "max_staleness": 9, "max_replayed": 2}
@@ -236,18 +217,6 @@ def test_a_group_that_killed_the_trainer_in_a_later_iteration_is_not_replayed(jo
     last = resumed(journal, state, 1, session="u", replay=table(), **arguments)
     assert last.totals["quarantined"] == 2
     assert last.state()["replay"] == []
-
-
-def test_partial_batches_are_cut_again_as_they_were_unless_one_of_their_groups_is_gone(journal: Journal) -> None:
-    replay = buffer(journal, groups_per_step=3, max_staleness=9, partial=True)
-    first = fill(replay, 0, count=2)
-    batch = replay.next_batch(0.0, partial=True)
-    assert batch is not None
-    restored = resumed(journal, None, 0, groups_per_step=3, max_staleness=9, partial=True)
-    assert names(cut(restored).groups) == first, "as it was, although it is not full"
-    strict = resumed(journal, None, 0, groups_per_step=3, max_staleness=9)
-    assert strict.next_batch(0.0) is None
-    assert strict.totals["quarantined"] == 2
 
 
 def test_what_is_left_of_a_partial_batch_after_a_quarantine_is_not_taken_for_the_batch(journal: Journal) -> None:

@@ -37,13 +37,6 @@ def test_it_says_no_above_the_limit_and_yes_again_below(tmp_path: Path, disk: Si
     assert answers == [(False, True), (False, True), (True, False), (False, False), (True, True), (False, True)]
 
 
-def test_a_disk_that_is_full_from_the_start_is_noticed(tmp_path: Path, disk: SimpleNamespace) -> None:
-    disk.used, disk.free = 890, 10
-    guard = DiskGuard(tmp_path, 0.9)
-    assert not guard.has_room
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_the_reserve_takes_real_room_and_comes_back_when_there_is_room(tmp_path: Path, disk: SimpleNamespace) -> None:
     guard = DiskGuard(tmp_path, 0.9)
     reserve = tmp_path / "journal.reserve"

@@ -85,13 +85,6 @@ def test_recovery_is_the_same_when_it_is_done_again(journal: Journal, step: int)
     assert recovered(journal, step) == first
 
 
-def test_without_a_checkpoint_everything_is_trained_again(journal: Journal) -> None:
-    accept(journal, 0, 1, 2)
-    train(journal, 1, 0, 1)
-    found = recovered(journal, 0)
-    assert (found.batches, found.ready) == ([batch(1, 0, 1)], group_ids(2))
-
-
 def test_steps_that_would_be_too_stale_now_are_cut_anew(journal: Journal) -> None:
     accept(journal, 0, 1, 2)
     for step, prompt_id in enumerate((0, 1, 2), start=1):  # step 3 begins with policy 2
@@ -107,14 +100,6 @@ def test_outcomes_since_the_checkpoint_are_counted(journal: Journal) -> None:
     assert recovered(journal, 0, since_seq=1).counts == {
         "accepted": 2, "no_signal": 1, "attempt_1_groups": 3, "attempt_1_scored": 6, "attempt_1_successes": 3,
     }  # fmt: skip
-
-
-def test_groups_that_arrived_before_a_later_checkpoint_and_were_not_claimed_are_ready(journal: Journal) -> None:
-    accept(journal, 2, 0, 1, 3)
-    train(journal, 1, 2, 1)
-    found = recovered(journal, 1, since_seq=4)
-    assert (found.batches, found.ready) == ([], group_ids(0, 3))
-    assert statuses(found) == [(0, "held"), (3, "held")]
 
 
 # Several iterations over a batch.
@@ -189,13 +174,6 @@ def test_a_begun_batch_that_cannot_be_used_any_more_is_not_gone_on_with(journal:
 # Groups that kill the trainer.
 
 
-def test_a_batch_that_killed_the_trainer_once_is_tried_again(journal: Journal) -> None:
-    accept(journal, 0, 1)
-    claim(journal, 1, 1, 0, 1)
-    found = recovered(journal, 0)
-    assert (found.batches, found.quarantined) == ([batch(1, 0, 1)], 0)
-
-
 def test_a_batch_that_killed_the_trainer_twice_is_quarantined_and_later_ones_are_cut_anew(journal: Journal) -> None:
     accept(journal, 0, 1, 5, 2, 3, 4)
     train(journal, 1, 0, 1)
@@ -208,16 +186,6 @@ def test_a_batch_that_killed_the_trainer_twice_is_quarantined_and_later_ones_are
     assert (found.batches, found.ready) == ([], group_ids(5, 4))
     assert claims(journal)[2] == claims(journal)[3] == [2, 2, "quarantined"]
     assert dict(statuses(found)) == {0: "settled", 1: "settled", 2: "settled", 3: "settled", 4: "held", 5: "held"}
-
-
-def test_batches_before_a_quarantined_one_are_cut_as_they_were(journal: Journal) -> None:
-    accept(journal, *range(6))
-    train(journal, 1, 0, 1)
-    train(journal, 2, 2, 3)
-    claim(journal, 3, 3, 4, 5)
-    claim(journal, 3, 3, 4, 5)
-    found = recovered(journal, 0)
-    assert (found.batches, found.ready, found.quarantined) == ([batch(1, 0, 1), batch(2, 2, 3)], [], 2)
 
 
 def test_one_group_of_a_batch_in_quarantine_takes_the_others_out_of_it(journal: Journal) -> None:
@@ -329,11 +297,6 @@ def test_recovered_prompts_carry_what_brings_a_prompt_back(journal: Journal) -> 
         "no_signal": 1, "accepted": 1, "attempt_1_groups": 1, "attempt_1_scored": 2, "attempt_1_successes": 0,
         "attempt_2_groups": 1, "attempt_2_scored": 2, "attempt_2_successes": 2,
     }  # fmt: skip
-
-
-def test_stale_groups_are_no_attempts(journal: Journal) -> None:
-    accept(journal, 0, outcome="stale")
-    assert recovered(journal, 0).counts == {"stale": 1}
 
 
 def test_a_batch_with_replays_is_cut_again_as_it_was(journal: Journal) -> None:

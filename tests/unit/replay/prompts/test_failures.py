@@ -37,7 +37,3 @@ def test_every_reason_has_the_class_it_should() -> None:
 def test_delays_double_up_to_a_minute(backoff_s: float, delays: list[float]) -> None:
     budget = RetryBudget(10, backoff_s)
     assert [budget.delay_s(failures) for failures in range(1, len(delays) + 1)] == delays
-
-
-def test_a_million_failures_still_wait_a_minute() -> None:
-    assert RetryBudget(10**7, 1e-3).delay_s(10**6) == 60.0

@@ -31,7 +31,7 @@ def test_without_shuffle_the_dataset_keeps_its_order_and_epochs_roll_over() -> N
     book = ledger(3)
     keys = [lease(book).work.key for _ in range(7)]
     assert keys == [(0, 0, 0), (0, 1, 0), (0, 2, 0), (1, 0, 0), (1, 1, 0), (1, 2, 0), (2, 0, 0)]
-    assert book.epoch == 2
+    assert book.order.epoch == 2
     assert book.leases.num_leases == 7
 
 
@@ -197,7 +197,7 @@ def test_every_prompt_of_this_epoch_and_the_next_can_be_answered_whatever_the_cu
         for key in [(epoch, prompt_id, 0) for epoch in (0, 1) for prompt_id in range(6)]:
             assert find(book, f"{key[0]}-{key[1]}-0-1-t") == key
         hold(book, "1-3-0-1-t")
-        assert book.epoch == 1
+        assert book.order.epoch == 1
         assert book.state()["position"] >= 1
         passed = {tuple(values[:2]) for values in book.state()["unsettled"]}
         assert {(0, prompt_id) for prompt_id in range(6)} <= passed

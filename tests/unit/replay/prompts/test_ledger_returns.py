@@ -179,7 +179,7 @@ def test_groups_that_arrive_together_are_all_held_although_the_first_passes_over
         book.defer(key, 0)
         late = "0-0-1-1-s"
     else:
-        book.cool_down(0, 1)
+        book.order.cool_down(0, 1)
         late = "1-0-0-1-s"
     assert find(book, earlier) == key_of(earlier), "both are wanted when they are judged"
     assert find(book, late) == key_of(late)
@@ -196,7 +196,7 @@ def test_groups_that_arrive_together_are_all_held_although_the_first_passes_over
 def test_a_prompt_sits_out_for_exactly_so_many_epochs(until_epoch: int) -> None:
     book = book_of(3)
     settle(book, lease(book))
-    book.cool_down(0, until_epoch)
+    book.order.cool_down(0, until_epoch)
     epochs: dict[int, list[int]] = {}
     for epoch, prompt_id, _ in keys(book, 10):
         epochs.setdefault(epoch, []).append(prompt_id)
@@ -207,15 +207,15 @@ def test_a_prompt_sits_out_for_exactly_so_many_epochs(until_epoch: int) -> None:
 def test_when_all_sit_out_all_come_back() -> None:
     book = book_of(3)
     for prompt_id in prompts_of(book, 3):
-        book.cool_down(prompt_id, 7)
+        book.order.cool_down(prompt_id, 7)
     assert keys(book, 4) == [(1, 0, 0), (1, 1, 0), (1, 2, 0), (2, 0, 0)]
 
 
 def test_a_shorter_cooldown_does_not_end_a_longer_one() -> None:
     book = book_of(2)
     prompts_of(book, 2)
-    book.cool_down(0, 2)
-    book.cool_down(0, 1)
+    book.order.cool_down(0, 2)
+    book.order.cool_down(0, 1)
     assert keys(book, 4) == [(1, 1, 0), (2, 1, 0), (3, 0, 0), (3, 1, 0)]
 
 
@@ -224,9 +224,9 @@ def test_a_cooldown_survives_a_checkpoint_in_the_middle_of_an_epoch_in_which_all
     book = book_of(2, shuffle=False)
     for key in [settle(book, record) for record in (lease(book), lease(book))]:
         assert key[0] == 0
-    book.cool_down(1, 2)
+    book.order.cool_down(1, 2)
     assert keys(book, 1) == [(1, 0, 0)]
-    book.cool_down(0, 3)
+    book.order.cool_down(0, 3)
     after = restored(book, 2)
     assert after.state()["resting"] == [[1, 2], [0, 3]]
     assert keys(after, 1) == [(1, 0, 0)], "unsettled, so it goes out again"
@@ -237,7 +237,7 @@ def test_a_prompt_in_cooldown_that_had_been_leased_before_is_held_when_the_journ
     book = book_of(2, shuffle=False)
     for record in (lease(book), lease(book)):
         settle(book, record)
-    book.cool_down(0, 1)
+    book.order.cool_down(0, 1)
     assert recall(book, (1, 1, 0), is_new=True), "the cursor passes over prompt 0"
     assert find(book, "1-0-0-1-s") is None
     assert recall(book, (1, 0, 0), is_new=False) is False

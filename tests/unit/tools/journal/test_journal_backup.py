@@ -51,12 +51,6 @@ def test_the_copy_holds_every_group_the_newest_checkpoint_and_the_step_lines(
     assert sorted(folder.name for folder in tmp_path.iterdir()) == ["copy", "run"]
 
 
-def test_a_run_without_a_checkpoint_is_copied_too(journal: Journal, command: Command, tmp_path: Path) -> None:
-    to = tmp_path / "copy"
-    assert command.lines("backup", "--to", str(to))[0].startswith("no checkpoint and a journal of ")
-    assert (to / "journal.sqlite").is_file()
-
-
 @pytest.mark.parametrize("deleted_while", ["it is copied", "the journal is copied"])
 def test_a_checkpoint_that_is_deleted_meanwhile_is_not_used(
     journal: Journal, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deleted_while: str
@@ -115,12 +109,6 @@ def test_a_folder_that_exists_is_left_alone(journal: Journal, command: Command, 
     command("backup", "--to", str(to), code=ExitCode.JOURNAL)
     assert "exists already" in command.err
     assert [file.name for file in to.iterdir()] == ["mine"]
-
-
-def test_a_place_that_cannot_be_written_is_named(journal: Journal, command: Command, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    command("backup", "--to", str(tmp_path / "file" / "copy"), code=ExitCode.JOURNAL)
-    assert f"--to {tmp_path}/file/copy: cannot be written" in command.err
 
 
 def evaluations(run_dir: Path, session: str = "s") -> Process:

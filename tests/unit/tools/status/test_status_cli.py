@@ -1,10 +1,6 @@
 """The command: arguments, exit codes, JSON, the live view."""
 
-import contextlib
 import json
-import os
-import pty
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from rich.console import Console
 
 from docs.generate_metrics import trainer_registry
 from protocol.errors import ExitCode
@@ -114,31 +111,22 @@ def test_an_address_is_enough(run_dir: Path, tmp_path: Path, capsys: pytest.Capt
     assert found["rewards"] == []
 
 
-def test_ctrl_c_leaves_the_live_view_with_0(run_dir: Path) -> None:
-    terminal, inside = pty.openpty()
-    command = [sys.executable, "-W", "error", "-m", "tools.status.cli", "--run", str(run_dir), "--every", "0.1"]
-    environment = os.environ | {"TERM": "xterm", "COLUMNS": "80", "LINES": "40"}
-    with subprocess.Popen(
-        command,
-        cwd=REPOSITORY,
-        stdout=inside,
-        stderr=subprocess.PIPE,
-        env=environment,
-        preexec_fn=lambda: signal.signal(
-            signal.SIGINT, signal.SIG_DFL
-        ),  # ignored where the tests run in the background
-    ) as process:
-        os.close(inside)
-        shown = b""
-        while shown.count(b"rl-status") < 2:  # it redraws
-            shown += os.read(terminal, 65_536)
-        process.send_signal(signal.SIGINT)
-        with contextlib.suppress(OSError):  # EIO: nobody is inside any more
-            while os.read(terminal, 65_536):
-                pass
-        assert (process.wait(20), process.stderr.read() if process.stderr else b"") == (0, b"")
-    os.close(terminal)
-    assert b"\x1b[" in shown
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_ctrl_c_leaves_the_live_view_with_0(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, is_terminal: bool
+) -> None:
+    naps = iter([0.5])
+
+    def nap(seconds: float) -> None:
+        if next(naps, None) != seconds:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli.time, "sleep", nap)
+    monkeypatch.setattr(cli, "Console", lambda: Console(force_terminal=is_terminal, width=80, height=60))
+    assert main(["--run", str(run_dir), "--every", "0.5"]) == ExitCode.OK
+    out = capsys.readouterr().out
+    assert out.count("rl-status") >= 2
+    assert ("\x1b[" in out) is is_terminal
 
 
 def test_it_starts_without_the_heavy_libraries() -> None:

@@ -111,13 +111,6 @@ def test_there_is_no_estimate_while_steps_are_late_nor_after_the_first_two() -> 
     assert trainer_of([answer(at=1027.0)]).eta_s == pytest.approx(180.0)
 
 
-def test_a_trainer_that_trains_from_a_journal_has_no_pipeline() -> None:
-    look = [answer(numbers={"step": 3, "max_steps": 9, "reward": 0.5})]
-    trainer = trainer_of(look)
-    assert (trainer.step, trainer.policy_version, trainer.wait_share) == (3, None, None)
-    assert read([look]).producers == []
-
-
 def test_a_daemon_that_does_not_answer_keeps_its_name_and_its_reason() -> None:
     gone = Answer(PRODUCER._replace(process_gone=True), 1000.0, error="gone")
     stranger = Answer(DaemonAddress("h:9"), 1000.0, error="connection refused")
@@ -134,21 +127,17 @@ def test_a_trainer_that_answers_counts_before_one_that_was_killed() -> None:
     assert trainer_of([killed, answer()]).step == 30
 
 
-def test_a_producer_without_a_version_is_not_behind() -> None:
-    assert read([[answer(), answer(PRODUCER, policy_version=-1)]]).producers[1].lag is None
-
-
-def test_producers_alone_are_shown_too() -> None:
-    shown = read([[answer(PRODUCER, not_ready={"trainer": "not connected"})]])
-    assert shown.trainer is None
-    assert shown.producers[0].not_ready == {"trainer": "not connected"}
-    assert shown.producers[0].lag is None
-
-
 def test_a_document_with_other_things_than_numbers_is_a_reason_and_no_error() -> None:
     trainer = trainer_of([answer(numbers={"step": {"a": 1}, "producer_policy_version": {"p": {"q": 1}}})])
     assert trainer.step is None
     assert "its status document cannot be read" in str(trainer.error)
+
+
+def test_of_a_producer_that_waits_and_of_no_trainer_little_is_known() -> None:
+    said = answer(PRODUCER, not_ready={"trainer": "not connected"}, policy_version=-1)
+    for shown in (read([[said]]), read([[answer(), said]])):
+        producer = shown.producers[-1]
+        assert (producer.not_ready, producer.lag) == ({"trainer": "not connected"}, None)
 
 
 def test_every_number_of_these_tests_is_declared_by_a_daemon() -> None:
