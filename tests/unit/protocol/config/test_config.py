@@ -12,11 +12,7 @@ EXAMPLES = sorted((Path(__file__).parents[4] / "examples").glob("**/*.yaml"))
 
 def test_the_minimal_file_and_its_defaults(run_yaml: Path) -> None:
     config = load(run_yaml)
-    assert config.run_dir == "runs/x"
-    assert config.seed == 42
-    assert config.model.dtype == "bfloat16"
-    assert config.dataset.prompt_column == "prompt"
-    assert config.rewards.functions[0].name == "exact"
+    assert (config.run_dir, config.seed, config.rewards.names) == ("runs/x", 42, ("exact",))
     assert config.lora == {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
     assert config.engine == config.trainer == {}
     assert (config.pipeline.groups_per_step, config.sampling.num_generations) == (16, 8)

@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -126,21 +125,3 @@ def test_a_rotation_between_the_opening_of_the_two_files_is_seen(
     with opened(path) as files:
         found = [json.loads(one)["step"] for file in files for one in file]
     assert found == list(range(14, 19))
-
-
-def test_a_reader_beside_the_writer_finds_a_run_of_steps(tmp_path: Path) -> None:
-    path, ended = tmp_path / "steps.jsonl", threading.Event()
-
-    def write_many() -> None:
-        lines = RotatedLines(path, 40 * SIZE)
-        for step in range(1000, 3000):
-            lines.append(line(step))
-        ended.set()
-
-    writer = threading.Thread(target=write_many)
-    writer.start()
-    while not ended.is_set():
-        found = steps(path)
-        assert not found or found == list(range(found[0], found[-1] + 1))
-    writer.join()
-    assert steps(path)[-1] == 2999

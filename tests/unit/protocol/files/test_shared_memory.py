@@ -61,12 +61,7 @@ def test_a_file_that_cannot_be_finished_leaves_nothing(memory: SharedMemory, mon
 
 def test_only_what_was_offered_is_read(memory: SharedMemory, tmp_path: Path) -> None:
     path = offered(memory)
-    elsewhere, link, pipe, folder = (
-        tmp_path / "file",
-        path.with_name("link"),
-        path.with_name("pipe"),
-        path.parent / "sub",
-    )
+    elsewhere, (link, pipe, folder) = tmp_path / "file", map(path.with_name, ("link", "pipe", "sub"))
     elsewhere.write_bytes(DATA)
     link.symlink_to(path)
     os.mkfifo(pipe)

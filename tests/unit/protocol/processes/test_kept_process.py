@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from protocol.processes.kept import KeptProcess
-from tests.unit.producer.loop import until
+from tests.unit.producer.loop import asynchronous, until
 
 DAEMON = """
 import os, subprocess, sys, time
@@ -84,44 +84,38 @@ def test_a_command_that_is_not_there(capfd: pytest.CaptureFixture[str]) -> None:
     assert "/no/such/program: No such file or directory" in capfd.readouterr().err
 
 
-def test_a_daemon_ends_with_the_process_that_left_it(told: Path) -> None:
-    async def body() -> None:
-        process = kept(DAEMON + "input()", told)
-        daemon = await daemon_of(told)
-        assert await process.exited(30) == 1  # there is no standard input under pytest
-        assert not daemon.is_running()
-
-    asyncio.run(body())
+@asynchronous
+async def test_a_daemon_ends_with_the_process_that_left_it(told: Path) -> None:
+    process = kept(DAEMON + "input()", told)
+    daemon = await daemon_of(told)
+    assert await process.exited(30) == 1  # there is no standard input under pytest
+    assert not daemon.is_running()
 
 
-def test_a_daemon_counts_and_ends_with_the_process_that_is_ended(told: Path) -> None:
-    async def body() -> None:
-        process = kept(DAEMON + "time.sleep(600)", told)
-        daemon = await daemon_of(told)
-        await until(lambda: daemon.ppid() == process.pid)
-        assert process.resident_bytes() > sum(p.memory_info().rss for p in (daemon, psutil.Process(process.pid))) // 2
-        assert await process.terminate() == -signal.SIGKILL
-        assert not daemon.is_running()
-        assert process.terminate() is process.terminate()
-
-    asyncio.run(body())
+@asynchronous
+async def test_a_daemon_counts_and_ends_with_the_process_that_is_ended(told: Path) -> None:
+    process = kept(DAEMON + "time.sleep(600)", told)
+    daemon = await daemon_of(told)
+    await until(lambda: daemon.ppid() == process.pid)
+    assert process.resident_bytes() > sum(p.memory_info().rss for p in (daemon, psutil.Process(process.pid))) // 2
+    assert await process.terminate() == -signal.SIGKILL
+    assert not daemon.is_running()
+    assert process.terminate() is process.terminate()
 
 
-def test_orphans_are_reaped(told: Path) -> None:
+@asynchronous
+async def test_orphans_are_reaped(told: Path) -> None:
     forks = "for _ in range(20):\n    if os.fork() == 0:\n        os.fork()\n        os._exit(0)\n"
     program = f"import os, time\n{forks}time.sleep(600)"
 
-    async def body() -> None:
-        process = kept(program)
-        await until(lambda: len(psutil.Process(process.pid).children()) == 1)
-        (worker,) = psutil.Process(process.pid).children()
-        zombies = [psutil.STATUS_ZOMBIE] * 20  # its own, which it does not wait for
-        await until(lambda: [child.status() for child in worker.children()] == zombies)
-        await until(lambda: len(psutil.Process(process.pid).children()) == 1)
-        await process.terminate()
-        assert not worker.is_running()
-
-    asyncio.run(body())
+    process = kept(program)
+    await until(lambda: len(psutil.Process(process.pid).children()) == 1)
+    (worker,) = psutil.Process(process.pid).children()
+    zombies = [psutil.STATUS_ZOMBIE] * 20  # its own, which it does not wait for
+    await until(lambda: [child.status() for child in worker.children()] == zombies)
+    await until(lambda: len(psutil.Process(process.pid).children()) == 1)
+    await process.terminate()
+    assert not worker.is_running()
 
 
 def test_everything_ends_when_the_daemon_is_killed(told: Path) -> None:
@@ -146,61 +140,54 @@ def test_everything_ends_when_the_daemon_is_killed(told: Path) -> None:
         process.communicate()
 
 
-def test_a_grace_lets_the_process_end_by_itself(tmp_path: Path, told: Path) -> None:
+@asynchronous
+async def test_a_grace_lets_the_process_end_by_itself(tmp_path: Path, told: Path) -> None:
     ready = tmp_path / "ready"
-    kind = f"import signal\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(7))\nopen({str(ready)!r}, 'w')\ntime.sleep(600)"
+    kind = f"import signal\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(7))\nopen({str(ready)!r}, 'w')\n"
+    kind += "while True:\n    time.sleep(0.02)"  # a signal just before a sleep does not end it
 
-    async def body() -> None:
-        process = kept(DAEMON + kind, told, grace_s=60.0)
-        daemon = await daemon_of(told)
-        await until(ready.exists)
-        assert await process.terminate() == 7
-        assert not daemon.is_running()
-
-    asyncio.run(body())
+    process = kept(DAEMON + kind, told, grace_s=60.0)
+    daemon = await daemon_of(told)
+    await until(ready.exists)
+    assert await process.terminate() == 7
+    assert not daemon.is_running()
 
 
-def test_who_ignores_the_grace_is_killed(tmp_path: Path) -> None:
+@asynchronous
+async def test_who_ignores_the_grace_is_killed(tmp_path: Path) -> None:
     ready = tmp_path / "ready"
     deaf = "import signal, sys, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nopen(sys.argv[1], 'w')\ntime.sleep(600)"
 
-    async def body() -> None:
-        process = kept(deaf, ready, grace_s=0.1)
-        await until(ready.exists)
-        assert await process.terminate() == -signal.SIGKILL
-
-    asyncio.run(body())
+    process = kept(deaf, ready, grace_s=0.1)
+    await until(ready.exists)
+    assert await process.terminate() == -signal.SIGKILL
 
 
-def test_a_keeper_that_was_stopped_is_no_obstacle(told: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@asynchronous
+async def test_a_keeper_that_was_stopped_is_no_obstacle(told: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("protocol.processes.kept._KEEPER_S", 0.1)
 
-    async def body() -> None:
-        process = kept(DAEMON + "time.sleep(600)", told)
-        daemon = await daemon_of(told)
-        await until(lambda: daemon.ppid() == process.pid)
-        os.kill(process.pid, signal.SIGSTOP)
-        assert await process.terminate() == -signal.SIGKILL
-        await gone(daemon)
-
-    asyncio.run(body())
+    process = kept(DAEMON + "time.sleep(600)", told)
+    daemon = await daemon_of(told)
+    await until(lambda: daemon.ppid() == process.pid)
+    os.kill(process.pid, signal.SIGSTOP)
+    assert await process.terminate() == -signal.SIGKILL
+    await gone(daemon)
 
 
-def test_what_does_not_die_is_said_and_not_waited_for(
+@asynchronous
+async def test_what_does_not_die_is_said_and_not_waited_for(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("protocol.processes.kept._KEEPER_S", 0.01)
     monkeypatch.setattr("protocol.processes.kept._KERNEL_S", 0.01)
 
-    async def body() -> None:
-        process = kept("import time; time.sleep(600)")
-        poll = process._process.poll
-        monkeypatch.setattr(process._process, "poll", lambda: None)
-        assert await process.terminate() is None
-        assert f"process {process.pid} was killed and does not end" in caplog.text
-        await until(lambda: poll() is not None)
-
-    asyncio.run(body())
+    process = kept("import time; time.sleep(600)")
+    poll = process._process.poll
+    monkeypatch.setattr(process._process, "poll", lambda: None)
+    assert await process.terminate() is None
+    assert f"process {process.pid} was killed and does not end" in caplog.text
+    await until(lambda: poll() is not None)
 
 
 def test_a_kept_process_does_what_a_process_does() -> None:

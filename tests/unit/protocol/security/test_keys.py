@@ -12,7 +12,6 @@ import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from protocol.config.loader import dump_config, load_config
 from protocol.errors import ConfigError, ExitCode
 from protocol.security.authorized_keys import AuthorizedKeys
 from protocol.security.keys import (
@@ -28,7 +27,6 @@ from protocol.security.keys import (
     trainer_keys,
     write_public,
 )
-from tests.unit.protocol.config.files import MINIMAL
 
 
 @pytest.fixture
@@ -199,15 +197,6 @@ def test_no_text_and_no_copy_of_the_keys_holds_a_secret(folder: Path) -> None:
         with pytest.raises(TypeError, match="does not leave its process"):
             pickle.dumps(held.secret)
     assert repr(SecretKey(b"x" * 40)) == "SecretKey(...)"
-
-
-def test_the_resolved_configuration_names_the_folder_and_holds_no_key(folder: Path, tmp_path: Path) -> None:
-    file = tmp_path / "run.yaml"
-    file.write_text(MINIMAL)
-    dump = dump_config(load_config(str(file), [f"transport.keys={folder}"]))
-    assert f"keys: {folder}" in dump
-    for secret in folder.glob("*.secret"):
-        assert secret.read_text().split()[2] not in dump
 
 
 def test_fingerprints_are_those_of_other_tools() -> None:

@@ -44,10 +44,6 @@ def world() -> World:
     return World()
 
 
-def test_a_loop_that_never_beat_is_not_late(world: World) -> None:
-    assert world.health.alive() == {}
-
-
 def test_a_loop_is_late_after_the_time_and_fine_again_with_the_next_beat(world: World) -> None:
     world.health.beat("training")
     world.now += 10.0
@@ -72,7 +68,8 @@ def test_the_watchdog_is_fed_only_while_every_loop_comes_round(world: World) -> 
     assert world.said("watchdog") == 3
 
 
-def test_a_loop_that_ended_as_it_should_is_not_missed(world: World) -> None:
+def test_a_loop_that_never_beat_or_ended_as_it_should_is_not_missed(world: World) -> None:
+    assert world.health.alive() == {}
     world.health.beat("intake")
     world.health.end("intake")
     world.now += 1000.0
@@ -86,14 +83,9 @@ def test_ready_says_the_phase_until_the_daemon_has_started_and_again_when_it_sto
     world.health.started("listening")
     assert world.health.ready() == {"phase": None}
     world.health.stopping("draining")
+    world.health.stopping("noticed once more")
     assert world.health.ready() == {"phase": "stopping"}
     assert world.said("ready") == world.said("stopping") == 1
-
-
-def test_stopping_is_said_once_however_often_it_is_noticed(world: World) -> None:
-    world.health.stopping("first")
-    world.health.stopping("second")
-    assert [what for what in world.notifier.said if what[0] == "stopping"] == [("stopping", "first")]
 
 
 def test_checks_of_life_count_for_readiness_too_and_not_the_other_way_round(world: World) -> None:
