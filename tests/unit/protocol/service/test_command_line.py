@@ -1,10 +1,10 @@
-"""Exit codes, messages and light imports of the two command lines: by `call` in this process, by `start` as one of its own."""
+"""Exit codes, messages and light imports of the two command lines."""
 
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -12,10 +12,11 @@ import pytest
 
 import protocol
 from protocol.config.loader import load_config
-from protocol.errors import DeviceError, ExitCode, SlipstreamError
-from protocol.service.command_line import select_gpus
+from protocol.config.run import RunConfig
+from protocol.errors import ConfigError, DeviceError, ExitCode, SlipstreamError
+from protocol.service import logs
+from protocol.service.command_line import main, parser, select_gpus
 from tests.unit.protocol.config.files import MINIMAL
-from tests.unit.protocol.stub_command import HEAVY, rl_stub
 
 REPOSITORY = Path(__file__).parents[4]
 
@@ -46,18 +47,21 @@ def two_gpus(folder: Path) -> None:
 
 
 Ended = subprocess.CompletedProcess[str]
-STUB = (sys.executable, "-m", "tests.unit.protocol.stub_command")
+HEAVY = ("torch", "vllm", "trl", "transformers", "peft", "datasets", "numpy", "uvicorn", "starlette")
 
 
-def start(folder: Path, *arguments: str, command: Sequence[str] = STUB) -> Ended:
-    return subprocess.run(
-        [*command, *arguments],
-        cwd=folder,
-        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+def check_libraries(config: RunConfig) -> None:
+    raise ConfigError("engine.max_model_len: refused by vllm")
+
+
+def run(config: RunConfig, gpus: list[int]) -> ExitCode:
+    """Says what it was given, fails with seed 1 and is interrupted with seed 2."""
+    print("running on", gpus, os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("CUDA_DEVICE_ORDER"))
+    if config.seed == 1:
+        raise KeyError("a bug")
+    if config.seed == 2:
+        raise KeyboardInterrupt
+    return ExitCode.OK
 
 
 @pytest.fixture
@@ -69,7 +73,7 @@ def call(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
 
     def ended(*arguments: str) -> Ended:
         try:
-            code = rl_stub(list(arguments))
+            code = main(parser("rl-stub", "A stub.").parse_args(arguments), "rl-stub", check_libraries, run)
         except SystemExit as end:
             code = end.code  # type: ignore[assignment]
         return Ended(arguments, code or 0, *capsys.readouterr())
@@ -77,22 +81,19 @@ def call(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
     return ended
 
 
-def test_help_and_version(folder: Path, call: Callable[..., Ended]) -> None:
-    shown = start(folder, "--help")
-    assert shown.returncode == ExitCode.OK
-    for flag in ("--config", "--set", "--check", "--gpu", "--version"):
-        assert flag in shown.stdout
+def test_help_and_version(call: Callable[..., Ended]) -> None:
+    shown = call("--help").stdout
+    assert all(flag in shown for flag in ("--config", "--set", "--check", "--gpu", "--version"))
     assert call("--version").stdout == f"rl-stub {protocol.__version__}\n"
 
 
-def test_check_prints_the_resolved_file_and_does_not_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = start(folder, "--config", "run.yaml", "--check", "--set", "pipeline.max_staleness=2")
+def test_check_prints_the_resolved_file_and_does_not_run(folder: Path, call: Callable[..., Ended]) -> None:
+    shown = call("--config", "run.yaml", "--check", "--set", "pipeline.max_staleness=2")
     assert (shown.returncode, shown.stderr) == (ExitCode.OK, "")
     assert "max_staleness: 2\n" in shown.stdout
     assert "# engine max_loras: 4\n" in shown.stdout
     assert "running" not in shown.stdout
     (folder / "resolved.yaml").write_text(shown.stdout)
-    monkeypatch.chdir(folder)
     assert load_config("resolved.yaml") == load_config("run.yaml", ["pipeline.max_staleness=2"])
 
 
@@ -147,8 +148,8 @@ def test_fewer_gpus_than_asked_for(folder: Path, call: Callable[..., Ended], scr
     assert f"GPU 3 does not exist, this machine has {existing}; or use --gpu cpu" in shown.stderr
 
 
-def test_a_bug_ends_with_its_traceback_and_code(folder: Path) -> None:
-    shown = start(folder, "--config", "run.yaml", "--gpu", "cpu", "--set", "seed=1")
+def test_a_bug_ends_with_its_traceback_and_code(call: Callable[..., Ended]) -> None:
+    shown = call("--config", "run.yaml", "--gpu", "cpu", "--set", "seed=1")
     assert shown.returncode == ExitCode.BUG == 70
     assert "Traceback (most recent call last)" in shown.stderr
     assert shown.stderr.endswith("KeyError: 'a bug'\nrl-stub: this is a bug; please report it with its traceback\n")
@@ -162,16 +163,13 @@ def test_a_bug_ends_with_its_traceback_and_code(folder: Path) -> None:
     ],
 )
 def test_under_systemd_the_last_words_are_a_record(
-    folder: Path, changes: list[str], code: ExitCode, message: str
+    call: Callable[..., Ended], monkeypatch: pytest.MonkeyPatch, changes: list[str], code: ExitCode, message: str
 ) -> None:
     """Also when the configuration, which may choose the format, cannot be read."""
-    with (folder / "journal").open("w+") as journal:
-        facts = os.fstat(journal.fileno())
-        environment = {"PYTHONPATH": str(REPOSITORY), "JOURNAL_STREAM": f"{facts.st_dev}:{facts.st_ino}"}
-        command = [*STUB, "--config", "run.yaml", "--gpu", "cpu", *changes]
-        assert subprocess.call(command, cwd=folder, env=environment, stderr=journal, timeout=60) == code
-        journal.seek(0)
-        [line] = journal.read().splitlines()
+    monkeypatch.setattr(logs, "running_under_systemd", lambda: True)
+    shown = call("--config", "run.yaml", "--gpu", "cpu", *changes)
+    assert shown.returncode == code
+    [line] = shown.stderr.splitlines()
     assert line.startswith("<2>")
     record = json.loads(line[3:])
     assert (record["role"], record["level"], record["msg"]) == ("rl-stub", "critical", message)
@@ -194,7 +192,9 @@ def test_the_daemons_import_nothing_heavy_for_help_and_check(folder: Path, modul
         "    try:\n        code = main()\n    except SystemExit as end:\n        code = end.code\n"
         f"    print([name for name in {HEAVY} if name in sys.modules], code or 0, file=sys.stderr)"
     )
-    shown = start(folder, command=[sys.executable, "-P", "-c", program])
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(REPOSITORY)}
+    command = [sys.executable, "-P", "-c", program]
+    shown = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
     assert shown.stderr == "[] 0\n[] 0\n"
 
 
