@@ -76,8 +76,10 @@ MISTAKES = {
     ],
     # Processes
     "the wait for a reward worker has no end": [
-        ("unit/producer/rewards/test_rewards.py", "test_a_hanging_function_fails_in_time"),
-        ("unit/producer/rewards/test_rewards.py", "test_after_a_hang_the_pool_works_on_with_a_new_process"),
+        (
+            "unit/producer/rewards/test_rewards.py",
+            "test_groups_are_scored_side_by_side_and_after_a_hang_by_another_process",
+        ),
     ],
     "a trainer polls a collector that is dead": [
         ("unit/consumer/test_waiting.py", "test_it_gives_up_after_the_stall_timeout_and_names_it"),
@@ -87,12 +89,16 @@ MISTAKES = {
         ),
     ],
     "engines of others on the same host are killed by name": [
-        ("integration/test_producer.py", "test_no_child_survives_kill_9"),
+        ("integration/test_pair.py", "test_each_waits_for_the_other_and_training_goes_on"),
+        ("unit/protocol/processes/test_kept_process.py", "test_everything_ends_when_the_daemon_is_killed"),
         ("unit/protocol/files/test_scratch.py", "test_what_a_killed_process_left_goes_and_nothing_else"),
     ],
     # The swap
     "a swap that failed is a warning, and generation goes on as if it had not": [
-        ("unit/producer/policies/test_adapters.py", "test_a_version_that_cannot_be_loaded_leaves_the_old_one_current"),
+        (
+            "unit/producer/policies/test_adapters.py",
+            "test_a_version_that_cannot_be_loaded_or_is_not_computed_as_the_trainer_does_never_goes_live",
+        ),
         ("integration/test_engine.py", "test_a_refused_adapter_or_request_leaves_the_engine_alive"),
     ],
     "adapters are delivered and never used": [

@@ -141,7 +141,7 @@ def test_the_copy_of_a_run_knows_its_evaluations_and_its_best(
         assert content(to / place) == content(command.run_dir / place), place
     restored = evaluations(to, "t")
     assert (restored.results.versions, restored.due.versions) == ([1, 2], [3])
-    assert (restored.control.best or {})["version"] == 1
+    assert (restored.results.best or {})["version"] == 1
 
 
 @pytest.mark.parametrize(
