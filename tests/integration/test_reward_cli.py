@@ -6,7 +6,6 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,8 +13,8 @@ from rich.console import Console
 
 from protocol.errors import ExitCode
 from tests.integration.models import build_model
-from tools.rewards import report as reward_report
-from tools.rewards.trial import Sampled, Scored, Trial
+from tools.rewards.report import report, show
+from tools.rewards.trial import Group, Trial
 
 pytestmark = pytest.mark.integration
 
@@ -94,25 +93,27 @@ def test_help_is_quick() -> None:
 
 
 def test_numbers_of_a_trial_by_hand() -> None:
-    group: Any = Sampled("p", {}, ["a", "b", "c"], [[1], [2], [3]])
+    groups = [Group("p", {}, ["a", "b", "c"], [[1], [2], [3]]) for _ in range(2)]
     nan = np.nan
-    trial = Trial(("f", "g"), [1.0, 0.5])
-    trial.groups = [
-        Scored(group, np.array([[1, 2], [3, nan], [nan, nan]], np.float32)),
-        Scored(group, np.array([[1, 2], [2, 0], [nan, nan]], np.float32)),
-    ]
+    groups[0].rewards = np.array([[1, 2], [3, nan], [nan, nan]], np.float32)
+    groups[1].rewards = np.array([[1, 2], [2, 0], [nan, nan]], np.float32)
+    trial = Trial(("f", "g"), [1.0, 0.5], groups)
     trial.failures["g", "timeout"] = 1
     trial.seconds["f"] = [0.25, 0.75]
-    np.testing.assert_array_equal(reward_report.sums(trial.groups[0].rewards, trial.weights), [2, 3, nan])
-    first, second = reward_report.columns(trial)
-    assert (first.mean, first.missing, first.failed, first.call_s) == (1.75, 2, 0, 0.5)
-    assert (second.missing, second.failed) == (3, 1)
-    assert second.std == pytest.approx(np.std([2, 2, 0]))
-    assert [reward_report.has_signal(one, trial.weights) for one in trial.groups] == [True, False]
-    assert reward_report.warnings(trial) == [
-        "g failed to score 1 completions (timeout)",
-        "group 2: all equal: no signal",
-    ]
+    found = report(trial)
+    np.testing.assert_array_equal([row["sum"] for row in found["groups"][0]["completions"]], [2, 3, nan])
+    assert found["rewards"]["f"] == {
+        "mean": 1.75,
+        "std": np.std([1, 3, 1, 2]),
+        "missing": 2,
+        "failed": 0,
+        "call_s": 0.5,
+    }
+    assert found["rewards"]["g"] | {"call_s": 0} == {
+        "mean": pytest.approx(4 / 3), "std": np.std([2, 2, 0]), "missing": 3, "failed": 1, "call_s": 0
+    }  # fmt: skip
+    assert [group["signal"] for group in found["groups"]] == [True, False]
+    assert found["warnings"] == ["g failed to score 1 completions (timeout)", "group 2: all equal: no signal"]
     console = Console(record=True, width=100, file=SimpleNamespace(write=len, flush=lambda: None))  # type: ignore[arg-type]
-    reward_report.show(trial, console)
+    show(found, console)
     assert "seconds per call" in console.export_text()

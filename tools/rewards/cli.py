@@ -11,6 +11,7 @@ from pathlib import Path
 
 from protocol.config.loader import load_config
 from protocol.errors import ExitCode
+from protocol.files.json_lines import encode_line
 from protocol.service import logs
 from protocol.service.command_line import select_gpus
 from tools.command import add_config, run_tool, tool_parser, whole
@@ -29,24 +30,23 @@ def _try(chosen: argparse.Namespace) -> ExitCode:
     config = load_config(chosen.config, chosen.overrides)
     gpus = select_gpus(chosen.gpu)
 
-    from tools.rewards import report as reward_report
-    from tools.rewards import trial as reward_trial
+    from tools.rewards.report import report, show
+    from tools.rewards.trial import given, sampled, scored
     from tools.run_inputs import RunInputs
 
     inputs = RunInputs(config)
     if chosen.completions is not None:
-        groups = reward_trial.given(chosen.completions, inputs.tokenizer())
+        groups = given(chosen.completions, inputs.tokenizer())
     else:
-        groups = reward_trial.sampled(config, inputs, chosen.prompts, chosen.n, "cuda" if gpus else "cpu")
-    trial = reward_trial.scored(config, inputs.tokenizer(), groups)
+        groups = sampled(config, inputs, chosen.prompts, chosen.n, "cuda" if gpus else "cpu")
+    found = report(scored(config, inputs.tokenizer(), groups))
     if chosen.json:
-        sys.stdout.write(reward_report.as_json(trial) + "\n")
+        sys.stdout.write(encode_line(found) + "\n")
     else:
         from rich.console import Console
 
-        reward_report.show(trial, Console())
-    has_signal = any(reward_report.has_signal(group, trial.weights) for group in trial.groups)
-    return ExitCode.OK if has_signal else ExitCode.NO_SIGNAL
+        show(found, Console())
+    return ExitCode.OK if any(group["signal"] for group in found["groups"]) else ExitCode.NO_SIGNAL
 
 
 def _parser() -> argparse.ArgumentParser:

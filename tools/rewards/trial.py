@@ -24,22 +24,16 @@ from protocol.wire.prompts import is_conversational
 from tools.run_inputs import RunInputs
 
 
-@dataclass(frozen=True)
-class Sampled:
-    """A prompt with its completions, as reward functions get them."""
+@dataclass
+class Group:
+    """A prompt with its completions, as reward functions get them. Scoring sets `rewards`, float32 (completions, functions)
+    with NaN for missing, and `problem`, which says why nothing was scored."""
 
     prompt: Any
     columns: dict[str, Any]
     completions: list[Any]
     completion_ids: list[list[int]]
-
-
-@dataclass(frozen=True)
-class Scored:
-    """`rewards`: float32 (completions, functions), NaN for missing; `problem`: why nothing was scored."""
-
-    group: Sampled
-    rewards: NDArray[np.float32]
+    rewards: NDArray[np.float32] = field(init=False)
     problem: str = ""
 
 
@@ -49,7 +43,7 @@ class Trial:
 
     names: tuple[str, ...]
     weights: list[float]
-    groups: list[Scored] = field(default_factory=list)
+    groups: list[Group]
     failures: Counter[tuple[str, str]] = field(default_factory=Counter)
     seconds: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
@@ -60,7 +54,7 @@ class Trial:
         self.failures[function, reason] += num_completions
 
 
-def given(path: Path, tokenizer: Any) -> list[Sampled]:
+def given(path: Path, tokenizer: Any) -> list[Group]:
     """The groups of a JSONL file with lines `{"prompt": ..., "completions": [...], ...columns}`, tokenized.
 
     Raises:
@@ -76,7 +70,7 @@ def given(path: Path, tokenizer: Any) -> list[Sampled]:
     return groups
 
 
-def _given_group(line: str, place: str, tokenizer: Any) -> Sampled:
+def _given_group(line: str, place: str, tokenizer: Any) -> Group:
     try:
         row = json.loads(line)
         prompt, said = row.pop("prompt"), row.pop("completions")
@@ -93,10 +87,10 @@ def _given_group(line: str, place: str, tokenizer: Any) -> Sampled:
         ) from error
     if not isinstance(prompt, str):
         said = [[{"role": "assistant", "content": one}] if isinstance(one, str) else one for one in said]
-    return Sampled(prompt, row, said, ids)
+    return Group(prompt, row, said, ids)
 
 
-def sampled(config: RunConfig, inputs: RunInputs, num_prompts: int, num_completions: int, device: str) -> list[Sampled]:
+def sampled(config: RunConfig, inputs: RunInputs, num_prompts: int, num_completions: int, device: str) -> list[Group]:
     """Completions of the base model for the first prompts of the dataset, with the run's sampling settings and seed.
 
     Raises:
@@ -134,18 +128,15 @@ def sampled(config: RunConfig, inputs: RunInputs, num_prompts: int, num_completi
                 min_p=settings.min_p or None,
                 pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(stops),
             )
-        completion_ids = [_until_end(tokens, stops) for tokens in sequences[:, len(ids) :].tolist()]
-        groups.append(Sampled(prompt, columns, prompts.decode(prompt, completion_ids), completion_ids))
+        completion_ids = []
+        for tokens in sequences[:, len(ids) :].tolist():  # without the padding after the token that ends it
+            end = next((place for place, token in enumerate(tokens) if token in stops), len(tokens))
+            completion_ids.append(tokens[: end + 1])
+        groups.append(Group(prompt, columns, prompts.decode(prompt, completion_ids), completion_ids))
     return groups
 
 
-def _until_end(tokens: list[int], stops: set[int]) -> list[int]:
-    """The completion up to the first token that ends it, without the padding after that."""
-    end = next((place for place, token in enumerate(tokens) if token in stops), len(tokens))
-    return tokens[: end + 1]
-
-
-def scored(config: RunConfig, tokenizer: Any, groups: list[Sampled]) -> Trial:
+def scored(config: RunConfig, tokenizer: Any, groups: list[Group]) -> Trial:
     """Scores all groups, as many at once as the workers allow.
 
     Raises:
@@ -154,24 +145,23 @@ def scored(config: RunConfig, tokenizer: Any, groups: list[Sampled]) -> Trial:
     rewards = config.rewards.computed
     if not rewards.functions:
         raise ConfigError("rewards.functions: agents post all of them, so there is nothing to try")
-    trial = Trial(rewards.names, [function.weight for function in rewards.functions])
+    trial = Trial(rewards.names, [function.weight for function in rewards.functions], groups)
 
-    async def score(pool: RewardPool, group: Sampled) -> Scored:
+    async def score(pool: RewardPool, group: Group) -> None:
         try:
-            found, _ = await pool.score(group.prompt, group.completions, group.completion_ids, group.columns)
+            group.rewards, _ = await pool.score(group.prompt, group.completions, group.completion_ids, group.columns)
         except LeaseFailure as failure:
-            nothing = np.full((len(group.completions), len(trial.names)), np.nan, np.float32)
-            return Scored(group, nothing, failure.detail)
-        return Scored(group, found)
+            group.rewards = np.full((len(group.completions), len(trial.names)), np.nan, np.float32)
+            group.problem = failure.detail
 
-    async def score_all() -> list[Scored]:
+    async def score_all() -> None:
         pool = RewardPool(rewards, trial)
         try:
             await pool.start()
             pool.read_thinking(tokenizer, config.dataset.chat_template_kwargs)
-            return await asyncio.gather(*(score(pool, group) for group in groups))
+            await asyncio.gather(*(score(pool, group) for group in groups))
         finally:
             await pool.close()
 
-    trial.groups = asyncio.run(score_all())
+    asyncio.run(score_all())
     return trial
