@@ -1,20 +1,19 @@
 """What the command lines of the tools share (`rl-journal`, `rl-status`, `rl-reward`, `rl-environment`).
 
 Guarantee: a wrong argument is one line on standard error that names the help, a `SlipstreamError` one line and its own exit code,
-every other exception a traceback and `ExitCode.BUG`. A reader of the
-output that ends early, such as `head`, is no error.
+every other exception a traceback and `ExitCode.BUG`. A reader of the output that ends early, such as `head`, is no error.
 """
 
 import argparse
 import os
 import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
 from protocol import __version__
-from protocol.errors import ExitCode, SlipstreamError
+from protocol.errors import ExitCode
+from protocol.service.command_line import exit_code
 
 
 class ToolParser(argparse.ArgumentParser):
@@ -31,35 +30,19 @@ def tool_parser(program: str, description: str) -> ToolParser:
 
 
 def add_run(parser: argparse.ArgumentParser, run: str) -> None:
-    """Adds the arguments that say which run is meant.
-
-    Args:
-        run: what `--run` names, for its help.
-    """
+    """Adds the arguments that say which run is meant. `run` says what `--run` names."""
     place = parser.add_mutually_exclusive_group()
     place.add_argument("--run", metavar="RUN_DIR", help=f"{run} (default: this folder)")
     place.add_argument("--config", metavar="FILE", help="the run's YAML file, instead of --run")
 
 
 def run_place(chosen: argparse.Namespace) -> Path:
-    """The folder of that run, or what else `--run` names.
-
-    Raises:
-        ConfigError: the configuration cannot be read.
-    """
+    """The folder of that run, or what else `--run` names; `ConfigError` if the configuration cannot be read."""
     if chosen.config is None:
         return Path(chosen.run or ".")
     from protocol.config.loader import load_config  # its import takes as long as all others
 
     return Path(load_config(chosen.config).run_dir)
-
-
-def add_config(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments that name the configuration and change values in it."""
-    parser.add_argument("--config", metavar="FILE", required=True, help="the run's YAML file")
-    parser.add_argument(
-        "--set", metavar="KEY=VALUE", action="append", default=[], dest="overrides", help="override one value"
-    )
 
 
 def whole(text: str, least: int = 0, most: int = 999_999_999_999) -> int:
@@ -71,24 +54,15 @@ def whole(text: str, least: int = 0, most: int = 999_999_999_999) -> int:
 
 
 def run_tool(program: str, work: Callable[[], int], interrupted: ExitCode = ExitCode.INTERRUPTED) -> int:
-    """Runs `work` and returns its exit code, or the one of the error that ended it.
+    """Runs `work` and returns its exit code, or the one of the error or interrupt that ended it."""
 
-    Args:
-        interrupted: the exit code of an interrupt.
-    """
-    try:
-        code = work()
-        sys.stdout.flush()
+    def flushed() -> int:
+        try:
+            code = work()
+            sys.stdout.flush()
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return ExitCode.OK
         return code
-    except SlipstreamError as error:
-        sys.stderr.write(f"{program}: error: {error}\n")
-        return error.exit_code
-    except KeyboardInterrupt:
-        return interrupted
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return ExitCode.OK
-    except Exception:
-        traceback.print_exc()
-        sys.stderr.write(f"{program}: this is a bug; please report it with the traceback above\n")
-        return ExitCode.BUG
+
+    return exit_code(program, flushed, interrupted)

@@ -14,11 +14,7 @@ from protocol.wire.digests import resolve_model
 
 
 class RunInputs:
-    """Loads what a tool asks for, each time anew.
-
-    Raises:
-        ConfigError: there is no such model, or it cannot be loaded.
-    """
+    """Loads what a tool asks for, each time anew; `ConfigError` if there is no such model, or it cannot be loaded."""
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
@@ -38,11 +34,7 @@ class RunInputs:
         return AutoModelForCausalLM.from_pretrained(folder or self.model_folder, **options).to(device).eval()
 
     def prompts(self) -> PromptDataset:
-        """The prompts of the run's dataset.
-
-        Raises:
-            DatasetError: the run has none, or they cannot be read.
-        """
+        """The prompts of the run's dataset; `DatasetError` if it has none, or they cannot be read."""
         if self._config.environment.atropos:
             raise DatasetError("dataset: with environment.atropos there is none, environments have their own items")
         return PromptDataset(self._config.dataset, self.model_folder, trust_remote_code=self._trusted)

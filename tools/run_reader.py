@@ -26,37 +26,22 @@ Line = dict[str, Any]
 
 
 class DaemonAddress(NamedTuple):
-    """Where a daemon answers.
+    """Where a daemon answers."""
 
-    Args:
-        address: HOST:PORT.
-        job: `rl-trainer` or `rl-producer`, if it is known before it answers.
-        daemon: its name, if it is known.
-        process_gone: it ran on this host, and its process is no more.
-    """
-
-    address: str
-    job: str | None = None
-    daemon: str | None = None
-    process_gone: bool = False
+    address: str  # HOST:PORT
+    job: str | None = None  # `rl-trainer` or `rl-producer`, if it is known before it answers
+    daemon: str | None = None  # its name, if it is known
+    process_gone: bool = False  # it ran on this host
 
 
 class RunReader:
-    """Reads the files of one run.
-
-    Args:
-        place: the run's folder, or its journal file.
-    """
+    """Reads the files of one run, whose folder or journal file is `place`."""
 
     def __init__(self, place: Path) -> None:
         self.folder, self._journal = (place.parent, place) if place.is_file() else (place, place / JOURNAL)
 
     def journal(self) -> "JournalReader":
-        """The run's journal, which the caller closes.
-
-        Raises:
-            JournalError: there is none, or none that this release can read.
-        """
+        """The run's journal, which the caller closes; `JournalError` if there is none that this release can read."""
         from replay.journal.reader import JournalReader  # imports SQLite, which few callers need
 
         return JournalReader(self._journal)

@@ -26,11 +26,8 @@ def say_json(value: Any) -> None:
 
 
 def say_table(header: Sequence[str], rows: Iterable[Sequence[str]], right: str = "") -> None:
-    """Writes aligned columns. A long table is written in parts, and its columns only grow.
-
-    Args:
-        right: names of the columns that hold numbers, separated by spaces.
-    """
+    """Writes aligned columns. A long table is written in parts, and its columns only grow. `right` names the columns that
+    hold numbers."""
     to_the_right = [name in right.split() for name in header]
     widths = [0] * len(header)
     lines = chain([header], ([printable(cell) for cell in row] for row in rows))
@@ -79,8 +76,8 @@ def span_of_steps(first: int, last: int) -> str:
     return f"step {first}" if first == last else f"steps {first} to {last}"
 
 
-def with_progress(items: Iterable[Any], total: int, unit: str) -> Iterator[Any]:
-    """The same items, with a progress bar on standard error if that is a terminal."""
+def with_progress(groups: Iterable[Any], total: int) -> Iterator[Any]:
+    """The same groups, with a progress bar on standard error if that is a terminal."""
     from tqdm import tqdm
 
-    yield from tqdm(items, total=total, unit=unit, disable=not sys.stderr.isatty(), leave=False)
+    yield from tqdm(groups, total=total, unit="group", disable=not sys.stderr.isatty(), leave=False)

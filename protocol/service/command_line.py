@@ -1,4 +1,4 @@
-"""What the two command lines share: flags, error reports, exit codes, the choice of GPUs.
+"""What the command lines share: flags, error reports, exit codes, the choice of GPUs.
 
 Guarantee: `--help` and `--check` import no heavy library. A `SlipstreamError` ends the process with its own exit code and a
 message on standard error without a traceback; every other exception ends it with a traceback and `ExitCode.BUG`. Where logs are
@@ -13,29 +13,21 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from protocol import __version__
-from protocol.config.loader import dump_config, load_config
-from protocol.config.run import RunConfig
 from protocol.errors import DeviceError, ExitCode, SlipstreamError
 from protocol.service import logs
+
+if TYPE_CHECKING:
+    from protocol.config.run import RunConfig
 
 logger = logging.getLogger(__name__)
 
 
 def parser(program: str, description: str) -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(prog=program, description=description)
-    result.add_argument(
-        "--config", metavar="FILE", required=True, help="the run's YAML file (both daemons read the same)"
-    )
-    result.add_argument(
-        "--set",
-        metavar="KEY=VALUE",
-        action="append",
-        default=[],
-        dest="overrides",
-        help="override one value, e.g. --set pipeline.max_staleness=2 (may be repeated)",
-    )
+    add_config(result)
     result.add_argument(
         "--check",
         nargs="?",
@@ -50,16 +42,32 @@ def parser(program: str, description: str) -> argparse.ArgumentParser:
     return result
 
 
+def add_config(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments that name the configuration and change values in it."""
+    parser.add_argument(
+        "--config", metavar="FILE", required=True, help="the run's YAML file (both daemons read the same)"
+    )
+    parser.add_argument(
+        "--set",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        dest="overrides",
+        help="override one value, e.g. --set pipeline.max_staleness=2 (may be repeated)",
+    )
+
+
 def main(
     arguments: argparse.Namespace,
     program: str,
-    check_libraries: Callable[[RunConfig], None],
-    run: Callable[[RunConfig, list[int]], ExitCode],
+    check_libraries: "Callable[[RunConfig], None]",
+    run: "Callable[[RunConfig, list[int]], ExitCode]",
 ) -> int:
     """Loads the configuration, then checks or runs, and turns errors into exit codes. `check_libraries` imports the libraries
     that own sections; `run` is the daemon and gets the GPU indexes, none for CPU."""
-    logs.configure(program)
-    try:
+    from protocol.config.loader import dump_config, load_config  # its import takes as long as all others
+
+    def work() -> int:
         config = load_config(arguments.config, arguments.overrides)
         if arguments.check:
             if arguments.check == "full":
@@ -68,10 +76,19 @@ def main(
             return ExitCode.OK
         logs.configure(program, config.observability.log_level, config.observability.log_format)
         return run(config, select_gpus(arguments.gpu))
+
+    logs.configure(program)
+    return exit_code(program, work)
+
+
+def exit_code(program: str, work: Callable[[], int], interrupted: ExitCode = ExitCode.INTERRUPTED) -> int:
+    """What `work` returns, or the code of the error that ended it, which is reported."""
+    try:
+        return work()
     except SlipstreamError as error:
         return _report_end(program, f"error: {error}", error.exit_code)
     except KeyboardInterrupt:
-        return ExitCode.INTERRUPTED
+        return interrupted
     except Exception:
         return _report_end(program, "this is a bug; please report it with its traceback", ExitCode.BUG, bug=True)
 

@@ -25,14 +25,18 @@ _STATE = """CASE
     WHEN dropped = 'quarantined' THEN 'quarantined' WHEN outcome = 'stale' OR dropped = 'stale' THEN 'stale'
     WHEN dropped IS NOT NULL THEN 'dropped' WHEN outcome = 'no_signal' THEN 'no_signal'
     WHEN last_step IS NULL THEN 'ready' WHEN tries > 0 THEN 'claimed' ELSE 'trained' END"""
+_NUM_REPLAYS = "(SELECT count(*) FROM replays WHERE replays.group_id = groups.group_id)"
 _COMPUTED = {
-    "num_replays": "(SELECT count(*) FROM replays WHERE replays.group_id = groups.group_id)",
+    "num_replays": _NUM_REPLAYS,
     "state": _STATE,
     "head": "substr(frame, 1, 64)",
 }
-_WANTED = f"""(:version IS NULL OR policy_version BETWEEN :version AND :last_version)
-    AND (:step IS NULL OR step <= :last_step AND last_step >= :step) AND (:state IS NULL OR {_STATE} = :state)
-    AND (:reward IS NULL OR reward BETWEEN :reward AND :max_reward) AND (:prompt_id IS NULL OR prompt_id = :prompt_id)"""
+_WANTED = f"""(:least_version IS NULL OR policy_version BETWEEN :least_version AND :most_version)
+    AND (:least_step IS NULL OR step <= :most_step AND last_step >= :least_step)
+    AND (:state IS NULL OR {_STATE} = :state) AND (:verdict IS NULL OR verdict = :verdict)
+    AND (:least_reward IS NULL OR reward BETWEEN :least_reward AND :most_reward)
+    AND (:prompt_id IS NULL OR prompt_id = :prompt_id)
+    AND (:least_replays IS NULL OR {_NUM_REPLAYS} BETWEEN :least_replays AND :most_replays)"""
 # A batch that was quarantined after some of its iterations were in a checkpoint stays trained as far as that, with its
 # last step moved back. Any other quarantined group was never part of the run that survived.
 _RECORDED = """outcome = 'accepted' AND last_step IS NOT NULL

@@ -90,12 +90,14 @@ class GroupFilter:
     state: State | None = None
     rewards: tuple[float, float] | None = None
     prompt_id: int | None = None
+    verdict: str | None = None
+    replays: tuple[int, int] | None = None
 
     def bindings(self) -> dict[str, Any]:
-        pairs = (("version", "last_version"), ("step", "last_step"), ("reward", "max_reward"))
-        result: dict[str, Any] = {"state": self.state, "prompt_id": self.prompt_id}
-        for names, bounds in zip(pairs, (self.versions, self.steps, self.rewards), strict=True):
-            result |= zip(names, bounds or (None, None), strict=True)
+        result: dict[str, Any] = {"state": self.state, "prompt_id": self.prompt_id, "verdict": self.verdict}
+        bounded = {"version": self.versions, "step": self.steps, "reward": self.rewards, "replays": self.replays}
+        for name, bounds in bounded.items():
+            result[f"least_{name}"], result[f"most_{name}"] = bounds or (None, None)
         return result
 
 

@@ -15,7 +15,8 @@ from protocol.errors import ConfigError, DatasetError, ExitCode
 from protocol.files.json_lines import encode_line
 from protocol.files.staged import staged
 from protocol.service import logs
-from tools.command import add_config, run_tool, tool_parser, whole
+from protocol.service.command_line import add_config
+from tools.command import run_tool, tool_parser, whole
 
 PROGRAM = "rl-environment"
 

@@ -1,9 +1,11 @@
 """`rl-export` merges an adapter into its base model and writes a folder that needs no PEFT.
 
 Guarantee: the folder appears whole and on the disk, and only if the model in it, when it is read back, computes what base model
-and adapter compute together; nothing leaves the machine unless a repository is named.
+and adapter compute together; nothing leaves the machine unless a repository is named. The chosen adapter was written whole; if
+there is no such adapter, the error says which ones there are.
 """
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,12 +14,12 @@ import torch
 from peft import PeftModel
 from transformers.utils import logging as transformers_logging
 
-from consumer.checkpoints.adapter_folder import AdapterFolder
+from consumer.checkpoints import folders as checkpoints
+from consumer.checkpoints.adapter_folder import CONFIG_FILE, AdapterFolder
 from protocol.config.run import RunConfig
 from protocol.config.sections.swap import TOLERANCES
 from protocol.errors import ConfigError, ExitCode
 from protocol.files.staged import staged
-from tools.export.adapter_choice import choose_adapter
 from tools.run_inputs import RunInputs
 
 _ROWS, _LENGTH = 4, 32
@@ -26,15 +28,8 @@ _NOISE = 1e-4  # nats; a difference below this is no loss
 
 
 def run(config: RunConfig, gpus: list[int], *, which: str, to: Path, repository: str | None) -> ExitCode:
-    """
-    Args:
-        which: `last`, `best`, the step of a checkpoint, or a folder.
-        to: the folder to write.
-        repository: the hub's repository to upload it to, or None.
-
-    Raises:
-        ConfigError: no such adapter, the folder exists, or the merged model is not what was trained.
-    """
+    """Writes the folder `to` from the adapter that `which` names, and uploads it if a repository of the hub is named.
+    `ConfigError` if there is no such adapter, the folder exists, or the merged model is not what was trained."""
     if to.exists():
         raise ConfigError(f"--to: {to} exists already; remove it, or choose another folder")
     transformers_logging.disable_progress_bar()
@@ -67,14 +62,8 @@ def _merge(config: RunConfig, inputs: RunInputs, device: str, adapter: Path, to:
 
 
 def check(difference: float, moved: float, tolerance: float, dtype: str) -> None:
-    """
-    Args:
-        difference: the largest difference of a log-prob between the merged model and base model with adapter, in nats.
-        moved: the largest difference between the base model with and without the adapter.
-
-    Raises:
-        ConfigError: the merged model is not what was trained.
-    """
+    """`ConfigError` if the merged model is not what was trained: if the largest `difference` of a log-prob, in nats, from base
+    model with adapter is too large, also beside what the adapter has `moved` of the base model."""
     if not difference <= tolerance:  # NaN is refused, too
         raise ConfigError(
             f"the merged model's log-probs differ by {difference:.2g} from those of base model and adapter, more than "
@@ -95,11 +84,8 @@ def logprobs(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 def upload(folder: Path, repository: str) -> str:
-    """Uploads to the repository, which is made, private, if it does not exist. Returns its address.
-
-    Raises:
-        ConfigError: the hub refused, or cannot be reached.
-    """
+    """Uploads to the repository, which is made, private, if it does not exist, and returns its address; `ConfigError` if the
+    hub refused, or cannot be reached."""
     from huggingface_hub import HfApi
 
     try:
@@ -115,3 +101,32 @@ def upload(folder: Path, repository: str) -> str:
 
 def _token_ids(vocab_size: int, seed: int) -> torch.Tensor:
     return torch.randint(vocab_size, (_ROWS, _LENGTH), generator=torch.Generator().manual_seed(seed))
+
+
+def choose_adapter(config: RunConfig, which: str) -> Path:
+    """The folder of the adapter that `which` names, or `ConfigError`."""
+    if which == "last":
+        return _last(config)
+    if which == "best" or which.isdigit():
+        folder = config.checkpoints_dir / ("best" if which == "best" else f"checkpoint-{int(which)}")
+    else:
+        folder = Path(which)
+    if not (folder / CONFIG_FILE).is_file():
+        kept = ", ".join(str(checkpoint.step) for checkpoint in checkpoints.committed(config.checkpoints_dir))
+        raise ConfigError(
+            f"--checkpoint {which}: there is no adapter in {folder}; checkpoints of the run: {kept or 'none'}"
+        )
+    return folder
+
+
+def _last(config: RunConfig) -> Path:
+    """The final adapter, unless the run went on after it."""
+    run_dir, newest = Path(config.run_dir), checkpoints.latest(config.checkpoints_dir)
+    final, summary = run_dir / "adapter", run_dir / "trainer.json"
+    if (final / CONFIG_FILE).is_file() and summary.is_file():
+        ended = json.loads(summary.read_text(encoding="utf-8"))
+        if newest is None or (ended["finished"] and int(ended["steps"]) >= newest.step):
+            return final
+    if newest is None:
+        raise ConfigError(f"run_dir: {run_dir} has no adapter yet: neither a checkpoint nor the final one")
+    return newest.folder

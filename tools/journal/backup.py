@@ -25,9 +25,7 @@ _FOLDERS = ("checkpoints/best", "adapter", "sft")
 
 
 def backup(reader: JournalReader, to: Path) -> None:
-    """Raises:
-    JournalError: `to` exists or cannot be written, or checkpoints come and go faster than they are copied.
-    """
+    """`JournalError` if `to` exists or cannot be written, or checkpoints come and go faster than they are copied."""
     if to.exists():
         raise JournalError(f"--to {to}: exists already; choose a new folder")
     try:

@@ -13,12 +13,12 @@ from pathlib import Path
 from protocol.errors import ExitCode
 from replay.journal.rows import STATES, GroupFilter
 from tools.command import add_run, run_place, run_tool, tool_parser, whole
-from tools.journal.selection import VERDICTS, Selection
 from tools.journal.stats import stats
 from tools.journal.views import lineage, list_groups, quarantine
 from tools.run_reader import RunReader
 
 PROGRAM = "rl-journal"
+VERDICTS = ("failed", "solved", "mixed", "unscored")  # as in replay.prompts.rerolls, which this command need not import
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -35,7 +35,7 @@ def _look(chosen: argparse.Namespace) -> ExitCode:
             case "stats":
                 stats(reader, as_json=chosen.json)
             case "list":
-                list_groups(reader, _selection(chosen), as_json=chosen.json)
+                list_groups(reader.rows(_wanted(chosen), chosen.limit), as_json=chosen.json)
             case "quarantine":
                 quarantine(reader, as_json=chosen.json)
             case "lineage":
@@ -47,7 +47,7 @@ def _look(chosen: argparse.Namespace) -> ExitCode:
             case "export":
                 from tools.journal.export import export
 
-                export(reader, _selection(chosen), chosen.to)
+                export(reader, _wanted(chosen), chosen.limit, chosen.to)
             case "backup":
                 from tools.journal.backup import backup
 
@@ -59,9 +59,10 @@ def _look(chosen: argparse.Namespace) -> ExitCode:
     return ExitCode.OK
 
 
-def _selection(chosen: argparse.Namespace) -> Selection:
-    wanted = GroupFilter(chosen.version, chosen.step, chosen.state, chosen.reward, chosen.prompt)
-    return Selection(wanted, chosen.limit, chosen.verdict, chosen.replays)
+def _wanted(chosen: argparse.Namespace) -> GroupFilter:
+    return GroupFilter(
+        chosen.version, chosen.step, chosen.state, chosen.reward, chosen.prompt, chosen.verdict, chosen.replays
+    )
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -35,11 +35,8 @@ class ContentReader:
         self._facts = reader.facts()
 
     def read(self, row: GroupRow) -> Content | None:
-        """The content of a group; None if the trainer has deleted the group since its row was read.
-
-        Raises:
-            JournalError: the body is missing, damaged, or not the group of this row.
-        """
+        """The content of a group; None if the trainer has deleted it since its row was read. `JournalError` if the body is
+        damaged, or not the group of this row."""
         frame = self._reader.body(row)
         if frame is None:
             return None
@@ -78,12 +75,8 @@ class ContentReader:
 
 
 def load_tokenizer(facts: dict[str, str]) -> Any:
-    """The tokenizer of the run. It is never downloaded, and code that comes with a model is never run: a journal is data, and
-    reading one is no decision to run what it names.
-
-    Raises:
-        JournalError: it cannot be loaded. The text says why.
-    """
+    """The tokenizer of the run, or `JournalError` that says why not. It is never downloaded, and code that comes with a model
+    is never run: a journal is data, and reading one is no decision to run what it names."""
     folder = facts.get("model_path")
     if folder is None:
         raise JournalError("the journal does not say which model it is of")

@@ -14,9 +14,8 @@ from protocol.errors import JournalError
 from protocol.files.json_lines import encode_line
 from protocol.files.staged import staged
 from replay.journal.reader import JournalReader
-from replay.journal.rows import GroupRow
+from replay.journal.rows import GroupFilter, GroupRow
 from tools.journal.content import Content, ContentReader
-from tools.journal.selection import Selection
 from tools.journal.views import as_dict
 from tools.tables import plain, say, with_progress
 
@@ -27,12 +26,10 @@ _ROW_GROUP_ROWS = 1000
 _ROW_GROUP_BYTES = 64 * 2**20
 
 
-def export(reader: JournalReader, chosen: Selection, to: Path) -> None:
-    """Raises:
-    JournalError: a group is damaged, or `to` cannot be written.
-    """
-    bodies = ContentReader(reader)
-    rows = with_progress(chosen.rows(reader), chosen.most(reader), "group")
+def export(reader: JournalReader, wanted: GroupFilter, newest: int, to: Path) -> None:
+    """Writes the newest so many groups, or (0) all; `JournalError` if one is damaged, or `to` cannot be written."""
+    bodies, total = ContentReader(reader), reader.count(wanted)
+    rows = with_progress(reader.rows(wanted, newest), min(total, newest or total))
     records = (_record(row, content) for row in rows if (content := bodies.read(row)) is not None)
     write: Callable[[Iterator[dict[str, Any]], Path], int] = _parquet if to.suffix == ".parquet" else _jsonl
     try:

@@ -22,9 +22,7 @@ Span = NDArray[Any]
 
 
 def show(reader: JournalReader, group_id: str, *, every_token: bool) -> None:
-    """Raises:
-    JournalError: the group is not there, or damaged.
-    """
+    """`JournalError` if the group is not there, or damaged."""
     row = reader.row(group_id)
     content = ContentReader(reader).read(row) if row is not None else None
     if row is None or content is None:

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from replay.journal.reader import JournalReader
-from replay.journal.rows import EVERY_GROUP
-from tools.journal.selection import Selection
+from replay.journal.rows import GroupFilter
 from tools.tables import clock, number, say, say_json, say_table, size, span
 
 _MEANING = {
@@ -139,7 +138,7 @@ def _replays(reader: JournalReader) -> dict[str, Any]:
         if row is not None and version is not None:
             num_aged += 1
             age += version - row.policy_version
-    num_groups = sum(1 for _ in Selection(EVERY_GROUP, replays=(1, num_uses)).rows(reader)) if num_uses else 0
+    num_groups = reader.count(GroupFilter(replays=(1, num_uses)))
     return {"uses": num_uses, "groups": num_groups, "mean_age_versions": _share(age, num_aged)}
 
 

@@ -37,7 +37,7 @@ def _found_by(check: Callable[[JournalReader], Iterable[str]], reader: JournalRe
 def _groups(reader: JournalReader) -> Iterator[str]:
     bodies = ContentReader(reader)
     num_groups = num_bytes = 0
-    for row in with_progress(reader.rows(), reader.count(), "group"):
+    for row in with_progress(reader.rows(), reader.count()):
         num_groups += 1
         num_bytes += row.num_bytes
         try:

@@ -11,12 +11,10 @@ from typing import Any
 from protocol.errors import JournalError
 from replay.journal.reader import JournalReader
 from replay.journal.rows import GroupFilter, GroupRow
-from tools.journal.selection import Selection
 from tools.tables import clock, number, say, say_json, say_table, size, span, span_of_steps
 
 
-def list_groups(reader: JournalReader, chosen: Selection, *, as_json: bool) -> None:
-    rows = chosen.rows(reader)
+def list_groups(rows: Iterator[GroupRow], *, as_json: bool) -> None:
     if as_json:
         for row in rows:
             say_json(as_dict(row))
@@ -74,11 +72,7 @@ def quarantine(reader: JournalReader, *, as_json: bool) -> None:
 
 
 def lineage(reader: JournalReader, step: int) -> None:
-    """Shows which groups made optimizer step `step`.
-
-    Raises:
-        JournalError: the journal does not hold that step.
-    """
+    """Shows which groups made optimizer step `step`; `JournalError` if the journal does not hold it."""
     batch = next(reader.batches(step), None)
     if batch is None or batch.step > step:
         raise JournalError(

@@ -8,10 +8,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from protocol import __version__
 from protocol.errors import ConfigError, ExitCode
 from protocol.security.keys import AUTHORIZED, TRAINER, check_identity, fingerprint, generate, read_public, write_public
-from tools.command import ToolParser, run_tool
+from tools.command import run_tool, tool_parser
 
 PROGRAM = "rl-keys"
 
@@ -97,8 +96,7 @@ def _revoke(folder: Path, name: str) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = ToolParser(prog=PROGRAM, description="Keys of the trainer and its producers (docs/security.md).")
-    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    parser = tool_parser(PROGRAM, "Keys of the trainer and its producers (docs/security.md).")
     parser.add_argument(
         "--keys", metavar="DIR", type=Path, default=Path("keys"), help="folder of the keys (default: %(default)s)"
     )

@@ -13,8 +13,8 @@ from protocol.config.loader import load_config
 from protocol.errors import ExitCode
 from protocol.files.json_lines import encode_line
 from protocol.service import logs
-from protocol.service.command_line import select_gpus
-from tools.command import add_config, run_tool, tool_parser, whole
+from protocol.service.command_line import add_config, select_gpus
+from tools.command import run_tool, tool_parser, whole
 
 PROGRAM = "rl-reward"
 _NUMBER = partial(whole, least=1, most=4096)

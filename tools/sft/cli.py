@@ -19,12 +19,12 @@ def main() -> None:
     arguments = arguments_parser.parse_args()
 
     def check_libraries(config: RunConfig) -> None:
-        from tools.sft.run import check_libraries
+        from tools.sft.trainer import check_libraries
 
         check_libraries(config)
 
     def run(config: RunConfig, gpus: list[int]) -> ExitCode:
-        from tools.sft.run import run
+        from tools.sft.trainer import run
 
         return run(config, gpus, to=arguments.to or Path(config.run_dir) / "sft")
 

@@ -16,20 +16,12 @@ class Prompts(Protocol):
 
     def __getitem__(self, prompt_id: int) -> tuple[Any, dict[str, Any]]: ...
 
-    def place(self, prompt_id: int) -> str:
-        """Row and dataset, for messages."""
-        ...
+    def place(self, prompt_id: int) -> str: ...
 
 
 def training_rows(prompts: Prompts, section: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Rows `{"prompt": ..., "completion": ...}` for TRL.
-
-    Args:
-        section: `sft` of the configuration file.
-
-    Raises:
-        DatasetError: a row has no completion, or one of another form than its prompt or the rows before.
-    """
+    """Rows `{"prompt": ..., "completion": ...}` for TRL, as the section `sft` says; `DatasetError` if a row has no completion,
+    or one of another form than its prompt or the rows before."""
     form: type | None = None
     for prompt_id in range(len(prompts)):
         prompt, columns = prompts[prompt_id]

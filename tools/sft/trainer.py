@@ -1,6 +1,7 @@
-"""Supervised training of the run's LoRA with TRL's SFTTrainer.
+"""`rl-sft` trains a supervised warm start from the run's own configuration and dataset, with TRL's SFTTrainer.
 
-Guarantee: every option of `trl.SFTConfig` that is not refused is TRL's own; only the completions count in the loss unless
+Guarantee: the result is a plain PEFT adapter with the run's `lora` settings, which `lora.init_from` takes; it appears whole and
+on the disk. Every option of `trl.SFTConfig` that is not refused is TRL's own; only the completions count in the loss unless
 `sft.completion_only_loss` says otherwise.
 """
 
@@ -8,27 +9,57 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import datasets
 from datasets import Dataset
 from peft import LoraConfig, PeftModel
 from transformers import PrinterCallback, TrainerCallback
+from transformers.utils import logging as transformers_logging
 
+from consumer.checkpoints.adapter_folder import AdapterFolder
 from consumer.prompts.tokenizer import load_tokenizer
 from consumer.training.import_guard import without_vllm
-from consumer.training.trl_arguments import REFUSALS
+from consumer.training.trl_arguments import REFUSALS, build_lora
 from protocol.config.library_rules import for_library
 from protocol.config.library_section import build
 from protocol.config.run import RunConfig
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, ExitCode
+from protocol.files.staged import staged
+from protocol.service import logs
+from tools.run_inputs import RunInputs
+from tools.sft.rows import training_rows
 
 with without_vllm():
     from trl import SFTConfig, SFTTrainer
 
 
+def check_libraries(config: RunConfig) -> None:
+    """Validates the `sft` and `lora` sections by TRL and PEFT, without loading a model."""
+    build_lora(config)
+    build_sft_arguments(config, Path(config.run_dir), on_gpu=False)
+
+
+def run(config: RunConfig, gpus: list[int], *, to: Path) -> ExitCode:
+    """Writes the adapter to the new folder `to`, or raises a `SlipstreamError`."""
+    if to.exists():
+        raise ConfigError(f"--to: {to} exists already; remove it, or choose another folder")
+    logs.adopt_libraries()
+    datasets.disable_progress_bars()
+    transformers_logging.disable_progress_bar()
+    with staged(to) as partial:
+        lora, arguments = build_lora(config), build_sft_arguments(config, partial, on_gpu=bool(gpus))
+        inputs = RunInputs(config)
+        rows = Dataset.from_list(list(training_rows(inputs.prompts(), config.sft)))
+        if config.dataset.chat_template_kwargs:
+            rows = rows.add_column("chat_template_kwargs", [config.dataset.chat_template_kwargs] * len(rows))
+        sys.stdout.write(f"rl-sft: {len(rows)} rows\n")
+        train(inputs.model_folder, arguments, lora, rows).save_pretrained(partial)
+        AdapterFolder.read(partial, "rl-sft")
+    sys.stdout.write(f"rl-sft: wrote {to}; start from it with --set lora.init_from={to}\n")
+    return ExitCode.OK
+
+
 def build_sft_arguments(config: RunConfig, output_dir: Path, *, on_gpu: bool) -> SFTConfig:
-    """
-    Raises:
-        ConfigError: TRL does not know a key or refuses a value.
-    """
+    """`ConfigError` if TRL does not know a key or refuses a value."""
     chosen = for_library("sft", config.sft)
     options = chosen.pop("model_init_kwargs", None) or {}
     if not isinstance(options, dict):
@@ -49,16 +80,8 @@ def build_sft_arguments(config: RunConfig, output_dir: Path, *, on_gpu: bool) ->
 
 
 def train(model_folder: Path, arguments: SFTConfig, lora: LoraConfig, rows: Dataset) -> PeftModel:
-    """
-    Args:
-        rows: with `prompt` and `completion`, and perhaps `chat_template_kwargs`.
-
-    Returns:
-        The model with the trained adapter.
-
-    Raises:
-        ConfigError: TRL or PEFT refused.
-    """
+    """Returns the model with the trained adapter; `ConfigError` if TRL or PEFT refused. The rows have `prompt` and
+    `completion`, and perhaps `chat_template_kwargs`."""
     try:
         trainer = SFTTrainer(
             model=str(model_folder),

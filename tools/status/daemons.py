@@ -23,14 +23,10 @@ _STRANGER = "what answers there is no daemon of Slipstream"
 
 
 class Answer(NamedTuple):
-    """The status of one daemon, or the reason why there is none.
-
-    Args:
-        at: Unix time.
-    """
+    """The status of one daemon, or the reason why there is none."""
 
     source: DaemonAddress
-    at: float
+    at: float  # Unix time
     status: Status | None = None
     error: str | None = None
 

@@ -13,12 +13,8 @@ SHORTEST_S = 10.0
 
 
 class Rates:
-    """The rates of one daemon.
-
-    Args:
-        said: its documents, oldest first, the last one of now.
-        clock: the totals, in seconds, that grow all the time while it works; they say how long it has worked.
-    """
+    """The rates of one daemon, from its documents, oldest first, the last one of now. The totals in `clock`, in seconds, grow
+    all the time while it works, and so say how long it has worked."""
 
     def __init__(self, said: Sequence[Status], clock: Sequence[str]) -> None:
         self._now, self._clock = said[-1], clock

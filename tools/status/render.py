@@ -31,10 +31,6 @@ Value = tuple[str, Any, Callable[[Any], str]]
 
 
 def render(view: View, warned: Sequence[Warned], width: int) -> RenderableType:
-    """
-    Args:
-        width: of the terminal, in characters.
-    """
     width = min(_WIDEST, max(NARROWEST, width))
     content = width - 4 - _LABEL - 2
     trainer = view.trainer or TrainerView()

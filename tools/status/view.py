@@ -73,30 +73,21 @@ class TrainerView(Struct, frozen=True, kw_only=True):
 
 
 class ProducerView(Struct, frozen=True, kw_only=True):
-    """One producer: what it says itself, and what the trainer says of it.
-
-    Args:
-        address: None if only the trainer knows the producer.
-        connected: whether it says so itself or, if it does not answer, the trainer does.
-        lag: versions by which it is behind the newest.
-        refused_version: the version that it refuses to serve; -1 if there is none.
-        heard_s: time since the trainer heard from it.
-        leases: the leases that it holds, by stage; only `held` if the trainer alone knows them.
-    """
+    """One producer: what it says itself, and what the trainer says of it."""
 
     name: str
-    address: str | None = None
+    address: str | None = None  # None if only the trainer knows it
     error: str | None = None
     not_ready: dict[str, str] = {}
     release: str | None = None
     rates_over_s: float | None = None
     rates_since_start: bool | None = None
-    connected: bool | None = None
+    connected: bool | None = None  # as it says itself or, if it does not answer, the trainer
     policy_version: int | None = None
-    lag: int | None = None
-    refused_version: int | None = None
-    heard_s: float | None = None
-    leases: dict[str, int] = {}
+    lag: int | None = None  # versions by which it is behind the newest
+    refused_version: int | None = None  # that it refuses to serve; -1 if there is none
+    heard_s: float | None = None  # since the trainer heard from it
+    leases: dict[str, int] = {}  # that it holds, by stage; only `held` if the trainer alone knows them
     paused: bool | None = None
     idle_share: float | None = None
     tokens_per_s: float | None = None
@@ -106,19 +97,13 @@ class ProducerView(Struct, frozen=True, kw_only=True):
 
 
 class View(Struct, frozen=True, kw_only=True):
-    """The whole run.
+    """The whole run."""
 
-    Args:
-        at: Unix time.
-        silent: addresses of which nobody knows what they are, and why they say nothing.
-        rewards: mean reward of the last steps, by step.
-    """
-
-    at: float
+    at: float  # Unix time
     trainer: TrainerView | None
     producers: list[ProducerView]
-    silent: dict[str, str]
-    rewards: dict[int, float] = {}
+    silent: dict[str, str]  # addresses of which nobody knows what they are, and why they say nothing
+    rewards: dict[int, float] = {}  # mean ones of the last steps, by step
 
     @property
     def answers(self) -> bool:

@@ -16,7 +16,7 @@ from protocol.errors import ConfigError
 from tests.integration.models import random_adapter, reference_logprobs
 from tests.unit.consumer.builders import run_config
 from tools.export import merge as export
-from tools.export.adapter_choice import choose_adapter
+from tools.export.merge import choose_adapter
 
 
 @pytest.fixture

@@ -16,8 +16,7 @@ from replay.prompts.rerolls import Verdict
 from tests.unit.protocol.config.files import MINIMAL
 from tests.unit.replay.journal.test_journal_reader import contents, entry
 from tests.unit.tools.journal.command import Command
-from tools.journal.cli import main
-from tools.journal.selection import VERDICTS
+from tools.journal.cli import VERDICTS, main
 
 REPOSITORY = Path(__file__).parents[4]
 
@@ -127,7 +126,7 @@ def test_a_bug_ends_with_its_traceback_and_code(
     monkeypatch.setattr("tools.journal.stats.collect", lambda reader: {}["a bug"])
     command("stats", code=ExitCode.BUG)
     assert command.err.startswith("Traceback (most recent call last)")
-    assert command.err.endswith("rl-journal: this is a bug; please report it with the traceback above\n")
+    assert command.err.endswith("rl-journal: this is a bug; please report it with its traceback\n")
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["list", "--help"], ["RUN", "list"], ["RUN", "stats"]], ids=" ".join)

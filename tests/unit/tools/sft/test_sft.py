@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.unit.consumer.builders import run_config
-from tools.sft import run as sft
+from tools.sft import trainer as sft
 
 
 def run(folder: Path, model: Path) -> Path:
