@@ -11,7 +11,7 @@ from typing import Any
 
 from producer.environments.atropos import Atropos
 from producer.environments.pool import EnvironmentPool
-from producer.interfaces import Engine
+from producer.interfaces import Engine, LinkEvents
 from producer.link.link import Link
 from producer.link.mailbox import Mailbox
 from producer.policies.loading import PolicyLoader
@@ -22,13 +22,11 @@ from producer.rollouts.admission import Admission
 from producer.rollouts.chat import ChatFormat
 from producer.rollouts.engine_access import EngineAccess
 from producer.rollouts.finish import Finish
-from producer.rollouts.generation import Generation
+from producer.rollouts.generation import Generation, RolloutSource
 from producer.rollouts.in_flight import InFlight
-from producer.rollouts.outside_rollouts import AgentRollouts, AtroposRollouts
-from producer.rollouts.plain_rollouts import PlainRollouts
 from producer.rollouts.played_rollouts import PlayedRollouts
 from producer.rollouts.prompts import PromptFormat, load_tokenizer
-from producer.rollouts.source import RolloutSource
+from producer.rollouts.sources import AgentRollouts, AtroposRollouts, PlainRollouts
 from producer.serving.generation import ServedEngine
 from producer.serving.serving import Serving
 from producer.startup import Base, Helpers
@@ -52,46 +50,42 @@ class Producer:
     supervision: Supervision
 
 
-class LoopEvents:
-    """`LinkEvents` of a producer: each is acted on by the loop's thread, in the order in which the link's thread told them.
-    Versions may mean other weights when another trainer process begins a session, so whoever keeps any has to forget them."""
+def link_events(
+    generation: Generation,
+    access: EngineAccess,
+    registry: AdapterRegistry,
+    forget: Sequence[Callable[[], None]],
+    ended: Callable[[BaseException | None], None],
+) -> LinkEvents:
+    """Each is acted on by the loop's thread, in the order in which the link's thread told them. Versions may mean other weights
+    when another trainer process begins a session, so whoever keeps any has to forget them."""
+    loop = asyncio.get_running_loop()
 
-    def __init__(
-        self,
-        generation: Generation,
-        access: EngineAccess,
-        registry: AdapterRegistry,
-        forget: Sequence[Callable[[], None]],
-        ended: Callable[[BaseException | None], None],
-    ) -> None:
-        loop = asyncio.get_running_loop()
+    def on_loop(function: Callable[..., None]) -> Callable[..., object]:
+        return partial(loop.call_soon_threadsafe, function)
 
-        def on_loop(function: Callable[..., None]) -> Callable[..., Any]:
-            return partial(loop.call_soon_threadsafe, function)
+    def start_session(policy: PolicyInfo) -> None:
+        generation.hand_back_above(policy.version)
+        registry.start_session(policy)
+        for part in forget:
+            part()
 
-        def begin_run(policy: PolicyInfo) -> None:
-            generation.abandon_all()
-            start_session(policy)
+    def begin_run(policy: PolicyInfo) -> None:
+        generation.abandon_all()
+        start_session(policy)
 
-        def go_on(policy: PolicyInfo) -> None:
-            generation.hand_back_above(policy.version)
-            start_session(policy)
-
-        def start_session(policy: PolicyInfo) -> None:
-            registry.start_session(policy)
-            for part in forget:
-                part()
-
-        self.run_began = on_loop(begin_run)
-        self.session_began = on_loop(go_on)
-        self.leased = on_loop(generation.start)
-        self.abandoned = on_loop(generation.abandon)
-        self.policy_arrived = on_loop(registry.offer)
-        self.policy_refused = on_loop(registry.refuse)
-        self.fetched = on_loop(registry.on_fetched)
-        self.evaluates = on_loop(registry.note_evaluation)
-        self.outbox_full = on_loop(access.pause)
-        self.ended = on_loop(ended)
+    return LinkEvents(
+        run_began=on_loop(begin_run),
+        session_began=on_loop(start_session),
+        leased=on_loop(generation.start),
+        abandoned=on_loop(generation.abandon),
+        policy_arrived=on_loop(registry.offer),
+        policy_refused=on_loop(registry.refuse),
+        fetched=on_loop(registry.on_fetched),
+        evaluates=on_loop(registry.note_evaluation),
+        outbox_full=on_loop(access.pause),
+        ended=on_loop(ended),
+    )
 
 
 def build_producer(base: Base, helpers: Helpers, engine: Engine) -> Producer:
@@ -112,24 +106,17 @@ def build_producer(base: Base, helpers: Helpers, engine: Engine) -> Producer:
         atropos = Atropos(config, can.facts.max_model_len, lambda: counters.policy_version)
     source = build_source(base, helpers, engine, tokenizer, access, atropos)
     finish = Finish(config.reward_names, source.reward_names, rewards, counters, base.metrics)
-    generation = Generation(source, finish, in_flight.busy, counters, base.tasks.spawn, mailbox.answer)
+    generation = Generation(source, finish, in_flight.busy, counters, base.tasks.spawn, mailbox.put)
     serving = None
     if helpers.listener is not None:
         served = ServedEngine(engine.openai_server(config), registry, can.max_num_seqs, in_flight.busy.running)
         serving = Serving(config, name, helpers.client_keys, served, base.watch.registry, helpers.agents, atropos)
         health.check_ready("serve", partial(getattr, serving, "problem"))
     forget = [part.forget for part in (atropos, serving) if part is not None]
-    events = LoopEvents(generation, access, registry, forget, base.tasks.settle)
-    link = Link(
-        mailbox,
-        Hello(name, can.facts, 2 * max_groups, swap_mode=config.swap.mode, evaluates=config.evaluation is not None),
-        config.transport,
-        config.control_endpoint,
-        events,
-        counters,
-        generation.workload,
-        partial(health.beat, "link"),
-    )
+    events = link_events(generation, access, registry, forget, base.tasks.settle)
+    hello = Hello(name, can.facts, 2 * max_groups, swap_mode=config.swap.mode, evaluates=config.evaluation is not None)
+    beat, endpoint = partial(health.beat, "link"), config.control_endpoint
+    link = Link(mailbox, hello, config.transport, endpoint, events, counters, generation.workload, beat)
 
     def look() -> Situation:
         work, delivery = generation.workload(), link.delivery()
@@ -150,7 +137,7 @@ def build_registry(base: Base, engine: Engine, mailbox: Mailbox) -> AdapterRegis
     return AdapterRegistry(
         PolicyLoader(engine.weights, base.folder_for, proof),
         SwapReport(base.counters, base.metrics, base.timeline),
-        mailbox.fetch,
+        mailbox.put,
         evaluation.hold_swap_s if evaluation and not engine.capabilities.holds_versions else None,
     )
 

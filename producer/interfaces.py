@@ -4,6 +4,7 @@ Guarantee: nothing here imports a library, so every part can be tested with stan
 """
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
@@ -145,33 +146,21 @@ class Engine(Protocol):
         """Ends the engine. What is asked of it from then on is an `EngineError`."""
 
 
-class LinkEvents(Protocol):
-    """What the link tells the rest of the producer. Called on the link's thread."""
+@dataclass(frozen=True)
+class LinkEvents:
+    """What the link tells the rest of the producer, on its own thread."""
 
-    def run_began(self, policy: PolicyInfo) -> None:
-        """A run that this producer has not served before; every lease of the one before is void."""
-
-    def session_began(self, policy: PolicyInfo) -> None:
-        """Another trainer process of the same run. Its leases go on, and its newest version may be an older one."""
-
-    def leased(self, lease: Lease) -> None: ...
-
-    def abandoned(self, lease_id: str) -> None:
-        """The trainer does not want this lease's group any more."""
-
-    def policy_arrived(self, downloaded: DownloadedPolicy) -> None: ...
-
-    def policy_refused(self, policy: PolicyInfo, reason: str) -> None:
-        """It is not taken from the trainer."""
-
-    def fetched(self, policy: PolicyInfo, downloaded: DownloadedPolicy | None) -> None:
-        """What `Link.fetch` asked for; None: the trainer does not have it."""
-
-    def evaluates(self, policy: PolicyInfo | None) -> None:
-        """Which policy the trainer evaluates now; said again and again."""
-
-    def outbox_full(self, full: bool) -> None:
-        """Said when it changes: while it is full, no generation may begin."""
-
-    def ended(self, error: BaseException | None) -> None:
-        """The last call. None: the trainer has finished, or `stop` was called."""
+    run_began: Callable[[PolicyInfo], object]  # one not served here before; every lease of the one before is void
+    session_began: Callable[
+        [PolicyInfo], object
+    ]  # of another process of the run; its newest version may be an older one
+    leased: Callable[[Lease], object]
+    abandoned: Callable[[str], object]  # the trainer does not want this lease's group any more
+    policy_arrived: Callable[[DownloadedPolicy], object]
+    policy_refused: Callable[[PolicyInfo, str], object]  # it is not taken from the trainer, for this reason
+    fetched: Callable[[PolicyInfo, DownloadedPolicy | None], object]  # what was asked for; None: the trainer lacks it
+    evaluates: Callable[[PolicyInfo | None], object]  # which policy the trainer evaluates now; said again and again
+    outbox_full: Callable[[bool], object]  # said when it changes: while it is full, no generation may begin
+    ended: Callable[
+        [BaseException | None], object
+    ]  # the last one; None: the trainer has finished, or `stop` was called

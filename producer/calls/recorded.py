@@ -8,7 +8,8 @@ records are bounded in bytes and in time; the oldest goes first.
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 from isal.isal_zlib import crc32
@@ -50,25 +51,18 @@ class Span:
     call: RecordedCall
 
 
+@dataclass
 class RecordedCalls:
-    """See the module's guarantee.
+    """At most `max_bytes` of calls, each for `keep_s` seconds."""
 
-    Args:
-        max_bytes: of all calls.
-        keep_s: seconds after which a call is forgotten.
-    """
-
-    def __init__(
-        self, max_bytes: int = _MAX_BYTES, keep_s: float = _KEEP_S, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._max_bytes = max_bytes
-        self._keep_s = keep_s
-        self._clock = clock
-        self._calls: dict[RecordedCall, None] = {}  # the oldest first
-        self._by_prompt: defaultdict[tuple[int, int], list[RecordedCall]] = defaultdict(list)
-        self._lengths: Counter[int] = Counter()  # of prompts
-        self.num_bytes = 0
-        self.evicted = 0  # calls that had to make room
+    max_bytes: int = _MAX_BYTES
+    keep_s: float = _KEEP_S
+    clock: Callable[[], float] = time.monotonic
+    num_bytes: int = 0
+    evicted: int = 0  # calls that had to make room
+    _calls: dict[RecordedCall, None] = field(default_factory=dict)  # the oldest first
+    _by_prompt: defaultdict[tuple[int, int], list[RecordedCall]] = field(default_factory=partial(defaultdict, list))
+    _lengths: Counter[int] = field(default_factory=Counter)  # of prompts
 
     def __len__(self) -> int:
         return len(self._calls)
@@ -83,7 +77,7 @@ class RecordedCalls:
             np.array(sampled.logprobs, "<f4"),
             np.array(sampled.token_versions, "<i4"),
             sampled.finish_reason == "length",
-            self._clock(),
+            self.clock(),
         )
         self._calls[call] = None
         self._by_prompt[_key(call)].append(call)
@@ -127,10 +121,10 @@ class RecordedCalls:
         self.remove(list(self._calls))
 
     def _make_room(self) -> None:
-        oldest_kept = self._clock() - self._keep_s
+        oldest_kept = self.clock() - self.keep_s
         while self._calls:
             call = next(iter(self._calls))
-            if self.num_bytes > self._max_bytes:
+            if self.num_bytes > self.max_bytes:
                 self.evicted += 1
             elif call.at >= oldest_kept:
                 return

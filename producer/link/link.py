@@ -68,7 +68,6 @@ class Link(threading.Thread):
         super().__init__(name="link", daemon=True)
         self._mailbox = mailbox
         self._channel = mailbox.channel
-        self._timeout_s = transport.heartbeat_timeout_s
         self._events = events
         self._counters = counters
         self._beat = beat
@@ -76,7 +75,7 @@ class Link(threading.Thread):
         self._connection = Connection(endpoint, transport.heartbeat_timeout_s)
         self._outbox = Outbox(transport.max_unacked_bytes)
         self._was_full = False
-        self._source = TrainerSource(transport.blob_chunk_bytes, mailbox.call)
+        self._source = TrainerSource(transport.blob_chunk_bytes, mailbox.put)
         self._downloads = PolicyDownloads(self._source, events)
         self._sender = Sender(self._channel, self._outbox, self._source, hello, counters, workload)
         self._run_id = self._session = ""
@@ -89,7 +88,7 @@ class Link(threading.Thread):
 
     def delivery(self) -> Delivery:
         """Read by another thread: each number is true, but not all at the same moment."""
-        box, heard_ago_s = self._outbox, self._connection.heard_ago_s(time.monotonic())
+        box, heard_ago_s = self._outbox, time.monotonic() - self._connection.heard_at
         return Delivery(self.connected, heard_ago_s, box.num_held, box.num_groups, box.num_bytes, box.full)
 
     def stop(self, flush_s: float) -> None:
@@ -120,13 +119,13 @@ class Link(threading.Thread):
             self._say_goodbye()
             return True
         if self._connection.is_silent(now):
-            self._lose(f"the trainer has been silent for {self._timeout_s:g} s")
+            self._lose(f"the trainer has been silent for {self._connection.timeout_s:g} s")
         if self.connected:
             self._sender.send_due(now)
         else:
             self._greet(now)
         for message in self._channel.poll(_TICK_S):
-            self._connection.note_message(time.monotonic())
+            self._connection.heard_at = time.monotonic()
             if isinstance(message, BadFrame):
                 self._refuse(message)
             elif self._receive(message):
@@ -140,7 +139,7 @@ class Link(threading.Thread):
         if self._connection.hello_due(now):
             self._schema_version = self._channel.schema_version
             if self._sender.greet(self._run_id):
-                self._connection.note_hello(now)
+                self._connection.hello_at = now
 
     def _lose(self, reason: str) -> None:
         if self.connected:
@@ -156,14 +155,14 @@ class Link(threading.Thread):
             self._channel.send(Bye("stopping"))
 
     def _take_mail(self) -> None:
-        for item in self._mailbox.take():
-            match item:
+        for mail in self._mailbox.take():
+            match mail:
                 case PolicyInfo():
-                    self._downloads.request(item)
+                    self._downloads.request(mail)
                 case Group() | Nack():
-                    self._outbox.finish(item)
+                    self._outbox.finish(mail)
                 case _:
-                    item()
+                    mail()
 
     def _note_fullness(self) -> None:
         full = self._outbox.full
@@ -217,13 +216,13 @@ class Link(threading.Thread):
         """A trainer of the release before refuses everything but its own schema: no verdict on this producer."""
         if self.connected:
             self._lose("the trainer is of another release now")
-        elif not self._connection.greeted:
+        elif self._connection.hello_at is None:
             pass  # left over from before the reset
         elif self._channel.schema_version == self._schema_version:
             raise IncompatiblePeerError("the trainer refused this producer:\n  " + "\n  ".join(problems))
         else:
             logger.info("the trainer is of the release before: greeting it in schema %d", self._channel.schema_version)
-            self._connection.greet_again()
+            self._connection.hello_at = None
 
     def _begin_session(self, welcome: Welcome) -> None:
         if welcome.session != self._session:
@@ -239,6 +238,6 @@ class Link(threading.Thread):
         logs.bind(run=welcome.run_id)
         logger.info("connected to the trainer of run %s (policy v%d)", welcome.run_id, welcome.policy.version)
         self._run_id, self._session = welcome.run_id, welcome.session
-        self._connection.note_welcome()
+        self._connection.connected = True
         self._sender.start_over(welcome.heartbeat_interval_s)
         self._downloads.announce(welcome.policy)

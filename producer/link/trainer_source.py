@@ -10,6 +10,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 
@@ -26,19 +27,22 @@ _WINDOW = 4  # requests for chunks that are on their way at a time
 _REPEAT_AFTER_S = 2.0
 
 
+@dataclass
 class Download:
     """What is known of one policy on its way, as a file or in chunks of `chunk_bytes`."""
 
-    def __init__(self, policy: PolicyInfo, chunk_bytes: int, done: Done) -> None:
-        self.policy = policy
-        self.done = done
-        self.offer: PolicyOffer | None = None
-        self.reads_file = False
-        self._announced_at = time.monotonic()
-        self._chunk_bytes = chunk_bytes
-        self._offsets = range(0, policy.num_bytes, chunk_bytes)
-        self._chunks: dict[int, bytes] = {}
-        self._asked_at: dict[int | None, float] = {}  # by offset; None: for the offer
+    policy: PolicyInfo
+    chunk_bytes: int
+    done: Done
+    offer: PolicyOffer | None = None
+    reads_file: bool = False
+    asked_at: dict[int | None, float] = field(default_factory=dict)  # by offset; None: for the offer
+    _announced_at: float = field(default_factory=time.monotonic)
+    _chunks: dict[int, bytes] = field(default_factory=dict)
+
+    @property
+    def _offsets(self) -> range:
+        return range(0, self.policy.num_bytes, self.chunk_bytes)
 
     def due_requests(self, now: float, *, knows_offers: bool) -> list[PolicyRequest | BlobRequest]:
         """What to ask for now: the offer, then as much as the window has room for; and what stayed unanswered for too long."""
@@ -53,14 +57,10 @@ class Download:
 
     def _is_due(self, what: int | None, now: float) -> bool:
         """Notes that it is asked for now, if so."""
-        if now - self._asked_at.get(what, -math.inf) < _REPEAT_AFTER_S:
+        if now - self.asked_at.get(what, -math.inf) < _REPEAT_AFTER_S:
             return False
-        self._asked_at[what] = now
+        self.asked_at[what] = now
         return True
-
-    def forget_requests(self) -> None:
-        """The connection is gone, and every request with it."""
-        self._asked_at.clear()
 
     def receive(self, chunk: BlobChunk) -> bytes | None:
         """Returns all bytes when this chunk was the last one missing."""
@@ -74,23 +74,23 @@ class Download:
         return b"".join(self._chunks[offset] for offset in self._offsets)
 
     def _length(self, offset: int) -> int:
-        return min(self._chunk_bytes, self.policy.num_bytes - offset)
+        return min(self.chunk_bytes, self.policy.num_bytes - offset)
 
     def downloaded(self, blob: bytes, *, is_verified: bool) -> DownloadedPolicy:
         probe = None if self.offer is None else probe_of(self.offer)
         return DownloadedPolicy(self.policy, blob, self._announced_at, probe, is_verified)
 
 
+@dataclass
 class TrainerSource:
     """A `PolicySource`. Belongs to the link's thread, which `post` has do something, from any thread."""
 
-    def __init__(self, chunk_bytes: int, post: Callable[[Callable[[], None]], None]) -> None:
-        self._chunk_bytes = chunk_bytes
-        self._post = post
-        self._downloads: dict[str, Download] = {}  # by digest
+    chunk_bytes: int
+    post: Callable[[Callable[[], None]], None]
+    _downloads: dict[str, Download] = field(default_factory=dict)  # by digest
 
     def fetch(self, policy: PolicyInfo, done: Done) -> None:
-        self._downloads[policy.digest] = Download(policy, self._chunk_bytes, done)
+        self._downloads[policy.digest] = Download(policy, self.chunk_bytes, done)
 
     def cancel(self, digest: str) -> None:
         self._downloads.pop(digest, None)
@@ -101,8 +101,9 @@ class TrainerSource:
         return [request for each in downloads for request in each.due_requests(now, knows_offers=knows_offers)]
 
     def forget_requests(self) -> None:
+        """The connection is gone, and every request with it."""
         for download in self._downloads.values():
-            download.forget_requests()
+            download.asked_at.clear()
 
     def receive(self, message: PolicyOffer | BlobChunk | BlobMissing) -> None:
         """Takes in an answer of the trainer."""
@@ -136,9 +137,9 @@ class TrainerSource:
         """Reads a file, on a thread of its own."""
         content: bytes | None = None
         try:
-            read = read_offered(path, policy.num_bytes)
-            verify(read, policy.digest)
-            content = read
+            content = read_offered(path, policy.num_bytes)
+            verify(content, policy.digest)
         except (UnusableFileError, BlobError) as error:
             logger.info("policy v%d comes over the wire, its file cannot be used: %s", policy.version, error)
-        self._post(partial(self.take_file, policy.digest, content))
+            content = None
+        self.post(partial(self.take_file, policy.digest, content))

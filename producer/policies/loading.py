@@ -9,7 +9,9 @@ import itertools
 import logging
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,15 +30,14 @@ class Loaded(NamedTuple):
     verify_s: float
 
 
+@dataclass
 class PolicyLoader:
     """`folder_for` says where an adapter of so many bytes is unpacked; the folder is ours alone."""
 
-    def __init__(self, weights: PolicyWeights, folder_for: Callable[[int], Path], proof: SwapProof) -> None:
-        self._weights = weights
-        self.activate = weights.activate
-        self._folder_for = folder_for
-        self._proof = proof
-        self._ids = itertools.count(1)
+    weights: PolicyWeights
+    folder_for: Callable[[int], Path]
+    proof: SwapProof
+    _ids: Iterator[int] = field(default_factory=partial(itertools.count, 1))
 
     async def load(self, downloaded: DownloadedPolicy) -> Loaded:
         """Loads a policy beside the others and verifies it; it is to be activated or discarded next. Raises AdapterRefusedError
@@ -44,11 +45,11 @@ class PolicyLoader:
         policy, blob = downloaded.policy, downloaded.blob
         number, started = next(self._ids), time.monotonic()
         name = f"v{policy.version}-{policy.digest[:8]}-{number}"
-        adapter = Adapter(policy.version, name, number, self._folder_for(len(blob)) / name)
+        adapter = Adapter(policy.version, name, number, self.folder_for(len(blob)) / name)
         try:
             digest = None if downloaded.is_verified else policy.digest
             await asyncio.to_thread(unpack, blob, digest, adapter.path)
-            await self._weights.load(adapter)
+            await self.weights.load(adapter)
         except (BlobError, AdapterRefusedError, OSError) as error:
             shutil.rmtree(adapter.path, ignore_errors=True)
             raise AdapterRefusedError(str(error)) from error
@@ -59,13 +60,13 @@ class PolicyLoader:
         return Loaded(adapter, loaded - started, time.monotonic() - loaded)
 
     async def discard(self, adapter: Adapter) -> None:
-        await self._weights.discard(adapter)
+        await self.weights.discard(adapter)
         shutil.rmtree(adapter.path, ignore_errors=True)
         logger.debug("policy v%d unloaded", adapter.version)
 
     async def _verify(self, adapter: Adapter, probe: Probe) -> str:
         try:
-            return self._proof.refusal(probe, await self._weights.verify(adapter, list(probe.token_ids)))
+            return self.proof.refusal(probe, await self.weights.verify(adapter, list(probe.token_ids)))
         except AdapterRefusedError as error:
             logger.warning("policy v%d cannot be verified: %s", adapter.version, error)
             return ""

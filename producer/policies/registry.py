@@ -13,7 +13,8 @@ import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 from producer.interfaces import Adapter, AdapterRefusedError, DownloadedPolicy, LeaseFailure
 from producer.policies.loading import PolicyLoader
@@ -33,35 +34,31 @@ class _Version:
     pins: int = 0
 
 
+@dataclass
 class AdapterRegistry:
     """Which adapter new requests start on, and which old ones are still needed. `fetch` asks for a policy that is not the
     newest, and `on_fetched` answers. A newer version waits `hold_s` for an evaluation; None: the engine has several versions at
     once."""
 
-    def __init__(
-        self,
-        loader: PolicyLoader,
-        report: SwapReport,
-        fetch: Callable[[PolicyInfo], None] = lambda policy: None,
-        hold_s: float | None = None,
-    ) -> None:
-        self._loader = loader
-        self._report = report
-        self._fetch = fetch
-        self._hold_s = hold_s
-        self._session = 0
-        self.current: Adapter | None = None  # what new requests start on
-        self._flipped = asyncio.Event()
-        self._versions: dict[Adapter, _Version] = {}
-        self._released = asyncio.Event()
-        self._offer: DownloadedPolicy | None = None
-        self._fetched_policy: DownloadedPolicy | None = None
-        self._offered = asyncio.Event()  # either of the two
-        self._evaluated: Adapter | None = None  # stays loaded until another one is evaluated
-        self._fetched = asyncio.Event()
-        self._unavailable: deque[PolicyInfo] = deque(maxlen=_MAX_UNAVAILABLE)
-        self._in_evaluation: PolicyInfo | None = None
-        self._may_swap = asyncio.Event()  # with `hold_s`
+    loader: PolicyLoader
+    report: SwapReport
+    fetch: Callable[[PolicyInfo], None] = lambda policy: None
+    hold_s: float | None = None
+    current: Adapter | None = None  # what new requests start on
+    _session: int = 0
+    _flipped: asyncio.Event = field(default_factory=asyncio.Event)
+    _versions: dict[Adapter, _Version] = field(default_factory=dict)
+    _released: asyncio.Event = field(default_factory=asyncio.Event)
+    _offer: DownloadedPolicy | None = None
+    _fetched_policy: DownloadedPolicy | None = None
+    _offered: asyncio.Event = field(default_factory=asyncio.Event)  # either of the two
+    _evaluated: Adapter | None = None  # stays loaded until another one is evaluated
+    _fetched: asyncio.Event = field(default_factory=asyncio.Event)
+    _unavailable: deque[PolicyInfo] = field(default_factory=partial(deque, maxlen=_MAX_UNAVAILABLE))
+    _in_evaluation: PolicyInfo | None = None
+    _may_swap: asyncio.Event = field(default_factory=asyncio.Event)  # with `hold_s`
+
+    def __post_init__(self) -> None:
         self._may_swap.set()
 
     @property
@@ -127,13 +124,13 @@ class AdapterRegistry:
         until another policy is evaluated. The caller sets the deadline. Raises LeaseFailure if it cannot be served here."""
         await self.wait_for(policy.version)
         while (adapter := self._serving(policy)) is None:
-            if self._hold_s is not None:
+            if self.hold_s is not None:
                 raise LeaseFailure(
                     "no_policy", f"v{policy.version} is evaluated, and the engine has other weights by now"
                 )
             if policy in self._unavailable:
                 raise LeaseFailure("no_policy", f"v{policy.version} is evaluated, and could not be had or loaded here")
-            self._fetch(policy)
+            self.fetch(policy)
             await self._fetched.wait()
         self._evaluated = adapter
         self.note_evaluation(policy)
@@ -142,7 +139,7 @@ class AdapterRegistry:
 
     def _serving(self, policy: PolicyInfo) -> Adapter | None:
         """The adapter of this policy that a request may begin on."""
-        if self._hold_s is not None:
+        if self.hold_s is not None:
             return self.current if self._current_policy == policy else None
         return next((adapter for adapter, version in self._versions.items() if version.policy == policy), None)
 
@@ -155,9 +152,9 @@ class AdapterRegistry:
                 downloaded, self._fetched_policy = self._fetched_policy, None
                 await self._load_for_evaluation(downloaded)
             if self._offer is not None:
-                if self._hold_s is not None:
+                if self.hold_s is not None:
                     with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(self._may_swap.wait(), self._hold_s)
+                        await asyncio.wait_for(self._may_swap.wait(), self.hold_s)
                 offer, self._offer = self._offer, None
                 if offer is not None:  # else another trainer came meanwhile
                     await self.publish(offer)
@@ -167,23 +164,23 @@ class AdapterRegistry:
         trainer is gone; nothing has changed then."""
         session, policy = self._session, downloaded.policy
         try:
-            loaded = await self._loader.load(downloaded)
+            loaded = await self.loader.load(downloaded)
         except AdapterRefusedError as error:
             self.refuse(policy, str(error))
             return False
         if session != self._session:
-            await self._loader.discard(loaded.adapter)
+            await self.loader.discard(loaded.adapter)
             return False
         self._activate(loaded.adapter, policy)
         self._flip(loaded.adapter)
-        self._report.note_live(downloaded, loaded)
+        self.report.note_live(downloaded, loaded)
         await self.unload_idle()
         return True
 
     async def _load_for_evaluation(self, downloaded: DownloadedPolicy) -> None:
         policy = downloaded.policy
         try:
-            adapter = (await self._loader.load(downloaded)).adapter
+            adapter = (await self.loader.load(downloaded)).adapter
         except AdapterRefusedError as error:
             logger.error("policy v%d cannot be evaluated here: %s", policy.version, error)
             self.on_fetched(policy, None)
@@ -195,16 +192,16 @@ class AdapterRegistry:
 
     def _activate(self, adapter: Adapter, policy: PolicyInfo) -> None:
         """Not before, or the end of any request would unload it while it is verified."""
-        self._loader.activate(adapter)
+        self.loader.weights.activate(adapter)
         self._versions[adapter] = _Version(policy)
 
     def refuse(self, policy: PolicyInfo, reason: str) -> None:
-        self._report.note_refused(policy.version, reason, self.current)
+        self.report.note_refused(policy.version, reason, self.current)
 
     def _flip(self, adapter: Adapter | None) -> None:
         self.current = adapter
         self.note_evaluation(self._in_evaluation)
-        self._report.note_current(adapter)
+        self.report.note_current(adapter)
         self._flipped.set()
         self._flipped = asyncio.Event()
 
@@ -223,7 +220,7 @@ class AdapterRegistry:
         """Unloads what is neither current, nor evaluated, nor pinned."""
         while (adapter := self._idle()) is not None:  # looked for again after every wait: others pin meanwhile
             del self._versions[adapter]
-            await self._loader.discard(adapter)
+            await self.loader.discard(adapter)
 
     def _idle(self) -> Adapter | None:
         kept = (self.current, self._evaluated)

@@ -5,6 +5,7 @@ the model's turn; where the template writes the history before that turn differe
 the whole conversation is to begin as a new record.
 """
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from producer.groups import common_length
@@ -24,26 +25,18 @@ class Continuation(NamedTuple):
     token_ids: list[int] | None  # what comes after the tokens that the model sampled; None: the history was rewritten
 
 
+@dataclass
 class ChatFormat(PromptFormat):
     """The chat template with the tools of one environment: their JSON schemas, and what finds calls of them."""
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        max_model_len: int,
-        chat_template_kwargs: dict[str, Any],
-        tools: list[dict[str, Any]],
-        parser: ToolParser | None,
-    ) -> None:
-        super().__init__(tokenizer, max_model_len, chat_template_kwargs)
-        self._tools = tools or None
-        self._parser = parser
+    tools: list[dict[str, Any]]
+    parser: ToolParser | None
 
     def check(self) -> None:
         """Raises ConfigError if the template has no place for tools or their results."""
-        if self._tools is None:
+        if not self.tools:
             return
-        name = self._tools[0]["function"]["name"]
+        name = self.tools[0]["function"]["name"]
         asked: Messages = [{"role": "user", "content": ""}]
         answered = [*asked, assistant_message("", [(name, {})], 0), tool_message(name, _SENTINEL, 0)]
         try:
@@ -68,18 +61,18 @@ class ChatFormat(PromptFormat):
 
     def parse(self, token_ids: list[int]) -> tuple[str, list[ToolCall]]:
         """Content and calls of a turn, given without its end-of-turn token."""
-        return (self.text(token_ids), []) if self._parser is None else self._parser.parse(token_ids)
+        return (self.text(token_ids), []) if self.parser is None else self.parser.parse(token_ids)
 
     def text(self, token_ids: list[int]) -> str:
-        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+        return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
 
     def token_ids(self, text: str) -> list[int]:
         """Of what the template wrote."""
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
 
     def end_of_turn(self, token_id: int) -> str:
-        return str(self._tokenizer.decode([token_id], skip_special_tokens=False))
+        return str(self.tokenizer.decode([token_id], skip_special_tokens=False))
 
     def go_on(self, before: str, messages: Messages, num_answers: int, end_of_turn: str) -> Continuation:
         """The conversation after a turn of the model, which it ended with `end_of_turn`, and after the last `num_answers` of
@@ -95,7 +88,7 @@ class ChatFormat(PromptFormat):
         other[place] = other[place] | {"content": "2" if content.startswith("1") else "1"}
         upto = common_length(after, self.prompt(other))
         ends = (
-            after.rfind(end, len(before), upto) + len(end) for end in (end_of_turn, self._tokenizer.eos_token) if end
+            after.rfind(end, len(before), upto) + len(end) for end in (end_of_turn, self.tokenizer.eos_token) if end
         )
         end = next((end for end in ends if end > len(before)), None)
         if end is None:
@@ -107,8 +100,12 @@ class ChatFormat(PromptFormat):
 
     def _render(self, messages: Messages) -> str:
         return str(
-            self._tokenizer.apply_chat_template(
-                messages, tools=self._tools, add_generation_prompt=True, tokenize=False, **self._chat_template_kwargs
+            self.tokenizer.apply_chat_template(
+                messages,
+                tools=self.tools or None,
+                add_generation_prompt=True,
+                tokenize=False,
+                **self.chat_template_kwargs,
             )
         )
 

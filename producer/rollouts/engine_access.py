@@ -8,21 +8,39 @@ version that it evaluates.
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Literal
 
 from producer.policies.registry import AdapterRegistry
 from producer.rollouts.admission import Admission
 from producer.rollouts.in_flight import InFlight, Sample
-from producer.rollouts.source import Progress
-from protocol.wire.messages import Lease
+from protocol.wire.messages import FailureReason, Lease
+
+Stage = Literal["waiting", "generating", "with agents", "scoring"]
 
 
+class Progress:
+    """How far a lease is, for the heartbeat and for the message when its deadline passes."""
+
+    def __init__(self, lease: Lease) -> None:
+        self.lease = lease
+        self.task: asyncio.Task[None] | None = None
+        self.enter("waiting", "no_policy", f" for policy v{lease.policy_floor}")
+
+    def enter(self, stage: Stage, reason: FailureReason, waits_for: str = "") -> None:
+        """The lease fails for this reason if its deadline passes now."""
+        self.stage, self.reason, self.waits_for = stage, reason, waits_for
+
+
+@dataclass
 class EngineAccess:
-    def __init__(self, registry: AdapterRegistry, admission: Admission, in_flight: InFlight) -> None:
-        self._registry = registry
-        self._admission = admission
-        self._in_flight = in_flight
-        self._is_open = asyncio.Event()
+    registry: AdapterRegistry
+    admission: Admission
+    in_flight: InFlight
+    _is_open: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
         self._is_open.set()
 
     def pause(self, paused: bool) -> None:
@@ -34,26 +52,26 @@ class EngineAccess:
 
     async def wait_for(self, floor: int) -> None:
         """Returns when the current version is `floor` or newer, and nothing is paused."""
-        await self._registry.wait_for(floor)
+        await self.registry.wait_for(floor)
         while not self._is_open.is_set():
             await self._is_open.wait()
-            await self._registry.wait_for(floor)
+            await self.registry.wait_for(floor)
 
     @asynccontextmanager
     async def enter(self, lease: Lease, progress: Progress) -> AsyncIterator[Sample]:
         """Room in the engine for one group, and what samples there."""
         if lease.evaluates is not None:
-            async with self._registry.pin_evaluated(lease.evaluates) as adapter:
+            async with self.registry.pin_evaluated(lease.evaluates) as adapter:
                 progress.enter("waiting", "generation_failed", " for room that training leaves in the engine")
-                async with self._admission.behind(lease.sampling.num_generations):
+                async with self.admission.behind(lease.sampling.num_generations):
                     await self._is_open.wait()
                     progress.enter("generating", "generation_failed")
-                    yield partial(self._in_flight.sample, kept=adapter)
+                    yield partial(self.in_flight.sample, kept=adapter)
             return
-        await self._registry.wait_for(lease.policy_floor)
+        await self.registry.wait_for(lease.policy_floor)
         progress.enter("waiting", "generation_failed", " for room in the engine")
-        async with self._admission:
+        async with self.admission:
             await self.wait_for(lease.policy_floor)
             progress.enter("generating", "generation_failed")
-            with self._in_flight.kept() as kept:
-                yield partial(self._in_flight.sample, kept=kept)
+            with self.in_flight.kept() as kept:
+                yield partial(self.in_flight.sample, kept=kept)

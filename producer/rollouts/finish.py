@@ -5,6 +5,8 @@ group of which no episode can be scored is refused.
 """
 
 import logging
+from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -12,7 +14,7 @@ from producer.groups import Rollouts, group_message
 from producer.interfaces import LeaseFailure
 from producer.metrics import ProducerMetrics
 from producer.rewards.pool import RewardPool
-from producer.rollouts.source import Progress
+from producer.rollouts.engine_access import Progress
 from producer.state import Counters
 from protocol.throttle import Throttle
 from protocol.wire.messages import Group, Lease
@@ -20,23 +22,17 @@ from protocol.wire.messages import Group, Lease
 logger = logging.getLogger(__name__)
 
 
+@dataclass
 class Finish:
     """Counts, scores and builds the message, with all rewards in the order of `columns`. The rollouts bring along those of
     `own`."""
 
-    def __init__(
-        self,
-        columns: tuple[str, ...],
-        own: tuple[str, ...],
-        rewards: RewardPool,
-        counters: Counters,
-        metrics: ProducerMetrics,
-    ) -> None:
-        self._is_own = np.array([name in own for name in columns], bool)
-        self._rewards = rewards
-        self._counters = counters
-        self._metrics = metrics
-        self._warn = Throttle(logger)
+    columns: tuple[str, ...]
+    own: tuple[str, ...]
+    rewards: RewardPool
+    counters: Counters
+    metrics: ProducerMetrics
+    _warn: Throttle = field(default_factory=partial(Throttle, logger))
 
     async def group(self, lease: Lease, rollouts: Rollouts, progress: Progress) -> Group:
         """Raises LeaseFailure if the rollouts cannot be scored, or do not fit together."""
@@ -48,10 +44,11 @@ class Finish:
         has_failed = [bool(episode.failure) for episode in rollouts.episodes]
         self._check_scored(rollouts, all(has_failed))
         progress.enter("scoring", "reward_failed")
-        rewards, reward_s = np.empty((len(rollouts.episodes), len(self._is_own)), np.float32), 0.0
-        rewards[:, self._is_own] = rollouts.own_rewards
-        if not self._is_own.all():
-            rewards[:, ~self._is_own], reward_s = await self._rewards.score(
+        is_own, reward_s = np.array([name in self.own for name in self.columns], bool), 0.0
+        rewards = np.empty((len(rollouts.episodes), len(is_own)), np.float32)
+        rewards[:, is_own] = rollouts.own_rewards
+        if not is_own.all():
+            rewards[:, ~is_own], reward_s = await self.rewards.score(
                 lease.prompt,
                 rollouts.completions,
                 [episode.token_ids for episode in rollouts.episodes],
@@ -61,18 +58,18 @@ class Finish:
         self._check_scored(rollouts, any(has_failed) and bool(np.isnan(rewards).all()))
         limit = lease.sampling.max_completion_length
         message = group_message(lease.lease_id, rollouts.episodes, rewards, limit, rollouts.generation_s, reward_s)
-        self._counters.groups += 1
-        self._metrics.reward_s.observe(reward_s)
+        self.counters.groups += 1
+        self.metrics.reward_s.observe(reward_s)
         return message
 
     def _count(self, lease: Lease, rollouts: Rollouts) -> None:
-        counters, episodes = self._counters, rollouts.episodes
+        counters, episodes = self.counters, rollouts.episodes
         counters.prompt_tokens += episodes[0].prompt_length
         counters.tokens += sum(episode.num_sampled for episode in episodes)
         counters.completions += len(episodes)
         counters.truncated += sum(episode.truncated for episode in episodes)
-        self._metrics.generation_s.observe(rollouts.generation_s)
-        self._metrics.generated(episode.num_sampled for episode in episodes)
+        self.metrics.generation_s.observe(rollouts.generation_s)
+        self.metrics.generated(episode.num_sampled for episode in episodes)
         failures = [episode.failure for episode in episodes if episode.failure]
         counters.failed_episodes += len(failures)
         if failures:

@@ -9,17 +9,28 @@ import logging
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
+from producer.groups import Rollouts
 from producer.interfaces import LeaseFailure
+from producer.rollouts.engine_access import Progress
 from producer.rollouts.finish import Finish
 from producer.rollouts.in_flight import BusyClock
-from producer.rollouts.source import Progress, RolloutSource
 from producer.state import Counters, Workload
 from protocol.throttle import Throttle
 from protocol.wire.messages import FailureReason, Group, Lease, Nack
 
 logger = logging.getLogger(__name__)
+
+
+class RolloutSource(Protocol):
+    """What generates the completions of leases. `reward_names` come with them; reward functions compute the others."""
+
+    reward_names: tuple[str, ...]
+
+    async def generate(self, lease: Lease, progress: Progress) -> Rollouts:
+        """Raises LeaseFailure if there are none, EngineError if the engine is dead."""
+        ...
 
 
 @dataclass

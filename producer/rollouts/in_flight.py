@@ -18,6 +18,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import msgspec
@@ -32,13 +33,13 @@ Sample = Callable[[list[int], Sampling], Awaitable[list[Completion]]]
 _Request = tuple[list[int], Sampling]
 
 
+@dataclass
 class BusyClock:
     """Time during which at least one request is in the engine."""
 
-    def __init__(self) -> None:
-        self._active = 0
-        self._since = 0.0
-        self._total_s = 0.0
+    _active: int = 0
+    _since: float = 0.0
+    _total_s: float = 0.0
 
     def busy_s(self) -> float:
         return self._total_s + (time.monotonic() - self._since if self._active else 0.0)
@@ -56,40 +57,34 @@ class BusyClock:
                 self._total_s += time.monotonic() - self._since
 
 
+@dataclass
 class InFlight:
     """Takes groups through the engine. `busy` runs while one is there."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        adapters: AdapterRegistry,
-        counters: Counters,
-        on_swap: OnSwap,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._engine = engine
-        self._adapters = adapters
-        self._counters = counters
-        # Where the engine's own weights change, a group goes on by itself, without a cut.
-        self._keeps_weights = engine.capabilities.holds_versions
-        self._on_swap: OnSwap = on_swap if self._keeps_weights or on_swap == "restart" else "finish"
-        self._clock = clock
-        self.busy = BusyClock()
+    engine: Engine
+    adapters: AdapterRegistry
+    counters: Counters
+    on_swap: OnSwap
+    clock: Callable[[], float] = time.monotonic
+    busy: BusyClock = field(default_factory=BusyClock)
+
+    def __post_init__(self) -> None:
+        self._keeps_weights = self.engine.capabilities.holds_versions
+        if self.on_swap == "continue" and not self._keeps_weights:
+            self.on_swap = "finish"  # where the engine's own weights change, a group goes on by itself, without a cut
 
     @contextmanager
     def kept(self) -> Iterator[Adapter | None]:
         """The adapter on which all turns of a group are sampled, for `sample`; None where each begins on the current one.
         Only after `AdapterRegistry.wait_for`."""
-        if self._on_swap != "finish" or not self._keeps_weights:
+        if self.on_swap != "finish" or not self._keeps_weights:
             yield None
             return
-        with self._adapters.pin() as adapter:
+        with self.adapters.pin() as adapter:
             yield adapter
 
     async def sample(self, prompt_ids: list[int], sampling: Sampling, kept: Adapter | None = None) -> list[Completion]:
-        """Samples one group.
-
-        It stays on the adapter `kept`, which the caller pins, or (None) begins on the current one, but only after
+        """Samples one group, on the adapter `kept`, which the caller pins, or (None) from the current one on, but only after
         `AdapterRegistry.wait_for`. Where the engine's own weights change meanwhile, tokens say so. Raises LeaseFailure where the
         engine refuses a request."""
         with self.busy.running():
@@ -98,24 +93,24 @@ class InFlight:
     async def _sample(self, prompt_ids: list[int], sampling: Sampling, kept: Adapter | None) -> list[Completion]:
         if kept is not None:
             return await self._sample_segment([(prompt_ids, sampling)], kept, min_run_s=math.inf)
-        began = self._clock()
+        began = self.clock()
         with ExitStack() as pins:
-            adapter = pins.enter_context(self._adapters.pin())
+            adapter = pins.enter_context(self.adapters.pin())
             completions = await self._sample_segment(
-                [(prompt_ids, sampling)], adapter, min_run_s=math.inf if self._on_swap == "finish" else 0.0
+                [(prompt_ids, sampling)], adapter, min_run_s=math.inf if self.on_swap == "finish" else 0.0
             )
             while places := [place for place, completion in enumerate(completions) if completion.cut]:
-                if self._adapters.has_newer(adapter):  # otherwise it went when another trainer came
+                if self.adapters.has_newer(adapter):  # otherwise it went when another trainer came
                     with pins.pop_all():
-                        adapter = pins.enter_context(self._adapters.pin())
-                if self._on_swap == "restart":
-                    self._counters.restarted += 1
-                    self._counters.dropped_tokens += sum(len(completion.token_ids) for completion in completions)
+                        adapter = pins.enter_context(self.adapters.pin())
+                if self.on_swap == "restart":
+                    self.counters.restarted += 1
+                    self.counters.dropped_tokens += sum(len(completion.token_ids) for completion in completions)
                     completions = await self._sample_segment([(prompt_ids, sampling)], adapter, min_run_s=math.inf)
                 else:
-                    self._counters.cut += len(places)
+                    self.counters.cut += len(places)
                     requests = [_rest(prompt_ids, sampling, completions[place].token_ids) for place in places]
-                    partials = await self._sample_segment(requests, adapter, min_run_s=self._clock() - began)
+                    partials = await self._sample_segment(requests, adapter, min_run_s=self.clock() - began)
                     for place, partial in zip(places, partials, strict=True):
                         completions[place] = _joined(completions[place], partial)
         return completions
@@ -123,7 +118,7 @@ class InFlight:
     async def _sample_segment(self, requests: list[_Request], adapter: Adapter, min_run_s: float) -> list[Completion]:
         """What the engine samples for `requests` until they end or, after `min_run_s`, a newer adapter is current."""
         cut = asyncio.Event()
-        samplers = [asyncio.create_task(self._engine.generate(*request, adapter, cut)) for request in requests]
+        samplers = [asyncio.create_task(self.engine.generate(*request, adapter, cut)) for request in requests]
         tasks: list[asyncio.Task[Any]] = [*samplers]
         if min_run_s < math.inf:
             tasks.append(asyncio.create_task(self._cut_when_superseded(adapter, cut, min_run_s)))
@@ -137,7 +132,7 @@ class InFlight:
 
     async def _cut_when_superseded(self, adapter: Adapter, cut: asyncio.Event, after_s: float) -> None:
         await asyncio.sleep(after_s)
-        await self._adapters.wait_for(adapter.version + 1)
+        await self.adapters.wait_for(adapter.version + 1)
         cut.set()
 
 

@@ -23,10 +23,9 @@ from producer.environments.pool import EnvironmentFailedError, EnvironmentPool, 
 from producer.groups import Episode, Record, Rollouts, no_rewards
 from producer.interfaces import LeaseFailure
 from producer.rollouts.chat import ChatFormat, Continuation, assistant_message, tool_message
-from producer.rollouts.engine_access import EngineAccess
+from producer.rollouts.engine_access import EngineAccess, Progress
 from producer.rollouts.in_flight import Sample
 from producer.rollouts.prompts import malformed
-from producer.rollouts.source import Progress
 from producer.state import Counters
 from protocol.config.sections.environment import EnvironmentSection
 from protocol.throttle import Throttle

@@ -4,6 +4,7 @@ Guarantee: both follow TRL's GRPOTrainer (strings get the tokenizer's special to
 template with a generation prompt), and a prompt that cannot be used is a `LeaseFailure` that says what to change.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,20 +30,20 @@ def malformed(prompt: Any, expected: str) -> LeaseFailure:
     return LeaseFailure("bad_prompt", f"{expected} {example}, got {type(prompt).__name__}: {str(prompt)[:80]}")
 
 
+@dataclass
 class PromptFormat:
     """How this run's tokenizer turns prompts into tokens and tokens into text."""
 
-    def __init__(self, tokenizer: Any, max_model_len: int, chat_template_kwargs: dict[str, Any]) -> None:
-        self._tokenizer = tokenizer
-        self._max_model_len = max_model_len
-        self._chat_template_kwargs = chat_template_kwargs
+    tokenizer: Any
+    max_model_len: int
+    chat_template_kwargs: dict[str, Any]
 
     def encode(self, prompt: Any, max_completion_length: int) -> list[int]:
         """Its token ids. Raises LeaseFailure where it is malformed, empty, or leaves no room for the completion."""
         if not (isinstance(prompt, str) or is_conversational(prompt)):
             raise malformed(prompt, "expected a string or")
         try:
-            ids = prompt_token_ids(self._tokenizer, prompt, self._chat_template_kwargs)
+            ids = prompt_token_ids(self.tokenizer, prompt, self.chat_template_kwargs)
         except Exception as error:  # a template is a program of the model's author and raises whatever it likes
             if isinstance(prompt, str):
                 raise
@@ -58,18 +59,18 @@ class PromptFormat:
 
     def check_room(self, num_tokens: int, max_completion_length: int, what: str) -> None:
         """Raises LeaseFailure where so many tokens leave no room for the completion."""
-        room = self._max_model_len - max_completion_length
+        room = self.max_model_len - max_completion_length
         if num_tokens > room:
             raise LeaseFailure(
                 "prompt_too_long",
-                f"{what} has {num_tokens} tokens, but engine.max_model_len={self._max_model_len} less "
+                f"{what} has {num_tokens} tokens, but engine.max_model_len={self.max_model_len} less "
                 f"sampling.max_completion_length={max_completion_length} leaves {room}; shorten the prompt, lower "
                 "sampling.max_completion_length or raise engine.max_model_len",
             )
 
     def decode(self, prompt: Any, completions: list[list[int]]) -> list[str] | list[Messages]:
         """What reward functions get as `completions`: texts, or one assistant message each for message prompts."""
-        texts: list[str] = self._tokenizer.batch_decode(completions, skip_special_tokens=True)
+        texts: list[str] = self.tokenizer.batch_decode(completions, skip_special_tokens=True)
         if isinstance(prompt, str):
             return texts
         return [[{"role": "assistant", "content": text}] for text in texts]

@@ -36,35 +36,23 @@ class _Use:
     named_at: float = -math.inf
 
 
+@dataclass
 class ServedVersions:
-    """See the module's guarantee.
+    """`is_merged`: the engine has a single version at a time (`swap.mode: merged`)."""
 
-    Args:
-        is_merged: the engine has a single version at a time (`swap.mode: merged`).
-    """
-
-    def __init__(
-        self,
-        adapters: AdapterRegistry,
-        max_versions: int,
-        ttl_s: float,
-        *,
-        is_merged: bool,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._adapters = adapters
-        self._max_versions = max_versions
-        self._ttl_s = ttl_s
-        self._is_merged = is_merged
-        self._clock = clock
-        self._uses: dict[Adapter, _Use] = {}
+    adapters: AdapterRegistry
+    max_versions: int
+    ttl_s: float
+    is_merged: bool
+    clock: Callable[[], float] = time.monotonic
+    _uses: dict[Adapter, _Use] = field(default_factory=dict)
 
     def names(self) -> list[str]:
         """The names that can be asked for now, the newest version first."""
-        current = self._adapters.current
+        current = self.adapters.current
         if current is None:
             return []
-        older = [] if self._is_merged else [adapter.version for adapter in self._uses if adapter is not current]
+        older = [] if self.is_merged else [adapter.version for adapter in self._uses if adapter is not current]
         return [POLICY, model_name(current.version), *map(model_name, sorted(older, reverse=True))]
 
     @asynccontextmanager
@@ -74,7 +62,7 @@ class ServedVersions:
         found = _NAME.fullmatch(name)
         if found is None:
             raise self._unknown(name)
-        await self._adapters.wait_for(floor)
+        await self.adapters.wait_for(floor)
         adapter = self._choose(floor) if found[1] is None else self._named(name, int(found[1]))
         use = self._use_of(adapter)
         use.active += 1
@@ -82,23 +70,23 @@ class ServedVersions:
             yield adapter
         finally:
             use.active -= 1
-            use.used_at = self._clock()
+            use.used_at = self.clock()
             if not use.active and self._uses.get(adapter) is not use:  # `close` has unpinned the others meanwhile
                 use.pin.close()
             self.release_unused()
 
     def release_unused(self) -> None:
         """Unpins the versions that nobody may ask for any more."""
-        now = self._clock()
+        now = self.clock()
         idle = [
-            adapter for adapter, use in self._uses.items() if not use.active and adapter is not self._adapters.current
+            adapter for adapter, use in self._uses.items() if not use.active and adapter is not self.adapters.current
         ]
         idle.sort(key=lambda adapter: (self._uses[adapter].named_at, self._uses[adapter].used_at), reverse=True)
         num_named = sum(use.active > 0 and use.named_at > -math.inf for use in self._uses.values())
-        kept = 0 if self._is_merged else max(0, self._max_versions - num_named)
+        kept = 0 if self.is_merged else max(0, self.max_versions - num_named)
         for rank, adapter in enumerate(idle):
             use = self._uses[adapter]
-            if rank >= kept or now - max(use.named_at, use.used_at) >= self._ttl_s:
+            if rank >= kept or now - max(use.named_at, use.used_at) >= self.ttl_s:
                 del self._uses[adapter]
                 use.pin.close()
 
@@ -119,11 +107,11 @@ class ServedVersions:
         """What clients do with an adapter that they hold, or with the current one."""
         if adapter not in self._uses:
             use = self._uses[adapter] = _Use()
-            use.pin.enter_context(self._adapters.pin())
+            use.pin.enter_context(self.adapters.pin())
         return self._uses[adapter]
 
     def _choose(self, floor: int) -> Adapter:
-        current = self._adapters.current
+        current = self.adapters.current
         assert current is not None
         is_used = current in self._uses and self._uses[current].active > 0
         draining = [
@@ -131,27 +119,27 @@ class ServedVersions:
             for adapter, use in self._uses.items()
             if use.active and use.named_at == -math.inf and adapter is not current
         ]
-        if self._is_merged or is_used or len(draining) < _MAX_DRAINING:
+        if self.is_merged or is_used or len(draining) < _MAX_DRAINING:
             return current
         newest = max(draining, key=lambda adapter: adapter.version)
         return newest if newest.version >= floor else current
 
     def _named(self, name: str, version: int) -> Adapter:
-        current = self._adapters.current
+        current = self.adapters.current
         assert current is not None
-        known = [current] if self._is_merged else [current, *self._uses]
+        known = [current] if self.is_merged else [current, *self._uses]
         adapter = next((adapter for adapter in known if adapter.version == version), None)
         if adapter is None:
             raise self._unknown(name)
-        if not self._is_merged:
+        if not self.is_merged:
             self._make_room(adapter)
-            self._use_of(adapter).named_at = self._clock()
+            self._use_of(adapter).named_at = self.clock()
         return adapter
 
     def _make_room(self, adapter: Adapter) -> None:
         """Makes room for another named version: the one whose name was used least recently loses its name."""
         named = {other: use for other, use in self._uses.items() if use.named_at > -math.inf}
-        if adapter in named or len(named) < max(1, self._max_versions):
+        if adapter in named or len(named) < max(1, self.max_versions):
             return
         idle = [use for use in named.values() if not use.active]
         if not idle:
@@ -163,7 +151,7 @@ class ServedVersions:
         min(idle, key=lambda use: use.named_at).named_at = -math.inf
 
     def _unknown(self, name: str) -> RefusedError:
-        why = "the engine has a single version with swap.mode: merged" if self._is_merged else "others are not loaded"
+        why = "the engine has a single version with swap.mode: merged" if self.is_merged else "others are not loaded"
         there = ", ".join(self.names()) or "nothing yet"
         return RefusedError(
             404, "unknown_model", f"there is no model {name[:80]!r}; there is: {there} ({why})", "model"

@@ -14,10 +14,9 @@ from producer.groups import group_message
 from producer.interfaces import ToolCall
 from producer.rollouts.admission import Admission
 from producer.rollouts.chat import ChatFormat
-from producer.rollouts.engine_access import EngineAccess
+from producer.rollouts.engine_access import EngineAccess, Progress
 from producer.rollouts.in_flight import InFlight
 from producer.rollouts.played_rollouts import PlayedRollouts
-from producer.rollouts.source import Progress
 from producer.state import Counters
 from protocol.config.sections.environment import EnvironmentSection
 from protocol.errors import ConfigError

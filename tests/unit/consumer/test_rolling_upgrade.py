@@ -73,7 +73,7 @@ class Worker:
         self.link.start()
 
     def leased(self, lease: Lease) -> None:
-        self.mailbox.answer(made_up_group(lease, 0))
+        self.mailbox.put(made_up_group(lease, 0))
 
     def fetched(self, policy: PolicyInfo, downloaded: DownloadedPolicy | None) -> None: ...
 

@@ -29,7 +29,7 @@ class SlowWorker(Worker):
     def leased(self, lease: Lease) -> None:
         self.leases.append(lease)
         if len(self.leases) <= self.num_answers:
-            self.mailbox.answer(made_up_group(lease, 0))
+            self.mailbox.put(made_up_group(lease, 0))
 
 
 @pytest.fixture

@@ -80,7 +80,7 @@ class Setup:
         self.wait_for(lambda: len(self.events.of("leased")) == before + len(numbers))
 
     def finish(self, number: int) -> None:
-        self.mailbox.answer(made_up_group(lease(number), 0))
+        self.mailbox.put(made_up_group(lease(number), 0))
 
     def groups(self) -> list[str]:
         return [group.lease_id for group in self.trainer.all(Group)]

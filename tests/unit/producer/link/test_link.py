@@ -39,7 +39,7 @@ def test_a_lease_is_worked_on_once_and_its_refusal_is_told_once(setup):
     setup.take_leases(1)
     setup.trainer.send(lease(1))
     for _ in range(2):
-        setup.mailbox.answer(Nack("lease-1", "bad_prompt", "no"))
+        setup.mailbox.put(Nack("lease-1", "bad_prompt", "no"))
     setup.trainer.wait_for_message(Nack)
     setup.take_leases(2)
     assert setup.trainer.all(Nack) == [Nack("lease-1", "bad_prompt", "no")]
@@ -197,7 +197,7 @@ def test_stopping_delivers_what_is_finished_waits_for_its_acknowledgement_and_sa
     setup.start()
     setup.take_leases(1, 2)
     setup.finish(1)
-    setup.mailbox.answer(Nack("lease-2", "returned"))
+    setup.mailbox.put(Nack("lease-2", "returned"))
     setup.link.stop(30.0)
     setup.trainer.wait_for_message(Group)
     setup.trainer.wait_for_message(Heartbeat, len(setup.trainer.all(Heartbeat)) + 2)

@@ -71,13 +71,13 @@ def test_an_older_policy_is_fetched_beside_the_newest_once_or_is_known_to_be_gon
     setup.start()
     setup.wait_for(lambda: setup.events.blobs)
     for _ in range(3):
-        setup.mailbox.fetch(policy(2, older))
+        setup.mailbox.put(policy(2, older))
     setup.wait_for(lambda: setup.events.fetches)
-    setup.mailbox.fetch(gone)
+    setup.mailbox.put(gone)
     setup.wait_for(lambda: len(setup.events.fetches) == 2)
     assert setup.events.fetches == [(2, older), (1, None)]
     assert setup.events.blobs == [(0, setup.blob)]
-    setup.mailbox.fetch(policy(2, older))
+    setup.mailbox.put(policy(2, older))
     setup.wait_for(lambda: len(setup.events.fetches) == 3)
 
 

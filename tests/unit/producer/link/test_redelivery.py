@@ -56,7 +56,7 @@ class Worker:
                     for lease_id in [each for each, lease in self.working.items() if lease.policy_floor > version]:
                         del self.working[lease_id]
                         self.returned.add(lease_id)
-                        mailbox.answer(Nack(lease_id, "returned"))
+                        mailbox.put(Nack(lease_id, "returned"))
                 case "lease", Lease(lease_id):
                     assert lease_id not in self.working
                     self.working[lease_id] = value
@@ -111,7 +111,7 @@ class Redelivery(RuleBasedStateMachine):
             answer = Nack(lease_id, "reward_failed", lease_id)
         assert lease_id not in self.produced
         self.produced[lease_id] = answer
-        self.mailbox.answer(answer)
+        self.mailbox.put(answer)
 
     # The trainer
 

@@ -346,7 +346,7 @@ def test_of_versions_that_cannot_be_had_only_the_last_ones_are_known(setup):
 
 @working
 async def test_an_engine_of_one_version_keeps_it_for_an_evaluation_and_not_for_ever(setup):
-    setup.registry._hold_s = 60.0
+    setup.registry.hold_s = 60.0
     await setup.publish(1)
     for _ in range(2):
         await pinned(setup, 1)
@@ -361,13 +361,13 @@ async def test_an_engine_of_one_version_keeps_it_for_an_evaluation_and_not_for_e
     await asyncio.wait_for(setup.registry.wait_for(3), 5)
     with pytest.raises(LeaseFailure, match="the engine has other weights by now"):
         await pinned(setup, 1)
-    setup.registry._hold_s = 0.05
+    setup.registry.hold_s = 0.05
     evaluating = asyncio.create_task(pinned(setup, 3, asyncio.Event()))
     await settle()
     setup.registry.offer(DownloadedPolicy(*blob(4), 0.0))
     await asyncio.wait_for(setup.registry.wait_for(4), 5)
     assert not evaluating.done(), "the bound is over"
-    setup.registry._hold_s = 60.0  # nothing is held any more
+    setup.registry.hold_s = 60.0  # nothing is held any more
     setup.registry.offer(DownloadedPolicy(*blob(5), 0.0))
     await asyncio.wait_for(setup.registry.wait_for(5), 5)
     evaluating.cancel()

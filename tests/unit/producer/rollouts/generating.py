@@ -15,7 +15,7 @@ from producer.rollouts.engine_access import EngineAccess
 from producer.rollouts.finish import Finish
 from producer.rollouts.generation import Generation
 from producer.rollouts.in_flight import InFlight
-from producer.rollouts.plain_rollouts import PlainRollouts
+from producer.rollouts.sources import PlainRollouts
 from producer.state import Counters
 from protocol.wire.messages import Group, Nack, Sampling
 from tests.policies import registry_of

@@ -14,8 +14,8 @@ from producer.environments.pool import EnvironmentFailedError
 from producer.groups import Episode, Rollouts
 from producer.interfaces import Completion, LeaseFailure, ToolCall
 from producer.rollouts.chat import ChatFormat
+from producer.rollouts.engine_access import Progress
 from producer.rollouts.played_rollouts import PlayedRollouts
-from producer.rollouts.source import Progress
 from producer.state import Counters
 from protocol.config.sections.environment import EnvironmentSection
 from tests.scripted_trainer import lease

@@ -9,8 +9,8 @@ from prometheus_client import CollectorRegistry
 from producer.groups import Episode, Record, Rollouts
 from producer.interfaces import Completion, LeaseFailure
 from producer.metrics import ProducerMetrics
+from producer.rollouts.engine_access import Progress
 from producer.rollouts.finish import Finish
-from producer.rollouts.source import Progress
 from producer.state import Counters
 from protocol.wire.messages import Group, PolicyInfo
 from tests.scripted_trainer import lease

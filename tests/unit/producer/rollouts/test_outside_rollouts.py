@@ -7,9 +7,8 @@ import pytest
 
 from producer.groups import Rollouts
 from producer.interfaces import LeaseFailure
-from producer.rollouts.engine_access import EngineAccess
-from producer.rollouts.outside_rollouts import AgentRollouts, AtroposRollouts
-from producer.rollouts.source import Progress
+from producer.rollouts.engine_access import EngineAccess, Progress
+from producer.rollouts.sources import AgentRollouts, AtroposRollouts
 from protocol.wire.messages import Sampling
 from tests.policies import Policies
 from tests.scripted_trainer import lease

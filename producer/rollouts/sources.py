@@ -1,4 +1,5 @@
-"""Rollouts that outside agents generate through the endpoint and score, or that environments of Atropos post.
+"""Rollouts of a single turn, those that outside agents generate through the endpoint and score, and those that environments of
+Atropos post.
 
 Guarantee: as `producer.environments.agents` and `producer.environments.atropos`. Reward functions of the run see what agents
 sampled, as they would without them; a lease for which no group of Atropos came in time goes back to the trainer.
@@ -10,31 +11,51 @@ from dataclasses import dataclass
 
 from producer.environments.agents import Agents
 from producer.environments.atropos import Atropos
-from producer.groups import Rollouts
+from producer.groups import Episode, Rollouts, no_rewards
 from producer.interfaces import LeaseFailure
-from producer.rollouts.engine_access import EngineAccess
+from producer.rollouts.engine_access import EngineAccess, Progress
 from producer.rollouts.prompts import PromptFormat
-from producer.rollouts.source import Progress
 from protocol.wire.messages import Lease
 
 _MARGIN = 0.05  # of a lease's time, for delivery
 
 
+@dataclass
+class PlainRollouts:
+    """A `RolloutSource`: one completion after the other for one prompt, as many as the lease asks for, none longer."""
+
+    access: EngineAccess
+    prompts: PromptFormat
+    reward_names: tuple[str, ...] = ()
+
+    async def generate(self, lease: Lease, progress: Progress) -> Rollouts:
+        prompt_ids = self.prompts.encode(lease.prompt, lease.sampling.max_completion_length)
+        async with self.access.enter(lease, progress) as sample:
+            started = time.monotonic()
+            completions = await sample(prompt_ids, lease.sampling)
+        generation_s = time.monotonic() - started
+        texts = self.prompts.decode(lease.prompt, [completion.token_ids for completion in completions])
+        episodes = [Episode.of(prompt_ids, completion) for completion in completions]
+        return Rollouts(episodes, generation_s, texts, no_rewards(len(episodes)))
+
+
+@dataclass
 class AgentRollouts:
     """A `RolloutSource`, for a run with posted rewards."""
 
-    def __init__(self, agents: Agents, access: EngineAccess, prompts: PromptFormat) -> None:
-        self.reward_names = agents.reward_names
-        self._agents = agents
-        self._access = access
-        self._prompts = prompts
+    agents: Agents
+    access: EngineAccess
+    prompts: PromptFormat
+
+    def __post_init__(self) -> None:
+        self.reward_names = self.agents.reward_names
 
     async def generate(self, lease: Lease, progress: Progress) -> Rollouts:
         began = time.monotonic()
-        await self._access.wait_for(lease.policy_floor)
+        await self.access.wait_for(lease.policy_floor)
         progress.enter("with agents", "generation_failed")
-        episodes, posted, generation_s = await self._agents.fulfil(lease, time.monotonic() - began)
-        texts = self._prompts.decode(lease.prompt, [episode.token_ids for episode in episodes])
+        episodes, posted, generation_s = await self.agents.fulfil(lease, time.monotonic() - began)
+        texts = self.prompts.decode(lease.prompt, [episode.token_ids for episode in episodes])
         return Rollouts(episodes, generation_s, texts, posted)
 
 
