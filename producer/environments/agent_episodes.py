@@ -4,7 +4,7 @@ Guarantee: every token that the policy sampled for an answered call is in a reco
 and every call was sampled as the run is.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from producer.calls.calls import Sampled
 from producer.calls.refusals import malformed
@@ -17,37 +17,30 @@ _AS_IN_TRAINING = ("temperature", "top_p", "top_k", "min_p")
 _PENALTIES = ("presence_penalty", "frequency_penalty")
 
 
-@dataclass(eq=False)
-class AgentEpisode:
-    """One completion of a task, as it grows."""
+@dataclass(eq=False, kw_only=True)
+class AgentEpisode(Episode):
+    """One completion of a task, as it grows. Its last record is the one that grew last."""
 
     id: str
-    sampling: Sampling
     floor: int
-    records: list[Record] = field(default_factory=list)
-    prompt_length: int = 0
     num_calls: int = 0
-    truncated: bool = False
     rewards: list[float] | None = None  # in the order of their names
-    failure: str = ""
 
     def note(self, sampled: Sampled) -> None:
         """Adds a call that was answered: it extends the record that it begins with, token by token, or begins another."""
         if self.rewards is not None:
             return
-        record = next((r for r in reversed(self.records) if _begins(sampled.prompt_ids, r.token_ids)), None)
+        seen = sampled.prompt_ids
+        record = next((r for r in reversed(self.records) if seen[: len(r.token_ids)] == r.token_ids), None)
         if record is None:
-            record = Record.of(sampled.prompt_ids)
-            self.prompt_length = self.prompt_length or len(sampled.prompt_ids)
+            record = Record.of(seen)
+            self.prompt_length = self.prompt_length or len(seen)
         else:
             self.records.remove(record)
-            record.show(sampled.prompt_ids[len(record.token_ids) :])
+            record.show(seen[len(record.token_ids) :])
         self.truncated = sampled.finish_reason == "length"
         record.sampled(Completion(sampled.token_ids, sampled.logprobs, self.truncated, sampled.token_versions))
-        self.records.append(record)  # the last one is the one that grew last
-
-    def finished(self) -> Episode:
-        return Episode(self.prompt_length, self.records, truncated=self.truncated, failure=self.failure)
+        self.records.append(record)
 
 
 def as_in_training(request: ServedRequest, sampling: Sampling) -> ServedRequest:
@@ -77,7 +70,3 @@ def sampled_as(request: ServedRequest, sampling: Sampling) -> ServedRequest:
 
 def _wanted(sampling: Sampling) -> dict[str, float]:
     return {name: getattr(sampling, name) for name in _AS_IN_TRAINING} | dict.fromkeys(_PENALTIES, 0)
-
-
-def _begins(token_ids: list[int], start: list[int]) -> bool:
-    return token_ids[: len(start)] == start

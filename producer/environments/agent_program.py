@@ -40,15 +40,11 @@ class _Program:
     it cannot be started."""
 
     def __init__(self, section: EnvironmentSection) -> None:
-        if section.verifiers is not None:
-            self._place, module, python = "environment.verifiers", "verifiers_program", section.verifiers.python
-            self._settings = section.verifiers.model_dump(include={"id", "arguments"})
-        else:
-            assert section.nemo_gym is not None
-            self._place, module, python = "environment.nemo_gym", "nemo_gym_program", None
-            limits = section.model_dump(include={"episode_timeout_s", "max_concurrent"})
-            self._settings = section.nemo_gym.model_dump() | limits
-        command = [_found(python or sys.executable), "-c", _RUN.format(module), str(_ROOT)]
+        kind = "nemo_gym" if section.verifiers is None else "verifiers"
+        values = section.model_dump(include={kind, "episode_timeout_s", "max_concurrent"})
+        self._place, self._settings = f"environment.{kind}", values | values[kind]
+        python = self._settings.get("python") or sys.executable
+        command = [_found(python), "-c", _RUN.format(f"{kind}_program"), str(_ROOT)]
         ours, theirs = socket.socketpair()
         with theirs:
             try:
@@ -119,20 +115,14 @@ class _Program:
 
 
 class AgentProgram:
-    """See the module's guarantee.
-
-    Args:
-        base_url: the endpoint's, for the program.
-        key: the endpoint's, or nothing.
-        agent_gone: called when the program has ended, with the reason.
-    """
+    """See the module's guarantee. The program plays at the endpoint `base_url` with `key`, if there is one. When it has ended,
+    `agent_gone` is called with the reason."""
 
     def __init__(
         self, section: EnvironmentSection, base_url: str, key: str, agent_gone: Callable[[str], None] = lambda _: None
     ) -> None:
         self._section = section
-        limits = section.model_dump(include={"episode_timeout_s", "max_concurrent"})
-        self._where = {"base_url": base_url, "key": key} | limits
+        self._where = {"base_url": base_url, "key": key}
         self._agent_gone = agent_gone
         self._program: _Program | None = None
         self._closed = False

@@ -15,7 +15,7 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,15 +51,10 @@ class Task:
 
 
 class Agents:
-    """See the module's guarantee.
+    """See the module's guarantee. `reward_names`: what agents post for an episode."""
 
-    Args:
-        reward_names: what agents post for an episode.
-    """
-
-    def __init__(self, reward_names: tuple[str, ...], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, reward_names: tuple[str, ...]) -> None:
         self.reward_names = reward_names
-        self._clock = clock
         self._waiting: deque[Task] = deque()
         self._takers = WaitingLine[None, Task]()
         self._episodes: dict[str, tuple[Task, AgentEpisode]] = {}
@@ -75,15 +70,11 @@ class Agents:
     async def fulfil(self, lease: Lease, waited_s: float = 0.0) -> tuple[list[Episode], NDArray[np.float32], float]:
         """Returns the episodes of this lease once agents have generated and scored them, the rewards that they posted
         (float32, (episodes, names), NaN for missing), and the seconds since an agent took the task. Raises LeaseFailure
-        if nobody took the task (`returned`), or an episode has no completion.
-
-        Args:
-            waited_s: how much of the lease's time is over.
-        """
+        if nobody took the task (`returned`), or an episode has no completion. `waited_s` of the lease's time are over."""
         names = [f"{lease.lease_id}.{number}" for number in range(lease.sampling.num_generations)]
-        episodes = [AgentEpisode(name, lease.sampling, lease.policy_floor) for name in names]
+        episodes = [AgentEpisode(0, [], id=name, floor=lease.policy_floor) for name in names]
         limit_s = max(0.0, lease.timeout_s * (1 - _MARGIN) - waited_s)
-        task = Task(lease, episodes, self._clock() + limit_s, asyncio.get_running_loop().create_future())
+        task = Task(lease, episodes, time.monotonic() + limit_s, asyncio.get_running_loop().create_future())
         self._episodes |= {episode.id: (task, episode) for episode in episodes}
         self._offer(task)
         try:
@@ -96,8 +87,10 @@ class Agents:
                 self._waiting.remove(task)
             for name in names:
                 del self._episodes[name]
-        rewards = np.array([episode.rewards or self._missing for episode in episodes], np.float32)
-        return [episode.finished() for episode in episodes], rewards, self._clock() - (task.taken_at or 0.0)
+        for episode in episodes:  # what is sampled from now on is no part of it
+            episode.rewards = episode.rewards or self._missing
+        rewards = np.array([episode.rewards for episode in episodes], np.float32)
+        return list(episodes), rewards, time.monotonic() - (task.taken_at or 0.0)
 
     def _check_left(self, task: Task, limit_s: float) -> None:
         if not any(episode.num_calls for episode in task.episodes):
@@ -114,7 +107,7 @@ class Agents:
 
     def _offer(self, task: Task) -> None:
         """Gives the task to the agent that has waited longest, or puts it back if that agent has left meanwhile."""
-        task.taken_at = self._clock() if self._takers.wishes else None
+        task.taken_at = time.monotonic() if self._takers.wishes else None
         if not task.done.done():
             if self._takers.wishes:
                 self._takers.give(task)
@@ -127,7 +120,7 @@ class Agents:
         """A task for an agent, in the fields of docs/serving.md; None if there is none within `wait_s`."""
         if self._waiting:
             task = self._waiting.popleft()
-            task.taken_at = self._clock()
+            task.taken_at = time.monotonic()
         else:
             try:
                 async with asyncio.timeout(wait_s):
@@ -142,16 +135,16 @@ class Agents:
             "episodes": [episode.id for episode in task.episodes],
             "rewards": list(self.reward_names),
             "max_tokens": lease.sampling.max_completion_length,
-            "expires_in_s": round(max(0.0, task.ends_at - self._clock()), 1),
+            "expires_in_s": round(max(0.0, task.ends_at - time.monotonic()), 1),
         }
 
     def prepare(self, episode_id: str, request: ServedRequest) -> tuple[AgentEpisode, ServedRequest]:
         """Returns this episode and the request, to be sampled as the lease says. Raises RefusedError if there is no
         such episode, or the call is not one that can be trained."""
-        episode = self._unrewarded(episode_id)
+        task, episode = self._unrewarded(episode_id)
         if episode.num_calls >= _MAX_CALLS:
             raise malformed(f"an episode may have {_MAX_CALLS} calls", "episode")
-        prepared = as_in_training(request, episode.sampling)
+        prepared = as_in_training(request, task.lease.sampling)
         episode.num_calls += 1
         return episode, prepared
 
@@ -196,11 +189,11 @@ class Agents:
             task.done.set_result(None)
         return {"id": episode_id, "task": task.lease.lease_id, "episodes_left": left}
 
-    def _unrewarded(self, episode_id: str) -> AgentEpisode:
-        _, episode = self._find(episode_id)
-        if episode.rewards is not None:
+    def _unrewarded(self, episode_id: str) -> tuple[Task, AgentEpisode]:
+        found = self._find(episode_id)
+        if found[1].rewards is not None:
             raise malformed("this episode has its rewards already", "episode", 409)
-        return episode
+        return found
 
     def _find(self, episode_id: str) -> tuple[Task, AgentEpisode]:
         found = self._episodes.get(episode_id)

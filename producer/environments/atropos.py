@@ -33,20 +33,10 @@ _BYTES_PER_TOKEN = 128  # of a group as JSON: token, mask, log-prob, messages
 
 
 class Atropos:
-    """See the module's guarantee.
+    """See the module's guarantee. The engine takes sequences of `max_model_len` tokens and has the policy `version`, -1 while
+    there is none."""
 
-    Args:
-        max_model_len: tokens of a sequence of the engine.
-        version: the policy that the engine has; -1 while there is none.
-    """
-
-    def __init__(
-        self,
-        config: RunConfig,
-        max_model_len: int,
-        version: Callable[[], int],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, config: RunConfig, max_model_len: int, version: Callable[[], int]) -> None:
         values = config.sampling
         self.sampling = Sampling(
             values.num_generations, values.max_completion_length, values.temperature, values.top_p, values.top_k, values.min_p
@@ -61,10 +51,9 @@ class Atropos:
         self.info = {"batch_size": config.completions_per_step, "max_token_len": max_model_len}
         self.names = {"group": Path(config.run_dir).name, "project": "slipstream"}
         self._version = version
-        self._clock = clock
-        self.calls = RecordedCalls(clock=clock)
+        self.calls = RecordedCalls()
         self.queue = GroupQueue(self._budget)
-        self._environments = Environments(clock)
+        self._environments = Environments()
         self._known: dict[str, None] = {}  # groups, the oldest first
         self._unlike = ""  # why the last call that was not recorded was not
         self._posted: Counter[str] = Counter()
@@ -168,7 +157,7 @@ class Atropos:
     def _accept(self, data: ScoredData) -> None:
         digest = hashlib.sha256(repr(data.tokens).encode()).hexdigest()
         try:
-            rollouts, calls = match_group(data, self.calls, self.sampling, now=self._clock())
+            rollouts, calls = match_group(data, self.calls, self.sampling, now=time.monotonic())
         except RefusedError as error:
             if digest in self._known:
                 self._posted["duplicate"] += 1

@@ -5,7 +5,6 @@ Groups wait only while no lease does, and their number is bounded. A group that 
 """
 
 from collections import deque
-from typing import Literal
 
 from producer.groups import Rollouts
 from producer.interfaces import LeaseFailure
@@ -39,21 +38,19 @@ class GroupQueue:
         """The oldest policy that a waiting lease takes; 0 if none waits."""
         return min(self._leases.wishes, default=0)
 
-    def offer(self, group: Rollouts) -> Literal["leased", "queued", "stale"]:
+    def offer(self, group: Rollouts) -> None:
         """Raises QueueFullError if there is no room for it now; nothing has changed then."""
         floors = self._leases.wishes
-        if not floors:
-            if len(self._groups) >= self._max_groups:
-                raise QueueFullError
-            self._groups.append(group)
-            return "queued"
         place = next((place for place, floor in enumerate(floors) if floor <= group.policy_version), None)
-        if place is None:
+        if place is not None:
+            self._leases.give(group, place)
+            self.leased += 1
+        elif floors:
             self.stale += 1
-            return "stale"
-        self._leases.give(group, place)
-        self.leased += 1
-        return "leased"
+        elif len(self._groups) < self._max_groups:
+            self._groups.append(group)
+        else:
+            raise QueueFullError
 
     async def take(self, floor: int) -> Rollouts:
         """Returns the group of a lease: the longest waiting one that is not older than `floor`, or the next one offered."""

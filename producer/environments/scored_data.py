@@ -4,7 +4,7 @@ Guarantee: of what an environment claims only its scores and its masks are used.
 engine, behind exactly these tokens, and was not trained before; its log-prob and version are those that were recorded.
 """
 
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -44,19 +44,11 @@ ScoredGroups: Any = Annotated[list[ScoredData], msgspec.Meta(max_length=1024)]
 """Those of one request."""
 
 
-class MatchedGroup(NamedTuple):
-    """`calls` are those that the rollouts are made of."""
-
-    rollouts: Rollouts
-    calls: set[RecordedCall]
-
-
-def match_group(data: ScoredData, calls: RecordedCalls, sampling: Sampling, *, now: float) -> MatchedGroup:
-    """The group of these sequences, made of what was recorded. Raises RefusedError if the group asks for what is not done,
-    contradicts itself, or has a token to be trained that was not sampled here.
-
-    Args:
-        now: seconds of the clock of `calls`.
+def match_group(
+    data: ScoredData, calls: RecordedCalls, sampling: Sampling, *, now: float
+) -> tuple[Rollouts, set[RecordedCall]]:
+    """The group of these sequences, and the recorded calls that it is made of. Raises RefusedError if the group asks for what is
+    not done, contradicts itself, or has a token to be trained that was not sampled here. `now`: seconds of the clock of `calls`.
     """
     _check(data, sampling.num_generations)
     taken: set[RecordedCall] = set()
@@ -72,7 +64,7 @@ def match_group(data: ScoredData, calls: RecordedCalls, sampling: Sampling, *, n
         group_message("", episodes, scores, sampling.max_completion_length, 0.0, 0.0)
     except LeaseFailure as failure:
         raise malformed(failure.detail) from None
-    return MatchedGroup(Rollouts(episodes, max(0.0, now - began), [], scores), taken)
+    return Rollouts(episodes, max(0.0, now - began), [], scores), taken
 
 
 def _check(data: ScoredData, num_generations: int) -> None:

@@ -9,6 +9,7 @@ under the name of its function, with the prompt.
 import asyncio
 import contextlib
 import logging
+import math
 import random
 import time
 from typing import Any, Protocol
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 from producer.interfaces import Failure, LeaseFailure
 from producer.rewards.processes import WorkerLostError
 from producer.rewards.sources import HttpReward, WorkerReward, sources_of
-from producer.rewards.thinking import Thinking, View
+from producer.rewards.thinking import Thinking, scattered, view
 from producer.rewards.worker import Job, Scores
 from protocol.config.sections.rewards import RewardFunction, RewardsSection
 from protocol.throttle import Throttle
@@ -42,15 +43,13 @@ class RewardObserver(Protocol):
 class RewardPool:
     """Every reward of the configuration, ready to score between `start` and `close`."""
 
-    def __init__(self, section: RewardsSection, observer: RewardObserver | None = None) -> None:
+    def __init__(self, section: RewardsSection, observer: RewardObserver) -> None:
         self._section = section
         self._observer = observer
         self._warn = Throttle(logger)
         self._thinking: Thinking | None = None
         self._sources = sources_of(section)
-        self._pools = list(
-            dict.fromkeys(source.workers for source in self._sources if isinstance(source, WorkerReward))
-        )
+        self._pools = {source.workers for source in self._sources if isinstance(source, WorkerReward)}
         self._limiters = {
             function.name: asyncio.Semaphore(function.concurrency or _SERVICE_CONCURRENCY)
             for function in section.functions
@@ -91,10 +90,10 @@ class RewardPool:
             assert self._thinking is not None, "read_thinking comes first"
             counts = self._section.counts_reasoning
             reasoning = await asyncio.to_thread(self._thinking.read, prompt, completions, completion_ids, count=counts)
-        views = [View.of(self._section, function, job, reasoning) for function in self._section.functions]
-        answers = await self._ask_all([view.job for view in views])
-        scores = [view.scattered(answer) for view, answer in zip(views, answers, strict=True)]
-        excluded = {row for view in views for row in view.excluded_rows}
+        views = [view(self._section, function, job, reasoning) for function in self._section.functions]
+        answers = await self._ask_all([seen for seen, _ in views])
+        scores = [scattered(answer, hidden) for answer, (_, hidden) in zip(answers, views, strict=True)]
+        excluded = {row for _, hidden in views for row, reward in hidden.items() if math.isnan(reward)}
         return self._rewards(scores, excluded, prompt, len(completions)), time.monotonic() - started
 
     async def _ask_all(self, jobs: list[Job]) -> list[Scores]:
@@ -107,38 +106,38 @@ class RewardPool:
             and self._section.functions[index].name not in self._limiters
             and jobs[index].completions
         }
-        alone = [index for index in range(len(jobs)) if index not in together]
-        answers, others = await asyncio.gather(
-            self._ask_together(together, jobs), asyncio.gather(*(self._ask(index, jobs[index]) for index in alone))
-        )
-        found = dict(zip([*together, *alone], [*answers, *others], strict=True))
-        return [found[index] for index in range(len(jobs))]
+        first = asyncio.ensure_future(self._ask_together(together, jobs))
+        asked = (self._ask(index, job, first if index in together else None) for index, job in enumerate(jobs))
+        _, scores = await asyncio.gather(first, asyncio.gather(*asked))
+        return scores
 
-    async def _ask_together(self, sources: dict[int, WorkerReward], jobs: list[Job]) -> list[Scores]:
-        """Asks these functions in one call. If that loses its worker, nobody knows which function is at fault, and each is asked
-        alone."""
-        first: dict[int, Scores] = {}
-        if len(sources) > 1:
-            limits_s = [self._section.limit_s(self._section.functions[index]) for index in sources]
-            numbers, called = [source.number for source in sources.values()], [jobs[index] for index in sources]
-            with contextlib.suppress(WorkerLostError):
-                found = await next(iter(sources.values())).workers.call(numbers, called, limits_s)
-                first = dict(zip(sources, found, strict=True))
-        return await asyncio.gather(*(self._ask(index, jobs[index], first.get(index)) for index in sources))
+    async def _ask_together(self, sources: dict[int, WorkerReward], jobs: list[Job]) -> dict[int, Scores]:
+        """Asks these functions in one call. If that loses its worker there are no answers, since nobody knows which function is
+        at fault, and each is asked alone."""
+        if len(sources) < 2:
+            return {}
+        limits_s = [self._section.limit_s(self._section.functions[index]) for index in sources]
+        numbers, called = [source.number for source in sources.values()], [jobs[index] for index in sources]
+        try:
+            found = await next(iter(sources.values())).workers.call(numbers, called, limits_s)
+        except WorkerLostError:
+            return {}
+        return dict(zip(sources, found, strict=True))
 
-    async def _ask(self, index: int, job: Job, scores: Scores | None = None) -> Scores:
-        """Asks one function, with retries. `scores` is the result of the first attempt, if there was one."""
+    async def _ask(self, index: int, job: Job, first: "asyncio.Future[dict[int, Scores]] | None") -> Scores:
+        """Asks one function, with retries. `first` has the result of the first attempt, if there was one."""
         function, source = self._section.functions[index], self._sources[index]
         if not job.completions:
             return Scores([])
+        started, scores = time.monotonic(), (await first).get(index) if first else None
         for attempt in range(function.attempts):
             if attempt > 0:
                 await asyncio.sleep(_pause_s(attempt))
             if attempt > 0 or scores is None:
                 async with self._limiters.get(function.name, contextlib.nullcontext()):
+                    started = time.monotonic()
                     scores = await source.ask(job, self._section.limit_s(function))
-            if self._observer is not None:
-                self._observer.reward_called(function.name, scores.seconds)
+            self._observer.reward_called(function.name, scores.seconds or time.monotonic() - started)
             if scores.rewards is not None or scores.is_final:
                 break
         assert scores is not None
@@ -165,8 +164,7 @@ class RewardPool:
     def _failed(
         self, function: RewardFunction, reason: Failure, problem: str, prompt: Any, num_completions: int
     ) -> str:
-        if self._observer is not None:
-            self._observer.reward_failed(function.name, reason, num_completions)
+        self._observer.reward_failed(function.name, reason, num_completions)
         said = f"{function.place} {problem}"
         shown = f"{num_completions} completion{'s' if num_completions > 1 else ''} of prompt {str(prompt)[:_PROMPT_SHOWN]!r}"
         self._warn(f"{function.name} {reason}", f"reward {function.name} is missing for {shown} ({reason}): {said}")

@@ -9,7 +9,6 @@ redirect is followed, and no more than `max_answer_bytes` are read. An answer of
 
 import asyncio
 import os
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -43,11 +42,10 @@ class WorkerReward:
         return self.number in self.workers.asynchronous
 
     async def ask(self, job: Job, limit_s: float) -> Scores:
-        started = time.monotonic()
         try:
             (scores,) = await self.workers.call([self.number], [job], [limit_s])
         except WorkerLostError as error:
-            return Scores(None, str(error), error.reason, seconds=time.monotonic() - started)
+            return Scores(None, str(error), error.reason)
         return scores
 
 
@@ -76,11 +74,6 @@ class HttpReward:
             await self._session.close()
 
     async def ask(self, job: Job, limit_s: float) -> Scores:
-        started = time.monotonic()
-        scores = await self._within(job, limit_s)
-        return msgspec.structs.replace(scores, seconds=time.monotonic() - started)
-
-    async def _within(self, job: Job, limit_s: float) -> Scores:
         import aiohttp  # it takes a fifth of a second, which only runs with a service need to spend
 
         if self._session is None:

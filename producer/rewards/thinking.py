@@ -10,9 +10,11 @@ token.
 """
 
 import math
+import re
 from bisect import bisect_left
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import compress
 from typing import Any
 
 from msgspec.structs import replace
@@ -23,50 +25,25 @@ from protocol.config.sections.rewards import RewardFunction, RewardsSection, Thi
 
 @dataclass(frozen=True)
 class Reasoning:
-    """The reasoning of a group's completions.
+    """The reasoning of a group's completions."""
 
-    Args:
-        answers: the completions without their reasoning.
-        is_closed: whether all reasoning of a completion ended.
-        num_tokens: of reasoning, tags included; empty where they were not counted.
-    """
-
-    answers: list[Any]
-    is_closed: list[bool]
-    num_tokens: list[int]
+    answers: list[Any]  # the completions without it
+    is_closed: list[bool]  # whether all of it ended
+    num_tokens: list[int]  # tags included; empty where they were not counted
 
 
 def segments(text: str, opening: str, closing: str, *, opened: bool) -> tuple[list[tuple[int, int]], bool]:
-    """Finds reasoning in `text`, tags included, and whether the last segment is closed.
-
-    Args:
-        opened: whether the prompt ended with the opening tag.
-    """
-    first = text.find(closing)
-    inside = opened or (first >= 0 and opening not in text[:first])
-    found: list[tuple[int, int]] = []
-    start = place = 0
-    while True:
-        if not inside:
-            start = text.find(opening, place)
-            if start < 0:
-                return found, True
-            place = start + len(opening)
-        end = text.find(closing, place)
-        if end < 0:
-            return [*found, (start, len(text))], False
-        place = end + len(closing)
-        found.append((start, place))
-        inside = False
+    """Finds reasoning in `text`, tags included, and whether the last segment is closed. `opened`: the prompt ended with the
+    opening tag."""
+    before, first, _ = text.partition(closing)
+    begins_inside = opened or (first and opening not in before)
+    start = re.escape(opening) + (r"|\A" if begins_inside else "")
+    found = list(re.finditer(rf"(?:{start}).*?({re.escape(closing)}|\Z)", text, re.DOTALL))
+    return [match.span() for match in found], all(match[1] for match in found)
 
 
 class Thinking:
-    """Separates reasoning from answers, for one tokenizer.
-
-    Args:
-        tokenizer: of the model, from transformers.
-        chat_template_kwargs: as prompts are rendered.
-    """
+    """Separates reasoning from answers, for one tokenizer of transformers; `chat_template_kwargs` as prompts are rendered."""
 
     def __init__(self, section: ThinkingSection, tokenizer: Any, chat_template_kwargs: dict[str, Any]) -> None:
         self._opening, self._closing = section.open, section.close
@@ -116,72 +93,46 @@ class Thinking:
         return rendered.rstrip().endswith(self._opening)
 
     def _answer(self, completion: Any, ids: list[int], *, opened: bool) -> tuple[Any, bool]:
-        is_text = isinstance(completion, str)
-        messages = [{"role": "assistant", "content": completion}] if is_text else completion
+        is_text, all_closed = isinstance(completion, str), True
+        messages = [{"role": "assistant", "content": completion}] if is_text else list(completion)
         if self._tags_are_special and len(messages) == 1:
             text = self._decode(ids)
             for token in self._special:
                 text = text.replace(token, "")
-            messages = [messages[0] | {"content": text}]
-        kept, all_closed = [], True
-        for message in messages:
-            if message.get("role") == "assistant" and isinstance(message.get("content"), str):
-                answer, is_closed = self._without(message["content"], opened=opened)
-                message, all_closed = message | {"content": answer}, all_closed and is_closed
-            kept.append(message)
-        return (kept[0]["content"] if is_text else kept), all_closed
-
-    def _without(self, text: str, *, opened: bool) -> tuple[str, bool]:
-        found, is_closed = segments(text, self._opening, self._closing, opened=opened)
-        answer, place = "", 0
-        for start, end in [*found, (len(text), len(text))]:
-            answer, place = answer + text[place:start], end
-        return (answer.lstrip() if found else answer), is_closed
+            messages[0] = messages[0] | {"content": text}
+        for place, message in enumerate(messages):
+            if message.get("role") == "assistant" and isinstance(answer := message.get("content"), str):
+                found, is_closed = segments(answer, self._opening, self._closing, opened=opened)
+                all_closed = all_closed and is_closed
+                for start, end in reversed(found):
+                    answer = answer[:start] + answer[end:]
+                messages[place] = message | {"content": answer.lstrip() if found else answer}
+        return (messages[0]["content"] if is_text else messages), all_closed
 
 
-@dataclass(frozen=True)
-class View:
-    """The part of a group that one reward function sees.
+def view(
+    section: RewardsSection, function: RewardFunction, job: Job, reasoning: Reasoning | None
+) -> tuple[Job, dict[int, float]]:
+    """What a function sees of a group, and the rewards of the rows that it does not see; NaN excludes a row."""
+    if reasoning is not None and function.counts_reasoning:
+        return replace(job, reasoning_tokens=reasoning.num_tokens), {}
+    if reasoning is None or not section.strips(function):
+        return job, {}
+    unclosed, closed = section.thinking.unclosed, reasoning.is_closed
+    if unclosed == "as_is":
+        pairs = zip(reasoning.answers, job.completions, closed, strict=True)
+        return replace(job, completions=[answer if ended else whole for answer, whole, ended in pairs]), {}
+    reward = math.nan if unclosed == "missing" else float(unclosed)
+    answers, ids = list(compress(reasoning.answers, closed)), list(compress(job.completion_ids, closed))
+    hidden = {row: reward for row, ended in enumerate(closed) if not ended}
+    return replace(job, completions=answers, completion_ids=ids), hidden
 
-    Args:
-        job: what the function is given.
-        rows: the rows of the group that the job has.
-        num_rows: of the group.
-        default_reward: of the other rows; NaN excludes them.
-    """
 
-    job: Job
-    rows: list[int]
-    num_rows: int
-    default_reward: float = math.nan
-
-    @classmethod
-    def of(cls, section: RewardsSection, function: RewardFunction, job: Job, reasoning: Reasoning | None) -> "View":
-        num_rows, unclosed = len(job.completions), section.thinking.unclosed
-        rows = list(range(num_rows))
-        if reasoning is not None and function.counts_reasoning:
-            job = replace(job, reasoning_tokens=reasoning.num_tokens)
-        elif reasoning is not None and section.strips(function):
-            answers, is_closed = reasoning.answers, reasoning.is_closed
-            if unclosed == "as_is":
-                shown = [answers[row] if is_closed[row] else job.completions[row] for row in rows]
-                return cls(replace(job, completions=shown), rows, num_rows)
-            rows = [row for row in rows if is_closed[row]]
-            ids = [job.completion_ids[row] for row in rows]
-            seen = replace(job, completions=[answers[row] for row in rows], completion_ids=ids)
-            return cls(seen, rows, num_rows, math.nan if unclosed == "missing" else float(unclosed))
-        return cls(job, rows, num_rows)
-
-    @property
-    def excluded_rows(self) -> set[int]:
-        """The rows that get no reward of any function."""
-        return set(range(self.num_rows)) - set(self.rows) if math.isnan(self.default_reward) else set()
-
-    def scattered(self, scores: Scores) -> Scores:
-        """The scores of the job, as scores of the whole group."""
-        if len(self.rows) == self.num_rows or scores.rewards is None:
-            return scores
-        rewards = [self.default_reward] * self.num_rows
-        for row, reward in zip(self.rows, scores.rewards, strict=True):
-            rewards[row] = reward
-        return Scores(rewards, failed={self.rows[index]: why for index, why in scores.failed.items()})
+def scattered(scores: Scores, hidden: dict[int, float]) -> Scores:
+    """The scores of what a function saw, as scores of the whole group."""
+    if scores.rewards is None or not hidden:
+        return scores
+    num_rows = len(scores.rewards) + len(hidden)
+    rows = [row for row in range(num_rows) if row not in hidden]
+    found = hidden | dict(zip(rows, scores.rewards, strict=True))
+    return Scores([found[row] for row in range(num_rows)], failed={rows[i]: why for i, why in scores.failed.items()})

@@ -104,7 +104,11 @@ def main(descriptor: int, sources: bytes) -> None:
     channel.send(Ready(problems, [index for index, made in enumerate(functions) if _is_asynchronous(made)]))
     while not problems and (frame := channel.receive()) is not None:
         call = msgspec.msgpack.decode(frame, type=Call)
-        channel.send(Answer(_answer([functions[index] for index in call.functions], call)))
+        called = [functions[index] for index in call.functions]
+        asynchronous = _is_asynchronous(called[0])
+        channel.send(
+            Answer(asyncio.run(_together(called, call)) if asynchronous else [_score(called[0], call.jobs[0])])
+        )
 
 
 def _function(source: Source) -> Callable[..., Any]:
@@ -119,26 +123,18 @@ def _is_asynchronous(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
-def _answer(functions: list[Callable[..., Any]], call: Call) -> list[Scores]:
-    if _is_asynchronous(functions[0]):
-        return asyncio.run(_together(functions, call))
-    return [_score(functions[0], call.jobs[0])]
-
-
 async def _together(functions: list[Callable[..., Any]], call: Call) -> list[Scores]:
     return await asyncio.gather(*map(_await_one, functions, call.jobs, call.limits_s))
 
 
 async def _await_one(function: Callable[..., Any], job: Job, limit_s: float) -> Scores:
-    started, clock = time.monotonic(), asyncio.timeout(limit_s)
+    started = time.monotonic()
     try:
-        async with clock:
+        async with asyncio.timeout(limit_s) as limit:
             scores = checked(await function(**_arguments(job)), len(job.completions))
-    except Exception as error:
-        if isinstance(error, TimeoutError) and clock.expired():
-            scores = Scores(None, f"did not return within {limit_s:g} seconds", "timeout")
-        else:
-            scores = Scores(None, raised())
+    except Exception:
+        over = Scores(None, f"did not return within {limit_s:g} seconds", "timeout")
+        scores = over if limit.expired() else Scores(None, raised())
     return msgspec.structs.replace(scores, seconds=time.monotonic() - started)
 
 
@@ -174,33 +170,34 @@ def checked(returned: Any, count: int) -> Scores:
         problem = f"returned {len(returned)} rewards for {count} completions; return one per completion"
     if problem:
         return Scores(None, problem, "invalid")
-    rewards: list[float] = []
+    rewards = [math.nan] * count
     failed: dict[int, tuple[Failure, str]] = {}
     for index, reward in enumerate(returned):
-        is_missing = reward is None or isinstance(reward, Exception)
-        value, problem = (math.nan, "") if is_missing else _number(reward)
-        rewards.append(value)
-        if problem:
-            failed[index] = "invalid", f"reward {index} {problem}"
-        elif isinstance(reward, Exception):
+        if isinstance(reward, Exception):
             said = f"reward {index}: {reward!s:.{_PROBLEM_CHARACTERS}}"
             failed[index] = "timeout" if isinstance(reward, TimeoutError) else "raised", said
+        elif reward is not None:
+            try:
+                rewards[index] = _number(reward)
+            except ValueError as error:
+                failed[index] = "invalid", f"reward {index} {error}"
     if failed and len(failed) == count:
         reason, problem = failed[0]
         return Scores(None, problem, reason)
     return Scores(rewards, failed=failed)
 
 
-def _number(reward: Any) -> tuple[float, str]:
+def _number(reward: Any) -> float:
     if not hasattr(type(reward), "__float__"):
-        return math.nan, f"is {reward!r:.80}; return a number, or None for missing"
+        raise ValueError(f"is {reward!r:.80}; return a number, or None for missing")
     try:
         value = float(reward)
     except Exception as error:
-        return math.nan, f"of type {type(reward).__name__} is no number: {error!s:.{_PROBLEM_CHARACTERS}}"
+        said = f"{error!s:.{_PROBLEM_CHARACTERS}}"
+        raise ValueError(f"of type {type(reward).__name__} is no number: {said}") from None
     if abs(value) > FLOAT32_MAX:
-        return math.nan, f"is {value}; return a finite number, or None for missing"
-    return value, ""
+        raise ValueError(f"is {value}; return a finite number, or None for missing")
+    return value
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ environment prints. It ends when its parent does, however that ends, with all th
     standard input                                       standard output
     {"kind": "play" or "rows", ...}            ->
                                                <-        {"ready": true}, or {"problem": "..."}
-    {"base_url": ..., "key": ..., ...}         ->        nothing; or with "rows": a row per line, then {"end": true}
+    {"base_url": ..., "key": ...}              ->        nothing; or with "rows": a row per line, then {"end": true}
 """
 
 import asyncio
@@ -17,29 +17,18 @@ import queue
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractAsyncContextManager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from itertools import islice
-from typing import Any, NoReturn, Protocol, TextIO
+from typing import Any, NoReturn, TextIO
 
-from producer.environments.bridges.policy_endpoint import PolicyEndpoint
-from producer.environments.bridges.task_loop import Player, TaskLoop
+from producer.environments.bridges.task_loop import Environment, PolicyEndpoint, TaskLoop
 
 logger = logging.getLogger(__name__)
 
 
 class ProblemError(Exception):
     """Why nothing can be played; the text is for the user."""
-
-
-class Environment(Player, Protocol):
-    """An environment that was loaded."""
-
-    def rows(self, max_rows: int | None) -> Iterator[dict[str, Any]]:
-        """Of the dataset, of which no more than `max_rows` are used: a `prompt` and what `play` needs."""
-
-    def playing(self, base_url: str, key: str) -> AbstractAsyncContextManager[None]:
-        """With the policy at `base_url`. Episodes are played in this context."""
 
 
 def row_of(task: dict[str, Any]) -> dict[str, Any]:
@@ -55,11 +44,7 @@ def row_of(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(load: Callable[[dict[str, Any]], Environment]) -> NoReturn:
-    """Runs the program.
-
-    Args:
-        load: the environment that settings describe; what it raises is the problem.
-    """
+    """Runs the program. `load`: the environment that settings describe; what it raises is the problem."""
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="environment: %(message)s")
     logging.getLogger("producer.environments.bridges").setLevel(logging.INFO)
     output, lines = _private_output(), _lines_of_parent()
@@ -74,24 +59,23 @@ def main(load: Callable[[dict[str, Any]], Environment]) -> NoReturn:
             _leave(0)
     except Exception as error:
         logger.debug("it failed here:", exc_info=True)
-        _send(
-            output, {"problem": str(error) if isinstance(error, ProblemError) else f"{type(error).__name__}: {error}"}
-        )
+        said = str(error) if isinstance(error, ProblemError) else f"{type(error).__name__}: {error}"
+        _send(output, {"problem": said})
         _leave(1)
     _send(output, {"ready": True})
-    where = json.loads(lines.get())
+    settings |= json.loads(lines.get())
     with suppress(asyncio.CancelledError):
-        asyncio.run(_play(environment, where))
+        asyncio.run(_play(environment, settings))
     _leave(0)
 
 
-async def _play(environment: Environment, where: dict[str, Any]) -> None:
-    current = asyncio.current_task()
+async def _play(environment: Environment, settings: dict[str, Any]) -> None:
+    current, base_url, key = asyncio.current_task(), settings["base_url"], settings["key"]
     assert current is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, current.cancel)
-    endpoint = PolicyEndpoint(where["base_url"], where["key"], where["max_concurrent"] + 1)
-    async with environment.playing(where["base_url"], where["key"]):
-        await TaskLoop(endpoint, environment, where["max_concurrent"], where["episode_timeout_s"]).run()
+    endpoint = PolicyEndpoint(base_url, key, settings["max_concurrent"] + 1)
+    async with environment.playing(base_url, key):
+        await TaskLoop(endpoint, environment, settings["max_concurrent"], settings["episode_timeout_s"]).run()
 
 
 def _private_output() -> TextIO:

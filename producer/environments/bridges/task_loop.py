@@ -1,24 +1,41 @@
-"""Takes tasks from a producer and has their episodes played, several at once.
+"""Takes tasks from a producer and has their episodes played, several at once (docs/serving.md).
 
 Guarantee: every episode of a task ends with its rewards or with the reason why it has none, unless its task is over before that.
-An exception of an environment fails its episode and nothing else.
+An exception of an environment fails its episode and nothing else. A request to the producer that may succeed at another attempt
+is repeated with growing pauses.
 """
 
 import asyncio
+import json
 import logging
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
-from producer.environments.bridges.policy_endpoint import PolicyEndpoint, RefusedByProducerError, TaskOverError
+from producer.environments.bridges.http_client import HttpClient
 
 logger = logging.getLogger(__name__)
 
+_WAIT_S = 30.0  # for a task
+_TIMEOUT_S = 30.0  # of a request, what it waits for a task not counted
+_ATTEMPTS = 6
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 8.0
+_TRANSIENT = (408, 429, 500, 502, 503, 504)
+_SHOWN_BYTES = 4096
+_LARGEST_REWARD = 1e30
 _PAUSE_S = 2.0
 _LONGEST_REASON = 1000  # characters
 
 
-class Player(Protocol):
-    """Plays the episodes of tasks."""
+class Environment(Protocol):
+    """An environment that was loaded."""
+
+    def rows(self, max_rows: int | None) -> Iterator[dict[str, Any]]:
+        """Of the dataset, of which no more than `max_rows` are used: a `prompt` and what `play` needs."""
+
+    def playing(self, base_url: str, key: str) -> AbstractAsyncContextManager[None]:
+        """With the policy at `base_url`. Episodes are played in this context."""
 
     async def play(self, task: dict[str, Any], episode: str) -> Mapping[str, Any]:
         """Plays one and returns rewards by name; those that the task asks for are posted."""
@@ -27,16 +44,62 @@ class Player(Protocol):
         """Why no episode can be played now, or nothing."""
 
 
+class TaskOverError(Exception):
+    """The producer does not know the episode any more: its task was closed, or belongs to another process."""
+
+
+class FailedError(Exception):
+    """An episode failed, or the producer refused a request; the text says why."""
+
+
+class PolicyEndpoint:
+    """The endpoint at `base_url`, which ends in `/v1`, for `num_threads` requests at once, of which one waits for tasks."""
+
+    def __init__(self, base_url: str, key: str, num_threads: int) -> None:
+        self._base_url = base_url
+        self._http = HttpClient(num_threads, {"authorization": f"Bearer {key}"} if key else {})
+
+    async def take(self) -> dict[str, Any] | None:
+        """Returns a task; None if there is none now."""
+        return await self._ask("", {"wait_s": _WAIT_S}, _WAIT_S + _TIMEOUT_S)
+
+    async def reward(self, episode: str, rewards: Mapping[str, Any]) -> None:
+        """Ends an episode. A reward that is no finite number is missing."""
+        await self._ask(f"/{episode}/reward", {name: finite(value) for name, value in rewards.items()})
+
+    async def fail(self, episode: str, reason: str) -> None:
+        """Ends an episode that cannot be rewarded."""
+        await self._ask(f"/{episode}/failure", {"reason": reason})
+
+    async def _ask(self, path: str, body: Mapping[str, Any], timeout_s: float = _TIMEOUT_S) -> dict[str, Any] | None:
+        url, problem = f"{self._base_url}/rollouts{path}", ""
+        for attempt in range(_ATTEMPTS):
+            if attempt:
+                await asyncio.sleep(min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (attempt - 1)))
+            try:
+                status, content = await self._http.ask(url, json.dumps(body).encode(), timeout_s)
+            except OSError as error:
+                problem = f"{url}: {error}"
+                continue
+            if status < 300:
+                return json.loads(content) if content else None
+            said = content[:_SHOWN_BYTES].decode(errors="replace")
+            if status == 404 and "unknown_episode" in said:
+                raise TaskOverError
+            problem = f"/rollouts{path}: status {status}: {said}"
+            if status not in _TRANSIENT:
+                break
+        raise FailedError(problem)
+
+
 class TaskLoop:
-    """See the module's guarantee.
+    """See the module's guarantee. It plays at most `max_concurrent` episodes at once."""
 
-    Args:
-        max_concurrent: episodes at once.
-    """
-
-    def __init__(self, endpoint: PolicyEndpoint, player: Player, max_concurrent: int, episode_timeout_s: float) -> None:
+    def __init__(
+        self, endpoint: PolicyEndpoint, environment: Environment, max_concurrent: int, episode_timeout_s: float
+    ) -> None:
         self._endpoint = endpoint
-        self._player = player
+        self._environment = environment
         self._slots = asyncio.Semaphore(max_concurrent)
         self._episode_timeout_s = episode_timeout_s
         self._named: set[str] = set()
@@ -47,14 +110,12 @@ class TaskLoop:
             while True:
                 async with self._slots:  # there is room for an episode
                     pass
-                if problem := await self._player.problem():
-                    logger.warning("%s; looking again in %g s", problem, _PAUSE_S)
-                    await asyncio.sleep(_PAUSE_S)
-                    continue
                 try:
+                    if problem := await self._environment.problem():
+                        raise FailedError(problem)
                     task = await self._endpoint.take()
-                except RefusedByProducerError as error:
-                    logger.warning("no task: %s", error)
+                except FailedError as error:
+                    logger.warning("no task: %s; looking again in %g s", error, _PAUSE_S)
                     await asyncio.sleep(_PAUSE_S)
                     continue
                 if task is not None:
@@ -65,43 +126,40 @@ class TaskLoop:
     async def _episode(self, task: dict[str, Any], episode: str, ends_at: float) -> None:
         async with self._slots:
             try:
-                await self._end(episode, *await self._played(task, episode, ends_at))
+                try:
+                    await self._endpoint.reward(episode, await self._played(task, episode, ends_at))
+                except FailedError as error:  # such as: nothing was sampled
+                    logger.warning("episode %s failed: %s", episode, error)
+                    await self._endpoint.fail(episode, str(error))
             except TaskOverError:
                 logger.info("episode %s: its task is over", episode)
-            except RefusedByProducerError as error:
+            except FailedError as error:
                 logger.warning("episode %s: %s", episode, error)
 
-    async def _played(self, task: dict[str, Any], episode: str, ends_at: float) -> tuple[dict[str, Any], str]:
-        """Returns the episode's rewards, or why there are none."""
-        left_s = ends_at - asyncio.get_running_loop().time()
-        limit_s = min(self._episode_timeout_s, left_s)
+    async def _played(self, task: dict[str, Any], episode: str, ends_at: float) -> dict[str, Any]:
+        """Returns the episode's rewards."""
+        limit_s = min(self._episode_timeout_s, ends_at - asyncio.get_running_loop().time())
         if limit_s <= 0:
             raise TaskOverError
         try:
             async with asyncio.timeout(limit_s) as limit:
-                found = await self._player.play(task, episode)
-        except TimeoutError as error:
-            if not limit.expired():
-                return {}, _described(error)
-            return {}, f"it was not over within environment.episode_timeout_s={self._episode_timeout_s:g} seconds"
+                found = await self._environment.play(task, episode)
         except Exception as error:
             logger.debug("episode %s", episode, exc_info=True)
-            return {}, _described(error)
+            reason = f"{type(error).__name__}: {error}"[:_LONGEST_REASON]
+            if limit.expired():
+                reason = f"it was not over within environment.episode_timeout_s={self._episode_timeout_s:g} seconds"
+            raise FailedError(reason) from None
         for name in set(task["rewards"]) - found.keys() - self._named:
             self._named.add(name)
             logger.warning("reward %s is missing: there are %s", name, ", ".join(sorted(found)) or "none")
-        return {name: found.get(name) for name in task["rewards"]}, ""
-
-    async def _end(self, episode: str, rewards: dict[str, Any], failure: str) -> None:
-        if not failure:
-            try:
-                await self._endpoint.reward(episode, rewards)
-                return
-            except RefusedByProducerError as error:
-                failure = str(error)  # such as: nothing was sampled
-        logger.warning("episode %s failed: %s", episode, failure)
-        await self._endpoint.fail(episode, failure)
+        return {name: found.get(name) for name in task["rewards"]}
 
 
-def _described(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"[:_LONGEST_REASON]
+def finite(value: Any) -> float | None:
+    """A reward as it is posted; None, which is missing, for what is no finite number."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) and abs(number) < _LARGEST_REWARD else None

@@ -11,7 +11,8 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from producer.environments.bridges.program import Environment, ProblemError
+from producer.environments.bridges.program import ProblemError
+from producer.environments.bridges.task_loop import Environment
 
 
 def load(settings: dict[str, Any]) -> Environment:

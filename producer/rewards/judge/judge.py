@@ -17,37 +17,34 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from producer.rewards.judge.judged import BINARY
-from producer.rewards.judge.values import Channel, ChannelEndedError, decode, encode, importable, imported, is_shared
+from producer.rewards.judge.values import ChannelEndedError, Peer, importable, imported, is_shared
 
 _FAILED = 1
 _FORWARDED = "getattr setattr iter next len str repr hash neg getitem setitem delitem enter"
 
 
-class Remote:
+class Remote(Peer):
     """The program, as the test deals with it."""
 
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
+    def __init__(self, descriptor: int) -> None:
+        super().__init__(descriptor)
         self._objects: dict[int, Any] = {}
         self._callbacks: list[Callable[..., Any]] = []
-        self.names = frozenset(channel.receive()["names"])
+        self.names = frozenset(self.receive()["names"])
 
     def name(self, name: str) -> Any:
         return self._asked({"deed": "name", "name": name}, ())
 
     def do(self, deed: str, *arguments: Any, **named: Any) -> Any:
-        given = [self._encoded(argument) for argument in arguments]
-        named = {name: self._encoded(argument) for name, argument in named.items()}
+        given = [self.encode(argument) for argument in arguments]
+        named = {name: self.encode(argument) for name, argument in named.items()}
         return self._asked({"deed": deed, "arguments": given, "named": named}, arguments)
 
     def _asked(self, message: dict[str, Any], arguments: tuple[Any, ...]) -> Any:
         """Returns the program's answer. If the program has ended or sends nonsense, the test ends here, whatever it would
         catch."""
         try:
-            self._channel.send(message)
-            while "callback" in (answer := self._channel.receive()):
-                self._channel.send(self._called_back(answer))
-            return self._value(answer, arguments)
+            return self._value(self.ask(message, "callback", self._called_back), arguments)
         except ChannelEndedError as error:
             _fail(error)
 
@@ -57,11 +54,11 @@ class Remote:
         if "raised" in answer:
             raise self._error(answer) from None
         for place, changed in answer.get("changed", {}).items():
-            _change(arguments[int(place)], self._decoded(changed))
-        return self._decoded(answer["value"])
+            _change(arguments[int(place)], self.decode(changed))
+        return self.decode(answer["value"])
 
     def _error(self, answer: dict[str, Any]) -> BaseException:
-        kind, arguments = self._decoded(answer["raised"]), self._decoded(answer["arguments"])
+        kind, arguments = self.decode(answer["raised"]), self.decode(answer["arguments"])
         try:
             error = kind(*arguments)
         except Exception:
@@ -69,25 +66,19 @@ class Remote:
         if not isinstance(error, BaseException) or isinstance(error, ChannelEndedError):
             raise ChannelEndedError(f"it raised {error!r:.80}")
         if isinstance(error, _ProgramError):
-            error.program_error = self._decoded(answer["error"])
+            error.program_error = self.decode(answer["error"])
         return error
 
     def _called_back(self, message: dict[str, Any]) -> dict[str, Any]:
         try:
-            return {"value": self._encoded(self._callbacks[message["callback"]](*self._decoded(message["arguments"])))}
+            return {"value": self.encode(self._callbacks[message["callback"]](*self.decode(message["arguments"])))}
         except ChannelEndedError:
             raise
         except Exception as error:
             kind = importable(type(error)) or importable(RuntimeError)
-            return {"raised": kind, "arguments": self._encoded([str(argument) for argument in error.args])}
+            return {"raised": kind, "arguments": self.encode([str(argument) for argument in error.args])}
 
-    def _encoded(self, value: Any) -> Any:
-        return encode(value, self._refer)
-
-    def _decoded(self, data: Any) -> Any:
-        return decode(data, self._resolve)
-
-    def _refer(self, value: Any) -> list[Any]:
+    def refer(self, value: Any) -> list[Any]:
         if type(value) is ProgramObject:
             return ["object", object.__getattribute__(value, "_number")]
         if isinstance(value, type) and issubclass(value, _ProgramError):
@@ -101,7 +92,7 @@ class Remote:
             f"a {type(value).__name__} of the test's cannot be handed to the program; hand it plain data or a function"
         )
 
-    def _resolve(self, reference: list[Any]) -> Any:
+    def resolve(self, reference: list[Any]) -> Any:
         match reference:
             case ["import", str(), str()] if is_shared(reference):
                 return imported(reference)
@@ -113,7 +104,7 @@ class Remote:
                 return _awaited(self, ProgramObject(self, number))
             case ["exception", int(number), str(name), base]:
                 if number not in self._objects:
-                    above = self._decoded(base)
+                    above = self.decode(base)
                     bases = (above,) if issubclass(above, _ProgramError) else (_ProgramError, above)
                     self._objects[number] = type(name, bases, {"number": number, "__module__": "__main__"})
                 return self._objects[number]
@@ -208,7 +199,7 @@ def _change(argument: Any, value: Any) -> None:
 
 def run(descriptor: int, test: str, mark: str) -> NoReturn:
     try:
-        names = Names(Remote(Channel(descriptor)))
+        names = Names(Remote(descriptor))
         exec(compile(test, "test.py", "exec"), names)  # noqa: S102 - that is what it is for
     except BaseException as error:
         _fail(error)

@@ -14,7 +14,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from producer.rewards.judge.values import Channel, ChannelEndedError, decode, encode, importable, imported, is_shared
+from producer.rewards.judge.values import ChannelEndedError, Peer, importable, imported, is_shared
 
 BINARY = [
     "eq",
@@ -55,11 +55,11 @@ class _Callback:
         return self._program.call_back(self.number, arguments)
 
 
-class Program:
+class Program(Peer):
     """The program's names and the objects that the judge has references to."""
 
-    def __init__(self, channel: Channel, source: str) -> None:
-        self._channel = channel
+    def __init__(self, descriptor: int, source: str) -> None:
+        super().__init__(descriptor)
         self._objects: list[Any] = []
         self._numbers: dict[int, int] = {}
         module = sys.modules["__main__"] = types.ModuleType("__main__")
@@ -67,18 +67,13 @@ class Program:
         exec(compile(source, "main.py", "exec"), self._names)  # noqa: S102 - that is what it is for
 
     def serve(self) -> None:
-        self._channel.send({"names": [name for name in self._names if not name.startswith("__")]})
-        while True:
-            self._channel.send(self._done(self._channel.receive()))
+        self.ask({"names": [name for name in self._names if not name.startswith("__")]}, "deed", self._done)
 
     def call_back(self, number: int, arguments: tuple[Any, ...]) -> Any:
-        self._channel.send({"callback": number, "arguments": self._encoded(arguments)})
-        while "deed" in (message := self._channel.receive()):
-            self._channel.send(self._done(message))
+        message = self.ask({"callback": number, "arguments": self.encode(arguments)}, "deed", self._done)
         if "raised" in message:
-            kind = decode(message["raised"], self._resolve)
-            raise kind(*decode(message["arguments"], self._resolve))
-        return decode(message["value"], self._resolve)
+            raise self.decode(message["raised"])(*self.decode(message["arguments"]))
+        return self.decode(message["value"])
 
     def _done(self, message: dict[str, Any]) -> dict[str, Any]:
         with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -87,27 +82,24 @@ class Program:
             except ChannelEndedError:
                 raise
             except BaseException as error:
-                kind = self._encoded(type(error))
-                answer = {"raised": kind, "arguments": self._encoded(error.args), "error": self._refer(error)}
+                kind = self.encode(type(error))
+                answer = {"raised": kind, "arguments": self.encode(error.args), "error": self.refer(error)}
         return answer | {"printed": printed.getvalue()}
 
     def _do(self, message: dict[str, Any]) -> dict[str, Any]:
         if message["deed"] == "name":
-            return {"value": self._encoded(self._names[message["name"]])}
+            return {"value": self.encode(self._names[message["name"]])}
         given = message["arguments"]
-        arguments = [decode(item, self._resolve) for item in given]
-        named = {name: decode(item, self._resolve) for name, item in message["named"].items()}
+        arguments = [self.decode(item) for item in given]
+        named = {name: self.decode(item) for name, item in message["named"].items()}
         value = _DEEDS[message["deed"]](*arguments, **named)
         changed = {}
         for place, argument in enumerate(arguments):
-            if isinstance(argument, list | dict | set | bytearray) and (now := self._encoded(argument)) != given[place]:
+            if isinstance(argument, list | dict | set | bytearray) and (now := self.encode(argument)) != given[place]:
                 changed[place] = now
-        return {"value": self._encoded(value), "changed": changed}
+        return {"value": self.encode(value), "changed": changed}
 
-    def _encoded(self, value: Any) -> Any:
-        return encode(value, self._refer)
-
-    def _refer(self, value: Any) -> list[Any]:
+    def refer(self, value: Any) -> list[Any]:
         if isinstance(value, _Callback):
             return ["callback", value.number]
         if is_shared(reference := importable(value)):
@@ -117,10 +109,10 @@ class Program:
         if number == len(self._objects):
             self._objects.append(value)
         if isinstance(value, type) and issubclass(value, BaseException):
-            return ["exception", number, value.__name__, self._encoded(value.__base__)]
+            return ["exception", number, value.__name__, self.encode(value.__base__)]
         return ["coroutine" if isinstance(value, types.CoroutineType) else "object", number]
 
-    def _resolve(self, reference: list[Any]) -> Any:
+    def resolve(self, reference: list[Any]) -> Any:
         match reference:
             case ["callback", number]:
                 return _Callback(self, number)
@@ -139,6 +131,6 @@ def _run(coroutine: Any) -> Any:
 
 def run(descriptor: int, source: str) -> None:
     with contextlib.suppress(ChannelEndedError):
-        Program(Channel(descriptor), source).serve()
+        Program(descriptor, source).serve()
     sys.stdout.flush()
     os._exit(0)

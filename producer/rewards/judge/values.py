@@ -14,7 +14,7 @@ import fractions
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 _MAX_BYTES = 2**26
@@ -50,8 +50,12 @@ class ChannelEndedError(BaseException):
     """The other side has ended, or sends what makes no sense."""
 
 
-class Channel:
-    """Lines of JSON over a socket's descriptor."""
+class Peer:
+    """One side: lines of JSON over a socket's descriptor. `refer` gives the reference to a value that is not plain, a list that
+    begins with a tag, or raises; `resolve` gives what such a reference of the other side means."""
+
+    refer: Callable[[Any], list[Any]]
+    resolve: Callable[[list[Any]], Any]
 
     def __init__(self, descriptor: int) -> None:
         self._reader = os.fdopen(descriptor, "rb")
@@ -73,51 +77,59 @@ class Channel:
             raise ChannelEndedError("it sent no message")
         return message
 
+    def ask(self, message: dict[str, Any], request: str, answer: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+        """Sends `message`, answers what the other side requests, messages with the key `request`, and returns what it sends
+        then."""
+        self.send(message)
+        while request in (found := self.receive()):
+            self.send(answer(found))
+        return found
 
-def encode(value: Any, refer: Callable[[Any], list[Any]]) -> Any:
-    """Returns `value` as JSON. `refer` gives the reference to a value that is not plain, or raises."""
-    kind = type(value)
-    if value is None or kind in (bool, str, float):
-        return value
-    if kind is int:
-        return value if abs(value) < 2**63 else ["int", hex(value)]  # decimal digits of more are refused by Python
-    if kind.__name__ in _CONTAINERS and kind is _CONTAINERS[kind.__name__]:
-        return [kind.__name__, [encode(item, refer) for item in value]]
-    if kind is dict:
-        return ["dict", [[encode(key, refer), encode(item, refer)] for key, item in value.items()]]
-    if kind in _TAGS:
-        tag = _TAGS[kind]
-        return [tag, [encode(item, refer) for item in _KINDS[tag][1](value)]]
-    if kind.__module__ == "numpy" and hasattr(value, "tolist"):
-        return ["numpy", str(value.dtype), encode(value.tolist(), refer)]
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return ["namedtuple", kind.__name__, list(value._fields), [encode(item, refer) for item in value]]
-    base = next((base for base in _BASES if isinstance(value, base)), None)
-    if base is not None and (kind.__module__ != "__main__" or base in (int, float, str)):
-        return encode(base(value), refer)
-    return refer(value)
+    def encode(self, value: Any) -> Any:
+        """Returns `value` as JSON."""
+        kind = type(value)
+        if value is None or kind in (bool, str, float):
+            return value
+        if kind is int:
+            return value if abs(value) < 2**63 else ["int", hex(value)]  # decimal digits of more are refused by Python
+        if kind in _CONTAINERS.values():
+            return [kind.__name__, self._encode_all(value)]
+        if kind is dict:
+            return ["dict", [self._encode_all(pair) for pair in value.items()]]
+        if kind in _TAGS:
+            return [_TAGS[kind], self._encode_all(_KINDS[_TAGS[kind]][1](value))]
+        if kind.__module__ == "numpy" and hasattr(value, "tolist"):
+            return ["numpy", str(value.dtype), self.encode(value.tolist())]
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return ["namedtuple", kind.__name__, list(value._fields), self._encode_all(value)]
+        base = next((base for base in _BASES if isinstance(value, base)), None)
+        if base is not None and (kind.__module__ != "__main__" or base in (int, float, str)):
+            return self.encode(base(value))
+        return self.refer(value)
 
+    def _encode_all(self, values: Iterable[Any]) -> list[Any]:
+        return [self.encode(value) for value in values]
 
-def decode(data: Any, resolve: Callable[[list[Any]], Any]) -> Any:
-    """Returns what `encode` was given. `resolve` gets a list that begins with the tag of a reference."""
-    if not isinstance(data, list):
-        return data
-    tag = data[0]
-    if tag == "int":
-        return int(data[1], 16)
-    if tag in _CONTAINERS:
-        return _CONTAINERS[tag](decode(item, resolve) for item in data[1])
-    if tag == "dict":
-        return {decode(key, resolve): decode(item, resolve) for key, item in data[1]}
-    if tag in _KINDS:
-        return _KINDS[tag][2](*(decode(item, resolve) for item in data[1]))
-    if tag == "numpy":
-        import numpy
+    def decode(self, data: Any) -> Any:
+        """Returns what `encode` was given."""
+        if not isinstance(data, list):
+            return data
+        tag = data[0]
+        if tag == "int":
+            return int(data[1], 16)
+        if tag in _CONTAINERS:
+            return _CONTAINERS[tag](map(self.decode, data[1]))
+        if tag == "dict":
+            return {self.decode(key): self.decode(item) for key, item in data[1]}
+        if tag in _KINDS:
+            return _KINDS[tag][2](*map(self.decode, data[1]))
+        if tag == "numpy":
+            import numpy
 
-        return numpy.array(decode(data[2], resolve), dtype=data[1])[()]
-    if tag == "namedtuple":
-        return collections.namedtuple(data[1], data[2])(*(decode(item, resolve) for item in data[3]))
-    return resolve(data)
+            return numpy.array(self.decode(data[2]), dtype=data[1])[()]
+        if tag == "namedtuple":
+            return collections.namedtuple(data[1], data[2])(*map(self.decode, data[3]))
+        return self.resolve(data)
 
 
 def importable(value: Any) -> list[Any] | None:

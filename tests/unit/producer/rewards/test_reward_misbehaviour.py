@@ -15,7 +15,7 @@ import pytest
 from producer.environments.pool import EnvironmentFailedError, EnvironmentPool
 from producer.rewards.pool import RewardPool
 from protocol.config.sections.environment import EnvironmentSection
-from tests.unit.producer.rewards.test_rewards import section
+from tests.unit.producer.rewards.test_rewards import Seen, section
 
 MARK = "SLIPSTREAM_TEST_MARK"
 ROUNDS = 2
@@ -193,7 +193,8 @@ def test_misbehaviour_costs_nothing_but_its_reward(
     functions += [{"function": f"bad:{name}", "timeout_s": 1.5 if name in hanging else 60.0} for name in bad]
 
     async def body() -> None:
-        pool = RewardPool(section(*functions, num_workers=2, timeout_s=60.0, max_memory_bytes=400 * 2**20))
+        rewards = section(*functions, num_workers=2, timeout_s=60.0, max_memory_bytes=400 * 2**20)
+        pool = RewardPool(rewards, Seen())
         try:
             await pool.start()
             assert marked(folder)

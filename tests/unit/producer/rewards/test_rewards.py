@@ -122,7 +122,7 @@ def with_pool(
     rewards: RewardsSection, use: Callable[[RewardPool], Awaitable[Result]], seen: Seen | None = None
 ) -> Result:
     async def body() -> Result:
-        pool = RewardPool(rewards, seen)
+        pool = RewardPool(rewards, seen or Seen())
         try:
             await pool.start()
             return await use(pool)

@@ -1,19 +1,20 @@
 """Reasoning told from answers, counted in tokens; with a tokenizer of one token per character but for `<think>`."""
 
-import asyncio
 import math
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from producer.rewards.pool import RewardPool
-from producer.rewards.thinking import Thinking, View, segments
+from producer.rewards.thinking import Thinking, scattered, segments, view
 from producer.rewards.worker import Job, Scores
 from protocol.config.sections.rewards import RewardsSection, ThinkingSection
+from tests.unit.producer.rewards.test_rewards import with_pool
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}A:{{ tail }}{% endif %}"
 
@@ -102,29 +103,23 @@ def test_the_pool_strips_counts_and_scores_what_never_ends():
     )
     texts = ["<think>ab</think>42", "42", "<think>4"]
 
-    async def score() -> np.ndarray:
-        pool = RewardPool(section)
-        try:
-            await pool.start()
-            pool.read_thinking(made, {})
-            ids = [made(text)["input_ids"] for text in texts]
-            return (await pool.score("p", texts, ids, {"answer": "42"}))[0]
-        finally:
-            await pool.close()
+    async def score(pool: RewardPool) -> np.ndarray:
+        pool.read_thinking(made, {})
+        return (await pool.score("p", texts, [made(text)["input_ids"] for text in texts], {"answer": "42"}))[0]
 
-    np.testing.assert_array_equal(asyncio.run(score()), [[1, 0, -0.5], [1, 1, 0], [-1, 0, -0.25]])
+    np.testing.assert_array_equal(with_pool(section, score), [[1, 0, -0.5], [1, 1, 0], [-1, 0, -0.25]])
 
 
 @pytest.mark.parametrize(
-    ("unclosed", "shown", "rewards", "excluded"),
+    ("unclosed", "shown", "rewards"),
     [
-        (0.0, ["4"], [1.0, 0.0], set()),
-        (-0.5, ["4"], [1.0, -0.5], set()),
-        ("missing", ["4"], [1.0, math.nan], {1}),
-        ("as_is", ["4", "<think>4"], [1.0, 2.0], set()),
+        (0.0, ["4"], [1.0, 0.0]),
+        (-0.5, ["4"], [1.0, -0.5]),
+        ("missing", ["4"], [1.0, math.nan]),
+        ("as_is", ["4", "<think>4"], [1.0, 2.0]),
     ],
 )
-def test_unclosed_reasoning_scores_as_configured(unclosed, shown, rewards, excluded):
+def test_unclosed_reasoning_scores_as_configured(unclosed, shown, rewards):
     section = RewardsSection.model_validate(
         {
             "functions": [
@@ -138,12 +133,10 @@ def test_unclosed_reasoning_scores_as_configured(unclosed, shown, rewards, exclu
     assert section.reads_thinking
     reasoning: Any = SimpleNamespace(answers=["4", ""], is_closed=[True, False], num_tokens=[3, 2])
     job = Job("p", ["<think></think>4", "<think>4"], [[1], [2]], {})
-    stripped, whole, counted = (View.of(section, function, job, reasoning) for function in section.functions)
-    assert stripped.job.completions == shown
-    scattered = stripped.scattered(Scores([1.0, 2.0][: len(shown)], failed={0: ("timeout", "slow")}))
-    assert scattered.rewards == pytest.approx(rewards, nan_ok=True)
-    assert scattered.failed == {0: ("timeout", "slow")}
-    assert stripped.excluded_rows == excluded
-    assert whole.job is job
-    assert counted.job.reasoning_tokens == [3, 2]
-    assert counted.job.completions == job.completions
+    (stripped, hidden), whole, counted = (view(section, each, job, reasoning) for each in section.functions)
+    assert stripped.completions == shown
+    found = scattered(Scores([1.0, 2.0][: len(shown)], failed={0: ("timeout", "slow")}), hidden)
+    assert found.rewards == pytest.approx(rewards, nan_ok=True)
+    assert found.failed == {0: ("timeout", "slow")}
+    assert whole == (job, {})
+    assert counted == (replace(job, reasoning_tokens=[3, 2]), {})

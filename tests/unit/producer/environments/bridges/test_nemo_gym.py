@@ -9,8 +9,8 @@ import pytest
 
 from producer.environments.bridges import http_client
 from producer.environments.bridges.nemo_gym_program import load
-from producer.environments.bridges.policy_endpoint import _number
 from producer.environments.bridges.program import ProblemError, row_of
+from producer.environments.bridges.task_loop import finite
 from tests.nemo_gym_servers import Row, agent_server, refusal_of_the_policy, verified
 
 ROW: Row = {
@@ -90,7 +90,7 @@ def test_an_answer_without_an_end_is_left_at_the_episodes_time_limit(status: int
     [(1, 1.0), (True, 1.0), (None, None), (float("nan"), None), (10**400, None), (1e31, None), ("good", None)],
 )
 def test_what_is_no_finite_reward_is_missing(value: Any, posted: float | None):
-    assert _number(value) == posted
+    assert finite(value) == posted
 
 
 def test_a_row_that_rl_environment_did_not_write_is_named():

@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from producer.environments.bridges import policy_endpoint
-from producer.environments.bridges.policy_endpoint import PolicyEndpoint
-from producer.environments.bridges.task_loop import TaskLoop
+from producer.environments.bridges import task_loop
+from producer.environments.bridges.task_loop import PolicyEndpoint, TaskLoop
 
 
 class Producer:
@@ -108,8 +107,8 @@ def played(producer: Producer, player: Player, count: int, **settings: Any) -> d
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(policy_endpoint, "_FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr("producer.environments.bridges.task_loop._PAUSE_S", 0.01)
+    monkeypatch.setattr(task_loop, "_FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(task_loop, "_PAUSE_S", 0.01)
 
 
 def test_episodes_are_played_some_at_a_time_and_rewarded_by_the_names_that_are_asked_for():

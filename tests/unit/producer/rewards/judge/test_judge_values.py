@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from producer.rewards.judge.values import decode, encode, importable, imported, is_shared
+from producer.rewards.judge.values import Peer, importable, imported, is_shared
 
 KEYS = st.one_of(
     st.none(), st.booleans(), st.integers(), st.text(), st.binary(), st.dates(), st.tuples(st.integers(), st.text())
@@ -28,13 +28,23 @@ PLAIN = st.recursive(
 )
 
 
-def refuse(value: Any) -> NoReturn:
-    raise TypeError(f"not plain: {value!r}")
+class Plain(Peer):
+    """One side that has no references, and no channel."""
+
+    def __init__(self) -> None: ...
+
+    def refer(self, value: Any) -> NoReturn:
+        raise TypeError(f"not plain: {value!r}")
+
+    resolve = refer
+
+
+PEER = Plain()
 
 
 @given(PLAIN)
 def test_plain_values_come_back_as_they_were(value: Any) -> None:
-    found = decode(json.loads(json.dumps(encode(value, refuse))), refuse)
+    found = PEER.decode(json.loads(json.dumps(PEER.encode(value))))
     assert found == value
     assert type(found) is type(value)
 
@@ -42,7 +52,7 @@ def test_plain_values_come_back_as_they_were(value: Any) -> None:
 @pytest.mark.parametrize("value", [object(), len, lambda: 1, iter([]), os, KeyError("x"), int])
 def test_what_is_not_plain_is_referred_to(value: Any) -> None:
     with pytest.raises(TypeError, match="not plain"):
-        encode([value], refuse)
+        PEER.encode([value])
 
 
 def test_values_of_other_classes_travel_as_what_they_are_based_on() -> None:
@@ -52,9 +62,9 @@ def test_values_of_other_classes_travel_as_what_they_are_based_on() -> None:
 
         __hash__ = float.__hash__
 
-    assert encode([Mine(1.5), collections.Counter("aab")], refuse) == ["list", [1.5, ["dict", [["a", 2], ["b", 1]]]]]
+    assert PEER.encode([Mine(1.5), collections.Counter("aab")]) == ["list", [1.5, ["dict", [["a", 2], ["b", 1]]]]]
     point = collections.namedtuple("point", "x y")(1, [2])
-    assert decode(encode(point, refuse), refuse) == point
+    assert PEER.decode(PEER.encode(point)) == point
 
 
 @pytest.mark.parametrize("value", [int, KeyError, json.JSONDecodeError, collections.Counter, datetime.date, decimal])
