@@ -6,6 +6,7 @@ docs/algorithms.md says what the ratio statistics mean.
 
 import math
 from collections.abc import Iterable, Mapping
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -15,81 +16,66 @@ STALENESS_BUCKETS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32)
 STEP_BUCKETS_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
 
 _GAUGES = {
-    "reward": (
-        "rl_trainer_reward",
-        "Mean weighted sum of rewards of the completions that arrived since the last step.",
-    ),
+    "reward": ("reward", "Mean weighted sum of rewards of the completions that arrived since the last step."),
     "reward_std": (
-        "rl_trainer_reward_std",
+        "reward_std",
         "Standard deviation of the rewards of the completions that arrived since the last step.",
     ),
     "frac_reward_zero_std": (
-        "rl_trainer_zero_signal_ratio",
+        "zero_signal_ratio",
         "Share of the groups that arrived since the last step whose rewards were all equal.",
     ),
     "completions/mean_length": (
-        "rl_trainer_completion_length_mean_tokens",
+        "completion_length_mean_tokens",
         "Mean length of the completions that arrived since the last step.",
     ),
     "completions/max_length": (
-        "rl_trainer_completion_length_max_tokens",
+        "completion_length_max_tokens",
         "Greatest length of the completions that arrived since the last step.",
     ),
     "completions/clipped_ratio": (
-        "rl_trainer_completions_truncated_ratio",
+        "completions_truncated_ratio",
         "Share of the arrived completions that reached sampling.max_completion_length.",
     ),
-    "staleness/mean": (
-        "rl_trainer_staleness_mean_versions",
-        "Mean staleness of the groups trained for the first time.",
-    ),
-    "staleness/max": (
-        "rl_trainer_staleness_max_versions",
-        "Greatest staleness of the groups trained for the first time.",
-    ),
+    "staleness/mean": ("staleness_mean_versions", "Mean staleness of the groups trained for the first time."),
+    "staleness/max": ("staleness_max_versions", "Greatest staleness of the groups trained for the first time."),
     "staleness/token_mean": (
-        "rl_trainer_token_staleness_mean_versions",
+        "token_staleness_mean_versions",
         "Mean staleness of the tokens trained for the first time; that of a group is its oldest token's.",
     ),
     "staleness/newer_token_share": (
-        "rl_trainer_newer_tokens_ratio",
+        "newer_tokens_ratio",
         "Share of the tokens trained for the first time that a newer policy sampled than their group's oldest.",
     ),
-    "replay/share": ("rl_trainer_replayed_ratio", "Share of the batch that was replayed."),
+    "replay/share": ("replayed_ratio", "Share of the batch that was replayed."),
     "pipeline/max_staleness": (
-        "rl_trainer_max_staleness_versions",
+        "max_staleness_versions",
         "Staleness within which prompts are leased now: pipeline.max_staleness, or what `auto` has come to.",
     ),
-    f"{_RATIO}/mean": ("rl_trainer_importance_ratio_mean", "Mean importance ratio of the tokens, before correction."),
-    f"{_RATIO}/max": ("rl_trainer_importance_ratio_max", "Greatest importance ratio, before correction."),
+    f"{_RATIO}/mean": ("importance_ratio_mean", "Mean importance ratio of the tokens, before correction."),
+    f"{_RATIO}/max": ("importance_ratio_max", "Greatest importance ratio, before correction."),
     f"{_RATIO}/effective_sample_share": (
-        "rl_trainer_effective_sample_ratio",
+        "effective_sample_ratio",
         "Kish's effective sample size over the number of tokens.",
     ),
     f"{_RATIO}/clipped_share": (
-        "rl_trainer_ratio_clipped_ratio",
+        "ratio_clipped_ratio",
         "Share of the tokens whose importance ratio the correction bounds.",
     ),
     f"{_RATIO}/corrected/masked_share": (
-        "rl_trainer_ratio_masked_ratio",
+        "ratio_masked_ratio",
         "Share of the tokens whose factor the correction sets to 0.",
     ),
     f"{_RATIO}/kl": (
-        "rl_trainer_sampling_kl_nats",
+        "sampling_kl_nats",
         "KL divergence per token between the policy that sampled and the one that is trained (estimator k1).",
     ),
-    "kl": (
-        "rl_trainer_reference_kl_nats",
-        "KL divergence per token to the reference model; NaN while trainer.beta is 0.",
-    ),
-    "entropy": ("rl_trainer_entropy_nats", "Mean entropy of the policy per token."),
-    "clip_ratio/region_mean": (
-        "rl_trainer_policy_clip_ratio",
-        "Share of the tokens clipped by the loss (PPO's bounds).",
-    ),
-    "loss": ("rl_trainer_loss", "Loss, as last logged (trainer.logging_steps)."),
-    "grad_norm": ("rl_trainer_gradient_norm", "Norm of the gradient before clipping, as last logged."),
-    "learning_rate": ("rl_trainer_learning_rate", "Learning rate, as last logged."),
+    "kl": ("reference_kl_nats", "KL divergence per token to the reference model; NaN while trainer.beta is 0."),
+    "entropy": ("entropy_nats", "Mean entropy of the policy per token."),
+    "clip_ratio/region_mean": ("policy_clip_ratio", "Share of the tokens clipped by the loss (PPO's bounds)."),
+    "loss": ("loss", "Loss, as last logged (trainer.logging_steps)."),
+    "grad_norm": ("gradient_norm", "Norm of the gradient before clipping, as last logged."),
+    "learning_rate": ("learning_rate", "Learning rate, as last logged."),
 }
 
 
@@ -105,51 +91,29 @@ class LearningMetrics:
     def __init__(
         self, registry: CollectorRegistry, reward_names: Iterable[str], *, max_steps: int, max_staleness: int
     ) -> None:
-        self._gauges = {key: Gauge(name, text, registry=registry) for key, (name, text) in _GAUGES.items()}
-        quantiles = Gauge(
-            "rl_trainer_importance_ratio",
-            "Quantiles of the importance ratios of the tokens.",
-            ["quantile"],
-            registry=registry,
-        )
+        gauge = partial(Gauge, namespace="rl_trainer", registry=registry)
+        counter = partial(Counter, namespace="rl_trainer", registry=registry)
+        histogram = partial(Histogram, namespace="rl_trainer", registry=registry)
+        self._gauges = {key: gauge(name, text) for key, (name, text) in _GAUGES.items()}
+        quantiles = gauge("importance_ratio", "Quantiles of the importance ratios of the tokens.", ["quantile"])
         self._gauges |= {key: quantiles.labels(quantile) for quantile, key in _QUANTILES.items()}
-        rewards = Gauge(
-            "rl_trainer_reward_by_function", "Mean reward by function, unweighted.", ["function"], registry=registry
-        )
-        spread = Gauge(
-            "rl_trainer_reward_std_by_function",
-            "Standard deviation of the reward by function.",
-            ["function"],
-            registry=registry,
-        )
+        rewards = gauge("reward_by_function", "Mean reward by function, unweighted.", ["function"])
+        spread = gauge("reward_std_by_function", "Standard deviation of the reward by function.", ["function"])
         for name in reward_names:
-            self._gauges[f"rewards/{name}/mean"] = rewards.labels(name)
-            self._gauges[f"rewards/{name}/std"] = spread.labels(name)
-        for gauge in self._gauges.values():
-            gauge.set(math.nan)
+            self._gauges |= {f"rewards/{name}/mean": rewards.labels(name), f"rewards/{name}/std": spread.labels(name)}
+        for each in self._gauges.values():
+            each.set(math.nan)
         self._gauges["pipeline/max_staleness"].set(max_staleness)
-        self._step = Gauge("rl_trainer_step", "Optimizer steps taken.", registry=registry)
-        self._last_step_at = Gauge(
-            "rl_trainer_last_step_timestamp_seconds",
-            "When the last step ended, Unix time; 0 before.",
-            registry=registry,
-        )
-        Gauge("rl_trainer_max_steps", "Optimizer steps that the run takes.", registry=registry).set(max_steps)
-        self._step_s = Histogram(
-            "rl_trainer_step_seconds", "Duration of optimizer steps, without the wait for rollouts, with the publication.",
-            buckets=STEP_BUCKETS_S, registry=registry,
-        )  # fmt: skip
-        self._wait_s = Counter(
-            "rl_trainer_wait_seconds", "Time that the trainer has waited for rollouts.", registry=registry
-        )
-        self._tokens = Counter("rl_trainer_tokens_trained", "Completion tokens trained.", registry=registry)
-        self._staleness = Histogram(
-            "rl_trainer_staleness_versions", "Staleness of the groups trained for the first time, when their batch was cut.",
-            buckets=STALENESS_BUCKETS, registry=registry,
-        )  # fmt: skip
-        self._nonfinite = Counter(
-            "rl_trainer_nonfinite_steps", "Steps whose loss or gradient norm was NaN or infinite.", registry=registry
-        )
+        self._step = gauge("step", "Optimizer steps taken.")
+        self._last_step_at = gauge("last_step_timestamp_seconds", "When the last step ended, Unix time; 0 before.")
+        gauge("max_steps", "Optimizer steps that the run takes.").set(max_steps)
+        text = "Duration of optimizer steps, without the wait for rollouts, with the publication."
+        self._step_s = histogram("step_seconds", text, buckets=STEP_BUCKETS_S)
+        self._wait_s = counter("wait_seconds", "Time that the trainer has waited for rollouts.")
+        self._tokens = counter("tokens_trained", "Completion tokens trained.")
+        text = "Staleness of the groups trained for the first time, when their batch was cut."
+        self._staleness = histogram("staleness_versions", text, buckets=STALENESS_BUCKETS)
+        self._nonfinite = counter("nonfinite_steps", "Steps whose loss or gradient norm was NaN or infinite.")
 
     def batch(self, staleness: Iterable[int]) -> None:
         """A batch was cut; `staleness` of its groups that are trained for the first time."""

@@ -26,59 +26,46 @@ _FAILURES = (
     "invalid", "expired", "released",
 )  # fmt: skip
 _TOTALS = {
-    "leased": ("rl_trainer_leases_given_total", "Leases given."),
-    "adopted": ("rl_trainer_leases_adopted_total", "Leases that a producer kept from an earlier trainer process."),
-    "returned": ("rl_trainer_leases_returned_total", "Leases handed back by stopping producers."),
-    "trained": ("rl_trainer_groups_trained_total", "Groups trained for the first time."),
-    "replayed": ("rl_trainer_groups_replayed_total", "Uses of groups that were replayed."),
-    "went_stale": ("rl_trainer_groups_went_stale_total", "Groups accepted, then too old when the batch was cut."),
-    "quarantined": ("rl_trainer_groups_quarantined_total", "Groups in whose step the trainer died too often."),
-    "dead_letters": ("rl_trainer_dead_letters_total", "Prompts given up for their epoch."),
-    "deferred": ("rl_trainer_rerolls_deferred_total", "Prompts whose group failed and that will return."),
-    "rerolls_leased": ("rl_trainer_rerolls_leased_total", "Leases given for prompts that returned."),
-    "rested": ("rl_trainer_prompts_rested_total", "Solved prompts in cooldown."),
-    "swaps_refused": (
-        "rl_trainer_swaps_refused_total",
-        "Policy versions that producers refused, once for each producer.",
-    ),
-    "bad_frames": ("rl_trainer_frames_refused_total", "Frames that were no message; kept for `rl-journal quarantine`."),
+    "leased": ("leases_given", "Leases given."),
+    "adopted": ("leases_adopted", "Leases that a producer kept from an earlier trainer process."),
+    "returned": ("leases_returned", "Leases handed back by stopping producers."),
+    "trained": ("groups_trained", "Groups trained for the first time."),
+    "replayed": ("groups_replayed", "Uses of groups that were replayed."),
+    "went_stale": ("groups_went_stale", "Groups accepted, then too old when the batch was cut."),
+    "quarantined": ("groups_quarantined", "Groups in whose step the trainer died too often."),
+    "dead_letters": ("dead_letters", "Prompts given up for their epoch."),
+    "deferred": ("rerolls_deferred", "Prompts whose group failed and that will return."),
+    "rerolls_leased": ("rerolls_leased", "Leases given for prompts that returned."),
+    "rested": ("prompts_rested", "Solved prompts in cooldown."),
+    "swaps_refused": ("swaps_refused", "Policy versions that producers refused, once for each producer."),
+    "bad_frames": ("frames_refused", "Frames that were no message; kept for `rl-journal quarantine`."),
 }
 _DEPTHS = {
-    "ready": ("rl_trainer_groups_ready", "Groups that wait to be trained for the first time."),
-    "replayable": ("rl_trainer_groups_replayable", "Groups that may be replayed."),
-    "leased": ("rl_trainer_leases_out", "Leases that producers hold."),
-    "deferred": ("rl_trainer_rerolls_waiting", "Prompts that wait to return."),
-    "epoch": ("rl_trainer_epoch", "Pass over the dataset, counted from 0."),
+    "ready": ("groups_ready", "Groups that wait to be trained for the first time."),
+    "replayable": ("groups_replayable", "Groups that may be replayed."),
+    "leased": ("leases_out", "Leases that producers hold."),
+    "deferred": ("rerolls_waiting", "Prompts that wait to return."),
+    "epoch": ("epoch", "Pass over the dataset, counted from 0."),
 }
-
-
-_FLEET: tuple[tuple[str, str, Callable[[ProducerSession, Intake], float]], ...] = (
-    (
-        "rl_trainer_producer_policy_version",
+_FLEET: dict[str, tuple[str, Callable[[ProducerSession, Intake], float]]] = {
+    "policy_version": (
         "Policy version that each connected producer serves; -1 while none.",
         lambda producer, _: producer.heartbeat.policy_version,
     ),
-    (
-        "rl_trainer_producer_refused_version",
+    "refused_version": (
         "Policy version that each connected producer refuses, so that it serves an older one; -1 while none.",
         lambda producer, _: producer.heartbeat.refused_version,
     ),
-    (
-        "rl_trainer_producer_lag_versions",
+    "lag_versions": (
         "Versions by which each connected producer is behind the newest.",
         lambda producer, intake: intake.store.newest.version - producer.heartbeat.policy_version,
     ),
-    (
-        "rl_trainer_producer_leases",
-        "Leases of each connected producer.",
-        lambda producer, _: len(producer.leases),
-    ),
-    (
-        "rl_trainer_producer_heard_seconds",
+    "leases": ("Leases of each connected producer.", lambda producer, _: len(producer.leases)),
+    "heard_seconds": (
         "Time since each connected producer was last heard.",
         lambda producer, intake: intake.clock() - producer.last_heard,
     ),
-)
+}
 
 
 def commit_seconds(registry: CollectorRegistry) -> Histogram:
@@ -129,9 +116,9 @@ def watch_trainer(
 
 def _watch_buffer(readings: Readings, buffer: RolloutBuffer) -> None:
     for key, (name, text) in _TOTALS.items():
-        readings.counter(name, text, lambda key=key: buffer.totals[key])  # type: ignore[misc]
+        readings.counter(f"rl_trainer_{name}_total", text, lambda key=key: buffer.totals[key])  # type: ignore[misc]
     for key, (name, text) in _DEPTHS.items():
-        readings.gauge(name, text, lambda key=key: buffer.depth()[key])  # type: ignore[misc]
+        readings.gauge(f"rl_trainer_{name}", text, lambda key=key: buffer.depth()[key])  # type: ignore[misc]
     readings.counters(
         "rl_trainer_groups_received_total",
         "Groups that producers delivered: accepted, no_signal (degenerate: all rewards equal), stale, duplicate, of an "
@@ -180,13 +167,11 @@ def _watch_fleet(readings: Readings, intake: Intake) -> None:
         "producer",
         lambda: {producer.name: producer.heartbeat.idle_s for producer in connected()},
     )
-    for name, text, value in _FLEET:
+    for name, (text, value) in _FLEET.items():
         readings.gauges(
-            name,
-            text,
-            "producer",
+            f"rl_trainer_producer_{name}", text, "producer",
             lambda value=value: {each.name: value(each, intake) for each in connected()},  # type: ignore[misc]
-        )
+        )  # fmt: skip
 
 
 def by_attempt(counts: Mapping[str, int], kind: str) -> dict[str, int]:
