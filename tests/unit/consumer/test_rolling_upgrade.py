@@ -206,16 +206,6 @@ def test_the_trainer_is_upgraded_under_a_producer_of_this_release(site: Site) ->
     assert trainer.replay.totals["bad_frames"] == 0
 
 
-def test_the_trainer_is_downgraded_under_a_producer_of_this_release(site: Site) -> None:
-    trainer, new = site.trainer(), site.worker()
-    until(lambda: trainer.replay.totals["accepted"] == 4)
-    assert new.channel.schema_version == 2
-    trainer.intake.stop("stopping")
-    old = site.old_trainer()
-    until(lambda: len(old.all("group")) >= 2, old.step)
-    assert (new.channel.schema_version, new.outcome) == (1, [])
-
-
 def test_a_trainer_killed_and_downgraded_within_one_connection(site: Site) -> None:
     """The producer does not notice the exchange; the old trainer refuses all that it goes on sending."""
     trainer, new = site.trainer(), site.worker()

@@ -72,11 +72,3 @@ def test_something_that_is_there_is_taken_before_anything_is_checked(clock: Cloc
         raise StopRequested
 
     assert patience([], check).wait_until(lambda: "a checkpoint", "room", str) == "a checkpoint"
-
-
-def test_an_attempt_that_raises_ends_the_wait(clock: Clock) -> None:
-    def attempt() -> None:
-        raise JournalError("gone")
-
-    with pytest.raises(JournalError, match="gone"):
-        patience([]).wait_until(attempt, "rollouts", str)

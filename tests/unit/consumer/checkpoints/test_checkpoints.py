@@ -105,16 +105,6 @@ def test_nothing_to_find(tmp_path: Path) -> None:
     assert latest(tmp_path) is None
 
 
-def test_a_commit_moves_the_checkpoint_from_staging_to_its_own_name(tmp_path: Path) -> None:
-    place = staged(tmp_path, 3)
-    assert latest(tmp_path) is None
-    commit(place, state(3, journal_seq=17))
-    found = latest(tmp_path)
-    assert found == (tmp_path / "checkpoint-3", {"step": 3, "run_id": "run", "journal_seq": 17})
-    assert is_whole(found)
-    assert list(staging(tmp_path).iterdir()) == []
-
-
 def test_everything_is_on_the_disk_before_the_name_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
     fsync, rename = os.fsync, os.rename
@@ -181,24 +171,6 @@ def test_a_crash_anywhere_in_a_commit_of_the_same_step_leaves_that_step(
     assert latest(tmp_path) == (tmp_path / "checkpoint-2", {"step": 2, "run_id": "run"})
     assert list(staging(tmp_path).iterdir()) == []
     assert number > 6
-
-
-def test_the_rest_of_a_checkpoint_that_was_being_deleted_is_not_in_the_way_of_a_new_one(tmp_path: Path) -> None:
-    uncounted(tmp_path, 4)
-    clear_leftovers(tmp_path)  # as the start does, and every save
-    assert list(tmp_path.iterdir()) == []
-    found = Checkpoint(checkpoint(tmp_path, 4), state(4))
-    assert latest(tmp_path) == found
-    assert is_whole(found)
-
-
-def test_what_a_crash_left_in_staging_counts_for_nothing_and_is_cleared(tmp_path: Path) -> None:
-    place = staged(tmp_path, 9)
-    (place / "pipeline_state.json").write_text('{"step": 9, "run_id": "run"}')  # all but the rename
-    assert latest(tmp_path) is None
-    clear_leftovers(tmp_path)
-    clear_leftovers(tmp_path)
-    assert list(tmp_path.iterdir()) == []
 
 
 # Where a run starts.

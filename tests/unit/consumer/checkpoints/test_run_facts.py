@@ -1,6 +1,5 @@
 """What a journal remembers of its run, and which configurations may go on with it."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -44,16 +43,6 @@ def test_the_facts_of_a_run(tmp_path: Path, tiny_model: Path) -> None:
         "num_threads": "7",
         "trust_remote_code": "false",
     }
-
-
-def test_the_order_of_the_reward_functions_is_a_fact(tmp_path: Path, tiny_model: Path) -> None:
-    functions = [{"function": "r:exact", "weight": 1.0}, {"function": "r:style", "weight": 0.1}]
-    facts = [
-        run_facts(run_config(tmp_path, tiny_model, rewards={"functions": order}), tiny_model, "run", 64, 1, 1)
-        for order in (functions, functions[::-1])
-    ]
-    assert [json.loads(made["reward_names"]) for made in facts] == [["exact", "style"], ["style", "exact"]]
-    assert not comparable(facts[0], facts[1], JOURNAL)
 
 
 def test_the_same_facts_are_comparable_whatever_else_changed() -> None:

@@ -4,7 +4,7 @@ what nobody wants any more. Another run's are none of its business."""
 import pytest
 from msgspec.structs import replace
 
-from protocol.wire.messages import Ack, Nack, PolicyInfo, Welcome
+from protocol.wire.messages import Ack, Lease, Nack, PolicyInfo, Welcome
 from tests.unit.consumer.builders import FillableJournal, live_buffer
 from tests.unit.consumer.intake.builders import BLOB, DIGEST, SHAPE, Start, Trainer, answer, only
 
@@ -68,11 +68,11 @@ def test_leases_that_nobody_wants_any_more_are_refused(start: Start, journal: Fi
     other = trainer.producer("other", capacity=1)
     assert other.leases[0].prompt_id == lease.prompt_id
     foreign = ["7-0-0-1-s", "0-5000-0-1-s", "not a lease"]
-    producer = trainer.producer(capacity=0, held=[lease.lease_id, *foreign])
+    producer = trainer.producer(capacity=1, held=[lease.lease_id, *foreign])
     words = "its prompt is not wanted any more"
     assert producer.all(Nack) == [Nack(name, "unknown_lease", words) for name in (lease.lease_id, *foreign)]
     assert trainer.replay.totals["adopted"] == 0
-    assert trainer.replay.leased_to("p") == set()
+    assert trainer.replay.leased_to("p") == {only(producer.leases, Lease).lease_id}, "they take no room"
     assert only(other.say(answer(other.leases[0])), Ack).outcome == "accepted"
 
 

@@ -1,8 +1,10 @@
 """No group is acknowledged before it is on the disk; what a full disk cannot take waits and is tried again."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -161,19 +163,6 @@ def test_a_group_that_comes_with_a_goodbye_is_no_lost_lease(start: Start, caplog
     assert "1 prompts go out again" in caplog.text
 
 
-def test_a_failure_that_the_full_disk_cannot_bury_leaves_the_lease(start: Start, journal: FillableJournal) -> None:
-    trainer = start(groups_per_step=1)
-    producer = trainer.producer(capacity=1)
-    [lease] = producer.leases
-    journal.full = True
-    producer.say(Nack(lease.lease_id, "prompt_too_long", "9999 tokens"))
-    assert trainer.replay.depth()["leased"] == 1
-    assert trainer.replay.totals["dead_letters"] == 0
-    journal.full = False
-    producer.say(Nack(lease.lease_id, "prompt_too_long", "9999 tokens"))
-    assert trainer.replay.totals["dead_letters"] == 1
-
-
 def test_an_error_of_the_journal_ends_the_thread_and_is_raised_in_the_main_thread(
     start: Start, journal: FillableJournal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,3 +181,63 @@ def test_an_error_of_the_journal_ends_the_thread_and_is_raised_in_the_main_threa
         trainer.errors.check()
     assert caught.value.exit_code == 74
     assert producer.all(Ack) == []
+    trainer.publish(1, b"next", "a" * 64)  # the main thread may not have looked yet
+    trainer.intake.wake()
+    trainer.intake.stop("stopping")
+
+
+# A disk without room for leases.
+
+
+def test_no_leases_without_room_on_the_disk_and_again_when_there_is_room(
+    start: Start, usage: SimpleNamespace, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    trainer = start(groups_per_step=2)
+    trainer.tick()
+    usage.used, usage.free = 950, 50
+    trainer.now += 1.0
+    producer = trainer.producer(capacity=1)
+    assert producer.leases == []
+    usage.used, usage.free = 500, 500
+    trainer.now += 0.5
+    trainer.tick()
+    assert producer.leases == [], "it looks once a second"
+    trainer.now += 0.5
+    trainer.tick()
+    assert len(producer.leases) == 1
+    assert [record.getMessage() for record in caplog.records if "full" in record.getMessage()] == [
+        "the disk of run_dir is 95% full: no leases until there is room (replay.max_disk_used)",
+        "the disk of run_dir is 50% full: leases are given again",
+    ]
+
+
+def test_without_room_for_leases_groups_are_still_taken(start: Start, usage: SimpleNamespace) -> None:
+    trainer = start(groups_per_step=2)
+    producer = trainer.producer(capacity=2)
+    usage.free = 10
+    trainer.now += 1.0
+    producer.say(*[answer(lease) for lease in producer.leases])
+    assert [ack.outcome for ack in producer.all(Ack)] == ["accepted", "accepted"]
+
+
+def test_a_lease_that_cannot_end_on_a_full_disk_ends_when_there_is_room(start: Start, journal: FillableJournal) -> None:
+    """Its producer forgot it with its answer; nobody waits for the lease's time-out, and the reason is not lost."""
+    trainer = start(groups_per_step=2)
+    producer = trainer.producer(capacity=1)
+    first = producer.leases[0]
+    journal.full = True
+    producer.say(Nack(first.lease_id, "prompt_too_long", "9 tokens"))
+    trainer.now += 0.2
+    trainer.tick()
+    assert first.lease_id in trainer.replay.leased_to("p")
+    journal.full = False
+    trainer.now += 0.2
+    trainer.tick()
+    assert first.lease_id not in trainer.replay.leased_to("p")
+    assert journal.query("SELECT prompt_id, reason, detail FROM dead_letters") == [
+        (first.prompt_id, "prompt_too_long", "9 tokens")
+    ]
+    trainer.now += 60.0
+    trainer.tick()
+    assert trainer.replay.totals["dead_letters"] == 1

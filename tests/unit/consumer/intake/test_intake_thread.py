@@ -1,6 +1,5 @@
 """Nothing that a peer sends ends the thread; its own end says goodbye and is raised in the main thread."""
 
-import logging
 import threading
 import time
 from typing import Any
@@ -8,9 +7,20 @@ from typing import Any
 import pytest
 
 from protocol.wire.codec import CodecError, encode
-from protocol.wire.messages import Ack, Bye, Heartbeat, Hello, Policy, PolicyInfo, Reject
+from protocol.wire.messages import (
+    Ack,
+    BlobChunk,
+    BlobMissing,
+    BlobRequest,
+    Bye,
+    Heartbeat,
+    Hello,
+    Policy,
+    PolicyInfo,
+    Reject,
+)
 from tests.scripted import facts
-from tests.unit.consumer.intake.builders import DIGEST, Producer, Start, answer, made_lease, only
+from tests.unit.consumer.intake.builders import BLOB, DIGEST, Producer, Start, answer, made_lease, only
 
 
 def test_garbage_and_messages_of_the_wrong_side_are_counted_and_survived(
@@ -37,20 +47,18 @@ def test_a_message_whose_answer_cannot_be_sent_costs_itself_alone(
     send = trainer.channel.send
 
     def bounded(peer: bytes, message: Any) -> bool:
-        if isinstance(message, Reject):
-            raise CodecError("Reject is too large")
+        if isinstance(message, Reject) or (isinstance(message, BlobChunk) and len(message.data) > 100):
+            raise CodecError(f"{type(message).__name__} is too large")
         return send(peer, message)
 
     trainer.channel.send = bounded
     stranger = Producer(trainer, trainer.channel.connect("stranger"), "stranger")
     assert stranger.hello(base_model_digest="a" * 64) == []
     assert "has no answer that can be sent: Reject is too large" in caplog.text
+    requests = [BlobRequest(DIGEST, 0, length) for length in (2000, 100)]
+    assert stranger.say(*requests) == [BlobMissing(DIGEST), BlobChunk(DIGEST, 0, BLOB[:100])]
+    assert "(transport.blob_chunk_bytes): BlobChunk is too large" in caplog.text
     assert only(trainer.producer().say(Heartbeat(0, 1, [], 0, 0.0)), Policy).policy.version == 0
-
-
-def test_a_message_of_the_wrong_side_is_named(start: Start, caplog: pytest.LogCaptureFixture) -> None:
-    start().producer().say(Reject(["you too"]))
-    assert "refused a frame: body refused: Invalid value 'reject'" in caplog.text
 
 
 @pytest.mark.parametrize("reason", ["finished", "stopping"])
@@ -114,21 +122,3 @@ def test_a_producer_that_does_not_answer_a_goodbye_holds_nobody_up(start: Start)
     trainer.intake.stop("finished")
     assert not trainer.intake._thread.is_alive()
     assert producer.hear()[-1:] == [Bye("finished")]
-
-
-def test_the_end_of_the_thread_is_raised_in_the_main_thread(start: Start, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.CRITICAL)
-    trainer = start()
-
-    def broken(timeout_s: float) -> list[Any]:
-        raise OSError("socket gone")
-
-    trainer.channel.poll = broken
-    trainer.errors.check()
-    trainer.intake.start()
-    trainer.intake._thread.join(10)
-    with pytest.raises(OSError, match="socket gone"):
-        trainer.errors.check()
-    trainer.publish(1, b"next", "a" * 64)  # the main thread may not have looked yet
-    trainer.intake.wake()
-    trainer.intake.stop("stopping")

@@ -141,13 +141,3 @@ def test_a_filter_that_does_not_say_ends_the_start(rows: Path, name: str, messag
 def test_a_transform_that_returns_something_else(rows: Path) -> None:
     with pytest.raises(DatasetError, match=r"transform returned .* for row 0 of .*; it must return a dict or None"):
         opened(rows, transform="wrong")
-
-
-def test_a_transform_that_changed_its_mind(rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it imports may change without its own file doing so."""
-    path = rows.with_name("later.jsonl")
-    path.write_text("".join(json.dumps({"n": n}) + "\n" for n in (2, 8)))
-    prompts = opened(path, transform="to_prompt")
-    monkeypatch.setattr(prompts.readers[0], "transform", lambda row: None)
-    with pytest.raises(DatasetError, match=rf"skips row 1 of {path} now, and did not before"):
-        prompts[1]

@@ -114,13 +114,6 @@ def test_weights_that_would_make_an_endless_epoch_are_refused(tmp_path: Path, mo
         PromptDataset(DatasetSection(sources=[{"path": path, "weight": 1}, {"path": path, "weight": 100}]))
 
 
-def test_a_file_that_changes_is_read_again(tmp_path: Path) -> None:
-    path = jsonl(tmp_path / "train.jsonl", *ROWS)
-    assert len(opened(path)) == 2
-    jsonl(path, *ROWS, {"prompt": "3+3=", "answer": 6})
-    assert len(opened(path)) == 3
-
-
 def test_messages_and_nested_columns(tmp_path: Path) -> None:
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1="}]
     path = jsonl(tmp_path / "train.jsonl", {"chat": messages, "tests": [{"in": "1", "out": [1, 2]}]})
@@ -131,24 +124,12 @@ def test_a_transform_makes_the_prompt(tmp_path: Path) -> None:
     (tmp_path / "task.py").write_text("def to_prompt(row):\n    return {'prompt': row['question'] + '=', 'n': 1}\n")
     path = jsonl(tmp_path / "train.jsonl", {"question": "1+1"})
     assert opened(path, transform=f"{tmp_path}/task.py:to_prompt")[0] == ("1+1=", {"n": 1})
-
-
-def test_a_transform_that_raises_or_is_not_there(tmp_path: Path) -> None:
-    (tmp_path / "task.py").write_text("def to_prompt(row):\n    return {'prompt': 'x' * (1 // row['n'])}\n")
-    path = jsonl(tmp_path / "train.jsonl", {"n": 1}, {"n": 0})
-    prompts = opened(path, transform=f"{tmp_path}/task.py:to_prompt")
-    with pytest.raises(DatasetError, match=r"dataset.transform raised on row 1 of .*: ZeroDivisionError"):
-        prompts[1]
     with pytest.raises(ConfigError, match=r"dataset.transform: .*has no `absent`"):
         opened(path, transform=f"{tmp_path}/task.py:absent")
 
 
 def test_a_missing_file_is_named_with_the_folder_it_was_looked_for_in(tmp_path: Path) -> None:
     assert refused("absent.jsonl") == f"dataset.path: there is no file absent.jsonl (looked from {Path.cwd()})"
-
-
-def test_a_missing_folder(tmp_path: Path) -> None:
-    assert "could not be loaded: FileNotFoundError" in refused(tmp_path / "absent")
 
 
 def test_another_suffix(tmp_path: Path) -> None:
@@ -179,10 +160,3 @@ def test_a_missing_column_names_those_there_are(tmp_path: Path) -> None:
 def test_a_row_without_a_usable_prompt_is_refused_by_its_number(tmp_path: Path, prompt: Any) -> None:
     path = jsonl(tmp_path / "train.jsonl", {"prompt": prompt})
     assert f"row 0 of {path}: 'prompt' must be a string that is not empty, or a list of messages" in refused(path)
-
-
-def test_a_later_bad_row_is_refused_alone(tmp_path: Path) -> None:
-    prompts = opened(jsonl(tmp_path / "train.jsonl", ROWS[0], {"prompt": ""}, ROWS[1]))
-    with pytest.raises(DatasetError, match="row 1 of"):
-        prompts[1]
-    assert prompts[2][0] == "2+3="

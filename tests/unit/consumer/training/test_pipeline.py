@@ -16,7 +16,7 @@ from consumer.publishing.published_policy import PublishedPolicy
 from consumer.training.pipeline import LivePipeline
 from consumer.waiting import Patience, StopRequested, ThreadErrors
 from protocol.config.sections.learning import ReplaySection
-from protocol.errors import JournalError, StalledError
+from protocol.errors import JournalError
 from replay.batches.replay_table import ReplayTable
 from replay.journal.disk import DiskGuard
 from replay.journal.reader import JournalReader
@@ -130,20 +130,6 @@ def test_on_a_full_disk_the_end_of_a_step_is_waited_for_and_then_announced(run: 
     assert run.said == ["waiting for room on the disk of run_dir (10 s): 1 producer(s)"]
     assert run.intake.heard == [(1, b"adapter", ADAPTER_DIGEST, [(1, 1, ADAPTER_DIGEST)])]
     assert not (tmp_path / "journal.reserve").exists(), "the reserve was given up for it"
-
-
-def test_a_disk_that_stays_full_ends_the_run(run: Run) -> None:
-    run.journal.full, run.room_at = True, float("inf")
-    with pytest.raises(StalledError, match="no room on the disk of run_dir for pipeline"):
-        run.pipeline.end_step(1)
-    assert run.intake.heard == []
-
-
-def test_a_stop_request_ends_the_wait_for_room_and_nothing_is_announced(run: Run) -> None:
-    run.journal.full, run.room_at, run.stop_at = True, float("inf"), 1005.0
-    with pytest.raises(StopRequested):
-        run.pipeline.publish(1, 1, snapshot(b"adapter"))
-    assert run.intake.heard == []
 
 
 @pytest.mark.parametrize("write", ["end_step", "note_policy"])

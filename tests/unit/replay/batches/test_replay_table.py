@@ -1,6 +1,5 @@
 """The replay table against worked numbers, and the mistakes that a table must not repeat."""
 
-import heapq
 import math
 from collections import Counter
 from typing import Any
@@ -177,14 +176,3 @@ def test_the_replay_heap_freezes_on_the_earliest_data(remover: str) -> None:
     assert len(ages) == 64
     assert max(ages) <= 9
     assert sum(ages) / 64 <= 4
-
-
-def test_a_plain_heap_would_have_frozen() -> None:
-    """The same rollouts in a heap without decay, so that the test above proves something."""
-    heap: list[tuple[float, int]] = []
-    for version, score in rollouts(0):
-        if len(heap) < 64:
-            heapq.heappush(heap, (score, version))
-        elif score > heap[0][0]:
-            heapq.heapreplace(heap, (score, version))
-    assert max(version for _, version in heap) < 30

@@ -125,12 +125,6 @@ def test_of_refused_frames_the_newest_256_are_kept_and_the_beginning_of_long_one
     assert found[-1] == ("long", 70_000, b"y" * 65_536)
 
 
-def test_facts_are_noted_and_replaced(journal: Journal) -> None:
-    journal.note_facts({"run_id": "a", "model": "m"})
-    journal.note_facts({"run_id": "b"})
-    assert journal.facts() == {"run_id": "b", "model": "m"}
-
-
 # What survives.
 
 
@@ -153,14 +147,6 @@ def test_everything_is_there_after_an_end_at_any_moment(tmp_path: Path, journal:
 
 
 # What is refused.
-
-
-def test_a_changed_body_is_noticed_by_its_group(journal: Journal) -> None:
-    journal.append([entry(0), entry(1)])
-    alter(journal.path, "UPDATE bodies SET frame = ? WHERE seq = 2", b"frame of prompt 0")
-    assert journal.frames(group_ids(0)) == [b"frame of prompt 0"]
-    with pytest.raises(JournalError, match=r"group 0-1-0-1-s is damaged "):
-        journal.frames(group_ids(1))
 
 
 @pytest.mark.parametrize("column", ["group_id", "epoch", "prompt_id", "reroll", "attempt", "policy_version", "outcome"])
@@ -214,14 +200,6 @@ def test_a_file_that_is_no_database_is_refused_and_left_alone(tmp_path: Path, co
         ):
             Journal(path)
     assert path.read_bytes() == content
-
-
-def test_a_closed_journal_refuses_every_call(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "journal.sqlite")
-    journal.close()
-    for _ in range(2):
-        with pytest.raises(JournalError, match="cannot be written or read"):
-            journal.append([entry(0)])
 
 
 def test_a_group_appended_twice_is_a_bug_that_ends_the_journal_and_leaves_the_first(journal: Journal) -> None:

@@ -2,8 +2,6 @@
 
 import contextlib
 import resource
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -129,18 +127,8 @@ def test_a_crash_while_the_tables_were_made_is_mended_by_the_next_start(
 
 # Two threads.
 
-READER = """
-import sys, threading, apsw
-done = threading.Thread(target=sys.stdin.read)
-done.start()
-db = apsw.Connection(sys.argv[1])
-db.set_busy_timeout(10_000)
-while done.is_alive():
-    assert db.execute("SELECT count(*) FROM groups").fetchone()[0] % 3 == 0
-"""
 
-
-def test_two_threads_and_a_reader_of_another_process_do_not_disturb_each_other(journal: Journal) -> None:
+def test_two_threads_do_not_disturb_each_other(journal: Journal) -> None:
     errors: list[BaseException] = []
     done = threading.Event()
     seen = []
@@ -168,13 +156,7 @@ def test_two_threads_and_a_reader_of_another_process_do_not_disturb_each_other(j
                 journal.end_step(newest[0])
                 journal.note_policy(newest[0], newest[0], "digest")
 
-    def read() -> None:
-        with subprocess.Popen([sys.executable, "-c", READER, journal.path], stdin=subprocess.PIPE) as reader:
-            assert done.wait(60)
-            reader.communicate(timeout=60)  # its standard input ends, and with it the reader
-        assert reader.returncode == 0
-
-    threads = [threading.Thread(target=run, args=(work,)) for work in (write, train, read)]
+    threads = [threading.Thread(target=run, args=(work,)) for work in (write, train)]
     for thread in threads:
         thread.start()
     for thread in threads:
