@@ -205,18 +205,12 @@ def test_every_error_has_a_code_of_its_own() -> None:
     }  # fmt: skip
 
 
-def test_a_driver_that_hangs_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    def hang(*arguments: object, **options: object) -> None:
-        raise subprocess.TimeoutExpired("nvidia-smi", 30)
-
+def test_a_machine_whose_driver_does_not_answer_or_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    hangs = mock.Mock(side_effect=subprocess.TimeoutExpired("nvidia-smi", 30))
     monkeypatch.setattr("shutil.which", lambda name: "/usr/bin/nvidia-smi")
-    monkeypatch.setattr(subprocess, "run", hang)
+    monkeypatch.setattr(subprocess, "run", hangs)
     with pytest.raises(DeviceError, match=r"^nvidia-smi does not answer: .* timed out .* Or use --gpu cpu$"):
         select_gpus("0")
-
-
-def test_a_machine_without_nvidia_smi_has_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda name: None)
-    with pytest.raises(DeviceError) as caught:
+    with pytest.raises(DeviceError, match=r"^--gpu 0: GPU 0 does not exist, this machine has no NVIDIA GPU; or use"):
         select_gpus("0")
-    assert str(caught.value) == "--gpu 0: GPU 0 does not exist, this machine has no NVIDIA GPU; or use --gpu cpu"

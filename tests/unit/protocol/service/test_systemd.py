@@ -28,9 +28,8 @@ class Manager:
 
 @pytest.fixture
 def manager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Manager]:
-    path = str(tmp_path / "notify")
-    result = Manager(path)
-    monkeypatch.setenv("NOTIFY_SOCKET", path)
+    result = Manager(str(tmp_path / "notify"))
+    monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
     monkeypatch.setenv("WATCHDOG_USEC", "30000000")
     monkeypatch.setenv("WATCHDOG_PID", str(os.getpid()))
     with result.socket:
@@ -83,22 +82,23 @@ def test_signs_of_life_go_out_at_most_thrice_per_interval(
     assert manager.heard() == ["WATCHDOG=1"] * 3
 
 
-@pytest.mark.parametrize(("variable", "value"), [("WATCHDOG_PID", "1"), ("WATCHDOG_USEC", "0"), ("WATCHDOG_USEC", "x")])
-def test_no_signs_of_life_where_this_process_is_not_watched(
-    manager: Manager, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+@pytest.mark.parametrize(
+    ("variable", "value", "heard"),
+    [
+        ("WATCHDOG_PID", "1", []),
+        ("WATCHDOG_PID", "", ["WATCHDOG=1"]),
+        ("WATCHDOG_USEC", "0", []),
+        ("WATCHDOG_USEC", "x", []),
+    ],
+)
+def test_signs_of_life_are_sent_where_this_process_is_watched(
+    manager: Manager, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, heard: list[str]
 ) -> None:
     monkeypatch.setenv(variable, value)
     notifier = Notifier.from_environment()
     notifier.watchdog()
     notifier.status("here")
-    assert manager.heard() == ["STATUS=here"]
-
-
-def test_without_a_watchdog_pid_every_process_is_watched(manager: Manager, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("WATCHDOG_PID")
-    notifier = Notifier.from_environment()
-    notifier.watchdog()
-    assert manager.heard() == ["WATCHDOG=1"]
+    assert manager.heard() == [*heard, "STATUS=here"]
 
 
 def test_children_get_none_of_the_variables(notifier: Notifier) -> None:

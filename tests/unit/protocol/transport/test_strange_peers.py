@@ -4,6 +4,7 @@ import os
 import socket
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -117,6 +118,19 @@ def test_a_namesake_cannot_make_the_server_keep_what_it_sends(stack: ExitStack, 
         for _ in range(64):
             namesake.send(bytes(2**20))
         eventually(lambda: not server.poll(0.01) and server.refusals.counts["multipart"], "its end")
+
+
+def test_the_guard_goes_on_until_the_sockets_send_it_nothing_more(ipc: Harness) -> None:
+    """libzmq's thread would wait for ever for a reader of what it reports."""
+    guard, alive = ipc.server()._guard, []
+
+    def watched(of: "zmq.Socket[bytes]") -> SimpleNamespace:
+        return SimpleNamespace(disable_monitor=lambda: (alive.append(guard.is_alive()), of.disable_monitor()))
+
+    guard._watched_sockets = [watched(of) for of in guard._watched_sockets]
+    ipc.stack.close()
+    assert alive == [True, True]
+    assert not guard.is_alive()
 
 
 # The guard reads of connections that may be gone, and their numbers be those of other things.

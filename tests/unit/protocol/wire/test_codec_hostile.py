@@ -1,7 +1,6 @@
 """A frame made to hurt is refused with CodecError, at once and without memory; the long form is `tests.fuzz.frames`."""
 
 import itertools
-import time
 import tracemalloc
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +12,7 @@ from protocol.wire import messages as m
 from protocol.wire.codec import CodecError, decode, encode
 from tests.fuzz import frames
 from tests.fuzz.frames import SLOWEST_S, Defect, campaign, memory_bound, peak_of_decode, seconds_to_decode
-from tests.fuzz.mutations import BYTE_MUTATIONS, CLAIMS, Mutator, header, headers_of, sealed
+from tests.fuzz.mutations import BYTE_MUTATIONS, header, sealed
 from tests.unit.protocol.samples import SAMPLES
 from tests.unit.protocol.strategies import body_of
 
@@ -47,39 +46,14 @@ def test_twenty_thousand_spoiled_frames() -> None:
     assert report.longest_frame_bytes == 65_536
 
 
-def test_a_mutant_is_made_again_from_its_number() -> None:
-    first, again, other = Mutator(7), Mutator(7), Mutator(8)
-    assert [first.mutant(n) for n in range(200)] == [again.mutant(n) for n in reversed(range(200))][::-1]
-    assert [first.mutant(n) for n in range(200)] != [other.mutant(n) for n in range(200)]
-
-
-@pytest.mark.parametrize("message", SAMPLES, ids=lambda message: type(message).__name__)
-def test_the_fuzzer_knows_where_the_length_fields_are(message: m.Message) -> None:
-    """Written again with the widest length fields, the body still says the same."""
-    body = encode(message)[8:]
-    wide = bytearray(body)
-    for start, end, kind in reversed(list(headers_of(body))):
-        claimed = body[end - 1] if end - start == 2 else body[start] & (0x1F if kind == "str" else 0x0F)
-        wide[start:end] = header(kind, claimed, 4)
-    assert len(wide) > len(body)
-    assert decode(sealed(bytes(wide))) == message
-
-
-def busy(frame: bytes) -> None:
-    end = time.thread_time() + 1.2 * SLOWEST_S
-    while time.thread_time() < end:
-        pass
-
-
 @pytest.mark.parametrize(
     ("broken", "complaint"),
     [
         (lambda frame: {}["key"], "KeyError: 'key'"),
         (lambda frame: m.Bye("finished"), "a damaged frame was accepted"),
-        (busy, r"decode took \d+\.\d ms"),
         (lambda frame: decode(bytes(2) + bytes(bytearray(300_000 + 200 * len(frame)))), r"decode held \d+ bytes"),
     ],
-    ids=["another exception", "accepts everything", "slow", "memory"],
+    ids=["another exception", "accepts everything", "memory"],
 )
 def test_the_fuzzer_sees_a_broken_codec(
     monkeypatch: pytest.MonkeyPatch, broken: Callable[[bytes], Any], complaint: str
@@ -88,38 +62,6 @@ def test_the_fuzzer_sees_a_broken_codec(
     with pytest.raises(Defect, match=complaint) as caught:
         campaign(seed=1, numbers=range(1000))
     assert str(caught.value).startswith("frame ")
-
-
-def peak_of_refusal(frame: bytes) -> int:
-    tracemalloc.start()
-    with pytest.raises(CodecError):
-        decode(frame)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    return peak
-
-
-@pytest.mark.long
-def test_a_length_field_that_lies_allocates_nothing() -> None:
-    """Every kind of value, every width of length field, up to 4 GiB claimed, wherever a value may stand."""
-    bodies = [
-        *(body_of(message) for message in SAMPLES),
-        body_of(LEASE) | {"prompt": [[{"k": "claim"}]]},
-        body_of(LEASE) | {"columns": {"c": "claim"}},
-    ]
-    tried = 0
-    for body in bodies:
-        for key in body:
-            for kind, claim, width in itertools.product(KINDS, CLAIMS[4:], (0, 1, 4)):
-                lie = header(kind, claim, width) + b"\1"
-                frame = sealed(packed(body | {key: msgspec.Raw(lie)}))
-                bound = 16 * 1024 + 8 * len(frame)
-                peak = peak_of_refusal(frame)
-                if peak >= bound:  # tracemalloc sees what other threads of this process allocate, too
-                    peak = min(peak_of_refusal(frame) for _ in range(3))
-                assert peak < bound, f"{peak} bytes for {frame.hex()}"
-                tried += 1
-    assert tried > 7_000
 
 
 def test_a_length_field_that_lies_as_a_map_key_or_inside_a_nest_allocates_nothing() -> None:
@@ -173,12 +115,6 @@ def test_a_map_made_to_collide_is_refused_at_once(field: str, path: bytes, width
     assert seconds < SLOWEST_S
 
 
-def test_colliding_keys_really_collide() -> None:
-    assert {hash(msgspec.msgpack.decode(map_of([(key, b"\xc0")])).popitem()[0]) for key in COLLIDING[:500]} == {
-        hash((-1,) * 15)
-    }
-
-
 def test_a_map_of_numbers_may_have_15_entries_and_not_16() -> None:
     for count in range(20):
         columns = {"lookup": [{number: str(number) for number in range(count)}], "padding": "\u07df" * 40}
@@ -194,18 +130,12 @@ def test_a_map_of_numbers_may_have_15_entries_and_not_16() -> None:
                 decode(sealed(packed(body_of(lease))))
 
 
-@pytest.mark.parametrize("count", [15, 16, 17, 300])
-def test_a_map_with_text_for_keys_may_have_any_length(count: int) -> None:
+@pytest.mark.parametrize(("count", "header"), [(15, b"\x8f"), (16, b"\xde\0\x10"), (65_536, b"\xdf\0\1\0\0")])
+def test_a_map_with_text_for_keys_may_have_any_length(count: int, header: bytes) -> None:
     large = {f"key {number}": [number, {"deep": {number: None}}] for number in range(count)}
     lease = msgspec.structs.replace(LEASE, prompt=[large], columns={"c": large, "n": [[large], "\u07df"]})
-    assert decode(encode(lease)) == lease
-
-
-def test_a_map_with_a_32_bit_length_is_read() -> None:
-    large = {str(number): None for number in range(65_536)}
-    lease = msgspec.structs.replace(LEASE, columns={"c": large})
     frame = encode(lease)
-    assert b"\xdf\0\1\0\0" in frame
+    assert header in frame
     assert decode(frame) == lease
 
 
