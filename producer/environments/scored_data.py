@@ -91,6 +91,7 @@ def _episode(
     record = Record.of(token_ids.tolist())
     missing, truncated = wanted.copy(), False
     spans = calls.find(token_ids, taken)
+    ends = {span.end for span in spans if span.end - span.start == len(span.call.token_ids)}  # not within an answer
     for span in spans:
         trained = np.flatnonzero(wanted[span.start : span.end])
         record.logprobs[span.start + trained] = span.call.logprobs[trained]
@@ -98,8 +99,7 @@ def _episode(
         missing[span.start : span.end] = False
         if len(trained):
             taken.add(span.call)
-            truncated = span.call.truncated and span.end - span.start == len(span.call.token_ids)
-    ends = {span.end for span in spans}
+            truncated = span.call.truncated and span.end in ends
     stray = [(start, end) for start, end in _runs(missing) if start not in ends or end - start > _MAX_ENDING]
     if stray:
         raise RefusedError(

@@ -85,6 +85,9 @@ def test_the_end_that_a_template_writes_behind_an_answer_is_not_trained():
     inside = recorded(sampled([1], [7]), sampled([1, 7, 20, 5], [8]), sampled([1], [9]))
     group, _ = match(inside, [-1, 7, 20, -5, 8], [-1, 9])
     assert list(group.sampled) == [1, 0, 0, 1, 1]
+    within = recorded(sampled([1], [7, 8, 6, 5]), sampled([1], [9]))
+    with pytest.raises(RefusedError, match="sequence 0: 2 of 4 tokens to be trained, the first at place 3"):
+        match(within, [-1, 7, 8, 20, 21], [-1, 9])  # another answer, which begins in the same way
 
 
 @pytest.mark.parametrize(
