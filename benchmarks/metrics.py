@@ -76,7 +76,8 @@ def producer_cost_s(config: RunConfig) -> float:
 
     def group() -> None:
         metrics.generation_s.observe(0.5)
-        metrics.generated([4] * config.sampling.num_generations)
+        for _ in range(config.sampling.num_generations):
+            metrics.lengths.observe(4)
         metrics.reward_s.observe(0.003)
 
     return per_call_s(group) * config.pipeline.groups_per_step

@@ -112,7 +112,7 @@ def build_producer(base: Base, helpers: Helpers, engine: Engine) -> Producer:
         served = ServedEngine(engine.openai_server(config), registry, can.max_num_seqs, in_flight.busy.running)
         serving = Serving(config, name, helpers.client_keys, served, base.watch.registry, helpers.agents, atropos)
         health.check_ready("serve", partial(getattr, serving, "problem"))
-    forget = [part.forget for part in (atropos, serving) if part is not None]
+    forget = [part.forget for part in (atropos, serving.versions if serving else None) if part is not None]
     events = link_events(generation, access, registry, forget, base.tasks.settle)
     hello = Hello(name, can.facts, 2 * max_groups, swap_mode=config.swap.mode, evaluates=config.evaluation is not None)
     beat, endpoint = partial(health.beat, "link"), config.control_endpoint

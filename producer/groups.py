@@ -113,7 +113,6 @@ class Rollouts:
 
 
 def no_rewards(num_episodes: int) -> NDArray[np.float32]:
-    """Where none come with the episodes."""
     return np.zeros((num_episodes, 0), np.float32)
 
 
@@ -173,7 +172,6 @@ def group_message(
 
 
 def common_length(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Of what both begin with."""
     if other[: len(one)] == one:  # the usual case, and much faster than token by token
         return len(one)
     pairs = enumerate(zip(one, other, strict=False))

@@ -4,7 +4,7 @@ Guarantee: totals and stages are read from `Counters`, `Workload` and `Delivery`
 engine appear under vLLM's names (`vllm:...`).
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import partial
 from typing import get_args
@@ -73,15 +73,10 @@ class ProducerMetrics:
             "rl_producer_adapter_load_seconds", "Of these, from the last byte on: verifying, unpacking and loading.",
             buckets=SWAP_BUCKETS_S, registry=registry,
         )  # fmt: skip
-        self._lengths = Histogram(
+        self.lengths = Histogram(
             "rl_producer_completion_length_tokens", "Length of completions.",
             buckets=LENGTH_BUCKETS_TOKENS, registry=registry,
         )  # fmt: skip
-
-    def generated(self, lengths: Iterable[int]) -> None:
-        """Of completions, in sampled tokens."""
-        for length in lengths:
-            self._lengths.observe(length)
 
     def reward_called(self, function: str, seconds: float) -> None:
         self._call_s.labels(function).observe(seconds)

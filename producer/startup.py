@@ -10,7 +10,6 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -65,7 +64,12 @@ class Base:
     metrics: ProducerMetrics
     timeline: Timeline
     tasks: Tasks
-    folder_for: Callable[[int], Path]
+    folder: Path
+    memory: SharedMemory
+
+    def folder_for(self, num_bytes: int) -> Path:
+        """Where an adapter is unpacked: in memory, if there is room."""
+        return self.memory.folder if self.memory.folder is not None and self.memory.has_room(num_bytes) else self.folder
 
 
 def build_base(launch: Launch, watch: Watch, stack: AsyncExitStack) -> Base:
@@ -73,14 +77,7 @@ def build_base(launch: Launch, watch: Watch, stack: AsyncExitStack) -> Base:
     timeline = Timeline(Path(config.run_dir) / f"producer-{launch.name}.jsonl")
     metrics = ProducerMetrics(watch.registry, config.rewards.names)
     folder, memory = stack.enter_context(scratch_folder()), stack.enter_context(shared_memory())
-    return Base(
-        launch, config, watch, Counters(), metrics, timeline, Tasks(), partial(_folder_for, folder=folder, memory=memory)
-    )  # fmt: skip
-
-
-def _folder_for(num_bytes: int, folder: Path, memory: SharedMemory) -> Path:
-    """Where an adapter is unpacked: in memory, if there is room."""
-    return memory.folder if memory.folder is not None and memory.has_room(num_bytes) else folder
+    return Base(launch, config, watch, Counters(), metrics, timeline, Tasks(), folder, memory)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from typing import Any
 
 
 def _total(metric: str, text: str) -> Any:
-    """A count that is also a metric."""
     return field(default=0, metadata={"metric": metric, "text": text})
 
 

@@ -21,11 +21,11 @@ from protocol.errors import StalledError
 _WATCH_EVERY_S = 1.0
 
 
+@dataclass
 class Watchdog:
-    def __init__(self, stall_timeout_s: float) -> None:
-        self._stall_timeout_s = stall_timeout_s
-        self._since: float | None = None
-        self._progress: tuple[int, ...] = ()
+    stall_timeout_s: float
+    _since: float | None = None
+    _progress: tuple[int, ...] = ()
 
     def check(self, now: float, situation: Situation) -> None:
         """Called again and again. Raises StalledError when nothing moved for too long; the message says who waits for what."""
@@ -38,9 +38,9 @@ class Watchdog:
             or progress != self._progress
         ):
             self._since, self._progress = now, progress
-        elif now - self._since >= self._stall_timeout_s:
+        elif now - self._since >= self.stall_timeout_s:
             raise StalledError(
-                f"no progress for pipeline.stall_timeout_s={self._stall_timeout_s:g} seconds with {delivery.held} leases "
+                f"no progress for pipeline.stall_timeout_s={self.stall_timeout_s:g} seconds with {delivery.held} leases "
                 "in hand; restart the process that the others wait for, or raise the limit. Who waits for what:\n  "
                 + "\n  ".join(describe(situation))
             )

@@ -20,7 +20,6 @@ class WaitingLine(Generic[Wish, Given]):
 
     @property
     def wishes(self) -> list[Wish]:
-        """Of those who wait, in order."""
         return [wish for turn, wish in self._turns.items() if not turn.done()]
 
     async def wait(self, wish: Wish, take_back: Callable[[Given], None]) -> Given:
@@ -42,7 +41,6 @@ class WaitingLine(Generic[Wish, Given]):
         waiting[place].set_result(given)
 
     def refuse(self, error: Exception) -> None:
-        """Raises it for all who wait."""
         for turn in self._turns:
             if not turn.done():
                 turn.set_exception(error)

@@ -28,19 +28,15 @@ class Sampled:
     finish_reason: str | None = None
 
 
+@dataclass
 class Call:
-    """See the module's guarantee.
+    """The caller pins `adapter`."""
 
-    Args:
-        adapter: pinned by the caller.
-    """
-
-    def __init__(self, adapter: Adapter) -> None:
-        self.id = uuid.uuid4().hex
-        self.adapter = adapter
-        self._generators: dict[str, Any] = {}  # typeshed's AsyncGenerator lacks `ag_running`
-        self._readers: dict[str, asyncio.Task[Any] | None] = {}
-        self._sampled: dict[tuple[str, int], Sampled] = {}
+    adapter: Adapter
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    _generators: dict[str, Any] = field(default_factory=dict)  # typeshed's AsyncGenerator lacks `ag_running`
+    _readers: dict[str, asyncio.Task[Any] | None] = field(default_factory=dict)
+    _sampled: dict[tuple[str, int], Sampled] = field(default_factory=dict)
 
     def add(self, request_id: str, generator: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
         """Adds the generator that samples for one of the call's prompts. It calls `note_reader` whenever it goes on."""
@@ -52,7 +48,6 @@ class Call:
         self._readers[request_id] = asyncio.current_task()
 
     def of(self, request_id: str, index: int, prompt_ids: list[int]) -> Sampled:
-        """The completion `index` of one of its prompts."""
         return self._sampled.setdefault((request_id, index), Sampled(prompt_ids))
 
     @property
@@ -89,5 +84,5 @@ class Answering(Protocol):
     """What the endpoint needs of `producer.engine.openai_server`."""
 
     async def answer(self, request: ServedRequest, call: Call) -> Answer:
-        """Answers the request, or raises RefusedError if vLLM refuses it."""
+        """Raises RefusedError if vLLM refuses the request."""
         ...

@@ -68,7 +68,6 @@ class RecordedCalls:
         return len(self._calls)
 
     def note(self, sampled: Sampled) -> None:
-        """Records a completion that was answered."""
         if not sampled.token_ids or not sampled.prompt_ids:
             return
         call = RecordedCall(
@@ -88,11 +87,8 @@ class RecordedCalls:
     def find(self, token_ids: NDArray[np.int32], taken: set[RecordedCall]) -> list[Span]:
         """Finds what was sampled of a sequence (int32, (T,)), as spans in order that do not overlap. Of several calls with
         the same prompt it takes the one that has most tokens in common with the sequence; of several such the shortest, so
-        that a longer one is left to a sequence that goes on like it; and of those the newest.
-
-        Args:
-            taken: calls that are not to be used.
-        """
+        that a longer one is left to a sequence that goes on like it; and of those the newest. Those that are `taken` are not
+        used."""
         self._make_room()
         data, spans = token_ids.tobytes(), list[Span]()
         check, before = 0, 0
@@ -112,7 +108,6 @@ class RecordedCalls:
         return spans
 
     def remove(self, calls: Iterable[RecordedCall]) -> None:
-        """Removes the calls, so that they are not found again."""
         for call in calls:
             if call in self._calls:
                 self._remove(call)
@@ -151,7 +146,6 @@ def _fit(span: Span) -> tuple[int, int]:
 
 
 def _common_length(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
-    """The length of what both begin with."""
     length = min(len(one), len(other))
     differs = one[:length] != other[:length]
     return int(differs.argmax()) if differs.any() else length

@@ -21,13 +21,7 @@ REASONS: tuple[Reason, ...] = get_args(Reason)
 
 
 class RefusedError(Exception):
-    """An answer of the endpoint, not a defect.
-
-    Args:
-        status: the HTTP status.
-        reason: what the refusal is counted as.
-        parameter: the field of the request that is at fault.
-    """
+    """An answer of the endpoint, not a defect. `reason` is what the refusal is counted as, `parameter` the field at fault."""
 
     def __init__(self, status: int, reason: Reason, message: str, parameter: str | None = None) -> None:
         super().__init__(message)
@@ -37,7 +31,6 @@ class RefusedError(Exception):
 
 
 def malformed(message: str, parameter: str | None = None, status: int = 400) -> RefusedError:
-    """The refusal of a request that is wrong in itself."""
     return RefusedError(status, "malformed", message, parameter)
 
 

@@ -59,17 +59,12 @@ class _ChatFields(_Fields, kw_only=True):
 
 @dataclass(frozen=True)
 class ServedRequest:
-    """A request that passed.
-
-    Args:
-        fields: for vLLM.
-        num_completions: how many completions it asks for in all.
-    """
+    """A request that passed."""
 
     kind: Kind
     model: str
-    fields: dict[str, Any]
-    num_completions: int
+    fields: dict[str, Any]  # for vLLM
+    num_completions: int  # that it asks for in all
     metadata: dict[str, str]
 
     @property

@@ -49,7 +49,6 @@ class LoadingWorker:
     """Methods that vLLM adds to its worker (`worker_extension_cls`), called by `producer.engine.engine` through the engine."""
 
     def loading_start(self) -> None:
-        """Once, before the first request."""
         self._loading = Loading(self.model_runner.lora_manager)  # type: ignore[attr-defined]
 
     def loading_prepare(self, request: tuple[str, int, str]) -> None:

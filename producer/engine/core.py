@@ -16,7 +16,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from producer.interfaces import Adapter, AdapterRefusedError
+from producer.interfaces import AdapterRefusedError
 from protocol.errors import EngineError
 from protocol.files.scratch import scratch_folder
 
@@ -94,12 +94,6 @@ class EngineCore:
         except Exception as error:
             raise EngineError(f"the engine failed in {method}: {error} (its own messages are above)") from error
         return answers
-
-    async def remove_lora(self, adapter: Adapter) -> None:
-        try:
-            await self.llm.remove_lora(adapter.id)
-        except Exception as error:
-            raise EngineError(f"the engine failed to unload {adapter.name}: {error}") from error
 
     def check_alive(self) -> None:
         """Raises EngineError if the engine is dead, also while no request is in it. Costs nothing: vLLM watches its core's

@@ -109,8 +109,6 @@ class VllmEngine:
 
 
 class _LoadRecorder(StatLoggerBase):
-    """vLLM tells it what happened in every engine step."""
-
     def __init__(self) -> None:
         self.load = EngineLoad(0.0, 0, 0, 0)
 

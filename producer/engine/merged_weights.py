@@ -11,6 +11,7 @@ weights computed before it began.
 """
 
 import asyncio
+from dataclasses import dataclass, field
 from typing import Any
 
 from producer.engine.token_counts import completion_of
@@ -18,32 +19,33 @@ from producer.engine.weights import Core, Generate, InFlightRequest, prepare
 from producer.interfaces import Adapter
 
 
+@dataclass
 class MergedWeights:
     """`VllmWeights` that hold one version at a time."""
 
-    holds_versions = False
+    core: Core
+    holds_versions: bool = False
+    _present: Adapter | None = None
+    _former: Adapter | None = None
+    _num_flips: int = 0
+    _num_groups: int = 0
+    _in_flight: dict[str, InFlightRequest] = field(default_factory=dict)
+    _settled: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def __init__(self, core: Core) -> None:
-        self._core = core
-        self._present: Adapter | None = None
-        self._former: Adapter | None = None
-        self._num_flips = 0
-        self._num_groups = 0
-        self._in_flight: dict[str, InFlightRequest] = {}
-        self._settled = asyncio.Event()
+    def __post_init__(self) -> None:
         self._settled.set()
 
     async def start(self) -> None:
-        await self._core.call_workers("merging_start")
+        await self.core.call_workers("merging_start")
 
     async def load(self, adapter: Adapter) -> None:
         """Makes the engine's weights those of this policy. They wait for verification."""
-        await prepare(self._core, "merging", str(adapter.path))
+        await prepare(self.core, "merging", str(adapter.path))
         self._settled.clear()
         await self._flip(adapter)
 
     async def verify(self, adapter: Adapter, token_ids: list[int]) -> list[float]:
-        return await self._core.score(token_ids, None, self.salt)
+        return await self.core.score(token_ids, None, self.salt)
 
     def activate(self, adapter: Adapter) -> None:
         assert adapter is self._present
@@ -53,7 +55,7 @@ class MergedWeights:
         """Takes this policy back if it waits for verification; otherwise its weights are gone already."""
         if self._settled.is_set() or adapter is not self._present:
             return
-        await prepare(self._core, "merging", None)
+        await prepare(self.core, "merging", None)
         await self._flip(self._former)
         for request in self._in_flight.values():
             request.invalidated = True
@@ -92,7 +94,7 @@ class MergedWeights:
         return f"weights-{self._num_flips}"
 
     async def _flip(self, adapter: Adapter | None) -> None:
-        counts = (await self._core.call_workers("merging_flip"))[0]
+        counts = (await self.core.call_workers("merging_flip"))[0]
         self._former, self._present = self._present, adapter
         self._num_flips += 1
         by_group: dict[str, dict[int, int]] = {}

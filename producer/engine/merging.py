@@ -29,10 +29,9 @@ _ROWS = 1024  # of the unit matrix that asks a packed layer for its weights
 
 
 class MergingWorker:
-    """Methods that vLLM adds to its worker (`worker_extension_cls`), called by `producer.engine.merged` through the engine."""
+    """Methods that vLLM adds to its worker (`worker_extension_cls`), called through the engine."""
 
     def merging_start(self) -> None:
-        """Once, before the first request."""
         self._merging = Merging(self.get_model())  # type: ignore[attr-defined]
         self._token_counts = TokenCounts()
         execute_model = self.execute_model  # type: ignore[has-type]

@@ -22,10 +22,10 @@ from vllm.lora.request import LoRARequest
 from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-from producer.calls.calls import Answer, Call, Sampled
+from producer.calls.calls import Answer, Call
 from producer.calls.refusals import RefusedError, malformed
 from producer.calls.requests import ServedRequest
-from producer.engine.weights import VllmWeights
+from producer.engine.weights import InFlightRequest, VllmWeights
 from producer.serving.versions import model_name
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError
@@ -144,9 +144,7 @@ class _Client:
         async with aclosing(generating) as outputs:
             async for output in outputs:
                 assert output.lora_request == lora_request, f"sampled on {output.lora_request}, not {lora_request}"
-                for sample in output.outputs:
-                    sampled = call.of(request_id, sample.index, output.prompt_token_ids or [])
-                    _note(sampled, sample, [call.adapter.version] * len(sample.token_ids))
+                _note(call, request_id, output, InFlightRequest(call.adapter.version))
                 yield output
                 call.note_reader(request_id)
 
@@ -163,21 +161,20 @@ class _Client:
                 return [output async for output in outputs][-1]
 
         output, request = await self._weights.sample(final, call.adapter)
-        for sample in output.outputs:
-            sampled = call.of(request_id, sample.index, output.prompt_token_ids or [])
-            _note(sampled, sample, request.token_versions(sample.index, len(sample.token_ids)))
+        _note(call, request_id, output, request)
         yield output
 
 
-def _note(sampled: Sampled, sample: Any, versions: list[int]) -> None:
-    """Adds what an output, or a piece of it, has of one completion."""
-    logprobs = sample.logprobs
-    if hasattr(logprobs, "start_indices"):
-        sampled.logprobs += [logprobs.logprobs[start] for start in logprobs.start_indices]
-    else:
-        sampled.logprobs += [
-            position[token].logprob for position, token in zip(logprobs or (), sample.token_ids, strict=True)
-        ]
-    sampled.token_ids += sample.token_ids
-    sampled.token_versions += versions
-    sampled.finish_reason = sample.finish_reason
+def _note(call: Call, request_id: str, output: Any, request: InFlightRequest) -> None:
+    """Adds what an output, or a piece of it, has of each completion."""
+    for sample in output.outputs:
+        sampled = call.of(request_id, sample.index, output.prompt_token_ids or [])
+        logprobs = sample.logprobs
+        if hasattr(logprobs, "start_indices"):
+            sampled.logprobs += [logprobs.logprobs[start] for start in logprobs.start_indices]
+        else:
+            pairs = zip(logprobs or (), sample.token_ids, strict=True)
+            sampled.logprobs += [position[token].logprob for position, token in pairs]
+        sampled.token_ids += sample.token_ids
+        sampled.token_versions += request.token_versions(sample.index, len(sample.token_ids))
+        sampled.finish_reason = sample.finish_reason

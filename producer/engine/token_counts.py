@@ -19,7 +19,7 @@ def completion_of(request: str) -> tuple[str, int] | None:
 
 
 class TokenCounts:
-    """See the module's guarantee. A step that computes the position before token n samples token n. Requests that have ended
+    """A step that computes the position before token n samples token n. Requests that have ended
     are told by `take` once more, because whoever asks may not have heard of their end."""
 
     def __init__(self) -> None:
@@ -31,7 +31,6 @@ class TokenCounts:
         self._forget_at = 2 * _KEPT_ENDED  # so many that have ended
 
     def note(self, step: Any) -> None:
-        """Takes in a vLLM SchedulerOutput."""
         for new in step.scheduled_new_reqs:
             if new.req_id in self._prompt_lens:
                 self._num_known[new.req_id] = self._count(new.req_id)

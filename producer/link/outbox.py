@@ -46,7 +46,6 @@ class Outbox:
 
     @property
     def all_settled(self) -> bool:
-        """Whether the trainer has every answer."""
         return not self._kept
 
     @property

@@ -134,7 +134,6 @@ class TrainerSource:
         download.done(downloaded)
 
     def _read(self, policy: PolicyInfo, path: str) -> None:
-        """Reads a file, on a thread of its own."""
         content: bytes | None = None
         try:
             content = read_offered(path, policy.num_bytes)

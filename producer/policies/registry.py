@@ -28,8 +28,6 @@ _MAX_UNAVAILABLE = 16  # policies that are known not to be had; few are evaluate
 
 @dataclass
 class _Version:
-    """A loaded policy that may serve."""
-
     policy: PolicyInfo
     pins: int = 0
 

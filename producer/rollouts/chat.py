@@ -67,7 +67,6 @@ class ChatFormat(PromptFormat):
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
 
     def token_ids(self, text: str) -> list[int]:
-        """Of what the template wrote."""
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
 

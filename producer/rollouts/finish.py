@@ -65,11 +65,12 @@ class Finish:
     def _count(self, lease: Lease, rollouts: Rollouts) -> None:
         counters, episodes = self.counters, rollouts.episodes
         counters.prompt_tokens += episodes[0].prompt_length
-        counters.tokens += sum(episode.num_sampled for episode in episodes)
+        for episode in episodes:
+            counters.tokens += episode.num_sampled
+            self.metrics.lengths.observe(episode.num_sampled)
         counters.completions += len(episodes)
         counters.truncated += sum(episode.truncated for episode in episodes)
         self.metrics.generation_s.observe(rollouts.generation_s)
-        self.metrics.generated(episode.num_sampled for episode in episodes)
         failures = [episode.failure for episode in episodes if episode.failure]
         counters.failed_episodes += len(failures)
         if failures:

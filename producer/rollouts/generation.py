@@ -100,10 +100,7 @@ class Generation:
                 rollouts = await self.source.generate(lease, work)
                 answer = await self.finish.group(lease, rollouts, work)
         except LeaseFailure as failure:
-            returned = failure.reason == "returned"
-            answer = (
-                Nack(lease.lease_id, "returned") if returned else self._refusal(lease, failure.reason, failure.detail)
-            )
+            answer = self._refusal(lease, failure.reason, failure.detail)
         except TimeoutError:
             self.counters.timed_out += 1
             detail = f"not done within the lease's {lease.timeout_s:g} s, while {work.stage}{work.waits_for}"
@@ -113,6 +110,8 @@ class Generation:
             self.answer(answer)
 
     def _refusal(self, lease: Lease, reason: FailureReason, detail: str) -> Nack:
+        if reason == "returned":
+            return Nack(lease.lease_id, "returned")
         self.counters.failed += 1
         self._warn(reason, f"prompt {lease.prompt_id} failed ({reason}): {detail}")
         return Nack(lease.lease_id, reason, detail[:65_536])

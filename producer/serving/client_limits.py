@@ -7,20 +7,21 @@ waited longest enters first, so that none is passed over. When too many wait, th
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 
 from producer.calls.refusals import RefusedError, malformed
 from producer.waiting_line import WaitingLine
 
 
+@dataclass
 class ClientLimiter:
-    """See the module's guarantee. vLLM's own queue is first come, first served, and training keeps it short
-    (`producer.rollouts.admission`), so a request that was let in soon runs."""
+    """vLLM's own queue is first come, first served, and training keeps it short (`producer.rollouts.admission`), so a request
+    that was let in soon runs."""
 
-    def __init__(self, limit: int, max_waiting: int) -> None:
-        self._limit = limit
-        self._max_waiting = max_waiting
-        self._line = WaitingLine[int, int]()
-        self.taken = 0  # completions in the engine
+    limit: int
+    max_waiting: int
+    taken: int = 0  # completions in the engine
+    _line: WaitingLine[int, int] = field(default_factory=WaitingLine)
 
     @property
     def num_waiting(self) -> int:
@@ -28,11 +29,11 @@ class ClientLimiter:
 
     @asynccontextmanager
     async def take(self, count: int) -> AsyncIterator[None]:
-        """Holds room for `count` completions for the duration of the context. Waits until there is room. Raises
-        RefusedError if the limit is below `count`, or too many requests wait."""
-        if count > self._limit:
-            raise malformed(f"{count} completions are more than the {self._limit} of serve.max_requests", "n")
-        if self.num_waiting or self.taken + count > self._limit:
+        """Waits for room for `count` completions, and holds it within. Raises RefusedError if the limit is below `count`, or too
+        many requests wait."""
+        if count > self.limit:
+            raise malformed(f"{count} completions are more than the {self.limit} of serve.max_requests", "n")
+        if self.num_waiting or self.taken + count > self.limit:
             await self._wait(count)
         else:
             self.taken += count
@@ -42,7 +43,7 @@ class ClientLimiter:
             self._give_back(count)
 
     async def _wait(self, count: int) -> None:
-        if self.num_waiting >= self._max_waiting:
+        if self.num_waiting >= self.max_waiting:
             raise RefusedError(429, "busy", f"{self.num_waiting} requests wait already (serve.max_waiting)")
         try:
             await self._line.wait(count, take_back=self._give_back)
@@ -56,7 +57,7 @@ class ClientLimiter:
 
     def _let_in(self) -> None:
         for count in self._line.wishes:
-            if self.taken + count > self._limit:
+            if self.taken + count > self.limit:
                 return
             self.taken += count
             self._line.give(count)

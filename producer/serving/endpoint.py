@@ -8,6 +8,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 
 from starlette.requests import Request
@@ -16,7 +17,7 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from producer.calls.refusals import RefusedError, error_body, malformed
-from producer.calls.requests import Kind, ServedRequest, check_request, parse_object
+from producer.calls.requests import ServedRequest, check_request, parse_object
 from producer.environments.agents import Agents
 from producer.environments.atropos import Atropos
 from producer.serving.generation import BodyOf, ClientGeneration, Recorder
@@ -31,56 +32,48 @@ logger = logging.getLogger(__name__)
 EPISODE_HEADER = "x-episode"
 
 
+@dataclass
 class Endpoint:
     """An ASGI application. Where there are `keys`, clients have to send one."""
 
-    def __init__(
-        self,
-        settings: ServeSection,
-        keys: tuple[bytes, ...],
-        generation: ClientGeneration,
-        agents: Agents | None = None,
-        atropos: Atropos | None = None,
-    ) -> None:
-        self._settings = settings
-        self._keys = keys
-        self._generation = generation
-        self._agents = agents
-        self._atropos = atropos
-        self._warn = Throttle(logger)
+    settings: ServeSection
+    keys: tuple[bytes, ...]
+    generation: ClientGeneration
+    agents: Agents | None = None
+    atropos: Atropos | None = None
+    _warn: Throttle = field(default_factory=partial(Throttle, logger))
+
+    def __post_init__(self) -> None:
         routes = self._openai_routes("")
-        if agents is not None:
-            routes += agent_routes(agents)
-        if atropos is not None:
-            routes += [*self._openai_routes(PREFIX), *atropos_routes(atropos)]
+        if self.agents is not None:
+            routes += agent_routes(self.agents)
+        if self.atropos is not None:
+            routes += [*self._openai_routes(PREFIX), *atropos_routes(self.atropos)]
             routes.append(self._generating(f"{PREFIX}/generate", parse_generate, generate_body))
         self._router = Router(routes)
 
     def _openai_routes(self, prefix: str) -> list[Route]:
-        def parse(kind: Kind, body: bytes) -> ServedRequest:
-            return check_request(kind, parse_object(body))
-
         return [
             Route(f"{prefix}/v1/models", self._models),
-            self._generating(f"{prefix}/v1/chat/completions", partial(parse, "chat")),
-            self._generating(f"{prefix}/v1/completions", partial(parse, "completion")),
+            self._generating(f"{prefix}/v1/chat/completions", lambda body: check_request("chat", parse_object(body))),
+            self._generating(f"{prefix}/v1/completions", lambda body: check_request("completion", parse_object(body))),
         ]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         started, response = time.monotonic(), ResponseWatch(send)
         outcome: RequestOutcome = "refused"
         try:
-            async with asyncio.timeout(self._settings.request_timeout_s):
-                check_access(scope, self._keys, self._settings.host)
+            async with asyncio.timeout(self.settings.request_timeout_s):
+                check_access(scope, self.keys, self.settings.host)
                 await self._respond(scope, receive, response.send)
             if response.status < 400:
                 outcome = "completed"
         except RefusedError as error:
-            self._generation.metrics.refuse(error.reason)
+            self.generation.metrics.refuse(error.reason)
             await response.send_error(scope, receive, error.status, error.body)
         except TimeoutError:
             outcome = "timed_out"
-            limit = f"not done within serve.request_timeout_s={self._settings.request_timeout_s:g} seconds"
+            limit = f"not done within serve.request_timeout_s={self.settings.request_timeout_s:g} seconds"
             await response.send_error(scope, receive, 504, error_body(504, "timed_out", limit))
         except ClientGoneError:
             outcome = "client_gone"
@@ -90,13 +83,13 @@ class Endpoint:
             logger.debug("it failed here:", exc_info=True)
             body = error_body(500, "failed", "the producer's log says why")
             await response.send_error(scope, receive, 500, body)
-        self._generation.metrics.ended(outcome, time.monotonic() - started)
+        self.generation.metrics.ended(outcome, time.monotonic() - started)
 
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
-        limit = self._settings.max_request_bytes
-        if self._atropos is not None and scope["path"].startswith(PREFIX):
-            limit = self._atropos.max_body_bytes
-        body = await read_body(scope, receive, limit, self._settings.receive_timeout_s)
+        limit = self.settings.max_request_bytes
+        if self.atropos is not None and scope["path"].startswith(PREFIX):
+            limit = self.atropos.max_body_bytes
+        body = await read_body(scope, receive, limit, self.settings.receive_timeout_s)
 
         async def read() -> Message:
             return {"type": "http.request", "body": body}
@@ -104,7 +97,7 @@ class Endpoint:
         await until_gone(receive, self._router(scope, read, send))
 
     async def _models(self, _: Request) -> JSONResponse:
-        names = self._generation.versions.names()
+        names = self.generation.versions.names()
         cards = [{"id": name, "object": "model", "created": 0, "owned_by": "slipstream"} for name in names]
         return JSONResponse({"object": "list", "data": cards})
 
@@ -115,12 +108,12 @@ class Endpoint:
             wanted = parse(await request.body())
             recorder: Recorder | None = None
             episode = request.headers.get(EPISODE_HEADER) or wanted.metadata.get("episode")
-            if self._atropos is not None and path.startswith(PREFIX):
-                recorder, wanted = self._atropos.prepare(wanted)
+            if self.atropos is not None and path.startswith(PREFIX):
+                recorder, wanted = self.atropos.prepare(wanted)
             elif episode is not None:
-                if self._agents is None:
+                if self.agents is None:
                     raise malformed("this run has no episodes: it has no posted reward", "episode")
-                recorder, wanted = self._agents.prepare(episode, wanted)
-            return partial(self._generation.respond, wanted, recorder, body_of)
+                recorder, wanted = self.agents.prepare(episode, wanted)
+            return partial(self.generation.respond, wanted, recorder, body_of)
 
         return Route(path, generate, methods=["POST"])

@@ -26,16 +26,12 @@ BodyOf = Callable[[dict[str, Any], Call], dict[str, Any]]
 
 @dataclass(frozen=True)
 class ServedEngine:
-    """The engine as the endpoint needs it.
-
-    Args:
-        running: entered while a request is in the engine.
-    """
+    """The engine as the endpoint needs it."""
 
     answering: Answering
     adapters: AdapterRegistry
     max_num_seqs: int
-    running: Callable[[], AbstractContextManager[None]] = nullcontext
+    running: Callable[[], AbstractContextManager[None]] = nullcontext  # entered while a request is in the engine
 
 
 class Recorder(Protocol):
@@ -49,8 +45,6 @@ class Recorder(Protocol):
 
 @dataclass(frozen=True)
 class ClientGeneration:
-    """See the module's guarantee."""
-
     engine: ServedEngine
     versions: ServedVersions
     limiter: ClientLimiter
@@ -67,10 +61,7 @@ class ClientGeneration:
     ) -> None:
         """Generates the answer and sends it."""
         floor = 0 if recorder is None else recorder.floor
-        async with (
-            self.limiter.take(request.num_completions),
-            self.versions.use(request.model, floor) as adapter,
-        ):
+        async with self.limiter.take(request.num_completions), self.versions.use(request.model, floor) as adapter:
             call = Call(adapter)
             try:
                 with self.engine.running():
@@ -82,7 +73,8 @@ class ClientGeneration:
                 body = body_of(answer | {"model": model_name(call.version)}, call)
                 await JSONResponse(body, headers={VERSION_HEADER: str(call.version)})(scope, receive, send)
             finally:
-                self.metrics.generated(call.num_prompt_tokens, call.num_tokens)
+                self.metrics.prompt_tokens += call.num_prompt_tokens
+                self.metrics.completion_tokens += call.num_tokens
                 await call.close()
 
 

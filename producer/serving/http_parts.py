@@ -9,6 +9,7 @@ import asyncio
 import base64
 import hmac
 from collections.abc import Coroutine
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -23,32 +24,28 @@ class ClientGoneError(Exception):
     """The client hung up before it had its answer."""
 
 
+@dataclass
 class ResponseWatch:
     """Passes a response on and knows whether it has begun (`status` is 0 until then)."""
 
-    def __init__(self, send: Send) -> None:
-        self._send = send
-        self.status = 0
+    client: Send
+    status: int = 0
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-        await self._send(message)
+        await self.client(message)
 
     async def send_error(self, scope: Scope, receive: Receive, status: int, body: dict[str, Any]) -> None:
         """Sends an error unless a response has begun. That one is cut off instead, which clients notice."""
         if self.status == 0:
             headers = {"connection": "close"} if status in (408, 413) else {"retry-after": "1"} if status == 429 else {}
-            await JSONResponse(body, status, headers)(scope, receive, self._send)
+            await JSONResponse(body, status, headers)(scope, receive, self.client)
 
 
 def check_access(scope: Scope, keys: tuple[bytes, ...], host: str) -> None:
-    """Raises RefusedError if the client may not ask, or does not declare JSON.
-
-    Args:
-        keys: of which the client has to send one; none is needed if empty.
-        host: where the endpoint listens.
-    """
+    """Raises RefusedError if the client may not ask, or does not declare JSON. It has to send one of `keys`, if there are any;
+    `host` is where the endpoint listens."""
     headers = Headers(scope=scope)
     if keys:
         sent = _sent_key(headers.get("authorization", ""))
@@ -72,13 +69,11 @@ def _sent_key(authorization: str) -> bytes:
 
 
 def _host_name(host: str) -> str:
-    """The name in a Host header, without port and brackets."""
     return host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
 
 
 async def read_body(scope: Scope, receive: Receive, max_bytes: int, timeout_s: float) -> bytes:
-    """Reads the body of a request. Raises RefusedError if it is too large or comes too slowly. Raises ClientGoneError
-    if the client hung up."""
+    """Raises RefusedError if the body is too large or comes too slowly, ClientGoneError if the client hung up."""
     too_large = RefusedError(
         413, "too_large", f"the body has more than {max_bytes} bytes; raise serve.max_request_bytes"
     )
@@ -102,8 +97,8 @@ async def read_body(scope: Scope, receive: Receive, max_bytes: int, timeout_s: f
 
 
 async def until_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Does `work` unless the client hangs up meanwhile. A server says so, too, of a client that has its whole answer.
-    Raises ClientGoneError if the client hung up."""
+    """Does `work`, or raises ClientGoneError if the client hangs up meanwhile. A server says so, too, of a client that has its
+    whole answer."""
 
     async def hang_up() -> None:
         while (await receive())["type"] != "http.disconnect":

@@ -69,10 +69,6 @@ class ServeMetrics:
     def refuse(self, reason: Reason) -> None:
         self.refused[reason] += 1
 
-    def generated(self, num_prompt_tokens: int, num_tokens: int) -> None:
-        self.prompt_tokens += num_prompt_tokens
-        self.completion_tokens += num_tokens
-
     def ended(self, outcome: RequestOutcome, seconds: float) -> None:
         self.outcomes[outcome] += 1
         self._seconds.observe(seconds)

@@ -37,19 +37,17 @@ _KEYS = "serve.api_key_file"
 
 @contextlib.contextmanager
 def listening(section: ServeSection, gpus: list[int]) -> Iterator[socket.socket | None]:
-    """The endpoint's socket; None where it is not enabled. Raises EndpointInUseError if another process has the port.
-    Raises ConfigError if this machine has no such address."""
+    """The endpoint's socket; None where it is not enabled. Raises EndpointInUseError if another process has the port, ConfigError
+    if this machine has no such address."""
     if not section.enabled:
         yield None
         return
     port = section.port + (gpus[0] if gpus and section.port else 0)
-    listener = listen(section.host, port, "serve.host", "serve.port")
-    with listener:
+    with listen(section.host, port, "serve.host", "serve.port") as listener:
         yield listener
 
 
 def base_url(listener: socket.socket) -> str:
-    """The base URL of the endpoint for clients on this host."""
     host, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - where nobody can connect to
     return f"http://{_address(host, port)}/v1"
@@ -60,8 +58,7 @@ def _address(host: str, port: int) -> str:
 
 
 def read_keys(file: str | None) -> tuple[bytes, ...]:
-    """The keys that clients may send. Raises ConfigError if the file is not there, not private, or has no usable
-    key."""
+    """The keys that clients may send. Raises ConfigError if the file is not there, not private, or has no usable key."""
     if file is None:
         return ()
     lines = read_private(Path(file), _KEYS).splitlines()
@@ -75,13 +72,8 @@ def read_keys(file: str | None) -> tuple[bytes, ...]:
 
 
 class Serving:
-    """The endpoint's parts, put together.
-
-    Args:
-        keys: that clients may send.
-        agents: in a run with posted rewards.
-        atropos: in a run with `environment.atropos`.
-    """
+    """The endpoint's parts, put together. Clients may send `keys`; with posted rewards there are `agents`, with
+    `environment.atropos` there is `atropos`."""
 
     def __init__(
         self,
@@ -94,15 +86,14 @@ class Serving:
         atropos: Atropos | None = None,
     ) -> None:
         settings = self._settings = config.serve
-        self._name = name
-        self._folder = Path(config.run_dir) / "serve"
-        self._versions = ServedVersions(
+        self._name, self._folder = name, Path(config.run_dir) / "serve"
+        self.versions = ServedVersions(
             engine.adapters, settings.max_versions, settings.version_ttl_s, is_merged=config.swap.mode == "merged"
         )
         share = engine.max_num_seqs if atropos is not None else max(1, engine.max_num_seqs // 4)
         limiter = ClientLimiter(settings.max_requests or share, settings.max_waiting)
         metrics = ServeMetrics(registry, limiter, agents, atropos)
-        generation = ClientGeneration(engine, self._versions, limiter, metrics)
+        generation = ClientGeneration(engine, self.versions, limiter, metrics)
         endpoint = Endpoint(settings, keys, generation, agents, atropos)
         answer_s = settings.request_timeout_s + settings.receive_timeout_s  # the last of which is for its last bytes
         connections = ConnectionLimiter(settings.receive_timeout_s, answer_s, settings.max_connections, metrics.refuse)
@@ -126,13 +117,9 @@ class Serving:
             logger.exception("%s; the daemon goes on without it", self.problem)
         finally:
             sweeping.cancel()
-            self._versions.close()
-
-    def forget(self) -> None:
-        """Is called for another trainer process: its versions are not those that clients knew."""
-        self._versions.forget()
+            self.versions.close()
 
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(_SWEEP_EVERY_S)
-            self._versions.release_unused()
+            self.versions.release_unused()

@@ -30,10 +30,15 @@ def model_name(version: int) -> str:
 class _Use:
     """What clients do with one adapter."""
 
+    adapter: Adapter
     pin: ExitStack = field(default_factory=ExitStack)
     active: int = 0
     used_at: float = -math.inf
     named_at: float = -math.inf
+
+    @property
+    def is_named(self) -> bool:
+        return self.named_at > -math.inf
 
 
 @dataclass
@@ -57,8 +62,8 @@ class ServedVersions:
 
     @asynccontextmanager
     async def use(self, name: str, floor: int = 0) -> AsyncIterator[Adapter]:
-        """The adapter that this name means, loaded for the duration of the context. Waits for version `floor`, and
-        takes no older one. Raises RefusedError if there is no such version, or too many are held."""
+        """The adapter that this name means, loaded for the duration of the context. Waits for version `floor`, and takes no older
+        one. Raises RefusedError if there is no such version, or too many are held."""
         found = _NAME.fullmatch(name)
         if found is None:
             raise self._unknown(name)
@@ -78,16 +83,13 @@ class ServedVersions:
     def release_unused(self) -> None:
         """Unpins the versions that nobody may ask for any more."""
         now = self.clock()
-        idle = [
-            adapter for adapter, use in self._uses.items() if not use.active and adapter is not self.adapters.current
-        ]
-        idle.sort(key=lambda adapter: (self._uses[adapter].named_at, self._uses[adapter].used_at), reverse=True)
-        num_named = sum(use.active > 0 and use.named_at > -math.inf for use in self._uses.values())
+        idle = [use for use in self._uses.values() if not use.active and use.adapter is not self.adapters.current]
+        idle.sort(key=lambda use: (use.named_at, use.used_at), reverse=True)
+        num_named = sum(use.active > 0 and use.is_named for use in self._uses.values())
         kept = 0 if self.is_merged else max(0, self.max_versions - num_named)
-        for rank, adapter in enumerate(idle):
-            use = self._uses[adapter]
+        for rank, use in enumerate(idle):
             if rank >= kept or now - max(use.named_at, use.used_at) >= self.ttl_s:
-                del self._uses[adapter]
+                del self._uses[use.adapter]
                 use.pin.close()
 
     def close(self) -> None:
@@ -104,21 +106,17 @@ class ServedVersions:
         self.release_unused()
 
     def _use_of(self, adapter: Adapter) -> _Use:
-        """What clients do with an adapter that they hold, or with the current one."""
         if adapter not in self._uses:
-            use = self._uses[adapter] = _Use()
+            use = self._uses[adapter] = _Use(adapter)
             use.pin.enter_context(self.adapters.pin())
         return self._uses[adapter]
 
     def _choose(self, floor: int) -> Adapter:
         current = self.adapters.current
         assert current is not None
-        is_used = current in self._uses and self._uses[current].active > 0
-        draining = [
-            adapter
-            for adapter, use in self._uses.items()
-            if use.active and use.named_at == -math.inf and adapter is not current
-        ]
+        active = [use for use in self._uses.values() if use.active]
+        draining = [use.adapter for use in active if not use.is_named and use.adapter is not current]
+        is_used = any(use.adapter is current for use in active)
         if self.is_merged or is_used or len(draining) < _MAX_DRAINING:
             return current
         newest = max(draining, key=lambda adapter: adapter.version)
@@ -138,21 +136,17 @@ class ServedVersions:
 
     def _make_room(self, adapter: Adapter) -> None:
         """Makes room for another named version: the one whose name was used least recently loses its name."""
-        named = {other: use for other, use in self._uses.items() if use.named_at > -math.inf}
-        if adapter in named or len(named) < max(1, self.max_versions):
+        named = [use for use in self._uses.values() if use.is_named]
+        if len(named) < max(1, self.max_versions) or any(use.adapter is adapter for use in named):
             return
-        idle = [use for use in named.values() if not use.active]
+        idle = [use for use in named if not use.active]
         if not idle:
-            raise RefusedError(
-                429,
-                "busy",
-                f"clients already use {len(named)} versions by name (serve.max_versions); ask for {POLICY}",
-            )
+            said = f"clients already use {len(named)} versions by name (serve.max_versions); ask for {POLICY}"
+            raise RefusedError(429, "busy", said)
         min(idle, key=lambda use: use.named_at).named_at = -math.inf
 
     def _unknown(self, name: str) -> RefusedError:
         why = "the engine has a single version with swap.mode: merged" if self.is_merged else "others are not loaded"
         there = ", ".join(self.names()) or "nothing yet"
-        return RefusedError(
-            404, "unknown_model", f"there is no model {name[:80]!r}; there is: {there} ({why})", "model"
-        )
+        said = f"there is no model {name[:80]!r}; there is: {there} ({why})"
+        return RefusedError(404, "unknown_model", said, "model")

@@ -40,11 +40,3 @@ def test_totals_stages_and_the_engine_are_those_of_the_moment() -> None:
         assert value("vllm:num_requests_running") == 3
     finally:
         prometheus_client.REGISTRY.unregister(engine)
-
-
-def test_lengths_are_counted_by_completion() -> None:
-    registry = CollectorRegistry()
-    ProducerMetrics(registry).generated([3, 40])
-    name = "rl_producer_completion_length_tokens"
-    assert registry.get_sample_value(f"{name}_bucket", {"le": "4.0"}) == 1
-    assert registry.get_sample_value(f"{name}_sum") == 43
