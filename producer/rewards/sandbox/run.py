@@ -12,7 +12,7 @@ import os
 import socket
 import time
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 from producer.rewards.sandbox.isolation import ENVIRONMENT, Isolation, Limits, refusal
 from protocol.processes.kept import KeptProcess
@@ -38,61 +38,48 @@ class Outcome:
 
 
 class Sandbox:
-    """Runs Python programs with bubblewrap. Raises ConfigError if there is no such interpreter, no bubblewrap or no
-    libseccomp.
-
-    Args:
-        python: interpreter, and with it what the programs can read and import. None: this one, without packages.
-    """
+    """Runs Python programs with bubblewrap. Arguments and errors are those of `Isolation`."""
 
     def __init__(self, limits: Limits, python: str | None = None) -> None:
         self.limits = limits
         self._isolation = Isolation(limits, python)
 
     async def run(self, program: str, stdin: bytes = b"", channel: socket.socket | None = None) -> Outcome:
-        """Runs `program` as a script of its own. Raises ConfigError if the isolation could not be set up, so that nothing
-        was run.
-
-        Args:
-            channel: that the program has under the same descriptor. It is closed on this side.
-        """
+        """Runs `program` as a script of its own, which has `channel` under the same descriptor; it is closed on this side. Raises
+        ConfigError if the isolation could not be set up, so that nothing was run."""
         with contextlib.ExitStack() as ours:
             with contextlib.ExitStack() as given:
                 if channel is not None:
                     given.enter_context(channel)
-                ends, theirs = zip(*(socket.socketpair() for _ in range(4)), strict=True)
+                ends, theirs = zip(*(socket.socketpair() for _ in range(3)), strict=True)
                 for end, other in zip(ends, theirs, strict=True):
                     ours.enter_context(end).setblocking(False)
                     given.enter_context(other)
-                main = given.enter_context(os.fdopen(os.memfd_create("main.py"), "w+b"))
-                main.write(program.encode())
-                main.seek(0)
-                passed = [main.fileno(), theirs[3].fileno(), *([channel.fileno()] if channel else ())]
+                main, read = (given.enter_context(_file(content)) for content in (program.encode(), stdin))
+                passed = [main.fileno(), theirs[2].fileno(), *([channel.fileno()] if channel else ())]
                 process = KeptProcess(
-                    self._isolation.command(*passed[:2]), stdin=theirs[0], stdout=theirs[1],
-                    stderr=theirs[2], pass_fds=passed, env=ENVIRONMENT, cwd="/",
+                    self._isolation.command(*passed[:2]), stdin=read, stdout=theirs[0],
+                    stderr=theirs[1], pass_fds=passed, env=ENVIRONMENT, cwd="/",
                 )  # fmt: skip
             try:
-                return await self._watch(process, ends, stdin)
+                return await self._watch(process, *ends)
             finally:
                 await asyncio.wait({process.terminate()})
 
-    async def _watch(self, process: KeptProcess, ends: tuple[socket.socket, ...], stdin: bytes) -> Outcome:
+    async def _watch(
+        self, process: KeptProcess, stdout: socket.socket, stderr: socket.socket, ready: socket.socket
+    ) -> Outcome:
         output, errors = bytearray(), bytearray()
-        feeding = asyncio.ensure_future(_feed(ends[0], stdin))
-        reading = asyncio.gather(
-            self._collect(ends[1], output), self._collect(ends[2], errors), process.exited(math.inf)
-        )
+        reading = asyncio.gather(self._collect(stdout, output), self._collect(stderr, errors), process.exited(math.inf))
         try:
             ended = await self._until_it_ends(process, reading, (output, errors))
             status = await asyncio.shield(process.terminate())
             if ended != "itself":
                 await asyncio.wait([reading], timeout=_LOOK_EVERY_S)
         finally:
-            feeding.cancel()
             reading.cancel()
-            await asyncio.gather(feeding, reading, return_exceptions=True)
-        if ended == "itself" and ends[3].recv(1) != b"1":
+            await asyncio.gather(reading, return_exceptions=True)
+        if ended == "itself" and ready.recv(1) != b"1":
             raise refusal(errors.decode(errors="replace").strip()[-400:])
         code = -9 if status is None else status
         return Outcome(128 - code if code < 0 else code, bytes(output), bytes(errors), ended)
@@ -125,10 +112,12 @@ class Sandbox:
             raise refusal(found or f"the self-test ended by {outcome.ended} with {outcome.code}")
 
 
-async def _feed(end: socket.socket, given: bytes) -> None:
-    with contextlib.suppress(ConnectionError):  # a program that ends early has not read everything
-        await asyncio.get_running_loop().sock_sendall(end, given)
-    end.shutdown(socket.SHUT_WR)
+def _file(content: bytes) -> BinaryIO:
+    """A file in memory that can only be read."""
+    with os.fdopen(os.memfd_create("given"), "wb") as file:
+        file.write(content)
+        file.flush()
+        return open(f"/proc/self/fd/{file.fileno()}", "rb")
 
 
 _SELF_TEST = """

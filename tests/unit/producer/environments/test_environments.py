@@ -11,6 +11,7 @@ from producer.environments.pool import EnvironmentFailedError, EnvironmentPool
 from producer.environments.worker import Answer, Call, Environment
 from protocol.config.sections.environment import EnvironmentSection
 from protocol.errors import ConfigError
+from tests.unit.producer.fake_children import FakeChildren
 from tests.unit.producer.loop import asynchronous, until
 
 SHOP = "tests.unit.producer.toys:Shop"
@@ -103,10 +104,8 @@ def test_tools_are_described_as_transformers_describes_functions() -> None:
         "properties": {"count": {"type": "integer", "description": "How many."}},
         "required": ["count"],
     }
-    assert Environment("tests.unit.producer.toys:Silent").answer(Call("describe")).value == {
-        "tools": [],
-        "has_reward": False,
-    }
+    silent = Environment("tests.unit.producer.toys:Silent").answer(Call("describe")).value
+    assert silent == {"tools": [], "has_reward": False}
 
 
 def test_only_text_lists_and_finite_numbers_come_out() -> None:
@@ -124,9 +123,10 @@ def test_only_text_lists_and_finite_numbers_come_out() -> None:
     [
         ({"factory": "tests.unit.producer.toys:Missing"}, "has no `Missing`"),
         ({"factory": "tests.unit.producer.toys:NoReset"}, "makes a NoReset without `reset`"),
-        ({"factory": "tests.unit.producer.toys:broken"}, "raised RuntimeError: cannot connect"),
+        ({"factory": "tests.unit.producer.toys:broken"}, "RuntimeError: cannot connect"),
         ({"reward_weight": None}, "has get_reward; say what it weighs"),
         ({"factory": "tests.unit.producer.toys:Silent"}, "has no get_reward; remove the weight"),
+        ({"tool_parser": None}, "has tools; name vLLM's parser"),
     ],
 )
 @asynchronous
@@ -136,20 +136,12 @@ async def test_what_does_not_fit_is_said_at_the_start(
     """In this process, without the seconds that transformers takes to describe tools."""
     monkeypatch.setattr("transformers.utils.get_json_schema", lambda tool: {"function": {"name": tool.__name__}})
 
-    class Local:
-        def __init__(self, factory: str) -> None:
-            try:
-                self._environment, self._problem = Environment(factory), ""
-            except ConfigError as error:
-                self._problem = str(error)
-            except Exception as error:
-                self._problem = f"raised {type(error).__name__}: {error}"
+    def answer(call: Call) -> Answer:
+        try:
+            return Environment(str(section(**changes).factory)).answer(call)
+        except Exception as error:
+            return Answer(problem=f"{type(error).__name__}: {error}")
 
-        async def ask(self, call: Call, _kind: type[Answer]) -> Answer:
-            return Answer(problem=self._problem) if self._problem else self._environment.answer(call)
-
-    environments = EnvironmentPool(section(**changes))
-    monkeypatch.setattr(environments, "_start", lambda: Local(environments._factory))
-    with pytest.raises(ConfigError) as caught:
-        await environments.start()
-    assert said in str(caught.value)
+    FakeChildren(monkeypatch, answer)
+    with pytest.raises(ConfigError, match=said):
+        await EnvironmentPool(section(**changes)).start()

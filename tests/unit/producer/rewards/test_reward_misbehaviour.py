@@ -66,40 +66,23 @@ def returns_twice(completions, **_):
     return good(completions)
 """
 BAD = """
-import math
 from good import *
 
 def exits(completions, **_):
-    os._exit(3)
-
-def exits_and_leaves_daemons(completions, **_):
     leaves_daemons(completions)
     os._exit(3)
 
 def sys_exit(completions, **_):
     sys.exit("enough")
 
-def interrupts(completions, **_):
-    raise KeyboardInterrupt
-
 def segfaults(completions, **_):
     ctypes.string_at(0)
-
-def aborts(completions, **_):
-    os.abort()
-
-def not_a_number(completions, **_):
-    return [math.nan] * len(completions)
 
 def raises_much(completions, **_):
     raise ValueError("\\n".join(["y" * 2**20] * 10))
 
 def recurses(completions, **_):
     return recurses(completions)
-
-def eats(completions, **_):
-    block = bytearray(600 * 2**20)
-    time.sleep(600)
 
 def children_eat(completions, **_):
     eater = "x = bytearray(600 * 2**20); import time; time.sleep(600)"
@@ -157,15 +140,30 @@ def kills_its_keeper(completions, **_):
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Of the rewards; whatever is started for a test carries a mark in its environment. What a failed one left is killed."""
+def folder(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+) -> Iterator[Path]:
+    """Of the rewards; whatever is started for a test carries a mark in its environment. Afterwards nothing is left of it, the
+    log is short and nothing was printed."""
     (tmp_path / "good.py").write_text(GOOD)
     (tmp_path / "bad.py").write_text(BAD)
     monkeypatch.setenv(MARK, str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    caplog.set_level(logging.INFO, logger="producer")
+    descriptors = os.listdir("/proc/self/fd")
     yield tmp_path
-    for process in marked(tmp_path):
+    deadline = time.monotonic() + 10  # who inherited a killed process may not have reaped it yet
+    while (left := marked(tmp_path)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    for process in left:
         process.kill()
+    assert left == []
+    assert len(os.listdir("/proc/self/fd")) == len(descriptors)
+    assert capfd.readouterr() == ("", "")
+    assert 0 < sum(len(record.getMessage()) for record in caplog.get_records("call")) < LOG_BYTES
 
 
 def marked(folder: Path) -> list[psutil.Process]:
@@ -183,10 +181,9 @@ def names(source: str) -> list[str]:
 
 @pytest.mark.long
 def test_misbehaviour_costs_nothing_but_its_reward(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("protocol.processes.kept._KEEPER_S", 0.5)  # of one that was stopped
-    caplog.set_level(logging.INFO, logger="producer")
     good, bad = names(GOOD), names(BAD)
     hanging = {"hangs", "stops_itself", "stops_its_keeper"}
     functions = [{"function": f"good:{name}"} for name in good]
@@ -206,18 +203,9 @@ def test_misbehaviour_costs_nothing_but_its_reward(
         finally:
             await pool.close()
 
-    descriptors = os.listdir("/proc/self/fd")
     started = time.monotonic()
     asyncio.run(body())
     assert time.monotonic() - started < 250
-    deadline = time.monotonic() + 10  # who inherited a killed process may not have reaped it yet
-    while (left := marked(folder)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert left == []
-    assert len(os.listdir("/proc/self/fd")) == len(descriptors)
-    printed = capfd.readouterr()
-    assert printed.out + printed.err == ""
-    assert len(caplog.text) < LOG_BYTES
     said = caplog.text
     assert "reward prints_much wrote: xxx" in said
     for text in ("from C", "to descriptor 2", "from a child"):
@@ -232,10 +220,7 @@ def test_misbehaviour_costs_nothing_but_its_reward(
 
 
 @pytest.mark.long
-def test_misbehaviour_of_environments_too(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
-) -> None:
-    caplog.set_level(logging.INFO, logger="producer")
+def test_misbehaviour_of_environments_too(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     methods = "".join(f"    def {name}(self):\n        return bad.{name}(['c'])\n" for name in names(GOOD + BAD))
     (folder / "shop.py").write_text(f"import bad\nclass Shop:\n    def reset(self, **_): print('open')\n{methods}")
     calls = ["leaves_daemons", "prints_much", "exits", "segfaults", "closes_everything", "hangs", "kills_its_keeper"]
@@ -253,11 +238,5 @@ def test_misbehaviour_of_environments_too(
         finally:
             await pool.close()
 
-    descriptors = os.listdir("/proc/self/fd")
     asyncio.run(body())
-    assert marked(folder) == []
-    assert len(os.listdir("/proc/self/fd")) == len(descriptors)
-    printed = capfd.readouterr()
-    assert printed.out + printed.err == ""
     assert "environment shop:Shop wrote: open" in caplog.text
-    assert len(caplog.text) < LOG_BYTES

@@ -17,6 +17,7 @@ from tests.unit.producer.cancellation import cancel_at_each_wait
 from tests.unit.producer.fake_children import FakeChildren, Temper
 from tests.unit.producer.loop import asynchronous, until
 
+every_temper = pytest.mark.parametrize("temper", ["answers", "hangs", "ends"])
 NUM_WORKERS = 2
 
 
@@ -24,37 +25,41 @@ def scored(message: Any) -> Any:
     return Answer([Scores([1.0])] * len(message.functions)) if isinstance(message, Call) else Ready([])
 
 
-@pytest.mark.parametrize("temper", ["answers", "hangs", "ends"])
+def pool(start_timeout_s: float = 10.0) -> WorkerPool:
+    return WorkerPool({"length": Source("x.py:length")}, NUM_WORKERS, None, start_timeout_s)
+
+
+@every_temper
 @asynchronous
 async def test_the_slot_of_a_call_goes_back_wherever_it_is_cancelled(
     monkeypatch: pytest.MonkeyPatch, temper: Temper
 ) -> None:
     monkeypatch.setattr("producer.rewards.processes._LOOK_EVERY_S", 0.001)
-    children = FakeChildren(monkeypatch, scored)
-    limit_s = 0.004 if temper == "hangs" else 60.0
-
-    workers = WorkerPool({"length": Source("x.py:length")}, NUM_WORKERS, None, 10.0)
+    children, workers = FakeChildren(monkeypatch, scored), pool()
     await workers.start()
 
-    async def call() -> None:
+    async def call(limit_s: float) -> list[Scores]:
+        return await workers.call([0], [Job("p", ["c"], [[1]], {})], [limit_s])
+
+    async def calls() -> None:
         children.temper = temper
         try:
-            await workers.call([0], [Job("p", ["c"], [[1]], {})], [limit_s])
+            await call(0.004 if temper == "hangs" else 60.0)
         except WorkerLostError:
             assert temper != "answers"
         children.temper = "answers"
-        assert (await workers.call([0], [Job("p", ["c"], [[1]], {})], [30.0]))[0].rewards == [1.0]
+        assert (await call(30.0))[0].rewards == [1.0]
 
     def nothing_is_lost() -> None:
         assert workers.num_idle == NUM_WORKERS
         assert children.num_running <= NUM_WORKERS
 
-    assert await cancel_at_each_wait(call, nothing_is_lost) > 2
+    assert await cancel_at_each_wait(calls, nothing_is_lost) > 2
     await workers.close()
     assert children.num_running == 0
 
 
-@pytest.mark.parametrize("temper", ["answers", "hangs", "ends"])
+@every_temper
 @asynchronous
 async def test_workers_that_start_are_ended_where_their_start_is_cancelled(
     monkeypatch: pytest.MonkeyPatch, temper: Temper
@@ -63,8 +68,7 @@ async def test_workers_that_start_are_ended_where_their_start_is_cancelled(
     children.when_starting = temper
 
     async def life() -> None:
-        limit_s = 60.0 if temper == "answers" else 0.01
-        workers = WorkerPool({"length": Source("x.py:length")}, NUM_WORKERS, None, limit_s)
+        workers = pool(60.0 if temper == "answers" else 0.01)
         try:
             await workers.start()
         except ConfigError:
@@ -78,41 +82,35 @@ async def test_workers_that_start_are_ended_where_their_start_is_cancelled(
     assert await cancel_at_each_wait(life, nothing_runs) > 1
 
 
-@pytest.mark.parametrize("temper", ["answers", "hangs", "ends"])
+@every_temper
 @asynchronous
 async def test_the_place_of_an_episode_goes_back_wherever_it_is_cancelled(
     monkeypatch: pytest.MonkeyPatch, temper: Temper
 ) -> None:
     children = FakeChildren(monkeypatch, lambda _: Played("seen"))
     limit_s = 0.002 if temper == "hangs" else 60.0
-    section = EnvironmentSection.model_validate(
-        {"factory": "x.py:Shop", "max_concurrent": 1, "call_timeout_s": limit_s}
-    )
+    settings = {"factory": "x.py:Shop", "max_concurrent": 1, "call_timeout_s": limit_s}
+    environments = EnvironmentPool(EnvironmentSection.model_validate(settings))
 
-    def let_new_ones_take(seconds: float) -> None:
-        monkeypatch.setattr("producer.environments.pool._START_TIMEOUT_S", seconds)
-
-    pool = EnvironmentPool(section)
-
-    async def episode() -> None:
+    async def episode(temper: Temper, start_timeout_s: float) -> None:
         children.temper = temper
-        let_new_ones_take(0.0)
-        async with pool.session() as environment:
-            try:
-                await environment.reset({})
-            except EnvironmentFailedError:
-                assert temper != "answers"
-        children.temper = "answers"
-        let_new_ones_take(60.0)  # where the one before did not answer, this is a new one
-        async with pool.session() as environment:
+        monkeypatch.setattr("producer.environments.pool._START_TIMEOUT_S", start_timeout_s)
+        async with environments.session() as environment:
             assert await environment.reset({}) == "seen"
 
+    async def episodes() -> None:
+        try:
+            await episode(temper, 0.0)
+        except EnvironmentFailedError:
+            assert temper != "answers"
+        await episode("answers", 60.0)  # where the one before did not answer, this is a new one
+
     def nothing_is_lost() -> None:
-        assert not pool._slots.locked()
+        assert not environments._slots.locked()
         assert children.num_running <= 1
 
-    assert await cancel_at_each_wait(episode, nothing_is_lost) > 2
-    await pool.close()
+    assert await cancel_at_each_wait(episodes, nothing_is_lost) > 2
+    await environments.close()
     assert children.num_running == 0
 
 
