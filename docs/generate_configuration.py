@@ -23,7 +23,7 @@ from protocol.config import library_rules as rules  # noqa: E402
 from protocol.config import run as schema  # noqa: E402
 from protocol.config.sections.builtin_rewards import SHIPPED  # noqa: E402
 from protocol.config.sections.rewards import RewardModel, RewardService  # noqa: E402
-from protocol.config.type_names import is_section, section_of, type_in_words  # noqa: E402
+from protocol.config.type_names import is_section, type_in_words  # noqa: E402
 
 PAGE = ROOT / "docs" / "configuration.md"
 LIBRARY_SECTIONS = ("engine", "lora", "trainer", "sft")
@@ -174,6 +174,12 @@ def default_of(field: FieldInfo) -> str:
     if isinstance(default, tuple):
         return f"`{list(default)}`"
     return f"`{default:_}`" if isinstance(default, int) and default >= 100_000 else f"`{default}`"
+
+
+def section_of(annotation: Any) -> Any:
+    """The section that a key holds, also one that may be left out."""
+    parts = [annotation] if get_origin(annotation) is list else get_args(annotation) or (annotation,)
+    return next(filter(is_section, parts), None)
 
 
 def table(model: type[BaseModel], prefix: str = "", *, only_values: bool = False) -> Iterator[str]:

@@ -46,23 +46,18 @@ class RunReader:
 
         return JournalReader(self._journal)
 
-    def steps(self) -> list[Line]:
-        return _all_lines(self.folder / STEPS)
+    def lines(self, name: str) -> list[Line]:
+        """Those of `STEPS`, `ROLLOUTS` or `EVALUATIONS`, or of a producer's timeline."""
+        with opened(self.folder / name) as files:
+            return _parsed(line for file in files for line in file)
 
     def newest_steps(self, num_bytes: int) -> list[Line]:
         """The steps in the last `num_bytes` of the file; a long run takes no longer."""
         return _parsed(read_end(self.folder / STEPS, num_bytes))
 
-    def rollouts(self) -> list[Line]:
-        """The completions that the trainer writes down for people."""
-        return _all_lines(self.folder / ROLLOUTS)
-
-    def evaluations(self) -> list[Line]:
-        return _all_lines(self.folder / EVALUATIONS)
-
     def timelines(self) -> list[list[Line]]:
         """The events of each producer, with their times."""
-        return [_all_lines(path) for path in paths(self.folder, _TIMELINES)]
+        return [self.lines(path.name) for path in paths(self.folder, _TIMELINES)]
 
     def daemons(self) -> Iterator[DaemonAddress]:
         """The daemons that are running, and those that were killed and whose files nobody has removed yet."""
@@ -75,11 +70,6 @@ class RunReader:
                 yield DaemonAddress(str(group["targets"][0]), str(labels["job"]), str(labels["daemon"]), gone)
             except (OSError, ValueError, LookupError, TypeError, OverflowError):
                 continue  # its daemon is ending, or the file is none of ours
-
-
-def _all_lines(path: Path) -> list[Line]:
-    with opened(path) as files:
-        return _parsed(line for file in files for line in file)
 
 
 def _parsed(lines: Iterable[bytes]) -> list[Line]:

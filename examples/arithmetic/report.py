@@ -4,7 +4,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from tools.run_reader import RunReader
+from tools.run_reader import STEPS, RunReader
 
 WINDOW = 10  # steps averaged for the first and the last reward
 
@@ -12,7 +12,7 @@ WINDOW = 10  # steps averaged for the first and the last reward
 def summarize(run_dir: Path, *, eval_before: float, eval_after: float, wall_s: float) -> dict[str, Any]:
     """The numbers of docs/operations.md, "The demo's summary". Times in seconds unless named otherwise."""
     run = RunReader(run_dir)
-    steps, timelines = run.steps(), run.timelines()
+    steps, timelines = run.lines(STEPS), run.timelines()
     swaps = [event for timeline in timelines for event in timeline if event["event"] == "swap"]
     last = [[event for event in timeline if event["event"] in ("stats", "stop")][-1] for timeline in timelines]
     begin, end = steps[0]["t"], steps[-1]["t"]  # steady state: from the end of the first step to the end of the last
@@ -76,7 +76,7 @@ def plot(run_dir: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    steps = RunReader(run_dir).steps()
+    steps = RunReader(run_dir).lines(STEPS)
     numbers = [step["step"] for step in steps]
     figure, (upper, lower) = pyplot.subplots(
         2, 1, figsize=(8, 5), sharex=True, height_ratios=(2, 1), layout="constrained"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from examples.arithmetic.demo import run_pair
 from examples.calculator.evaluate import greedy_accuracy
-from tools.run_reader import RunReader
+from tools.run_reader import STEPS, RunReader
 
 CONFIG = "examples/calculator/run.yaml"
 WINDOW = 3  # steps averaged for the first and the last reward
@@ -42,7 +42,7 @@ def main() -> None:
     run_pair(run_dir, settings, ["cpu", "cpu"])
 
     still_alone, after = greedy_accuracy(base, base / "eval.jsonl", run_dir / "adapter")
-    rewards = [step["reward"] for step in RunReader(run_dir).steps()]
+    rewards = [step["reward"] for step in RunReader(run_dir).lines(STEPS)]
     summary = {
         "alone_before": alone,
         "eval_before": before,

@@ -52,12 +52,6 @@ def is_section(annotation: Any) -> bool:
     return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
-def section_of(annotation: Any) -> type[BaseModel] | None:
-    """The section that a key holds, also one that may be left out."""
-    parts = [part for part in get_args(annotation) or (annotation,) if part is not NoneType]
-    return parts[0] if len(parts) == 1 and is_section(parts[0]) and get_origin(annotation) is not list else None
-
-
 def is_compound(annotation: Any) -> bool:
     """Whether it takes values of several types, or several values: pydantic then reports each part by itself."""
     origin, arguments = get_origin(annotation), get_args(annotation)

@@ -19,8 +19,7 @@ from msgspec.msgpack import Ext
 from protocol.wire import messages as m
 from protocol.wire.codec import PREFIX_BYTES, encode
 from protocol.wire.schemas import READABLE_SCHEMAS, SCHEMA_VERSION, SINCE_MESSAGES
-from tests.unit.protocol.samples import SAMPLES, SHA
-from tests.unit.protocol.strategies import body_of
+from tests.unit.protocol.samples import SAMPLES, SHA, body_of
 
 MAX_FRAME_BYTES = 65_536
 CLAIMS = (0, 1, 15, 16, 31, 32, 255, 256, 65_535, 65_536, 2**24, 2**31 - 1, 2**31, 2**32 - 1)

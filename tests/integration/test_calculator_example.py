@@ -12,7 +12,7 @@ import pytest
 from replay.groups import GroupShape, RolloutGroup
 from tests.integration.models import reference_logprobs
 from tests.integration.test_serving_run import client_of
-from tools.run_reader import RunReader
+from tools.run_reader import EVALUATIONS, RunReader
 
 STEPS = 10
 
@@ -65,7 +65,7 @@ def test_the_demo_learns_to_use_the_calculator(short_dir: Path) -> None:
     assert summary["reward_last"] > summary["reward_first"] + 0.3
 
     # The run's own evaluation plays the same episodes in vLLM, on merged weights.
-    lines = RunReader(run_dir).evaluations()
+    lines = RunReader(run_dir).lines(EVALUATIONS)
     assert [(line["version"], line["num_scored"]) for line in lines] == [(0, 300), (STEPS, 300)]
     scores = [line["score"] for line in lines]
     assert scores == pytest.approx([summary["eval_before"], summary["eval_after"]], abs=0.01)

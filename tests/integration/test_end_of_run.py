@@ -18,7 +18,7 @@ from protocol.wire.messages import Group, Lease
 from tests.chaos import aims
 from tests.scripted import made_up_group
 from tools.journal.cli import main as rl_journal
-from tools.run_reader import RunReader
+from tools.run_reader import EVALUATIONS, RunReader
 
 from .runs import Run, eventually
 
@@ -35,7 +35,7 @@ def settings(folder: Path, **trainer: Any) -> dict[str, dict[str, Any]]:
 
 
 def lines(run_dir: str | Path) -> list[dict[str, Any]]:
-    return RunReader(Path(run_dir)).evaluations()
+    return RunReader(Path(run_dir)).lines(EVALUATIONS)
 
 
 def digest(adapter: Path) -> str:

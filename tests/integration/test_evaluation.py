@@ -17,7 +17,7 @@ from tests.integration.pair import Daemon, end_well, run_pair
 from tests.integration.runs import Run
 from tests.integration.test_pair import write_run
 from tests.scripted import made_up_group
-from tools.run_reader import RunReader
+from tools.run_reader import EVALUATIONS, RunReader
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 
@@ -86,7 +86,7 @@ def test_every_score_is_that_of_the_version_it_names_whoever_is_killed(short_dir
     end_well(trainer, producer)
 
     run_dir = short_dir / "run"
-    lines = RunReader(run_dir).evaluations()
+    lines = RunReader(run_dir).lines(EVALUATIONS)
     versions = [line["version"] for line in lines]
     assert versions == sorted(set(versions)), "each once"
     assert {0, *first[:1], 10} <= set(versions) <= {0, 3, 6, 9, 10}
@@ -121,7 +121,7 @@ def test_merged_weights_stay_until_the_last_prompt_of_their_evaluation_is_answer
         trainer={"max_steps": 8, "learning_rate": 1e-3},
     )
     run_pair(short_dir, str(config), daemons)
-    lines = RunReader(short_dir / "run").evaluations()
+    lines = RunReader(short_dir / "run").lines(EVALUATIONS)
     assert [(line["version"], line["num_scored"]) for line in lines] == [
         (version, len(prompts)) for version in (0, 4, 8)
     ]
@@ -154,7 +154,7 @@ def test_a_run_ends_when_nothing_improves_and_the_best_adapter_outlives_the_chec
     assert summary["finished"] is True
     assert summary["stopped_early"].startswith("2 evaluations in a row")
     assert summary["steps"] < 200
-    scores = [line["score"] for line in RunReader(run_dir).evaluations()]
+    scores = [line["score"] for line in RunReader(run_dir).lines(EVALUATIONS)]
     assert max(scores) == 0.75
     folders = sorted(folder.name for folder in run.config.checkpoints_dir.glob("[!.]*") if folder.is_dir())
     assert folders == ["best", f"checkpoint-{summary['steps']}"]

@@ -18,7 +18,7 @@ from protocol.wire.codec import decode
 from protocol.wire.messages import Group, Lease
 from replay.journal.reader import JournalReader
 from tests.scripted import made_up_group
-from tools.run_reader import RunReader
+from tools.run_reader import ROLLOUTS, RunReader
 
 from .runs import Run
 
@@ -56,7 +56,7 @@ def test_an_on_policy_run_from_start_to_end(start: Callable[..., Run]) -> None:
 
 def check_samples(run: Run) -> None:
     """Per step a completion with the best reward and one with the worst, as the journal has them."""
-    samples = RunReader(Path(run.config.run_dir)).rollouts()
+    samples = RunReader(Path(run.config.run_dir)).lines(ROLLOUTS)
     best_and_worst = [(step, step - 1, 0, reward) for step in range(1, 7) for reward in (1.0, 0.0)]
     assert [(it["step"], it["policy_version"], it["staleness"], it["reward"]) for it in samples] == best_and_worst
     assert [it["advantage"] > 0 for it in samples] == [True, False] * 6

@@ -1,6 +1,11 @@
-"""One small message of every type."""
+"""One small message of every type, and what it is in each schema."""
+
+from typing import Any
+
+import msgspec
 
 from protocol.wire import messages as m
+from protocol.wire.schemas import SCHEMA_VERSION, SINCE
 
 SHA = "0123456789abcdef" * 4
 POLICY = m.PolicyInfo(version=3, digest=SHA, num_bytes=70_000)
@@ -74,3 +79,20 @@ SAMPLES = [
     m.BlobChunk(digest=SHA, offset=2**20, data=bytes(range(32))),
     m.BlobMissing(digest=SHA),
 ]
+
+
+def body_of(message: Any, schema_version: int = SCHEMA_VERSION) -> dict[str, Any]:
+    """The message in that schema as plain Python, as any msgpack library sees it."""
+    body = msgspec.to_builtins(message, builtin_types=(bytes,))
+    return {name: value for name, value in body.items() if name not in _newer(type(message), schema_version)}
+
+
+def as_of(schema_version: int, message: Any) -> Any:
+    """What arrives of `message` in that schema: newer fields have their defaults."""
+    newer = _newer(type(message), schema_version)
+    defaults = {field.name: field.default for field in msgspec.structs.fields(type(message)) if field.name in newer}
+    return msgspec.structs.replace(message, **defaults)
+
+
+def _newer(kind: type, schema_version: int) -> set[str]:
+    return {name for name, since in SINCE.get(kind, {}).items() if since > schema_version}

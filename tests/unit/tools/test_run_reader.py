@@ -11,7 +11,7 @@ import pytest
 
 from protocol.errors import JournalError
 from replay.journal.writer import Journal
-from tools.run_reader import DaemonAddress, RunReader
+from tools.run_reader import EVALUATIONS, ROLLOUTS, STEPS, DaemonAddress, RunReader
 
 
 @pytest.fixture
@@ -20,7 +20,14 @@ def run(tmp_path: Path) -> RunReader:
 
 
 def test_a_run_without_files_has_no_lines_and_no_journal(run: RunReader) -> None:
-    assert run.steps() == run.newest_steps(100) == run.rollouts() == run.evaluations() == run.timelines() == []
+    assert (
+        run.lines(STEPS)
+        == run.newest_steps(100)
+        == run.lines(ROLLOUTS)
+        == run.lines(EVALUATIONS)
+        == run.timelines()
+        == []
+    )
     assert list(run.daemons()) == []
     with pytest.raises(JournalError, match="no such file"):
         run.journal()
@@ -30,7 +37,7 @@ def test_lines_of_either_release_are_read_and_torn_or_strange_ones_left_out(run:
     (run.folder / "steps.1.jsonl").write_text('{"step": 1, "loss": NaN}\n')
     (run.folder / "steps.jsonl").write_text('{"step": 2, "loss": null}\nno JSON\n[3]\n{"step": 3, "lo')
     both = [{"step": 1, "loss": None}, {"step": 2, "loss": None}]
-    assert run.steps() == run.newest_steps(10_000) == both
+    assert run.lines(STEPS) == run.newest_steps(10_000) == both
     assert run.newest_steps(60) == both[1:], "however long the file is"
 
 
@@ -40,7 +47,7 @@ def test_each_producer_has_a_timeline(run: RunReader) -> None:
     assert [[line["of"] for line in lines] for lines in run.timelines()] == [
         ["producer-a"], ["producer-b.1", "producer-b"]
     ]  # fmt: skip
-    assert (run.rollouts(), run.evaluations()) == ([{"of": "rollouts"}], [{"of": "evaluations"}])
+    assert (run.lines(ROLLOUTS), run.lines(EVALUATIONS)) == ([{"of": "rollouts"}], [{"of": "evaluations"}])
 
 
 def test_a_journal_file_stands_for_its_run(run: RunReader) -> None:

@@ -1,7 +1,5 @@
 """Keys of TRL that would do nothing here, or harm, are refused where the file is read, with their value and the fix."""
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -49,40 +47,9 @@ def test_some_values_of_keys_that_work_are_refused(run_yaml: Path, key: str, val
     assert said == f"run.yaml:{NEXT + 2}: trainer.{key}: `{key}: {value}` is refused: {REFUSED_VALUES[key][value]}"
 
 
-@pytest.mark.parametrize("section", ["trainer", "sft"])
-@pytest.mark.parametrize(
-    ("key", "instead"),
-    [
-        ("dtype", "model.dtype"),
-        ("torch_dtype", "model.dtype"),
-        ("revision", "model.revision"),
-        ("trust_remote_code", "model.trust_remote_code"),
-    ],
-)
-def test_how_the_model_is_loaded_is_for_both_daemons(run_yaml: Path, section: str, key: str, instead: str) -> None:
-    text = MINIMAL + f"{section}:\n  model_init_kwargs: {{attn_implementation: sdpa, {key}: x}}\n"
-    assert refusal(run_yaml, text) == (
-        f"run.yaml:{NEXT + 1}: {section}.model_init_kwargs: `model_init_kwargs`: `{key}` is set by Slipstream; "
-        f"set {instead} instead"
-    )
-
-
 def test_every_key_is_in_one_place_and_no_secret_in_a_message(run_yaml: Path) -> None:
     working = [key for keys in WORKS.values() for key in keys]
     everything = [*working, *REFUSED, *RESERVED]
     assert len(everything) == len(set(everything))
     assert set(REFUSED_VALUES) <= set(working)
     assert "hf_abc" not in refusal(run_yaml, overrides=["trainer.hub_token=hf_abc"])
-
-
-@pytest.mark.long
-def test_check_says_it_without_loading_a_library(run_yaml: Path) -> None:
-    run_yaml.write_text(trainer_section(push_to_hub=True))
-    program = (
-        "import sys; from consumer.cli import main; sys.argv = ['rl-trainer', '--config', 'run.yaml', '--check']\n"
-        "code = main(); assert not {'trl', 'torch', 'transformers'} & set(sys.modules); sys.exit(code)"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert done.returncode == 78, done.stderr
-    assert "trainer.push_to_hub: `push_to_hub: True` is refused" in done.stderr
-    assert "use rl-export --push-to-hub instead" in done.stderr

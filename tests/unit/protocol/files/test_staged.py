@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from protocol.files.staged import aside, mend, staged
+from protocol.files.staged import mend, staged
 
 
 class Crash(BaseException):
@@ -142,15 +142,6 @@ def test_an_error_leaves_what_was_there(tmp_path: Path, had_one: bool) -> None:
         fail()
     assert content(final) == (OLD if had_one else None)
     assert list(tmp_path.iterdir()) == [final] * had_one
-
-
-def test_what_a_killed_process_left_does_not_leak_into_the_next(tmp_path: Path) -> None:
-    final = tmp_path / "adapter"
-    write(tmp_path / ".adapter.partial", {"leftover": "x"})
-    write(aside(final), OLD)
-    replace(final)
-    assert content(final) == NEW
-    assert list(tmp_path.iterdir()) == [final]
 
 
 def test_a_file_takes_the_place_of_no_folder(tmp_path: Path) -> None:

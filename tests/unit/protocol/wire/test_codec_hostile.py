@@ -13,8 +13,7 @@ from protocol.wire.codec import CodecError, decode, encode
 from tests.fuzz import frames
 from tests.fuzz.frames import SLOWEST_S, Defect, campaign, memory_bound, peak_of_decode, seconds_to_decode
 from tests.fuzz.mutations import BYTE_MUTATIONS, header, sealed
-from tests.unit.protocol.samples import SAMPLES
-from tests.unit.protocol.strategies import body_of
+from tests.unit.protocol.samples import SAMPLES, body_of
 
 LEASE = next(message for message in SAMPLES if isinstance(message, m.Lease))
 KINDS = ("str", "bin", "array", "map", "ext")

@@ -12,8 +12,7 @@ from protocol.wire.codec import CodecError, SchemaMismatchError, decode, encode,
 from protocol.wire.schemas import JOURNAL_SCHEMAS, SCHEMA_VERSION, SINCE, SINCE_MESSAGES, group_schema
 from replay.groups import GroupShape
 from tests import release_before
-from tests.unit.protocol.samples import SAMPLES
-from tests.unit.protocol.strategies import as_of, body_of
+from tests.unit.protocol.samples import SAMPLES, as_of, body_of
 from tests.unit.protocol.wire.test_codec import sealed
 
 _PAGES = (Path(__file__).parents[1] / "schema_1.txt").read_text().split("\n\n")[1:]

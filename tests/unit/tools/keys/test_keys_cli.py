@@ -79,13 +79,9 @@ def test_refusals_name_file_and_fix(rl_keys: Command, tmp_path: Path) -> None:
         "trainer\n"
     )
     rl_keys("generate", "trainer")
-    assert rl_keys("generate", "trainer", code=78) == (
-        f"rl-keys: error: {folder}/trainer.secret exists and is not overwritten; move it away first\n"
-    )
     assert rl_keys("authorize", "trainer", code=78) == (
         f"rl-keys: error: {folder}/trainer.public is the trainer's own key; authorize those of producers\n"
     )
-    assert "cannot be read: No such file or directory" in rl_keys("authorize", "nobody", code=78)
     assert "'../x' is no name for a key" in rl_keys("authorize", "../x", code=78)
     assert rl_keys("revoke", "gpu01", code=78) == (
         f"rl-keys: error: {folder}/authorized/gpu01.public: no such file; authorized: nobody\n"
@@ -105,9 +101,6 @@ def test_refusals_name_file_and_fix(rl_keys: Command, tmp_path: Path) -> None:
         "its own\n"
     )
     assert rl_keys("authorize", f"{tmp_path}/old.secret.public", code=78).endswith("No such file or directory\n")
-    secret = tmp_path / "oops.public"
-    secret.write_text((tmp_path / "old.secret").read_text())
-    assert "holds a slipstream-secret-key; expected" in rl_keys("authorize", str(secret), code=78)
     assert rl_keys.authorized() == ["gpu01.public"]
 
 
