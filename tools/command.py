@@ -46,7 +46,6 @@ def run_place(chosen: argparse.Namespace) -> Path:
 
 
 def whole(text: str, least: int = 0, most: int = 999_999_999_999) -> int:
-    """The type of an argument that is a whole number."""
     if text.isdecimal() and len(text) <= 12 and least <= int(text) <= most:
         return int(text)
     bounds = f" from {least} to {most}" if least else ""

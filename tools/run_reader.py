@@ -26,8 +26,6 @@ Line = dict[str, Any]
 
 
 class DaemonAddress(NamedTuple):
-    """Where a daemon answers."""
-
     address: str  # HOST:PORT
     job: str | None = None  # `rl-trainer` or `rl-producer`, if it is known before it answers
     daemon: str | None = None  # its name, if it is known
@@ -56,7 +54,6 @@ class RunReader:
         return _parsed(read_end(self.folder / STEPS, num_bytes))
 
     def timelines(self) -> list[list[Line]]:
-        """The events of each producer, with their times."""
         return [self.lines(path.name) for path in paths(self.folder, _TIMELINES)]
 
     def daemons(self) -> Iterator[DaemonAddress]:

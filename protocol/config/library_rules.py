@@ -89,7 +89,6 @@ LORA_UNSERVABLE: dict[str, tuple[Any, ...]] = {
 
 
 def check_engine(section: dict[str, Any]) -> dict[str, Any]:
-    """vLLM engine arguments."""
     for key in section:
         if key in ENGINE_UNREPRODUCIBLE:
             raise ValueError(f"`{key}` {ENGINE_UNREPRODUCIBLE[key]}, so importance ratios would be wrong; remove it")
@@ -105,7 +104,6 @@ def check_engine(section: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_trainer(section: dict[str, Any]) -> dict[str, Any]:
-    """trl.GRPOConfig."""
     for key, value in section.items():
         if trainer_keys.is_reserved(key):
             raise _reserved(key, trainer_keys.RESERVED.get(key))
@@ -129,7 +127,6 @@ def check_lora(section: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_sft(section: dict[str, Any]) -> dict[str, Any]:
-    """trl.SFTConfig."""
     _check_own("sft", section)
     for key in section:
         if key in SFT_RESERVED:

@@ -63,8 +63,6 @@ RESERVED: dict[str, str | None] = {
 
 
 class Refusal(NamedTuple):
-    """Why a key may only have its default."""
-
     default: Any
     reason: str
     instead: str | None

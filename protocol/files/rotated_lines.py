@@ -16,8 +16,6 @@ from protocol.files.json_lines import append, forget_after, open_to_append
 
 @dataclass
 class RotatedLines:
-    """The one writer of the files at a path."""
-
     path: Path
     max_bytes: int
 

@@ -43,7 +43,6 @@ def parser(program: str, description: str) -> argparse.ArgumentParser:
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments that name the configuration and change values in it."""
     parser.add_argument(
         "--config", metavar="FILE", required=True, help="the run's YAML file (both daemons read the same)"
     )

@@ -198,7 +198,6 @@ def announced(folder: Path, job: str, name: str, address: str) -> Iterator[None]
 
 
 def _remove_left(folder: Path) -> None:
-    """Removes the files that killed daemons of this host have left."""
     for file in folder.glob("*.json"):
         with contextlib.suppress(OSError, ValueError, KeyError, IndexError, TypeError):
             labels = json.loads(file.read_text(encoding="utf-8"))[0]["labels"]

@@ -25,8 +25,6 @@ _EXTEND_BY_S = 60.0
 
 @dataclass
 class Health:
-    """See the module's guarantee. `clock` is in monotonic seconds."""
-
     unresponsive_after_s: float
     notifier: Notifier
     clock: Callable[[], float] = time.monotonic

@@ -23,23 +23,14 @@ Number = int | float
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
-    """What one daemon says.
+    """What one daemon says. Times are Unix times."""
 
-    Args:
-        job: `rl-producer` or `rl-trainer`.
-        daemon: its name, as in `RUN_DIR/metrics/`.
-        at: Unix time of this document.
-        started: Unix time since which it serves, which tells its process from an earlier one at the same address.
-        not_ready: the reasons of `/readyz`, by what was looked at.
-        info: what describes the daemon and is no number, such as its release.
-    """
-
-    job: str
-    daemon: str
+    job: str  # `rl-producer` or `rl-trainer`
+    daemon: str  # its name, as in `RUN_DIR/metrics/`
     at: float
-    started: float
-    not_ready: dict[str, str] = {}
-    info: dict[str, str] = {}
+    started: float  # since when it serves, which tells its process from an earlier one at the same address
+    not_ready: dict[str, str] = {}  # the reasons of `/readyz`, by what was looked at
+    info: dict[str, str] = {}  # what describes the daemon and is no number, such as its release
     numbers: dict[str, Number | dict[str, Number | dict[str, Number]]] = {}
 
 

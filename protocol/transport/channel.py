@@ -65,8 +65,6 @@ class PeerSchemas:
 
 
 class TrainerSchema:
-    """The schema to speak with the trainer over one connection."""
-
     def __init__(self) -> None:
         self.version = SCHEMA_VERSION
 

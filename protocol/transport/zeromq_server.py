@@ -112,7 +112,6 @@ class ZmqServer(ZmqChannel):
         return message if self._authorized is None or self._is_own_name(peer, message, user) else None
 
     def _is_own_name(self, peer: bytes, message: ProducerMessage | BadFrame, user: bytes) -> bool:
-        """Whether a message uses the name that belongs to its key."""
         assert self._authorized is not None
         identity = self._authorized.identity(user)
         if identity is None:

@@ -104,7 +104,6 @@ def _token_ids(vocab_size: int, seed: int) -> torch.Tensor:
 
 
 def choose_adapter(config: RunConfig, which: str) -> Path:
-    """The folder of the adapter that `which` names, or `ConfigError`."""
     if which == "last":
         return _last(config)
     if which == "best" or which.isdigit():

@@ -28,8 +28,6 @@ class Content:
 
 
 class ContentReader:
-    """Reads the bodies of one journal."""
-
     def __init__(self, reader: JournalReader) -> None:
         self._reader = reader
         self._facts = reader.facts()

@@ -99,8 +99,6 @@ def train(model_folder: Path, arguments: SFTConfig, lora: LoraConfig, rows: Data
 
 
 class _Lines(TrainerCallback):
-    """One line per logged step."""
-
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
         if "loss" in logs:
             accuracy = f"  token accuracy {logs['mean_token_accuracy']:.3f}" if "mean_token_accuracy" in logs else ""

@@ -86,7 +86,6 @@ def _once(watch: _Watch, chosen: argparse.Namespace) -> ExitCode:
 
 
 def rewards_of_steps(run: RunReader | None) -> dict[int, float]:
-    """The mean rewards of the last steps, by step, oldest first."""
     try:
         lines = run.newest_steps(_TAIL_BYTES) if run else []
     except OSError:

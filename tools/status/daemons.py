@@ -44,7 +44,6 @@ def find_daemons(run: RunReader | None, addresses: Iterable[str]) -> list[Daemon
 
 
 def ask(sources: Sequence[DaemonAddress]) -> list[Answer]:
-    """Asks all of them at the same time."""
     if not sources:
         return []
     with ThreadPoolExecutor(max_workers=min(32, len(sources))) as pool:

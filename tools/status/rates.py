@@ -36,11 +36,9 @@ class Rates:
         return _ratio(self._increase(name), self.over_s)
 
     def share(self, name: str) -> float | None:
-        """The share of one part of the clock."""
         return _ratio(self._increase(name), self._worked_s())
 
     def mean(self, histogram: str) -> float | None:
-        """The mean of what a histogram observed."""
         return _ratio(self._increase(f"{histogram}_sum"), self._increase(f"{histogram}_count"))
 
     def clock_per(self, name: str) -> float | None:

@@ -40,7 +40,6 @@ def read(looks: Sequence[Sequence[Answer]]) -> View:
 
 
 def _said(looks: Sequence[Sequence[Answer]], daemon: Answer) -> list[Status]:
-    """All documents of this one, oldest first."""
     found = [answer for answers in looks for answer in answers if answer.source == daemon.source]
     return [answer.status for answer in found if answer.status is not None]
 

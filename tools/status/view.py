@@ -97,8 +97,6 @@ class ProducerView(Struct, frozen=True, kw_only=True):
 
 
 class View(Struct, frozen=True, kw_only=True):
-    """The whole run."""
-
     at: float  # Unix time
     trainer: TrainerView | None
     producers: list[ProducerView]
@@ -112,7 +110,6 @@ class View(Struct, frozen=True, kw_only=True):
         return any(daemon is not None and daemon.address is not None and daemon.error is None for daemon in daemons)
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it as `--json` shows it."""
         return asdict(self) | {
             "answers": self.answers,
             "trainer": self.trainer and asdict(self.trainer),

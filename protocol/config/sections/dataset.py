@@ -11,8 +11,6 @@ from protocol.config.sections.section import PlaceAndName, Positive, PositiveFlo
 
 
 class _RowsSection(Section):
-    """Which rows are read, and what is made of each."""
-
     path: str = Field(
         description="Anything `datasets.load_dataset` takes: a hub name, or a local .jsonl, .json, .csv or .parquet file, "
         "or a folder written by `save_to_disk`."

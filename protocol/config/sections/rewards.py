@@ -124,7 +124,6 @@ class RewardFunction(Section):
 
     @property
     def place(self) -> str:
-        """What the file names, for messages."""
         return self.function or self.builtin or self.model or self.posted or str(self.url)
 
     @property
@@ -149,8 +148,6 @@ class RewardFunction(Section):
 
 
 class ThinkingSection(Section):
-    """Reasoning that a model writes between tags before its answer."""
-
     strip: bool = Field(
         False,
         description="Whether rewards see completions without their reasoning; `strip_thinking` decides for one of them.",

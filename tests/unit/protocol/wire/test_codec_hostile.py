@@ -127,6 +127,9 @@ def test_a_map_of_numbers_may_have_15_entries_and_not_16() -> None:
                 encode(lease)
             with pytest.raises(CodecError, match="needs text for keys"):
                 decode(sealed(packed(body_of(lease))))
+    smallest = map_of([(bytes([number]), b"\xc0") for number in range(16)])
+    with pytest.raises(CodecError, match="needs text for keys"):
+        decode(lease_with("prompt", smallest))
 
 
 @pytest.mark.parametrize(("count", "header"), [(15, b"\x8f"), (16, b"\xde\0\x10"), (65_536, b"\xdf\0\1\0\0")])
