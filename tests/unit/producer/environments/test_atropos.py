@@ -23,24 +23,15 @@ REGISTRATION = {
 }
 
 
-async def ask(it: Scene, path: str, body=None):
-    """Status and JSON of a GET, with a body, as aiohttp sends it."""
-    data = b"" if body is None else json.dumps(body).encode()
-    lines = {
-        "host": "localhost",
-        "content-type": "application/json",
-        "content-length": str(len(data)),
-        "connection": "close",
-    }
-    head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
-    answer = await it.send(f"GET /atropos/{path} HTTP/1.1\r\n{head}\r\n".encode() + data)
-    first, _, content = answer.partition(b"\r\n\r\n")
-    return int(first.split()[1]), json.loads(content)
-
-
-async def post(it: Scene, body, path: str = "scored_data", **headers: str):
-    status, _, content = await it.post(body, f"/atropos/{path}", **headers)
+async def post(it: Scene, body, path: str = "scored_data", method: str = "POST", **headers: str):
+    """Status and JSON of the answer."""
+    status, _, content = await it.post(body, f"/atropos/{path}", method, **headers)
     return status, json.loads(content)
+
+
+async def ask(it: Scene, path: str, body=b""):
+    """Of a GET, with a body, as aiohttp sends it."""
+    return await post(it, body, path, "GET")
 
 
 async def generate(it: Scene, **fields) -> dict:
@@ -73,13 +64,9 @@ async def test_an_environment_registers_and_learns_how_much_is_wanted(tmp_path):
         assert (await ask(it, "health"))[0] == 200
         _, answer = await ask(it, "status-env", {"env_id": 0})
         assert answer == {
-            "current_step": 12,
-            "queue_size": 4,
-            "self_queue_size": 4,
-            "unallocated_fraction": 1.0,
-            "max_group_size": 2,
-            "env_weight": 1.0,
-        }
+            "current_step": 12, "queue_size": 4, "self_queue_size": 4,
+            "unallocated_fraction": 1.0, "max_group_size": 2, "env_weight": 1.0,
+        }  # fmt: skip
         waiting = [asyncio.create_task(it.atropos.fulfil(0)) for _ in range(3)]
         await asyncio.sleep(0)
         assert (await ask(it, "status-env", {"env_id": 0}))[1]["queue_size"] == 1
@@ -118,10 +105,8 @@ async def test_a_group_is_trained_once_however_often_it_is_posted(tmp_path):
         assert answer["text"] == ["dd", "ee"]
         assert it.vllm.requests[0]["max_tokens"] == 8, "no more than can be trained"
         packed = gzip.compress(json.dumps(scored(answer)).encode())
-        assert await post(it, packed, content_encoding="gzip") == (
-            200,
-            {"status": "received", "groups_processed": 1},
-        )
+        received = (200, {"status": "received", "groups_processed": 1})
+        assert await post(it, packed, content_encoding="gzip") == received
         assert (await post(it, scored(answer)))[0] == 200
         rollouts = await it.atropos.fulfil(12)
         group = group_message("", rollouts.episodes, rollouts.own_rewards, 8, rollouts.generation_s, 0.0)

@@ -91,7 +91,7 @@ class Endpoint:
         return answer
 
     async def post(
-        self, body: Any, path: str = "/v1/chat/completions", **headers: str
+        self, body: Any, path: str = "/v1/chat/completions", method: str = "POST", **headers: str
     ) -> tuple[int, dict[str, str], bytes]:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         fields = {
@@ -101,7 +101,7 @@ class Endpoint:
             "connection": "close",
         } | {name.replace("_", "-"): value for name, value in headers.items()}
         lines = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
-        answer = await self.send(f"POST {path} HTTP/1.1\r\n{lines}\r\n".encode() + data)
+        answer = await self.send(f"{method} {path} HTTP/1.1\r\n{lines}\r\n".encode() + data)
         head, _, content = answer.partition(b"\r\n\r\n")
         status, *lines = head.decode().split("\r\n")
         return int(status.split()[1]), dict(line.split(": ", 1) for line in lines), content
