@@ -166,7 +166,7 @@ def build_source(
 def build_chat(base: Base, environments: EnvironmentPool, engine: Engine, tokenizer: Any) -> ChatFormat:
     """After the pool was started. Raises ConfigError where tools do not go with the chat template or with the engine's
     parser."""
-    config, tools, parser = base.config, environments.description.tools, None
+    config, tools, parser = base.config, environments.tools, None
     if tools:
         assert config.environment.tool_parser is not None
         parser = engine.tool_parser(config.environment.tool_parser, tokenizer, tools)

@@ -12,9 +12,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-import msgspec
-
-from producer.environments.worker import Answer, Call, Description
+from producer.environments.worker import Answer, Call
 from protocol.config.sections.environment import EnvironmentSection
 from protocol.errors import ConfigError
 from protocol.processes.child import ChildEndedError, ChildProcess, ChildProcesses
@@ -51,8 +49,10 @@ class EnvironmentSession:
         """What `get_reward` returns for the episode."""
         return (await self._ask(Call("reward"))).value  # type: ignore[no-any-return]
 
-    async def describe(self) -> Description:
-        return msgspec.convert((await self._ask(Call("describe"))).value, Description)
+    async def describe(self) -> tuple[list[dict[str, Any]], bool]:
+        """Returns the JSON schemas of the tools, and whether there is a `get_reward`."""
+        tools, has_reward = (await self._ask(Call("describe"))).value
+        return tools, has_reward
 
     async def _ask(self, call: Call) -> Answer:
         what = f"tool {call.name}" if call.kind == "tool" else {"reward": "get_reward"}.get(call.kind, call.kind)
@@ -77,11 +77,7 @@ class EnvironmentSession:
 
 
 class EnvironmentPool:
-    """The environments of `environment.factory`.
-
-    Args:
-        section: has a `factory`.
-    """
+    """The environments of `environment.factory`, which `section` has. `tools`: JSON schemas, after the start."""
 
     def __init__(self, section: EnvironmentSection) -> None:
         assert section.factory is not None
@@ -90,22 +86,22 @@ class EnvironmentPool:
         self._slots = asyncio.Semaphore(section.max_concurrent)
         self._idle: list[ChildProcess] = []
         self._children = ChildProcesses(Throttle(logger))
-        self.description = Description([], has_reward=False)
+        self.tools: list[dict[str, Any]] = []
 
     async def start(self) -> None:
         """Starts the first environment and asks it for the description of all. Raises ConfigError if it cannot be
         imported or made, its tools have no schemas, or it does not fit the configuration."""
         try:
             async with self.session() as environment:
-                self.description = description = await environment.describe()
+                self.tools, has_reward = await environment.describe()
         except EnvironmentFailedError as error:
             raise ConfigError(f"environment.factory: {self._factory}: {error}") from error
-        if description.has_reward != (self._section.reward_weight is not None):
-            said = "has get_reward; say what it weighs, e.g. 1.0"
-            if not description.has_reward:
-                said = "has no get_reward; remove the weight, or add the method"
+        if has_reward != (self._section.reward_weight is not None):
+            said = "has no get_reward; remove the weight, or add the method"
+            if has_reward:
+                said = "has get_reward; say what it weighs, e.g. 1.0"
             raise ConfigError(f"environment.reward_weight: {self._factory} {said}")
-        if description.tools and self._section.tool_parser is None:
+        if self.tools and self._section.tool_parser is None:
             raise ConfigError(
                 f"environment.tool_parser: {self._factory} has tools; name vLLM's parser for the calls of this model, e.g. hermes"
             )

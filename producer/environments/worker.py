@@ -22,7 +22,8 @@ _NOT_TOOLS = ("reset", "get_reward")
 
 
 class Call(msgspec.Struct, frozen=True):
-    """A request. `describe` asks for the description; the others are what TRL's trainer does with an environment."""
+    """A request. `describe` asks for a JSON schema of each tool, and whether there is a `get_reward`; the others are what TRL's
+    trainer does with an environment."""
 
     kind: Literal["describe", "reset", "tool", "reward"]
     name: str = ""
@@ -35,13 +36,6 @@ class Answer(msgspec.Struct, frozen=True):
     value: Any = None
     problem: str = ""
     raised: bool = False
-
-
-class Description(msgspec.Struct, frozen=True):
-    """The value of `describe`: a JSON schema for each tool, and whether there is a `get_reward`."""
-
-    tools: list[dict[str, Any]]
-    has_reward: bool
 
 
 class Environment:
@@ -64,7 +58,11 @@ class Environment:
         try:
             match call.kind:
                 case "describe":
-                    return Answer(msgspec.to_builtins(self._description()))
+                    from transformers.utils import get_json_schema  # takes seconds, and only the first process is asked
+
+                    return Answer(
+                        [[get_json_schema(tool) for tool in self._tools.values()], "get_reward" in self._names]
+                    )
                 case "reset":
                     return Answer(_observation(self._run(self._instance.reset, call.arguments)))
                 case "reward":
@@ -84,18 +82,11 @@ class Environment:
             return Answer(str({"error": str(error)}), raised=True)
         return Answer(result if isinstance(result, list) else str(result))
 
-    def _description(self) -> Description:
-        from transformers.utils import get_json_schema  # takes a second or two, and only the first process is asked
-
-        return Description([get_json_schema(tool) for tool in self._tools.values()], "get_reward" in self._names)
-
     def _run(self, method: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         result = method(**arguments)
         if not inspect.isawaitable(result):
             return result
-        self._loop = (
-            self._loop or asyncio.new_event_loop()
-        )  # one for all calls, so that clients may be kept between them
+        self._loop = self._loop or asyncio.new_event_loop()  # one for all calls: clients may be kept between them
         return self._loop.run_until_complete(result)
 
 

@@ -77,12 +77,9 @@ class RewardPool:
     async def score(
         self, prompt: Any, completions: list[Any], completion_ids: list[list[int]], columns: dict[str, Any]
     ) -> tuple[NDArray[np.float32], float]:
-        """Returns rewards as (completions, functions), NaN for missing, and the seconds it took. Raises LeaseFailure if
-        nothing was scored because functions failed; the detail names them.
-
-        Args:
-            completions: texts, or lists of messages where the prompt is one.
-        """
+        """Returns rewards as (completions, functions), NaN for missing, and the seconds it took. `completions` are texts, or
+        lists of messages where the prompt is one. Raises LeaseFailure, which names the functions that failed, if nothing was
+        scored."""
         started = time.monotonic()
         job = Job(prompt, completions, completion_ids, columns)
         reasoning = None

@@ -37,13 +37,8 @@ class WorkerLostError(Exception):
 
 
 class WorkerPool:
-    """`num_workers` processes that all hold the same functions; a call takes one of them.
-
-    Args:
-        sources: the functions' sources, by the names that messages and the log use.
-        max_memory_bytes: resident, of a worker with its children. None: no limit.
-        environment: variables of the workers beside the daemon's own.
-    """
+    """`num_workers` processes that all hold the functions of `sources`, by name; a call takes one of them. Each with its children
+    may have `max_memory_bytes` resident, if that is a number, and has the variables of `environment` beside the daemon's own."""
 
     def __init__(
         self,

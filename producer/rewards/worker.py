@@ -36,25 +36,18 @@ class Source(msgspec.Struct, frozen=True):
 
 
 class Job(msgspec.Struct, frozen=True):
-    """One group to score. The worker repeats prompt and columns for every completion, as TRL does.
-
-    Args:
-        reasoning_tokens: of each completion, for the function that asks for them; empty where none does.
-    """
+    """One group to score. The worker repeats prompt and columns for every completion, as TRL does."""
 
     prompt: Any
     completions: list[Any]
     completion_ids: list[list[int]]
     columns: dict[str, Any]
-    reasoning_tokens: list[int] = []
+    reasoning_tokens: list[int] = []  # of each completion, for the function that asks for them
 
 
 class Call(msgspec.Struct, frozen=True):
-    """Asks for the functions of these indexes; several only if all are asynchronous.
-
-    Args:
-        limits_s: of each function. The worker enforces those of asynchronous functions, the producer the others.
-    """
+    """Asks for the functions of these indexes; several only if all are asynchronous, whose limits the worker enforces. The
+    producer enforces those of the others."""
 
     functions: list[int]
     jobs: list[Job]
@@ -62,20 +55,14 @@ class Call(msgspec.Struct, frozen=True):
 
 
 class Scores(msgspec.Struct, frozen=True):
-    """The scores of one function: a float per completion (NaN for missing), or why there are none.
-
-    Args:
-        failed: reason and text for each completion that failed alone, by index; its reward is NaN.
-        seconds: that the function took.
-        is_final: whether another attempt would give the same.
-    """
+    """The scores of one function: a float per completion (NaN for missing), or why there are none."""
 
     rewards: list[float] | None
     problem: str = ""
     reason: Failure = "raised"
-    failed: dict[int, tuple[Failure, str]] = {}
-    seconds: float = 0.0
-    is_final: bool = False
+    failed: dict[int, tuple[Failure, str]] = {}  # completions that failed alone, by index; their rewards are NaN
+    seconds: float = 0.0  # that the function took, if the worker knows
+    is_final: bool = False  # whether another attempt would give the same
 
 
 class Answer(msgspec.Struct, frozen=True):

@@ -55,11 +55,8 @@ class Trial:
 
 
 def given(path: Path, tokenizer: Any) -> list[Group]:
-    """The groups of a JSONL file with lines `{"prompt": ..., "completions": [...], ...columns}`, tokenized.
-
-    Raises:
-        DatasetError: the file cannot be read, or a line is not such an object.
-    """
+    """The groups of a JSONL file with lines `{"prompt": ..., "completions": [...], ...columns}`, tokenized. Raises DatasetError
+    if the file cannot be read, or a line is not such an object."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -91,11 +88,8 @@ def _given_group(line: str, place: str, tokenizer: Any) -> Group:
 
 
 def sampled(config: RunConfig, inputs: RunInputs, num_prompts: int, num_completions: int, device: str) -> list[Group]:
-    """Completions of the base model for the first prompts of the dataset, with the run's sampling settings and seed.
-
-    Raises:
-        DatasetError: the dataset or one of these prompts cannot be used.
-    """
+    """Completions of the base model for the first prompts of the dataset, with the run's sampling settings and seed. Raises
+    DatasetError if the dataset or one of these prompts cannot be used."""
     import torch
     from transformers.utils import logging
 
@@ -137,11 +131,8 @@ def sampled(config: RunConfig, inputs: RunInputs, num_prompts: int, num_completi
 
 
 def scored(config: RunConfig, tokenizer: Any, groups: list[Group]) -> Trial:
-    """Scores all groups, as many at once as the workers allow.
-
-    Raises:
-        SlipstreamError: a reward cannot be loaded, or there is none to try.
-    """
+    """Scores all groups, as many at once as the workers allow. Raises ConfigError if a reward cannot be loaded, or there is
+    none to try."""
     rewards = config.rewards.computed
     if not rewards.functions:
         raise ConfigError("rewards.functions: agents post all of them, so there is nothing to try")

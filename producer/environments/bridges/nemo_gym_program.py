@@ -21,12 +21,8 @@ _SHOWN = 500  # characters of a refusal
 
 
 def load(settings: dict[str, Any]) -> "NemoGymAgent":
-    """Raises ProblemError if no server answers there.
-
-    Args:
-        settings: `url`, `episode_timeout_s` and `max_concurrent`, as in the configuration; for rows, `source`, a file of the
-            agent's rows.
-    """
+    """The agent at `url`, with `episode_timeout_s` and `max_concurrent` as in the configuration; for rows, `source` is a file of
+    the agent's rows. Raises ProblemError if no server answers there."""
     agent = NemoGymAgent(settings)
     if settings["kind"] == "play" and (problem := asyncio.run(agent.problem())):
         raise ProblemError(f"environment.nemo_gym.url: {problem}; start NeMo Gym's servers first")

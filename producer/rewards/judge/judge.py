@@ -32,17 +32,12 @@ class Remote(Peer):
         self._callbacks: list[Callable[..., Any]] = []
         self.names = frozenset(self.receive()["names"])
 
-    def name(self, name: str) -> Any:
-        return self._asked({"deed": "name", "name": name}, ())
-
     def do(self, deed: str, *arguments: Any, **named: Any) -> Any:
-        given = [self.encode(argument) for argument in arguments]
-        named = {name: self.encode(argument) for name, argument in named.items()}
-        return self._asked({"deed": deed, "arguments": given, "named": named}, arguments)
-
-    def _asked(self, message: dict[str, Any], arguments: tuple[Any, ...]) -> Any:
         """Returns the program's answer. If the program has ended or sends nonsense, the test ends here, whatever it would
         catch."""
+        given = [self.encode(argument) for argument in arguments]
+        named = {name: self.encode(argument) for name, argument in named.items()}
+        message = {"deed": deed, "arguments": given, "named": named}
         try:
             return self._value(self.ask(message, "callback", self._called_back), arguments)
         except ChannelEndedError as error:
@@ -178,7 +173,7 @@ class Names(dict[str, Any]):
             raise KeyError(name)
         if hasattr(builtins, name):
             raise AssertionError(f"the program has a {name} of its own: nobody knows then what Python's returns")
-        value = self._remote.name(name)
+        value = self._remote.do("name", name)
         if type(value) is ProgramObject:
             self[name] = value
         return value

@@ -87,12 +87,10 @@ class Program(Peer):
         return answer | {"printed": printed.getvalue()}
 
     def _do(self, message: dict[str, Any]) -> dict[str, Any]:
-        if message["deed"] == "name":
-            return {"value": self.encode(self._names[message["name"]])}
-        given = message["arguments"]
+        deed, given = message["deed"], message["arguments"]
         arguments = [self.decode(item) for item in given]
         named = {name: self.decode(item) for name, item in message["named"].items()}
-        value = _DEEDS[message["deed"]](*arguments, **named)
+        value = (self._names.__getitem__ if deed == "name" else _DEEDS[deed])(*arguments, **named)
         changed = {}
         for place, argument in enumerate(arguments):
             if isinstance(argument, list | dict | set | bytearray) and (now := self.encode(argument)) != given[place]:

@@ -55,12 +55,8 @@ class Limits:
 
 
 class Isolation:
-    """Makes commands for programs with these limits. Raises ConfigError if there is no such interpreter, no bubblewrap or
-    no libseccomp.
-
-    Args:
-        python: the interpreter, and with it what the programs can read and import. None: this one, without packages.
-    """
+    """Makes commands for programs with these limits. `python` is the interpreter, and with it what they can read and import;
+    None: this one, without packages. Raises ConfigError if there is no such interpreter, no bubblewrap or no libseccomp."""
 
     def __init__(self, limits: Limits, python: str | None = None) -> None:
         self._limits = limits

@@ -96,16 +96,15 @@ async def test_as_many_at_once_as_there_may_be() -> None:
 
 
 def test_tools_are_described_as_transformers_describes_functions() -> None:
-    described = Environment(SHOP).answer(Call("describe")).value
-    assert described["has_reward"]
-    assert [tool["function"]["name"] for tool in described["tools"]] == ["buy", "die", "hang", "wait"]
-    assert described["tools"][0]["function"]["parameters"] == {
+    tools, has_reward = Environment(SHOP).answer(Call("describe")).value
+    assert has_reward
+    assert [tool["function"]["name"] for tool in tools] == ["buy", "die", "hang", "wait"]
+    assert tools[0]["function"]["parameters"] == {
         "type": "object",
         "properties": {"count": {"type": "integer", "description": "How many."}},
         "required": ["count"],
     }
-    silent = Environment("tests.unit.producer.toys:Silent").answer(Call("describe")).value
-    assert silent == {"tools": [], "has_reward": False}
+    assert Environment("tests.unit.producer.toys:Silent").answer(Call("describe")).value == [[], False]
 
 
 def test_only_text_lists_and_finite_numbers_come_out() -> None:
