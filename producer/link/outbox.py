@@ -108,9 +108,9 @@ class Outbox:
         return count
 
     def _keep(self, answer: Group | Nack) -> None:
-        self._kept[answer.lease_id] = _Kept(answer, num_bytes(answer) if isinstance(answer, Group) else 0)
+        self._kept[answer.lease_id] = _Kept(answer, num_bytes(answer))
 
 
-def num_bytes(group: Group) -> int:
+def num_bytes(answer: Group | Nack) -> int:
     """Of its buffers, which is all of it but a few hundred bytes."""
-    return sum(len(value) for value in structs.astuple(group) if isinstance(value, bytes))
+    return sum(len(value) for value in structs.astuple(answer) if isinstance(value, bytes))

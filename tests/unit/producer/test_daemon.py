@@ -133,16 +133,6 @@ def test_an_engine_that_dies_while_idle_ends_the_producer(config, monkeypatch):
     assert engine.num_gpus == 2
 
 
-@pytest.mark.long
-def test_an_engine_that_dies_with_leases_open_hands_them_back(config, monkeypatch, trainer):
-    monkeypatch.setattr(Engine, "alive_s", 1.0)
-    with pytest.raises(EngineError, match="the engine core has ended"):
-        live(config, lambda: trainer.give(lease(1), lease(2)))
-    trainer.wait_for_message(Bye)
-    assert {nack.lease_id: nack.reason for nack in trainer.all(Nack)} == {"lease-1": "returned", "lease-2": "returned"}
-    assert made[0].shut_down
-
-
 class Hanging(Engine):
     """Answers nothing any more: neither requests nor the unloading of an adapter."""
 

@@ -3,8 +3,6 @@
 import asyncio
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from producer.waiting_line import WaitingLine
 from tests.unit.producer.loop import asynchronous, settle
@@ -40,25 +38,4 @@ async def test_what_a_cancelled_task_was_given_goes_back_once(comes):
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
     assert returned == ([7] if comes == "given" else [])
-    assert line._turns == {}
-
-
-@given(st.lists(st.sampled_from(["wait", "give", "cancel", "turn"]), max_size=60))
-@asynchronous
-async def test_nothing_that_is_given_is_lost_or_given_twice(events):
-    line, tasks, free = WaitingLine[None, int](), list[asyncio.Task[int]](), list(range(100))
-    for event in events:
-        if event == "wait":
-            tasks.append(asyncio.create_task(line.wait(None, free.append)))
-        elif event == "give" and line.wishes:
-            line.give(free.pop())
-        elif event == "cancel" and tasks:
-            tasks[len(tasks) // 2].cancel()
-        elif event == "turn":
-            await asyncio.sleep(0)
-    for task in tasks:
-        task.cancel()
-    ended = await asyncio.gather(*tasks, return_exceptions=True)
-    held = [one for one in ended if isinstance(one, int)]
-    assert sorted(free + held) == list(range(100))
     assert line._turns == {}

@@ -17,17 +17,6 @@ def found(calls: RecordedCalls, token_ids: list[int], taken=()) -> list[tuple[in
     return [(span.start, span.end) for span in calls.find(np.array(token_ids, "<i4"), set(taken))]
 
 
-def test_every_turn_is_found_behind_its_own_prompt():
-    calls = RecordedCalls()
-    calls.note(sampled([1, 2], [7, 8]))
-    calls.note(sampled([1, 2, 7, 8, 5], [9]))
-    assert found(calls, [1, 2, 7, 8, 5, 9, 6]) == [(2, 4), (5, 6)]
-    assert found(calls, [1, 2, 7, 8]) == [(2, 4)]
-    assert found(calls, [0, 2, 7, 8]) == []
-    assert found(calls, [1, 2]) == []
-    assert found(calls, []) == []
-
-
 def test_of_several_answers_the_longest_in_common_and_then_the_newest():
     calls = RecordedCalls()
     for version, tokens in enumerate(([7, 8, 9], [7, 8], [7, 8, 9], [6])):

@@ -13,7 +13,6 @@ from protocol.wire.messages import (
     Hello,
     Policy,
     PolicyOffer,
-    PolicyRequest,
 )
 from tests.unit.producer.link.linked import policy
 
@@ -79,15 +78,6 @@ def test_an_older_policy_is_fetched_beside_the_newest_once_or_is_known_to_be_gon
     assert setup.events.blobs == [(0, setup.blob)]
     setup.mailbox.put(policy(2, older))
     setup.wait_for(lambda: len(setup.events.fetches) == 3)
-
-
-def test_a_missing_blob_is_asked_for_again_with_the_next_announcement(setup):
-    blob = setup.trainer.blobs.pop(setup.trainer.policy.digest)
-    setup.start()
-    setup.trainer.wait_for_message(PolicyRequest, 2)
-    setup.trainer.blobs[setup.trainer.policy.digest] = blob
-    setup.wait_for(lambda: setup.events.blobs)
-    assert setup.events.blobs == [(0, setup.blob)]
 
 
 def test_a_lost_announcement_heals_with_the_next_heartbeat(setup):

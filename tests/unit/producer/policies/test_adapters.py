@@ -101,7 +101,13 @@ class Setup:
 
 
 @pytest.fixture
-def setup(tmp_path):
+def setup(tmp_path, monkeypatch):
+    """Nothing waits for a thread, so that `settle` is as far as anything gets."""
+
+    async def at_once(function, *arguments):
+        return function(*arguments)
+
+    monkeypatch.setattr(asyncio, "to_thread", at_once)
     return Setup(tmp_path)
 
 
@@ -179,16 +185,6 @@ async def test_a_version_that_cannot_be_loaded_or_is_not_computed_as_the_trainer
     events = [json.loads(line) for line in setup.timeline_path.read_text().splitlines()]
     refused = [("swap_refused", version) for version in (1, 2, 3)]
     assert [(event["event"], event["version"]) for event in events] == [("swap", 0), *refused, ("swap", 4)]
-
-
-@working
-async def test_wait_for_returns_when_the_floor_is_reached(setup):
-    waiter = asyncio.create_task(setup.registry.wait_for(2))
-    for version in range(3):
-        await asyncio.sleep(0)
-        assert not waiter.done()
-        await setup.publish(version)
-    await asyncio.wait_for(waiter, 30)
 
 
 @working
@@ -311,8 +307,10 @@ async def test_one_that_is_wanted_again_while_another_is_unloaded_stays(setup):
     await setup.publish(1)
     assert await pinned(setup, 1) == 1
     await setup.publish(2)
+    await settle()
     setup.registry.start_session(blob(0)[0])  # of a new trainer: both are idle
     evaluating = asyncio.create_task(pinned(setup, 2, asyncio.Event()))
+    await settle()
     await setup.publish(5)
     await settle()
     assert setup.engine.versions == [2, 5]
@@ -336,6 +334,12 @@ async def test_one_that_cannot_be_had_fails_its_leases(setup, what):
     with pytest.raises(LeaseFailure, match="could not be had or loaded here"):
         await asyncio.wait_for(waiting, 30)
     assert (setup.engine.versions, setup.folders()) == ([2], 1)
+    setup.registry.start_session(blob(2)[0])  # of a trainer that may have it
+    waiting = asyncio.create_task(pinned(setup, 1))
+    await settle()
+    assert not waiting.done()
+    assert setup.fetched == [policy] * 2
+    waiting.cancel()
 
 
 def test_of_versions_that_cannot_be_had_only_the_last_ones_are_known(setup):

@@ -1,7 +1,5 @@
 """Leases enter the engine when their policy is there, nothing is paused and there is room."""
 
-from types import SimpleNamespace
-
 import msgspec
 import pytest
 
@@ -50,27 +48,6 @@ async def test_no_more_groups_than_places_are_in_the_engine_and_late_ones_get_th
     assert setup.engine.started_on == [0, 0, 1, 1, 1]
     assert sorted(group.policy_version for group in setup.answers) == [0, 0, 1, 1, 1]
     assert setup.engine.versions == [1]
-
-
-@working
-async def test_busy_time_is_the_union_of_running_requests(setup, monkeypatch):
-    now = [100.0]
-    monkeypatch.setattr("producer.rollouts.in_flight.time", SimpleNamespace(monotonic=lambda: now[0]))
-    await setup.publish(0)
-    for number in range(2):
-        setup.generation.start(lease(number))
-        await settle()
-        now[0] += 2.0
-    assert setup.generation.workload().busy_s == 4.0
-    setup.engine.release.set()
-    await setup.settle()
-    now[0] += 1.0
-    assert setup.generation.workload().busy_s == 4.0
-    with setup.clock.running():
-        with setup.clock.running():
-            now[0] += 1.0
-        now[0] += 1.0
-    assert setup.generation.workload().busy_s == 6.0
 
 
 @working

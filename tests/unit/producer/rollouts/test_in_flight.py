@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from producer.interfaces import Adapter, Completion, LeaseFailure
-from producer.rollouts.in_flight import InFlight
+from producer.rollouts.in_flight import BusyClock, InFlight
 from producer.state import Counters
 from protocol.wire.messages import Sampling
 from tests.policies import Policies
@@ -256,3 +256,18 @@ async def test_the_turns_of_a_group_stay_on_one_policy_where_requests_do(on_swap
             ((token_version,),) = [completion.token_versions for completion in await turn]
             assert token_version == (version if kept is None else kept)
             policies.swap(version + 1)
+
+
+def test_busy_time_is_the_union_of_running_requests(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("producer.rollouts.in_flight.time", SimpleNamespace(monotonic=lambda: now[0]))
+    clock = BusyClock()
+    for _ in range(2):
+        with clock.running():
+            now[0] += 1.0
+            with clock.running():
+                now[0] += 2.0
+            assert clock.busy_s() % 4.0 == 3.0, "it runs"
+            now[0] += 1.0
+        now[0] += 5.0
+    assert clock.busy_s() == 8.0

@@ -3,12 +3,10 @@
 import asyncio
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from producer.calls.refusals import RefusedError
 from producer.serving.client_limits import ClientLimiter
-from tests.unit.producer.loop import asynchronous
+from tests.unit.producer.loop import asynchronous, settle
 
 
 @asynchronous
@@ -45,23 +43,26 @@ async def test_who_waits_longest_enters_first_and_too_many_are_refused():
     assert (limiter.taken, limiter.num_waiting) == (0, 0)
 
 
-@given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 5), st.booleans()), max_size=20))
 @asynchronous
-async def test_places_are_never_exceeded_and_all_come_back(requests):
-    limiter = ClientLimiter(4, max_waiting=100)
+async def test_who_gives_up_holds_nobody_up_and_what_it_was_just_given_comes_back():
+    limiter, gate = ClientLimiter(4, max_waiting=9), asyncio.Event()
 
-    async def request(count: int, turns: int) -> None:
+    async def request(count: int) -> None:
         async with limiter.take(count):
-            assert limiter.taken <= 4
-            for _ in range(turns):
-                await asyncio.sleep(0)
+            await gate.wait()
 
-    tasks = []
-    for count, turns, cancelled in requests:
-        tasks.append(asyncio.create_task(request(count, turns)))
-        if cancelled:
-            await asyncio.sleep(0)
-            tasks[len(tasks) // 2].cancel()
-    for ended in await asyncio.gather(*tasks, return_exceptions=True):
-        assert ended is None or isinstance(ended, asyncio.CancelledError)
-    assert (limiter.taken, limiter.num_waiting) == (0, 0)
+    three, two, one = [asyncio.create_task(request(count)) for count in (3, 2, 1)]
+    await settle()
+    two.cancel()
+    await settle()
+    assert (limiter.taken, limiter.num_waiting) == (4, 0), "the smaller one stood behind it"
+    two = asyncio.create_task(request(2))
+    await settle()
+    three.cancel()
+    await asyncio.sleep(0)
+    two.cancel()
+    await settle()
+    assert (limiter.taken, limiter.num_waiting) == (1, 0)
+    one.cancel()
+    await settle()
+    assert limiter.taken == 0
