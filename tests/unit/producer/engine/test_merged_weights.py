@@ -158,15 +158,13 @@ async def test_an_adapter_that_a_worker_cannot_merge_changes_nothing() -> None:
     assert await weights.verify(adapter(1), [5, 6]) == [-1.0]
 
 
-@pytest.mark.parametrize("is_refused", [False, True], ids=["alone", "as its weights are taken back"])
 @asynchronous
-async def test_a_cancelled_group_leaves_the_engine(is_refused: bool) -> None:
+async def test_a_group_that_is_cancelled_as_its_weights_are_taken_back_leaves_the_engine() -> None:
     group = Group()
     weights, sampling = await in_flight(Workers(), group)
-    if is_refused:
-        second = adapter(2)
-        await weights.load(second)
-        await weights.discard(second)
+    second = adapter(2)
+    await weights.load(second)
+    await weights.discard(second)
     sampling.cancel()
     with pytest.raises(asyncio.CancelledError):
         await sampling

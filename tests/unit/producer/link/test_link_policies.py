@@ -1,19 +1,10 @@
 """Policies over the link: announced, offered, downloaded, evaluated, lost."""
 
-import struct
-
 import pytest
 
 from protocol.files import shared_memory as shared_memory_module
 from protocol.files.shared_memory import shared_memory
-from protocol.wire.messages import (
-    BlobRequest,
-    Bye,
-    Heartbeat,
-    Hello,
-    Policy,
-    PolicyOffer,
-)
+from protocol.wire.messages import BlobRequest, Bye, Heartbeat, Hello, Policy, PolicyOffer
 from tests.unit.producer.link.linked import policy
 
 
@@ -26,18 +17,6 @@ def test_the_policy_is_downloaded_in_chunks_and_handed_over_once(setup):
     (hello,) = setup.trainer.all(Hello)
     assert (hello.producer, hello.capacity, hello.held, hello.swap_mode) == ("p", 8, [], "merged")
     assert hello.run_id == "", "it has worked for none"
-
-
-def test_a_policy_comes_with_its_probe_and_a_refusal_goes_back(setup):
-    digest = setup.trainer.policy.digest
-    ids, logprobs = struct.pack("<2i", 5, 6), struct.pack("<f", -0.5)
-    setup.trainer.offers[digest] = PolicyOffer(digest, "", ids, logprobs)
-    setup.counters.refused_version, setup.counters.refusal = 3, "it is not what the trainer computes"
-    setup.start()
-    setup.wait_for(lambda: setup.events.blobs)
-    assert [downloaded.probe for downloaded in setup.events.of("policy_arrived")] == [((5, 6), (-0.5,))]
-    beat = setup.trainer.wait_for_message(Heartbeat)[0]
-    assert (beat.refused_version, beat.refusal) == (3, "it is not what the trainer computes")
 
 
 @pytest.mark.parametrize("content", ["as offered", "damaged"])
@@ -76,8 +55,6 @@ def test_an_older_policy_is_fetched_beside_the_newest_once_or_is_known_to_be_gon
     setup.wait_for(lambda: len(setup.events.fetches) == 2)
     assert setup.events.fetches == [(2, older), (1, None)]
     assert setup.events.blobs == [(0, setup.blob)]
-    setup.mailbox.put(policy(2, older))
-    setup.wait_for(lambda: len(setup.events.fetches) == 3)
 
 
 def test_a_lost_announcement_heals_with_the_next_heartbeat(setup):

@@ -86,14 +86,3 @@ async def test_a_lease_waits_for_its_floor_again_if_that_goes_while_paused(setup
     await setup.publish(2)
     await setup.settle()
     assert [group.policy_version for group in setup.answers] == [2]
-
-
-@working
-async def test_a_lease_that_finds_no_room_in_time_says_so(setup):
-    await setup.publish(0)
-    setup.access.pause(True)
-    setup.generation.start(lease(0, timeout_s=0.05))
-    await setup.settle()
-    (nack,) = setup.answers
-    assert (nack.reason, setup.engine.started_on) == ("generation_failed", [])
-    assert "while waiting for room in the engine" in nack.detail

@@ -37,17 +37,23 @@ async def test_a_group_or_a_failure_is_the_answer(setup):
 
 
 @pytest.mark.parametrize(
-    ("floor", "reason", "said"), [(5, "no_policy", "waiting for policy v5"), (0, "generation_failed", "generating")]
+    ("floor", "paused", "reason", "said"),
+    [
+        (5, False, "no_policy", "waiting for policy v5"),
+        (0, True, "generation_failed", "waiting for room in the engine"),
+        (0, False, "generation_failed", "generating"),
+    ],
 )
 @working
-async def test_a_lease_past_its_deadline_is_answered(setup, floor, reason, said):
+async def test_a_lease_past_its_deadline_is_answered(setup, floor, paused, reason, said):
     await setup.publish(0)
+    setup.access.pause(paused)
     setup.generation.start(lease(0, policy_floor=floor, timeout_s=0.05))
     await setup.settle()
     (nack,) = setup.answers
     assert (nack.lease_id, nack.reason) == ("lease-0", reason)
     assert f"while {said}" in nack.detail
-    assert setup.engine.running == 0
+    assert (setup.engine.running, setup.engine.started_on == [0]) == (0, said == "generating")
 
 
 @working
