@@ -33,7 +33,6 @@ from replay.batches.signal_watch import SignalWatch
 from replay.buffer import RolloutBuffer
 from replay.journal.disk import DiskGuard
 from replay.journal.writer import Journal
-from replay.lifecycle import Lifecycle
 from replay.prompts.failure_budgets import FailureWatch, RetryBudget
 from replay.prompts.ledger import PromptLedger
 from replay.prompts.rerolls import RerollRules
@@ -64,7 +63,7 @@ class Acceptor:
         rewards = RewardRecipe(np.ones(1, np.float32))
         budgets = {"data": RetryBudget(3, 1.0), "infra": RetryBudget(10, 0.25)}
         rerolls = RerollSection(max_attempts=0)
-        lifecycle = Lifecycle(
+        self.buffer = RolloutBuffer(
             PromptLedger(_NUM_PROMPTS, seed=0, shuffle=False, budgets=budgets, session="bench", rerolls=rerolls),
             BatchCutter(StalenessBudget(GROUPS_PER_STEP, MAX_STALENESS), self.journal, signal=rewards.signal),
             self.journal,
@@ -73,7 +72,6 @@ class Acceptor:
             FailureWatch(0.5),
             SignalWatch(None),
         )
-        self.buffer = RolloutBuffer(lifecycle)
         self.buffer.restore(None, step=0, shape=SHAPE)
         disk = DiskGuard(folder, max_used=1.0)
         terms = SessionTerms(NEEDS, SHAPE, "bench", "bench", False, 600.0, HEARTBEAT_INTERVAL_S, HEARTBEAT_TIMEOUT_S)

@@ -2,15 +2,17 @@
 
 Guarantee: every offered group gets one answer, and what is computed of it is computed once. A group is in the journal before
 anything else knows of it, and so is the dead letter of a prompt that is given up. A lease that would give its prompt up stays
-while the disk is full, and ends later for the reason that it had first. Not thread-safe: the rollout buffer holds its lock.
+while the disk is full, and ends later for the reason that it had first.
 """
 
 import contextlib
+import functools
 import math
+import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Concatenate, Literal, ParamSpec, TypeVar
 
 from replay.batches.cutting import BatchCutter, CutBatch
 from replay.batches.delivery import Arrival, Delivery
@@ -27,12 +29,32 @@ from replay.prompts.ledger import PromptLedger
 from replay.prompts.rerolls import RerollRules
 
 Answer = Outcome | Literal["duplicate", "unknown_lease"]
+_Self = TypeVar("_Self", bound="Lifecycle")
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 _REMEMBERED_ARRIVALS = 4096  # groups that the report of a step speaks of, the newest
+
+
+def locked(
+    method: Callable[Concatenate[_Self, _Arguments], _Result],
+) -> Callable[Concatenate[_Self, _Arguments], _Result]:
+    """Makes of a method one that holds the lock, so that any thread may call it."""
+
+    @functools.wraps(method)
+    def call(self: _Self, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        with self.changed:
+            return method(self, *args, **kwargs)
+
+    return call
 
 
 @dataclass(eq=False)
 class Lifecycle:
-    """See the module's guarantee."""
+    """See the module's guarantee. The rollout buffer is one.
+
+    Attributes:
+        changed: the lock; is notified when groups were offered.
+    """
 
     ledger: PromptLedger
     cutter: BatchCutter
@@ -42,6 +64,7 @@ class Lifecycle:
     failures: FailureWatch
     signals: SignalWatch
     totals: Counter[str] = field(default_factory=Counter)  # of what has happened
+    changed: threading.Condition = field(default_factory=threading.Condition, init=False)
     # Since the last batch:
     _arrivals: deque[Arrival] = field(default_factory=lambda: deque(maxlen=_REMEMBERED_ARRIVALS))
     # The reason and detail of leases that a full disk keeps from ending:
@@ -49,8 +72,9 @@ class Lifecycle:
 
     # Groups
 
+    @locked
     def offer(self, deliveries: Sequence[Delivery]) -> list[Answer]:
-        """Returns the answers to the groups, in their order.
+        """Decides what becomes of finished groups, durably; returns the answers, in their order.
 
         Raises:
             JournalFullError: the disk is full, and nothing was decided.
@@ -81,6 +105,7 @@ class Lifecycle:
         for each in graded:
             self._admit(*each)
         self.totals.update(answers)
+        self.changed.notify_all()
         return answers
 
     def cut(self, *, partial: bool) -> CutBatch | None:
@@ -139,11 +164,12 @@ class Lifecycle:
 
     # Prompts
 
+    @locked
     def adopt(
-        self, producer: str, lease_ids: Sequence[str], *, deadline: float, of_this_run: bool
+        self, producer: str, lease_ids: Sequence[str], *, deadline: float, of_this_run: bool = True
     ) -> dict[str, bool | None]:
-        """Says of each lease that a producer holds: True if it may go on, False if it is not wanted, None if its group is in
-        the journal already.
+        """Says of each lease that a producer holds from before a silence or another trainer process: True if it may go on,
+        False if it is not wanted, None if its group is in the journal already.
 
         Args:
             of_this_run: False if they may be another run's, unless this process gave them.
@@ -157,11 +183,12 @@ class Lifecycle:
         self.totals["adopted"] += sum(bool(wanted) for wanted in result.values())
         return result
 
+    @locked
     def fail(self, lease_id: str, reason: str, detail: str, now: float) -> bool | None:
         """A lease ended without a group. Returns as `PromptTable.fail`.
 
         Raises:
-            JournalFullError: the prompt would become a dead letter, but the disk is full; the lease stays.
+            JournalFullError: the prompt would be given up, but the disk is full; the lease stays, and `expire` tries again.
         """
 
         def bury(work: Work[Key]) -> None:
@@ -175,6 +202,7 @@ class Lifecycle:
         self.totals[f"failed_{reason}"] += again is not None
         return again
 
+    @locked
     def expire(self, now: float) -> list[LeaseRecord[Key]]:
         """Takes back every lease whose deadline has passed. What could not end on a full disk ends now if it can."""
         overdue = self.ledger.leases.overdue(now)

@@ -26,7 +26,6 @@ from replay.batches.replay_table import ReplayTable
 from replay.batches.signal_watch import SignalWatch
 from replay.buffer import RolloutBuffer
 from replay.journal.writer import Journal
-from replay.lifecycle import Lifecycle
 from replay.prompts.adaptive_staleness import StalenessController
 from replay.prompts.evaluation_leases import Metric
 from replay.prompts.failure_budgets import FailureClass, FailureWatch, RetryBudget
@@ -58,7 +57,7 @@ def rollout_buffer(components: RunComponents, journal: Journal, session: str) ->
         max_replayed=min(int(config.replay.max_share * pipeline.groups_per_step), pipeline.groups_per_step - 1),
         partial=pipeline.fill == "partial",
     )
-    lifecycle = Lifecycle(
+    return RolloutBuffer(
         ledger,
         cutter,
         journal,
@@ -67,7 +66,6 @@ def rollout_buffer(components: RunComponents, journal: Journal, session: str) ->
         FailureWatch(pipeline.max_failed_share),
         SignalWatch(config.guards.max_groups_without_signal),
     )
-    return RolloutBuffer(lifecycle)
 
 
 def retry_budgets(pipeline: PipelineSection) -> dict[FailureClass, RetryBudget]:
@@ -129,7 +127,7 @@ def evaluation_of(
         section,
         due,
         results,
-        EvaluationLeases(channel, store, due, read(components.held_out), rules, Throttle(logger)),
+        EvaluationLeases(store, channel, due, read(components.held_out), rules, Throttle(logger)),
         run_dir=run_dir,
         reward_names=config.reward_names,
         last_version=components.budget.version_at(components.arguments.max_steps),

@@ -8,7 +8,7 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError
@@ -37,7 +37,7 @@ class AdapterFolder:
     digest: str
 
     @classmethod
-    def read(cls, path: Path, key: str) -> "AdapterFolder":
+    def read(cls, path: Path, key: str) -> Self:
         """
         Args:
             key: by which the user named the folder, for messages.

@@ -40,7 +40,7 @@ def staging(checkpoints_dir: Path) -> Path:
 def clear_leftovers(checkpoints_dir: Path) -> None:
     """Removes what a crash left half written, or half deleted."""
     shutil.rmtree(staging(checkpoints_dir), ignore_errors=True)
-    for folder in _numbered(checkpoints_dir).values():
+    for folder in _folders(checkpoints_dir):
         if not is_committed(folder):
             shutil.rmtree(folder)
 
@@ -62,7 +62,7 @@ def is_committed(folder: Path) -> bool:
 
 def prune(checkpoints_dir: Path, keep: int) -> None:
     """Deletes all but the newest `keep` committed checkpoints. None is committed any more, on the disk too, when its files go."""
-    for folder in _folders(checkpoints_dir)[:-keep]:
+    for folder in list(filter(is_committed, _folders(checkpoints_dir)))[:-keep]:
         (folder / _STATE_FILE).unlink()
         sync(folder)
     clear_leftovers(checkpoints_dir)
@@ -70,13 +70,16 @@ def prune(checkpoints_dir: Path, keep: int) -> None:
 
 def latest(checkpoints_dir: Path) -> Checkpoint | None:
     """The newest committed checkpoint; None if there is none."""
-    folders = _folders(checkpoints_dir)
-    return _load(folders[-1]) if folders else None
+    return next(iter(committed(checkpoints_dir)[::-1]), None)
 
 
 def committed(checkpoints_dir: Path) -> list[Checkpoint]:
     """The committed checkpoints, oldest first."""
-    return [_load(folder) for folder in _folders(checkpoints_dir)]
+    return [
+        Checkpoint(folder, json.loads((folder / _STATE_FILE).read_text(encoding="utf-8")))
+        for folder in _folders(checkpoints_dir)
+        if is_committed(folder)
+    ]
 
 
 def starting_point(run_dir: Path, checkpoints_dir: Path, *, has_groups: bool, resume: bool) -> Checkpoint | None:
@@ -97,19 +100,7 @@ def starting_point(run_dir: Path, checkpoints_dir: Path, *, has_groups: bool, re
     return found
 
 
-def _load(folder: Path) -> Checkpoint:
-    return Checkpoint(folder, json.loads((folder / _STATE_FILE).read_text(encoding="utf-8")))
-
-
 def _folders(checkpoints_dir: Path) -> list[Path]:
-    """Of the committed checkpoints, oldest first."""
-    return [folder for _, folder in sorted(_numbered(checkpoints_dir).items()) if is_committed(folder)]
-
-
-def _numbered(checkpoints_dir: Path) -> dict[int, Path]:
-    """By step, committed or not."""
-    return {
-        int(folder.name.removeprefix("checkpoint-")): folder
-        for folder in checkpoints_dir.glob("checkpoint-*")
-        if folder.name.removeprefix("checkpoint-").isdigit()
-    }
+    """Of the checkpoints, committed or not, in the order of their steps."""
+    steps = ((folder.name.removeprefix("checkpoint-"), folder) for folder in checkpoints_dir.glob("checkpoint-*"))
+    return [folder for _, folder in sorted((int(step), folder) for step, folder in steps if step.isdigit())]

@@ -19,13 +19,8 @@ _AGREE = ("r", "lora_alpha", "use_rslora", "fan_in_fan_out")
 _FREE = ("init_lora_weights",)  # of how it was made, not of what it is
 
 
-class InitialAdapter:
+class InitialAdapter(AdapterFolder):
     """See the module's guarantee."""
-
-    def __init__(self, folder: AdapterFolder) -> None:
-        self._folder = folder
-        self.tensors = folder.tensors
-        self.digest = folder.digest
 
     @classmethod
     def open(cls, place: str, lora: LoraConfig) -> "InitialAdapter":
@@ -36,18 +31,18 @@ class InitialAdapter:
         Raises:
             ConfigError: there is no such adapter, or its settings are not those of `lora`.
         """
-        folder = AdapterFolder.read(_resolve(place), _KEY)
+        found = cls.read(_resolve(place), _KEY)
         for key in _AGREE:
-            theirs, ours = folder.settings.get(key, getattr(LoraConfig(), key)), getattr(lora, key)
+            theirs, ours = found.settings.get(key, getattr(LoraConfig(), key)), getattr(lora, key)
             if theirs != ours:
                 raise ConfigError(
                     f"{_KEY}: {place} has {key}={theirs}, the lora section {key}={ours}; set lora.{key}={theirs}"
                 )
         for key, allowed in LORA_UNSERVABLE.items():
-            value = folder.settings.get(key)
+            value = found.settings.get(key)
             if key not in _FREE and value is not None and value not in allowed:
                 raise ConfigError(f"{_KEY}: {place} has {key}={value}, which vLLM cannot serve")
-        return cls(folder)
+        return found
 
     def load_into(self, model: PeftModel) -> None:
         """Makes it the adapter `default` of `model`.
@@ -61,7 +56,7 @@ class InitialAdapter:
             differences = [_some(names, what) for names, what in ((missing, "missing"), (extra, "left over")) if names]
             raise self._refusal(
                 f"{' and '.join(differences)}. Its target_modules are "
-                f"{_shown(self._folder.settings.get('target_modules'))}; set lora.target_modules to them, and model.path to "
+                f"{_shown(self.settings.get('target_modules'))}; set lora.target_modules to them, and model.path to "
                 "the model that it was trained on"
             )
         for name, tensor in self.tensors.items():
@@ -76,7 +71,7 @@ class InitialAdapter:
                 raise self._refusal(f"PEFT did not load {name}")
 
     def _refusal(self, what: str) -> ConfigError:
-        return ConfigError(f"{_KEY}: {self._folder.path} does not fit model.path and lora: {what}")
+        return ConfigError(f"{_KEY}: {self.path} does not fit model.path and lora: {what}")
 
 
 def _resolve(place: str) -> Path:

@@ -9,14 +9,13 @@ Nothing of this reaches the ledger, the journal or the replay table.
 import queue
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from consumer.evaluation.results import DueVersion, EvaluationQueue
 from consumer.intake.dispatcher import EvaluationDispatcher
 from consumer.intake.sessions import ProducerSession, give_leases
 from consumer.prompts.source import PromptSource
-from consumer.publishing.policy_store import PolicyStore
 from protocol.errors import DatasetError
 from protocol.transport.channel import ServerChannel
 from protocol.wire.codec import CodecError
@@ -69,6 +68,7 @@ class _InProgress(NamedTuple):
     evaluation: Evaluation
 
 
+@dataclass(eq=False)
 class EvaluationLeases(EvaluationDispatcher):
     """Belongs to the intake's thread; `finished` and `progress` may be read by any.
 
@@ -76,26 +76,15 @@ class EvaluationLeases(EvaluationDispatcher):
         warn: is told of what went wrong, by kind.
     """
 
-    def __init__(
-        self,
-        channel: ServerChannel,
-        store: PolicyStore,
-        due: EvaluationQueue,
-        prompts: PromptSource,
-        rules: EvaluationRules,
-        warn: Callable[[str, str], Any],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        super().__init__(store)
-        self._channel = channel
-        self._due = due
-        self._prompts = prompts
-        self._rules = rules
-        self._warn = warn
-        self._clock = clock
-        self._now: _InProgress | None = None
-        self._began: float | None = None  # with its first lease
-        self.finished: queue.SimpleQueue[Finished] = queue.SimpleQueue()
+    channel: ServerChannel
+    due: EvaluationQueue
+    prompts: PromptSource
+    rules: EvaluationRules
+    warn: Callable[[str, str], Any]
+    clock: Callable[[], float] = time.monotonic
+    finished: queue.SimpleQueue[Finished] = field(default_factory=queue.SimpleQueue)
+    _now: _InProgress | None = None
+    _began: float | None = None  # with its first lease
 
     @property
     def policy(self) -> PolicyInfo | None:
@@ -104,16 +93,15 @@ class EvaluationLeases(EvaluationDispatcher):
 
     @property
     def progress(self) -> Progress:
-        now = self._now
-        if now is None:
+        if (now := self._now) is None:
             return Progress()
-        evaluation = now.evaluation
-        return Progress(evaluation.version, evaluation.num_done, evaluation.num_prompts, evaluation.leases.num_leases)
+        of = now.evaluation
+        return Progress(of.version, of.num_done, of.num_prompts, of.leases.num_leases)
 
     def tick(self, producers: Iterable[tuple[bytes, ProducerSession]], now: float) -> list[bytes]:
         """Ends what is due, begins what can begin, gives leases. Returns the producers that cannot be reached."""
-        rules = self._rules
-        if self._now is None and (due := self._due.begin()) is not None:
+        rules = self.rules
+        if self._now is None and (due := self.due.begin()) is not None:
             self.store.pin(due.published)
             evaluation = Evaluation(due.policy.version, rules.num_prompts, rules.budgets, rules.session)
             self._now, self._began = _InProgress(due, evaluation), None
@@ -129,7 +117,7 @@ class EvaluationLeases(EvaluationDispatcher):
         def give(peer: bytes, session: ProducerSession) -> bool | None:
             return self._give(peer, session, due.policy, evaluation, now)
 
-        lost = give_leases(self._channel, able, self._room, give)
+        lost = give_leases(self.channel, able, self._room, give)
         if self._began is None and evaluation.leases.num_leases:
             self._began = now
         if evaluation.is_done:
@@ -150,14 +138,14 @@ class EvaluationLeases(EvaluationDispatcher):
         if evaluation is None or prompt_id is None:
             return super().receive(session, message)
         try:
-            group = self._rules.shape.parse(message)
+            group = self.rules.shape.parse(message)
             if not group.policy_version == group.newest_version == evaluation.version:
                 raise InvalidGroupError(f"it is not of policy v{evaluation.version} alone, which is evaluated")
         except InvalidGroupError as error:
-            self._warn("invalid", f"answer {message.lease_id} of {session.name} is invalid: {error}")
-            evaluation.fail(message.lease_id, "invalid", self._clock())
+            self.warn("invalid", f"answer {message.lease_id} of {session.name} is invalid: {error}")
+            evaluation.fail(message.lease_id, "invalid", self.clock())
             return Nack(message.lease_id, "invalid", str(error))
-        evaluation.answer(prompt_id, Answer.of(group, self._rules.metric))
+        evaluation.answer(prompt_id, Answer.of(group, self.rules.metric))
         return Ack(message.lease_id, "accepted", self.store.newest)
 
     def _take_failure(self, evaluation: Evaluation, producer: str, message: Nack) -> None:
@@ -165,8 +153,8 @@ class EvaluationLeases(EvaluationDispatcher):
             evaluation.leases.give_back(message.lease_id)
             return
         what = f"{producer} could not answer a prompt of the evaluation: {message.reason}: {message.detail}"
-        self._warn(f"evaluation_{message.reason}", what)
-        evaluation.fail(message.lease_id, message.reason, self._clock())
+        self.warn(f"evaluation_{message.reason}", what)
+        evaluation.fail(message.lease_id, message.reason, self.clock())
 
     def release(self, producer: str, keep: Iterable[str] = ()) -> set[str]:
         if self._now is None:
@@ -174,18 +162,18 @@ class EvaluationLeases(EvaluationDispatcher):
         evaluation = self._now.evaluation
         leases = {record.lease_id for record in evaluation.leases.leases_of(producer)}
         for lease_id in leases.difference(keep):
-            evaluation.fail(lease_id, "released", self._clock())
+            evaluation.fail(lease_id, "released", self.clock())
         return leases.intersection(keep)
 
     def _give(
         self, peer: bytes, session: ProducerSession, policy: PolicyInfo, evaluation: Evaluation, now: float
     ) -> bool | None:
-        rules, problem = self._rules, None
+        rules, problem = self.rules, None
         next_work = evaluation.next_work(now)
         if next_work is None:
             return None
         try:
-            prompt = self._prompts[next_work.key]
+            prompt = self.prompts[next_work.key]
         except DatasetError as error:
             prompt, problem = ("", {}), error
         if prompt is None:  # it is being read
@@ -196,22 +184,15 @@ class EvaluationLeases(EvaluationDispatcher):
             if problem is not None:
                 raise problem
             lease = Lease(
-                lease_id,
-                work.key,
-                work.attempt,
-                *prompt,
-                rules.sampling,
-                policy.version,
-                rules.timeout_s,
-                evaluates=policy,
+                lease_id, work.key, work.attempt, *prompt, rules.sampling, policy.version, rules.timeout_s, policy
             )
-            sent = self._channel.send(peer, lease)
+            sent = self.channel.send(peer, lease)
         except (DatasetError, CodecError) as error:
-            self._warn("bad_prompt", f"evaluation.dataset: {error}")
+            self.warn("bad_prompt", f"evaluation.dataset: {error}")
             evaluation.fail(lease_id, "bad_prompt", now)
             return True
         session.evaluations.add(lease_id)
         return sent
 
     def _room(self, session: ProducerSession) -> int:
-        return self._rules.per_place * max(1, session.room) - len(session.evaluations)
+        return self.rules.per_place * max(1, session.room) - len(session.evaluations)

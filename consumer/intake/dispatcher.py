@@ -138,11 +138,11 @@ class LeaseDispatcher:
         )  # fmt: skip
 
 
+@dataclass(eq=False)
 class EvaluationDispatcher:
     """Gives no leases, and has an answer for those of the process before."""
 
-    def __init__(self, store: PolicyStore) -> None:
-        self.store = store
+    store: PolicyStore
 
     @property
     def policy(self) -> PolicyInfo | None:

@@ -10,6 +10,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -25,20 +26,16 @@ class _Blob(NamedTuple):
     release: Callable[[], None]
 
 
+@dataclass(eq=False)
 class PolicyStore:
-    """Keeps the last `keep` policies by digest.
+    """Keeps the last `keep` policies by digest, where there is room as files in `memory`."""
 
-    Args:
-        memory: for the files.
-    """
-
-    def __init__(self, keep: int, memory: SharedMemory) -> None:
-        self._keep = keep
-        self._memory = memory
-        self._lock = threading.Lock()
-        self._blobs: OrderedDict[str, _Blob] = OrderedDict()
-        self._newest: PolicyInfo | None = None
-        self._pinned: str | None = None  # a digest
+    keep: int
+    memory: SharedMemory
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _blobs: OrderedDict[str, _Blob] = field(default_factory=OrderedDict)
+    _newest: PolicyInfo | None = None
+    _pinned: str | None = None  # a digest
 
     @property
     def newest(self) -> PolicyInfo:
@@ -85,7 +82,7 @@ class PolicyStore:
 
     def _blob(self, policy: PublishedPolicy) -> _Blob:
         data, release = policy.data, policy.release
-        file = self._memory.write(memoryview(data))
+        file = self.memory.write(memoryview(data))
         if file is not None:
             release()
             data, release = _mapped(file), partial(file.unlink, missing_ok=True)
@@ -98,7 +95,7 @@ class PolicyStore:
         with self._lock:
             yield gone
             others = [digest for digest in self._blobs if digest != self._pinned]
-            gone += [self._blobs.pop(digest) for digest in others[: -self._keep]]
+            gone += [self._blobs.pop(digest) for digest in others[: -self.keep]]
         for blob in gone:
             blob.release()
 

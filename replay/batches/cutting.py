@@ -9,6 +9,7 @@ rollout buffer holds its lock.
 import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from replay.batches.delivery import Arrival
@@ -36,6 +37,7 @@ class CutBatch(NamedTuple):
     arrivals: Sequence[Arrival] = ()
 
 
+@dataclass(eq=False)
 class BatchCutter:
     """See the module's guarantee.
 
@@ -47,31 +49,22 @@ class BatchCutter:
         partial: whether `cut` may ever be asked for a partial batch.
     """
 
-    def __init__(
-        self,
-        budget: StalenessBudget,
-        journal: Journal,
-        *,
-        signal: Callable[[RolloutGroup], float],
-        replay: ReplayTable | None = None,
-        max_replayed: int = 0,
-        partial: bool = False,
-    ) -> None:
-        if not 0 <= max_replayed < budget.groups_per_step:
+    budget: StalenessBudget
+    journal: Journal
+    signal: Callable[[RolloutGroup], float]
+    replay: ReplayTable | None = None
+    max_replayed: int = 0
+    partial: bool = False
+    next_step: int = 0
+    _fresh: dict[str, Scored] = field(default_factory=dict)  # by id, in their order: leases bound staleness by it
+    _recorded: deque[RecordedBatch] = field(default_factory=deque)  # cut before a crash, to be cut again as they were
+    _resumed_at: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.max_replayed < self.budget.groups_per_step:
             raise ValueError("a batch needs at least one group that is trained for the first time")
-        self.budget = budget
-        self.signal = signal
-        self.partial = partial
-        self.next_step = 0
-        self._journal = journal
-        self._fresh: dict[
-            str, Scored
-        ] = {}  # by group id, in the order in which they came: leases bound staleness by it
-        self._replay = replay
-        rate = 1.0 if replay is None else replay.samples_per_insert
-        self._credit = ReplayCredit(budget.groups_per_step, rate, max_replayed)
-        self._recorded: deque[RecordedBatch] = deque()  # cut before a crash, to be cut again as they were
-        self._resumed_at = 0
+        rate = 1.0 if self.replay is None else self.replay.settings.samples_per_insert
+        self._credit = ReplayCredit(self.budget.groups_per_step, rate, self.max_replayed)
         self._load: Load
 
     @property
@@ -86,7 +79,7 @@ class BatchCutter:
 
     @property
     def num_replayable(self) -> int:
-        return 0 if self._replay is None else len(self._replay)
+        return 0 if self.replay is None else len(self.replay)
 
     def insert(self, group: RolloutGroup, signal: float) -> None:
         self._fresh[group.group_id] = (group, signal)
@@ -96,7 +89,7 @@ class BatchCutter:
         oldest = self.budget.oldest_usable(self.next_step)
         stale = [group for group, _ in self._fresh.values() if group.policy_version < oldest]
         if stale:
-            self._journal.drop([group.group_id for group in stale], "stale")
+            self.journal.drop([group.group_id for group in stale], "stale")
             for group in stale:
                 del self._fresh[group.group_id]
         return stale
@@ -116,14 +109,14 @@ class BatchCutter:
         credit = self._credit.at_cut(delivered, trained + len(fresh))
         allowed = credit.allowed(size - len(fresh), delivered, trained + len(fresh))
         replayed: list[RolloutGroup] = []
-        if self._replay is not None and fresh and allowed:
+        if self.replay is not None and fresh and allowed:
             version = self.budget.version_at(self.next_step)
-            replayed = self._replay.pick(allowed, step=self.next_step, version=version)
+            replayed = self.replay.pick(allowed, step=self.next_step, version=version)
         if not fresh or (len(fresh) + len(replayed) < size and not partial):
             return None
         last_step = self.next_step + self.budget.num_iterations
         group_ids = [group.group_id for group in [*(group for group, _ in fresh), *replayed]]
-        self._journal.claim(self.next_step + 1, last_step, group_ids, len(fresh))
+        self.journal.claim(self.next_step + 1, last_step, group_ids, len(fresh))
         for group, _ in fresh:
             del self._fresh[group.group_id]
         self._credit = credit
@@ -131,7 +124,7 @@ class BatchCutter:
 
     def state(self) -> list[list[Any]]:
         """The replay table, for a checkpoint."""
-        return [] if self._replay is None else self._replay.state()
+        return [] if self.replay is None else self.replay.state()
 
     def restore(self, found: Recovery, step: int, load: Load, replay_state: list[list[Any]]) -> None:
         self._load = load
@@ -140,15 +133,15 @@ class BatchCutter:
         self.next_step = found.batches[0].step - 1 if found.batches else step
         for group in load(found.ready):
             self.insert(group, self.signal(group))
-        if self._replay is not None:
+        if self.replay is not None:
             kept = [row for row in replay_state if row[0] not in found.not_replayable]
             ids = [row[0] for row in kept]
-            self._replay.restore(kept, dict(zip(ids, load(ids), strict=True)))
+            self.replay.restore(kept, dict(zip(ids, load(ids), strict=True)))
 
     def _cut_again(self) -> CutBatch:
         batch = self._recorded[0]
         groups = self._load(batch.group_ids)
-        self._journal.claim(*batch)
+        self.journal.claim(*batch)
         self._recorded.popleft()
         num_taken = max(0, self._resumed_at + 1 - batch.step)  # of its iterations, by the checkpoint
         fresh = [(group, self.signal(group)) for group in groups[: batch.num_fresh]]
@@ -156,10 +149,10 @@ class BatchCutter:
 
     def _hand_over(self, step: int, num_taken: int, fresh: list[Scored], replayed: list[RolloutGroup]) -> CutBatch:
         self.next_step = step + self.budget.num_iterations
-        if self._replay is not None and num_taken == 0:  # else the checkpoint's table has them
-            self._replay.sampled([group.group_id for group in replayed])
+        if self.replay is not None and num_taken == 0:  # else the checkpoint's table has them
+            self.replay.sampled([group.group_id for group in replayed])
             for group, signal in fresh:
-                self._replay.insert(group, signal)
-            self._replay.expire(self.budget.version_at(self.next_step))
+                self.replay.insert(group, signal)
+            self.replay.expire(self.budget.version_at(self.next_step))
         groups = [group for group, _ in fresh] + replayed
         return CutBatch(step, self.budget.num_iterations - num_taken, self.next_step, groups, len(fresh))

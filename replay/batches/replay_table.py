@@ -12,7 +12,7 @@ one makes room, a rate limiter how many (replay_credit.py).
 import heapq
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -30,14 +30,13 @@ class Entry:
     times_sampled: int  # the first training included
 
 
+@dataclass(eq=False)
 class ReplayTable:
     """See the module's guarantee. Not safe for use from several threads."""
 
-    def __init__(self, settings: ReplaySection, seed: int) -> None:
-        self.samples_per_insert = settings.samples_per_insert
-        self._settings = settings
-        self._seed = seed
-        self._entries: dict[str, Entry] = {}  # by group id, in order of insertion
+    settings: ReplaySection
+    seed: int
+    _entries: dict[str, Entry] = field(default_factory=dict)  # by group id, in order of insertion
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -50,21 +49,21 @@ class ReplayTable:
     def pick(self, num_groups: int, *, step: int, version: int) -> list[RolloutGroup]:
         """At most `num_groups` groups to replay at `step`, at which they would train policy `version`."""
         usable = [entry for entry in self._entries.values() if not self._too_old(entry, version)]
-        if len(usable) < self._settings.min_size:
+        if len(usable) < self.settings.min_size:
             return []
-        match self._settings.sampler:
+        match self.settings.sampler:
             case "fifo":  # those inserted first
                 chosen = usable[:num_groups]
             case "freshest":  # those of the newest policy; among equals those inserted last
                 chosen = heapq.nlargest(num_groups, reversed(usable), key=lambda entry: entry.group.policy_version)
             case "prioritized":
-                chosen = self._draw(usable, num_groups, np.random.default_rng([self._seed, step]))
+                chosen = self._draw(usable, num_groups, np.random.default_rng([self.seed, step]))
         return [entry.group for entry in chosen]
 
     def sampled(self, group_ids: Iterable[str]) -> None:
         """Counts one more use of each; ids that are not here are ignored."""
         for entry in [self._entries[group_id] for group_id in group_ids if group_id in self._entries]:
-            if entry.times_sampled + 1 < self._settings.max_times_sampled:
+            if entry.times_sampled + 1 < self.settings.max_times_sampled:
                 self._entries[entry.group.group_id] = replace(entry, times_sampled=entry.times_sampled + 1)
             else:
                 del self._entries[entry.group.group_id]
@@ -82,24 +81,24 @@ class ReplayTable:
         do not allow any more."""
         self._entries = {}
         for group_id, times_sampled, score in state:
-            if group_id in groups and times_sampled < self._settings.max_times_sampled:
+            if group_id in groups and times_sampled < self.settings.max_times_sampled:
                 self._keep(Entry(groups[group_id], score, times_sampled))
 
     def _keep(self, entry: Entry) -> None:
         if not 0 < entry.score < math.inf:
             return
         self._entries[entry.group.group_id] = entry
-        if len(self._entries) > self._settings.max_size:
+        if len(self._entries) > self.settings.max_size:
             entries = self._entries.values()  # of equals the one inserted first makes room: new data always gets in
-            leaves = next(iter(entries)) if self._settings.remover == "oldest" else min(entries, key=self._log2_score)
+            leaves = next(iter(entries)) if self.settings.remover == "oldest" else min(entries, key=self._log2_score)
             del self._entries[leaves.group.group_id]
 
     def _too_old(self, entry: Entry, version: int) -> bool:
-        return version - entry.group.policy_version > self._settings.max_age_versions
+        return version - entry.group.policy_version > self.settings.max_age_versions
 
     def _log2_score(self, entry: Entry) -> float:
         """The logarithm of score x 0.5^(age in versions / half-life), but for a term that all entries have in common."""
-        return math.log2(entry.score) + entry.group.policy_version / self._settings.half_life_versions
+        return math.log2(entry.score) + entry.group.policy_version / self.settings.half_life_versions
 
     def _draw(self, entries: list[Entry], count: int, rng: np.random.Generator) -> list[Entry]:
         """At random with probability proportional to the decayed score (Schaul et al., arXiv:1511.05952, the proportional

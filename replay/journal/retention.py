@@ -7,6 +7,7 @@ the disk. What it costs follows from what has arrived and what is deleted since 
 
 import time
 from collections.abc import Iterator, Set
+from dataclasses import dataclass
 from typing import Any
 
 from replay.journal.writer import Journal
@@ -28,13 +29,13 @@ SELECT version FROM policies WHERE step < min(
 """  # with which the oldest step began that a group or a replay is of, or a checkpoint goes on with
 
 
+@dataclass(eq=False)
 class Retention:
     """Belongs to one thread of the process that writes the journal; nobody else deletes groups."""
 
-    def __init__(self, journal: Journal) -> None:
-        self._journal = journal
-        self._counted_to = 0  # a sequence number: no row up to it is needed any more
-        self._counted_bytes = 0  # of those rows
+    journal: Journal
+    _counted_to: int = 0  # a sequence number: no row up to it is needed any more
+    _counted_bytes: int = 0  # of those rows
 
     def prune(
         self, *, oldest_step: int, oldest_seq: int, replayable: Set[str], keep_bytes: int, keep_age_s: float
@@ -46,7 +47,7 @@ class Retention:
             oldest_seq: the newest row that its ledger knows.
             replayable: groups in the replay table of any such checkpoint, or of the run as it is now.
         """
-        journal, needed = self._journal, {"step": oldest_step, "seq": oldest_seq}
+        journal, needed = self.journal, {"step": oldest_step, "seq": oldest_seq}
         excess = self._kept_bytes(needed) - keep_bytes
         doomed: list[tuple[int, int]] = []
         too_old = time.time() - keep_age_s
@@ -72,12 +73,12 @@ class Retention:
         while True:
             bindings = needed | {"after": self._counted_to, "rows": _ROWS_PER_COUNT}
             count = f"SELECT count(*), max(seq), sum(num_bytes), min(settled) FROM ({page})"
-            ((num_rows, last, num_bytes, all_settled),) = self._journal.query(count, bindings)
+            ((num_rows, last, num_bytes, all_settled),) = self.journal.query(count, bindings)
             if num_rows < _ROWS_PER_COUNT or not all_settled:
                 break
             self._counted_to, self._counted_bytes = last, self._counted_bytes + num_bytes
         rest = f"SELECT coalesce(sum(num_bytes), 0) FROM groups WHERE seq > :after AND {_SETTLED}"
-        return self._counted_bytes + int(self._journal.query(rest, bindings)[0][0])
+        return self._counted_bytes + int(self.journal.query(rest, bindings)[0][0])
 
     def _oldest_first(self, needed: dict[str, int]) -> Iterator[Any]:
         sql = (
@@ -85,13 +86,13 @@ class Retention:
             " ORDER BY seq LIMIT :rows"
         )
         after = 0
-        while page := self._journal.query(sql, needed | {"after": after, "rows": _ROWS_PER_TRANSACTION}):
+        while page := self.journal.query(sql, needed | {"after": after, "rows": _ROWS_PER_TRANSACTION}):
             yield from page
             after = page[-1][0]
 
     def _delete(self, rows: list[tuple[int, int]]) -> None:
         seqs = [(seq,) for seq, _ in rows]
-        with self._journal.transaction() as db:
+        with self.journal.transaction() as db:
             of_it = "group_id = (SELECT group_id FROM groups WHERE seq = ?)"
             db.executemany(f"DELETE FROM replays WHERE {of_it}", seqs)
             for table in ("bodies", "groups"):
@@ -100,9 +101,9 @@ class Retention:
 
     def _delete_policies(self, oldest_step: int) -> None:
         """Those before the oldest that is needed."""
-        for (oldest,) in self._journal.query(_OLDEST_POLICY, {"step": oldest_step}):
-            doomed = self._journal.query("SELECT version FROM policies WHERE version < ?", (oldest,))
+        for (oldest,) in self.journal.query(_OLDEST_POLICY, {"step": oldest_step}):
+            doomed = self.journal.query("SELECT version FROM policies WHERE version < ?", (oldest,))
             for start in range(0, len(doomed), _ROWS_PER_TRANSACTION):
-                with self._journal.transaction() as db:
+                with self.journal.transaction() as db:
                     part = doomed[start : start + _ROWS_PER_TRANSACTION]
                     db.executemany("DELETE FROM policies WHERE version = ?", part)

@@ -7,7 +7,7 @@ An evaluation knows nothing of training. It shares `PromptTable` with the ledger
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -80,6 +80,7 @@ class Answer:
         return cls(metric.score(group.rewards), tuple(means.tolist()), lengths, int(group.was_truncated.sum()))
 
 
+@dataclass(eq=False)
 class Evaluation:
     """See the module's guarantee. Times are of the caller's clock, in seconds.
 
@@ -91,15 +92,15 @@ class Evaluation:
         leases: the table of prompts that were leased and are not done.
     """
 
-    def __init__(
-        self, version: int, num_prompts: int, budgets: Mapping[FailureClass, RetryBudget], session: str
-    ) -> None:
-        self.version = version
-        self.num_prompts = num_prompts
-        self._session = session
-        self.leases: PromptTable[int] = PromptTable(budgets)
-        self._answers: dict[int, Answer] = {}
-        self._num_leased = 0  # prompts that were leased at least once, the first ones
+    version: int
+    num_prompts: int
+    budgets: Mapping[FailureClass, RetryBudget]
+    session: str
+    _answers: dict[int, Answer] = field(default_factory=dict)
+    _num_leased: int = 0  # prompts that were leased at least once, the first ones
+
+    def __post_init__(self) -> None:
+        self.leases: PromptTable[int] = PromptTable(self.budgets)
 
     @property
     def num_done(self) -> int:
@@ -122,7 +123,7 @@ class Evaluation:
         """Leases what `next_work` named."""
         self._num_leased = max(self._num_leased, work.key + 1)
         work = replace(work, attempt=work.attempt + 1)
-        lease_id = str(EvaluationLeaseId(self.version, work.key, work.attempt, self._session))
+        lease_id = str(EvaluationLeaseId(self.version, work.key, work.attempt, self.session))
         return self.leases.lease(LeaseRecord(lease_id, work, producer, self.version, deadline))
 
     def awaits(self, lease_id: str) -> int | None:
@@ -131,7 +132,7 @@ class Evaluation:
             lease = EvaluationLeaseId.parse(lease_id)
         except UnknownLeaseError:
             return None
-        is_ours = (lease.version, lease.session) == (self.version, self._session)
+        is_ours = (lease.version, lease.session) == (self.version, self.session)
         is_given = 1 <= lease.attempt <= self.leases.work(lease.prompt_id).attempt
         return lease.prompt_id if is_ours and is_given and self.leases.is_open(lease.prompt_id) else None
 

@@ -32,9 +32,7 @@ class Work(Generic[K]):
         return self.data_failures if of == "data" else self.infra_failures
 
     def failed(self, of: FailureClass) -> "Work[K]":
-        if of == "data":
-            return replace(self, data_failures=self.data_failures + 1)
-        return replace(self, infra_failures=self.infra_failures + 1)
+        return replace(self, **{f"{of}_failures": self.failures(of) + 1})  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

@@ -60,12 +60,12 @@ class RerollRules:
         return key.epoch + num_epochs if verdict == "solved" and num_epochs else None
 
 
+@dataclass
 class RerollShare:
     """Keeps rerolls to their share of the leases, but for a small burst."""
 
-    def __init__(self, max_share: float) -> None:
-        self._max_share = max_share
-        self._credit = 0.0  # rerolls that may be leased now
+    max_share: float
+    _credit: float = 0.0  # rerolls that may be leased now
 
     @property
     def allows_one(self) -> bool:
@@ -73,4 +73,4 @@ class RerollShare:
 
     def count_lease(self, is_reroll: bool) -> None:
         """A prompt was leased for the first time."""
-        self._credit = min(_BURST, self._credit + self._max_share) - is_reroll
+        self._credit = min(_BURST, self._credit + self.max_share) - is_reroll

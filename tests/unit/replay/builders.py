@@ -23,7 +23,7 @@ from replay.groups import GroupShape, RolloutGroup
 from replay.journal.tables import Entry
 from replay.journal.writer import Journal
 from replay.lease_ids import Key, LeaseId
-from replay.lifecycle import Answer, Lifecycle
+from replay.lifecycle import Answer
 from replay.prompts.failure_budgets import FailureWatch, RetryBudget
 from replay.prompts.ledger import PromptLedger
 from replay.prompts.rerolls import Grade, RerollRules
@@ -135,7 +135,7 @@ def unpublished_buffer(
     partial: bool = False,
     **budget: int,
 ) -> RolloutBuffer:
-    lifecycle = Lifecycle(
+    return RolloutBuffer(
         ledger(num_prompts, data_attempts=data_attempts, backoff_s=backoff_s, session=session),
         BatchCutter(
             StalenessBudget(**({"groups_per_step": 2, "max_staleness": 0} | budget)),
@@ -151,7 +151,6 @@ def unpublished_buffer(
         FailureWatch(max_failed_share),
         SignalWatch(max_groups_without_signal),
     )
-    return RolloutBuffer(lifecycle)
 
 
 def buffer(journal: Journal, num_prompts: int = 1000, **arguments: Any) -> RolloutBuffer:

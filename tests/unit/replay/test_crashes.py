@@ -26,7 +26,6 @@ from replay.batches.replay_table import ReplayTable
 from replay.batches.signal_watch import SignalWatch
 from replay.buffer import RolloutBuffer
 from replay.journal.database import JournalFullError
-from replay.lifecycle import Lifecycle
 from replay.prompts.failure_budgets import FailureWatch
 from replay.prompts.staleness import StalenessBudget
 from tests.unit.replay.builders import (
@@ -117,7 +116,7 @@ class RunMachine(Invariants, RuleBasedStateMachine):
             partial=self.partial,
         )
         book, watches = self.new_ledger(f"s{self.sessions}"), (FailureWatch(1.0), SignalWatch(None))
-        self.replay = RolloutBuffer(Lifecycle(book, self.cutter, self.journal, self.rules, mean_reward, *watches))
+        self.replay = RolloutBuffer(book, self.cutter, self.journal, self.rules, mean_reward, *watches)
         self.replay.restore(checkpoint.state, step=self.step, shape=SHAPE, comparable=self.comparable)
         assert self.replay.newest_version == self.newest_version
         self.publish()

@@ -85,8 +85,8 @@ class Process:
         metric, shape = Metric(np.ones(1, np.float32)), GroupShape(1, 1, 6, 64)
         rules = EvaluationRules(NUM_PROMPTS, Sampling(1, 6, 0.0), metric, shape, BUDGETS, per_place, 10.0, session)
         self.leases = EvaluationLeases(
-            channel,
             self.store,
+            channel,
             self.due,
             self.prompts,
             rules,

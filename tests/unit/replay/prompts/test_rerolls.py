@@ -131,7 +131,7 @@ def rerolling(journal: Journal, rules: dict[str, Any] | None = None, **arguments
 def publish_until(replay: Any, version: int) -> None:
     """Trains a batch before every version, so that the budget has room."""
     for published in range(1, version + 1):
-        for lease_id in [lease(replay) for _ in range(replay._cutter.budget.groups_per_step)]:
+        for lease_id in [lease(replay) for _ in range(replay.cutter.budget.groups_per_step)]:
             assert offer(replay, lease_id, published - 1) == "accepted"
         cut(replay)
         replay.published(published)
