@@ -78,5 +78,14 @@ def _watch(log: EvidenceLog, aim: Aim) -> None:
         return sent
 
     ZmqClient.send = watched_send  # type: ignore[method-assign]
-    aim.around(Mailbox, "answer", "answer.begin", "answer.kept")
+    put = Mailbox.put
+
+    def watched_put(mailbox: Mailbox, mail: Any) -> None:
+        if not isinstance(mail, Group | Nack):
+            return put(mailbox, mail)
+        aim.reach("answer.begin")
+        put(mailbox, mail)
+        return aim.reach("answer.kept")
+
+    Mailbox.put = watched_put  # type: ignore[method-assign]
     aim.around(AdapterRegistry, "offer", "policy.arrived", None)
