@@ -4,12 +4,13 @@ Guarantee: each of the two files has at most `max_bytes`, unless one call append
 and are written whole or not at all. A reader beside the writer finds every line of both files once and in order.
 """
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from protocol.files.json_lines import append, forget_after, open_to_append
 
@@ -45,6 +46,12 @@ def older(path: Path) -> Path:
 def paths(folder: Path, pattern: str) -> list[Path]:
     """The newer files of `RotatedLines` in `folder`, by name."""
     return sorted(path for path in folder.glob(pattern) if not path.stem.endswith(".1"))
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """All lines, oldest first, without one that is still being written."""
+    with opened(path) as files:
+        return [json.loads(line) for file in files for line in file if line.endswith(b"\n")]
 
 
 def read_end(path: Path, num_bytes: int) -> list[bytes]:
