@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from protocol.files.rotated_lines import RotatedLines, older, opened, paths, read_end
+from protocol.files.rotated_lines import RotatedLines, older, opened, paths, read, read_end
 
 
 def line(step: int) -> bytes:
@@ -19,8 +19,7 @@ SIZE = len(line(10))  # of any with two digits
 
 
 def steps(path: Path) -> list[int]:
-    with opened(path) as files:
-        return [json.loads(one)["step"] for file in files for one in file]
+    return [found["step"] for found in read(path)]
 
 
 def write(path: Path, *numbers: int, max_bytes: int = 4 * SIZE) -> RotatedLines:
@@ -32,7 +31,7 @@ def write(path: Path, *numbers: int, max_bytes: int = 4 * SIZE) -> RotatedLines:
 
 def test_a_full_file_takes_the_place_of_the_older_one(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
-    assert steps(path) == []
+    assert read(path) == []
     for last in range(10, 40):
         write(path, last)
         kept = steps(path)
@@ -91,6 +90,14 @@ def test_on_a_full_disk_nothing_is_appended_and_nothing_lost(
     assert steps(path) == [10, 11, 12, 13, 14]
 
 
+def test_a_line_that_is_being_written_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+    write(path, 10)
+    with path.open("ab") as file:
+        file.write(line(11)[:-1])
+    assert steps(path) == [10]
+
+
 @pytest.mark.parametrize("num_lines", [1, 3, 4, 6])
 def test_the_end_is_read_across_both_files(tmp_path: Path, num_lines: int) -> None:
     path = tmp_path / "steps.jsonl"
@@ -115,4 +122,6 @@ def test_a_rotation_between_the_opening_of_the_two_files_is_seen(
         return open_file(place, mode)
 
     monkeypatch.setattr(Path, "open", open_after_rotation)
-    assert steps(path) == list(range(14, 19))
+    with opened(path) as files:
+        found = [json.loads(one)["step"] for file in files for one in file]
+    assert found == list(range(14, 19))
