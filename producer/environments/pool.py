@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from producer.environments.worker import Answer, Call
@@ -27,14 +28,14 @@ class EnvironmentFailedError(Exception):
     """The environment did not do what an episode needs. The text says what it did instead; the process may have ended."""
 
 
+@dataclass
 class EnvironmentSession:
     """An environment for one episode. Its methods raise EnvironmentFailedError if the environment raises, hangs or has died."""
 
-    def __init__(self, process: ChildProcess, section: EnvironmentSection, *, is_new: bool) -> None:
-        self.is_usable = True
-        self._process = process
-        self._section = section
-        self._is_new = is_new
+    process: ChildProcess
+    call_timeout_s: float
+    start_timeout_s: float  # that the first call has in addition
+    is_usable: bool = True
 
     async def reset(self, columns: dict[str, Any]) -> str | list[Any] | None:
         """Begins an episode on a row of the dataset, and returns what the environment adds to its prompt."""
@@ -56,21 +57,20 @@ class EnvironmentSession:
 
     async def _ask(self, call: Call) -> Answer:
         what = f"tool {call.name}" if call.kind == "tool" else {"reward": "get_reward"}.get(call.kind, call.kind)
-        limit_s = self._section.call_timeout_s + (_START_TIMEOUT_S if self._is_new else 0.0)
         if not self.is_usable:
             raise EnvironmentFailedError(f"{what}: the process of the environment has ended")
         self.is_usable = False  # until it has answered
         try:
-            async with asyncio.timeout(limit_s):
-                answer = await self._process.ask(call, Answer)
+            async with asyncio.timeout(self.call_timeout_s + self.start_timeout_s):
+                answer = await self.process.ask(call, Answer)
         except TimeoutError:
             raise EnvironmentFailedError(
-                f"{what} did not return within environment.call_timeout_s={self._section.call_timeout_s:g} seconds and its "
-                "process was killed"
+                f"{what} did not return within environment.call_timeout_s={self.call_timeout_s:g} seconds and its process was "
+                "killed"
             ) from None
         except ChildEndedError as error:
             raise EnvironmentFailedError(f"{what}: {error}") from None
-        self.is_usable, self._is_new = True, False
+        self.is_usable, self.start_timeout_s = True, 0.0
         if answer.problem:
             raise EnvironmentFailedError(f"{what} {answer.problem}")
         return answer
@@ -114,8 +114,8 @@ class EnvironmentPool:
         """Holds an environment for the duration of the context. Waits for a slot. Raises EnvironmentFailedError if no
         process can be started."""
         async with self._slots:
-            process, is_new = (self._idle.pop(), False) if self._idle else (self._start(), True)
-            session = EnvironmentSession(process, self._section, is_new=is_new)
+            process, start_timeout_s = (self._idle.pop(), 0.0) if self._idle else (self._start(), _START_TIMEOUT_S)
+            session = EnvironmentSession(process, self._section.call_timeout_s, start_timeout_s)
             try:
                 yield session
             finally:

@@ -80,18 +80,30 @@ class RewardPool:
         """Returns rewards as (completions, functions), NaN for missing, and the seconds it took. `completions` are texts, or
         lists of messages where the prompt is one. Raises LeaseFailure, which names the functions that failed, if nothing was
         scored."""
-        started = time.monotonic()
+        started, functions = time.monotonic(), self._section.functions
         job = Job(prompt, completions, completion_ids, columns)
         reasoning = None
         if self._section.reads_thinking:
             assert self._thinking is not None, "read_thinking comes first"
             counts = self._section.counts_reasoning
             reasoning = await asyncio.to_thread(self._thinking.read, prompt, completions, completion_ids, count=counts)
-        views = [view(self._section, function, job, reasoning) for function in self._section.functions]
+        views = [view(self._section, function, job, reasoning) for function in functions]
         answers = await self._ask_all([seen for seen, _ in views])
-        scores = [scattered(answer, hidden) for answer, (_, hidden) in zip(answers, views, strict=True)]
-        excluded = {row for _, hidden in views for row, reward in hidden.items() if math.isnan(reward)}
-        return self._rewards(scores, excluded, prompt, len(completions)), time.monotonic() - started
+        rewards = np.full((len(completions), len(functions)), np.nan, np.float32)
+        excluded, problems = set[int](), list[str]()
+        for column, (function, (_, hidden), answer) in enumerate(zip(functions, views, answers, strict=True)):
+            scores = scattered(answer, hidden)
+            excluded |= scores.failed.keys() | {row for row, reward in hidden.items() if math.isnan(reward)}
+            failures = [(1, *why) for why in scores.failed.values()]
+            if scores.rewards is None:
+                failures = [(len(completions), scores.reason, scores.problem)]
+            else:
+                rewards[:, column] = scores.rewards
+            problems += [self._failed(function, prompt, *failure) for failure in failures]
+        rewards[list(excluded)] = np.nan
+        if problems and np.isnan(rewards).all():
+            raise LeaseFailure("reward_failed", "\n".join(problems))
+        return rewards, time.monotonic() - started
 
     async def _ask_all(self, jobs: list[Job]) -> list[Scores]:
         """Asks every function, in order. The asynchronous ones of the workers are awaited together, as TRL does."""
@@ -140,30 +152,10 @@ class RewardPool:
         assert scores is not None
         return scores
 
-    def _rewards(
-        self, scores: list[Scores], excluded: set[int], prompt: Any, num_completions: int
-    ) -> NDArray[np.float32]:
-        rewards = np.full((num_completions, len(scores)), np.nan, np.float32)
-        problems = []
-        for column, (function, one) in enumerate(zip(self._section.functions, scores, strict=True)):
-            if one.rewards is None:
-                problems.append(self._failed(function, one.reason, one.problem, prompt, num_completions))
-                continue
-            rewards[:, column] = one.rewards
-            for row, (reason, problem) in one.failed.items():
-                excluded.add(row)
-                problems.append(self._failed(function, reason, problem, prompt, 1))
-        rewards[list(excluded)] = np.nan
-        if problems and np.isnan(rewards).all():
-            raise LeaseFailure("reward_failed", "\n".join(problems))
-        return rewards
-
-    def _failed(
-        self, function: RewardFunction, reason: Failure, problem: str, prompt: Any, num_completions: int
-    ) -> str:
-        self._observer.reward_failed(function.name, reason, num_completions)
+    def _failed(self, function: RewardFunction, prompt: Any, count: int, reason: Failure, problem: str) -> str:
+        self._observer.reward_failed(function.name, reason, count)
         said = f"{function.place} {problem}"
-        shown = f"{num_completions} completion{'s' if num_completions > 1 else ''} of prompt {str(prompt)[:_PROMPT_SHOWN]!r}"
+        shown = f"{count} completion{'s' if count > 1 else ''} of prompt {str(prompt)[:_PROMPT_SHOWN]!r}"
         self._warn(f"{function.name} {reason}", f"reward {function.name} is missing for {shown} ({reason}): {said}")
         return said
 

@@ -75,7 +75,8 @@ async def _play(environment: Environment, settings: dict[str, Any]) -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, current.cancel)
     endpoint = PolicyEndpoint(base_url, key, settings["max_concurrent"] + 1)
     async with environment.playing(base_url, key):
-        await TaskLoop(endpoint, environment, settings["max_concurrent"], settings["episode_timeout_s"]).run()
+        slots = asyncio.Semaphore(settings["max_concurrent"])
+        await TaskLoop(endpoint, environment, slots, settings["episode_timeout_s"]).run()
 
 
 def _private_output() -> TextIO:

@@ -11,6 +11,7 @@ import logging
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from producer.environments.bridges.http_client import HttpClient
@@ -92,28 +93,26 @@ class PolicyEndpoint:
         raise FailedError(problem)
 
 
+@dataclass
 class TaskLoop:
-    """See the module's guarantee. It plays at most `max_concurrent` episodes at once."""
+    """See the module's guarantee. `slots` are for episodes that are played at once."""
 
-    def __init__(
-        self, endpoint: PolicyEndpoint, environment: Environment, max_concurrent: int, episode_timeout_s: float
-    ) -> None:
-        self._endpoint = endpoint
-        self._environment = environment
-        self._slots = asyncio.Semaphore(max_concurrent)
-        self._episode_timeout_s = episode_timeout_s
-        self._named: set[str] = set()
+    endpoint: PolicyEndpoint
+    environment: Environment
+    slots: asyncio.Semaphore
+    episode_timeout_s: float
+    _named: set[str] = field(default_factory=set)
 
     async def run(self) -> None:
         """Plays until it is cancelled."""
         async with asyncio.TaskGroup() as playing:
             while True:
-                async with self._slots:  # there is room for an episode
+                async with self.slots:  # there is room for an episode
                     pass
                 try:
-                    if problem := await self._environment.problem():
+                    if problem := await self.environment.problem():
                         raise FailedError(problem)
-                    task = await self._endpoint.take()
+                    task = await self.endpoint.take()
                 except FailedError as error:
                     logger.warning("no task: %s; looking again in %g s", error, _PAUSE_S)
                     await asyncio.sleep(_PAUSE_S)
@@ -124,13 +123,13 @@ class TaskLoop:
                         playing.create_task(self._episode(task, episode, ends_at))
 
     async def _episode(self, task: dict[str, Any], episode: str, ends_at: float) -> None:
-        async with self._slots:
+        async with self.slots:
             try:
                 try:
-                    await self._endpoint.reward(episode, await self._played(task, episode, ends_at))
+                    await self.endpoint.reward(episode, await self._played(task, episode, ends_at))
                 except FailedError as error:  # such as: nothing was sampled
                     logger.warning("episode %s failed: %s", episode, error)
-                    await self._endpoint.fail(episode, str(error))
+                    await self.endpoint.fail(episode, str(error))
             except TaskOverError:
                 logger.info("episode %s: its task is over", episode)
             except FailedError as error:
@@ -138,17 +137,17 @@ class TaskLoop:
 
     async def _played(self, task: dict[str, Any], episode: str, ends_at: float) -> dict[str, Any]:
         """Returns the episode's rewards."""
-        limit_s = min(self._episode_timeout_s, ends_at - asyncio.get_running_loop().time())
+        limit_s = min(self.episode_timeout_s, ends_at - asyncio.get_running_loop().time())
         if limit_s <= 0:
             raise TaskOverError
         try:
             async with asyncio.timeout(limit_s) as limit:
-                found = await self._environment.play(task, episode)
+                found = await self.environment.play(task, episode)
         except Exception as error:
             logger.debug("episode %s", episode, exc_info=True)
             reason = f"{type(error).__name__}: {error}"[:_LONGEST_REASON]
             if limit.expired():
-                reason = f"it was not over within environment.episode_timeout_s={self._episode_timeout_s:g} seconds"
+                reason = f"it was not over within environment.episode_timeout_s={self.episode_timeout_s:g} seconds"
             raise FailedError(reason) from None
         for name in set(task["rewards"]) - found.keys() - self._named:
             self._named.add(name)

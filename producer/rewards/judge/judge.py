@@ -67,8 +67,6 @@ class Remote(Peer):
     def _called_back(self, message: dict[str, Any]) -> dict[str, Any]:
         try:
             return {"value": self.encode(self._callbacks[message["callback"]](*self.decode(message["arguments"])))}
-        except ChannelEndedError:
-            raise
         except Exception as error:
             kind = importable(type(error)) or importable(RuntimeError)
             return {"raised": kind, "arguments": self.encode([str(argument) for argument in error.args])}

@@ -9,7 +9,6 @@ from producer.calls.calls import Sampled
 from producer.calls.refusals import RefusedError
 from producer.calls.requests import ServedRequest
 from producer.environments.agents import Agents
-from producer.groups import group_message
 from producer.interfaces import LeaseFailure
 from protocol.wire.messages import Sampling
 from tests.scripted_trainer import lease
@@ -30,9 +29,7 @@ def task(**changes):
 async def begun(agents: Agents, **changes):
     """A task that an agent has taken."""
     fulfilling = asyncio.create_task(agents.fulfil(task(**changes)))
-    taken = await agents.take(5.0)
-    assert taken is not None
-    return fulfilling, taken
+    return fulfilling, await agents.take(5.0)
 
 
 def note(agents: Agents, number: int, prompt_ids: list[int], token_ids: list[int], **how) -> None:
@@ -67,9 +64,7 @@ async def test_a_task_goes_to_one_agent_and_its_rewards_end_it():
     assert agents.reward("lease-7.0", {"solved": 0.0, "style": 0.5})["episodes_left"] == 0
     episodes, rewards, _ = await fulfilling
     np.testing.assert_array_equal(rewards, np.array([[0.0, 0.5], [1.0, np.nan]], "f4"))
-    group = group_message("lease-7", episodes, rewards, 8, 1.0, 0.0)
     assert [episode.token_ids for episode in episodes] == [[10, 11], [12]]
-    assert (group.policy_version, group.sampled, group.episodes) == (3, b"", b"")
     with pytest.raises(RefusedError, match="no such episode"):
         agents.reward("lease-7.0", {"solved": 0.0, "style": 0.5})
 
@@ -84,15 +79,13 @@ async def test_calls_that_go_on_where_a_record_ends_extend_it_and_others_fork():
     note(agents, 1, [1, 2, 99], [13], reason="length")  # the history was rewritten
     for number in range(2):
         agents.reward(f"lease-7.{number}", {"solved": float(number)})
-    episodes, rewards, _ = await fulfilling
-    group = group_message("lease-7", episodes, rewards, 8, 1.0, 0.0)
-    assert np.frombuffer(group.prompt_ids, "<i4").tolist() == [1, 2]
-    assert np.frombuffer(group.completion_ids, "<i4").tolist() == [10, 50, 51, 11, 12, 99, 13]
-    assert np.frombuffer(group.completion_lengths, "<i4").tolist() == [4, 1, 2]
-    assert np.frombuffer(group.sampled, "u1").tolist() == [1, 0, 0, 1, 1, 0, 1]
-    assert np.frombuffer(group.episodes, "<i4").tolist() == [0, 1, 1]
-    assert np.frombuffer(group.token_versions, "<i4").tolist() == [3, 3, 3, 4, 3, 3, 3]
-    assert np.frombuffer(group.truncated, "u1").tolist() == [0, 1, 1]
+    episodes, _, _ = await fulfilling
+    assert [[record.token_ids for record in episode.records] for episode in episodes] == [
+        [[1, 2, 10, 50, 51, 11]],
+        [[1, 2, 12], [1, 2, 99, 13]],
+    ]
+    assert episodes[0].records[0].versions.tolist() == [-1, -1, 3, -1, -1, 4]
+    assert [(episode.prompt_length, episode.truncated) for episode in episodes] == [(2, False), (2, True)]
 
 
 async def failure(fulfilling) -> tuple[str, str]:

@@ -1,8 +1,6 @@
 """The user's environments, as real processes: what they say, what they fail at, and what is left of them."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 import psutil
 import pytest
@@ -21,33 +19,18 @@ def section(**changes: object) -> EnvironmentSection:
     return EnvironmentSection.model_validate({"factory": SHOP, "reward_weight": 1.0, "tool_parser": "hermes"} | changes)
 
 
-def children() -> set[psutil.Process]:
-    """Those of the pool: this process may have others."""
-    commands = {child: child.as_dict(["cmdline"])["cmdline"] for child in psutil.Process().children()}
-    return {child for child, command in commands.items() if "producer.environments.worker" in (command or ())}
-
-
-@asynccontextmanager
-async def pool(**changes: object) -> AsyncIterator[EnvironmentPool]:
-    environments = EnvironmentPool(section(**changes))
-    try:
-        yield environments
-    finally:
-        await environments.close()
-        assert not children()
-
-
-def columns(**changes: object) -> dict[str, object]:
-    return {"prompt": [{"role": "user", "content": "shop"}], "stock": 4} | changes
+def columns(stock: int = 4) -> dict[str, object]:
+    return {"prompt": [{"role": "user", "content": "shop"}], "stock": stock}
 
 
 @pytest.mark.long
 @asynchronous
 async def test_an_episode_costs_nothing_but_itself() -> None:
     """One process serves many; one that hangs or dies is replaced."""
-    async with pool(max_concurrent=1, call_timeout_s=1.5) as environments:
+    environments = EnvironmentPool(section(max_concurrent=1, call_timeout_s=1.5))
+    try:
         async with environments.session() as environment:
-            first = environment._process.process.pid
+            first = environment.process.process.pid
             assert await environment.reset(columns()) == " stock 4"
             assert await environment.call("buy", {"count": 3}) == ("sold 3", False)
             assert await environment.call("buy", {"count": 9}) == ("{'error': 'only 4 left'}", True)
@@ -59,7 +42,7 @@ async def test_an_episode_costs_nothing_but_itself() -> None:
                 assert await environment.call(name, {}) == (f"{{'error': 'Tool {name} not found.'}}", True)
             assert await environment.reward() == 0.75
         async with environments.session() as environment:
-            assert environment._process.process.pid == first
+            assert environment.process.process.pid == first
             with pytest.raises(EnvironmentFailedError, match=r"reset raised\n(.|\n)*ValueError: no such stock"):
                 await environment.reset(columns(stock=-1))
             assert await environment.reset(columns(stock=0)) == " stock 0"
@@ -75,24 +58,23 @@ async def test_an_episode_costs_nothing_but_itself() -> None:
                 await environment.call("die", {})
         async with environments.session() as environment:
             assert await environment.reset(columns(stock=1)) == " stock 1"
+            last = environment.process.process.pid
+    finally:
+        await environments.close()
+    assert not psutil.pid_exists(last)
 
 
 @asynchronous
-async def test_as_many_at_once_as_there_may_be() -> None:
-    async with pool(max_concurrent=2) as environments:
-        running = most = 0
+async def test_as_many_at_once_as_there_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    children, environments = FakeChildren(monkeypatch, lambda _: Answer()), EnvironmentPool(section(max_concurrent=2))
 
-        async def episode() -> None:
-            nonlocal running, most
-            async with environments.session() as environment:
-                running += 1
-                most = max(most, running)
-                await environment.reset(columns())
-                await environment.call("wait", {"seconds": 0.05})
-                running -= 1
+    async def episode() -> None:
+        async with environments.session() as environment:
+            await environment.reset({})
 
-        await asyncio.gather(*(episode() for _ in range(4)))
-        assert (most, len(children())) == (2, 2)
+    await asyncio.gather(*(episode() for _ in range(4)))
+    assert len(children.started) == 2
+    await environments.close()
 
 
 def test_tools_are_described_as_transformers_describes_functions() -> None:

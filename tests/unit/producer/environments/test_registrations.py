@@ -39,19 +39,9 @@ def test_the_one_that_was_silent_for_longest_makes_room():
     assert environments.remove(last)
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"",
-        b"[]",
-        b'{"group_size": 2, "max_token_length": 64}',
-        b'{"group_size": 2, "max_token_length": 64, "weight": null}',
-        b'{"group_size": 2, "max_token_length": 1e999, "weight": 1}',
-        b'{"group_size": 2, "max_token_length": 1' + b"0" * 400 + b', "weight": 1}',
-        b'{"group_size": "2", "max_token_length": 64, "weight": 1}',
-        b'{"group_size": 2, "max_token_length": 64, "weight": 1, "desired_name": 3}',
-    ],
-)
-def test_what_is_no_registration_is_refused(body):
+@pytest.mark.parametrize("length", [b"1e999", b"1" + b"0" * 400, b'"64"', b"null"])
+def test_what_is_no_registration_is_refused(length: bytes):
+    body = b'{"group_size": 2, "max_token_length": %b, "weight": 1}'
+    assert decode_body(body % b"64", Registration, "a registration").group_size == 2
     with pytest.raises(RefusedError, match="the body is not a registration"):
-        decode_body(body, Registration, "a registration")
+        decode_body(body % length, Registration, "a registration")

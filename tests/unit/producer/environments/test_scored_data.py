@@ -9,8 +9,8 @@ from producer.calls.recorded import RecordedCall, RecordedCalls
 from producer.calls.refusals import RefusedError
 from producer.calls.requests import decode_body
 from producer.environments.scored_data import ScoredData, ScoredGroups, match_group
-from producer.groups import group_message
-from protocol.wire.messages import Group, Sampling
+from producer.groups import Rollouts
+from protocol.wire.messages import Sampling
 from tests.unit.producer.calls.test_recorded_calls import sampled
 
 
@@ -21,43 +21,42 @@ def recorded(*calls) -> RecordedCalls:
     return result
 
 
-def match(
-    calls: RecordedCalls, *sequences: list[int], scores=(1.0, 0.0), longest: int = 8, **fields
-) -> tuple[Group, set[RecordedCall]]:
-    """As it goes on the wire. A negative token is masked."""
+def match(calls: RecordedCalls, *sequences: list[int], **fields) -> tuple[Rollouts, set[RecordedCall]]:
+    """Of two sequences, in which negative tokens are masked."""
     tokens = [[abs(token) for token in each] for each in sequences]
     masks = [[token if token > 0 else -100 for token in each] for each in sequences]
-    data = ScoredData(**{"tokens": tokens, "masks": masks, "scores": list(scores)} | fields)
-    rollouts, used = match_group(data, calls, Sampling(2, longest, 1.0), now=12.5)
-    return group_message("", rollouts.episodes, rollouts.own_rewards, longest, rollouts.generation_s, 0.0), used
+    data = ScoredData(**{"tokens": tokens, "masks": masks, "scores": [1.0, 0.0]} | fields)
+    return match_group(data, calls, Sampling(2, 8, 1.0), now=12.5)
 
 
-def ints(data: bytes) -> list[int]:
-    return np.frombuffer(data, "<i4").tolist()
+def sampled_of(rollouts: Rollouts) -> list[list[int]]:
+    """Which tokens of each sequence are trained."""
+    return [episode.records[0].is_sampled.astype(int).tolist() for episode in rollouts.episodes]
 
 
 def test_a_group_of_one_turn():
     calls = recorded(sampled([1, 2], [7, 8], 3), sampled([1, 2], [9], 4, "length"))
-    group, used = match(calls, [-1, -2, 7, 8], [-1, -2, 9])
-    assert len(used) == 2
-    assert (group.lease_id, group.policy_version, group.generation_s) == ("", 3, 2.5)
-    assert ints(group.prompt_ids) == [1, 2]
-    assert ints(group.completion_lengths) == [2, 1]
-    assert ints(group.completion_ids) == [7, 8, 9]
-    assert ints(group.token_versions) == [3, 3, 4]
-    np.testing.assert_allclose(np.frombuffer(group.logprobs, "<f4"), [-0.07, -0.08, -0.09], rtol=1e-6)
-    assert np.frombuffer(group.rewards, "<f4").tolist() == [1.0, 0.0]
-    assert list(group.truncated) == [0, 1]
-    assert (group.sampled, group.episodes) == (b"", b"")
+    rollouts, used = match(calls, [-1, -2, 7, 8], [-1, -2, 9])
+    assert (len(used), rollouts.generation_s, rollouts.own_rewards.tolist()) == (2, 2.5, [[1.0], [0.0]])
+    (one,), (other,) = (episode.records for episode in rollouts.episodes)
+    assert (one.token_ids, other.token_ids) == ([1, 2, 7, 8], [1, 2, 9])
+    assert (one.versions.tolist(), other.versions.tolist()) == ([-1, -1, 3, 3], [-1, -1, 4])
+    np.testing.assert_allclose([*one.logprobs, *other.logprobs], [0, 0, -0.07, -0.08, 0, 0, -0.09], rtol=1e-6)
+    assert [(each.prompt_length, each.truncated) for each in rollouts.episodes] == [(2, False), (2, True)]
 
 
 def test_what_the_environment_masks_is_shown_and_not_trained():
     calls = recorded(sampled([1], [7, 8]), sampled([1, 7, 8, 5], [9, 9]), sampled([1], [6]))
-    group, used = match(calls, [-1, -7, 8, -5, 9, 9, -4], [-1, 6])
-    assert ints(group.prompt_ids) == [1]
-    assert ints(group.completion_ids) == [7, 8, 5, 9, 9, 6]  # without what follows the last trained token
-    assert list(group.sampled) == [0, 1, 0, 1, 1, 1]
-    assert np.frombuffer(group.logprobs, "<f4")[[0, 2]].tolist() == [0.0, 0.0]
+    rollouts, used = match(calls, [-1, -7, 8, -5, 9, 9, -4], [-1, 6])
+    assert rollouts.episodes[0].records[0].token_ids == [
+        1,
+        7,
+        8,
+        5,
+        9,
+        9,
+    ]  # without what follows the last trained token
+    assert sampled_of(rollouts) == [[0, 0, 1, 0, 1, 1], [0, 1]]
     assert len(used) == 3
 
 
@@ -69,8 +68,8 @@ def test_a_call_of_which_nothing_is_trained_stays_for_others():
 
 def test_equal_answers_are_different_calls_and_no_call_is_trained_twice():
     calls = recorded(sampled([1], [7], 3), sampled([1], [7], 4))
-    group, used = match(calls, [-1, 7], [-1, 7])
-    assert sorted(ints(group.token_versions)) == [3, 4]
+    rollouts, used = match(calls, [-1, 7], [-1, 7])
+    assert rollouts.versions == {3, 4}
     calls.remove(list(used)[:1])
     with pytest.raises(RefusedError, match="sequence 1: 1 of 1 tokens to be trained, the first at place 1, were not"):
         match(calls, [-1, 7], [-1, 7])
@@ -78,13 +77,11 @@ def test_equal_answers_are_different_calls_and_no_call_is_trained_twice():
 
 def test_the_end_that_a_template_writes_behind_an_answer_is_not_trained():
     calls = recorded(sampled([1], [7, 8]), sampled([1], [9]))
-    group, _ = match(calls, [-1, 7, 8, 20, 21], [-1, 9])
-    assert ints(group.completion_ids) == [7, 8, 9]
+    assert sampled_of(match(calls, [-1, 7, 8, 20, 21], [-1, 9])[0]) == [[0, 1, 1], [0, 1]]
     with pytest.raises(RefusedError, match="sequence 0: 5 of 7 tokens to be trained, the first at place 3"):
         match(calls, [-1, 7, 8, 20, 21, 22, 23, 24], [-1, 9])
     inside = recorded(sampled([1], [7]), sampled([1, 7, 20, 5], [8]), sampled([1], [9]))
-    group, _ = match(inside, [-1, 7, 20, -5, 8], [-1, 9])
-    assert list(group.sampled) == [1, 0, 0, 1, 1]
+    assert sampled_of(match(inside, [-1, 7, 20, -5, 8], [-1, 9])[0]) == [[0, 1, 0, 0, 1], [0, 1]]
     within = recorded(sampled([1], [7, 8, 6, 5]), sampled([1], [9]))
     with pytest.raises(RefusedError, match="sequence 0: 2 of 4 tokens to be trained, the first at place 3"):
         match(within, [-1, 7, 8, 20, 21], [-1, 9])  # another answer, which begins in the same way
@@ -126,14 +123,6 @@ def test_what_contradicts_itself_or_is_not_done_is_refused(fields, said):
     assert match(calls, [-1, 7], [-1, 8], advantages=[], overrides=[{}, {}], group_overrides={"group_size": 2})
     with pytest.raises(RefusedError, match=said):
         match(calls, [-1, 7], [-1, 8], **fields)
-
-
-def test_prompts_that_differ_count_as_part_of_the_completion():
-    calls = recorded(sampled([1, 2], [7, 7, 7]), sampled([1, 3, 4], [8]))
-    group, _ = match(calls, [-1, -2, 7, 7, 7], [-1, -3, -4, 8], longest=3)
-    assert ints(group.prompt_ids) == [1]
-    assert ints(group.completion_ids) == [2, 7, 7, 3, 4, 8]
-    assert list(group.truncated) == [1, 0]
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ class Producer:
     ) -> dict[str, dict[str, Any]]:
         """What was posted, by path, once there are `count`."""
         endpoint = PolicyEndpoint("http://policy/v1", "secret", max_concurrent + 1)
-        working = asyncio.create_task(TaskLoop(endpoint, player, max_concurrent, timeout_s).run())
+        working = asyncio.create_task(TaskLoop(endpoint, player, asyncio.Semaphore(max_concurrent), timeout_s).run())
         await until(lambda: working.done() or len(self.posted) >= count)
         working.cancel()
         with pytest.raises(asyncio.CancelledError):
