@@ -1,7 +1,6 @@
 """Reasoning told from answers, counted in tokens; with a tokenizer of one token per character but for `<think>`."""
 
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,10 +10,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from producer.rewards.pool import RewardPool
-from producer.rewards.thinking import Thinking, scattered, segments, view
+from producer.rewards.thinking import Reasoning, Thinking, scattered, segments, view
 from producer.rewards.worker import Job, Scores
-from protocol.config.sections.rewards import RewardsSection, ThinkingSection
-from tests.unit.producer.rewards.test_rewards import with_pool
+from protocol.config.sections.rewards import ThinkingSection
+from tests.unit.producer.rewards.test_rewards import section, with_pool
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}A:{{ tail }}{% endif %}"
 
@@ -67,12 +66,12 @@ def test_answers_and_tokens(special):
 
 def test_tags_of_many_tokens_and_a_prompt_that_opens():
     made = tokenizer()
-    section = ThinkingSection(open="<a>", close="</a>")
-    found = read(Thinking(section, made, {}), "p <a>\n", ["bc</a>7", "bc"], made)
+    tags = ThinkingSection(open="<a>", close="</a>")
+    found = read(Thinking(tags, made, {}), "p <a>\n", ["bc</a>7", "bc"], made)
     assert (found.answers, found.is_closed, found.num_tokens) == (["7", ""], [True, False], [6, 2])
     asked = [{"role": "user", "content": "p"}]
     for tail, closed in (("<a>", False), ("<a></a>", True)):
-        thinking = Thinking(section, made, {"tail": tail})
+        thinking = Thinking(tags, made, {"tail": tail})
         found = thinking.read(asked, [[{"role": "assistant", "content": "bc"}]], [[1, 2]], count=True)
         assert (found.is_closed, found.num_tokens) == ([closed], [0 if closed else 2])
 
@@ -88,55 +87,51 @@ def test_every_assistant_message_loses_its_reasoning():
     assert (found.is_closed, found.num_tokens) == ([True], [])
 
 
-def test_the_pool_strips_counts_and_scores_what_never_ends():
+@pytest.mark.parametrize(("unclosed", "last"), [(-1.0, [-1, 0, -0.25]), ("missing", [np.nan] * 3)])
+def test_the_pool_strips_counts_and_scores_what_never_ends(unclosed, last):
     made = tokenizer()
-    section = RewardsSection.model_validate(
-        {
-            "functions": [
-                {"builtin": "exact_match"},
-                {"builtin": "exact_match", "name": "whole", "strip_thinking": False},
-                {"builtin": "reasoning_length", "options": {"per_token": 0.125}},
-            ],
-            "num_workers": 1,
-            "thinking": {"strip": True, "unclosed": -1.0},
-        }
-    )
+    functions = [
+        {"builtin": "exact_match"},
+        {"builtin": "exact_match", "name": "whole", "strip_thinking": False},
+        {"builtin": "reasoning_length", "options": {"per_token": 0.125}},
+    ]
     texts = ["<think>ab</think>42", "42", "<think>4"]
 
     async def score(pool: RewardPool) -> np.ndarray:
         pool.read_thinking(made, {})
         return (await pool.score("p", texts, [made(text)["input_ids"] for text in texts], {"answer": "42"}))[0]
 
-    np.testing.assert_array_equal(with_pool(section, score), [[1, 0, -0.5], [1, 1, 0], [-1, 0, -0.25]])
+    rewards = with_pool(section(*functions, thinking={"strip": True, "unclosed": unclosed}), score)
+    np.testing.assert_array_equal(rewards, [[1, 0, -0.5], [1, 1, 0], last])
 
 
 @pytest.mark.parametrize(
     ("unclosed", "shown", "rewards"),
     [
-        (0.0, ["4"], [1.0, 0.0]),
-        (-0.5, ["4"], [1.0, -0.5]),
-        ("missing", ["4"], [1.0, math.nan]),
-        ("as_is", ["4", "<think>4"], [1.0, 2.0]),
+        (0.0, ["4"], [0.0, 1.0]),
+        (-0.5, ["4"], [-0.5, 1.0]),
+        ("missing", ["4"], [math.nan, 1.0]),
+        ("as_is", ["<think>4", "4"], [2.0, 1.0]),
     ],
 )
 def test_unclosed_reasoning_scores_as_configured(unclosed, shown, rewards):
-    section = RewardsSection.model_validate(
-        {
-            "functions": [
-                {"function": "a:stripped"},
-                {"function": "a:whole", "strip_thinking": False},
-                {"builtin": "reasoning_length"},
-            ],
-            "thinking": {"strip": True, "unclosed": unclosed},
-        }
+    functions = [
+        {"function": "a:stripped"},
+        {"function": "a:whole", "strip_thinking": False},
+        {"builtin": "reasoning_length"},
+    ]
+    rewards_section = section(*functions, thinking={"strip": True, "unclosed": unclosed})
+    assert rewards_section.reads_thinking
+    reasoning = Reasoning(["", "4"], [False, True], [3, 2])
+    job = Job("p", ["<think>4", "<think></think>4"], [[1], [2]], {})
+    (stripped, hidden), whole, counted = (
+        view(rewards_section, each, job, reasoning) for each in rewards_section.functions
     )
-    assert section.reads_thinking
-    reasoning: Any = SimpleNamespace(answers=["4", ""], is_closed=[True, False], num_tokens=[3, 2])
-    job = Job("p", ["<think></think>4", "<think>4"], [[1], [2]], {})
-    (stripped, hidden), whole, counted = (view(section, each, job, reasoning) for each in section.functions)
     assert stripped.completions == shown
-    found = scattered(Scores([1.0, 2.0][: len(shown)], failed={0: ("timeout", "slow")}), hidden)
+    assert stripped.completion_ids == [[1], [2]][-len(shown) :]
+    last = len(shown) - 1
+    found = scattered(Scores([2.0, 1.0][-len(shown) :], failed={last: ("timeout", "slow")}), hidden)
     assert found.rewards == pytest.approx(rewards, nan_ok=True)
-    assert found.failed == {0: ("timeout", "slow")}
+    assert found.failed == {1: ("timeout", "slow")}
     assert whole == (job, {})
     assert counted == (replace(job, reasoning_tokens=[3, 2]), {})
