@@ -6,6 +6,7 @@ An answer counts when every token of it is of the evaluated version; what is not
 Nothing of this reaches the ledger, the journal or the replay table.
 """
 
+import functools
 import queue
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -70,11 +71,7 @@ class _InProgress(NamedTuple):
 
 @dataclass(eq=False)
 class EvaluationLeases(EvaluationDispatcher):
-    """Belongs to the intake's thread; `finished` and `progress` may be read by any.
-
-    Args:
-        warn: is told of what went wrong, by kind.
-    """
+    """Belongs to the intake's thread; `finished` and `progress` may be read by any. `warn` is told what went wrong."""
 
     channel: ServerChannel
     due: EvaluationQueue
@@ -114,10 +111,7 @@ class EvaluationLeases(EvaluationDispatcher):
             for _, session in able:
                 session.evaluations.discard(record.lease_id)
 
-        def give(peer: bytes, session: ProducerSession) -> bool | None:
-            return self._give(peer, session, due.policy, evaluation, now)
-
-        lost = give_leases(self.channel, able, self._room, give)
+        lost = give_leases(self.channel, able, self._room, functools.partial(self._give, due.policy, evaluation, now))
         if self._began is None and evaluation.leases.num_leases:
             self._began = now
         if evaluation.is_done:
@@ -131,8 +125,12 @@ class EvaluationLeases(EvaluationDispatcher):
         session.evaluations.discard(message.lease_id)
         evaluation = self._now and self._now.evaluation
         if isinstance(message, Nack):
-            if evaluation is not None:
-                self._take_failure(evaluation, session.name, message)
+            if evaluation is not None and message.reason == "returned":
+                evaluation.leases.give_back(message.lease_id)
+            elif evaluation is not None:
+                what = f"{session.name} could not answer a prompt of the evaluation: {message.reason}: {message.detail}"
+                self.warn(f"evaluation_{message.reason}", what)
+                evaluation.fail(message.lease_id, message.reason, self.clock())
             return None
         prompt_id = None if evaluation is None else evaluation.awaits(message.lease_id)
         if evaluation is None or prompt_id is None:
@@ -148,14 +146,6 @@ class EvaluationLeases(EvaluationDispatcher):
         evaluation.answer(prompt_id, Answer.of(group, self.rules.metric))
         return Ack(message.lease_id, "accepted", self.store.newest)
 
-    def _take_failure(self, evaluation: Evaluation, producer: str, message: Nack) -> None:
-        if message.reason == "returned":
-            evaluation.leases.give_back(message.lease_id)
-            return
-        what = f"{producer} could not answer a prompt of the evaluation: {message.reason}: {message.detail}"
-        self.warn(f"evaluation_{message.reason}", what)
-        evaluation.fail(message.lease_id, message.reason, self.clock())
-
     def release(self, producer: str, keep: Iterable[str] = ()) -> set[str]:
         if self._now is None:
             return set()
@@ -166,7 +156,7 @@ class EvaluationLeases(EvaluationDispatcher):
         return leases.intersection(keep)
 
     def _give(
-        self, peer: bytes, session: ProducerSession, policy: PolicyInfo, evaluation: Evaluation, now: float
+        self, policy: PolicyInfo, evaluation: Evaluation, now: float, peer: bytes, session: ProducerSession
     ) -> bool | None:
         rules, problem = self.rules, None
         next_work = evaluation.next_work(now)

@@ -40,28 +40,19 @@ class RolloutStorage(NamedTuple):
     disk: DiskGuard
 
 
-class _Arrival(NamedTuple):
-    """A group that is not in the journal yet, and who waits for the answer."""
-
-    peer: bytes
-    delivery: Delivery
-
-
 @dataclass(eq=False)
 class Arrivals:
-    """Belongs to the intake's thread.
-
-    Args:
-        shape: of every group.
-    """
+    """Belongs to the intake's thread."""
 
     channel: ServerChannel
     storage: RolloutStorage
     store: PolicyStore
-    shape: GroupShape
+    shape: GroupShape  # of every group
     warn: Throttle
     clock: Callable[[], float]
-    _unwritten: dict[str, _Arrival] = field(default_factory=dict)  # by lease
+    _unwritten: dict[str, tuple[bytes, Delivery]] = field(
+        default_factory=dict
+    )  # by lease, with who waits for the answer
     _oldest_unwritten_at: float = 0.0
     _is_disk_full: bool = False  # as the last commit found it
     _bad_frames: list[tuple[str, bytes]] = field(default_factory=list)
@@ -85,8 +76,7 @@ class Arrivals:
                 self._oldest_unwritten_at = self.clock()
             schema = group_schema(*(name for name in _NEWER_FIELDS if getattr(message, name)))
             frame = encode(message, schema_version=schema)
-            delivery = Delivery(group, frame, session.name, session.of_this_run)
-            self._unwritten[group.group_id] = _Arrival(peer, delivery)
+            self._unwritten[group.group_id] = peer, Delivery(group, frame, session.name, session.of_this_run)
 
     def take_failure(self, session: ProducerSession, message: Nack) -> None:
         session.leases.discard(message.lease_id)
@@ -122,7 +112,7 @@ class Arrivals:
                 self._bad_frames = []
             while self._unwritten:
                 arrivals = list(self._unwritten.values())[:COMMIT_ROWS]
-                outcomes = self.storage.buffer.offer([arrival.delivery for arrival in arrivals])
+                outcomes = self.storage.buffer.offer([delivery for _, delivery in arrivals])
                 for (peer, (group, *_)), outcome in zip(arrivals, outcomes, strict=True):
                     del self._unwritten[group.group_id]
                     if outcome == "unknown_lease":

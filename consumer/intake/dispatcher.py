@@ -6,7 +6,6 @@ more are leased to nobody and read meanwhile, as far as producers have room: the
 waits.
 """
 
-import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -26,8 +25,6 @@ from replay.journal.disk import DiskGuard
 from replay.lease_ids import Key
 from replay.prompts.leases import LeaseRecord
 
-logger = logging.getLogger(__name__)
-
 _READ_AHEAD = 32  # leases
 _NOBODY = ""
 _LOOK_AT_DISK_EVERY_S = 1.0
@@ -43,11 +40,7 @@ class _Unsent:
 
 @dataclass(eq=False)
 class LeaseDispatcher:
-    """See the module's guarantee.
-
-    Args:
-        warn: is told of what went wrong, by kind.
-    """
+    """See the module's guarantee. `warn` is told of what went wrong, by kind."""
 
     channel: ServerChannel
     buffer: RolloutBuffer
@@ -58,11 +51,12 @@ class LeaseDispatcher:
     warn: Callable[[str, str], Any]
     _unsent: deque[_Unsent] = field(default_factory=deque)
     _look_at_disk_at: float = 0.0
-    _had_room: bool = True
 
     def give(self, producers: Mapping[bytes, ProducerSession], now: float) -> list[bytes]:
         """Gives leases while there is room. Returns the producers that cannot be reached."""
-        self._look_at_disk(now)
+        if now >= self._look_at_disk_at:
+            self._look_at_disk_at = now + _LOOK_AT_DISK_EVERY_S
+            self.disk.look()
         if not self.disk.has_room:
             return []
         room = sum(max(0, session.room) for session in producers.values())
@@ -76,11 +70,17 @@ class LeaseDispatcher:
         unsent = self._next(room, now)
         if unsent is None:
             return None
-        lease_id = unsent.record.lease_id
+        record, prompt = unsent.record, unsent.prompt
+        lease_id, work = record.lease_id, record.work
         if not self.buffer.hand_over(lease_id, session.name, deadline=now + self.timeout_s):
             return True
         try:
-            sent = self.channel.send(peer, self._message(unsent))
+            if isinstance(prompt, DatasetError):
+                raise prompt
+            assert prompt is not None
+            lease = Lease(lease_id, work.key.prompt_id, work.attempt, *prompt, self.sampling,
+                          record.policy_floor, self.timeout_s)  # fmt: skip
+            sent = self.channel.send(peer, lease)
         except (DatasetError, CodecError) as error:
             self.warn("bad_prompt", str(error))
             try:
@@ -91,19 +91,6 @@ class LeaseDispatcher:
             return True
         session.leases.add(lease_id)
         return sent
-
-    def _look_at_disk(self, now: float) -> None:
-        if now < self._look_at_disk_at:
-            return
-        self._look_at_disk_at = now + _LOOK_AT_DISK_EVERY_S
-        self.disk.look()
-        if self.disk.has_room is not self._had_room:
-            self._had_room = self.disk.has_room
-            full = f"the disk of run_dir is {self.disk.used:.0%} full"
-            if self.disk.has_room:
-                logger.info("%s: leases are given again", full)
-            else:
-                logger.warning("%s: no leases until there is room (replay.max_disk_used)", full)
 
     def _next(self, room: int, now: float) -> _Unsent | None:
         """The next lease; None if there is none, or its prompt is being read. Then others are read meanwhile.
@@ -126,16 +113,6 @@ class LeaseDispatcher:
             return self.prompts[record.work.key.prompt_id]
         except DatasetError as error:
             return error
-
-    def _message(self, unsent: _Unsent) -> Lease:
-        record = unsent.record
-        if isinstance(unsent.prompt, DatasetError):
-            raise unsent.prompt
-        assert unsent.prompt is not None
-        return Lease(
-            record.lease_id, record.work.key.prompt_id, record.work.attempt, *unsent.prompt, self.sampling,
-            record.policy_floor, self.timeout_s,
-        )  # fmt: skip
 
 
 @dataclass(eq=False)

@@ -5,6 +5,7 @@ Those of evaluations are NaN or 0 in a run without, and NaN before the first res
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -202,10 +203,7 @@ _EVALUATION_IN_PROGRESS = {
 
 
 def watch_evaluation(registry: CollectorRegistry, evaluation: EvaluationControl | None) -> None:
-    """
-    Args:
-        evaluation: None for a run without.
-    """
+    """None is for a run without."""
     readings = Readings(registry)
 
     def gauge(name: str, text: str, read: Callable[[EvaluationControl], float | None], otherwise: float) -> None:
@@ -222,14 +220,13 @@ def watch_evaluation(registry: CollectorRegistry, evaluation: EvaluationControl 
     gauge("without_improvement", text, lambda each: each.results.num_without_improvement, 0)
     for name, (key, text) in _EVALUATION_IN_PROGRESS.items():
         gauge(name, text, lambda each, key=key: getattr(each.leases.progress, key), 0)  # type: ignore[misc]
-    readings.counters(
-        "rl_trainer_evaluations_total",
+
+    def totals() -> dict[str, float]:
+        counts = evaluation.totals | Counter(skipped=evaluation.due.num_skipped) if evaluation else Counter[str]()
+        return {outcome: counts[outcome] for outcome in ("scored", "incomplete", "skipped")}
+
+    text = (
         "Evaluations since the trainer started: scored, incomplete (too few prompts have a score to count), or skipped because "
-        "the one before took too long.",
-        "outcome",
-        lambda: {
-            "scored": evaluation.totals["scored"] if evaluation else 0,
-            "incomplete": evaluation.totals["incomplete"] if evaluation else 0,
-            "skipped": evaluation.due.num_skipped if evaluation else 0,
-        },
+        "the one before took too long."
     )
+    readings.counters("rl_trainer_evaluations_total", text, "outcome", totals)

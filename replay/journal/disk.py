@@ -4,20 +4,18 @@ Guarantee: `has_room` says no while the disk is fuller than allowed, and yes aga
 that, on a full disk, what was in progress can be finished and old rows deleted.
 """
 
+import logging
 import os
 import shutil
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 RESERVE_BYTES = 4 * 2**20
 
 
 class DiskGuard:
-    """See the module's guarantee.
-
-    Args:
-        folder: any folder of the disk; it must exist.
-        max_used: share of the disk, 0 to 1.
-    """
+    """See the module's guarantee. `folder` is any folder of the disk, `max_used` a share of it, 0 to 1."""
 
     def __init__(self, folder: Path, max_used: float) -> None:
         self._folder = folder
@@ -38,13 +36,16 @@ class DiskGuard:
             return None
         return f"{self.used:.0%} full, no leases are given above {self.max_used:.0%} (replay.max_disk_used)"
 
-    def look(self) -> bool:
-        """Looks at the disk; returns True when the answer changed."""
-        before = self.has_room
-        self.has_room = self.used <= self.max_used
+    def look(self) -> None:
+        """Looks at the disk, and says so when the answer changed."""
+        had_room, self.has_room = self.has_room, self.used <= self.max_used
+        if self.has_room and not had_room:
+            logger.info("the disk of run_dir is %.0f%% full: leases are given again", 100 * self.used)
+        elif had_room and not self.has_room:
+            text = "the disk of run_dir is %.0f%% full: no leases until there is room (replay.max_disk_used)"
+            logger.warning(text, 100 * self.used)
         if self.has_room and not self._reserve.exists():
             self._keep_reserve()
-        return self.has_room is not before
 
     def spend_reserve(self) -> None:
         """The disk is full: gives the reserve to whoever must finish something."""

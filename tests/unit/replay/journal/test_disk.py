@@ -1,6 +1,7 @@
 """The guard says no while the disk is too full, yes again by itself, and keeps a reserve for the worst moment."""
 
 import errno
+import logging
 import os
 import shutil
 from pathlib import Path
@@ -28,13 +29,21 @@ def test_the_used_share_is_that_of_df(tmp_path: Path, disk: SimpleNamespace) -> 
     assert guard.used == 1.0, "a disk without any room is full, not empty"
 
 
-def test_it_says_no_above_the_limit_and_yes_again_below(tmp_path: Path, disk: SimpleNamespace) -> None:
+def test_it_says_no_above_the_limit_and_yes_again_below(
+    tmp_path: Path, disk: SimpleNamespace, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     guard = DiskGuard(tmp_path, 0.75)
     answers = []
     for used in (500, 675, 676, 700, 675, 100):
         disk.used, disk.free = used, 900 - used
-        answers.append((guard.look(), guard.has_room))
-    assert answers == [(False, True), (False, True), (True, False), (False, False), (True, True), (False, True)]
+        guard.look()
+        answers.append(guard.has_room)
+    assert answers == [True, True, False, False, True, True]
+    assert caplog.messages == [
+        "the disk of run_dir is 75% full: no leases until there is room (replay.max_disk_used)",
+        "the disk of run_dir is 75% full: leases are given again",
+    ]
 
 
 def test_the_reserve_takes_real_room_and_comes_back_when_there_is_room(tmp_path: Path, disk: SimpleNamespace) -> None:
