@@ -75,12 +75,9 @@ class RolloutBuffer(Lifecycle):
 
     @locked
     def next_batch(self, timeout_s: float, *, partial: bool = False) -> CutBatch | None:
-        """Cuts the batch of the next step: `groups_per_step` groups with signal, none too stale. None if there is none
-        within the timeout (or a little earlier, when something arrived that did not complete one), or no room on the
-        disk to note it.
-
-        Args:
-            partial: take fewer groups rather than wait.
+        """Cuts the batch of the next step: `groups_per_step` groups with signal, or fewer with `partial`, none too stale. None
+        if there is none within the timeout (or a little earlier, when something arrived that did not complete one), or no room
+        on the disk.
 
         Raises:
             DataFailuresError: too many of the last prompts were given up.
@@ -123,16 +120,9 @@ class RolloutBuffer(Lifecycle):
 
     @locked
     def restore(self, state: dict[str, Any] | None, *, step: int, shape: GroupShape, comparable: bool = True) -> None:
-        """Goes on from a checkpoint (None: from the beginning) and from what the journal holds beyond it.
-
-        Args:
-            step: optimizer steps taken.
-            shape: of the groups to load.
-            comparable: False if the journal's groups were made under settings that do not fit any more.
-
-        Raises:
-            DatasetError: the dataset has another size than at the checkpoint.
-        """
+        """Goes on from a checkpoint (None: from the beginning) after `step` steps, and from what the journal holds beyond it,
+        if that is `comparable`: made under settings that still fit. Raises DatasetError if the dataset has another size than
+        at the checkpoint."""
         if state is not None:
             self.ledger.restore(state["ledger"])
             self.totals.clear()

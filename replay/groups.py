@@ -45,11 +45,8 @@ class RolloutGroup:
 
     @cached_property
     def lease(self) -> LeaseId:
-        """The lease that the group answers, unless that is one of an evaluation.
-
-        Raises:
-            UnknownLeaseError: no trainer wrote the group's id.
-        """
+        """The lease that the group answers, unless that is one of an evaluation. Raises UnknownLeaseError if no trainer wrote
+        the id."""
         return LeaseId.parse(self.group_id)
 
     @property
@@ -133,11 +130,7 @@ class GroupShape:
     vocab_size: int
 
     def parse(self, message: Group) -> RolloutGroup:
-        """Checks every buffer of `message` and returns the group.
-
-        Raises:
-            InvalidGroupError: a buffer is of the wrong size, or holds a value out of range.
-        """
+        """Checks every buffer of `message` and returns the group. Raises InvalidGroupError."""
         episodes = self._episodes(message.episodes) if message.episodes else None
         num_records = self.num_generations if episodes is None else len(episodes)
         lengths = _array(message.completion_lengths, _INT32, "completion_lengths", num_records)
@@ -174,12 +167,7 @@ class GroupShape:
         )
 
     def load(self, frame: bytes) -> RolloutGroup:
-        """The group in a frame that a journal kept.
-
-        Raises:
-            InvalidGroupError: as `parse`.
-            CodecError: the frame is not a message.
-        """
+        """The group in a frame that a journal kept. Raises as `parse`, and CodecError if the frame is not a message."""
         return self.parse(decode(frame, Group, JOURNAL_SCHEMAS))
 
     def _episodes(self, data: bytes) -> NDArray[np.int32]:

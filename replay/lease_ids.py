@@ -32,10 +32,7 @@ class LeaseId(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "LeaseId":
-        """
-        Raises:
-            UnknownLeaseError: no ledger wrote this text.
-        """
+        """Raises UnknownLeaseError if no ledger wrote this text."""
         *numbers, attempt, session = _fields(text, 5)
         return cls(Key(*numbers), attempt, session)
 
@@ -53,10 +50,7 @@ class EvaluationLeaseId(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "EvaluationLeaseId":
-        """
-        Raises:
-            UnknownLeaseError: no evaluation wrote this text.
-        """
+        """Raises UnknownLeaseError if no evaluation wrote this text."""
         if not is_evaluation(text):
             raise UnknownLeaseError(text)
         return cls(*_fields(text.removeprefix(_EVALUATION), 4))

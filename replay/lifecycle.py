@@ -1,8 +1,8 @@
 """What becomes of groups, from their arrival to the batch that trains them, and of their prompts.
 
-Guarantee: every offered group gets one answer, and what is computed of it is computed once. A group is in the journal before
-anything else knows of it, and so is the dead letter of a prompt that is given up. A lease that would give its prompt up stays
-while the disk is full, and ends later for the reason that it had first.
+Guarantee: every offered group gets one answer. A group is in the journal before anything else knows of it, and so is the dead
+letter of a prompt that is given up. A lease that would give its prompt up stays while the disk is full, and ends later for the
+reason that it had first.
 """
 
 import contextlib
@@ -74,15 +74,12 @@ class Lifecycle:
 
     @locked
     def offer(self, deliveries: Sequence[Delivery]) -> list[Answer]:
-        """Decides what becomes of finished groups, durably; returns the answers, in their order.
-
-        Raises:
-            JournalFullError: the disk is full, and nothing was decided.
-        """
+        """Decides what becomes of finished groups, durably; returns the answers, in their order. With JournalFullError nothing
+        was decided."""
         answered = self.journal.known(delivery.group.group_id for delivery in deliveries)
         taken: set[Key] = set()
         answers: list[Answer] = []
-        graded: list[tuple[RolloutGroup, float, Entry]] = []
+        graded: list[tuple[RolloutGroup, Entry]] = []
         for delivery in deliveries:
             group = delivery.group
             try:
@@ -94,14 +91,13 @@ class Lifecycle:
                 answers.append("duplicate")
                 continue
             answered.add(group.group_id)
-            signal = self.cutter.signal(group)
-            entry = self._entry(delivery, signal)
+            entry = self._entry(delivery)
             if entry.outcome != "stale":
                 taken.add(key)
             answers.append(entry.outcome)
-            graded.append((group, signal, entry))
+            graded.append((group, entry))
         if graded:
-            self.journal.append([entry for *_, entry in graded])
+            self.journal.append([entry for _, entry in graded])
         for each in graded:
             self._admit(*each)
         self.totals.update(answers)
@@ -109,11 +105,8 @@ class Lifecycle:
         return answers
 
     def cut(self, *, partial: bool) -> CutBatch | None:
-        """The next batch, without what has become too old; None if there is none, or no room on the disk to note it.
-
-        Raises:
-            DataFailuresError: too many of the last prompts were given up.
-        """
+        """The next batch, without what has become too old; None if there is none, or no room on the disk to note it. Raises
+        DataFailuresError."""
         self.failures.check()
         totals = self.totals
         try:
@@ -135,9 +128,9 @@ class Lifecycle:
         self._arrivals.clear()
         return batch
 
-    def _entry(self, delivery: Delivery, signal: float) -> Entry:
+    def _entry(self, delivery: Delivery) -> Entry:
         group = delivery.group
-        outcome: Outcome = "accepted" if signal > 0.0 else "no_signal"
+        outcome: Outcome = "accepted" if self.cutter.signal(group) > 0.0 else "no_signal"
         if group.policy_version < self.cutter.budget.oldest_usable(self.cutter.next_step):
             outcome = "stale"
         reward = self.mean_reward(group)
@@ -146,7 +139,7 @@ class Lifecycle:
             self.rules.grade(group), group.num_tokens, delivery.frame,
         )  # fmt: skip
 
-    def _admit(self, group: RolloutGroup, signal: float, entry: Entry) -> None:
+    def _admit(self, group: RolloutGroup, entry: Entry) -> None:
         key, outcome, grade = entry.lease.key, entry.outcome, entry.grade
         self.ledger.hold(entry.lease, Held(grade.verdict, entry.policy_version))
         self._arrivals.append(Arrival.of(group, outcome))
@@ -160,7 +153,7 @@ class Lifecycle:
         if outcome == "no_signal":
             self._settle(key)
         else:
-            self.cutter.insert(group, signal)
+            self.cutter.insert(group)
 
     # Prompts
 
@@ -169,11 +162,8 @@ class Lifecycle:
         self, producer: str, lease_ids: Sequence[str], *, deadline: float, of_this_run: bool = True
     ) -> dict[str, bool | None]:
         """Says of each lease that a producer holds from before a silence or another trainer process: True if it may go on,
-        False if it is not wanted, None if its group is in the journal already.
-
-        Args:
-            of_this_run: False if they may be another run's, unless this process gave them.
-        """
+        False if it is not wanted, None if its group is in the journal already. If not `of_this_run` they may be another
+        run's, unless this process gave them."""
         known = self.journal.known(lease_ids)
         result: dict[str, bool | None] = dict.fromkeys(lease_ids, False) | dict.fromkeys(known)
         for name in [name for name in result if name not in known]:
@@ -185,11 +175,8 @@ class Lifecycle:
 
     @locked
     def fail(self, lease_id: str, reason: str, detail: str, now: float) -> bool | None:
-        """A lease ended without a group. Returns as `PromptTable.fail`.
-
-        Raises:
-            JournalFullError: the prompt would be given up, but the disk is full; the lease stays, and `expire` tries again.
-        """
+        """A lease ended without a group. Returns as `PromptTable.fail`. With JournalFullError the prompt would be given up, but
+        the lease stays, and `expire` tries again."""
 
         def bury(work: Work[Key]) -> None:
             self._unburied.setdefault(lease_id, (reason, detail))

@@ -54,12 +54,7 @@ class OverlongPenalty:
 
 @dataclass(frozen=True, eq=False)
 class RewardRecipe:
-    """How rewards become one number per completion, fixed for a run.
-
-    Args:
-        weights: float32 (F,), of the functions.
-        aggregation: TRL's `multi_objective_aggregation`.
-    """
+    """How rewards become one number per completion, fixed for a run. `aggregation` is TRL's `multi_objective_aggregation`."""
 
     weights: NDArray[np.float32]
     aggregation: str = "sum_then_normalize"

@@ -23,28 +23,16 @@ _PART = re.compile(r"(?P<module>.*)\.lora_(?:embedding_)?(?P<part>[AB])(?:\.weig
 
 @dataclass(frozen=True)
 class AdapterFolder:
-    """See the module's guarantee.
-
-    Attributes:
-        settings: of adapter_config.json.
-        tensors: by PEFT's names, as saved, on the CPU.
-        digest: sha256 of the tensors' file in hex.
-    """
+    """See the module's guarantee."""
 
     path: Path
-    settings: dict[str, Any]
-    tensors: dict[str, torch.Tensor]
-    digest: str
+    settings: dict[str, Any]  # of adapter_config.json
+    tensors: dict[str, torch.Tensor]  # by PEFT's names, as saved, on the CPU
+    digest: str  # sha256 of the tensors' file in hex
 
     @classmethod
     def read(cls, path: Path, key: str) -> Self:
-        """
-        Args:
-            key: by which the user named the folder, for messages.
-
-        Raises:
-            ConfigError: it holds no adapter that can be used.
-        """
+        """Raises ConfigError if there is no adapter that can be used; `key` is how the user named the folder."""
         for name in (CONFIG_FILE, TENSORS_FILE):
             if not (path / name).is_file():
                 has_old_form = (path / "adapter_model.bin").is_file()

@@ -83,14 +83,8 @@ def committed(checkpoints_dir: Path) -> list[Checkpoint]:
 
 
 def starting_point(run_dir: Path, checkpoints_dir: Path, *, has_groups: bool, resume: bool) -> Checkpoint | None:
-    """Where a run starts: the newest checkpoint with `--resume`, else from scratch.
-
-    Args:
-        has_groups: whether the journal holds any.
-
-    Raises:
-        ConfigError: there is a run to go on with, and nobody said to go on with it.
-    """
+    """Where a run starts: the newest checkpoint with `--resume`, else from scratch. Raises ConfigError if there is a run to go
+    on with, as a checkpoint or as groups in the journal, and nobody said to go on with it."""
     found = latest(checkpoints_dir)
     if (found is not None or has_groups) and not resume:
         what = found.folder.name if found is not None else "groups in its journal"

@@ -24,13 +24,8 @@ class InitialAdapter(AdapterFolder):
 
     @classmethod
     def open(cls, place: str, lora: LoraConfig) -> "InitialAdapter":
-        """
-        Args:
-            place: a folder or a hub name.
-
-        Raises:
-            ConfigError: there is no such adapter, or its settings are not those of `lora`.
-        """
+        """The adapter in a folder or of a hub name. Raises ConfigError if there is none, or its settings are not those of
+        `lora`."""
         found = cls.read(_resolve(place), _KEY)
         for key in _AGREE:
             theirs, ours = found.settings.get(key, getattr(LoraConfig(), key)), getattr(lora, key)
@@ -45,11 +40,7 @@ class InitialAdapter(AdapterFolder):
         return found
 
     def load_into(self, model: PeftModel) -> None:
-        """Makes it the adapter `default` of `model`.
-
-        Raises:
-            ConfigError: a tensor is missing, left over, or of another shape.
-        """
+        """Makes it the adapter `default` of `model`. Raises ConfigError if a tensor is missing, extra or of another shape."""
         expected = get_peft_model_state_dict(model, adapter_name="default")
         missing, extra = expected.keys() - self.tensors.keys(), self.tensors.keys() - expected.keys()
         if missing or extra:

@@ -77,11 +77,7 @@ def _changes(before: Facts, now: Facts) -> Iterator[tuple[str, _Fact]]:
 
 
 def comparable(before: Facts, now: Facts, journal_file: Path) -> bool:
-    """Whether groups made under the facts `before` can be trained now.
-
-    Raises:
-        ConfigError: they are of another model.
-    """
+    """Whether groups made under the facts `before` can be trained now. Raises ConfigError if they are of another model."""
     changed = list(_changes(before, now))
     for _, fact in changed:
         if fact.decides == "run":
@@ -113,11 +109,8 @@ def check_same_batches(before: Facts, now: Facts, journal_file: Path) -> None:
 
 
 def dataset_change(before: Facts, now: Facts, journal_file: Path) -> str | None:
-    """What has become of the dataset since the run that goes on last started, if that can be lived with.
-
-    Raises:
-        DatasetError: it has another number of prompts, so that ids name other rows, or none.
-    """
+    """What has become of the dataset since the run that goes on last started, if that can be lived with. Raises DatasetError if
+    it has another number of prompts, so that ids name other rows, or none."""
     if before.get("num_prompts", now["num_prompts"]) != now["num_prompts"]:
         raise DatasetError(
             f"dataset: it has {now['num_prompts']} prompts now and had {before['num_prompts']} when {journal_file} was "

@@ -28,12 +28,7 @@ _PAUSE_S = 0.1
 
 @dataclass(eq=False)
 class EvaluationControl:
-    """`submit` belongs to the publisher's thread, the rest to the main thread; numbers may be read by any.
-
-    Args:
-        last_version: of the run, if it takes every step.
-        say: shows a line to the user, with its numbers as fields.
-    """
+    """`submit` belongs to the publisher's thread, the rest to the main thread; numbers may be read by any."""
 
     section: EvaluationSection
     due: EvaluationQueue
@@ -41,17 +36,14 @@ class EvaluationControl:
     leases: EvaluationLeases
     run_dir: Path
     reward_names: tuple[str, ...]
-    last_version: int
-    say: Callable[..., None]
+    last_version: int  # of the run, if it takes every step
+    say: Callable[..., None]  # shows a line to the user, with its numbers as fields
     last: dict[str, Any] | None = None
     totals: Counter[str] = field(default_factory=Counter)
 
     def submit(self, policy: PublishedPolicy, step: int) -> None:
-        """A policy is about to be published: it is to be evaluated if it is due and has no result.
-
-        Raises:
-            OSError: it could not be written.
-        """
+        """A policy is about to be published: it is to be evaluated if it is due and has no result. Raises OSError if it could
+        not be written."""
         version = policy.version
         if version in self.results.versions:
             return
@@ -60,11 +52,7 @@ class EvaluationControl:
             self.due.put(DueVersion(policy.info, step, bytes(policy.data), *policy.probe))
 
     def collect(self, log: Callable[[Mapping[str, float]], None]) -> None:
-        """Records what has finished. On a full disk it waits for the next call.
-
-        Args:
-            log: sends numbers to the trackers.
-        """
+        """Records what has finished, and sends its numbers to the trackers by `log`. On a full disk the next call does."""
         while not self.leases.finished.empty():
             if not self._record(self.leases.finished.get_nowait(), log):
                 return
@@ -72,11 +60,8 @@ class EvaluationControl:
     def wait_for_last(
         self, patience: Patience, describe: Callable[[], str], log: Callable[[Mapping[str, float]], None]
     ) -> None:
-        """Returns when every version that is due has its result, or nothing came in for too long.
-
-        Raises:
-            StopRequested: or whatever else `patience.check` raises.
-        """
+        """Returns when every version that is due has its result, or nothing came in for too long; raises what `patience.check`
+        raises."""
 
         def attempt() -> bool | None:
             self.collect(log)

@@ -45,23 +45,16 @@ class Progress(NamedTuple):
 
 @dataclass(frozen=True)
 class EvaluationRules:
-    """How the versions of a run are evaluated.
+    """How the versions of a run are evaluated."""
 
-    Args:
-        num_prompts: that each is asked.
-        shape: of the groups that come back.
-        per_place: evaluation leases that are worth one group's room.
-        session: unique per trainer process.
-    """
-
-    num_prompts: int
+    num_prompts: int  # that each is asked
     sampling: Sampling
     metric: Metric
-    shape: GroupShape
+    shape: GroupShape  # of the groups that come back
     budgets: Mapping[FailureClass, RetryBudget]
-    per_place: int
+    per_place: int  # evaluation leases that are worth one group's room
     timeout_s: float
-    session: str
+    session: str  # unique per trainer process
 
 
 class _InProgress(NamedTuple):

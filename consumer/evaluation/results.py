@@ -27,12 +27,8 @@ _RESULT = "evaluation.json"
 
 
 class EvaluationResults:
-    """Belongs to the main thread.
-
-    Args:
-        first_step: steps taken before this process.
-        max_unscored_share: an evaluation of which more than this share of the prompts has no score is reported and nothing else.
-    """
+    """Belongs to the main thread. An evaluation of which more than `max_unscored_share` of the prompts has no score is reported
+    and nothing else. Lines of steps after `first_step` are of no step that was taken."""
 
     def __init__(
         self,
@@ -84,11 +80,8 @@ class EvaluationResults:
         return bool(enough and result["metric"] == self._section.score_name)
 
     def record(self, result: dict[str, Any], blob: bytes) -> bool:
-        """Keeps the adapter if it is the best, then writes the line. Returns whether it is the best.
-
-        Raises:
-            OSError: no room, for one; nothing was recorded then.
-        """
+        """Keeps the adapter if it is the best, then writes the line. Returns whether it is the best. On an OSError nothing was
+        recorded."""
         best = self.best
         is_best = self.is_valid(result) and (best is None or result["score"] > best["score"])
         if is_best and self._section.keep_best:
@@ -163,10 +156,7 @@ class EvaluationQueue:
             return [version for version, _ in self._due]
 
     def put(self, due: DueVersion) -> None:
-        """
-        Raises:
-            OSError: it could not be written.
-        """
+        """Raises OSError if it could not be written."""
         version = due.policy.version
         file = self._folder / f"version-{version}-step-{due.step}.adapter"
         with staged(file) as partial:

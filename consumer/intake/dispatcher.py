@@ -93,11 +93,8 @@ class LeaseDispatcher:
         return sent
 
     def _next(self, room: int, now: float) -> _Unsent | None:
-        """The next lease; None if there is none, or its prompt is being read. Then others are read meanwhile.
-
-        Args:
-            room: of all producers.
-        """
+        """The next lease, within the room of all producers; None if there is none, or its prompt is being read. Then others are
+        read meanwhile."""
         for unsent in self._unsent:
             if unsent.prompt is None:
                 unsent.prompt = self._read(unsent.record)

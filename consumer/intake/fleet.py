@@ -26,33 +26,21 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SessionTerms:
-    """What a trainer process asks of producers and tells them when they join.
-
-    Args:
-        shape: of their groups.
-        session: unique per trainer process; the run may outlive it.
-        resumed: whether the run had a process before this one, whose leases producers may hold.
-        lease_timeout_s: that a lease which a producer brings along gets from now on.
-    """
+    """What a trainer process asks of producers and tells them when they join."""
 
     needs: TrainerNeeds
-    shape: GroupShape
+    shape: GroupShape  # of their groups
     run_id: str
-    session: str
-    resumed: bool
-    lease_timeout_s: float
+    session: str  # unique per trainer process; the run may outlive it
+    resumed: bool  # whether the run had a process before this one, whose leases producers may hold
+    lease_timeout_s: float  # that a lease which a producer brings along gets from now on
     heartbeat_interval_s: float
     heartbeat_timeout_s: float
 
 
 @dataclass(eq=False)
 class Fleet:
-    """See the module's guarantee.
-
-    Attributes:
-        sessions: by peer; any thread may copy them.
-        tokens_generated: by all producers, since this trainer started.
-    """
+    """See the module's guarantee."""
 
     channel: ServerChannel
     buffer: RolloutBuffer
@@ -62,13 +50,11 @@ class Fleet:
     terms: SessionTerms
     clock: Callable[[], float]
     warn: Throttle
-    sessions: dict[bytes, ProducerSession] = field(default_factory=dict)
-    tokens_generated: int = 0
+    sessions: dict[bytes, ProducerSession] = field(default_factory=dict)  # by peer; any thread may copy them
+    tokens_generated: int = 0  # by all producers, since this trainer started
     _announced: Policy | None = None
     _tokens_seen: dict[str, int] = field(default_factory=dict)  # by producer, as last reported; outlives its sessions
-    _refused: dict[str, int] = field(
-        default_factory=dict
-    )  # by producer, the version that it last said it refuses, or -1
+    _refused: dict[str, int] = field(default_factory=dict)  # by producer, the version that it refuses, or -1
 
     def join(self, peer: bytes, hello: Hello) -> None:
         """Answers a Hello."""

@@ -48,14 +48,8 @@ class Dispatchers(NamedTuple):
 
 
 class Intake:
-    """See the module's guarantee. The numbers of its parts may be read by any thread.
-
-    Args:
-        store: of the policies that producers download.
-        errors: is told what ended the thread.
-        beat: called in every round.
-        clock: monotonic seconds.
-    """
+    """See the module's guarantee. The numbers of its parts may be read by any thread. `errors` is told what ended the thread;
+    `beat` is called in every round, with the clock in monotonic seconds."""
 
     def __init__(
         self,

@@ -75,11 +75,8 @@ def give_leases(
     room: Callable[[ProducerSession], int],
     give: Callable[[bytes, ProducerSession], bool | None],
 ) -> list[bytes]:
-    """Gives leases while there is room, a limited number at a time. Returns the producers that cannot be reached.
-
-    Args:
-        give: gives one to this producer. False: it cannot be reached; None: there is none to give.
-    """
+    """Gives leases while there is room, a limited number at a time. Returns the producers that cannot be reached. `give` gives
+    one to a producer: False if it cannot be reached, None if there is none to give."""
     reachable, lost = dict(producers), list[bytes]()
     for _ in range(_LEASES_PER_TICK):
         if not reachable:
@@ -108,12 +105,8 @@ def say_goodbye(
     beat: Callable[[], None],
     clock: Callable[[], float],
 ) -> None:
-    """Says it to everybody and waits for the same from them, at most `FAREWELL_S`.
-
-    Args:
-        silence_s: a producer that said nothing for so long is gone, by `clock`.
-        beat: called in every round.
-    """
+    """Says it to everybody and waits for the same from them, at most `FAREWELL_S`. A producer that said nothing for
+    `silence_s`, by `clock`, is gone; `beat` is called in every round."""
     heard = dict.fromkeys(peers, clock())
     for peer in heard:
         channel.send(peer, Bye(reason))

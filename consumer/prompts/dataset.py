@@ -74,10 +74,7 @@ class PromptDataset:
         return len(self._mixture)
 
     def __getitem__(self, prompt_id: int) -> Prompt:
-        """
-        Raises:
-            DatasetError: the transform raised, or the row has no usable prompt.
-        """
+        """Raises DatasetError if the transform raised, or the row has no usable prompt."""
         source, number = self.locate(prompt_id)
         return self.readers[source][number]
 
@@ -114,21 +111,14 @@ class Placeholders:
 
 
 def open_prompts(config: RunConfig, model_folder: Path) -> PromptDataset | Placeholders:
-    """
-    Raises:
-        DatasetError, ConfigError: as PromptDataset.
-    """
+    """Raises as PromptDataset."""
     if config.environment.atropos:
         return Placeholders()
     return PromptDataset(config.dataset, model_folder, trust_remote_code=config.model.trust_remote_code)
 
 
 class Mixture:
-    """
-    Args:
-        sizes: rows of each source, none of them 0.
-        weights: the sources' shares, in relation to each other; None: every row once.
-    """
+    """Mixes sources of these sizes, none of them 0, by their weights in relation to each other; None: every row comes once."""
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float] | None) -> None:
         self._sizes = list(sizes)
@@ -143,11 +133,7 @@ class Mixture:
         return self._ends[-1]
 
     def __getitem__(self, prompt_id: int) -> tuple[int, int]:
-        """Source and row.
-
-        Raises:
-            IndexError: there is no such prompt.
-        """
+        """Source and row."""
         if not 0 <= prompt_id < len(self):
             raise IndexError(prompt_id)
         source = bisect_right(self._ends, prompt_id)

@@ -62,11 +62,8 @@ class TokenLimit:
 
 
 def kept_rows(reader: RowReader, limit: TokenLimit | None) -> tuple[Sequence[int], str]:
-    """The numbers of the rows that are not left out, which the log names, and a digest of all that they depend on.
-
-    Raises:
-        DatasetError: none is left, or the filter raised.
-    """
+    """The numbers of the rows that are not left out, which the log names, and a digest of all that they depend on. Raises
+    DatasetError if none is left, or the filter raised."""
     digest, path = f"{rows_digest(reader.rows)} {reader.code_digest()}", reader.source.path
     if limit is None and reader.filter is None and reader.transform is None:
         return range(len(reader.rows)), digest
@@ -93,10 +90,7 @@ def kept_rows(reader: RowReader, limit: TokenLimit | None) -> tuple[Sequence[int
 
 
 def judge(reader: RowReader, limit: TokenLimit | None, row: Row, number: int) -> Verdict:
-    """
-    Raises:
-        DatasetError: the filter raised, or did not say.
-    """
+    """Raises DatasetError if the filter raised, or did not say."""
     if not reader.passes(row, number):
         return Verdict.FILTERED
     try:
@@ -111,11 +105,7 @@ def judge(reader: RowReader, limit: TokenLimit | None, row: Row, number: int) ->
 
 
 def _verdicts(reader: RowReader, limit: TokenLimit | None, key: str) -> np.ndarray:
-    """One verdict per row, int8.
-
-    Args:
-        key: in the cache.
-    """
+    """One verdict per row, int8, with its key in the cache."""
     cache = Path(datasets.config.HF_DATASETS_CACHE) / "slipstream"
     cache.mkdir(parents=True, exist_ok=True)
     judged = reader.rows.map(

@@ -21,14 +21,8 @@ Row = dict[str, Any]
 
 
 class RowReader:
-    """Reads the rows of one source by their numbers.
-
-    Args:
-        key: of the source in the configuration file.
-
-    Raises:
-        ConfigError: `filter` or `transform` cannot be imported.
-    """
+    """Reads the rows of one source, named `key` in the configuration file, by their numbers. Raises ConfigError if `filter` or
+    `transform` cannot be imported."""
 
     def __init__(self, source: SourceSection, key: str, rows: Dataset) -> None:
         self.source = source
@@ -38,11 +32,7 @@ class RowReader:
         self.transform = load_function(source.transform, f"{key}.transform") if source.transform else None
 
     def passes(self, row: Row, number: int) -> bool:
-        """Whether the filter lets the row through.
-
-        Raises:
-            DatasetError: the filter raised, or did not say.
-        """
+        """Whether the filter lets the row through. Raises DatasetError if it raised, or did not say."""
         if self.filter is None:
             return True
         passes = self._call("filter", self.filter, row, number)
@@ -53,11 +43,8 @@ class RowReader:
         return bool(passes)
 
     def read(self, row: Row, number: int) -> tuple[Any, Row] | None:
-        """The prompt (a string or a list of messages) and all other columns; None for a row that the transform skips.
-
-        Raises:
-            DatasetError: the transform raised, or the row has no usable prompt.
-        """
+        """The prompt (a string or a list of messages) and all other columns; None for a row that the transform skips. Raises
+        DatasetError if the transform raised, or the row has no usable prompt."""
         if self.transform is not None:
             made = self._call("transform", self.transform, row, number)
             if made is None:
@@ -86,11 +73,7 @@ class RowReader:
         return self.read_kept(self.rows[number], number)
 
     def read_kept(self, row: Row, number: int) -> tuple[Any, Row]:
-        """As `read`, of a row that was not skipped at the start.
-
-        Raises:
-            DatasetError: as `read`, or it is to be skipped now.
-        """
+        """As `read`, of a row that was not skipped at the start; it is an error to skip it now."""
         result = self.read(row, number)
         if result is None:
             raise DatasetError(f"{self.key}.transform skips {self.place(number)} now, and did not before")

@@ -18,13 +18,8 @@ _DIGEST_ROWS = 10_000  # at a time
 
 
 def load_rows(source: SourceSection, key: str) -> Dataset:
-    """
-    Args:
-        key: of the source in the configuration file.
-
-    Raises:
-        DatasetError: no such dataset or split, or no rows.
-    """
+    """Reads the source named `key` in the configuration file. Raises DatasetError if there is no such dataset or split, or it
+    has no rows."""
     path = Path(source.path)
     suffix = path.suffix if path.suffix in _BUILDERS else None
     if suffix and not path.is_file():

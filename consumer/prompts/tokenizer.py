@@ -7,13 +7,7 @@ from protocol.wire.digests import cannot_load
 
 
 def load_tokenizer(folder: Path, *, trust_remote_code: bool, **options: Any) -> Any:
-    """
-    Args:
-        options: of `AutoTokenizer.from_pretrained`.
-
-    Raises:
-        ConfigError: transformers cannot load it.
-    """
+    """Loads it with options of `AutoTokenizer.from_pretrained`. Raises ConfigError if transformers cannot."""
     from transformers import AutoTokenizer
 
     try:

@@ -29,12 +29,8 @@ _SAY_EVERY_S = 10.0
 
 
 class TransformedPrompts:
-    """See the module's guarantee. Close it in the end.
-
-    Args:
-        wake: called by another thread when a prompt has been read.
-        limit_s: for one row.
-    """
+    """See the module's guarantee. Close it in the end. Another thread calls `wake` when a prompt has been read; `limit_s` is
+    for one row."""
 
     def __init__(self, prompts: PromptDataset, wake: Callable[[], None], limit_s: float = LIMIT_S) -> None:
         self._prompts = prompts
@@ -133,11 +129,7 @@ class TransformedPrompts:
 
 @contextlib.contextmanager
 def read_aside(prompts: PromptDataset | Placeholders, wake: Callable[[], None]) -> Iterator[PromptSource]:
-    """The prompts for a thread that must not wait for user code. Without a transform nothing of the user's runs.
-
-    Args:
-        wake: as of `TransformedPrompts`.
-    """
+    """The prompts for a thread that must not wait for user code. Without a transform nothing of the user's runs."""
     if isinstance(prompts, Placeholders) or all(reader.transform is None for reader in prompts.readers):
         yield prompts
         return

@@ -22,18 +22,13 @@ NO_PROBE = MeasuredProbe(b"", b"")
 
 @dataclass(frozen=True)
 class PublishedPolicy:
-    """A packed adapter with what proves that it arrived.
-
-    Args:
-        digest: sha256 of `data` in hex.
-        release: is called when `data` is not needed any more.
-    """
+    """A packed adapter with what proves that it arrived."""
 
     version: int
-    digest: str
+    digest: str  # sha256 of `data` in hex
     data: bytes | memoryview
     probe: MeasuredProbe = NO_PROBE
-    release: Callable[[], None] = lambda: None
+    release: Callable[[], None] = lambda: None  # is called when `data` is not needed any more
 
     @property
     def info(self) -> PolicyInfo:

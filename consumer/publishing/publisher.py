@@ -18,13 +18,8 @@ _POLL_S = 0.25
 
 @dataclass(eq=False)
 class Publisher:
-    """Starts with the first version.
-
-    Args:
-        publish: is called on the thread with optimizer step and policy. False: not now, try again.
-        describe: says who waits for whom.
-        errors: is told what ended the thread.
-    """
+    """Starts with the first version. `publish` is called on the thread with optimizer step and policy; False: not now, try
+    again. `describe` says who waits for whom, and `errors` is told what ended the thread."""
 
     publish: Callable[[int, PublishedPolicy], bool]
     patience: Patience

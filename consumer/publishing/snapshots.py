@@ -55,12 +55,8 @@ class Measurement(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Probe:
-    """Measures every so many policies by the same tokens.
-
-    Args:
-        every: versions; 0: none.
-        autocast: makes the context that the trainer's forward passes run in.
-    """
+    """Measures every so many policies by the same tokens; none if `every` is 0. `autocast` makes the context of the trainer's
+    forward passes."""
 
     token_ids: np.ndarray
     every: int
@@ -130,10 +126,7 @@ class AdapterSnapshots:
         self._free: deque[tuple[torch.Tensor, list[torch.Tensor]]] = deque()
 
     def take(self, probe: Measurement | None = None) -> AdapterSnapshot:
-        """
-        Args:
-            probe: of the present policy; travels with it.
-        """
+        """Copies the weights of now; the probe of the present policy travels with them."""
         try:
             blob, places = self._free.popleft()
         except IndexError:

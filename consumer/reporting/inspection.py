@@ -57,11 +57,8 @@ def _row(group: RolloutGroup) -> dict[str, Any]:
 def not_finite(
     named: Iterable[tuple[str, torch.nn.Parameter]], what: Callable[[torch.nn.Parameter], torch.Tensor | None]
 ) -> list[str]:
-    """Names of parameters of which a tensor is not finite everywhere, the first few.
-
-    Args:
-        what: takes the tensor from a parameter; None where there is none.
-    """
+    """Names the parameters, the first few, whose tensor is not finite everywhere. `what` takes the tensor; None where there is
+    none."""
     found = []
     for name, parameter in named:
         tensor = what(parameter)

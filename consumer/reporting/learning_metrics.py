@@ -80,13 +80,7 @@ _GAUGES = {
 
 
 class LearningMetrics:
-    """Belongs to the main thread.
-
-    Args:
-        reward_names: of the reward functions.
-        max_steps: of the run.
-        max_staleness: versions, as configured.
-    """
+    """Belongs to the main thread. `max_staleness` is in versions, as configured."""
 
     def __init__(
         self, registry: CollectorRegistry, reward_names: Iterable[str], *, max_steps: int, max_staleness: int

@@ -85,12 +85,8 @@ def watch_trainer(
     refusals: Mapping[str, int],
     waiting_s: Callable[[], float],
 ) -> None:
-    """Everything that is read at the scrape. Only after the first policy was published.
-
-    Args:
-        refusals: connections and messages that the server's sockets refused, by reason.
-        waiting_s: of the wait for rollouts in progress.
-    """
+    """Everything that is read at the scrape. Only after the first policy was published. `refusals` of the server's sockets are
+    by reason, `waiting_s` is of the wait for rollouts in progress."""
     Info("rl_trainer", "The run and this release.", registry=registry).info({"run": run_id, "release": __version__})
     readings = Readings(registry)
     _watch_buffer(readings, storage.buffer)

@@ -25,12 +25,8 @@ _MAX_CHARS = 8192  # of a text
 
 
 class RolloutLog:
-    """See the module's guarantee. Lines of one step stay together, also where they alone are more than a file may have.
-
-    Args:
-        decode: token ids to text.
-        first_step: steps taken before this process.
-    """
+    """See the module's guarantee. Lines of one step stay together, also where they alone are more than a file may have. Lines
+    of steps after `first_step` are of no step that was taken."""
 
     def __init__(
         self, config: RunConfig, recipe: BatchRecipe, decode: Callable[[list[int]], str], first_step: int
@@ -44,11 +40,7 @@ class RolloutLog:
         self._decode = decode
 
     def note(self, step: int, batch: CutBatch, version: int) -> None:
-        """Writes the samples of optimizer step `step`, counted from 1.
-
-        Args:
-            version: the policy that cut the batch.
-        """
+        """Writes the samples of optimizer step `step`, counted from 1, whose batch policy `version` cut."""
         if not self._num_samples:
             return
         rewards = np.concatenate([group.rewards for group in batch.groups])

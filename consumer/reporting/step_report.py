@@ -117,13 +117,7 @@ class StepReport:
         self._metrics.logged(numbers)
 
     def step(self, step: int, metrics: dict[str, float], *, wait_s: float, step_s: float, tokens: int) -> None:
-        """Records optimizer step `step`, counted from 1.
-
-        Args:
-            wait_s: seconds the trainer waited for this batch.
-            step_s: seconds it spent on it.
-            tokens: completion tokens trained.
-        """
+        """Records optimizer step `step`, counted from 1, for whose batch the trainer waited `wait_s` seconds."""
         now = time.time()
         self._metrics.step(step, now, metrics, wait_s=wait_s, step_s=step_s, tokens=tokens)
         line: dict[str, Any] = {"step": step, "t": now, "wait_s": wait_s, "step_s": step_s, "tokens": tokens}

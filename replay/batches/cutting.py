@@ -22,8 +22,6 @@ from replay.journal.writer import Journal
 from replay.prompts.staleness import StalenessBudget
 
 Load = Callable[[Sequence[str]], list[RolloutGroup]]
-Scored = tuple[RolloutGroup, float]
-"""A group, and how much it can move the policy (`RewardRecipe.signal`)."""
 
 
 class CutBatch(NamedTuple):
@@ -39,24 +37,16 @@ class CutBatch(NamedTuple):
 
 @dataclass(eq=False)
 class BatchCutter:
-    """See the module's guarantee.
+    """See the module's guarantee."""
 
-    Args:
-        budget: `max_staleness` bounds what is trained for the first time.
-        signal: how much a group can move the policy, its score in the replay table.
-        replay: the groups that may be replayed, if any may.
-        max_replayed: groups of a batch that may be replayed, less than all.
-        partial: whether `cut` may ever be asked for a partial batch.
-    """
-
-    budget: StalenessBudget
+    budget: StalenessBudget  # of what is trained for the first time
     journal: Journal
-    signal: Callable[[RolloutGroup], float]
+    signal: Callable[[RolloutGroup], float]  # how much a group can move the policy, its score in the replay table
     replay: ReplayTable | None = None
-    max_replayed: int = 0
-    partial: bool = False
+    max_replayed: int = 0  # groups of a batch, less than all
+    partial: bool = False  # whether `cut` may ever be asked for a partial batch
     next_step: int = 0
-    _fresh: dict[str, Scored] = field(default_factory=dict)  # by id, in their order: leases bound staleness by it
+    _fresh: dict[str, RolloutGroup] = field(default_factory=dict)  # in their order: leases bound staleness by it
     _recorded: deque[RecordedBatch] = field(default_factory=deque)  # cut before a crash, to be cut again as they were
     _resumed_at: int = 0
 
@@ -81,13 +71,13 @@ class BatchCutter:
     def num_replayable(self) -> int:
         return 0 if self.replay is None else len(self.replay)
 
-    def insert(self, group: RolloutGroup, signal: float) -> None:
-        self._fresh[group.group_id] = (group, signal)
+    def insert(self, group: RolloutGroup) -> None:
+        self._fresh[group.group_id] = group
 
     def remove_stale(self) -> list[RolloutGroup]:
         """Drops the groups that are too old by now, and returns them."""
         oldest = self.budget.oldest_usable(self.next_step)
-        stale = [group for group, _ in self._fresh.values() if group.policy_version < oldest]
+        stale = [group for group in self._fresh.values() if group.policy_version < oldest]
         if stale:
             self.journal.drop([group.group_id for group in stale], "stale")
             for group in stale:
@@ -95,13 +85,8 @@ class BatchCutter:
         return stale
 
     def cut(self, *, delivered: int, trained: int, partial: bool) -> CutBatch | None:
-        """The next batch; None if there are too few groups.
-
-        Args:
-            delivered: groups that arrived so far, with and without signal.
-            trained: groups trained so far, counting every time.
-            partial: whether fewer groups than a full batch will do.
-        """
+        """The next batch; None if there are too few groups. So far `delivered` groups arrived, with and without signal, and
+        `trained` were trained, counting every time. With `partial` fewer than a full batch will do."""
         if self._recorded:
             return self._cut_again()
         size = self.budget.groups_per_step
@@ -115,9 +100,9 @@ class BatchCutter:
         if not fresh or (len(fresh) + len(replayed) < size and not partial):
             return None
         last_step = self.next_step + self.budget.num_iterations
-        group_ids = [group.group_id for group in [*(group for group, _ in fresh), *replayed]]
+        group_ids = [group.group_id for group in fresh + replayed]
         self.journal.claim(self.next_step + 1, last_step, group_ids, len(fresh))
-        for group, _ in fresh:
+        for group in fresh:
             del self._fresh[group.group_id]
         self._credit = credit
         return self._hand_over(self.next_step, 0, fresh, replayed)
@@ -132,7 +117,7 @@ class BatchCutter:
         self._resumed_at = step
         self.next_step = found.batches[0].step - 1 if found.batches else step
         for group in load(found.ready):
-            self.insert(group, self.signal(group))
+            self.insert(group)
         if self.replay is not None:
             kept = [row for row in replay_state if row[0] not in found.not_replayable]
             ids = [row[0] for row in kept]
@@ -144,15 +129,15 @@ class BatchCutter:
         self.journal.claim(*batch)
         self._recorded.popleft()
         num_taken = max(0, self._resumed_at + 1 - batch.step)  # of its iterations, by the checkpoint
-        fresh = [(group, self.signal(group)) for group in groups[: batch.num_fresh]]
-        return self._hand_over(batch.step - 1, num_taken, fresh, groups[batch.num_fresh :])
+        return self._hand_over(batch.step - 1, num_taken, groups[: batch.num_fresh], groups[batch.num_fresh :])
 
-    def _hand_over(self, step: int, num_taken: int, fresh: list[Scored], replayed: list[RolloutGroup]) -> CutBatch:
+    def _hand_over(
+        self, step: int, num_taken: int, fresh: list[RolloutGroup], replayed: list[RolloutGroup]
+    ) -> CutBatch:
         self.next_step = step + self.budget.num_iterations
         if self.replay is not None and num_taken == 0:  # else the checkpoint's table has them
             self.replay.sampled([group.group_id for group in replayed])
-            for group, signal in fresh:
-                self.replay.insert(group, signal)
+            for group in fresh:
+                self.replay.insert(group, self.signal(group))
             self.replay.expire(self.budget.version_at(self.next_step))
-        groups = [group for group, _ in fresh] + replayed
-        return CutBatch(step, self.budget.num_iterations - num_taken, self.next_step, groups, len(fresh))
+        return CutBatch(step, self.budget.num_iterations - num_taken, self.next_step, fresh + replayed, len(fresh))

@@ -28,18 +28,12 @@ class ReplayCredit:
 
         credit = credit.at_cut(delivered=21, trained=9)
         credit.allowed(3, delivered=21, trained=9)          # 0 = 21 - 12 - 9
-
-    Args:
-        size: groups in a batch.
-        rate: trainings per delivered group.
-        max_replayed: of the groups in a batch; less than `size`.
-        forgotten: delivered groups whose trainings cannot be spent any more.
     """
 
-    size: int
-    rate: float
-    max_replayed: int
-    forgotten: float = 0.0
+    size: int  # groups in a batch
+    rate: float  # trainings per delivered group
+    max_replayed: int  # of the groups in a batch; less than `size`
+    forgotten: float = 0.0  # delivered groups whose trainings cannot be spent any more
 
     @property
     def least_fresh(self) -> int:
@@ -48,12 +42,7 @@ class ReplayCredit:
         return min(self.size, max(math.ceil(self.size / self.rate), self.size - self.max_replayed))
 
     def at_cut(self, delivered: int, trained: int) -> "ReplayCredit":
-        """The credit from which a batch is cut.
-
-        Args:
-            delivered: groups so far, with and without signal.
-            trained: groups so far, counting every time and the new ones of this batch.
-        """
+        """The credit from which a batch is cut, whose new groups are among those that were `trained` so far."""
         return replace(self, forgotten=max(self.forgotten, delivered - (trained + self.size) / self.rate))
 
     def allowed(self, missing: int, delivered: int, trained: int) -> int:

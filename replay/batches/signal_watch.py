@@ -11,11 +11,7 @@ from replay.groups import RolloutGroup
 
 
 class SignalWatch:
-    """The streak of groups without signal that goes on now.
-
-    Args:
-        max_groups: a streak of so many is hopeless; None: none is.
-    """
+    """The streak of groups without signal that goes on now; one of `max_groups` is hopeless, None: none is."""
 
     def __init__(self, max_groups: int | None) -> None:
         self._max_groups = max_groups
@@ -37,19 +33,12 @@ class SignalWatch:
             self._low, self._high = min(self._low, mean_reward), max(self._high, mean_reward)
 
     def check(self) -> None:
-        """
-        Raises:
-            NoSignalError: the streak is hopeless.
-        """
+        """Raises NoSignalError if the streak is hopeless."""
         if self._max_groups is not None and self._num_groups >= self._max_groups:
             raise NoSignalError(self._describe(" (guards.max_groups_without_signal)"))
 
     def check_stalled(self, *, ever_had_signal: bool) -> None:
-        """Nothing came for too long.
-
-        Raises:
-            NoSignalError: that is because no group of the run ever had signal.
-        """
+        """Nothing came for too long. Raises NoSignalError if that is because no group of the run ever had signal."""
         if self._num_groups and not ever_had_signal:
             raise NoSignalError(self._describe(", all that came within pipeline.stall_timeout_s"))
 

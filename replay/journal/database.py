@@ -32,11 +32,8 @@ class JournalInUseError(JournalError):
 
 
 class Database:
-    """See the module's guarantee.
-
-    Args:
-        path: the database file; created, with its folder, if it is not there.
-        observe_commit_s: told how long every commit took.
+    """See the module's guarantee. The file, with its folder, is created if it is not there. `observe_commit_s` is told how long
+    every commit took.
 
     Raises:
         JournalError: the file is damaged, or of another release.

@@ -44,11 +44,8 @@ _RECORDED = """outcome = 'accepted' AND last_step IS NOT NULL
 
 
 class JournalReader:
-    """See the module's guarantee. Use it with `contextlib.closing`.
-
-    Raises:
-        JournalError: there is no journal at `path`, or none that this release can read.
-    """
+    """See the module's guarantee. Use it with `contextlib.closing`. Raises JournalError if `path` is no journal that this
+    release can read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -74,11 +71,7 @@ class JournalReader:
         self._db.close()
 
     def copy_to(self, path: Path) -> None:
-        """Copies the journal as it is at one moment into a new file.
-
-        Raises:
-            JournalError: the copy cannot be made.
-        """
+        """Copies the journal as it is at one moment into a new file, or raises JournalError."""
         try:
             with contextlib.closing(apsw.Connection(str(path))) as copy, copy.backup("main", self._db, "main") as pages:
                 pages.step()
@@ -118,20 +111,12 @@ class JournalReader:
         return GroupRow(*found[0]) if found else None
 
     def body(self, row: GroupRow) -> bytes | None:
-        """The message of a group; None if the trainer has deleted the group since its row was read.
-
-        Raises:
-            JournalError: it is not there, or does not fit the row.
-        """
+        """The message of a group; None if the trainer has deleted the group since its row was read. Raises as `intact_frame`."""
         found = self._query(FRAME, (row.group_id,))
         return intact_frame(self.path, row.group_id, found) if found else None
 
     def frames(self, group_ids: Iterable[str]) -> list[bytes]:
-        """The messages of these groups, in the order asked for.
-
-        Raises:
-            JournalError: one is not there, or is damaged.
-        """
+        """The messages of these groups, in the order asked for. Raises as `intact_frame`."""
         return [intact_frame(self.path, group_id, self._query(FRAME, (group_id,))) for group_id in group_ids]
 
     def batches(self, from_step: int = 1) -> Iterator[RecordedBatch]:

@@ -52,11 +52,7 @@ class Journal(Database):
                 db.execute("INSERT INTO bodies VALUES(?, ?)", (db.last_insert_rowid(), entry.frame))
 
     def frames(self, group_ids: Iterable[str]) -> list[bytes]:
-        """The messages of these groups, in the order asked for.
-
-        Raises:
-            JournalError: one is not there, or is damaged.
-        """
+        """The messages of these groups, in the order asked for. Raises as `intact_frame`."""
         return [intact_frame(self.path, group_id, self.query(FRAME, (group_id,))) for group_id in group_ids]
 
     # Steps

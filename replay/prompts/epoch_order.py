@@ -13,13 +13,7 @@ from replay.lease_ids import Key
 
 
 class EpochOrder:
-    """See the module's guarantee.
-
-    Args:
-        num_prompts: size of the dataset; prompt ids are 0..num_prompts-1.
-        seed: decides the order of every epoch.
-        shuffle: False keeps the order of the dataset.
-    """
+    """See the module's guarantee. Prompt ids are 0..num_prompts-1; without `shuffle` they keep their order."""
 
     def __init__(self, num_prompts: int, seed: int, *, shuffle: bool) -> None:
         self.num_prompts = num_prompts
@@ -56,10 +50,7 @@ class EpochOrder:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """
-        Raises:
-            DatasetError: the dataset has another size than when the state was written.
-        """
+        """Raises DatasetError if the dataset has another size than when the state was written."""
         if state["num_prompts"] != self.num_prompts:
             raise DatasetError(
                 f"dataset: the dataset has {self.num_prompts} prompts now and had {state['num_prompts']} at the checkpoint; "

@@ -32,25 +32,16 @@ def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
 
 @dataclass(frozen=True)
 class Metric:
-    """What an answer is worth.
+    """What an answer is worth."""
 
-    Args:
-        weights: float32 (F,), of the reward functions; a metric that is one of them has weight 1 there and 0 elsewhere.
-        threshold: None: the mean worth of the completions; else pass@k of those worth at least so much.
-    """
-
-    weights: NDArray[np.float32]
-    threshold: float | None = None
+    weights: NDArray[np.float32]  # (F,); a metric that is one of the functions has weight 1 there and 0 elsewhere
+    threshold: float | None = (
+        None  # None: the mean worth of the completions; else pass@k of those worth at least so much
+    )
     k: int = 1
 
     def score(self, rewards: NDArray[np.float32]) -> float | None:
-        """
-        Args:
-            rewards: (n, F), NaN for missing.
-
-        Returns:
-            None when too few completions are scored: none, or fewer than k.
-        """
+        """What rewards (n, F), NaN for missing, are worth. None when too few completions are scored: none, or fewer than k."""
         used = self.weights != 0
         totals = weighted_sums(rewards[:, used], self.weights[used])
         totals = totals[~np.isnan(totals)]
@@ -82,15 +73,8 @@ class Answer:
 
 @dataclass(eq=False)
 class Evaluation:
-    """See the module's guarantee. Times are of the caller's clock, in seconds.
-
-    Args:
-        version: the policy that is evaluated.
-        session: part of every lease id, unique per trainer process.
-
-    Attributes:
-        leases: the table of prompts that were leased and are not done.
-    """
+    """See the module's guarantee; of policy `version`. Times are of the caller's clock, in seconds; `session` is unique per
+    trainer process."""
 
     version: int
     num_prompts: int

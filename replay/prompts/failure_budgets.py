@@ -41,11 +41,7 @@ class RetryBudget:
 
 
 class FailureWatch:
-    """The last finished prompts.
-
-    Args:
-        max_share: of them that may have been given up.
-    """
+    """The last finished prompts, of which the share `max_share` may have been given up."""
 
     def __init__(self, max_share: float) -> None:
         self._max_share = max_share
@@ -56,10 +52,7 @@ class FailureWatch:
         self._finished.append(given_up)
 
     def check(self) -> None:
-        """
-        Raises:
-            DataFailuresError: too many were given up.
-        """
+        """Raises DataFailuresError if too many were given up."""
         reasons = [reason for reason in self._finished if reason is not None]
         if len(self._finished) == FAILURE_WINDOW and len(reasons) > self._max_share * FAILURE_WINDOW:
             raise DataFailuresError(

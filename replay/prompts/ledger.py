@@ -26,17 +26,7 @@ from replay.prompts.rerolls import RerollShare
 
 
 class PromptLedger:
-    """See the module's guarantee. Times are of the caller's clock, in seconds.
-
-    Args:
-        num_prompts, seed, shuffle: as of `EpochOrder`.
-        budgets: attempts and backoff, by failure class.
-        session: part of every lease id, unique per trainer process.
-
-    Attributes:
-        order: of the first attempts.
-        leases: the table of prompts that are not settled, where leases end.
-    """
+    """See the module's guarantee. Times are of the caller's clock, in seconds; `session` is unique per trainer process."""
 
     def __init__(
         self,
@@ -62,13 +52,8 @@ class PromptLedger:
     # Leases
 
     def lease(self, producer: str, *, version: int, policy_floor: int, now: float, deadline: float) -> LeaseRecord[Key]:
-        """Leases the next prompt to `producer`: one that waits if one is due, else one that was deferred if it may return,
-        else the next first attempt.
-
-        Args:
-            version: the newest policy that is published.
-            policy_floor: the oldest policy that may answer.
-        """
+        """Leases the next prompt to `producer`: one that waits if one is due, else one that was deferred if it may return, else
+        the next first attempt. `version` is the newest policy that is published, `policy_floor` the oldest that may answer."""
         work = self.leases.next_waiting(now, version) or self._next_work(version)
         work = replace(work, attempt=work.attempt + 1)
         lease_id = str(LeaseId(work.key, work.attempt, self._session))
@@ -87,14 +72,8 @@ class PromptLedger:
         return True
 
     def find(self, lease: LeaseId, *, of_this_run: bool = True) -> Key | None:
-        """The prompt that a group with this lease would answer; None if it is answered or given up.
-
-        Args:
-            of_this_run: False if the lease may be of another run, unless this process gave it.
-
-        Raises:
-            UnknownLeaseError: no trainer of this run can have given the lease.
-        """
+        """The prompt that a group with this lease would answer; None if it is answered or given up. Raises UnknownLeaseError if
+        no trainer of this run can have given it; if not `of_this_run`, only this process can."""
         key = lease.key
         # A crash may have set the cursor back by an epoch.
         is_possible = (
@@ -171,11 +150,8 @@ class PromptLedger:
 
     def recall(self, key: Key, held: Held, *, is_new: bool) -> bool:
         """The journal says what became of this prompt, which is held from now on. False if it was settled in the restored
-        state, or is held already.
-
-        Args:
-            is_new: it was answered after that state was taken, which therefore cannot have settled it.
-        """
+        state, or is held already. One that `is_new` was answered after that state was taken, which therefore cannot have
+        settled it."""
         self._reach(key)
         if is_new and self.leases.status(key) is None:
             # It was leased before its prompt was in cooldown, or was deferred, which this process learns later.

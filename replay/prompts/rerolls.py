@@ -28,15 +28,11 @@ class Grade(NamedTuple):
 
 @dataclass(frozen=True)
 class RerollRules:
-    """Who returns, when, and how often.
-
-    Args:
-        column: the reward function that judges. One that judges alone, so that a reward for mere format, which every
-            completion gets, does not hide a failure.
-    """
+    """Who returns, when, and how often. One reward function judges alone, so that a reward for mere format, which every
+    completion gets, does not hide a failure."""
 
     settings: RerollSection
-    column: int = 0
+    column: int = 0  # of that function
 
     def grade(self, group: RolloutGroup) -> Grade:
         rewards = group.rewards[:, self.column]

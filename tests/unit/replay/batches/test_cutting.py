@@ -41,7 +41,7 @@ def insert(cutting: BatchCutter, journal: Journal, *prompt_ids: int, version: in
     rows = [entry(prompt_id, policy_version=version) for prompt_id in prompt_ids]
     journal.append(rows)
     for row in rows:
-        cutting.insert(group(row.group_id, version), 1.0)
+        cutting.insert(group(row.group_id, version))
     return [row.group_id for row in rows]
 
 
