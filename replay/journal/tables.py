@@ -92,7 +92,7 @@ FRAME = """SELECT group_id, epoch, prompt_id, reroll, attempt, policy_version, o
 
 
 def intact_frame(journal: Path, group_id: str, found: list[Any]) -> bytes:
-    """The message of a group, from the row that `FRAME` found. Raises JournalError if it is not there, or does not fit the row."""
+    """The message of a group, from the row that `FRAME` found. Raises JournalError if it is not there or does not fit the row."""
     if not found:
         raise JournalError(f"{journal} does not hold group {group_id}; `rl-journal list` shows what it holds")
     *fields, crc = found[0]
