@@ -1,11 +1,8 @@
 """Small things that the tests of `consumer` need again and again. None of them needs torch, which takes seconds to import."""
 
-import contextlib
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import apsw
 import numpy as np
 from prometheus_client import CollectorRegistry
 
@@ -16,8 +13,6 @@ from protocol.wire.messages import Group
 from replay.batches.delivery import Delivery
 from replay.buffer import RolloutBuffer
 from replay.groups import GroupShape, RolloutGroup
-from replay.journal.database import JournalFullError
-from replay.journal.tables import Entry
 from replay.journal.writer import Journal
 from tests.unit.replay.builders import buffer
 
@@ -99,29 +94,6 @@ def message(group: RolloutGroup) -> Group:
 
 def delivery(group: RolloutGroup, producer: str = "p") -> Delivery:
     return Delivery(group, encode(message(group)), producer)
-
-
-class FillableJournal(Journal):
-    """A journal whose disk is full when the test says so, and that counts the groups of every commit."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self.full = False
-        self.refused = 0
-        self.commits: list[int] = []
-
-    def append(self, entries: Iterable[Entry]) -> None:
-        entries = list(entries)
-        super().append(entries)
-        self.commits.append(len(entries))
-
-    @contextlib.contextmanager
-    def transaction(self) -> Iterator[apsw.Connection]:
-        if self.full:
-            self.refused += 1
-            raise JournalFullError(f"the disk of {self.path} is full")
-        with super().transaction() as db:
-            yield db
 
 
 def live_buffer(journal: Journal, **arguments: Any) -> RolloutBuffer:

@@ -9,7 +9,8 @@ import pytest
 
 from consumer import waiting as patience_module
 from replay.journal.disk import DiskGuard
-from tests.unit.consumer.builders import Clock, FillableJournal
+from tests.unit.consumer.builders import Clock
+from tests.unit.replay.builders import FillableJournal
 
 
 @pytest.fixture(scope="module")

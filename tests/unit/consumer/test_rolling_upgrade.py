@@ -30,11 +30,11 @@ from replay.journal.disk import DiskGuard
 from replay.journal.reader import JournalReader
 from tests import release_before
 from tests.scripted import facts, made_up_group
-from tests.unit.consumer.builders import FillableJournal, live_buffer
+from tests.unit.consumer.builders import live_buffer
 from tests.unit.consumer.intake.builders import BLOB, DIGEST, SHAPE, Trainer
 from tests.unit.consumer.training.test_retraining import FACTS
 from tests.unit.protocol.channel_harness import PATIENCE_S
-from tests.unit.replay.builders import entry
+from tests.unit.replay.builders import FillableJournal, entry
 from tools.journal.content import ContentReader
 
 LIMIT = 2**20

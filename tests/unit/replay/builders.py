@@ -4,7 +4,7 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +31,27 @@ from replay.prompts.staleness import StalenessBudget
 
 
 class FillableJournal(Journal):
-    """Its disk can be full: then every transaction ends as SQLite ends it, before its commit."""
+    """Its disk can be full: then every transaction ends as SQLite ends it, before its commit. Counts those,
+    and the groups of every commit."""
 
     full = False
+    refused = 0
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.commits: list[int] = []
+
+    def append(self, entries: Iterable[Entry]) -> None:
+        entries = list(entries)
+        super().append(entries)
+        self.commits.append(len(entries))
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[apsw.Connection]:
         with super().transaction() as db:
             yield db
             if self.full:
+                self.refused += 1
                 raise apsw.FullError("database or disk is full")
 
 

@@ -47,16 +47,6 @@ def test_on_a_full_disk_a_prompt_is_not_given_up_but_other_failures_are_taken(jo
     assert replay.totals["dead_letters"] == 1
 
 
-def test_on_a_full_disk_no_batch_is_cut(journal: FillableJournal) -> None:
-    replay = buffer(journal)
-    ids = fill(replay)
-    with full_disk(journal):
-        assert replay.next_batch(0.0) is None
-    assert replay.depth()["ready"] == 2
-    assert rows(journal, "step, tries") == [(None, 0), (None, 0)]
-    assert names(cut(replay).groups) == ids
-
-
 def test_on_a_full_disk_nothing_is_dropped(journal: FillableJournal) -> None:
     replay = buffer(journal, groups_per_step=1)
     late = lease(replay, timeout_s=1.0)
@@ -69,21 +59,6 @@ def test_on_a_full_disk_nothing_is_dropped(journal: FillableJournal) -> None:
         assert (replay.depth()["ready"], replay.totals["went_stale"]) == (1, 0)
     assert replay.next_batch(0.0) is None
     assert (replay.depth()["ready"], replay.totals["went_stale"]) == (0, 1)
-
-
-def test_on_a_full_disk_an_overdue_lease_that_would_be_given_up_stays(journal: FillableJournal) -> None:
-    replay = buffer(journal, max_staleness=3)
-    for attempt in range(9):
-        lease(replay, now=100.0 * attempt, timeout_s=1.0)
-        replay.expire(100.0 * attempt + 1)
-    last = lease(replay, now=1000.0, timeout_s=1.0)
-    fresh = lease(replay, now=1000.0, timeout_s=1.0)
-    with full_disk(journal):
-        assert [record.lease_id for record in replay.expire(1001.0)] == [fresh]
-        assert replay.release("p", 1001.0) == []
-        assert replay.leased_to("p") == {last}
-    assert [record.lease_id for record in replay.expire(1002.0)] == [last]
-    assert replay.totals["dead_letters"] == 1
 
 
 # The next trainer process.

@@ -11,7 +11,8 @@ from protocol.errors import ConfigError
 from replay.buffer import RolloutBuffer
 from replay.prompts.staleness import StalenessBudget
 from replay.rewards import RewardRecipe
-from tests.unit.consumer.builders import FillableJournal, delivery, rollout_group, run_config
+from tests.unit.consumer.builders import delivery, rollout_group, run_config
+from tests.unit.replay.builders import FillableJournal
 
 FORMAT_AND_ANSWER = {
     "functions": [{"function": "rewards:format", "weight": 0.1}, {"function": "rewards:answer", "weight": 1.0}]

@@ -22,7 +22,8 @@ from replay.groups import GroupShape
 from replay.journal.disk import DiskGuard
 from tests.loopback import LoopbackClient, LoopbackServer
 from tests.scripted import facts, made_up_group
-from tests.unit.consumer.builders import FillableJournal, live_buffer
+from tests.unit.consumer.builders import live_buffer
+from tests.unit.replay.builders import FillableJournal
 
 NEEDS = TrainerNeeds("0" * 64, "1" * 64, "float32", 8, 3, 4, ("reward",))
 
@@ -36,14 +37,19 @@ SHAPE = GroupShape(num_generations=4, num_rewards=1, max_completion_length=4, vo
 
 
 class Prompts:
-    """Prompt `n` is "n"; some are bad."""
+    """Prompt n is "n"."""
 
-    def __init__(self, bad: Callable[[int], bool] = lambda prompt_id: False, columns: Any = None) -> None:
-        self.bad = bad
-        self.columns = columns or {"answer": 1}
+    def __init__(self) -> None:
+        self.bad: set[int] = set()
+        self.unread: set[int] = set()
+        self.asked: list[int] = []
+        self.columns: dict[str, Any] = {"answer": 1}
 
-    def __getitem__(self, prompt_id: int) -> tuple[str, dict[str, Any]]:
-        if self.bad(prompt_id):
+    def __getitem__(self, prompt_id: int) -> tuple[str, dict[str, Any]] | None:
+        self.asked.append(prompt_id)
+        if prompt_id in self.unread:
+            return None
+        if prompt_id in self.bad:
             raise DatasetError(f"row {prompt_id} has no usable prompt")
         return str(prompt_id), self.columns
 
@@ -56,7 +62,6 @@ class Trainer:
         journal: FillableJournal,
         disk: DiskGuard,
         channel: Any = None,
-        prompts: Any = None,
         replay: RolloutBuffer | None = None,
         memory: SharedMemory = NO_MEMORY,
         evaluations: Any = None,
@@ -71,7 +76,7 @@ class Trainer:
         self.errors = ThreadErrors()
         storage = RolloutStorage(self.replay, journal, disk)
         warn = Throttle(logging.getLogger(__name__))
-        dispatcher = LeaseDispatcher(self.channel, self.replay, prompts or Prompts(), disk, SAMPLING, 60.0, warn)
+        dispatcher = LeaseDispatcher(self.channel, self.replay, Prompts(), disk, SAMPLING, 60.0, warn)
         store = PolicyStore(2, memory)
         terms = SessionTerms(NEEDS, SHAPE, run_id, "session", resumed, 60.0, heartbeat_s, 6.0)
         dispatchers = Dispatchers(dispatcher, evaluations or EvaluationDispatcher(store))

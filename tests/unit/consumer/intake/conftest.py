@@ -6,8 +6,8 @@ import pytest
 
 from consumer.intake import sessions
 from replay.journal.disk import DiskGuard
-from tests.unit.consumer.builders import FillableJournal
 from tests.unit.consumer.intake.builders import Start, Trainer
+from tests.unit.replay.builders import FillableJournal
 
 
 @pytest.fixture

@@ -1,20 +1,16 @@
 """Who gets the next lease, and what happens to a prompt or a producer that cannot get it."""
 
-from typing import Any
-
 import pytest
 
 from consumer.intake.dispatcher import LeaseDispatcher
 from consumer.intake.sessions import ProducerSession
-from protocol.errors import DatasetError
 from protocol.wire.codec import encode
-from protocol.wire.messages import Lease, Sampling
+from protocol.wire.messages import Lease
 from replay.buffer import RolloutBuffer
 from replay.journal.disk import DiskGuard
-from tests.unit.consumer.builders import FillableJournal, delivery, fill, live_buffer, rollout_group
-from tests.unit.replay.builders import reroll_rules
-
-SAMPLING = Sampling(num_generations=4, max_completion_length=4, temperature=1.0)
+from tests.unit.consumer.builders import delivery, fill, live_buffer, rollout_group
+from tests.unit.consumer.intake.builders import SAMPLING, Prompts
+from tests.unit.replay.builders import FillableJournal, reroll_rules
 
 
 class Channel:
@@ -37,24 +33,6 @@ class Channel:
 
     def prompts_of(self, peer: bytes) -> list[int]:
         return [lease.prompt_id for to, lease in self.sent if to == peer]
-
-
-class Prompts:
-    """Prompt n is "n"."""
-
-    def __init__(self) -> None:
-        self.bad: set[int] = set()
-        self.unread: set[int] = set()
-        self.asked: list[int] = []
-        self.columns: dict[str, Any] = {"answer": 1}
-
-    def __getitem__(self, prompt_id: int) -> tuple[str, dict[str, Any]] | None:
-        self.asked.append(prompt_id)
-        if prompt_id in self.unread:
-            return None
-        if prompt_id in self.bad:
-            raise DatasetError(f"row {prompt_id} has no usable prompt")
-        return str(prompt_id), self.columns
 
 
 class Counter:

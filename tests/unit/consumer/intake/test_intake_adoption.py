@@ -5,8 +5,9 @@ import pytest
 from msgspec.structs import replace
 
 from protocol.wire.messages import Ack, Lease, Nack, PolicyInfo, Welcome
-from tests.unit.consumer.builders import FillableJournal, live_buffer
+from tests.unit.consumer.builders import live_buffer
 from tests.unit.consumer.intake.builders import BLOB, DIGEST, SHAPE, Start, Trainer, answer, only
+from tests.unit.replay.builders import FillableJournal
 
 
 def next_process(start: Start, journal: FillableJournal, session: str = "t") -> Trainer:

@@ -9,8 +9,8 @@ import pytest
 from protocol.wire.codec import encode
 from protocol.wire.messages import Ack, Group, Nack, Reject
 from replay.journal.reader import JournalReader
-from tests.unit.consumer.builders import FillableJournal
 from tests.unit.consumer.intake.builders import BLOB, DIGEST, SHAPE, Start, answer, made_lease, only
+from tests.unit.replay.builders import FillableJournal
 
 
 def test_every_outcome_is_acknowledged(start: Start) -> None:

@@ -7,8 +7,8 @@ import pytest
 
 from protocol.wire.codec import encode
 from protocol.wire.messages import Ack, Bye, Heartbeat
-from tests.unit.consumer.builders import FillableJournal
 from tests.unit.consumer.intake.builders import Start, answer, only
+from tests.unit.replay.builders import FillableJournal
 
 
 def test_a_silent_producer_is_given_up_and_its_leases_go_to_the_others(

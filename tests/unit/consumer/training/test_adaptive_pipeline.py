@@ -14,7 +14,8 @@ from protocol.config.run import RunConfig
 from protocol.config.sections.learning import ReplaySection
 from replay.journal.disk import DiskGuard
 from replay.prompts.adaptive_staleness import WINDOW
-from tests.unit.consumer.builders import FillableJournal, live_buffer, run_config
+from tests.unit.consumer.builders import live_buffer, run_config
+from tests.unit.replay.builders import FillableJournal
 
 
 def automatic(folder: Path, **pipeline: object) -> RunConfig:

@@ -11,7 +11,8 @@ from consumer.waiting import Patience, StopRequested
 from protocol.errors import StalledError
 from replay.buffer import RolloutBuffer
 from replay.journal.writer import Journal
-from tests.unit.consumer.builders import Clock, FillableJournal, fill, live_buffer
+from tests.unit.consumer.builders import Clock, fill, live_buffer
+from tests.unit.replay.builders import FillableJournal
 
 
 class FakeIntake:

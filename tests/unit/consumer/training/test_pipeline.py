@@ -20,9 +20,9 @@ from protocol.errors import JournalError
 from replay.batches.replay_table import ReplayTable
 from replay.journal.disk import DiskGuard
 from replay.journal.reader import JournalReader
-from tests.unit.consumer.builders import Clock, FillableJournal, fill, live_buffer
+from tests.unit.consumer.builders import Clock, fill, live_buffer
 from tests.unit.consumer.snapshots import snapshot
-from tests.unit.replay.builders import replay_table
+from tests.unit.replay.builders import FillableJournal, replay_table
 
 ADAPTER_DIGEST = hashlib.sha256(b"adapter").hexdigest()
 

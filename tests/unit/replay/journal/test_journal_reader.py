@@ -7,7 +7,6 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import apsw
 import pytest
 
 from protocol.errors import JournalError
@@ -20,6 +19,7 @@ from replay.journal.writer import Journal
 from replay.prompts.staleness import StalenessBudget
 from tests.unit.replay.builders import entry as an_entry
 from tests.unit.replay.builders import group_message
+from tests.unit.replay.journals import alter
 
 
 def entry(number: int, version: int = 0, reroll: int = 0, **changes: Any) -> Entry:
@@ -59,20 +59,9 @@ def batch(step: int, last_step: int, fresh: list[int], again: tuple[int, ...] = 
     return RecordedBatch(step, last_step, ids([*fresh, *again]), len(fresh))
 
 
-def damage(path: Path, sql: str, bindings: tuple[Any, ...] = ()) -> None:
-    with closing(apsw.Connection(str(path))) as db:
-        db.execute(sql, bindings)
-
-
 def contents(path: Path) -> dict[str, bytes]:
     """The bytes of the journal and of its write-ahead log."""
     return {file.name: file.read_bytes() for file in path.parent.glob("*.sqlite*") if not file.name.endswith("-shm")}
-
-
-@pytest.fixture
-def journal(tmp_path: Path) -> Iterator[Journal]:
-    with closing(Journal(tmp_path / "journal.sqlite")) as result:
-        yield result
 
 
 @pytest.fixture
@@ -339,22 +328,22 @@ def test_a_file_that_is_no_journal(tmp_path: Path, content: bytes) -> None:
 def test_another_schema(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
     Journal(path).close()
-    damage(path, "PRAGMA user_version = 9")
+    alter(path, "PRAGMA user_version = 9")
     with pytest.raises(JournalError, match=r"has journal schema 9, this release reads 1; use its release$"):
         JournalReader(path)
 
 
 def test_a_damaged_and_a_missing_body(reader: JournalReader, journal: Journal) -> None:
-    damage(journal.path, "UPDATE bodies SET frame = ? WHERE seq = 1", (entry(0).frame[:-1] + b"?",))
+    alter(journal.path, "UPDATE bodies SET frame = ? WHERE seq = 1", entry(0).frame[:-1] + b"?")
     with pytest.raises(JournalError, match=r"group 0-0-0-1-s is damaged \(checksum\); restore a copy of run_dir$"):
         reader.frames(ids([2, 0]))
-    damage(journal.path, "DELETE FROM bodies WHERE seq = 3")
+    alter(journal.path, "DELETE FROM bodies WHERE seq = 3")
     with pytest.raises(JournalError, match=r"group 0-2-0-1-s has no body; restore a copy of run_dir$"):
         reader.frames(ids([2]))
 
 
 def test_a_body_without_a_group(reader: JournalReader, journal: Journal) -> None:
-    damage(journal.path, "INSERT INTO bodies VALUES(99, 'x')")
+    alter(journal.path, "INSERT INTO bodies VALUES(99, 'x')")
     assert reader.database_problems() == ["body 99 belongs to no group"]
 
 
