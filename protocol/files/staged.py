@@ -51,13 +51,9 @@ def aside(final: Path) -> Path:
 
 
 def sync_all(place: Path) -> None:
-    """Brings a file, or a folder with everything in it, to the disk."""
-    for folder, _, names in os.walk(place, topdown=False):
-        for name in names:
-            sync(Path(folder) / name)
-        sync(Path(folder))
-    if place.is_file():
-        sync(place)
+    """Brings a file, or a folder with everything in it, to the disk, a folder after what is in it."""
+    for path in (*sorted(place.rglob("*"), reverse=True), place):
+        sync(path)
 
 
 def sync(path: Path) -> None:

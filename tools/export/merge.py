@@ -47,7 +47,8 @@ def run(config: RunConfig, gpus: list[int], *, which: str, to: Path, repository:
 def _merge(config: RunConfig, inputs: RunInputs, device: str, adapter: Path, to: Path) -> str:
     """Writes the merged model. Returns how well it agrees, in words."""
     base = inputs.model(device)
-    ids = _token_ids(base.config.get_text_config().vocab_size, config.seed).to(device)
+    vocab_size, generator = base.config.get_text_config().vocab_size, torch.Generator().manual_seed(config.seed)
+    ids = torch.randint(vocab_size, (_ROWS, _LENGTH), generator=generator).to(device)
     adapted = PeftModel.from_pretrained(base, adapter).eval()
     wanted = logprobs(adapted, ids)
     with adapted.disable_adapter():
@@ -97,10 +98,6 @@ def upload(folder: Path, repository: str) -> str:
             f"--push-to-hub {repository}: {type(error).__name__}: {error}. The model is in {folder}"
         ) from error
     return str(address)
-
-
-def _token_ids(vocab_size: int, seed: int) -> torch.Tensor:
-    return torch.randint(vocab_size, (_ROWS, _LENGTH), generator=torch.Generator().manual_seed(seed))
 
 
 def choose_adapter(config: RunConfig, which: str) -> Path:

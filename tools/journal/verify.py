@@ -4,8 +4,7 @@ Guarantee: every group is read, whatever is wrong with the others; each problem 
 """
 
 import statistics
-from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterator
 
 from protocol.errors import ExitCode, JournalError
 from replay.journal.reader import JournalReader
@@ -17,21 +16,16 @@ from tools.tables import say, size, span_of_steps, with_progress
 def verify(reader: JournalReader) -> ExitCode:
     count = 0
     for check in (JournalReader.database_problems, _groups, _steps, _replays):
-        for problem in _found_by(check, reader):
+        problems: list[str] = []  # said afterwards, so that they do not run into the progress bar
+        try:
+            problems.extend(check(reader))
+        except JournalError as error:  # the table cannot be read to its end
+            problems.append(str(error))
+        for problem in problems:
             say(problem.removeprefix(f"{reader.path}: "))
-            count += 1
+        count += len(problems)
     say(f"{count} problem{'' if count == 1 else 's'}")
     return ExitCode.JOURNAL if count else ExitCode.OK
-
-
-def _found_by(check: Callable[[JournalReader], Iterable[str]], reader: JournalReader) -> list[str]:
-    """The problems are collected first, so that they do not run into the progress bar."""
-    problems: list[str] = []
-    try:
-        problems.extend(check(reader))
-    except JournalError as error:  # the table cannot be read to its end
-        problems.append(str(error))
-    return problems
 
 
 def _groups(reader: JournalReader) -> Iterator[str]:
@@ -56,17 +50,17 @@ def _steps(reader: JournalReader) -> Iterator[str]:
     """
     while True:
         num_deleted = reader.num_deleted()
-        batches = [_shape(reader, batch) for batch in reader.batches()]
+        batches = [(batch.step, batch.last_step, _positions(reader, batch)) for batch in reader.batches()]
         if reader.num_deleted() == num_deleted:
             break  # otherwise retention deleted groups meanwhile
     if not batches or (num_deleted and next(reader.uses(), None) is not None):
         return
     facts = reader.facts()
-    sizes = [len(batch.positions) for batch in batches]
+    sizes = [len(positions) for *_, positions in batches]
     per_step = int(facts.get("groups_per_step", statistics.mode(sizes)))
     may_be_less = facts.get("fill") == "partial"
     comparable = range(1 if num_deleted else 0, len(batches))
-    expected = batches[0].step
+    expected = batches[0][0]
     for index, (step, last_step, positions) in enumerate(batches):
         if step > expected:
             yield f"{span_of_steps(expected, step - 1)}: no groups"
@@ -107,14 +101,7 @@ def _replays(reader: JournalReader) -> Iterator[str]:
             yield f"{where}: group {use.group_id} is replayed and was not trained before"
 
 
-class _Shape(NamedTuple):
-    step: int
-    last_step: int
-    positions: list[int | None]
-
-
-def _shape(reader: JournalReader, batch: RecordedBatch) -> _Shape:
+def _positions(reader: JournalReader, batch: RecordedBatch) -> list[int | None]:
     fresh = map(reader.row, batch.group_ids[: batch.num_fresh])
     positions = [row.position for row in fresh if row is not None]
-    positions += [use.position for use in reader.uses(of_step=batch.step)]
-    return _Shape(batch.step, batch.last_step, positions)
+    return positions + [use.position for use in reader.uses(of_step=batch.step)]

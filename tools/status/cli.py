@@ -120,7 +120,7 @@ def _run(chosen: argparse.Namespace) -> RunReader | None:
     return RunReader(place)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parsed(arguments: list[str] | None) -> argparse.Namespace:
     result = tool_parser(PROGRAM, "Shows what a run does now: whether it learns, who waits for whom, what to do.")
     add_run(result, "the run's folder; not needed with --url")
     result.add_argument(
@@ -133,14 +133,9 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     result.add_argument("--once", action="store_true", help="print one view and end")
     result.add_argument("--json", action="store_true", help="with --once: one JSON object, for programs")
-    return result
-
-
-def _parsed(arguments: list[str] | None) -> argparse.Namespace:
-    parser = _parser()
-    chosen = parser.parse_args(arguments)
+    chosen = result.parse_args(arguments)
     if chosen.json and not chosen.once:
-        parser.error("--json goes with --once")
+        result.error("--json goes with --once")
     return chosen
 
 

@@ -113,26 +113,25 @@ def test_a_thousand_connections_take_no_threads_and_keep_nobody_out(port: Port) 
     eventually(lambda: all(hung_up(client) for client in idle), "the end of all of them")
 
 
-@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "BREW"])
-def test_other_methods_are_refused_with_the_one_there_is(port: Port, method: str) -> None:
-    answer = port.say(f"{method} /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
-    assert answer.startswith(b"HTTP/1.1 405 ")
-    assert b"allow: GET" in answer
+def test_other_methods_are_refused_with_the_one_there_is(port: Port) -> None:
+    for method in ("POST", "PUT", "DELETE", "OPTIONS", "BREW"):
+        answer = port.say(f"{method} /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+        assert answer.startswith(b"HTTP/1.1 405 ")
+        assert b"allow: GET" in answer
 
 
-@pytest.mark.parametrize(
-    "request_",
-    [
-        b"GET /metrics HTTP/1.1\r\nHost: x\r\nBig: " + b"x" * 2**20,
-        b"GET /metrics HTTP/1.1\r\nHost: x\r\n" + b"A: b\r\n" * 100_000,
-        b"GET /" + b"x" * 2**20,
-        b"\x16\x03\x01\x02\0\x01",
-    ],
-    ids=["a giant header", "many headers", "a giant path", "TLS"],
-)
-def test_what_is_no_request_of_a_usual_size_is_refused(port: Port, request_: bytes) -> None:
-    assert port.say(request_).startswith((b"HTTP/1.1 400 ", b""))
-    assert port.refused("malformed") == 1
+def test_what_is_no_request_of_a_usual_size_is_refused(port: Port) -> None:
+    for number, request in enumerate(
+        (
+            b"GET /metrics HTTP/1.1\r\nHost: x\r\nBig: " + b"x" * 2**20,
+            b"GET /metrics HTTP/1.1\r\nHost: x\r\n" + b"A: b\r\n" * 100_000,
+            b"GET /" + b"x" * 2**20,
+            b"\x16\x03\x01\x02\0\x01",  # TLS
+        ),
+        start=1,
+    ):
+        assert port.say(request)[:13] in (b"HTTP/1.1 400 ", b"")
+        assert port.refused("malformed") == number
     assert port.is_alive()
 
 

@@ -164,30 +164,6 @@ def test_a_message_of_several_frames_is_a_bad_frame(harness: Harness) -> None:
     assert receive(server, 1) == [(peer, MESSAGE)]
 
 
-@pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 4096, bytes(64), b"\xff\0\0\0\0\0\0\0\1\x7f"])
-def test_a_stranger_that_speaks_no_zeromq_does_not_hurt(harness: Harness, garbage: bytes) -> None:
-    server, client, peer = harness.joined()
-    harness.connect().sendall(garbage)
-    assert server.poll(0.05) == []
-    assert client.send(MESSAGE)
-    assert receive(server, 1) == [(peer, MESSAGE)]
-
-
-def test_a_peer_that_knows_another_ones_routing_id_cannot_take_its_place(ipc: Harness) -> None:
-    server = ipc.server()
-    first = ipc.client(server, "twin")
-    peer = introduce(server, first)
-    with zmq.Context() as context, context.socket(zmq.DEALER) as second:
-        second.linger = 0
-        second.routing_id = peer
-        second.connect(ipc.endpoints[0])
-        second.send(encode(numbered(2)))
-        assert server.poll(0.2) == []
-        assert server.send(peer, MESSAGE)
-        assert receive(first, 1) == [MESSAGE]
-        assert not second.poll(100)
-
-
 def test_routing_ids_cannot_be_guessed(ipc: Harness) -> None:
     server = ipc.server()
     peers = [introduce(server, ipc.client(server, "twin")) for _ in range(2)]

@@ -132,12 +132,18 @@ def test_a_map_of_numbers_may_have_15_entries_and_not_16() -> None:
         decode(lease_with("prompt", smallest))
 
 
-@pytest.mark.parametrize(("count", "header"), [(15, b"\x8f"), (16, b"\xde\0\x10"), (65_536, b"\xdf\0\1\0\0")])
-def test_a_map_with_text_for_keys_may_have_any_length(count: int, header: bytes) -> None:
+@pytest.mark.parametrize("count", [15, 16, 300])
+def test_a_map_with_text_for_keys_may_have_any_length(count: int) -> None:
     large = {f"key {number}": [number, {"deep": {number: None}}] for number in range(count)}
     lease = msgspec.structs.replace(LEASE, prompt=[large], columns={"c": large, "n": [[large], "\u07df"]})
+    assert decode(encode(lease)) == lease
+
+
+def test_a_map_with_a_32_bit_length_is_read() -> None:
+    large = {str(number): None for number in range(65_536)}
+    lease = msgspec.structs.replace(LEASE, columns={"c": large})
     frame = encode(lease)
-    assert header in frame
+    assert b"\xdf\0\1\0\0" in frame
     assert decode(frame) == lease
 
 
