@@ -1,9 +1,8 @@
-"""Which rows of a step go through the model together, and on which rank. Pure functions.
+"""Which rows of a rank go through the model together. Pure functions.
 
-Guarantee: every row is in exactly one micro-batch of one rank, and every rank has as many micro-batches as the others; none has
-more than `max_tokens` tokens, padding included, unless it is a single row; equal lengths give equal micro-batches, the longest
-rows first, so that memory peaks at once or never. Among all ways to cut the rows in the order of their lengths, this is the one
-of the fewest tokens, padding and `_FIXED_TOKENS` per micro-batch included; several ranks may cut some of them once more.
+Guarantee: every row is in exactly one micro-batch; none has more than `max_tokens` tokens, padding included, unless it is a
+single row; equal lengths give equal micro-batches, the longest rows first, so that memory peaks at once or never. Among all ways
+to cut the rows in the order of their lengths, this is the one of the fewest tokens, padding and a fixed cost of a pass included.
 """
 
 from collections.abc import Sequence
@@ -13,29 +12,18 @@ import numpy as np
 _FIXED_TOKENS = 256  # what a forward and backward pass costs beside its tokens, in tokens
 
 
-def micro_batches(
-    lengths: Sequence[int], max_tokens: int, *, padded: bool, rank: int = 0, world: int = 1
-) -> list[list[int]]:
-    """Indexes of the rows of each micro-batch of this rank. One that is empty is there for the number alone.
+def tokens_of(lengths: Sequence[int], padded: bool) -> int:
+    """What a micro-batch of rows of these lengths costs, in tokens."""
+    return _FIXED_TOKENS + (len(lengths) * max(lengths) if padded else sum(lengths))
+
+
+def cut_rows(lengths: Sequence[int], max_tokens: int, *, padded: bool) -> list[list[int]]:
+    """Indexes of the rows of each micro-batch, in the cheapest way.
 
     Args:
         lengths: tokens of each row, at least 1.
         padded: whether rows take the room of the longest beside them. If not, they stand one behind the other.
-        world: number of ranks, which all have the same rows.
     """
-    found = cut_rows(lengths, max_tokens, padded=padded)
-    while len(found) % world:
-        number = max(range(len(found)), key=lambda each: (len(found[each]), -each))
-        rows = found[number]
-        if len(rows) > 1:
-            found[number : number + 1] = [rows[: len(rows) // 2], rows[len(rows) // 2 :]]
-        else:
-            found.append([])
-    return found[rank::world]
-
-
-def cut_rows(lengths: Sequence[int], max_tokens: int, *, padded: bool) -> list[list[int]]:
-    """Indexes of the rows of each micro-batch of one rank, in the cheapest way; arguments as of `micro_batches`."""
     order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
     length = np.array([lengths[row] for row in order], np.int64)
     upto = np.concatenate([[0], length.cumsum()])

@@ -14,7 +14,8 @@ import torch
 from numpy.typing import NDArray
 
 from consumer.batches.advantages import advantages
-from consumer.batches.micro_batches import micro_batches
+from consumer.batches.balance import shares
+from consumer.batches.micro_batches import cut_rows
 from replay.groups import RolloutGroup
 from replay.rewards import RewardRecipe
 
@@ -74,10 +75,18 @@ class BatchRecipe:
         num_items = torch.tensor(sum(row.num_sampled for row in rows if row.in_loss))
         moving = [row for row in rows if self._moves(row)]
         rows = moving or [min(rows, key=lambda row: row.num_tokens)]
+        if self.world > 1:
+            rows = self._share(rows)
         lengths = [row.num_tokens for row in rows]
-        parts = micro_batches(lengths, self.max_tokens, padded=not self.packed, rank=self.rank, world=self.world)
-        idle = [min(rows, key=lambda row: row.num_tokens)._replace(advantage=0.0, in_loss=False)]
-        return [self._pad([rows[i] for i in part] or idle) | {"num_items_in_batch": num_items} for part in parts]
+        parts = cut_rows(lengths, self.max_tokens, padded=not self.packed)
+        return [self._pad([rows[i] for i in part]) | {"num_items_in_batch": num_items} for part in parts]
+
+    def _share(self, rows: list[_Row]) -> list[_Row]:
+        """Of this rank. One that has none gets the shortest row, which is then not in its loss."""
+        lengths = [row.num_tokens for row in rows]
+        of_ranks = shares(lengths, self.max_tokens, padded=not self.packed, world=self.world)
+        own = [rows[i] for i in of_ranks[self.rank]]
+        return own or [min(rows, key=lambda row: row.num_tokens)._replace(advantage=0.0, in_loss=False)]
 
     def _moves(self, row: _Row) -> bool:
         if self.keeps_all_rows:

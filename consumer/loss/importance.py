@@ -10,7 +10,6 @@ of the same shape that is 1 for tokens in the loss. docs/algorithms.md says whic
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -86,22 +85,6 @@ class Factors:
     """bool (B,): completions masked by one of their tokens."""
     moved: torch.Tensor
     """bool (B, T): tokens masked because their probability has moved too far."""
-
-
-def joined(parts: Sequence[Factors]) -> Factors:
-    """The factors of several micro-batches as those of one."""
-    width = max(part.in_loss.size(1) for part in parts)
-
-    def join(name: str) -> torch.Tensor:
-        values = [getattr(part, name) for part in parts]
-        if all(
-            value.dim() == 2 and value.size(1) == part.in_loss.size(1)
-            for value, part in zip(values, parts, strict=True)
-        ):
-            values = [torch.nn.functional.pad(value, (0, width - value.size(1))) for value in values]
-        return torch.cat(values)
-
-    return Factors(**{field.name: join(field.name) for field in dataclasses.fields(Factors)})
 
 
 def importance_factors(

@@ -9,7 +9,7 @@ Symbols as in `consumer.loss.importance`; log-probs are (B, T). Options and metr
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -156,21 +156,27 @@ def aggregate(options: Any, losses: torch.Tensor, mask: torch.Tensor, num_tokens
     return rows.sum() / options.per_device_train_batch_size
 
 
-def metrics_of_step(parts: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, float]:
-    """Over all micro-batches, in one transfer from the device: the least of what is called min, the greatest of what is called
-    max, the sum of the parts of the loss, and else the mean. What has no value anywhere is left out."""
+def joined(parts: Sequence[Seen]) -> Seen:
+    """What several micro-batches gave, as if they were one."""
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {name: torch.cat([part[name] for part in parts if name in part]) for name in names}
+
+
+def metrics_of_step(seen: Seen) -> dict[str, float]:
+    """Of all of its micro-batches, in one transfer from the device: the least of what is called min, the greatest of what is
+    called max, the sum of the parts of the loss, and else the mean. What has no value anywhere is left out."""
     found = {}
-    for name in dict.fromkeys(name for part in parts for name in part):
-        values = torch.cat([part[name] for part in parts if name in part]).double()
-        values = values[~values.isnan()]
-        if not len(values):
+    for name, values in seen.items():
+        known = values.double()
+        known = known[~known.isnan()]
+        if not len(known):
             continue
         if name.endswith("min"):
-            found[name] = values.min()
+            found[name] = known.min()
         elif name.endswith("max"):
-            found[name] = values.max()
+            found[name] = known.max()
         else:
-            found[name] = values.sum() if name == "policy_loss" else values.mean()
+            found[name] = known.sum() if name == "policy_loss" else known.mean()
     return dict(zip(found, torch.stack(list(found.values())).tolist(), strict=True)) if found else {}
 
 

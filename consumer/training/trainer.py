@@ -22,11 +22,14 @@ from consumer.checkpoints.initial_adapter import InitialAdapter
 from consumer.loss.importance import resolve
 from consumer.loss.reference import ReferencePolicy
 from consumer.prompts.tokenizer import load_tokenizer
+from consumer.ranks.exchange import OneRank, Ranks
 from consumer.training.trl_loss import StepLossTrainer
 from protocol.config.run import RunConfig
 from replay.batches.cutting import CutBatch
 from replay.groups import RolloutGroup
 from replay.rewards import RewardRecipe
+
+_ALONE = OneRank()
 
 
 class SlipstreamTrainer(StepLossTrainer):
@@ -35,6 +38,7 @@ class SlipstreamTrainer(StepLossTrainer):
     Args:
         batches: iterating it yields the groups of the next optimizer steps, and blocks while there are none.
         commit_checkpoint: is called with the step, the folder that transformers will write to and the call that writes.
+        ranks: that share the work of every step.
     """
 
     def __init__(
@@ -45,11 +49,13 @@ class SlipstreamTrainer(StepLossTrainer):
         model_folder: Path,
         batches: Iterable[CutBatch],
         commit_checkpoint: Callable[[int, Path, Callable[[], None]], None],
+        ranks: Ranks = _ALONE,
     ) -> None:
         sides = {"padding_side": "left", "truncation_side": "left"}
         tokenizer = load_tokenizer(model_folder, trust_remote_code=arguments.trust_remote_code, **sides)
         super().__init__(
             resolve(config.correction),
+            ranks,
             model=str(model_folder),
             reward_funcs=[_scored_elsewhere(name) for name in config.reward_names],
             args=arguments,
@@ -75,6 +81,8 @@ class SlipstreamTrainer(StepLossTrainer):
             baseline=config.advantage.baseline,
             mask_truncated=arguments.mask_truncated_completions,
             seed=config.seed,
+            rank=ranks.rank,
+            world=ranks.world,
         )
 
     def start_from(self, adapter: InitialAdapter, *, resumed: bool) -> None:

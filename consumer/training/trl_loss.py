@@ -15,11 +15,21 @@ import torch
 
 from consumer.batches.tensors import MicroBatch, loss_mask
 from consumer.loss.forward import Tokens, is_packable, is_plain, token_logprobs
-from consumer.loss.importance import Correction, Factors, importance_factors, joined
+from consumer.loss.importance import Correction, importance_factors
 from consumer.loss.lm_head import TokenLogprobs
-from consumer.loss.ratio_statistics import ratio_statistics
+from consumer.loss.ratio_statistics import ratio_statistics, ratio_values
 from consumer.loss.reference import ReferencePolicy
-from consumer.loss.step_loss import ACTING_ENTROPY, EntropyCut, NotFiniteStep, Pass, Seen, metrics_of_step, part_of_loss
+from consumer.loss.step_loss import (
+    ACTING_ENTROPY,
+    EntropyCut,
+    NotFiniteStep,
+    Pass,
+    Seen,
+    joined,
+    metrics_of_step,
+    part_of_loss,
+)
+from consumer.ranks.exchange import Ranks
 from consumer.training.import_guard import without_vllm
 
 with without_vllm():
@@ -34,13 +44,15 @@ class StepLossTrainer(GRPOTrainer):
 
     Args:
         correction: of the importance ratios.
+        ranks: that share the work of every step.
         options: of `trl.GRPOTrainer`.
     """
 
     entropy_coef: float
 
-    def __init__(self, correction: Correction, **options: Any) -> None:
+    def __init__(self, correction: Correction, ranks: Ranks, **options: Any) -> None:
         super().__init__(**options)
+        self._ranks = ranks
         self._correction = correction
         self._step_loss = torch.zeros(())
         model = self._causal_model
@@ -73,16 +85,17 @@ class StepLossTrainer(GRPOTrainer):
     def compute_loss(
         self, model: Any, inputs: list[MicroBatch], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> torch.Tensor:
-        """The loss of a step. Its gradient is that of the last micro-batch; those of the others are there already."""
+        """This rank's part of the loss of a step. Its gradient is that of the last micro-batch; those of the others are there
+        already."""
         state, cut = self.accelerator.gradient_state, None
-        if self.top_entropy_quantile < 1.0 and len(inputs) > 1:
+        if self.top_entropy_quantile < 1.0 and (len(inputs) > 1 or self._ranks.world > 1):
             with torch.no_grad():
                 cut = self._entropy_cut([(batch, self.forward_pass(batch)) for batch in inputs])
-        total, factors, seen = torch.zeros((), device=self.accelerator.device), list[Factors](), list[Seen]()
+        total, seen, ratios = torch.zeros((), device=self.accelerator.device), list[Seen](), list[Seen]()
         try:
             for number, batch in enumerate(inputs, start=1):
                 state._set_sync_gradients(number == len(inputs))
-                loss = self._part_of_loss(batch, cut, factors, seen)
+                loss = self._part_of_loss(batch, cut, seen, ratios)
                 if number < len(inputs):
                     self.accelerator.backward(loss)
                     loss = loss.detach()
@@ -90,42 +103,54 @@ class StepLossTrainer(GRPOTrainer):
                 total = total + loss
         finally:
             state._set_sync_gradients(True)
-        self._note(seen, factors)
+        self._note(joined(seen), joined(ratios))
         self._step_loss = total.detach()
         return total
 
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        """The loss of the whole step; its gradient is at the parameters afterwards."""
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        if self._ranks.world == 1:
+            return loss
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        for parameter in trained:  # one that no row of this rank went through
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        self._ranks.add([self._step_loss, *(parameter.grad for parameter in trained)])
+        return self._step_loss.clone()
+
     def _part_of_loss(
-        self, batch: MicroBatch, cut: EntropyCut | None, factors: list[Factors], seen: list[Seen]
+        self, batch: MicroBatch, cut: EntropyCut | None, seen: list[Seen], ratios: list[Seen]
     ) -> torch.Tensor:
         found = self.forward_pass(batch)
         if self.top_entropy_quantile < 1.0 and cut is None:  # this is all of the step
             cut = self._entropy_cut([(batch, found)])
         current = found.logprobs.detach()
-        factors.append(
-            importance_factors(
-                self._correction,
-                current=current,
-                proximal=batch.get("old_per_token_logps", current),
-                behaviour=batch["sampling_per_token_logps"],
-                advantages=batch["advantages"],
-                mask=loss_mask(batch),
-            )
+        factors = importance_factors(
+            self._correction,
+            current=current,
+            proximal=batch.get("old_per_token_logps", current),
+            behaviour=batch["sampling_per_token_logps"],
+            advantages=batch["advantages"],
+            mask=loss_mask(batch),
         )
         is_gated = self.use_adaptive_entropy and self._last_world_entropy > self.args.entropy_target
         loss, numbers = part_of_loss(
-            self.args, batch, found, factors[-1], cut=cut,
+            self.args, batch, found, factors, cut=cut,
             entropy_coef=0.0 if is_gated else self.entropy_coef, aux_loss_coef=self.router_aux_loss_coef,
         )  # fmt: skip
         seen.append(numbers)
+        ratios.append(ratio_values(factors))
         return loss
 
     def _entropy_cut(self, passes: list[tuple[MicroBatch, Pass]]) -> EntropyCut:
         entropies = [found.entropies.detach()[loss_mask(batch).bool()] for batch, found in passes]
-        return EntropyCut.at(torch.cat(entropies), 1 - self.top_entropy_quantile)
+        of_step = self._ranks.gather({"entropies": torch.cat(entropies)})["entropies"]
+        return EntropyCut.at(of_step.to(entropies[0]), 1 - self.top_entropy_quantile)
 
-    def _note(self, seen: list[Seen], factors: list[Factors]) -> None:
+    def _note(self, seen: Seen, ratios: Seen) -> None:
         """The metrics of a step, and what the adaptive entropy coefficient becomes by it."""
-        numbers = metrics_of_step(seen)
+        of_step = self._ranks.gather(seen | ratios)
+        numbers = metrics_of_step({name: of_step[name] for name in seen})
         entropy = numbers.pop(ACTING_ENTROPY, 0.0)
         if self.use_adaptive_entropy:
             if entropy <= self.args.entropy_target:
@@ -137,7 +162,7 @@ class StepLossTrainer(GRPOTrainer):
             numbers["entropy_coef"] = self.entropy_coef
         else:
             numbers.pop("policy_loss", None)  # it is the loss
-        statistics = ratio_statistics(self._correction, joined(factors))
+        statistics = ratio_statistics(self._correction, {name: of_step[name] for name in ratios})
         numbers |= {f"sampling/importance_sampling_ratio/{name}": value for name, value in statistics.items()}
         for name, value in numbers.items():
             self._metrics["train"][name].append(value)

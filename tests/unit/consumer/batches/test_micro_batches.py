@@ -2,11 +2,10 @@
 
 import itertools
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from consumer.batches.micro_batches import _FIXED_TOKENS, cut_rows, micro_batches
+from consumer.batches.micro_batches import _FIXED_TOKENS, cut_rows
 
 
 def test_rows_of_like_length_stand_together_and_the_longest_first() -> None:
@@ -48,31 +47,3 @@ def test_no_cut_in_this_order_is_cheaper(lengths: list[int], max_tokens: int, pa
             if all(len(rows) == 1 or tokens(rows) <= max_tokens for rows in other):
                 allowed.append(cost(other))
     assert cost(cut) == min(allowed)
-
-
-@pytest.mark.parametrize(
-    ("world", "expected"),
-    [
-        (1, [[[0, 1], [2, 3, 4]]]),
-        (2, [[[0, 1]], [[2, 3, 4]]]),
-        (3, [[[0, 1]], [[2]], [[3, 4]]]),
-        (4, [[[0]], [[1]], [[2]], [[3, 4]]]),
-        (7, [[[0]], [[1]], [[2]], [[3]], [[4]], [[]], [[]]]),
-    ],
-)
-def test_the_shares_of_ranks_by_hand(world: int, expected: list[list[list[int]]]) -> None:
-    lengths = [500, 500, 10, 10, 10]
-    assert [micro_batches(lengths, 1000, padded=True, rank=rank, world=world) for rank in range(world)] == expected
-
-
-@given(st.lists(st.integers(1, 900), min_size=1, max_size=12), st.integers(1, 2000), st.booleans())
-def test_every_row_is_on_one_rank_once_and_no_rank_has_more_micro_batches(
-    lengths: list[int], max_tokens: int, padded: bool
-) -> None:
-    for world in (1, 2, 3):
-        shares = [micro_batches(lengths, max_tokens, padded=padded, rank=rank, world=world) for rank in range(world)]
-        assert sorted(row for share in shares for rows in share for row in rows) == list(range(len(lengths)))
-        assert len({len(share) for share in shares}) == 1
-        for rows in (rows for share in shares for rows in share if len(rows) > 1):
-            each = [lengths[row] for row in rows]
-            assert (len(each) * max(each) if padded else sum(each)) <= max_tokens

@@ -9,7 +9,7 @@ import torch
 
 from consumer.loss import ratio_statistics as module
 from consumer.loss.importance import PRESETS, importance_factors
-from consumer.loss.ratio_statistics import chi_square, effective_sample_share, ratio_statistics
+from consumer.loss.ratio_statistics import chi_square, effective_sample_share, ratio_statistics, ratio_values
 
 NAN = math.nan
 LOG2, LOG4 = math.log(2), math.log(4)
@@ -28,7 +28,7 @@ def statistics(
         advantages=torch.ones(len(p)),
         mask=torch.ones_like(p) if mask is None else torch.tensor(mask),
     )
-    return ratio_statistics(correction, factors)
+    return ratio_statistics(correction, ratio_values(factors))
 
 
 # Ratios 1, 2, 4 and 1/4; one token is not scored, one is padding.

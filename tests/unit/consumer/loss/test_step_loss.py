@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from consumer.loss.importance import Correction, importance_factors
-from consumer.loss.step_loss import EntropyCut, Pass, metrics_of_step, part_of_loss
+from consumer.loss.step_loss import EntropyCut, Pass, joined, metrics_of_step, part_of_loss
 from tests.unit.consumer.trl_reference import inputs_of_logprobs, loss_options
 
 
@@ -26,7 +26,7 @@ def test_metrics_by_hand() -> None:
     second = {"kl": [5.0], "clip_ratio/low_min": [0.0], "clip_ratio/high_max": [math.nan], "policy_loss": [5.0]}
     second |= {"aux_loss": [2.0], "entropy": []}
     parts = [{name: torch.tensor(values) for name, values in part.items()} for part in (first, second)]
-    assert metrics_of_step(parts) == pytest.approx({
+    assert metrics_of_step(joined(parts)) == pytest.approx({
         "kl": 2.0, "clip_ratio/low_min": 0.0, "clip_ratio/high_max": 0.2, "policy_loss": 6.0, "aux_loss": 2.0
     })  # fmt: skip
 

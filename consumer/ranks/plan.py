@@ -1,0 +1,80 @@
+"""What rank 0 tells the other ranks to do next, typed.
+
+Guarantee: `decode` returns exactly the plan that was encoded, or raises `PlanError`; a plan holds data only. Groups travel as the
+messages that they arrived in.
+"""
+
+import msgspec
+
+from protocol.wire.codec import encode as encode_message
+from protocol.wire.messages import Group
+from replay.batches.cutting import CutBatch
+from replay.groups import GroupShape, RolloutGroup
+
+
+class PlanError(Exception):
+    """What rank 0 said is no plan."""
+
+
+class Train(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="train"):
+    """Take the steps over this batch. Fields as of `replay.batches.cutting.CutBatch`."""
+
+    step: int
+    num_iterations: int
+    last_step: int
+    num_fresh: int
+    groups: list[bytes]
+
+    @classmethod
+    def of(cls, batch: CutBatch) -> "Train":
+        frames = [encode_message(_message(group)) for group in batch.groups]
+        return cls(batch.step, batch.num_iterations, batch.last_step, batch.num_fresh, frames)
+
+    def batch(self, shape: GroupShape) -> CutBatch:
+        groups = [shape.load(frame) for frame in self.groups]
+        return CutBatch(self.step, self.num_iterations, self.last_step, groups, self.num_fresh)
+
+
+class Checkpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="checkpoint"):
+    """Say what only you know of a checkpoint of this moment: the state of your random number generators."""
+
+
+class Stop(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="stop"):
+    """End: the run is over, or goes on with another process."""
+
+
+Plan = Train | Checkpoint | Stop
+_DECODER: msgspec.msgpack.Decoder[Plan] = msgspec.msgpack.Decoder(Plan)
+
+
+def encode(plan: Plan) -> bytes:
+    return msgspec.msgpack.encode(plan)
+
+
+def decode(data: bytes) -> Plan:
+    """
+    Raises:
+        PlanError: it is none.
+    """
+    try:
+        return _DECODER.decode(data)
+    except msgspec.MsgspecError as error:
+        raise PlanError(f"rank 0 runs another release, or what it said was damaged: {error}") from error
+
+
+def _message(group: RolloutGroup) -> Group:
+    return Group(
+        lease_id=group.group_id,
+        policy_version=group.policy_version,
+        prompt_ids=group.prompt_ids.astype("<i4").tobytes(),
+        completion_lengths=group.completion_lengths.astype("<i4").tobytes(),
+        completion_ids=group.completion_ids.astype("<i4").tobytes(),
+        logprobs=group.logprobs.astype("<f4").tobytes(),
+        rewards=group.rewards.astype("<f4").tobytes(),
+        truncated=group.truncated.astype("u1").tobytes(),
+        generation_s=0.0,
+        reward_s=0.0,
+        token_versions=b"" if group.token_versions is None else group.token_versions.astype("<i4").tobytes(),
+        sampled=b"" if group.sampled is None else group.sampled.astype("u1").tobytes(),
+        episodes=b"" if group.episodes is None else group.episodes.astype("<i4").tobytes(),
+    )

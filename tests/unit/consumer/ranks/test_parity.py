@@ -1,0 +1,82 @@
+"""However many ranks share a step, its loss, gradient and metrics are those of one process, and all ranks have the same bits.
+
+In float64, with ranks that are threads; `tests/integration/test_ranks.py` has processes.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from consumer.loss.importance import PRESETS
+from consumer.training.trainer import SlipstreamTrainer
+from tests.unit.consumer.builders import run_config
+from tests.unit.consumer.loss.test_loss_parity import LOSS_TYPES, off_policy, some_groups
+from tests.unit.consumer.ranks.thread_ranks import ThreadRanks, on_ranks
+from tests.unit.consumer.trl_reference import lora_parameters, slipstream_trainer
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    **{loss_type: {"loss_type": loss_type} for loss_type in LOSS_TYPES},
+    "kl": {"beta": 0.1},
+    "sequence": {"importance_sampling_level": "sequence"},
+    "entropy": {"entropy_coef": 0.05},
+    "adaptive entropy": {"use_adaptive_entropy": True, "entropy_coef": 0.05, "entropy_target": 0.1},
+    "entropy quantile": {"top_entropy_quantile": 0.25},
+    "truncated": {"mask_truncated_completions": True},
+    "off-policy mask": {"off_policy_mask_threshold": 0.5},
+    "two iterations": {"num_iterations": 2},
+}
+
+
+def of_step(trainer: SlipstreamTrainer, groups: list[Any]) -> tuple[float, torch.Tensor, dict[str, float]]:
+    """Loss, gradient and metrics of one step over the groups."""
+    trainer._metrics["train"].clear()
+    trainer.model.zero_grad()
+    trainer.create_optimizer_and_scheduler(2)
+    loss = trainer.training_step(trainer.model, trainer.recipe.tensors(groups), None)
+    gradient = torch.cat([parameter.grad.flatten() for parameter in lora_parameters(trainer)])
+    metrics = {name: values[-1] for name, values in trainer._metrics["train"].items() if name != "step_time"}
+    return loss.item(), gradient, metrics
+
+
+def assert_same(folder: Path, model: Path, options: dict[str, Any], worlds: tuple[int, ...], **sections: Any) -> None:
+    config = run_config(
+        folder, model, trainer=options, correction={"ratio_max": 1.5} | sections.pop("correction", {}), **sections
+    )
+    alone = slipstream_trainer(config, model)
+    groups = off_policy(alone, some_groups(3))
+    loss, gradient, metrics = of_step(alone, groups)
+    assert gradient.abs().max() > 1e-4
+    for world in worlds:
+        trainers = [slipstream_trainer(config, model) for _ in range(world)]
+
+        def step(ranks: ThreadRanks, trainers: list[SlipstreamTrainer] = trainers) -> Any:
+            trainer = trainers[ranks.rank]
+            trainer._ranks = ranks
+            trainer.recipe = dataclasses.replace(trainer.recipe, rank=ranks.rank, world=ranks.world, max_tokens=30)
+            return of_step(trainer, groups)
+
+        found = on_ranks(world, step)
+        for other_loss, other_gradient, other_metrics in found:
+            assert other_loss == pytest.approx(loss, rel=1e-10, abs=1e-12)
+            torch.testing.assert_close(other_gradient, gradient, rtol=1e-10, atol=1e-12)
+            assert other_metrics == pytest.approx(metrics, rel=1e-10, abs=1e-12)
+            assert torch.equal(other_gradient, found[0][1])
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_step_of_several_ranks(tmp_path: Path, one_layer_model: Path, name: str) -> None:
+    assert_same(tmp_path, one_layer_model, OPTIONS[name], (2,))
+
+
+def test_ranks_without_rows(tmp_path: Path, one_layer_model: Path) -> None:
+    assert_same(tmp_path, one_layer_model, {}, (3, 4, 16))
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_correction(tmp_path: Path, one_layer_model: Path, preset: str) -> None:
+    assert_same(tmp_path, one_layer_model, {}, (3,), correction={"preset": preset, "token_veto": 1e-4})
