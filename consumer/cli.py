@@ -1,5 +1,6 @@
 """The `rl-trainer` command. Parses and checks first, imports the heavy libraries after."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -22,6 +23,12 @@ def main() -> None:
         type=Path,
         help="train again, without producers, what the journal of that run recorded; the result goes to this run's run_dir",
     )
+    arguments_parser.add_argument(
+        "--ranks",
+        metavar="N",
+        type=int,
+        help="processes that share every step on the CPU (default: 1); on GPUs one for each",
+    )
     arguments = arguments_parser.parse_args()
 
     def check_libraries(config: RunConfig) -> None:
@@ -30,9 +37,13 @@ def main() -> None:
         check_libraries(config)
 
     def run(config: RunConfig, gpus: list[int]) -> ExitCode:
+        from consumer.ranks.placement import Placement
+
+        placement = Placement.of(gpus, arguments.ranks)
+        os.environ.update(placement.environment(0))
         from consumer.daemon import run
 
-        return run(config, gpus, resume=arguments.resume, source=arguments.from_journal)
+        return run(config, placement, resume=arguments.resume, source=arguments.from_journal)
 
     sys.exit(run_command(arguments, "rl-trainer", check_libraries, run))
 

@@ -18,6 +18,8 @@ import transformers
 
 from consumer.assembly.live import live_run, watch_live
 from consumer.assembly.training import retraining, training_loop
+from consumer.ranks.placement import Placement
+from consumer.ranks.team import team
 from consumer.training.feed import RecordedRun
 from consumer.training.run_components import RunComponents
 from consumer.training.trl_arguments import build_arguments, build_lora
@@ -34,7 +36,7 @@ def check_libraries(config: RunConfig) -> None:
     build_arguments(config, on_gpu=False, num_prompts=1)
 
 
-def run(config: RunConfig, gpus: list[int], *, resume: bool, source: Path | None = None) -> ExitCode:
+def run(config: RunConfig, placement: Placement, *, resume: bool, source: Path | None = None) -> ExitCode:
     """Trains until done or told to stop.
 
     Args:
@@ -48,15 +50,16 @@ def run(config: RunConfig, gpus: list[int], *, resume: bool, source: Path | None
     logs.adopt_libraries()
     datasets.disable_progress_bars()
     transformers.utils.logging.disable_progress_bar()
+    gpus = list(placement.gpus)
     _prepare_device(gpus)
     with watched(config, "rl-trainer", gpus) as watch:
         with watch.health.starting("reading model and dataset", config.pipeline.stall_timeout_s):
             components = RunComponents.load(config, gpus, stop)
         try:
             if source is None:
-                _train_live(components, watch, resume=resume)
+                _train_live(components, watch, placement, resume=resume)
             else:
-                _train_again(components, watch, source, resume=resume)
+                _train_again(components, watch, placement, source, resume=resume)
             return ExitCode.OK
         except OSError as error:
             if error.errno in (errno.EIO, errno.EROFS):  # the second is how Linux answers after the first
@@ -65,13 +68,14 @@ def run(config: RunConfig, gpus: list[int], *, resume: bool, source: Path | None
             raise
 
 
-def _train_live(components: RunComponents, watch: Watch, *, resume: bool) -> None:
+def _train_live(components: RunComponents, watch: Watch, placement: Placement, *, resume: bool) -> None:
     config, health = components.config, watch.health
     with ExitStack() as opened:
         run = live_run(components, watch, opened, resume=resume)
         report, intake = run.connections.report, run.intake
         with health.starting("loading the model", config.pipeline.stall_timeout_s):
-            loop = training_loop(components, run.connections, run.start, [run.heartbeat])
+            others = opened.enter_context(team(config, placement, run.lost))
+            loop = training_loop(components, run.connections, run.start, others.ranks, [run.heartbeat])
             try:
                 loop.control.publish(run.start.step)
                 run.connections.pipeline.flush()
@@ -85,6 +89,9 @@ def _train_live(components: RunComponents, watch: Watch, *, resume: bool) -> Non
         finished = False
         try:
             finished = loop.train(intake.describe)
+        except Exception:
+            others.check()
+            raise
         finally:
             health.stopping("finished" if finished else "saying goodbye to producers")
             intake.stop("finished" if finished else "stopping")
@@ -94,19 +101,23 @@ def _train_live(components: RunComponents, watch: Watch, *, resume: bool) -> Non
         loop.write_results(finished, {"tokens_generated": intake.fleet.tokens_generated, "counts": counts})
 
 
-def _train_again(components: RunComponents, watch: Watch, source: Path, *, resume: bool) -> None:
+def _train_again(components: RunComponents, watch: Watch, placement: Placement, source: Path, *, resume: bool) -> None:
     """From the journal of `source` alone."""
     config, health = components.config, watch.health
     if Path(config.run_dir).resolve() == source.resolve():
         raise ConfigError(f"--from-journal {source}: choose another run_dir for the result (--set run_dir=...)")
-    with closing(RecordedRun(source)) as recorded:
+    with closing(RecordedRun(source)) as recorded, ExitStack() as opened:
         start, connections, heartbeat, counts = retraining(components, recorded, watch, resume=resume)
         with health.starting("loading the model", config.pipeline.stall_timeout_s):
-            loop = training_loop(components, connections, start, [heartbeat])
+            others = opened.enter_context(team(config, placement, lambda error: None))
+            loop = training_loop(components, connections, start, others.ranks, [heartbeat])
         health.started(f"training {source} again")
         finished = False
         try:
             finished = loop.train()
+        except Exception:
+            others.check()
+            raise
         finally:
             connections.report.close()
         loop.write_results(finished, {"counts": dict(counts)})
@@ -133,10 +144,8 @@ def _prepare_device(gpus: list[int]) -> None:
     if not gpus:
         # One core is the engine's when both daemons share a machine.
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or max(1, (os.cpu_count() or 2) - 1)))
-    elif torch.cuda.device_count() < len(gpus):
+    elif torch.cuda.device_count() < 1:
         raise DeviceError(
-            f"--gpu {','.join(map(str, gpus))}: torch {torch.__version__} sees {torch.cuda.device_count()} CUDA devices; "
-            "install a CUDA build of torch that fits the driver, or use --gpu cpu"
+            f"--gpu {','.join(map(str, gpus))}: torch {torch.__version__} sees no CUDA device; install a CUDA build of torch "
+            "that fits the driver, or use --gpu cpu"
         )
-    elif len(gpus) > 1:
-        raise DeviceError("rl-trainer takes one GPU: LoRA steps fit one; give the others to producers")

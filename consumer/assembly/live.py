@@ -24,7 +24,7 @@ from consumer.training.pipeline import Connections, LivePipeline
 from consumer.training.run_components import RunComponents, RunStart
 from consumer.waiting import Patience, ThreadErrors
 from protocol.config.run import RunConfig
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, RankLostError
 from protocol.files.shared_memory import shared_memory
 from protocol.security.keys import trainer_keys
 from protocol.service import logs
@@ -50,6 +50,13 @@ class LiveRun:
     feed: BatchFeed
     connections: Connections
     heartbeat: Heartbeat
+    errors: ThreadErrors
+
+    def lost(self, error: RankLostError) -> None:
+        """A rank was lost, which is not the fault of the batch in progress. May be called by any thread."""
+        self.errors.note(error)
+        if self.feed.last is not None:
+            self.storage.journal.forgive(self.feed.last.last_step)
 
 
 def live_run(components: RunComponents, watch: Watch, opened: ExitStack, *, resume: bool) -> LiveRun:
@@ -98,7 +105,7 @@ def live_run(components: RunComponents, watch: Watch, opened: ExitStack, *, resu
     opened.enter_context(closing(pipeline))
     feed = BatchFeed(buffer, intake, patience, partial_after_s=settings.partial_after_s)
     connections = Connections(feed, pipeline, report, patience, evaluation)
-    return LiveRun(start, channel, storage, intake, feed, connections, heartbeat)
+    return LiveRun(start, channel, storage, intake, feed, connections, heartbeat, errors)
 
 
 def watch_live(run: LiveRun, watch: Watch) -> None:

@@ -9,11 +9,13 @@ from transformers import TrainerCallback
 
 from consumer.checkpoints import folders as checkpoints
 from consumer.publishing.snapshots import Probe, probe_tokens
+from consumer.ranks.exchange import Ranks
+from consumer.ranks.leading import LedBatches, begin
 from consumer.reporting.sampled_rollouts import RolloutLog
 from consumer.training.callbacks import Heartbeat, RunControl
 from consumer.training.feed import RecordedFeed, RecordedRun
 from consumer.training.loop import TrainingLoop
-from consumer.training.pipeline import CheckpointWriter, Connections, Feed, Pipeline
+from consumer.training.pipeline import CheckpointWriter, Connections, Pipeline
 from consumer.training.run_components import RunComponents, RunStart
 from consumer.training.trainer import SlipstreamTrainer
 from consumer.training.trl_arguments import REFUSALS
@@ -24,11 +26,16 @@ from protocol.service.exposition import Watch
 
 
 def training_loop(
-    components: RunComponents, connections: Connections, start: RunStart, callbacks: Sequence[TrainerCallback] = ()
+    components: RunComponents,
+    connections: Connections,
+    start: RunStart,
+    ranks: Ranks,
+    callbacks: Sequence[TrainerCallback] = (),
 ) -> TrainingLoop:
     """The loop, with the weights that it starts from loaded.
 
     Args:
+        ranks: that take the steps together.
         callbacks: after that of the loop.
 
     Raises:
@@ -38,7 +45,9 @@ def training_loop(
     checkpoints = CheckpointWriter(
         config.checkpoints_dir, connections.pipeline, connections.patience, start.run_id, arguments.save_total_limit
     )
-    trainer = _trainer(components, connections.feed, checkpoints, start)
+    if ranks.world > 1:
+        ranks.share(begin(len(components.prompts), components.shape.vocab_size, start.checkpoint))
+    trainer = _trainer(components, LedBatches(connections.feed, ranks), checkpoints, start, ranks)
     control = RunControl(
         trainer,
         connections,
@@ -58,12 +67,13 @@ def training_loop(
 
 
 def _trainer(
-    components: RunComponents, feed: Feed, checkpoints: CheckpointWriter, start: RunStart
+    components: RunComponents, batches: LedBatches, checkpoints: CheckpointWriter, start: RunStart, ranks: Ranks
 ) -> SlipstreamTrainer:
     try:
         trainer = SlipstreamTrainer(
-            components.config, components.arguments, components.lora, components.model_folder, feed, checkpoints.commit
-        )
+            components.config, components.arguments, components.lora, components.model_folder, batches, checkpoints.commit,
+            ranks,
+        )  # fmt: skip
     except REFUSALS as error:
         raise ConfigError(f"TRL or PEFT refused to build the trainer: {error}") from error
     if components.initial_adapter is not None:

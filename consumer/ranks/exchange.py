@@ -69,9 +69,6 @@ class ProcessRanks:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
         self._gradients = dist.new_group(backend="nccl", timeout=timeout) if device.type == "cuda" else None
 
-    def close(self) -> None:
-        dist.destroy_process_group()
-
     def gather(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         flat = torch.cat([value.double().flatten() for value in values.values()]).cpu()
         lengths = self._from_each(torch.tensor([len(value) for value in values.values()]))

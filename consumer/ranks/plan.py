@@ -16,6 +16,15 @@ class PlanError(Exception):
     """What rank 0 said is no plan."""
 
 
+class Begin(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="begin"):
+    """What run this is, and where it starts."""
+
+    num_prompts: int
+    vocab_size: int
+    step: int  # optimizer steps taken before
+    files: dict[str, bytes]  # of the checkpoint, by name; empty without one
+
+
 class Train(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="train"):
     """Take the steps over this batch. Fields as of `replay.batches.cutting.CutBatch`."""
 
@@ -35,15 +44,7 @@ class Train(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="train"
         return CutBatch(self.step, self.num_iterations, self.last_step, groups, self.num_fresh)
 
 
-class Checkpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="checkpoint"):
-    """Say what only you know of a checkpoint of this moment: the state of your random number generators."""
-
-
-class Stop(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="stop"):
-    """End: the run is over, or goes on with another process."""
-
-
-Plan = Train | Checkpoint | Stop
+Plan = Begin | Train
 _DECODER: msgspec.msgpack.Decoder[Plan] = msgspec.msgpack.Decoder(Plan)
 
 

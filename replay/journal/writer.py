@@ -78,6 +78,12 @@ class Journal(Database):
             db.execute("UPDATE groups SET tries = 0 WHERE last_step = ? AND tries > 0 AND dropped IS NULL", (step,))
             db.execute("UPDATE replays SET tries = 0 WHERE last_step = ?", (step,))
 
+    def forgive(self, last_step: int) -> None:
+        """What ended the steps in progress, up to this one, was not their batch: the try does not count."""
+        with self.transaction() as db:
+            for table in ("groups", "replays"):
+                db.execute(f"UPDATE {table} SET tries = tries - 1 WHERE last_step = ? AND tries > 0", (last_step,))
+
     def note_policy(self, version: int, step: int, digest: str) -> None:
         """The step made this policy. The journal is told before producers are."""
         with self.transaction() as db:

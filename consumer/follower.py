@@ -1,0 +1,119 @@
+"""The life of a rank but the first: `python -m consumer.follower`, started by `consumer.ranks.team`.
+
+Guarantee: it takes the steps that rank 0 plans and nothing else, until that ends it; it writes no file but in a scratch folder,
+and all that it knows can be lost.
+"""
+
+import contextlib
+import datetime
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from transformers import TrainerCallback
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy
+
+from consumer.checkpoints.initial_adapter import InitialAdapter
+from consumer.loss.step_loss import NotFiniteStep
+from consumer.ranks.exchange import ProcessRanks, Ranks
+from consumer.ranks.plan import Begin, PlanError, Train
+from consumer.ranks.presence import SignsOfLife
+from consumer.ranks.team import FOREVER_S, Member
+from consumer.training.trainer import SlipstreamTrainer
+from consumer.training.trl_arguments import build_arguments, build_lora
+from protocol.config.run import RunConfig
+from protocol.files.scratch import scratch_folder
+from protocol.processes.lifeline import die_with_parent
+from protocol.service import logs
+from protocol.wire.digests import resolve_model
+from replay.batches.cutting import CutBatch
+from replay.groups import GroupShape
+
+
+class PlannedBatches:
+    """The batches that rank 0 says, without an end."""
+
+    def __init__(self, ranks: Ranks, shape: GroupShape) -> None:
+        self._ranks = ranks
+        self._shape = shape
+
+    def __iter__(self) -> Iterator[CutBatch]:
+        while True:
+            plan = self._ranks.share(None)
+            if not isinstance(plan, Train):
+                raise PlanError("rank 0 began anew")
+            yield plan.batch(self._shape)
+
+
+class _OwnRandomness(TrainerCallback):  # type: ignore[misc]
+    """Dropout draws other numbers on each rank, and the same ones when a step is taken again."""
+
+    def __init__(self, seed: int, rank: int) -> None:
+        self._seed = seed
+        self._rank = rank
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        torch.manual_seed(hash((self._seed, self._rank, state.global_step)))
+
+
+def follow(config: RunConfig, ranks: Ranks, *, on_gpu: bool) -> None:
+    """Trains as long as rank 0 says."""
+    begin = ranks.share(None)
+    if not isinstance(begin, Begin):
+        raise PlanError("rank 0 plans a step before it has begun")
+    sampling = config.sampling
+    shape = GroupShape(
+        sampling.num_generations, len(config.reward_names), sampling.max_completion_length, begin.vocab_size
+    )
+    batches = PlannedBatches(ranks, shape)
+    with scratch_folder() as folder:
+        for name, data in begin.files.items():
+            (folder / name).write_bytes(data)
+        trainer = _trainer(config, ranks, batches, begin, on_gpu=on_gpu)
+        with contextlib.suppress(NotFiniteStep):  # rank 0 has found the same, and says it
+            if begin.step < trainer.args.max_steps:
+                trainer.train(resume_from_checkpoint=str(folder) if begin.files else None)
+        ranks.share(None)  # until rank 0 ends this process
+
+
+def _trainer(
+    config: RunConfig, ranks: Ranks, batches: PlannedBatches, begin: Begin, *, on_gpu: bool
+) -> SlipstreamTrainer:
+    arguments, lora = build_arguments(config, on_gpu=on_gpu, num_prompts=begin.num_prompts), build_lora(config)
+    arguments.save_strategy, arguments.logging_strategy = SaveStrategy.NO, IntervalStrategy.NO
+    arguments.report_to, arguments.log_completions = [], False
+    folder = resolve_model(config.model.path, config.model.revision, trust_remote_code=config.model.trust_remote_code)
+    trainer = SlipstreamTrainer(config, arguments, lora, folder, batches, _keeps_none, ranks)
+    if config.lora.get("init_from"):
+        trainer.start_from(InitialAdapter.open(config.lora["init_from"], lora), resumed=bool(begin.files))
+    trainer.add_callback(_OwnRandomness(config.seed, ranks.rank))
+    return trainer
+
+
+def _keeps_none(step: int, staged: Path, write: Any) -> None:
+    raise AssertionError("rank 0 alone writes checkpoints")
+
+
+def main() -> None:
+    member = msgspec.json.decode(sys.stdin.buffer.read(), type=Member)
+    die_with_parent(member.parent)
+    for number in (signal.SIGTERM, signal.SIGINT):  # rank 0 decides when this process ends
+        signal.signal(number, signal.SIG_IGN)
+    config = RunConfig.model_validate_json(bytes(member.config))
+    logs.configure(f"rl-trainer rank {member.rank}", config.observability.log_level, config.observability.log_format)
+    wait = datetime.timedelta(seconds=FOREVER_S)
+    store, signs = (dist.TCPStore(member.host, member.port, member.world, False, wait) for _ in range(2))
+    SignsOfLife(signs, member.rank).start()
+    device = torch.device("cuda" if member.on_gpu else "cpu")
+    ranks = ProcessRanks(store, member.rank, member.world, device, FOREVER_S)
+    logs.adopt_libraries()
+    follow(config, ranks, on_gpu=member.on_gpu)
+
+
+if __name__ == "__main__":
+    main()

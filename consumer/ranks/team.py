@@ -1,0 +1,112 @@
+"""The other ranks of rank 0: started, connected, ended.
+
+Guarantee: they end with this process, however it ends. One that cannot start ends the start with its own message.
+"""
+
+import contextlib
+import datetime
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from consumer.ranks.exchange import OneRank, ProcessRanks, Ranks
+from consumer.ranks.placement import Placement
+from consumer.ranks.presence import RankWatch
+from protocol.config.run import RunConfig
+from protocol.errors import RankLostError
+from protocol.processes.tree import exit_text
+
+FOREVER_S = 30 * 86_400.0  # of collective operations: who is gone is noticed by `consumer.ranks.presence`
+_HOST = "127.0.0.1"
+
+
+class Member(msgspec.Struct, frozen=True):
+    """What a rank learns on its standard input."""
+
+    config: msgspec.Raw
+    rank: int
+    world: int
+    host: str
+    port: int
+    on_gpu: bool
+    parent: int
+
+
+class Team(NamedTuple):
+    """The ranks of a trainer, as rank 0 sees them."""
+
+    ranks: Ranks
+    watch: RankWatch | None = None
+
+    def check(self) -> None:
+        """After an error that a lost rank may have caused.
+
+        Raises:
+            RankLostError: it has.
+        """
+        if self.watch is not None:
+            self.watch.check()
+
+
+@contextlib.contextmanager
+def team(config: RunConfig, placement: Placement, on_lost: Callable[[RankLostError], None]) -> Iterator[Team]:
+    """Starts the other ranks and waits for them.
+
+    Args:
+        on_lost: is called on another thread when one of them is lost.
+    """
+    if placement.world == 1:
+        yield Team(OneRank())
+        return
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    wait = datetime.timedelta(seconds=FOREVER_S)
+    store = dist.TCPStore(_HOST, 0, placement.world, is_master=True, timeout=wait, wait_for_workers=False)
+    processes = {rank: _start(config, placement, rank, store.port) for rank in range(1, placement.world)}
+
+    def kill(_: object = None) -> None:
+        for process in processes.values():
+            process.kill()
+
+    seen = dist.TCPStore(_HOST, store.port, placement.world, is_master=False, timeout=wait)
+    ended = {rank: lambda process=process: _how(process) for rank, process in processes.items()}
+    watch = RankWatch(seen, placement.world, ended, [on_lost, kill])
+    watch.start()
+    ranks = None
+    try:
+        try:
+            device = torch.device("cuda" if placement.gpus else "cpu")
+            ranks = ProcessRanks(store, 0, placement.world, device, FOREVER_S)
+        except RuntimeError:
+            watch.check()
+            raise
+        yield Team(ranks, watch)
+    finally:
+        watch.close()
+        kill()
+        for process in processes.values():
+            process.wait()
+
+
+def _start(config: RunConfig, placement: Placement, rank: int, port: int) -> "subprocess.Popen[bytes]":
+    described = msgspec.Raw(config.model_dump_json().encode())
+    member = Member(described, rank, placement.world, _HOST, port, bool(placement.gpus), os.getpid())
+    process = subprocess.Popen(
+        [sys.executable, "-m", "consumer.follower"],
+        stdin=subprocess.PIPE,
+        env=os.environ | placement.environment(rank),
+    )
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError), process.stdin as stream:
+        stream.write(msgspec.json.encode(member))
+    return process
+
+
+def _how(process: "subprocess.Popen[bytes]") -> str | None:
+    code = process.poll()
+    return None if code is None else exit_text(code)

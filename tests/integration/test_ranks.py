@@ -1,0 +1,78 @@
+"""A trainer of several ranks, in real processes on the CPU."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from .runs import Run, eventually
+
+pytestmark = pytest.mark.integration
+
+
+def adapter(run_dir: Path) -> dict[str, torch.Tensor]:
+    return load_file(run_dir / "adapter" / "adapter_model.safetensors")
+
+
+def other_ranks(pid: int) -> list[psutil.Process]:
+    return [child for child in psutil.Process(pid).children(True) if "consumer.follower" in " ".join(child.cmdline())]
+
+
+def test_two_ranks_train_what_one_trains(start: Callable[..., Run]) -> None:
+    run = start(replay={"keep_all": True}, trainer={"max_steps": 4})
+    producer = run.producer()
+    trainer = run.trainer("--gpu", "cpu", "--ranks", "2")
+    assert trainer.end() == 0, trainer.output
+    producer.join(10)
+    assert producer.farewell == "finished"
+    assert run.column("step") == [1, 2, 3, 4]
+    of_run = adapter(Path(run.config.run_dir))
+    for ranks, name in ((2, "again"), (1, "one")):
+        folder = run.folder / name
+        again = run.trainer(
+            "--gpu", "cpu", "--ranks", str(ranks), "--from-journal", run.config.run_dir, "--set", f"run_dir={folder}"
+        )
+        assert again.end() == 0, again.output
+        found = adapter(folder)
+        for key, weights in of_run.items():
+            if ranks == 2:
+                assert torch.equal(found[key], weights), key
+            else:
+                torch.testing.assert_close(found[key], weights, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_rank_ends_the_run_by_name_and_it_goes_on(start: Callable[..., Run], how: signal.Signals) -> None:
+    run = start(trainer={"max_steps": 500})
+    producer = run.producer()
+    trainer = run.trainer("--gpu", "cpu", "--ranks", "2")
+    run.wait_for_step(3)
+    [other] = other_ranks(trainer.process.pid)
+    began = time.monotonic()
+    other.send_signal(how)
+    assert trainer.end() == 77
+    assert time.monotonic() - began < 10
+    assert "rank 1" in trainer.output
+    assert not other.is_running()
+    total = run.steps[-1]["step"] + 3
+    resumed = run.trainer("--gpu", "cpu", "--ranks", "2", "--resume", "--set", f"trainer.max_steps={total}")
+    assert resumed.end() == 0, resumed.output
+    producer.join(10)
+    assert run.column("step") == list(range(1, total + 1))
+
+
+def test_nothing_is_left_when_rank_0_is_killed(start: Callable[..., Run]) -> None:
+    run = start(trainer={"max_steps": 500})
+    run.producer()
+    trainer = run.trainer("--gpu", "cpu", "--ranks", "3")
+    run.wait_for_step(2)
+    others = other_ranks(trainer.process.pid)
+    assert len(others) == 2
+    os.kill(trainer.process.pid, signal.SIGKILL)
+    eventually(lambda: not any(other.is_running() for other in others), 10)
