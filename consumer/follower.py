@@ -6,6 +6,7 @@ and all that it knows can be lost.
 
 import contextlib
 import datetime
+import logging
 import signal
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
+import transformers
 from transformers import TrainerCallback
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
@@ -112,6 +114,9 @@ def main() -> None:
     device = torch.device("cuda" if member.on_gpu else "cpu")
     ranks = ProcessRanks(store, member.rank, member.world, device, FOREVER_S)
     logs.adopt_libraries()
+    transformers.utils.logging.disable_progress_bar()
+    # It takes these ranks for those of a DistributedDataParallel that was not started as it likes.
+    logging.getLogger("transformers.training_args").setLevel(logging.ERROR)
     follow(config, ranks, on_gpu=member.on_gpu)
 
 

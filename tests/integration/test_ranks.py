@@ -25,7 +25,7 @@ def other_ranks(pid: int) -> list[psutil.Process]:
 
 
 def test_two_ranks_train_what_one_trains(start: Callable[..., Run]) -> None:
-    run = start(replay={"keep_all": True}, trainer={"max_steps": 4})
+    run = start(replay={"keep_all": True}, trainer={"max_steps": 4, "optim": "sgd", "learning_rate": 0.1})
     producer = run.producer()
     trainer = run.trainer("--gpu", "cpu", "--ranks", "2")
     assert trainer.end() == 0, trainer.output
@@ -50,7 +50,7 @@ def test_two_ranks_train_what_one_trains(start: Callable[..., Run]) -> None:
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_lost_rank_ends_the_run_by_name_and_it_goes_on(start: Callable[..., Run], how: signal.Signals) -> None:
     run = start(trainer={"max_steps": 500})
-    producer = run.producer()
+    run.producer("first")
     trainer = run.trainer("--gpu", "cpu", "--ranks", "2")
     run.wait_for_step(3)
     [other] = other_ranks(trainer.process.pid)
@@ -61,9 +61,9 @@ def test_a_lost_rank_ends_the_run_by_name_and_it_goes_on(start: Callable[..., Ru
     assert "rank 1" in trainer.output
     assert not other.is_running()
     total = run.steps[-1]["step"] + 3
+    run.producer("second")
     resumed = run.trainer("--gpu", "cpu", "--ranks", "2", "--resume", "--set", f"trainer.max_steps={total}")
     assert resumed.end() == 0, resumed.output
-    producer.join(10)
     assert run.column("step") == list(range(1, total + 1))
 
 
