@@ -29,6 +29,7 @@ from consumer.ranks.team import FOREVER_S, Member
 from consumer.training.trainer import SlipstreamTrainer
 from consumer.training.trl_arguments import build_arguments, build_lora
 from protocol.config.run import RunConfig
+from protocol.errors import RankLostError
 from protocol.files.scratch import scratch_folder
 from protocol.processes.lifeline import die_with_parent
 from protocol.service import logs
@@ -77,7 +78,7 @@ def follow(config: RunConfig, ranks: Ranks, *, on_gpu: bool) -> None:
         for name, data in begin.files.items():
             (folder / name).write_bytes(data)
         trainer = _trainer(config, ranks, batches, begin, on_gpu=on_gpu)
-        with contextlib.suppress(NotFiniteStep):  # rank 0 has found the same, and says it
+        with contextlib.suppress(NotFiniteStep, RankLostError):  # rank 0 has found the same, and says it
             if begin.step < trainer.args.max_steps:
                 trainer.train(resume_from_checkpoint=str(folder) if begin.files else None)
         ranks.share(None)  # until rank 0 ends this process

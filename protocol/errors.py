@@ -25,7 +25,7 @@ class ExitCode(IntEnum):
     JOURNAL = 74  # the journal cannot be written or read, or is damaged; what was acknowledged is in it
     STALLED = 75  # no progress within pipeline.stall_timeout_s
     INCOMPATIBLE_PEER = 76  # the handshake refused: other model, schema, dtype, ...
-    RANK_LOST = 77  # one of several trainer ranks ended or was stopped; --resume trains the step in progress again
+    RANK_LOST = 77  # one of several trainer ranks ended, stood still or computed something else; --resume goes on
     CONFIG = 78  # configuration refused, by us or by the library that owns the section
     INTERRUPTED = 130  # a second Ctrl-C: stopped at once, without a final checkpoint
 

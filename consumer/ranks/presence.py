@@ -62,7 +62,8 @@ class RankWatch(threading.Thread):
         self._ended = ended
         self._on_lost = on_lost
         self._beats = dict.fromkeys(range(1, world), "")
-        self._changed = dict.fromkeys(range(1, world), time.monotonic())
+        self._looked = time.monotonic()
+        self._changed = dict.fromkeys(range(1, world), self._looked)
         self._closed = threading.Event()
         self._found = threading.Event()
         self.lost: RankLostError | None = None
@@ -79,25 +80,29 @@ class RankWatch(threading.Thread):
             self.join()
 
     def run(self) -> None:
-        looked = time.monotonic()
         while not self._closed.wait(_LOOK_EVERY_S):
-            now = time.monotonic()
-            stood_still = max(0.0, now - looked - 2 * _LOOK_EVERY_S)  # this process, not the others
-            looked = now
-            self._changed = {rank: since + stood_still for rank, since in self._changed.items()}
-            why = self._look(now)
+            why = self.look(time.monotonic())
             if why is None:
                 continue
             self.lost = RankLostError(f"{why}; go on with --resume, which trains the step in progress again")
             for tell in self._on_lost:
-                tell(self.lost)
+                try:
+                    tell(self.lost)
+                except Exception:  # a disk that is full, say; the run ends all the same
+                    logger.exception("a rank was lost, and this could not be noted")
             self._found.set()
             if not self._closed.wait(_GRACE_S):
                 logger.critical("%s", self.lost)
                 os._exit(ExitCode.RANK_LOST)
             return
 
-    def _look(self, now: float) -> str | None:
+    def look(self, now: float) -> str | None:
+        """What happened to a rank, if anything. Is called at least every `_LOOK_EVERY_S` while this process runs; `now` is in
+        seconds of the monotonic clock."""
+        stood_still = max(0.0, now - self._looked - 2 * _LOOK_EVERY_S)  # this process, not the others
+        self._looked = now
+        for rank in self._changed:
+            self._changed[rank] += stood_still
         for rank, ended in self._ended.items():
             how = ended()
             if how is not None:

@@ -75,7 +75,7 @@ def team(config: RunConfig, placement: Placement, on_lost: Callable[[RankLostErr
 
     seen = dist.TCPStore(_HOST, store.port, placement.world, is_master=False, timeout=wait)
     ended = {rank: lambda process=process: _how(process) for rank, process in processes.items()}
-    watch = RankWatch(seen, placement.world, ended, [on_lost, kill])
+    watch = RankWatch(seen, placement.world, ended, [kill, on_lost])
     watch.start()
     ranks = None
     try:

@@ -29,6 +29,7 @@ from consumer.loss.step_loss import (
     metrics_of_step,
     part_of_loss,
 )
+from consumer.ranks.agreement import CHECK_EVERY, check_agreement
 from consumer.ranks.exchange import Ranks
 from consumer.training.import_guard import without_vllm
 
@@ -109,13 +110,15 @@ class StepLossTrainer(GRPOTrainer):
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """The loss of the whole step; its gradient is at the parameters afterwards."""
+        trained = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+        if self._ranks.world > 1 and self.state.global_step % CHECK_EVERY == 0:
+            check_agreement(self._ranks, self.state.global_step, trained)
         loss = super().training_step(model, inputs, num_items_in_batch)
         if self._ranks.world == 1:
             return loss
-        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        for parameter in trained:  # one that no row of this rank went through
+        for parameter in trained.values():  # one that no row of this rank went through
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        self._ranks.add([self._step_loss, *(parameter.grad for parameter in trained)])
+        self._ranks.add([self._step_loss, *(parameter.grad for parameter in trained.values())])
         return self._step_loss.clone()
 
     def _part_of_loss(

@@ -81,8 +81,9 @@ class Journal(Database):
     def forgive(self, last_step: int) -> None:
         """What ended the steps in progress, up to this one, was not their batch: the try does not count."""
         with self.transaction() as db:
-            for table in ("groups", "replays"):
-                db.execute(f"UPDATE {table} SET tries = tries - 1 WHERE last_step = ? AND tries > 0", (last_step,))
+            taken = "SET tries = tries - 1 WHERE last_step = ? AND tries > 0"
+            db.execute(f"UPDATE groups {taken} AND dropped IS NULL", (last_step,))
+            db.execute(f"UPDATE replays {taken}", (last_step,))
 
     def note_policy(self, version: int, step: int, digest: str) -> None:
         """The step made this policy. The journal is told before producers are."""

@@ -95,6 +95,19 @@ def test_a_quarantined_group_keeps_its_tries_when_others_train_its_step(journal:
     assert rows(journal, "tries, dropped") == [(2, "quarantined"), (0, None)]
 
 
+def test_a_forgiven_try_does_not_count_and_those_before_it_do(journal: Journal) -> None:
+    journal.append([entry(i) for i in range(4)])
+    for _ in range(2):
+        claim(journal, 1, 2, 0, 1)
+    claim(journal, 3, 4, 2, again=(0,))
+    journal.drop(group_ids(1), "quarantined")
+    journal.forgive(2)
+    assert rows(journal, "tries") == [(1,), (2,), (1,), (0,)]
+    journal.forgive(4)
+    assert rows(journal, "tries") == [(1,), (2,), (0,), (0,)]
+    assert journal.query("SELECT tries FROM replays") == [(0,)]
+
+
 def test_policies_are_kept_and_one_made_again_replaces_the_first(journal: Journal) -> None:
     journal.end_step(2)
     journal.note_policy(1, 2, "first")
