@@ -20,6 +20,7 @@ from consumer.assembly.live import live_run, watch_live
 from consumer.assembly.training import retraining, training_loop
 from consumer.ranks.placement import Placement
 from consumer.ranks.team import team
+from consumer.ranks.work import watch_ranks
 from consumer.training.feed import RecordedRun
 from consumer.training.run_components import RunComponents
 from consumer.training.trl_arguments import build_arguments, build_lora
@@ -74,8 +75,9 @@ def _train_live(components: RunComponents, watch: Watch, placement: Placement, *
         run = live_run(components, watch, opened, resume=resume)
         report, intake = run.connections.report, run.intake
         with health.starting("loading the model", config.pipeline.stall_timeout_s):
-            others = opened.enter_context(team(config, placement, run.lost))
-            loop = training_loop(components, run.connections, run.start, others.ranks, [run.heartbeat])
+            ranks = opened.enter_context(team(config, placement, run.lost))
+            loop = training_loop(components, run.connections, run.start, ranks, [run.heartbeat])
+            watch_ranks(watch.registry, loop.trainer.works)
             try:
                 loop.control.publish(run.start.step)
                 run.connections.pipeline.flush()
@@ -89,9 +91,6 @@ def _train_live(components: RunComponents, watch: Watch, placement: Placement, *
         finished = False
         try:
             finished = loop.train(intake.describe)
-        except Exception:
-            others.check()
-            raise
         finally:
             health.stopping("finished" if finished else "saying goodbye to producers")
             intake.stop("finished" if finished else "stopping")
@@ -109,15 +108,13 @@ def _train_again(components: RunComponents, watch: Watch, placement: Placement, 
     with closing(RecordedRun(source)) as recorded, ExitStack() as opened:
         start, connections, heartbeat, counts = retraining(components, recorded, watch, resume=resume)
         with health.starting("loading the model", config.pipeline.stall_timeout_s):
-            others = opened.enter_context(team(config, placement, lambda error: None))
-            loop = training_loop(components, connections, start, others.ranks, [heartbeat])
+            ranks = opened.enter_context(team(config, placement, lambda error: None))
+            loop = training_loop(components, connections, start, ranks, [heartbeat])
+            watch_ranks(watch.registry, loop.trainer.works)
         health.started(f"training {source} again")
         finished = False
         try:
             finished = loop.train()
-        except Exception:
-            others.check()
-            raise
         finally:
             connections.report.close()
         loop.write_results(finished, {"counts": dict(counts)})

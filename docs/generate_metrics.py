@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry  # noqa: E402
 
 from consumer.intake.arrivals import RolloutStorage  # noqa: E402
 from consumer.intake.sessions import ProducerSession  # noqa: E402
+from consumer.ranks.work import RankWork, watch_ranks  # noqa: E402
 from consumer.reporting.learning_metrics import LearningMetrics  # noqa: E402
 from consumer.reporting.metrics import (  # noqa: E402
     commit_seconds,
@@ -39,7 +40,7 @@ from protocol.service.metrics import add_process_metrics  # noqa: E402
 from protocol.service.systemd import Notifier  # noqa: E402
 
 PAGE = ROOT / "docs" / "metrics.md"
-OPEN_LABELS = ("producer", "function", "gpu", "check")
+OPEN_LABELS = ("producer", "rank", "function", "gpu", "check")
 """Labels whose values depend on the run: connected producers, reward functions, GPUs, loops that have begun."""
 
 INTRODUCTION = """\
@@ -67,6 +68,7 @@ def trainer_registry() -> CollectorRegistry:
     store = SimpleNamespace(newest=SimpleNamespace(version=0))
     intake: Any = SimpleNamespace(fleet=fleet, arrivals=arrivals, store=store, clock=lambda: 0.0)
     watch_evaluation(registry, None)
+    watch_ranks(registry, [RankWork(0.0, 0.0, 0, 0)])
     disk: Any = SimpleNamespace(used=0.0, max_used=0.0)
     commit_seconds(registry)
     storage = RolloutStorage(buffer, SimpleNamespace(path=Path("no journal")), disk)

@@ -4,6 +4,7 @@ Guarantee: all ranks get the same numbers, bit for bit; nothing but numbers trav
 """
 
 import datetime
+import time
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -14,7 +15,13 @@ from consumer.ranks.plan import Plan, decode, encode
 
 
 class Ranks(Protocol):
-    """The processes of a trainer. Every method is called by all of them, in the same order."""
+    """The processes of a trainer. Every method is called by all of them, in the same order.
+
+    Attributes:
+        waited_s: time spent in `gather` and `add`, so far.
+    """
+
+    waited_s: float
 
     @property
     def rank(self) -> int: ...
@@ -43,6 +50,7 @@ class OneRank:
     """A trainer that is one process."""
 
     rank, world = 0, 1
+    waited_s = 0.0
 
     def gather(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return dict(values)
@@ -65,12 +73,14 @@ class ProcessRanks:
     def __init__(self, store: dist.Store, rank: int, world: int, device: torch.device, timeout_s: float) -> None:
         self.rank = rank
         self.world = world
+        self.waited_s = 0.0
         timeout = datetime.timedelta(seconds=timeout_s)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
         self._gradients = dist.new_group(backend="nccl", timeout=timeout) if device.type == "cuda" else None
 
     def gather(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         flat = torch.cat([value.double().flatten() for value in values.values()]).cpu()
+        began = time.monotonic()
         lengths = self._from_each(torch.tensor([len(value) for value in values.values()]))
         widths = [int(each.sum()) for each in lengths]
         padded = torch.nn.functional.pad(flat, (0, max(widths) - len(flat)))
@@ -78,11 +88,14 @@ class ProcessRanks:
             whole[:width].split(each.tolist())
             for whole, width, each in zip(self._from_each(padded), widths, lengths, strict=True)
         ]
+        self.waited_s += time.monotonic() - began
         return {name: torch.cat([part[i] for part in parts]) for i, name in enumerate(values)}
 
     def add(self, tensors: Sequence[torch.Tensor]) -> None:
         flat = torch.cat([tensor.flatten() for tensor in tensors])
+        began = time.monotonic()
         dist.all_reduce(flat, group=self._gradients)
+        self.waited_s += time.monotonic() - began
         parts = flat.split([tensor.numel() for tensor in tensors])
         for tensor, part in zip(tensors, parts, strict=True):
             tensor.copy_(part.view_as(tensor))

@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 import msgspec
 import torch
@@ -38,31 +37,18 @@ class Member(msgspec.Struct, frozen=True):
     parent: int
 
 
-class Team(NamedTuple):
-    """The ranks of a trainer, as rank 0 sees them."""
-
-    ranks: Ranks
-    watch: RankWatch | None = None
-
-    def check(self) -> None:
-        """After an error that a lost rank may have caused.
-
-        Raises:
-            RankLostError: it has.
-        """
-        if self.watch is not None:
-            self.watch.check()
-
-
 @contextlib.contextmanager
-def team(config: RunConfig, placement: Placement, on_lost: Callable[[RankLostError], None]) -> Iterator[Team]:
+def team(config: RunConfig, placement: Placement, on_lost: Callable[[RankLostError], None]) -> Iterator[Ranks]:
     """Starts the other ranks and waits for them.
 
     Args:
         on_lost: is called on another thread when one of them is lost.
+
+    Raises:
+        RankLostError: instead of an error within the context that came from a lost rank.
     """
     if placement.world == 1:
-        yield Team(OneRank())
+        yield OneRank()
         return
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     wait = datetime.timedelta(seconds=FOREVER_S)
@@ -77,15 +63,11 @@ def team(config: RunConfig, placement: Placement, on_lost: Callable[[RankLostErr
     ended = {rank: lambda process=process: _how(process) for rank, process in processes.items()}
     watch = RankWatch(seen, placement.world, ended, [kill, on_lost])
     watch.start()
-    ranks = None
     try:
-        try:
-            device = torch.device("cuda" if placement.gpus else "cpu")
-            ranks = ProcessRanks(store, 0, placement.world, device, FOREVER_S)
-        except RuntimeError:
-            watch.check()
-            raise
-        yield Team(ranks, watch)
+        yield ProcessRanks(store, 0, placement.world, torch.device("cuda" if placement.gpus else "cpu"), FOREVER_S)
+    except Exception:
+        watch.check()
+        raise
     finally:
         watch.close()
         kill()

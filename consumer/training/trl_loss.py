@@ -9,6 +9,7 @@ Private names of TRL 1.16.0 and transformers used here, each with a test in test
 """
 
 import math
+import time
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from consumer.loss.step_loss import (
 )
 from consumer.ranks.agreement import CHECK_EVERY, check_agreement
 from consumer.ranks.exchange import Ranks
+from consumer.ranks.work import RankWork, work_of_all
 from consumer.training.import_guard import without_vllm
 
 with without_vllm():
@@ -54,6 +56,7 @@ class StepLossTrainer(GRPOTrainer):
     def __init__(self, correction: Correction, ranks: Ranks, **options: Any) -> None:
         super().__init__(**options)
         self._ranks = ranks
+        self.works: list[RankWork] = []  # of the last step, by rank; empty for one rank
         self._correction = correction
         self._step_loss = torch.zeros(())
         model = self._causal_model
@@ -113,12 +116,16 @@ class StepLossTrainer(GRPOTrainer):
         trained = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         if self._ranks.world > 1 and self.state.global_step % CHECK_EVERY == 0:
             check_agreement(self._ranks, self.state.global_step, trained)
+        began, waited_s = time.monotonic(), self._ranks.waited_s
         loss = super().training_step(model, inputs, num_items_in_batch)
         if self._ranks.world == 1:
             return loss
         for parameter in trained.values():  # one that no row of this rank went through
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         self._ranks.add([self._step_loss, *(parameter.grad for parameter in trained.values())])
+        step_s, waited_s = time.monotonic() - began, self._ranks.waited_s - waited_s
+        num_tokens = sum(int(batch["prompt_mask"].sum() + batch["completion_mask"].sum()) for batch in inputs)
+        self.works[:] = work_of_all(self._ranks, step_s, waited_s, num_tokens)
         return self._step_loss.clone()
 
     def _part_of_loss(

@@ -37,6 +37,8 @@ def render(view: View, warned: Sequence[Warned], width: int) -> RenderableType:
     sections = [_section(_learning(trainer, view.rewards, content)), _section(_pipeline(trainer, content))]
     parts: list[RenderableType] = [section for section in sections if section.row_count]
     parts.append(_warnings(warned))
+    if trainer.rank_step_s:
+        parts.append(_ranks(trainer))
     if view.producers:
         parts.append(_producers(view.producers, width))
     spaced = [piece for part in parts for piece in (part, Text())][:-1]
@@ -163,6 +165,21 @@ def _warnings(warned: Sequence[Warned]) -> RenderableType:
     table.add_column()
     for warning in warned:
         table.add_row("▲", Text.assemble((f"{printable(warning.text)}: ", "bold"), warning.cure))
+    return table
+
+
+def _ranks(trainer: TrainerView) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="cyan")
+    for name in ("rank", "step", "waits for others", "tokens", "memory"):
+        table.add_column(name, justify="left" if name == "rank" else "right", no_wrap=True)
+    for rank, step_s in trainer.rank_step_s.items():
+        table.add_row(
+            printable(rank),
+            duration(step_s),
+            percent(trainer.rank_waiting_s.get(rank, 0.0) / step_s if step_s else None),
+            whole(trainer.rank_tokens.get(rank)),
+            size(trainer.rank_memory_bytes.get(rank, 0)),
+        )
     return table
 
 

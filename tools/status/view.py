@@ -70,6 +70,10 @@ class TrainerView(Struct, frozen=True, kw_only=True):
     evaluation_prompts: int | None = None
     evaluation_prompts_done: int | None = None
     evaluations: dict[str, int] = {}
+    rank_step_s: dict[str, float] = field(name="rank_step_seconds", default_factory=dict)  # empty for one rank
+    rank_waiting_s: dict[str, float] = field(name="rank_waiting_seconds", default_factory=dict)
+    rank_tokens: dict[str, int] = {}
+    rank_memory_bytes: dict[str, int] = {}
 
 
 class ProducerView(Struct, frozen=True, kw_only=True):

@@ -21,6 +21,8 @@ class _Meeting:
 
 
 class ThreadRanks:
+    waited_s = 0.0
+
     def __init__(self, rank: int, meeting: _Meeting) -> None:
         self.rank = rank
         self.world = len(meeting.brought)

@@ -36,7 +36,7 @@ def test_every_line_is_as_wide_as_the_view_and_none_is_cut(width: int) -> None:
     assert rows == [
         *("step", "reward", "learning", "off-policy", "rollouts", "held"),
         *("waits", "staleness", "trainer", "tokens", "groups", "answers", "trouble", "storage"),
-        *("producer", "far-9-cd", "gpu0-7-ab"),
+        *("rank", "0", "1", "producer", "far-9-cd", "gpu0-7-ab"),
     ], "one line for each, so that none was wrapped"
     assert "…" not in "".join(shown)
 
@@ -61,6 +61,13 @@ def test_the_view_says_what_the_numbers_are() -> None:
         assert text in shown, text
     assert re.search(r"far-9-cd +- +- +20 held +- +- +- *$", shown, re.M)
     assert re.search(r"gpu0-7-ab +v29 +1 +1 · 20 · 0 · 1 +200/s +10 % +200 ms *$", shown, re.M)
+
+
+def test_a_trainer_of_several_ranks_has_a_row_for_each() -> None:
+    shown = "\n".join(lines(full_view(), 80))
+    assert re.search(r"rank +step +waits for others +tokens +memory", shown)
+    assert re.search(r"0 +2\.0 s +5 % +1,000 +1\.0 GiB", shown)
+    assert re.search(r"1 +1\.5 s +40 % +700 +512\.0 MiB", shown)
 
 
 def test_a_view_of_nothing_says_what_to_do() -> None:
