@@ -39,6 +39,8 @@ class Placement:
             raise ConfigError(
                 f"--ranks {num_ranks}: --gpu names {len(gpus)} GPUs, and each has one rank; leave --ranks out"
             )
+        if num_ranks is not None and num_ranks < 1:
+            raise ConfigError(f"--ranks {num_ranks}: give the number of processes that share a step, at least 1")
         return cls(tuple(gpus), num_ranks or max(1, len(gpus)))
 
     def environment(self, rank: int) -> dict[str, str]:

@@ -6,6 +6,7 @@ Guarantee: they end with this process, however it ends. One that cannot start en
 import contextlib
 import datetime
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -52,7 +53,11 @@ def team(config: RunConfig, placement: Placement, on_lost: Callable[[RankLostErr
         return
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     wait = datetime.timedelta(seconds=FOREVER_S)
-    store = dist.TCPStore(_HOST, 0, placement.world, is_master=True, timeout=wait, wait_for_workers=False)
+    listener = socket.create_server((_HOST, 0))  # a store that binds itself listens at every address
+    store = dist.TCPStore(
+        _HOST, listener.getsockname()[1], placement.world, is_master=True, timeout=wait, wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )  # fmt: skip
     processes = {rank: _start(config, placement, rank, store.port) for rank in range(1, placement.world)}
 
     def kill(_: object = None) -> None:

@@ -19,9 +19,12 @@ def one_is_too_much(lease: Lease, policy_version: int) -> Group:
     return made_up_group(lease, policy_version, rewards=rewards)
 
 
-def test_a_step_that_is_not_finite_ends_the_trainer_and_is_tried_once_more_by_a_resumed_one(start: Any) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_step_that_is_not_finite_ends_the_trainer_and_is_tried_once_more_by_a_resumed_one(
+    start: Any, ranks: int
+) -> None:
     run: Run = start(dataset={"shuffle": False}, trainer={"max_steps": 4, "scale_rewards": "none", "save_steps": 100})
-    trainer = run.trainer()
+    trainer = run.trainer("--ranks", str(ranks))
     run.producer(answer=one_is_too_much)
     assert trainer.end(60) == 72, trainer.output[-3000:]
     assert "step 2 was not taken: loss" in trainer.output
@@ -31,7 +34,7 @@ def test_a_step_that_is_not_finite_ends_the_trainer_and_is_tried_once_more_by_a_
     assert {group["group"].split("-")[1] for group in kept["groups"]} == {"2", "3"}
     assert [line["step"] for line in run.steps] == [1]
 
-    trainer = run.trainer("--resume")
+    trainer = run.trainer("--resume", "--ranks", str(ranks))
     assert trainer.end(60) == 72, trainer.output[-3000:]
     assert [line["step"] for line in run.steps] == [1]
 
