@@ -76,7 +76,7 @@ def _train_live(components: RunComponents, watch: Watch, placement: Placement, *
         report, intake = run.connections.report, run.intake
         with health.starting("loading the model", config.pipeline.stall_timeout_s):
             ranks = opened.enter_context(team(config, placement, run.lost))
-            loop = training_loop(components, run.connections, run.start, ranks, [run.heartbeat])
+            loop = training_loop(components, run.connections, run.start, [run.heartbeat], ranks)
             watch_ranks(watch.registry, loop.trainer.works)
             try:
                 loop.control.publish(run.start.step)
@@ -109,7 +109,7 @@ def _train_again(components: RunComponents, watch: Watch, placement: Placement, 
         start, connections, heartbeat, counts = retraining(components, recorded, watch, resume=resume)
         with health.starting("loading the model", config.pipeline.stall_timeout_s):
             ranks = opened.enter_context(team(config, placement, lambda error: None))
-            loop = training_loop(components, connections, start, ranks, [heartbeat])
+            loop = training_loop(components, connections, start, [heartbeat], ranks)
             watch_ranks(watch.registry, loop.trainer.works)
         health.started(f"training {source} again")
         finished = False

@@ -9,7 +9,7 @@ from transformers import TrainerCallback
 
 from consumer.checkpoints import folders as checkpoints
 from consumer.publishing.snapshots import Probe, probe_tokens
-from consumer.ranks.exchange import Ranks
+from consumer.ranks.exchange import ALONE, Ranks
 from consumer.ranks.leading import LedBatches, begin
 from consumer.reporting.sampled_rollouts import RolloutLog
 from consumer.training.callbacks import Heartbeat, RunControl
@@ -29,14 +29,14 @@ def training_loop(
     components: RunComponents,
     connections: Connections,
     start: RunStart,
-    ranks: Ranks,
     callbacks: Sequence[TrainerCallback] = (),
+    ranks: Ranks = ALONE,
 ) -> TrainingLoop:
     """The loop, with the weights that it starts from loaded.
 
     Args:
-        ranks: that take the steps together.
         callbacks: after that of the loop.
+        ranks: that take the steps together.
 
     Raises:
         ConfigError: TRL or PEFT refused, or adapter or checkpoint do not fit.

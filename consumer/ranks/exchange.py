@@ -63,6 +63,9 @@ class OneRank:
         return plan
 
 
+ALONE: Ranks = OneRank()
+
+
 class ProcessRanks:
     """Processes connected by torch.distributed.
 

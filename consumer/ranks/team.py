@@ -15,7 +15,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from consumer.ranks.exchange import OneRank, ProcessRanks, Ranks
+from consumer.ranks.exchange import ALONE, ProcessRanks, Ranks
 from consumer.ranks.placement import Placement
 from consumer.ranks.presence import RankWatch
 from protocol.config.run import RunConfig
@@ -49,7 +49,7 @@ def team(config: RunConfig, placement: Placement, on_lost: Callable[[RankLostErr
         RankLostError: instead of an error within the context that came from a lost rank.
     """
     if placement.world == 1:
-        yield OneRank()
+        yield ALONE
         return
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     wait = datetime.timedelta(seconds=FOREVER_S)

@@ -22,14 +22,12 @@ from consumer.checkpoints.initial_adapter import InitialAdapter
 from consumer.loss.importance import resolve
 from consumer.loss.reference import ReferencePolicy
 from consumer.prompts.tokenizer import load_tokenizer
-from consumer.ranks.exchange import OneRank, Ranks
+from consumer.ranks.exchange import ALONE, Ranks
 from consumer.training.trl_loss import StepLossTrainer
 from protocol.config.run import RunConfig
 from replay.batches.cutting import CutBatch
 from replay.groups import RolloutGroup
 from replay.rewards import RewardRecipe
-
-_ALONE = OneRank()
 
 
 class SlipstreamTrainer(StepLossTrainer):
@@ -49,7 +47,7 @@ class SlipstreamTrainer(StepLossTrainer):
         model_folder: Path,
         batches: Iterable[CutBatch],
         commit_checkpoint: Callable[[int, Path, Callable[[], None]], None],
-        ranks: Ranks = _ALONE,
+        ranks: Ranks = ALONE,
     ) -> None:
         sides = {"padding_side": "left", "truncation_side": "left"}
         tokenizer = load_tokenizer(model_folder, trust_remote_code=arguments.trust_remote_code, **sides)

@@ -22,7 +22,7 @@ from consumer.training.trl_arguments import REFUSALS, build_lora
 from protocol.config.library_rules import for_library
 from protocol.config.library_section import build
 from protocol.config.run import RunConfig
-from protocol.errors import ConfigError, ExitCode
+from protocol.errors import ConfigError, DeviceError, ExitCode
 from protocol.files.staged import staged
 from protocol.service import logs
 from tools.run_inputs import RunInputs
@@ -40,6 +40,10 @@ def check_libraries(config: RunConfig) -> None:
 
 def run(config: RunConfig, gpus: list[int], *, to: Path) -> ExitCode:
     """Writes the adapter to the new folder `to`, or raises a `SlipstreamError`."""
+    if len(gpus) > 1:
+        # transformers would copy the model to all of them in every step (DataParallel), which PEFT does not support.
+        named = ",".join(map(str, gpus))
+        raise DeviceError(f"--gpu {named}: rl-sft, a short warm start, trains on one GPU; name one of them")
     if to.exists():
         raise ConfigError(f"--to: {to} exists already; remove it, or choose another folder")
     logs.adopt_libraries()

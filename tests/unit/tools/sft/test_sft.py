@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from protocol.errors import DeviceError
 from tests.unit.consumer.builders import run_config
 from tools.sft import trainer as sft
 
@@ -28,3 +29,8 @@ def test_a_training_that_fails_leaves_nothing(
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path / "run", tiny_model)
     assert [file.name for file in (tmp_path / "run").iterdir()] == ["train.jsonl"]
+
+
+def test_several_gpus_are_refused(tmp_path: Path, tiny_model: Path) -> None:
+    with pytest.raises(DeviceError, match="--gpu 0,1: rl-sft, a short warm start, trains on one GPU"):
+        sft.run(run_config(tmp_path, tiny_model), [0, 1], to=tmp_path / "sft")
