@@ -4,13 +4,11 @@ Guarantee: `WorkerPool.call` returns or raises `WorkerLostError` within the limi
 that hangs, dies or takes too much memory is killed with all that it started, and replaced, and none outlives the daemon. A
 call gives back its slot in every case and at once, also when it is cancelled or its worker cannot be killed.
 
-The memory limit is for resident memory, which is read ten times a second. RLIMIT_AS and RLIMIT_DATA count reserved memory, of
-which torch and CUDA take tens of gigabytes and use little, so no limit there would be right for both a model and a runaway
-list.
+The memory limit is for resident memory, which is read ten times a second: RLIMIT_AS and RLIMIT_DATA count what torch and CUDA
+reserve and do not use.
 """
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Mapping
 
@@ -123,24 +121,20 @@ class WorkerPool:
             )
 
     async def _start_worker(self) -> ChildProcess:
-        source = f"rewards {self._shown}, while loading,"
+        source, worker, problem = f"rewards {self._shown}, while loading,", None, "cancelled"
         try:
             worker = self._children.start(
                 "producer.rewards.worker", self._sources, source=source, environment=self._environment
             )
+            ready = await asyncio.wait_for(worker.receive(Ready), self._start_timeout_s)
+            self.asynchronous, problem = ready.asynchronous, "\n".join(ready.problems)
+        except TimeoutError:
+            problem = f"rewards.functions: loading {self._shown} took more than {self._start_timeout_s:g} seconds"
         except ChildEndedError as error:
-            raise WorkerLostError("crashed", f"rewards.functions: {self._shown} have no worker: {error}") from None
-        with contextlib.ExitStack() as unless_usable:
-            unless_usable.callback(self._children.terminate, worker)
-            try:
-                ready = await asyncio.wait_for(worker.receive(Ready), self._start_timeout_s)
-                problem = "\n".join(ready.problems)
-            except TimeoutError:
-                problem = f"rewards.functions: loading {self._shown} took more than {self._start_timeout_s:g} seconds"
-            except ChildEndedError as error:
-                problem = f"rewards.functions: importing {self._shown} lost the worker: {error}"
-            if problem:
-                raise WorkerLostError("crashed", problem)
-            self.asynchronous = ready.asynchronous
-            unless_usable.pop_all()
+            problem = f"rewards.functions: {self._shown} have no worker: {error}"
+        finally:
+            if problem and worker is not None:
+                self._children.terminate(worker)
+        if problem or worker is None:
+            raise WorkerLostError("crashed", problem)
         return worker

@@ -71,6 +71,9 @@ class Remote(Peer):
             kind = importable(type(error)) or importable(RuntimeError)
             return {"raised": kind, "arguments": self.encode([str(argument) for argument in error.args])}
 
+    async def _awaited(self, coroutine: "ProgramObject") -> Any:
+        return self.do("await", coroutine)
+
     def refer(self, value: Any) -> list[Any]:
         if type(value) is ProgramObject:
             return ["object", object.__getattribute__(value, "_number")]
@@ -94,7 +97,7 @@ class Remote(Peer):
             case ["object", int(number)]:
                 return self._objects.setdefault(number, ProgramObject(self, number))
             case ["coroutine", int(number)]:
-                return _awaited(self, ProgramObject(self, number))
+                return self._awaited(ProgramObject(self, number))
             case ["exception", int(number), str(name), base]:
                 if number not in self._objects:
                     above = self.decode(base)
@@ -175,10 +178,6 @@ class Names(dict[str, Any]):
         if type(value) is ProgramObject:
             self[name] = value
         return value
-
-
-async def _awaited(remote: Remote, coroutine: ProgramObject) -> Any:
-    return remote.do("await", coroutine)
 
 
 def _change(argument: Any, value: Any) -> None:
