@@ -1,7 +1,7 @@
-"""A line of tasks that wait to be given something.
+"""A line of tasks that wait for their turn.
 
 Guarantee: who has waited longest stands first. Who is cancelled is not in the line any more, from that moment on and for good;
-what it was given just before goes back, once.
+a turn that it was given just before goes back, once.
 """
 
 import asyncio
@@ -9,38 +9,32 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 Wish = TypeVar("Wish")
-Given = TypeVar("Given")
 
 
-class WaitingLine(Generic[Wish, Given]):
-    """Each waits with a wish, by which the giver chooses."""
+class WaitingLine(Generic[Wish]):
+    """Each waits with a wish, by which the giver decides."""
 
     def __init__(self) -> None:
-        self._turns: dict[asyncio.Future[Given], Wish] = {}  # in order
+        self._turns: dict[asyncio.Future[None], Wish] = {}  # in order
 
     @property
     def wishes(self) -> list[Wish]:
+        """Of those who wait, in order."""
         return [wish for turn, wish in self._turns.items() if not turn.done()]
 
-    async def wait(self, wish: Wish, take_back: Callable[[Given], None]) -> Given:
-        """Returns what is given. `take_back` gets what was given to a task that has been cancelled before it knew."""
-        turn: asyncio.Future[Given] = asyncio.get_running_loop().create_future()
+    async def wait(self, wish: Wish, take_back: Callable[[], None]) -> None:
+        """Waits for a turn. `take_back` is called if the task was given one and has been cancelled before it knew."""
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._turns[turn] = wish
         try:
-            return await turn
+            await turn
         except asyncio.CancelledError:
-            if not turn.cancelled() and turn.exception() is None:
-                take_back(turn.result())
+            if not turn.cancelled():
+                take_back()
             raise
         finally:
             del self._turns[turn]
 
-    def give(self, given: Given, place: int = 0) -> None:
-        """To the one whose wish stands at this place of `wishes`."""
-        waiting = [turn for turn in self._turns if not turn.done()]
-        waiting[place].set_result(given)
-
-    def refuse(self, error: Exception) -> None:
-        for turn in self._turns:
-            if not turn.done():
-                turn.set_exception(error)
+    def give(self) -> None:
+        """To the first one."""
+        next(turn for turn in self._turns if not turn.done()).set_result(None)

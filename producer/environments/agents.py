@@ -27,7 +27,6 @@ from producer.calls.requests import ServedRequest
 from producer.environments.agent_episodes import AgentEpisode, as_in_training
 from producer.groups import Episode
 from producer.interfaces import LeaseFailure
-from producer.waiting_line import WaitingLine
 from protocol.wire.messages import Lease
 
 _MAX_CALLS = 256  # of an episode
@@ -56,7 +55,7 @@ class Agents:
     def __init__(self, reward_names: tuple[str, ...]) -> None:
         self.reward_names = reward_names
         self._waiting: deque[Task] = deque()
-        self._takers = WaitingLine[None, Task]()
+        self._offered = asyncio.Event()
         self._episodes: dict[str, tuple[Task, AgentEpisode]] = {}
         self._missing = [math.nan] * len(reward_names)
         self.rewarded = self.unrewarded = self.failed = 0
@@ -76,7 +75,8 @@ class Agents:
         limit_s = max(0.0, lease.timeout_s * (1 - _MARGIN) - waited_s)
         task = Task(lease, episodes, time.monotonic() + limit_s, asyncio.get_running_loop().create_future())
         self._episodes |= {episode.id: (task, episode) for episode in episodes}
-        self._offer(task)
+        self._waiting.append(task)
+        self._offered.set()
         try:
             async with asyncio.timeout(limit_s):
                 await task.done
@@ -105,29 +105,19 @@ class Agents:
                 f"completion and {left} without rewards; raise pipeline.lease_timeout_s if that is too short",
             )
 
-    def _offer(self, task: Task) -> None:
-        """Gives the task to the agent that has waited longest, or puts it back if that agent has left meanwhile."""
-        task.taken_at = time.monotonic() if self._takers.wishes else None
-        if not task.done.done():
-            if self._takers.wishes:
-                self._takers.give(task)
-            else:
-                self._waiting.append(task)
-
     # The agent's side
 
     async def take(self, wait_s: float) -> dict[str, Any] | None:
         """A task for an agent, in the fields of docs/serving.md; None if there is none within `wait_s`."""
-        if self._waiting:
-            task = self._waiting.popleft()
-            task.taken_at = time.monotonic()
-        else:
-            try:
-                async with asyncio.timeout(wait_s):
-                    task = await self._takers.wait(None, take_back=self._offer)
-            except TimeoutError:
-                return None
-        lease = task.lease
+        try:
+            async with asyncio.timeout(wait_s):
+                while not self._waiting:
+                    self._offered.clear()
+                    await self._offered.wait()
+        except TimeoutError:
+            return None
+        task = self._waiting.popleft()
+        lease, task.taken_at = task.lease, time.monotonic()
         return {
             "id": lease.lease_id,
             "prompt": lease.prompt,

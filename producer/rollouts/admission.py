@@ -68,9 +68,9 @@ class Admission:
         self._control = AdmissionControl(ceiling, group_size, told.preemptions if told else 0)
         self._load = load
         self._inside = 0
-        self._line = WaitingLine[None, None]()
+        self._line = WaitingLine[None]()
         self._background = 0  # groups of an evaluation that are in the engine
-        self._line_behind = WaitingLine[int, None]()
+        self._line_behind = WaitingLine[int]()
 
     @property
     def limit(self) -> int:
@@ -83,7 +83,7 @@ class Admission:
         if not self._line.wishes and self._inside < self.limit:
             self._inside += 1
         else:
-            await self._line.wait(None, take_back=lambda _: self._leave())
+            await self._line.wait(None, take_back=self._leave)
 
     async def __aexit__(self, *_: object) -> None:
         load = self._load()
@@ -99,7 +99,7 @@ class Admission:
         if not self._line_behind.wishes and self._has_room_behind(per_place):
             self._background += 1
         else:
-            await self._line_behind.wait(per_place, take_back=lambda _: self._leave_behind())
+            await self._line_behind.wait(per_place, take_back=self._leave_behind)
         try:
             yield
         finally:
@@ -121,9 +121,9 @@ class Admission:
             if self._inside >= self.limit:
                 break
             self._inside += 1
-            self._line.give(None)
+            self._line.give()
         for per_place in self._line_behind.wishes:
             if not self._has_room_behind(per_place):
                 return
             self._background += 1
-            self._line_behind.give(None)
+            self._line_behind.give()

@@ -21,7 +21,7 @@ class ClientLimiter:
     limit: int
     max_waiting: int
     taken: int = 0  # completions in the engine
-    _line: WaitingLine[int, int] = field(default_factory=WaitingLine)
+    _line: WaitingLine[int] = field(default_factory=WaitingLine)
 
     @property
     def num_waiting(self) -> int:
@@ -46,7 +46,7 @@ class ClientLimiter:
         if self.num_waiting >= self.max_waiting:
             raise RefusedError(429, "busy", f"{self.num_waiting} requests wait already (serve.max_waiting)")
         try:
-            await self._line.wait(count, take_back=self._give_back)
+            await self._line.wait(count, take_back=lambda: self._give_back(count))
         except asyncio.CancelledError:
             self._let_in()  # smaller requests may have stood behind this one
             raise
@@ -60,4 +60,4 @@ class ClientLimiter:
             if self.taken + count > self.limit:
                 return
             self.taken += count
-            self._line.give(count)
+            self._line.give()

@@ -204,23 +204,9 @@ async def test_an_agent_that_is_cancelled_anywhere_leaves_its_task_to_another():
     def check() -> None:
         left = [one for one in leases if not one.done()]
         assert agents.num_waiting == len(left) == len(agents._episodes)
-        assert not agents._takers._turns
 
     await cancel_at_each_wait(take, check, offer)
     for one in leases:
         one.cancel()
     assert await asyncio.gather(*leases, return_exceptions=True)
     assert (agents.num_waiting, agents._episodes) == (0, {})
-
-
-@asynchronous
-async def test_a_task_whose_time_is_over_just_when_its_agent_goes_is_offered_to_nobody():
-    agents = Agents(("solved",))
-    taking = asyncio.create_task(agents.take(60.0))
-    await asyncio.sleep(0)
-    fulfilling = asyncio.create_task(agents.fulfil(task()))
-    fulfilling.add_done_callback(lambda _: taking.cancel())
-    await asyncio.sleep(0)
-    agents.fail_taken("the agent is gone")
-    await asyncio.gather(taking, fulfilling, return_exceptions=True)
-    assert agents.num_waiting == 0

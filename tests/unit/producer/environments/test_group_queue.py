@@ -22,15 +22,17 @@ async def waiting(queue: GroupQueue, *floors: int) -> list["asyncio.Task[Group]"
 
 @asynchronous
 async def test_leases_are_served_in_order_and_above_their_floors():
-    queue = GroupQueue(2)
-    low, high = await waiting(queue, 3, 5)
-    assert (queue.num_leases, queue.floor) == (2, 3)
+    queue = GroupQueue(1)
+    low, other, high = await waiting(queue, 3, 4, 5)
+    assert (queue.num_leases, queue.floor) == (3, 3)
     queue.offer(group(2))
     queue.offer(group(4, "a"))
+    queue.offer(group(4, "b"))
+    assert ((await low).lease_id, (await other).lease_id) == ("a", "b")
     queue.offer(group(4))
-    queue.offer(group(6, "b"))
-    assert ((await low).lease_id, (await high).lease_id) == ("a", "b")
-    assert (queue.leased, queue.stale, queue.num_leases, queue.floor) == (2, 2, 0, 0)
+    queue.offer(group(6, "c"))
+    assert (await high).lease_id == "c"
+    assert (queue.leased, queue.stale, queue.num_leases, queue.floor) == (3, 2, 0, 0)
 
 
 @asynchronous
