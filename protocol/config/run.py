@@ -17,10 +17,10 @@ from protocol.config.library_rules import CHECKS, LORA_DEFAULTS, SERVABLE_RANKS
 from protocol.config.sections.dataset import DatasetSection
 from protocol.config.sections.environment import REWARD_NAME, EnvironmentSection, with_atropos
 from protocol.config.sections.evaluation import EvaluationSection
-from protocol.config.sections.guards import GuardsSection
 from protocol.config.sections.learning import (
     AdvantageSection,
     CorrectionSection,
+    GuardsSection,
     PipelineSection,
     ReplaySection,
     RerollSection,

@@ -1,4 +1,5 @@
-"""The sections that decide what is learned from: leases and batches, replay, rerolls, advantages, importance correction.
+"""The sections that decide what is learned from: leases and batches, replay, rerolls, advantages, importance correction;
+and when nothing is, and the run ends (`guards`).
 
 docs/algorithms.md has the formulas behind them.
 """
@@ -212,3 +213,11 @@ class CorrectionSection(Section):
     def problems(self) -> Problems:
         if self.ratio_min is not None and self.ratio_max is not None and self.ratio_min >= self.ratio_max:
             yield "ratio_min must be below ratio_max"
+
+
+class GuardsSection(Section):
+    max_groups_without_signal: Positive | None = Field(
+        1024,
+        description="The run ends with exit code 67 when so many groups in a row had no signal (all rewards equal, or none) "
+        "while the trainer waits for a batch. null: only the stall timeout ends it.",
+    )
