@@ -92,7 +92,7 @@ def _watch_producer() -> None:
     watch(assembly.Link, "_begin_session", before="connected")
     watch(assembly.Generation, "start", before="first lease")
     watch(assembly.AdapterRegistry, "publish", after="first adapter")
-    watch(assembly.Mailbox, "answer", before="first group")
+    watch(assembly.Mailbox, "put", before="first group")
 
 
 def _watch_trainer() -> None:

@@ -94,12 +94,12 @@ class Episode:
 @dataclass(frozen=True)
 class Rollouts:
     """What was generated for one lease: episodes, what reward functions see of each (its text, or its messages), and the rewards
-    that came with them, float32 (episodes, names) with NaN for missing."""
+    that came with them, if any did: float32 (episodes, names) with NaN for missing."""
 
     episodes: list[Episode]
     generation_s: float
     completions: list[str] | list[list[dict[str, Any]]]
-    own_rewards: NDArray[np.float32]
+    own_rewards: NDArray[np.float32] = field(default_factory=lambda: np.zeros((1, 0), np.float32))
 
     @property
     def versions(self) -> set[int]:
@@ -110,10 +110,6 @@ class Rollouts:
     def policy_version(self) -> int:
         """The oldest that sampled a token of it."""
         return min(self.versions)
-
-
-def no_rewards(num_episodes: int) -> NDArray[np.float32]:
-    return np.zeros((num_episodes, 0), np.float32)
 
 
 def group_message(

@@ -10,7 +10,6 @@ group fails.
 import asyncio
 import copy
 import logging
-import math
 import time
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,7 +19,7 @@ import msgspec
 import numpy as np
 
 from producer.environments.pool import EnvironmentFailedError, EnvironmentPool, EnvironmentSession
-from producer.groups import Episode, Record, Rollouts, no_rewards
+from producer.groups import Episode, Record, Rollouts
 from producer.interfaces import LeaseFailure
 from producer.rollouts.chat import ChatFormat, Continuation, assistant_message, tool_message
 from producer.rollouts.engine_access import EngineAccess, Progress
@@ -63,10 +62,8 @@ class PlayedRollouts:
             raise errors.exceptions[0] from None
         generation_s = time.monotonic() - started
         episodes = [task.result() for task in tasks]
-        own = no_rewards(len(episodes))
-        if self.reward_names:
-            own = np.array([[math.nan if each.reward is None else each.reward] for each in episodes], np.float32)
-        return Rollouts(episodes, generation_s, [episode.messages for episode in episodes], own)
+        own = [[each.reward] for each in episodes] if self.reward_names else [[]]
+        return Rollouts(episodes, generation_s, [each.messages for each in episodes], np.array(own, np.float32))
 
     async def _episode(self, lease: Lease, sample: Sample) -> Episode:
         for _ in range(_RESETS):

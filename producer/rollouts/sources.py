@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from producer.environments.agents import Agents
 from producer.environments.atropos import Atropos
-from producer.groups import Episode, Rollouts, no_rewards
+from producer.groups import Episode, Rollouts
 from producer.interfaces import LeaseFailure
 from producer.rollouts.engine_access import EngineAccess, Progress
 from producer.rollouts.prompts import PromptFormat
@@ -36,7 +36,7 @@ class PlainRollouts:
         generation_s = time.monotonic() - started
         texts = self.prompts.decode(lease.prompt, [completion.token_ids for completion in completions])
         episodes = [Episode.of(prompt_ids, completion) for completion in completions]
-        return Rollouts(episodes, generation_s, texts, no_rewards(len(episodes)))
+        return Rollouts(episodes, generation_s, texts)
 
 
 @dataclass

@@ -30,6 +30,13 @@ def test_heartbeats_carry_the_counters_and_the_held_leases(setup):
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("setup", [{"heartbeat_timeout_s": 0.1}], indirect=True)
+def test_a_greeting_that_nobody_answers_is_repeated(setup):
+    setup.trainer.silent = True
+    setup.start()
+    setup.trainer.wait_for_message(Hello, 2)
+
+
 def test_a_lease_is_worked_on_once_and_its_refusal_is_told_once(setup):
     setup.start()
     setup.take_leases(1)
@@ -52,9 +59,9 @@ def test_another_process_of_the_same_run_gets_what_is_finished_and_what_goes_on(
     setup.wait_for(lambda: setup.events.blobs)
     sent = len(setup.groups())
     setup.trainer.wants = lambda lease_id: lease_id not in ("lease-3", "lease-4")
-    setup.restart_trainer(policy(0, b"other"), b"other")
-    setup.wait_for(lambda: setup.events.of("session_began") == [policy(0, b"other")])
-    setup.wait_for(lambda: setup.events.blobs[1:] == [(0, b"other")])
+    setup.restart_trainer(setup.trainer.policy, setup.blob)
+    setup.wait_for(lambda: setup.events.of("session_began") == [setup.trainer.policy])
+    setup.wait_for(lambda: setup.events.blobs[1:] == [(0, setup.blob)])  # its version 0 might be another one
     assert setup.trainer.all(Hello)[-1].held == ["lease-2", "lease-3", "lease-1", "lease-4"]
     setup.wait_for(lambda: setup.events.of("abandoned") == ["lease-3"])
     setup.finish(2)

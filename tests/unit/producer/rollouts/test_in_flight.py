@@ -176,20 +176,6 @@ def check(group: Group, on_swap: str) -> None:
 
 
 @asynchronous
-async def test_a_group_that_is_cut_goes_on_where_it_was_and_lets_go_of_the_old_adapter():
-    group = Group("continue")
-    await settle()
-    await group.sample(0b111, stop=0b010)  # the second has ended
-    await group.flip()
-    assert [row.prompt for row in group.engine.rows] == [[*PROMPT, 0], [*PROMPT, 2]]
-    assert [row.longest for row in group.engine.rows] == [LONGEST - 1] * 2
-    assert group.policies.pins == {0: 0, 1: 1}
-    await group.sample(0b11, stop=0b11)
-    assert group.versions() == [[0, 1], [0], [0, 1]]
-    assert (group.counters.cut, group.counters.restarted) == (2, 0)
-
-
-@asynchronous
 async def test_a_group_is_not_cut_again_before_its_time_in_the_engine_has_doubled():
     group = Group("continue", clock=iter([0.0, 1e6]).__next__)
     await settle()
