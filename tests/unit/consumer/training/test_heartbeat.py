@@ -25,12 +25,12 @@ def test_a_step_that_goes_on_after_a_stop_was_asked_for_asks_systemd_for_time() 
     world.health.started("")
     heartbeat = Heartbeat(world.health, lambda: stops[0], ThreadErrors())
     heartbeat.check()
-    assert (world.said("stopping"), world.said("extend"), world.said("watchdog")) == (0, 0, 1)
+    assert (world.said("stopping"), world.said("extend_timeout"), world.said("watchdog")) == (0, 0, 1)
     stops[0] = True
     for _ in range(2):
         with pytest.raises(StopRequested):
             heartbeat.check()
-    assert (world.said("stopping"), world.said("extend"), world.said("watchdog")) == (1, 2, 3)
+    assert (world.said("stopping"), world.said("extend_timeout"), world.said("watchdog")) == (1, 2, 3)
 
 
 def test_what_ended_another_thread_ends_the_waits_of_the_main_thread() -> None:
