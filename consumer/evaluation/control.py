@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from consumer.evaluation.leases import EvaluationLeases, Finished
+from consumer.evaluation.leases import EvaluationLeases, RunningEvaluation
 from consumer.evaluation.results import DueVersion, EvaluationQueue, EvaluationResults
 from consumer.publishing.published_policy import PublishedPolicy
 from consumer.waiting import Patience
@@ -82,7 +82,7 @@ class EvaluationControl:
                 f"the evaluation of {versions} is given up after evaluation.wait_s without an answer: {describe()}"
             )
 
-    def _record(self, finished: Finished, log: Callable[[Mapping[str, float]], None]) -> bool:
+    def _record(self, finished: RunningEvaluation, log: Callable[[Mapping[str, float]], None]) -> bool:
         """False: no room on the disk; it is tried again."""
         policy = finished.due.policy
         result = {
@@ -90,7 +90,7 @@ class EvaluationControl:
             "step": finished.due.step,
             "t": time.time(),
             "metric": self.section.score_name,
-            **summary(finished.answers, self.reward_names),
+            **summary(finished.answers(), self.reward_names),
             "duration_s": round(finished.duration_s, 3),
             "digest": policy.digest,
         }

@@ -133,7 +133,7 @@ class EvaluationQueue:
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / "evaluation"
         self._lock = threading.Lock()
-        self._due: list[tuple[int, Path]] = []  # version, file
+        self._due: dict[int, Path] = {}  # files by version
         self._begun: int | None = None  # version
         self.num_skipped = 0
 
@@ -144,16 +144,15 @@ class EvaluationQueue:
         for file in self._folder.iterdir():
             version, _, step = file.stem.removeprefix("version-").partition("-step-")
             if file.suffix == ".adapter" and int(step) <= first_step and int(version) not in known:
-                self._due.append((int(version), file))
+                self._due[int(version)] = file
             else:
                 file.unlink()
-        self._due.sort()
         self._skip()
 
     @property
     def versions(self) -> list[int]:
         with self._lock:
-            return [version for version, _ in self._due]
+            return list(self._due)
 
     def put(self, due: DueVersion) -> None:
         """Raises OSError if it could not be written."""
@@ -162,7 +161,7 @@ class EvaluationQueue:
         with staged(file) as partial:
             partial.write_bytes(msgspec.msgpack.encode(due))
         with self._lock:
-            self._due = sorted([entry for entry in self._due if entry[0] != version] + [(version, file)])
+            self._due[version] = file
             self._skip()
 
     def begin(self) -> DueVersion | None:
@@ -170,22 +169,21 @@ class EvaluationQueue:
         with self._lock:
             if self._begun is not None or not self._due:
                 return None
-            self._begun, file = self._due[0]
+            self._begun, file = next(iter(self._due.items()))
         return msgspec.msgpack.decode(file.read_bytes(), type=DueVersion)
 
     def done(self, version: int) -> None:
         """Its result is on the disk."""
         with self._lock:
-            gone = [file for known, file in self._due if known == version]
-            self._due = [entry for entry in self._due if entry[0] != version]
+            file = self._due.pop(version, None)
             if self._begun == version:
                 self._begun = None
-        for file in gone:
+        if file is not None:
             file.unlink(missing_ok=True)
 
     def _skip(self) -> None:
         """Between what is being evaluated, or was when the process ended, and the newest there is no time for others."""
-        for _, file in self._due[1:-1]:
-            file.unlink(missing_ok=True)
+        self._due = dict(sorted(self._due.items()))
+        for version in list(self._due)[1:-1]:
+            self._due.pop(version).unlink(missing_ok=True)
             self.num_skipped += 1
-        del self._due[1:-1]

@@ -30,6 +30,14 @@ _NOBODY = ""
 _LOOK_AT_DISK_EVERY_S = 1.0
 
 
+def read(prompts: PromptSource, prompt_id: int) -> Prompt | DatasetError | None:
+    """The prompt, or what is wrong with it; None: it is being read."""
+    try:
+        return prompts[prompt_id]
+    except DatasetError as error:
+        return error
+
+
 @dataclass
 class _Unsent:
     """A lease that no producer has yet."""
@@ -97,19 +105,13 @@ class LeaseDispatcher:
         read meanwhile."""
         for unsent in self._unsent:
             if unsent.prompt is None:
-                unsent.prompt = self._read(unsent.record)
+                unsent.prompt = read(self.prompts, unsent.record.work.key.prompt_id)
         while len(self._unsent) < min(room, _READ_AHEAD) and not (self._unsent and self._unsent[0].prompt):
             record = self.buffer.lease(_NOBODY, now=now, timeout_s=math.inf)
             if record is None:
                 break
-            self._unsent.append(_Unsent(record, self._read(record)))
+            self._unsent.append(_Unsent(record, read(self.prompts, record.work.key.prompt_id)))
         return self._unsent.popleft() if self._unsent and self._unsent[0].prompt else None
-
-    def _read(self, record: LeaseRecord[Key]) -> Prompt | DatasetError | None:
-        try:
-            return self.prompts[record.work.key.prompt_id]
-        except DatasetError as error:
-            return error
 
 
 @dataclass(eq=False)
