@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, event, example, given, settings
+from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from protocol.wire.messages import Group
@@ -114,24 +114,6 @@ def test_a_nearly_valid_message_is_refused_or_becomes_a_consistent_group(data: s
     shape = data.draw(SHAPES)
     outcome = parse(shape, data.draw(nearly_valid(shape)))
     event("refused" if isinstance(outcome, InvalidGroupError) else "accepted")
-
-
-@given(
-    st.fixed_dictionaries(
-        {},
-        optional={
-            name: st.binary(max_size=40)
-            for name in (
-                *("prompt_ids", "completion_lengths", "completion_ids", "logprobs", "rewards", "truncated"),
-                *("sampled", "episodes"),
-            )
-        },
-    )
-)
-@example({"completion_lengths": bytes(8)})
-@example(dict.fromkeys(("completion_ids", "logprobs"), b""))
-def test_random_bytes_are_refused_or_become_a_consistent_group(buffers: dict[str, bytes]) -> None:
-    parse(SHAPE, group_message(**buffers))
 
 
 WIDE = GroupShape(num_generations=4, num_rewards=1, max_completion_length=2**31 - 1, vocab_size=2**31)

@@ -2,7 +2,7 @@
 
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,18 @@ from consumer.checkpoints.folders import (
     starting_point,
 )
 from protocol.errors import ConfigError
+from tests.unit.replay.builders import memory_folder
 
 
 class Crash(BaseException):
     """The process dies here."""
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """As pytest's own, without waiting for a disk."""
+    with memory_folder() as folder:
+        yield folder
 
 
 def staged(folder: Path, step: int, weights: str = "weights") -> Path:

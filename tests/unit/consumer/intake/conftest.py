@@ -1,5 +1,7 @@
 """A trainer process on the journal of the test, and goodbyes that nobody waits for."""
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,7 +9,14 @@ import pytest
 from consumer.intake import sessions
 from replay.journal.disk import DiskGuard
 from tests.unit.consumer.intake.builders import Start, Trainer
-from tests.unit.replay.builders import FillableJournal
+from tests.unit.replay.builders import FillableJournal, memory_folder
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """As pytest's own, without waiting for a disk."""
+    with memory_folder() as folder:
+        yield folder
 
 
 @pytest.fixture

@@ -111,12 +111,13 @@ def test_a_prompt_that_cannot_be_sent_fails_alone(counter: Counter, journal: Fil
     ]
 
 
-def test_a_column_that_cannot_travel_is_a_bad_prompt(counter: Counter) -> None:
+def test_a_column_that_cannot_travel_is_a_bad_prompt(counter: Counter, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("consumer.intake.sessions._LEASES_PER_TICK", 3)
     counter.join("p", 1)
     counter.prompts.columns = {"image": object()}
     problems, lost = counter.give()
     assert (set(problems), lost) == ({"cannot encode Lease: Encoding objects of type object is unsupported"}, [])
-    assert counter.replay.totals["failed_bad_prompt"] == len(problems) == 256, "then the thread looks at what arrived"
+    assert counter.replay.totals["failed_bad_prompt"] == len(problems) == 3, "then the thread looks at what arrived"
 
 
 def test_a_bad_prompt_that_the_full_disk_cannot_bury_is_tried_again(counter: Counter, journal: FillableJournal) -> None:
