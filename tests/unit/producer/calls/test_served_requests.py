@@ -40,13 +40,10 @@ def test_every_prompt_counts(prompt, count):
         ({"guided_regex": "a*", "priority": -1}, "not served: guided_regex, priority; remove it"),
         ({"response_format": {"type": "json_object"}}, "not served: response_format"),
         ({"model": 3}, "expected the name of a model"),
-        ({"model": None}, "expected the name of a model"),
         ({"n": 0}, "expected a count"),
         ({"n": True}, "expected a count"),
-        ({"n": "2"}, "expected a count"),
         ({"messages": "hi"}, "expected messages such as"),
         ({"messages": []}, "expected messages such as"),
-        ({"messages": ["hi"]}, "expected messages such as"),
         (
             {"messages": [{"role": "user", "content": 3}]},
             "parts of type `text`: Expected `str | array | null`, got `int`",
@@ -59,7 +56,6 @@ def test_every_prompt_counts(prompt, count):
         ({"tool_choice": "required"}, "only `auto` and `none` are served"),
         ({"stop": [""]}, "expected up to 16 texts of 1 to 256 characters"),
         ({"stop": ["a"] * 17}, "expected up to 16 texts"),
-        ({"stop": {"a": 1}}, "expected up to 16 texts"),
         ({"metadata": {"a": 1}}, "expected up to 16 texts by name"),
     ],
 )

@@ -31,33 +31,20 @@ class Worker:
         self.accepted: set[str] = set()
         self.returned: set[str] = set()
 
-    def run_began(self, policy: PolicyInfo) -> None:
-        self.events.append(("run", policy))
-
-    def session_began(self, policy: PolicyInfo) -> None:
-        self.events.append(("session", policy))
-
-    def leased(self, lease: Lease) -> None:
-        self.events.append(("lease", lease))
-
-    def abandoned(self, lease_id: str) -> None:
-        self.events.append(("abandoned", lease_id))
-
     def __getattr__(self, event: str) -> Callable[..., None]:
-        """Nothing else concerns it."""
-        return lambda *_: None
+        return lambda *told: self.events.append((event, told[0]))
 
     def notice(self, mailbox: Mailbox) -> None:
         for event, value in self.events:
             match event, value:
-                case "run", _:
+                case "run_began", _:
                     self.working.clear()
-                case "session", PolicyInfo(version):
+                case "session_began", PolicyInfo(version):
                     for lease_id in [each for each, lease in self.working.items() if lease.policy_floor > version]:
                         del self.working[lease_id]
                         self.returned.add(lease_id)
                         mailbox.put(Nack(lease_id, "returned"))
-                case "lease", Lease(lease_id):
+                case "leased", Lease(lease_id):
                     assert lease_id not in self.working
                     self.working[lease_id] = value
                     self.accepted.add(lease_id)

@@ -7,6 +7,7 @@ import pytest
 from producer.interfaces import DownloadedPolicy
 from producer.policies.downloads import Done, PolicyDownloads
 from protocol.wire.messages import LARGEST_POLICY_BYTES, PolicyInfo
+from tests.unit.producer.link.linked import Events
 
 ROOM = 10**9
 
@@ -37,23 +38,6 @@ class Source:
         return [policy.version for policy, _ in self.fetching.values()]
 
 
-class Events:
-    def __init__(self) -> None:
-        self.arrived: list[PolicyInfo] = []
-        self.refused: list[tuple[PolicyInfo, str]] = []
-        self.answers: list[tuple[PolicyInfo, bytes | None]] = []
-
-    def policy_arrived(self, downloaded: DownloadedPolicy) -> None:
-        self.arrived.append(downloaded.policy)
-
-    def policy_refused(self, policy: PolicyInfo, reason: str) -> None:
-        self.refused.append((policy, reason))
-
-    def fetched(self, policy: PolicyInfo, downloaded: DownloadedPolicy | None) -> None:
-        assert downloaded is None or downloaded.policy == policy
-        self.answers.append((policy, downloaded and downloaded.blob))
-
-
 class Setup:
     def __init__(self) -> None:
         self.source, self.events = Source(), Events()
@@ -71,7 +55,7 @@ def test_every_announced_policy_is_handed_over_once_unless_superseded(setup):
     assert setup.source.versions == [2]
     setup.source.answer(policy(2))
     setup.downloads.announce(policy(2))
-    assert (setup.events.arrived, setup.source.versions) == ([policy(2)], [])
+    assert (setup.events.blobs, setup.source.versions) == ([(2, b"bytes")], [])
 
 
 def test_one_that_is_evaluated_is_fetched_beside_the_newest_and_again_when_it_is_asked_for_again(setup):
@@ -84,8 +68,8 @@ def test_one_that_is_evaluated_is_fetched_beside_the_newest_and_again_when_it_is
     setup.downloads.request(policy(1))
     setup.source.answer(policy(1), None)
     setup.source.answer(policy(3))
-    assert setup.events.answers == [(policy(1), b"bytes"), (policy(1), None)]
-    assert setup.events.arrived == [policy(3)]
+    assert setup.events.fetches == [(1, b"bytes"), (1, None)]
+    assert setup.events.blobs == [(3, b"bytes")]
 
 
 def test_what_serves_both_purposes_is_downloaded_once_and_cancelled_only_for_both(setup):
@@ -94,7 +78,8 @@ def test_what_serves_both_purposes_is_downloaded_once_and_cancelled_only_for_bot
     setup.downloads.request(same)
     assert setup.source.versions == [1]
     setup.source.answer(policy(1))
-    assert (setup.events.arrived, setup.events.answers) == ([policy(1)], [(same, b"bytes")])
+    assert setup.events.blobs == [(1, b"bytes")]
+    assert setup.events.of("fetched") == [(same, DownloadedPolicy(same, b"bytes", 0.0))]
     setup.downloads.announce(policy(2))
     setup.downloads.request(policy(2))
     setup.downloads.announce(policy(3))
@@ -110,7 +95,7 @@ def test_an_announced_policy_is_fetched_again_when_it_is_announced_again_after(s
         setup.source.answer(policy(1), None)
     else:
         setup.downloads.forget()
-    assert (setup.source.versions, setup.events.arrived) == ([], [])
+    assert (setup.source.versions, setup.events.blobs) == ([], [])
     setup.downloads.announce(policy(1))
     assert setup.source.versions == [1]
 
@@ -119,7 +104,7 @@ def test_a_policy_that_does_not_fit_the_memory_is_refused_once_before_any_of_it_
     huge = policy(1, LARGEST_POLICY_BYTES)
     for _ in range(2):
         setup.downloads.announce(huge)
-    assert setup.events.refused == [
+    assert setup.events.of("policy_refused") == [
         (
             huge,
             f"it is {LARGEST_POLICY_BYTES} bytes large, and taking it needs twice that: this host has 1000000000 bytes of "
@@ -127,8 +112,8 @@ def test_a_policy_that_does_not_fit_the_memory_is_refused_once_before_any_of_it_
         )
     ]
     setup.downloads.request(huge)
-    assert (setup.events.answers, setup.source.versions) == ([(huge, None)], [])
+    assert (setup.events.of("fetched"), setup.source.versions) == ([(huge, None)], [])
     setup.downloads.announce(policy(2, ROOM // 2 + 1))
-    assert len(setup.events.refused) == 2
+    assert len(setup.events.of("policy_refused")) == 2
     setup.downloads.announce(policy(3, ROOM // 2))
     assert setup.source.versions == [3]

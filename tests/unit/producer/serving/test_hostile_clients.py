@@ -2,8 +2,6 @@
 
 import asyncio
 import json
-import socket
-import struct
 
 import pytest
 
@@ -66,29 +64,6 @@ async def test_whatever_bytes_come_are_refused_and_counted(tmp_path):
             assert answer.startswith(b"HTTP/1.1 4"), name
         await check_untouched(it, before)
         assert it.value("refused_total", reason="malformed") >= len(NO_BODIES)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@asynchronous
-async def test_a_client_may_leave_after_any_byte_that_it_sends_or_gets(tmp_path, stream):
-    request = posted(json.dumps(CHAT | {"stream": stream}).encode())
-
-    async def leave(it: Endpoint, sent: int, received: int, *, resets: bool) -> None:
-        reader, writer = await it.connect()
-        if resets:
-            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        writer.write(request[:sent])
-        if received:
-            await reader.readexactly(received)
-        writer.transport.abort()
-
-    async with endpoint(tmp_path) as it:
-        before = await num_tasks(it)
-        it.vllm.delay_s = 0.001
-        for resets in (False, True):
-            await asyncio.gather(*(leave(it, sent, 0, resets=resets) for sent in range(0, len(request), 7)))
-            await asyncio.gather(*(leave(it, len(request), read, resets=resets) for read in range(0, 150, 7)))
-        await check_untouched(it, before)
 
 
 @pytest.mark.long
