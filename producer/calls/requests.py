@@ -1,21 +1,53 @@
-"""The requests that clients may send.
+"""The requests that clients may send, and why the others are refused.
 
 Guarantee: every field of a request that passes is harmless to the engine and to the meaning of its log-probs, whatever its value;
-vLLM checks types and bounds. Fields that could reach files, other hosts, the scheduler or the weights of
-the distribution (structured outputs, custom templates, images, priorities, token masks) are refused by name.
+vLLM checks types and bounds. Fields that could reach files, other hosts, the scheduler or the weights of the distribution
+(structured outputs, custom templates, images, priorities, token masks) are refused by name. A refusal says what to change, in a
+form that OpenAI clients understand.
 """
 
 import re
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import msgspec
 from msgspec import Meta
 
-from producer.calls.refusals import malformed
-
 Kind = Literal["chat", "completion"]
 Body = TypeVar("Body")
+Reason = Literal[
+    "wrong_key",
+    "wrong_host",
+    "too_large",
+    "malformed",
+    "too_slow",
+    "unknown_model",
+    "unknown_episode",
+    "not_sampled",
+    "busy",
+    "too_many_connections",
+]
+REASONS: tuple[Reason, ...] = get_args(Reason)
+
+
+class RefusedError(Exception):
+    """An answer of the endpoint, not a defect. `reason` is what the refusal is counted as, `parameter` the field at fault."""
+
+    def __init__(self, status: int, reason: Reason, message: str, parameter: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.reason = reason
+        self.body = error_body(status, reason, message, parameter)
+
+
+def malformed(message: str, parameter: str | None = None, status: int = 400) -> RefusedError:
+    return RefusedError(status, "malformed", message, parameter)
+
+
+def error_body(status: int, kind: str, message: str, parameter: str | None = None) -> dict[str, Any]:
+    """The body of an error in OpenAI's form."""
+    return {"error": {"message": message, "type": kind, "param": parameter, "code": status}}
+
 
 _COMMON = """model n temperature top_p top_k min_p max_tokens stop seed stream stream_options presence_penalty
     frequency_penalty logprobs user metadata return_token_ids"""

@@ -23,8 +23,7 @@ from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from producer.calls.calls import Answer, Call
-from producer.calls.refusals import RefusedError, malformed
-from producer.calls.requests import ServedRequest
+from producer.calls.requests import RefusedError, ServedRequest, malformed
 from producer.engine.weights import InFlightRequest, VllmWeights
 from producer.serving.versions import model_name
 from protocol.config.run import RunConfig

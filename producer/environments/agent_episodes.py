@@ -7,8 +7,7 @@ and every call was sampled as the run is.
 from dataclasses import dataclass
 
 from producer.calls.calls import Sampled
-from producer.calls.refusals import malformed
-from producer.calls.requests import ServedRequest
+from producer.calls.requests import ServedRequest, malformed
 from producer.groups import Episode, Record
 from producer.interfaces import Completion
 from protocol.wire.messages import Sampling

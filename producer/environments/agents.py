@@ -22,8 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from producer.calls.refusals import RefusedError, malformed
-from producer.calls.requests import ServedRequest
+from producer.calls.requests import RefusedError, ServedRequest, malformed
 from producer.environments.agent_episodes import AgentEpisode, as_in_training
 from producer.groups import Episode
 from producer.interfaces import LeaseFailure

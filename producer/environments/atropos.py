@@ -15,8 +15,7 @@ from typing import Any
 
 from producer.calls.calls import Sampled
 from producer.calls.recorded import RecordedCalls
-from producer.calls.refusals import RefusedError, malformed
-from producer.calls.requests import ServedRequest
+from producer.calls.requests import RefusedError, ServedRequest, malformed
 from producer.environments.agent_episodes import first_difference, sampled_as
 from producer.environments.group_queue import GroupQueue, QueueFullError
 from producer.environments.registrations import Environments, Registration

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from producer.calls.recorded import RecordedCall, RecordedCalls
-from producer.calls.refusals import RefusedError, malformed
+from producer.calls.requests import RefusedError, malformed
 from producer.groups import Episode, Record, Rollouts, group_message
 from producer.interfaces import LeaseFailure
 from protocol.wire.messages import Sampling

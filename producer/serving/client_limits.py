@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from producer.calls.refusals import RefusedError, malformed
+from producer.calls.requests import RefusedError, malformed
 from producer.waiting_line import WaitingLine
 
 

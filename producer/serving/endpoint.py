@@ -16,8 +16,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from producer.calls.refusals import RefusedError, error_body, malformed
-from producer.calls.requests import ServedRequest, check_request, parse_object
+from producer.calls.requests import RefusedError, ServedRequest, check_request, error_body, malformed, parse_object
 from producer.environments.agents import Agents
 from producer.environments.atropos import Atropos
 from producer.serving.generation import BodyOf, ClientGeneration, Recorder

@@ -16,7 +16,7 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from producer.calls.refusals import RefusedError, malformed
+from producer.calls.requests import RefusedError, malformed
 from protocol.config.sections.serve import LOOPBACK_HOSTS
 
 

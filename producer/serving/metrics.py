@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 from prometheus_client import CollectorRegistry, Histogram
 
-from producer.calls.refusals import REASONS, Reason
+from producer.calls.requests import REASONS, Reason
 from producer.environments.agents import Agents
 from producer.environments.atropos import Atropos
 from producer.metrics import GENERATION_BUCKETS_S

@@ -15,8 +15,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from producer.calls.calls import Call
-from producer.calls.refusals import RefusedError, malformed
-from producer.calls.requests import ServedRequest, check_request, decode_body, parse_object
+from producer.calls.requests import RefusedError, ServedRequest, check_request, decode_body, malformed, parse_object
 from producer.environments.agents import Agents
 from producer.environments.atropos import Atropos
 from producer.environments.registrations import Registration

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
-from producer.calls.refusals import RefusedError
+from producer.calls.requests import RefusedError
 from producer.interfaces import Adapter
 from producer.policies.registry import AdapterRegistry
 

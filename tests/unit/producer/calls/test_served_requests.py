@@ -2,8 +2,7 @@
 
 import pytest
 
-from producer.calls.refusals import RefusedError
-from producer.calls.requests import check_request, parse_object
+from producer.calls.requests import RefusedError, check_request, parse_object
 
 CHAT = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
 

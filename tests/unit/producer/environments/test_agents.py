@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from producer.calls.calls import Sampled
-from producer.calls.refusals import RefusedError
-from producer.calls.requests import ServedRequest
+from producer.calls.requests import RefusedError, ServedRequest
 from producer.environments.agents import Agents
 from producer.interfaces import LeaseFailure
 from protocol.wire.messages import Sampling

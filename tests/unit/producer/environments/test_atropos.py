@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from producer.calls.refusals import RefusedError
+from producer.calls.requests import RefusedError
 from producer.serving.routes import parse_generate, unzip
 from tests.unit.producer.atropos_scene import Scene, scene
 from tests.unit.producer.loop import asynchronous

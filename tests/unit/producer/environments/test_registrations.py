@@ -2,8 +2,7 @@
 
 import pytest
 
-from producer.calls.refusals import RefusedError
-from producer.calls.requests import decode_body
+from producer.calls.requests import RefusedError, decode_body
 from producer.environments.registrations import Environments, Registration
 
 

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from producer.calls.recorded import RecordedCall, RecordedCalls
-from producer.calls.refusals import RefusedError
-from producer.calls.requests import decode_body
+from producer.calls.requests import RefusedError, decode_body
 from producer.environments.scored_data import ScoredData, ScoredGroups, match_group
 from producer.groups import Rollouts
 from protocol.wire.messages import Sampling

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from producer.calls.refusals import RefusedError
+from producer.calls.requests import RefusedError
 from producer.serving.client_limits import ClientLimiter
 from tests.unit.producer.loop import asynchronous, settle
 

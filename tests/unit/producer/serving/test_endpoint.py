@@ -12,7 +12,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from producer.calls.calls import Answer, Call
-from producer.calls.refusals import RefusedError
+from producer.calls.requests import RefusedError
 from producer.environments.agents import Agents
 from producer.rollouts.in_flight import BusyClock
 from producer.serving.generation import ServedEngine

@@ -5,7 +5,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from producer.calls.refusals import RefusedError
+from producer.calls.requests import RefusedError
 from producer.serving.versions import ServedVersions
 from tests.policies import Policies
 from tests.unit.producer.loop import asynchronous
