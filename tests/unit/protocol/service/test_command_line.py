@@ -201,7 +201,7 @@ def test_the_daemons_import_nothing_heavy_for_help_and_check(folder: Path, modul
 def test_every_error_has_a_code_of_its_own() -> None:
     assert {error.__name__.removesuffix("Error"): int(error.exit_code) for error in SlipstreamError.__subclasses__()} == {
         "Config": 78, "Dataset": 65, "DataFailures": 66, "NoSignal": 67, "NotFinite": 72, "Engine": 69, "Device": 71,
-        "EndpointInUse": 73, "Journal": 74, "Stalled": 75, "IncompatiblePeer": 76,
+        "EndpointInUse": 73, "Journal": 74, "Stalled": 75, "IncompatiblePeer": 76, "RankLost": 77,
     }  # fmt: skip
 
 

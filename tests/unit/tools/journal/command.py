@@ -1,15 +1,22 @@
-"""`rl-journal`, run in this process."""
+"""`rl-journal`, run in this process, and journals that are damaged."""
 
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import apsw
 import pytest
 
 from protocol.errors import ExitCode
 from tools.journal.cli import main
 
 TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
+
+
+def damage(path: Path, sql: str, bindings: tuple[Any, ...] = ()) -> None:
+    with closing(apsw.Connection(str(path))) as db:
+        db.execute(sql, bindings)
 
 
 class Command:

@@ -14,8 +14,8 @@ from protocol.wire.codec import encode
 from replay.journal.reader import JournalReader
 from replay.journal.writer import Journal
 from tests.unit.replay.builders import group_message
-from tests.unit.replay.journal.test_journal_reader import damage, entry
-from tests.unit.tools.journal.command import Command
+from tests.unit.replay.journal.test_journal_reader import entry
+from tests.unit.tools.journal.command import Command, damage
 from tools.journal import export as journal_export
 
 

@@ -14,8 +14,8 @@ from replay.journal.reader import JournalReader
 from replay.journal.retention import Retention
 from replay.journal.writer import Journal
 from tests.unit.replay.builders import group_message
-from tests.unit.replay.journal.test_journal_reader import claim, damage, entry
-from tests.unit.tools.journal.command import Command
+from tests.unit.replay.journal.test_journal_reader import claim, entry
+from tests.unit.tools.journal.command import Command, damage
 from tools.tables import size
 
 

@@ -8,8 +8,8 @@ from protocol.errors import ExitCode
 from replay.journal.tables import DeadLetter
 from replay.journal.writer import Journal
 from replay.prompts.rerolls import Grade
-from tests.unit.replay.journal.test_journal_reader import claim, damage, entry, ids
-from tests.unit.tools.journal.command import TIME, Command
+from tests.unit.replay.journal.test_journal_reader import claim, entry, ids
+from tests.unit.tools.journal.command import TIME, Command, damage
 from tools.tables import printable
 
 
