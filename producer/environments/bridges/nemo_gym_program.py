@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from producer.environments.bridges.http_client import HttpClient
-from producer.environments.bridges.program import ProblemError, row_of
+from producer.environments.bridges.program import ProblemError, plain, row_of
 
 _ALIVE_TIMEOUT_S = 10.0
 _AS_THE_RUN_SAYS = ("temperature", "top_p", "max_output_tokens", "model")
@@ -85,21 +85,13 @@ def _prompt(line: str, place: str) -> list[dict[str, str]]:
         asked = json.loads(line)["responses_create_params"]["input"]
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ProblemError(f"{place}: a row of an agent is a JSON object with responses_create_params.input") from error
-    if isinstance(asked, str):
-        return [{"role": "user", "content": asked}]
+    if isinstance(asked, str) or asked == []:  # without a message the agent asks its environment
+        asked = [{"role": "user", "content": asked}]
     items = asked if isinstance(asked, list) else []
     messages = [item for item in items if isinstance(item, dict) and isinstance(item.get("role"), str)]
-    if asked == []:  # the agent asks its environment
-        return [{"role": "user", "content": ""}]
     if not messages:
         raise ProblemError(f"{place}: responses_create_params.input has no message")
-    return [{"role": item["role"], "content": _text(item.get("content"))} for item in messages]
-
-
-def _text(content: Any) -> str:
-    if isinstance(content, list):
-        return "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
-    return content if isinstance(content, str) else ""
+    return plain(messages)
 
 
 def _is_number(value: Any) -> bool:

@@ -43,6 +43,17 @@ def row_of(task: dict[str, Any]) -> dict[str, Any]:
     return row
 
 
+def plain(messages: list[dict[str, Any]]) -> list[dict[str, str]]:
+    """The messages with the text of their content, or of its parts."""
+    found = []
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, list):
+            content = "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+        found.append({"role": message["role"], "content": content if isinstance(content, str) else ""})
+    return found
+
+
 def main(load: Callable[[dict[str, Any]], Environment]) -> NoReturn:
     """Runs the program. `load`: the environment that settings describe; what it raises is the problem."""
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="environment: %(message)s")

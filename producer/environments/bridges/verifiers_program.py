@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager
 from types import ModuleType
 from typing import Any
 
-from producer.environments.bridges.program import ProblemError, row_of
+from producer.environments.bridges.program import ProblemError, plain, row_of
 
 _API_KEY_VARIABLE = "SLIPSTREAM_API_KEY"  # verifiers keeps such names from the programs that it runs
 
@@ -80,12 +80,11 @@ class TasksetEnvironment:
                 "environment.verifiers: its tasks have no end; say how many rows there are to be: --max-rows N"
             )
         for task in self._env.taskset:
-            data = task.data
-            system = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
-            prompt = [{"role": "user", "content": data.prompt or ""}]
-            if isinstance(data.prompt, list):
-                prompt = [{"role": message.role, "content": _text(message)} for message in data.prompt]
-            yield {"prompt": system + prompt, "task": json.dumps(data.model_dump(mode="json", exclude_none=True))}
+            row = task.data.model_dump(mode="json", exclude_none=True)
+            system, asked = row.get("system_prompt"), row.get("prompt", "")
+            messages = [{"role": "system", "content": system}] if system else []
+            messages += asked if isinstance(asked, list) else [{"role": "user", "content": asked}]
+            yield {"prompt": plain(messages), "task": json.dumps(row)}
 
     @asynccontextmanager
     async def playing(self, base_url: str, key: str) -> AsyncIterator[None]:
@@ -131,10 +130,3 @@ def rewards_of(traces: list[Any]) -> dict[str, float | None]:
             found.setdefault(name, []).append(value)
     given = {name: [value for value in values if value is not None] for name, values in found.items()}
     return {name: sum(values) / len(traces) if len(values) == len(traces) else None for name, values in given.items()}
-
-
-def _text(message: Any) -> str:
-    content = getattr(message, "content", None)
-    if isinstance(content, str) or content is None:
-        return content or ""
-    return "".join(getattr(part, "text", "") for part in content)
