@@ -45,6 +45,7 @@ class FakeChild:
         self.ending: asyncio.Task[int] | None = None
         self.process = self.output = self
         self._owner = owner
+        self._broken: Temper | None = None  # one that did not answer, or was not heard, never answers again
 
     def begin(self, _source: str) -> None: ...
 
@@ -58,12 +59,14 @@ class FakeChild:
         return await self._say(kind, self._owner.when_starting)
 
     async def _say(self, message: Any, temper: Temper) -> Any:
+        temper, self._broken = self._broken or temper, "hangs"
         for _ in range(_TURNS):
             await asyncio.sleep(0)
         if temper == "hangs":
             await asyncio.Event().wait()
         if temper == "ends":
             raise ChildEndedError("its process ended")
+        self._broken = None
         return self._owner.answer(message)
 
     def terminate(self) -> "asyncio.Task[int]":

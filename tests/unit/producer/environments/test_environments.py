@@ -71,6 +71,7 @@ async def test_as_many_at_once_as_there_may_be(monkeypatch: pytest.MonkeyPatch) 
     async def episode() -> None:
         async with environments.session() as environment:
             await environment.reset({})
+            assert environment.start_timeout_s == 0.0
 
     await asyncio.gather(*(episode() for _ in range(4)))
     assert len(children.started) == 2

@@ -76,7 +76,7 @@ async def meets(completions, **_):
     MET.append(1)
     while len(MET) < 2:
         await asyncio.sleep(0.01)
-    return [1.0] * len(completions)
+    return [float(len(MET))] * len(completions)
 
 async def meets_too(completions, **_):
     return await meets(completions)
@@ -215,12 +215,12 @@ def test_a_completion_without_one_of_its_rewards_is_left_out_because_sums_would_
 def test_retries(rewards_of, monkeypatch):
     monkeypatch.setattr("producer.rewards.pool._FIRST_PAUSE_S", 0.01)
     seen = Seen()
-    np.testing.assert_array_equal(score(rewards_of("fails_twice", entry={"retries": 2}), seen), [[7.0]] * 3)
+    np.testing.assert_array_equal(score(rewards_of("fails_twice", entry={"retries": 3}), seen), [[7.0]] * 3)
     assert (seen.calls, seen.failures) == (["fails_twice"] * 3, [])
 
 
 def test_asynchronous_functions_wait_side_by_side_in_one_worker(rewards_of):
-    np.testing.assert_array_equal(score(rewards_of("meets", "meets_too", "asynchronous")), [[1, 1, 0.5]] * 3)
+    np.testing.assert_array_equal(score(rewards_of("meets", "meets_too", "asynchronous")), [[2, 2, 0.5]] * 3)
 
 
 @pytest.mark.long

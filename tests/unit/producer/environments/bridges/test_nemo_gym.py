@@ -114,7 +114,7 @@ def rows(file: Path) -> list[dict[str, Any]]:
 
 
 def test_rows_are_those_of_the_agents_file(tmp_path: Path):
-    parts = [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]
+    parts = [{"type": "input_text", "text": "a"}, 3, {"type": "input_text", "text": "b"}]
     lines = [
         json.dumps(ROW),
         "",
