@@ -4,6 +4,8 @@ Guarantee: each check returns the section as it will be used, or raises `ValueEr
 library judges everything else in these sections when its daemon starts, or at `--check full`.
 """
 
+from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 from protocol.config import trainer_keys
@@ -88,52 +90,20 @@ LORA_UNSERVABLE: dict[str, tuple[Any, ...]] = {
 }
 
 
-def check_engine(section: dict[str, Any]) -> dict[str, Any]:
-    for key in section:
-        if key in ENGINE_UNREPRODUCIBLE:
-            raise ValueError(f"`{key}` {ENGINE_UNREPRODUCIBLE[key]}, so importance ratios would be wrong; remove it")
-        if key in ENGINE_RESERVED:
-            raise _reserved(key, ENGINE_RESERVED[key])
-        if key.startswith("data_parallel_") and (key, section[key]) != ("data_parallel_size", 1):
-            raise ValueError(
-                f"`{key}: {section[key]}` is refused: vLLM answers for its first replica alone, so nobody could tell whether the "
-                "others took up a policy. Start one rl-producer for each replica, with its own --gpu, instead"
-            )
-    _check_positive("pipeline_parallel_size", section.get("pipeline_parallel_size", 1))
-    return section
+RESERVED: dict[str, dict[str, str | None]] = {
+    "engine": ENGINE_RESERVED,
+    "trainer": trainer_keys.RESERVED,
+    "sft": SFT_RESERVED,
+    "lora": {},
+}
+"""By section, what Slipstream sets, and what to set instead."""
 
 
-def check_trainer(section: dict[str, Any]) -> dict[str, Any]:
-    for key, value in section.items():
-        if trainer_keys.is_reserved(key):
-            raise _reserved(key, trainer_keys.RESERVED.get(key))
-        if (problem := trainer_keys.refusal(key, value)) is not None:
-            raise ValueError(problem)
-    _check_model_options(section)
-    return section
-
-
-def check_lora(section: dict[str, Any]) -> dict[str, Any]:
-    """peft.LoraConfig, with our defaults filled in."""
-    section = LORA_DEFAULTS | section
-    _check_own("lora", section)
-    _check_positive("r", section["r"])
-    if section["r"] > SERVABLE_RANKS[-1]:
-        raise ValueError(f"`r: {section['r']}` cannot be served: vLLM's largest LoRA rank is {SERVABLE_RANKS[-1]}")
-    for key, allowed in LORA_UNSERVABLE.items():
-        if key in section and section[key] not in allowed:
-            raise ValueError(f"`{key}: {section[key]}` cannot be served by vLLM; remove it")
-    return section
-
-
-def check_sft(section: dict[str, Any]) -> dict[str, Any]:
-    _check_own("sft", section)
-    for key in section:
-        if key in SFT_RESERVED:
-            raise _reserved(key, SFT_RESERVED[key])
-    _check_model_options(section)
-    if section.get("completion_column") and section.get("messages_column"):
-        raise ValueError("`messages_column` and `completion_column` exclude each other; remove one")
+def check(name: str, section: dict[str, Any]) -> dict[str, Any]:
+    """The section `name` as it will be used, or `ValueError`."""
+    section = LORA_DEFAULTS | section if name == "lora" else section
+    for problem in chain(_problems(name, section), _OF_ONE[name](section)):
+        raise ValueError(problem)
     return section
 
 
@@ -142,31 +112,56 @@ def for_library(name: str, section: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in section.items() if key not in OWN_KEYS.get(name, {})}
 
 
-CHECKS = {"engine": check_engine, "trainer": check_trainer, "lora": check_lora, "sft": check_sft}
-"""By the name of the section."""
-
-
-def _check_positive(key: str, value: Any) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"`{key}` must be a positive integer, got {value!r}")
-
-
-def _check_own(name: str, section: dict[str, Any]) -> None:
-    for key in OWN_KEYS[name]:
+def _problems(name: str, section: dict[str, Any]) -> Iterator[str]:
+    for key in section:
+        if key in RESERVED[name] or (name == "trainer" and key.startswith("vllm_")):
+            owner = RESERVED[name].get(key)
+            instead = f"; set {owner} instead" if owner else ""
+            yield f"`{key}` is set by Slipstream and cannot be given here{instead}"
+    for key in OWN_KEYS.get(name, {}):
         value = section.get(key)
         if value is not None and not (isinstance(value, str) and value.strip()):
-            raise ValueError(f"`{key}` must be a text that is not empty, got {value!r}")
-
-
-def _check_model_options(section: dict[str, Any]) -> None:
+            yield f"`{key}` must be a text that is not empty, got {value!r}"
     options = section.get("model_init_kwargs")
     for key in options if isinstance(options, dict) else ():
         if key in trainer_keys.MODEL_INIT_RESERVED:
             owner = trainer_keys.MODEL_INIT_RESERVED[key]
-            raise ValueError(f"`model_init_kwargs`: `{key}` is set by Slipstream; set {owner} instead")
+            yield f"`model_init_kwargs`: `{key}` is set by Slipstream; set {owner} instead"
 
 
-def _reserved(key: str, owner: str | None) -> ValueError:
-    return ValueError(
-        f"`{key}` is set by Slipstream and cannot be given here" + (f"; set {owner} instead" if owner else "")
-    )
+def _of_engine(section: dict[str, Any]) -> Iterator[str]:
+    for key in section:
+        if key in ENGINE_UNREPRODUCIBLE:
+            yield f"`{key}` {ENGINE_UNREPRODUCIBLE[key]}, so importance ratios would be wrong; remove it"
+        if key.startswith("data_parallel_") and (key, section[key]) != ("data_parallel_size", 1):
+            yield (
+                f"`{key}: {section[key]}` is refused: vLLM answers for its first replica alone, so nobody could tell whether the "
+                "others took up a policy. Start one rl-producer for each replica, with its own --gpu, instead"
+            )
+    yield from _unless_positive("pipeline_parallel_size", section.get("pipeline_parallel_size", 1))
+
+
+def _of_trainer(section: dict[str, Any]) -> Iterator[str]:
+    return filter(None, (trainer_keys.refusal(key, value) for key, value in section.items()))
+
+
+def _of_lora(section: dict[str, Any]) -> Iterator[str]:
+    yield from _unless_positive("r", section["r"])
+    if section["r"] > SERVABLE_RANKS[-1]:
+        yield f"`r: {section['r']}` cannot be served: vLLM's largest LoRA rank is {SERVABLE_RANKS[-1]}"
+    for key, allowed in LORA_UNSERVABLE.items():
+        if key in section and section[key] not in allowed:
+            yield f"`{key}: {section[key]}` cannot be served by vLLM; remove it"
+
+
+def _of_sft(section: dict[str, Any]) -> Iterator[str]:
+    if section.get("completion_column") and section.get("messages_column"):
+        yield "`messages_column` and `completion_column` exclude each other; remove one"
+
+
+def _unless_positive(key: str, value: Any) -> Iterator[str]:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        yield f"`{key}` must be a positive integer, got {value!r}"
+
+
+_OF_ONE = {"engine": _of_engine, "trainer": _of_trainer, "lora": _of_lora, "sft": _of_sft}

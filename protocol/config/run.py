@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import Field, field_validator, model_validator
 
 from protocol.config.consistency import problems
-from protocol.config.library_rules import CHECKS, LORA_DEFAULTS, SERVABLE_RANKS
+from protocol.config.library_rules import LORA_DEFAULTS, RESERVED, SERVABLE_RANKS, check
 from protocol.config.sections.dataset import DatasetSection
 from protocol.config.sections.environment import REWARD_NAME, EnvironmentSection, with_atropos
 from protocol.config.sections.evaluation import EvaluationSection
@@ -65,10 +65,10 @@ class RunConfig(Section):
     trainer: dict[str, Any] = Field(default_factory=dict, description="trl.GRPOConfig.")
     sft: dict[str, Any] = Field(default_factory=dict, description="trl.SFTConfig, of `rl-sft`.")
 
-    @field_validator(*CHECKS)
+    @field_validator(*RESERVED)
     @classmethod
     def _check_library_section(cls, value: dict[str, Any], info: Any) -> dict[str, Any]:
-        return CHECKS[info.field_name](value)
+        return check(info.field_name, value)
 
     @field_validator("environment", mode="before")
     @classmethod

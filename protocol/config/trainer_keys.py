@@ -196,10 +196,6 @@ MODEL_INIT_RESERVED: dict[str, str | None] = {
 """Keys within `model_init_kwargs` that both daemons must agree on."""
 
 
-def is_reserved(key: str) -> bool:
-    return key in RESERVED or key.startswith("vllm_")
-
-
 def refusal(key: str, value: Any) -> str | None:
     """Why a key that is not reserved cannot have this value, and what to do; None where it can."""
     if key in REFUSED and value != REFUSED[key].default:
