@@ -118,22 +118,18 @@ class StepReport:
 
     def step(self, step: int, metrics: dict[str, float], *, wait_s: float, step_s: float, tokens: int) -> None:
         """Records optimizer step `step`, counted from 1, for whose batch the trainer waited `wait_s` seconds."""
-        now = time.time()
+        now, spent = time.time(), {"wait_s": wait_s, "step_s": step_s, "tokens": tokens}
         self._metrics.step(step, now, metrics, wait_s=wait_s, step_s=step_s, tokens=tokens)
-        line: dict[str, Any] = {"step": step, "t": now, "wait_s": wait_s, "step_s": step_s, "tokens": tokens}
         totals = {**success_rates(self._counts), "counts": dict(self._counts)}
-        self._unwritten.append(f"{encode_line(line | metrics | totals)}\n".encode())
+        self._unwritten.append(f"{encode_line({'step': step, 't': now} | spent | metrics | totals)}\n".encode())
         self._write()
         whole_s = max(1e-9, wait_s + step_s)
-        fields = {
+        fields = spent | {
             "step": step,
             "max_steps": self._max_steps,
             "reward": metrics["reward"],
             "staleness": metrics["staleness/mean"],
-            "tokens": tokens,
             "tokens_per_s": tokens / whole_s,
-            "step_s": step_s,
-            "wait_s": wait_s,
             "wait_share": wait_s / whole_s,
         }
         shown = {

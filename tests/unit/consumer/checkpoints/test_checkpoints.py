@@ -113,29 +113,6 @@ def test_nothing_to_find(tmp_path: Path) -> None:
     assert latest(tmp_path) is None
 
 
-def test_everything_is_on_the_disk_before_the_name_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    events: list[str] = []
-    fsync, rename = os.fsync, os.rename
-
-    def watched_sync(descriptor: int) -> None:
-        events.append(os.path.relpath(os.readlink(f"/proc/self/fd/{descriptor}"), tmp_path))
-        fsync(descriptor)
-
-    def watched_rename(source: Path, target: Path) -> None:
-        events.append(f"-> {os.path.relpath(target, tmp_path)}")
-        rename(source, target)
-
-    place = staged(tmp_path, 1)
-    monkeypatch.setattr(os, "fsync", watched_sync)
-    monkeypatch.setattr(os, "rename", watched_rename)
-    commit(place, state(1))
-    assert events[-2:] == ["-> checkpoint-1", "."]
-    folder = ".partial/checkpoint-1"
-    files = ("global_step/optimizer.pt", "global_step", "adapter_model.safetensors", "pipeline_state.json")
-    assert sorted(events[:-2]) == sorted([folder, *(f"{folder}/{name}" for name in files)])
-    assert events[-3] == folder, "a folder after what is in it"
-
-
 def test_a_crash_anywhere_in_a_commit_leaves_the_old_state_or_the_new(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
