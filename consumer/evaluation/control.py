@@ -116,10 +116,8 @@ class EvaluationControl:
             notes.append(f"{unscored} without a score")
         if not self.results.is_valid(result):
             notes.append("too few to count")
-        elif is_best:
-            notes.append("the best so far")
-        elif self.results.best_score is not None:
-            notes.append(f"best {self.results.best_score:.4g}")
+        else:
+            notes.append("the best so far" if is_best else f"best {self.results.best_score:.4g}")
         fields = {"version": result["version"], "step": result["step"], "score": score, "best": is_best}
         self.say(f"evaluation of v{result['version']} (step {result['step']}): {shown} ({', '.join(notes)})", **fields)
 

@@ -98,6 +98,11 @@ def test_other_rows_are_named() -> None:
     assert change.startswith("the dataset, or a file with its functions, is not what it was")
 
 
+def test_a_run_whose_groups_may_span_versions_needs_the_schema_that_says_them(tiny_model: Path, tmp_path: Path) -> None:
+    config = run_config(tmp_path, tiny_model, swap={"in_flight": "continue"})
+    assert run_facts(config, tiny_model, "run-1", 64, 1, 1)["wire_schema"] == "2"
+
+
 def test_a_run_with_an_environment_needs_the_schema_that_has_its_groups(tiny_model: Path, tmp_path: Path) -> None:
     config = run_config(tmp_path, tiny_model, environment={"factory": "shop:Shop", "reward_weight": 0.5})
     facts = run_facts(config, tiny_model, "run-1", 64, 1, 1)

@@ -151,8 +151,12 @@ def test_an_evaluation_from_lease_to_line(tmp_path: Path) -> None:
     ]
     assert process.logged[0]["evaluation/score"] == 0.5
     assert process.control.totals == {"scored": 1}
+    process.publish(2)
+    process.answer_all(0.25)
     process.collect()
-    assert len(process.said) == 1
+    assert process.said[1:] == [
+        "evaluation of v2 (step 20): mean reward 0.25 (6 prompts, 0.0 s, 1 without a score, best 0.5)"
+    ]
 
 
 def test_training_goes_first_and_an_evaluation_gets_on_all_the_same(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ def test_the_worked_example() -> None:
         credit = credit.at_cut(delivered, trained)
         found.append((credit.forgotten, credit.allowed(missing, delivered, trained)))
     assert found == [(12, 0), (12, 1), (12, 0)]
+    assert ReplayCredit(size=4, rate=2.0, max_replayed=3).at_cut(20, 4).forgotten == 16
 
 
 @pytest.mark.parametrize(
