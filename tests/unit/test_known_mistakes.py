@@ -61,7 +61,10 @@ MISTAKES = {
         ("unit/replay/test_buffer.py", "test_a_batch_holds_the_first_groups_and_everything_that_arrived"),
     ],
     "data carries no policy version": [
-        ("unit/consumer/intake/test_intake_groups.py", "test_a_version_that_was_never_published_is_invalid"),
+        (
+            "unit/consumer/intake/test_intake_groups.py",
+            "test_the_versions_of_a_group_s_tokens_are_journaled_and_none_may_be_unpublished",
+        ),
         ("integration/test_pair.py", "test_without_staleness_the_run_is_on_policy"),
     ],
     "one bad prompt ends the run, counts as a completion, or vanishes": [
