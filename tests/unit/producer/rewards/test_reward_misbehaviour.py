@@ -81,9 +81,6 @@ def segfaults(completions, **_):
 def raises_much(completions, **_):
     raise ValueError("\\n".join(["y" * 2**20] * 10))
 
-def recurses(completions, **_):
-    return recurses(completions)
-
 def children_eat(completions, **_):
     eater = "x = bytearray(600 * 2**20); import time; time.sleep(600)"
     subprocess.run(["setsid", "--fork", sys.executable, "-c", eater])

@@ -1,12 +1,9 @@
-"""Reward workers, environments and agent programs, cancelled wherever they wait: no slot, place or process is lost."""
+"""Reward workers and environments, cancelled wherever they wait: no slot, place or process is lost."""
 
-import sys
 from typing import Any
 
-import psutil
 import pytest
 
-from producer.environments import agent_program
 from producer.environments.pool import EnvironmentFailedError, EnvironmentPool
 from producer.environments.worker import Answer as Played
 from producer.rewards.processes import WorkerLostError, WorkerPool
@@ -15,7 +12,7 @@ from protocol.config.sections.environment import EnvironmentSection
 from protocol.errors import ConfigError
 from tests.unit.producer.cancellation import cancel_at_each_wait
 from tests.unit.producer.fake_children import FakeChildren, Temper
-from tests.unit.producer.loop import asynchronous, until
+from tests.unit.producer.loop import asynchronous
 
 every_temper = pytest.mark.parametrize("temper", ["answers", "hangs", "ends"])
 NUM_WORKERS = 2
@@ -112,30 +109,3 @@ async def test_the_place_of_an_episode_goes_back_wherever_it_is_cancelled(
     assert await cancel_at_each_wait(episodes, nothing_is_lost) > 2
     await environments.close()
     assert children.num_running == 0
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("word", ['{"ready": true}', '{"problem": "no"}', ""])
-@asynchronous
-async def test_an_agent_program_ends_wherever_its_start_is_cancelled(
-    monkeypatch: pytest.MonkeyPatch, word: str
-) -> None:
-    """Real processes, which take their time to die."""
-    monkeypatch.setattr("producer.environments.agent_program._EXIT_GRACE_S", 0.05)
-    says = f"print({word!r}, flush=True)\ntime.sleep(600)" if word else ""
-    program = f"import sys, time\nsys.stdin.readline()\n{says}"
-    monkeypatch.setattr("producer.environments.agent_program._RUN", program.replace("{", "{{").replace("}", "}}"))
-    section = EnvironmentSection.model_validate({"verifiers": {"id": "x", "python": sys.executable}})
-
-    others = set(psutil.Process().children())
-
-    async def life() -> None:
-        try:
-            started = await agent_program._Program.start(section, {})
-        except ConfigError:
-            assert word != '{"ready": true}'
-        else:
-            await started.terminate()
-
-    assert await cancel_at_each_wait(life, lambda: None) > 2
-    await until(lambda: not set(psutil.Process().children()) - others)
