@@ -87,18 +87,11 @@ class InFlight:
         """Samples one group, on the adapter `kept`, which the caller pins, or (None) from the current one on, but only after
         `AdapterRegistry.wait_for`. Where the engine's own weights change meanwhile, tokens say so. Raises LeaseFailure where the
         engine refuses a request."""
-        with self.busy.running():
-            return await self._sample(prompt_ids, sampling, kept)
-
-    async def _sample(self, prompt_ids: list[int], sampling: Sampling, kept: Adapter | None) -> list[Completion]:
-        if kept is not None:
-            return await self._sample_segment([(prompt_ids, sampling)], kept, min_run_s=math.inf)
-        began = self.clock()
-        with ExitStack() as pins:
-            adapter = pins.enter_context(self.adapters.pin())
-            completions = await self._sample_segment(
-                [(prompt_ids, sampling)], adapter, min_run_s=math.inf if self.on_swap == "finish" else 0.0
-            )
+        began, stays = self.clock(), kept is not None or self.on_swap == "finish"
+        with self.busy.running(), ExitStack() as pins:
+            adapter = kept or pins.enter_context(self.adapters.pin())
+            whole = [(prompt_ids, sampling)]
+            completions = await self._sample_segment(whole, adapter, min_run_s=math.inf if stays else 0.0)
             while places := [place for place, completion in enumerate(completions) if completion.cut]:
                 if self.adapters.has_newer(adapter):  # otherwise it went when another trainer came
                     with pins.pop_all():
@@ -106,7 +99,7 @@ class InFlight:
                 if self.on_swap == "restart":
                     self.counters.restarted += 1
                     self.counters.dropped_tokens += sum(len(completion.token_ids) for completion in completions)
-                    completions = await self._sample_segment([(prompt_ids, sampling)], adapter, min_run_s=math.inf)
+                    completions = await self._sample_segment(whole, adapter, min_run_s=math.inf)
                 else:
                     self.counters.cut += len(places)
                     requests = [_rest(prompt_ids, sampling, completions[place].token_ids) for place in places]
