@@ -107,7 +107,10 @@ class PlayedRollouts:
                 break
             text, episode.messages = following.text, messages[first:]
         if self.section.reward_weight is not None:
-            episode.reward = await self._reward(environment)
+            try:
+                episode.reward = await environment.reward()
+            except EnvironmentFailedError as error:
+                self._warn("reward", f"the environment's reward is missing: {error}")
 
     async def _turn(
         self, sampling: Sampling, sample: Sample, episode: Episode, messages: list[dict[str, Any]], num_calls: int
@@ -154,13 +157,6 @@ class PlayedRollouts:
         else:
             record.show(following.token_ids)
         return True
-
-    async def _reward(self, environment: EnvironmentSession) -> float | None:
-        try:
-            return await environment.reward()
-        except EnvironmentFailedError as error:
-            self._warn("reward", f"the environment's reward is missing: {error}")
-            return None
 
 
 def _with_observation(prompt: list[dict[str, Any]], observation: str | list[Any] | None) -> list[dict[str, Any]]:

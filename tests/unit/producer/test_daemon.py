@@ -125,7 +125,7 @@ def trainer(config: RunConfig):
 
 
 def test_an_engine_that_dies_while_idle_ends_the_producer(config, monkeypatch):
-    monkeypatch.setattr(Engine, "alive_s", 0.3)
+    monkeypatch.setattr(Engine, "alive_s", 0.0)
     with pytest.raises(EngineError, match="the engine core has ended"):
         live(config)
     (engine,) = made

@@ -117,11 +117,8 @@ def test_the_outbox_says_when_it_is_full_and_when_it_is_not(caplog):
     setup.trainer.send(Ack("lease-2", "accepted", setup.trainer.policy))
     setup.wait_for(lambda: setup.events.of("outbox_full") == [True, False])
     setup.end()
-    assert [record.message for record in caplog.records if "generation" in record.message] == [
-        f"generation pauses: 2 groups ({delivery.unacked_bytes} bytes) wait for acknowledgement "
-        "(transport.max_unacked_bytes)",
-        f"generation resumes: 1 groups ({one} bytes) wait for acknowledgement (transport.max_unacked_bytes)",
-    ]
+    assert f"generation pauses: 2 groups ({delivery.unacked_bytes} bytes) wait for acknowledgement" in caplog.text
+    assert f"generation resumes: 1 groups ({one} bytes) wait for acknowledgement" in caplog.text
     assert "1 finished groups were not acknowledged and are lost" in caplog.text
 
 

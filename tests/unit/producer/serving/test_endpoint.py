@@ -240,7 +240,7 @@ def test_a_key_shows_nowhere(tmp_path, caplog):
 
 @asynchronous
 async def test_connections_and_their_bodies_are_bounded_and_counted(tmp_path):
-    async with endpoint(tmp_path, receive_timeout_s=0.3, max_connections=4) as it:
+    async with endpoint(tmp_path, receive_timeout_s=0.15, max_connections=4) as it:
         slow = [await it.connect() for _ in range(6)]
         for _, writer in slow:
             writer.write(HEAD + b"content-length: 900\r\n\r\n{")
