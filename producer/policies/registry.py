@@ -56,9 +56,6 @@ class AdapterRegistry:
     _in_evaluation: PolicyInfo | None = None
     _may_swap: asyncio.Event = field(default_factory=asyncio.Event)  # with `hold_s`
 
-    def __post_init__(self) -> None:
-        self._may_swap.set()
-
     @property
     def _current_policy(self) -> PolicyInfo | None:
         return self._versions[self.current].policy if self.current is not None else None

@@ -36,7 +36,7 @@ class Endpoint:
     """An ASGI application. Where there are `keys`, clients have to send one."""
 
     settings: ServeSection
-    keys: tuple[bytes, ...]
+    keys: tuple[bytes, ...] = field(repr=False)
     generation: ClientGeneration
     agents: Agents | None = None
     atropos: Atropos | None = None

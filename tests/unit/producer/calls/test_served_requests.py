@@ -8,9 +8,17 @@ CHAT = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
 
 
 def test_what_passes_is_handed_on_without_what_is_ours():
-    body = CHAT | {"n": 3, "stop": ["."], "temperature": None, "stream": True, "metadata": {"episode": "a"}}
+    body = CHAT | {
+        "n": 3,
+        "max_tokens": 5,
+        "stop": ["."],
+        "temperature": None,
+        "stream": True,
+        "metadata": {"episode": "a"},
+    }
     request = check_request("chat", body)
-    assert request.fields == {"messages": CHAT["messages"], "n": 3, "stop": ["."], "stream": True}
+    expected = {"messages": CHAT["messages"], "n": 3, "max_completion_tokens": 5, "stop": ["."], "stream": True}
+    assert request.fields == expected
     assert (request.model, request.num_completions, request.streams) == ("policy", 3, True)
     assert request.metadata == {"episode": "a"}
 

@@ -235,6 +235,7 @@ def test_the_wait_for_a_trainer_is_visible_and_ends_at_once_when_stopped(setup, 
     setup.client.online = False
     setup.link.start()
     setup.wait_for(lambda: caplog.text.count("waiting for the trainer at loopback (") >= 2)
+    assert caplog.messages[0] == "waiting for the trainer at loopback"
     setup.link.stop(30.0)
     setup.link.join(10)
     assert setup.events.of("ended") == [None]
