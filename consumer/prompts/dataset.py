@@ -44,7 +44,7 @@ class PromptDataset:
     def __init__(
         self, section: DatasetSection, model_folder: Path | None = None, *, trust_remote_code: bool = False
     ) -> None:
-        limit = TokenLimit.of(section, model_folder, trust_remote_code)
+        limit = TokenLimit(section, model_folder, trust_remote_code) if section.max_prompt_tokens else None
         self.readers: list[RowReader] = []
         self._kept: list[Sequence[int]] = []  # numbers of the rows of each source that were not skipped
         parts = []

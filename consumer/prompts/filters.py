@@ -38,20 +38,14 @@ class Verdict(IntEnum):
 class TokenLimit:
     """The longest prompt."""
 
-    def __init__(self, section: DatasetSection, model_folder: Path, trust_remote_code: bool) -> None:
+    def __init__(self, section: DatasetSection, model_folder: Path | None, trust_remote_code: bool) -> None:
+        assert model_folder is not None, "whoever opens a dataset with max_prompt_tokens has the model"
         self._folder = model_folder
         self._trust_remote_code = trust_remote_code
         self._template = section.chat_template_kwargs
         self.max_tokens = section.max_prompt_tokens
         digest = tokenizer_digest(model_folder, trust_remote_code=trust_remote_code)
         self.identity = repr((self.max_tokens, digest, sorted(self._template.items())))
-
-    @classmethod
-    def of(cls, section: DatasetSection, model_folder: Path | None, trust_remote_code: bool) -> "TokenLimit | None":
-        if section.max_prompt_tokens is None:
-            return None
-        assert model_folder is not None, "whoever opens a dataset with max_prompt_tokens has the model"
-        return cls(section, model_folder, trust_remote_code)
 
     @cached_property
     def _tokenizer(self) -> Any:

@@ -244,7 +244,8 @@ def test_leases_that_are_lost_go_out_again(tmp_path: Path) -> None:
     process.unreachable = {b"p"}
     process.leases.release("p")
     assert process.tick() == [b"p"]
-    assert "evaluation_generation_failed" in process.warned
+    assert process.warned.count("evaluation_generation_failed") == 1
+    assert "evaluation_returned" not in process.warned, "that is no failure"
 
 
 def test_what_is_evaluated_stays_in_the_store(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def test_the_message_says_what_the_rewards_were(rewards: tuple[float | None, ...
 
 
 def test_without_a_bound_only_a_stall_asks_and_only_if_there_was_never_signal() -> None:
-    watch = watch_of(*[0.0] * 5000, max_groups=None)
+    watch = watch_of(*[0.0] * 50, max_groups=None)
     watch.check()
     watch.check_stalled(ever_had_signal=True)
     with pytest.raises(NoSignalError, match=r"all that came within pipeline\.stall_timeout_s"):
