@@ -89,12 +89,8 @@ def comparable(before: Facts, now: Facts, journal_file: Path) -> bool:
 
 
 def check_same_batches(before: Facts, now: Facts, journal_file: Path) -> None:
-    """Whether the batches that were recorded under the facts `before` can be trained again now.
-
-    Raises:
-        ConfigError: the configuration does not fit them.
-        JournalError: their groups are those of a newer release.
-    """
+    """Whether the batches that were recorded under the facts `before` can be trained again now. Raises ConfigError if the
+    configuration does not fit them, JournalError if their groups are those of a newer release."""
     schema_version = int(before.get("wire_schema", 1))
     if schema_version not in JOURNAL_SCHEMAS:
         raise JournalError(

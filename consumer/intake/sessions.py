@@ -39,11 +39,8 @@ class ProducerSession:
 
     def note(self, heartbeat: Heartbeat, interval_s: float) -> set[str]:
         """Takes its report, heard at `last_heard`, and returns the leases that are lost: they, or their answers, never arrived.
-
-        Args:
-            interval_s: from one of its heartbeats to the next. A lease or an answer may be under way for one of them; those that
-                waited here together, while this process stood still, count as one.
-        """
+        One heartbeat comes `interval_s` after the other. A lease or an answer may be under way for one of them; those that
+        waited here together, while this process stood still, count as one."""
         self.heartbeat = heartbeat
         self.capacity = heartbeat.capacity
         absent = (self.leases | self.evaluations) - set(heartbeat.held)

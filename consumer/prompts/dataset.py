@@ -26,15 +26,8 @@ MOST_PROMPTS = 100_000_000
 
 
 class PromptDataset:
-    """See the module's guarantee.
-
-    Args:
-        model_folder: whose tokenizer counts the tokens of prompts; needed with `max_prompt_tokens`.
-        trust_remote_code: whether that tokenizer may be made of files of its own.
-
-    Attributes:
-        readers: of the sources, in their order.
-        digest: 64 hex digits that change with the rows, with what is skipped and with the files of the functions.
+    """See the module's guarantee. `digest` is 64 hex digits that change with the rows, with what is skipped and with the files of
+    the functions. The tokenizer of `model_folder`, of files of its own only with `trust_remote_code`, counts tokens of prompts.
 
     Raises:
         DatasetError: no such dataset or split, no rows, no prompt in the first row, or the filter raised.

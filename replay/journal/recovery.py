@@ -47,15 +47,9 @@ class Recovery:
 def recover(
     journal: Journal, step: int, since_seq: int, budget: StalenessBudget, *, partial: bool, comparable: bool
 ) -> Recovery:
-    """Makes available again what was consumed after `step`.
-
-    Args:
-        step: optimizer steps that the checkpoint has taken; 0 without one.
-        since_seq: the newest row that the checkpoint's ledger knows.
-        budget: of the run as it is configured now.
-        partial: whether batches may be smaller than `groups_per_step`.
-        comparable: False when groups must look different now; those available are then dropped.
-    """
+    """Makes available again what was consumed after `step`, the steps that the checkpoint has taken, whose ledger knows the
+    rows up to `since_seq`. With `partial` batches may be smaller than `groups_per_step`. If not `comparable`, groups must
+    look different now, and those available are dropped."""
     with journal.transaction() as db:
         broken, quarantined = _drop_unusable(db, step, comparable)
         batches = _recorded(db, step, budget, partial, broken)

@@ -40,13 +40,9 @@ class Retention:
     def prune(
         self, *, oldest_step: int, oldest_seq: int, replayable: Set[str], keep_bytes: int, keep_age_s: float
     ) -> int:
-        """Deletes what is neither needed nor kept for inspection, the oldest first, and returns the number of groups.
-
-        Args:
-            oldest_step: optimizer steps in the oldest checkpoint that can be resumed from.
-            oldest_seq: the newest row that its ledger knows.
-            replayable: groups in the replay table of any such checkpoint, or of the run as it is now.
-        """
+        """Deletes what is neither needed nor kept for inspection, the oldest first, and returns the number of groups. The
+        oldest checkpoint that can be resumed from has `oldest_step` steps and knows the rows up to `oldest_seq`;
+        `replayable` are the groups in the replay table of any such checkpoint, or of the run as it is now."""
         journal, needed = self.journal, {"step": oldest_step, "seq": oldest_seq}
         excess = self._kept_bytes(needed) - keep_bytes
         doomed: list[tuple[int, int]] = []

@@ -13,6 +13,7 @@ has room; take a widening back when it did not make steps faster, as when the en
 """
 
 import math
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
@@ -22,38 +23,27 @@ LEAST_GAIN = 0.5  # of the time that a widening saves where steps wait for laten
 LONGEST_PATIENCE = 64  # windows
 
 
+@dataclass(eq=False)
 class StalenessController:
-    """See the module's guarantee.
+    """See the module's guarantee. `staleness` is the versions that a group may be old when it is trained."""
 
-    Args:
-        least: versions; where it begins.
-        greatest: versions.
-        min_effective_share: narrows when the effective sample share is below it; in (0, 1).
+    least: int  # versions; where it begins
+    greatest: int  # versions
+    min_effective_share: float  # narrows when the effective sample share is below it; in (0, 1)
+    _cooling: int = WINDOW  # steps; the first ones show how the engine warms up
+    _steps: list[tuple[float, float]] = field(default_factory=list)  # effective and wait share of those in the window
+    _windows: int = 0  # since the last change
+    _patience: int = 1  # windows to hold before the next widening
+    _wait_before: float | None = None  # of the last change, if it was a widening
 
-    Attributes:
-        staleness: versions that a group may be old when it is trained.
-    """
-
-    def __init__(self, least: int, greatest: int, min_effective_share: float) -> None:
-        self._least = least
-        self._greatest = greatest
-        self._min_share = min_effective_share
-        self._share_to_widen = min_effective_share + (1 - min_effective_share) / 4
-        self.staleness = least
-        self._cooling = WINDOW  # steps; the first ones show how the engine warms up
-        self._steps: list[tuple[float, float]] = []  # effective and wait share of those in the window
-        self._windows = 0  # since the last change
-        self._patience = 1  # windows to hold before the next widening
-        self._wait_before: float | None = None  # of the last change, if it was a widening
+    def __post_init__(self) -> None:
+        self.staleness = self.least
+        self._share_to_widen = self.min_effective_share + (1 - self.min_effective_share) / 4
 
     def note(self, *, effective_share: float | None, wait_share: float) -> str | None:
-        """What one optimizer step showed. Returns the change that it led to in words, with its reason, or None.
-
-        Args:
-            effective_share: Kish's effective sample share of the step's tokens; without one (None, NaN) the step is left
-                out.
-            wait_share: share of the time since the last step that the trainer waited for rollouts.
-        """
+        """What one optimizer step showed: Kish's effective sample share of its tokens (a step without one, None or NaN, is left
+        out), and the share of the time since the last step that the trainer waited for rollouts. Returns the change that it
+        led to in words, with its reason, or None."""
         if self._cooling > 0:
             self._cooling -= 1
             return None
@@ -78,7 +68,7 @@ class StalenessController:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Goes on from a checkpoint, within this controller's limits; the window starts anew, as the producers do."""
-        self.staleness = min(max(state["staleness"], self._least), self._greatest)
+        self.staleness = min(max(state["staleness"], self.least), self.greatest)
         self._windows = state["windows"]
         self._patience = state["patience"]
         self._wait_before = state["wait_before"]
@@ -86,13 +76,13 @@ class StalenessController:
         self._cooling = max(WINDOW, self.staleness)
 
     def _decide(self, share: float, wait: float) -> str | None:
-        if self.staleness > self._least:
-            if share < self._min_share:
-                return self._narrow(f"effective sample share {share:.2f}, below {self._min_share:g}")
+        if self.staleness > self.least:
+            if share < self.min_effective_share:
+                return self._narrow(f"effective sample share {share:.2f}, below {self.min_effective_share:g}")
             before = self._wait_before
             if before is not None and self._windows == 1 and not self._faster(before, wait):
                 return self._narrow(f"widening saved no time: the trainer waited {before:.0%} before, {wait:.0%} since")
-        has_room = self.staleness < self._greatest and share >= self._share_to_widen
+        has_room = self.staleness < self.greatest and share >= self._share_to_widen
         if has_room and wait > WAIT_TO_WIDEN and self._windows >= self._patience:
             if self._wait_before is not None:
                 self._patience = 1  # the last widening was right

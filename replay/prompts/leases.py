@@ -151,11 +151,8 @@ class PromptTable(Generic[K]):
         self, lease_id: str, reason: str, now: float, give_up: Callable[[Work[K]], None] = lambda work: None
     ) -> bool | None:
         """The lease ended without an answer. Returns True if the prompt waits again, False if its budget is spent and it left
-        the table, and None if it makes no difference: the lease had ended before, or somebody else has answered.
-
-        Args:
-            give_up: is called before the prompt leaves the table, with this failure counted; if it raises, nothing happened.
-        """
+        the table, and None if it makes no difference: the lease had ended before, or somebody else has answered. `give_up`
+        is called before the prompt leaves the table, with this failure counted; if it raises, nothing happened."""
         record = self._leases.get(lease_id)
         if record is None or not self.is_open(record.work.key):
             self.end_lease(lease_id)

@@ -31,14 +31,9 @@ class StalenessBudget:
         return self.version_at(step) - self.max_staleness
 
     def floor(self, pending: int, next_step: int, places: int | None = None) -> int:
-        """The oldest version that may generate one more group.
-
-        Args:
-            pending: groups outstanding or ready, without this one.
-            next_step: the step that the next batch will be trained at.
-            places: of those groups, every batch after the next takes at least so many; all B if not said. The next one
-                may need B of them, so as many are always let out.
-        """
+        """The oldest version that may generate one more group beside those `pending`: outstanding or ready. The next batch will
+        be trained at `next_step` and may need B of them, so as many are always let out. Every batch after it takes at least
+        `places` of them; all B if not said."""
         beyond = pending - self.groups_per_step
         batches_ahead = 0 if beyond < 0 else 1 + beyond // (places or self.groups_per_step)
         return max(0, self.oldest_usable(next_step + batches_ahead * self.num_iterations))
