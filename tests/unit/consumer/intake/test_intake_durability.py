@@ -178,6 +178,7 @@ def test_an_error_of_the_journal_ends_the_thread_and_is_raised_in_the_main_threa
     producer.channel.send(answer(producer.leases[0]))
     trainer.intake._thread.join(10)
     assert not trainer.intake._thread.is_alive()
+    assert trainer.channel.clients == {}, "the sockets are closed"
     with pytest.raises(JournalError, match="is damaged") as caught:
         trainer.errors.check()
     assert caught.value.exit_code == 74
