@@ -17,11 +17,11 @@ OLD_CPU := ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE
 
 # Tests that import torch. The others run beside them, in processes that do not: to import it takes longer than to run most.
 WITH_TORCH := tests/contract $(addprefix tests/unit/,benchmarks tools/export tools/sft producer/engine \
-  $(addprefix consumer/,assembly batches checkpoints loss prompts publishing training test_remote_code.py) \
+  $(addprefix consumer/,assembly batches checkpoints loss prompts publishing ranks training test_remote_code.py) \
   consumer/reporting/test_sampled_rollouts.py producer/rewards/test_thinking.py \
   $(addprefix producer/rollouts/,test_chat.py test_episodes.py test_prompts.py))
 
-.PHONY: help demo test unit unit-with-torch unit-without-torch portable check docs chaos soak fuzz bench bench-overlap bench-journal bench-offpolicy bench-sparse bench-metrics bench-swap bench-swap-modes bench-transport bench-scale bench-startup bench-admission bench-in-flight bench-trainer-step install-systemd uninstall-systemd clean
+.PHONY: help demo test unit unit-with-torch unit-without-torch portable check docs chaos soak fuzz bench bench-overlap bench-journal bench-offpolicy bench-sparse bench-metrics bench-swap bench-swap-modes bench-transport bench-scale bench-startup bench-admission bench-in-flight bench-trainer-step bench-ranks install-systemd uninstall-systemd clean
 
 help: ## show this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -108,6 +108,9 @@ bench-in-flight: $(STAMP) ## finish, continue and restart at a swap: tokens per 
 
 bench-trainer-step: $(STAMP) ## tokens per second and peak memory of a training step beside TRL's
 	$(BIN)/python -m benchmarks.trainer_step
+
+bench-ranks: $(STAMP) ## a step of two ranks beside one and beside TRL's of two processes, about five minutes
+	$(BIN)/python -m benchmarks.ranks
 
 bench-startup: $(STAMP) ## time to the first token and the first step of the pair, by phase, and of --help and --check, two minutes
 	$(BIN)/python -m benchmarks.startup

@@ -1,28 +1,58 @@
-"""One side of `benchmarks/trainer_step.py`, in a process of its own: our trainer, or TRL's.
+"""One side of `benchmarks/trainer_step.py`, in a process of its own: our trainer, or TRL's; and one process of a side of
+`benchmarks/ranks.py`, which has several.
 
 Guarantee: equal arguments give both sides the same weights and the same batch. Only generation and rewards are replaced in TRL's;
 its step begins where it would have its completions and ends with the gradient, as ours does.
 """
 
+import datetime
 import json
+import os
 import resource
+import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from accelerate.state import AcceleratorState
 from datasets import Dataset
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
+from consumer.ranks.exchange import ALONE, ProcessRanks, Ranks
+from consumer.ranks.plan import Train
 from consumer.training.trainer import SlipstreamTrainer
 from consumer.training.trl_arguments import build_arguments, build_lora
 from consumer.training.trl_loss import GRPOTrainer
 from protocol.config.run import RunConfig
+from replay.batches.cutting import CutBatch
 from replay.groups import RolloutGroup
 from tests.integration.models import char_tokenizer
+
+
+class Place(NamedTuple):
+    """Which process of its side this is. Those of a side with several find one another at `port` of loopback."""
+
+    rank: int = 0
+    world: int = 1
+    port: int = 0
+
+    def ranks(self, device: str) -> Ranks:
+        if self.world == 1:
+            return ALONE
+        wait = datetime.timedelta(minutes=10)
+        store = dist.TCPStore("127.0.0.1", self.port, self.world, is_master=self.rank == 0, timeout=wait)
+        return ProcessRanks(store, self.rank, self.world, torch.device(device), wait.total_seconds())
+
+    def environment(self) -> dict[str, str]:
+        """What accelerate wants to find."""
+        names = {"RANK": self.rank, "LOCAL_RANK": self.rank, "WORLD_SIZE": self.world, "MASTER_PORT": self.port}
+        return {"MASTER_ADDR": "127.0.0.1"} | {name: str(value) for name, value in names.items()}
 
 
 def groups_of(size: dict[str, Any]) -> list[RolloutGroup]:
@@ -77,26 +107,32 @@ def save_model(size: dict[str, Any], folder: Path) -> Path:
     return folder
 
 
-def ours(size: dict[str, Any], folder: Path) -> tuple[Any, Callable[[], torch.Tensor], dict[str, Any]]:
+def ours(size: dict[str, Any], folder: Path, place: Place) -> tuple[Any, Callable[[], torch.Tensor], dict[str, Any]]:
     config = config_of(size, folder)
     arguments = build_arguments(config, on_gpu=size["device"] == "cuda", num_prompts=1000)
     trainer = SlipstreamTrainer(
-        config, arguments, build_lora(config), folder / "model", [], lambda step, staged, write: write()
-    )
+        config, arguments, build_lora(config), folder / "model", [], lambda step, staged, write: write(),
+        place.ranks(size["device"]),
+    )  # fmt: skip
     groups = groups_of(size)
+    trainer.current_gradient_accumulation_steps = 1  # as transformers' loop sets it
     facts = {"passes": len(trainer.recipe.tensors(groups))}
     return trainer, lambda: trainer.training_step(trainer.model, trainer.recipe.tensors(groups), None), facts
 
 
-def trl(size: dict[str, Any], folder: Path) -> tuple[Any, Callable[[], torch.Tensor], dict[str, Any]]:
+def trl(size: dict[str, Any], folder: Path, place: Place) -> tuple[Any, Callable[[], torch.Tensor], dict[str, Any]]:
     groups, config = groups_of(size), config_of(size, folder)
     arguments = build_arguments(config, on_gpu=size["device"] == "cuda", num_prompts=1000)
-    num_rows = config.completions_per_step
+    num_rows = config.completions_per_step // place.world
     width = max(len(group.prompt_ids) for group in groups) + max(int(g.completion_lengths.max()) for g in groups)
     fitting = [n for n in range(1, num_rows + 1) if num_rows % n == 0 and n * width <= size["tokens_per_micro_batch"]]
     rows = max(fitting, default=1)
     arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps = rows, num_rows // rows
     arguments.steps_per_generation = num_rows // rows
+    if place.world > 1:  # only now: ours refuse to be one of several that somebody else started
+        os.environ.update(place.environment())
+        AcceleratorState._reset_state(reset_partial_state=True)
+        arguments = replace(arguments, generation_batch_size=None)
     trainer = GRPOTrainer(
         model=str(folder / "model"),
         reward_funcs=[_score],
@@ -109,16 +145,23 @@ def trl(size: dict[str, Any], folder: Path) -> tuple[Any, Callable[[], torch.Ten
         trainer.use_vllm, trainer.vllm_importance_sampling_correction = True, True
         trainer.vllm_importance_sampling_mode = "token_truncate"
         trainer.vllm_importance_sampling_clip_min, trainer.vllm_importance_sampling_clip_max = 0.0, 3.0
-    generated = _generated(groups, with_logprobs=size["correct"])
+    here = len(groups) // place.world
+    own = groups[place.rank * here : (place.rank + 1) * here]
+    generated = _generated(own, with_logprobs=size["correct"])
     rewards = torch.from_numpy(np.concatenate([group.rewards for group in groups]))
+    if place.world > 1:
+        trainer.model_wrapped = trainer.accelerator.prepare(trainer.model)
     trainer._generate = lambda _: generated
     trainer._calculate_rewards = lambda *_: rewards.to(trainer.accelerator.device)
     trainer.current_gradient_accumulation_steps = num_rows // rows
 
     def step() -> torch.Tensor:
         batch = [{"prompt": ""}] * num_rows
-        losses = [trainer.training_step(trainer.model, batch, None) for _ in range(num_rows // rows)]
-        return torch.stack(losses).sum()
+        losses = []
+        for number in range(1, num_rows // rows + 1):
+            trainer.accelerator.gradient_state._set_sync_gradients(number == num_rows // rows)
+            losses.append(trainer.training_step(trainer.model_wrapped, batch, None))
+        return trainer.accelerator.gather(torch.stack(losses).sum()[None]).mean()
 
     return trainer, step, {"passes": num_rows // rows * (2 if size["correct"] else 1), "rows_per_pass": rows}
 
@@ -163,11 +206,26 @@ def _resident(field: str) -> int:
     return int(line.split()[1]) * 1024
 
 
+def exchange(ranks: Ranks, groups: list[RolloutGroup]) -> dict[str, float]:
+    """What two exchanges of a step cost, in seconds: the gradients of a LoRA of 80 MB, and the plan."""
+    gradient = torch.ones(20 * 2**20)
+    seconds: dict[str, list[float]] = {"gradients_s": [], "plan_s": []}
+    for _ in range(5):
+        began = time.perf_counter()
+        ranks.add([gradient])
+        seconds["gradients_s"].append(time.perf_counter() - began)
+        began = time.perf_counter()
+        ranks.share(Train.of(CutBatch(0, 1, 1, groups, len(groups))) if ranks.rank == 0 else None)
+        seconds["plan_s"].append(time.perf_counter() - began)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
 def main() -> None:
     side, size, folder = sys.argv[1], json.loads(sys.argv[2]), Path(sys.argv[3])
-    mine = folder / side
+    place = Place(*map(int, sys.argv[4:]))
+    mine = folder / f"{side}-{place.world}-{place.rank}"
     save_model(size, mine / "model")
-    trainer, step, facts = {"ours": ours, "trl": trl}[side](size, mine)
+    trainer, step, facts = {"ours": ours, "trl": trl}[side](size, mine, place)
     torch.manual_seed(1)
     trainable = [(name, value) for name, value in sorted(trainer.model.named_parameters()) if value.requires_grad]
     with torch.no_grad():
@@ -179,7 +237,10 @@ def main() -> None:
     facts["parameters"] = sum(value.numel() for value in trainer.model.get_base_model().parameters())
     print(json.dumps(facts), flush=True)
     memory, cuda = _Memory(size["device"]), size["device"] == "cuda"
-    for _ in sys.stdin:
+    for asked in sys.stdin:
+        if asked == "exchange\n":
+            print(json.dumps(exchange(trainer._ranks, groups)), flush=True)
+            continue
         memory.reset()
         wall, busy = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_utime
         loss = step()

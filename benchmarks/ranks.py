@@ -1,0 +1,143 @@
+"""`make bench-ranks`: a training step of several ranks beside that of one and beside TRL's in as many processes, on the CPU.
+
+Guarantee: all take the step of one batch with equal weights, a thread per process; they take turns step by step, so that whatever
+else the machine does falls on all; the losses are compared before any time is. Times are of the clock on the wall, which is what
+ranks are for, so the machine must have a core for each process and nothing else to do.
+
+The batch is that of `benchmarks/trainer_step.py`, larger, so that arithmetic rules.
+"""
+
+import argparse
+import json
+import os
+import platform
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from benchmarks.trainer_step import SIZES
+
+SIZE = SIZES["cpu"] | {"num_prompts": 8, "device": "cpu", "correct": False, "attention": None}
+
+
+class Arm:
+    """The processes of one side, which take a step when they are told to."""
+
+    def __init__(self, side: str, world: int, size: dict[str, Any], folder: Path) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        command = [
+            sys.executable,
+            "-W",
+            "ignore",
+            "-m",
+            "benchmarks.trainer_step_side",
+            side,
+            json.dumps(size),
+            str(folder),
+        ]
+        self._processes = [
+            subprocess.Popen(
+                [*command, str(rank), str(world), str(port)],
+                env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
+            )
+            for rank in range(world)
+        ]  # fmt: skip
+        self.facts = [self._read(process) for process in self._processes]
+
+    def ask(self, what: str) -> list[dict[str, Any]]:
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.write(f"{what}\n")
+        return [self._read(process) for process in self._processes]
+
+    def step(self) -> dict[str, Any]:
+        """The loss, and how long it took until the last process was done."""
+        began = time.perf_counter()
+        found = self.ask("step")
+        return {"wall_s": time.perf_counter() - began, "loss": found[0]["loss"]}
+
+    def close(self) -> None:
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.close()
+        for process in self._processes:
+            process.wait()
+
+    @staticmethod
+    def _read(process: "subprocess.Popen[str]") -> dict[str, Any]:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("{"):
+                return dict(json.loads(line))
+        raise SystemExit(f"bench-ranks: a process ended with exit code {process.wait()}")
+
+
+def measure(world: int, size: dict[str, Any], repetitions: int) -> dict[str, Any]:
+    """One step of each that does not count, then `repetitions` of all in turn."""
+    named = {"one": ("ours", 1), "ranks": ("ours", world), "trl": ("trl", world)}
+    with tempfile.TemporaryDirectory(prefix="bench-ranks-") as folder:
+        arms = {name: Arm(side, count, size, Path(folder)) for name, (side, count) in named.items()}
+        try:
+            steps = {name: [arm.step()] for name, arm in arms.items()}
+            for _ in range(repetitions):
+                for name, arm in arms.items():
+                    steps[name].append(arm.step())
+            exchange = arms["ranks"].ask("exchange")[0]
+        finally:
+            for arm in arms.values():
+                arm.close()
+    losses = {name: taken[0]["loss"] for name, taken in steps.items()}
+    if max(losses.values()) - min(losses.values()) > 1e-5:
+        raise SystemExit(f"bench-ranks: the losses are not equal: {losses}")
+    walls = {name: [step["wall_s"] for step in taken[1:]] for name, taken in steps.items()}
+    facts = arms["one"].facts[0]
+
+    def speedup(over: str) -> list[float]:
+        ratios = [slow / fast for slow, fast in zip(walls[over], walls["ranks"], strict=True)]
+        return statistics.quantiles(ratios, n=4)
+
+    return {
+        "world": world,
+        "size": size,
+        "facts": facts,
+        "losses": losses,
+        "exchange": exchange,
+        "tokens_per_s": {name: facts["tokens"] / statistics.median(values) for name, values in walls.items()},
+        "speedup_quartiles": {"over one": speedup("one"), "over TRL": speedup("trl")},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("runs/bench/ranks.json"), help="JSON file to write")
+    parser.add_argument("--ranks", type=int, default=2, help="processes of a side (default: %(default)s)")
+    parser.add_argument("--repetitions", type=int, default=7, help="of each side (default: %(default)s)")
+    parser.add_argument("--size", type=json.loads, default={}, help="JSON that replaces parts of the size")
+    arguments = parser.parse_args()
+    report = {
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        **measure(arguments.ranks, SIZE | arguments.size, arguments.repetitions),
+    }
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(report, indent=1), encoding="utf-8")
+    facts = report["facts"]
+    print(f"{facts['parameters'] / 1e6:.1f} M parameters, {facts['rows']} completions, {facts['tokens']} tokens")
+    for name, value in report["tokens_per_s"].items():
+        print(f"{name:6}{value:10.0f} tokens/s{report['losses'][name]:14.7f}")
+    exchange = report["exchange"]
+    print(f"gradients of 80 MB take {exchange['gradients_s'] * 1e3:.0f} ms, the plan {exchange['plan_s'] * 1e3:.1f} ms")
+    for over, (low, middle, high) in report["speedup_quartiles"].items():
+        print(f"{report['world']} ranks are {middle:.2f}x as fast {over} (quartiles {low:.2f} to {high:.2f})")
+
+
+if __name__ == "__main__":
+    main()
