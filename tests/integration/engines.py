@@ -32,9 +32,10 @@ def run_config(model: Path, run_dir: Path, **sections: Any) -> RunConfig:
 
 
 class LiveEngine:
-    """A started engine and random adapters for its model. `run` executes coroutines on the engine's loop."""
+    """A started engine of so many worker processes, and random adapters for its model. `run` executes coroutines on the engine's
+    loop."""
 
-    def __init__(self, model: Path, folder: Path, **sections: Any) -> None:
+    def __init__(self, model: Path, folder: Path, num_workers: int = 1, **sections: Any) -> None:
 
         from producer.engine.engine import VllmEngine
 
@@ -42,12 +43,12 @@ class LiveEngine:
         self.folder = folder
         self.config = run_config(model, folder / "run", **sections)
         self.loop = asyncio.new_event_loop()
-        self.engine = self.run(self._start(VllmEngine))
+        self.engine = self.run(self._start(VllmEngine, num_workers))
         self._published: dict[int, tuple[Path, bytes, str]] = {}
 
-    async def _start(self, factory: Any) -> Any:
+    async def _start(self, factory: Any, num_workers: int) -> Any:
         with forked_cores():
-            engine = factory(self.config, 0)
+            engine = factory(self.config, num_workers)
         await engine.warm_up()
         return engine
 
