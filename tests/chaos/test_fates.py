@@ -1,9 +1,7 @@
 """What happens to whom, and that a whole round of points is met."""
 
-import signal
-
 from tests.chaos import aims
-from tests.chaos.fates import Fate, FateDeck
+from tests.chaos.fates import FateDeck
 
 
 def test_every_point_is_aimed_at_before_any_is_aimed_at_again() -> None:
@@ -18,9 +16,3 @@ def test_equal_seeds_give_equal_fates() -> None:
     fates = [first.draw() for _ in range(50)]
     assert fates == [second.draw() for _ in range(50)]
     assert fates != [other.draw() for _ in range(50)]
-
-
-def test_an_aim_names_its_signal() -> None:
-    assert Fate("aimed kill", 1.0, "ack.sent", 3).aim == ("ack.sent", 3, signal.SIGKILL)
-    assert Fate("aimed stop", 1.0, "ack.sent", 3).aim == ("ack.sent", 3, signal.SIGSTOP)
-    assert Fate("kill", 1.0).aim == ()

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -21,45 +21,29 @@ from .run_under_test import Process, Run
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 
 
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as opened:
-        yield opened
-
-
-def fail_every(calls: str, stack: ExitStack, process_id: int) -> None:
-    """From now on these system calls of the process fail, as the kernel reports a disk that cannot be written."""
+@contextmanager
+def fsync_failing(process_id: int) -> Iterator[None]:
+    """Meanwhile every fsync of the process fails, as the kernel reports a disk that cannot be written."""
     if shutil.which("strace") is None:
         pytest.skip("this machine has no strace")
-    tracer = subprocess.Popen(
-        ["strace", "-f", "-p", str(process_id), "-e", f"trace={calls}", "-e", f"inject={calls}:error=EIO"],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    stack.callback(tracer.wait, 10)
-    stack.callback(tracer.kill)
-    assert tracer.stderr is not None
-    stack.callback(tracer.stderr.close)
-    first = tracer.stderr.readline()
-    if "attached" not in first:
-        pytest.skip(f"this machine does not let strace attach: {first.strip()}")
+    command = ["strace", "-f", "-p", str(process_id), "-e", "trace=fsync", "-e", "inject=fsync:error=EIO"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as tracer:
+        try:
+            first = tracer.stderr.readline()
+            if "attached" not in first:
+                pytest.skip(f"this machine does not let strace attach: {first.strip()}")
+            yield
+        finally:
+            tracer.kill()
 
 
-@pytest.mark.parametrize("by", ["vfs", "strace"])
-def test_a_failing_disk_ends_the_trainer_and_costs_no_group(
-    by: str, tmp_path: Path, make_run: Callable[..., Run], stack: ExitStack
-) -> None:
+def test_a_failing_disk_ends_the_trainer_and_costs_no_group(tmp_path: Path, make_run: Callable[..., Run]) -> None:
     failing = tmp_path / "failing"
     run = make_run(trainer={"max_steps": 30, "save_steps": 4})
     producer = run.producer()
-    module = "tests.faults.trainer_on_failing_disk" if by == "vfs" else "consumer.cli"
-    trainer = run.trainer(module=module, FAILING_DISK=str(failing))
+    trainer = run.trainer(module="tests.faults.trainer_on_failing_disk", FAILING_DISK=str(failing))
     run.wait_for_step(6)
-    if by == "vfs":
-        failing.touch()
-    else:
-        fail_every("fsync,fdatasync", stack, trainer.process.pid)
+    failing.touch()
     last_words = last_words_of(trainer)
     assert f"{run.config.journal_file} cannot be written or read (" in last_words
     assert "look at the disk, then start again" in last_words
@@ -69,7 +53,7 @@ def test_a_failing_disk_ends_the_trainer_and_costs_no_group(
     acknowledged = {ack.group_id for ack in run.acks}
     assert acknowledged
     assert acknowledged <= written
-    failing.unlink(missing_ok=True)
+    failing.unlink()
 
     again = run.trainer("--resume")
     since = time.time()
@@ -77,14 +61,14 @@ def test_a_failing_disk_ends_the_trainer_and_costs_no_group(
     run.finish(again, producer)
 
 
-def test_a_disk_that_fails_under_a_checkpoint_is_no_bug(make_run: Callable[..., Run], stack: ExitStack) -> None:
+def test_a_disk_that_fails_under_a_checkpoint_is_no_bug(make_run: Callable[..., Run]) -> None:
     """The journal syncs by fdatasync, a checkpoint by fsync."""
     run = make_run(trainer={"max_steps": 500, "save_steps": 6})
     run.producer()
     trainer = run.trainer()
     run.wait_for_step(2)
-    fail_every("fsync", stack, trainer.process.pid)
-    last_words = last_words_of(trainer)
+    with fsync_failing(trainer.process.pid):
+        last_words = last_words_of(trainer)
     assert "a disk failed ([Errno 5] Input/output error" in last_words
     assert f"look at that of run_dir {run.config.run_dir}, then go on with --resume" in last_words
     assert not list(run.config.checkpoints_dir.glob("checkpoint-*"))

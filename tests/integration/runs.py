@@ -49,10 +49,11 @@ class Run:
         self.stack.callback(process.kill)
         return process
 
-    def producer(self, name: str = "scripted", **options: Any) -> ScriptedProducer:
+    def producer(self, name: str = "scripted", changes: Any = (), **options: Any) -> ScriptedProducer:
+        """One whose facts fit, but for the changes."""
         channel = ZmqClient(name, self.config.control_endpoint, self.config.blob_endpoint, 2**26)
-        engine = facts(base_model_digest=base_model_digest(self.model), tokenizer_digest=tokenizer_digest(self.model))
-        producer = ScriptedProducer(channel, engine, name=name, **options).start()
+        digests = {"base_model_digest": base_model_digest(self.model), "tokenizer_digest": tokenizer_digest(self.model)}
+        producer = ScriptedProducer(channel, facts(**digests | dict(changes)), name=name, **options).start()
         self.stack.callback(producer.stop)
         return producer
 

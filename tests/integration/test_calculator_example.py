@@ -3,18 +3,31 @@
 import json
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
 import numpy as np
+import openai
 import pytest
 
 from replay.groups import GroupShape, RolloutGroup
 from tests.integration.models import reference_logprobs
-from tests.integration.test_serving_run import client_of
 from tools.run_reader import EVALUATIONS, RunReader
 
 STEPS = 10
+
+
+def client_of(run_dir: Path, timeout_s: float = 120.0, has_ended: Callable[[], bool] = lambda: False) -> openai.OpenAI:
+    """A client of the producer whose address is written there, by then or before the run has ended."""
+    deadline = time.monotonic() + timeout_s
+    while not (files := list((run_dir / "serve").glob("rl-producer-*.json"))):
+        assert not has_ended(), "it ended before it served"
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    address = json.loads(files[0].read_text())[0]["targets"][0]
+    return openai.OpenAI(base_url=f"http://{address}/v1", api_key="none", max_retries=0)
 
 
 def groups_of(run_dir: Path) -> list[RolloutGroup]:

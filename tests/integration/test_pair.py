@@ -109,12 +109,12 @@ def test_each_waits_for_the_other_and_training_goes_on(short_dir: Path, daemons:
     resumed = Daemon(
         "consumer.cli",
         short_dir / "trainer-2.log",
-        *("--config", config, "--resume", "--set", f"trainer.max_steps={committed + 20}"),
+        *("--config", config, "--resume", "--set", f"trainer.max_steps={committed + 10}"),
     )
     daemons.append(resumed)
     end_well(resumed, producer)
     steps = [line["step"] for line in read_steps(short_dir)]
-    assert steps[-20:] == list(range(committed + 1, committed + 21)), "it went on from the checkpoint, one by one"
+    assert steps[-10:] == list(range(committed + 1, committed + 11)), "it went on from the checkpoint, one by one"
     assert (short_dir / "run" / "adapter" / "adapter_model.safetensors").is_file()
 
 

@@ -126,12 +126,6 @@ def test_a_reward_function_is_refused_before_the_engine_is_loaded(run):
     assert "Traceback" not in output
 
 
-def test_a_gpu_that_does_not_exist_is_refused(run):
-    code, output = refuse(run, "gpu", ("--gpu", "99"))
-    assert code == 71
-    assert "rl-producer: error: --gpu 99: GPU 99 does not exist, this machine has" in output
-
-
 # Refused by vLLM, or before it is asked.
 
 

@@ -152,19 +152,6 @@ def test_ready_groups_survive_the_trainer_and_a_copy_of_the_live_run_goes_on_too
     assert restored.process.poll() is None
 
 
-def test_a_run_without_checkpoints_goes_on_by_resume_only(start: Callable[..., Run]) -> None:
-    run = start(**settings(save_strategy="no"))
-    run.producer()
-    trainer = run.trainer()
-    run.wait_for_step(2)
-    trainer.kill()
-    refused = run.trainer()
-    assert refused.end() == ExitCode.CONFIG
-    assert "already holds a run (groups in its journal). Go on with it by --resume" in refused.output
-    assert run.trainer("--resume").end(120) == 0
-    assert run.column("step") == list(range(1, STEPS + 1))
-
-
 def test_training_again_needs_the_whole_journal_and_another_folder(start: Callable[..., Run]) -> None:
     run = start(**(settings(save_total_limit=1) | {"replay": {"keep_bytes": 0}}))
     run.producer()

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.integration
 
 
 def test_an_on_policy_run_from_start_to_end(start: Callable[..., Run]) -> None:
-    run = start(pipeline={"max_staleness": 0, "sync_interval": 1})
+    run = start(pipeline={"max_staleness": 0, "sync_interval": 1}, trainer={"report_to": "tensorboard"})
     producer = run.producer()  # in either order: the producer is first here
     trainer = run.trainer()
     assert trainer.end() == 0
@@ -44,6 +44,7 @@ def test_an_on_policy_run_from_start_to_end(start: Callable[..., Run]) -> None:
     summary = json.loads((Path(run.config.run_dir) / "trainer.json").read_text())
     assert (summary["finished"], summary["steps"], summary["counts"]["trained"]) == (True, 6, 12)
     check_samples(run)
+    check_tracker(run)
 
     tokens = torch.tensor([[5, 6, 7, 8]])
     with torch.no_grad():
@@ -52,6 +53,17 @@ def test_an_on_policy_run_from_start_to_end(start: Callable[..., Run]) -> None:
         adapted = PeftModel.from_pretrained(base, Path(run.config.run_dir) / "adapter")
         difference = (adapted(input_ids=tokens).logits - before).abs().max().item()
     assert difference > 1e-4, "the final adapter changes nothing"
+
+
+def check_tracker(run: Run) -> None:
+    """One of TRL's gets every number of every step."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    (events,) = Path(run.config.run_dir).rglob("*tfevents*")
+    accumulator = EventAccumulator(str(events.parent)).Reload()
+    for name in ("reward", "staleness/mean", "sampling/importance_sampling_ratio/mean", "loss", "grad_norm"):
+        assert [scalar.step for scalar in accumulator.Scalars(f"train/{name}")] == run.column("step")
+    assert [scalar.value for scalar in accumulator.Scalars("train/reward")] == pytest.approx(run.column("reward"))
 
 
 def check_samples(run: Run) -> None:
@@ -108,32 +120,6 @@ def test_sigterm_commits_a_checkpoint_that_only_resume_goes_on_from(start: Calla
     assert run.column("step") == list(range(1, total + 1))
 
 
-def test_a_killed_trainer_goes_on_from_its_last_committed_checkpoint(start: Callable[..., Run]) -> None:
-    run = start(trainer={"max_steps": 500, "save_steps": 4, "save_total_limit": 1})
-    producer = run.producer()
-    trainer = run.trainer()
-    run.wait_for_step(10)
-    trainer.kill()
-    seen = len(producer.versions)
-    reached = run.steps[-1]["step"]
-    [committed] = [int(file.parent.name[11:]) for file in run.config.checkpoints_dir.glob("*/pipeline_state.json")]
-    assert committed % 4 == 0
-    assert reached - 4 <= committed <= reached
-    uncommitted = run.checkpoint(committed + 400)  # what a kill in the middle of saving leaves behind
-    uncommitted.mkdir()
-
-    total = committed + 6
-    resumed = run.trainer("--resume", "--set", f"trainer.max_steps={total}")
-    assert resumed.end() == 0
-    assert f"resuming at step {committed} from {run.checkpoint(committed)}" in resumed.output
-    assert run.column("step") == list(range(1, total + 1)), "undone steps leave no line"
-    producer.join(10)
-    assert producer.farewell == "finished", "the same producer served both trainers"
-    # A version may be missed when the next one follows at once, but not one that the last batch needed.
-    assert len(producer.versions) > seen
-    assert producer.versions[-1] >= total - 1 - run.config.pipeline.max_staleness
-
-
 def slowly(lease: Lease, version: int) -> Group:
     time.sleep(0.2)
     return made_up_group(lease, version)
@@ -185,36 +171,6 @@ def test_two_producers_share_the_work(start: Callable[..., Run]) -> None:
     assert not (Path(run.config.run_dir) / "rollouts.jsonl").exists()
 
 
-def test_epochs_iterations_intervals_and_micro_batches_together(start: Callable[..., Run]) -> None:
-    """40 prompts, 4 a step, half an epoch: 5 batches, each trained twice; a version every third step."""
-    run = start(
-        pipeline={
-            "groups_per_step": 4,
-            "max_staleness": 0,
-            "sync_interval": 3,
-            "trainer_tokens_per_micro_batch": 40,
-        },
-        trainer={
-            "max_steps": -1,
-            "num_train_epochs": 0.5,
-            "num_iterations": 2,
-            "beta": 0.05,
-            "loss_type": "dr_grpo",
-            "report_to": "none",
-        },
-    )
-    producer = run.producer()
-    trainer = run.trainer()
-    assert trainer.end() == 0
-    assert run.column("step") == list(range(1, 11))
-    assert run.column("policy_version") == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3]
-    producer.join(10)
-    assert producer.versions == [0, 1, 2, 3]
-    assert run.steps[-1]["counts"]["trained"] == 20
-    assert run.column("staleness/max") == [0] * 10, "cut at steps 0, 2, 4, 6, 8 under v0, v0, v1, v2, v2"
-    assert all(step["kl"] >= 0 for step in run.steps)
-
-
 def test_partial_batches_train_where_full_ones_are_long_in_coming(start: Callable[..., Run]) -> None:
     """One group at a time, and two seconds for a batch of 4 that takes three: every step makes do with less."""
     run = start(
@@ -241,20 +197,6 @@ def test_partial_batches_train_where_full_ones_are_long_in_coming(start: Callabl
     assert trainer.end() == 0
     adapter = "adapter/adapter_model.safetensors"
     assert (again / adapter).read_bytes() == (Path(run.config.run_dir) / adapter).read_bytes()
-
-
-def test_a_tracker_of_trl_gets_every_number_of_every_step(start: Callable[..., Run]) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    run = start(trainer={"report_to": "tensorboard", "max_steps": 3})
-    run.producer()
-    assert run.trainer().end() == 0
-    (events,) = Path(run.config.run_dir).rglob("*tfevents*")
-    accumulator = EventAccumulator(str(events.parent)).Reload()
-    for name in ("reward", "staleness/mean", "sampling/importance_sampling_ratio/mean", "loss", "grad_norm"):
-        scalars = accumulator.Scalars(f"train/{name}")
-        assert [scalar.step for scalar in scalars] == [1, 2, 3]
-    assert [scalar.value for scalar in accumulator.Scalars("train/reward")] == pytest.approx(run.column("reward"))
 
 
 def test_a_stop_before_the_first_step_leaves_nothing(start: Callable[..., Run]) -> None:

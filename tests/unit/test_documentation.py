@@ -1,6 +1,5 @@
 """Generated pages are current, what they claim about the schema holds, and no link leads nowhere."""
 
-import ast
 import pkgutil
 import re
 import subprocess
@@ -95,16 +94,6 @@ def test_every_module_and_target_that_a_page_names_exists() -> None:
         gone += [f"{page.name}: {place}" for place in places if not any(REPOSITORY.glob(place.rstrip("/")))]
         gone += [f"{page.name}: make {name}" for name in re.findall(r"`make ([\w-]+)", text) if name not in targets]
     assert gone == []
-
-
-def test_the_names_that_the_script_of_one_step_imports_exist() -> None:
-    """It is run by an integration test; this one sees a name that has moved."""
-    for node in ast.parse((REPOSITORY / "docs" / "one_step.py").read_text()).body:
-        if isinstance(node, ast.ImportFrom) and node.module:
-            file = REPOSITORY / f"{node.module.replace('.', '/')}.py"
-            for name in node.names if file.exists() else ():
-                pattern = rf"^(class|def|async def) {name.name}\b|^(.*, )?{name.name}(,.*)?(:.*)? = "
-                assert re.search(pattern, file.read_text(), re.MULTILINE), f"{node.module}.{name.name}"
 
 
 def test_every_flag_of_a_command_that_a_page_shows_exists(

@@ -97,20 +97,6 @@ def test_log_probs_are_those_of_the_policy_that_the_staleness_names(
         assert (logprobs - other).abs().max() > 1e-2
 
 
-def test_a_completion_ends_with_its_end_token_or_is_cut(
-    setup: Callable[..., RunComponents], blobs: list[bytes]
-) -> None:
-    both = set()
-    for groups in run(setup(), blobs):
-        for group in groups:
-            for (ids, _), truncated in zip(completions(group), group.truncated, strict=True):
-                assert 1 not in ids[:-1]
-                assert (ids[-1] == 1) == (not truncated)
-                assert len(ids) == 5 or not truncated
-                both.add(bool(truncated))
-    assert both == {False, True}
-
-
 def test_prompts_and_noise_depend_on_the_seed_alone(setup: Callable[..., RunComponents], blobs: list[bytes]) -> None:
     def prompts(batches: list[list[RolloutGroup]]) -> list[list[str]]:
         return [[group.group_id for group in batch] for batch in batches]
@@ -121,16 +107,6 @@ def test_prompts_and_noise_depend_on_the_seed_alone(setup: Callable[..., RunComp
     assert prompts(run(setup(seed=2, **rewards_of_nothing), blobs)) != prompts(stale)
     assert stale[0][0].completion_ids.tolist() == fresh[0][0].completion_ids.tolist()
     assert stale[-1][0].completion_ids.tolist() != fresh[-1][0].completion_ids.tolist()
-
-
-def test_groups_without_signal_fill_the_batch(setup: Callable[..., RunComponents], blobs: list[bytes]) -> None:
-    one = setup(reward="nothing")
-    policies = Policies(1, STEPS, lambda blob: 0.0)
-    policies.publish(0, 0, snapshot(blobs[0]))
-    feed = LockstepFeed(one, Sampler(one), policies, 0, ROUNDS)
-    batch = next(iter(feed))
-    assert (len(batch.groups), feed.num_fillers) == (3, 3)
-    assert [arrival.outcome for arrival in batch.arrivals] == ["no_signal"] * 3 * ROUNDS
 
 
 def test_greedy_accuracy_counts_exact_answers(setup: Callable[..., RunComponents], blobs: list[bytes]) -> None:

@@ -11,23 +11,11 @@ from benchmarks.overlap_report import (
     Step,
     arm,
     balanced_layers,
-    busy_s,
     is_equal_reward,
-    length_statistics,
-    merged,
     ratio,
-    table,
 )
 from benchmarks.overlap_rewards import fitting_share
 from benchmarks.suite import benchmarks, run, summary
-
-
-def test_intervals_that_touch_or_overlap_become_one() -> None:
-    assert merged([(5, 6), (0, 2), (1, 3), (3, 4), (0.5, 1)]) == [(0, 4), (5, 6)]
-
-
-def test_only_what_lies_within_the_window_counts_as_busy() -> None:
-    assert busy_s([(0, 2), (1, 3), (5, 9)], begin=2, end=6) == 1 + 1
 
 
 @pytest.mark.parametrize(("generation_s", "layers"), [(9.0, 6), (9.9, 6), (6.1, 4), (6.0, 3), (0.1, 1)])
@@ -64,25 +52,6 @@ def test_rewards_are_equal_within_two_standard_errors() -> None:
     one = {"reward_mean": 0.80, "reward_spread": 0.03}  # with 0.04: 2 * 0.05 / sqrt(8) = 0.0354
     assert is_equal_reward(one, {"reward_mean": 0.835, "reward_spread": 0.04})
     assert not is_equal_reward(one, {"reward_mean": 0.836, "reward_spread": 0.04})
-
-
-def test_log_normal_lengths_have_logarithms_without_skew() -> None:
-    found = length_statistics([4, 16, 64])
-    assert found["median"] == 16
-    assert found["sigma"] == pytest.approx(1.3863, abs=1e-4)
-    assert found["skewness"] == pytest.approx(0)
-
-
-def test_the_table_has_every_arm_and_says_whether_rewards_are_equal() -> None:
-    steps = [Step(2.0 * i, 0.5 + 0.01 * (i % 2), 0.1, 1.8) for i in range(10)]
-    pair = arm(steps, 2, [(0, 17)]) | {"held_out": 0.9}
-    trl = arm([Step(6.0 * i, 0.9 + 0.01 * (i % 2)) for i in range(10)], 2, None) | {"held_out": 0.95}
-    arms = {"pair": pair, "lockstep": pair, "trl": trl}
-    ratios = {name: ratio(arms[name], pair) for name in ("lockstep", "trl")}
-    text = table({"arms": arms, "ratios": ratios, "lora_layers": 3, "staleness": 1, "lengths": {"median": 16.0}})
-    assert "| (c) TRL's GRPOTrainer, both cores | 6.00 | 6.00 to 6.00 | | | | |" in text.replace("|  |", "| |")
-    assert "lockstep / pair: 1.00 (quartiles 1.00 to 1.00; asked for: 1.7), rewards equal" in text
-    assert "trl / pair: 3.00 (quartiles 3.00 to 3.00; asked for: 1.5), rewards NOT equal" in text
 
 
 def test_the_reward_is_the_share_of_letters_that_the_prompt_names() -> None:

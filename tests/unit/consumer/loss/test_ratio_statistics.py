@@ -9,7 +9,7 @@ import torch
 
 from consumer.loss import ratio_statistics as module
 from consumer.loss.importance import PRESETS, importance_factors
-from consumer.loss.ratio_statistics import chi_square, effective_sample_share, ratio_statistics, ratio_values
+from consumer.loss.ratio_statistics import ratio_statistics, ratio_values
 
 NAN = math.nan
 LOG2, LOG4 = math.log(2), math.log(4)
@@ -134,9 +134,3 @@ def test_quantiles_look_at_no_more_than_so_many_values(monkeypatch: pytest.Monke
     assert max(sizes) <= 64
     assert result["p50"] == pytest.approx(1.0, abs=0.05)
     assert result["max"] == pytest.approx(math.e), "only the quantiles are of a sample"
-
-
-def test_effective_sample_and_chi_square_are_two_views_of_one_thing() -> None:
-    """With a mean of 1: share = 1 / (1 + χ²)."""
-    ratio = torch.tensor([0.5, 1.5, 1.0, 0.2, 1.8], dtype=torch.float64)
-    assert effective_sample_share(ratio).item() == pytest.approx(1 / (1 + chi_square(ratio).item()))

@@ -82,16 +82,6 @@ def test_groups_that_were_replayed_are_replayed_again(journal: Journal, recorded
     assert counts == {"trained": 3, "replayed": 1} == {name: replay.totals[name] for name in counts}
 
 
-def test_a_partial_batch_stays_partial(journal: Journal, recorded: RecordedRun) -> None:
-    journal.note_facts(FACTS)
-    replay = live_buffer(journal, max_staleness=9, partial=True)
-    made = [fill(replay, 1), fill(replay, 2)]
-    for step in (1, 2):
-        assert replay.next_batch(0.0, partial=True) is not None
-        journal.end_step(step)
-    assert [groups for *_, groups in batches(recorded)] == [[made[0][0], made[1][0]], [made[1][1]]]
-
-
 def test_a_start_behind_the_last_batch_has_nothing_to_train(journal: Journal, recorded: RecordedRun) -> None:
     record(journal, 3)
     with pytest.raises(JournalError, match=r"the groups of step 4 are not in the journal \(any more\)"):
@@ -188,11 +178,6 @@ def test_the_journal_of_a_newer_release_is_refused(tmp_path: Path, journal: Jour
     assert str(caught.value) == (
         f"{journal.path} has groups of protocol schema 3, this release reads up to 2; use its release"
     )
-
-
-def test_a_folder_without_a_journal_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(JournalError, match=r"nowhere/journal\.sqlite: no such file"):
-        RecordedRun(tmp_path / "nowhere")
 
 
 def feed(recorded: RecordedRun, counts: Counter[str], *, first_step: int = 0, checks: int = 99) -> RecordedFeed:
