@@ -37,6 +37,15 @@ def test_a_greeting_that_nobody_answers_is_repeated(setup):
     setup.trainer.wait_for_message(Hello, 2)
 
 
+def test_a_heartbeat_is_sent_once_per_interval(setup, monkeypatch):
+    sent, sender = [], setup.link._sender
+    monkeypatch.setattr(setup.client, "send", sent.append)
+    sender.start_over(1.0)
+    for now in (5.0, 5.5, 5.99, 6.0, 6.5):
+        sender.send_due(now)
+    assert [type(message) for message in sent] == [Heartbeat] * 2
+
+
 def test_a_lease_is_worked_on_once_and_its_refusal_is_told_once(setup):
     setup.start()
     setup.take_leases(1)
@@ -141,7 +150,7 @@ def test_a_group_that_no_frame_holds_is_refused_instead(setup):
     assert setup.link.delivery().unacked_bytes == 0
 
 
-def test_leases_that_the_trainer_does_not_know_are_dropped(setup):
+def test_leases_that_the_trainer_does_not_know_are_dropped(setup, caplog):
     setup.trainer.acknowledges = False
     setup.start()
     setup.take_leases(1, 2)
@@ -151,6 +160,7 @@ def test_leases_that_the_trainer_does_not_know_are_dropped(setup):
     setup.trainer.send(Nack("lease-2", "unknown_lease"))
     setup.wait_for(lambda: setup.events.of("abandoned") == ["lease-2"])
     setup.wait_for(lambda: setup.trainer.all(Heartbeat)[-1].held == [])
+    assert "the trainer refused a group: 3 rewards for 4 completions" in caplog.text
 
 
 def test_a_refusal_ends_the_link_with_every_problem(setup):
@@ -188,7 +198,7 @@ def test_finished_ends_the_link_without_an_error(setup):
     setup.start()
     setup.trainer.send(Bye("finished"))
     setup.wait_for(lambda: setup.events.of("ended"))
-    assert setup.events.of("ended") == [None]
+    assert (setup.events.of("ended"), setup.server.clients) == ([None], {})
     setup.finish(1)  # a task that ends later disturbs nothing
 
 

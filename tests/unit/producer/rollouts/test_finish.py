@@ -95,15 +95,19 @@ def test_a_failed_episode_has_no_reward(caplog):
 
 
 @pytest.mark.parametrize(
-    ("own", "failures", "num_failed"), [([[1], [1]], ("it hangs", "too"), 2), ([[np.nan], [1]], ("", "it hangs"), 1)]
+    ("columns", "own", "failures", "num_failed"),
+    [
+        (("computed", "environment"), [[1], [1]], ("it hangs", "too"), 2),
+        (("environment",), [[np.nan], [1]], ("", "it hangs"), 1),
+    ],
 )
-def test_a_group_without_an_episode_that_can_be_scored_is_refused(own, failures, num_failed):
-    setup = Setup(("environment",), ("environment",))
+def test_a_group_without_an_episode_that_can_be_scored_is_refused(columns, own, failures, num_failed):
+    setup = Setup(columns, ("environment",))
     with pytest.raises(LeaseFailure, match="no episode could be scored: it hangs") as failed:
         setup.group(own, *failures)
     assert failed.value.reason == "environment_failed"
     assert (setup.counters.failed_episodes, setup.counters.groups) == (num_failed, 0)
-    assert setup.counters.tokens == 2, "they were sampled all the same"
+    assert (setup.counters.tokens, setup.rewards.calls) == (2, 0), "they were sampled all the same"
 
 
 def test_missing_rewards_without_a_failed_episode_are_the_trainers_to_judge():

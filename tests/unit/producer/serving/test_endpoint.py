@@ -146,6 +146,7 @@ async def test_an_answer_names_its_version_and_where_it_listens_is_in_a_file(tmp
         assert b"policy@v12" in await it.send(
             b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
         )
+        assert (await it.post(CHAT | {"n": 5}))[0] == 400, "clients have a quarter of the engine's 16 places"
         assert it.value("requests_total", outcome="completed") == 3
         assert it.value("tokens_total", kind="completion") == 2
         assert it.value("tokens_total", kind="prompt") == 4
