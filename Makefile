@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 SEED ?= 1
 MINUTES ?= 10
 HOURS ?= 1
+RANKS ?= 1
 PREFIX ?= /opt/slipstream
 DESTDIR ?=
 BACKEND := $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)
@@ -65,8 +66,8 @@ docs: $(STAMP) ## regenerate docs/configuration.md, docs/metrics.md, the picture
 	$(BIN)/python docs/generate_status_picture.py
 	$(BIN)/python -m deploy.grafana.generate
 
-chaos: $(STAMP) ## kill real daemons some 200 times and check that nothing is lost or trained twice (SEED=1)
-	$(BIN)/python -m tests.chaos --kills 200 --seed $(SEED) --out runs/chaos/summary.json
+chaos: $(STAMP) ## kill real daemons some 200 times and check that nothing is lost or trained twice (SEED=1, RANKS=1)
+	$(BIN)/python -m tests.chaos --kills 200 --seed $(SEED) --ranks $(RANKS) --out runs/chaos/summary.json
 
 soak: $(STAMP) ## both daemons under a mixed load, and what of theirs grows (HOURS=1, SEED=1)
 	$(BIN)/python -m tests.soak --hours $(HOURS) --seed $(SEED) --out runs/soak/summary.json

@@ -58,7 +58,14 @@ def team(config: RunConfig, placement: Placement, on_lost: Callable[[RankLostErr
         _HOST, listener.getsockname()[1], placement.world, is_master=True, timeout=wait, wait_for_workers=False,
         master_listen_fd=listener.detach(),
     )  # fmt: skip
-    processes = {rank: _start(config, placement, rank, store.port) for rank in range(1, placement.world)}
+    described, on_gpu = msgspec.Raw(config.model_dump_json().encode()), bool(placement.gpus)
+    processes = {
+        rank: start(
+            Member(described, rank, placement.world, _HOST, store.port, on_gpu, os.getpid()),
+            placement.environment(rank),
+        )
+        for rank in range(1, placement.world)
+    }
 
     def kill(_: object = None) -> None:
         for process in processes.values():
@@ -80,14 +87,9 @@ def team(config: RunConfig, placement: Placement, on_lost: Callable[[RankLostErr
             process.wait()
 
 
-def _start(config: RunConfig, placement: Placement, rank: int, port: int) -> "subprocess.Popen[bytes]":
-    described = msgspec.Raw(config.model_dump_json().encode())
-    member = Member(described, rank, placement.world, _HOST, port, bool(placement.gpus), os.getpid())
-    process = subprocess.Popen(
-        [sys.executable, "-m", "consumer.follower"],
-        stdin=subprocess.PIPE,
-        env=os.environ | placement.environment(rank),
-    )
+def start(member: Member, environment: dict[str, str]) -> "subprocess.Popen[bytes]":
+    command = [sys.executable, "-m", "consumer.follower"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, env=os.environ | environment)
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError), process.stdin as stream:
         stream.write(msgspec.json.encode(member))

@@ -29,6 +29,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=200, help="processes to kill, at least (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="of the run and of what happens to it")
     parser.add_argument("--producers", type=int, default=3)
+    parser.add_argument("--ranks", type=int, default=1, help="of the trainer; they are killed and stopped, too")
     parser.add_argument("--iterations", type=int, default=1, help="optimizer steps over every batch")
     parser.add_argument("--staleness", type=int, default=2, help="pipeline.max_staleness (default: %(default)s)")
     parser.add_argument("--sync-interval", type=int, default=1, help="pipeline.sync_interval")
@@ -51,6 +52,7 @@ def main() -> int:
             kills=arguments.kills,
             seed=arguments.seed,
             num_producers=arguments.producers,
+            ranks=arguments.ranks,
             shape=Shape(
                 arguments.staleness,
                 arguments.sync_interval,
@@ -86,6 +88,7 @@ def run(
     kills: int,
     seed: int,
     num_producers: int = 3,
+    ranks: int = 1,
     shape: Shape = DEFAULT,
     control: str | None = None,
     trainer_fates: tuple[Fate, ...] = (),
@@ -99,6 +102,7 @@ def run(
         kills=kills,
         seed=seed,
         num_producers=num_producers,
+        ranks=ranks,
         control=control,
         retention=not shape.keep_all,
         trainer_fates=trainer_fates + CONTROL_FATES.get(control or "", ()),
@@ -108,7 +112,7 @@ def run(
     wall_s = time.monotonic() - started
     say(f"{tally.kills} kills in {wall_s:.0f} s; training the run again from its journal")
     trained_again = shape.keep_all and control is None
-    return summarize(folder, config, tally, seed=seed, wall_s=wall_s, trained_again=trained_again)
+    return summarize(folder, config, tally, seed=seed, wall_s=wall_s, trained_again=trained_again, ranks=ranks)
 
 
 if __name__ == "__main__":

@@ -52,6 +52,10 @@ FINISH = (
     "summary.renamed",
 )
 """Reached once, at the end of the run."""
+RANKS = ("plan.begin", "plan.shared", "sum.begin", "sum.done")
+"""Of a trainer of several ranks, in rank 0: around the plan of a step, and around the sum of gradients."""
+AT_RANK = (*RANKS, "claim.committed", "step.begin", "step.loss", "end_step.begin", "publish.begin", *CHECKPOINT)
+"""Where rank 0 has another rank die or stop."""
 EVALUATION = ("evaluation.awaited", "evaluation.begin", "evaluation.recorded")
 """Of the last version, between adapter and farewell."""
 PRODUCER = (
@@ -77,9 +81,13 @@ _TIME_TO_LEAVE_S = 0.03  # for a message that ZeroMQ's own thread has yet to wri
 
 
 class Aim:
-    """At the `count`-th time that `point` is reached, the process sends itself `number`. `point` may be empty."""
+    """At the `count`-th time that `point` is reached, the process sends `number` to `victim`, by default to itself. `point` may
+    be empty."""
 
-    def __init__(self, point: str = "", count: int = 1, number: int = signal.SIGKILL) -> None:
+    def __init__(
+        self, point: str = "", count: int = 1, number: int = signal.SIGKILL, *, victim: int | None = None
+    ) -> None:
+        self._victim = os.getpid() if victim is None else victim
         self._point = point
         self._left = count
         self._number = number
@@ -92,7 +100,8 @@ class Aim:
             self._left -= 1
             due = self._left == 0
         if due:
-            os.kill(os.getpid(), self._number)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._victim, self._number)
 
     def reach_when_sent(self, point: str) -> None:
         """The same, once a message that was just queued has left."""

@@ -24,6 +24,7 @@ _SAY_EVERY_S = 5.0
 _LAST_STEPS = 8  # after the last kill
 _END_S = 60.0
 _FAREWELL_S = 15.0
+_RANK_LOST_S = 12.0  # from a rank's stop to the end of the trainer
 
 
 class Campaign:
@@ -34,6 +35,7 @@ class Campaign:
         kills: int,
         seed: int,
         num_producers: int = 3,
+        ranks: int = 1,
         control: str | None = None,
         retention: bool = False,
         trainer_fates: tuple[Fate, ...] = (),
@@ -45,7 +47,8 @@ class Campaign:
         self._first_trainer_fates = list(trainer_fates)
         self._say = say
         self.tally = Tally()
-        self._slots = [Slot("trainer", "trainer", FateDeck("trainer", seed, retention=retention))]
+        self._slots = [Slot("trainer", "trainer", FateDeck("trainer", seed, retention=retention, ranks=ranks))]
+        self._ranks = ["--ranks", str(ranks)] if ranks > 1 else []
         for index in range(num_producers):
             self._slots.append(Slot("producer", f"producer-{index}", FateDeck("producer", 1000 * seed + index)))
         self._zygotes: dict[Role, Zygote] = {}
@@ -154,7 +157,7 @@ class Campaign:
         assert daemon is not None
         status = daemon.poll()
         if status is not None:
-            if status == -signal.SIGKILL:
+            if status == -signal.SIGKILL or (status == ExitCode.RANK_LOST and fate.at_rank):
                 self._count_kill(slot)
                 slot.daemon = None
             elif not (status == 0 and may_end):
@@ -162,13 +165,15 @@ class Campaign:
             return
         if self._resume_if_due(slot, now) or slot.stopped_until:
             return
-        if fate.kind == "aimed stop" and daemon.is_stopped:
+        if fate.kind == "aimed stop" and not fate.at_rank and daemon.is_stopped:
             self._note_stop(slot, now)
             self.tally.stops_by_point[fate.point] += 1
         elif armed and now - slot.fate_from > fate.after_s:
             if fate.kind == "stop":
                 daemon.send(signal.SIGSTOP)
                 self._note_stop(slot, now)
+            elif fate.at_rank and is_training(daemon) and now - slot.fate_from < fate.after_s + _RANK_LOST_S:
+                return  # it may have lost the rank already
             elif fate.kind == "power cut":
                 for other in self._slots:
                     self._kill(other, "power cut")
@@ -215,7 +220,10 @@ class Campaign:
 
     def _count_kill(self, slot: Slot) -> None:
         self.tally.kills += 1
-        if slot.killed:
+        if slot.daemon is not None and slot.daemon.poll() == ExitCode.RANK_LOST:
+            self.tally.by_kind[f"rank: {slot.fate.kind}"] += 1
+            self.tally.by_point[f"{slot.fate.point} (rank)"] += 1
+        elif slot.killed:
             self.tally.by_kind[f"{slot.role}: {slot.killed}"] += 1
         elif slot.fate.kind == "aimed kill":
             self.tally.by_kind[f"{slot.role}: aimed kill"] += 1
@@ -230,7 +238,7 @@ class Campaign:
         options: dict[str, Any] = {}
         if slot.role == "trainer":
             evidence = self._folder / f"trainer-{slot.starts:04}.jsonl"
-            arguments += ["--resume"]
+            arguments += ["--resume", *self._ranks]
             if self._goal is not None:
                 arguments += ["--set", f"trainer.max_steps={self._goal}"]
             if self._first_trainer_fates:
@@ -239,7 +247,7 @@ class Campaign:
                 options["control"] = self._control
         log = self._folder / "logs" / f"{slot.name}-{slot.starts:04}.log"
         slot.daemon = self._zygotes[slot.role].start(
-            arguments, log=log, evidence=evidence, aim=slot.fate.aim, **options
+            arguments, log=log, evidence=evidence, aim=slot.fate.aim, at_rank=slot.fate.at_rank, **options
         )
         slot.starts += 1
         slot.killed, slot.stopped_until, slot.fate_from = "", 0.0, time.monotonic()

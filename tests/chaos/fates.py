@@ -22,7 +22,7 @@ class Fate:
     Attributes:
         point: where an aimed one happens; one that is never reached becomes a kill after `after_s`.
         after_s: since the start of the process, or since the end of the last stop.
-        stop_s: how long it stands still.
+        stop_s: how long it stands still; a rank never goes on.
     """
 
     kind: Kind
@@ -30,6 +30,7 @@ class Fate:
     point: str = ""
     count: int = 1
     stop_s: float = 0.0
+    at_rank: bool = False  # the last of several ranks, when rank 0 reaches the point
 
     @property
     def aim(self) -> tuple[str, int, int] | tuple[()]:
@@ -56,13 +57,17 @@ class FateDeck:
         stop_limit_s: a stop lasts no longer; above the heartbeat timeout, so that the other side notices some.
     """
 
-    def __init__(self, role: Role, seed: int, *, retention: bool = False, stop_limit_s: float = 2.0) -> None:
+    def __init__(
+        self, role: Role, seed: int, *, retention: bool = False, ranks: int = 1, stop_limit_s: float = 2.0
+    ) -> None:
         self._random = random.Random(f"{role} {seed}")
         self._patience_s = _PATIENCE_S[role]
         self._most, self._latest_s = _LATEST[role]
         points = (*aims.START, *aims.TRAINER, *aims.CHECKPOINT) if role == "trainer" else aims.PRODUCER
-        self._points = (*points, *aims.RETENTION) if retention else points
-        self._decks: dict[Kind, list[str]] = {"aimed kill": [], "aimed stop": []}
+        points = (*points, *aims.RETENTION) if retention else points
+        self._points = (*points, *aims.RANKS) if ranks > 1 else points
+        self._share_at_rank = 0.4 if ranks > 1 else 0.0
+        self._decks: dict[str, list[str]] = {}
         self._again: Fate | None = None
         self._stop_limit_s = stop_limit_s
         weights = {"aimed kill": 60, "kill": 16, "aimed stop": 10, "stop": 10, "power cut": 4}
@@ -76,7 +81,11 @@ class FateDeck:
             return fate
         (kind,) = self._random.choices(self._kinds, self._weights)
         if kind in ("aimed kill", "aimed stop"):
-            point = self._next_point(kind)
+            if self._share_at_rank and self._random.random() < self._share_at_rank:
+                point = self._next_point(f"{kind} of a rank", aims.AT_RANK)
+                count = self._random.randint(1, 2 if point in aims.CHECKPOINT else self._most)
+                return Fate(kind, self._patience_s, point, count, at_rank=True)
+            point = self._next_point(kind, self._points)
             most = 1 if point in _ONCE else 2 if point in aims.CHECKPOINT else self._most
             count = self._random.randint(1, _OFTEN.get(point, most))
             if kind == "aimed kill" and point in _IN_A_STEP and self._random.random() < _SHARE_TWICE:
@@ -88,10 +97,10 @@ class FateDeck:
         """For a process that goes on."""
         return Fate("kill", self._random.uniform(0.05, 3.0))
 
-    def _next_point(self, kind: Kind) -> str:
-        deck = self._decks[kind]
+    def _next_point(self, kind: str, points: tuple[str, ...]) -> str:
+        deck = self._decks.setdefault(kind, [])
         if not deck:
-            deck.extend(self._points)
+            deck.extend(points)
             self._random.shuffle(deck)
         return deck.pop()
 

@@ -38,6 +38,24 @@ def test_nothing_is_lost_or_trained_twice(tmp_path: Path, short_dir: Path) -> No
     assert summary["policies_compared"] == summary["steps"] >= 8
 
 
+AT_A_RANK = (
+    Fate("aimed kill", 10.0, "plan.shared", 3, at_rank=True),
+    Fate("aimed kill", 10.0, "sum.done", 2, at_rank=True),
+    Fate("aimed kill", 10.0, "checkpoint.synced", 1, at_rank=True),
+    Fate("aimed stop", 10.0, "step.loss", 3, at_rank=True),
+    Fate("aimed kill", 10.0, "sum.begin", 2),
+)
+
+
+def test_ranks_that_are_killed_and_stopped_cost_nothing(tmp_path: Path, short_dir: Path) -> None:
+    summary = run(tmp_path, short_dir, kills=5, seed=7, num_producers=2, ranks=2, trainer_fates=AT_A_RANK)
+    assert summary["problems"] == []
+    assert summary["ok"]
+    assert summary["kills_by_point"].keys() >= {"plan.shared (rank)", "sum.done (rank)"}
+    assert summary["quarantined"] == 0, "a lost rank is not the fault of the batch"
+    assert summary["replayed_bit_for_bit"]
+
+
 @pytest.mark.parametrize(("control", "found"), [("ack-before-commit", "lost"), ("train-twice", "trained_twice")])
 def test_a_defect_is_found(tmp_path: Path, short_dir: Path, control: str, found: str) -> None:
     summary = run(tmp_path, short_dir, kills=5, seed=3, num_producers=2, control=control)

@@ -7,6 +7,7 @@ is on the disk before the step's checkpoint can be. Also run as `python -m tests
 import dataclasses
 import hashlib
 import importlib
+import os
 import shutil
 import sys
 from collections.abc import Iterator
@@ -17,9 +18,11 @@ from tests.chaos import controls
 from tests.chaos.aims import Aim, TransactionPoints
 from tests.chaos.collect import COLUMNS, REPLAY_COLUMNS, rows_of
 from tests.chaos.evidence import EvidenceLog, digest_of_group
+from tests.chaos.forked_ranks import forked_ranks
 
 _USED = (
     "consumer.daemon",
+    "consumer.follower",
     "transformers.models.qwen2.modeling_qwen2",
     "transformers.models.qwen2.tokenization_qwen2",
     "trl.trainer.grpo_trainer",
@@ -36,7 +39,9 @@ def preload() -> None:
 
 def main(request: dict[str, Any]) -> int:
     log = EvidenceLog(Path(request["evidence"]))
-    aim = Aim(*request.get("aim", ()))
+    others = forked_ranks(request["argv"])
+    victim = others[-1].pid if request.get("at_rank") else os.getpid()
+    aim = Aim(*request.get("aim", ()), victim=victim)
     _write_evidence(log)
     set_points(aim)
     control = request.get("control")
@@ -124,6 +129,7 @@ def set_points(aim: Aim) -> None:
     from consumer.evaluation.control import EvaluationControl
     from consumer.evaluation.results import EvaluationResults
     from consumer.intake.intake import Intake
+    from consumer.ranks.exchange import ProcessRanks
     from consumer.training.callbacks import RunControl
     from consumer.training.trainer import SlipstreamTrainer
     from protocol.files import staged
@@ -161,6 +167,8 @@ def set_points(aim: Aim) -> None:
     aim.around(RunControl, "on_step_begin", "step.begin", None)
     aim.around(SlipstreamTrainer, "_part_of_loss", None, "step.loss")
     aim.around(SlipstreamTrainer, "__init__", None, "model.loaded")
+    aim.around(ProcessRanks, "share", "plan.begin", "plan.shared")
+    aim.around(ProcessRanks, "add", "sum.begin", "sum.done")
     aim.around(checkpoints, "commit", "checkpoint.begin", "checkpoint.done")
     aim.around(checkpoints, "prune", "checkpoint.pruning", "checkpoint.pruned")
 

@@ -36,13 +36,14 @@ class Retrained(NamedTuple):
     problems: list[Problem]
 
 
-def retrain(folder: Path, final_step: int, sync_interval: int) -> Retrained:
+def retrain(folder: Path, final_step: int, sync_interval: int, ranks: int) -> Retrained:
     """`rl-trainer --from-journal`, in a process of its own."""
     started = time.monotonic()
     evidence, target = folder / "retrained.jsonl", folder / "retrained"
     arguments = [
         "--gpu", "cpu", "--config", str(folder / "run.yaml"), "--from-journal", str(folder / "run"),
         "--set", f"run_dir={target}", "--set", f"trainer.max_steps={final_step}", "--set", "trainer.save_total_limit=1000000",
+        "--ranks", str(ranks),
     ]  # fmt: skip
     with (folder / "logs" / "retrained.log").open("ab") as log:
         done = subprocess.run(
@@ -78,13 +79,13 @@ def retrain(folder: Path, final_step: int, sync_interval: int) -> Retrained:
 
 
 def summarize(
-    folder: Path, config: dict[str, Any], tally: Tally, *, seed: int, wall_s: float, trained_again: bool
+    folder: Path, config: dict[str, Any], tally: Tally, *, seed: int, wall_s: float, trained_again: bool, ranks: int = 1
 ) -> dict[str, Any]:
     """Everything that `summary.json` says. `ok` is its verdict, `problems` the evidence."""
     evidence = collect.collect(folder, config)
     verdict = check(evidence)
     problems = list(verdict.problems)
-    retrained = retrain(folder, evidence.final_step, evidence.rules.sync_interval) if trained_again else None
+    retrained = retrain(folder, evidence.final_step, evidence.rules.sync_interval, ranks) if trained_again else None
     if retrained is not None:
         problems += retrained.problems
     lines = [line["step"] for line in rotated_lines.read(folder / "run" / "steps.jsonl")]

@@ -1,0 +1,64 @@
+"""The other ranks of a trainer, forked before it has threads, so that they need not import its libraries anew.
+
+Guarantee: each runs the real `consumer.follower`, as soon as the trainer would have started it, and ends with the trainer.
+"""
+
+import os
+import signal
+import sys
+
+import msgspec
+
+from consumer.ranks import team
+
+
+class ForkedRank:
+    """What `consumer.ranks.team` needs of a `subprocess.Popen`."""
+
+    def __init__(self) -> None:
+        read, self._write = os.pipe()
+        self._status: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.close(self._write)
+            os.dup2(read, 0)
+            sys.stdin = os.fdopen(0)
+            from consumer import follower
+
+            follower.main()
+            os._exit(0)
+        os.close(read)
+
+    def begin(self, member: team.Member) -> None:
+        with os.fdopen(self._write, "wb") as stream:
+            stream.write(msgspec.json.encode(member))
+
+    def poll(self) -> int | None:
+        return self._wait(os.WNOHANG)
+
+    def wait(self) -> int | None:
+        return self._wait(0)
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+    def _wait(self, options: int) -> int | None:
+        if self._status is None:
+            pid, status = os.waitpid(self.pid, options)
+            if pid:
+                self._status = os.waitstatus_to_exitcode(status)
+        return self._status
+
+
+def forked_ranks(arguments: list[str]) -> list[ForkedRank]:
+    """As many as `--ranks` asks for, which the trainer of this process will then find."""
+    world = int(arguments[arguments.index("--ranks") + 1]) if "--ranks" in arguments else 1
+    others = [ForkedRank() for _ in range(1, world)]
+
+    def start(member: team.Member, environment: dict[str, str]) -> ForkedRank:
+        others[member.rank - 1].begin(member)
+        return others[member.rank - 1]
+
+    team.start = start
+    return others
