@@ -1,8 +1,9 @@
 """The end of a step is in the journal before anybody hears of its policy; old groups go when no checkpoint needs them."""
 
+import functools
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -93,9 +94,17 @@ class Run:
         return [step for (step,) in self.journal.query("SELECT DISTINCT step FROM groups ORDER BY step")]
 
 
+Make = Callable[..., Run]
+
+
 @pytest.fixture
-def run(tmp_path: Path, journal: FillableJournal, disk: DiskGuard, clock: Clock) -> Iterator[Run]:
-    made = Run(tmp_path / "checkpoints", journal, disk, clock)
+def make(tmp_path: Path, journal: FillableJournal, disk: DiskGuard, clock: Clock) -> Make:
+    return functools.partial(Run, tmp_path / "checkpoints", journal, disk, clock)
+
+
+@pytest.fixture
+def run(make: Make) -> Iterator[Run]:
+    made = make()
     yield made
     made.pipeline.close()
 
@@ -160,10 +169,8 @@ def test_groups_go_when_the_oldest_kept_checkpoint_does_not_need_them(run: Run) 
     assert run.steps_in_journal() == []
 
 
-def test_groups_that_may_be_replayed_stay_until_no_kept_checkpoint_has_them(
-    tmp_path: Path, journal: FillableJournal, disk: DiskGuard, clock: Clock
-) -> None:
-    run = Run(tmp_path / "checkpoints", journal, disk, clock, replay_table(max_size=2))
+def test_groups_that_may_be_replayed_stay_until_no_kept_checkpoint_has_them(make: Make) -> None:
+    run = make(replay_table(max_size=2))
     run.step(1)
     run.checkpoint(1)  # whose table has the groups of step 1; afterwards those of later steps displace them
     for number in (2, 3):
@@ -197,8 +204,8 @@ def test_without_a_checkpoint_nothing_goes(run: Run) -> None:
     assert run.steps_in_journal() == [1]
 
 
-def test_with_keep_all_nothing_goes(tmp_path: Path, journal: FillableJournal, disk: DiskGuard, clock: Clock) -> None:
-    run = Run(tmp_path / "checkpoints", journal, disk, clock, keep_all=True)
+def test_with_keep_all_nothing_goes(make: Make) -> None:
+    run = make(keep_all=True)
     run.step(1)
     run.checkpoint(1)
     run.pipeline.checkpointed(run.folder)
@@ -206,9 +213,9 @@ def test_with_keep_all_nothing_goes(tmp_path: Path, journal: FillableJournal, di
 
 
 def test_what_may_be_kept_for_inspection_is_deleted_when_the_disk_has_no_room(
-    tmp_path: Path, journal: FillableJournal, disk: DiskGuard, clock: Clock, usage: SimpleNamespace
+    make: Make, disk: DiskGuard, usage: SimpleNamespace
 ) -> None:
-    run = Run(tmp_path / "checkpoints", journal, disk, clock, keep_bytes=10**6)
+    run = make(keep_bytes=10**6)
     run.step(1)
     run.checkpoint(1)
     run.pipeline.checkpointed(run.folder)
