@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from consumer.batches.advantages import advantages, centred, combined_rewards
+from consumer.batches.advantages import advantages, centred
 from consumer.training.import_guard import without_vllm
 from consumer.training.trl_loss import GRPOTrainer
 from replay.rewards import EPSILON, RewardRecipe
@@ -41,30 +41,6 @@ def test_one_group_is_centred_and_divided_by_its_sample_deviation() -> None:
     # mean 0.5; deviations -0.5, 0.5, -0.5, 0.5; variance 4 * 0.25 / 3 = 1/3
     scale = math.sqrt(1 / 3) + EPSILON
     close(advantages(column(0, 1, 0, 1), ONE, 4), [-0.5 / scale, 0.5 / scale, -0.5 / scale, 0.5 / scale])
-
-
-def test_the_deviation_of_the_batch() -> None:
-    # all of (1, 3, 10, 20): mean 8.5, squares 56.25 + 30.25 + 2.25 + 132.25 = 221, / 3
-    scale = math.sqrt(221 / 3) + EPSILON
-    close(advantages(column(1, 3, 10, 20), ONE, 2, scale_rewards="batch"), [x / scale for x in (-1, 1, -5, 5)])
-
-
-def test_functions_are_weighted_and_summed_first() -> None:
-    rewards = torch.tensor([[1.0, 10.0], [0.0, 30.0]])
-    weights = torch.tensor([2.0, 0.1])
-    close(combined_rewards(rewards, weights), [3.0, 3.0])
-    close(advantages(rewards, weights, 2), [0.0, 0.0])
-
-
-def test_functions_are_normalized_first() -> None:
-    # Each function gives -s, s or s, -s with s = x / (x sqrt(2) + eps); the weights 3 and 1 leave -2s, 2s, and over the
-    # batch of two the deviation of that is 2s sqrt(2).
-    rewards = torch.tensor([[1.0, 100.0], [3.0, 50.0]])
-    weights = torch.tensor([3.0, 1.0])
-    first, second = 1 / (math.sqrt(2) + EPSILON), 25 / (25 * math.sqrt(2) + EPSILON)
-    value = 3 * first - second
-    expected = value / (value * math.sqrt(2) + EPSILON)
-    close(advantages(rewards, weights, 2, aggregation="normalize_then_sum"), [-expected, expected])
 
 
 def test_a_missing_reward_is_left_out_and_a_completion_without_any_has_advantage_zero() -> None:
