@@ -16,13 +16,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 CPUS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=COMPATIBLE MKL_CBWR=AUTO
 OLD_CPU := ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE
 
-# Tests that import torch. The others run beside them, in processes that do not: to import it takes longer than to run most.
-WITH_TORCH := tests/contract $(addprefix tests/unit/,benchmarks tools/export tools/sft producer/engine \
-  $(addprefix consumer/,assembly batches checkpoints loss prompts publishing ranks training test_remote_code.py) \
-  consumer/reporting/test_sampled_rollouts.py producer/rewards/test_thinking.py \
-  $(addprefix producer/rollouts/,test_chat.py test_episodes.py test_prompts.py))
-
-.PHONY: help demo test unit unit-with-torch unit-without-torch portable check docs chaos soak fuzz bench bench-overlap bench-journal bench-offpolicy bench-sparse bench-metrics bench-swap bench-swap-modes bench-transport bench-scale bench-startup bench-admission bench-in-flight bench-trainer-step bench-ranks install-systemd uninstall-systemd clean
+.PHONY: help demo test unit portable check docs chaos soak fuzz bench bench-overlap bench-journal bench-offpolicy bench-sparse bench-metrics bench-swap bench-swap-modes bench-transport bench-scale bench-startup bench-admission bench-in-flight bench-trainer-step bench-ranks install-systemd uninstall-systemd clean
 
 help: ## show this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -36,13 +30,7 @@ test: unit ## run every test
 	$(BIN)/python -m pytest -m alone tests/integration tests/chaos tests/faults tests/soak
 
 unit: $(STAMP) ## run the unit tests but for the long ones
-	$(MAKE) --jobs=2 --output-sync=target unit-with-torch unit-without-torch
-
-unit-with-torch:
-	$(BIN)/python -m pytest -m "not long" $(WITH_TORCH)
-
-unit-without-torch:
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not long" tests/unit $(WITH_TORCH:%=--ignore=%)
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not long" tests/unit tests/contract
 
 portable: $(STAMP) ## the unit tests that compute, as on other CPUs, with one and two threads, some ten minutes
 	@set -e; for threads in 1 2; do for cpu in $(CPUS); do \
