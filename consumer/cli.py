@@ -29,6 +29,25 @@ def main() -> None:
         type=int,
         help="processes that share every step on the CPU (default: 1); on GPUs one for each",
     )
+    arguments_parser.add_argument(
+        "--nodes",
+        metavar="N",
+        type=int,
+        default=1,
+        help="hosts that share every step, each with this command (default: 1)",
+    )
+    arguments_parser.add_argument(
+        "--node-rank",
+        metavar="K",
+        type=int,
+        default=0,
+        help="number of this host; host 0 has run_dir and sockets (default: 0)",
+    )
+    arguments_parser.add_argument(
+        "--rendezvous",
+        metavar="HOST:PORT",
+        help="where the others find host 0, on a network that nobody else can reach",
+    )
     arguments = arguments_parser.parse_args()
 
     def check_libraries(config: RunConfig) -> None:
@@ -37,9 +56,14 @@ def main() -> None:
         check_libraries(config)
 
     def run(config: RunConfig, gpus: list[int]) -> ExitCode:
-        from consumer.ranks.placement import Placement
+        from consumer.ranks.placement import Nodes, Placement
 
-        placement = Placement.of(gpus, arguments.ranks)
+        nodes = Nodes.of(arguments.nodes, arguments.node_rank, arguments.rendezvous)
+        placement = Placement.of(gpus, arguments.ranks, nodes)
+        if nodes.rank > 0:
+            from consumer.ranks.host import run_host
+
+            return run_host(config, placement)
         os.environ.update(placement.environment(0))
         from consumer.daemon import run
 

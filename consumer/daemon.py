@@ -75,10 +75,10 @@ def _train_live(components: RunComponents, watch: Watch, placement: Placement, *
         run = live_run(components, watch, opened, resume=resume)
         report, intake = run.connections.report, run.intake
         with health.starting("loading the model", config.pipeline.stall_timeout_s):
-            ranks = opened.enter_context(team(config, placement, run.lost))
-            loop = training_loop(components, run.connections, run.start, [run.heartbeat], ranks)
-            watch_ranks(watch.registry, loop.trainer.works)
             try:
+                ranks = opened.enter_context(team(config, placement, run.lost, components.stop))
+                loop = training_loop(components, run.connections, run.start, [run.heartbeat], ranks)
+                watch_ranks(watch.registry, loop.trainer.works)
                 loop.control.publish(run.start.step)
                 run.connections.pipeline.flush()
             except StopRequested:
@@ -108,7 +108,11 @@ def _train_again(components: RunComponents, watch: Watch, placement: Placement, 
     with closing(RecordedRun(source)) as recorded, ExitStack() as opened:
         start, connections, heartbeat, counts = retraining(components, recorded, watch, resume=resume)
         with health.starting("loading the model", config.pipeline.stall_timeout_s):
-            ranks = opened.enter_context(team(config, placement, lambda error: None))
+            try:
+                ranks = opened.enter_context(team(config, placement, lambda error: None, components.stop))
+            except StopRequested:
+                connections.report.close()
+                return
             loop = training_loop(components, connections, start, [heartbeat], ranks)
             watch_ranks(watch.registry, loop.trainer.works)
         health.started(f"training {source} again")

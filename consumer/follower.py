@@ -5,7 +5,6 @@ and all that it knows can be lost.
 """
 
 import contextlib
-import datetime
 import logging
 import signal
 import sys
@@ -15,7 +14,6 @@ from typing import Any
 
 import msgspec
 import torch
-import torch.distributed as dist
 import transformers
 from transformers import TrainerCallback
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
@@ -25,7 +23,8 @@ from consumer.loss.step_loss import NotFiniteStep
 from consumer.ranks.exchange import ProcessRanks, Ranks
 from consumer.ranks.plan import Begin, PlanError, Train
 from consumer.ranks.presence import SignsOfLife
-from consumer.ranks.team import FOREVER_S, Member
+from consumer.ranks.processes import Member
+from consumer.ranks.rendezvous import FOREVER_S, connect
 from consumer.training.trainer import SlipstreamTrainer
 from consumer.training.trl_arguments import build_arguments, build_lora
 from protocol.config.run import RunConfig
@@ -109,8 +108,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     config = RunConfig.model_validate_json(bytes(member.config))
     logs.configure(f"rl-trainer rank {member.rank}", config.observability.log_level, config.observability.log_format)
-    wait = datetime.timedelta(seconds=FOREVER_S)
-    store, signs = (dist.TCPStore(member.host, member.port, member.world, False, wait) for _ in range(2))
+    store, signs = (connect(member.host, member.port) for _ in range(2))
     SignsOfLife(signs, member.rank).start()
     device = torch.device("cuda" if member.on_gpu else "cpu")
     ranks = ProcessRanks(store, member.rank, member.world, device, FOREVER_S)

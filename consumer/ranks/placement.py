@@ -9,19 +9,62 @@ _LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 
 @dataclass(frozen=True)
+class Nodes:
+    """The hosts of one trainer.
+
+    Args:
+        rank: of this host; 0 has the trainer, the others only ranks.
+        host: address of host 0, at which the others find it.
+        port: 0 for any, if there is one host.
+    """
+
+    count: int = 1
+    rank: int = 0
+    host: str = "127.0.0.1"
+    port: int = 0
+
+    @classmethod
+    def of(cls, count: int, rank: int, rendezvous: str | None) -> "Nodes":
+        """
+        Args:
+            rendezvous: HOST:PORT of host 0.
+
+        Raises:
+            ConfigError: they contradict each other.
+        """
+        if count == 1 and rank == 0 and rendezvous is None:
+            return cls()
+        if not 0 <= rank < count:
+            raise ConfigError(f"--node-rank {rank}: --nodes {count} have the numbers 0 to {count - 1}")
+        host, _, port = (rendezvous or "").rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+            raise ConfigError(
+                f"--rendezvous {rendezvous}: several nodes need the same HOST:PORT on all, an address of node 0 and a free port "
+                "there, such as 10.0.0.5:5600"
+            )
+        return cls(count, rank, host.strip("[]"), int(port))
+
+
+@dataclass(frozen=True)
 class Placement:
-    """The ranks of one trainer.
+    """The ranks of one trainer on this host.
 
     Args:
         gpus: one per rank, as nvidia-smi counts; empty: the CPU.
-        world: number of ranks.
+        num_ranks: on this host.
     """
 
     gpus: tuple[int, ...]
-    world: int
+    num_ranks: int
+    nodes: Nodes = Nodes()
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the trainer is one process."""
+        return self.num_ranks == self.nodes.count == 1
 
     @classmethod
-    def of(cls, gpus: list[int], num_ranks: int | None) -> "Placement":
+    def of(cls, gpus: list[int], num_ranks: int | None, nodes: Nodes) -> "Placement":
         """
         Args:
             num_ranks: what `--ranks` says; None: one per GPU.
@@ -41,12 +84,12 @@ class Placement:
             )
         if num_ranks is not None and num_ranks < 1:
             raise ConfigError(f"--ranks {num_ranks}: give the number of processes that share a step, at least 1")
-        return cls(tuple(gpus), num_ranks or max(1, len(gpus)))
+        return cls(tuple(gpus), num_ranks or max(1, len(gpus)), nodes)
 
-    def environment(self, rank: int) -> dict[str, str]:
-        """What a process of this rank must find in its environment before it imports torch."""
+    def environment(self, index: int) -> dict[str, str]:
+        """What a process must find in its environment before it imports torch, by its number on this host."""
         if self.gpus:
-            return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": str(self.gpus[rank])}
-        if self.world == 1 or "OMP_NUM_THREADS" in os.environ:
+            return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": str(self.gpus[index])}
+        if self.num_ranks == 1 or "OMP_NUM_THREADS" in os.environ:
             return {}
-        return {"OMP_NUM_THREADS": str(max(1, ((os.cpu_count() or 2) - 1) // self.world))}
+        return {"OMP_NUM_THREADS": str(max(1, ((os.cpu_count() or 2) - 1) // self.num_ranks))}

@@ -9,10 +9,11 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch.distributed as dist
 
+from consumer.ranks.rendezvous import LOST
 from protocol.errors import ExitCode, RankLostError
 
 logger = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ class RankWatch(threading.Thread):
     """Of rank 0.
 
     Args:
-        ended: says of each rank on this host how its process ended, or None.
+        ended: gives the ranks on this host whose processes have ended, and how.
         on_lost: is called once, on this thread, with what happened; it ends what is left of the ranks.
     """
 
@@ -54,7 +55,7 @@ class RankWatch(threading.Thread):
         self,
         store: dist.Store,
         world: int,
-        ended: Mapping[int, Callable[[], str | None]],
+        ended: Callable[[], Iterable[tuple[int, str]]],
         on_lost: Sequence[Callable[[RankLostError], None]],
     ) -> None:
         super().__init__(name="rank-watch", daemon=True)
@@ -103,11 +104,11 @@ class RankWatch(threading.Thread):
         self._looked = now
         for rank in self._changed:
             self._changed[rank] += stood_still
-        for rank, ended in self._ended.items():
-            how = ended()
-            if how is not None:
-                return f"rank {rank} ended ({how})"
+        for rank, how in self._ended():
+            return f"rank {rank} ended ({how})"
         for rank in self._beats:
+            if self._store.check([f"{LOST}/{rank}"]):
+                return f"rank {rank} ended ({self._store.get(f'{LOST}/{rank}').decode()})"
             if self._store.check([_key(rank)]):
                 beat = self._store.get(_key(rank)).decode()
                 if beat != self._beats[rank]:

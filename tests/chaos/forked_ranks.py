@@ -9,11 +9,11 @@ import sys
 
 import msgspec
 
-from consumer.ranks import team
+from consumer.ranks import processes
 
 
 class ForkedRank:
-    """What `consumer.ranks.team` needs of a `subprocess.Popen`."""
+    """What `consumer.ranks.processes` needs of a `subprocess.Popen`."""
 
     def __init__(self) -> None:
         read, self._write = os.pipe()
@@ -29,7 +29,7 @@ class ForkedRank:
             os._exit(0)
         os.close(read)
 
-    def begin(self, member: team.Member) -> None:
+    def begin(self, member: processes.Member) -> None:
         with os.fdopen(self._write, "wb") as stream:
             stream.write(msgspec.json.encode(member))
 
@@ -56,9 +56,9 @@ def forked_ranks(arguments: list[str]) -> list[ForkedRank]:
     world = int(arguments[arguments.index("--ranks") + 1]) if "--ranks" in arguments else 1
     others = [ForkedRank() for _ in range(1, world)]
 
-    def start(member: team.Member, environment: dict[str, str]) -> ForkedRank:
+    def start(member: processes.Member, environment: dict[str, str]) -> ForkedRank:
         others[member.rank - 1].begin(member)
         return others[member.rank - 1]
 
-    team.start = start
+    processes.start = start
     return others

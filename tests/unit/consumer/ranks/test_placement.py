@@ -2,7 +2,7 @@
 
 import pytest
 
-from consumer.ranks.placement import Placement
+from consumer.ranks.placement import Nodes, Placement
 from protocol.errors import ConfigError
 
 
@@ -16,27 +16,27 @@ def _four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     ("gpus", "ranks", "world"), [([], None, 1), ([], 3, 3), ([2], None, 1), ([2, 0], None, 2), ([2, 0], 2, 2)]
 )
 def test_the_number_of_ranks(gpus: list[int], ranks: int | None, world: int) -> None:
-    assert Placement.of(gpus, ranks).world == world
+    assert Placement.of(gpus, ranks, Nodes()).num_ranks == world
 
 
 def test_each_rank_sees_its_own_gpu_and_a_share_of_the_cores() -> None:
-    placement = Placement.of([2, 0], None)
+    placement = Placement.of([2, 0], None, Nodes())
     assert [placement.environment(rank)["CUDA_VISIBLE_DEVICES"] for rank in (0, 1)] == ["2", "0"]
-    assert Placement.of([], None).environment(0) == {}
-    assert Placement.of([], 3).environment(1) == {"OMP_NUM_THREADS": "1"}
-    assert Placement.of([], 16).environment(15) == {"OMP_NUM_THREADS": "1"}
+    assert Placement.of([], None, Nodes()).environment(0) == {}
+    assert Placement.of([], 3, Nodes()).environment(1) == {"OMP_NUM_THREADS": "1"}
+    assert Placement.of([], 16, Nodes()).environment(15) == {"OMP_NUM_THREADS": "1"}
 
 
 def test_threads_that_somebody_chose_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "8")
-    assert Placement.of([], 3).environment(1) == {}
+    assert Placement.of([], 3, Nodes()).environment(1) == {}
 
 
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK"])
 def test_another_launcher_is_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(name, "0")
     with pytest.raises(ConfigError, match=rf"{name} is set in the environment: start rl-trainer without torchrun"):
-        Placement.of([], None)
+        Placement.of([], None, Nodes())
 
 
 @pytest.mark.parametrize(
@@ -44,4 +44,27 @@ def test_another_launcher_is_refused(monkeypatch: pytest.MonkeyPatch, name: str)
 )
 def test_what_contradicts_itself_is_refused(gpus: list[int], ranks: int, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        Placement.of(gpus, ranks)
+        Placement.of(gpus, ranks, Nodes())
+
+
+def test_several_hosts() -> None:
+    assert Nodes.of(1, 0, None) == Nodes()
+    assert Nodes.of(3, 2, "10.0.0.5:5600") == Nodes(3, 2, "10.0.0.5", 5600)
+    assert Nodes.of(2, 0, "[fd00::5]:5600").host == "fd00::5"
+    assert not Placement.of([], None, Nodes(2, 0, "h", 1)).is_alone
+
+
+@pytest.mark.parametrize(
+    ("count", "rank", "rendezvous", "said"),
+    [
+        (2, 2, "h:1", "--node-rank 2: --nodes 2 have the numbers 0 to 1"),
+        (1, -1, None, "--node-rank -1"),
+        (2, 0, None, "--rendezvous None: several nodes need the same HOST:PORT"),
+        (2, 0, "host", "--rendezvous host"),
+        (2, 0, "host:http", "--rendezvous host:http"),
+        (2, 0, "host:70000", "--rendezvous host:70000"),
+    ],
+)
+def test_hosts_that_contradict_themselves_are_refused(count: int, rank: int, rendezvous: str | None, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Nodes.of(count, rank, rendezvous)

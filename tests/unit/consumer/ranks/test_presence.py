@@ -15,8 +15,11 @@ class Store:
     def __init__(self) -> None:
         self._values: dict[str, str] = {}
 
+    def set(self, key: str, value: str) -> None:
+        self._values[key] = value
+
     def beat(self, rank: int, count: int) -> None:
-        self._values[f"alive/{rank}"] = str(count)
+        self.set(f"alive/{rank}", str(count))
 
     def check(self, keys: list[str]) -> bool:
         return all(key in self._values for key in keys)
@@ -28,7 +31,7 @@ class Store:
 class Looking:
     """A watch over ranks 1 and 2 that looks every quarter of a second."""
 
-    def __init__(self, ended: dict[int, Callable[[], str | None]]) -> None:
+    def __init__(self, ended: Callable[[], list[tuple[int, str]]] = list) -> None:
         self.store = Store()
         self.watch = RankWatch(self.store, 3, ended, [])
         self.now = self.watch._looked
@@ -45,7 +48,7 @@ class Looking:
 
 
 def test_a_rank_that_stands_still_is_named() -> None:
-    ranks = Looking({})
+    ranks = Looking()
     assert ranks.after(10, beating=(1, 2)) is None
     assert ranks.after(5.5, beating=(1,)) is None
     said = ranks.after(1, beating=(1,))
@@ -53,11 +56,11 @@ def test_a_rank_that_stands_still_is_named() -> None:
 
 
 def test_one_that_still_loads_is_waited_for() -> None:
-    assert Looking({}).after(60, beating=(2,)) is None
+    assert Looking().after(60, beating=(2,)) is None
 
 
 def test_the_time_in_which_rank_0_stood_still_does_not_count() -> None:
-    ranks = Looking({})
+    ranks = Looking()
     assert ranks.after(1, beating=(1, 2)) is None
     ranks.now += 100.0
     assert ranks.after(5, beating=()) is None
@@ -65,17 +68,24 @@ def test_the_time_in_which_rank_0_stood_still_does_not_count() -> None:
 
 
 def test_a_process_that_ended_is_named_at_once() -> None:
-    how: list[str] = []
-    ranks = Looking({1: lambda: None, 2: lambda: how[0] if how else None})
+    ended: list[tuple[int, str]] = []
+    ranks = Looking(lambda: ended)
     assert ranks.after(1, beating=(1, 2)) is None
-    how.append("killed by SIGKILL")
+    ended.append((2, "killed by SIGKILL"))
     assert ranks.after(0.25, beating=(1, 2)) == "rank 2 ended (killed by SIGKILL)"
+
+
+def test_a_process_that_ended_on_another_host_is_named() -> None:
+    ranks = Looking()
+    assert ranks.after(1, beating=(1, 2)) is None
+    ranks.store.set("lost/2", "exit status 1")
+    assert ranks.after(0.25, beating=(1, 2)) == "rank 2 ended (exit status 1)"
 
 
 def test_everybody_is_told_once_and_what_fails_then_is_explained() -> None:
     told: list[RankLostError] = []
     ended = threading.Event()
-    watch = RankWatch(Store(), 2, {1: lambda: "exit code 1" if ended.is_set() else None}, [told.append])
+    watch = RankWatch(Store(), 2, lambda: [(1, "exit code 1")] if ended.is_set() else [], [told.append])
     watch.start()
     try:
         watch.check()  # nothing is wrong with the ranks: another error is raised by whoever calls this
