@@ -349,6 +349,16 @@ def test_of_versions_that_cannot_be_had_only_the_last_ones_are_known(setup):
 
 
 @working
+async def test_what_is_evaluated_may_be_said_before_it_is_current(setup):
+    setup.registry.hold_s = 60.0
+    setup.registry.note_evaluation(blob(1)[0])
+    await setup.publish(1)
+    setup.registry.offer(DownloadedPolicy(*blob(2), 0.0))
+    await settle()
+    assert setup.counters.policy_version == 1, "held from its flip on"
+
+
+@working
 async def test_an_engine_of_one_version_keeps_it_for_an_evaluation_and_not_for_ever(setup):
     setup.registry.hold_s = 60.0
     await setup.publish(1)

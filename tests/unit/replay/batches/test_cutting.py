@@ -219,6 +219,17 @@ def test_a_group_that_killed_the_trainer_in_a_later_iteration_is_not_replayed(jo
     assert last.state()["replay"] == []
 
 
+def test_iterations_that_the_checkpoint_has_are_not_taken_again(journal: Journal) -> None:
+    arguments: dict[str, Any] = {"num_iterations": 3, "max_staleness": 9}
+    replay = buffer(journal, **arguments)
+    fill(replay, 0)
+    cut(replay)
+    for step in (1, 2):
+        journal.end_step(step)
+    batch = cut(resumed(journal, replay.state(), 2, **arguments))
+    assert (batch.step, batch.num_iterations, batch.last_step) == (0, 1, 3)
+
+
 def test_what_is_left_of_a_partial_batch_after_a_quarantine_is_not_taken_for_the_batch(journal: Journal) -> None:
     replay = buffer(journal, groups_per_step=3, max_staleness=9, partial=True)
     (harmless,) = fill(replay, 0, count=1)
