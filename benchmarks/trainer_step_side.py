@@ -93,7 +93,8 @@ def config_of(size: dict[str, Any], folder: Path, **trainer: Any) -> RunConfig:
                 "trainer_tokens_per_micro_batch": size["tokens_per_micro_batch"],
             },
             "correction": {"preset": "token_truncate" if size["correct"] else "none"},
-            "trainer": {"gradient_checkpointing": False, "max_steps": 1} | trainer,
+            "trainer": {"gradient_checkpointing": False, "max_steps": 1, "loss_type": size.get("loss_type", "dapo")}
+            | trainer,
         }
     )
 

@@ -70,7 +70,8 @@ def rank_processes(
 
 def start(member: Member, environment: dict[str, str]) -> "subprocess.Popen[bytes]":
     command = [sys.executable, "-m", "consumer.follower"]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, env=os.environ | environment)
+    # In a process group of its own: Ctrl-C is for rank 0 alone, also before this one has learned to ignore it.
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, env=os.environ | environment, process_group=0)
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError), process.stdin as stream:
         stream.write(msgspec.json.encode(member))
