@@ -24,6 +24,7 @@ _SAY_EVERY_S = 5.0
 _LAST_STEPS = 8  # after the last kill
 _END_S = 60.0
 _FAREWELL_S = 15.0
+_WITHOUT_A_RANK = (ExitCode.RANK_LOST, -signal.SIGTERM)  # the second when it was told to stop while it was ending
 _RANK_LOST_S = 12.0  # from a rank's stop to the end of the trainer
 
 
@@ -157,7 +158,7 @@ class Campaign:
         assert daemon is not None
         status = daemon.poll()
         if status is not None:
-            if status == -signal.SIGKILL or (status == ExitCode.RANK_LOST and fate.at_rank):
+            if status == -signal.SIGKILL or (fate.at_rank and status in _WITHOUT_A_RANK):
                 self._count_kill(slot)
                 slot.daemon = None
             elif not (status == 0 and may_end):
@@ -220,7 +221,7 @@ class Campaign:
 
     def _count_kill(self, slot: Slot) -> None:
         self.tally.kills += 1
-        if slot.daemon is not None and slot.daemon.poll() == ExitCode.RANK_LOST:
+        if slot.daemon is not None and slot.daemon.poll() in _WITHOUT_A_RANK:
             self.tally.by_kind[f"rank: {slot.fate.kind}"] += 1
             self.tally.by_point[f"{slot.fate.point} (rank)"] += 1
         elif slot.killed:

@@ -38,12 +38,13 @@ def test_nothing_is_lost_or_trained_twice(tmp_path: Path, short_dir: Path) -> No
     assert summary["policies_compared"] == summary["steps"] >= 8
 
 
+_SURELY_S = 60.0
 AT_A_RANK = (
-    Fate("aimed kill", 10.0, "plan.shared", 3, at_rank=True),
-    Fate("aimed kill", 10.0, "sum.done", 2, at_rank=True),
-    Fate("aimed kill", 10.0, "checkpoint.synced", 1, at_rank=True),
-    Fate("aimed stop", 10.0, "step.loss", 3, at_rank=True),
-    Fate("aimed kill", 10.0, "sum.begin", 2),
+    Fate("aimed kill", _SURELY_S, "plan.shared", 3, at_rank=True),
+    Fate("aimed kill", _SURELY_S, "sum.done", 2, at_rank=True),
+    Fate("aimed kill", _SURELY_S, "checkpoint.synced", 1, at_rank=True),
+    Fate("aimed stop", _SURELY_S, "step.loss", 3, at_rank=True),
+    Fate("aimed kill", _SURELY_S, "sum.begin", 2),
 )
 
 
