@@ -15,6 +15,7 @@ def test_excess_is_over_the_mean_or_the_longest_row() -> None:
     assert balance.excess([100] * 3, [[0, 1, 2], []]) == (fixed + 300) / max((fixed + 300) / 2, fixed + 100)
 
 
+@pytest.mark.long
 def test_the_simulation_shows_every_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(balance, "WORLDS", (2, 8))
     out, picture = tmp_path / "balance.json", tmp_path / "balance.png"

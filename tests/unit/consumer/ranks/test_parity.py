@@ -73,10 +73,12 @@ def test_a_step_of_several_ranks(tmp_path: Path, one_layer_model: Path, name: st
     assert_same(tmp_path, one_layer_model, OPTIONS[name], (2,))
 
 
+@pytest.mark.long
 def test_ranks_without_rows(tmp_path: Path, one_layer_model: Path) -> None:
     assert_same(tmp_path, one_layer_model, {}, (3, 4, 16))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_correction(tmp_path: Path, one_layer_model: Path, preset: str) -> None:
     assert_same(tmp_path, one_layer_model, {}, (3,), correction={"preset": preset, "token_veto": 1e-4})

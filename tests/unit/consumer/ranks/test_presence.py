@@ -88,10 +88,20 @@ def test_everybody_is_told_once_and_what_fails_then_is_explained() -> None:
     watch = RankWatch(Store(), 2, lambda: [(1, "exit code 1")] if ended.is_set() else [], [told.append])
     watch.start()
     try:
-        watch.check()  # nothing is wrong with the ranks: another error is raised by whoever calls this
         ended.set()
         with pytest.raises(RankLostError, match=r"rank 1 ended \(exit code 1\); go on with --resume"):
             watch.check()
     finally:
         watch.close()
     assert [str(error) for error in told] == [str(watch.lost)]
+
+
+@pytest.mark.long
+def test_an_error_that_no_rank_caused_stays_what_it_is() -> None:
+    watch = RankWatch(Store(), 2, list, [])
+    watch.start()
+    try:
+        watch.check()
+    finally:
+        watch.close()
+    assert watch.lost is None
