@@ -165,10 +165,18 @@ def until_heard(store: dist.Store, nodes: Sequence[int]) -> None:
 
 
 def choose_interface(host: str) -> None:
-    """Has gloo and NCCL talk over the network interface from which `host` is reached."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))
-        own = probe.getsockname()[0]
+    """Has gloo and NCCL talk over the network interface from which `host` is reached.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 9))
+            own = probe.getsockname()[0]
+    except OSError as error:
+        why = error.strerror or error
+        raise ConfigError(f"--rendezvous {host}: {why}; give an address of node 0 that all hosts reach") from error
     for name, addresses in psutil.net_if_addrs().items():
         if own in {address.address for address in addresses}:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
