@@ -296,12 +296,10 @@ def test_the_end_of_the_run_waits_for_the_last_version_and_not_for_ever(tmp_path
     assert process.results.versions == [6, 7], "the last one although 7 is odd"
     process = Process(tmp_path, "t", first_step=70, before_training=True, wait_s=1.0)
     process.publish(0)
-    process.control.wait_for_last(
-        Patience(check=lambda: None, say=print, stall_timeout_s=9.0), lambda: "nobody is there", process.logged.append
-    )
-    assert process.said == [
-        "the evaluation of v0 is given up after evaluation.wait_s without an answer: nobody is there"
-    ]
+    alone = Patience(check=lambda: None, say=print, stall_timeout_s=9.0)
+    process.control.wait_for_last(alone, lambda: "nobody is there", process.logged.append)
+    [said] = process.said
+    assert said == "the evaluation of v0 is given up after evaluation.wait_s without an answer: nobody is there"
     assert process.due.versions == [0], "--resume takes it up"
 
 
@@ -325,7 +323,6 @@ class Crashes(RuleBasedStateMachine):
         self.checkpoint = 0
         self.version = -1
         self.sessions = 0
-        self.recorded: dict[int, int] = {}  # version -> how often this history has its line
         self.best = -1.0
         self.start()
 
@@ -350,7 +347,6 @@ class Crashes(RuleBasedStateMachine):
         self.process.tick()
         for _ in range(min(count, len(self.process.sent))):
             lease = self.process.sent.popleft()[1]
-            assert lease.evaluates is not None
             assert lease.evaluates.digest == blob(lease.evaluates.version)[1]
             self.process.answer(lease, self.SCORES[lease.evaluates.version])
             self.process.tick()
