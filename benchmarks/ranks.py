@@ -13,50 +13,32 @@ import os
 import platform
 import socket
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.trainer_step import SIZES
+from benchmarks.trainer_step import SIZES, Side
 
 SIZE = SIZES["cpu"] | {"num_prompts": 8, "device": "cpu", "correct": False, "attention": None}
 
 
 class Arm:
-    """The processes of one side, which take a step when they are told to."""
+    """The processes of one side, which take a step together."""
 
     def __init__(self, side: str, world: int, size: dict[str, Any], folder: Path) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        command = [
-            sys.executable,
-            "-W",
-            "ignore",
-            "-m",
-            "benchmarks.trainer_step_side",
-            side,
-            json.dumps(size),
-            str(folder),
-        ]
-        self._processes = [
-            subprocess.Popen(
-                [*command, str(rank), str(world), str(port)],
-                env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
-            )
-            for rank in range(world)
-        ]  # fmt: skip
-        self.facts = [self._read(process) for process in self._processes]
+        self._sides = [Side(side, size, folder, 1, rank, world, port) for rank in range(world)]
+
+    def answers(self) -> list[dict[str, Any]]:
+        return [side.answer() for side in self._sides]
 
     def ask(self, what: str) -> list[dict[str, Any]]:
-        for process in self._processes:
-            assert process.stdin is not None
-            process.stdin.write(f"{what}\n")
-        return [self._read(process) for process in self._processes]
+        for side in self._sides:
+            side.ask(what)
+        return self.answers()
 
     def step(self) -> dict[str, Any]:
         """The loss, and how long it took until the last process was done."""
@@ -65,19 +47,8 @@ class Arm:
         return {"wall_s": time.perf_counter() - began, "loss": found[0]["loss"]}
 
     def close(self) -> None:
-        for process in self._processes:
-            assert process.stdin is not None
-            process.stdin.close()
-        for process in self._processes:
-            process.wait()
-
-    @staticmethod
-    def _read(process: "subprocess.Popen[str]") -> dict[str, Any]:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith("{"):
-                return dict(json.loads(line))
-        raise SystemExit(f"bench-ranks: a process ended with exit code {process.wait()}")
+        for side in self._sides:
+            side.close()
 
 
 def measure(world: int, size: dict[str, Any], repetitions: int) -> dict[str, Any]:
@@ -86,6 +57,7 @@ def measure(world: int, size: dict[str, Any], repetitions: int) -> dict[str, Any
     with tempfile.TemporaryDirectory(prefix="bench-ranks-") as folder:
         arms = {name: Arm(side, count, size, Path(folder)) for name, (side, count) in named.items()}
         try:
+            facts = {name: arm.answers()[0] for name, arm in arms.items()}["one"]
             steps = {name: [arm.step()] for name, arm in arms.items()}
             for _ in range(repetitions):
                 for name, arm in arms.items():
@@ -98,7 +70,6 @@ def measure(world: int, size: dict[str, Any], repetitions: int) -> dict[str, Any
     if abs(losses["one"] - losses["ranks"]) > 1e-6 * max(1.0, abs(losses["one"])):
         raise SystemExit(f"bench-ranks: the losses are not equal: {losses}")
     walls = {name: [step["wall_s"] for step in taken[1:]] for name, taken in steps.items()}
-    facts = arms["one"].facts[0]
 
     def speedup(over: str) -> list[float]:
         ratios = [slow / fast for slow, fast in zip(walls[over], walls["ranks"], strict=True)]

@@ -39,10 +39,11 @@ SIDES = ("ours", "trl")
 
 
 class Side:
-    """A process that takes steps when it is told to."""
+    """A process that does what it is asked, such as to take a step. It says its facts first. `place` is that of
+    `benchmarks.trainer_step_side`, for one of several processes."""
 
-    def __init__(self, side: str, size: dict[str, Any], folder: Path, threads: int) -> None:
-        environment = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+    def __init__(self, side: str, size: dict[str, Any], folder: Path, threads: int, *place: int) -> None:
+        environment = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"}
         command = [
             sys.executable,
             "-W",
@@ -52,28 +53,31 @@ class Side:
             side,
             json.dumps(size),
             str(folder),
+            *map(str, place),
         ]
         self._process = subprocess.Popen(
             command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
         )
-        self.facts = self._read()
+
+    def ask(self, what: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{what}\n")
 
     def step(self) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        self._process.stdin.write("step\n")
-        return self._read()
+        self.ask("step")
+        return self.answer()
 
     def close(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
 
-    def _read(self) -> dict[str, Any]:
+    def answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith("{"):
                 return dict(json.loads(line))
-        raise SystemExit(f"bench-trainer-step: a side ended with exit code {self._process.wait()}")
+        raise SystemExit(f"a side of the benchmark ended with exit code {self._process.wait()}")
 
 
 def measure(size: dict[str, Any], repetitions: int, threads: int) -> dict[str, Any]:
@@ -81,6 +85,7 @@ def measure(size: dict[str, Any], repetitions: int, threads: int) -> dict[str, A
     with tempfile.TemporaryDirectory(prefix="bench-trainer-step-") as folder:
         sides = {name: Side(name, size, Path(folder), threads) for name in SIDES}
         try:
+            facts = {name: side.answer() for name, side in sides.items()}
             steps = {name: [side.step()] for name, side in sides.items()}
             for number in range(repetitions):
                 for name in SIDES if number % 2 else SIDES[::-1]:
@@ -94,10 +99,10 @@ def measure(size: dict[str, Any], repetitions: int, threads: int) -> dict[str, A
         raise SystemExit(f"bench-trainer-step: the losses are not equal: {losses}")
     timed = {name: [step["busy_s"] for step in steps[name][1:]] for name in SIDES}
     ratios = [trl / ours for ours, trl in zip(timed["ours"], timed["trl"], strict=True)]
-    tokens = sides["ours"].facts["tokens"]
+    tokens = facts["ours"]["tokens"]
     return {
         "size": size,
-        "facts": {name: side.facts for name, side in sides.items()},
+        "facts": facts,
         "losses": losses,
         "tokens_per_s": {name: tokens / statistics.median(values) for name, values in timed.items()},
         "wall_s": {name: statistics.median(step["wall_s"] for step in steps[name][1:]) for name in SIDES},

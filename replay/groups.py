@@ -200,3 +200,22 @@ def _array(data: bytes, dtype: np.dtype[Any], name: str, count: int | None) -> A
         expected = f"{count} x {item_bytes}" if count is not None else f"a multiple of {item_bytes}"
         raise InvalidGroupError(f"{name} has {len(data)} bytes, expected {expected}")
     return np.frombuffer(data, dtype)
+
+
+def message_of(group: RolloutGroup) -> Group:
+    """As a producer sends it; `GroupShape.parse` gives the group again."""
+    return Group(
+        lease_id=group.group_id,
+        policy_version=group.policy_version,
+        prompt_ids=group.prompt_ids.astype("<i4").tobytes(),
+        completion_lengths=group.completion_lengths.astype("<i4").tobytes(),
+        completion_ids=group.completion_ids.astype("<i4").tobytes(),
+        logprobs=group.logprobs.astype("<f4").tobytes(),
+        rewards=group.rewards.astype("<f4").tobytes(),
+        truncated=group.truncated.astype("u1").tobytes(),
+        generation_s=0.0,
+        reward_s=0.0,
+        token_versions=b"" if group.token_versions is None else group.token_versions.astype("<i4").tobytes(),
+        sampled=b"" if group.sampled is None else group.sampled.astype("u1").tobytes(),
+        episodes=b"" if group.episodes is None else group.episodes.astype("<i4").tobytes(),
+    )

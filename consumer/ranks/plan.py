@@ -7,9 +7,8 @@ messages that they arrived in.
 import msgspec
 
 from protocol.wire.codec import encode as encode_message
-from protocol.wire.messages import Group
 from replay.batches.cutting import CutBatch
-from replay.groups import GroupShape, RolloutGroup
+from replay.groups import GroupShape, message_of
 
 
 class PlanError(Exception):
@@ -36,7 +35,7 @@ class Train(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="train"
 
     @classmethod
     def of(cls, batch: CutBatch) -> "Train":
-        frames = [encode_message(_message(group)) for group in batch.groups]
+        frames = [encode_message(message_of(group)) for group in batch.groups]
         return cls(batch.step, batch.num_iterations, batch.last_step, batch.num_fresh, frames)
 
     def batch(self, shape: GroupShape) -> CutBatch:
@@ -61,21 +60,3 @@ def decode(data: bytes) -> Plan:
         return _DECODER.decode(data)
     except msgspec.MsgspecError as error:
         raise PlanError(f"rank 0 runs another release, or what it said was damaged: {error}") from error
-
-
-def _message(group: RolloutGroup) -> Group:
-    return Group(
-        lease_id=group.group_id,
-        policy_version=group.policy_version,
-        prompt_ids=group.prompt_ids.astype("<i4").tobytes(),
-        completion_lengths=group.completion_lengths.astype("<i4").tobytes(),
-        completion_ids=group.completion_ids.astype("<i4").tobytes(),
-        logprobs=group.logprobs.astype("<f4").tobytes(),
-        rewards=group.rewards.astype("<f4").tobytes(),
-        truncated=group.truncated.astype("u1").tobytes(),
-        generation_s=0.0,
-        reward_s=0.0,
-        token_versions=b"" if group.token_versions is None else group.token_versions.astype("<i4").tobytes(),
-        sampled=b"" if group.sampled is None else group.sampled.astype("u1").tobytes(),
-        episodes=b"" if group.episodes is None else group.episodes.astype("<i4").tobytes(),
-    )

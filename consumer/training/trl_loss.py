@@ -113,13 +113,13 @@ class StepLossTrainer(GRPOTrainer):
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """The loss of the whole step; its gradient is at the parameters afterwards."""
+        if self._ranks.world == 1:
+            return super().training_step(model, inputs, num_items_in_batch)
         trained = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
-        if self._ranks.world > 1 and self.state.global_step % CHECK_EVERY == 0:
+        if self.state.global_step % CHECK_EVERY == 0:
             check_agreement(self._ranks, self.state.global_step, trained)
         began, waited_s = time.monotonic(), self._ranks.waited_s
-        loss = super().training_step(model, inputs, num_items_in_batch)
-        if self._ranks.world == 1:
-            return loss
+        super().training_step(model, inputs, num_items_in_batch)
         for parameter in trained.values():  # one that no row of this rank went through
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         self._ranks.add([self._step_loss, *(parameter.grad for parameter in trained.values())])

@@ -9,10 +9,9 @@ from prometheus_client import CollectorRegistry
 from consumer.reporting.learning_metrics import LearningMetrics
 from protocol.config.run import RunConfig
 from protocol.wire.codec import encode
-from protocol.wire.messages import Group
 from replay.batches.delivery import Delivery
 from replay.buffer import RolloutBuffer
-from replay.groups import GroupShape, RolloutGroup
+from replay.groups import GroupShape, RolloutGroup, message_of
 from replay.journal.writer import Journal
 from tests.unit.replay.builders import buffer
 
@@ -73,27 +72,8 @@ def rollout_group(
     )
 
 
-def message(group: RolloutGroup) -> Group:
-    """As a producer sends it."""
-    return Group(
-        lease_id=group.group_id,
-        policy_version=group.policy_version,
-        prompt_ids=group.prompt_ids.astype("<i4").tobytes(),
-        completion_lengths=group.completion_lengths.astype("<i4").tobytes(),
-        completion_ids=group.completion_ids.astype("<i4").tobytes(),
-        logprobs=group.logprobs.astype("<f4").tobytes(),
-        rewards=group.rewards.astype("<f4").tobytes(),
-        truncated=group.truncated.astype("u1").tobytes(),
-        generation_s=0.0,
-        reward_s=0.0,
-        token_versions=b"" if group.token_versions is None else group.token_versions.astype("<i4").tobytes(),
-        sampled=b"" if group.sampled is None else group.sampled.astype("u1").tobytes(),
-        episodes=b"" if group.episodes is None else group.episodes.astype("<i4").tobytes(),
-    )
-
-
 def delivery(group: RolloutGroup, producer: str = "p") -> Delivery:
-    return Delivery(group, encode(message(group)), producer)
+    return Delivery(group, encode(message_of(group)), producer)
 
 
 def live_buffer(journal: Journal, **arguments: Any) -> RolloutBuffer:
