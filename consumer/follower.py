@@ -22,9 +22,9 @@ from consumer.checkpoints.initial_adapter import InitialAdapter
 from consumer.loss.step_loss import NotFiniteStep
 from consumer.ranks.exchange import ProcessRanks, Ranks
 from consumer.ranks.plan import Begin, PlanError, Train
-from consumer.ranks.presence import SignsOfLife
 from consumer.ranks.processes import Member
 from consumer.ranks.rendezvous import FOREVER_S, connect
+from consumer.ranks.signs import SignsOfLife, last_words
 from consumer.training.trainer import SlipstreamTrainer
 from consumer.training.trl_arguments import build_arguments, build_lora
 from protocol.config.run import RunConfig
@@ -110,13 +110,14 @@ def main() -> None:
     logs.configure(f"rl-trainer rank {member.rank}", config.observability.log_level, config.observability.log_format)
     store, signs = (connect(member.host, member.port) for _ in range(2))
     SignsOfLife(signs, member.rank).start()
-    device = torch.device("cuda" if member.on_gpu else "cpu")
-    ranks = ProcessRanks(store, member.rank, member.world, device, FOREVER_S)
     logs.adopt_libraries()
     transformers.utils.logging.disable_progress_bar()
     # It takes these ranks for those of a DistributedDataParallel that was not started as it likes.
     logging.getLogger("transformers.training_args").setLevel(logging.ERROR)
-    follow(config, ranks, on_gpu=member.on_gpu)
+    device = torch.device("cuda" if member.on_gpu else "cpu")
+    with last_words(store, member.rank):
+        ranks = ProcessRanks(store, member.rank, member.world, device, FOREVER_S)
+        follow(config, ranks, on_gpu=member.on_gpu)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """`rl-trainer` on a host that has ranks and not the trainer (`--node-rank` above 0).
 
 Guarantee: its ranks end with it and with rank 0's host. It ends as the trainer ends, or, with `ExitCode.RANK_LOST`, when a rank
-of its own or rank 0's host is lost. It touches no run_dir.
+of its own or rank 0's host is lost. It touches no run_dir, and gives signs of life from the moment it has found rank 0's host.
 """
 
 import contextlib
@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 from consumer.ranks.placement import Placement
 from consumer.ranks.processes import RankProcesses, rank_processes
-from consumer.ranks.rendezvous import GONE, LOST, OVER, choose_interface, facts_of, join
+from consumer.ranks.rendezvous import GONE, OVER, choose_interface, facts_of, join, reach
+from consumer.ranks.signs import Signs, tell_lost
 from protocol.config.run import RunConfig
 from protocol.errors import ExitCode, RankLostError
 
@@ -32,7 +33,10 @@ def run_host(config: RunConfig, placement: Placement) -> ExitCode:
     nodes = placement.nodes
     choose_interface(nodes.host)
     with _node_0(placement):
-        store, joined = join(nodes, placement.num_ranks, facts_of(config))
+        facts = facts_of(config)
+        store = reach(nodes)
+        signs = Signs(store, f"node {nodes.rank}")
+        joined = join(store, nodes, placement.num_ranks, facts, signs)
     ranks = range(joined.first_rank, joined.first_rank + placement.num_ranks)
     logger.info(
         "ranks %d to %d of %d begin here, for node 0 at %s:%d",
@@ -48,7 +52,7 @@ def run_host(config: RunConfig, placement: Placement) -> ExitCode:
         rank_processes(config, placement, ranks, joined.world, nodes.port, first_index=0) as processes,
         _node_0(placement),
     ):
-        return _watch(store, nodes.rank, processes)
+        return _watch(store, nodes.rank, processes, signs)
 
 
 @contextlib.contextmanager
@@ -59,14 +63,15 @@ def _node_0(placement: Placement) -> Iterator[None]:
         raise RankLostError(f"node 0 at {placement.nodes.host}:{placement.nodes.port} is gone ({error})") from error
 
 
-def _watch(store: dist.Store, node: int, processes: RankProcesses) -> ExitCode:
+def _watch(store: dist.Store, node: int, processes: RankProcesses, signs: Signs) -> ExitCode:
     told = set[int]()
     while not store.check([OVER]):
+        signs.give()
         for rank, how in processes.ended():
             if rank not in told:
                 told.add(rank)
                 logger.error("rank %d ended (%s)", rank, how)
-                store.set(f"{LOST}/{rank}", how)
+                tell_lost(store, rank, how)
         time.sleep(_LOOK_EVERY_S)
     code = ExitCode(int(store.get(OVER)))
     store.set(f"{GONE}/{node}", "")

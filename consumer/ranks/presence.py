@@ -1,8 +1,9 @@
-"""Who of the ranks is still there.
+"""Who of the ranks and hosts is still there.
 
-Guarantee: a rank whose process ended is noticed within a second, one that is stopped within `_SILENCE_S`; the run then ends, with
-the rank named, also where the main thread waits in a collective operation for ever. A long pass is no silence, because the signs
-of life come from a thread; and while rank 0 itself was stopped nobody counts as silent.
+Guarantee: a rank whose process ended, or failed with a message, is noticed within a second; a rank or a host that is stopped or
+gone within `SILENCE_S`, also while models load; a rank that never begins to give signs within `_FIRST_SIGN_S`. The run then ends,
+with the rank or host named, also where the main thread waits in a collective operation for ever. A long pass is no silence,
+because the signs of life come from a thread; and while rank 0 itself was stopped nobody counts as silent.
 """
 
 import logging
@@ -10,43 +11,37 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from consumer.ranks.rendezvous import LOST
+from consumer.ranks.signs import LOST, SILENCE_S, is_broken_connection, key_of, same_life
 from protocol.errors import ExitCode, RankLostError
 
 logger = logging.getLogger(__name__)
 
-_BEAT_EVERY_S = 0.5
 _LOOK_EVERY_S = 0.25
-_SILENCE_S = 6.0
-_GRACE_S = 3.0  # for the main thread, to end in good order once the other ranks are gone
+_FIRST_SIGN_S = (
+    300.0  # a rank gives signs as soon as its libraries are imported, which may take long on a network's disk
+)
+_GRACE_S = 2.0  # for the main thread, to end in good order once the other ranks are gone
+_FINDING_S = SILENCE_S + 2.0
 
 
-class SignsOfLife(threading.Thread):
-    """Of a rank but the first. Ends the process when rank 0 is gone."""
+@dataclass
+class _Seen:
+    """What was seen of a rank or host."""
 
-    def __init__(self, store: dist.Store, rank: int) -> None:
-        super().__init__(name="signs-of-life", daemon=True)
-        self._store = store
-        self._key = _key(rank)
-
-    def run(self) -> None:
-        count = 0
-        while True:
-            try:
-                self._store.set(self._key, str(count))
-            except Exception:  # the store's own, which derives from RuntimeError or not, by release
-                os._exit(ExitCode.RANK_LOST)
-            count += 1
-            time.sleep(_BEAT_EVERY_S)
+    name: str
+    changed: float
+    sign: str = ""
 
 
 class RankWatch(threading.Thread):
     """Of rank 0.
 
     Args:
+        hosts: the ranks of each, by number of the host.
         ended: gives the ranks on this host whose processes have ended, and how.
         on_lost: is called once, on this thread, with what happened; it ends what is left of the ranks.
     """
@@ -54,7 +49,7 @@ class RankWatch(threading.Thread):
     def __init__(
         self,
         store: dist.Store,
-        world: int,
+        hosts: Sequence[range],
         ended: Callable[[], Iterable[tuple[int, str]]],
         on_lost: Sequence[Callable[[RankLostError], None]],
     ) -> None:
@@ -62,18 +57,22 @@ class RankWatch(threading.Thread):
         self._store = store
         self._ended = ended
         self._on_lost = on_lost
-        self._beats = dict.fromkeys(range(1, world), "")
         self._looked = time.monotonic()
-        self._changed = dict.fromkeys(range(1, world), self._looked)
+        self._seen = {key_of(who): _Seen(name, self._looked) for who, name in _watched(hosts)}
+        for key in self._seen:
+            store.compare_set(key, "", "")  # so that all can be read at once
         self._closed = threading.Event()
         self._found = threading.Event()
         self.lost: RankLostError | None = None
 
-    def check(self) -> None:
-        """After an error that may come from a lost rank: raises `RankLostError` if it does."""
-        self._found.wait(2 * _LOOK_EVERY_S + 1.0)
+    def explain(self, error: Exception) -> None:
+        """After an error on the main thread: raises `RankLostError` if a lost rank may have caused it."""
+        if is_broken_connection(error) and not self._found.wait(_FINDING_S):
+            self.close()
+            if self.lost is None:
+                self._lose(f"the connection between the ranks broke ({error})")
         if self.lost is not None:
-            raise self.lost
+            raise self.lost from error
 
     def close(self) -> None:
         self._closed.set()
@@ -82,41 +81,52 @@ class RankWatch(threading.Thread):
 
     def run(self) -> None:
         while not self._closed.wait(_LOOK_EVERY_S):
-            why = self.look(time.monotonic())
-            if why is None:
-                continue
-            self.lost = RankLostError(f"{why}; go on with --resume, which trains the step in progress again")
-            for tell in self._on_lost:
-                try:
-                    tell(self.lost)
-                except Exception:  # a disk that is full, say; the run ends all the same
-                    logger.exception("a rank was lost, and this could not be noted")
-            self._found.set()
-            if not self._closed.wait(_GRACE_S):
-                logger.critical("%s", self.lost)
-                os._exit(ExitCode.RANK_LOST)
-            return
+            if (why := self.look(time.monotonic())) is not None:
+                self._lose(why)
+                if not self._closed.wait(_GRACE_S):
+                    logger.critical("%s", self.lost)
+                    os._exit(ExitCode.RANK_LOST)
+                return
 
     def look(self, now: float) -> str | None:
-        """What happened to a rank, if anything. Is called at least every `_LOOK_EVERY_S` while this process runs; `now` is in
-        seconds of the monotonic clock."""
+        """What happened to a rank or host, if anything. Is called at least every `_LOOK_EVERY_S` while this process runs.
+
+        Args:
+            now: seconds of the monotonic clock.
+        """
         stood_still = max(0.0, now - self._looked - 2 * _LOOK_EVERY_S)  # this process, not the others
         self._looked = now
-        for rank in self._changed:
-            self._changed[rank] += stood_still
+        if self._store.check([LOST]):
+            return str(self._store.get(LOST).decode())
         for rank, how in self._ended():
             return f"rank {rank} ended ({how})"
-        for rank in self._beats:
-            if self._store.check([f"{LOST}/{rank}"]):
-                return f"rank {rank} ended ({self._store.get(f'{LOST}/{rank}').decode()})"
-            if self._store.check([_key(rank)]):
-                beat = self._store.get(_key(rank)).decode()
-                if beat != self._beats[rank]:
-                    self._beats[rank], self._changed[rank] = beat, now
-            if self._beats[rank] and now - self._changed[rank] > _SILENCE_S:
-                return f"rank {rank} gave no sign of life for {_SILENCE_S:.0f} s: it is stopped, or its host is gone"
+        signs = self._store.multi_get(list(self._seen)) if self._seen else []
+        for seen, sign in zip(self._seen.values(), map(bytes.decode, signs), strict=True):
+            seen.changed += stood_still
+            if sign != seen.sign:
+                if seen.sign and not same_life(sign, seen.sign):
+                    return f"{seen.name} ended, and was started again"
+                seen.sign, seen.changed = sign, now
+            elif not seen.sign and now - seen.changed > _FIRST_SIGN_S:
+                return f"{seen.name} gave no sign of life within {_FIRST_SIGN_S:.0f} s of its start"
+            elif seen.sign and now - seen.changed > SILENCE_S:
+                return f"{seen.name} gave no sign of life for {SILENCE_S:.0f} s: it is stopped, or its host is gone"
         return None
 
+    def _lose(self, why: str) -> None:
+        self.lost = RankLostError(f"{why}; go on with --resume, which trains the step in progress again")
+        for tell in self._on_lost:
+            try:
+                tell(self.lost)
+            except Exception:  # a disk that is full, say; the run ends all the same
+                logger.exception("a rank was lost, and this could not be noted")
+        self._found.set()
 
-def _key(rank: int) -> str:
-    return f"alive/{rank}"
+
+def _watched(hosts: Sequence[range]) -> Iterable[tuple[str, str]]:
+    """Whose signs are looked at, and what messages call them. Hosts come first: with one its ranks fall silent."""
+    for node, ranks in enumerate(hosts[1:], 1):
+        yield f"node {node}", f"node {node} (ranks {ranks[0]} to {ranks[-1]})"
+    for node, ranks in enumerate(hosts):
+        for rank in ranks[1:] if node == 0 else ranks:
+            yield f"rank {rank}", f"rank {rank} of node {node}" if node else f"rank {rank}"

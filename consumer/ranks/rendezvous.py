@@ -17,6 +17,7 @@ import psutil
 import torch.distributed as dist
 
 from consumer.ranks.placement import Nodes
+from consumer.ranks.signs import Signs
 from consumer.waiting import StopRequested
 from protocol import __version__
 from protocol.config.run import RunConfig
@@ -30,9 +31,8 @@ _FOREVER = datetime.timedelta(seconds=FOREVER_S)
 _CONNECT = datetime.timedelta(seconds=10)
 _SAY_EVERY_S = 30.0
 _LOOK_EVERY_S = 0.2
-_GOODBYE_S = 5.0
-OVER, GONE, LOST = "over", "gone", "lost"
-"""Keys of the store: how the trainer ended; by node, that it has heard so; by rank, how its process ended."""
+OVER, GONE = "over", "gone"
+"""Keys of the store: how the trainer ended; by node, that it has heard so."""
 _SECTIONS = ("model", "lora", "trainer", "sampling", "pipeline", "correction", "advantage", "rewards", "seed")
 _LIBRARIES = ("torch", "trl", "transformers", "peft")
 
@@ -96,7 +96,7 @@ def connect(host: str, port: int) -> dist.Store:
 
 def gather_hosts(
     store: dist.Store, nodes: Nodes, num_ranks: int, facts: Mapping[str, str], stop: Callable[[], bool]
-) -> int:
+) -> list[range]:
     """On rank 0's host: waits for the others and tells each its place.
 
     Args:
@@ -104,7 +104,7 @@ def gather_hosts(
         stop: whether to wait no longer.
 
     Returns:
-        The number of all ranks.
+        The ranks of each host, by its number.
 
     Raises:
         ConfigError: a host differs in what must be equal.
@@ -123,18 +123,14 @@ def gather_hosts(
             until_heard(store, [node])
             raise ConfigError(why)
         counts.append(joining.num_ranks)
-    world = sum(counts)
-    for node in range(1, nodes.count):
-        store.set(f"joined/{node}", msgspec.json.encode(Joined(sum(counts[:node]), world)).decode())
-    return world
+    hosts = [range(sum(counts[:node]), sum(counts[: node + 1])) for node in range(nodes.count)]
+    for node, ranks in enumerate(hosts[1:], 1):
+        store.set(f"joined/{node}", msgspec.json.encode(Joined(ranks.start, hosts[-1].stop)).decode())
+    return hosts
 
 
-def join(nodes: Nodes, num_ranks: int, facts: dict[str, str]) -> tuple[dist.Store, Joined]:
-    """On another host: waits for rank 0's, and for its place.
-
-    Raises:
-        ConfigError: this host differs in what must be equal.
-    """
+def reach(nodes: Nodes) -> dist.Store:
+    """On another host: waits for rank 0's."""
     store: list[dist.Store] = []
 
     def reached() -> bool:
@@ -147,19 +143,34 @@ def join(nodes: Nodes, num_ranks: int, facts: dict[str, str]) -> tuple[dist.Stor
         return True
 
     _wait(reached, f"node 0 at {nodes.host}:{nodes.port}")
+    return store[0]
+
+
+def join(store: dist.Store, nodes: Nodes, num_ranks: int, facts: dict[str, str], signs: Signs) -> Joined:
+    """On another host: waits for its place.
+
+    Raises:
+        ConfigError: this host differs in what must be equal.
+    """
     key = f"joined/{nodes.rank}"
-    store[0].set(f"joining/{nodes.rank}", msgspec.json.encode(Joining(num_ranks, facts)).decode())
-    _wait(lambda: bool(store[0].check([key])), "the other nodes")
-    joined = msgspec.json.decode(store[0].get(key), type=Joined)
+
+    def placed() -> bool:
+        signs.give()
+        return bool(store.check([key]))
+
+    signs.give()
+    store.set(f"joining/{nodes.rank}", msgspec.json.encode(Joining(num_ranks, facts)).decode())
+    _wait(placed, "the other nodes")
+    joined = msgspec.json.decode(store.get(key), type=Joined)
     if joined.refused:
-        store[0].set(f"{GONE}/{nodes.rank}", "")
+        store.set(f"{GONE}/{nodes.rank}", "")
         raise ConfigError(joined.refused)
-    return store[0], joined
+    return joined
 
 
-def until_heard(store: dist.Store, nodes: Sequence[int]) -> None:
+def until_heard(store: dist.Store, nodes: Sequence[int], within_s: float = 5.0) -> None:
     """Waits a little, until these nodes have read what was said last. With this process the store ends."""
-    deadline = time.monotonic() + _GOODBYE_S
+    deadline = time.monotonic() + within_s
     while not store.check([f"{GONE}/{node}" for node in nodes]) and time.monotonic() < deadline:
         time.sleep(0.05)
 

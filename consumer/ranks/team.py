@@ -48,21 +48,21 @@ def team(
     store = listen(nodes)
     choose_interface(nodes.host)
     facts = facts_of(config) if nodes.count > 1 else {}
-    world = gather_hosts(store, nodes, placement.num_ranks, facts, stop)
-    own = range(1, placement.num_ranks)
+    hosts = gather_hosts(store, nodes, placement.num_ranks, facts, stop)
+    world, own = hosts[-1].stop, hosts[0][1:]
     with rank_processes(config, placement, own, world, store.port, first_index=1) as processes:
         watch = RankWatch(
-            connect(nodes.host, store.port), world, processes.ended, [lambda _: processes.kill(), on_lost]
+            connect(nodes.host, store.port), hosts, processes.ended, [lambda _: processes.kill(), on_lost]
         )
         watch.start()
         over = ExitCode.RANK_LOST
         try:
             yield ProcessRanks(store, 0, world, torch.device("cuda" if placement.gpus else "cpu"), FOREVER_S)
             over = ExitCode.OK
-        except Exception:
-            watch.check()
+        except Exception as error:
+            watch.explain(error)
             raise
         finally:
             watch.close()
             store.set(OVER, str(int(over)))
-            until_heard(store, range(1, nodes.count))
+            until_heard(store, range(1, nodes.count), within_s=5.0 if watch.lost is None else 1.0)

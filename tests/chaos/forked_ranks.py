@@ -6,6 +6,7 @@ Guarantee: each runs the real `consumer.follower`, as soon as the trainer would 
 import os
 import signal
 import sys
+from collections.abc import Sequence
 
 import msgspec
 
@@ -13,14 +14,19 @@ from consumer.ranks import processes
 
 
 class ForkedRank:
-    """What `consumer.ranks.processes` needs of a `subprocess.Popen`."""
+    """What `consumer.ranks.processes` needs of a `subprocess.Popen`.
 
-    def __init__(self) -> None:
+    Args:
+        before: those that were forked before. Each reads its pipe to the end, so nobody else may hold the end to write to.
+    """
+
+    def __init__(self, before: "Sequence[ForkedRank]") -> None:
         read, self._write = os.pipe()
         self._status: int | None = None
         self.pid = os.fork()
         if self.pid == 0:
-            os.close(self._write)
+            for rank in (self, *before):
+                os.close(rank._write)
             os.dup2(read, 0)
             sys.stdin = os.fdopen(0)
             from consumer import follower
@@ -54,7 +60,9 @@ class ForkedRank:
 def forked_ranks(arguments: list[str]) -> list[ForkedRank]:
     """As many as `--ranks` asks for, which the trainer of this process will then find."""
     world = int(arguments[arguments.index("--ranks") + 1]) if "--ranks" in arguments else 1
-    others = [ForkedRank() for _ in range(1, world)]
+    others: list[ForkedRank] = []
+    for _ in range(1, world):
+        others.append(ForkedRank(others))
 
     def start(member: processes.Member, environment: dict[str, str]) -> ForkedRank:
         others[member.rank - 1].begin(member)

@@ -2,6 +2,7 @@
 
 import signal
 import socket
+import time
 from collections.abc import Callable
 
 import pytest
@@ -66,3 +67,16 @@ def test_a_host_ends_when_the_trainer_is_killed_and_the_trainer_stops_while_it_w
     trainer.wait_for("resuming at|journal:")
     trainer.process.send_signal(signal.SIGTERM)
     assert trainer.end() == 0, trainer.output
+
+
+def test_a_host_that_is_gone_before_its_ranks_gave_a_sign_of_life_is_named(
+    start: Callable[..., Run], rendezvous: str
+) -> None:
+    run = start()
+    trainer, other = host(run, 0, rendezvous), host(run, 1, rendezvous)
+    other.wait_for("ranks 1 to 1 of 2 begin here")  # and import their libraries, which takes some seconds
+    other.kill()
+    began = time.monotonic()
+    assert trainer.end() == 77
+    assert time.monotonic() - began < 30  # 9 on a machine that is not busy
+    assert "node 1 (ranks 1 to 1) gave no sign of life for 6 s: it is stopped, or its host is gone" in trainer.output

@@ -64,7 +64,7 @@ def test_a_lost_rank_ends_the_run_by_name_and_it_goes_on(start: Callable[..., Ru
     began = time.monotonic()
     other.send_signal(how)
     assert trainer.end() == 77
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 30  # at most 7 on a machine that is not busy
     assert "rank 1" in trainer.output
     assert not other.is_running()
     total = run.steps[-1]["step"] + 3

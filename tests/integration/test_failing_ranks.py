@@ -1,0 +1,77 @@
+"""Ranks of a trainer that run out of memory or raise in the middle of a step, in real processes on the CPU."""
+
+import sqlite3
+import time
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import psutil
+import pytest
+
+from .pair import Daemon, gone
+from .runs import Run
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture
+def failures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where a file with the number of a rank says how that is to fail."""
+    folder = tmp_path / "failures"
+    folder.mkdir()
+    monkeypatch.setenv("FAILURES", str(folder))
+    return folder
+
+
+def trainer_of_three(run: Run, *arguments: str) -> Daemon:
+    return run.trainer("--ranks", "3", "--resume", *arguments, module="tests.integration.failing_trainer")
+
+
+def most_tries(run: Run) -> int:
+    """Times that the steps of any batch were begun without the last one ending."""
+    with closing(sqlite3.connect(run.config.journal_file)) as journal:
+        return int(journal.execute("SELECT max(tries) FROM groups").fetchone()[0])
+
+
+def test_a_rank_that_fails_is_named_with_its_cause_and_the_run_goes_on(
+    start: Callable[..., Run], failures: Path
+) -> None:
+    run = start(trainer={"max_steps": 500})
+    run.producer("first")
+    trainer = trainer_of_three(run)
+    run.wait_for_step(2)
+    (failures / "2").write_text("gpu memory")
+    began = time.monotonic()
+    assert trainer.end() == 77
+    assert time.monotonic() - began < 30  # 1 or so on a machine that is not busy
+    assert "rl-trainer: error: rank 2 ended (OutOfMemoryError: CUDA out of memory. Tried to" in trainer.output
+    assert most_tries(run) == 0
+
+    (failures / "2").rename(failures / "1").write_text("memory")
+    run.producer("second")
+    trainer = trainer_of_three(run)
+    assert trainer.end() == 77
+    assert "error: rank 1 ended (MemoryError: no room for the activations); go on with --resume" in trainer.output
+    assert most_tries(run) == 0
+
+    (failures / "1").unlink()
+    run.producer("third")
+    resumed = trainer_of_three(run, "--set", "trainer.max_steps=4")
+    assert resumed.end() == 0, resumed.output
+    assert run.column("step") == [1, 2, 3, 4]
+
+
+def test_rank_0_that_fails_ends_as_a_trainer_alone_does(start: Callable[..., Run], failures: Path) -> None:
+    run = start(trainer={"max_steps": 500})
+    run.producer()
+    trainer = trainer_of_three(run)
+    run.wait_for_step(1)
+    others = psutil.Process(trainer.process.pid).children()
+    assert len(others) == 2
+    (failures / "0").write_text("fault")
+    assert trainer.end() == 70
+    assert "ZeroDivisionError: a fault of this rank alone" in trainer.output
+    assert "rank 1" not in trainer.output
+    assert gone(others, 10)
+    assert most_tries(run) == 1
