@@ -16,7 +16,7 @@ class ExitCode(IntEnum):
     DATASET = 65  # dataset missing, empty, or without the named column
     DATA_FAILURES = 66  # too large a share of prompts failed (reward raises, prompts too long, ...)
     NO_SIGNAL = 67  # no group had rewards that differ, or nothing was scored: there is nothing to learn from
-    NO_ANSWER = 68  # rl-status --once: no daemon of the run answers
+    NO_ANSWER = 68  # rl-status --once: no daemon of the run answers; rl-cluster: no Ray does
     ENGINE = 69  # the generation engine died or cannot serve what was asked
     BUG = 70  # an exception nobody expected; the traceback is printed
     DEVICE = 71  # a GPU index that does not exist
@@ -27,6 +27,7 @@ class ExitCode(IntEnum):
     INCOMPATIBLE_PEER = 76  # the handshake refused: other model, schema, dtype, ...
     RANK_LOST = 77  # one of several trainer ranks ended, stood still or computed something else; --resume goes on
     CONFIG = 78  # configuration refused, by us or by the library that owns the section
+    NO_RESOURCES = 79  # rl-cluster: the nodes have no room for the run; the message says what is missing
     INTERRUPTED = 130  # a second Ctrl-C: stopped at once, without a final checkpoint
 
 
@@ -54,6 +55,14 @@ class NoSignalError(SlipstreamError):
 
 class NotFiniteError(SlipstreamError):
     exit_code = ExitCode.NOT_FINITE
+
+
+class NoAnswerError(SlipstreamError):
+    exit_code = ExitCode.NO_ANSWER
+
+
+class NoResourcesError(SlipstreamError):
+    exit_code = ExitCode.NO_RESOURCES
 
 
 class EngineError(SlipstreamError):

@@ -27,6 +27,7 @@ from protocol.config.sections.learning import (
 )
 from protocol.config.sections.model import ModelSection, SamplingSection
 from protocol.config.sections.observability import ObservabilitySection
+from protocol.config.sections.producers import ProducersSection
 from protocol.config.sections.rewards import RewardsSection
 from protocol.config.sections.section import Count, Section
 from protocol.config.sections.serve import ServeSection
@@ -56,6 +57,9 @@ class RunConfig(Section):
     guards: GuardsSection = GuardsSection()  # type: ignore[call-arg]
     evaluation: EvaluationSection | None = Field(
         None, description="A held-out set, scored by the producers every so many versions. Without it there is none."
+    )
+    producers: ProducersSection | None = Field(
+        None, description="How many producers `rl-cluster` keeps, by the load. Without it: as many as it is told."
     )
     lora: dict[str, Any] = Field(
         default_factory=lambda: dict(LORA_DEFAULTS),

@@ -1,0 +1,81 @@
+"""`rl-cluster down`: ends a run in good order.
+
+Guarantee: producers say goodbye first, so that what they have finished is journaled; then the trainer ends its step and writes a
+checkpoint. What has not ended by the deadline is killed, which loses nothing that was acknowledged. Then the resources are given
+back, and a Ray that `up` started is ended.
+"""
+
+import argparse
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from protocol.errors import ExitCode
+from tools.cluster import session
+from tools.cluster.place import add_place, run_dir
+from tools.cluster.session import Session
+from tools.command import whole
+from tools.tables import say
+
+if TYPE_CHECKING:
+    from tools.cluster.fleet.actors import Actors
+
+_DEADLINE_S = 300
+_LOOK_EVERY_S = 0.2
+
+
+def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser("down", help="drain and end a run")
+    add_place(parser)
+    parser.add_argument(
+        "--deadline", metavar="S", type=lambda text: whole(text, 1, 86_400), default=_DEADLINE_S,
+        help="seconds until what has not ended is killed (default: %(default)s)",
+    )  # fmt: skip
+    parser.set_defaults(work=_down)
+
+
+def _down(chosen: argparse.Namespace) -> ExitCode:
+    place = run_dir(chosen)
+    with session.connected(place, chosen.address) as ray:
+        take_down(place, ray, chosen.deadline)
+    return ExitCode.OK
+
+
+def take_down(place: Path, ray: Session, deadline_s: float = _DEADLINE_S) -> None:
+    from tools.cluster.fleet.actors import Actors
+    from tools.cluster.fleet.managing import ManagerHandle
+    from tools.cluster.fleet.plan import TRAINER
+
+    manager = ManagerHandle.find()
+    if manager is not None:
+        manager.end()
+    actors, until = Actors(), time.monotonic() + deadline_s
+    names = actors.names()
+    for some in (names - {TRAINER}, names & {TRAINER}):
+        _drain(actors, some, until)
+    if ray.own is not None:
+        session.end_own(place, ray.own)
+    say(f"{place}: the run is down")
+
+
+def _drain(actors: "Actors", names: set[str], until: float) -> None:
+    from tools.cluster.fleet.plan import DaemonReport
+
+    for name in names:
+        actors.drain(name)
+    left = set(names)
+    while left:
+        for name in left.intersection(actors.without_room()):
+            actors.remove(name)
+            left.discard(name)
+        for name, report in actors.reports().items():
+            if name in left and isinstance(report, DaemonReport) and report.is_over:
+                say(f"{name}: ended" + ("" if report.exit_code is None else f" with {report.exit_code}"))
+                actors.remove(name)
+                left.discard(name)
+        if left and time.monotonic() > until:
+            say(f"killed, because they had not ended by the deadline: {', '.join(sorted(left))}")
+            for name in left:
+                actors.remove(name)
+            return
+        time.sleep(_LOOK_EVERY_S)

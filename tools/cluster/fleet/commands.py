@@ -1,0 +1,42 @@
+"""The command lines of a run's daemons, as its actors start them.
+
+Guarantee: pure; no argument is a secret.
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tools.cluster.fleet.plan import TRAINER, Plan
+
+_SCRIPTS = {"rl-trainer": "consumer.cli", "rl-producer": "producer.cli"}
+
+
+def daemon_command(plan: Plan, name: str, gpus: Sequence[int], folder: Path, keys: Path) -> list[str]:
+    """
+    Args:
+        gpus: as nvidia-smi counts them; those that Ray gave the actor.
+        folder: of the daemon, on its node.
+        keys: of a producer.
+    """
+    return trainer_command(plan, gpus) if name == TRAINER else producer_command(plan, name, gpus, folder, keys)
+
+
+def trainer_command(plan: Plan, gpus: Sequence[int]) -> list[str]:
+    ranks = [] if gpus else ["--ranks", str(plan.ranks)]
+    return [*_program("rl-trainer", gpus), "--config", plan.config, *_set(*plan.overrides), "--resume", *ranks]
+
+
+def producer_command(plan: Plan, name: str, gpus: Sequence[int], folder: Path, keys: Path) -> list[str]:
+    """The file is read on the producer's node."""
+    own = _set(*plan.overrides, f"run_dir={folder}", f"transport.keys={keys}", f"transport.identity={name}")
+    return [*_program("rl-producer", gpus), "--config", plan.config, *own]
+
+
+def _program(script: str, gpus: Sequence[int]) -> list[str]:
+    """By its module, because the folder of scripts need not be on the path of Ray's workers."""
+    return [sys.executable, "-m", _SCRIPTS[script], "--gpu", ",".join(map(str, gpus)) or "cpu"]
+
+
+def _set(*overrides: str) -> list[str]:
+    return [part for override in overrides for part in ("--set", override)]

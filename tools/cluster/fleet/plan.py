@@ -1,0 +1,119 @@
+"""What a run in the cluster is: how it is started, what it needs, and what its actors tell of it.
+
+Guarantee: values travel as JSON and are checked when they are read; none of them is a secret.
+"""
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from protocol.service.status import Status
+
+TRAINER, MANAGER = "trainer", "manager"
+MOST_PRODUCERS = 4096
+
+Phase = Literal["new", "locked", "running", "pausing", "ended"]
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """One run as `rl-cluster up` places it. Paths are those of the trainer's node.
+
+    Args:
+        folder: where the commands are started, because paths in `config` are relative to it.
+        overrides: what the trainer's command gets with `--set`.
+        ranks: of the trainer, each with a GPU unless there are none.
+        gpus: of one producer; 0: it and the trainer compute on the CPU.
+        cpus: of one rank and of one producer.
+        host: address of the node that has `run_dir`, to which the trainer is pinned.
+        keys: folder with the trainer's keys.
+        least, most: bounds of the number of producers; equal ones switch scaling off.
+    """
+
+    run_dir: str
+    config: str
+    folder: str
+    overrides: list[str]
+    ranks: Annotated[int, Meta(ge=1)]
+    gpus: Annotated[int, Meta(ge=0)]
+    cpus: Annotated[int, Meta(ge=1)]
+    host: str
+    endpoint: str
+    keys: str
+    producers: Annotated[int, Meta(ge=0, le=MOST_PRODUCERS)]
+    least: int
+    most: int
+
+    @property
+    def trainer_needs(self) -> dict[str, float]:
+        """Resources in Ray's names, all on one node."""
+        return _needs(self.ranks * self.cpus, self.ranks if self.gpus else 0) | on_host(self.host)
+
+    @property
+    def producer_needs(self) -> dict[str, float]:
+        return _needs(self.cpus, self.gpus)
+
+    def needs(self, name: str) -> dict[str, float]:
+        return self.trainer_needs if name == TRAINER else self.producer_needs
+
+
+class DaemonReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What an actor says of its command. Times are Unix times."""
+
+    name: str
+    phase: Phase
+    node: str = ""
+    pid: int | None = None
+    starts: int = 0
+    since: float = 0.0  # of the phase
+    exit_code: int | None = None  # of the last process, negative for a signal
+    message: str = ""  # its last words, or what is waited for
+    draining: bool = False
+    status: Status | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self.phase == "ended"
+
+
+class FleetReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What the manager knows.
+
+    Args:
+        missing: what has no room now, and what is free, in words.
+    """
+
+    plan: Plan
+    wanted: int
+    daemons: list[DaemonReport]
+    unreachable: list[str] = []
+    missing: str = ""
+
+    def daemon(self, name: str) -> DaemonReport | None:
+        return next((daemon for daemon in self.daemons if daemon.name == name), None)
+
+    @property
+    def trainer(self) -> DaemonReport | None:
+        return self.daemon(TRAINER)
+
+
+def namespace(run_dir: str | Path) -> str:
+    """Of Ray, one for each run."""
+    place = os.path.abspath(run_dir)
+    return f"slipstream-{Path(place).name}-{hashlib.sha256(place.encode()).hexdigest()[:8]}"
+
+
+def producer_name(number: int) -> str:
+    return f"producer-{number}"
+
+
+def on_host(host: str) -> dict[str, float]:
+    """What binds to a host: Ray gives each node one of this."""
+    return {f"node:{host}": 0.001}
+
+
+def _needs(cpus: int, gpus: int) -> dict[str, float]:
+    return {"CPU": float(cpus)} | ({"GPU": float(gpus)} if gpus else {})
