@@ -16,7 +16,7 @@ os.environ.update(
     RAY_health_check_failure_threshold="3",
 )
 
-from ray.cluster_utils import Cluster  # noqa: E402
+from ray.cluster_utils import Cluster
 
 _MEMORY = 80 * 2**20
 
