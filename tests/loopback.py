@@ -44,10 +44,14 @@ class LoopbackServer:
     def __init__(self) -> None:
         self.inbox = _Mailbox()
         self.clients: dict[bytes, _Mailbox] = {}
+        self.keys: dict[str, bytes] | None = None
         self._schemas = PeerSchemas()
 
     def connect(self, name: str) -> "LoopbackClient":
         return LoopbackClient(self, name)
+
+    def authorized(self) -> dict[str, bytes] | None:
+        return self.keys
 
     def send(self, peer: bytes, message: Message) -> bool:
         mailbox = self.clients.get(peer)
@@ -72,6 +76,8 @@ class LoopbackServer:
 
 class LoopbackClient:
     """A `ClientChannel`. While `online` is False it behaves as if nobody listened."""
+
+    endpoint = "loopback"
 
     def __init__(self, server: LoopbackServer, name: str) -> None:
         self.online = True

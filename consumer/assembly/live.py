@@ -2,6 +2,7 @@
 
 import logging
 import secrets
+import socket
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -176,4 +177,6 @@ def _terms(components: RunComponents, facts: dict[str, str], session: str, *, re
         config.pipeline.lease_timeout_s,
         config.transport.heartbeat_interval_s,
         config.transport.heartbeat_timeout_s,
+        socket.gethostname(),
+        config.transport.region or socket.gethostname(),
     )

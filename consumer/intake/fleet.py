@@ -36,6 +36,8 @@ class SessionTerms:
     lease_timeout_s: float  # that a lease which a producer brings along gets from now on
     heartbeat_interval_s: float
     heartbeat_timeout_s: float
+    host: str = ""  # where it runs
+    region: str = ""
 
 
 @dataclass(eq=False)
@@ -83,8 +85,9 @@ class Fleet:
         leases |= {lease_id for lease_id, wanted in answers.items() if wanted}
         leases -= self.arrivals.waiting()
         self.sessions[peer] = ProducerSession(
-            hello.producer, hello.capacity, now, leases, hello.release, hello.evaluates, evaluations, of_this_run
-        )
+            hello.producer, hello.capacity, now, leases, hello.release, hello.evaluates, evaluations, of_this_run,
+            hello.host, hello.region,
+        )  # fmt: skip
         release = hello.release or "unknown"
         logger.info("producer %s joined (release %s, up to %d groups at once)", hello.producer, release, hello.capacity)
         newest = self.store.newest

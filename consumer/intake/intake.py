@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 from consumer.intake.arrivals import Arrivals, RolloutStorage
 from consumer.intake.dispatcher import EvaluationDispatcher, LeaseDispatcher
 from consumer.intake.fleet import Fleet, SessionTerms
+from consumer.intake.relays import RelayDirectory
 from consumer.intake.sessions import FAREWELL_S, ProducerSession, say_goodbye
 from consumer.publishing.policy_store import PolicyStore
 from consumer.publishing.published_policy import PublishedPolicy
@@ -29,6 +30,7 @@ from protocol.wire.messages import (
     Heartbeat,
     Hello,
     Nack,
+    PolicyOffer,
     PolicyRequest,
     ProducerMessage,
     Reject,
@@ -72,6 +74,7 @@ class Intake:
         self.clock = clock
         self.arrivals = Arrivals(channel, storage, store, terms.shape, warn, clock)
         self.fleet = Fleet(channel, self._buffer, self.arrivals, store, dispatchers.evaluation, terms, clock, warn)
+        self._relays = RelayDirectory(channel, terms.host, terms.region)
         self._bye: Literal["finished", "stopping"] | None = None
         self._thread = threading.Thread(target=self._run, name="intake", daemon=True)
 
@@ -151,6 +154,7 @@ class Intake:
         self.fleet.lose_silent(now, stood_still_s=now - began - timeout_s)
         self.fleet.announce()
         sessions = self.fleet.sessions
+        self._relays.refresh(now, sessions)
         unreachable = self._dispatchers.training.give(sessions, now)  # training goes first
         unreachable += self._dispatchers.evaluation.tick(sessions.items(), now)
         for peer in dict.fromkeys(unreachable):
@@ -165,7 +169,7 @@ class Intake:
             case BlobRequest():
                 self._serve_blob(peer, message)
             case PolicyRequest():
-                self._channel.send(peer, self.store.offer(message))
+                self._channel.send(peer, self._offer(peer, message))
             case Hello():
                 self.fleet.join(peer, message)
             case _ if (session := self.fleet.sessions.get(peer)) is not None:
@@ -190,6 +194,12 @@ class Intake:
                 self.fleet.note(peer, session, message)
             case Bye():
                 self.fleet.lose(peer, "it said goodbye")
+
+    def _offer(self, peer: bytes, request: PolicyRequest) -> PolicyOffer | BlobMissing:
+        offer, session = self.store.offer(request), self.fleet.sessions.get(peer)
+        if isinstance(offer, PolicyOffer) and session is not None and offer.digest == self.store.newest.digest:
+            return self._relays.with_relays(offer, session)
+        return offer
 
     def _serve_blob(self, peer: bytes, request: BlobRequest) -> None:
         try:

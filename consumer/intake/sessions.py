@@ -29,6 +29,8 @@ class ProducerSession:
     evaluates: bool = False  # whether it may be given leases of an evaluation
     evaluations: set[str] = field(default_factory=set)  # those; they take no room from the others
     of_this_run: bool = True  # False: what it held when it joined is another run's
+    host: str = ""
+    region: str = ""
     heartbeat: Heartbeat = Heartbeat(-1, 0, [], 0, 0.0)  # noqa: RUF009  frozen; before the first one
     _absent: dict[str, float] = field(default_factory=dict)  # leases that its heartbeats do not name, and since when
 

@@ -11,7 +11,7 @@ import threading
 import zmq
 from zmq.utils import z85
 
-from protocol.security.authorized_keys import AuthorizedKeys
+from protocol.security.authorized_keys import KeyRing
 from protocol.security.keys import fingerprint
 from protocol.security.rejections import Refusals
 
@@ -24,9 +24,7 @@ _VERSION = b"1.0"
 class Authenticator(threading.Thread):
     """Answers for all sockets of one context. Their owner makes it before they are bound."""
 
-    def __init__(
-        self, context: "zmq.Context[zmq.Socket[bytes]]", authorized: AuthorizedKeys, refusals: Refusals
-    ) -> None:
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", authorized: KeyRing, refusals: Refusals) -> None:
         super().__init__(name="authenticator", daemon=True)
         self._authorized = authorized
         self._refusals = refusals

@@ -7,19 +7,44 @@ that holds no key, or the key of another name, authorizes nobody, and the log na
 import logging
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from protocol.errors import ConfigError
 from protocol.security.keys import TRAINER, read_public
 
 logger = logging.getLogger(__name__)
 
+
+class KeyRing(Protocol):
+    """Who may connect. May be used from any thread."""
+
+    def identity(self, key: bytes) -> str | None:
+        """The owner of a public key that may connect."""
+
+    def refresh(self) -> None:
+        """Looks for changes."""
+
+
+@dataclass
+class GrantedKeys:
+    """A `KeyRing` that somebody else keeps: by public key, its owner. Nobody may connect at first."""
+
+    names: Mapping[bytes, str] = field(default_factory=dict)
+
+    def identity(self, key: bytes) -> str | None:
+        return self.names.get(key)
+
+    def refresh(self) -> None: ...
+
+
 _Signature = tuple[tuple[str, int, int, int], ...]
 
 
 class AuthorizedKeys:
-    """May be used from any thread."""
+    """The `KeyRing` of a folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -33,6 +58,9 @@ class AuthorizedKeys:
 
     def identity(self, key: bytes) -> str | None:
         return self._names.get(key)
+
+    def by_identity(self) -> dict[str, bytes]:
+        return {name: key for key, name in self._names.items()}
 
     def refresh(self) -> None:
         with self._lock:

@@ -80,6 +80,9 @@ def _nearest(schema_version: int) -> int:
 class ServerChannel(Protocol):
     """The trainer's end: many peers, each named by an opaque routing id."""
 
+    def authorized(self) -> dict[str, bytes] | None:
+        """The public keys that may connect, by identity; None where there are no keys."""
+
     def send(self, peer: bytes, message: Message) -> bool:
         """Returns False when the peer cannot be reached; the message is then dropped."""
 
@@ -92,6 +95,10 @@ class ServerChannel(Protocol):
 
 class ClientChannel(Protocol):
     """A producer's end: one trainer."""
+
+    @property
+    def endpoint(self) -> str:
+        """Where the trainer is, for messages to people."""
 
     @property
     def schema_version(self) -> int: ...

@@ -24,7 +24,7 @@ from collections.abc import Callable
 import zmq
 
 from protocol.security.authenticator import Authenticator
-from protocol.security.authorized_keys import AuthorizedKeys
+from protocol.security.authorized_keys import KeyRing
 from protocol.security.rejections import Refusals
 from protocol.transport.watched_connection import WatchedConnection, duplicate, raise_descriptor_limit
 
@@ -62,7 +62,7 @@ class ConnectionGuard(threading.Thread):
         sockets: "list[zmq.Socket[bytes]]",
         refusals: Refusals,
         max_message_bytes: int,
-        authorized: AuthorizedKeys | None,
+        authorized: KeyRing | None,
         authenticator: Authenticator | None,
         wake: Callable[[], None],
     ) -> None:

@@ -19,7 +19,7 @@ from protocol.errors import ConfigError
 from protocol.security.keys import ProducerKeys, fingerprint
 from protocol.throttle import Throttle
 from protocol.transport.channel import BadFrame, TrainerSchema
-from protocol.transport.zeromq_sockets import BURST, NOBLOCK, ZmqChannel, read, take
+from protocol.transport.zeromq_sockets import BURST, NOBLOCK, ZmqChannel, curve_client, read, take
 from protocol.wire.messages import Message, TrainerMessage
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class ZmqClient(ZmqChannel):
         max_message_bytes: int,
         keys: ProducerKeys | None = None,
     ) -> None:
-        super().__init__(control_endpoint, blob_endpoint, max_message_bytes)
+        super().__init__((control_endpoint, blob_endpoint), max_message_bytes)
         self._name = name
         self._keys = keys
         self._watch = _HandshakeWatch(control_endpoint, keys)
@@ -72,11 +72,7 @@ class ZmqClient(ZmqChannel):
             zmq.RECONNECT_IVL_MAX: 1000,
         }
         if self._keys is not None:
-            options |= {
-                zmq.CURVE_SERVERKEY: self._keys.trainer,
-                zmq.CURVE_PUBLICKEY: self._keys.secret.public(),
-                zmq.CURVE_SECRETKEY: self._keys.secret.reveal(),
-            }
+            options |= curve_client(self._keys.secret, self._keys.trainer)
         opened = self._open(zmq.DEALER, options)
         self._watch.begin(opened[0][0])
         for socket, endpoint in opened:
@@ -85,6 +81,10 @@ class ZmqClient(ZmqChannel):
             except zmq.ZMQError as error:
                 fix = "; give producers the trainer's address with --set transport.endpoint" if "*" in endpoint else ""
                 raise ConfigError(f"transport.endpoint: cannot connect to {endpoint}: {error}{fix}") from error
+
+    @property
+    def endpoint(self) -> str:
+        return self._endpoints[0]
 
     @property
     def schema_version(self) -> int:

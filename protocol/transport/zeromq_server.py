@@ -1,42 +1,63 @@
-"""The trainer's end of the channels: two ROUTER sockets, for control and for blobs.
+"""The ends of channels to which producers connect: the trainer's, of two ROUTER sockets for control and for blobs, and a relay's,
+of one for blobs.
 
-Guarantee: a message is sent whole or `send` returns False. Only kinds of messages that producers send are accepted, and one
+Guarantee: a message is sent whole or `send` returns False. Only kinds of messages that producers send there are accepted, and one
 process at a time serves an endpoint. With keys, a message is accepted only under the key of the identity that is in the
 producer's name and in its routing id. Nothing that a peer sends raises an exception here: what cannot be used is dropped whole
 and counted.
 """
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import zmq
 
 from protocol.security.authenticator import ZAP_DOMAIN, Authenticator
-from protocol.security.authorized_keys import AuthorizedKeys
-from protocol.security.keys import TrainerKeys, identity_of
+from protocol.security.authorized_keys import AuthorizedKeys, KeyRing
+from protocol.security.keys import SecretKey, TrainerKeys, identity_of
 from protocol.security.rejections import Refusals
 from protocol.transport.channel import BadFrame, PeerSchemas
 from protocol.transport.connection_guard import ConnectionGuard
 from protocol.transport.ipc import endpoint_error, ipc_lock
 from protocol.transport.zeromq_sockets import BURST, NOBLOCK, ZmqChannel, read, take
 from protocol.wire.messages import Hello, Message, ProducerMessage, Reject
+from protocol.wire.policy_messages import RelayRequest
 
 _PEER, _SRCFD = int(zmq.NOBLOCK | zmq.SNDMORE), int(zmq.SRCFD)  # enums cost more than a send
+_RELAY_QUEUE = 32  # messages for one peer, and from it; it asks for few at a time
+_MAX_RELAY_REQUEST_BYTES = 4096
 _MAX_ROUTING_ID_BYTES = 255  # as ZMTP has it; libzmq takes longer ones, and every place that knows a peer keeps its own
 
 
-class ZmqServer(ZmqChannel):
-    """A `ServerChannel` bound to two endpoints. Without `keys` everybody can connect who reaches them. `EndpointInUseError`
-    says that another process serves one of them, `ConfigError` that this machine cannot bind it."""
+class ServerKeys(NamedTuple):
+    """The server's own key, and who may connect."""
+
+    secret: SecretKey
+    authorized: KeyRing
+
+
+class ZmqRouter(ZmqChannel):
+    """A channel bound to `endpoints`, which takes messages of `kinds`. Without `keys` everybody can connect who reaches them.
+    `EndpointInUseError` says that another process serves one of them, `ConfigError` that this machine cannot bind it."""
 
     def __init__(
-        self, control_endpoint: str, blob_endpoint: str, max_message_bytes: int, keys: TrainerKeys | None = None
+        self,
+        endpoints: tuple[str, ...],
+        max_message_bytes: int,
+        keys: ServerKeys | None,
+        kinds: Any,
+        max_received_bytes: int | None = None,
+        options: Mapping[int, Any] = MappingProxyType({}),
     ) -> None:
-        super().__init__(control_endpoint, blob_endpoint, max_message_bytes)
+        super().__init__(endpoints, max_message_bytes)
+        max_received_bytes = max_received_bytes or max_message_bytes
         self.refusals = Refusals()
+        self._kinds = kinds
         self._schemas = PeerSchemas()
-        self._authorized = AuthorizedKeys(keys.authorized) if keys else None
+        self._authorized = keys.authorized if keys else None
         self._authenticator: Authenticator | None = None
         with ExitStack() as closing:
             locks = closing.enter_context(ExitStack())
@@ -45,9 +66,9 @@ class ZmqServer(ZmqChannel):
                 self._authenticator = Authenticator(self._context, self._authorized, self.refusals)
                 closing.callback(self._authenticator.stop)
                 self._authenticator.start()
-            opened = self._open(zmq.ROUTER, self._options(keys))
+            opened = self._open(zmq.ROUTER, {zmq.MAXMSGSIZE: max_received_bytes} | self._options(keys) | dict(options))
             self._guard = ConnectionGuard(
-                self.sockets, self.refusals, max_message_bytes, self._authorized, self._authenticator, self.wake
+                self.sockets, self.refusals, max_received_bytes, self._authorized, self._authenticator, self.wake
             )
             closing.callback(self._guard.stop)
             self._guard.start()
@@ -60,7 +81,7 @@ class ZmqServer(ZmqChannel):
             self._closing = closing.pop_all()
 
     @staticmethod
-    def _options(keys: TrainerKeys | None) -> dict[int, Any]:
+    def _options(keys: ServerKeys | None) -> dict[int, Any]:
         # Without keys nobody answers for the domain. libzmq then refuses ZMTP 1 and 2, whose messages do not tell which
         # connection they came over, and accepts every other peer.
         options: dict[int, Any] = {zmq.ROUTER_MANDATORY: 1, zmq.ZAP_DOMAIN: ZAP_DOMAIN}
@@ -78,10 +99,10 @@ class ZmqServer(ZmqChannel):
             return False
         return True
 
-    def poll(self, timeout_s: float) -> list[tuple[bytes, ProducerMessage | BadFrame]]:
+    def poll(self, timeout_s: float) -> list[tuple[bytes, Any]]:
         self._guard.check()
         ready = self._wait(timeout_s)
-        arrived: list[tuple[bytes, ProducerMessage | BadFrame]] = []
+        arrived: list[tuple[bytes, Any]] = []
         for index, socket in enumerate(self.sockets):
             for _ in range(BURST if socket in ready else 0):
                 try:
@@ -96,7 +117,7 @@ class ZmqServer(ZmqChannel):
                 self._guard.note_drained(index)
         return arrived
 
-    def _receive(self, index: int, head: zmq.Frame, frame: bytes, num_frames: int) -> ProducerMessage | BadFrame | None:
+    def _receive(self, index: int, head: zmq.Frame, frame: bytes, num_frames: int) -> Any:
         """What has come under the routing id in `head`; None if it is refused."""
         peer = head.bytes
         try:
@@ -108,10 +129,10 @@ class ZmqServer(ZmqChannel):
         if len(peer) > _MAX_ROUTING_ID_BYTES:
             self.refusals("unreadable", f"a message under a routing id of {len(peer)} bytes")
             return None
-        message = read(frame, num_frames, ProducerMessage, partial(self._schemas.note, peer))
+        message = read(frame, num_frames, self._kinds, partial(self._schemas.note, peer))
         return message if self._authorized is None or self._is_own_name(peer, message, user) else None
 
-    def _is_own_name(self, peer: bytes, message: ProducerMessage | BadFrame, user: bytes) -> bool:
+    def _is_own_name(self, peer: bytes, message: Any, user: bytes) -> bool:
         assert self._authorized is not None
         identity = self._authorized.identity(user)
         if identity is None:
@@ -130,3 +151,28 @@ class ZmqServer(ZmqChannel):
 
     def close(self) -> None:
         self._closing.close()
+
+
+class ZmqServer(ZmqRouter):
+    """A `ServerChannel`: the trainer's."""
+
+    def __init__(
+        self, control_endpoint: str, blob_endpoint: str, max_message_bytes: int, keys: TrainerKeys | None = None
+    ) -> None:
+        self._ring = AuthorizedKeys(keys.authorized) if keys else None
+        server_keys = ServerKeys(keys.secret, self._ring) if keys and self._ring else None
+        super().__init__((control_endpoint, blob_endpoint), max_message_bytes, server_keys, ProducerMessage)
+
+    def authorized(self) -> dict[str, bytes] | None:
+        return None if self._ring is None else self._ring.by_identity()
+
+
+class ZmqRelay(ZmqRouter):
+    """A producer's, for other producers, who ask for policies. A peer that does not read what it asked for is sent no more."""
+
+    def __init__(self, endpoint: str, max_message_bytes: int, keys: ServerKeys | None) -> None:
+        options: dict[int, Any] = {zmq.SNDHWM: _RELAY_QUEUE, zmq.RCVHWM: _RELAY_QUEUE}
+        super().__init__((endpoint,), max_message_bytes, keys, RelayRequest, _MAX_RELAY_REQUEST_BYTES, options)
+
+    def poll(self, timeout_s: float) -> list[tuple[bytes, RelayRequest | BadFrame]]:
+        return super().poll(timeout_s)

@@ -1,4 +1,4 @@
-"""The pair of ZeroMQ sockets that either end of a channel has: one for control and one for blobs.
+"""The ZeroMQ sockets that either end of a channel has: one for control and one for blobs, or a single one for blobs.
 
 Guarantee: no frame above `max_message_bytes` is accepted or sent, and a message of several frames is dropped whole.
 """
@@ -10,11 +10,13 @@ from typing import Any
 
 import zmq
 
+from protocol.security.keys import SecretKey
 from protocol.transport.channel import BadFrame, received
 from protocol.transport.connection_guard import HANDSHAKE_S
 from protocol.transport.ipc import check_path_length
 from protocol.wire.codec import CodecError, encode
-from protocol.wire.messages import BLOB_MESSAGES, Message
+from protocol.wire.messages import Message
+from protocol.wire.policy_messages import BLOB_MESSAGES
 
 BURST = 256  # frames taken from one socket before the other gets its turn
 NOBLOCK = int(zmq.NOBLOCK)  # an enum costs more than a send
@@ -34,6 +36,15 @@ _OPTIONS = {
 }
 
 
+def curve_client(secret: SecretKey, server: bytes) -> dict[int, Any]:
+    """The options of a socket that connects as the owner of `secret` to nobody but the owner of the public key `server`."""
+    return {
+        zmq.CURVE_SERVERKEY: server,
+        zmq.CURVE_PUBLICKEY: secret.public(),
+        zmq.CURVE_SECRETKEY: secret.reveal(),
+    }
+
+
 def take(socket: "zmq.Socket[bytes]") -> tuple[bytes, int]:
     """The next frame, and of how many it is the first. The others are dropped."""
     frame, num_frames = socket.recv(NOBLOCK), 1
@@ -50,18 +61,18 @@ def read(frame: bytes, num_frames: int, kinds: Any, note_schema: Callable[[int],
 
 
 class ZmqChannel:
-    def __init__(self, control_endpoint: str, blob_endpoint: str, max_message_bytes: int) -> None:
-        self._endpoints = (control_endpoint, blob_endpoint)
+    def __init__(self, endpoints: tuple[str, ...], max_message_bytes: int) -> None:
+        self._endpoints = endpoints
         self._context = zmq.Context()
         self._max_message_bytes = max_message_bytes
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._wake_lock = threading.Lock()
         self._poller = zmq.Poller()
         self._poller.register(self._wake_fd, zmq.POLLIN)
-        self.sockets: list[zmq.Socket[bytes]] = []  # for control and for blobs
+        self.sockets: list[zmq.Socket[bytes]] = []  # for control, if it has one, and for blobs
 
     def _open(self, kind: int, options: dict[int, Any]) -> list[tuple["zmq.Socket[bytes]", str]]:
-        """Opens both sockets and returns them with their endpoints, not bound or connected yet."""
+        """Opens the sockets and returns them with their endpoints, not bound or connected yet."""
         for endpoint in self._endpoints:
             socket = self._context.socket(kind)
             self.sockets.append(socket)
@@ -73,14 +84,14 @@ class ZmqChannel:
         return list(zip(self.sockets, self._endpoints, strict=True))
 
     def _shut(self) -> None:
-        for socket, linger in zip(self.sockets, (_FAREWELL_MS, 0), strict=False):
+        for socket in self.sockets:
             self._poller.unregister(socket)
-            socket.close(linger=linger)
+            socket.close(linger=0 if socket is self.sockets[-1] else _FAREWELL_MS)
         self.sockets = []
 
     def _of(self, message: Message) -> "zmq.Socket[bytes]":
         assert self.sockets, "channel is closed"
-        return self.sockets[isinstance(message, BLOB_MESSAGES)]
+        return self.sockets[-1 if isinstance(message, BLOB_MESSAGES) else 0]
 
     def _frame(self, message: Message, schema_version: int) -> bytes:
         frame = encode(message, schema_version=schema_version)

@@ -4,8 +4,9 @@ Guarantee: a decoded message has every field, of the declared type and within th
 refuses everything else. Token ids, log-probs and rewards travel as raw little-endian buffers inside the msgpack map, so any
 msgpack library can read a frame and no list of numbers is ever boxed.
 
-A producer sends `ProducerMessage` and accepts `TrainerMessage`; for a trainer it is the other way round. A Nack tells that a
-lease cannot be done, or that a group is refused.
+A producer sends `ProducerMessage` and accepts `TrainerMessage`; for a trainer it is the other way round. To a relay, which is a
+producer that hands policies on, a producer sends `RelayRequest` and accepts `RelayMessage`. A Nack tells that a lease cannot be
+done, or that a group is refused.
 
 `protocol.wire.schemas` says which schema brought a field, and what a change of a message needs.
 """
@@ -14,16 +15,26 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
+from protocol.wire.policy_messages import (
+    BlobChunk,
+    BlobMissing,
+    BlobRequest,
+    Count,
+    PolicyInfo,
+    PolicyOffer,
+    PolicyRequest,
+    RelayEndpoint,
+    RelayMessage,
+    RelayPeers,
+    Sha256,
+    Version,
+)
+
 Name = Annotated[str, Meta(min_length=1, max_length=128)]
 Text = Annotated[str, Meta(max_length=65_536)]
-Count = Annotated[int, Meta(ge=0, le=2**53)]
+Place = Annotated[str, Meta(max_length=128)]
 Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
-Sha256 = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 LeaseIds = Annotated[list[Name], Meta(max_length=65_536)]
-Version = Annotated[int, Meta(ge=0, le=2**31)]
-
-LARGEST_POLICY_BYTES = 2**40
-"""No adapter is nearly as large. A producer that takes one also looks at its memory."""
 
 
 class EngineFacts(Struct, frozen=True, forbid_unknown_fields=True):
@@ -37,14 +48,6 @@ class EngineFacts(Struct, frozen=True, forbid_unknown_fields=True):
     max_loras: Count
     max_model_len: Count
     reward_names: Annotated[list[Name], Meta(max_length=256)]
-
-
-class PolicyInfo(Struct, frozen=True, forbid_unknown_fields=True):
-    """A published policy. `digest` names the adapter blob: it is the sha256 of its `num_bytes` bytes."""
-
-    version: Version
-    digest: Sha256
-    num_bytes: Annotated[int, Meta(ge=0, le=LARGEST_POLICY_BYTES)]
 
 
 class Sampling(Struct, frozen=True, forbid_unknown_fields=True):
@@ -62,7 +65,8 @@ class Sampling(Struct, frozen=True, forbid_unknown_fields=True):
 class Hello(Struct, frozen=True, forbid_unknown_fields=True, tag="hello"):
     """Opens a session. `held` names the leases that the producer works on or holds results for, and `run_id` the run that gave
     them ("" if unknown, or none did). `release` is its version of Slipstream ("" if unknown), `swap_mode` how it takes new
-    policies (`swap.mode`), and `evaluates` whether it may be given leases of an evaluation."""
+    policies (`swap.mode`), and `evaluates` whether it may be given leases of an evaluation. `host` and `region` say where it
+    runs; producers of one region reach each other fast ("": unknown)."""
 
     producer: Name
     facts: EngineFacts
@@ -72,6 +76,8 @@ class Hello(Struct, frozen=True, forbid_unknown_fields=True, tag="hello"):
     swap_mode: Literal["adapter", "merged"] = "adapter"
     evaluates: bool = False
     run_id: Annotated[str, Meta(max_length=128)] = ""
+    host: Place = ""
+    region: Place = ""
 
 
 class Welcome(Struct, frozen=True, forbid_unknown_fields=True, tag="welcome"):
@@ -165,7 +171,7 @@ class Policy(Struct, frozen=True, forbid_unknown_fields=True, tag="policy"):
 class Heartbeat(Struct, frozen=True, forbid_unknown_fields=True, tag="heartbeat"):
     """Sent by the producer once per interval. Counters are totals since the producer started; `waiting`, `generating`,
     `scoring` and `unacked` say where the held leases are now; `refused_version` is the newest policy that this producer
-    does not serve because of what `refusal` says."""
+    does not serve because of what `refusal` says; `relay` is the endpoint at which it hands policies on ("": it does not)."""
 
     policy_version: Annotated[int, Meta(ge=-1, le=2**31)]  # -1 while no policy is loaded
     capacity: Count
@@ -179,6 +185,7 @@ class Heartbeat(Struct, frozen=True, forbid_unknown_fields=True, tag="heartbeat"
     idle_s: Seconds = 0.0  # connected without a request in the engine
     refused_version: Annotated[int, Meta(ge=-1, le=2**31)] = -1  # -1: none
     refusal: Text = ""
+    relay: RelayEndpoint = ""
 
 
 class Bye(Struct, frozen=True, forbid_unknown_fields=True, tag="bye"):
@@ -187,44 +194,8 @@ class Bye(Struct, frozen=True, forbid_unknown_fields=True, tag="bye"):
     reason: Literal["finished", "stopping", "unknown_session"]
 
 
-class PolicyRequest(Struct, frozen=True, forbid_unknown_fields=True, tag="policy_request"):
-    """Asks how to fetch and verify the policy of this digest. The answer is its offer, or `BlobMissing`."""
-
-    digest: Sha256
-
-
-class PolicyOffer(Struct, frozen=True, forbid_unknown_fields=True, tag="policy_offer"):
-    """`shared_file` holds the blob for producers of the same host ("": there is none). The probe proves the swap:
-    `probe_ids` int32 (K,) are tokens, `probe_logprobs` float32 (K - 1,) the trainer's log-probs, under this policy and
-    temperature 1, of each but the first. Both are empty for a policy that is not probed."""
-
-    digest: Sha256
-    shared_file: Annotated[str, Meta(max_length=4096)] = ""
-    probe_ids: Annotated[bytes, Meta(max_length=4096)] = b""
-    probe_logprobs: Annotated[bytes, Meta(max_length=4096)] = b""
-
-
-class BlobRequest(Struct, frozen=True, forbid_unknown_fields=True, tag="blob_request"):
-    digest: Sha256
-    offset: Count
-    length: Annotated[int, Meta(ge=1, le=2**26)]
-
-
-class BlobChunk(Struct, frozen=True, forbid_unknown_fields=True, tag="blob_chunk"):
-    digest: Sha256
-    offset: Count
-    data: bytes
-
-
-class BlobMissing(Struct, frozen=True, forbid_unknown_fields=True, tag="blob_missing"):
-    """The trainer no longer keeps this blob; the producer asks for the newest policy instead."""
-
-    digest: Sha256
-
-
 ProducerMessage = Hello | Group | Nack | Heartbeat | Bye | PolicyRequest | BlobRequest
-TrainerMessage = Welcome | Reject | Lease | Ack | Nack | Policy | Bye | PolicyOffer | BlobChunk | BlobMissing
-Message = ProducerMessage | TrainerMessage
-
-BLOB_MESSAGES = (PolicyRequest, PolicyOffer, BlobRequest, BlobChunk, BlobMissing)
-"""Messages that travel on their own socket, so that a large adapter never delays a lease or an acknowledgement."""
+TrainerMessage = (
+    Welcome | Reject | Lease | Ack | Nack | Policy | Bye | PolicyOffer | BlobChunk | BlobMissing | RelayPeers
+)
+Message = ProducerMessage | TrainerMessage | RelayMessage

@@ -3,6 +3,7 @@
 Guarantee: an endpoint that other hosts can reach has keys.
 """
 
+import re
 from typing import Annotated
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator
@@ -17,6 +18,16 @@ def _not_empty(value: str) -> str:
 
 
 _Name = Annotated[str, AfterValidator(_not_empty)]
+
+
+def _of_place(value: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9._-]{1,128}|\[[0-9A-Fa-f:.]{2,45}\]", value):
+        raise ValueError("expected a name or an address, of letters, digits, `.`, `_` and `-`; IPv6 in brackets")
+    return value
+
+
+_PlaceName = Annotated[str, AfterValidator(_of_place)]
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
 
 class TransportSection(Section):
@@ -45,6 +56,21 @@ class TransportSection(Section):
         "acknowledged.",
     )
 
+    region: _PlaceName | None = Field(
+        None,
+        description="Where this daemon runs, for example a data center. Hosts of one region reach each other fast, and take "
+        "policies from each other where they relay. Default: the name of its host.",
+    )
+    relay_port: Annotated[int, Field(ge=1, le=65_535)] | None = Field(
+        None,
+        description="Port at which one producer of each host hands policies on to producers of other hosts, so that the trainer "
+        "does not send each a copy. Default: none does.",
+    )
+    relay_host: _PlaceName | None = Field(
+        None,
+        description="Address of this host for those producers. Default: that of the interface that leads to the trainer.",
+    )
+
     @field_validator("endpoint", "blob_endpoint")
     @classmethod
     def _private(cls, value: str | None, info: ValidationInfo) -> str | None:
@@ -53,7 +79,7 @@ class TransportSection(Section):
         host, separator, port = value.removeprefix("tcp://").rpartition(":")
         if not value.startswith("tcp://") or not separator or not port.isdigit() or not 0 < int(port) < 65_535:
             raise ValueError("expected `ipc:///path` or `tcp://HOST:PORT`")
-        if host not in ("127.0.0.1", "localhost", "[::1]") and not info.data.get("keys"):
+        if host not in LOOPBACK and not info.data.get("keys"):
             raise ValueError(
                 f"{host} can be reached from other hosts, so it needs keys. Set transport.keys=keys after `rl-keys generate "
                 "trainer`, `rl-keys generate PRODUCER` and `rl-keys authorize PRODUCER` (docs/security.md), or use 127.0.0.1"
@@ -65,3 +91,5 @@ class TransportSection(Section):
             yield "heartbeat_timeout_s must be at least twice heartbeat_interval_s"
         if self.max_message_bytes < 2 * self.blob_chunk_bytes:
             yield "max_message_bytes must be at least twice blob_chunk_bytes"
+        if self.relay_host is not None and self.relay_host not in LOOPBACK and not self.keys:
+            yield "relay_host: a relay that other hosts can reach needs keys; set keys, or leave relay_host out"

@@ -5,6 +5,7 @@ from typing import Any
 import msgspec
 
 from protocol.wire import messages as m
+from protocol.wire import policy_messages as p
 from protocol.wire.schemas import SCHEMA_VERSION, SINCE
 
 SHA = "0123456789abcdef" * 4
@@ -30,6 +31,8 @@ SAMPLES = [
         swap_mode="merged",
         evaluates=True,
         run_id="run",
+        host="host",
+        region="eu",
     ),
     m.Welcome(run_id="run", session="s1", policy=POLICY, heartbeat_interval_s=1.0),
     m.Reject(problems=["another base model: give both the same model.path"]),
@@ -69,15 +72,22 @@ SAMPLES = [
         idle_s=0.5,
         refused_version=2,
         refusal="the probe differs by 0.5",
+        relay="tcp://10.0.0.7:5600",
     ),
     m.Bye(reason="finished"),
     m.PolicyRequest(digest=SHA),
     m.PolicyOffer(
-        digest=SHA, shared_file="/dev/shm/v3", probe_ids=b"\x05\x00\x00\x00" * 2, probe_logprobs=b"\x00\x00\x80\xbf"
+        digest=SHA,
+        shared_file="/dev/shm/v3",
+        probe_ids=b"\x05\x00\x00\x00" * 2,
+        probe_logprobs=b"\x00\x00\x80\xbf",
+        relays=[p.RelayAddress("tcp://10.0.0.7:5600", "k" * 40), p.RelayAddress("tcp://[::1]:5600")],
     ),
     m.BlobRequest(digest=SHA, offset=2**20, length=2**20),
     m.BlobChunk(digest=SHA, offset=2**20, data=bytes(range(32))),
     m.BlobMissing(digest=SHA),
+    p.BlobProgress(digest=SHA, num_bytes=2**20),
+    m.RelayPeers(peers=[p.RelayPeer("gpu01", "k" * 40)]),
 ]
 
 

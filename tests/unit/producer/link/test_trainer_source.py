@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from producer.interfaces import DownloadedPolicy
 from producer.link.trainer_source import TrainerSource
 from protocol.wire.messages import (
-    LARGEST_POLICY_BYTES,
     BlobChunk,
     BlobMissing,
     BlobRequest,
@@ -20,6 +19,7 @@ from protocol.wire.messages import (
     PolicyOffer,
     PolicyRequest,
 )
+from protocol.wire.policy_messages import LARGEST_POLICY_BYTES
 
 DIGEST, OTHER = "b" * 64, "a" * 64
 DATA = b"0123456789"

@@ -6,7 +6,8 @@ import pytest
 
 from producer.interfaces import DownloadedPolicy
 from producer.policies.downloads import Done, PolicyDownloads
-from protocol.wire.messages import LARGEST_POLICY_BYTES, PolicyInfo
+from protocol.wire.messages import PolicyInfo
+from protocol.wire.policy_messages import LARGEST_POLICY_BYTES
 from tests.unit.producer.link.linked import Events
 
 ROOM = 10**9
