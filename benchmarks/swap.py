@@ -35,6 +35,7 @@ from producer.policies.loading import PolicyLoader
 from producer.policies.registry import AdapterRegistry
 from producer.policies.swap_report import SwapReport
 from producer.policies.verification import SwapProof
+from producer.relays.neighbours import Neighbours
 from producer.state import Counters, Workload
 from producer.timeline import Timeline
 from protocol.config.run import RunConfig
@@ -182,7 +183,7 @@ class Side:
             Mailbox(ZmqClient("bench-1-aa", *endpoints, MAX_MESSAGE_BYTES)),
             Hello("bench-1-aa", ENGINE_FACTS, 1),
             transport,
-            endpoints[0],
+            Neighbours("bench-1-aa", transport),
             side.receiver,  # type: ignore[arg-type]
             Counters(),
             lambda: Workload((), 0, 0, 0.0),

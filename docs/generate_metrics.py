@@ -31,7 +31,7 @@ from producer.environments.atropos import Atropos  # noqa: E402
 from producer.metrics import ProducerMetrics  # noqa: E402
 from producer.serving.client_limits import ClientLimiter  # noqa: E402
 from producer.serving.metrics import ServeMetrics  # noqa: E402
-from producer.state import Counters, Delivery, Situation, Workload  # noqa: E402
+from producer.state import Counters, Delivery, PolicyCounts, Situation, Workload  # noqa: E402
 from protocol.config.run import RunConfig  # noqa: E402
 from protocol.security.rejections import Refusals  # noqa: E402
 from protocol.service.exposition import add_watch_metrics  # noqa: E402
@@ -85,7 +85,8 @@ def producer_registry() -> CollectorRegistry:
     metrics = ProducerMetrics(registry, ["FUNCTION"])
     metrics.watch_agent_program(lambda: 0)
     situation = Situation(Counters(), Workload((), 0, 0, 0.0), delivery, 1, 1, 1)
-    metrics.watch("PRODUCER", lambda: situation)
+    sharing = SimpleNamespace(counts=PolicyCounts(), relayed_bytes=0)
+    metrics.watch("PRODUCER", lambda: situation, sharing)
     ServeMetrics(registry, ClientLimiter(1, 1), Agents(()), _atropos())
     return registry
 

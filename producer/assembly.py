@@ -4,6 +4,7 @@ Guarantee: every function builds its part from parts that are there already, and
 """
 
 import asyncio
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -114,15 +115,19 @@ def build_producer(base: Base, helpers: Helpers, engine: Engine) -> Producer:
         health.check_ready("serve", partial(getattr, serving, "problem"))
     forget = [part.forget for part in (atropos, serving.versions if serving else None) if part is not None]
     events = link_events(generation, access, registry, forget, base.tasks.settle)
-    hello = Hello(name, can.facts, 2 * max_groups, swap_mode=config.swap.mode, evaluates=config.evaluation is not None)
-    beat, endpoint = partial(health.beat, "link"), config.control_endpoint
-    link = Link(mailbox, hello, config.transport, endpoint, events, counters, generation.workload, beat)
+    host = socket.gethostname()[:128]
+    hello = Hello(
+        name, can.facts, 2 * max_groups, swap_mode=config.swap.mode, evaluates=config.evaluation is not None,
+        host=host, region=config.transport.region or host,
+    )  # fmt: skip
+    beat = partial(health.beat, "link")
+    link = Link(mailbox, hello, config.transport, base.neighbours, events, counters, generation.workload, beat)
 
     def look() -> Situation:
         work, delivery = generation.workload(), link.delivery()
         return Situation(counters, work, delivery, admission.limit, rewards.num_workers, rewards.num_idle)
 
-    base.metrics.watch(name, look)
+    base.metrics.watch(name, look, base.neighbours)
     health.check_ready("trainer", lambda: None if link.connected else "not connected")
     health.check_ready("swap", lambda: counters.refusal or None)
     health.check_ready("weights", lambda: None if counters.policy_version >= 0 else "none are loaded")

@@ -7,13 +7,13 @@ engine appear under vLLM's names (`vllm:...`).
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import partial
-from typing import get_args
+from typing import Protocol, get_args
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Histogram, Info
 
 from producer.interfaces import Failure
-from producer.state import Situation
+from producer.state import PolicyCounts, Situation
 from protocol import __version__
 from protocol.service.metrics import Readings, Reexport
 
@@ -37,6 +37,14 @@ _NUMBERS: dict[str, tuple[str, Callable[[Situation], float]]] = {
     "rl_producer_unacked_bytes": ("Bytes of groups not acknowledged yet.", lambda now: now.delivery.unacked_bytes),
     "rl_producer_paused": ("1 while generation pauses for transport.max_unacked_bytes.", lambda now: now.delivery.full),
 }
+
+
+class PolicySharing(Protocol):
+    @property
+    def counts(self) -> PolicyCounts: ...
+
+    @property
+    def relayed_bytes(self) -> int: ...
 
 
 class ProducerMetrics:
@@ -91,7 +99,7 @@ class ProducerMetrics:
             restarts,
         )
 
-    def watch(self, name: str, look: Callable[[], Situation]) -> None:
+    def watch(self, name: str, look: Callable[[], Situation], sharing: PolicySharing) -> None:
         """`look` is called at every scrape, and now."""
         Info("rl_producer", "This producer and its release.", registry=self._registry).info(
             {"producer": name, "release": __version__}
@@ -110,6 +118,23 @@ class ProducerMetrics:
             "Policy versions that went live, or that were refused: not loadable, or not computed as the trainer does.",
             "outcome",
             lambda: {"live": counters.swaps, "refused": counters.failed_swaps},
+        )
+        readings.counters(
+            "rl_producer_policy_downloads_total",
+            "Policies that arrived, by source: the trainer's file on this host, the cache of this host, a relay, the trainer.",
+            "source",
+            lambda: sharing.counts.downloads,
+        )
+        readings.counters(
+            "rl_producer_relays_left_total",
+            "Relays that were left for the next source: they had none to give, said nothing, were slow, or sent a wrong policy.",
+            "reason",
+            lambda: sharing.counts.left,
+        )
+        readings.counter(
+            "rl_producer_relayed_bytes_total",
+            "Bytes of policies handed on to other hosts.",
+            lambda: sharing.relayed_bytes,
         )
         readings.gauges("rl_producer_leases", "Leases in hand, by stage.", "stage", lambda: _stages(look()))
         readings.gauges("rl_producer_reward_workers", "Reward worker processes.", "state", lambda: _workers(look()))

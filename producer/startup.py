@@ -20,6 +20,10 @@ from producer.environments.agents import Agents
 from producer.environments.pool import EnvironmentPool
 from producer.interfaces import Engine
 from producer.metrics import ProducerMetrics
+from producer.relays.host_cache import host_cache
+from producer.relays.neighbours import Neighbours
+from producer.relays.place import relay_place
+from producer.relays.relay import Relay
 from producer.rewards.pool import RewardPool
 from producer.serving.serving import base_url, listening, read_keys
 from producer.state import Counters
@@ -66,6 +70,7 @@ class Base:
     tasks: Tasks
     folder: Path
     memory: SharedMemory
+    neighbours: Neighbours
 
     def folder_for(self, num_bytes: int) -> Path:
         """Where an adapter is unpacked: in memory, if there is room."""
@@ -77,7 +82,21 @@ def build_base(launch: Launch, watch: Watch, stack: AsyncExitStack) -> Base:
     timeline = Timeline(Path(config.run_dir) / f"producer-{launch.name}.jsonl")
     metrics = ProducerMetrics(watch.registry, config.rewards.names)
     folder, memory = stack.enter_context(scratch_folder()), stack.enter_context(shared_memory())
-    return Base(launch, config, watch, Counters(), metrics, timeline, Tasks(), folder, memory)
+    neighbours = build_neighbours(launch, stack)
+    return Base(launch, config, watch, Counters(), metrics, timeline, Tasks(), folder, memory, neighbours)
+
+
+def build_neighbours(launch: Launch, stack: AsyncExitStack) -> Neighbours:
+    config, transport = launch.config, launch.config.transport
+    secret = launch.keys.secret if launch.keys else None
+    cache = stack.enter_context(host_cache(config.control_endpoint))
+    relay = None
+    if transport.relay_port is not None:
+        place = partial(relay_place, transport, config.control_endpoint)
+        relay = Relay(cache, place, transport.max_message_bytes, secret)
+        stack.callback(relay.stop)
+        relay.start()
+    return Neighbours(launch.name, transport, secret, cache, relay)
 
 
 @dataclass(frozen=True)

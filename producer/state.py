@@ -3,6 +3,7 @@
 Guarantee: a number has one writer, and any thread may read it.
 """
 
+import threading
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,6 +50,23 @@ class Counters:
     abandoned: int = _total("rl_producer_leases_abandoned_total", "Leases that the trainer did not want any more.")
     settled: int = _total("rl_producer_groups_settled_total", "Groups that the trainer acknowledged.")
     idle_s: float = 0.0  # connected without a request in the engine
+
+
+@dataclass
+class PolicyCounts:
+    """Where policies came from, and why relays were left. Any thread may count and read."""
+
+    downloads: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("file", "cache", "relay", "trainer"), 0))
+    left: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("missing", "silent", "slow", "wrong"), 0))
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def count_download(self, source: str) -> None:
+        with self._lock:
+            self.downloads[source] += 1
+
+    def count_left(self, reason: str) -> None:
+        with self._lock:
+            self.left[reason] += 1
 
 
 @dataclass(frozen=True)

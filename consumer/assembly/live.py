@@ -158,7 +158,7 @@ def _sampling(config: RunConfig) -> Sampling:
 
 
 def _terms(components: RunComponents, facts: dict[str, str], session: str, *, resumed: bool) -> SessionTerms:
-    config = components.config
+    config, host = components.config, socket.gethostname()[:128]
     needs = TrainerNeeds(
         base_model_digest=facts["base_model_digest"],
         tokenizer_digest=facts["tokenizer_digest"],
@@ -177,6 +177,6 @@ def _terms(components: RunComponents, facts: dict[str, str], session: str, *, re
         config.pipeline.lease_timeout_s,
         config.transport.heartbeat_interval_s,
         config.transport.heartbeat_timeout_s,
-        socket.gethostname(),
-        config.transport.region or socket.gethostname(),
+        host,
+        config.transport.region or host,
     )

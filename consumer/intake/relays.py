@@ -6,7 +6,6 @@ a fraction of a second. Belongs to the intake's thread.
 """
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -14,12 +13,11 @@ from msgspec import structs
 
 from consumer.intake.sessions import ProducerSession
 from consumer.publishing.relay_tree import Host, sources
-from protocol.config.sections.transport import LOOPBACK
+from protocol.config.sections.transport import is_loopback
 from protocol.security.keys import identity_of
 from protocol.transport.channel import ServerChannel
 from protocol.wire.policy_messages import PolicyOffer, RelayAddress, RelayPeer, RelayPeers
 
-_ENDPOINT = re.compile(r"tcp://(.+):\d+\Z")
 _EVERY_S = 0.2
 _Keys = dict[str, bytes] | None  # by identity; None: there are none
 
@@ -68,11 +66,10 @@ class RelayDirectory:
     def _address(self, peer: bytes, session: ProducerSession, keys: _Keys) -> RelayAddress | None:
         """Where a producer relays; None if nobody may be sent there."""
         relay = session.heartbeat.relay
-        endpoint = _ENDPOINT.match(relay)
-        if endpoint is None or session.host == self.host:
+        if session.host == self.host:
             return None
         if keys is None:
-            return RelayAddress(relay) if endpoint[1] in LOOPBACK else None
+            return RelayAddress(relay) if is_loopback(relay) else None
         if self._told.get(peer) != keys:
             peers = RelayPeers([RelayPeer(name, key.decode()) for name, key in keys.items()])
             if not self.channel.send(peer, peers):

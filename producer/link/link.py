@@ -21,6 +21,7 @@ from producer.link.outbox import Outbox
 from producer.link.sender import Sender
 from producer.link.trainer_source import TrainerSource
 from producer.policies.downloads import PolicyDownloads
+from producer.relays.neighbours import Neighbours
 from producer.state import Counters, Delivery, Workload
 from protocol.config.sections.transport import TransportSection
 from protocol.errors import IncompatiblePeerError
@@ -40,6 +41,7 @@ from protocol.wire.messages import (
     PolicyInfo,
     PolicyOffer,
     Reject,
+    RelayPeers,
     TrainerMessage,
     Welcome,
 )
@@ -51,15 +53,15 @@ _TICK_S = 0.1
 
 
 class Link(threading.Thread):
-    """Start it once; `stop` may be called from any thread. `hello` is what the trainer is told about this producer, `endpoint`
-    the trainer's, for messages to people; `beat` is called in every round."""
+    """Start it once; `stop` may be called from any thread. `hello` is what the trainer is told about this producer, `neighbours`
+    have policies too; `beat` is called in every round."""
 
     def __init__(
         self,
         mailbox: Mailbox,
         hello: Hello,
         transport: TransportSection,
-        endpoint: str,
+        neighbours: Neighbours,
         events: LinkEvents,
         counters: Counters,
         workload: Callable[[], Workload],
@@ -72,10 +74,11 @@ class Link(threading.Thread):
         self._counters = counters
         self._beat = beat
         self._stop_by: float | None = None
-        self._connection = Connection(endpoint, transport.heartbeat_timeout_s)
+        self._connection = Connection(self._channel.endpoint, transport.heartbeat_timeout_s)
         self._outbox = Outbox(transport.max_unacked_bytes)
         self._was_full = False
-        self._source = TrainerSource(transport.blob_chunk_bytes, mailbox.put)
+        self._neighbours = neighbours
+        self._source = TrainerSource(transport.blob_chunk_bytes, mailbox.put, neighbours)
         self._downloads = PolicyDownloads(self._source, events)
         self._sender = Sender(self._channel, self._outbox, self._source, hello, counters, workload)
         self._run_id = self._session = ""
@@ -104,6 +107,7 @@ class Link(threading.Thread):
                 pass
         except BaseException as problem:
             error = problem
+        self._downloads.forget()
         self._mailbox.close()
         self._events.ended(error)
 
@@ -144,6 +148,7 @@ class Link(threading.Thread):
     def _lose(self, reason: str) -> None:
         if self.connected:
             self._connection.await_trainer(time.monotonic(), reason)
+            self._neighbours.admit(None)
         self._reconnect()
 
     def _reconnect(self) -> None:
@@ -210,6 +215,8 @@ class Link(threading.Thread):
                 self._say("invalid", f"the trainer refused a group: {message.detail}")
             case PolicyOffer() | BlobChunk() | BlobMissing():
                 self._source.receive(message)
+            case RelayPeers():
+                self._neighbours.admit(message)
         return False
 
     def _take_refusal(self, problems: list[str]) -> None:

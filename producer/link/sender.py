@@ -76,4 +76,5 @@ class Sender:
             idle_s=self.counters.idle_s,
             refused_version=self.counters.refused_version,
             refusal=self.counters.refusal,
+            relay=self.source.neighbours.relay_endpoint,
         )

@@ -1,8 +1,9 @@
-"""The trainer as a source of policies: it offers each as a file of its host, and sends it in chunks where that cannot be read.
+"""The trainer as a source of policies: it offers each, says where else it can be had, and sends it in chunks where it cannot.
 
 Guarantee: every byte is in its place, whichever messages were lost, repeated or reordered; what has arrived is not asked for
-again, also after a reconnect. A file is read and verified on a thread of its own, so that the link goes on; whatever is wrong
-with it, the policy comes in chunks.
+again, also after a reconnect. Other sources are tried on a thread of their own, so that the link goes on; whatever is wrong with
+them, the policy comes in chunks. What came in chunks is verified, and shared with the producers of this host, on such a thread,
+too.
 """
 
 import logging
@@ -12,73 +13,63 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
 
 from producer.interfaces import DownloadedPolicy
+from producer.policies.chunks import Chunks
 from producer.policies.downloads import Done
 from producer.policies.verification import probe_of
-from protocol.files.shared_memory import UnusableFileError, read_offered
-from protocol.wire.adapter_blob import BlobError, verify
+from producer.relays.neighbours import Found, Neighbours
 from protocol.wire.messages import BlobChunk, BlobMissing, BlobRequest, PolicyInfo, PolicyOffer, PolicyRequest
 
 logger = logging.getLogger(__name__)
 
-_WINDOW = 4  # requests for chunks that are on their way at a time
 _REPEAT_AFTER_S = 2.0
 
 
-@dataclass
+@dataclass(eq=False)
 class Download:
-    """What is known of one policy on its way, as a file or in chunks of `chunk_bytes`."""
+    """What is known of one policy on its way."""
 
     policy: PolicyInfo
-    chunk_bytes: int
+    chunks: Chunks
     done: Done
     offer: PolicyOffer | None = None
-    reads_file: bool = False
-    asked_at: dict[int | None, float] = field(default_factory=dict)  # by offset; None: for the offer
-    _announced_at: float = field(default_factory=time.monotonic)
-    _chunks: dict[int, bytes] = field(default_factory=dict)
-
-    @property
-    def _offsets(self) -> range:
-        return range(0, self.policy.num_bytes, self.chunk_bytes)
+    found: Found | None = None  # nothing, after other sources were tried
+    is_aside: bool = False  # a thread of its own looks for it, or verifies it
+    cancelled: threading.Event = field(default_factory=threading.Event)
+    announced_at: float = field(default_factory=time.monotonic)
+    chunks_began_at: float = 0.0
+    _offer_asked_at: float = -math.inf
 
     def due_requests(self, now: float, *, knows_offers: bool) -> list[PolicyRequest | BlobRequest]:
-        """What to ask for now: the offer, then as much as the window has room for; and what stayed unanswered for too long."""
-        digest = self.policy.digest
-        if self.reads_file:
+        """What to ask for now: the offer, then chunks; and what stayed unanswered for too long."""
+        if self.is_aside:
             return []
         if self.offer is None and knows_offers:
-            return [PolicyRequest(digest)] if self._is_due(None, now) else []
-        missing = islice((offset for offset in self._offsets if offset not in self._chunks), _WINDOW)
-        due = [offset for offset in missing if self._is_due(offset, now)]
-        return [BlobRequest(digest, offset, self._length(offset)) for offset in due]
+            if now - self._offer_asked_at < _REPEAT_AFTER_S:
+                return []
+            self._offer_asked_at = now
+            return [PolicyRequest(self.policy.digest)]
+        return list[PolicyRequest | BlobRequest](self.chunks.due_requests(now))
 
-    def _is_due(self, what: int | None, now: float) -> bool:
-        """Notes that it is asked for now, if so."""
-        if now - self.asked_at.get(what, -math.inf) < _REPEAT_AFTER_S:
-            return False
-        self.asked_at[what] = now
-        return True
+    def forget_requests(self) -> None:
+        self._offer_asked_at = -math.inf
+        self.chunks.forget_requests()
 
     def receive(self, chunk: BlobChunk) -> bytes | None:
-        """Returns all bytes when this chunk was the last one missing."""
-        if chunk.offset in self._chunks or chunk.offset not in self._offsets:
-            return None
-        if len(chunk.data) != self._length(chunk.offset):
-            return None
-        self._chunks[chunk.offset] = chunk.data
-        if len(self._chunks) < len(self._offsets):
-            return None
-        return b"".join(self._chunks[offset] for offset in self._offsets)
+        blob = self.chunks.receive(chunk)
+        if self.found is not None:
+            self.found.claim.note(self.chunks.num_arrived)
+        return blob
 
-    def _length(self, offset: int) -> int:
-        return min(self.chunk_bytes, self.policy.num_bytes - offset)
+    def release(self) -> None:
+        """Another producer of this host may download it."""
+        if self.found is not None:
+            self.found.claim.release()
 
     def downloaded(self, blob: bytes, *, is_verified: bool) -> DownloadedPolicy:
         probe = None if self.offer is None else probe_of(self.offer)
-        return DownloadedPolicy(self.policy, blob, self._announced_at, probe, is_verified)
+        return DownloadedPolicy(self.policy, blob, self.announced_at, probe, is_verified)
 
 
 @dataclass
@@ -87,13 +78,19 @@ class TrainerSource:
 
     chunk_bytes: int
     post: Callable[[Callable[[], None]], None]
+    neighbours: Neighbours
     _downloads: dict[str, Download] = field(default_factory=dict)  # by digest
 
     def fetch(self, policy: PolicyInfo, done: Done) -> None:
-        self._downloads[policy.digest] = Download(policy, self.chunk_bytes, done)
+        chunks = Chunks(policy.digest, policy.num_bytes, self.chunk_bytes)
+        self._downloads[policy.digest] = Download(policy, chunks, done)
 
     def cancel(self, digest: str) -> None:
-        self._downloads.pop(digest, None)
+        download = self._downloads.pop(digest, None)
+        if download is not None:
+            download.cancelled.set()
+            if not download.is_aside:  # else its thread does
+                download.release()
 
     def due_requests(self, now: float, *, knows_offers: bool = True) -> list[PolicyRequest | BlobRequest]:
         """A trainer of the release before knows no offers."""
@@ -103,42 +100,57 @@ class TrainerSource:
     def forget_requests(self) -> None:
         """The connection is gone, and every request with it."""
         for download in self._downloads.values():
-            download.asked_at.clear()
+            download.forget_requests()
 
     def receive(self, message: PolicyOffer | BlobChunk | BlobMissing) -> None:
         """Takes in an answer of the trainer."""
         download = self._downloads.get(message.digest)
-        if download is None:
+        if download is None or download.is_aside:
             return
         match message:
             case PolicyOffer() if download.offer is None:
-                download.offer, download.reads_file = message, bool(message.shared_file)
-                if download.reads_file:
-                    arguments = (download.policy, message.shared_file)
-                    threading.Thread(target=self._read, args=arguments, name="shared-file", daemon=True).start()
+                download.offer = message
+                self._aside(download, partial(self._find, download, message))
             case BlobChunk() if (blob := download.receive(message)) is not None:
-                self._finish(download, download.downloaded(blob, is_verified=False))
+                if download.found is None:  # a trainer of the release before
+                    self._finish(download, download.downloaded(blob, is_verified=False))
+                else:
+                    self._aside(download, partial(self._verify, download, download.found, blob))
             case BlobMissing():
+                download.release()
                 self._finish(download, None)
 
-    def take_file(self, digest: str, blob: bytes | None) -> None:
-        """The verified content of the file that was offered. None: it cannot be used, and the policy comes in chunks."""
-        download = self._downloads.get(digest)
-        if download is not None and download.reads_file:
-            download.reads_file = False
-            if blob is not None:
-                self._finish(download, download.downloaded(blob, is_verified=True))
+    def _aside(self, download: Download, work: Callable[[], None]) -> None:
+        download.is_aside = True
+        threading.Thread(target=work, name="policy-source", daemon=True).start()
+
+    def _find(self, download: Download, offer: PolicyOffer) -> None:
+        try:
+            found = self.neighbours.find(download.policy, offer, download.cancelled)
+        except Exception:
+            logger.exception("policy v%d comes from the trainer", download.policy.version)
+            found = Found(None, self.neighbours.unshared(download.policy))
+        self.post(partial(self._take_found, download, found))
+
+    def _take_found(self, download: Download, found: Found) -> None:
+        if self._downloads.get(download.policy.digest) is not download:
+            found.claim.release()
+            return
+        download.is_aside, download.found, download.chunks_began_at = False, found, time.monotonic()
+        if found.blob is not None:
+            self._finish(download, download.downloaded(found.blob, is_verified=True))
+
+    def _verify(self, download: Download, found: Found, blob: bytes) -> None:
+        took_s = time.monotonic() - download.chunks_began_at
+        is_verified = False  # then whoever loads it looks again
+        try:
+            is_verified = self.neighbours.take_from_trainer(download.policy, blob, found.claim, took_s)
+        except Exception:
+            logger.exception("policy v%d is not shared with others", download.policy.version)
+        downloaded = download.downloaded(blob, is_verified=is_verified)
+        self.post(partial(self._finish, download, downloaded))
 
     def _finish(self, download: Download, downloaded: DownloadedPolicy | None) -> None:
-        del self._downloads[download.policy.digest]
-        download.done(downloaded)
-
-    def _read(self, policy: PolicyInfo, path: str) -> None:
-        content: bytes | None = None
-        try:
-            content = read_offered(path, policy.num_bytes)
-            verify(content, policy.digest)
-        except (UnusableFileError, BlobError) as error:
-            logger.info("policy v%d comes over the wire, its file cannot be used: %s", policy.version, error)
-            content = None
-        self.post(partial(self.take_file, policy.digest, content))
+        if self._downloads.get(download.policy.digest) is download:
+            del self._downloads[download.policy.digest]
+            download.done(downloaded)

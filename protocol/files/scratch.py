@@ -1,8 +1,9 @@
-"""A temporary folder that is removed even if its process is killed.
+"""Temporary folders that are removed even if their processes are killed.
 
-Guarantee: `scratch_folder` gives an empty folder to this process alone and removes it in the end. It first removes folders that
-killed processes of the same user have left. A folder in use is never touched, because its owner holds a lock on it, nor is a
-folder of another name, such as a run in `/tmp/slipstream-mine`.
+Guarantee: `scratch_folder` gives an empty folder to this process alone and removes it in the end. `common_folder` gives one to
+all processes of this user that name it alike, and the last of them removes it. Both first remove folders that killed processes of
+this user have left. A folder in use is never touched, because its owners hold a lock on it, nor is a folder of another name, such
+as a run in `/tmp/slipstream-mine`.
 """
 
 import contextlib
@@ -28,6 +29,37 @@ def scratch_folder(parent: Path | None = None) -> Iterator[Path]:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
+
+
+@contextlib.contextmanager
+def common_folder(name: str, parent: Path) -> Iterator[Path]:
+    """Of the processes of this user that give the same `name`. Raises OSError if it cannot be made, or is another user's."""
+    for left in parent.glob(f"{PREFIX}*"):
+        _remove_if_left(left)
+    folder = parent / f"{PREFIX}{name}-{os.geteuid()}"
+    lock = _join(folder)
+    try:
+        yield folder
+    finally:
+        os.close(lock)
+        _remove_if_left(folder)
+
+
+def _join(folder: Path) -> int:
+    """The descriptor by which this process is one of those that use `folder`."""
+    while True:
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        with contextlib.suppress(FileNotFoundError):  # the last one that used it has removed it meanwhile
+            lock = _open(folder)
+            fcntl.flock(lock, fcntl.LOCK_SH)
+            state = os.fstat(lock)
+            if state.st_uid != os.geteuid() or state.st_mode & 0o077:
+                os.close(lock)
+                raise PermissionError(f"{folder} is not this user's alone")
+            if folder.exists() and os.path.samestat(folder.stat(), state):
+                return lock
+            os.close(lock)
 
 
 def _locked_folder(parent: Path) -> tuple[Path, int]:

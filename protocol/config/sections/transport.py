@@ -27,7 +27,12 @@ def _of_place(value: str) -> str:
 
 
 _PlaceName = Annotated[str, AfterValidator(_of_place)]
-LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+_LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+
+
+def is_loopback(endpoint: str) -> bool:
+    """Of `tcp://HOST:PORT`: whether only this host reaches it."""
+    return endpoint.removeprefix("tcp://").rpartition(":")[0] in _LOOPBACK
 
 
 class TransportSection(Section):
@@ -79,7 +84,7 @@ class TransportSection(Section):
         host, separator, port = value.removeprefix("tcp://").rpartition(":")
         if not value.startswith("tcp://") or not separator or not port.isdigit() or not 0 < int(port) < 65_535:
             raise ValueError("expected `ipc:///path` or `tcp://HOST:PORT`")
-        if host not in LOOPBACK and not info.data.get("keys"):
+        if host not in _LOOPBACK and not info.data.get("keys"):
             raise ValueError(
                 f"{host} can be reached from other hosts, so it needs keys. Set transport.keys=keys after `rl-keys generate "
                 "trainer`, `rl-keys generate PRODUCER` and `rl-keys authorize PRODUCER` (docs/security.md), or use 127.0.0.1"
@@ -91,5 +96,5 @@ class TransportSection(Section):
             yield "heartbeat_timeout_s must be at least twice heartbeat_interval_s"
         if self.max_message_bytes < 2 * self.blob_chunk_bytes:
             yield "max_message_bytes must be at least twice blob_chunk_bytes"
-        if self.relay_host is not None and self.relay_host not in LOOPBACK and not self.keys:
+        if self.relay_host is not None and self.relay_host not in _LOOPBACK and not self.keys:
             yield "relay_host: a relay that other hosts can reach needs keys; set keys, or leave relay_host out"

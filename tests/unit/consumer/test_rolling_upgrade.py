@@ -18,6 +18,7 @@ from consumer.training.feed import RecordedRun
 from producer.interfaces import DownloadedPolicy
 from producer.link.link import Link
 from producer.link.mailbox import Mailbox
+from producer.relays.neighbours import Neighbours
 from producer.state import Counters, Workload
 from protocol import __version__
 from protocol.config.sections.transport import TransportSection
@@ -65,7 +66,7 @@ class Worker:
             self.mailbox,
             Hello("new", facts(), 8),
             transport,
-            endpoints[0],
+            Neighbours("new", transport),
             self,
             self.counters,
             lambda: Workload((), 0, 0, 0.0),

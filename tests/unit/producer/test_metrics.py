@@ -1,10 +1,12 @@
 """A producer's registry against counters and stages chosen by hand."""
 
+from types import SimpleNamespace
+
 import prometheus_client
 from prometheus_client import CollectorRegistry, Gauge
 
 from producer.metrics import ProducerMetrics
-from producer.state import Counters, Delivery, Situation, Workload
+from producer.state import Counters, Delivery, PolicyCounts, Situation, Workload
 
 
 def test_totals_stages_and_the_engine_are_those_of_the_moment() -> None:
@@ -12,7 +14,8 @@ def test_totals_stages_and_the_engine_are_those_of_the_moment() -> None:
     metrics = ProducerMetrics(registry)
     work = Workload(waiting_floors=(3, 3), generating=4, scoring=1, busy_s=2.5)
     delivery = Delivery(connected=True, heard_ago_s=0.1, held=9, unacked=2, unacked_bytes=2048, full=False)
-    metrics.watch("p", lambda: Situation(counters, work, delivery, 5, 3, 1))
+    sharing = SimpleNamespace(counts=PolicyCounts(), relayed_bytes=4096)
+    metrics.watch("p", lambda: Situation(counters, work, delivery, 5, 3, 1), sharing)
 
     def value(name: str, **labels: str) -> float | None:
         return registry.get_sample_value(name, labels)
@@ -29,6 +32,12 @@ def test_totals_stages_and_the_engine_are_those_of_the_moment() -> None:
         stage: value("rl_producer_leases", stage=stage) for stage in ("waiting", "generating", "scoring", "unacked")
     }
     assert stages == {"waiting": 2, "generating": 4, "scoring": 1, "unacked": 2}
+    sharing.counts.count_download("relay")
+    sharing.counts.count_left("slow")
+    assert value("rl_producer_policy_downloads_total", source="relay") == 1
+    assert value("rl_producer_policy_downloads_total", source="trainer") == 0
+    assert value("rl_producer_relays_left_total", reason="slow") == 1
+    assert value("rl_producer_relayed_bytes_total") == 4096
     assert value("rl_producer_busy_seconds_total") == 2.5
     assert value("rl_producer_idle_seconds_total") == 0.5
     assert value("rl_producer_reward_workers", state="busy") == 2

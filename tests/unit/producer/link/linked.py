@@ -9,6 +9,7 @@ import pytest
 
 from producer.link.link import Link
 from producer.link.mailbox import Mailbox
+from producer.relays.neighbours import Neighbours
 from producer.state import Counters, Workload
 from protocol.config.sections.transport import TransportSection
 from protocol.wire.messages import Bye, Group, Hello, PolicyInfo
@@ -55,7 +56,7 @@ class Setup:
             self.mailbox,
             Hello("p", facts(), 8, swap_mode="merged"),
             transport,
-            "loopback",
+            Neighbours("p", transport),
             self.events,
             self.counters,
             lambda: Workload((0, 0, 7), 2, 1, 1.5),

@@ -67,7 +67,7 @@ def test_a_lost_announcement_heals_with_the_next_heartbeat(setup):
 
 
 def test_what_was_asked_for_over_a_lost_connection_is_asked_for_again(setup, monkeypatch):
-    monkeypatch.setattr("producer.link.trainer_source._REPEAT_AFTER_S", 1e6)
+    monkeypatch.setattr("producer.policies.chunks._REPEAT_AFTER_S", 1e6)
     setup.trainer.loses_chunk = lambda request: request.offset >= 1024
     setup.start()
     setup.trainer.wait_for_message(BlobRequest, 4)

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_s
 
 from producer.link.link import Link
 from producer.link.mailbox import Mailbox
+from producer.relays.neighbours import Neighbours
 from producer.state import Counters, Workload
 from protocol.config.sections.transport import TransportSection
 from protocol.wire.messages import Ack, Bye, Group, Heartbeat, Hello, Lease, Nack, Policy, PolicyInfo, Welcome
@@ -65,7 +66,7 @@ class Redelivery(RuleBasedStateMachine):
             self.mailbox,
             Hello("p", facts(), 8),
             transport,
-            "loopback",
+            Neighbours("p", transport),
             self.worker,
             Counters(),
             lambda: Workload((), 0, 0, 0.0),

@@ -1,0 +1,176 @@
+"""The policies that the producers of one host share, as files in memory, by digest.
+
+Guarantee: of the processes of one host that want a policy one at a time downloads it. When that process dies another one may, at
+once, because the kernel drops its lock. A file appears whole, after its sha256 was seen to match; whoever reads it verifies it
+again. There are at most `_KEPT` policies, and a few bytes for each that is being downloaded. Where the memory is full, or where
+there is none, each process downloads for itself.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import logging
+import os
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from protocol.files import shared_memory
+from protocol.files.scratch import common_folder
+from protocol.files.shared_memory import SharedMemory, UnusableFileError, read_offered
+from protocol.files.staged import staged
+
+logger = logging.getLogger(__name__)
+
+_KEPT = 3  # the newest, the one before, and one that is evaluated
+_NUM_BYTES = struct.Struct("<q")
+_UNSTORABLE = -1
+
+
+@dataclass
+class HostCache:
+    """May be used from any thread. Digests are 64 hexadecimal digits."""
+
+    folder: Path | None  # None: nothing is shared
+
+    def has_room(self, num_bytes: int) -> bool:
+        with contextlib.suppress(OSError):
+            return SharedMemory(self.folder).has_room(num_bytes)
+        return False
+
+    def has(self, digest: str) -> bool:
+        return self.folder is not None and (self.folder / digest).is_file()
+
+    def read(self, digest: str, num_bytes: int) -> bytes | None:
+        """The content that was stored, not verified; None if there is none of this size."""
+        if self.folder is None:
+            return None
+        try:
+            return read_offered(str(self.folder / digest), num_bytes, self.folder.parent)
+        except UnusableFileError:
+            return None
+
+    def chunk(self, digest: str, offset: int, length: int) -> bytes:
+        """At most `length` bytes from `offset` on; none where the file is gone or ends before."""
+        if self.folder is None:
+            return b""
+        with contextlib.suppress(OSError):
+            descriptor = os.open(self.folder / digest, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                return os.pread(descriptor, length, offset)
+            finally:
+                os.close(descriptor)
+        return b""
+
+    def drop(self, digest: str) -> None:
+        """A file that is not what its name says."""
+        if self.folder is not None:
+            with contextlib.suppress(OSError):
+                (self.folder / digest).unlink()
+
+    def progress(self, digest: str) -> int | None:
+        """How many bytes of it have arrived at this host; None: whoever downloads it cannot share it."""
+        if self.folder is None:
+            return 0
+        try:
+            (num_bytes,) = _NUM_BYTES.unpack((self.folder / f"{digest}.lock").read_bytes())
+        except (OSError, struct.error):
+            return 0
+        return None if num_bytes == _UNSTORABLE else max(0, num_bytes)
+
+    def claim(self, digest: str) -> "Claim | None":
+        """The right to download it for all; None: another process has that."""
+        if self.folder is None:
+            return Claim(self, digest, None)
+        path = self.folder / f"{digest}.lock"
+        try:
+            lock = _locked(path)
+        except OSError as error:
+            logger.warning("policies are not shared with other producers of this host: %s", error)
+            return Claim(self, digest, None)
+        if lock is None:
+            return None
+        claim = Claim(self, digest, lock)
+        claim.note(0)
+        return claim
+
+    def forget_old(self) -> None:
+        """Removes all but the newest, and what processes that were killed left of those."""
+        assert self.folder is not None
+        names = [entry.name for entry in os.scandir(self.folder)]
+        stored = sorted(
+            (self.folder / name for name in names if len(name) == 64), key=lambda path: path.stat().st_mtime_ns
+        )
+        kept = {path.name for path in stored[-_KEPT:]}
+        for digest in {name.removeprefix(".")[:64] for name in names} - kept:
+            path = self.folder / f"{digest}.lock"
+            lock = _locked(path)
+            if lock is not None:  # nobody downloads it
+                for left in (digest, f".{digest}.partial", path.name):
+                    (self.folder / left).unlink(missing_ok=True)
+                os.close(lock)
+
+
+@dataclass
+class Claim:
+    """The right to download one policy for all processes of this host. It ends with `release`, which may be called twice, or with
+    the process."""
+
+    cache: HostCache
+    digest: str
+    _lock: int | None  # None: what is downloaded is not shared
+
+    def note(self, num_bytes: int) -> None:
+        """Tells those who wait how far the download is."""
+        if self._lock is not None:
+            with contextlib.suppress(OSError):
+                os.pwrite(self._lock, _NUM_BYTES.pack(num_bytes), 0)
+
+    def store(self, blob: bytes) -> None:
+        """Shares what was downloaded and verified, if it can be."""
+        if self._lock is None or self.cache.folder is None:
+            return
+        try:
+            with staged(self.cache.folder / self.digest, durable=False) as partial:
+                partial.write_bytes(blob)
+            self.cache.forget_old()
+        except OSError as error:
+            logger.warning("policy %s is not shared with other producers of this host: %s", self.digest[:12], error)
+            self.note(_UNSTORABLE)
+
+    def release(self) -> None:
+        if self._lock is not None:
+            fcntl.flock(self._lock, fcntl.LOCK_UN)  # a child process may have inherited the descriptor
+            os.close(self._lock)
+            self._lock = None
+
+
+@contextlib.contextmanager
+def host_cache(run: str) -> Iterator[HostCache]:
+    """The cache of this host for `run`, which is what its producers have in common: the trainer's endpoint."""
+    name = f"policies-{hashlib.sha256(run.encode()).hexdigest()[:16]}"
+    with contextlib.ExitStack() as stack:
+        folder: Path | None = None
+        if os.access(shared_memory.ROOT, os.W_OK):
+            try:
+                folder = stack.enter_context(common_folder(name, shared_memory.ROOT))
+            except OSError as error:
+                logger.warning("policies are not shared with other producers of this host: %s", error)
+        yield HostCache(folder)
+
+
+def _locked(path: Path) -> int | None:
+    """A descriptor of the file at `path` that holds its lock; None if another process does."""
+    while True:
+        with contextlib.ExitStack() as stack:
+            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            stack.callback(os.close, lock)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return None
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(path.stat(), os.fstat(lock)):  # else it was removed meanwhile
+                    stack.pop_all()
+                    return lock

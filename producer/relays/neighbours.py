@@ -1,0 +1,207 @@
+"""Where a policy can be had without the trainer sending it: its file, the cache of this host, relays of others.
+
+Guarantee: what is found has its sha256. Sources are tried in order and left by their pace; where none has the policy, the caller
+has the right to download it from the trainer for all producers of this host.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+from producer.relays.download import ASK_EVERY_S, Failure, RelayDownload
+from producer.relays.host_cache import Claim, HostCache
+from producer.relays.pace import Pace, Rates
+from producer.relays.relay import Relay
+from producer.state import PolicyCounts
+from protocol.config.sections.transport import TransportSection, is_loopback
+from protocol.errors import ConfigError
+from protocol.files.shared_memory import UnusableFileError, read_offered
+from protocol.security.keys import SecretKey
+from protocol.transport.zeromq_relay import RelayConnection
+from protocol.wire.adapter_blob import BlobError, verify
+from protocol.wire.policy_messages import PolicyInfo, PolicyOffer, RelayAddress, RelayPeers
+
+logger = logging.getLogger(__name__)
+
+_LOOK_EVERY_S = 0.05
+_MOST_BARRED = 256  # relays that are remembered for what was wrong with their policies
+
+
+class Found(NamedTuple):
+    """A policy, or else the right to download it."""
+
+    blob: bytes | None
+    claim: Claim
+
+
+@dataclass
+class Neighbours:
+    """`name` is this producer's, and `secret` that of its key, where there are keys. Without a cache nothing is shared with other
+    producers of this host, and without a relay nothing is handed on. Its methods wait, but not after `cancelled` was set."""
+
+    name: str
+    transport: TransportSection
+    secret: SecretKey | None = None
+    cache: HostCache = field(default_factory=partial(HostCache, None))
+    relay: Relay | None = None
+    counts: PolicyCounts = field(default_factory=PolicyCounts)
+    _rates: Rates = field(default_factory=Rates)
+    _barred: deque[RelayAddress] = field(default_factory=partial(deque, maxlen=_MOST_BARRED))
+
+    @property
+    def relay_endpoint(self) -> str:
+        return self.relay.endpoint if self.relay else ""
+
+    @property
+    def relayed_bytes(self) -> int:
+        return self.relay.num_bytes if self.relay else 0
+
+    def admit(self, peers: RelayPeers | None) -> None:
+        """Those whom the trainer names may connect to the relay here; None: nobody, while the trainer is away."""
+        if self.relay is not None:
+            self.relay.admit_only(peers.peers if peers else ())
+
+    def find(self, policy: PolicyInfo, offer: PolicyOffer, cancelled: threading.Event) -> Found:
+        if offer.shared_file and (blob := self._of_file(policy, offer.shared_file)) is not None:
+            return Found(blob, self.unshared(policy))
+        claim = self._claim(policy, cancelled)
+        if isinstance(claim, bytes):
+            return Found(claim, self.unshared(policy))
+        try:
+            for relay in offer.relays:
+                if not cancelled.is_set() and (blob := self._of_relay(policy, relay, claim, cancelled)) is not None:
+                    claim.store(blob)
+                    claim.release()
+                    return Found(blob, claim)
+        except BaseException:
+            claim.release()
+            raise
+        return Found(None, claim)
+
+    def take_from_trainer(self, policy: PolicyInfo, blob: bytes, claim: Claim, seconds: float) -> bool:
+        """Shares what came from the trainer. Returns whether its sha256 is right."""
+        try:
+            verify(blob, policy.digest)
+        except BlobError:
+            return False
+        else:
+            self.counts.count_download("trainer")
+            self._rates.note(len(blob), seconds)
+            claim.store(blob)
+            return True
+        finally:
+            claim.release()
+
+    def unshared(self, policy: PolicyInfo) -> Claim:
+        return Claim(self.cache, policy.digest, None)
+
+    def _of_file(self, policy: PolicyInfo, path: str) -> bytes | None:
+        try:
+            blob = read_offered(path, policy.num_bytes)
+            verify(blob, policy.digest)
+        except (UnusableFileError, BlobError) as error:
+            logger.info("policy v%d comes over the wire, its file cannot be used: %s", policy.version, error)
+            return None
+        self.counts.count_download("file")
+        return blob
+
+    def _claim(self, policy: PolicyInfo, cancelled: threading.Event) -> Claim | bytes:
+        """The policy out of the cache, when whoever downloads it has put it there, or the right to download it."""
+        digest = policy.digest
+        if not self.cache.has_room(policy.num_bytes):
+            return self.unshared(policy)
+        pace = self._pace(policy)
+        while not cancelled.is_set():
+            if (blob := self._of_cache(policy)) is not None:
+                return blob
+            claim = self.cache.claim(digest)
+            if claim is not None:
+                if (blob := self._of_cache(policy)) is None:  # else it was stored between the two looks
+                    return claim
+                claim.release()
+                return blob
+            progress = self.cache.progress(digest)
+            if progress is None:
+                break
+            pace.note(progress, time.monotonic())
+            if (why := pace.lateness(time.monotonic())) is not None:
+                logger.warning(
+                    "policy v%d: another producer of this host is %s, it is not waited for", policy.version, why
+                )
+                break
+            cancelled.wait(_LOOK_EVERY_S)
+        return self.unshared(policy)
+
+    def _of_cache(self, policy: PolicyInfo) -> bytes | None:
+        blob = self.cache.read(policy.digest, policy.num_bytes)
+        if blob is None:
+            return None
+        try:
+            verify(blob, policy.digest)
+        except BlobError as error:
+            logger.warning("policy v%d in the cache of this host is removed: %s", policy.version, error)
+            self.cache.drop(policy.digest)
+            return None
+        self.counts.count_download("cache")
+        return blob
+
+    def _of_relay(
+        self, policy: PolicyInfo, relay: RelayAddress, claim: Claim, cancelled: threading.Event
+    ) -> bytes | None:
+        if relay in self._barred or not self._may_ask(relay):
+            return None
+        began = time.monotonic()
+        limit = self.transport.max_message_bytes
+        download = RelayDownload(policy, self.transport.blob_chunk_bytes, self._rates.bytes_per_s, began)
+        keys = (self.secret, relay.key.encode()) if self.secret and relay.key else None
+        try:
+            connection = RelayConnection(self.name, relay.endpoint, limit, keys)
+        except ConfigError as error:
+            logger.warning("policy v%d: %s", policy.version, error)
+            return None
+        try:
+            why = _run(download, connection, claim.note, cancelled)
+            if why is None and download.blob is not None:
+                verify(download.blob, policy.digest)
+        except BlobError:
+            why = "wrong"
+        finally:
+            connection.close()
+        if why is None:
+            if download.blob is not None:
+                self.counts.count_download("relay")
+                self._rates.note(policy.num_bytes, time.monotonic() - began)
+            return download.blob
+        self.counts.count_left(why)
+        if why == "wrong":
+            self._barred.append(relay)
+        logger.warning("policy v%d: the relay at %s is left: %s", policy.version, relay.endpoint, why)
+        return None
+
+    def _may_ask(self, relay: RelayAddress) -> bool:
+        """With keys a relay must have one; without, it must be on this host."""
+        return relay.key is not None if self.secret else is_loopback(relay.endpoint)
+
+    def _pace(self, policy: PolicyInfo) -> Pace:
+        return Pace(policy.num_bytes, self.transport.blob_chunk_bytes, self._rates.bytes_per_s, time.monotonic())
+
+
+def _run(
+    download: RelayDownload, connection: RelayConnection, note: Callable[[int], None], cancelled: threading.Event
+) -> Failure | None:
+    """Until the bytes are here, or for the reason that it returns they will not be, or it is cancelled."""
+    while download.blob is None and not cancelled.is_set():
+        now = time.monotonic()
+        if (why := download.failure(now)) is not None:
+            return why
+        for request in download.due_requests(now):
+            connection.send(request)
+        for message in connection.poll(ASK_EVERY_S):
+            download.receive(message, time.monotonic())
+        note(download.num_arrived)
+    return None

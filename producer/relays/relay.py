@@ -1,0 +1,132 @@
+"""Hands on to producers of other hosts what the cache of this host has.
+
+Guarantee: it serves only policies whose sha256 was seen to match, to at most `MOST_DOWNLOADS` producers at a time, only while the
+trainer is there, and with keys only to those that the trainer named. It keeps nothing of what peers send. One producer of a host
+relays, because one has the port; when that one ends another one takes its place.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from producer.relays.host_cache import HostCache
+from producer.relays.place import RelayPlace
+from protocol.errors import ConfigError, EndpointInUseError
+from protocol.security.authorized_keys import GrantedKeys
+from protocol.security.keys import SecretKey
+from protocol.throttle import Throttle
+from protocol.transport.channel import BadFrame
+from protocol.transport.zeromq_server import ServerKeys, ZmqRelay
+from protocol.wire.codec import CodecError
+from protocol.wire.policy_messages import (
+    BlobChunk,
+    BlobMissing,
+    BlobProgress,
+    BlobRequest,
+    PolicyOffer,
+    PolicyRequest,
+    RelayMessage,
+    RelayPeer,
+    RelayRequest,
+)
+
+logger = logging.getLogger(__name__)
+
+MOST_DOWNLOADS = 8
+_DOWNLOAD_ENDS_S = 5.0  # without a request
+_TICK_S = 0.2
+_BIND_EVERY_S = 5.0
+
+
+@dataclass
+class Downloads:
+    """Who is served now, by peer. Times are the caller's, in seconds."""
+
+    _asked_at: dict[bytes, float] = field(default_factory=dict)
+
+    def admit(self, peer: bytes, now: float) -> bool:
+        """Notes a request; False if there are too many others."""
+        self._asked_at = {one: at for one, at in self._asked_at.items() if now - at < _DOWNLOAD_ENDS_S}
+        if peer not in self._asked_at and len(self._asked_at) >= MOST_DOWNLOADS:
+            return False
+        self._asked_at[peer] = now
+        return True
+
+
+class Relay(threading.Thread):
+    """Start it once; `stop` ends it. `endpoint` is where it can be reached, "" while it cannot be. `place` says where that is to
+    be, or raises ConfigError while it cannot be known."""
+
+    def __init__(
+        self, cache: HostCache, place: Callable[[], RelayPlace], max_message_bytes: int, secret: SecretKey | None
+    ) -> None:
+        super().__init__(name="relay", daemon=True)
+        self._cache = cache
+        self._place = place
+        self._max_message_bytes = max_message_bytes
+        self._keys = ServerKeys(secret, GrantedKeys()) if secret else None
+        self._downloads = Downloads()
+        self._stopping = threading.Event()
+        self._warn = Throttle(logger, num_at_once=1)
+        self.endpoint = ""
+        self.num_bytes = 0  # handed on
+
+    def admit_only(self, peers: Iterable[RelayPeer]) -> None:
+        """Those who may connect from now on, without effect where there are no keys. The others' connections are shut."""
+        if self._keys is not None:
+            assert isinstance(self._keys.authorized, GrantedKeys)
+            self._keys.authorized.names = {peer.key.encode(): peer.identity for peer in peers}
+
+    def stop(self) -> None:
+        self._stopping.set()
+        if self.ident is not None:
+            self.join()
+
+    def run(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                place = self._place()
+                server = ZmqRelay(place.bound, self._max_message_bytes, self._keys)
+            except EndpointInUseError:  # another producer of this host relays
+                self._stopping.wait(_BIND_EVERY_S)
+                continue
+            except ConfigError as error:
+                self._warn("bind", f"this host does not relay policies (transport.relay_port): {error}")
+                self._stopping.wait(_BIND_EVERY_S)
+                continue
+            try:
+                self.endpoint = place.advertised
+                logger.info("policies are handed on to other hosts at %s", self.endpoint)
+                while not self._stopping.is_set():
+                    self._serve(server)
+            except Exception:
+                logger.exception("the relay failed, and begins anew")
+                self._stopping.wait(_BIND_EVERY_S)
+            finally:
+                self.endpoint = ""
+                server.close()
+
+    def _serve(self, server: ZmqRelay) -> None:
+        for peer, request in server.poll(_TICK_S):
+            if isinstance(request, BadFrame):
+                continue
+            answer = self._answer(peer, request)
+            try:
+                if server.send(peer, answer) and isinstance(answer, BlobChunk):
+                    self.num_bytes += len(answer.data)
+            except CodecError:  # it asks for more at once than our max_message_bytes allows
+                server.send(peer, BlobMissing(request.digest))
+
+    def _answer(self, peer: bytes, request: RelayRequest) -> RelayMessage:
+        digest = request.digest
+        if isinstance(request, PolicyRequest) and not self._cache.has(digest):
+            progress = self._cache.progress(digest)
+            return BlobMissing(digest) if progress is None else BlobProgress(digest, progress)
+        if not self._downloads.admit(peer, time.monotonic()):
+            return BlobMissing(digest)
+        if isinstance(request, BlobRequest):
+            data = self._cache.chunk(digest, request.offset, request.length)
+            return BlobChunk(digest, request.offset, data) if data else BlobMissing(digest)
+        return PolicyOffer(digest)
