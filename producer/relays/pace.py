@@ -4,12 +4,14 @@ Guarantee: a source is left when nothing came of it for as long as a few pieces 
 would not be done by its deadline. The deadline is a few times what downloads of this producer took, so it ends in any case.
 """
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
 PATIENCE_S = 2.0  # for connections, for a relay that has not heard of the policy yet, and for a busy machine
+_PACE_SHOWS_AFTER_S = 1.0
 _TIMES = 4.0  # as long as measured
 _SLOWEST_BYTES_PER_S = 2.0**20  # assumed while nothing was measured, and whatever was
 
@@ -43,19 +45,28 @@ class Pace:
     piece_bytes: int
     bytes_per_s: float  # that others had
     began_at: float
+    _first: tuple[int, float] | None = None  # what was there when something came first, and when that was
     _done: int = 0
-    _progress_at: float | None = None
+    _progress_at: float = -math.inf
 
     def note(self, done: int, now: float) -> None:
         """So many bytes are there in all. Fewer than before, or more than there can be, are no progress."""
         if self._done < done <= self.num_bytes:
             self._done, self._progress_at = done, now
+            self._first = self._first or (done, now)
 
     def lateness(self, now: float) -> Lateness | None:
         """Why this source is to be left; None: it is not."""
-        silent_since = self.began_at if self._progress_at is None else self._progress_at
-        if now - silent_since > allowed_s(self.piece_bytes, self.bytes_per_s):
+        if now - max(self.began_at, self._progress_at) > allowed_s(self.piece_bytes, self.bytes_per_s):
             return "silent"
-        elapsed = now - self.began_at
-        left_s = (self.num_bytes - self._done) * elapsed / self._done if self._done and elapsed > PATIENCE_S else 0.0
-        return "slow" if elapsed + left_s > allowed_s(self.num_bytes, self.bytes_per_s) else None
+        ends_at = now + self._left_s(now)
+        return "slow" if ends_at - self.began_at > allowed_s(self.num_bytes, self.bytes_per_s) else None
+
+    def _left_s(self, now: float) -> float:
+        """At the pace since something came first; 0 as long as nobody can tell."""
+        if self._first is None:
+            return 0.0
+        done, at = self._first
+        if now - at < _PACE_SHOWS_AFTER_S or self._done == done:
+            return 0.0
+        return (self.num_bytes - self._done) * (now - at) / (self._done - done)

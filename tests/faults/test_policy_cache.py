@@ -1,0 +1,32 @@
+"""A memory that runs full under the policies of a host: each producer then downloads for itself, and goes on sharing afterwards."""
+
+from pathlib import Path
+
+import pytest
+
+from protocol.files import shared_memory
+from tests.faults.mounts import tmpfs
+from tests.unit.producer.relays.scripted_relay import BLOB, POLICY, made_cache, neighbours
+from tests.unit.producer.relays.test_neighbours import find
+
+pytestmark = pytest.mark.integration
+
+
+def test_a_full_memory_costs_a_download_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with tmpfs(tmp_path / "memory", 1) as memory:
+        monkeypatch.setattr(shared_memory, "ROOT", memory)
+        cache = made_cache(memory, "host")
+        first, second = neighbours(cache), neighbours(cache, "child-2-bb")
+        claim = find(first).claim
+        filler = memory / "filler"
+        with pytest.raises(OSError, match="No space left"), filler.open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+        assert first.take_from_trainer(POLICY, BLOB, claim, 1.0), "it has the policy nevertheless"
+        assert not cache.has(POLICY.digest)
+        found = find(second)
+        assert found.blob is None
+        assert second.take_from_trainer(POLICY, BLOB, found.claim, 1.0)
+        filler.unlink()
+        assert first.take_from_trainer(POLICY, BLOB, find(first).claim, 1.0)
+        assert find(second).blob == BLOB

@@ -1,0 +1,289 @@
+"""Whatever a relay or a producer of the same host does, the policy arrives, from the next source or from the trainer."""
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import zmq
+
+from producer.relays.host_cache import HostCache
+from producer.relays.neighbours import Found, Neighbours
+from protocol.files import shared_memory
+from protocol.security.keys import SecretKey
+from protocol.wire.policy_messages import (
+    BlobChunk,
+    BlobMissing,
+    BlobProgress,
+    BlobRequest,
+    PolicyOffer,
+    RelayAddress,
+    RelayMessage,
+    RelayPeer,
+    RelayPeers,
+    RelayRequest,
+)
+from tests.unit.producer.relays.scripted_relay import (
+    BLOB,
+    PATIENCE_S,
+    POLICY,
+    Answer,
+    honest,
+    made_cache,
+    neighbours,
+    relaying,
+    scripted,
+    store,
+)
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HostCache:
+    monkeypatch.setattr(shared_memory, "ROOT", tmp_path)
+    return made_cache(tmp_path, "here")
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a source is to be left; still long for one that answers."""
+    monkeypatch.setattr("producer.relays.pace.PATIENCE_S", 1.0)
+
+
+def find(asking: Neighbours, *relays: RelayAddress) -> Found:
+    return asking.find(POLICY, PolicyOffer(POLICY.digest, relays=list(relays)), threading.Event())
+
+
+def is_left_to_the_trainer(found: Found, cache: HostCache) -> bool:
+    """With the right to download it."""
+    others = cache.claim(POLICY.digest)
+    found.claim.release()
+    return found.blob is None and others is None
+
+
+def test_a_relay_hands_on_what_its_host_has_and_the_host_that_got_it_does_so_too(
+    here: HostCache, tmp_path: Path
+) -> None:
+    first = made_cache(tmp_path, "first")
+    store(first)
+    asking, last = neighbours(here), neighbours(made_cache(tmp_path, "last"))
+    with relaying(first) as (relay, one), relaying(here) as (_, two):
+        assert find(asking, RelayAddress(one)).blob == BLOB
+        assert find(last, RelayAddress(two)).blob == BLOB
+        assert find(neighbours(here)).blob == BLOB, "another producer of the host"
+    assert (asking.counts.downloads["relay"], last.counts.downloads["relay"]) == (1, 1)
+    assert relay.num_bytes == len(BLOB)
+    assert relay.endpoint == "", "it has ended"
+
+
+def test_a_relay_whose_host_still_downloads_is_waited_for(here: HostCache, tmp_path: Path) -> None:
+    far = made_cache(tmp_path, "far")
+    claim = far.claim(POLICY.digest)
+    assert claim is not None
+
+    def arrive() -> None:
+        for done in range(1024, len(BLOB), 1024):
+            claim.note(done)
+            time.sleep(0.01)
+        claim.store(BLOB)
+        claim.release()
+
+    arriving = threading.Thread(target=arrive)
+    with relaying(far) as (_, endpoint):
+        arriving.start()
+        assert find(neighbours(here), RelayAddress(endpoint)).blob == BLOB
+    arriving.join()
+
+
+def dies_in_the_middle() -> Answer:
+    served: list[RelayRequest] = []
+
+    def answer(request: RelayRequest) -> RelayMessage:
+        served.append(request)
+        if len(served) == 6:
+            raise EOFError
+        return honest(request)
+
+    return answer
+
+
+def lies(request: RelayRequest) -> RelayMessage:
+    if isinstance(request, BlobRequest):
+        return BlobChunk(request.digest, request.offset, bytes(request.length))
+    return honest(request)
+
+
+def stalls(request: RelayRequest) -> RelayMessage | None:
+    return None if isinstance(request, BlobRequest) and request.offset > 0 else honest(request)
+
+
+BAD: dict[str, list[Callable[[], Answer]]] = {
+    "silent": [dies_in_the_middle, lambda: stalls, lambda: lambda request: None],
+    "wrong": [lambda: lies],
+    "missing": [lambda: lambda request: BlobMissing(request.digest)],
+}
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize(("why", "bad"), [(why, bad) for why, each in BAD.items() for bad in each])
+def test_a_bad_relay_costs_a_retry_at_the_next_or_at_the_trainer(
+    here: HostCache, why: str, bad: Callable[[], Answer]
+) -> None:
+    asking = neighbours(here)
+    with scripted(bad()) as relay:
+        assert is_left_to_the_trainer(find(asking, relay), here)
+    with scripted(bad()) as relay, scripted(honest) as other:
+        assert find(asking, relay, other).blob == BLOB
+    assert asking.counts.left == dict.fromkeys(asking.counts.left, 0) | {why: 2}
+
+
+def test_a_relay_that_lied_is_not_asked_again(here: HostCache) -> None:
+    asking, asked = neighbours(here), list[RelayRequest]()
+
+    def answer(request: RelayRequest) -> RelayMessage:
+        asked.append(request)
+        return lies(request)
+
+    with scripted(answer) as relay:
+        find(asking, relay).claim.release()
+        before = len(asked)
+        find(asking, relay).claim.release()
+    assert len(asked) == before > 0
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("impatient")
+def test_a_relay_that_is_always_about_to_have_it_is_left(here: HostCache) -> None:
+    said: list[int] = []
+
+    def answer(request: RelayRequest) -> RelayMessage:
+        said.append(1)
+        return BlobProgress(request.digest, len(said))
+
+    asking = neighbours(here)
+    with scripted(answer) as relay:
+        assert is_left_to_the_trainer(find(asking, relay), here)
+    assert asking.counts.left["slow"] == 1
+
+
+def test_a_cancelled_search_ends(here: HostCache) -> None:
+    cancelled, asking = threading.Event(), neighbours(here)
+
+    def answer(request: RelayRequest) -> RelayMessage | None:
+        cancelled.set()
+        return BlobProgress(request.digest, 0)
+
+    with scripted(answer) as relay:
+        found = asking.find(POLICY, PolicyOffer(POLICY.digest, relays=[relay]), cancelled)
+    assert is_left_to_the_trainer(found, here)
+    assert sum(asking.counts.left.values()) == 0
+
+
+def test_the_download_of_a_producer_that_is_killed_is_taken_over(here: HostCache) -> None:
+    holder = (
+        "import time; from pathlib import Path; from producer.relays.host_cache import HostCache\n"
+        f"HostCache(Path({str(here.folder)!r})).claim({POLICY.digest!r}).note(9); print('held', flush=True); time.sleep(600)"
+    )
+    waiting, found = neighbours(here), list[Found]()
+    with subprocess.Popen([sys.executable, "-c", holder], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"held\n"
+        search = threading.Thread(target=lambda: found.append(find(waiting)))
+        search.start()
+        time.sleep(0.1)
+        process.kill()
+        process.wait()
+        search.join(PATIENCE_S)
+    assert waiting.take_from_trainer(POLICY, BLOB, found[0].claim, 1.0)
+    assert find(neighbours(here)).blob == BLOB
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("impatient")
+def test_a_producer_that_stands_still_is_not_waited_for(here: HostCache) -> None:
+    stopped = here.claim(POLICY.digest)
+    assert stopped is not None
+    found = find(neighbours(here))
+    assert found.blob is None
+    stopped.release()
+
+
+def test_what_cannot_be_stored_is_downloaded_by_each(here: HostCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, data: bytes) -> int:
+        raise OSError(28, "No space left on device")
+
+    first, waiting, found = neighbours(here), neighbours(here), list[Found]()
+    claim = find(first).claim
+    search = threading.Thread(target=lambda: found.append(find(waiting)))
+    search.start()
+    monkeypatch.setattr(Path, "write_bytes", full)
+    assert first.take_from_trainer(POLICY, BLOB, claim, 1.0)
+    search.join(PATIENCE_S)
+    assert found[0].blob is None
+    assert waiting.take_from_trainer(POLICY, BLOB, found[0].claim, 1.0)
+    assert not here.has(POLICY.digest)
+    monkeypatch.setattr(HostCache, "has_room", lambda self, num_bytes: False)
+    assert not here.claim(POLICY.digest).note(0)  # type: ignore[union-attr]
+    assert find(waiting).blob is None, "it does not wait where nothing would fit"
+
+
+def test_a_damaged_file_of_the_cache_is_removed(here: HostCache) -> None:
+    store(here)
+    assert here.folder is not None
+    (here.folder / POLICY.digest).write_bytes(bytes(len(BLOB)))
+    asking = neighbours(here)
+    assert is_left_to_the_trainer(find(asking), here)
+    assert not here.has(POLICY.digest)
+    assert not asking.take_from_trainer(POLICY, bytes(len(BLOB)), find(asking).claim, 1.0)
+    assert not here.has(POLICY.digest), "and a wrong one does not get in"
+
+
+@pytest.fixture
+def keys() -> tuple[SecretKey, SecretKey]:
+    """Of a relay and of one who asks."""
+    return SecretKey(zmq.curve_keypair()[1]), SecretKey(zmq.curve_keypair()[1])
+
+
+def peers(**owners: SecretKey) -> RelayPeers:
+    return RelayPeers([RelayPeer(name, secret.public().decode()) for name, secret in owners.items()])
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("impatient")
+def test_with_keys_a_relay_serves_whom_the_trainer_named_and_nobody_else(
+    here: HostCache, tmp_path: Path, keys: tuple[SecretKey, SecretKey]
+) -> None:
+    far = made_cache(tmp_path, "far")
+    store(far)
+    of_relay, own = keys
+    asking, stranger = neighbours(here, secret=own), neighbours(here, "mallory-1-aa", SecretKey(zmq.curve_keypair()[1]))
+    with relaying(far, of_relay) as (relay, endpoint):
+        serving = Neighbours("far-1-aa", asking.transport, of_relay, far, relay)
+        address = RelayAddress(endpoint, of_relay.public().decode())
+        assert is_left_to_the_trainer(find(asking, address), here), "nobody is named yet"
+        serving.admit(peers(child=own))
+        assert is_left_to_the_trainer(find(stranger, address), here)
+        assert is_left_to_the_trainer(find(neighbours(here), RelayAddress(endpoint)), here), "one without a key"
+        other = RelayAddress(endpoint, own.public().decode())
+        assert is_left_to_the_trainer(find(asking, other), here), "a relay that has not the key which the trainer said"
+        found = find(asking, address)
+        assert found.blob == BLOB
+        here.drop(POLICY.digest)
+        serving.admit(None)
+        assert is_left_to_the_trainer(find(asking, address), here), "the trainer is away"
+    assert relay.num_bytes == len(BLOB)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("impatient")
+def test_whom_a_producer_does_not_even_ask(here: HostCache, keys: tuple[SecretKey, SecretKey]) -> None:
+    asked: list[RelayRequest] = []
+    with scripted(lambda request: asked.append(request)) as relay:
+        assert is_left_to_the_trainer(find(neighbours(here, secret=keys[1]), relay), here), "it has no key"
+    elsewhere = RelayAddress("tcp://192.0.2.1:5600")
+    assert is_left_to_the_trainer(find(neighbours(here), elsewhere), here), "another host, without keys"
+    assert is_left_to_the_trainer(find(neighbours(here), RelayAddress("tcp://127.0.0.1:99999")), here), "no port"
+    assert asked == []
