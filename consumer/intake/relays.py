@@ -5,9 +5,11 @@ keys only relays on loopback are named. A relay learns who is authorized before 
 a fraction of a second. Belongs to the intake's thread.
 """
 
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from msgspec import structs
 
@@ -15,8 +17,12 @@ from consumer.intake.sessions import ProducerSession
 from consumer.publishing.relay_tree import Host, sources
 from protocol.config.sections.transport import is_loopback
 from protocol.security.keys import identity_of
+from protocol.throttle import Throttle
 from protocol.transport.channel import ServerChannel
+from protocol.wire.codec import CodecError
 from protocol.wire.policy_messages import PolicyOffer, RelayAddress, RelayPeer, RelayPeers
+
+logger = logging.getLogger(__name__)
 
 _EVERY_S = 0.2
 _Keys = dict[str, bytes] | None  # by identity; None: there are none
@@ -29,6 +35,7 @@ class RelayDirectory:
     channel: ServerChannel
     host: str
     region: str
+    _warn: Throttle = field(default_factory=partial(Throttle, logger))
     _refresh_at: float = -math.inf
     _told: dict[bytes, dict[str, bytes]] = field(default_factory=dict)  # by peer: the keys that its relay lets in
     _hosts: list[Host] = field(default_factory=list)
@@ -72,7 +79,11 @@ class RelayDirectory:
             return RelayAddress(relay) if is_loopback(relay) else None
         if self._told.get(peer) != keys:
             peers = RelayPeers([RelayPeer(name, key.decode()) for name, key in keys.items()])
-            if not self.channel.send(peer, peers):
+            try:
+                if not self.channel.send(peer, peers):
+                    return None
+            except CodecError as error:
+                self._warn("peers", f"{session.name} cannot relay: {error}")
                 return None
             self._told[peer] = keys
         own = keys.get(identity_of(session.name))

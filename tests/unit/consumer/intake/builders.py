@@ -68,6 +68,7 @@ class Trainer:
         resumed: bool = True,
         run_id: str = "run",
         heartbeat_s: float = 1.0,
+        place: tuple[str, str] = ("", ""),
         **budget: int,
     ) -> None:
         self.channel = channel or LoopbackServer()
@@ -78,7 +79,7 @@ class Trainer:
         warn = Throttle(logging.getLogger(__name__))
         dispatcher = LeaseDispatcher(self.channel, self.replay, Prompts(), disk, SAMPLING, 60.0, warn)
         store = PolicyStore(2, memory)
-        terms = SessionTerms(NEEDS, SHAPE, run_id, "session", resumed, 60.0, heartbeat_s, 6.0)
+        terms = SessionTerms(NEEDS, SHAPE, run_id, "session", resumed, 60.0, heartbeat_s, 6.0, *place)
         dispatchers = Dispatchers(dispatcher, evaluations or EvaluationDispatcher(store))
         self.intake = Intake(self.channel, storage, dispatchers, store, terms, self.errors, clock=lambda: self.now)
         self.publish(0, BLOB, DIGEST)
