@@ -118,7 +118,7 @@ def build_producer(base: Base, helpers: Helpers, engine: Engine) -> Producer:
     host = socket.gethostname()[:128]
     hello = Hello(
         name, can.facts, 2 * max_groups, swap_mode=config.swap.mode, evaluates=config.evaluation is not None,
-        host=host, region=config.transport.region or host,
+        host=host, region=config.transport.region or host, bundle=base.launch.bundle,
     )  # fmt: skip
     beat = partial(health.beat, "link")
     link = Link(mailbox, hello, config.transport, base.neighbours, events, counters, generation.workload, beat)

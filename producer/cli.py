@@ -1,17 +1,51 @@
 """The `rl-producer` command.
 
 Guarantee: heavy libraries are imported after the configuration was accepted. Where vLLM spawns its engine core instead of
-forking it, multiprocessing imports this module first, so that the core is tied to the daemon's life from the start.
+forking it, multiprocessing imports this module first, so that the core is tied to the daemon's life from the start. A producer
+that got its configuration from a trainer which has another one now starts again with that: the same command in the same process,
+after everything was ended as for a stop, so that whoever watches the process need not notice.
 """
 
+import argparse
+import logging
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from protocol.config.run import RunConfig
-from protocol.errors import ExitCode
+from protocol.errors import BundleChangedError, ExitCode
 from protocol.processes.lifeline import follow_parent_if_tied
 from protocol.service import command_line
 
 follow_parent_if_tied()
+
+logger = logging.getLogger(__name__)
+
+
+class _Command:
+    """One start. `bundle` is the digest of what the trainer gave it, and `is_outdated` says that the trainer has another."""
+
+    def __init__(self) -> None:
+        self.bundle = ""
+        self.is_outdated = False
+
+    @contextmanager
+    def load(self, arguments: argparse.Namespace) -> Iterator[RunConfig]:
+        from producer.joining.joined import joined
+
+        with joined(arguments) as (config, self.bundle):
+            yield config
+
+    def run(self, config: RunConfig, gpus: list[int]) -> ExitCode:
+        from producer.daemon import run
+
+        try:
+            return run(config, gpus, self.bundle)
+        except BundleChangedError as change:
+            logger.info("%s", change)
+            self.is_outdated = True
+            return ExitCode.OK
 
 
 def _check_libraries(config: RunConfig) -> None:
@@ -20,17 +54,35 @@ def _check_libraries(config: RunConfig) -> None:
     check_engine_section(config)
 
 
-def _run(config: RunConfig, gpus: list[int]) -> ExitCode:
-    from producer.daemon import run
-
-    return run(config, gpus)
-
-
 def main() -> int:
-    parser = command_line.parser(
-        "rl-producer", "Generates groups of completions with vLLM, scores them and ships them to rl-trainer."
+    environment = dict(os.environ)
+    arguments = _parser().parse_args()
+    command = _Command()
+    load = command.load if arguments.connect else None
+    code = command_line.main(arguments, "rl-producer", _check_libraries, command.run, load)
+    if command.is_outdated:
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)  # noqa: S606
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    description = "Generates groups of completions with vLLM, scores them and ships them to rl-trainer."
+    parser = command_line.parser("rl-producer", description, connects=True)
+    connecting = parser.add_argument_group("with --connect")
+    connecting.add_argument(
+        "--keys", metavar="FOLDER", help="of this producer's key and trainer.public (rl-keys); needed over TCP"
     )
-    return command_line.main(parser.parse_args(), "rl-producer", _check_libraries, _run)
+    connecting.add_argument(
+        "--model", metavar="FOLDER", help="the base model on this host, where the trainer's is no hub name"
+    )
+    connecting.add_argument(
+        "--wait",
+        metavar="SECONDS",
+        type=float,
+        default=300.0,
+        help="how long to wait for a trainer that does not answer; then exit code 68 (default: %(default)g)",
+    )
+    return parser
 
 
 if __name__ == "__main__":

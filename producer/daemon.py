@@ -29,12 +29,16 @@ _SIGNAL_GRACE_S = 1.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-def run(config: RunConfig, gpus: list[int]) -> ExitCode:
-    """Runs until the trainer has finished or a signal comes. Raises SlipstreamError for whatever a user can act on."""
+def run(config: RunConfig, gpus: list[int], bundle: str = "") -> ExitCode:
+    """Runs until the trainer has finished or a signal comes. Raises SlipstreamError for whatever a user can act on.
+
+    Args:
+        bundle: the digest of the one that `config` is from, if the trainer gave it.
+    """
     tie_children()
     for number in _SIGNALS:
         signal.signal(number, _leave_while_starting)
-    launch = Launch.of(config, gpus)
+    launch = Launch.of(config, gpus, bundle)
     with watched(config, "rl-producer", gpus, launch.name) as watch:
         asyncio.run(live(launch, watch))
     return ExitCode.OK

@@ -48,13 +48,14 @@ class Launch:
     gpus: list[int]
     name: str
     keys: ProducerKeys | None
+    bundle: str = ""  # digest of the one that the configuration is from, if the trainer gave it
 
     @classmethod
-    def of(cls, config: RunConfig, gpus: list[int]) -> "Launch":
+    def of(cls, config: RunConfig, gpus: list[int], bundle: str = "") -> "Launch":
         transport = config.transport
         keys = producer_keys(Path(transport.keys), transport.identity) if transport.keys else None
         owner = keys.identity if keys else socket.gethostname()[:64]
-        return cls(config, gpus, f"{owner}-{os.getpid()}-{secrets.token_hex(2)}", keys)
+        return cls(config, gpus, f"{owner}-{os.getpid()}-{secrets.token_hex(2)}", keys, bundle)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from consumer.intake.intake import Dispatchers, Intake
 from consumer.prompts.dataset import Placeholders, PromptDataset
 from consumer.prompts.source import PromptSource
 from consumer.prompts.transformed import read_aside
+from consumer.publishing.offered_bundle import offered_bundle
 from consumer.publishing.policy_store import PolicyStore
 from consumer.reporting.metrics import commit_seconds, watch_evaluation, watch_trainer
 from consumer.training.callbacks import Heartbeat
@@ -179,4 +180,5 @@ def _terms(components: RunComponents, facts: dict[str, str], session: str, *, re
         config.transport.heartbeat_timeout_s,
         host,
         config.transport.region or host,
+        offered_bundle(config, Path.cwd()),
     )

@@ -1,7 +1,8 @@
 """The producers that are connected: who may join, which leases each keeps, who is given up.
 
-Guarantee: a producer that does not fit the run is refused with every reason; the leases of one that leaves, is silent for
-`heartbeat_timeout_s` or has lost them go out again, unless their groups have arrived. Methods belong to the intake's thread.
+Guarantee: a producer that does not fit the run is refused with every reason, and one that was started from another bundle is told
+of this trainer's; the leases of one that leaves, is silent for `heartbeat_timeout_s` or has lost them go out again, unless their
+groups have arrived. Methods belong to the intake's thread.
 """
 
 import logging
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 from consumer.intake.arrivals import Arrivals
 from consumer.intake.dispatcher import EvaluationDispatcher
 from consumer.intake.sessions import ProducerSession
+from consumer.publishing.offered_bundle import NO_BUNDLE, OfferedBundle
 from consumer.publishing.policy_store import PolicyStore
 from protocol.throttle import Throttle
 from protocol.transport.channel import ServerChannel
@@ -38,6 +40,7 @@ class SessionTerms:
     heartbeat_timeout_s: float
     host: str = ""  # where it runs
     region: str = ""
+    bundle: OfferedBundle = NO_BUNDLE
 
 
 @dataclass(eq=False)
@@ -64,6 +67,12 @@ class Fleet:
         former = self.sessions.get(peer)
         if former is not None and former.name != hello.producer:
             self.lose(peer, f"it calls itself {hello.producer} now")
+        if hello.bundle not in ("", terms.bundle.digest):
+            logger.info(
+                "producer %s has bundle %s of before, and is given the one of now", hello.producer, hello.bundle[:12]
+            )
+            self.channel.send(peer, terms.bundle.answer)
+            return
         found = problems(terms.needs, hello.facts, hello.swap_mode)
         if found:
             self.warn("refused", f"refused producer {hello.producer}: {'; '.join(found)}")

@@ -25,6 +25,7 @@ from protocol.wire.codec import CodecError
 from protocol.wire.messages import (
     BlobMissing,
     BlobRequest,
+    BundleRequest,
     Bye,
     Group,
     Heartbeat,
@@ -168,6 +169,8 @@ class Intake:
                     self._channel.send(peer, Reject([f"{message.reason}: install the same release on both sides"]))
             case BlobRequest():
                 self._serve_blob(peer, message)
+            case BundleRequest():
+                self._channel.send(peer, self.fleet.terms.bundle.answer)
             case PolicyRequest():
                 self._channel.send(peer, self._offer(peer, message))
             case Hello():
@@ -203,7 +206,7 @@ class Intake:
 
     def _serve_blob(self, peer: bytes, request: BlobRequest) -> None:
         try:
-            self._channel.send(peer, self.store.chunk(request))
+            self._channel.send(peer, self.fleet.terms.bundle.chunk(request) or self.store.chunk(request))
         except CodecError as error:  # it asks for chunks that our max_message_bytes forbids
             self._warn("blob", f"a producer asks for too much at once (transport.blob_chunk_bytes): {error}")
             self._channel.send(peer, BlobMissing(request.digest))

@@ -6,7 +6,7 @@ trainer that falls silent is noticed within `heartbeat_timeout_s` and waited for
 
     connecting --Hello--> greeting --Welcome--> connected --silence, Bye--> connecting
                              |                      |
-                           Reject              Bye(finished)          -> the thread ends and reports why
+                    Reject, BundleOffer        Bye(finished)          -> the thread ends and reports why
 """
 
 import logging
@@ -24,27 +24,24 @@ from producer.policies.downloads import PolicyDownloads
 from producer.relays.neighbours import Neighbours
 from producer.state import Counters, Delivery, Workload
 from protocol.config.sections.transport import TransportSection
-from protocol.errors import IncompatiblePeerError
+from protocol.errors import BundleChangedError, IncompatiblePeerError
 from protocol.service import logs
 from protocol.throttle import Throttle
 from protocol.transport.channel import BadFrame
 from protocol.wire.messages import (
     Ack,
-    BlobChunk,
-    BlobMissing,
+    BundleOffer,
     Bye,
     Group,
     Hello,
     Lease,
     Nack,
     Policy,
-    PolicyInfo,
-    PolicyOffer,
     Reject,
-    RelayPeers,
     TrainerMessage,
     Welcome,
 )
+from protocol.wire.policy_messages import BlobChunk, BlobMissing, PolicyInfo, PolicyOffer, RelayPeers
 from protocol.wire.schemas import SCHEMA_VERSION
 
 logger = logging.getLogger(__name__)
@@ -190,6 +187,8 @@ class Link(threading.Thread):
                 self._begin_session(message)
             case Reject(problems):
                 self._take_refusal(problems)
+            case BundleOffer(digest) if self._sender.hello.bundle not in ("", digest):
+                raise BundleChangedError(f"the trainer has another bundle ({digest[:12]}): starting again with it")
             case Bye("finished"):
                 logger.info("the trainer has finished")
                 self._say_goodbye()

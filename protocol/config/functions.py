@@ -14,7 +14,7 @@ from typing import Any
 
 from protocol.errors import ConfigError
 
-_PACKAGES = ("protocol", "replay", "producer", "consumer", "tools")
+PACKAGES = ("protocol", "replay", "producer", "consumer", "tools")
 
 
 def load_function(spec: str, key: str) -> Callable[..., Any]:
@@ -32,7 +32,7 @@ def load_function(spec: str, key: str) -> Callable[..., Any]:
         raise ConfigError(f"{key}: {spec}: importing {place} failed: {type(error).__name__}: {error}") from error
     function = getattr(module, name, None)
     if function is None:
-        hint = "; it is a package of Slipstream, so give yours another name, or its file" if place in _PACKAGES else ""
+        hint = "; it is a package of Slipstream, so give yours another name, or its file" if place in PACKAGES else ""
         raise ConfigError(f"{key}: {spec}: {place} has no `{name}`{hint}")
     if not callable(function):
         raise ConfigError(f"{key}: {spec}: `{name}` is not a function but {type(function).__name__}")

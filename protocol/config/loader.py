@@ -30,7 +30,7 @@ def load_config(path: str, overrides: list[str] | None = None) -> RunConfig:
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: expected a mapping with sections such as `model:` and `dataset:`")
     values = {key: value for key, value in values.items() if value is not None}  # `engine:` with nothing below it
-    overridden = {_apply(values, override) for override in overrides or []}
+    overridden = apply_overrides(values, overrides or [])
     try:
         return RunConfig.model_validate(values)
     except ValidationError as error:
@@ -75,6 +75,12 @@ def _refuse_duplicate_keys(path: str, node: Any) -> None:
             _refuse_duplicate_keys(path, item)
 
 
+def apply_overrides(values: dict[str, Any], overrides: list[str]) -> set[str]:
+    """Changes `values` and returns the keys; raises `ConfigError` for an override that is none. In the key of a list's part its
+    number stands, from 0."""
+    return {_apply(values, override) for override in overrides}
+
+
 def _apply(values: dict[str, Any], override: str) -> str:
     key, separator, text = override.partition("=")
     if not separator or not all(key.split(".")):
@@ -84,15 +90,26 @@ def _apply(values: dict[str, Any], override: str) -> str:
     except (yaml.YAMLError, ValueError, AttributeError, RecursionError) as error:
         raise ConfigError(f"--set {override}: the value is not valid YAML: {error}") from error
     *parents, leaf = key.split(".")
-    place = values
+    place: Any = values
     for parent in parents:
-        if place.get(parent) is None:
-            place[parent] = {}
-        place = place[parent]
-        if not isinstance(place, dict):
+        if isinstance(place, list):
+            place = _part(place, parent, override)
+        elif place.get(parent) is None:
+            place[parent] = place = {}
+        else:
+            place = place[parent]
+        if not isinstance(place, dict | list):
             raise ConfigError(f"--set {override}: `{parent}` is not a section")
+    if isinstance(place, list):
+        raise ConfigError(f"--set {override}: a part of a list has no name to set; name a key of it")
     place[leaf] = value
     return key
+
+
+def _part(parts: list[Any], number: str, override: str) -> Any:
+    if number.isdecimal() and int(number) < len(parts):
+        return parts[int(number)]
+    raise ConfigError(f"--set {override}: `{number}` is no part of the list, which has {len(parts)}, numbered from 0")
 
 
 def _explain(problem: Any, path: str, node: Any, overridden: set[str]) -> str:

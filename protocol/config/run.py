@@ -32,7 +32,7 @@ from protocol.config.sections.rewards import RewardsSection
 from protocol.config.sections.section import Count, Section
 from protocol.config.sections.serve import ServeSection
 from protocol.config.sections.swap import SwapSection
-from protocol.config.sections.transport import TransportSection
+from protocol.config.sections.transport import TransportSection, next_endpoint
 
 
 class RunConfig(Section):
@@ -127,12 +127,7 @@ class RunConfig(Section):
 
     @property
     def blob_endpoint(self) -> str:
-        if self.transport.blob_endpoint:
-            return self.transport.blob_endpoint
-        if self.control_endpoint.startswith("ipc://"):
-            return f"{self.control_endpoint}.blobs"
-        host, _, port = self.control_endpoint.rpartition(":")
-        return f"{host}:{int(port) + 1}"
+        return self.transport.blob_endpoint or next_endpoint(self.control_endpoint)
 
     @property
     def checkpoints_dir(self) -> Path:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 from protocol import __version__
@@ -25,9 +26,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def parser(program: str, description: str) -> argparse.ArgumentParser:
+def parser(program: str, description: str, *, connects: bool = False) -> argparse.ArgumentParser:
+    """
+    Args:
+        connects: whether the configuration may also come from the trainer.
+    """
     result = argparse.ArgumentParser(prog=program, description=description)
-    add_config(result)
+    add_config(result, connects=connects)
     result.add_argument(
         "--check",
         nargs="?",
@@ -42,10 +47,17 @@ def parser(program: str, description: str) -> argparse.ArgumentParser:
     return result
 
 
-def add_config(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--config", metavar="FILE", required=True, help="the run's YAML file (both daemons read the same)"
+def add_config(parser: argparse.ArgumentParser, *, connects: bool = False) -> None:
+    place = parser.add_mutually_exclusive_group(required=True) if connects else parser
+    place.add_argument(
+        "--config", metavar="FILE", required=not connects, help="the run's YAML file (both daemons read the same)"
     )
+    if connects:
+        place.add_argument(
+            "--connect",
+            metavar="tcp://HOST:PORT|ipc://PATH",
+            help="the trainer's transport.endpoint: configuration and the run's own Python files come from there",
+        )
     parser.add_argument(
         "--set",
         metavar="KEY=VALUE",
@@ -61,20 +73,23 @@ def main(
     program: str,
     check_libraries: "Callable[[RunConfig], None]",
     run: "Callable[[RunConfig, list[int]], ExitCode]",
+    load: "Callable[[argparse.Namespace], AbstractContextManager[RunConfig]] | None" = None,
 ) -> int:
     """Loads the configuration, then checks or runs, and turns errors into exit codes. `check_libraries` imports the libraries
-    that own sections; `run` is the daemon and gets the GPU indexes, none for CPU."""
+    that own sections; `run` is the daemon and gets the GPU indexes, none for CPU. What `load` gives is used in its context;
+    without it the configuration is a file."""
     from protocol.config.loader import dump_config, load_config  # its import takes as long as all others
 
     def work() -> int:
-        config = load_config(arguments.config, arguments.overrides)
-        if arguments.check:
-            if arguments.check == "full":
-                check_libraries(config)
-            print(dump_config(config), end="")
-            return ExitCode.OK
-        logs.configure(program, config.observability.log_level, config.observability.log_format)
-        return run(config, select_gpus(arguments.gpu))
+        loaded = load(arguments) if load else nullcontext(load_config(arguments.config, arguments.overrides))
+        with loaded as config:
+            if arguments.check:
+                if arguments.check == "full":
+                    check_libraries(config)
+                print(dump_config(config), end="")
+                return ExitCode.OK
+            logs.configure(program, config.observability.log_level, config.observability.log_format)
+            return run(config, select_gpus(arguments.gpu))
 
     logs.configure(program)
     return exit_code(program, work)

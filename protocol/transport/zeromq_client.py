@@ -87,6 +87,11 @@ class ZmqClient(ZmqChannel):
         return self._endpoints[0]
 
     @property
+    def problem(self) -> str:
+        """Why the last handshake failed, as the predicate of a sentence about the trainer; "" if none did."""
+        return self._watch.problem
+
+    @property
     def schema_version(self) -> int:
         return self._schema.version
 
@@ -120,6 +125,7 @@ class _HandshakeWatch:
 
     endpoint: str
     keys: ProducerKeys | None
+    problem: str = ""
     _socket: "zmq.Socket[bytes] | None" = field(default=None, init=False)
     _monitor: "zmq.Socket[bytes] | None" = field(default=None, init=False)
     _failures: int = field(default=0, init=False)
@@ -146,19 +152,20 @@ class _HandshakeWatch:
 
     def _note(self, event: int, value: int, now: float) -> None:
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            self._failures = 0
+            self._failures, self.problem = 0, ""
             return
         self._failures += 1
         if event in _FATAL:
             self._retry_at = now + _RETRY_S
         elif self._failures < _UNEXPLAINED:
             return
-        self._warn("handshake", f"the trainer at {self.endpoint} {self._explain(event, value)}")
+        self.problem = self._explain(event, value)
+        self._warn("handshake", f"the trainer at {self.endpoint} {self.problem}")
 
     def _explain(self, event: int, value: int) -> str:
         keys = self.keys
         if keys is None:
-            return "ends the handshake: it wants keys. Set transport.keys, as the trainer does (docs/security.md)"
+            return "ends the handshake: it wants keys. Set transport.keys, as the trainer does, or give --keys (docs/security.md)"
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH and value == 400:
             return (
                 f"does not know the key of {keys.identity} ({fingerprint(keys.secret.public())}): give its host "

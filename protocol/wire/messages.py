@@ -78,6 +78,7 @@ class Hello(Struct, frozen=True, forbid_unknown_fields=True, tag="hello"):
     run_id: Annotated[str, Meta(max_length=128)] = ""
     host: Place = ""
     region: Place = ""
+    bundle: Annotated[str, Meta(pattern=r"^([0-9a-f]{64})?\Z")] = ""
 
 
 class Welcome(Struct, frozen=True, forbid_unknown_fields=True, tag="welcome"):
@@ -91,6 +92,20 @@ class Reject(Struct, frozen=True, forbid_unknown_fields=True, tag="reject"):
     """The handshake refused. Every problem is a sentence with its fix."""
 
     problems: Annotated[list[Text], Meta(max_length=64)]
+
+
+class BundleRequest(Struct, frozen=True, forbid_unknown_fields=True, tag="bundle_request"):
+    """Asks for the configuration and the code of the run (`protocol.bundle`). The answer is an offer, or `Reject`."""
+
+
+class BundleOffer(Struct, frozen=True, forbid_unknown_fields=True, tag="bundle_offer"):
+    """`digest` is the sha256 of the bundle, a blob of `num_bytes` that the trainer sends in chunks of at most `chunk_bytes`.
+    `blob_endpoint` is the trainer's, where the address of the control channel does not tell it ("": it does)."""
+
+    digest: Sha256
+    num_bytes: Count
+    chunk_bytes: Annotated[int, Meta(ge=1, le=2**26)]
+    blob_endpoint: Annotated[str, Meta(max_length=4096)] = ""
 
 
 class Lease(Struct, frozen=True, forbid_unknown_fields=True, tag="lease"):
@@ -194,8 +209,19 @@ class Bye(Struct, frozen=True, forbid_unknown_fields=True, tag="bye"):
     reason: Literal["finished", "stopping", "unknown_session"]
 
 
-ProducerMessage = Hello | Group | Nack | Heartbeat | Bye | PolicyRequest | BlobRequest
+ProducerMessage = Hello | Group | Nack | Heartbeat | Bye | BundleRequest | PolicyRequest | BlobRequest
 TrainerMessage = (
-    Welcome | Reject | Lease | Ack | Nack | Policy | Bye | PolicyOffer | BlobChunk | BlobMissing | RelayPeers
+    Welcome
+    | Reject
+    | Lease
+    | Ack
+    | Nack
+    | Policy
+    | Bye
+    | BundleOffer
+    | PolicyOffer
+    | BlobChunk
+    | BlobMissing
+    | RelayPeers
 )
 Message = ProducerMessage | TrainerMessage | RelayMessage

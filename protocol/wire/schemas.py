@@ -6,7 +6,18 @@ names them in `SINCE` and raises `SCHEMA_VERSION` by one.
 
 from msgspec import Struct
 
-from protocol.wire.messages import Group, Heartbeat, Hello, Lease, Policy, PolicyOffer, PolicyRequest, RelayPeers
+from protocol.wire.messages import (
+    BundleOffer,
+    BundleRequest,
+    Group,
+    Heartbeat,
+    Hello,
+    Lease,
+    Policy,
+    PolicyOffer,
+    PolicyRequest,
+    RelayPeers,
+)
 from protocol.wire.policy_messages import BlobProgress
 
 SCHEMA_VERSION = 2
@@ -14,7 +25,7 @@ READABLE_SCHEMAS = (SCHEMA_VERSION - 1, SCHEMA_VERSION)
 """The schemas that a peer may use: this release's, and that of the release before."""
 
 SINCE: dict[type[Struct], dict[str, int]] = {
-    Hello: {"release": 2, "swap_mode": 2, "evaluates": 2, "run_id": 2, "host": 2, "region": 2},
+    Hello: {"release": 2, "swap_mode": 2, "evaluates": 2, "run_id": 2, "host": 2, "region": 2, "bundle": 2},
     Lease: {"evaluates": 2},
     Policy: {"evaluates": 2},
     Heartbeat: {"idle_s": 2, "refused_version": 2, "refusal": 2, "relay": 2},
@@ -22,7 +33,14 @@ SINCE: dict[type[Struct], dict[str, int]] = {
 }
 """The schema that added a field. Fields of schema 1 have no entry, and no entry is ever removed, because journals stay."""
 
-SINCE_MESSAGES: dict[type[Struct], int] = {PolicyRequest: 2, PolicyOffer: 2, BlobProgress: 2, RelayPeers: 2}
+SINCE_MESSAGES: dict[type[Struct], int] = {
+    PolicyRequest: 2,
+    PolicyOffer: 2,
+    BundleRequest: 2,
+    BundleOffer: 2,
+    BlobProgress: 2,
+    RelayPeers: 2,
+}
 """The schema that added a message. A peer of an older schema is never sent it."""
 
 

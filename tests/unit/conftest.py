@@ -1,8 +1,12 @@
-"""Small models, built once. What needs torch imports it itself."""
+"""Small models, built once, and what tests of whole commands and of logging need. What needs torch imports it itself."""
 
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from protocol.service import logs
 
 
 @pytest.fixture(scope="session")
@@ -18,3 +22,20 @@ def one_layer_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.integration.models import build_model
 
     return build_model("qwen2", tmp_path_factory.mktemp("one-layer") / "model", num_layers=1)
+
+
+@pytest.fixture
+def own_logging(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Logging is as it was afterwards, and its context is this test's own."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    ours = [logging.getLogger(name) for name in ("protocol", "replay", "producer", "consumer")]
+    levels = [one.level for one in ours]
+    monkeypatch.setattr(logs, "_context", {})
+    root.handlers.clear()  # or `force` would close those of pytest
+    yield
+    logging.captureWarnings(False)
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    for one, before in zip(ours, levels, strict=True):
+        one.setLevel(before)

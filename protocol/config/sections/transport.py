@@ -35,6 +35,19 @@ def is_loopback(endpoint: str) -> bool:
     return endpoint.removeprefix("tcp://").rpartition(":")[0] in _LOOPBACK
 
 
+def is_trusted(endpoint: str, *, has_keys: bool) -> bool:
+    """Whether who talks there is known, so that it may give or get code: by keys, or by the rights of a socket's file."""
+    return has_keys or (endpoint.startswith("ipc://") and not endpoint.startswith("ipc://@"))
+
+
+def next_endpoint(control: str) -> str:
+    """Where blobs travel unless the configuration says otherwise."""
+    if control.startswith("ipc://"):
+        return f"{control}.blobs"
+    host, _, port = control.rpartition(":")
+    return f"{host}:{int(port) + 1}"
+
+
 class TransportSection(Section):
     keys: _Name | None = Field(
         None,

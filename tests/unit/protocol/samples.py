@@ -33,6 +33,7 @@ SAMPLES = [
         run_id="run",
         host="host",
         region="eu",
+        bundle=SHA,
     ),
     m.Welcome(run_id="run", session="s1", policy=POLICY, heartbeat_interval_s=1.0),
     m.Reject(problems=["another base model: give both the same model.path"]),
@@ -75,6 +76,8 @@ SAMPLES = [
         relay="tcp://10.0.0.7:5600",
     ),
     m.Bye(reason="finished"),
+    m.BundleRequest(),
+    m.BundleOffer(digest=SHA, num_bytes=5_000, chunk_bytes=2**20, blob_endpoint="tcp://*:5600"),
     m.PolicyRequest(digest=SHA),
     m.PolicyOffer(
         digest=SHA,

@@ -9,6 +9,7 @@ from consumer.intake.arrivals import RolloutStorage
 from consumer.intake.dispatcher import EvaluationDispatcher, LeaseDispatcher
 from consumer.intake.fleet import SessionTerms
 from consumer.intake.intake import Dispatchers, Intake
+from consumer.publishing.offered_bundle import NO_BUNDLE, OfferedBundle
 from consumer.publishing.policy_store import PolicyStore
 from consumer.publishing.published_policy import PublishedPolicy
 from consumer.waiting import ThreadErrors
@@ -69,6 +70,7 @@ class Trainer:
         run_id: str = "run",
         heartbeat_s: float = 1.0,
         place: tuple[str, str] = ("", ""),
+        bundle: OfferedBundle = NO_BUNDLE,
         **budget: int,
     ) -> None:
         self.channel = channel or LoopbackServer()
@@ -79,7 +81,7 @@ class Trainer:
         warn = Throttle(logging.getLogger(__name__))
         dispatcher = LeaseDispatcher(self.channel, self.replay, Prompts(), disk, SAMPLING, 60.0, warn)
         store = PolicyStore(2, memory)
-        terms = SessionTerms(NEEDS, SHAPE, run_id, "session", resumed, 60.0, heartbeat_s, 6.0, *place)
+        terms = SessionTerms(NEEDS, SHAPE, run_id, "session", resumed, 60.0, heartbeat_s, 6.0, *place, bundle)
         dispatchers = Dispatchers(dispatcher, evaluations or EvaluationDispatcher(store))
         self.intake = Intake(self.channel, storage, dispatchers, store, terms, self.errors, clock=lambda: self.now)
         self.publish(0, BLOB, DIGEST)

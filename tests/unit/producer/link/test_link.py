@@ -3,11 +3,12 @@
 import time
 
 import pytest
+from msgspec import structs
 
 from producer.link.outbox import num_bytes
-from protocol.errors import IncompatiblePeerError
+from protocol.errors import BundleChangedError, IncompatiblePeerError
 from protocol.wire.codec import CodecError, encode
-from protocol.wire.messages import Ack, Bye, Group, Heartbeat, Hello, Nack, Reject
+from protocol.wire.messages import Ack, BundleOffer, Bye, Group, Heartbeat, Hello, Nack, Reject
 from tests.scripted import made_up_group
 from tests.scripted_trainer import lease
 from tests.unit.producer.link.linked import IMPATIENT, TRANSPORT, Setup, policy
@@ -249,3 +250,24 @@ def test_the_wait_for_a_trainer_is_visible_and_ends_at_once_when_stopped(setup, 
     setup.link.stop(30.0)
     setup.link.join(10)
     assert setup.events.of("ended") == [None]
+
+
+def test_another_bundle_than_its_own_ends_it_and_its_own_does_not(setup: Setup) -> None:
+    """Whoever has a configuration file of its own has no bundle, and is not concerned."""
+    setup.link._sender.hello = structs.replace(setup.link._sender.hello, bundle="a" * 64)
+    setup.start()
+    assert setup.trainer.all(Hello)[0].bundle == "a" * 64
+    setup.trainer.send(BundleOffer("a" * 64, 1, 1))
+    setup.take_leases(1)
+    setup.trainer.send(BundleOffer("b" * 64, 1, 1))
+    setup.link.join(10)
+    [error] = setup.events.of("ended")
+    assert isinstance(error, BundleChangedError)
+    assert "another bundle (bbbbbbbbbbbb): starting again" in str(error)
+
+
+def test_a_producer_without_a_bundle_passes_over_an_offer(setup: Setup) -> None:
+    setup.start()
+    setup.trainer.send(BundleOffer("b" * 64, 1, 1))
+    setup.take_leases(1)
+    assert setup.link.is_alive()

@@ -107,7 +107,8 @@ def test_overrides_of_library_sections_go_deep_and_the_last_wins(run_yaml: Path)
             "trainer.report_to=[tensorboard]",
             "engine.max_model_len=128",
             "lora.r=4",
-            "rewards.functions=[{function: 'a.b:c', weight: 2}]",
+            "rewards.functions=[{function: 'a.b:c', name: c}]",
+            "rewards.functions.0.weight=2",
         ],
     )
     assert config.seed == 2
@@ -134,7 +135,16 @@ def test_an_override_of_another_form_is_refused(run_yaml: Path, override: str) -
         ("seed=[", "--set seed=[: the value is not valid YAML: "),
         ("seed=2024-13-45", "--set seed=2024-13-45: the value is not valid YAML: month must be in 1..12"),
         ("run_dir.x=1", "--set run_dir.x=1: `run_dir` is not a section"),
-        ("rewards.functions.0.weight=1", "--set rewards.functions.0.weight=1: `functions` is not a section"),
+        (
+            "rewards.functions.1.weight=1",
+            "--set rewards.functions.1.weight=1: `1` is no part of the list, which has 1, numbered",
+        ),
+        (
+            "rewards.functions.x.weight=1",
+            "--set rewards.functions.x.weight=1: `x` is no part of the list, which has 1, numbered",
+        ),
+        ("rewards.functions.0=1", "--set rewards.functions.0=1: a part of a list has no name to set; name a key of it"),
+        ("rewards.functions.0.function.x=1", "--set rewards.functions.0.function.x=1: `function` is not a section"),
         ("seed=x", "--set seed: Input should be a valid integer, unable to parse string as an integer (got 'x')"),
         ("model.pth=x", "--set model.pth: unknown key `pth`; did you mean `path`?"),
         ("model={pth: x, path: y}", "--set model.pth: unknown key `pth`; did you mean `path`?"),

@@ -35,7 +35,7 @@ from tests.unit.protocol.samples import SHA
     ("trainer_has", "producer_has", "said"),
     [  # Which of the first two it is depends on who hangs up first.
         (False, True, r"has no keys, and this producer has: set transport\.keys|it has another key than \S+ \(.*\), or none"),
-        (True, False, r"ends the handshake: it wants keys\. Set transport\.keys, as the trainer does \(docs/security\.md\)"),
+        (True, False, r"ends the handshake: it wants keys\. Set transport\.keys, as the trainer does, or give --keys"),
     ],
 )  # fmt: skip
 def test_keys_on_one_side_only_are_said(

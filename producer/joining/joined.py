@@ -1,0 +1,102 @@
+"""From an address to the configuration of a producer: fetched, unpacked, applied.
+
+Guarantee: while the context lasts, the working directory is a scratch folder with the run's files, so that names in the
+configuration mean what they mean to the trainer; afterwards it is as before and the folder is gone. Overrides are of this host,
+and relative paths in them begin where the command was given.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import secrets
+import socket
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+
+from producer.joining.address import TrainerAddress, trainer_address
+from producer.joining.fetching import BundleFetch, FetchedBundle
+from protocol.bundle.bundle import CONFIG_FILE, Bundle, decode, unpack
+from protocol.bundle.requirements import missing
+from protocol.config.loader import load_config
+from protocol.config.run import RunConfig
+from protocol.errors import BundleError, ConfigError
+from protocol.files.scratch import scratch_folder
+
+logger = logging.getLogger(__name__)
+
+_PATHS = (
+    "run_dir",
+    "model.path",
+    "serve.api_key_file",
+    "environment.verifiers.python",
+)  # of `--set`; a name of the hub stays one
+
+
+@contextlib.contextmanager
+def joined(arguments: Namespace) -> Iterator[tuple[RunConfig, str]]:
+    """The configuration, and the digest of the bundle that it is from. Raises SlipstreamError for whatever keeps this host from
+    joining the run.
+
+    Args:
+        arguments: of which `connect`, `keys`, `model`, `wait` and `overrides` are read.
+    """
+    overrides = [_from_here(override) for override in arguments.overrides]
+    if arguments.model is not None:
+        overrides.insert(0, f"model.path={json.dumps(_model_folder(arguments.model))}")
+    address = trainer_address(arguments.connect, arguments.keys, overrides)
+    fetched = BundleFetch(_name(address), address, arguments.wait).run()
+    bundle = decode(fetched.data)
+    _check_host_keys(bundle, overrides)
+    with scratch_folder() as scratch:
+        files = scratch / "files"
+        files.mkdir()
+        unpack(bundle, files)
+        with contextlib.chdir(files):
+            ours = _of_this_host(address, fetched, scratch)
+            config = load_config(CONFIG_FILE, [*ours, *overrides])
+            if problems := missing(bundle.requirements):
+                raise BundleError("\n  ".join(["this host lacks what the run's own files import:", *problems]))
+            logger.info("got bundle %s from the trainer: %d files", fetched.digest[:12], len(bundle.files))
+            yield config, fetched.digest
+
+
+def _name(address: TrainerAddress) -> str:
+    owner = address.keys.identity if address.keys else socket.gethostname()[:64]
+    return f"{owner}-{os.getpid()}-{secrets.token_hex(2)}"
+
+
+def _of_this_host(address: TrainerAddress, fetched: FetchedBundle, scratch: Path) -> list[str]:
+    values: dict[str, str | None] = {
+        "run_dir": str(scratch / "run"),
+        "transport.keys": address.keys_folder,
+        "transport.endpoint": address.endpoint,
+        "transport.blob_endpoint": fetched.blob_endpoint,
+    }
+    return [f"{key}={json.dumps(value)}" for key, value in values.items()]
+
+
+def _model_folder(given: str) -> str:
+    folder = Path(given).expanduser().absolute()
+    if not folder.is_dir():
+        raise ConfigError(f"--model {given}: there is no such folder on this host")
+    return str(folder)
+
+
+def _from_here(override: str) -> str:
+    """With an absolute path, where the key has a path and the value is one that is there, or that is to be made."""
+    key, separator, value = override.partition("=")
+    if key in _PATHS and value and (key == "run_dir" or Path(value).exists()):
+        return f"{key}{separator}{json.dumps(os.path.abspath(value))}"
+    return override
+
+
+def _check_host_keys(bundle: Bundle, overrides: list[str]) -> None:
+    given = {override.partition("=")[0] for override in overrides}
+    absent = [key for key in bundle.host_keys if key not in given]
+    if absent:
+        raise ConfigError(
+            "the trainer's configuration names places of its own host; give those of this host:\n  "
+            + "\n  ".join("--model FOLDER" if key == "model.path" else f"--set {key}=..." for key in absent)
+        )

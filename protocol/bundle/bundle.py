@@ -1,0 +1,126 @@
+"""A bundle: the files of a run that its producers need, as bytes and back.
+
+Guarantee: equal bundles have equal bytes and so an equal digest. A `Bundle` that `decode` returned has files with plain relative
+names, each once, and is within the bounds below; `unpack` writes it to a new folder and to nothing else. What cannot be had or
+used is a `BundleError`, for the user.
+"""
+
+import hashlib
+import os
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
+
+from protocol.errors import BundleError
+
+LARGEST_BUNDLE_BYTES = 16 * 2**20
+MOST_FILES = 1000
+CONFIG_FILE = "run.yaml"
+
+_Text = Annotated[str, Meta(max_length=4096)]
+_Texts = Annotated[list[_Text], Meta(max_length=1000)]
+_NAME = re.compile(r"[^/\\\x00-\x1f\x7f]{1,255}")
+
+
+class BundledFile(Struct, frozen=True):
+    """`name` is relative to the folder of the run, with `/` between its parts."""
+
+    name: _Text
+    content: bytes
+
+
+class Requirement(Struct, frozen=True):
+    """A module that files of the bundle import and that is not in it. `version` is that of the package which brings it on the
+    trainer's host ("": it has none)."""
+
+    module: _Text
+    package: _Text
+    version: _Text
+    needed_by: _Text
+
+
+class Bundle(Struct, frozen=True):
+    """`files` has the configuration, `CONFIG_FILE`, and Python files. `host_keys` are keys of the configuration that were left
+    out because each host has its own value. Unknown fields are ignored: they are a newer release's."""
+
+    files: Annotated[list[BundledFile], Meta(max_length=MOST_FILES)]
+    requirements: Annotated[list[Requirement], Meta(max_length=MOST_FILES)] = []
+    host_keys: _Texts = []
+
+
+def encode(bundle: Bundle) -> bytes:
+    """Raises BundleError if it is larger than a bundle may be, or has a file that no producer would take."""
+    _check_names(bundle)
+    data = msgspec.msgpack.encode(
+        msgspec.structs.replace(
+            bundle,
+            files=sorted(bundle.files, key=lambda file: file.name),
+            requirements=sorted(bundle.requirements, key=lambda requirement: requirement.module),
+            host_keys=sorted(bundle.host_keys),
+        )
+    )
+    check_size(len(data))
+    return data
+
+
+def decode(data: bytes) -> Bundle:
+    check_size(len(data))
+    try:
+        bundle = msgspec.msgpack.decode(data, type=Bundle)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise BundleError(f"the trainer's bundle cannot be read: {error}") from error
+    _check_names(bundle)
+    return bundle
+
+
+def digest_of(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def check_size(num_bytes: int) -> None:
+    if num_bytes > LARGEST_BUNDLE_BYTES:
+        raise BundleError(
+            f"the run's bundle has {num_bytes} bytes, of which {LARGEST_BUNDLE_BYTES} are allowed: it is for configuration and "
+            "Python files; put data where every host finds it, or install large code as a package"
+        )
+
+
+def unpack(bundle: Bundle, folder: Path) -> None:
+    """Writes the files below `folder`, which is empty and this process's own."""
+    for file in bundle.files:
+        place = folder / file.name
+        place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with open(place, "xb", opener=_private) as stream:
+            stream.write(file.content)
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o600)
+
+
+def _check_names(bundle: Bundle) -> None:
+    names = [file.name for file in bundle.files]
+    if CONFIG_FILE not in names:
+        raise BundleError(f"the bundle has no {CONFIG_FILE}")
+    folders = {parent for name in names for parent in _parents(name)}
+    for name in names:
+        if not is_plain(name):
+            raise BundleError(f"the bundle has a file called {name!r}, which is no plain name below the run's folder")
+        if name != CONFIG_FILE and not name.endswith(".py"):
+            raise BundleError(f"the bundle has a file called {name!r}, which is neither {CONFIG_FILE} nor Python")
+        if name in folders or names.count(name) > 1:
+            raise BundleError(f"the bundle has {name!r} twice")
+
+
+def is_plain(name: str) -> bool:
+    """Whether it is a relative path in which nothing leads upwards."""
+    parts = name.split("/")
+    return len(name) <= 1024 and all(_NAME.fullmatch(part) and part not in (".", "..") for part in parts)
+
+
+def _parents(name: str) -> Any:
+    parts = name.split("/")[:-1]
+    return ("/".join(parts[: number + 1]) for number in range(len(parts)))

@@ -1,0 +1,189 @@
+"""What of a run's configuration its producers get.
+
+Guarantee: only keys that a producer reads, so that nothing else can leave the trainer's host and nothing else makes producers
+start again when it changes. Values that name a place on that host stay there, and their keys are listed: each host gives its own.
+Where a value holds a secret there is no bundle, and the reason says where the secret belongs.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+from protocol.bundle.sources import RunSources
+from protocol.config.run import RunConfig
+from protocol.config.sections.environment import ATROPOS_ITEMS
+from protocol.config.sections.serve import LOOPBACK_HOSTS
+from protocol.errors import BundleError
+
+ALL = None
+SHARED: dict[str, tuple[str, ...] | None] = {
+    "model": ("path", "revision", "trust_remote_code", "dtype"),
+    "dataset": ("chat_template_kwargs",),
+    "rewards": ALL,
+    "environment": ALL,
+    "sampling": ALL,
+    "pipeline": ("groups_per_step", "max_staleness", "auto_staleness", "stall_timeout_s"),
+    "swap": ALL,
+    "serve": ALL,
+    "transport": (
+        "heartbeat_interval_s",
+        "heartbeat_timeout_s",
+        "max_message_bytes",
+        "blob_chunk_bytes",
+        "max_unacked_bytes",
+        "relay_port",
+    ),
+    "observability": (
+        "log_level",
+        "log_format",
+        "metrics_host",
+        "producer_metrics_port",
+        "unresponsive_after_s",
+    ),
+    "evaluation": ("hold_swap_s",),
+    "lora": ("r", "target_modules"),
+    "engine": ALL,
+}
+"""The keys by section, beside `seed`. None: all of them."""
+
+_UNREAD = "of-the-trainer"
+"""A dataset that producers do not read."""
+_SECRET = re.compile(r"(^|_)(token|secret|password|passwd|credentials?|auth|(api|access|private)_?key)$", re.IGNORECASE)
+_ANY_HOST = (*LOOPBACK_HOSTS, "0.0.0.0", "::")  # noqa: S104  compared with, not bound to
+
+
+@dataclass
+class SharedConfig:
+    """`values` as in a configuration file; `host_keys` as `--set` names them."""
+
+    values: dict[str, Any]
+    host_keys: list[str] = field(default_factory=list)
+
+    def keep(self, section: Any, key: str, place: str) -> None:
+        """The value stays on its host."""
+        del section[key]
+        self.host_keys.append(place)
+
+
+def share(config: RunConfig, sources: RunSources) -> SharedConfig:
+    """Adds what the functions of the configuration need to `sources`. Raises BundleError with every reason against a bundle."""
+    given = config.model_dump(mode="json", exclude_unset=True)
+    shared = SharedConfig(_selected(given))
+    problems = [*_secrets(shared.values)]
+    if problems:
+        raise BundleError("\n".join(problems))
+    _keep_places(shared)
+    _name_functions(shared.values, sources)
+    return shared
+
+
+def _selected(given: dict[str, Any]) -> dict[str, Any]:
+    values: dict[str, Any] = {"run_dir": "run"}
+    if "seed" in given:
+        values["seed"] = given["seed"]
+    for name, keys in SHARED.items():
+        section = given.get(name)
+        if section:
+            values[name] = {key: value for key, value in section.items() if keys is ALL or key in keys}
+    values.get("engine", {}).pop("hf_token", None)  # each host logs in to the hub by itself
+    if given.get("environment", {}).get("atropos"):
+        values["trainer"] = {"max_steps": given["trainer"]["max_steps"]}
+    rows = {"path": ATROPOS_ITEMS if "trainer" in values else _UNREAD}
+    values["dataset"] = rows | values.get("dataset", {})
+    if "evaluation" in values:
+        values["evaluation"]["dataset"] = {"path": _UNREAD}
+    return values
+
+
+def _secrets(values: dict[str, Any]) -> Iterator[str]:
+    """Beside those that no key of ours can hold, because it names a file or an environment variable instead."""
+    environment = values.get("environment", {})
+    free = {"engine": values.get("engine", {})}
+    free["environment.verifiers.arguments"] = (environment.get("verifiers") or {}).get("arguments", {})
+    for place, section in free.items():
+        for key in _secret_keys(section, place):
+            yield f"{key} looks like a secret, and those are not sent to producers; give it in the environment of each"
+    urls = {f"rewards.functions.{n}.url": one.get("url") for n, one in enumerate(_functions(values))}
+    urls["environment.nemo_gym.url"] = (environment.get("nemo_gym") or {}).get("url")
+    for key, url in urls.items():
+        if url and _has_secret(url):
+            yield f"{key} holds a secret, and those are not sent to producers; a reward service gets it by options.headers_env"
+
+
+def _secret_keys(value: Any, place: str) -> Iterator[str]:
+    match value:
+        case dict():
+            for key, inner in value.items():
+                if isinstance(inner, str) and inner and (_SECRET.search(str(key)) or _has_secret(inner)):
+                    yield f"{place}.{key}"
+                yield from _secret_keys(inner, f"{place}.{key}")
+        case list() | tuple():
+            for number, inner in enumerate(value):
+                yield from _secret_keys(inner, f"{place}.{number}")
+
+
+def _has_secret(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return bool(parts.password) or any(_SECRET.search(name) for name, _ in parse_qsl(parts.query))
+    except ValueError:
+        return False
+
+
+def _keep_places(shared: SharedConfig) -> None:
+    values = shared.values
+    model, serve = values["model"], values.get("serve", {})
+    if _is_local(model["path"]):
+        shared.keep(model, "path", "model.path")
+    for number, function in enumerate(_functions(values)):
+        if function.get("model") and _is_local(function["model"]):
+            shared.keep(function, "model", f"rewards.functions.{number}.model")
+        if "/" in function.get("options", {}).get("python", ""):
+            shared.keep(function["options"], "python", f"rewards.functions.{number}.options.python")
+    verifiers = values.get("environment", {}).get("verifiers") or {}
+    if "/" in (verifiers.get("python") or ""):
+        shared.keep(verifiers, "python", "environment.verifiers.python")
+    if serve.get("api_key_file"):
+        shared.keep(serve, "api_key_file", "serve.api_key_file")
+    for name, key in (("serve", "host"), ("observability", "metrics_host")):
+        section = values.get(name, {})
+        if section.get(key, _ANY_HOST[0]) not in _ANY_HOST:
+            shared.keep(section, key, f"{name}.{key}")
+    for place, section in (
+        ("engine", values.get("engine", {})),
+        ("environment.verifiers.arguments", verifiers.get("arguments", {})),
+    ):
+        for key in [key for key, value in section.items() if _names_a_place(value)]:
+            shared.keep(section, key, f"{place}.{key}")
+
+
+def _is_local(name: str) -> bool:
+    return name.startswith((".", "~", "/")) or Path(name).is_dir()
+
+
+def _names_a_place(value: Any) -> bool:
+    match value:
+        case str():
+            return value.startswith(("/", "~", "file:"))
+        case dict():
+            return any(_names_a_place(inner) for pair in value.items() for inner in pair)
+        case list() | tuple():
+            return any(map(_names_a_place, value))
+    return False
+
+
+def _name_functions(values: dict[str, Any], sources: RunSources) -> None:
+    for number, function in enumerate(_functions(values)):
+        if function.get("function"):
+            function["function"] = sources.add_function(function["function"], f"rewards.functions.{number}")
+    environment = values.get("environment", {})
+    if environment.get("factory"):
+        environment["factory"] = sources.add_function(environment["factory"], "environment.factory")
+
+
+def _functions(values: dict[str, Any]) -> list[dict[str, Any]]:
+    functions: list[dict[str, Any]] = values.get("rewards", {}).get("functions", [])
+    return functions

@@ -1,0 +1,110 @@
+"""The Python files of a run that some functions need: theirs, and what these import from the folder of the run.
+
+Guarantee: only regular files below the folder are read, whatever imports and links say, and no more of them than a bundle may
+have. Nothing is imported. A module is looked for in the folder first, as Python does for a process that is started there; what
+is not found there belongs to a package that is installed.
+"""
+
+import ast
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from protocol.bundle.bundle import LARGEST_BUNDLE_BYTES, MOST_FILES, check_size, is_plain
+from protocol.bundle.imports import imports_of
+from protocol.config.functions import PACKAGES
+from protocol.errors import BundleError
+
+
+@dataclass
+class RunSources:
+    """Collects what is needed. `files` is by name relative to `folder`, which is resolved; `installed` are modules that no file
+    of the folder has, each with the first file that imports it."""
+
+    folder: Path
+    files: dict[str, bytes] = field(default_factory=dict)
+    installed: dict[str, str] = field(default_factory=dict)
+    _unread: list[tuple[str, ast.Module]] = field(default_factory=list)
+
+    def add_function(self, spec: str, key: str) -> str:
+        """A function of configuration key `key`. Returns its name as it is in the bundle: a file is named relative to the
+        folder. Raises BundleError if the file is not there, lies elsewhere, or cannot be parsed."""
+        place, _, name = spec.rpartition(":")
+        if not place.endswith(".py"):
+            if not self.add_module(place):
+                self._note_installed(place, key)
+            return spec
+        file = (self.folder / place).resolve()
+        if not file.is_relative_to(self.folder):
+            raise BundleError(
+                f"{key}: {file} is not below {self.folder}, where the trainer was started; start it in the run's folder"
+            )
+        if not file.is_file():
+            raise BundleError(f"{key}: {spec}: there is no file {place} in {self.folder}")
+        inside = file.relative_to(self.folder).as_posix()
+        self._take(inside)
+        self._follow()
+        return f"{inside}:{name}"
+
+    def add_module(self, module: str) -> bool:
+        """Returns whether the folder has it. Its packages come along. Raises BundleError as `add_function` does."""
+        found = self._find(module)
+        self._follow()
+        return found
+
+    def _follow(self) -> None:
+        """A list instead of recursion: files may import each other in long chains."""
+        while self._unread:
+            name, tree = self._unread.pop()
+            for module, needed in imports_of(tree, ".".join(name.split("/")[:-1])):
+                if not self._find(module) and needed:
+                    self._note_installed(module, name)
+
+    def _find(self, module: str) -> bool:
+        parts, found = module.split("."), False
+        if parts[0] in PACKAGES:
+            return False
+        for depth in range(1, len(parts) + 1):
+            name = "/".join(parts[:depth])
+            if self._has(f"{name}/__init__.py"):
+                found = self._take(f"{name}/__init__.py")
+            elif self._has(f"{name}.py"):
+                return self._take(f"{name}.py")
+            elif not (self.folder / name).is_dir():
+                break
+        return found
+
+    def _has(self, name: str) -> bool:
+        place = self.folder / name
+        if not place.is_file():
+            return False
+        if not place.resolve().is_relative_to(self.folder):
+            raise BundleError(f"{place} is a link to {place.resolve()}, outside of the run's folder; make it a file")
+        return True
+
+    def _take(self, name: str) -> bool:
+        if name not in self.files:
+            self.files[name] = content = self._read(name)
+            try:
+                self._unread.append((name, ast.parse(content, filename=name)))
+            except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+                raise BundleError(f"{self.folder / name} is not valid Python: {error}") from error
+        return True
+
+    def _read(self, name: str) -> bytes:
+        if len(self.files) >= MOST_FILES - 1:
+            raise BundleError(f"the run's functions import more than {MOST_FILES - 1} files of {self.folder}")
+        if not is_plain(name):
+            raise BundleError(f"{self.folder / name} has a name that cannot travel; use letters, digits and `_`")
+        try:
+            with open(self.folder / name, "rb") as stream:
+                content = stream.read(LARGEST_BUNDLE_BYTES + 1)
+        except OSError as error:
+            raise BundleError(f"{self.folder / name} cannot be read: {error.strerror}") from error
+        check_size(len(content) + sum(map(len, self.files.values())))
+        return content
+
+    def _note_installed(self, module: str, needed_by: str) -> None:
+        top = module.partition(".")[0]
+        if top not in sys.stdlib_module_names and top not in PACKAGES:
+            self.installed.setdefault(top, needed_by)

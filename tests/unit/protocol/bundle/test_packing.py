@@ -1,0 +1,104 @@
+"""From a folder to a bundle, and what it needs of a host."""
+
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from protocol.bundle.bundle import Requirement, decode, digest_of
+from protocol.bundle.packing import pack
+from protocol.bundle.requirements import missing, requirements
+from protocol.config.loader import load_config
+from protocol.config.run import RunConfig
+from protocol.errors import BundleError
+from tests.unit.protocol.config.files import MINIMAL
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "run.yaml").write_text(MINIMAL)
+    (tmp_path / "rewards.py").write_text("import helper, yaml, nobody_has_this\n")
+    (tmp_path / "helper.py").write_text("")
+    (tmp_path / ".env").write_text("SECRET=1\n")
+    (tmp_path / "notes.py").write_text("TOKEN = 'hf_abc'\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def config(**sections: Any) -> RunConfig:
+    Path("run.yaml").write_text(yaml.safe_dump(yaml.safe_load(MINIMAL) | sections))
+    return load_config("run.yaml")
+
+
+def test_a_bundle_has_the_configuration_and_the_files_that_are_imported(folder: Path) -> None:
+    bundle = decode(pack(config(), folder))
+    assert [file.name for file in bundle.files] == ["helper.py", "rewards.py", "run.yaml"]
+    assert bundle.host_keys == []
+    assert bundle.requirements == [
+        Requirement("nobody_has_this", "nobody_has_this", "", "rewards.py"),
+        Requirement("yaml", "PyYAML", version("PyYAML"), "rewards.py"),
+    ]
+
+
+def test_its_digest_changes_with_what_producers_need_and_with_nothing_else(folder: Path) -> None:
+    """What the trainer alone reads restarts no producer."""
+    before = digest_of(pack(config(), folder))
+    (folder / "notes.py").write_text("")
+    assert digest_of(pack(config(trainer={"max_steps": 9}, replay={"mode": "signal"}, seed=42), folder)) != before, (
+        "seed"
+    )
+    others = config(trainer={"max_steps": 9}, replay={"mode": "signal"}, dataset={"path": "x", "max_rows": 1})
+    assert digest_of(pack(others, folder)) == before
+    assert digest_of(pack(config(sampling={"num_generations": 16}), folder)) != before
+    (folder / "helper.py").write_text("# another\n")
+    assert digest_of(pack(config(), folder)) != before
+
+
+def test_a_taskset_of_verifiers_comes_along_if_the_folder_has_it(folder: Path) -> None:
+    (folder / "my_tasks.py").write_text("import verifiers, helper\n")
+    section = {"verifiers": {"id": "me/my-tasks@1.2"}}
+    sections: dict[str, Any] = {"rewards": {"functions": []}, "serve": {"enabled": True}}
+    bundle = decode(pack(config(environment=section, **sections), folder))
+    assert [file.name for file in bundle.files] == ["helper.py", "my_tasks.py", "run.yaml"]
+    assert [one.module for one in bundle.requirements] == ["verifiers"]
+    section["verifiers"]["python"] = "venv/bin/python"
+    bundle = decode(pack(config(environment=section, **sections), folder))
+    assert bundle.requirements == [], "they are for that Python"
+    assert bundle.host_keys == ["environment.verifiers.python"]
+    section["verifiers"] = {"id": "installed-tasks"}
+    assert [file.name for file in decode(pack(config(environment=section, **sections), folder)).files] == ["run.yaml"]
+
+
+def test_too_large_a_folder_is_no_bundle(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("protocol.bundle.bundle.LARGEST_BUNDLE_BYTES", 200)
+    (folder / "helper.py").write_text("#" * 300)
+    with pytest.raises(BundleError, match="of which 200 are allowed"):
+        pack(config(), folder)
+
+
+def test_what_a_host_lacks_is_named_with_the_trainer_s_version() -> None:
+    needed = [
+        Requirement("json", "json", "", "a.py"),
+        Requirement("yaml", "PyYAML", "5.0", "a.py"),
+        Requirement("nobody_has_this", "nobody-has", "1.2", "rewards.py"),
+        Requirement("nor_this", "nor_this", "", "lib/b.py"),
+        Requirement("", "", "", "c.py"),
+    ]
+    assert missing(needed) == [
+        "rewards.py imports nobody_has_this, which is not installed here; the trainer's host has nobody-has 1.2: "
+        "pip install 'nobody-has==1.2'",
+        "lib/b.py imports nor_this, which is not installed here, nor on the trainer's host; install it here, or start the "
+        "trainer in the folder that has it",
+        "c.py imports , which is not installed here, nor on the trainer's host; install it here, or start the "
+        "trainer in the folder that has it",
+    ]
+
+
+def test_nothing_is_imported_to_find_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "explosive.py").write_text("raise SystemExit\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert missing(requirements({"explosive": "a.py"})) == []
+    assert "explosive" not in sys.modules
