@@ -265,7 +265,7 @@ def test_producers_read_no_key_that_is_left_out() -> None:
         "is_played_outside",
         "model_dump",
     }
-    own = {("transport", "keys"), ("transport", "identity")}
+    own = {("transport", key) for key in ("keys", "identity", "region", "relay_host")}  # of each host
     sections = {name: set(keys or ()) for name, keys in SHARED.items() if keys is not ALL}
     unread = {(name, key) for name, key in read - own if name in sections and key not in sections[name] | properties}
     assert ("model", "dtype") in read
