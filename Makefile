@@ -98,8 +98,9 @@ bench-in-flight: $(STAMP) ## finish, continue and restart at a swap: tokens per 
 bench-trainer-step: $(STAMP) ## tokens per second and peak memory of a training step beside TRL's
 	$(BIN)/python -m benchmarks.trainer_step
 
-bench-ranks: $(STAMP) ## a step of two ranks beside one and beside TRL's of two processes, about five minutes
+bench-ranks: $(STAMP) ## a step of two ranks beside one and TRL's of two processes; from a rank's SIGKILL to the next step, ten minutes
 	$(BIN)/python -m benchmarks.ranks
+	$(BIN)/python -m benchmarks.lost_rank
 
 bench-startup: $(STAMP) ## time to the first token and the first step of the pair, by phase, and of --help and --check, two minutes
 	$(BIN)/python -m benchmarks.startup

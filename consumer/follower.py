@@ -21,7 +21,7 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from consumer.checkpoints.initial_adapter import InitialAdapter
 from consumer.loss.step_loss import NotFiniteStep
 from consumer.ranks.exchange import ProcessRanks, Ranks
-from consumer.ranks.plan import Begin, PlanError, Train
+from consumer.ranks.plan import Begin, Piece, PlanError, Train
 from consumer.ranks.processes import Member
 from consumer.ranks.rendezvous import FOREVER_S, connect
 from consumer.ranks.signs import SignsOfLife, last_words
@@ -74,13 +74,23 @@ def follow(config: RunConfig, ranks: Ranks, *, on_gpu: bool) -> None:
     )
     batches = PlannedBatches(ranks, shape)
     with scratch_folder() as folder:
-        for name, data in begin.files.items():
-            (folder / name).write_bytes(data)
+        receive_files(ranks, begin.files, folder)
         trainer = _trainer(config, ranks, batches, begin, on_gpu=on_gpu)
         with contextlib.suppress(NotFiniteStep, RankLostError):  # rank 0 has found the same, and says it
             if begin.step < trainer.args.max_steps:
                 trainer.train(resume_from_checkpoint=str(folder) if begin.files else None)
         ranks.share(None)  # until rank 0 ends this process
+
+
+def receive_files(ranks: Ranks, sizes: dict[str, int], folder: Path) -> None:
+    """Writes the checkpoint that rank 0 hands over to `folder`."""
+    for name, size in sizes.items():
+        with (folder / name).open("wb") as stream:
+            while stream.tell() < size:
+                piece = ranks.share(None)
+                if not isinstance(piece, Piece):
+                    raise PlanError(f"rank 0 did not say all of the checkpoint's {name}")
+                stream.write(piece.data)
 
 
 def _trainer(

@@ -46,7 +46,7 @@ def training_loop(
         config.checkpoints_dir, connections.pipeline, connections.patience, start.run_id, arguments.save_total_limit
     )
     if ranks.world > 1:
-        ranks.share(begin(len(components.prompts), components.shape.vocab_size, start.checkpoint))
+        begin(ranks, len(components.prompts), components.shape.vocab_size, start.checkpoint)
     trainer = _trainer(components, LedBatches(connections.feed, ranks), checkpoints, start, ranks)
     control = RunControl(
         trainer,

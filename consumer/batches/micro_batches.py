@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 _FIXED_TOKENS = 256  # what a forward and backward pass costs beside its tokens, in tokens
+_NEVER = np.iinfo(np.int64).max
 
 
 def tokens_of(lengths: Sequence[int], padded: bool) -> int:
@@ -35,7 +36,7 @@ def cut_rows(lengths: Sequence[int], max_tokens: int, *, padded: bool) -> list[l
         tokens = (end - begins) * length[first:end] if padded else upto[end] - upto[first:end]
         fits = (tokens <= max_tokens) | (begins == end - 1)
         first += int(fits.argmax())  # fewer rows, and shorter ones, take less room
-        total = np.where(fits, cost[begins] + tokens + _FIXED_TOKENS, np.iinfo(np.int64).max)
+        total = np.where(fits, cost[begins] + tokens + _FIXED_TOKENS, _NEVER)
         begin[end] = begins[total.argmin()]
         cost[end] = total.min()
     cut = []

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from consumer.checkpoints.folders import Checkpoint
 from consumer.ranks.exchange import Ranks
-from consumer.ranks.plan import Begin, Train
+from consumer.ranks.plan import PIECE_BYTES, Begin, Piece, Train
 from replay.batches.cutting import CutBatch
 
 
@@ -25,12 +25,15 @@ class LedBatches:
             yield batch
 
 
-def begin(num_prompts: int, vocab_size: int, checkpoint: Checkpoint | None) -> Begin:
+def begin(ranks: Ranks, num_prompts: int, vocab_size: int, checkpoint: Checkpoint | None) -> None:
     """
     Args:
         checkpoint: that the run goes on from.
     """
-    if checkpoint is None:
-        return Begin(num_prompts, vocab_size, 0, {})
-    files = {file.name: file.read_bytes() for file in checkpoint.folder.iterdir() if file.is_file()}
-    return Begin(num_prompts, vocab_size, checkpoint.step, files)
+    files = [file for file in checkpoint.folder.iterdir() if file.is_file()] if checkpoint else []
+    sizes = {file.name: file.stat().st_size for file in files}
+    ranks.share(Begin(num_prompts, vocab_size, checkpoint.step if checkpoint else 0, sizes))
+    for file in files:
+        with file.open("rb") as stream:
+            while data := stream.read(PIECE_BYTES):
+                ranks.share(Piece(data))

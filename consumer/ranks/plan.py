@@ -10,6 +10,8 @@ from protocol.wire.codec import encode as encode_message
 from replay.batches.cutting import CutBatch
 from replay.groups import GroupShape, message_of
 
+PIECE_BYTES = 2**26
+
 
 class PlanError(Exception):
     """What rank 0 said is no plan."""
@@ -21,7 +23,13 @@ class Begin(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="begin"
     num_prompts: int
     vocab_size: int
     step: int  # optimizer steps taken before
-    files: dict[str, bytes]  # of the checkpoint, by name; empty without one
+    files: dict[str, int]  # of the checkpoint, with their sizes in bytes; empty without one
+
+
+class Piece(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="piece"):
+    """What comes next of the files that `Begin` names, one after another: at most `PIECE_BYTES`, of one file."""
+
+    data: bytes
 
 
 class Train(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="train"):
@@ -43,7 +51,7 @@ class Train(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="train"
         return CutBatch(self.step, self.num_iterations, self.last_step, groups, self.num_fresh)
 
 
-Plan = Begin | Train
+Plan = Begin | Piece | Train
 _DECODER: msgspec.msgpack.Decoder[Plan] = msgspec.msgpack.Decoder(Plan)
 
 

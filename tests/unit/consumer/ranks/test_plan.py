@@ -1,0 +1,59 @@
+"""What rank 0 tells the others: the checkpoint that a run goes on from, piece by piece."""
+
+from pathlib import Path
+
+import pytest
+
+from consumer import follower
+from consumer.checkpoints.folders import Checkpoint
+from consumer.ranks import leading
+from consumer.ranks.plan import Begin, Piece, PlanError, decode, encode
+
+from .thread_ranks import ThreadRanks, on_ranks
+
+FILES = {"adapter.safetensors": b"0123456789", "empty": b"", "optimizer.pt": b"abc"}
+
+
+def test_every_rank_gets_the_checkpoint_whatever_its_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leading, "PIECE_BYTES", 4)
+    source = tmp_path / "checkpoint-7"
+    source.mkdir()
+    for name, data in FILES.items():
+        (source / name).write_bytes(data)
+    checkpoint = Checkpoint(source, {"step": 7})
+
+    def work(ranks: ThreadRanks) -> None:
+        if ranks.rank == 0:
+            leading.begin(ranks, 40, 12, checkpoint)
+            return
+        folder = tmp_path / f"rank-{ranks.rank}"
+        folder.mkdir()
+        begun = ranks.share(None)
+        assert begun == Begin(40, 12, 7, {name: len(data) for name, data in FILES.items()})
+        follower.receive_files(ranks, begun.files, folder)
+
+    on_ranks(3, work)
+    for rank in (1, 2):
+        assert {file.name: file.read_bytes() for file in (tmp_path / f"rank-{rank}").iterdir()} == FILES
+
+
+def test_a_run_that_begins_anew_has_no_files() -> None:
+    said = on_ranks(2, lambda ranks: ranks.share(None) if ranks.rank else leading.begin(ranks, 40, 12, None))
+    assert said[1] == Begin(40, 12, 0, {})
+
+
+def test_another_plan_in_the_middle_of_a_file_is_refused(tmp_path: Path) -> None:
+    def work(ranks: ThreadRanks) -> None:
+        if ranks.rank == 0:
+            ranks.share(Begin(1, 1, 1, {}))
+        else:
+            with pytest.raises(PlanError, match="rank 0 did not say all of the checkpoint's adapter"):
+                follower.receive_files(ranks, {"adapter": 3}, tmp_path)
+
+    on_ranks(2, work)
+
+
+def test_what_is_no_plan_is_refused() -> None:
+    assert decode(encode(Piece(b"\0\1"))) == Piece(b"\0\1")
+    with pytest.raises(PlanError, match="rank 0 runs another release"):
+        decode(encode(Piece(b"\0\1"))[:-1])
