@@ -34,6 +34,7 @@ from producer.startup import Base, Helpers
 from producer.state import Situation
 from producer.supervision import Supervision, Watchdog
 from protocol.config.sections.swap import TOLERANCES
+from protocol.service.targets import reachable
 from protocol.transport.zeromq_client import ZmqClient
 from protocol.wire.messages import Hello, PolicyInfo
 
@@ -119,6 +120,7 @@ def build_producer(base: Base, helpers: Helpers, engine: Engine) -> Producer:
     hello = Hello(
         name, can.facts, 2 * max_groups, swap_mode=config.swap.mode, evaluates=config.evaluation is not None,
         host=host, region=config.transport.region or host, bundle=base.launch.bundle,
+        metrics=reachable(base.watch.address, config.control_endpoint),
     )  # fmt: skip
     beat = partial(health.beat, "link")
     link = Link(mailbox, hello, config.transport, base.neighbours, events, counters, generation.workload, beat)

@@ -112,9 +112,10 @@ def live_run(components: RunComponents, watch: Watch, opened: ExitStack, *, resu
 
 def watch_live(run: LiveRun, watch: Watch) -> None:
     """Metrics and health checks. Only after the first policy was published."""
-    registry, health = watch
+    registry, health = watch.registry, watch.health
     _, journal, disk = run.storage
     watch_trainer(registry, run.start.run_id, run.storage, run.intake, run.channel.refusals.counts, run.feed.waiting_s)
+    watch.targets.add(run.intake.fleet.targets)
     watch_evaluation(registry, run.connections.evaluation)
     health.check_alive("disk", disk.complaint)
     health.check_ready("journal", journal.complaint)

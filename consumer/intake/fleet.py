@@ -14,6 +14,7 @@ from consumer.intake.dispatcher import EvaluationDispatcher
 from consumer.intake.sessions import ProducerSession
 from consumer.publishing.offered_bundle import NO_BUNDLE, OfferedBundle
 from consumer.publishing.policy_store import PolicyStore
+from protocol.service.targets import Target
 from protocol.throttle import Throttle
 from protocol.transport.channel import ServerChannel
 from protocol.wire.handshake import TrainerNeeds, problems
@@ -95,7 +96,7 @@ class Fleet:
         leases -= self.arrivals.waiting()
         self.sessions[peer] = ProducerSession(
             hello.producer, hello.capacity, now, leases, hello.release, hello.evaluates, evaluations, of_this_run,
-            hello.host, hello.region,
+            hello.host, hello.region, hello.metrics,
         )  # fmt: skip
         release = hello.release or "unknown"
         logger.info("producer %s joined (release %s, up to %d groups at once)", hello.producer, release, hello.capacity)
@@ -106,6 +107,11 @@ class Fleet:
                 self.channel.send(peer, Ack(lease_id, "duplicate", newest))
             elif not wanted:
                 self.channel.send(peer, Nack(lease_id, "unknown_lease", "its prompt is not wanted any more"))
+
+    def targets(self) -> list[Target]:
+        """Where producers serve their metrics. For any thread."""
+        found = list(self.sessions.values())
+        return [Target(each.metrics, "rl-producer", each.name, each.host) for each in found if each.metrics]
 
     def note(self, peer: bytes, session: ProducerSession, message: Heartbeat) -> None:
         """Takes a heartbeat and answers it."""

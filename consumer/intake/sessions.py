@@ -31,6 +31,7 @@ class ProducerSession:
     of_this_run: bool = True  # False: what it held when it joined is another run's
     host: str = ""
     region: str = ""
+    metrics: str = ""  # where others reach its metrics, HOST:PORT
     heartbeat: Heartbeat = Heartbeat(-1, 0, [], 0, 0.0)  # noqa: RUF009  frozen; before the first one
     _absent: dict[str, float] = field(default_factory=dict)  # leases that its heartbeats do not name, and since when
 

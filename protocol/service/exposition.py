@@ -1,7 +1,8 @@
-"""What both daemons open first: the HTTP port with `/metrics`, `/status` for `rl-status`, `/healthz` and `/readyz`.
+"""What both daemons open first: the HTTP port with `/metrics`, `/targets` for Prometheus, `/status` for `rl-status`, `/healthz`
+and `/readyz`.
 
-Guarantee: it answers GET of these four and nothing else. It has a thread and a `ConnectionLimiter` of its own, so that neither
-the daemon's loops nor slow clients delay an answer. Each of the four pages is read on one more thread; while a page takes long to
+Guarantee: it answers GET of these five and nothing else. It has a thread and a `ConnectionLimiter` of its own, so that neither
+the daemon's loops nor slow clients delay an answer. Each of the pages is read on one more thread; while a page takes long to
 read, requests for it get a 503 and the other pages are served as usual. The address is in `RUN_DIR/metrics/` while the port is
 open, in the form that Prometheus' file discovery reads.
 """
@@ -37,6 +38,8 @@ from protocol.service.metrics import Readings, add_process_metrics
 from protocol.service.status import PATH as STATUS_PATH
 from protocol.service.status import Status, read_status
 from protocol.service.systemd import Notifier
+from protocol.service.targets import PATH as TARGETS_PATH
+from protocol.service.targets import Target, Targets
 from protocol.throttle import Throttle
 
 logger = logging.getLogger(__name__)
@@ -85,10 +88,13 @@ class _Application:
     """The ASGI application. That of prometheus_client reads on the event loop, where it would delay `/healthz`, and lets
     Prometheus choose OpenMetrics, whose encoder renames `vllm:` to `vllm_`."""
 
-    def __init__(self, registry: CollectorRegistry, health: Health, status: Callable[[], Status]) -> None:
+    def __init__(
+        self, registry: CollectorRegistry, health: Health, status: Callable[[], Status], targets: Targets
+    ) -> None:
         self._readers = {
             "/metrics": _Reader(lambda: Response(generate_latest(registry), media_type=_TEXT_FORMAT)),
             STATUS_PATH: _Reader(lambda: Response(msgspec.json.encode(status()), media_type="application/json")),
+            TARGETS_PATH: _Reader(lambda: Response(msgspec.json.encode(targets.read()), media_type="application/json")),
             "/healthz": _Reader(lambda: _findings(health.alive)),
             "/readyz": _Reader(lambda: _findings(health.ready)),
         }
@@ -117,6 +123,8 @@ class _Application:
 class Watch(NamedTuple):
     registry: CollectorRegistry
     health: Health
+    targets: Targets
+    address: str  # at which it is served, HOST:PORT
 
 
 @contextlib.contextmanager
@@ -132,8 +140,11 @@ def watched(config: RunConfig, job: str, gpus: list[int], name: str = "") -> Ite
     add_process_metrics(registry, job.replace("-", "_"), gpus)
     name = name or f"{socket.gethostname()[:64]}-{os.getpid()}"
     folder = Path(config.run_dir) / "metrics"
-    with serve(registry, health, settings.metrics_host, port, key=key, job=job, name=name, folder=folder):
-        yield Watch(registry, health)
+    targets = Targets(os.path.abspath(config.run_dir))
+    with serve(
+        registry, health, targets, settings.metrics_host, port, key=key, job=job, name=name, folder=folder
+    ) as address:
+        yield Watch(registry, health, targets, address)
 
 
 def add_watch_metrics(registry: CollectorRegistry, prefix: str, health: Health, refused: "Counter[Reason]") -> None:
@@ -155,7 +166,16 @@ def add_watch_metrics(registry: CollectorRegistry, prefix: str, health: Health, 
 
 @contextlib.contextmanager
 def serve(
-    registry: CollectorRegistry, health: Health, host: str, port: int, *, key: str, job: str, name: str, folder: Path
+    registry: CollectorRegistry,
+    health: Health,
+    targets: Targets,
+    host: str,
+    port: int,
+    *,
+    key: str,
+    job: str,
+    name: str,
+    folder: Path,
 ) -> Iterator[str]:
     """Serves until the context ends; gives the address as HOST:PORT, which is also in `folder`. Port 0 takes a free one, and
     `key` names it in messages. `job` and `name` are Prometheus' labels `job` and `daemon`."""
@@ -167,7 +187,8 @@ def serve(
     add_watch_metrics(registry, job.replace("-", "_"), health, refused)
     limiter = ConnectionLimiter(_HEADERS_S, _ANSWER_S, _MAX_CONNECTIONS, lambda reason: refused.update((reason,)))
     status = partial(read_status, registry, health, job, name, time.time())
-    server = Server(_Application(registry, health, status), limiter)
+    targets.add(lambda: [Target(address, job, name, socket.gethostname())])
+    server = Server(_Application(registry, health, status, targets), limiter)
     thread = threading.Thread(target=asyncio.run, args=(server.serve([listener]),), name="exposition", daemon=True)
     thread.start()
     try:

@@ -66,7 +66,8 @@ class Hello(Struct, frozen=True, forbid_unknown_fields=True, tag="hello"):
     """Opens a session. `held` names the leases that the producer works on or holds results for, and `run_id` the run that gave
     them ("" if unknown, or none did). `release` is its version of Slipstream ("" if unknown), `swap_mode` how it takes new
     policies (`swap.mode`), and `evaluates` whether it may be given leases of an evaluation. `host` and `region` say where it
-    runs; producers of one region reach each other fast ("": unknown)."""
+    runs; producers of one region reach each other fast ("": unknown). `metrics` is where others reach its metrics, HOST:PORT
+    ("": nowhere)."""
 
     producer: Name
     facts: EngineFacts
@@ -79,6 +80,7 @@ class Hello(Struct, frozen=True, forbid_unknown_fields=True, tag="hello"):
     host: Place = ""
     region: Place = ""
     bundle: Annotated[str, Meta(pattern=r"^([0-9a-f]{64})?\Z")] = ""
+    metrics: Annotated[str, Meta(max_length=262, pattern=r"^([0-9A-Za-z.:_\[\]-]+:[0-9]{1,5})?\Z")] = ""
 
 
 class Welcome(Struct, frozen=True, forbid_unknown_fields=True, tag="welcome"):

@@ -25,7 +25,16 @@ READABLE_SCHEMAS = (SCHEMA_VERSION - 1, SCHEMA_VERSION)
 """The schemas that a peer may use: this release's, and that of the release before."""
 
 SINCE: dict[type[Struct], dict[str, int]] = {
-    Hello: {"release": 2, "swap_mode": 2, "evaluates": 2, "run_id": 2, "host": 2, "region": 2, "bundle": 2},
+    Hello: {
+        "release": 2,
+        "swap_mode": 2,
+        "evaluates": 2,
+        "run_id": 2,
+        "host": 2,
+        "region": 2,
+        "bundle": 2,
+        "metrics": 2,
+    },
     Lease: {"evaluates": 2},
     Policy: {"evaluates": 2},
     Heartbeat: {"idle_s": 2, "refused_version": 2, "refusal": 2, "relay": 2},

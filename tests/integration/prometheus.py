@@ -18,18 +18,19 @@ from .runs import eventually
 
 
 class Prometheus:
-    """Scrapes a run every second. Its trainer is found by file discovery, its producer has a fixed address."""
+    """Scrapes a run every second. Its trainer is found by file discovery, its producer by what the trainer tells."""
 
     def __init__(self, folder: Path, run_dir: Path) -> None:
         folder.mkdir()
         for name, text in rule_files().items():
             (folder / name).write_text(text)
-        [producer] = [json.loads(file.read_text())[0] for file in run_dir.glob("metrics/rl-producer-*.json")]
+        [trainer] = [json.loads(file.read_text())[0] for file in run_dir.glob("metrics/rl-trainer-*.json")]
         config = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())
         config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
-        discovered, _, static = config["scrape_configs"]
+        discovered, cluster, *_ = config["scrape_configs"]
         discovered["file_sd_configs"][0]["files"] = [f"{run_dir}/metrics/rl-trainer-*.json"]
-        static["static_configs"] = [{"targets": producer["targets"], "labels": {"run_dir": str(run_dir)}}]
+        cluster["http_sd_configs"] = [{"url": f"http://{trainer['targets'][0]}/targets", "refresh_interval": "1s"}]
+        cluster["relabel_configs"] = [{"action": "drop", "source_labels": ["job"], "regex": "rl-trainer"}]
         (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
         with socket.create_server(("127.0.0.1", 0)) as free:
             address = f"127.0.0.1:{free.getsockname()[1]}"

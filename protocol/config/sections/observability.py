@@ -16,8 +16,8 @@ class ObservabilitySection(Section):
     metrics_host: str = Field(
         "127.0.0.1",
         min_length=1,
-        description="Address at which each daemon serves `/metrics`, `/status`, `/healthz` and `/readyz`. They show numbers, "
-        "no prompts and no keys, to everybody who can reach it.",
+        description="Address at which each daemon serves `/metrics`, `/targets`, `/status`, `/healthz` and `/readyz`. They show "
+        "numbers and addresses, no prompts and no keys, to everybody who can reach it.",
     )
     trainer_metrics_port: Annotated[int, Field(ge=0, le=65_535)] = Field(
         0,

@@ -19,6 +19,7 @@ from protocol.errors import ConfigError, EngineError, IncompatiblePeerError, Sta
 from protocol.service.exposition import Watch
 from protocol.service.health import Health
 from protocol.service.systemd import Notifier
+from protocol.service.targets import Targets
 from protocol.transport.zeromq_server import ZmqServer
 from protocol.wire.messages import Ack, Bye, Group, Heartbeat, Nack, PolicyInfo
 from tests.scripted import facts
@@ -27,7 +28,7 @@ from tests.unit.producer.policies.test_adapters import FakeEngine, blob
 
 
 def watch() -> Watch:
-    return Watch(CollectorRegistry(), Health(60.0, Notifier(None)))
+    return Watch(CollectorRegistry(), Health(60.0, Notifier(None)), Targets("run"), "127.0.0.1:9465")
 
 
 class Engine(FakeEngine):

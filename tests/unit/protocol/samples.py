@@ -34,6 +34,7 @@ SAMPLES = [
         host="host",
         region="eu",
         bundle=SHA,
+        metrics="host:9465",
     ),
     m.Welcome(run_id="run", session="s1", policy=POLICY, heartbeat_interval_s=1.0),
     m.Reject(problems=["another base model: give both the same model.path"]),

@@ -17,6 +17,7 @@ from protocol.errors import ConfigError, EndpointInUseError
 from protocol.service import exposition
 from protocol.service.health import Health
 from protocol.service.systemd import Notifier
+from protocol.service.targets import Targets
 
 
 def health() -> Health:
@@ -30,9 +31,9 @@ def served(
     host: str = "127.0.0.1",
     port: int = 0,
 ) -> AbstractContextManager[str]:
-    registry = registry or CollectorRegistry()
+    registry, targets = registry or CollectorRegistry(), Targets("/runs/sums")
     names = {"key": "trainer_metrics_port", "job": "rl-trainer", "name": "host-1"}
-    return exposition.serve(registry, state or health(), host, port, folder=folder, **names)
+    return exposition.serve(registry, state or health(), targets, host, port, folder=folder, **names)
 
 
 def get(address: str, path: str, accept: str = "*/*") -> tuple[int, str, bytes]:
@@ -78,6 +79,14 @@ def test_the_status_is_one_document_and_any_other_path_is_not_found(tmp_path: Pa
     document = json.loads(body)
     assert (document["job"], document["daemon"]) == ("rl-trainer", "host-1")
     assert document["at"] >= document["started"]
+
+
+def test_prometheus_is_told_of_the_daemon_itself(tmp_path: Path) -> None:
+    with served(tmp_path) as address:
+        status, content_type, body = get(address, "/targets")
+    assert (status, content_type) == (200, "application/json")
+    labels = {"job": "rl-trainer", "daemon": "host-1", "host": socket.gethostname(), "run_dir": "/runs/sums"}
+    assert json.loads(body) == [{"targets": [address], "labels": labels}]
 
 
 def test_the_address_stands_in_the_folder_for_as_long_as_it_is_served(tmp_path: Path) -> None:
