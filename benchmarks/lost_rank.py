@@ -35,7 +35,11 @@ _Found = TypeVar("_Found")
 
 
 class LostRanks:
-    """One run that loses ranks."""
+    """One run that loses ranks.
+
+    Attributes:
+        start_s: from the first start to its first step, with nothing to go on from.
+    """
 
     def __init__(self, folder: Path, world: int, stack: ExitStack) -> None:
         endpoint = {"endpoint": f"ipc://{folder}/control.ipc"}
@@ -46,7 +50,10 @@ class LostRanks:
         self._stack = stack
         command = [sys.executable, "-m", "consumer.cli", "--gpu", "cpu", "--ranks", str(world), "--resume"]
         self._command = [*command, "--config", str(self._run.config_file)]
+        began = time.monotonic()
         self._trainer = self._start()
+        self._until_step(1)
+        self.start_s = time.monotonic() - began
 
     def _start(self) -> "subprocess.Popen[bytes]":
         self._seen = self._lines()
@@ -100,6 +107,7 @@ def measure(world: int, kills: int) -> dict[str, Any]:
         times = [run.kill(draw) for _ in range(kills)]
     return {
         "world": world,
+        "start_s": run.start_s,
         "kills": times,
         **{f"{name}_p50": statistics.median(each[name] for each in times) for name in times[0]},
         **{f"{name}_max": max(each[name] for each in times) for name in times[0]},
@@ -123,6 +131,7 @@ def main() -> None:
     for name, what in (("ended_s", "the trainer has ended"), ("step_s", "the next step is trained")):
         values = (report[f"{name}_p50"], report[f"{name}_max"])
         print(f"after a rank's SIGKILL {what} in {values[0]:.1f} s in the median, {values[1]:.1f} s at most")
+    print(f"the first start took {report['start_s']:.1f} s to its first step")
 
 
 if __name__ == "__main__":

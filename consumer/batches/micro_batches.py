@@ -6,11 +6,9 @@ to cut the rows in the order of their lengths, this is the one of the fewest tok
 """
 
 from collections.abc import Sequence
-
-import numpy as np
+from itertools import accumulate
 
 _FIXED_TOKENS = 256  # what a forward and backward pass costs beside its tokens, in tokens
-_NEVER = np.iinfo(np.int64).max
 
 
 def tokens_of(lengths: Sequence[int], padded: bool) -> int:
@@ -26,22 +24,28 @@ def cut_rows(lengths: Sequence[int], max_tokens: int, *, padded: bool) -> list[l
         padded: whether rows take the room of the longest beside them. If not, they stand one behind the other.
     """
     order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
-    length = np.array([lengths[row] for row in order], np.int64)
-    upto = np.concatenate([[0], length.cumsum()])
-    cost = np.zeros(len(order) + 1, np.int64)  # of the rows before this one
-    begin = np.zeros(len(order) + 1, np.int64)  # of the micro-batch that ends before this one
-    first = 0  # where the micro-batch that ends here may begin
+    length = [lengths[row] for row in order]
+    upto = [0, *accumulate(length)]
+
+    def tokens(begin: int, end: int) -> int:
+        return (end - begin) * length[begin] if padded else upto[end] - upto[begin]
+
+    cost = [0]  # of so many rows, the longest ones
+    begins = [0]  # of the micro-batch that ends with them
+    first = 0  # where it may begin
     for end in range(1, len(order) + 1):
-        begins = np.arange(first, end)
-        tokens = (end - begins) * length[first:end] if padded else upto[end] - upto[first:end]
-        fits = (tokens <= max_tokens) | (begins == end - 1)
-        first += int(fits.argmax())  # fewer rows, and shorter ones, take less room
-        total = np.where(fits, cost[begins] + tokens + _FIXED_TOKENS, _NEVER)
-        begin[end] = begins[total.argmin()]
-        cost[end] = total.min()
+        while first < end - 1 and tokens(first, end) > max_tokens:  # fewer rows, and shorter ones, take less room
+            first += 1
+        if padded:
+            costs = [cost[begin] + (end - begin) * length[begin] for begin in range(first, end)]
+        else:
+            costs = [cost[begin] + upto[end] - upto[begin] for begin in range(first, end)]
+        least = min(costs)
+        cost.append(least + _FIXED_TOKENS)
+        begins.append(first + costs.index(least))
     cut = []
     end = len(order)
     while end:
-        cut.append(order[begin[end] : end])
-        end = int(begin[end])
+        cut.append(order[begins[end] : end])
+        end = begins[end]
     return cut[::-1]
