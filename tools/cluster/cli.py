@@ -8,6 +8,7 @@ import argparse
 import sys
 
 from tools.cluster import down, logs, scale, status, up
+from tools.cluster.render import command as render
 from tools.command import run_tool, tool_parser
 
 PROGRAM = "rl-cluster"
@@ -21,7 +22,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     result = tool_parser(PROGRAM, "Runs a trainer and its producers on many machines.")
     commands = result.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for module in (up, status, logs, scale, down):
+    for module in (up, status, logs, scale, down, render):
         module.add(commands)
     return result
 

@@ -18,6 +18,7 @@ STAYS_DOWN = frozenset(
         ExitCode.NOT_FINITE,
         ExitCode.JOURNAL,
         ExitCode.CONFIG,
+        ExitCode.BUNDLE,
         ExitCode.INTERRUPTED,
     }
 )
