@@ -1,7 +1,8 @@
 """Several Ray nodes on this machine, as a process of its own: `python -m tests.cluster.nodes COUNT CPUS`.
 
-Guarantee: it prints the address of Ray and the number of nodes as JSON, obeys `kill` (the newest node, as a power cut would) and
-`add` on standard input with a line each, and ends everything with its input.
+Guarantee: there is one more node, without CPUs, which has Ray's head. It prints the address of Ray, and then the number of nodes
+for each line of standard input: `kill PID` (the node whose raylet has that number, as a power cut would) or `add`. It ends
+everything with its input.
 """
 
 import json
@@ -22,18 +23,21 @@ _MEMORY = 80 * 2**20
 
 
 def main(count: int, cpus: int) -> None:
-    options = {"num_cpus": cpus, "num_gpus": 0, "object_store_memory": _MEMORY}
-    cluster = Cluster(initialize_head=True, head_node_args=options | {"include_dashboard": False})
-    nodes = [cluster.add_node(**options) for _ in range(count - 1)]
+    options = {"num_gpus": 0, "object_store_memory": _MEMORY}
+    head = options | {"num_cpus": 0, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    nodes = [cluster.add_node(**options, num_cpus=cpus) for _ in range(count)]
     print(json.dumps({"address": cluster.address}), flush=True)
     try:
         for line in sys.stdin:
-            match line.strip():
-                case "kill":
-                    cluster.remove_node(nodes.pop(), allow_graceful=False)
-                case "add":
-                    nodes.append(cluster.add_node(**options))
-            print(json.dumps({"nodes": 1 + len(nodes)}), flush=True)
+            match line.split():
+                case ["kill", pid]:
+                    [dead] = [node for node in nodes if node.all_processes["raylet"][0].process.pid == int(pid)]
+                    nodes.remove(dead)
+                    cluster.remove_node(dead, allow_graceful=False)
+                case ["add"]:
+                    nodes.append(cluster.add_node(**options, num_cpus=cpus))
+            print(json.dumps({"nodes": len(nodes)}), flush=True)
     finally:
         cluster.shutdown()
 

@@ -7,6 +7,7 @@ started outlives it, and `rl-cluster down` ends it by its process id; others are
 import contextlib
 import importlib.util
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -78,6 +79,9 @@ def connected(run_dir: Path, named: str | None) -> Iterator[Session]:
 
     try:
         _init(address, run_dir)
+        signal.signal(
+            signal.SIGTERM, signal.default_int_handler
+        )  # as Ctrl-C; Ray's own handler prints where C++ stands
         yield Session(address, own if own and own.address == address else None)
     finally:
         ray.shutdown()
@@ -134,13 +138,19 @@ def require_ray() -> None:
 
 def _init(address: str, run_dir: Path) -> None:
     import ray
+    from ray._private import worker
 
+    worker.print_to_stdstream = _say_nothing
     try:
         ray.init(address=address, namespace=namespace(run_dir), log_to_driver=False, logging_level="CRITICAL")
     except RuntimeError as error:
         raise explained(error, address) from error
     except (ConnectionError, TimeoutError, ValueError) as error:
         raise NoAnswerError(f"--address {address}: what answers there is no Ray ({error}); {_FIX}") from error
+
+
+def _say_nothing(*_: object, **__: object) -> None:
+    """In place of what Ray tells every driver of every process that died anywhere: the manager's events say what that means."""
 
 
 def explained(error: RuntimeError, address: str) -> Exception:

@@ -38,9 +38,12 @@ class Watch:
             time.sleep(_LOOK_EVERY_S)
 
     def wait_until_it_ends(self) -> ExitCode:
-        """Until the trainer has ended for good; its exit code."""
+        """Until the trainer has ended for good, or somebody has taken the run down; the trainer's exit code."""
         while True:
             report = self._look()
+            if report is None and ManagerHandle.find() is None:
+                say("the run was taken down")
+                return ExitCode.OK
             trainer = report.trainer if report else None
             if trainer is not None and trainer.is_over and trainer.exit_code is not None:
                 self._look()

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import ray
 from ray._private.state import available_resources_per_node
-from ray.exceptions import RayError
+from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import get_placement_group, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -121,5 +121,7 @@ def _group(name: str) -> Any:
 
 
 def _why(error: RayError) -> str:
+    if isinstance(error, RayActorError):
+        return "its actor is gone, with its node perhaps; Ray starts it again where there is room"
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return f"{type(error).__name__}: {lines[-1].strip()}"[:300]

@@ -68,7 +68,7 @@ class Manager:
         self._say_changes(found)
         finished = TRAINER in reports and reports[TRAINER].is_over and reports[TRAINER].exit_code == 0
         wanted = self._wanted(0 if finished else self._plan.producers)
-        for name in wanted - self._daemons.names():
+        for name in sorted(wanted - self._daemons.names(), key=_order):
             self._daemons.create(self._plan, name)
         for name, report in reports.items():
             self._move(report, stays=name in wanted)
@@ -77,7 +77,7 @@ class Manager:
         self.report = FleetReport(
             plan=self._plan,
             wanted=self._plan.producers,
-            daemons=sorted(reports.values(), key=lambda report: (len(report.name), report.name)),
+            daemons=sorted(reports.values(), key=lambda report: _order(report.name)),
             unreachable=[f"{name}: {why}" for name, why in sorted(found.items()) if isinstance(why, str)],
             missing=missing_text(needs, self._daemons.free()) if needs else "",
         )
@@ -134,6 +134,11 @@ class Manager:
         if self._said.get(name) != text:
             self._said[name] = text
             self._events.say(f"{name}: {text}")
+
+
+def _order(name: str) -> tuple[bool, int, str]:
+    """The trainer first, producers by their number."""
+    return name != TRAINER, len(name), name
 
 
 def in_words(report: DaemonReport) -> str:

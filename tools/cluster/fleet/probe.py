@@ -6,6 +6,7 @@ Guarantee: it changes nothing but for a folder that can be made, and every refus
 import contextlib
 import hashlib
 import os
+import secrets
 import socket
 from pathlib import Path
 
@@ -21,12 +22,15 @@ _NETWORK = {
 }  # fmt: skip
 
 
+_PORTS = 20_000, 30_000
+
+
 class NodeFacts(msgspec.Struct, frozen=True):
     """Args:
     file_system: of run_dir.
     config: sha256 of the configuration file; None: there is none.
     has_journal: whether a run is in run_dir.
-    port: of two free ones in a row the first.
+    port: the first of two free ones in a row.
     """
 
     host: str
@@ -106,11 +110,16 @@ def _has_journal(run_dir: Path) -> bool:
 
 
 def _free_port() -> int:
-    """Adapters travel over the next one."""
-    while True:
-        with socket.socket() as first, socket.socket() as second:
-            first.bind(("", 0))
-            port = first.getsockname()[1]
-            with contextlib.suppress(OSError, OverflowError):
-                second.bind(("", port + 1))
-                return int(port)
+    """Adapters travel over the next one. Those of the range are given to nobody who asks for any port, so that it stays free
+    while a trainer starts again."""
+    ports = [port for port in range(*_PORTS, 2) if _is_free(port) and _is_free(port + 1)]
+    if not ports:
+        raise ConfigError(f"no two ports from {_PORTS[0]} to {_PORTS[1]} are free; set transport.endpoint")
+    return secrets.choice(ports)
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as tried, contextlib.suppress(OSError):
+        tried.bind(("", port))
+        return True
+    return False

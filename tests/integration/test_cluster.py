@@ -1,0 +1,71 @@
+"""`rl-cluster` with real Ray nodes, a real trainer of two ranks, and producers whose engine is scripted."""
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from tests.cluster.machine import ClusterRun, cluster_run, eventually, kill, rank_of, raylet_of
+from tools.journal.cli import main as rl_journal
+
+from .runs import Run
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
+
+UP = ("up", "--config", "run.yaml", "--gpus", "0", "--ranks", "2")
+
+
+@pytest.fixture
+def run(tmp_path: Path, start: "type[Run]") -> Iterator[ClusterRun]:
+    """Of a configuration as a user writes it: without keys and endpoint."""
+    start(trainer={"max_steps": 5000, "save_steps": 10}, sampling={"num_generations": 4, "max_completion_length": 4})
+    file = tmp_path / "run.yaml"
+    values = yaml.safe_load(file.read_text())
+    del values["transport"]
+    file.write_text(yaml.safe_dump(values))
+    (tmp_path / "rewards.py").write_text(
+        "def reward(completion_ids, **columns):\n    return [float(sum(ids) % 2) for ids in completion_ids]\n"
+    )
+    with cluster_run(tmp_path) as found:
+        yield found
+
+
+def test_a_run_goes_on_whatever_is_killed_and_ends_in_good_order(run: ClusterRun) -> None:
+    watching = run.start(*UP, "--producers", "3")
+    eventually(lambda: (run.run_dir / "steps.jsonl").exists())
+    run.wait_for_steps(2)
+    watching.send_signal(signal.SIGKILL)
+    watching.wait(10)
+    daemons = run.processes()
+    assert sorted(daemons) == ["producer-1", "producer-2", "producer-3", "trainer"]
+    for process in daemons.values():
+        assert not [word for word in process.cmdline() if "secret" in word]
+
+    kill(rank_of(daemons["trainer"]))
+    kill(daemons["producer-1"])
+    eventually(lambda: not daemons["trainer"].is_running())
+    run.wait_for_steps(2)
+    assert "producer-1: ended with killed by SIGKILL; starts again" in run.command("logs", "--config", "run.yaml")
+
+    node = raylet_of(run.processes()["trainer"])
+    run.nodes.say(f"kill {node}")
+    run.nodes.say("add")
+    said = run.command(*UP, "--detach")
+    assert "found the run" in said
+    run.wait_for_steps(2)
+
+    run.command("scale", "--config", "run.yaml", "--producers", "2")
+    eventually(lambda: sorted(run.processes()) == ["producer-1", "producer-2", "trainer"])
+    left = list(run.processes().values())
+    said = run.command("down", "--config", "run.yaml")
+    assert "producer-1: ended with 0" in said
+    assert "trainer: ended with 0" in said
+    assert not any(psutil.pid_exists(process.pid) for process in left)
+    assert (run.run_dir / f"checkpoints/checkpoint-{run.step()}").is_dir()
+    assert rl_journal(["--run", str(run.run_dir), "verify"]) == 0
+    assert list((run.run_dir / "cluster/keys/authorized").iterdir())
+    assert not [path for path in (run.run_dir / "cluster/keys").rglob("*.secret") if path.name != "trainer.secret"]
+    run.command("status", "--config", "run.yaml", code=68)
