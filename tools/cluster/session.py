@@ -26,7 +26,7 @@ from tools.cluster.fleet.plan import namespace
 
 _START_S = 60.0
 _CONNECT_S = 5.0
-_END_S = 30.0
+_END_S, _LEFT_S = 30.0, 2.0
 _SETTINGS = b"\x04"
 _HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0" + _SETTINGS + b"\0" * 5
 _FIX = "start one (ray start --head), name another with --address, or leave --address out to use one on this machine"
@@ -124,7 +124,8 @@ def end_own(run_dir: Path, own: OwnRay) -> None:
     if process is not None:
         family = [psutil.Process(pid) for pid in descendants(own.pid) if psutil.pid_exists(pid)]
         process.terminate()
-        _, left = psutil.wait_procs(family, _END_S)
+        psutil.wait_procs([process], _END_S)
+        _, left = psutil.wait_procs(family, _LEFT_S)
         for other in left:
             with contextlib.suppress(psutil.Error):
                 other.kill()

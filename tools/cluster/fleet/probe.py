@@ -22,7 +22,8 @@ _NETWORK = {
 }  # fmt: skip
 
 
-_PORTS = 20_000, 30_000
+_PORTS = range(20_000, 30_000, 2)  # none that the kernel gives to who asks for any
+_TRIES = 1000
 
 
 class NodeFacts(msgspec.Struct, frozen=True):
@@ -110,12 +111,12 @@ def _has_journal(run_dir: Path) -> bool:
 
 
 def _free_port() -> int:
-    """Adapters travel over the next one. Those of the range are given to nobody who asks for any port, so that it stays free
-    while a trainer starts again."""
-    ports = [port for port in range(*_PORTS, 2) if _is_free(port) and _is_free(port + 1)]
-    if not ports:
-        raise ConfigError(f"no two ports from {_PORTS[0]} to {_PORTS[1]} are free; set transport.endpoint")
-    return secrets.choice(ports)
+    """It stays free while a trainer starts again. Adapters travel over the next one."""
+    for _ in range(_TRIES):
+        port = _PORTS[secrets.randbelow(len(_PORTS))]
+        if _is_free(port) and _is_free(port + 1):
+            return port
+    raise ConfigError(f"no two free ports from {_PORTS[0]} to {_PORTS[-1]} were found; set transport.endpoint")
 
 
 def _is_free(port: int) -> bool:
