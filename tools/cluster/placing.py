@@ -57,6 +57,7 @@ def plan_of(chosen: argparse.Namespace, config: RunConfig, run_dir: Path, facts:
         raise ConfigError(
             f"--producers {producers}: the configuration has producers.min={least} and producers.max={most}"
         )
+    model = os.path.expanduser(config.model.path)
     own = transport.endpoint if (transport.endpoint or "").startswith("tcp://") and transport.keys else None
     endpoint = own or f"tcp://{facts.host}:{facts.port}"
     keys = os.path.abspath(transport.keys) if transport.keys else str(run_dir / "cluster" / "keys")
@@ -66,6 +67,8 @@ def plan_of(chosen: argparse.Namespace, config: RunConfig, run_dir: Path, facts:
         config=os.path.abspath(chosen.config),
         folder=os.getcwd(),
         overrides=[*chosen.overrides, *set_here],
+        producer_overrides=chosen.producer_overrides,
+        model=chosen.model or (os.path.abspath(model) if os.path.isdir(model) else ""),
         ranks=chosen.ranks,
         gpus=chosen.gpus,
         cpus=chosen.cpus,

@@ -42,6 +42,13 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         help="that each producer and rank reserves, and threads that it takes (default: 1)",
     )  # fmt: skip
     parser.add_argument(
+        "--model", metavar="FOLDER", help="the base model on the producers' nodes, where it is elsewhere there"
+    )
+    parser.add_argument(
+        "--producer-set", metavar="KEY=VALUE", action="append", default=[], dest="producer_overrides",
+        help="override one value on the producers' nodes, such as a place that is another one there (may be repeated)",
+    )  # fmt: skip
+    parser.add_argument(
         "--trainer-node", metavar="HOST", help="address of the node that has run_dir (default: this one)"
     )
     parser.add_argument("--detach", action="store_true", help="end when everything runs, without watching")

@@ -28,9 +28,10 @@ def trainer_command(plan: Plan, gpus: Sequence[int]) -> list[str]:
 
 
 def producer_command(plan: Plan, name: str, gpus: Sequence[int], folder: Path, keys: Path) -> list[str]:
-    """The file is read on the producer's node."""
-    own = _set(*plan.overrides, f"run_dir={folder}", f"transport.keys={keys}", f"transport.identity={name}")
-    return [*_program("rl-producer", gpus), "--config", plan.config, *own]
+    """Its node needs no file of the run: configuration and code come from the trainer."""
+    model = ["--model", plan.model] if plan.model else []
+    own = _set(*plan.producer_overrides, f"transport.identity={name}", f"run_dir={folder}")
+    return [*_program("rl-producer", gpus), "--connect", plan.endpoint, "--keys", str(keys), *model, *own]
 
 
 def _program(script: str, gpus: Sequence[int]) -> list[str]:

@@ -25,6 +25,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         folder: where the commands are started, because paths in `config` are relative to it.
         overrides: what the trainer's command gets with `--set`.
+        producer_overrides: the same of producers, for what their hosts have elsewhere.
+        model: folder of the base model on the producers' hosts; empty: a hub name of the configuration.
         ranks: of the trainer, each with a GPU unless there are none.
         gpus: of one producer; 0: it and the trainer compute on the CPU.
         cpus: of one rank and of one producer.
@@ -37,6 +39,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     config: str
     folder: str
     overrides: list[str]
+    producer_overrides: list[str] = []
+    model: str = ""
     ranks: Annotated[int, Meta(ge=1)]
     gpus: Annotated[int, Meta(ge=0)]
     cpus: Annotated[int, Meta(ge=1)]

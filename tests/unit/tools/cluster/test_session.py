@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from protocol.errors import ConfigError, ExitCode, IncompatiblePeerError, NoAnswerError
+from tests.integration.pair import gone
 from tools.cluster import session
 from tools.cluster.cli import main
 from tools.cluster.session import OwnRay, connected, explained, find_address
@@ -130,4 +131,4 @@ def test_a_ray_of_ours_is_ended_with_what_it_started_and_another_process_is_not(
     session.end_own(tmp_path, own)
     started.stdout.close()
     started.wait(10)
-    assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
+    assert gone(children)
