@@ -1,6 +1,9 @@
 """`rl-cluster` with real Ray nodes, a real trainer of two ranks, and producers whose engine is scripted."""
 
+import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,7 +11,7 @@ import psutil
 import pytest
 import yaml
 
-from tests.cluster.machine import ClusterRun, cluster_run, eventually, kill, rank_of, raylet_of
+from tests.cluster.machine import REPOSITORY, ClusterRun, cluster_run, eventually, kill, rank_of, raylet_of
 from tools.journal.cli import main as rl_journal
 
 from .runs import Run
@@ -34,7 +37,7 @@ def run(tmp_path: Path, start: "type[Run]") -> Iterator[ClusterRun]:
 
 
 def test_a_run_goes_on_whatever_is_killed_and_ends_in_good_order(run: ClusterRun) -> None:
-    watching = run.start(*UP, "--producers", "3")
+    watching = run.start(*UP, "--producers", "3", "--trainer-node", "127.0.0.1", "--backup", "copies")
     eventually(lambda: (run.run_dir / "steps.jsonl").exists())
     run.wait_for_steps(2)
     watching.send_signal(signal.SIGKILL)
@@ -57,15 +60,37 @@ def test_a_run_goes_on_whatever_is_killed_and_ends_in_good_order(run: ClusterRun
     assert "found the run" in said
     run.wait_for_steps(2)
 
+    assert "resuming at step" in run.command("logs", "trainer", "--config", "run.yaml")
+    assert "no room for 50 producers" in run.command("scale", "--config", "run.yaml", "--producers", "50", code=79)
     run.command("scale", "--config", "run.yaml", "--producers", "2")
     eventually(lambda: sorted(run.processes()) == ["producer-1", "producer-2", "trainer"])
     left = list(run.processes().values())
     said = run.command("down", "--config", "run.yaml")
     assert "producer-1: ended with 0" in said
     assert "trainer: ended with 0" in said
+    [copy] = (run.folder / "copies").iterdir()
+    assert rl_journal(["--run", str(copy), "verify"]) == 0
     assert not any(psutil.pid_exists(process.pid) for process in left)
     assert (run.run_dir / f"checkpoints/checkpoint-{run.step()}").is_dir()
     assert rl_journal(["--run", str(run.run_dir), "verify"]) == 0
     assert list((run.run_dir / "cluster/keys/authorized").iterdir())
     assert not [path for path in (run.run_dir / "cluster/keys").rglob("*.secret") if path.name != "trainer.secret"]
     run.command("status", "--config", "run.yaml", code=68)
+
+
+def test_a_ray_of_this_machine_and_a_run_that_cannot_start(tmp_path: Path) -> None:
+    values = {
+        "run_dir": "run",
+        "model": {"path": str(tmp_path)},
+        "dataset": {"path": "gone.jsonl"},
+        "rewards": {"functions": [{"builtin": "exact_match"}]},
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
+    command = [sys.executable, "-m", "tools.cluster.cli", "up", "--config", "run.yaml", "--gpus", "0"]
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    environment |= {"PYTHONPATH": str(REPOSITORY), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600, env=environment)
+    assert ended.returncode in (65, 78), ended.stdout + ended.stderr
+    assert f"trainer: ended with {ended.returncode} | rl-trainer: error: " in ended.stdout
+    assert "the run is down" in ended.stdout
+    assert not (tmp_path / "run/cluster/ray.json").exists()

@@ -122,5 +122,6 @@ def test_every_flag_of_a_command_that_a_page_shows_exists(
 
 def _subcommand(program: str, words: list[str]) -> str:
     of = {"rl-reward": ["try"], "rl-environment": ["rows"], "rl-keys": ["generate", "authorize", "revoke", "show"]}
+    of["rl-cluster"] = ["up", "status", "logs", "scale", "down", "render"]
     of["rl-journal"] = ["stats", "list", "show", "export", "verify", "backup", "quarantine", "lineage"]
     return next((word for word in words if word in of.get(program, ())), "")

@@ -6,6 +6,7 @@ back, and a Ray that `up` started is ended.
 """
 
 import argparse
+import contextlib
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -43,16 +44,20 @@ def _down(chosen: argparse.Namespace) -> ExitCode:
 
 def take_down(place: Path, ray: Session, deadline_s: float = _DEADLINE_S) -> None:
     from tools.cluster.fleet.actors import Actors
-    from tools.cluster.fleet.managing import ManagerHandle
+    from tools.cluster.fleet.managing import ManagerHandle, NoAnswer, last_backup
     from tools.cluster.fleet.plan import TRAINER
 
-    manager = ManagerHandle.find()
+    manager, plan = ManagerHandle.find(), None
     if manager is not None:
+        with contextlib.suppress(*NoAnswer):
+            plan = manager.report().plan
         manager.end()
     actors, until = Actors(), time.monotonic() + deadline_s
     names = actors.names()
     for some in (names - {TRAINER}, names & {TRAINER}):
         _drain(actors, some, until)
+    if plan is not None and plan.backup:
+        say(last_backup(plan))
     if ray.own is not None:
         session.end_own(place, ray.own)
     say(f"{place}: the run is down")

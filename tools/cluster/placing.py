@@ -75,6 +75,7 @@ def plan_of(chosen: argparse.Namespace, config: RunConfig, run_dir: Path, facts:
         host=facts.host,
         endpoint=endpoint,
         keys=keys,
+        backup=os.path.abspath(chosen.backup) if chosen.backup else "",
         producers=producers,
         least=least,
         most=most,

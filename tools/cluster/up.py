@@ -51,6 +51,10 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     parser.add_argument(
         "--trainer-node", metavar="HOST", help="address of the node that has run_dir (default: this one)"
     )
+    parser.add_argument(
+        "--backup", metavar="FOLDER", default="",
+        help="keep two copies of the run there, made every ten minutes and at the end, on a network disk for example",
+    )  # fmt: skip
     parser.add_argument("--detach", action="store_true", help="end when everything runs, without watching")
     parser.set_defaults(work=_up)
 

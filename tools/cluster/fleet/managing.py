@@ -12,6 +12,7 @@ import msgspec
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
+from tools.cluster.fleet import backups
 from tools.cluster.fleet.actors import Actors
 from tools.cluster.fleet.events import Events
 from tools.cluster.fleet.keys import prepare
@@ -35,6 +36,8 @@ class ManagerActor:
         self._events = Events(Path(kept.run_dir) / "cluster" / "events.log")
         self._manager = Manager(Actors(), kept, self._events)
         self._lock = threading.Lock()
+        if kept.backup:
+            backups.start(kept.run_dir, kept.backup, self._events.say)
         threading.Thread(target=self._run, name="manager", daemon=True).start()
 
     def report(self) -> bytes:
@@ -109,3 +112,12 @@ class ManagerHandle:
 
 
 NoAnswer = (GetTimeoutError, RayError)
+
+
+def last_backup(plan: Plan) -> str:
+    """Of a run that has ended, on its node; what came of it, in words."""
+    make = ray.remote(backups.back_up).options(num_cpus=0, resources=on_host(plan.host), max_retries=0)
+    try:
+        return str(ray.get(make.remote(plan.run_dir, plan.backup)))
+    except RayError as error:
+        return f"no backup: {error}"

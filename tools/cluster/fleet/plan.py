@@ -32,6 +32,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         cpus: of one rank and of one producer.
         host: address of the node that has `run_dir`, to which the trainer is pinned.
         keys: folder with the trainer's keys.
+        backup: folder for copies of the run; empty: none are made.
         least, most: bounds of the number of producers; equal ones switch scaling off.
     """
 
@@ -47,6 +48,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     endpoint: str
     keys: str
+    backup: str = ""
     producers: Annotated[int, Meta(ge=0, le=MOST_PRODUCERS)]
     least: int
     most: int

@@ -87,6 +87,7 @@ def test_one_that_was_killed_comes_back_and_one_that_is_drained_does_not(make: M
         await daemon.begin({})
         await daemon.begin({})
         found = await says(daemon, 1)
+        assert found.pid is not None
         os.kill(found.pid, 9)
         paused = await reports(daemon, "pausing")
         assert paused.exit_code == -9

@@ -76,7 +76,8 @@ def test_the_reason_has_the_numbers() -> None:
 
 def test_turning_round_takes_twice_as_long_each_time() -> None:
     """Whatever is measured: this load asks for the other direction as soon as it got its way."""
-    history, at, changes = History(), 0.0, []
+    history, at = History(), 0.0
+    changes: list[float] = []
     while len(changes) < 6:
         waits = len(changes) % 2 == 0
         decision = decide(load(at, 0.5, 0.0) if waits else load(at, 0.0, 0.9), history, 1, 10)

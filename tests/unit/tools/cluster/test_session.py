@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
@@ -67,7 +68,7 @@ def test_ray_is_not_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    monkeypatch.setattr(session.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main(["status", "--run", str(tmp_path)]) == ExitCode.CONFIG
     assert "pip install 'slipstream[ray]'" in capsys.readouterr().err
 
@@ -103,7 +104,7 @@ def test_the_address_of_a_ray_that_up_has_started(tmp_path: Path, monkeypatch: p
     file = tmp_path / "cluster/ray.json"
 
     def write(pid: int, began: float) -> None:
-        file.write_bytes(session.msgspec.json.encode(OwnRay("127.0.0.1:6379", pid, began)))
+        file.write_bytes(msgspec.json.encode(OwnRay("127.0.0.1:6379", pid, began)))
 
     write(me.pid, me.create_time())
     assert find_address(tmp_path, None) == "127.0.0.1:6379"
