@@ -19,6 +19,7 @@ STAYS_DOWN = frozenset(
         ExitCode.JOURNAL,
         ExitCode.CONFIG,
         ExitCode.BUNDLE,
+        ExitCode.BUNDLE,
         ExitCode.INTERRUPTED,
     }
 )
