@@ -15,12 +15,12 @@ from ray.exceptions import RayError
 
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, NoResourcesError
-from tools.cluster.fleet import probe
+from tools.cluster import probe
 from tools.cluster.fleet.actors import free_per_node
 from tools.cluster.fleet.managing import ManagerHandle
 from tools.cluster.fleet.plan import Plan, on_host
-from tools.cluster.fleet.probe import NodeFacts
 from tools.cluster.fleet.resources import Need, missing_text, without_place
+from tools.cluster.probe import NodeFacts
 from tools.tables import say
 
 _FITS_WITHIN_S = 20.0

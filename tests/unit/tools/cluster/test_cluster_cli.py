@@ -13,7 +13,7 @@ from protocol.errors import ConfigError, NoResourcesError
 from tests.unit.tools.cluster.builders import PLAN, plan
 from tools.cluster import cli, placing
 from tools.cluster.fleet.plan import Plan, namespace, on_host
-from tools.cluster.fleet.probe import NodeFacts
+from tools.cluster.probe import NodeFacts
 
 PAGE = Path(__file__).parents[4] / "docs/cluster.md"
 FACTS = NodeFacts("10.0.0.5", "", "ext4", None, False, 20_000)

@@ -8,8 +8,8 @@ import psutil
 import pytest
 
 from protocol.errors import ConfigError, ExitCode, IncompatiblePeerError
-from tools.cluster.fleet import probe
-from tools.cluster.fleet.probe import NodeFacts
+from tools.cluster import probe
+from tools.cluster.probe import NodeFacts
 
 
 @pytest.fixture
