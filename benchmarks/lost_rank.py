@@ -104,7 +104,13 @@ def measure(world: int, kills: int) -> dict[str, Any]:
     draw = random.Random(0)
     with tempfile.TemporaryDirectory(prefix="bench-lost-rank-") as folder, ExitStack() as stack:
         run = LostRanks(Path(folder), world, stack)
-        times = [run.kill(draw) for _ in range(kills)]
+        times = list[dict[str, float]]()
+        for number in range(1, kills + 1):
+            times.append(run.kill(draw))
+            print(
+                f"kill {number}: ended in {times[-1]['ended_s']:.1f} s, next step in {times[-1]['step_s']:.1f} s",
+                flush=True,
+            )
     return {
         "world": world,
         "start_s": run.start_s,
