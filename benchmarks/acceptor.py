@@ -56,9 +56,10 @@ class Acceptor:
 
     Args:
         memory: for the policies.
+        region: where it runs.
     """
 
-    def __init__(self, channel: ZmqServer, folder: Path, memory: SharedMemory = NO_MEMORY) -> None:
+    def __init__(self, channel: ZmqServer, folder: Path, memory: SharedMemory = NO_MEMORY, region: str = "") -> None:
         self.journal = Journal(folder / "journal.sqlite")
         rewards = RewardRecipe(np.ones(1, np.float32))
         budgets = {"data": RetryBudget(3, 1.0), "infra": RetryBudget(10, 0.25)}
@@ -74,7 +75,9 @@ class Acceptor:
         )
         self.buffer.restore(None, step=0, shape=SHAPE)
         disk = DiskGuard(folder, max_used=1.0)
-        terms = SessionTerms(NEEDS, SHAPE, "bench", "bench", False, 600.0, HEARTBEAT_INTERVAL_S, HEARTBEAT_TIMEOUT_S)
+        terms = SessionTerms(
+            NEEDS, SHAPE, "bench", "bench", False, 600.0, HEARTBEAT_INTERVAL_S, HEARTBEAT_TIMEOUT_S, region=region
+        )
         sampling = Sampling(SHAPE.num_generations, SHAPE.max_completion_length, 1.0)
         dispatcher = LeaseDispatcher(channel, self.buffer, _Prompts(), disk, sampling, 600.0, Throttle(logger))
         storage = RolloutStorage(self.buffer, self.journal, disk)
@@ -101,9 +104,12 @@ class Acceptor:
         self.journal.close()
         self._errors.check()
 
+    def publish(self, version: int, digest: str, blob: bytes) -> None:
+        self._intake.publish(PublishedPolicy(version, digest, blob))
+
     def _publish(self) -> None:
         blob = self._version.to_bytes(8, "little")
-        self._intake.publish(PublishedPolicy(self._version, hashlib.sha256(blob).hexdigest(), blob))
+        self.publish(self._version, hashlib.sha256(blob).hexdigest(), blob)
 
     def _take_batches(self) -> None:
         while not self._ended.is_set():

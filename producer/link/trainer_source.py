@@ -50,6 +50,7 @@ class Download:
                 return []
             self._offer_asked_at = now
             return [PolicyRequest(self.policy.digest)]
+        self._note_progress()
         return list[PolicyRequest | BlobRequest](self.chunks.due_requests(now))
 
     def forget_requests(self) -> None:
@@ -58,9 +59,13 @@ class Download:
 
     def receive(self, chunk: BlobChunk) -> bytes | None:
         blob = self.chunks.receive(chunk)
+        self._note_progress()
+        return blob
+
+    def _note_progress(self) -> None:
+        """For those who wait for this download."""
         if self.found is not None:
             self.found.claim.note(self.chunks.num_arrived)
-        return blob
 
     def release(self) -> None:
         """Another producer of this host may download it."""

@@ -49,8 +49,11 @@ class RelayDownload:
         self._start_pace(self.began_at)
 
     @property
-    def num_arrived(self) -> int:
-        return 0 if self._chunks is None else self._chunks.num_arrived
+    def progress(self) -> int:
+        """Of `num_bytes`, for those who wait for this: one half while the relay gets the policy itself, then the other."""
+        if self._chunks is None:
+            return self._pace.num_arrived // 2
+        return (self.policy.num_bytes + self._chunks.num_arrived) // 2
 
     def due_requests(self, now: float) -> list[RelayRequest]:
         """What to ask the relay for now."""

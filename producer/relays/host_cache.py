@@ -15,6 +15,7 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from protocol.files import shared_memory
 from protocol.files.scratch import common_folder
@@ -24,8 +25,17 @@ from protocol.files.staged import staged
 logger = logging.getLogger(__name__)
 
 _KEPT = 3  # the newest, the one before, and one that is evaluated
-_NUM_BYTES = struct.Struct("<q")
+_STATE = struct.Struct(
+    "<qq"
+)  # of a download: bytes that are there, and a number that changes while its process works on it
 _UNSTORABLE = -1
+
+
+class DownloadState(NamedTuple):
+    """`beat` changes as long as its process works on it."""
+
+    num_bytes: int
+    beat: int
 
 
 @dataclass
@@ -69,15 +79,13 @@ class HostCache:
             with contextlib.suppress(OSError):
                 (self.folder / digest).unlink()
 
-    def progress(self, digest: str) -> int | None:
-        """How many bytes of it have arrived at this host; None: whoever downloads it cannot share it."""
-        if self.folder is None:
-            return 0
-        try:
-            (num_bytes,) = _NUM_BYTES.unpack((self.folder / f"{digest}.lock").read_bytes())
-        except (OSError, struct.error):
-            return 0
-        return None if num_bytes == _UNSTORABLE else max(0, num_bytes)
+    def progress(self, digest: str) -> DownloadState | None:
+        """How far the download is; None: whoever downloads it cannot share it."""
+        if self.folder is not None:
+            with contextlib.suppress(OSError, struct.error):
+                state = DownloadState(*_STATE.unpack((self.folder / f"{digest}.lock").read_bytes()))
+                return None if state.num_bytes == _UNSTORABLE else state
+        return DownloadState(0, 0)
 
     def claim(self, digest: str) -> "Claim | None":
         """The right to download it for all; None: another process has that."""
@@ -120,12 +128,14 @@ class Claim:
     cache: HostCache
     digest: str
     _lock: int | None  # None: what is downloaded is not shared
+    _beat: int = 0
 
     def note(self, num_bytes: int) -> None:
-        """Tells those who wait how far the download is."""
+        """Tells those who wait how far the download is, and that it goes on."""
         if self._lock is not None:
+            self._beat += 1
             with contextlib.suppress(OSError):
-                os.pwrite(self._lock, _NUM_BYTES.pack(num_bytes), 0)
+                os.pwrite(self._lock, _STATE.pack(num_bytes, self._beat), 0)
 
     def store(self, blob: bytes) -> None:
         """Shares what was downloaded and verified, if it can be."""

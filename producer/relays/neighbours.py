@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
+from producer.relays import pace
 from producer.relays.download import ASK_EVERY_S, Failure, RelayDownload
 from producer.relays.host_cache import Claim, HostCache
-from producer.relays.pace import Pace, Rates
+from producer.relays.pace import Rates
 from producer.relays.relay import Relay
 from producer.state import PolicyCounts
 from protocol.config.sections.transport import TransportSection, is_loopback
@@ -28,7 +29,7 @@ from protocol.wire.policy_messages import PolicyInfo, PolicyOffer, RelayAddress,
 
 logger = logging.getLogger(__name__)
 
-_LOOK_EVERY_S = 0.05
+_LOOK_EVERY_S = 0.02
 _MOST_BARRED = 256  # relays that are remembered for what was wrong with their policies
 
 
@@ -115,7 +116,7 @@ class Neighbours:
         digest = policy.digest
         if not self.cache.has_room(policy.num_bytes):
             return self.unshared(policy)
-        pace = self._pace(policy)
+        seen, seen_at = None, time.monotonic()
         while not cancelled.is_set():
             if (blob := self._of_cache(policy)) is not None:
                 return blob
@@ -125,14 +126,13 @@ class Neighbours:
                     return claim
                 claim.release()
                 return blob
-            progress = self.cache.progress(digest)
-            if progress is None:
+            state = self.cache.progress(digest)
+            if state is None:
                 break
-            pace.note(progress, time.monotonic())
-            if (why := pace.lateness(time.monotonic())) is not None:
-                logger.warning(
-                    "policy v%d: another producer of this host is %s, it is not waited for", policy.version, why
-                )
+            if state != seen:
+                seen, seen_at = state, time.monotonic()
+            elif time.monotonic() - seen_at > pace.PATIENCE_S:
+                logger.warning("policy v%d: the producer of this host that downloads it stands still", policy.version)
                 break
             cancelled.wait(_LOOK_EVERY_S)
         return self.unshared(policy)
@@ -187,9 +187,6 @@ class Neighbours:
         """With keys a relay must have one; without, it must be on this host."""
         return relay.key is not None if self.secret else is_loopback(relay.endpoint)
 
-    def _pace(self, policy: PolicyInfo) -> Pace:
-        return Pace(policy.num_bytes, self.transport.blob_chunk_bytes, self._rates.bytes_per_s, time.monotonic())
-
 
 def _run(
     download: RelayDownload, connection: RelayConnection, note: Callable[[int], None], cancelled: threading.Event
@@ -203,5 +200,5 @@ def _run(
             connection.send(request)
         for message in connection.poll(ASK_EVERY_S):
             download.receive(message, time.monotonic())
-        note(download.num_arrived)
+        note(download.progress)
     return None

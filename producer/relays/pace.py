@@ -45,14 +45,14 @@ class Pace:
     piece_bytes: int
     bytes_per_s: float  # that others had
     began_at: float
+    num_arrived: int = 0  # bytes
     _first: tuple[int, float] | None = None  # what was there when something came first, and when that was
-    _done: int = 0
     _progress_at: float = -math.inf
 
     def note(self, done: int, now: float) -> None:
         """So many bytes are there in all. Fewer than before, or more than there can be, are no progress."""
-        if self._done < done <= self.num_bytes:
-            self._done, self._progress_at = done, now
+        if self.num_arrived < done <= self.num_bytes:
+            self.num_arrived, self._progress_at = done, now
             self._first = self._first or (done, now)
 
     def lateness(self, now: float) -> Lateness | None:
@@ -67,6 +67,6 @@ class Pace:
         if self._first is None:
             return 0.0
         done, at = self._first
-        if now - at < _PACE_SHOWS_AFTER_S or self._done == done:
+        if now - at < _PACE_SHOWS_AFTER_S or self.num_arrived == done:
             return 0.0
-        return (self.num_bytes - self._done) * (now - at) / (self._done - done)
+        return (self.num_bytes - self.num_arrived) * (now - at) / (self.num_arrived - done)

@@ -122,8 +122,8 @@ class Relay(threading.Thread):
     def _answer(self, peer: bytes, request: RelayRequest) -> RelayMessage:
         digest = request.digest
         if isinstance(request, PolicyRequest) and not self._cache.has(digest):
-            progress = self._cache.progress(digest)
-            return BlobMissing(digest) if progress is None else BlobProgress(digest, progress)
+            state = self._cache.progress(digest)
+            return BlobMissing(digest) if state is None else BlobProgress(digest, max(0, state.num_bytes))
         if not self._downloads.admit(peer, time.monotonic()):
             return BlobMissing(digest)
         if isinstance(request, BlobRequest):

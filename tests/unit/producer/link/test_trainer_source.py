@@ -99,7 +99,7 @@ def test_an_offer_is_asked_for_until_it_comes_and_then_the_chunks(setup: Setup) 
     setup.do_next()
     assert source.due_requests(2.1) == [BlobRequest(DIGEST, 0, 10)]
     source.receive(CHUNK)
-    assert setup.elsewhere.claim.progress == [10], "for those who wait"
+    assert setup.elsewhere.claim.progress == [0, 10], "for those who wait"
     setup.do_next()
     ((policy, blob, announced_at, probe, is_verified),) = setup.results
     assert (policy.version, blob, probe, is_verified) == (2, DATA, ((5, 6), (-0.5,)), True)

@@ -34,13 +34,15 @@ def test_it_asks_until_the_relay_has_the_policy_and_then_for_the_chunks(download
     assert download.due_requests(0.04) == []
     assert download.due_requests(0.05) == [PolicyRequest(DIGEST)]
     download.receive(BlobProgress(DIGEST, 4), 2.0)
+    assert download.progress == 2, "for those who wait for this one"
     assert download.failure(2.39) is None, "it is on its way"
     download.receive(PolicyOffer(DIGEST), 2.39)
     assert download.failure(4.4) is None, "a new deadline"
+    assert download.progress == 5
     assert download.due_requests(2.4) == [BlobRequest(DIGEST, *part) for part in ((0, 4), (4, 4), (8, 2))]
     for offset in (8, 0, 0, 4, 4):
         download.receive(BlobChunk(DIGEST, offset, DATA[offset : offset + 4]), 2.5)
-    assert (download.blob, download.num_arrived) == (DATA, 10)
+    assert (download.blob, download.progress) == (DATA, 10)
 
 
 @pytest.mark.parametrize(
@@ -80,6 +82,6 @@ def test_it_ends_in_time_and_what_it_has_is_of_the_announced_size(said: list[tup
         download.due_requests(now)
         download.receive(message, now)
     assert download.blob is None or len(download.blob) == len(DATA)
-    assert download.num_arrived <= len(DATA)
+    assert download.progress <= len(DATA)
     latest = 2 * (allowed_s(len(DATA), RATE) + PATIENCE_S)
     assert download.blob is not None or download.failure(latest) is not None

@@ -38,9 +38,10 @@ def test_one_downloads_says_how_far_it_is_and_the_others_read(cache: HostCache) 
     claim = cache.claim(A)
     assert claim is not None
     assert cache.claim(A) is None
-    assert cache.progress(A) == 0
+    assert cache.progress(A) == (0, 1)
     claim.note(1024)
-    assert (cache.progress(A), cache.progress(B)) == (1024, 0)
+    claim.note(1024)
+    assert (cache.progress(A), cache.progress(B)) == ((1024, 3), (0, 0))
     assert (cache.has(A), cache.read(A, 4), cache.chunk(A, 0, 2)) == (False, None, b"")
     claim.store(b"blob")
     claim.release()
@@ -58,7 +59,7 @@ def test_a_right_that_is_given_back_or_whose_process_died_goes_to_another(cache:
     claim.release()
     again = cache.claim(A)
     assert again is not None
-    assert cache.progress(A) == 0
+    assert cache.progress(A) == (0, 1)
     again.release()
     holder = (
         "import sys, time; from pathlib import Path; from producer.relays.host_cache import HostCache\n"
@@ -68,7 +69,7 @@ def test_a_right_that_is_given_back_or_whose_process_died_goes_to_another(cache:
     with subprocess.Popen([sys.executable, "-c", holder], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"held\n"
-        assert (cache.claim(B), cache.progress(B)) == (None, 7)
+        assert (cache.claim(B), cache.progress(B)) == (None, (7, 2))
         process.kill()
         process.wait()
     store(cache, B, b"blob")
@@ -125,7 +126,7 @@ def test_without_a_folder_everybody_downloads(root: Path, monkeypatch: pytest.Mo
             claim.store(b"blob")
             claim.release()
         assert not cache.has_room(1)
-        assert (cache.has(A), cache.read(A, 4), cache.chunk(A, 0, 1), cache.progress(A)) == (False, None, b"", 0)
+        assert (cache.has(A), cache.read(A, 4), cache.chunk(A, 0, 1), cache.progress(A)) == (False, None, b"", (0, 0))
         cache.drop(A)
 
 

@@ -1,0 +1,89 @@
+"""A producer without an engine: the product's link, cache of a host and relay, and what arrived when.
+
+Guarantee: a policy counts when its sha256 was seen to match. Times are of CLOCK_MONOTONIC, which processes share.
+"""
+
+import threading
+import time
+from contextlib import ExitStack, suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+
+from benchmarks.terms import ENGINE_FACTS, MAX_MESSAGE_BYTES
+from producer.interfaces import DownloadedPolicy
+from producer.link.link import Link
+from producer.link.mailbox import Mailbox
+from producer.relays.host_cache import HostCache
+from producer.relays.neighbours import Neighbours
+from producer.relays.place import RelayPlace
+from producer.relays.relay import Relay
+from producer.state import Counters, Workload
+from protocol.config.sections.transport import TransportSection
+from protocol.files.scratch import common_folder
+from protocol.files.shared_memory import ROOT
+from protocol.security.keys import producer_keys
+from protocol.transport.zeromq_client import ZmqClient
+from protocol.wire.messages import Hello
+
+
+class Side(NamedTuple):
+    name: str  # IDENTITY-NUMBER-HEX
+    host: str
+    region: str
+    ports: tuple[int, int]  # that lead to the trainer
+    keys: Path
+    relay_port: int | None  # None: it neither shares nor hands on policies
+
+
+class Arrival(NamedTuple):
+    version: int
+    at: float
+    downloads: dict[str, int]
+    left: dict[str, int]
+
+
+def run(pipe: Connection, side: Side) -> None:
+    """Says what arrived, until the pipe closes."""
+    identity = side.name.split("-")[0]
+    keys = producer_keys(side.keys, identity)
+    transport = TransportSection(keys=str(side.keys))
+    with ExitStack() as stack:
+        cache, relay = HostCache(None), None
+        if side.relay_port is not None:
+            cache = HostCache(stack.enter_context(common_folder(f"bench-{side.keys.name}-{side.host}", ROOT)))
+            endpoint = f"tcp://127.0.0.1:{side.relay_port}"
+            relay = Relay(cache, lambda: RelayPlace(endpoint, endpoint), MAX_MESSAGE_BYTES, keys.secret)
+            stack.callback(relay.stop)
+            relay.start()
+        neighbours = Neighbours(side.name, transport, keys.secret, cache, relay)
+
+        def arrived(downloaded: DownloadedPolicy) -> None:
+            assert downloaded.is_verified
+            now, counts = time.monotonic(), neighbours.counts
+            pipe.send(Arrival(downloaded.policy.version, now, dict(counts.downloads), dict(counts.left)))
+
+        ignored = dict.fromkeys(
+            ("run_began", "session_began", "leased", "abandoned", "policy_refused", "fetched", "evaluates"),
+            lambda *told: None,
+        )
+        ended = threading.Event()
+        events = SimpleNamespace(
+            **ignored, policy_arrived=arrived, outbox_full=lambda full: None, ended=lambda error: ended.set()
+        )
+        endpoints = [f"tcp://127.0.0.1:{port}" for port in side.ports]
+        link = Link(
+            Mailbox(ZmqClient(side.name, endpoints[0], endpoints[1], MAX_MESSAGE_BYTES, keys)),
+            Hello(side.name, ENGINE_FACTS, 0, host=side.host, region=side.region),
+            transport,
+            neighbours,
+            events,  # type: ignore[arg-type]
+            Counters(),
+            lambda: Workload((), 0, 0, 0.0),
+        )
+        link.start()
+        stack.callback(link.join)
+        stack.callback(link.stop, 0.0)
+        with suppress(EOFError):
+            pipe.recv()
