@@ -16,7 +16,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 CPUS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=COMPATIBLE MKL_CBWR=AUTO
 OLD_CPU := ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE
 
-.PHONY: help demo test unit portable check docs chaos soak fuzz bench bench-overlap bench-journal bench-offpolicy bench-sparse bench-metrics bench-swap bench-swap-modes bench-transport bench-scale bench-startup bench-admission bench-in-flight bench-trainer-step bench-ranks install-systemd uninstall-systemd clean
+.PHONY: help demo test unit portable check docs chaos soak fuzz bench bench-overlap bench-journal bench-offpolicy bench-sparse bench-metrics bench-swap bench-swap-modes bench-transport bench-scale bench-startup bench-admission bench-in-flight bench-trainer-step bench-ranks bench-relays install-systemd uninstall-systemd clean
 
 help: ## show this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -101,6 +101,9 @@ bench-trainer-step: $(STAMP) ## tokens per second and peak memory of a training 
 bench-ranks: $(STAMP) ## a step of two ranks beside one and TRL's of two processes; from a rank's SIGKILL to the next step, ten minutes
 	$(BIN)/python -m benchmarks.ranks
 	$(BIN)/python -m benchmarks.lost_rank
+
+bench-relays: $(STAMP) ## a policy for 16 producers in three regions over shaped links: relays beside one copy each, two minutes
+	$(BIN)/python -m benchmarks.relays
 
 bench-startup: $(STAMP) ## time to the first token and the first step of the pair, by phase, and of --help and --check, two minutes
 	$(BIN)/python -m benchmarks.startup

@@ -20,9 +20,10 @@ import socket
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +31,7 @@ from benchmarks import relays_side, shaped_links
 from benchmarks.acceptor import Acceptor
 from benchmarks.relays_side import Arrival, Side
 from benchmarks.shaped_links import LinkSpec
-from benchmarks.terms import MAX_MESSAGE_BYTES
+from benchmarks.terms import HEARTBEAT_INTERVAL_S, MAX_MESSAGE_BYTES
 from protocol.security.keys import AUTHORIZED, TRAINER, generate, trainer_keys
 from protocol.transport.zeromq_server import ZmqServer
 
@@ -45,6 +46,13 @@ class Case(NamedTuple):
     hosts: dict[str, int]
     per_host: int
     relays: bool
+
+
+class Line(NamedTuple):
+    """What a link between two regions is."""
+
+    bytes_per_s: float
+    delay_s: float
 
 
 CASES = (
@@ -64,8 +72,8 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     logging.getLogger("consumer").setLevel(logging.ERROR)  # that producers leave is what they are told to do
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    num_bytes = round(arguments.megabytes * 1e6)
-    measured = {case.name: measure(case, arguments, num_bytes) for case in CASES}
+    num_bytes, line = round(arguments.megabytes * 1e6), Line(arguments.mbit * 1e6 / 8, arguments.delay_ms / 1000)
+    measured = {case.name: measure(case, line, num_bytes, arguments.versions) for case in CASES}
     report = {
         "machine": {"cpus": os.cpu_count(), "load": os.getloadavg()[0], "system": platform.platform()},
         "bytes": num_bytes,
@@ -77,10 +85,9 @@ def main(argv: list[str] | None = None) -> None:
     print_table(measured, num_bytes)
 
 
-def measure(case: Case, arguments: argparse.Namespace, num_bytes: int) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory(prefix="rl-bench-") as scratch, ExitStack() as stack:
-        fleet = stack.enter_context(_fleet(case, arguments, Path(scratch), stack))
-        rounds = [fleet.publish(num_bytes) for _ in range(arguments.versions + 1)][1:]
+def measure(case: Case, line: Line, num_bytes: int, versions: int) -> dict[str, Any]:
+    with started(case, line) as fleet:
+        rounds = [fleet.publish(num_bytes) for _ in range(versions + 1)][1:]
     return {
         "producers": sum(case.hosts.values()) * case.per_host,
         "all_s": [each["all_s"] for each in rounds],
@@ -91,39 +98,49 @@ def measure(case: Case, arguments: argparse.Namespace, num_bytes: int) -> dict[s
 
 
 class Fleet:
-    def __init__(self, acceptor: Acceptor, links: Connection, pipes: list[Connection]) -> None:
-        self._acceptor, self._links, self._pipes = acceptor, links, pipes
+    """`producers` are processes with the pipes to them, by name."""
+
+    def __init__(self, acceptor: Acceptor, links: Connection, producers: dict[str, "Child"]) -> None:
+        self._acceptor, self._links, self.producers = acceptor, links, producers
         self._version = 0
 
-    def publish(self, num_bytes: int) -> dict[str, Any]:
-        """Until every producer has it."""
+    def publish(self, num_bytes: int, meanwhile: Callable[[], None] = lambda: None) -> dict[str, Any]:
+        """Until every producer has it. `meanwhile` is called when it is announced."""
         blob = secrets.token_bytes(num_bytes)
         digest = hashlib.sha256(blob).hexdigest()
         before = self._carried()
         self._version += 1
         began = time.monotonic()
         self._acceptor.publish(self._version, digest, blob)
+        meanwhile()
         arrivals = self.wait_for(self._version)
         after = self._carried()
         return {
-            "all_s": max(each.at for each in arrivals) - began,
+            "all_s": max(each.at for each in arrivals.values()) - began,
             "carried": {name: after[name] - before[name] for name in after},
-            "downloads": _summed([each.downloads for each in arrivals]),
-            "left": _summed([each.left for each in arrivals]),
+            "arrivals": arrivals,
+            "downloads": _summed([each.downloads for each in arrivals.values()]),
+            "left": _summed([each.left for each in arrivals.values()]),
         }
 
-    def wait_for(self, version: int) -> list[Arrival]:
-        deadline, waiting = time.monotonic() + _PATIENCE_S, list(self._pipes)
-        arrivals: list[Arrival] = []
+    def wait_for(self, version: int) -> dict[str, Arrival]:
+        """By producer, without those that have ended."""
+        deadline = time.monotonic() + _PATIENCE_S
+        waiting = {child.pipe: name for name, child in self.producers.items()}
+        arrivals: dict[str, Arrival] = {}
         while waiting:
-            ready = wait(waiting, deadline - time.monotonic())
-            assert ready, f"{len(waiting)} producers did not get v{version}"
+            ready = wait(list(waiting), deadline - time.monotonic())
+            assert ready, f"{', '.join(waiting.values())} did not get v{version}"
             for pipe in ready:
                 assert isinstance(pipe, Connection)
-                arrival: Arrival = pipe.recv()
-                if arrival.version == version:
-                    arrivals.append(arrival)
-                    waiting.remove(pipe)
+                try:
+                    arrival: Arrival | None = pipe.recv()
+                except EOFError:
+                    arrival = None
+                if arrival is None:
+                    del self.producers[waiting.pop(pipe)]
+                elif arrival.version == version:
+                    arrivals[waiting.pop(pipe)] = arrival
         return arrivals
 
     def _carried(self) -> dict[str, int]:
@@ -133,8 +150,19 @@ class Fleet:
         return {name: back for name, (_, back) in carried.items()}
 
 
+class Child(NamedTuple):
+    process: BaseProcess
+    pipe: Connection
+
+
 @contextmanager
-def _fleet(case: Case, arguments: argparse.Namespace, scratch: Path, stack: ExitStack) -> Iterator[Fleet]:
+def started(case: Case, line: Line) -> Iterator[Fleet]:
+    """Every producer has the first version, and the trainer knows who relays."""
+    with tempfile.TemporaryDirectory(prefix="rl-bench-") as folder, ExitStack() as stack:
+        yield _start(case, line, Path(folder), stack)
+
+
+def _start(case: Case, line: Line, scratch: Path, stack: ExitStack) -> Fleet:
     hosts = [f"{region}{number}" for region, count in case.hosts.items() for number in range(count)]
     keys = scratch / f"k{secrets.token_hex(4)}"
     generate(keys, TRAINER)
@@ -146,9 +174,7 @@ def _fleet(case: Case, arguments: argparse.Namespace, scratch: Path, stack: Exit
     trainer = (next(ports), next(ports))
     ways = {HOME: trainer} | {region: (next(ports), next(ports)) for region in far}
     links = [
-        LinkSpec(
-            region, arguments.mbit * 1e6 / 8, arguments.delay_ms / 1000, dict(zip(ways[region], trainer, strict=True))
-        )
+        LinkSpec(region, line.bytes_per_s, line.delay_s, dict(zip(ways[region], trainer, strict=True)))
         for region in far
     ]
     relay_ports = {host: next(ports) if case.relays else None for host in hosts}
@@ -159,30 +185,26 @@ def _fleet(case: Case, arguments: argparse.Namespace, scratch: Path, stack: Exit
     ]
     endpoints = [f"tcp://127.0.0.1:{port}" for port in trainer]
     channel = ZmqServer(endpoints[0], endpoints[1], MAX_MESSAGE_BYTES, trainer_keys(keys))
-    with Acceptor(channel, scratch, region=HOME) as acceptor:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["benchmarks.relays_side", "benchmarks.shaped_links"])
-        proxy = _child(context, stack, shaped_links.run, links)
-        assert proxy.recv() == "ready"
-        fleet = Fleet(acceptor, proxy, [_child(context, stack, relays_side.run, side) for side in sides])
-        fleet.wait_for(0)
-        time.sleep(3.0)  # heartbeats say who relays
-        try:
-            yield fleet
-        finally:
-            stack.pop_all().close()
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["benchmarks.relays_side", "benchmarks.shaped_links"])
+    acceptor = stack.enter_context(Acceptor(channel, scratch, region=HOME))
+    proxy = _child(context, stack, shaped_links.run, links).pipe
+    assert proxy.recv() == "ready"
+    fleet = Fleet(acceptor, proxy, {side.name: _child(context, stack, relays_side.run, side) for side in sides})
+    fleet.wait_for(0)
+    time.sleep(3 * HEARTBEAT_INTERVAL_S)  # these say who relays
+    return fleet
 
 
-def _child(context: Any, stack: ExitStack, target: Any, argument: Any) -> Connection:
-    """The pipe to a process that ends when this is closed."""
+def _child(context: Any, stack: ExitStack, target: Any, argument: Any) -> Child:
+    """A process that ends when the pipe to it is closed."""
     ours, theirs = context.Pipe()
     process = context.Process(target=target, args=(theirs, argument), daemon=True)
     process.start()
     theirs.close()
     stack.callback(process.join, 30)
     stack.callback(ours.close)
-    pipe: Connection = ours
-    return pipe
+    return Child(process, ours)
 
 
 def _free_ports(count: int) -> list[int]:
