@@ -39,4 +39,6 @@ def _own_address(trainer: str) -> str:
     except OSError as error:
         why = error.strerror or error
         raise ConfigError(f"transport.relay_host: no way to {host} ({why}); give the address of this host") from error
+    if "%" in own:
+        raise ConfigError(f"transport.relay_host: {own} is known on this link alone; give another address of this host")
     return f"[{own}]" if family == socket.AF_INET6 else own

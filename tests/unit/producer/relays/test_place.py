@@ -26,6 +26,18 @@ def test_by_configuration(keys: str | None, host: str | None, trainer: str, plac
     assert relay_place(transport, trainer) == place
 
 
+def test_an_address_that_only_a_neighbour_understands_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Probe(socket.socket):
+        def connect(self, address: object) -> None: ...
+
+        def getsockname(self) -> tuple[str, int]:
+            return "fe80::1%eth0", 9
+
+    monkeypatch.setattr(socket, "socket", Probe)
+    with pytest.raises(ConfigError, match="relay_host: fe80::1%eth0 is known on this link alone"):
+        relay_place(TransportSection(keys="keys", relay_port=5600), "tcp://[fe80::2]:5557")
+
+
 def test_a_trainer_that_cannot_be_found_leads_to_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     def unknown(*_: object, **__: object) -> None:
         raise socket.gaierror(-2, "Name or service not known")

@@ -33,6 +33,19 @@ def test_a_routable_endpoint_needs_keys(run_yaml: Path, key: str, endpoint: str)
     assert getattr(config.transport, key) == endpoint
 
 
+def test_a_relay_that_other_hosts_can_reach_needs_keys(run_yaml: Path) -> None:
+    message = refusal(run_yaml, overrides=["transport.relay_port=5600", "transport.relay_host=gpu01"])
+    assert "relay_host: a relay that other hosts can reach needs keys" in message
+    for keys in (["transport.relay_host=localhost"], ["transport.relay_host=gpu01", "transport.keys=keys"]):
+        assert load_config(str(run_yaml), ["transport.relay_port=5600", *keys]).transport.relay_port == 5600
+
+
+@pytest.mark.parametrize("name", ["eu west", "a/b", "[eu]", "x" * 129, ""])
+@pytest.mark.parametrize("key", ["region", "relay_host"])
+def test_a_place_is_a_plain_name_or_an_address(run_yaml: Path, key: str, name: str) -> None:
+    assert "expected a name or an address" in refusal(run_yaml, overrides=[f"transport.{key}={name!r}"])
+
+
 @pytest.mark.parametrize(
     "endpoint",
     ["udp://127.0.0.1:5557", *(f"tcp://127.0.0.1{port}" for port in ("", ":0", ":65535", ":")), "ipc://", "here"],
