@@ -26,8 +26,9 @@ class Nodes:
     """`tests.cluster.nodes`, spoken to."""
 
     def __init__(self, count: int, cpus: int, log: Path, environment: dict[str, str]) -> None:
+        self.again = lambda: Nodes(count, cpus, log, environment)
         command = [sys.executable, "-m", "tests.cluster.nodes", str(count), str(cpus)]
-        with log.open("wb") as errors:
+        with log.open("ab") as errors:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
             )
@@ -62,6 +63,13 @@ class ClusterRun:
         self.run_dir = folder / "run"
         self.nodes = nodes
         self._environment = environment | {"RAY_ADDRESS": nodes.address}
+
+    def lose_ray(self) -> None:
+        """Head and nodes are killed; there is another Ray afterwards."""
+        self.nodes.say("crash")
+        self.nodes.close()
+        self.nodes = self.nodes.again()
+        self._environment |= {"RAY_ADDRESS": self.nodes.address}
 
     def start(self, *arguments: str) -> "subprocess.Popen[bytes]":
         """The command with these arguments; what it says is in `rl-cluster.log`."""
@@ -137,11 +145,11 @@ def cluster_run(folder: Path, num_nodes: int = 3, cpus: int = 3, **environment: 
     """Nodes for the run in `folder`, whose producers have a scripted engine."""
     paths = os.pathsep.join([str(REPOSITORY), str(_SCRIPTED)])
     everywhere = os.environ | {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "XDG_CACHE_HOME": str(folder / "cache")}
-    nodes = Nodes(num_nodes, cpus, folder / "nodes.log", everywhere | environment)
+    run = ClusterRun(folder, Nodes(num_nodes, cpus, folder / "nodes.log", everywhere | environment), everywhere)
     try:
-        yield ClusterRun(folder, nodes, everywhere)
+        yield run
     finally:
-        nodes.close()
+        run.nodes.close()
 
 
 def kill(process: psutil.Process) -> None:

@@ -1,8 +1,8 @@
 """Several Ray nodes on this machine, as a process of its own: `python -m tests.cluster.nodes COUNT CPUS`.
 
 Guarantee: there is one more node, without CPUs, which has Ray's head. It prints the address of Ray, and then the number of nodes
-for each line of standard input: `kill PID` (the node whose raylet has that number, as a power cut would) or `add`. It ends
-everything with its input.
+for each line of standard input: `kill PID` (the node whose raylet has that number, as a power cut would), `add` or `crash`
+(all of Ray). It ends everything with its input.
 """
 
 import json
@@ -35,6 +35,10 @@ def main(count: int, cpus: int) -> None:
                     [dead] = [node for node in nodes if node.all_processes["raylet"][0].process.pid == int(pid)]
                     nodes.remove(dead)
                     cluster.remove_node(dead, allow_graceful=False)
+                case ["crash"]:
+                    for node in (*nodes, cluster.head_node):
+                        node.kill_all_processes(check_alive=False, allow_graceful=False)
+                    nodes.clear()
                 case ["add"]:
                     nodes.append(cluster.add_node(**options, num_cpus=cpus))
             print(json.dumps({"nodes": len(nodes)}), flush=True)

@@ -5,7 +5,7 @@ Guarantee: every event of the manager is one line. A manager or a Ray that stays
 
 import time
 
-from protocol.errors import ExitCode, NoAnswerError, NoResourcesError, SlipstreamError
+from protocol.errors import ConfigError, ExitCode, NoAnswerError, NoResourcesError, SlipstreamError
 from tools.cluster.fleet.managing import ManagerHandle, NoAnswer
 from tools.cluster.fleet.plan import TRAINER, DaemonReport, FleetReport
 from tools.tables import printable, say
@@ -19,6 +19,7 @@ class Watch:
     def __init__(self, manager: ManagerHandle) -> None:
         self._manager = manager
         self._seen = 0
+        self._why = ""  # the manager did not answer
         self._heard = time.monotonic()
 
     def wait_until_it_runs(self) -> None:
@@ -26,6 +27,8 @@ class Watch:
         until = time.monotonic() + _PLACED_S
         while True:
             report = self._look()
+            if report is None and ManagerHandle.find() is None:
+                raise ConfigError(f"the manager of the run cannot start: {self._why}")
             if report is not None and _all_begun(report):
                 return
             if report is not None and report.trainer is not None and report.trainer.is_over:
@@ -33,7 +36,8 @@ class Watch:
             if time.monotonic() > until:
                 silent = "; ".join(report.unreachable) if report else "the manager has no place"
                 raise NoResourcesError(
-                    f"not everything runs after {_PLACED_S:g} s: {(report and report.missing) or silent}"
+                    f"not everything runs after {_PLACED_S:g} s: {(report and report.missing) or silent}. What runs goes on; "
+                    "rl-cluster down ends it"
                 )
             time.sleep(_LOOK_EVERY_S)
 
@@ -56,6 +60,7 @@ class Watch:
             self._seen, lines = self._manager.events(self._seen)
             report = self._manager.report()
         except NoAnswer as error:
+            self._why = (str(error).strip().splitlines() or [type(error).__name__])[-1]
             if time.monotonic() - self._heard > _SILENCE_S:
                 raise NoAnswerError(
                     f"the manager of the run has not answered for {_SILENCE_S:g} s ({type(error).__name__}): its node or Ray is "

@@ -88,11 +88,8 @@ class Actors:
 
     def without_room(self) -> list[str]:
         """The names of those whose resources have no place now."""
-        return [
-            str(group["name"])
-            for group in placement_group_table().values()
-            if group["state"] in ("PENDING", "RESCHEDULING") and group["name"] in self.names()
-        ]
+        waiting = [group for group in placement_group_table().values() if group["state"] in ("PENDING", "RESCHEDULING")]
+        return sorted(self.names().intersection(str(group["name"]) for group in waiting)) if waiting else []
 
     def free(self) -> dict[str, Amounts]:
         return free_per_node()

@@ -87,7 +87,7 @@ class Daemon:
                 if self._name == TRAINER and not await self._lock_is_free():
                     return None
                 code, ran_s = await self._run(place)
-                words = self._output.last_words() if code else ""
+                words = self._output.last_words() if code > 0 else ""
                 again = None if self._draining.is_set() else restart(code, ran_s, failures)
                 if again is None:
                     return self._note("ended", exit_code=code, pid=None, message=words)

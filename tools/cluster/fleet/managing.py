@@ -12,6 +12,7 @@ import msgspec
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
+from protocol.errors import SlipstreamError
 from tools.cluster.fleet import backups
 from tools.cluster.fleet.actors import Actors
 from tools.cluster.fleet.events import Events
@@ -60,14 +61,17 @@ class ManagerActor:
 
     def _run(self) -> None:
         tick = 0
+        failure = ""
         while True:
             try:
                 with self._lock:
                     self._manager.tick()
                     if tick % _TICKS_PER_LOOK == 0:
                         self._manager.scale_by_load()
-            except RayError as error:
-                self._events.say(f"manager: Ray does not do what it should: {error}")
+                failure = ""
+            except (RayError, SlipstreamError, OSError, ValueError) as error:  # the next tick sees anew what there is
+                if failure != (failure := f"manager: {type(error).__name__}: {error}"):
+                    self._events.say(failure)
             tick += 1
             time.sleep(_TICK_S)
 
