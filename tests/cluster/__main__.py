@@ -1,8 +1,8 @@
 """`python -m tests.cluster --kills 100`: daemons, ranks and whole nodes of a run under Ray are killed, and nothing is lost.
 
-Guarantee: at last Ray itself is killed. It exits with 0 only if the run went on after every kill, ended in good order, and the checker of `tests.chaos`, which
-knows what the daemons did from their own notes, found nothing lost and nothing trained twice. The summary has the time from each
-kill to the first step after it and to the moment at which everything ran again.
+Guarantee: at last Ray itself is killed. It exits with 0 only if the run went on after every kill, ended in good order, and the
+checker of `tests.chaos`, which knows what the daemons did from their own notes, found nothing lost and nothing trained twice. The
+summary has the time from each kill to the first step after it and to the moment at which everything ran again.
 """
 
 import argparse

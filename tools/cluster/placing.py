@@ -14,10 +14,10 @@ import ray
 from ray.exceptions import RayError
 
 from protocol.config.run import RunConfig
-from protocol.errors import ConfigError, NoResourcesError
+from protocol.errors import ConfigError, NoAnswerError, NoResourcesError
 from tools.cluster import probe
 from tools.cluster.fleet.actors import free_per_node
-from tools.cluster.fleet.managing import ManagerHandle
+from tools.cluster.fleet.managing import ManagerHandle, NoAnswer, last_line
 from tools.cluster.fleet.plan import Plan, on_host
 from tools.cluster.fleet.resources import Need, missing_text, without_place
 from tools.cluster.probe import NodeFacts
@@ -32,10 +32,17 @@ def placed(chosen: argparse.Namespace, config: RunConfig, run_dir: Path) -> Mana
     Raises:
         ConfigError: the run cannot be on the trainer's node, or what was asked contradicts the configuration.
         NoResourcesError: something has no place.
+        NoAnswerError: the run has a manager that does not answer.
     """
     manager = ManagerHandle.find()
     if manager is not None:
-        return _adopted(manager, chosen, config)
+        try:
+            return _adopted(manager, chosen, config)
+        except NoAnswer as error:
+            raise NoAnswerError(
+                f"the manager of the run in {run_dir} does not answer: its node is gone, perhaps, and it comes back with that. "
+                "rl-cluster down ends what is left"
+            ) from error
     host = chosen.trainer_node or ray.util.get_node_ip_address()
     hosts = sorted({str(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]})
     if host not in hosts:
@@ -101,9 +108,8 @@ def _adopted(manager: ManagerHandle, chosen: argparse.Namespace, config: RunConf
     """What runs keeps its place, its endpoint and its keys."""
     plan = manager.report().plan
     facts = NodeFacts(plan.host, "", "", None, True, int(plan.endpoint.rpartition(":")[2]))
-    producers = chosen.producers
     wanted = plan_of(chosen, config, Path(plan.run_dir), facts)
-    if producers is None:
+    if chosen.producers is None:
         wanted = msgspec.structs.replace(wanted, producers=max(plan.producers, wanted.least))
     say(f"found the run at {plan.host}; what runs keeps its configuration until it starts again")
     manager.adopt(wanted)
@@ -116,5 +122,6 @@ def _facts(host: str, run_dir: Path, file: str) -> NodeFacts:
     try:
         return msgspec.json.decode(ray.get(look.remote(host, str(run_dir), file), timeout=_PROBE_S), type=NodeFacts)
     except RayError as error:
-        last = str(error).strip().splitlines()[-1]
-        raise ConfigError(f"the trainer's node {host} cannot run Slipstream ({last}); install it there") from error
+        raise ConfigError(
+            f"the trainer's node {host} cannot run Slipstream ({last_line(error)}); install it there"
+        ) from error

@@ -6,7 +6,7 @@ Guarantee: every event of the manager is one line. A manager or a Ray that stays
 import time
 
 from protocol.errors import ConfigError, ExitCode, NoAnswerError, NoResourcesError, SlipstreamError
-from tools.cluster.fleet.managing import ManagerHandle, NoAnswer
+from tools.cluster.fleet.managing import ManagerHandle, NoAnswer, last_line
 from tools.cluster.fleet.plan import TRAINER, DaemonReport, FleetReport
 from tools.tables import printable, say
 
@@ -60,7 +60,7 @@ class Watch:
             self._seen, lines = self._manager.events(self._seen)
             report = self._manager.report()
         except NoAnswer as error:
-            self._why = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+            self._why = last_line(error)
             if time.monotonic() - self._heard > _SILENCE_S:
                 raise NoAnswerError(
                     f"the manager of the run has not answered for {_SILENCE_S:g} s ({type(error).__name__}): its node or Ray is "

@@ -118,6 +118,11 @@ class ManagerHandle:
 NoAnswer = (GetTimeoutError, RayError)
 
 
+def last_line(error: Exception) -> str:
+    """What a long error of Ray's ends with: what was raised in the actor."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()[:300]
+
+
 def last_backup(plan: Plan) -> str:
     """Of a run that has ended, on its node; what came of it, in words."""
     make = ray.remote(backups.back_up).options(num_cpus=0, resources=on_host(plan.host), max_retries=0)
