@@ -20,7 +20,7 @@ from protocol.service import command_line
 
 follow_parent_if_tied()
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("producer.cli")  # also where this module is the main one
 
 
 class _Command:

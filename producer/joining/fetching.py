@@ -51,10 +51,12 @@ class BundleFetch:
 
     def run(self) -> FetchedBundle:
         blob_endpoint = self.address.blob_endpoint("")
+        connection = Connection(self.address.endpoint, _ANSWER_S)
+        connection.await_trainer(time.monotonic())
         while True:
             endpoints = (self.address.endpoint, blob_endpoint)
             with closing(ZmqClient(self.name, *endpoints, _MAX_MESSAGE_BYTES, self.address.keys)) as channel:
-                offer = self._offer(channel)
+                offer = self._offer(channel, connection)
                 self.address.check_owner()
                 check_size(offer.num_bytes)
                 wanted = self.address.blob_endpoint(offer.blob_endpoint)
@@ -63,9 +65,8 @@ class BundleFetch:
                 return FetchedBundle(data, offer.digest, blob_endpoint)
             blob_endpoint = wanted
 
-    def _offer(self, channel: ZmqClient) -> BundleOffer:
-        connection = Connection(self.address.endpoint, _ANSWER_S)
-        connection.await_trainer(time.monotonic())
+    def _offer(self, channel: ZmqClient, connection: Connection) -> BundleOffer:
+        connection.hello_at = None
         while True:
             now = time.monotonic()
             connection.remind(now)
