@@ -89,7 +89,7 @@ bench-swap-modes: $(STAMP) ## tokens per second without an adapter, beside one a
 bench-transport: $(STAMP) ## groups per second and CPU per group over ipc and tcp, with and without CURVE, beside pickle, a minute
 	$(BIN)/python -m benchmarks.transport
 
-bench-scale: $(STAMP) ## 1 to 64 producers against one trainer: acknowledgements, CPU, raw fsync beside it, five minutes
+bench-scale: $(STAMP) ## 1 to 1000 producers against one trainer: acknowledgements, CPU, memory, all back after a kill, ten minutes
 	$(BIN)/python -m benchmarks.scale
 
 bench-in-flight: $(STAMP) ## finish, continue and restart at a swap: tokens per second and staleness, some minutes

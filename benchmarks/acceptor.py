@@ -57,26 +57,38 @@ class Acceptor:
     Args:
         memory: for the policies.
         region: where it runs.
+        session: of this process; a later one over the same folder goes on with its run, under another name.
+        heartbeat_s: how often producers report, and after how much silence one is given up.
     """
 
-    def __init__(self, channel: ZmqServer, folder: Path, memory: SharedMemory = NO_MEMORY, region: str = "") -> None:
+    def __init__(
+        self,
+        channel: ZmqServer,
+        folder: Path,
+        memory: SharedMemory = NO_MEMORY,
+        region: str = "",
+        groups_per_step: int = GROUPS_PER_STEP,
+        session: str = "bench",
+        heartbeat_s: tuple[float, float] = (HEARTBEAT_INTERVAL_S, HEARTBEAT_TIMEOUT_S),
+    ) -> None:
         self.journal = Journal(folder / "journal.sqlite")
         rewards = RewardRecipe(np.ones(1, np.float32))
         budgets = {"data": RetryBudget(3, 1.0), "infra": RetryBudget(10, 0.25)}
         rerolls = RerollSection(max_attempts=0)
         self.buffer = RolloutBuffer(
-            PromptLedger(_NUM_PROMPTS, seed=0, shuffle=False, budgets=budgets, session="bench", rerolls=rerolls),
-            BatchCutter(StalenessBudget(GROUPS_PER_STEP, MAX_STALENESS), self.journal, signal=rewards.signal),
+            PromptLedger(_NUM_PROMPTS, seed=0, shuffle=False, budgets=budgets, session=session, rerolls=rerolls),
+            BatchCutter(StalenessBudget(groups_per_step, MAX_STALENESS), self.journal, signal=rewards.signal),
             self.journal,
             RerollRules(rerolls),
             rewards.mean_reward,
             FailureWatch(0.5),
             SignalWatch(None),
         )
-        self.buffer.restore(None, step=0, shape=SHAPE)
+        self._version = max(0, self.journal.newest_version)
+        self.buffer.restore(None, step=self._version, shape=SHAPE)
         disk = DiskGuard(folder, max_used=1.0)
         terms = SessionTerms(
-            NEEDS, SHAPE, "bench", "bench", False, 600.0, HEARTBEAT_INTERVAL_S, HEARTBEAT_TIMEOUT_S, region=region
+            NEEDS, SHAPE, "bench", session, self.journal.last_seq > 0, 600.0, *heartbeat_s, region=region
         )
         sampling = Sampling(SHAPE.num_generations, SHAPE.max_completion_length, 1.0)
         dispatcher = LeaseDispatcher(channel, self.buffer, _Prompts(), disk, sampling, 600.0, Throttle(logger))
@@ -84,14 +96,13 @@ class Acceptor:
         self._errors = ThreadErrors()
         store = PolicyStore(2, memory)
         dispatchers = Dispatchers(dispatcher, EvaluationDispatcher(store))
-        self._intake = Intake(channel, storage, dispatchers, store, terms, self._errors)
+        self.intake = Intake(channel, storage, dispatchers, store, terms, self._errors)
         self._ended = threading.Event()
         self._trains = threading.Thread(target=self._take_batches, name="trains")
-        self._version = 0
 
     def __enter__(self) -> "Acceptor":
         self._publish()
-        self._intake.start()
+        self.intake.start()
         self._trains.start()
         return self
 
@@ -100,12 +111,12 @@ class Acceptor:
     ) -> None:
         self._ended.set()
         self._trains.join()
-        self._intake.stop("finished")
+        self.intake.stop("finished")
         self.journal.close()
         self._errors.check()
 
     def publish(self, version: int, digest: str, blob: bytes) -> None:
-        self._intake.publish(PublishedPolicy(version, digest, blob))
+        self.intake.publish(PublishedPolicy(version, digest, blob))
 
     def _publish(self) -> None:
         blob = self._version.to_bytes(8, "little")

@@ -1,125 +1,236 @@
-"""Producers without an engine: `python -m benchmarks.load` with the name of a file that holds `Load`s as JSON.
+"""Producers without an engine: `python -m benchmarks.load` with the name of a file that holds a `Load` as JSON.
 
-Guarantee: each has a thread, a connection and a name of its own, speaks the protocol over the product's channel and answers
-each lease once. At a given rate it sends at times drawn beforehand (a Poisson process), whether or not earlier groups are
-acknowledged; at rate 0 it sends as soon as it has a lease. Each latency is from the call that sends a group to the moment at
-which its acknowledgement is read.
+Guarantee: each producer has the product's link, with a connection and a name of its own, and answers each lease once with a
+scripted group; one thread serves all of a process, whose standard input ends it. At a given rate a producer sends at times drawn
+beforehand (a Poisson process), whether or not earlier groups are acknowledged; at rate 0 it answers a lease as soon as it has it,
+or `group_s` later. Each latency is from the moment at which a group is finished to that at which its acknowledgement is read.
 """
 
+import functools
+import heapq
+import logging
+import math
 import os
 import random
+import select
 import sys
-import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
+import zmq
 
 from benchmarks.groups import GroupFactory
-from benchmarks.terms import ENGINE_FACTS, HEARTBEAT_INTERVAL_S, MAX_MESSAGE_BYTES
+from benchmarks.terms import ENGINE_FACTS, MAX_MESSAGE_BYTES
+from producer.interfaces import LinkEvents
+from producer.link.link import Link
+from producer.link.mailbox import Mailbox
+from producer.state import Counters, Workload
+from protocol.config.sections.transport import TransportSection
+from protocol.security.keys import ProducerKeys, identity_of, producer_keys
+from protocol.transport.channel import BadFrame
 from protocol.transport.zeromq_client import ZmqClient
-from protocol.wire.messages import Ack, Bye, Heartbeat, Hello, Lease, Policy, Welcome
+from protocol.wire.messages import Ack, Hello, Lease, Message, PolicyInfo, TrainerMessage
 
-_LONGEST_POLL_S = 0.05
+_STEP_EVERY_S = 0.2  # of a producer that nothing arrives for
+_FLUSH_S, _LEAVE_S = 10.0, 0.5
+_STDIN = -1
 
 
 class Load(msgspec.Struct):
-    """What one producer does. `starts_at` and the times it reports are of CLOCK_MONOTONIC, which processes share."""
+    """What the producers of one process do. They begin at the time, of CLOCK_MONOTONIC, that the first line of standard input
+    says, and end with the input."""
 
-    name: str
+    names: list[str]
     endpoint: str
-    rate: float  # groups per second; 0: as fast as leases allow
+    blob_endpoint: str
+    keys: str | None  # folder with a key for each name
+    rate: float  # groups per second of each producer; 0: as fast as leases allow
     capacity: int
-    starts_at: float
     duration_s: float
     seed: int
-    result: str  # file to write: .npy, float64 (groups, 2): when acknowledged, and how long after it was sent
+    result: str  # file to write: .npy, float64 (groups, 2): when acknowledged, and how long after it was finished
     core: int | None = None  # to stay on
+    group_s: float = 0.0  # how long a group takes to make
+    news: str | None = None  # file that is told of every lease, and of every group that is acknowledged
+
+
+class _Watch:
+    """The sockets of all producers, each with the number of its owner."""
+
+    def __init__(self) -> None:
+        self._epoll = select.epoll()
+        self._owners: dict[int, int] = {}
+
+    def add(self, descriptor: int, owner: int) -> None:
+        self._owners[descriptor] = owner
+        self._epoll.register(descriptor, select.EPOLLIN)
+
+    def remove(self, owner: int) -> None:
+        for descriptor in [descriptor for descriptor, other in self._owners.items() if other == owner]:
+            self._epoll.unregister(descriptor)
+            del self._owners[descriptor]
+
+    def wait(self, timeout_s: float) -> set[int]:
+        """The owners of what has something to read."""
+        return {self._owners[descriptor] for descriptor, _ in self._epoll.poll(max(0.0, timeout_s))}
+
+
+class _Channel(ZmqClient):
+    """Never waits. `watch` has its sockets looked at, for producer `number`; `note` is told of acknowledgements."""
+
+    def __init__(self, load: Load, number: int, watch: _Watch, note: Callable[[Ack], None]) -> None:
+        self._number, self._sockets_of, self._note = number, watch, note
+        name = load.names[number]
+        keys = _keys(load.keys, identity_of(name)) if load.keys else None
+        super().__init__(name, load.endpoint, load.blob_endpoint, MAX_MESSAGE_BYTES, keys)
+
+    def _open(self, kind: int, options: dict[int, Any]) -> list[tuple["zmq.Socket[bytes]", str]]:
+        opened = super()._open(kind, options)
+        for socket, _ in opened:
+            self._sockets_of.add(int(socket.get(zmq.FD)), self._number)
+        return opened
+
+    def _shut(self) -> None:
+        self._sockets_of.remove(self._number)
+        super()._shut()
+
+    def poll(self, timeout_s: float) -> list[TrainerMessage | BadFrame]:
+        arrived = super().poll(0.0)
+        for message in arrived:
+            if isinstance(message, Ack):
+                self._note(message)
+        return arrived
+
+    def send(self, message: Message) -> bool:
+        return bool(self.sockets) and super().send(message)
+
+    def wake(self) -> None:
+        """The thread that would be woken is this one."""
+
+
+@functools.cache
+def _keys(folder: str, identity: str) -> ProducerKeys:
+    return producer_keys(Path(folder), identity)
 
 
 class _Producer:
-    def __init__(self, load: Load) -> None:
-        self._load = load
-        self._channel = ZmqClient(load.name, load.endpoint, f"{load.endpoint}.blobs", MAX_MESSAGE_BYTES)
-        self._factory = GroupFactory(load.seed)
+    def __init__(self, load: Load, number: int, factory: GroupFactory, watch: _Watch) -> None:
+        self._load, self._factory = load, factory
+        self._chance = random.Random(load.seed + number)
         self._version = -1
-        self._leases: deque[tuple[str, int]] = deque()  # with the policy floor of each
-        self._sent_at: dict[str, float] = {}
-        self._acks: list[tuple[float, float]] = []
-        self._finished = False
-        self._beat_at = 0.0
+        self._leases: deque[tuple[float, str, int]] = deque()  # when each is due, with its policy floor
+        self._finished_at: dict[str, float] = {}
+        self._due = self._ends_at = math.inf
+        self._ended = False
+        self.acks: list[tuple[float, float]] = []
+        self._news = open(load.news, "a", buffering=1) if load.news else None  # noqa: SIM115
+        self._mailbox = Mailbox(_Channel(load, number, watch, self._acknowledged))
+        transport = TransportSection(endpoint=load.endpoint, keys=load.keys)
+        hello = Hello(load.names[number], ENGINE_FACTS, load.capacity)
+        self._link = Link(
+            self._mailbox, hello, transport, load.endpoint, self._events(), Counters(),
+            lambda: Workload((), len(self._leases), 0, 0.0),
+        )  # fmt: skip
 
-    def run(self) -> None:
-        load, rng = self._load, random.Random(self._load.seed)
-        self._greet()
-        due = load.starts_at
-        ends_at = load.starts_at + load.duration_s
-        while (now := time.monotonic()) < ends_at:
-            self._beat(now)
-            if load.rate == 0:
-                while self._leases:
-                    self._send()
-                due = now + _LONGEST_POLL_S
+    def step(self, now: float) -> float:
+        """Does what is due; returns when to be called again."""
+        while self._due_at() <= now:
+            _, lease_id, floor = self._leases.popleft()
+            if self._load.rate:
+                self._due += self._chance.expovariate(self._load.rate)
+            self._finished_at[lease_id] = now
+            self._mailbox.put(self._factory.group(lease_id, max(self._version, floor)))
+        self._ended = self._ended or self._link._step()
+        return min(now + _STEP_EVERY_S, self._due_at())
+
+    def begin(self, at: float) -> None:
+        self._due = at + (self._chance.expovariate(self._load.rate) if self._load.rate else 0.0)
+        self._ends_at = at + self._load.duration_s
+
+    def leave(self) -> None:
+        self._link.stop(0.0)
+        self._ended = self._ended or self._link._step()
+
+    @property
+    def unacknowledged(self) -> int:
+        return len(self._finished_at)
+
+    def _due_at(self) -> float:
+        """When the next group is finished, as far as leases say; infinite before the first and after the last one."""
+        at = max(self._due, self._leases[0][0]) if self._leases else math.inf
+        return at if at < self._ends_at else math.inf
+
+    def _events(self) -> LinkEvents:
+        def leased(lease: Lease) -> None:
+            self._leases.append((time.monotonic() + self._load.group_s, lease.lease_id, lease.policy_floor))
+            self._tell(lease.lease_id, "leased")
+
+        def follows(policy: PolicyInfo) -> None:
+            self._version = policy.version
+
+        def nothing(*_: object) -> None: ...
+
+        def abandoned(lease_id: str) -> None:
+            self._leases = deque(lease for lease in self._leases if lease[1] != lease_id)
+
+        return LinkEvents(
+            run_began=follows, session_began=follows, leased=leased, abandoned=abandoned,
+            policy_arrived=lambda downloaded: follows(downloaded.policy), policy_refused=nothing, fetched=nothing,
+            evaluates=nothing, outbox_full=nothing, ended=nothing,
+        )  # fmt: skip
+
+    def _acknowledged(self, ack: Ack) -> None:
+        now = time.monotonic()
+        finished_at = self._finished_at.pop(ack.lease_id, None)
+        if finished_at is not None:
+            self.acks.append((now, now - finished_at))
+            self._tell(ack.lease_id, ack.outcome)
+
+    def _tell(self, lease_id: str, what: str) -> None:
+        if self._news:
+            self._news.write(msgspec.json.encode([time.monotonic(), lease_id, what]).decode() + "\n")
+
+
+def _run(load: Load) -> None:
+    """Until standard input ends, and then until everything is acknowledged."""
+    if load.core is not None:
+        os.sched_setaffinity(0, {load.core})
+    logging.basicConfig(level=logging.ERROR)
+    watch, factory = _Watch(), GroupFactory(load.seed)
+    watch.add(sys.stdin.fileno(), _STDIN)
+    producers = [_Producer(load, number, factory, watch) for number in range(len(load.names))]
+    next_at = [0.0] * len(producers)
+    queue = [(0.0, number) for number in range(len(producers))]
+    ends_at = math.inf
+    while ends_at == math.inf or any(producer.unacknowledged for producer in producers):
+        assert time.monotonic() < ends_at, "groups were not acknowledged"
+        ready = watch.wait(queue[0][0] - time.monotonic())
+        if _STDIN in ready:
+            ready = set(range(len(producers)))
+            if line := sys.stdin.readline():
+                for producer in producers:
+                    producer.begin(float(line))
             else:
-                while due <= now and self._leases:
-                    self._send()
-                    due += rng.expovariate(load.rate)
-            waits_for_lease = due <= now
-            self._hear(_LONGEST_POLL_S if waits_for_lease else min(due - now, _LONGEST_POLL_S))
-        while self._sent_at and time.monotonic() < ends_at + 10:
-            self._hear(_LONGEST_POLL_S)
-        self._channel.send(Bye("stopping"))
-        self._channel.close()
-        np.save(load.result, np.array(self._acks, np.float64).reshape(-1, 2))
-        assert not self._sent_at, f"{len(self._sent_at)} groups were never acknowledged"
-
-    def _greet(self) -> None:
-        while self._version < 0:
-            self._channel.send(Hello(self._load.name, ENGINE_FACTS, self._load.capacity))
-            deadline = time.monotonic() + 0.5
-            while self._version < 0 and time.monotonic() < deadline:
-                self._hear(_LONGEST_POLL_S)
-
-    def _beat(self, now: float) -> None:
-        if now - self._beat_at >= HEARTBEAT_INTERVAL_S:
-            self._beat_at = now
-            held = [*(lease_id for lease_id, _ in self._leases), *self._sent_at]
-            self._channel.send(Heartbeat(self._version, self._load.capacity, held, 0, 0.0))
-
-    def _send(self) -> None:
-        lease_id, floor = self._leases.popleft()
-        group = self._factory.group(lease_id, max(self._version, floor))
-        self._sent_at[lease_id] = time.monotonic()
-        assert self._channel.send(group), "the queue to the trainer is full"
-
-    def _hear(self, timeout_s: float) -> None:
-        for message in self._channel.poll(timeout_s):
-            match message:
-                case Ack(lease_id, outcome, policy):
-                    assert outcome == "accepted", outcome
-                    now = time.monotonic()
-                    self._acks.append((now, now - self._sent_at.pop(lease_id)))
-                    self._version = policy.version
-                case Lease():
-                    self._leases.append((message.lease_id, message.policy_floor))
-                case Welcome() | Policy():
-                    self._version = message.policy.version
-                case _:
-                    raise AssertionError(f"{self._load.name} got {message}")
-
-
-def _run_all(loads: list[Load]) -> None:
-    if loads[0].core is not None:
-        os.sched_setaffinity(0, {loads[0].core})
-    threads = [threading.Thread(target=_Producer(load).run, name=load.name) for load in loads]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+                watch.remove(_STDIN)
+                ends_at = time.monotonic() + _FLUSH_S
+        while queue and queue[0][0] <= time.monotonic():
+            at, number = heapq.heappop(queue)
+            if at == next_at[number]:
+                ready.add(number)
+        for number in ready:
+            next_at[number] = producers[number].step(time.monotonic())
+            heapq.heappush(queue, (next_at[number], number))
+    np.save(load.result, np.array([ack for producer in producers for ack in producer.acks], np.float64).reshape(-1, 2))
+    for producer in producers:
+        producer.leave()
+    time.sleep(_LEAVE_S)
+    os._exit(0)  # the contexts of so many producers take long to end
 
 
 if __name__ == "__main__":
-    threading.excepthook = lambda problem: (sys.__excepthook__(*problem[:3]), os._exit(1))
-    _run_all(msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=list[Load]))
+    _run(msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Load))

@@ -64,7 +64,7 @@ def measure(case: _Case, groups: int) -> dict[str, float]:
     wire, transport, with_keys = case
     cores = sorted(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory(prefix="rl-bench-") as folder:
-        endpoints = [f"ipc://{folder}/c", f"ipc://{folder}/c.blobs"] if transport == "ipc" else _free_ports(2)
+        endpoints = [f"ipc://{folder}/c", f"ipc://{folder}/c.blobs"] if transport == "ipc" else free_ports(2)
         keys = _make_keys(Path(folder) / "keys") if with_keys else None
         sides = [
             _start(Side(wire, "receiver", *endpoints, keys, cores[0], groups)),
@@ -100,7 +100,7 @@ def _make_keys(folder: Path) -> str:
     return str(folder)
 
 
-def _free_ports(count: int) -> list[str]:
+def free_ports(count: int) -> list[str]:
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [one.getsockname()[1] for one in sockets]
     for one in sockets:

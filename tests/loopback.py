@@ -45,6 +45,7 @@ class LoopbackServer:
         self.inbox = _Mailbox()
         self.clients: dict[bytes, _Mailbox] = {}
         self.keys: dict[str, bytes] | None = None
+        self.ended: list[bytes] = []  # peers, for `disconnected`
         self._schemas = PeerSchemas()
 
     def connect(self, name: str) -> "LoopbackClient":
@@ -66,6 +67,10 @@ class LoopbackServer:
             (peer, received(frame, ProducerMessage, partial(self._schemas.note, peer)))
             for peer, frame in self.inbox.take_all(timeout_s)
         ]
+
+    def disconnected(self) -> list[bytes]:
+        ended, self.ended = self.ended, []
+        return ended
 
     def wake(self) -> None:
         self.inbox.wake()

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from consumer.evaluation.results import DueVersion, EvaluationQueue
 from consumer.intake.dispatcher import EvaluationDispatcher, read
-from consumer.intake.sessions import ProducerSession, give_leases
+from consumer.intake.sessions import ProducerSession, RoomQueue, give_leases
 from consumer.prompts.source import PromptSource
 from protocol.errors import DatasetError
 from protocol.transport.channel import ServerChannel
@@ -96,7 +96,11 @@ class EvaluationLeases(EvaluationDispatcher):
             running.fail(record.lease_id, "expired", now)
             for _, session in able:
                 session.evaluations.discard(record.lease_id)
-        lost = give_leases(self.channel, able, self._room, functools.partial(self._give, running, now))
+        lost = list[bytes]()
+        if running.next_work(now) is not None:
+            queue = RoomQueue(self._room)
+            queue.refill(able)
+            lost = give_leases(self.channel, queue, functools.partial(self._give, running, now))
         if running.began is None and running.leases.num_leases:
             running.began = now
         if running.is_done:

@@ -10,9 +10,10 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from consumer.intake.sessions import ProducerSession, give_leases
+from consumer.intake.sessions import ProducerSession, RoomQueue, give_leases
 from consumer.prompts.source import Prompt, PromptSource
 from consumer.publishing.policy_store import PolicyStore
 from protocol.errors import DatasetError
@@ -28,6 +29,7 @@ from replay.prompts.leases import LeaseRecord
 _READ_AHEAD = 32  # leases
 _NOBODY = ""
 _LOOK_AT_DISK_EVERY_S = 1.0
+_REFILL_EVERY_S = 0.05
 
 
 def read(prompts: PromptSource, prompt_id: int) -> Prompt | DatasetError | None:
@@ -57,8 +59,14 @@ class LeaseDispatcher:
     sampling: Sampling
     timeout_s: float
     warn: Callable[[str, str], Any]
+    _queue: RoomQueue = field(default_factory=lambda: RoomQueue(lambda session: session.room))
+    _refill_at: float = -math.inf
     _unsent: deque[_Unsent] = field(default_factory=deque)
     _look_at_disk_at: float = 0.0
+
+    def note(self, peer: bytes, session: ProducerSession) -> None:
+        """Its room may have grown."""
+        self._queue.note(peer, session)
 
     def give(self, producers: Mapping[bytes, ProducerSession], now: float) -> list[bytes]:
         """Gives leases while there is room. Returns the producers that cannot be reached."""
@@ -67,15 +75,14 @@ class LeaseDispatcher:
             self.disk.look()
         if not self.disk.has_room:
             return []
-        room = sum(max(0, session.room) for session in producers.values())
+        if now >= self._refill_at:
+            self._refill_at = now + _REFILL_EVERY_S
+            self._queue.refill(producers.items())
 
-        def give(peer: bytes, session: ProducerSession) -> bool | None:
-            return self._give(peer, session, room, now)
+        return give_leases(self.channel, self._queue, partial(self._give, now))
 
-        return give_leases(self.channel, producers.items(), lambda session: session.room, give)
-
-    def _give(self, peer: bytes, session: ProducerSession, room: int, now: float) -> bool | None:
-        unsent = self._next(room, now)
+    def _give(self, now: float, peer: bytes, session: ProducerSession) -> bool | None:
+        unsent = self._next(session.room + self._queue.at_most, now)
         if unsent is None:
             return None
         record, prompt = unsent.record, unsent.prompt
@@ -101,7 +108,7 @@ class LeaseDispatcher:
         return sent
 
     def _next(self, room: int, now: float) -> _Unsent | None:
-        """The next lease, within the room of all producers; None if there is none, or its prompt is being read. Then others are
+        """The next lease, within the room of the producers; None if there is none, or its prompt is being read. Then others are
         read meanwhile."""
         for unsent in self._unsent:
             if unsent.prompt is None:

@@ -1,11 +1,13 @@
 """The producers that are connected: who may join, which leases each keeps, who is given up.
 
 Guarantee: a producer that does not fit the run is refused with every reason, and one that was started from another bundle is told
-of this trainer's; the leases of one that leaves, is silent for `heartbeat_timeout_s` or has lost them go out again, unless their
-groups have arrived. Methods belong to the intake's thread.
+of this trainer's; the leases of one that leaves, is killed, is silent for `heartbeat_timeout_s` or has lost them go out again,
+unless their groups have arrived. Methods belong to the intake's thread.
 """
 
 import logging
+import math
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -25,6 +27,10 @@ from replay.lease_ids import Key
 from replay.prompts.leases import LeaseRecord
 
 logger = logging.getLogger(__name__)
+
+_MAX_REMEMBERED = 16_384  # producers, connected or not
+_LOOK_EVERY_S = 0.05  # for who is silent
+_RECONNECT_S = 1.0  # that a process which lives takes at most to connect again
 
 
 @dataclass(frozen=True)
@@ -58,9 +64,12 @@ class Fleet:
     warn: Throttle
     sessions: dict[bytes, ProducerSession] = field(default_factory=dict)  # by peer; any thread may copy them
     tokens_generated: int = 0  # by all producers, since this trainer started
+    _peers: dict[str, bytes] = field(default_factory=dict)  # of the sessions, by producer
+    _look_at: float = -math.inf
+    _look_for: deque[tuple[float, bytes]] = field(default_factory=deque)  # from when on
     _announced: Policy | None = None
     _tokens_seen: dict[str, int] = field(default_factory=dict)  # by producer, as last reported; outlives its sessions
-    _refused: dict[str, int] = field(default_factory=dict)  # by producer, the version that it refuses, or -1
+    _refused: dict[str, int] = field(default_factory=dict)  # by producer, the version that it refuses
 
     def join(self, peer: bytes, hello: Hello) -> None:
         """Answers a Hello."""
@@ -79,9 +88,8 @@ class Fleet:
             self.warn("refused", f"refused producer {hello.producer}: {'; '.join(found)}")
             self.channel.send(peer, Reject(found))
             return
-        for other, session in list(self.sessions.items()):
-            if session.name == hello.producer:
-                del self.sessions[other]
+        if (other := self._peers.get(hello.producer)) is not None:
+            self._end(other)
         self._release(hello.producer, keep=hello.held)
         leases = self.buffer.leased_to(hello.producer)
         evaluations = self.evaluations.release(hello.producer, keep=hello.held)
@@ -94,6 +102,7 @@ class Fleet:
         )
         leases |= {lease_id for lease_id, wanted in answers.items() if wanted}
         leases -= self.arrivals.waiting()
+        self._peers[hello.producer] = peer
         self.sessions[peer] = ProducerSession(
             hello.producer, hello.capacity, now, leases, hello.release, hello.evaluates, evaluations, of_this_run,
             hello.host, hello.region, hello.metrics,
@@ -115,9 +124,11 @@ class Fleet:
 
     def note(self, peer: bytes, session: ProducerSession, message: Heartbeat) -> None:
         """Takes a heartbeat and answers it."""
-        before = self._tokens_seen.setdefault(session.name, message.tokens_generated)  # its first words after Welcome
+        before = self._tokens_seen.pop(session.name, message.tokens_generated)  # its first words after Welcome
         self.tokens_generated += max(0, message.tokens_generated - before)
         self._tokens_seen[session.name] = message.tokens_generated
+        if len(self._tokens_seen) > _MAX_REMEMBERED:  # who has said nothing for longest
+            del self._tokens_seen[next(iter(self._tokens_seen))]
         lost = session.note(message, self.terms.heartbeat_interval_s)
         self._note_refusal(session.name, message)
         if lost:
@@ -126,23 +137,37 @@ class Fleet:
         self.channel.send(peer, self._announcement())
 
     def lose(self, peer: bytes, why: str) -> None:
-        session = self.sessions.pop(peer)
+        session = self._end(peer)
         released = self._release(session.name)
         logger.warning("producer %s left (%s); %d prompts go out again", session.name, why, len(released))
 
+    def note_disconnected(self, peers: Iterable[bytes], now: float) -> None:
+        """Their connections have ended. A process that lives connects again by itself; who has not a little later is gone."""
+        for peer in peers:
+            if peer in self.sessions:
+                self._look_for.append((now + _RECONNECT_S, peer))
+
     def lose_silent(self, now: float, stood_still_s: float) -> None:
-        """Gives up who has said nothing for too long, not counting the time in which the intake stood still."""
+        """Gives up who cannot be reached any more or has said nothing for too long, not counting the time in which the intake
+        stood still."""
+        while self._look_for and self._look_for[0][0] <= now:
+            _, peer = self._look_for.popleft()
+            if peer in self.sessions and not self.channel.send(peer, self._announcement()):
+                self.lose(peer, "its connection ended")
         if stood_still_s > self.terms.heartbeat_interval_s:
             for session in self.sessions.values():
                 session.last_heard = min(now, session.last_heard + stood_still_s)
+        if now < self._look_at:
+            return
+        self._look_at = now + _LOOK_EVERY_S
         for peer, session in list(self.sessions.items()):
             if now - session.last_heard > self.terms.heartbeat_timeout_s:
                 self.lose(peer, f"silent for {now - session.last_heard:.1f} s")
 
-    def forget(self, lease_id: str) -> None:
+    def forget(self, producer: str, lease_id: str) -> None:
         """A lease that has expired."""
-        for session in self.sessions.values():
-            session.leases.discard(lease_id)
+        if producer in self._peers:
+            self.sessions[self._peers[producer]].leases.discard(lease_id)
 
     def announce(self) -> None:
         """Tells everybody of the policies, if they are not those that were announced last."""
@@ -152,6 +177,12 @@ class Fleet:
             for peer in self.sessions:
                 self.channel.send(peer, announcement)
 
+    def _end(self, peer: bytes) -> ProducerSession:
+        session = self.sessions.pop(peer)
+        del self._peers[session.name]
+        session.end()
+        return session
+
     def _announcement(self) -> Policy:
         return Policy(self.store.newest, self.evaluations.policy)
 
@@ -160,7 +191,11 @@ class Fleet:
         if message.refused_version not in (-1, self._refused.get(name)):
             self.buffer.totals["swaps_refused"] += 1
             logger.error("%s refuses policy v%d: %s", name, message.refused_version, message.refusal)
-        self._refused[name] = message.refused_version
+            self._refused[name] = message.refused_version
+            if len(self._refused) > _MAX_REMEMBERED:
+                del self._refused[next(iter(self._refused))]
+        elif message.refused_version == -1:
+            self._refused.pop(name, None)
 
     def _release(self, producer: str, keep: Iterable[str] = ()) -> list[LeaseRecord[Key]]:
         """Takes back the leases of a producer, but those that it keeps and those whose groups have arrived."""

@@ -41,6 +41,7 @@ from replay.lease_ids import is_evaluation
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.2
+_MOST_DESCRIBED = 8  # producers
 
 
 class Dispatchers(NamedTuple):
@@ -105,8 +106,10 @@ class Intake:
         parts = [
             f"{len(sessions)} producer(s), {depth['leased']} leases out, {depth['ready']} groups ready, "
             f"newest policy v{self.store.newest.version}",
-            *(session.describe(now) for session in sessions),
+            *(session.describe(now) for session in sessions[:_MOST_DESCRIBED]),
         ]
+        if len(sessions) > _MOST_DESCRIBED:
+            parts.append(f"and {len(sessions) - _MOST_DESCRIBED} more producers")
         if not self._disk.has_room:
             parts.append(
                 f"no leases are given: the disk of run_dir is {self._disk.used:.0%} full (replay.max_disk_used)"
@@ -151,7 +154,8 @@ class Intake:
         now = self.clock()
         for record in self._buffer.expire(now):
             self._warn("expired", f"lease {record.lease_id} of {record.producer} expired; its prompt goes out again")
-            self.fleet.forget(record.lease_id)
+            self.fleet.forget(record.producer, record.lease_id)
+        self.fleet.note_disconnected(self._channel.disconnected(), now)
         self.fleet.lose_silent(now, stood_still_s=now - began - timeout_s)
         self.fleet.announce()
         sessions = self.fleet.sessions
@@ -175,9 +179,12 @@ class Intake:
                 self._channel.send(peer, self._offer(peer, message))
             case Hello():
                 self.fleet.join(peer, message)
+                if (joined := self.fleet.sessions.get(peer)) is not None:
+                    self._dispatchers.training.note(peer, joined)
             case _ if (session := self.fleet.sessions.get(peer)) is not None:
                 session.last_heard = self.clock()
                 self._receive_of(peer, session, message)
+                self._dispatchers.training.note(peer, session)
             case Bye():
                 pass
             case _:

@@ -6,6 +6,8 @@ has not read when its connection ends, and one that missed the end of the run wo
 silent is not waited for.
 """
 
+import heapq
+import itertools
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -15,6 +17,7 @@ from protocol.transport.channel import ServerChannel
 from protocol.wire.messages import Bye, Heartbeat, Hello
 
 _LEASES_PER_TICK = 256
+_COUNTED = 32  # producers
 
 
 @dataclass(eq=False)
@@ -39,6 +42,10 @@ class ProducerSession:
     def room(self) -> int:
         """Leases that it would still take."""
         return self.capacity - len(self.leases)
+
+    def end(self) -> None:
+        """It is not connected any more, and takes nothing."""
+        self.capacity = 0
 
     def note(self, heartbeat: Heartbeat, interval_s: float) -> set[str]:
         """Takes its report, heard at `last_heard`, and returns the leases that are lost: they, or their answers, never arrived.
@@ -69,25 +76,63 @@ class ProducerSession:
         )
 
 
+class RoomQueue:
+    """Producers with room for leases, the one with the most first. `note` one whose room may have grown; `refill` finds who was
+    not noted. What is done for one lease does not grow with the number of producers."""
+
+    def __init__(self, room: Callable[[ProducerSession], int]) -> None:
+        self._room = room
+        self._heap: list[tuple[int, int, bytes, ProducerSession]] = []  # by room, negative, and then by turn
+        self._noted: dict[bytes, int] = {}  # the room that counts of those in the heap
+        self._turns = itertools.count()
+
+    @property
+    def at_most(self) -> int:
+        """No less than the room of all producers, as far as it is below 32."""
+        return sum(-negative for negative, *_ in self._heap[:_COUNTED])
+
+    def refill(self, producers: Iterable[tuple[bytes, ProducerSession]]) -> None:
+        self._noted = {}
+        self._heap = []
+        for peer, session in producers:
+            self.note(peer, session)
+
+    def note(self, peer: bytes, session: ProducerSession) -> None:
+        room = self._room(session)
+        if room > self._noted.get(peer, 0):
+            self._noted[peer] = room
+            heapq.heappush(self._heap, (-room, next(self._turns), peer, session))
+
+    def take(self) -> tuple[bytes, ProducerSession] | None:
+        """The producer with the most room; `note` it again after its lease."""
+        while self._heap:
+            negative, _, peer, session = heapq.heappop(self._heap)
+            if self._noted.get(peer) != -negative:
+                continue
+            del self._noted[peer]
+            if self._room(session) == -negative:
+                return peer, session
+            self.note(peer, session)
+        return None
+
+
 def give_leases(
-    channel: ServerChannel,
-    producers: Iterable[tuple[bytes, ProducerSession]],
-    room: Callable[[ProducerSession], int],
-    give: Callable[[bytes, ProducerSession], bool | None],
+    channel: ServerChannel, queue: RoomQueue, give: Callable[[bytes, ProducerSession], bool | None]
 ) -> list[bytes]:
     """Gives leases while there is room, a limited number at a time. Returns the producers that cannot be reached. `give` gives
     one to a producer: False if it cannot be reached, None if there is none to give."""
-    reachable, lost = dict(producers), list[bytes]()
+    lost = list[bytes]()
     for _ in range(_LEASES_PER_TICK):
-        if not reachable:
+        next_one = queue.take()
+        given = give(*next_one) if next_one else None
+        if next_one is None or given is None:
+            if next_one:
+                queue.note(*next_one)
             return lost
-        peer, session = max(reachable.items(), key=lambda entry: room(entry[1]))
-        given = give(peer, session) if room(session) > 0 else None
-        if given is None:
-            return lost
-        if not given:
-            lost.append(peer)
-            del reachable[peer]
+        if given:
+            queue.note(*next_one)
+        else:
+            lost.append(next_one[0])
     channel.wake()  # there is more to give, after a look at what has arrived
     return lost
 
@@ -110,7 +155,7 @@ def say_goodbye(
     heard = dict.fromkeys(peers, clock())
     for peer in heard:
         channel.send(peer, Bye(reason))
-    deadline = time.monotonic() + FAREWELL_S
+    deadline, look_at = time.monotonic() + FAREWELL_S, 0.0
     while heard and time.monotonic() < deadline:
         beat()
         for peer, message in channel.poll(_LOOK_EVERY_S):
@@ -120,5 +165,6 @@ def say_goodbye(
                 channel.send(peer, Bye(reason))
                 if peer in heard:
                     heard[peer] = clock()
-        silent_since = clock() - silence_s
-        heard = {peer: at for peer, at in heard.items() if at > silent_since}
+        if time.monotonic() >= look_at:
+            look_at, silent_since = time.monotonic() + _LOOK_EVERY_S, clock() - silence_s
+            heard = {peer: at for peer, at in heard.items() if at > silent_since}

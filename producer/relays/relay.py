@@ -77,7 +77,7 @@ class Relay(threading.Thread):
         """Those who may connect from now on, without effect where there are no keys. The others' connections are shut."""
         if self._keys is not None:
             assert isinstance(self._keys.authorized, GrantedKeys)
-            self._keys.authorized.names = {peer.key.encode(): peer.identity for peer in peers}
+            self._keys.authorized.grant({peer.key.encode(): peer.identity for peer in peers})
 
     def stop(self) -> None:
         self._stopping.set()

@@ -17,7 +17,7 @@ from protocol.wire.codec import CodecError, SchemaMismatchError, decode, schema_
 from protocol.wire.messages import Message, ProducerMessage, TrainerMessage
 from protocol.wire.schemas import READABLE_SCHEMAS, SCHEMA_VERSION
 
-_MAX_PEERS = 4096
+_MAX_PEERS = 65_536  # more than can be connected
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,9 @@ class ServerChannel(Protocol):
         """Returns False when the peer cannot be reached; the message is then dropped."""
 
     def poll(self, timeout_s: float) -> list[tuple[bytes, ProducerMessage | BadFrame]]: ...
+
+    def disconnected(self) -> list[bytes]:
+        """The peers whose control connection ended since the last call. One that connects again in between is among them."""
 
     def wake(self) -> None: ...
 

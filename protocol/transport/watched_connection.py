@@ -4,15 +4,23 @@ Guarantee: what is read or shut here is this connection, and never another one t
 """
 
 import contextlib
+import logging
 import os
 import resource
 import select
 import socket
 import struct
+import time
 from dataclasses import dataclass
+from typing import NamedTuple
+
+logger = logging.getLogger(__name__)
 
 _BYTES_ACKED, _BYTES_RECEIVED = 120, 128  # offsets in struct tcp_info, Linux 4.2 and newer
-_DESCRIPTORS = 8192
+_DESCRIPTORS, _FEW_DESCRIPTORS = 65_536, 4096
+_OTHER_DESCRIPTORS = 512
+_FEWEST, _MOST_UNFINISHED = 64, 1024  # connections
+_SLACK_BYTES = 2**20  # for a first message, and beside the largest one: framing, encryption
 _RESET = struct.pack("=ii", 1, 0)  # linger for no time at all: a peer that goes on sending learns of its end
 
 
@@ -23,7 +31,8 @@ class WatchedConnection:
     finished: bool = False  # its handshake
     deliveries: int = 0  # messages that it had completed at the last check
     mark: int = 0  # bytes that it had sent then
-    over_since: float | None = None
+    over_since: float | None = None  # when it was found to have sent too much
+    was_reported: bool = False  # then
     was_shut: bool = False
 
     def byte_counts(self) -> tuple[int, int] | None:
@@ -32,6 +41,17 @@ class WatchedConnection:
             return None
         info = self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
         return struct.unpack_from("=Q", info, _BYTES_ACKED)[0], struct.unpack_from("=Q", info, _BYTES_RECEIVED)[0]
+
+    def exceeds(self, most: int, num_messages: int, received: int) -> bool:
+        """Whether it has sent more than `most` bytes since it completed a message, of which it has `num_messages` by now."""
+        if num_messages != self.deliveries:
+            self.deliveries, self.mark, self.over_since, self.was_reported = num_messages, received, None, False
+            return False
+        unread = self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)  # may wait for libzmq in the kernel
+        is_over = received - self.mark > most + unread + _SLACK_BYTES
+        if is_over and self.over_since is None:
+            self.over_since = time.monotonic()
+        return is_over
 
     def peer_left(self) -> bool:
         poll = select.poll()
@@ -71,10 +91,29 @@ def duplicate(descriptor: int) -> socket.socket | None:
     return None
 
 
+class ConnectionLimits(NamedTuple):
+    connections: int
+    unfinished: int  # of these, in their handshake
+
+
+def limits(descriptors: int) -> ConnectionLimits:
+    """How many connections a process with that many descriptors takes. Each needs two; some are for files and for libraries."""
+    connections = max(_FEWEST, descriptors // 2 - _OTHER_DESCRIPTORS // 2)
+    return ConnectionLimits(connections, min(_MOST_UNFINISHED, max(_FEWEST, connections // 4)))
+
+
 def raise_descriptor_limit() -> int:
-    """Every connection takes two descriptors, and checkpoints and the journal need some too. Returns how many are sure."""
+    """Raises the soft limit to the hard one, as far as it is of use. Returns how many are sure."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     highest = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
     if 0 <= soft < highest:
         resource.setrlimit(resource.RLIMIT_NOFILE, (highest, hard))
-    return highest
+    sure = max(soft, highest)
+    if sure < _FEW_DESCRIPTORS:
+        logger.warning(
+            "this process may open %d files, so at most %d producers can connect: raise the hard limit (`ulimit -Hn`, "
+            "LimitNOFILE= of a systemd unit) for more",
+            sure,
+            limits(sure).connections // 2,
+        )
+    return sure

@@ -32,6 +32,7 @@ _EVENTS = (
 )
 _FATAL = (zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.EVENT_HANDSHAKE_FAILED_AUTH)  # after which ZeroMQ does not try again
 _RETRY_S = 1.0
+_LEAST_RECONNECT_MS, _RECONNECT_JITTER_MS = 500, 1000  # so that a fleet, lost at one moment, comes back one by one
 _UNEXPLAINED = 3  # failures in a row; a trainer that is being stopped may cause one
 
 
@@ -69,7 +70,7 @@ class ZmqClient(ZmqChannel):
             zmq.IMMEDIATE: 1,
             zmq.ROUTING_ID: routing_id,
             zmq.RECONNECT_IVL: 100,
-            zmq.RECONNECT_IVL_MAX: 1000,
+            zmq.RECONNECT_IVL_MAX: _LEAST_RECONNECT_MS + secrets.randbelow(_RECONNECT_JITTER_MS),
         }
         if self._keys is not None:
             options |= curve_client(self._keys.secret, self._keys.trainer)

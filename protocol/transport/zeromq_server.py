@@ -29,6 +29,7 @@ from protocol.wire.policy_messages import RelayRequest
 _PEER, _SRCFD = int(zmq.NOBLOCK | zmq.SNDMORE), int(zmq.SRCFD)  # enums cost more than a send
 _RELAY_QUEUE = 32  # messages for one peer, and from it; it asks for few at a time
 _MAX_RELAY_REQUEST_BYTES = 4096
+_BACKLOG = 4096  # of all producers when the trainer comes back; the kernel allows net.core.somaxconn
 _MAX_ROUTING_ID_BYTES = 255  # as ZMTP has it; libzmq takes longer ones, and every place that knows a peer keeps its own
 
 
@@ -84,7 +85,7 @@ class ZmqRouter(ZmqChannel):
     def _options(keys: ServerKeys | None) -> dict[int, Any]:
         # Without keys nobody answers for the domain. libzmq then refuses ZMTP 1 and 2, whose messages do not tell which
         # connection they came over, and accepts every other peer.
-        options: dict[int, Any] = {zmq.ROUTER_MANDATORY: 1, zmq.ZAP_DOMAIN: ZAP_DOMAIN}
+        options: dict[int, Any] = {zmq.ROUTER_MANDATORY: 1, zmq.ZAP_DOMAIN: ZAP_DOMAIN, zmq.BACKLOG: _BACKLOG}
         if keys is None:
             return options
         return options | {zmq.ZAP_ENFORCE_DOMAIN: 1, zmq.CURVE_SERVER: 1, zmq.CURVE_SECRETKEY: keys.secret.reveal()}
@@ -117,12 +118,15 @@ class ZmqRouter(ZmqChannel):
                 self._guard.note_drained(index)
         return arrived
 
+    def disconnected(self) -> list[bytes]:
+        return [peer for index, peer in self._guard.take_ended() if index == 0]
+
     def _receive(self, index: int, head: zmq.Frame, frame: bytes, num_frames: int) -> Any:
         """What has come under the routing id in `head`; None if it is refused."""
         peer = head.bytes
         try:
             user = str(head.get("User-Id")).encode() if self._authorized is not None else b""
-            self._guard.note_delivery(index, int(head.get(_SRCFD)), user)
+            self._guard.note_delivery(index, int(head.get(_SRCFD)), user, peer)
         except zmq.ZMQError:
             self.refusals("unreadable", "a message that does not say which connection it came over")
             return None

@@ -12,7 +12,7 @@ import zmq
 
 from protocol.security.keys import SecretKey
 from protocol.transport.channel import BadFrame, received
-from protocol.transport.connection_guard import HANDSHAKE_S
+from protocol.transport.connection_ends import HANDSHAKE_S
 from protocol.transport.ipc import check_path_length
 from protocol.wire.codec import CodecError, encode
 from protocol.wire.messages import Message

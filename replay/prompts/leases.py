@@ -7,15 +7,22 @@ for as long as the failure calls for, until its budget for failures of that clas
     Leased  -> Waiting             fail, give_back
     Leased  -> not in the table    fail, once the budget is spent
     any     -> any                 put, remove: what its owner decides
+
+What a lease costs does not grow with the number of leases or of producers.
 """
 
+import heapq
+import math
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from replay.prompts.failure_budgets import FailureClass, RetryBudget, failure_class, is_hopeless
 
 K = TypeVar("K", bound=Hashable)
+
+_MOST_ENDED = 256  # deadlines of leases that ended, beyond as many as there are leases
 
 
 @dataclass(frozen=True)
@@ -80,6 +87,9 @@ class PromptTable(Generic[K]):
         self._prompts: dict[K, tuple[Work[K], Status]] = {}
         self._order: dict[type[Status], dict[K, None]] = {kind: {} for kind in (Waiting, Leased, Held, Deferred)}
         self._leases: dict[str, LeaseRecord[K]] = {}
+        self._by_producer: defaultdict[str, dict[str, LeaseRecord[K]]] = defaultdict(dict)
+        self._by_key: defaultdict[K, dict[str, LeaseRecord[K]]] = defaultdict(dict)
+        self._deadlines: list[tuple[float, str]] = []  # a heap; has those of leases that ended, too
 
     def status(self, key: K) -> Status | None:
         """None if the prompt is not in the table: it was never asked for, or is settled."""
@@ -129,7 +139,7 @@ class PromptTable(Generic[K]):
 
     def lease(self, record: LeaseRecord[K]) -> LeaseRecord[K]:
         self.put(record.work, Leased())
-        self._leases[record.lease_id] = record
+        self._add(record)
         return record
 
     def hand_over(self, lease_id: str, producer: str, deadline: float) -> bool:
@@ -137,15 +147,19 @@ class PromptTable(Generic[K]):
         record = self.end_lease(lease_id)
         if record is None or not self.is_open(record.work.key):
             return False
-        self._leases[lease_id] = replace(record, producer=producer, deadline=deadline)
+        self._add(replace(record, producer=producer, deadline=deadline))
         return True
 
     def end_lease(self, lease_id: str) -> LeaseRecord[K] | None:
-        return self._leases.pop(lease_id, None)
+        record = self._leases.pop(lease_id, None)
+        if record is not None:
+            _forget(self._by_producer, record.producer, lease_id)
+            _forget(self._by_key, record.work.key, lease_id)
+        return record
 
     def lease_on(self, key: K) -> LeaseRecord[K] | None:
         """The lease on a prompt, answered or not, that has not ended."""
-        return next((record for record in self._leases.values() if record.work.key == key), None)
+        return next(iter(self._by_key.get(key, {}).values()), None)
 
     def fail(
         self, lease_id: str, reason: str, now: float, give_up: Callable[[Work[K]], None] = lambda work: None
@@ -175,7 +189,34 @@ class PromptTable(Generic[K]):
             self.put(self.work(record.work.key), Waiting())
 
     def overdue(self, now: float) -> list[LeaseRecord[K]]:
-        return [record for record in self._leases.values() if record.deadline <= now]
+        """The leases whose deadline has passed and that have not ended, the earliest first."""
+        found: dict[str, LeaseRecord[K]] = {}
+        while self._deadlines and self._deadlines[0][0] <= now:
+            deadline, lease_id = heapq.heappop(self._deadlines)
+            record = self._leases.get(lease_id)
+            if record is not None and record.deadline == deadline:
+                found[lease_id] = record
+        for record in found.values():  # they stay overdue until they end
+            heapq.heappush(self._deadlines, (record.deadline, record.lease_id))
+        return list(found.values())
 
     def leases_of(self, producer: str) -> list[LeaseRecord[K]]:
-        return [record for record in self._leases.values() if record.producer == producer]
+        return list(self._by_producer.get(producer, {}).values())
+
+    def _add(self, record: LeaseRecord[K]) -> None:
+        self.end_lease(record.lease_id)
+        self._leases[record.lease_id] = record
+        self._by_producer[record.producer][record.lease_id] = record
+        self._by_key[record.work.key][record.lease_id] = record
+        if record.deadline < math.inf:
+            heapq.heappush(self._deadlines, (record.deadline, record.lease_id))
+        if len(self._deadlines) > 2 * len(self._leases) + _MOST_ENDED:
+            records = self._leases.values()
+            self._deadlines = [(each.deadline, each.lease_id) for each in records if each.deadline < math.inf]
+            heapq.heapify(self._deadlines)
+
+
+def _forget(index: dict[K, dict[str, LeaseRecord[Any]]], name: K, lease_id: str) -> None:
+    del index[name][lease_id]
+    if not index[name]:
+        del index[name]

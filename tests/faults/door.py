@@ -1,11 +1,12 @@
 """A trainer's door in a process of its own: server, intake, buffer and journal, without a model.
 
 `python -m tests.faults.door FOLDER CONTROL BLOB MAX_MESSAGE_BYTES [KEYS]` answers every line on standard input with one of
-JSON, and ends with the input. The line `stop authenticator` does that first.
+JSON, and ends with the input. It may open `DESCRIPTORS` files. The line `stop authenticator` does that first.
 """
 
 import json
 import logging
+import resource
 import sys
 import threading
 from pathlib import Path
@@ -14,9 +15,12 @@ from benchmarks.acceptor import Acceptor
 from protocol.security.keys import trainer_keys
 from protocol.transport.zeromq_server import ZmqServer
 
+DESCRIPTORS = 1024  # so that a flood is small; a trainer takes all that its host allows
+
 
 def main(folder: str, control: str, blob: str, max_message_bytes: str, keys: str | None = None) -> None:
     logging.basicConfig(level=logging.INFO)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (DESCRIPTORS, DESCRIPTORS))
     server = ZmqServer(control, blob, int(max_message_bytes), trainer_keys(Path(keys)) if keys else None)
     with Acceptor(server, Path(folder)) as acceptor:
         print("open", flush=True)

@@ -16,15 +16,18 @@ import pytest
 
 from benchmarks.terms import ENGINE_FACTS
 from protocol.security.keys import AUTHORIZED, ProducerKeys, generate, producer_keys
-from protocol.transport.connection_guard import MAX_UNFINISHED
+from protocol.transport.watched_connection import limits
 from protocol.transport.zeromq_client import ZmqClient
 from protocol.wire.messages import Ack, Hello, Nack, Reject, Welcome
+from tests.faults.door import DESCRIPTORS
 from tests.faults.doors import LIMIT, Door, Honest
 from tests.faults.memory import memory_bounded
 from tests.fuzz.zmtp import greeting
 from tests.unit.protocol.channel_harness import eventually, receive
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+
+MAX_UNFINISHED = limits(DESCRIPTORS).unfinished
 
 
 @pytest.fixture(scope="module")

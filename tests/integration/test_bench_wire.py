@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import scale, transport
+from benchmarks import scale, transport, wire
 
 pytestmark = pytest.mark.integration
 
@@ -20,11 +20,15 @@ def test_transport_measures_both_sides(name: str) -> None:
 def test_scale_finds_every_acknowledged_group_in_the_journal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("os.sched_setaffinity", lambda pid, cores: None)  # of the tests' own process
+    for pause in ("_IDLE_S", "_SETTLE_S", "_DOWN_S"):
+        monkeypatch.setattr(wire, pause, 0.2)
+    monkeypatch.setattr(scale, "_RAW_S", 0.2)
     out = tmp_path / "scale.json"
     scale.main(["--out", str(out), "--seconds", "0.5", "--repeat", "1", "--producers", "9", "--offered", "100"])
     (case,) = json.loads(out.read_text())["cases"]
     assert case["producers"] == 9
     assert 0 < case["groups_per_s"][1] < 400
     assert 0 < case["ack_p50_ms"][1] <= case["ack_p99_ms"][1]
+    assert 0 < case["back_s"][1] < 60, "the producers are back after the trainer was killed"
+    assert case["refused"] == [0, 0, 0]
     assert "| 9 | 100/s |" in capsys.readouterr().out

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from consumer.intake import fleet
 from protocol.wire.codec import encode
 from protocol.wire.messages import Ack, Bye, Heartbeat
 from tests.unit.consumer.intake.builders import Start, answer, only
@@ -123,3 +124,56 @@ def test_who_waits_for_whom_in_words(start: Start, usage: SimpleNamespace) -> No
     trainer.tick()
     full = "no leases are given: the disk of run_dir is 95% full (replay.max_disk_used)"
     assert trainer.intake.describe() == f"{words}; {full}"
+
+
+def test_a_producer_whose_connection_ended_is_given_up_a_second_later(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = start()
+    killed, other = trainer.producer("killed", capacity=2), trainer.producer("other", capacity=2)
+    trainer.channel.clients.pop(killed.channel.peer)
+    trainer.channel.ended.append(killed.channel.peer)
+    trainer.tick()
+    trainer.now += 0.9
+    trainer.tick()
+    assert (len(trainer.intake.fleet.sessions), len(other.leases)) == (2, 0)
+    trainer.now += 0.15
+    trainer.tick()
+    trainer.now += 0.3  # the prompts wait for their first retry
+    trainer.tick()
+    assert [lease.prompt_id for lease in other.leases] == [0, 1]
+    assert "producer killed left (its connection ended); 2 prompts go out again" in caplog.text
+
+
+def test_a_producer_that_connects_again_at_once_keeps_its_leases(start: Start) -> None:
+    trainer = start()
+    producer = trainer.producer(capacity=2)
+    trainer.channel.ended += [producer.channel.peer, b"nobody"]
+    trainer.tick()
+    trainer.now += 1.5
+    trainer.tick()
+    assert len(trainer.intake.fleet.sessions) == 1
+    assert trainer.replay.totals["failed_released"] == 0
+    assert len(producer.beat()) == 1, "it is answered as before"
+
+
+def test_many_producers_are_described_by_a_few(start: Start) -> None:
+    trainer = start()
+    for number in range(11):
+        trainer.producer(f"p{number}", capacity=0)
+    words = trainer.intake.describe()
+    assert words.startswith("11 producer(s), ")
+    assert words.count("no heartbeat yet") == 8
+    assert words.endswith("; and 3 more producers")
+
+
+def test_names_of_past_producers_do_not_pile_up(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet, "_MAX_REMEMBERED", 4)
+    trainer = start()
+    for number in range(20):
+        producer = trainer.producer(f"p{number}", capacity=0)
+        producer.beat()
+        producer.say(Heartbeat(0, 0, [], 10, 0.0, refused_version=3, refusal="no"), Bye("stopping"))
+    found = trainer.intake.fleet
+    assert (len(found._tokens_seen), len(found._refused), len(found._peers)) == (4, 4, 0)
+    assert found.tokens_generated == 200

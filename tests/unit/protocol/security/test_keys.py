@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from protocol.errors import ConfigError, ExitCode
+from protocol.security import authorized_keys
 from protocol.security.authorized_keys import AuthorizedKeys
 from protocol.security.keys import (
     AUTHORIZED,
@@ -214,8 +215,11 @@ def names(authorized: AuthorizedKeys, keys: dict[str, bytes]) -> set[str]:
     return found
 
 
-def test_authorized_keys_follow_their_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_authorized_keys_follow_their_folder(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     caplog.set_level(logging.INFO)
+    monkeypatch.setattr(authorized_keys, "_LOOK_EVERY_S", 0.0)
     keys = {name: generate(tmp_path, name) for name in ("a", "b", "trainer")}
     folder = tmp_path / AUTHORIZED
     authorized = AuthorizedKeys(folder)
@@ -235,6 +239,26 @@ def test_authorized_keys_follow_their_folder(tmp_path: Path, caplog: pytest.LogC
         "no producer is authorized: nobody can connect until `rl-keys authorize` lets one in",
         f"not authorized: {folder}/b.public holds the key of a",
     ]
+
+
+def test_every_file_is_looked_at_when_the_folder_changed_and_now_and_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(authorized_keys, "_LOOK_EVERY_S", 3600.0)
+    keys = {name: generate(tmp_path, name) for name in ("trainer", "a", "b")}
+    folder = tmp_path / AUTHORIZED
+    authorized = AuthorizedKeys(folder)
+    write_public(folder / "a.public", "a", keys["a"])
+    os.utime(folder, ns=(1, 1))  # as if the clock of files had moved on since the last look
+    assert names(authorized, keys) == {"a"}
+    revision = authorized.revision
+    with monkeypatch.context() as patched:
+        patched.setattr(authorized, "_look", lambda: pytest.fail("nothing has changed"))
+        assert names(authorized, keys) == {"a"}
+    (folder / "a.public").unlink()
+    os.utime(folder, ns=(2, 2))
+    assert names(authorized, keys) == set()
+    assert authorized.revision == revision + 1
 
 
 def test_a_key_that_was_replaced_is_not_authorized_any_more(tmp_path: Path) -> None:

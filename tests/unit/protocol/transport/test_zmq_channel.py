@@ -12,7 +12,7 @@ import zmq
 from protocol.errors import ConfigError
 from protocol.security.rejections import REASONS, Refusals
 from protocol.transport.channel import BadFrame
-from protocol.transport.connection_guard import MAX_UNFINISHED
+from protocol.transport.watched_connection import ConnectionLimits
 from protocol.transport.zeromq_client import ZmqClient
 from protocol.transport.zeromq_server import ZmqServer
 from protocol.wire.codec import CodecError, encode
@@ -78,11 +78,12 @@ def test_who_sends_much_to_a_busy_server_is_not_taken_for_one_that_never_ends(tc
 def test_many_local_producers_that_start_together_are_all_let_in(ipc: Harness, stack: ExitStack) -> None:
     """Their connections for blobs stay silent until there is a policy, which over ipc looks like an unfinished handshake."""
     server = ipc.server()
+    server._guard._limits = ConnectionLimits(connections=256, unfinished=64)
     context = stack.enter_context(zmq.Context(io_threads=1))
-    for _ in range(MAX_UNFINISHED + 8):
+    for _ in range(72):
         stack.enter_context(context.socket(zmq.DEALER)).connect(ipc.endpoints[1])
-    eventually(lambda: len(server._guard._connections) == MAX_UNFINISHED + 8, "all connections")
-    server._guard._bound_unfinished()
+    eventually(lambda: len(server._guard._connections) == 72, "all connections")
+    eventually(lambda: not server._guard._watched, "a look at all of them")
     assert sum(server.refusals.counts.values()) == 0
 
 
@@ -251,3 +252,14 @@ def test_channels_leak_no_descriptor(ipc: Harness, tmp_path: Path, with_keys: bo
         with pytest.raises(ConfigError):
             ZmqClient("producer", "carrier-pigeon://coop", ipc.endpoints[1], LIMIT)
     assert open_descriptors() == before
+
+
+def test_the_owner_learns_whose_connection_ended(harness: Harness) -> None:
+    server = harness.server()
+    client, other = harness.client(server, "killed"), harness.client(server, "other")
+    peer, _ = introduce(server, client), introduce(server, other)
+    assert server.disconnected() == []
+    client.close()
+    eventually(lambda: server.disconnected() == [peer] or server.poll(0.01), "the end of its connection")
+    assert not server.send(peer, Bye("stopping"))
+    assert server.disconnected() == []

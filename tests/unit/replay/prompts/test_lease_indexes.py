@@ -1,0 +1,75 @@
+"""What is found of leases by producer, prompt and deadline, beside a table that looks at all of them."""
+
+import math
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from replay.prompts.failure_budgets import RetryBudget
+from replay.prompts.leases import LeaseRecord, PromptTable, Waiting, Work
+
+PRODUCERS = ("a", "b", "c")
+EVENTS = st.lists(
+    st.tuples(
+        st.sampled_from(["lease", "hand_over", "end", "fail", "give_back"]),
+        st.integers(0, 9),
+        st.sampled_from(PRODUCERS),
+        st.sampled_from([1.0, 2.0, 2.0, 3.0, math.inf]),
+    ),
+    max_size=60,
+)
+
+
+def table_of() -> PromptTable[int]:
+    return PromptTable({"data": RetryBudget(3, 1.0), "infra": RetryBudget(3, 1.0)})
+
+
+def lease(table: PromptTable[int], key: int, producer: str = "a", deadline: float = 1.0, attempt: int = 1) -> None:
+    table.lease(LeaseRecord(f"{key}/{attempt}", Work(key, attempt=attempt), producer, 0, deadline))
+
+
+@given(EVENTS)
+def test_the_indexes_say_what_all_leases_say(events: list[tuple[str, int, str, float]]) -> None:
+    table, known = table_of(), dict[str, Any]()
+    for number, (event, key, producer, deadline) in enumerate(events):
+        current = table.lease_on(key)
+        if event == "lease" and current is None:
+            lease(table, key, producer, deadline, attempt=number)
+            known[f"{key}/{number}"] = (key, producer, deadline)
+        elif event == "hand_over" and current is not None and table.hand_over(current.lease_id, producer, deadline):
+            known[current.lease_id] = (key, producer, deadline)
+        elif current is not None and event != "lease":
+            if event == "end":
+                table.end_lease(current.lease_id)
+            elif event == "fail":
+                table.fail(current.lease_id, "expired", 0.0)
+            else:
+                table.give_back(current.lease_id)
+            del known[current.lease_id]
+        assert table.num_leases == len(known)
+        for name in PRODUCERS:
+            assert {record.lease_id for record in table.leases_of(name)} == {
+                lease_id for lease_id, (_, owner, _) in known.items() if owner == name
+            }
+        assert {key for key in range(10) if table.lease_on(key)} == {key for key, _, _ in known.values()}
+        for now in (0.5, 2.0, 9.0):
+            for _ in range(2):  # looking ends nothing
+                found = table.overdue(now)
+                assert {record.lease_id for record in found} == {
+                    lease_id for lease_id, (_, _, at) in known.items() if at <= now
+                }
+                assert [record.deadline for record in found] == sorted(record.deadline for record in found)
+
+
+def test_deadlines_of_leases_that_ended_are_forgotten() -> None:
+    table = table_of()
+    for number in range(10_000):
+        lease(table, number, deadline=1e9)
+        table.end_lease(f"{number}/1")
+        table.put(Work(number), Waiting())
+        table.remove(number)
+    assert len(table._deadlines) <= 257
+    assert table.leases_of("a") == []
+    assert not table._by_producer
+    assert not table._by_key
