@@ -29,6 +29,8 @@ from benchmarks.terms import ENGINE_FACTS, MAX_MESSAGE_BYTES
 from producer.interfaces import LinkEvents
 from producer.link.link import Link
 from producer.link.mailbox import Mailbox
+from producer.link.trainer_source import Download, TrainerSource
+from producer.relays.neighbours import Neighbours
 from producer.state import Counters, Workload
 from protocol.config.sections.transport import TransportSection
 from protocol.security.keys import ProducerKeys, identity_of, producer_keys
@@ -133,7 +135,7 @@ class _Producer:
         transport = TransportSection(endpoint=load.endpoint, keys=load.keys)
         hello = Hello(load.names[number], ENGINE_FACTS, load.capacity)
         self._link = Link(
-            self._mailbox, hello, transport, load.endpoint, self._events(), Counters(),
+            self._mailbox, hello, transport, Neighbours(load.names[number], transport), self._events(), Counters(),
             lambda: Workload((), len(self._leases), 0, 0.0),
         )  # fmt: skip
 
@@ -196,11 +198,18 @@ class _Producer:
             self._news.write(msgspec.json.encode([time.monotonic(), lease_id, what]).decode() + "\n")
 
 
+def _at_once(source: TrainerSource, download: Download, work: Callable[[], None]) -> None:
+    """What a producer does on a thread of its own, for which it has more than a thousandth of a core."""
+    download.is_aside = True
+    work()
+
+
 def _run(load: Load) -> None:
     """Until standard input ends, and then until everything is acknowledged."""
     if load.core is not None:
         os.sched_setaffinity(0, {load.core})
     logging.basicConfig(level=logging.ERROR)
+    TrainerSource._aside = _at_once  # type: ignore[method-assign]
     watch, factory = _Watch(), GroupFactory(load.seed)
     watch.add(sys.stdin.fileno(), _STDIN)
     producers = [_Producer(load, number, factory, watch) for number in range(len(load.names))]

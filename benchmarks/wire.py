@@ -30,7 +30,10 @@ _JOIN_S = 120.0  # for all producers
 _START_S, _WARM_UP_S, _IDLE_S, _SETTLE_S = 0.1, 1.0, 3.0, 2.0
 _DOWN_S = 8.0  # that a killed trainer stays away, longer than `heartbeat_timeout_s`
 _LEASES, _LEAST_LEASES = 256, 2  # of all producers together, and of each
-_GROUPS_PER_STEP, _GROUPS_PER_STEP_EACH = 64, 4  # so that a thousand producers have a step in eight seconds
+_GROUPS_PER_STEP, _GROUPS_PER_STEP_EACH = (
+    64,
+    32,
+)  # so that a large fleet, which shares a core, fetches no policy meanwhile
 
 
 @dataclass(frozen=True)

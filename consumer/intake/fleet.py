@@ -29,6 +29,7 @@ from replay.prompts.leases import LeaseRecord
 logger = logging.getLogger(__name__)
 
 _MAX_REMEMBERED = 16_384  # producers, connected or not
+_TOLD_AT_ONCE = 64  # producers
 _LOOK_EVERY_S = 0.05  # for who is silent
 _RECONNECT_S = 1.0  # that a process which lives takes at most to connect again
 
@@ -68,6 +69,7 @@ class Fleet:
     _look_at: float = -math.inf
     _look_for: deque[tuple[float, bytes]] = field(default_factory=deque)  # from when on
     _announced: Policy | None = None
+    _untold: deque[bytes] = field(default_factory=deque)  # who does not know it yet
     _tokens_seen: dict[str, int] = field(default_factory=dict)  # by producer, as last reported; outlives its sessions
     _refused: dict[str, int] = field(default_factory=dict)  # by producer, the version that it refuses
 
@@ -170,12 +172,18 @@ class Fleet:
             self.sessions[self._peers[producer]].leases.discard(lease_id)
 
     def announce(self) -> None:
-        """Tells everybody of the policies, if they are not those that were announced last."""
+        """Tells everybody of the policies, if they are not those that were announced last: some now, the others in the rounds that
+        follow, so that acknowledgements come between them."""
         announcement = self._announcement()
         if announcement != self._announced:
             self._announced = announcement
-            for peer in self.sessions:
+            self._untold = deque(self.sessions)
+        for _ in range(min(len(self._untold), _TOLD_AT_ONCE)):
+            peer = self._untold.popleft()
+            if peer in self.sessions:
                 self.channel.send(peer, announcement)
+        if self._untold:
+            self.channel.wake()
 
     def _end(self, peer: bytes) -> ProducerSession:
         session = self.sessions.pop(peer)

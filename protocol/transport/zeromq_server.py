@@ -29,6 +29,7 @@ from protocol.wire.policy_messages import RelayRequest
 _PEER, _SRCFD = int(zmq.NOBLOCK | zmq.SNDMORE), int(zmq.SRCFD)  # enums cost more than a send
 _RELAY_QUEUE = 32  # messages for one peer, and from it; it asks for few at a time
 _MAX_RELAY_REQUEST_BYTES = 4096
+_BLOB_BURST = 8  # a chunk of an adapter costs as much as a dozen groups
 _BACKLOG = 4096  # of all producers when the trainer comes back; the kernel allows net.core.somaxconn
 _MAX_ROUTING_ID_BYTES = 255  # as ZMTP has it; libzmq takes longer ones, and every place that knows a peer keeps its own
 
@@ -105,7 +106,7 @@ class ZmqRouter(ZmqChannel):
         ready = self._wait(timeout_s)
         arrived: list[tuple[bytes, Any]] = []
         for index, socket in enumerate(self.sockets):
-            for _ in range(BURST if socket in ready else 0):
+            for _ in range((BURST, _BLOB_BURST)[index] if socket in ready else 0):
                 try:
                     head = socket.recv(NOBLOCK, copy=False)
                 except zmq.Again:

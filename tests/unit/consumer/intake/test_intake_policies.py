@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from consumer.intake import fleet
 from consumer.publishing.published_policy import MeasuredProbe
 from protocol.files.shared_memory import shared_memory
 from protocol.wire.messages import (
@@ -122,3 +123,25 @@ def test_a_refused_version_counts_once_for_each_producer_and_shows(
     assert [each.heartbeat.refused_version for each in trainer.intake.fleet.sessions.values()] == [1, 1]
     client.say(Heartbeat(2, 64, [], 0, 0.0), Heartbeat(2, 64, [], 0, 0.0, refused_version=3, refusal="again"))
     assert trainer.replay.totals["swaps_refused"] == 3
+
+
+def test_many_producers_are_told_in_turns_and_each_of_the_newest(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet, "_TOLD_AT_ONCE", 2)
+    trainer = start()
+    producers = [trainer.producer(f"p{number}", capacity=0) for number in range(5)]
+    for producer in producers:
+        producer.hear()
+        producer.inbox.clear()
+
+    def told() -> list[list[int]]:
+        return [[each.policy.version for each in producer.all(Policy)] for producer in producers]
+
+    trainer.publish(1, BLOB, DIGEST)
+    trainer.tick()
+    assert told() == [[1], [1], [], [], []]
+    trainer.publish(2, BLOB, DIGEST)
+    for _ in range(3):
+        trainer.tick()
+    assert told() == [[1, 2], [1, 2], [2], [2], [2]]
+    trainer.tick()
+    assert told() == [[1, 2], [1, 2], [2], [2], [2]]
