@@ -172,8 +172,8 @@ class Fleet:
             self.sessions[self._peers[producer]].leases.discard(lease_id)
 
     def announce(self) -> None:
-        """Tells everybody of the policies, if they are not those that were announced last: some now, the others in the rounds that
-        follow, so that acknowledgements come between them."""
+        """Tells everybody of the policies, if they are not those that were announced last: some now, the others in the rounds
+        that follow, so that acknowledgements come between them."""
         announcement = self._announcement()
         if announcement != self._announced:
             self._announced = announcement
