@@ -52,11 +52,13 @@ class Neighbours:
     relay: Relay | None = None
     counts: PolicyCounts = field(default_factory=PolicyCounts)
     _rates: Rates = field(default_factory=Rates)
+    _shares: bool = True  # the last policy had room in the cache
     _barred: deque[RelayAddress] = field(default_factory=partial(deque, maxlen=_MOST_BARRED))
 
     @property
     def relay_endpoint(self) -> str:
-        return self.relay.endpoint if self.relay else ""
+        """Where this producer hands policies on; "" while nobody is to be sent here."""
+        return self.relay.endpoint if self.relay and self._shares else ""
 
     @property
     def relayed_bytes(self) -> int:
@@ -114,7 +116,8 @@ class Neighbours:
     def _claim(self, policy: PolicyInfo, cancelled: threading.Event) -> Claim | bytes:
         """The policy out of the cache, when whoever downloads it has put it there, or the right to download it."""
         digest = policy.digest
-        if not self.cache.has_room(policy.num_bytes):
+        self._shares = self.cache.has(digest) or self.cache.has_room(policy.num_bytes)
+        if not self._shares:
             return self.unshared(policy)
         seen, seen_at = None, time.monotonic()
         while not cancelled.is_set():

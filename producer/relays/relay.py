@@ -1,14 +1,15 @@
 """Hands on to producers of other hosts what the cache of this host has.
 
-Guarantee: it serves only policies whose sha256 was seen to match, to at most `MOST_DOWNLOADS` producers at a time, only while the
-trainer is there, and with keys only to those that the trainer named. It keeps nothing of what peers send. One producer of a host
-relays, because one has the port; when that one ends another one takes its place.
+Guarantee: it serves only policies whose sha256 was seen to match, to at most `MOST_DOWNLOADS` producers at a time, and with keys
+only to those that the trainer named, while that is there. It keeps nothing of what peers send. One producer of a host relays,
+because one has the port; when that one ends another one takes its place.
 """
 
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import closing
 from dataclasses import dataclass, field
 
 from producer.relays.host_cache import HostCache
@@ -69,7 +70,7 @@ class Relay(threading.Thread):
         self._keys = ServerKeys(secret, GrantedKeys()) if secret else None
         self._downloads = Downloads()
         self._stopping = threading.Event()
-        self._warn = Throttle(logger, num_at_once=1)
+        self._say = Throttle(logger, num_at_once=1)
         self.endpoint = ""
         self.num_bytes = 0  # handed on
 
@@ -87,26 +88,28 @@ class Relay(threading.Thread):
     def run(self) -> None:
         while not self._stopping.is_set():
             try:
-                place = self._place()
-                server = ZmqRelay(place.bound, self._max_message_bytes, self._keys)
-            except EndpointInUseError:  # another producer of this host relays
-                self._stopping.wait(_BIND_EVERY_S)
-                continue
+                self._relay()
+            except EndpointInUseError:
+                self._say(
+                    "bind", "another process of this host has transport.relay_port; a producer relays", logging.INFO
+                )
             except ConfigError as error:
-                self._warn("bind", f"this host does not relay policies (transport.relay_port): {error}")
-                self._stopping.wait(_BIND_EVERY_S)
-                continue
-            try:
-                self.endpoint = place.advertised
-                logger.info("policies are handed on to other hosts at %s", self.endpoint)
-                while not self._stopping.is_set():
-                    self._serve(server)
+                self._say("bind", f"this host does not relay policies (transport.relay_port): {error}")
             except Exception:
                 logger.exception("the relay failed, and begins anew")
-                self._stopping.wait(_BIND_EVERY_S)
+            self._stopping.wait(_BIND_EVERY_S)
+
+    def _relay(self) -> None:
+        """Until it is to stop."""
+        place = self._place()
+        with closing(ZmqRelay(place.bound, self._max_message_bytes, self._keys)) as server:
+            logger.info("policies are handed on to other hosts at %s", place.advertised)
+            try:
+                self.endpoint = place.advertised
+                while not self._stopping.is_set():
+                    self._serve(server)
             finally:
                 self.endpoint = ""
-                server.close()
 
     def _serve(self, server: ZmqRelay) -> None:
         for peer, request in server.poll(_TICK_S):

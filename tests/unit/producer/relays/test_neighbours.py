@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,9 @@ import zmq
 
 from producer.relays.host_cache import HostCache
 from producer.relays.neighbours import Found, Neighbours
+from producer.relays.place import RelayPlace
+from producer.relays.relay import Downloads, Relay
+from protocol.errors import ConfigError
 from protocol.files import shared_memory
 from protocol.security.keys import SecretKey
 from protocol.wire.policy_messages import (
@@ -30,6 +34,7 @@ from tests.unit.producer.relays.scripted_relay import (
     BLOB,
     PATIENCE_S,
     POLICY,
+    TRANSPORT,
     Answer,
     honest,
     made_cache,
@@ -38,6 +43,7 @@ from tests.unit.producer.relays.scripted_relay import (
     scripted,
     store,
 )
+from tests.unit.protocol.channel_harness import eventually, reserve_port
 
 
 @pytest.fixture
@@ -228,6 +234,60 @@ def test_what_cannot_be_stored_is_downloaded_by_each(here: HostCache, monkeypatc
     monkeypatch.setattr(HostCache, "has_room", lambda self, num_bytes: False)
     assert not here.claim(POLICY.digest).note(0)  # type: ignore[union-attr]
     assert find(waiting).blob is None, "it does not wait where nothing would fit"
+
+
+def test_a_host_without_room_does_not_say_that_it_relays(here: HostCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    with relaying(here) as (relay, endpoint):
+        relays = Neighbours("here-1-aa", TRANSPORT, None, here, relay)
+        eventually(lambda: relays.relay_endpoint == endpoint, "the relay")
+        with monkeypatch.context() as full:
+            full.setattr(HostCache, "has_room", lambda self, num_bytes: False)
+            find(relays)
+        assert relays.relay_endpoint == ""
+        find(relays).claim.release()
+        assert relays.relay_endpoint == endpoint
+
+
+def test_of_two_producers_of_a_host_the_one_that_has_the_port_relays_until_it_ends(
+    here: HostCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("producer.relays.relay._BIND_EVERY_S", 0.05)
+    with ExitStack() as stack:
+        endpoint = f"tcp://127.0.0.1:{reserve_port(stack)}"
+        first, second = (Relay(here, lambda: RelayPlace(endpoint, endpoint), 65_536, None) for _ in range(2))
+        stack.callback(second.stop)
+        first.start()
+        eventually(lambda: first.endpoint, "the first")
+        second.start()
+        first.stop()
+        assert first.endpoint == ""
+        eventually(lambda: second.endpoint == endpoint, "the second")
+
+
+def test_a_relay_that_does_not_know_its_address_tries_again(here: HostCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("producer.relays.relay._BIND_EVERY_S", 0.05)
+    problems: list[Exception] = [RuntimeError("nobody foresaw this"), ConfigError("no way to trainer")]
+    with ExitStack() as stack:
+        endpoint = f"tcp://127.0.0.1:{reserve_port(stack)}"
+
+        def place() -> RelayPlace:
+            if problems:
+                raise problems.pop()
+            return RelayPlace(endpoint, endpoint)
+
+        relay = Relay(here, place, 65_536, None)
+        stack.callback(relay.stop)
+        relay.start()
+        eventually(lambda: relay.endpoint, "its address")
+
+
+def test_a_ninth_download_is_sent_elsewhere_until_another_ends() -> None:
+    downloads = Downloads()
+    peers = [str(number).encode() for number in range(9)]
+    assert [downloads.admit(peer, 0.0) for peer in peers] == [True] * 8 + [False]
+    assert downloads.admit(peers[0], 4.0)
+    assert not downloads.admit(peers[8], 4.9)
+    assert downloads.admit(peers[8], 5.0), "seven have not asked for 5 s"
 
 
 def test_a_damaged_file_of_the_cache_is_removed(here: HostCache) -> None:
