@@ -1,5 +1,6 @@
 """What of a run the rendered files know, and what is refused before one is written."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,10 @@ import pytest
 from protocol.config.loader import load_config
 from protocol.errors import ConfigError
 from tests.unit.tools.cluster.render.rendered import project, render
+from tools.cluster.cli import main
 from tools.cluster.render.deployment import Deployment, Size, plain
+
+REPOSITORY = Path(__file__).parents[5]
 
 
 @pytest.fixture
@@ -77,6 +81,24 @@ def test_files_that_somebody_changed_are_not_overwritten(here: Path, capsys: pyt
     error = capsys.readouterr().err
     assert "submit.sh, trainer.sbatch, producers.sbatch is there with other content" in error
     assert "nodelist=n1" in (here / "out" / "trainer.sbatch").read_text()
+
+
+def test_a_run_on_a_network_disk_is_refused(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    project(here)
+    monkeypatch.setattr("tools.cluster.render.command.file_system", lambda place: "nfs4")
+    assert render("slurm", here / "out", "--trainer-node", "n1") == 78
+    assert f"run_dir: {here}/runs/My_Run is on a network file system (nfs4)" in capsys.readouterr().err
+
+
+def test_every_command_of_the_page_writes_what_the_page_says(here: Path) -> None:
+    project(here)
+    page = (REPOSITORY / "docs" / "cluster.md").read_text()
+    found = re.findall(r"^rl-cluster (render .*)$", page, re.M)
+    assert [main(command.split()) for command in found] == [0, 0, 0]
+    for script in re.findall(r"`?((?:jobs|manifests|hosts)/[\w.]+)", page):
+        assert (here / script).is_file() or script == "hosts/keys", script
 
 
 def test_the_number_of_producers_may_come_from_the_configuration(here: Path) -> None:

@@ -43,6 +43,8 @@ def directives(file: Path) -> dict[str, str]:
 
 
 JOBS = [("trainer.sbatch", "rl-trainer"), ("producers.sbatch", "rl-producer")]
+OF_A_TASK = {"SLURM_JOB_ID": "12", "SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "4"}
+AGAIN = {"rl-trainer": "scontrol requeue 12", "rl-producer": "scontrol requeue 12_4"}
 COMMON = Path(__file__).parents[5] / "deploy" / "systemd" / "common.conf"
 SOME = [ExitCode.OK, ExitCode.CONFIG, ExitCode.STALLED]
 
@@ -55,9 +57,9 @@ def test_a_job_is_queued_again_unless_a_new_start_cures_nothing(
     for code in codes:
         stand_in(programs, program, f"exit {code}")
         (programs / "calls").unlink(missing_ok=True)
-        done = bash(script, programs, SLURM_JOB_ID="12", SLURM_ARRAY_TASK_ID="4")
+        done = bash(script, programs, **OF_A_TASK)
         assert (done.returncode, done.stderr) == (code, "")
-        assert ("scontrol requeue 12" in calls(programs)) == (code not in STAYS_DOWN), code
+        assert (AGAIN[program] in calls(programs)) == (code not in STAYS_DOWN), code
 
 
 @pytest.mark.parametrize(("job", "program"), JOBS)
@@ -66,14 +68,14 @@ def test_a_job_whose_time_is_almost_up_stops_and_is_queued_again(
 ) -> None:
     script = rendered(here, programs, "--gpus", "0") / job
     stand_in(programs, program, f"trap 'sleep 0.2; exit 0' TERM; touch {here}/up; while :; do sleep 0.05; done")
-    environment = {"PATH": f"{programs}:/usr/bin:/bin", "SLURM_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "4"}
+    environment = {"PATH": f"{programs}:/usr/bin:/bin"} | OF_A_TASK
     with subprocess.Popen(["bash", str(script)], env=environment, stdout=subprocess.PIPE) as process:
         while not (here / "up").exists():
             time.sleep(0.01)
         time.sleep(0.1)  # bash sets its trap
         process.send_signal(signal.SIGUSR1)
         assert process.wait(30) == 0
-    assert calls(programs)[-1] == "scontrol requeue 12"
+    assert calls(programs)[-1] == AGAIN[program]
 
 
 def test_producers_do_not_come_back_without_a_trainers_job(here: Path, programs: Path) -> None:
@@ -82,8 +84,8 @@ def test_producers_do_not_come_back_without_a_trainers_job(here: Path, programs:
     for answer, again in (("", False), ("echo 7", True), ("exit 1", True)):  # the last: nobody knows
         (programs / "calls").unlink(missing_ok=True)
         stand_in(programs, "squeue", answer)
-        assert bash(script, programs, SLURM_JOB_ID="12", SLURM_ARRAY_TASK_ID="4").returncode == ExitCode.NO_ANSWER
-        assert ("scontrol requeue 12" in calls(programs)) == again
+        assert bash(script, programs, **OF_A_TASK).returncode == ExitCode.NO_ANSWER
+        assert (AGAIN["rl-producer"] in calls(programs)) == again
         assert "squeue --noheader --me --name=rl-my-run-trainer --format=%i" in calls(programs)
 
 
@@ -91,7 +93,7 @@ def test_the_commands_are_those_that_a_person_would_type(here: Path, programs: P
     out = rendered(here, programs, "--producers", "6", "--ranks", "2", "--set", "trainer.run_name=a 'b' $c")
     for _, program in JOBS:
         stand_in(programs, program, "exit 0")
-    environment = {"SLURM_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "4", "CUDA_VISIBLE_DEVICES": "2,3"}
+    environment = OF_A_TASK | {"CUDA_VISIBLE_DEVICES": "2,3"}
     for job, _ in JOBS:
         assert bash(out / job, programs, **environment).returncode == 0
     producer, trainer = sorted(call for call in calls(programs) if call.startswith("rl-"))
@@ -113,7 +115,7 @@ def test_the_commands_are_those_that_a_person_would_type(here: Path, programs: P
 def test_a_job_without_its_gpus_ends_with_the_reason(here: Path, programs: Path) -> None:
     out = rendered(here, programs)
     for job, _ in JOBS:
-        done = bash(out / job, programs, SLURM_JOB_ID="12", SLURM_ARRAY_TASK_ID="4")
+        done = bash(out / job, programs, **OF_A_TASK)
         assert done.returncode != 0
         assert "SLURM gave this job no GPU" in done.stderr
     assert calls(programs) == []

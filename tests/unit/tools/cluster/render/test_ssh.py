@@ -57,6 +57,11 @@ def test_the_units_run_what_a_person_would_type(here: Path) -> None:
     )
 
 
+def test_producers_without_hosts_are_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert render("ssh", here / "out", "--trainer-node", "a") == 78
+    assert "Name each host with --hosts" in capsys.readouterr().err
+
+
 def test_a_trainer_on_several_nodes_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert render("ssh", here / "out", "--trainer-node", "a", "--hosts", "b", "--nodes", "2") == 78
     assert "these files have one node for the trainer" in capsys.readouterr().err
