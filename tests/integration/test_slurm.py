@@ -1,0 +1,146 @@
+"""A run under a real SLURM of two nodes, by the files that `rl-cluster render slurm` writes; only the engine is scripted."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from protocol.config.loader import load_config
+from protocol.files import rotated_lines
+from protocol.security.keys import producer_keys
+from protocol.transport.zeromq_client import ZmqClient
+from protocol.wire.digests import base_model_digest, tokenizer_digest
+from tests.chaos import run_folder
+from tests.scripted import ScriptedProducer, facts
+
+from .runs import eventually
+from .slurm import Slurm, free_ports
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+
+REPOSITORY = Path(__file__).parents[2]
+SCRIPTED = "from tests.scripted_engine import Pace, install; install(Pace(0.03, 0.1, 0.2))"
+COMMANDS = {
+    "rl-trainer": "from consumer.cli import main",
+    "rl-producer": f"{SCRIPTED}; from producer.cli import main",
+    "rl-keys": "from tools.keys.cli import main",
+    "rl-cluster": "from tools.cluster.cli import main",
+}
+RENDER = "rl-cluster render slurm --config run.yaml --out jobs --gpus 0 --cpus 1 --trainer-node n2"
+
+
+@pytest.fixture
+def slurm() -> Iterator[Slurm]:
+    with closing(Slurm()) as cluster:
+        yield cluster
+
+
+class Project:
+    """A run's folder with its files for SLURM."""
+
+    def __init__(self, folder: Path, slurm: Slurm, *arguments: str, **trainer: Any) -> None:
+        self.folder, self.slurm = folder, slurm
+        self.values = run_folder.prepare(folder, folder, 0, run_folder.DEFAULT)
+        self.values["transport"]["endpoint"] = f"tcp://127.0.0.1:{free_ports(3)[0]}"
+        self.values["transport"]["keys"] = "keys"
+        self.values["transport"]["heartbeat_timeout_s"] = 4.0
+        self.values["pipeline"]["stall_timeout_s"] = 240.0
+        self.set(**trainer)
+        programs = folder / "bin"
+        programs.mkdir()
+        for name, code in COMMANDS.items():
+            (programs / name).write_text(
+                f'#!{sys.executable}\nif __name__ == "__main__":\n    {code}; raise SystemExit(main())\n'
+            )
+            (programs / name).chmod(0o755)
+        own = {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+        self._environment = slurm.environment | own
+        self.run(*RENDER.split(), *arguments)
+        for file in (folder / "jobs").iterdir():  # this Python's folder may have other commands
+            file.write_text(file.read_text().replace(str(Path(sys.executable).parent), str(programs)))
+
+    def set(self, **trainer: Any) -> None:
+        self.values["trainer"] |= trainer
+        (self.folder / "run.yaml").write_text(yaml.safe_dump(self.values))
+
+    def run(self, *command: str) -> str:
+        command = (str(self.folder / "bin" / command[0]), *command[1:]) if command[0] in COMMANDS else command
+        done = subprocess.run(
+            command, cwd=self.folder, env=self._environment, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def submit(self) -> tuple[str, str]:
+        """The jobs of the trainer and of the producers."""
+        words = self.run("jobs/submit.sh").splitlines()[-1].replace(",", "").replace(";", "").split()
+        return words[words.index("job") + 1], words[words.index("producers:") + 2]
+
+    @property
+    def steps(self) -> list[int]:
+        return [step["step"] for step in rotated_lines.read(self.folder / "run" / "steps.jsonl")]
+
+    def log(self, name: str) -> str:
+        file = self.folder / "jobs" / f"{name}.log"
+        return file.read_text(errors="replace") if file.exists() else ""
+
+    def producer(self, number: int) -> psutil.Process:
+        """The daemon, and none of its children, which may have its command line."""
+        words = {f"{self.folder}/jobs/keys", f"transport.identity=producer-{number}"}
+        found = [each for each in psutil.process_iter(["cmdline"]) if words <= set(each.info["cmdline"] or ())]
+        return min(found, key=psutil.Process.create_time)
+
+    def wait_for_step(self, number: int) -> None:
+        def reached() -> bool:
+            assert "queued again" not in self.log("trainer"), self.log("trainer")[-3000:]
+            return bool(self.steps) and self.steps[-1] >= number
+
+        eventually(reached, 240)
+
+
+def test_killed_producers_and_a_requeued_trainer_come_back_and_the_run_ends(tmp_path: Path, slurm: Slurm) -> None:
+    project = Project(tmp_path, slurm, "--producers", "2")
+    trainer, producers = project.submit()
+    project.wait_for_step(2)
+    assert slurm.fields(trainer)["NodeList"] == "n2"
+
+    project.producer(1).kill()
+    slurm.begin_again(f"{producers}_1")
+    eventually(lambda: project.log("trainer").count("producer producer-1-") >= 3, 240)  # joined, left, joined
+    assert "exit code 137: queued again" in project.log("producer-1")
+    assert slurm.fields(f"{producers}_0")["Restarts"] == "0"
+
+    reached = project.steps[-1]
+    project.set(max_steps=reached + 12)
+    slurm.ask("scontrol", "requeue", trainer)
+    slurm.begin_again(trainer)
+    eventually(lambda: slurm.state(trainer) == "COMPLETED", 240)
+    assert "resuming at step" in project.log("trainer")
+    assert project.steps == list(range(1, project.steps[-1] + 1))
+    assert json.loads((tmp_path / "run" / "trainer.json").read_text())["finished"] is True
+    for number in (0, 1):  # the trainer told them that the run is over
+        eventually(lambda number=number: slurm.state(f"{producers}_{number}") == "COMPLETED", 60)  # type: ignore[misc]
+
+
+def test_a_trainer_of_two_nodes(tmp_path: Path, slurm: Slurm) -> None:
+    project = Project(tmp_path, slurm, "--nodes", "2", max_steps=3)
+    project.run("jobs/keys.sh")
+    trainer = project.run("sbatch", "--parsable", "jobs/trainer.sbatch").strip()
+    config, model = load_config(str(tmp_path / "run.yaml")), tmp_path / "model"
+    name, keys = "producer-0-1-ab", producer_keys(tmp_path / "jobs" / "keys", "producer-0")
+    channel = ZmqClient(name, config.control_endpoint, config.blob_endpoint, 2**26, keys)
+    digests = {"base_model_digest": base_model_digest(model), "tokenizer_digest": tokenizer_digest(model)}
+    producer = ScriptedProducer(channel, facts(**digests, reward_names=["parity"]), name=name).start()
+    with ExitStack() as stack:
+        stack.callback(producer.stop)
+        eventually(lambda: slurm.state(trainer) == "COMPLETED", 240)
+    assert slurm.fields(trainer)["NodeList"] == "n[1-2]"
+    assert "ranks 1 to 1 of 2 begin here" in project.log("trainer")
+    assert project.steps == [1, 2, 3]
