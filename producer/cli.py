@@ -9,6 +9,7 @@ after everything was ended as for a stop, so that whoever watches the process ne
 import argparse
 import logging
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,6 +35,11 @@ class _Command:
     def load(self, arguments: argparse.Namespace) -> Iterator[RunConfig]:
         from producer.joining.joined import joined
 
+        for number in (
+            signal.SIGINT,
+            signal.SIGTERM,
+        ):  # it may wait for the trainer; the daemon has its own way to stop
+            signal.signal(number, lambda *_: sys.exit(ExitCode.OK))
         with joined(arguments) as (config, self.bundle):
             yield config
 

@@ -17,6 +17,8 @@ from protocol.wire.messages import BlobChunk, BlobRequest, BundleOffer, Reject
 
 logger = logging.getLogger(__name__)
 
+_MOST_CHARACTERS = 8000  # of a reason; a message with a longer text could not be read
+
 
 @dataclass(frozen=True)
 class OfferedBundle:
@@ -62,4 +64,4 @@ def offered_bundle(config: RunConfig, folder: Path) -> OfferedBundle:
 
 
 def _none(reason: str) -> OfferedBundle:
-    return OfferedBundle(Reject([f"{reason}. Or start this producer with --config FILE"]))
+    return OfferedBundle(Reject([f"{reason[:_MOST_CHARACTERS]}. Or start this producer with --config FILE"]))

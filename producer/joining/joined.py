@@ -26,12 +26,7 @@ from protocol.files.scratch import scratch_folder
 
 logger = logging.getLogger(__name__)
 
-_PATHS = (
-    "run_dir",
-    "model.path",
-    "serve.api_key_file",
-    "environment.verifiers.python",
-)  # of `--set`; a name of the hub stays one
+_PATHS = ("run_dir", "model.path", "serve.api_key_file", "environment.verifiers.python")
 
 
 @contextlib.contextmanager
@@ -42,12 +37,11 @@ def joined(arguments: Namespace) -> Iterator[tuple[RunConfig, str]]:
     Args:
         arguments: of which `connect`, `keys`, `model`, `wait` and `overrides` are read.
     """
-    overrides = [_from_here(override) for override in arguments.overrides]
-    if arguments.model is not None:
-        overrides.insert(0, f"model.path={json.dumps(_model_folder(arguments.model))}")
-    address = trainer_address(arguments.connect, arguments.keys, overrides)
+    model = [] if arguments.model is None else [f"model.path={_quoted(_model_folder(arguments.model))}"]
+    address = trainer_address(arguments.connect, arguments.keys, arguments.overrides)
     fetched = BundleFetch(_name(address), address, arguments.wait).run()
     bundle = decode(fetched.data)
+    overrides = [*model, *(_from_here(override, bundle) for override in arguments.overrides)]
     _check_host_keys(bundle, overrides)
     with scratch_folder() as scratch:
         files = scratch / "files"
@@ -74,7 +68,7 @@ def _of_this_host(address: TrainerAddress, fetched: FetchedBundle, scratch: Path
         "transport.endpoint": address.endpoint,
         "transport.blob_endpoint": fetched.blob_endpoint,
     }
-    return [f"{key}={json.dumps(value)}" for key, value in values.items()]
+    return [f"{key}={_quoted(value)}" for key, value in values.items()]
 
 
 def _model_folder(given: str) -> str:
@@ -84,11 +78,11 @@ def _model_folder(given: str) -> str:
     return str(folder)
 
 
-def _from_here(override: str) -> str:
-    """With an absolute path, where the key has a path and the value is one that is there, or that is to be made."""
+def _from_here(override: str, bundle: Bundle) -> str:
+    """With an absolute path, where the key has one and the value is there, or is to be made. A name of the hub stays one."""
     key, separator, value = override.partition("=")
-    if key in _PATHS and value and (key == "run_dir" or Path(value).exists()):
-        return f"{key}{separator}{json.dumps(os.path.abspath(value))}"
+    if key in (*_PATHS, *bundle.host_keys) and value and (key == "run_dir" or Path(value).exists()):
+        return f"{key}{separator}{_quoted(os.path.abspath(value))}"
     return override
 
 
@@ -100,3 +94,8 @@ def _check_host_keys(bundle: Bundle, overrides: list[str]) -> None:
             "the trainer's configuration names places of its own host; give those of this host:\n  "
             + "\n  ".join("--model FOLDER" if key == "model.path" else f"--set {key}=..." for key in absent)
         )
+
+
+def _quoted(value: str | None) -> str:
+    """As the value of an override, which is YAML."""
+    return json.dumps(value, ensure_ascii=False)

@@ -1,6 +1,8 @@
 """`rl-producer` by its flags: a file or an address, and a start with another bundle in the same process."""
 
 import os
+import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -18,6 +20,7 @@ from protocol.config.run import RunConfig
 from protocol.errors import BundleChangedError, ExitCode
 from tests.unit.producer.joining.bundle_server import bundle_of, served
 
+REPOSITORY = Path(__file__).parents[3]
 pytestmark = pytest.mark.usefixtures("own_logging")
 
 
@@ -138,3 +141,16 @@ def test_the_end_of_the_run_is_the_end_of_the_command(
     daemon(monkeypatch, lambda config, gpus, bundle: ExitCode.OK)
     assert start(monkeypatch, "--gpu", "cpu", "--connect", f"ipc://{here}/control.ipc") == ExitCode.OK
     assert replaced == []
+
+
+@pytest.mark.long
+def test_it_may_be_told_to_stop_while_it_waits_for_the_trainer(here: Path) -> None:
+    """As a process, because the signal is the point."""
+    command = [sys.executable, "-m", "producer.cli", "--connect", f"ipc://{here}/control.ipc"]
+    with subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    ) as it:
+        assert it.stderr is not None
+        assert "waiting for the trainer at ipc://" in it.stderr.readline()
+        it.send_signal(signal.SIGTERM)
+        assert it.wait(60) == ExitCode.OK

@@ -57,14 +57,23 @@ def test_the_run_s_files_are_the_working_directory_while_it_lasts(stack: ExitSta
 def test_this_host_s_values_go_first_and_begin_where_the_command_was_given(stack: ExitStack, here: Path) -> None:
     (here / "base").mkdir()
     (here / "serve.key").touch()
-    served(stack, here, bundle_of(host_keys=["model.path", "serve.api_key_file"]))
-    given = ("run_dir=own run", "serve.api_key_file=serve.key", "engine.download_dir=null", "seed=9")
+    judged = CONFIG.replace("rewards.py:exact}", "rewards.py:exact}, {name: judge}")
+    served(stack, here, bundle_of(judged, host_keys=["model.path", "rewards.functions.1.model", "serve.api_key_file"]))
+    judge = "rewards.functions.1.model=base"
+    given = (
+        judge,
+        "run_dir=own \N{GRINNING FACE} run",
+        "serve.api_key_file=serve.key",
+        "engine.download_dir=null",
+        "seed=9",
+    )
     with joined(arguments(here, *given, model="base")) as (config, _):
-        assert config.run_dir == f"{here}/own run"
+        assert config.run_dir == f"{here}/own \N{GRINNING FACE} run"
         assert config.model.path == f"{here}/base"
         assert config.serve.api_key_file == f"{here}/serve.key"
         assert config.seed == 9
-    with joined(arguments(here, "model.path=other/name", "serve.api_key_file=null")) as (config, _):
+        assert config.rewards.functions[1].model == f"{here}/base"
+    with joined(arguments(here, judge, "model.path=other/name", "serve.api_key_file=null")) as (config, _):
         assert config.model.path == "other/name", "a hub name stays one"
 
 
