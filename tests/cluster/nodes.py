@@ -5,9 +5,11 @@ for each line of standard input: `kill PID` (the node whose raylet has that numb
 (all of Ray). It ends everything with its input.
 """
 
+import contextlib
 import json
 import os
 import sys
+from typing import Any
 
 os.environ.update(
     RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0",
@@ -19,6 +21,7 @@ os.environ.update(
 
 from ray.cluster_utils import Cluster
 
+_START_S, _TRIES = 300, 5
 _MEMORY = 80 * 2**20
 
 
@@ -26,7 +29,8 @@ def main(count: int, cpus: int) -> None:
     options = {"num_gpus": 0, "object_store_memory": _MEMORY}
     head = options | {"num_cpus": 0, "include_dashboard": False}
     cluster = Cluster(initialize_head=True, head_node_args=head)
-    nodes = [cluster.add_node(**options, num_cpus=cpus) for _ in range(count)]
+    nodes = [_added(cluster, num_cpus=cpus, **options) for _ in range(count)]
+    cluster.wait_for_nodes(_START_S)
     print(json.dumps({"address": cluster.address}), flush=True)
     try:
         for line in sys.stdin:
@@ -40,10 +44,18 @@ def main(count: int, cpus: int) -> None:
                         node.kill_all_processes(check_alive=False, allow_graceful=False)
                     nodes.clear()
                 case ["add"]:
-                    nodes.append(cluster.add_node(**options, num_cpus=cpus))
+                    nodes.append(_added(cluster, num_cpus=cpus, **options))
             print(json.dumps({"nodes": len(nodes)}), flush=True)
     finally:
         cluster.shutdown()
+
+
+def _added(cluster: Cluster, **options: Any) -> Any:
+    """Tried again where the machine is too busy for Ray's own deadlines."""
+    for _ in range(_TRIES):
+        with contextlib.suppress(Exception):
+            return cluster.add_node(wait=False, **options)
+    return cluster.add_node(wait=False, **options)
 
 
 if __name__ == "__main__":

@@ -44,6 +44,7 @@ def _down(chosen: argparse.Namespace) -> ExitCode:
 
 def take_down(place: Path, ray: Session, deadline_s: float = _DEADLINE_S) -> None:
     from tools.cluster.fleet.actors import Actors
+    from tools.cluster.fleet.manager import FAREWELL_S
     from tools.cluster.fleet.managing import ManagerHandle, NoAnswer, last_backup
     from tools.cluster.fleet.plan import TRAINER
 
@@ -54,8 +55,9 @@ def take_down(place: Path, ray: Session, deadline_s: float = _DEADLINE_S) -> Non
         manager.end()
     actors, until = Actors(), time.monotonic() + deadline_s
     names = actors.names()
-    for some in (names - {TRAINER}, names & {TRAINER}):
-        _drain(actors, some, until)
+    farewell = time.monotonic() + (FAREWELL_S if _has_finished(actors) else 0.0)
+    for some, drain_at in ((names - {TRAINER}, farewell), (names & {TRAINER}, 0.0)):
+        _drain(actors, some, drain_at, until)
     if plan is not None and plan.backup:
         say(last_backup(plan))
     if ray.own is not None:
@@ -63,13 +65,24 @@ def take_down(place: Path, ray: Session, deadline_s: float = _DEADLINE_S) -> Non
     say(f"{place}: the run is down")
 
 
-def _drain(actors: "Actors", names: set[str], until: float) -> None:
+def _has_finished(actors: "Actors") -> bool:
+    """Producers end by themselves then."""
+    from tools.cluster.fleet.plan import TRAINER, DaemonReport
+
+    trainer = actors.reports().get(TRAINER)
+    return isinstance(trainer, DaemonReport) and trainer.is_over and trainer.exit_code == 0
+
+
+def _drain(actors: "Actors", names: set[str], drain_at: float, until: float) -> None:
+    """Waits for their end, tells them to end at `drain_at`, and kills what is left at `until`."""
     from tools.cluster.fleet.plan import DaemonReport
 
-    for name in names:
-        actors.drain(name)
-    left = set(names)
+    left, told = set(names), False
     while left:
+        if not told and time.monotonic() >= drain_at:
+            told = True
+            for name in left:
+                actors.drain(name)
         for name in left.intersection(actors.without_room()):
             actors.remove(name)
             left.discard(name)

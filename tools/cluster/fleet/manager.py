@@ -20,6 +20,7 @@ from tools.cluster.fleet.plan import TRAINER, DaemonReport, FleetReport, Plan, p
 from tools.cluster.fleet.resources import Amounts, Need, missing_text, num_places
 from tools.cluster.fleet.scaling import History, decide
 
+FAREWELL_S = 30.0
 _STRAY_S = 5.0  # for which an actor may stay silent before it is an event
 
 
@@ -66,8 +67,7 @@ class Manager:
         found = self._daemons.reports()
         reports = {name: report for name, report in found.items() if isinstance(report, DaemonReport)}
         self._say_changes(found)
-        finished = TRAINER in reports and reports[TRAINER].is_over and reports[TRAINER].exit_code == 0
-        wanted = self._wanted(0 if finished else self._plan.producers)
+        wanted = self._wanted(0 if self._is_finished(reports.get(TRAINER)) else self._plan.producers)
         for name in sorted(wanted - self._daemons.names(), key=_order):
             self._daemons.create(self._plan, name)
         for name, report in reports.items():
@@ -94,6 +94,15 @@ class Manager:
         self._history = decision.history
         if decision.change:
             self._set(msgspec.structs.replace(plan, producers=plan.producers + decision.change), decision.why)
+
+    def _is_finished(self, trainer: DaemonReport | None) -> bool:
+        """Whether it ended well so long ago that producers have ended by themselves, unless they hang."""
+        return (
+            trainer is not None
+            and trainer.is_over
+            and trainer.exit_code == 0
+            and time.time() - trainer.since > FAREWELL_S
+        )
 
     def _wanted(self, producers: int) -> set[str]:
         return {TRAINER, *(producer_name(number) for number in range(1, producers + 1))}

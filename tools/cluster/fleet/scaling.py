@@ -11,7 +11,7 @@ taken away if that is at most `BUSY_ENOUGH`, so the trainer will not wait for th
 from typing import NamedTuple
 
 WAITS, IDLES_AT_MOST = 0.10, 0.10
-WAITS_AT_MOST, BUSY_ENOUGH = 0.05, 0.85
+WAITS_AT_MOST, BUSY_ENOUGH = 0.08, 0.85
 HOLDS, SETTLES = 1.0, 2.0  # windows
 LONGEST_SETTLE_S = 7200.0
 

@@ -1,5 +1,6 @@
 """The manager against daemons in memory."""
 
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -134,9 +135,15 @@ def test_more_and_fewer_producers(bench: Bench) -> None:
 
 def test_the_end_of_the_run_gives_the_resources_of_producers_back(bench: Bench) -> None:
     bench.tick()
-    bench.fake.change("trainer", phase="ended", exit_code=0)
-    for name in ("producer-1", "producer-2"):
-        bench.fake.change(name, phase="ended", exit_code=0)
+    bench.fake.change("trainer", phase="ended", exit_code=0, since=time.time())
+    bench.fake.change("producer-1", phase="ended", exit_code=0)
+    bench.tick()
+    assert sorted(bench.fake.all) == ["producer-1", "producer-2", "trainer"]
+    assert not bench.fake.all["producer-2"].draining, "it ends by itself"
+    bench.fake.change("trainer", since=time.time() - 60)
+    bench.tick()
+    assert bench.fake.all["producer-2"].draining
+    bench.fake.change("producer-2", phase="ended", exit_code=0)
     bench.tick()
     assert sorted(bench.fake.all) == ["trainer"]
     bench.tick(5)
