@@ -7,7 +7,7 @@ here already.
 from collections.abc import Iterator
 from pathlib import Path
 
-from protocol.bundle.shared_config import share
+from protocol.bundle.packing import gather
 from protocol.bundle.sources import RunSources
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError
@@ -21,7 +21,7 @@ def run_files(deployment: Deployment) -> dict[str, bytes]:
         SlipstreamError: a file is not there or lies elsewhere, or the configuration holds a secret.
     """
     sources = RunSources(deployment.folder.resolve())
-    share(deployment.config, sources)
+    gather(deployment.config, sources)
     for key, function in _functions(deployment.config):
         if sources.add_function(function, key) != function:
             raise ConfigError(
