@@ -2,9 +2,12 @@
 
 import asyncio
 import json
+import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
 
@@ -21,10 +24,11 @@ from protocol.service.health import Health
 from protocol.service.systemd import Notifier
 from protocol.service.targets import Targets
 from protocol.transport.zeromq_server import ZmqServer
-from protocol.wire.messages import Ack, Bye, Group, Heartbeat, Nack, PolicyInfo
+from protocol.wire.messages import Ack, Bye, Group, Heartbeat, Hello, Nack, PolicyInfo
 from tests.scripted import facts
 from tests.scripted_trainer import ScriptedTrainer, lease
 from tests.unit.producer.policies.test_adapters import FakeEngine, blob
+from tests.unit.protocol.channel_harness import reserve_port
 
 
 def watch() -> Watch:
@@ -206,6 +210,20 @@ def test_an_outbox_that_nobody_empties_pauses_generation_until_it_is_emptied_or_
     assert [group.lease_id for group in trainer.all(Group)] == ["lease-1", "lease-2"]
     beats = trainer.all(Heartbeat)
     assert (1, 0, 0, 1) in {(beat.waiting, beat.generating, beat.scoring, beat.unacked) for beat in beats}
+
+
+def test_a_producer_says_where_it_is_and_where_it_hands_policies_on(config, trainer):
+    with ExitStack() as stack:
+        port = reserve_port(stack)
+
+        def play() -> None:
+            trainer.wait_for(lambda: trainer.all(Heartbeat) and trainer.all(Heartbeat)[-1].relay)
+            trainer.send(Bye("finished"))
+
+        live(changed(config, "transport", region="eu", relay_port=port), play)
+    assert trainer.all(Heartbeat)[-1].relay == f"tcp://127.0.0.1:{port}"
+    assert (trainer.all(Hello)[0].host, trainer.all(Hello)[0].region) == (socket.gethostname(), "eu")
+    assert "relay" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_a_refused_handshake_ends_the_producer(config, trainer):
