@@ -106,18 +106,22 @@ class HostCache:
     def forget_old(self) -> None:
         """Removes all but the newest, and what processes that were killed left of those."""
         assert self.folder is not None
-        names = [entry.name for entry in os.scandir(self.folder)]
-        stored = sorted(
-            (self.folder / name for name in names if len(name) == 64), key=lambda path: path.stat().st_mtime_ns
-        )
-        kept = {path.name for path in stored[-_KEPT:]}
+        names = os.listdir(self.folder)
+        stored: list[tuple[int, str]] = []
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):  # another process removes old ones, too
+                if len(name) == 64:
+                    stored.append(((self.folder / name).stat().st_mtime_ns, name))
+        kept = {name for _, name in sorted(stored)[-_KEPT:]}
         for digest in {name.removeprefix(".")[:64] for name in names} - kept:
             path = self.folder / f"{digest}.lock"
             lock = _locked(path)
             if lock is not None:  # nobody downloads it
-                for left in (digest, f".{digest}.partial", path.name):
-                    (self.folder / left).unlink(missing_ok=True)
-                os.close(lock)
+                try:
+                    for left in (digest, f".{digest}.partial", path.name):
+                        (self.folder / left).unlink(missing_ok=True)
+                finally:
+                    os.close(lock)
 
 
 @dataclass

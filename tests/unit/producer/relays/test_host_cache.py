@@ -92,6 +92,16 @@ def test_old_policies_go_and_what_the_killed_left_of_them(cache: HostCache) -> N
     waits.release()
 
 
+def test_a_file_that_another_process_removes_meanwhile_is_no_error(
+    cache: HostCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = os.listdir
+    monkeypatch.setattr(os, "listdir", lambda folder: [*names(folder), B])
+    store(cache, A, b"blob")
+    assert cache.read(A, 4) == b"blob"
+    assert caplog.text == ""
+
+
 def test_a_full_memory_tells_the_others_not_to_wait(cache: HostCache, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(path: Path, data: bytes) -> int:
         raise OSError(28, "No space left on device")
