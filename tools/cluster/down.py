@@ -1,7 +1,7 @@
 """`rl-cluster down`: ends a run in good order.
 
 Guarantee: producers say goodbye first, so that what they have finished is journaled; then the trainer ends its step and writes a
-checkpoint. What has not ended by the deadline is killed, which loses nothing that was acknowledged. Then the resources are given
+checkpoint. What has not ended by its deadline is killed, which loses nothing that was acknowledged. Then the resources are given
 back, and a Ray that `up` started is ended.
 """
 
@@ -30,7 +30,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     add_place(parser)
     parser.add_argument(
         "--deadline", metavar="S", type=lambda text: whole(text, 1, 86_400), default=_DEADLINE_S,
-        help="seconds until what has not ended is killed (default: %(default)s)",
+        help="seconds until producers that have not ended are killed, and as many more for the trainer (default: %(default)s)",
     )  # fmt: skip
     parser.set_defaults(work=_down)
 
@@ -53,11 +53,11 @@ def take_down(place: Path, ray: Session, deadline_s: float = _DEADLINE_S) -> Non
         with contextlib.suppress(*NoAnswer):
             plan = manager.report().plan
         manager.end()
-    actors, until = Actors(), time.monotonic() + deadline_s
+    actors = Actors()
     names = actors.names()
     farewell = time.monotonic() + (FAREWELL_S if _has_finished(actors) else 0.0)
     for some, drain_at in ((names - {TRAINER}, farewell), (names & {TRAINER}, 0.0)):
-        _drain(actors, some, drain_at, until)
+        _drain(actors, some, drain_at, time.monotonic() + deadline_s)
     if plan is not None and plan.backup:
         say(last_backup(plan))
     if ray.own is not None:
@@ -94,6 +94,6 @@ def _drain(actors: "Actors", names: set[str], drain_at: float, until: float) -> 
         if left and time.monotonic() > until:
             say(f"killed, because they had not ended by the deadline: {', '.join(sorted(left))}")
             for name in left:
-                actors.remove(name)
+                actors.kill(name)
             return
         time.sleep(_LOOK_EVERY_S)

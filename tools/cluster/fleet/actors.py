@@ -43,8 +43,14 @@ class Actors:
             **_FOREVER,
         ).remote(msgspec.json.encode(plan), name)
 
+    def kill(self, name: str) -> None:
+        """Ends the command without its consent, and the actor; waits for it, but not for an actor that does not answer."""
+        with contextlib.suppress(ValueError, RayError):
+            ray.get(ray.get_actor(name).kill.remote(), timeout=_ANSWER_S)
+        self.remove(name)
+
     def remove(self, name: str) -> None:
-        """Ends the actor, and what its command has left, at once."""
+        """Ends the actor, and gives its resources back. A command that still runs is told to end by its keeper."""
         with contextlib.suppress(ValueError):
             ray.kill(ray.get_actor(name))
         group = _group(name)

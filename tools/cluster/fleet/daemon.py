@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import fcntl
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -79,6 +80,14 @@ class Daemon:
             self._process.terminate()
         elif self._life is None:
             self._note("ended")
+
+    async def kill(self) -> None:
+        """Ends the command with everything that it started, at once."""
+        self._draining.set()
+        if self._process is not None:
+            for pid in reversed(descendants(self._process.pid)):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
     async def _live(self, keys: dict[str, bytes]) -> None:
         failures = 0

@@ -9,8 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 
+from tests.integration.pair import gone
 from tests.unit.tools.cluster.builders import plan
 from tools.cluster.fleet import daemon as module
 from tools.cluster.fleet.daemon import Daemon
@@ -96,6 +98,26 @@ def test_one_that_was_killed_comes_back_and_one_that_is_drained_does_not(make: M
         await daemon.drain()
         found = await reports(daemon, "ended")
         assert (found.exit_code, found.draining) == (0, True)
+
+    asyncio.run(scenario())
+
+
+def test_one_that_does_not_end_is_killed_with_what_it_started(make: Make) -> None:
+    async def scenario() -> None:
+        script = "import signal, subprocess, sys, time\nsignal.signal(15, signal.SIG_IGN)\n"
+        script += (
+            "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)\n"
+        )
+        daemon = make(script + "print(child.pid, flush=True)\ntime.sleep(600)")
+        await daemon.begin({})
+        found = await says(daemon, 1)
+        child = psutil.Process(int((await daemon.last_lines(1))[0]))
+        await daemon.drain()
+        assert found.pid is not None
+        assert psutil.pid_exists(found.pid)
+        await daemon.kill()
+        assert (await reports(daemon, "ended")).exit_code == -9
+        assert await asyncio.to_thread(gone, [child])
 
     asyncio.run(scenario())
 
