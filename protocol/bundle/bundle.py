@@ -8,8 +8,10 @@ used is a `BundleError`, for the user.
 import hashlib
 import os
 import re
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta, Struct
@@ -106,12 +108,12 @@ def _check_names(bundle: Bundle) -> None:
     if CONFIG_FILE not in names:
         raise BundleError(f"the bundle has no {CONFIG_FILE}")
     folders = {parent for name in names for parent in _parents(name)}
-    for name in names:
+    for name, count in Counter(names).items():
         if not is_plain(name):
             raise BundleError(f"the bundle has a file called {name!r}, which is no plain name below the run's folder")
         if name != CONFIG_FILE and not name.endswith(".py"):
             raise BundleError(f"the bundle has a file called {name!r}, which is neither {CONFIG_FILE} nor Python")
-        if name in folders or names.count(name) > 1:
+        if name in folders or count > 1:
             raise BundleError(f"the bundle has {name!r} twice")
 
 
@@ -121,6 +123,6 @@ def is_plain(name: str) -> bool:
     return len(name) <= 1024 and all(_NAME.fullmatch(part) and part not in (".", "..") for part in parts)
 
 
-def _parents(name: str) -> Any:
+def _parents(name: str) -> Iterator[str]:
     parts = name.split("/")[:-1]
     return ("/".join(parts[: number + 1]) for number in range(len(parts)))

@@ -9,6 +9,7 @@ import os
 import runpy
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -83,5 +84,6 @@ def run(request: dict[str, Any]) -> int:
     """In a fork: becomes the command."""
     os.chdir(request["cwd"])
     os.environ.update(request["environment"])  # what the imports have set stays, as in a process that imports itself
+    sys.orig_argv = [sys.executable, "-m", *request["argv"]]
     runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
     return 0

@@ -72,6 +72,42 @@ def test_a_taskset_of_verifiers_comes_along_if_the_folder_has_it(folder: Path) -
     assert [file.name for file in decode(pack(config(environment=section, **sections), folder)).files] == ["run.yaml"]
 
 
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"environment": {"atropos": True}, "rewards": {}, "dataset": {"chat_template_kwargs": {"a": 1}},
+         "serve": {"enabled": True}, "trainer": {"max_steps": 7, "beta": 0.1}},
+        {"rewards": {"functions": [{"posted": "score"}]}, "serve": {"enabled": True}},
+        {"environment": {"nemo_gym": {"url": "http://gym:1/run"}}, "rewards": {}, "serve": {"enabled": True, "port": 8000}},
+        {"swap": {"mode": "merged"}, "evaluation": {"dataset": {"path": "held-out.jsonl"}, "metric": "exact"}},
+        {"pipeline": {"max_staleness": "auto", "auto_staleness": [1, 6]}, "reroll": {"reward": "exact"}},
+        {"lora": {"r": 4, "target_modules": ["lm_head"]}, "swap": {"probe_every": 0}},
+    ],
+    ids=["atropos", "posted", "nemo-gym", "merged", "auto", "lm-head"],
+)  # fmt: skip
+def test_what_producers_get_is_a_configuration_that_asks_the_same_of_them(
+    folder: Path, sections: dict[str, Any]
+) -> None:
+    ours = config(**sections)
+    [text] = [file.content for file in decode(pack(ours, folder)).files if file.name == "run.yaml"]
+    (folder / "theirs.yaml").write_bytes(text)
+    theirs = load_config("theirs.yaml", ["model.path=base"])
+    for name in (
+        "reward_names",
+        "posted_rewards",
+        "max_loras",
+        "max_lora_rank",
+        "completions_per_step",
+        "environment",
+        "swap",
+    ):
+        assert getattr(ours, name) == getattr(theirs, name), name
+    assert (ours.evaluation is None, ours.trainer.get("max_steps", 0)) == (
+        theirs.evaluation is None,
+        theirs.trainer.get("max_steps", 0),
+    )
+
+
 def test_too_large_a_folder_is_no_bundle(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("protocol.bundle.bundle.LARGEST_BUNDLE_BYTES", 200)
     (folder / "helper.py").write_text("#" * 300)
