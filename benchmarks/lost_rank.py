@@ -73,31 +73,34 @@ class LostRanks:
         self._until(lambda: len(self._lines() - self._seen) >= count)
 
     def kill(self, draw: random.Random) -> dict[str, float]:
-        """Seconds from the kill to the trainer's end and to the next step's."""
+        """Seconds from the kill until the trainer names the rank, has ended, and has taken its next step."""
         self._until_step(_STEPS_BEFORE)
         time.sleep(draw.uniform(0, _KILL_WITHIN_S))
         others = psutil.Process(self._trainer.pid).children()
         victim = draw.choice([child for child in others if "consumer.follower" in child.cmdline()])
+        said = len(self._log())
         began = time.monotonic()
         victim.kill()
+        self._until(lambda: "ended (killed by SIGKILL)" in self._log()[said:])
+        named = time.monotonic()
         code = self._until(self._trainer.poll)
         ended = time.monotonic()
         if code != ExitCode.RANK_LOST:
-            raise SystemExit(f"bench-ranks: the trainer ended with {code}:\n{self._log_end()}")
+            raise SystemExit(f"bench-ranks: the trainer ended with {code}:\n{self._log()[-3000:]}")
         self._trainer = self._start()
         self._until_step(1)
-        return {"ended_s": ended - began, "step_s": time.monotonic() - began}
+        return {"named_s": named - began, "ended_s": ended - began, "step_s": time.monotonic() - began}
 
     def _until(self, found: Callable[[], _Found]) -> _Found:
         deadline = time.monotonic() + _LONGEST_S
         while not (value := found()):
             if time.monotonic() > deadline:
-                raise SystemExit(f"bench-ranks: nothing for {_LONGEST_S:.0f} s:\n{self._log_end()}")
+                raise SystemExit(f"bench-ranks: nothing for {_LONGEST_S:.0f} s:\n{self._log()[-3000:]}")
             time.sleep(0.02)
         return value
 
-    def _log_end(self) -> str:
-        return (self._run.folder / "trainer.log").read_text(errors="replace")[-3000:]
+    def _log(self) -> str:
+        return (self._run.folder / "trainer.log").read_text(errors="replace")
 
 
 def measure(world: int, kills: int) -> dict[str, Any]:
@@ -107,10 +110,7 @@ def measure(world: int, kills: int) -> dict[str, Any]:
         times = list[dict[str, float]]()
         for number in range(1, kills + 1):
             times.append(run.kill(draw))
-            print(
-                f"kill {number}: ended in {times[-1]['ended_s']:.1f} s, next step in {times[-1]['step_s']:.1f} s",
-                flush=True,
-            )
+            print(number, {name: round(seconds, 2) for name, seconds in times[-1].items()}, flush=True)
     return {
         "world": world,
         "start_s": run.start_s,
@@ -134,7 +134,11 @@ def main() -> None:
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(report, indent=1), encoding="utf-8")
-    for name, what in (("ended_s", "the trainer has ended"), ("step_s", "the next step is trained")):
+    for name, what in (
+        ("named_s", "it is named"),
+        ("ended_s", "the trainer has ended"),
+        ("step_s", "the next step is trained"),
+    ):
         values = (report[f"{name}_p50"], report[f"{name}_max"])
         print(f"after a rank's SIGKILL {what} in {values[0]:.1f} s in the median, {values[1]:.1f} s at most")
     print(f"the first start took {report['start_s']:.1f} s to its first step")
