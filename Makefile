@@ -16,7 +16,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 CPUS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=COMPATIBLE MKL_CBWR=AUTO
 OLD_CPU := ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE
 
-.PHONY: help demo test unit portable check docs chaos soak fuzz bench bench-overlap bench-journal bench-offpolicy bench-sparse bench-metrics bench-swap bench-swap-modes bench-transport bench-scale bench-startup bench-admission bench-in-flight bench-trainer-step bench-ranks bench-relays install-systemd uninstall-systemd clean
+.PHONY: help demo test unit portable check docs chaos soak fuzz bench bench-overlap bench-journal bench-offpolicy bench-sparse bench-metrics bench-swap bench-swap-modes bench-transport bench-scale bench-spot bench-startup bench-admission bench-in-flight bench-trainer-step bench-ranks bench-relays install-systemd uninstall-systemd clean
 
 help: ## show this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -91,6 +91,9 @@ bench-transport: $(STAMP) ## groups per second and CPU per group over ipc and tc
 
 bench-scale: $(STAMP) ## 1 to 1000 producers against one trainer: acknowledgements, CPU, memory, all back after a kill, ten minutes
 	$(BIN)/python -m benchmarks.scale
+
+bench-spot: $(STAMP) ## 18 of 20 producers killed once a minute of a simulated hour: throughput, tokens thrown away, seven minutes
+	$(BIN)/python -m benchmarks.spot
 
 bench-in-flight: $(STAMP) ## finish, continue and restart at a swap: tokens per second and staleness, some minutes
 	$(BIN)/python -m benchmarks.in_flight

@@ -57,6 +57,7 @@ class Acceptor:
     Args:
         memory: for the policies.
         region: where it runs.
+        steps: groups of each, and their `max_staleness`.
         session: of this process; a later one over the same folder goes on with its run, under another name.
         heartbeat_s: how often producers report, and after how much silence one is given up.
     """
@@ -67,7 +68,7 @@ class Acceptor:
         folder: Path,
         memory: SharedMemory = NO_MEMORY,
         region: str = "",
-        groups_per_step: int = GROUPS_PER_STEP,
+        steps: tuple[int, int] = (GROUPS_PER_STEP, MAX_STALENESS),
         session: str = "bench",
         heartbeat_s: tuple[float, float] = (HEARTBEAT_INTERVAL_S, HEARTBEAT_TIMEOUT_S),
     ) -> None:
@@ -77,7 +78,7 @@ class Acceptor:
         rerolls = RerollSection(max_attempts=0)
         self.buffer = RolloutBuffer(
             PromptLedger(_NUM_PROMPTS, seed=0, shuffle=False, budgets=budgets, session=session, rerolls=rerolls),
-            BatchCutter(StalenessBudget(groups_per_step, MAX_STALENESS), self.journal, signal=rewards.signal),
+            BatchCutter(StalenessBudget(*steps), self.journal, signal=rewards.signal),
             self.journal,
             RerollRules(rerolls),
             rewards.mean_reward,

@@ -16,8 +16,8 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from benchmarks.acceptor import Acceptor
-from benchmarks.terms import MAX_MESSAGE_BYTES
+from benchmarks.acceptor import MAX_STALENESS, Acceptor
+from benchmarks.terms import HEARTBEAT_INTERVAL_S, HEARTBEAT_TIMEOUT_S, MAX_MESSAGE_BYTES
 from protocol.security.keys import trainer_keys
 from protocol.transport.zeromq_server import ZmqServer
 
@@ -30,6 +30,8 @@ class Job(msgspec.Struct):
     groups_per_step: int
     session: str
     core: int | None = None  # to stay on
+    max_staleness: int = MAX_STALENESS
+    heartbeat_s: tuple[float, float] = (HEARTBEAT_INTERVAL_S, HEARTBEAT_TIMEOUT_S)
 
 
 class State(msgspec.Struct):
@@ -109,7 +111,8 @@ def main(job: Job) -> None:
         os.sched_setaffinity(0, {job.core})
     keys = trainer_keys(Path(job.keys)) if job.keys else None
     server = ZmqServer(job.endpoint, job.blob_endpoint, MAX_MESSAGE_BYTES, keys)
-    with Acceptor(server, Path(job.folder), groups_per_step=job.groups_per_step, session=job.session) as acceptor:
+    steps = (job.groups_per_step, job.max_staleness)
+    with Acceptor(server, Path(job.folder), steps=steps, session=job.session, heartbeat_s=job.heartbeat_s) as acceptor:
         print(msgspec.json.encode(_state(server, acceptor)).decode(), flush=True)
         for _ in sys.stdin:
             print(msgspec.json.encode(_state(server, acceptor)).decode(), flush=True)

@@ -3,7 +3,8 @@
 Guarantee: each producer has the product's link, with a connection and a name of its own, and answers each lease once with a
 scripted group; one thread serves all of a process, whose standard input ends it. At a given rate a producer sends at times drawn
 beforehand (a Poisson process), whether or not earlier groups are acknowledged; at rate 0 it answers a lease as soon as it has it,
-or `group_s` later. Each latency is from the moment at which a group is finished to that at which its acknowledgement is read.
+or makes as many groups at once as it has slots, each in between half and one and a half of `group_s`. Each latency is from the
+moment at which a group is finished to that at which its acknowledgement is read.
 """
 
 import functools
@@ -15,7 +16,6 @@ import random
 import select
 import sys
 import time
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,8 @@ class Load(msgspec.Struct):
     seed: int
     result: str  # file to write: .npy, float64 (groups, 2): when acknowledged, and how long after it was finished
     core: int | None = None  # to stay on
-    group_s: float = 0.0  # how long a group takes to make
+    slots: int = 0  # groups that are made at once; 0: each is there at once
+    group_s: float = 0.0  # that one takes on average
     news: str | None = None  # file that is told of every lease, and of every group that is acknowledged
 
 
@@ -125,7 +126,8 @@ class _Producer:
         self._load, self._factory = load, factory
         self._chance = random.Random(load.seed + number)
         self._version = -1
-        self._leases: deque[tuple[float, str, int]] = deque()  # when each is due, with its policy floor
+        self._leases: list[tuple[float, str, int]] = []  # a heap: when each is due, with its policy floor
+        self._free_at = [0.0] * load.slots  # a heap
         self._finished_at: dict[str, float] = {}
         self._due = self._ends_at = math.inf
         self._ended = False
@@ -142,7 +144,7 @@ class _Producer:
     def step(self, now: float) -> float:
         """Does what is due; returns when to be called again."""
         while self._due_at() <= now:
-            _, lease_id, floor = self._leases.popleft()
+            _, lease_id, floor = heapq.heappop(self._leases)
             if self._load.rate:
                 self._due += self._chance.expovariate(self._load.rate)
             self._finished_at[lease_id] = now
@@ -153,6 +155,10 @@ class _Producer:
     def begin(self, at: float) -> None:
         self._due = at + (self._chance.expovariate(self._load.rate) if self._load.rate else 0.0)
         self._ends_at = at + self._load.duration_s
+
+    def finish(self) -> None:
+        """No group is finished any more."""
+        self._ends_at = -math.inf
 
     def leave(self) -> None:
         self._link.stop(0.0)
@@ -169,8 +175,13 @@ class _Producer:
 
     def _events(self) -> LinkEvents:
         def leased(lease: Lease) -> None:
-            self._leases.append((time.monotonic() + self._load.group_s, lease.lease_id, lease.policy_floor))
-            self._tell(lease.lease_id, "leased")
+            began = due = time.monotonic()
+            if self._free_at:
+                began = max(began, self._free_at[0])
+                due = began + self._chance.uniform(0.5, 1.5) * self._load.group_s
+                heapq.heapreplace(self._free_at, due)
+            heapq.heappush(self._leases, (due, lease.lease_id, lease.policy_floor))
+            self._tell(lease.lease_id, "leased", time.monotonic(), began, due)
 
         def follows(policy: PolicyInfo) -> None:
             self._version = policy.version
@@ -178,7 +189,7 @@ class _Producer:
         def nothing(*_: object) -> None: ...
 
         def abandoned(lease_id: str) -> None:
-            self._leases = deque(lease for lease in self._leases if lease[1] != lease_id)
+            self._leases = sorted(lease for lease in self._leases if lease[1] != lease_id)
 
         return LinkEvents(
             run_began=follows, session_began=follows, leased=leased, abandoned=abandoned,
@@ -193,9 +204,9 @@ class _Producer:
             self.acks.append((now, now - finished_at))
             self._tell(ack.lease_id, ack.outcome)
 
-    def _tell(self, lease_id: str, what: str) -> None:
+    def _tell(self, lease_id: str, what: str, *times: float) -> None:
         if self._news:
-            self._news.write(msgspec.json.encode([time.monotonic(), lease_id, what]).decode() + "\n")
+            self._news.write(msgspec.json.encode([lease_id, what, *times]).decode() + "\n")
 
 
 def _at_once(source: TrainerSource, download: Download, work: Callable[[], None]) -> None:
@@ -204,15 +215,17 @@ def _at_once(source: TrainerSource, download: Download, work: Callable[[], None]
     work()
 
 
-def _run(load: Load) -> None:
-    """Until standard input ends, and then until everything is acknowledged."""
+def run(load: Load, begins_at: float = math.inf) -> None:
+    """Until standard input ends, and then until everything is acknowledged. The process ends with it."""
     if load.core is not None:
         os.sched_setaffinity(0, {load.core})
     logging.basicConfig(level=logging.ERROR)
-    TrainerSource._aside = _at_once  # type: ignore[method-assign]
+    TrainerSource._aside = _at_once  # type: ignore[method-assign, assignment]
     watch, factory = _Watch(), GroupFactory(load.seed)
     watch.add(sys.stdin.fileno(), _STDIN)
     producers = [_Producer(load, number, factory, watch) for number in range(len(load.names))]
+    for producer in producers:
+        producer.begin(begins_at)
     next_at = [0.0] * len(producers)
     queue = [(0.0, number) for number in range(len(producers))]
     ends_at = math.inf
@@ -227,6 +240,8 @@ def _run(load: Load) -> None:
             else:
                 watch.remove(_STDIN)
                 ends_at = time.monotonic() + _FLUSH_S
+                for producer in producers:
+                    producer.finish()
         while queue and queue[0][0] <= time.monotonic():
             at, number = heapq.heappop(queue)
             if at == next_at[number]:
@@ -242,4 +257,4 @@ def _run(load: Load) -> None:
 
 
 if __name__ == "__main__":
-    _run(msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Load))
+    run(msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Load))

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 _MAX_REMEMBERED = 16_384  # producers, connected or not
 _TOLD_AT_ONCE = 64  # producers
 _LOOK_EVERY_S = 0.05  # for who is silent
-_RECONNECT_S = 1.0  # that a process which lives takes at most to connect again
+_RECONNECT_S = 0.3  # that a process which lives takes to connect again; it has a heartbeat interval for it, or this
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class Fleet:
         """Their connections have ended. A process that lives connects again by itself; who has not a little later is gone."""
         for peer in peers:
             if peer in self.sessions:
-                self._look_for.append((now + _RECONNECT_S, peer))
+                self._look_for.append((now + max(_RECONNECT_S, self.terms.heartbeat_interval_s), peer))
 
     def lose_silent(self, now: float, stood_still_s: float) -> None:
         """Gives up who cannot be reached any more or has said nothing for too long, not counting the time in which the intake

@@ -19,6 +19,8 @@ from protocol import __version__
 from protocol.service.metrics import Readings
 from replay.buffer import RolloutBuffer
 
+_MOST_NAMED = 128  # producers
+
 COMMIT_BUCKETS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
 
 _OUTCOMES = ("accepted", "no_signal", "stale", "duplicate", "unknown_lease", "invalid")
@@ -144,10 +146,11 @@ def _watch_buffer(readings: Readings, buffer: RolloutBuffer) -> None:
 
 
 def _watch_fleet(readings: Readings, intake: Intake) -> None:
-    """By producer; those that are connected only, so that names of past ones do not pile up."""
+    """By producer; those that are connected only, so that names of past ones do not pile up, and of a large fleet those that are
+    connected longest, so that a scrape delays no acknowledgement."""
 
     def connected() -> list[ProducerSession]:
-        return list(intake.fleet.sessions.values())
+        return list(intake.fleet.sessions.values())[:_MOST_NAMED]
 
     readings.counter(
         "rl_trainer_tokens_generated_total", "Tokens that producers generated.", lambda: intake.fleet.tokens_generated

@@ -97,6 +97,20 @@ def test_queues_waits_and_the_run(world: World) -> None:
     assert world.value("rl_trainer_info", run="run-1", release=__version__) == 1
 
 
+def test_of_a_large_fleet_those_that_are_connected_longest_are_named(world: World) -> None:
+    world.fleet.clear()
+    for number in range(200):
+        world.fleet[f"{number}".encode()] = ProducerSession(f"p{number}", 1, 0.0)
+    assert world.value("rl_trainer_producers_connected") == 200
+    assert [world.value("rl_trainer_producer_leases", producer=f"p{number}") for number in (0, 127, 128)] == [
+        0,
+        0,
+        None,
+    ]
+    world.fleet.pop(b"0")
+    assert world.value("rl_trainer_producer_leases", producer="p128") == 0
+
+
 def test_producers_are_there_while_they_are_connected(world: World) -> None:
     assert world.value("rl_trainer_producer_lag_versions", producer="a") == 1
     assert world.value("rl_trainer_producer_policy_version", producer="b") == -1
