@@ -6,6 +6,7 @@ its step begins where it would have its completions and ends with the gradient, 
 """
 
 import datetime
+import gc
 import json
 import os
 import resource
@@ -103,7 +104,7 @@ def save_model(size: dict[str, Any], folder: Path) -> Path:
     torch.manual_seed(0)
     shape = {name: value for name, value in size["model"].items() if name != "dtype"}
     model = Qwen2ForCausalLM(Qwen2Config(**shape, tie_word_embeddings=True, max_position_embeddings=8192))
-    model.to(getattr(torch, size["model"]["dtype"])).save_pretrained(folder)
+    model.to(getattr(torch, size.get("dtype_of_file", size["model"]["dtype"]))).save_pretrained(folder)
     char_tokenizer().save_pretrained(folder)
     return folder
 
@@ -185,10 +186,11 @@ def _score(**_: Any) -> list[float]:
 
 
 class _Memory:
-    """Peak above what is there before the first step, in MB: of the GPU, or resident."""
+    """Peak above what is there now, in MB: of the GPU, or resident."""
 
     def __init__(self, device: str) -> None:
         self._cuda = device == "cuda"
+        gc.collect()
         self._before = torch.cuda.memory_allocated() if self._cuda else _resident("VmRSS")
 
     def reset(self) -> None:
@@ -226,6 +228,7 @@ def main() -> None:
     place = Place(*map(int, sys.argv[4:]))
     mine = folder / f"{side}-{place.world}-{place.rank}"
     save_model(size, mine / "model")
+    whole = _Memory(size["device"])
     trainer, step, facts = {"ours": ours, "trl": trl}[side](size, mine, place)
     torch.manual_seed(1)
     trainable = [(name, value) for name, value in sorted(trainer.model.named_parameters()) if value.requires_grad]
@@ -250,6 +253,7 @@ def main() -> None:
         wall_s = time.perf_counter() - wall
         busy_s = wall_s if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_utime - busy
         found = {"loss": loss.item(), "wall_s": wall_s, "busy_s": busy_s, "peak_mb": memory.peak_mb()}
+        found["peak_with_model_mb"] = whole.peak_mb()
         trainer.model.zero_grad()
         print(json.dumps(found), flush=True)
 

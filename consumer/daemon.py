@@ -115,6 +115,7 @@ def _train_again(components: RunComponents, watch: Watch, placement: Placement, 
                 return
             loop = training_loop(components, connections, start, [heartbeat], ranks)
             watch_ranks(watch.registry, loop.trainer.works)
+            loop.control.publish(start.step)
         health.started(f"training {source} again")
         finished = False
         try:

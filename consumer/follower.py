@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 import transformers
 from transformers import TrainerCallback
@@ -20,6 +21,7 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from consumer.checkpoints.initial_adapter import InitialAdapter
 from consumer.loss.step_loss import NotFiniteStep
+from consumer.publishing.snapshots import NUM_TOKENS, Probe
 from consumer.ranks.exchange import ProcessRanks, Ranks
 from consumer.ranks.plan import Begin, Piece, PlanError, Train
 from consumer.ranks.processes import Member
@@ -52,6 +54,24 @@ class PlannedBatches:
             yield plan.batch(self._shape)
 
 
+class _Probes(TrainerCallback):  # type: ignore[misc]
+    """Passes through a sharded model beside those of rank 0, which needs them for the probe of a policy."""
+
+    def __init__(self, trainer: SlipstreamTrainer, config: RunConfig) -> None:
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        tokens = np.zeros(NUM_TOKENS, np.int32)
+        self._probe = Probe(tokens, config.swap.probe_every, model, trainer.accelerator.autocast)
+        self._sync_interval = config.pipeline.sync_interval
+
+    def measure(self, step: int) -> None:
+        """As rank 0 does when it publishes the policy that step `step` starts from."""
+        self._probe.measure(step // self._sync_interval)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step % self._sync_interval == 0:
+            self.measure(state.global_step)
+
+
 class _OwnRandomness(TrainerCallback):  # type: ignore[misc]
     """Dropout draws other numbers on each rank, and the same ones when a step is taken again."""
 
@@ -76,6 +96,10 @@ def follow(config: RunConfig, ranks: Ranks, *, on_gpu: bool) -> None:
     with scratch_folder() as folder:
         receive_files(ranks, begin.files, folder)
         trainer = _trainer(config, ranks, batches, begin, on_gpu=on_gpu)
+        if trainer.is_sharded:
+            probes = _Probes(trainer, config)
+            probes.measure(begin.step)
+            trainer.add_callback(probes)
         with contextlib.suppress(NotFiniteStep, RankLostError):  # rank 0 has found the same, and says it
             if begin.step < trainer.args.max_steps:
                 trainer.train(resume_from_checkpoint=str(folder) if begin.files else None)

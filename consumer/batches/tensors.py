@@ -63,6 +63,7 @@ class BatchRecipe:
     seed: int
     rank: int = 0
     world: int = 1  # number of ranks, each of which trains its share of the step
+    in_step: bool = False  # all of them with as many micro-batches
 
     def tensors(self, groups: list[RolloutGroup]) -> list[MicroBatch]:
         """This rank's micro-batches of the optimizer steps over one batch, at least one, on the CPU.
@@ -74,19 +75,25 @@ class BatchRecipe:
         rows = self._rows(groups)
         num_items = torch.tensor(sum(row.num_sampled for row in rows if row.in_loss))
         moving = [row for row in rows if self._moves(row)]
-        rows = moving or [min(rows, key=lambda row: row.num_tokens)]
-        if self.world > 1:
-            rows = self._share(rows)
-        lengths = [row.num_tokens for row in rows]
-        parts = cut_rows(lengths, self.max_tokens, padded=not self.packed)
-        return [self._pad([rows[i] for i in part]) | {"num_items_in_batch": num_items} for part in parts]
+        shortest = min(rows, key=lambda row: row.num_tokens)
+        of_ranks = self._cut(moving or [shortest])
+        parts = of_ranks[self.rank]
+        num_parts = max(map(len, of_ranks)) if self.in_step else 1
+        filler = [shortest._replace(advantage=0.0, in_loss=False)]
+        parts += [filler] * (num_parts - len(parts))
+        return [self._pad(part) | {"num_items_in_batch": num_items} for part in parts]
 
-    def _share(self, rows: list[_Row]) -> list[_Row]:
-        """Of this rank. One that has none gets the shortest row, which is then not in its loss."""
-        lengths = [row.num_tokens for row in rows]
-        of_ranks = shares(lengths, self.max_tokens, padded=not self.packed, world=self.world)
-        own = [rows[i] for i in of_ranks[self.rank]]
-        return own or [min(rows, key=lambda row: row.num_tokens)._replace(advantage=0.0, in_loss=False)]
+    def _cut(self, rows: list[_Row]) -> list[list[list[_Row]]]:
+        """The micro-batches of each rank; none for one that has no rows."""
+        lengths, padded = [row.num_tokens for row in rows], not self.packed
+        of_ranks = [list(range(len(rows)))]
+        if self.world > 1:
+            of_ranks = shares(lengths, self.max_tokens, padded=padded, world=self.world)
+        result = []
+        for own in of_ranks:
+            cut = cut_rows([lengths[i] for i in own], self.max_tokens, padded=padded)
+            result.append([[rows[own[i]] for i in part] for part in cut])
+        return result
 
     def _moves(self, row: _Row) -> bool:
         if self.keeps_all_rows:

@@ -21,6 +21,8 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from consumer.ranks.sharding import is_sharded
+
 logger = logging.getLogger(__name__)
 
 _WORTH_SHARING = 0.8  # of the tokens, padding included; what is left attends through a mask, which costs something
@@ -111,6 +113,7 @@ def is_shareable(model: Any) -> bool:
     """Whether every layer's cache is all keys and values, which can be copied to another row."""
     return (
         not model.is_gradient_checkpointing
+        and not is_sharded(model)  # ranks would make different numbers of passes
         and _takes_positions(model)
         and _cache_layers(model) == {DynamicLayer}
         and not getattr(model, "_is_stateful", False)

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from consumer.ranks.plan import Plan, decode, encode
 
@@ -28,6 +29,11 @@ class Ranks(Protocol):
 
     @property
     def world(self) -> int: ...
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The devices that the ranks compute on, in their order. A trainer that is one process has none."""
+        ...
 
     def gather(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Of each name what all ranks have, rank by rank.
@@ -51,6 +57,10 @@ class OneRank:
 
     rank, world = 0, 1
     waited_s = 0.0
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        raise AssertionError("one rank shares nothing with others")
 
     def gather(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return dict(values)
@@ -79,7 +89,8 @@ class ProcessRanks:
         self.waited_s = 0.0
         timeout = datetime.timedelta(seconds=timeout_s)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
-        self._gradients = dist.new_group(backend="nccl", timeout=timeout) if device.type == "cuda" else None
+        self._gradients = dist.new_group(backend="nccl", timeout=timeout) if device.type == "cuda" else dist.group.WORLD
+        self.mesh = DeviceMesh.from_group(self._gradients, device.type)
 
     def gather(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         flat = torch.cat([value.double().flatten() for value in values.values()]).cpu()

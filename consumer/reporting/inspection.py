@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.numpy import save_file
+from torch.distributed.tensor import DTensor
 
 from protocol.files.json_lines import encode_page
 from protocol.files.space import unless_full
@@ -62,6 +63,8 @@ def not_finite(
     found = []
     for name, parameter in named:
         tensor = what(parameter)
+        if isinstance(tensor, DTensor):  # of this rank its part: the others are not here to gather the rest
+            tensor = tensor.to_local()
         if tensor is not None and not bool(tensor.isfinite().all()):
             found.append(name)
             if len(found) == _MAX_NAMES:

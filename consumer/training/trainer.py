@@ -54,6 +54,7 @@ class SlipstreamTrainer(StepLossTrainer):
         super().__init__(
             resolve(config.correction),
             ranks,
+            config.pipeline.shard_base,
             model=str(model_folder),
             reward_funcs=[_scored_elsewhere(name) for name in config.reward_names],
             args=arguments,
@@ -81,6 +82,7 @@ class SlipstreamTrainer(StepLossTrainer):
             seed=config.seed,
             rank=ranks.rank,
             world=ranks.world,
+            in_step=self.is_sharded,
         )
 
     def start_from(self, adapter: InitialAdapter, *, resumed: bool) -> None:

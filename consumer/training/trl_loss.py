@@ -5,7 +5,8 @@ update per batch the proximal policy is the current one, detached, so the import
 pass; with more, one pass per batch is added. What transformers takes for a batch is all of an optimizer step.
 
 Private names of TRL 1.16.0 and transformers used here, each with a test in tests/contract: `_prepare_inputs`, `compute_loss`,
-`_get_per_token_logps_and_entropies`, `_entropy_bonus_enabled`, `_last_world_entropy`, `_metrics`, `_get_grad_norm`.
+`_get_per_token_logps_and_entropies`, `_entropy_bonus_enabled`, `_last_world_entropy`, `_metrics`, `_get_grad_norm`,
+`_move_model_to_device`.
 """
 
 import math
@@ -32,8 +33,10 @@ from consumer.loss.step_loss import (
 )
 from consumer.ranks.agreement import CHECK_EVERY, check_agreement
 from consumer.ranks.exchange import Ranks
+from consumer.ranks.sharding import is_sharded, shard_base
 from consumer.ranks.work import RankWork, work_of_all
 from consumer.training.import_guard import without_vllm
+from protocol.config.sections.learning import ShardBase
 
 with without_vllm():
     from trl import GRPOTrainer
@@ -48,14 +51,16 @@ class StepLossTrainer(GRPOTrainer):
     Args:
         correction: of the importance ratios.
         ranks: that share the work of every step.
+        shard: whether they share the base, too.
         options: of `trl.GRPOTrainer`.
     """
 
     entropy_coef: float
 
-    def __init__(self, correction: Correction, ranks: Ranks, **options: Any) -> None:
-        super().__init__(**options)
+    def __init__(self, correction: Correction, ranks: Ranks, shard: ShardBase, **options: Any) -> None:
         self._ranks = ranks
+        self._shard = shard
+        super().__init__(**options)
         self.works: list[RankWork] = []  # of the last step, by rank; empty for one rank
         self._correction = correction
         self._step_loss = torch.zeros(())
@@ -64,6 +69,16 @@ class StepLossTrainer(GRPOTrainer):
         with self.accelerator.autocast():  # as in every later pass; some kernels take no float32
             self._packed = self._is_plain and is_packable(model)
         self._reference = ReferencePolicy(self._peft_model)
+
+    def _move_model_to_device(self, model: Any, device: torch.device) -> None:
+        """transformers does it once, as soon as the adapter is there. A base that does not fit the device is spread before."""
+        shard_base(self._shard, model.get_base_model(), self._ranks, device)
+        super()._move_model_to_device(model, device)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each rank has a part of the base only. Then every pass through the model is one of all ranks."""
+        return is_sharded(self._causal_model)
 
     @property
     def _peft_model(self) -> Any:

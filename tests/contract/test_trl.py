@@ -55,6 +55,8 @@ LINES: list[tuple[Callable[..., Any], tuple[str, ...]]] = [
             "return loss.detach()",
         ),
     ),
+    # The model goes to its device there, whole with its adapter, and only there.
+    (Trainer.__init__, ("self._move_model_to_device(model, args.device)",)),
     (Trainer.autocast_smart_context_manager, ("return contextlib.nullcontext()",)),
     # The correction beside vLLM is the one that the parity tests compare.
     (
@@ -152,7 +154,7 @@ def test_we_override_the_seams_and_nothing_else() -> None:
     both = vars(StepLossTrainer) | vars(SlipstreamTrainer)
     ours = {name for name, value in both.items() if inspect.isfunction(value)}
     seams = {"__init__", "get_train_dataloader", "_prepare_inputs", "training_step", "compute_loss"}
-    seams |= {"_get_output_dir", "_save_checkpoint", "_get_grad_norm"}
+    seams |= {"_get_output_dir", "_save_checkpoint", "_get_grad_norm", "_move_model_to_device"}
     assert {name for name in ours if hasattr(GRPOTrainer, name)} == seams, (
         "a new override of TRL needs a contract test; a new name of TRL may have become an override by accident"
     )

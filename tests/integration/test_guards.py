@@ -19,11 +19,15 @@ def one_is_too_much(lease: Lease, policy_version: int) -> Group:
     return made_up_group(lease, policy_version, rewards=rewards)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("ranks", "base"), [(1, "none"), (2, "layers")])
 def test_a_step_that_is_not_finite_ends_the_trainer_and_is_tried_once_more_by_a_resumed_one(
-    start: Any, ranks: int
+    start: Any, ranks: int, base: str
 ) -> None:
-    run: Run = start(dataset={"shuffle": False}, trainer={"max_steps": 4, "scale_rewards": "none", "save_steps": 100})
+    run: Run = start(
+        dataset={"shuffle": False},
+        pipeline={"shard_base": base},
+        trainer={"max_steps": 4, "scale_rewards": "none", "save_steps": 100},
+    )
     trainer = run.trainer("--ranks", str(ranks))
     run.producer(answer=one_is_too_much)
     assert trainer.end(60) == 72, trainer.output[-3000:]

@@ -10,6 +10,8 @@ from pydantic import Field, field_validator
 
 from protocol.config.sections.section import Count, Positive, PositiveFloat, PositiveSeconds, Problems, Section, Share
 
+ShardBase = Literal["auto", "none", "layers"]
+
 
 class PipelineSection(Section):
     groups_per_step: Positive = Field(16, description="Groups with signal that make one optimizer step.")
@@ -17,6 +19,13 @@ class PipelineSection(Section):
         16_384,
         description="Tokens, prompts and padding included, of one forward and backward pass of the trainer: what bounds its "
         "memory. A step is cut into as many as it takes; loss and gradient do not depend on it. A longer completion goes alone.",
+    )
+    shard_base: ShardBase = Field(
+        "auto",
+        description="Whether the ranks of a trainer on several GPUs share the frozen base. `layers`: each rank keeps a part of "
+        "every decoder layer, and layers are gathered for each pass; `none`: each keeps all of it; `auto`: `layers` where the "
+        "base would take more than 60 % of a GPU's memory (on a CPU: of the host's, divided by the ranks). A trainer of one "
+        "rank keeps all of it.",
     )
     max_staleness: Annotated[int, Field(ge=0, le=64)] | Literal["auto"] = Field(
         1,

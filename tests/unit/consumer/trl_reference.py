@@ -17,6 +17,7 @@ from transformers import AutoTokenizer
 from consumer.batches.tensors import MicroBatch
 from consumer.loss.importance import Correction, importance_factors, resolve
 from consumer.loss.step_loss import Pass, part_of_loss
+from consumer.ranks.exchange import ALONE, Ranks
 from consumer.training.trainer import SlipstreamTrainer
 from consumer.training.trl_arguments import GRPOConfig, build_arguments, build_lora
 from consumer.training.trl_loss import GRPOTrainer
@@ -26,11 +27,11 @@ from replay.groups import RolloutGroup
 LORA_STD = 0.1
 
 
-def slipstream_trainer(config: RunConfig, model: Path) -> SlipstreamTrainer:
+def slipstream_trainer(config: RunConfig, model: Path, ranks: Ranks = ALONE) -> SlipstreamTrainer:
     """Ours, with LoRA weights that all matter (PEFT starts half of them at zero), ready for `_compute_loss`."""
     arguments = build_arguments(config, on_gpu=False, num_prompts=8)
     return _ready(
-        SlipstreamTrainer(config, arguments, build_lora(config), model, [], lambda step, staged, write: write())
+        SlipstreamTrainer(config, arguments, build_lora(config), model, [], lambda step, staged, write: write(), ranks)
     )
 
 

@@ -118,6 +118,22 @@ def test_micro_batches_are_padded_to_their_own_longest_and_share_the_count_of_to
     assert [batch["num_items_in_batch"].item() for batch in batches] == [7] * 3
 
 
+def test_ranks_in_step_have_as_many_micro_batches_and_what_fills_them_up_is_not_in_the_loss() -> None:
+    groups = [
+        rollout_group([[11], [12]], prompt=[1], rewards=[0.0, 2.0]),
+        rollout_group([[13, 14], [15]], prompt=[2, 3]),
+    ]
+    ranks = [dataclasses.replace(RECIPE, max_tokens=2, rank=rank, world=3, in_step=True) for rank in range(3)]
+    found = [recipe.tensors(groups) for recipe in ranks]
+    assert [len(batches) for batches in found] == [2, 2, 2]
+    in_loss = [[int(loss_mask(batch).sum()) for batch in batches] for batches in found]
+    assert sorted(map(sorted, in_loss)) == [[0, 1], [0, 2], [1, 1]]
+    filler = next(batch for batches in found for batch in batches if not loss_mask(batch).any())
+    assert filler["completion_ids"].tolist() == [[11]]
+    assert filler["advantages"].tolist() == [0.0]
+    assert {int(batch["num_items_in_batch"]) for batches in found for batch in batches} == {5}
+
+
 def test_completions_keep_their_advantages_wherever_they_go() -> None:
     groups = [rollout_group([[n], [n + 1, n + 1]], rewards=[0.0, float(n)]) for n in (10, 20)]
     batches = dataclasses.replace(RECIPE, max_tokens=8).tensors(groups)
