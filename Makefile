@@ -101,9 +101,10 @@ bench-in-flight: $(STAMP) ## finish, continue and restart at a swap: tokens per 
 bench-trainer-step: $(STAMP) ## tokens per second and peak memory of a training step beside TRL's
 	$(BIN)/python -m benchmarks.trainer_step
 
-bench-ranks: $(STAMP) ## a step of two ranks beside one and TRL's of two processes; from a rank's SIGKILL to the next step, ten minutes
+bench-ranks: $(STAMP) ## two ranks beside one and TRL's two processes; a lost rank; memory of a shared base, fifteen minutes
 	$(BIN)/python -m benchmarks.ranks
 	$(BIN)/python -m benchmarks.lost_rank
+	$(BIN)/python -m benchmarks.sharding
 
 bench-relays: $(STAMP) ## a policy for 16 producers in three regions over shaped links: relays beside one copy each, two minutes
 	$(BIN)/python -m benchmarks.relays

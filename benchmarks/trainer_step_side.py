@@ -92,6 +92,7 @@ def config_of(size: dict[str, Any], folder: Path, **trainer: Any) -> RunConfig:
             "pipeline": {
                 "groups_per_step": size["num_prompts"],
                 "trainer_tokens_per_micro_batch": size["tokens_per_micro_batch"],
+                "shard_base": size.get("shard_base", "none"),
             },
             "correction": {"preset": "token_truncate" if size["correct"] else "none"},
             "trainer": {"gradient_checkpointing": False, "max_steps": 1, "loss_type": size.get("loss_type", "dapo")}
@@ -186,7 +187,7 @@ def _score(**_: Any) -> list[float]:
 
 
 class _Memory:
-    """Peak above what is there now, in MB: of the GPU, or resident."""
+    """What is taken above what was taken when this was made, in MB: of the GPU, or resident."""
 
     def __init__(self, device: str) -> None:
         self._cuda = device == "cuda"
@@ -199,7 +200,12 @@ class _Memory:
         else:
             Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
+    def now_mb(self) -> float:
+        now = torch.cuda.memory_allocated() if self._cuda else _resident("VmRSS")
+        return (now - self._before) / 2**20
+
     def peak_mb(self) -> float:
+        """Since `reset` was last called, of any of these."""
         peak = torch.cuda.max_memory_allocated() if self._cuda else _resident("VmHWM")
         return (peak - self._before) / 2**20
 
@@ -253,8 +259,8 @@ def main() -> None:
         wall_s = time.perf_counter() - wall
         busy_s = wall_s if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_utime - busy
         found = {"loss": loss.item(), "wall_s": wall_s, "busy_s": busy_s, "peak_mb": memory.peak_mb()}
-        found["peak_with_model_mb"] = whole.peak_mb()
         trainer.model.zero_grad()
+        found |= {"model_mb": whole.now_mb(), "model_peak_mb": whole.peak_mb()}
         print(json.dumps(found), flush=True)
 
 

@@ -54,9 +54,11 @@ def test_two_ranks_train_what_one_trains(start: Callable[..., Run]) -> None:
                 torch.testing.assert_close(found[key], weights, rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_lost_rank_ends_the_run_by_name_and_it_goes_on(start: Callable[..., Run], how: signal.Signals) -> None:
-    run = start(trainer={"max_steps": 500})
+@pytest.mark.parametrize(("how", "base"), [(signal.SIGKILL, "none"), (signal.SIGSTOP, "layers")])
+def test_a_lost_rank_ends_the_run_by_name_and_it_goes_on(
+    start: Callable[..., Run], how: signal.Signals, base: str
+) -> None:
+    run = start(trainer={"max_steps": 500}, pipeline={"shard_base": base})
     run.producer("first")
     trainer = run.trainer("--ranks", "2")
     run.wait_for_step(3)
