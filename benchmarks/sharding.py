@@ -2,8 +2,8 @@
 
 Guarantee: both take the same steps; their losses are compared before anything else is. Memory is what is resident above what
 the process had before it loaded the model, between steps and at the peak of one. The files of the base are bfloat16 and it
-computes in float32, because a base that needs no conversion is only mapped: its pages are those of the files, shared by all ranks.
-Memory that is freed goes back to the system at once here, so that what is kept for later is not taken for needed.
+computes in float32, because a base that needs no conversion is only mapped: its pages are those of the files, which all ranks
+share. Memory that is freed goes back to the system at once here, so that what is kept for later is not taken for needed.
 """
 
 import argparse

@@ -80,7 +80,7 @@ def _of_other_types(layer: torch.nn.Module) -> set[torch.nn.Parameter]:
     [(most, _)] = sizes.most_common(1)
     if not most.is_floating_point:
         raise _refusal(
-            f"its layers are quantized ({most}), and weights that were spread and gathered again have lost how they were quantized"
+            f"its layers are quantized ({most}), and weights that were spread and gathered again do not know how they were"
         )
     return {parameter for parameter in frozen if parameter.dtype != most}
 

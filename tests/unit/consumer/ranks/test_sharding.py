@@ -1,4 +1,4 @@
-"""When the base is spread over the ranks, what of it, and what is refused; `tests/integration/test_sharded_base.py` trains on one."""
+"""When the base is spread over the ranks, what of it, and what is refused. Training on one is an integration test."""
 
 from types import SimpleNamespace
 from typing import Any
