@@ -31,7 +31,7 @@ def test_a_step_on_a_shared_base_is_that_of_one_process(tmp_path: Path, trained_
         for rank in range(WORLD)
     ]
     try:
-        assert [rank.wait(180) for rank in ranks] == [0] * WORLD
+        assert [rank.wait(400) for rank in ranks] == [0] * WORLD
     finally:
         for rank in ranks:
             rank.kill()
