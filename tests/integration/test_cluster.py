@@ -18,7 +18,7 @@ from .runs import Run
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
-UP = ("up", "--config", "run.yaml", "--gpus", "0", "--ranks", "2")
+UP = ("up", "--config", "run.yaml", "--gpus", "0", "--ranks", "2", "--trainer-node", "127.0.0.1", "--backup", "copies")
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def run(tmp_path: Path, start: "type[Run]") -> Iterator[ClusterRun]:
 
 
 def test_a_run_goes_on_whatever_is_killed_and_ends_in_good_order(run: ClusterRun) -> None:
-    watching = run.start(*UP, "--producers", "3", "--trainer-node", "127.0.0.1", "--backup", "copies")
+    watching = run.start(*UP, "--producers", "3")
     eventually(lambda: (run.run_dir / "steps.jsonl").exists())
     run.wait_for_steps(2)
     watching.send_signal(signal.SIGKILL)

@@ -35,12 +35,13 @@ def back_up(run_dir: str, folder: str) -> str:
     return f"backup in {to}"
 
 
-def start(run_dir: str, folder: str, say: Callable[[str], None], every_s: float = EVERY_S) -> None:
-    """On a thread that ends with its process."""
+def start(run_dir: str, folder: Callable[[], str], say: Callable[[str], None]) -> None:
+    """On a thread that ends with its process. `folder` is asked each time; empty: no copy is wanted."""
 
     def work() -> None:
         while True:
-            time.sleep(every_s)
-            say(back_up(run_dir, folder))
+            time.sleep(EVERY_S)
+            if place := folder():
+                say(back_up(run_dir, place))
 
     threading.Thread(target=work, name="backups", daemon=True).start()

@@ -37,8 +37,7 @@ class ManagerActor:
         self._events = Events(Path(kept.run_dir) / "cluster" / "events.log")
         self._manager = Manager(Actors(), kept, self._events)
         self._lock = threading.Lock()
-        if kept.backup:
-            backups.start(kept.run_dir, kept.backup, self._events.say)
+        backups.start(kept.run_dir, lambda: self._manager.report.plan.backup, self._events.say)
         threading.Thread(target=self._run, name="manager", daemon=True).start()
 
     def report(self) -> bytes:
