@@ -108,13 +108,13 @@ class Fleet:
         """Until every producer has it. `meanwhile` is called when it is announced."""
         blob = secrets.token_bytes(num_bytes)
         digest = hashlib.sha256(blob).hexdigest()
-        before = self._carried()
+        before = self.carried()
         self._version += 1
         began = time.monotonic()
         self._acceptor.publish(self._version, digest, blob)
         meanwhile()
         arrivals = self.wait_for(self._version)
-        after = self._carried()
+        after = self.carried()
         return {
             "all_s": max(each.at for each in arrivals.values()) - began,
             "carried": {name: after[name] - before[name] for name in after},
@@ -143,7 +143,7 @@ class Fleet:
                     arrivals[waiting.pop(pipe)] = arrival
         return arrivals
 
-    def _carried(self) -> dict[str, int]:
+    def carried(self) -> dict[str, int]:
         """Bytes from the trainer over each link."""
         self._links.send("carried")
         carried: dict[str, list[int]] = self._links.recv()
