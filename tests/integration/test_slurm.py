@@ -1,6 +1,7 @@
 """A run under a real SLURM of two nodes, by the files that `rl-cluster render slurm` writes; only the engine is scripted."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -97,6 +98,10 @@ class Project:
         found = [each for each in psutil.process_iter(["cmdline"]) if words <= set(each.info["cmdline"] or ())]
         return min(found, key=psutil.Process.create_time)
 
+    def num_joined(self, producer: int) -> int:
+        """Its processes that have joined the trainer."""
+        return len(set(re.findall(rf"producer (producer-{producer}-\S+) joined", self.log("trainer"))))
+
     def wait_for_step(self, number: int) -> None:
         def reached() -> bool:
             assert "queued again" not in self.log("trainer"), self.log("trainer")[-3000:]
@@ -111,9 +116,10 @@ def test_killed_producers_and_a_requeued_trainer_come_back_and_the_run_ends(tmp_
     project.wait_for_step(2)
     assert slurm.fields(trainer)["NodeList"] == "n2"
 
+    eventually(lambda: project.num_joined(1) == 1, 240)
     project.producer(1).kill()
     slurm.begin_again(f"{producers}_1")
-    eventually(lambda: project.log("trainer").count("producer producer-1-") >= 3, 240)  # joined, left, joined
+    eventually(lambda: project.num_joined(1) == 2, 240)
     assert "exit code 137: queued again" in project.log("producer-1")
     assert slurm.fields(f"{producers}_0")["Restarts"] == "0"
 
