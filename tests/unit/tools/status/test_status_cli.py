@@ -15,6 +15,7 @@ from protocol.errors import ExitCode
 from protocol.service import exposition
 from protocol.service.health import Health
 from protocol.service.systemd import Notifier
+from protocol.service.targets import Targets
 from tests.unit.tools.status.builders import answer
 from tools.status import cli
 from tools.status.cli import main
@@ -31,7 +32,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     health = Health(60.0, Notifier(None))
     names = {"key": "k", "job": "rl-trainer", "name": "host-1", "folder": folder / "metrics"}
     (folder / "steps.jsonl").write_text('{"step": 1, "reward": 0.5}\n{"step": 2, "reward": NaN}\n{"step": 3, "rew')
-    with exposition.serve(trainer_registry(), health, "127.0.0.1", 0, **names):
+    with exposition.serve(trainer_registry(), health, Targets("run"), "127.0.0.1", 0, **names):
         yield folder
 
 

@@ -11,6 +11,7 @@ from docs.generate_metrics import producer_registry, trainer_registry
 from protocol.service import exposition
 from protocol.service.health import Health
 from protocol.service.systemd import Notifier
+from protocol.service.targets import Targets
 from tools.run_reader import DaemonAddress, RunReader
 from tools.status import daemons
 from tools.status.daemons import ask, find_daemons
@@ -19,7 +20,9 @@ from tools.status.daemons import ask, find_daemons
 def test_a_daemon_is_found_by_its_file_and_tells_what_it_is(tmp_path: Path) -> None:
     for job, registry in (("rl-trainer", trainer_registry()), ("rl-producer", producer_registry())):
         names = {"key": "k", "job": job, "name": "host-1", "folder": tmp_path / "metrics"}
-        with exposition.serve(registry, Health(60.0, Notifier(None)), "127.0.0.1", 0, **names) as address:
+        with exposition.serve(
+            registry, Health(60.0, Notifier(None)), Targets("run"), "127.0.0.1", 0, **names
+        ) as address:
             found = find_daemons(RunReader(tmp_path), [address])
             assert found == [DaemonAddress(address, job, "host-1")], "named twice, asked once"
             (answer,) = ask(find_daemons(None, [address]))
