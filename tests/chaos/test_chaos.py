@@ -35,7 +35,7 @@ def test_nothing_is_lost_or_trained_twice(tmp_path: Path, short_dir: Path) -> No
     assert summary["groups_acked"] >= 20
     assert summary["rerolls"] > 0  # as many groups are replayed as the trainer has to wait, which is up to the machine
     assert summary["replayed_bit_for_bit"]
-    assert summary["policies_compared"] == summary["steps"] >= 8
+    assert summary["policies_compared"] == 1 + summary["steps"] >= 9  # with that of the beginning
 
 
 _SURELY_S = 60.0

@@ -73,7 +73,7 @@ def retrain(folder: Path, final_step: int, sync_interval: int, ranks: int) -> Re
             compared["files"] += 1
             if not other.is_file() or _digest(other) != _digest(adapter):
                 problems.append(Problem("retrain", f"{adapter} and {other} differ"))
-    if compared["policy"] != final_step // sync_interval or not compared["checkpoint"] or not compared["files"]:
+    if compared["policy"] != 1 + final_step // sync_interval or not compared["checkpoint"] or not compared["files"]:
         problems.append(Problem("retrain", f"only {dict(compared)} were there to compare, of {final_step} steps"))
     return Retrained(not problems, compared["policy"], compared["checkpoint"], wall_s, problems)
 
