@@ -63,7 +63,7 @@ class Trainer(Acceptor):
 
     def _announce(self, step: int, policy: PublishedPolicy) -> bool:
         hashed = time.monotonic()
-        self._intake.publish(policy)
+        self.intake.publish(policy)
         self._times = {"hashed": hashed, "announced": time.monotonic(), "bytes": float(len(policy.data))}
         return True
 
