@@ -19,7 +19,8 @@ from .test_pair import write_run
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 
 DATA_WITHIN_S = 120.0
-REWARD = "def some(completions, **_):\n    return [float('1' in text) for text in completions]\n"
+REWARD = "def some(completions, **_):\n    return [float(len(set(text)) > 1) for text in completions]\n"
+"""The model mostly says one character again and again. Others come often enough in all runs, any given one does not."""
 
 NO_NUMBER_HERE = {"rl_trainer_gpu_memory", "rl_producer_gpu_memory"}
 """The daemons of this test run without a GPU."""
