@@ -25,7 +25,7 @@ def write_run(folder: Path, family: str, rows: list[dict], reward: str, **sectio
     build_model(family, folder / "model")
     (folder / "rewards.py").write_text(reward)
     (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    name = reward.split("(")[0].removeprefix("def ")
+    name = reward.partition("def ")[2].split("(")[0]
     config = {
         "run_dir": str(folder / "run"),
         "seed": 3,

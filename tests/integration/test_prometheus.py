@@ -19,8 +19,10 @@ from .test_pair import write_run
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 
 DATA_WITHIN_S = 120.0
-REWARD = "def some(completions, **_):\n    return [float(len(set(text)) > 1) for text in completions]\n"
-"""The model mostly says one character again and again. Others come often enough in all runs, any given one does not."""
+REWARD = (
+    "import random\n\ndef some(completions, **_):\n    return [random.choice([0.0, 0.5, 1.0]) for _ in completions]\n"
+)
+"""There is something to learn from in every group, however long the run is."""
 
 NO_NUMBER_HERE = {"rl_trainer_gpu_memory", "rl_producer_gpu_memory"}
 """The daemons of this test run without a GPU."""
