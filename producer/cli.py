@@ -11,8 +11,9 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 from protocol.config.run import RunConfig
 from protocol.errors import BundleChangedError, ExitCode
@@ -30,18 +31,22 @@ class _Command:
     def __init__(self) -> None:
         self.bundle = ""
         self.is_outdated = False
+        self.must_stop = False
 
     @contextmanager
     def load(self, arguments: argparse.Namespace) -> Iterator[RunConfig]:
         from producer.joining.joined import joined
 
-        for number in (
-            signal.SIGINT,
-            signal.SIGTERM,
-        ):  # it may wait for the trainer; the daemon has its own way to stop
-            signal.signal(number, lambda *_: sys.exit(ExitCode.OK))
-        with joined(arguments) as (config, self.bundle):
+        # An exception out of a signal handler could leave a socket open half-way, and ZeroMQ would wait for it at the exit.
+        _on_signals(self._ask_to_stop)
+        with joined(arguments, lambda: self.must_stop) as (config, self.bundle):
+            _on_signals(lambda *_: sys.exit(ExitCode.OK))  # no socket is left; the daemon has its own way to stop
+            if self.must_stop:
+                sys.exit(ExitCode.OK)
             yield config
+
+    def _ask_to_stop(self, _number: int, _frame: FrameType | None) -> None:
+        self.must_stop = True
 
     def run(self, config: RunConfig, gpus: list[int]) -> ExitCode:
         from producer.daemon import run
@@ -52,6 +57,11 @@ class _Command:
             logger.info("%s", change)
             self.is_outdated = True
             return ExitCode.OK
+
+
+def _on_signals(handler: Callable[[int, FrameType | None], object]) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, handler)
 
 
 def _check_libraries(config: RunConfig) -> None:

@@ -6,8 +6,6 @@ What was started is closed by the stack, in the reverse order.
 
 import asyncio
 import logging
-import os
-import secrets
 import socket
 import time
 from contextlib import AsyncExitStack
@@ -33,7 +31,7 @@ from protocol.config.run import RunConfig
 from protocol.errors import StalledError
 from protocol.files.scratch import scratch_folder
 from protocol.files.shared_memory import SharedMemory, shared_memory
-from protocol.security.keys import ProducerKeys, producer_keys
+from protocol.security.keys import ProducerKeys, process_name, producer_keys
 from protocol.service import logs
 from protocol.service.exposition import Watch
 
@@ -54,8 +52,7 @@ class Launch:
     def of(cls, config: RunConfig, gpus: list[int], bundle: str = "") -> "Launch":
         transport = config.transport
         keys = producer_keys(Path(transport.keys), transport.identity) if transport.keys else None
-        owner = keys.identity if keys else socket.gethostname()[:64]
-        return cls(config, gpus, f"{owner}-{os.getpid()}-{secrets.token_hex(2)}", keys, bundle)
+        return cls(config, gpus, process_name(keys), keys, bundle)
 
 
 @dataclass(frozen=True)

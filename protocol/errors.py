@@ -16,9 +16,7 @@ class ExitCode(IntEnum):
     DATASET = 65  # dataset missing, empty, or without the named column
     DATA_FAILURES = 66  # too large a share of prompts failed (reward raises, prompts too long, ...)
     NO_SIGNAL = 67  # no group had rewards that differ, or nothing was scored: there is nothing to learn from
-    NO_ANSWER = (
-        68  # nobody answers: no daemon (rl-status --once), no trainer (rl-producer --connect), no Ray (rl-cluster)
-    )
+    NO_ANSWER = 68  # no daemon (rl-status --once), trainer (rl-producer --connect) or Ray (rl-cluster) answers
     ENGINE = 69  # the generation engine died or cannot serve what was asked
     BUG = 70  # an exception nobody expected; the traceback is printed
     DEVICE = 71  # a GPU index that does not exist

@@ -76,24 +76,25 @@ class BatchRecipe:
         num_items = torch.tensor(sum(row.num_sampled for row in rows if row.in_loss))
         moving = [row for row in rows if self._moves(row)]
         shortest = min(rows, key=lambda row: row.num_tokens)
-        of_ranks = self._cut(moving or [shortest])
-        parts = of_ranks[self.rank]
-        num_parts = max(map(len, of_ranks)) if self.in_step else 1
+        of_ranks = self._deal(moving or [shortest])
+        parts = self._cut(of_ranks[self.rank])
+        num_parts = max(len(self._cut(rows)) for rows in of_ranks) if self.in_step else 1
         filler = [shortest._replace(advantage=0.0, in_loss=False)]
         parts += [filler] * (num_parts - len(parts))
         return [self._pad(part) | {"num_items_in_batch": num_items} for part in parts]
 
-    def _cut(self, rows: list[_Row]) -> list[list[list[_Row]]]:
-        """The micro-batches of each rank; none for one that has no rows."""
-        lengths, padded = [row.num_tokens for row in rows], not self.packed
-        of_ranks = [list(range(len(rows)))]
-        if self.world > 1:
-            of_ranks = shares(lengths, self.max_tokens, padded=padded, world=self.world)
-        result = []
-        for own in of_ranks:
-            cut = cut_rows([lengths[i] for i in own], self.max_tokens, padded=padded)
-            result.append([[rows[own[i]] for i in part] for part in cut])
-        return result
+    def _deal(self, rows: list[_Row]) -> list[list[_Row]]:
+        """The rows of each rank; some may have none."""
+        if self.world == 1:
+            return [rows]
+        lengths = [row.num_tokens for row in rows]
+        dealt = shares(lengths, self.max_tokens, padded=not self.packed, world=self.world)
+        return [[rows[i] for i in own] for own in dealt]
+
+    def _cut(self, rows: list[_Row]) -> list[list[_Row]]:
+        """The micro-batches of one rank."""
+        cut = cut_rows([row.num_tokens for row in rows], self.max_tokens, padded=not self.packed)
+        return [[rows[i] for i in part] for part in cut]
 
     def _moves(self, row: _Row) -> bool:
         if self.keeps_all_rows:

@@ -21,9 +21,7 @@ from protocol.errors import ExitCode, RankLostError
 logger = logging.getLogger(__name__)
 
 _LOOK_EVERY_S = 0.25
-_FIRST_SIGN_S = (
-    300.0  # a rank gives signs as soon as its libraries are imported, which may take long on a network's disk
-)
+_FIRST_SIGN_S = 300.0  # a rank gives signs once its libraries are imported, which may take long on a network's disk
 _GRACE_S = 2.0  # for the main thread, to end in good order once the other ranks are gone
 _FINDING_S = SILENCE_S + 2.0
 

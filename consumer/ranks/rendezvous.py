@@ -22,6 +22,7 @@ from consumer.waiting import StopRequested
 from protocol import __version__
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, cannot_listen
+from protocol.transport.own_address import own_address
 from protocol.wire.digests import base_model_digest, resolve_model
 
 logger = logging.getLogger(__name__)
@@ -182,9 +183,7 @@ def choose_interface(host: str) -> None:
         ConfigError: there is none.
     """
     try:
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, 9))
-            own = probe.getsockname()[0]
+        own = own_address(host, socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:
         why = error.strerror or error
         raise ConfigError(f"--rendezvous {host}: {why}; give an address of node 0 that all hosts reach") from error

@@ -6,6 +6,7 @@ visibly, and not for ever; one that refuses says why.
 
 import logging
 import time
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
 
@@ -13,7 +14,7 @@ from producer.joining.address import TrainerAddress
 from producer.link.connection import Connection
 from producer.policies.chunks import Chunks
 from protocol.bundle.bundle import check_size, digest_of
-from protocol.errors import BundleError, IncompatiblePeerError, NoAnswerError
+from protocol.errors import BundleError, ExitCode, IncompatiblePeerError, NoAnswerError
 from protocol.transport.channel import BadFrame
 from protocol.transport.zeromq_client import ZmqClient
 from protocol.wire.messages import BlobChunk, BlobMissing, BundleOffer, BundleRequest, Reject, TrainerMessage
@@ -36,9 +37,11 @@ class FetchedBundle:
 
 @dataclass
 class BundleFetch:
-    """One fetch. `name` is this producer's, and `wait_s` how long the trainer may make no progress.
+    """One fetch. `name` is this producer's, `wait_s` how long the trainer may make no progress, and `must_stop` says whether
+    this process was asked to stop.
 
     Raises:
+        SystemExit: it was, with code 0.
         NoAnswerError: nobody answered in that time.
         BundleError: the trainer has no bundle for this producer, or sent another than it named.
         IncompatiblePeerError: the trainer's release has no bundles.
@@ -47,6 +50,7 @@ class BundleFetch:
     name: str
     address: TrainerAddress
     wait_s: float
+    must_stop: Callable[[], bool]
     _heard_at: float = field(default_factory=time.monotonic)
 
     def run(self) -> FetchedBundle:
@@ -106,6 +110,8 @@ class BundleFetch:
                         return None
 
     def _heard(self, channel: ZmqClient) -> list[TrainerMessage]:
+        if self.must_stop():
+            raise SystemExit(ExitCode.OK)
         messages: list[TrainerMessage] = []
         for message in channel.poll(_TICK_S):
             if not isinstance(message, BadFrame):

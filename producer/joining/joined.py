@@ -9,10 +9,8 @@ import contextlib
 import json
 import logging
 import os
-import secrets
-import socket
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from producer.joining.address import TrainerAddress, trainer_address
@@ -23,6 +21,7 @@ from protocol.config.loader import load_config
 from protocol.config.run import RunConfig
 from protocol.errors import BundleError, ConfigError
 from protocol.files.scratch import scratch_folder
+from protocol.security.keys import process_name
 
 logger = logging.getLogger(__name__)
 
@@ -30,16 +29,17 @@ _PATHS = ("run_dir", "model.path", "serve.api_key_file", "environment.verifiers.
 
 
 @contextlib.contextmanager
-def joined(arguments: Namespace) -> Iterator[tuple[RunConfig, str]]:
+def joined(arguments: Namespace, must_stop: Callable[[], bool]) -> Iterator[tuple[RunConfig, str]]:
     """The configuration, and the digest of the bundle that it is from. Raises SlipstreamError for whatever keeps this host from
     joining the run.
 
     Args:
         arguments: of which `connect`, `keys`, `model`, `wait` and `overrides` are read.
+        must_stop: looked at while the trainer is waited for.
     """
     model = [] if arguments.model is None else [f"model.path={_quoted(_model_folder(arguments.model))}"]
     address = trainer_address(arguments.connect, arguments.keys, arguments.overrides)
-    fetched = BundleFetch(_name(address), address, arguments.wait).run()
+    fetched = BundleFetch(process_name(address.keys), address, arguments.wait, must_stop).run()
     bundle = decode(fetched.data)
     overrides = [*model, *(_from_here(override, bundle) for override in arguments.overrides)]
     _check_host_keys(bundle, overrides)
@@ -54,11 +54,6 @@ def joined(arguments: Namespace) -> Iterator[tuple[RunConfig, str]]:
                 raise BundleError("\n  ".join(["this host lacks what the run's own files import:", *problems]))
             logger.info("got bundle %s from the trainer: %d files", fetched.digest[:12], len(bundle.files))
             yield config, fetched.digest
-
-
-def _name(address: TrainerAddress) -> str:
-    owner = address.keys.identity if address.keys else socket.gethostname()[:64]
-    return f"{owner}-{os.getpid()}-{secrets.token_hex(2)}"
 
 
 def _of_this_host(address: TrainerAddress, fetched: FetchedBundle, scratch: Path) -> list[str]:

@@ -25,9 +25,7 @@ from protocol.files.staged import staged
 logger = logging.getLogger(__name__)
 
 _KEPT = 3  # the newest, the one before, and one that is evaluated
-_STATE = struct.Struct(
-    "<qq"
-)  # of a download: bytes that are there, and a number that changes while its process works on it
+_STATE = struct.Struct("<qq")  # a `DownloadState`
 _UNSTORABLE = -1
 
 

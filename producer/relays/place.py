@@ -3,11 +3,11 @@
 Guarantee: without keys a relay listens on loopback alone.
 """
 
-import socket
 from typing import NamedTuple
 
 from protocol.config.sections.transport import TransportSection, is_loopback
 from protocol.errors import ConfigError
+from protocol.transport.own_address import own_address
 
 
 class RelayPlace(NamedTuple):
@@ -20,25 +20,22 @@ class RelayPlace(NamedTuple):
 def relay_place(transport: TransportSection, trainer: str) -> RelayPlace:
     """For `transport.relay_port`; `trainer` is its endpoint. Raises ConfigError where nobody can tell which address of this host
     others reach."""
-    host = transport.relay_host or (_own_address(trainer) if transport.keys else "127.0.0.1")
+    host = transport.relay_host or (_address_towards(trainer) if transport.keys else "127.0.0.1")
     advertised = f"tcp://{host}:{transport.relay_port}"
     if is_loopback(advertised):
         return RelayPlace(advertised.replace("localhost", "127.0.0.1"), advertised)
     return RelayPlace(f"tcp://{'[::]' if host.startswith('[') else '*'}:{transport.relay_port}", advertised)
 
 
-def _own_address(trainer: str) -> str:
+def _address_towards(trainer: str) -> str:
     if trainer.startswith("ipc://"):
         return "127.0.0.1"
     host = trainer.removeprefix("tcp://").rpartition(":")[0]
     try:
-        family, *_, address = socket.getaddrinfo(host.strip("[]"), 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)  # sends nothing
-            own = str(probe.getsockname()[0])
+        own = own_address(host.strip("[]"))
     except OSError as error:
         why = error.strerror or error
         raise ConfigError(f"transport.relay_host: no way to {host} ({why}); give the address of this host") from error
     if "%" in own:
         raise ConfigError(f"transport.relay_host: {own} is known on this link alone; give another address of this host")
-    return f"[{own}]" if family == socket.AF_INET6 else own
+    return f"[{own}]" if ":" in own else own

@@ -15,6 +15,7 @@ from urllib.parse import parse_qsl, urlsplit
 from protocol.bundle.sources import RunSources
 from protocol.config.run import RunConfig
 from protocol.config.sections.environment import ATROPOS_ITEMS
+from protocol.config.sections.model import is_local
 from protocol.config.sections.serve import LOOPBACK_HOSTS
 from protocol.errors import BundleError
 
@@ -136,10 +137,10 @@ def _has_secret(url: str) -> bool:
 def _keep_places(shared: SharedConfig) -> None:
     values = shared.values
     model, serve = values["model"], values.get("serve", {})
-    if _is_local(model["path"]):
+    if is_local(model["path"], Path()):
         shared.keep(model, "path", "model.path")
     for number, function in enumerate(_functions(values)):
-        if function.get("model") and _is_local(function["model"]):
+        if function.get("model") and is_local(function["model"], Path()):
             shared.keep(function, "model", f"rewards.functions.{number}.model")
         if "/" in function.get("options", {}).get("python", ""):
             shared.keep(function["options"], "python", f"rewards.functions.{number}.options.python")
@@ -158,10 +159,6 @@ def _keep_places(shared: SharedConfig) -> None:
     ):
         for key in [key for key, value in section.items() if _names_a_place(value)]:
             shared.keep(section, key, f"{place}.{key}")
-
-
-def _is_local(name: str) -> bool:
-    return name.startswith((".", "~", "/")) or Path(name).is_dir()
 
 
 def _names_a_place(value: Any) -> bool:

@@ -80,6 +80,12 @@ def check_identity(name: str) -> str:
     return name
 
 
+def process_name(keys: ProducerKeys | None) -> str:
+    """A new name for this process, which begins with that of its key; without one, with that of its host."""
+    owner = keys.identity if keys else socket.gethostname()[:64]
+    return f"{owner}-{os.getpid()}-{secrets.token_hex(2)}"
+
+
 def identity_of(producer: str) -> str:
     """The name of the key that a producer process must have: processes are called IDENTITY-PID-HEX."""
     return producer.rsplit("-", 2)[0]

@@ -143,7 +143,8 @@ class ConnectionGuard(threading.Thread):
                     self._failures[index] = event, value
 
     def _begin(self, key: _Key) -> None:
-        self._delivered.pop(key, None)
+        # A delivery that is there already is this connection's, whose owner was faster. Only if its predecessor's last message
+        # was taken after its end, is it of that one, until this connection's first message.
         copy = duplicate(key[1])
         if copy is None:
             return

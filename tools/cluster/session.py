@@ -19,6 +19,7 @@ from typing import NamedTuple
 import msgspec
 import psutil
 
+from protocol.config.sections.transport import is_loopback
 from protocol.errors import ConfigError, IncompatiblePeerError, NoAnswerError
 from protocol.files.staged import staged
 from protocol.processes.tree import descendants
@@ -74,14 +75,13 @@ def connected(run_dir: Path, named: str | None) -> Iterator[Session]:
         raise NoAnswerError(f"no Ray runs for {run_dir}: start the run with rl-cluster up, or name Ray with --address")
     _check_answers(address)
     own = _own(run_dir)
-    os.environ.update(_loopback() if _is_loopback(address) else {})
+    os.environ.update(_loopback() if is_loopback(address) else {})
     import ray
 
     try:
         _init(address, run_dir)
-        signal.signal(
-            signal.SIGTERM, signal.default_int_handler
-        )  # as Ctrl-C; Ray's own handler prints where C++ stands
+        # As Ctrl-C; Ray's own handler prints where C++ stands.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
         yield Session(address, own if own and own.address == address else None)
     finally:
         ray.shutdown()
@@ -180,10 +180,6 @@ def _answers(address: str) -> bool:
         raise ConfigError(f"--address {address}: expected HOST:PORT, such as 10.0.0.5:6379") from None
     except OSError:
         return False
-
-
-def _is_loopback(address: str) -> bool:
-    return address.rpartition(":")[0] in ("127.0.0.1", "localhost", "[::1]")
 
 
 def _loopback() -> dict[str, str]:

@@ -1,10 +1,16 @@
 """Sections `model` and `sampling`: what is trained, and how its completions are drawn."""
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from protocol.config.sections.section import Count, Problems, Section, Share
+
+
+def is_local(model: str, folder: Path) -> bool:
+    """Whether the name of a model is that of a folder, there or not, and none of the hub. Relative ones begin in `folder`."""
+    return model.startswith((".", "~", "/")) or (folder / model).is_dir()
 
 
 class ModelSection(Section):

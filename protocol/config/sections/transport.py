@@ -31,7 +31,7 @@ _LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
 
 def is_loopback(endpoint: str) -> bool:
-    """Of `tcp://HOST:PORT`: whether only this host reaches it."""
+    """Of `tcp://HOST:PORT`, or HOST:PORT: whether only this host reaches it."""
     return endpoint.removeprefix("tcp://").rpartition(":")[0] in _LOOPBACK
 
 

@@ -19,7 +19,6 @@ STAYS_DOWN = frozenset(
         ExitCode.JOURNAL,
         ExitCode.CONFIG,
         ExitCode.BUNDLE,
-        ExitCode.BUNDLE,
         ExitCode.INTERRUPTED,
     }
 )

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from protocol.config.run import RunConfig
+from protocol.config.sections.model import is_local
 from protocol.errors import ConfigError
 
 PORT = 5557  # of a trainer whose configuration names none
@@ -92,9 +93,9 @@ class Deployment:
     @property
     def model_folder(self) -> Path | None:
         """The base model, where it is a folder of this machine."""
-        place = Path(self.config.model.path).expanduser()
-        is_local = self.config.model.path.startswith((".", "~", "/")) or (self.folder / place).is_dir()
-        return plain(Path(os.path.abspath(self.folder / place))) if is_local else None
+        name = self.config.model.path
+        place = self.folder / Path(name).expanduser()
+        return plain(Path(os.path.abspath(place))) if is_local(name, self.folder) else None
 
     @property
     def name(self) -> str:

@@ -12,7 +12,7 @@ from protocol.errors import ConfigError
 from tools.cluster.render.deployment import Deployment
 from tools.cluster.render.templates import fill
 
-SCRIPTS = ("submit.sh", "keys.sh", "trainer.sbatch", "producers.sbatch")
+TEMPLATES = ("submit.sh", "trainer.sbatch", "producers.sbatch")
 
 
 def render(deployment: Deployment, out: Path) -> dict[str, str]:
@@ -41,6 +41,4 @@ def render(deployment: Deployment, out: Path) -> dict[str, str]:
         "model": deployment.model_folder,
         "out": out,
     }
-    return {"keys.sh": fill("keys.sh", **values)} | {
-        name: fill(f"slurm/{name}", **values) for name in SCRIPTS if name != "keys.sh"
-    }
+    return {"keys.sh": fill("keys.sh", **values)} | {name: fill(f"slurm/{name}", **values) for name in TEMPLATES}

@@ -2,6 +2,7 @@
 
 import os
 import re
+import threading
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,6 +21,7 @@ from protocol.wire.messages import BlobChunk, BlobMissing, Bye, Nack
 from tests.unit.protocol.channel_harness import (
     LIMIT,
     MESSAGE,
+    PATIENCE_S,
     Harness,
     eventually,
     introduce,
@@ -263,3 +265,16 @@ def test_the_owner_learns_whose_connection_ended(harness: Harness) -> None:
     eventually(lambda: server.disconnected() == [peer] or server.poll(0.01), "the end of its connection")
     assert not server.send(peer, Bye("stopping"))
     assert server.disconnected() == []
+
+
+def test_so_does_one_who_is_faster_than_the_guard(ipc: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes a first message before the guard has read that there is a connection."""
+    server = ipc.server()
+    taken, read = threading.Event(), server._guard._read_events
+    monkeypatch.setattr(server._guard, "_read_events", lambda: taken.wait(PATIENCE_S) and read())
+    client = ipc.client(server)
+    peer = introduce(server, client)
+    taken.set()
+    eventually(lambda: server._guard._connections, "a look at the connection")
+    client.close()
+    eventually(lambda: server.disconnected() == [peer] or server.poll(0.01), "the end of its connection")
