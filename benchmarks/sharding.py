@@ -23,10 +23,10 @@ FEW_TOKENS = {
     "prompt_tokens": 32,
     "median_tokens": 16,
     "max_tokens": 32,
-    "tokens_per_micro_batch": 128,
+    "tokens_per_micro_batch": 64,
 }
 _MEASURED = {"model_mb": "MB between steps", "model_peak_mb": "MB at the peak", "wall_s": "s a step"}
-_GIVEN_BACK = {"MALLOC_MMAP_THRESHOLD_": str(2**18), "MALLOC_TRIM_THRESHOLD_": str(2**18), "MALLOC_ARENA_MAX": "1"}
+_GIVEN_BACK = {"MALLOC_MMAP_THRESHOLD_": str(2**15), "MALLOC_TRIM_THRESHOLD_": str(2**15), "MALLOC_ARENA_MAX": "1"}
 
 
 def measure(world: int, size: dict[str, Any], repetitions: int) -> dict[str, Any]:

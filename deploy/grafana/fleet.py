@@ -157,6 +157,22 @@ def fleet() -> dashboard.Dashboard:
             Series(producer_quantile(0.99, "rl_producer_swap_seconds"), "{{producer}}"),
         ),
         graph(
+            "Where policies come from",
+            "Policies per second that producers got from a file or the cache of their host, a relay or the trainer; "
+            "with relays, few should come from the trainer.",
+            "suffix: policies/s",
+            Series(total_rate("rl_producer_policy_downloads_total", "source"), "{{source}}"),
+            stacked=True,
+        ),
+        graph(
+            "Relays that were left",
+            "Downloads per second that went on elsewhere, by what was wrong with the relay; slow ones have a slow "
+            "link, wrong ones a broken disk or memory.",
+            "suffix: downloads/s",
+            Series(total_rate("rl_producer_relays_left_total", "reason"), "{{reason}}"),
+            stacked=True,
+        ),
+        graph(
             "Refused connections and messages",
             "Connections and messages per second that the trainer refused, by reason; see docs/security.md "
             "for what each of them means.",

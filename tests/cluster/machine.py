@@ -77,11 +77,11 @@ class ClusterRun:
             command = [sys.executable, "-m", "tools.cluster.cli", *arguments]
             return subprocess.Popen(command, cwd=self.folder, stdout=log, stderr=log, env=self._environment)
 
-    def command(self, *arguments: str, code: int = 0) -> str:
+    def command(self, *arguments: str, code: int = 0, timeout_s: float = 300.0) -> str:
         """The same, until it ends; what it said."""
         command = [sys.executable, "-m", "tools.cluster.cli", *arguments]
         ended = subprocess.run(
-            command, cwd=self.folder, capture_output=True, text=True, timeout=300, env=self._environment
+            command, cwd=self.folder, capture_output=True, text=True, timeout=timeout_s, env=self._environment
         )
         assert ended.returncode == code, ended.stdout + ended.stderr
         return ended.stdout + ended.stderr
@@ -141,9 +141,11 @@ def eventually(condition: Callable[[], Any], timeout_s: float = 300.0) -> None:
 
 
 @contextlib.contextmanager
-def cluster_run(folder: Path, num_nodes: int = 3, cpus: int = 3, **environment: str) -> Iterator[ClusterRun]:
-    """Nodes for the run in `folder`, whose producers have a scripted engine."""
-    paths = os.pathsep.join([str(REPOSITORY), str(_SCRIPTED)])
+def cluster_run(
+    folder: Path, num_nodes: int = 3, cpus: int = 3, *, scripted: bool = True, **environment: str
+) -> Iterator[ClusterRun]:
+    """Nodes for the run in `folder`, whose producers have a scripted engine, or vLLM."""
+    paths = os.pathsep.join([str(REPOSITORY), *([str(_SCRIPTED)] if scripted else [])])
     everywhere = os.environ | {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "XDG_CACHE_HOME": str(folder / "cache")}
     run = ClusterRun(folder, Nodes(num_nodes, cpus, folder / "nodes.log", everywhere | environment), everywhere)
     try:
