@@ -24,6 +24,7 @@ from protocol.wire.messages import Group
 from replay.batches.cutting import CutBatch
 from replay.batches.delivery import Delivery
 from replay.buffer import RolloutBuffer
+from replay.journal.tables import StepCut
 from replay.journal.writer import Journal
 from replay.lease_ids import Key
 from replay.prompts.leases import LeaseRecord
@@ -146,8 +147,8 @@ class Policies:
         self.version = -1
         self.blob = b""
 
-    def publish(self, step: int, version: int, snapshot: Snapshot) -> None:
-        self._journal.end_step(step)
+    def publish(self, step: int, version: int, snapshot: Snapshot, cut: StepCut | None = None) -> None:
+        self._journal.end_step(step, cut)
         policy = snapshot.published(version)
         self._journal.note_policy(version, step, policy.digest)
         self.version, self.blob = version, bytes(policy.data)
@@ -156,8 +157,11 @@ class Policies:
 
     def flush(self) -> None: ...
 
-    def end_step(self, step: int) -> None:
-        self._journal.end_step(step)
+    def end_step(self, step: int, cut: StepCut | None = None) -> None:
+        self._journal.end_step(step, cut)
+
+    def newest_cut(self, step: int) -> StepCut | None:
+        return self._journal.newest_cut(step)
 
     def observe(self, effective_share: float | None, wait_share: float) -> dict[str, float]:
         return {f"pipeline/{name}": float(count) for name, count in self._buffer.depth().items()}

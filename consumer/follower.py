@@ -30,7 +30,7 @@ from consumer.ranks.signs import SignsOfLife, last_words
 from consumer.training.trainer import SlipstreamTrainer
 from consumer.training.trl_arguments import build_arguments, build_lora
 from protocol.config.run import RunConfig
-from protocol.errors import RankLostError
+from protocol.errors import DeviceError, RankLostError
 from protocol.files.scratch import scratch_folder
 from protocol.processes.lifeline import die_with_parent
 from protocol.service import logs
@@ -100,7 +100,7 @@ def follow(config: RunConfig, ranks: Ranks, *, on_gpu: bool) -> None:
             probes = _Probes(trainer, config)
             probes.measure(begin.step)
             trainer.add_callback(probes)
-        with contextlib.suppress(NotFiniteStep, RankLostError):  # rank 0 has found the same, and says it
+        with contextlib.suppress(NotFiniteStep, DeviceError, RankLostError):  # rank 0 has found the same, and says it
             if begin.step < trainer.args.max_steps:
                 trainer.train(resume_from_checkpoint=str(folder) if begin.files else None)
         ranks.share(None)  # until rank 0 ends this process

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from transformers import TrainerCallback
 
+from consumer.batches.step_cuts import Recorded
 from consumer.checkpoints import folders as checkpoints
 from consumer.publishing.snapshots import Probe, probe_tokens
 from consumer.ranks.exchange import ALONE, Ranks
@@ -47,7 +48,8 @@ def training_loop(
     )
     if ranks.world > 1:
         begin(ranks, len(components.prompts), components.shape.vocab_size, start.checkpoint)
-    trainer = _trainer(components, LedBatches(connections.feed, ranks), checkpoints, start, ranks)
+    batches = LedBatches(connections.feed, ranks)
+    trainer = _trainer(components, batches, checkpoints, start, ranks, connections.pipeline.newest_cut)
     control = RunControl(
         trainer,
         connections,
@@ -67,12 +69,17 @@ def training_loop(
 
 
 def _trainer(
-    components: RunComponents, batches: LedBatches, checkpoints: CheckpointWriter, start: RunStart, ranks: Ranks
+    components: RunComponents,
+    batches: LedBatches,
+    checkpoints: CheckpointWriter,
+    start: RunStart,
+    ranks: Ranks,
+    recorded: Recorded,
 ) -> SlipstreamTrainer:
     try:
         trainer = SlipstreamTrainer(
             components.config, components.arguments, components.lora, components.model_folder, batches, checkpoints.commit,
-            ranks,
+            ranks, recorded,
         )  # fmt: skip
     except REFUSALS as error:
         raise ConfigError(f"TRL or PEFT refused to build the trainer: {error}") from error
@@ -103,4 +110,4 @@ def retraining(
     heartbeat = Heartbeat(watch.health, components.stop, ThreadErrors())
     patience = Patience(check=heartbeat.check, say=report.say, stall_timeout_s=config.pipeline.stall_timeout_s)
     feed = RecordedFeed(recorded, components.shape, heartbeat.check, start.step, counts)
-    return start, Connections(feed, Pipeline(), report, patience), heartbeat, counts
+    return start, Connections(feed, Pipeline(recorded.newest_cut), report, patience), heartbeat, counts

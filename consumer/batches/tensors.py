@@ -21,6 +21,9 @@ from replay.rewards import RewardRecipe
 
 MicroBatch = dict[str, torch.Tensor]
 
+FILLER = -1
+"""The number of a row that stands for none."""
+
 
 def loss_mask(batch: MicroBatch) -> torch.Tensor:
     """(B, T), 1 for the tokens in the loss."""
@@ -30,6 +33,7 @@ def loss_mask(batch: MicroBatch) -> torch.Tensor:
 class _Row(NamedTuple):
     """One record of a completion."""
 
+    number: int  # in the batch
     prompt_ids: NDArray[np.int32]
     completion_ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
@@ -65,30 +69,34 @@ class BatchRecipe:
     world: int = 1  # number of ranks, each of which trains its share of the step
     in_step: bool = False  # all of them with as many micro-batches
 
-    def tensors(self, groups: list[RolloutGroup]) -> list[MicroBatch]:
+    def tensors(self, groups: list[RolloutGroup], dealt_by: int | None = None) -> list[MicroBatch]:
         """This rank's micro-batches of the optimizer steps over one batch, at least one, on the CPU.
 
-        Each has `prompt_ids`, `prompt_mask` (left-padded), `completion_ids`, `completion_mask` (right-padded),
-        `sampling_per_token_logps`, `advantages` (B,) and `num_items_in_batch` (tokens in the loss, of the whole step); and, where
-        there are tokens that the policy did not sample, TRL's `tool_mask`, which is 0 for them.
+        Args:
+            dealt_by: tokens of a micro-batch by which rows are dealt out to the ranks, where it is not `max_tokens`.
+
+        Each has `row` (B,), by which rows are found again in another cut of the batch, `prompt_ids`, `prompt_mask` (left-padded),
+        `completion_ids`, `completion_mask` (right-padded), `sampling_per_token_logps`, `advantages` (B,) and `num_items_in_batch`
+        (tokens in the loss, of the whole step); and, where there are tokens that the policy did not sample, TRL's `tool_mask`,
+        which is 0 for them.
         """
         rows = self._rows(groups)
         num_items = torch.tensor(sum(row.num_sampled for row in rows if row.in_loss))
         moving = [row for row in rows if self._moves(row)]
         shortest = min(rows, key=lambda row: row.num_tokens)
-        of_ranks = self._deal(moving or [shortest])
+        of_ranks = self._deal(moving or [shortest], dealt_by or self.max_tokens)
         parts = self._cut(of_ranks[self.rank])
         num_parts = max(len(self._cut(rows)) for rows in of_ranks) if self.in_step else 1
-        filler = [shortest._replace(advantage=0.0, in_loss=False)]
+        filler = [shortest._replace(number=FILLER, advantage=0.0, in_loss=False)]
         parts += [filler] * (num_parts - len(parts))
         return [self._pad(part) | {"num_items_in_batch": num_items} for part in parts]
 
-    def _deal(self, rows: list[_Row]) -> list[list[_Row]]:
+    def _deal(self, rows: list[_Row], max_tokens: int) -> list[list[_Row]]:
         """The rows of each rank; some may have none."""
         if self.world == 1:
             return [rows]
         lengths = [row.num_tokens for row in rows]
-        dealt = shares(lengths, self.max_tokens, padded=not self.packed, world=self.world)
+        dealt = shares(lengths, max_tokens, padded=not self.packed, world=self.world)
         return [[rows[i] for i in own] for own in dealt]
 
     def _cut(self, rows: list[_Row]) -> list[list[_Row]]:
@@ -114,14 +122,16 @@ class BatchRecipe:
 
     def _rows(self, groups: list[RolloutGroup]) -> list[_Row]:
         values = self.advantages_of(groups).tolist()
-        result = []
+        result = list[_Row]()
         for first, group in zip(range(0, len(values), self.num_generations), groups, strict=True):
             for tokens, completion, cut in zip(group.records, group.completion_of, group.truncated, strict=True):
                 completion_ids, logprobs = group.completion_ids[tokens], group.logprobs[tokens]
                 sampled = None if group.sampled is None else group.sampled[tokens]
                 in_loss = not (cut and self.mask_truncated)
                 advantage = values[first + completion]
-                result.append(_Row(group.prompt_ids, completion_ids, logprobs, advantage, in_loss, sampled))
+                result.append(
+                    _Row(len(result), group.prompt_ids, completion_ids, logprobs, advantage, in_loss, sampled)
+                )
         return result
 
     def _pad(self, rows: list[_Row]) -> MicroBatch:
@@ -129,6 +139,7 @@ class BatchRecipe:
         prompt_width = max(len(row.prompt_ids) for row in rows)
         width = max(len(row.completion_ids) for row in rows)
         batch = {
+            "row": torch.tensor([row.number for row in rows]),
             "prompt_ids": torch.full((num_rows, prompt_width), self.pad_token_id),
             "prompt_mask": torch.zeros((num_rows, prompt_width), dtype=torch.long),
             "completion_ids": torch.full((num_rows, width), self.pad_token_id),

@@ -52,6 +52,10 @@ _GAUGES = {
         "max_staleness_versions",
         "Staleness within which prompts are leased now: pipeline.max_staleness, or what `auto` has come to.",
     ),
+    "pipeline/micro_batch_tokens": (
+        "micro_batch_tokens",
+        "Tokens that a pass of the trainer may have: pipeline.trainer_tokens_per_micro_batch, or what `auto` has come to.",
+    ),
     f"{_RATIO}/mean": ("importance_ratio_mean", "Mean importance ratio of the tokens, before correction."),
     f"{_RATIO}/max": ("importance_ratio_max", "Greatest importance ratio, before correction."),
     f"{_RATIO}/effective_sample_share": (

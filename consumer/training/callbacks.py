@@ -51,7 +51,8 @@ class RunControl(TrainerCallback):
     def publish(self, step: int) -> None:
         """Publishes the weights that step `step` starts from."""
         version = self.budget.version_at(step)
-        self.connections.pipeline.publish(step, version, self._snapshots.take(self.probe.measure(version)))
+        snapshot = self._snapshots.take(self.probe.measure(version))
+        self.connections.pipeline.publish(step, version, snapshot, self.trainer.last_cut)
         logs.bind(version=version)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -73,7 +74,7 @@ class RunControl(TrainerCallback):
         if state.global_step % self.budget.sync_interval == 0:
             self.publish(state.global_step)
         else:
-            self.connections.pipeline.end_step(state.global_step)
+            self.connections.pipeline.end_step(state.global_step, self.trainer.last_cut)
         batch = self.connections.feed.last
         assert batch is not None
         latest = {

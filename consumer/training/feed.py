@@ -22,6 +22,7 @@ from replay.batches.cutting import CutBatch
 from replay.buffer import RolloutBuffer
 from replay.groups import GroupShape
 from replay.journal.reader import JournalReader
+from replay.journal.tables import StepCut
 
 _POLL_S = 0.25
 
@@ -96,6 +97,9 @@ class RecordedRun:
         """
         check_same_batches(self._facts, facts, self._reader.path)
         return self._facts["run_id"]
+
+    def newest_cut(self, step: int) -> StepCut | None:
+        return self._reader.newest_cut(step)
 
     def batches(self, from_step: int, shape: GroupShape) -> Iterator[CutBatch]:
         """The batches from optimizer step `from_step` (from 1) on, which may lie in the middle of the first.

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from consumer.checkpoints.folders import is_committed
 from consumer.loss.step_loss import NotFiniteStep
 from consumer.reporting.inspection import keep, not_finite
@@ -19,7 +21,7 @@ from consumer.training.pipeline import Connections
 from consumer.training.run_components import RunStart
 from consumer.training.trainer import SlipstreamTrainer
 from consumer.waiting import StopRequested, write_when_there_is_room
-from protocol.errors import NotFiniteError
+from protocol.errors import DeviceError, NotFiniteError
 from protocol.files.json_lines import encode_page
 from protocol.files.staged import staged
 
@@ -47,6 +49,11 @@ class TrainingLoop:
             self._take_steps()
         except NotFiniteStep as found:
             raise NotFiniteError(self._explain(found)) from found
+        except torch.OutOfMemoryError as error:  # what no smaller pass would help
+            raise DeviceError(
+                f"the trainer's device is out of memory: {error}. Lower pipeline.trainer_tokens_per_micro_batch, free the device "
+                "of other processes, or take one with more memory; then go on with --resume"
+            ) from error
         except StopRequested:
             was_stopped = True
         if not self._keep() or not self._has_trained:

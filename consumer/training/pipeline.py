@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from consumer.batches.step_cuts import Recorded
 from consumer.checkpoints import folders as checkpoints
 from consumer.evaluation.control import EvaluationControl
 from consumer.intake.arrivals import RolloutStorage
@@ -24,6 +25,7 @@ from protocol.files.space import out_of_space
 from replay.batches.cutting import CutBatch
 from replay.journal.database import JournalFullError
 from replay.journal.retention import Retention
+from replay.journal.tables import StepCut
 from replay.prompts.adaptive_staleness import StalenessController
 
 logger = logging.getLogger(__name__)
@@ -41,17 +43,32 @@ class Feed(Protocol):
 
 
 class Pipeline:
-    """Where a step's results go. This one leads nowhere, as a run that is trained again needs it."""
+    """Where a step's results go. This one leads nowhere, as a run that is trained again needs it.
 
-    def publish(self, step: int, version: int, snapshot: Snapshot) -> None:
-        """Step `step` ended and made this policy. Releases the snapshot, then or later."""
+    Args:
+        recorded: as `newest_cut`.
+    """
+
+    def __init__(self, recorded: Recorded = lambda step: None) -> None:
+        self._recorded = recorded
+
+    def publish(self, step: int, version: int, snapshot: Snapshot, cut: StepCut | None = None) -> None:
+        """Step `step` ended and made this policy. Releases the snapshot, then or later.
+
+        Args:
+            cut: how the step was cut into passes; None for one that this process did not take.
+        """
         snapshot.release()
 
     def flush(self) -> None:
         """Returns when every policy is published."""
 
-    def end_step(self, step: int) -> None:
+    def end_step(self, step: int, cut: StepCut | None = None) -> None:
         """Step `step` ended and made no policy."""
+
+    def newest_cut(self, step: int) -> StepCut | None:
+        """How step `step`, or the newest one before it that is known, was cut before."""
+        return self._recorded(step)
 
     def observe(self, effective_share: float | None, wait_share: float) -> dict[str, float]:
         """Takes note of how a step went, and returns how the pipeline stands.
@@ -110,8 +127,8 @@ class LivePipeline(Pipeline):
         if self.staleness is not None:
             self._buffer.lease_within(self.staleness.staleness)
 
-    def publish(self, step: int, version: int, snapshot: Snapshot) -> None:
-        self.end_step(step)
+    def publish(self, step: int, version: int, snapshot: Snapshot, cut: StepCut | None = None) -> None:
+        self.end_step(step, cut)
         self._publisher.submit(step, version, snapshot)
 
     def flush(self) -> None:
@@ -120,10 +137,13 @@ class LivePipeline(Pipeline):
     def close(self) -> None:
         self._publisher.close()
 
-    def end_step(self, step: int) -> None:
+    def newest_cut(self, step: int) -> StepCut | None:
+        return self._journal.newest_cut(step)
+
+    def end_step(self, step: int, cut: StepCut | None = None) -> None:
         def attempt() -> bool | None:
             try:
-                self._journal.end_step(step)
+                self._journal.end_step(step, cut)
             except JournalFullError:
                 self._disk.spend_reserve()
                 return None

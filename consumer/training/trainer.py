@@ -12,10 +12,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+from accelerate.utils.memory import clear_device_cache
 from datasets import Dataset
 from peft import LoraConfig
 from transformers import PrinterCallback, Trainer
 
+from consumer.batches.step_cuts import Recorded, StepCutter
 from consumer.batches.tensors import BatchRecipe, MicroBatch
 from consumer.checkpoints import folders as checkpoints
 from consumer.checkpoints.initial_adapter import InitialAdapter
@@ -23,10 +26,12 @@ from consumer.loss.importance import resolve
 from consumer.loss.reference import ReferencePolicy
 from consumer.prompts.tokenizer import load_tokenizer
 from consumer.ranks.exchange import ALONE, Ranks
+from consumer.training.memory import OutOfMemory, PassMemory, random_state, set_random_state
 from consumer.training.trl_loss import StepLossTrainer
 from protocol.config.run import RunConfig
 from replay.batches.cutting import CutBatch
 from replay.groups import RolloutGroup
+from replay.journal.tables import StepCut
 from replay.rewards import RewardRecipe
 
 
@@ -37,6 +42,10 @@ class SlipstreamTrainer(StepLossTrainer):
         batches: iterating it yields the groups of the next optimizer steps, and blocks while there are none.
         commit_checkpoint: is called with the step, the folder that transformers will write to and the call that writes.
         ranks: that share the work of every step.
+        recorded: how steps were cut before.
+
+    Attributes:
+        last_cut: how the last step was cut; None before the first.
     """
 
     def __init__(
@@ -48,6 +57,7 @@ class SlipstreamTrainer(StepLossTrainer):
         batches: Iterable[CutBatch],
         commit_checkpoint: Callable[[int, Path, Callable[[], None]], None],
         ranks: Ranks = ALONE,
+        recorded: Recorded = lambda step: None,
     ) -> None:
         sides = {"padding_side": "left", "truncation_side": "left"}
         tokenizer = load_tokenizer(model_folder, trust_remote_code=arguments.trust_remote_code, **sides)
@@ -68,10 +78,12 @@ class SlipstreamTrainer(StepLossTrainer):
         )
         self._batches = batches
         self._commit_checkpoint = commit_checkpoint
+        self._cuts = StepCutter(config.pipeline.trainer_tokens_per_micro_batch, ranks, recorded)
+        self.last_cut: StepCut | None = None
         self.recipe = BatchRecipe(
             rewards=RewardRecipe.of(config, arguments.multi_objective_aggregation),
             num_generations=config.sampling.num_generations,
-            max_tokens=config.pipeline.trainer_tokens_per_micro_batch,
+            max_tokens=self._cuts.tokens,
             packed=self._packed,
             only_advantages=self.beta == 0.0 and not self._entropy_bonus_enabled and self.top_entropy_quantile == 1.0,
             keeps_all_rows=self.aux_loss_enabled,
@@ -96,11 +108,35 @@ class SlipstreamTrainer(StepLossTrainer):
         """The micro-batches of each step to come; a batch is trained `num_iterations` times. What transformers takes for a loader
         has no length: `max_steps` bounds the run."""
         for batch in self._batches:
-            tensors = self.recipe.tensors(batch.groups)
             if self.log_completions:
                 self._remember_completions(batch.groups)
-            for _ in range(batch.num_iterations):
-                yield tensors
+            yield from self._cuts.steps(self.recipe, batch)
+
+    def training_step(self, model: Any, inputs: list[MicroBatch], num_items_in_batch: Any = None) -> torch.Tensor:
+        """As of the loss. A step that the device has no memory for is cut into smaller passes, and begins anew.
+
+        Raises:
+            DeviceError: it cannot be cut any smaller.
+        """
+        device, memory = self.accelerator.device, PassMemory(self.accelerator.device)
+        if self._cuts.random_state is not None:
+            set_random_state(device, self._cuts.random_state)
+        drawn_from = random_state(device)
+        while True:
+            try:
+                loss = super().training_step(model, inputs, num_items_in_batch)
+                break
+            except OutOfMemory as error:
+                problem = str(error)
+            self.model.zero_grad()
+            clear_device_cache(garbage_collection=True)
+            set_random_state(device, drawn_from)
+            inputs = self._cuts.halve(problem)
+        draws = random_state(device) != drawn_from
+        self.last_cut = StepCut(self.state.global_step + 1, self._cuts.tokens, drawn_from if draws else None)
+        self.record_metric("pipeline/micro_batch_tokens", float(self._cuts.tokens))
+        self._cuts.measured(memory.fitting_tokens(inputs, padded=not self._packed))
+        return loss
 
     def record_metric(self, name: str, value: float) -> None:
         """Adds to TRL's metrics, which are averaged over `logging_steps` and go to every tracker."""

@@ -9,6 +9,7 @@ Private names of TRL 1.16.0 and transformers used here, each with a test in test
 `_move_model_to_device`.
 """
 
+import contextlib
 import math
 import time
 from typing import Any
@@ -36,6 +37,7 @@ from consumer.ranks.exchange import Ranks
 from consumer.ranks.sharding import is_sharded, shard_base
 from consumer.ranks.work import RankWork, work_of_all
 from consumer.training.import_guard import without_vllm
+from consumer.training.memory import given_up_together
 from protocol.config.sections.learning import ShardBase
 
 with without_vllm():
@@ -64,6 +66,7 @@ class StepLossTrainer(GRPOTrainer):
         self.works: list[RankWork] = []  # of the last step, by rank; empty for one rank
         self._correction = correction
         self._step_loss = torch.zeros(())
+        self._seen: tuple[Seen, Seen] = ({}, {})
         model = self._causal_model
         self._is_plain = is_plain(model) and not (self.args.cast_lm_head_to_fp32 or self.aux_loss_enabled)
         with self.accelerator.autocast():  # as in every later pass; some kernels take no float32
@@ -108,8 +111,9 @@ class StepLossTrainer(GRPOTrainer):
         already."""
         state, cut = self.accelerator.gradient_state, None
         if self.top_entropy_quantile < 1.0 and (len(inputs) > 1 or self._ranks.world > 1):
-            with torch.no_grad():
-                cut = self._entropy_cut([(batch, self.forward_pass(batch)) for batch in inputs])
+            with torch.no_grad(), self._together():
+                passes = [(batch, self.forward_pass(batch)) for batch in inputs]
+            cut = self._entropy_cut(passes)
         total, seen, ratios = torch.zeros((), device=self.accelerator.device), list[Seen](), list[Seen]()
         try:
             for number, batch in enumerate(inputs, start=1):
@@ -122,19 +126,28 @@ class StepLossTrainer(GRPOTrainer):
                 total = total + loss
         finally:
             state._set_sync_gradients(True)
-        self._note(joined(seen), joined(ratios))
+        self._seen = joined(seen), joined(ratios)
         self._step_loss = total.detach()
         return total
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        """The loss of the whole step; its gradient is at the parameters afterwards."""
+        """The loss of the whole step; its gradient is at the parameters afterwards.
+
+        Raises:
+            OutOfMemory: the device of a rank has no memory for one of its passes. Nothing of the step was noted.
+        """
         if self._ranks.world == 1:
-            return super().training_step(model, inputs, num_items_in_batch)
+            with self._together():
+                super().training_step(model, inputs, num_items_in_batch)
+            self.note_step()
+            return self._step_loss.clone()
         trained = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         if self.state.global_step % CHECK_EVERY == 0:
             check_agreement(self._ranks, self.state.global_step, trained)
         began, waited_s = time.monotonic(), self._ranks.waited_s
-        super().training_step(model, inputs, num_items_in_batch)
+        with self._together():
+            super().training_step(model, inputs, num_items_in_batch)
+        self.note_step()
         for parameter in trained.values():  # one that no row of this rank went through
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         self._ranks.add([self._step_loss, *(parameter.grad for parameter in trained.values())])
@@ -172,8 +185,13 @@ class StepLossTrainer(GRPOTrainer):
         of_step = self._ranks.gather({"entropies": torch.cat(entropies)})["entropies"]
         return EntropyCut.at(of_step.to(entropies[0]), 1 - self.top_entropy_quantile)
 
-    def _note(self, seen: Seen, ratios: Seen) -> None:
-        """The metrics of a step, and what the adaptive entropy coefficient becomes by it."""
+    def _together(self) -> contextlib.AbstractContextManager[None]:
+        """Around passes. Ranks that share the base cannot make them alone, so none of them can give one up."""
+        return contextlib.nullcontext() if self.is_sharded else given_up_together(self._ranks)
+
+    def note_step(self) -> None:
+        """The metrics of the last step, and what the adaptive entropy coefficient becomes by it."""
+        seen, ratios = self._seen
         of_step = self._ranks.gather(seen | ratios)
         numbers = metrics_of_step({name: of_step[name] for name in seen})
         entropy = numbers.pop(ACTING_ENTROPY, 0.0)

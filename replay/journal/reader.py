@@ -16,7 +16,7 @@ import apsw
 
 from protocol.errors import JournalError
 from replay.journal.rows import EVERY_GROUP, DeadLetterRow, GroupFilter, GroupRow, PolicyRow, RefusedFrame, Use
-from replay.journal.tables import FRAME, SCHEMA, RecordedBatch, intact_frame
+from replay.journal.tables import FRAME, NEWEST_CUT, SCHEMA, RecordedBatch, StepCut, intact_frame
 
 Row = TypeVar("Row", PolicyRow, GroupRow, DeadLetterRow, RefusedFrame)
 _PAGE_ROWS = 1000
@@ -147,6 +147,13 @@ class JournalReader:
         while page := self._query(sql, wanted | {"step": last[0], "position": last[1]}):
             yield from (Use(*row) for row in page)
             last = page[-1][:2]
+
+    def newest_cut(self, step: int) -> StepCut | None:
+        """As of `Journal`. Journals of older releases know none."""
+        if not self._query("SELECT 1 FROM sqlite_master WHERE name = 'cuts'"):
+            return None
+        found = self._query(NEWEST_CUT, (step,))
+        return StepCut(*found[0]) if found else None
 
     def num_deleted(self) -> int:
         """Groups that retention has deleted, of all there ever were."""

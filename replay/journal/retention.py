@@ -20,13 +20,16 @@ _SETTLED = """
 (seq <= :seq AND NOT (
     outcome = 'accepted' AND (dropped IS NULL OR dropped = 'quarantined') AND (last_step IS NULL OR last_step > :step)
 ))"""  # without the row of a quarantined group, an older checkpoint would send its prompt out again
-_OLDEST_POLICY = """
-SELECT version FROM policies WHERE step < min(
+_OLDEST_STEP = """min(
     :step + 1,
     coalesce((SELECT min(step) FROM groups WHERE last_step = (SELECT min(last_step) FROM groups)), :step + 1),
     coalesce((SELECT min(step) FROM replays), :step + 1)
-) ORDER BY step DESC, version DESC LIMIT 1
-"""  # with which the oldest step began that a group or a replay is of, or a checkpoint goes on with
+)"""  # that a group or a replay is of, or a checkpoint goes on with
+_OLDEST = {
+    "policies": f"SELECT version FROM policies WHERE step < {_OLDEST_STEP} ORDER BY step DESC, version DESC LIMIT 1",
+    "cuts": f"SELECT step FROM cuts WHERE step <= {_OLDEST_STEP} ORDER BY step DESC LIMIT 1",
+}
+"""The key of the oldest row that is needed: with which that step began, and how it was cut or the one before it."""
 
 
 @dataclass(eq=False)
@@ -55,7 +58,8 @@ class Retention:
                 doomed.append((seq, num_bytes))
         for start in range(0, len(doomed), _ROWS_PER_TRANSACTION):
             self._delete(doomed[start : start + _ROWS_PER_TRANSACTION])
-        self._delete_policies(oldest_step)
+        self._delete_older("policies", "version", oldest_step)
+        self._delete_older("cuts", "step", oldest_step)
         with journal.transaction() as db:
             newest = "(SELECT max(id) FROM dead_letters)"
             db.execute(f"DELETE FROM dead_letters WHERE id <= {newest} - ?", (_MAX_DEAD_LETTERS,))
@@ -95,11 +99,11 @@ class Retention:
                 db.executemany(f"DELETE FROM {table} WHERE seq = ?", seqs)
         self._counted_bytes -= sum(num_bytes for seq, num_bytes in rows if seq <= self._counted_to)
 
-    def _delete_policies(self, oldest_step: int) -> None:
-        """Those before the oldest that is needed."""
-        for (oldest,) in self.journal.query(_OLDEST_POLICY, {"step": oldest_step}):
-            doomed = self.journal.query("SELECT version FROM policies WHERE version < ?", (oldest,))
+    def _delete_older(self, table: str, key: str, oldest_step: int) -> None:
+        """Rows before the oldest that is needed."""
+        for (oldest,) in self.journal.query(_OLDEST[table], {"step": oldest_step}):
+            doomed = self.journal.query(f"SELECT {key} FROM {table} WHERE {key} < ?", (oldest,))
             for start in range(0, len(doomed), _ROWS_PER_TRANSACTION):
                 with self.journal.transaction() as db:
                     part = doomed[start : start + _ROWS_PER_TRANSACTION]
-                    db.executemany("DELETE FROM policies WHERE version = ?", part)
+                    db.executemany(f"DELETE FROM {table} WHERE {key} = ?", part)

@@ -8,7 +8,8 @@ A group's row says what became of it:
     dropped   why an accepted group will not be trained after all: stale, quarantined, or configuration
     verdict   what the judging reward said: failed, solved, mixed or unscored (`replay.prompts.rerolls`)
 
-Each later use of a group that is replayed is a row of `replays`.
+Each later use of a group that is replayed is a row of `replays`; how a step was cut into passes is a row of `cuts`, which
+journals of older releases do not have.
 """
 
 from dataclasses import dataclass
@@ -51,6 +52,7 @@ CREATE INDEX IF NOT EXISTS policies_by_step ON policies(step);
 CREATE TABLE IF NOT EXISTS dead_letters(id INTEGER PRIMARY KEY AUTOINCREMENT, epoch INTEGER NOT NULL,
     prompt_id INTEGER NOT NULL, reroll INTEGER NOT NULL, attempts INTEGER NOT NULL, failure TEXT NOT NULL,
     reason TEXT NOT NULL, detail TEXT NOT NULL, buried_at REAL NOT NULL);
+CREATE TABLE IF NOT EXISTS cuts(step INTEGER PRIMARY KEY, tokens INTEGER NOT NULL, random_state BLOB);
 CREATE TABLE IF NOT EXISTS frames(id INTEGER PRIMARY KEY AUTOINCREMENT, received_at REAL NOT NULL, reason TEXT NOT NULL,
     num_bytes INTEGER NOT NULL, frame BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS facts(name TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -114,6 +116,17 @@ class DeadLetter:
     failure: str  # the class: data or infra
     reason: str
     detail: str
+
+
+class StepCut(NamedTuple):
+    """How an optimizer step (from 1) was cut into passes. Another cut has the same loss and gradient, in other last bits."""
+
+    step: int
+    tokens: int  # that a pass could have
+    random_state: bytes | None  # of the device when the step began; None for one that draws no numbers
+
+
+NEWEST_CUT = "SELECT step, tokens, random_state FROM cuts WHERE step <= ? ORDER BY step DESC LIMIT 1"
 
 
 class RecordedBatch(NamedTuple):

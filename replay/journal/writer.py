@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Sequence
 
 from replay.journal.database import Database
-from replay.journal.tables import FRAME, DeadLetter, DropReason, Entry, intact_frame
+from replay.journal.tables import FRAME, NEWEST_CUT, DeadLetter, DropReason, Entry, StepCut, intact_frame
 
 _MAX_FRAMES, _MAX_FRAME_BYTES = 256, 64 * 1024
 
@@ -72,11 +72,18 @@ class Journal(Database):
                 [(step, num_fresh + index, last_step, group_id) for index, group_id in enumerate(again)],
             )
 
-    def end_step(self, step: int) -> None:
-        """The step ended."""
+    def end_step(self, step: int, cut: StepCut | None = None) -> None:
+        """The step ended, which was cut into passes like this."""
         with self.transaction() as db:
+            if cut is not None:
+                db.execute("INSERT OR REPLACE INTO cuts VALUES(?, ?, ?)", cut)
             db.execute("UPDATE groups SET tries = 0 WHERE last_step = ? AND tries > 0 AND dropped IS NULL", (step,))
             db.execute("UPDATE replays SET tries = 0 WHERE last_step = ?", (step,))
+
+    def newest_cut(self, step: int) -> StepCut | None:
+        """Of this step, or of the newest one before it that is known."""
+        found = self.query(NEWEST_CUT, (step,))
+        return StepCut(*found[0]) if found else None
 
     def forgive(self, last_step: int) -> None:
         """What ended the steps in progress, up to this one, was not their batch: the try does not count."""

@@ -89,9 +89,11 @@ def _write_evidence(log: EvidenceLog) -> None:
 
     for pipeline in (LivePipeline, Pipeline):
 
-        def watched_publish(self: Any, step: int, version: int, snapshot: Any, _then: Any = pipeline.publish):
+        def watched_publish(
+            self: Any, step: int, version: int, snapshot: Any, cut: Any = None, _then: Any = pipeline.publish
+        ):
             log.note("policy", step=step, version=version, digest=snapshot.published(version).digest)
-            return _then(self, step, version, snapshot)
+            return _then(self, step, version, snapshot, cut)
 
         pipeline.publish = watched_publish
 

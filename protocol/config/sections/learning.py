@@ -15,10 +15,12 @@ ShardBase = Literal["auto", "none", "layers"]
 
 class PipelineSection(Section):
     groups_per_step: Positive = Field(16, description="Groups with signal that make one optimizer step.")
-    trainer_tokens_per_micro_batch: Annotated[int, Field(ge=1, le=2**31)] = Field(
-        16_384,
+    trainer_tokens_per_micro_batch: Annotated[int, Field(ge=1, le=2**31)] | Literal["auto"] = Field(
+        "auto",
         description="Tokens, prompts and padding included, of one forward and backward pass of the trainer: what bounds its "
-        "memory. A step is cut into as many as it takes; loss and gradient do not depend on it. A longer completion goes alone.",
+        "memory. A step is cut into as many as it takes; loss and gradient do not depend on it. A longer completion goes alone. "
+        "`auto` begins with 16384, takes what the GPU has room for once a step has shown what a pass takes, and halves it when "
+        "the device is out of memory; the journal keeps it, step by step.",
     )
     shard_base: ShardBase = Field(
         "auto",

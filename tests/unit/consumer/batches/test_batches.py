@@ -58,6 +58,7 @@ def test_every_cell_of_a_batch() -> None:
     assert batch["advantages"].tolist() == [-0.5, 0.5, -2.0, 2.0]
     assert batch["num_items_in_batch"].item() == 8
     assert {name: tensor.dtype for name, tensor in batch.items()} == {
+        "row": torch.int64,
         "prompt_ids": torch.int64,
         "prompt_mask": torch.int64,
         "completion_ids": torch.int64,

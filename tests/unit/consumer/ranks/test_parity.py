@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from consumer.batches.step_cuts import StepCutter
 from consumer.loss.importance import PRESETS
 from consumer.training.trainer import SlipstreamTrainer
+from replay.batches.cutting import CutBatch
 from tests.unit.consumer.builders import run_config
 from tests.unit.consumer.loss.test_loss_parity import LOSS_TYPES, off_policy, some_groups
 from tests.unit.consumer.ranks.thread_ranks import ThreadRanks, on_ranks
@@ -32,14 +34,19 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+UNLIKE = ("step_time", "pipeline/micro_batch_tokens")
+"""Metrics of how a step was taken, which ranks take in other passes."""
+
+
 def of_step(trainer: SlipstreamTrainer, groups: list[Any]) -> tuple[float, torch.Tensor, dict[str, float]]:
     """Loss, gradient and metrics of one step over the groups."""
     trainer._metrics["train"].clear()
     trainer.model.zero_grad()
     trainer.create_optimizer_and_scheduler(2)
-    loss = trainer.training_step(trainer.model, trainer.recipe.tensors(groups), None)
+    [step] = trainer._cuts.steps(trainer.recipe, CutBatch(0, 1, 1, groups, len(groups)))
+    loss = trainer.training_step(trainer.model, step, None)
     gradient = torch.cat([parameter.grad.flatten() for parameter in lora_parameters(trainer)])
-    metrics = {name: values[-1] for name, values in trainer._metrics["train"].items() if name != "step_time"}
+    metrics = {name: values[-1] for name, values in trainer._metrics["train"].items() if name not in UNLIKE}
     return loss.item(), gradient, metrics
 
 
@@ -57,7 +64,8 @@ def assert_same(folder: Path, model: Path, options: dict[str, Any], worlds: tupl
         def step(ranks: ThreadRanks, trainers: list[SlipstreamTrainer] = trainers) -> Any:
             trainer = trainers[ranks.rank]
             trainer._ranks = ranks
-            trainer.recipe = dataclasses.replace(trainer.recipe, rank=ranks.rank, world=ranks.world, max_tokens=30)
+            trainer.recipe = dataclasses.replace(trainer.recipe, rank=ranks.rank, world=ranks.world)
+            trainer._cuts = StepCutter(30, ranks, lambda step: None)
             return of_step(trainer, groups)
 
         found = on_ranks(world, step)

@@ -21,4 +21,5 @@ def test_the_schema_s_compound_fields_are_known() -> None:
         for key, field in getattr(section.annotation, "model_fields", {}).items()
         if is_compound(field.annotation)
     }
-    assert found == {"pipeline.max_staleness", "pipeline.auto_staleness"}
+    names = ("max_staleness", "auto_staleness", "trainer_tokens_per_micro_batch")
+    assert found == {f"pipeline.{name}" for name in names}

@@ -9,7 +9,8 @@ import apsw
 import pytest
 
 from protocol.errors import ExitCode, JournalError
-from replay.journal.tables import DeadLetter
+from replay.journal.reader import JournalReader
+from replay.journal.tables import DeadLetter, StepCut
 from replay.journal.writer import Journal
 from tests.unit.replay.builders import claim, entry, group_ids
 from tests.unit.replay.journals import alter, everything, fill, rows
@@ -106,6 +107,22 @@ def test_a_forgiven_try_does_not_count_and_those_before_it_do(journal: Journal) 
     journal.forgive(4)
     assert rows(journal, "tries") == [(1,), (2,), (0,), (0,)]
     assert journal.query("SELECT tries FROM replays") == [(0,)]
+
+
+def test_how_steps_were_cut_is_kept_and_a_step_taken_again_replaces_it(journal: Journal) -> None:
+    journal.end_step(2, StepCut(2, 64, b"state"))
+    journal.end_step(5, StepCut(5, 32, None))
+    journal.end_step(2, StepCut(2, 16, b"again"))
+    found = [journal.newest_cut(step) for step in (1, 2, 4, 9)]
+    assert found == [None, StepCut(2, 16, b"again"), StepCut(2, 16, b"again"), StepCut(5, 32, None)]
+    with contextlib.closing(JournalReader(journal.path)) as reader:
+        assert [reader.newest_cut(step) for step in (1, 2, 4, 9)] == found
+
+
+def test_the_journal_of_an_older_release_knows_no_cuts(journal: Journal) -> None:
+    journal.query("DROP TABLE cuts")
+    with contextlib.closing(JournalReader(journal.path)) as reader:
+        assert reader.newest_cut(9) is None
 
 
 def test_policies_are_kept_and_one_made_again_replaces_the_first(journal: Journal) -> None:

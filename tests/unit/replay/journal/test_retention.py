@@ -10,7 +10,7 @@ import pytest
 from replay.journal import retention
 from replay.journal.recovery import recover
 from replay.journal.retention import Retention
-from replay.journal.tables import DeadLetter
+from replay.journal.tables import DeadLetter, StepCut
 from replay.journal.writer import Journal
 from replay.prompts.rerolls import Grade
 from replay.prompts.staleness import StalenessBudget
@@ -97,6 +97,22 @@ def test_policies_stay_that_a_kept_step_began_with_or_made(
     pruned(history, step, seq)
     assert history.query("SELECT version FROM policies ORDER BY version") == [(version,) for version in stay]
     assert history.newest_version == 4
+
+
+@pytest.mark.parametrize(
+    ("step", "keep_bytes", "kept"),
+    [(0, 0, [1, 2, 3, 4]), (1, 0, [2, 3, 4]), (4, 0, [4]), (4, 10**6, [1, 2, 3, 4])],
+)
+def test_cuts_stay_of_steps_that_can_be_taken_again_and_one_to_go_on_with(
+    journal: Journal, monkeypatch: pytest.MonkeyPatch, step: int, keep_bytes: int, kept: list[int]
+) -> None:
+    monkeypatch.setattr(retention, "_ROWS_PER_TRANSACTION", 2)
+    journal.append([entry(i) for i in range(4)])
+    for number in range(4):
+        claim(journal, number + 1, number + 1, number)
+        journal.end_step(number + 1, StepCut(number + 1, 64, None))
+    pruned(journal, step, 4, keep_bytes=keep_bytes)
+    assert [found for (found,) in journal.query("SELECT step FROM cuts ORDER BY step")] == kept
 
 
 def test_the_policy_that_a_kept_replay_began_with_stays(journal: Journal) -> None:
