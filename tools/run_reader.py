@@ -47,14 +47,22 @@ class RunReader:
     def lines(self, name: str) -> list[Line]:
         """Those of `STEPS`, `ROLLOUTS` or `EVALUATIONS`, or of a producer's timeline."""
         with opened(self.folder / name) as files:
-            return _parsed(line for file in files for line in file)
+            return parsed_lines(line for file in files for line in file)
 
     def newest_steps(self, num_bytes: int) -> list[Line]:
         """The steps in the last `num_bytes` of the file; a long run takes no longer."""
-        return _parsed(read_end(self.folder / STEPS, num_bytes))
+        return self.newest_lines(STEPS, num_bytes)
+
+    def newest_lines(self, name: str, num_bytes: int) -> list[Line]:
+        """Those in the last `num_bytes` of the file."""
+        return parsed_lines(read_end(self.folder / name, num_bytes))
+
+    def timeline_names(self) -> list[str]:
+        """The files of the producers' timelines, by name."""
+        return [path.name for path in paths(self.folder, _TIMELINES)]
 
     def timelines(self) -> list[list[Line]]:
-        return [self.lines(path.name) for path in paths(self.folder, _TIMELINES)]
+        return [self.lines(name) for name in self.timeline_names()]
 
     def daemons(self) -> Iterator[DaemonAddress]:
         """The daemons that are running, and those that were killed and whose files nobody has removed yet."""
@@ -69,7 +77,8 @@ class RunReader:
                 continue  # its daemon is ending, or the file is none of ours
 
 
-def _parsed(lines: Iterable[bytes]) -> list[Line]:
+def parsed_lines(lines: Iterable[bytes]) -> list[Line]:
+    """The lines that are JSON objects; see the guarantee of the module."""
     found = []
     for line in lines:
         try:

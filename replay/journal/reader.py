@@ -110,6 +110,29 @@ class JournalReader:
         found = self._query(f"SELECT {_columns(GroupRow)} FROM groups WHERE group_id = ?", (group_id,))
         return GroupRow(*found[0]) if found else None
 
+    def rows_between(self, first_seq: int, last_seq: int) -> Iterator[GroupRow]:
+        """The groups with these sequence numbers, both included, in order of arrival."""
+        return self._pages(GroupRow, "groups", "seq <= :last", {"last": last_seq}, first_seq - 1)
+
+    def rows_of(self, seqs: Iterable[int]) -> list[GroupRow]:
+        """The groups with these sequence numbers that are still there, in the order asked for."""
+        sql = f"SELECT {_columns(GroupRow)} FROM groups WHERE seq = ?"
+        return [GroupRow(*found[0]) for seq in seqs if (found := self._query(sql, (seq,)))]
+
+    def bounds(self) -> tuple[int, int]:
+        """The smallest and the largest sequence number that is there; 0 and 0 if there is no group."""
+        # Two statements: SQLite answers one that asks for both by reading all of the table.
+        found = [self._query(f"SELECT {bound}(seq) FROM groups")[0][0] for bound in ("min", "max")]
+        return found[0] or 0, found[1] or 0
+
+    def seqs(self, *, before: int | None = None, after: int | None = None, limit: int) -> list[int]:
+        """The newest sequence numbers before one, newest first; or, with `after`, those that follow it, oldest first."""
+        if after is not None:
+            sql, bindings = "SELECT seq FROM groups WHERE seq > ? ORDER BY seq LIMIT ?", (after, limit)
+        else:
+            sql, bindings = "SELECT seq FROM groups WHERE seq < ? ORDER BY seq DESC LIMIT ?", (before or 2**62, limit)
+        return [seq for (seq,) in self._query(sql, bindings)]
+
     def body(self, row: GroupRow) -> bytes | None:
         """The message of a group; None if the trainer has deleted the group since its row was read. Raises as `intact_frame`."""
         found = self._query(FRAME, (row.group_id,))
@@ -177,12 +200,11 @@ class JournalReader:
             return self._db.execute(sql, bindings).fetchall()
 
     def _pages(
-        self, kind: type[Row], table: str, where: str = "TRUE", bindings: dict[str, Any] | None = None
+        self, kind: type[Row], table: str, where: str = "TRUE", bindings: dict[str, Any] | None = None, after: int = -1
     ) -> Iterator[Row]:
-        """In the order of the rowid."""
+        """Those behind the rowid `after`, in the order of the rowid."""
         columns = f"rowid, {_columns(kind)}"
         sql = f"SELECT {columns} FROM {table} WHERE rowid > :after AND {where} ORDER BY rowid LIMIT {_PAGE_ROWS}"
-        after = -1
         while page := self._query(sql, (bindings or {}) | {"after": after}):
             yield from (kind(*values) for _, *values in page)
             after = page[-1][0]

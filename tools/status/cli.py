@@ -8,12 +8,10 @@ import argparse
 import io
 import sys
 import time
-from collections import deque
 from contextlib import nullcontext
 from typing import NoReturn
 from urllib.parse import urlsplit
 
-from msgspec.structs import replace
 from rich.console import Console, RenderableType
 from rich.live import Live
 
@@ -21,16 +19,13 @@ from protocol.errors import ConfigError, ExitCode
 from protocol.files.json_lines import encode_page
 from tools.command import add_run, run_place, run_tool, tool_parser
 from tools.run_reader import RunReader
-from tools.status.daemons import Answer, ask, find_daemons
-from tools.status.reading import read
 from tools.status.render import render
 from tools.status.view import View
 from tools.status.warnings import warnings
+from tools.status.watch import Watch
 
 PROGRAM = "rl-status"
-WINDOW_S = 60.0
 _EVERY_S = 2.0
-_TAIL_BYTES = 512 * 1024  # the lines of some 200 steps
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -41,37 +36,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _show(chosen: argparse.Namespace) -> ExitCode:
-    watch = _Watch(_run(chosen), chosen.url)
+    watch = Watch(_run(chosen), chosen.url)
     return _once(watch, chosen) if chosen.once else _forever(watch, chosen.every or _EVERY_S)
 
 
-class _Watch:
-    """Looks again and again, and remembers the looks that rates are over, and rewards for a run without files."""
-
-    def __init__(self, run: RunReader | None, addresses: list[str]) -> None:
-        self._run = run
-        self._addresses = addresses
-        self._looks: deque[tuple[float, list[Answer]]] = deque()
-        self._seen: dict[int, float] = {}
-
-    def look(self) -> View:
-        now = time.monotonic()
-        self._looks.append((now, ask(find_daemons(self._run, self._addresses))))
-        while now - self._looks[0][0] > WINDOW_S:
-            self._looks.popleft()
-        shown = read([answers for _, answers in self._looks])
-        return replace(shown, at=shown.at or time.time(), rewards=self._rewards(shown))
-
-    def _rewards(self, shown: View) -> dict[int, float]:
-        """The rewards in the run's file; where there is none, those that were seen."""
-        trainer = shown.trainer
-        if trainer is not None and trainer.step and trainer.reward is not None:
-            self._seen = {step: reward for step, reward in self._seen.items() if step < trainer.step}
-            self._seen[trainer.step] = trainer.reward
-        return rewards_of_steps(self._run) or dict(self._seen)
-
-
-def _once(watch: _Watch, chosen: argparse.Namespace) -> ExitCode:
+def _once(watch: Watch, chosen: argparse.Namespace) -> ExitCode:
     shown = watch.look()
     if chosen.every:
         time.sleep(chosen.every)
@@ -85,20 +54,11 @@ def _once(watch: _Watch, chosen: argparse.Namespace) -> ExitCode:
     return ExitCode.OK if shown.answers else ExitCode.NO_ANSWER
 
 
-def rewards_of_steps(run: RunReader | None) -> dict[int, float]:
-    try:
-        lines = run.newest_steps(_TAIL_BYTES) if run else []
-    except OSError:
-        return {}
-    found = {line.get("step"): line.get("reward") for line in lines}
-    return {step: reward for step, reward in found.items() if isinstance(step, int) and isinstance(reward, int | float)}
-
-
 def _rendered(shown: View, console: Console) -> RenderableType:
     return render(shown, warnings(shown), console.width)
 
 
-def _forever(watch: _Watch, every_s: float) -> NoReturn:
+def _forever(watch: Watch, every_s: float) -> NoReturn:
     """Redraws on a terminal; elsewhere writes one view below the other."""
     console = Console()
     with Live(console=console, auto_refresh=False) if console.is_terminal else nullcontext() as live:
@@ -133,7 +93,12 @@ def _parsed(arguments: list[str] | None) -> argparse.Namespace:
     )  # fmt: skip
     result.add_argument("--once", action="store_true", help="print one view and end")
     result.add_argument("--json", action="store_true", help="with --once: one JSON object, for programs")
+    result.add_argument(
+        "--web", action="store_true", help="no view of this command: rl-view shows a run in the browser"
+    )
     chosen = result.parse_args(arguments)
+    if chosen.web:
+        result.error("a run in the browser is rl-view --run RUN_DIR")
     if chosen.json and not chosen.once:
         result.error("--json goes with --once")
     return chosen

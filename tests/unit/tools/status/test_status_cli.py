@@ -18,9 +18,11 @@ from protocol.service.systemd import Notifier
 from protocol.service.targets import Targets
 from tests.unit.tools.status.builders import answer
 from tools.status import cli
+from tools.status import watch as watch_module
 from tools.status.cli import main
 from tools.status.view import ProducerView, TrainerView
 from tools.status.warnings import RULES
+from tools.status.watch import Watch
 
 REPOSITORY = Path(__file__).parents[4]
 
@@ -137,9 +139,15 @@ def test_it_starts_without_the_heavy_libraries() -> None:
     assert checked.stdout == "[]\n"
 
 
+def test_the_browser_is_another_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--web"])
+    assert "rl-view --run RUN_DIR" in capsys.readouterr().err
+
+
 def test_without_the_file_the_line_of_rewards_is_what_was_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of a trainer that went on from an earlier checkpoint."""
     answers = iter([[answer(step=step, reward=reward)] for step, reward in ((4, 0.25), (5, 0.5), (4, 0.75))])
-    monkeypatch.setattr(cli, "ask", lambda _: next(answers))
-    watch = cli._Watch(None, [])
+    monkeypatch.setattr(watch_module, "ask", lambda _: next(answers))
+    watch = Watch(None, [])
     assert [watch.look().rewards for _ in range(3)] == [{4: 0.25}, {4: 0.25, 5: 0.5}, {4: 0.75}]

@@ -1,0 +1,221 @@
+"""Who is let in, and what every page says of a whole run, an empty one and a damaged one."""
+
+import html
+import re
+import shutil
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from starlette.testclient import TestClient
+
+from replay.journal.writer import Journal
+from tests.unit.tools.view.indexing import index_whole
+from tools.view.cli import main
+from tools.view.index.cache import place_of
+from tools.view.server.app import application
+from tools.view.server.security import POLICY
+from tools.view.server.viewer import Viewer
+
+REPOSITORY = Path(__file__).parents[4]
+TOKEN = "t" * 43
+BASE = "http://127.0.0.1:8000"
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def client_of(place: Path, token: str | None = TOKEN) -> TestClient:
+    result = TestClient(application(Viewer(place), TOKEN), BASE, raise_server_exceptions=False)
+    if token is not None:
+        result.get(f"/?token={token}", follow_redirects=False)
+    return result
+
+
+@pytest.fixture
+def client(written_run: Path, written_index: Path, cache: None) -> TestClient:
+    place = place_of(written_run / "journal.sqlite")
+    place.parent.mkdir(parents=True)
+    shutil.copy(written_index, place)
+    return client_of(written_run)
+
+
+PAGES = (
+    "/", "/live", "/data", "/steps", "/steps/5", "/groups", "/groups?q=apple&sort=reward&order=ascending", "/policies",
+    "/group?id=0-3-0-1-s", "/group?id=0-3-0-1-s&colour=version&raw=1&sort=reward", "/prompts/3", "/prompts/999", "/compare",
+    "/compare?a=0:5&b=20:25&prompt=1", "/keys", "/static/view.css",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("path", PAGES)
+def test_every_page_answers_and_forbids_what_it_does_not_need(client: TestClient, path: str) -> None:
+    answer = client.get(path)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-security-policy"] == POLICY
+    assert answer.headers["cache-control"] == "no-store"
+    assert "<script>document" not in answer.text
+    assert 'onerror="' not in answer.text
+    assert 'style="' not in answer.text  # which the policy forbids
+
+
+def test_the_token_opens_and_leaves_the_address(written_run: Path, cache: None) -> None:
+    client = client_of(written_run, None)
+    assert client.get("/").status_code == 403
+    assert client.get("/static/view.css").status_code == 403
+    assert client.get("/?token=wrong").status_code == 403
+    assert client.get("/?token=").status_code == 403
+    answer = client.get(f"/groups?q=a&token={TOKEN}", follow_redirects=False)
+    assert (answer.status_code, answer.headers["location"]) == (303, "/groups?q=a")
+    assert "HttpOnly" in answer.headers["set-cookie"]
+    assert "SameSite=strict" in answer.headers["set-cookie"]
+    assert client.get("/groups").status_code == 200
+    answer = client.get(f"//evil.example/?token={TOKEN}", follow_redirects=False)
+    assert not answer.headers.get("location", "").startswith("//")
+
+
+@pytest.mark.parametrize(
+    ("headers", "code"),
+    [
+        ({"host": "evil.example"}, 421), ({"host": "127.0.0.1.evil.example:8000"}, 421), ({"host": "["}, 421),
+        ({"host": ""}, 421), ({"origin": "http://evil.example"}, 403), ({"origin": "null"}, 403),
+        ({"origin": "http://127.0.0.1:9999"}, 403), ({"sec-fetch-site": "cross-site"}, 403),
+        ({"sec-fetch-site": "same-site"}, 403), ({"origin": BASE}, 200), ({"host": "localhost:9000"}, 200),
+        ({"host": "[::1]:9000"}, 200), ({"sec-fetch-site": "same-origin"}, 200),
+    ],
+)  # fmt: skip
+def test_other_names_and_origins_are_refused(client: TestClient, headers: dict[str, str], code: int) -> None:
+    assert (
+        client.get(
+            "/keys", headers={"cookie": "; ".join(f"{k}={v}" for k, v in client.cookies.items()), **headers}
+        ).status_code
+        == code
+    )
+
+
+def test_only_get(client: TestClient) -> None:
+    assert [client.request(method, "/groups").status_code for method in ("POST", "PUT", "DELETE", "OPTIONS")] == [
+        405
+    ] * 4
+
+
+@pytest.mark.parametrize(
+    ("path", "code", "says"),
+    [
+        ("/group?id=gone", 404, "retention has deleted it"), ("/group", 404, "not in the journal"),
+        ("/group?id=0-3-0-1-s&colour=red", 400, "colour: expected one of"), ("/groups?step=x", 400, "step: expected"),
+        ("/steps/100000", 404, "holds no groups of step 100000"), ("/steps?where=x", 400, "where: expected"),
+        ("/compare?a=x", 400, "a: expected"), ("/nowhere", 404, ""), ("/static/../app.py", 404, ""),
+        ("/?minutes=x", 400, "minutes: expected"),
+    ],
+)  # fmt: skip
+def test_what_is_not_there_is_said(client: TestClient, path: str, code: int, says: str) -> None:
+    answer = client.get(path)
+    assert answer.status_code == code
+    assert says in answer.text
+
+
+def test_the_list_leads_to_groups_and_these_to_their_neighbours(client: TestClient) -> None:
+    listed = re.findall(r'href="/group\?(id=[^"]*)"', client.get("/groups?state=trained&sort=reward").text)
+    ids = [re.match(r"id=([^&]*)", link).group(1) for link in listed]  # type: ignore[union-attr]
+    assert len(ids) > 20
+    page = client.get(f"/group?id={ids[0]}&state=trained&sort=reward").text
+    assert f"id={ids[1]}" in re.search(r'<a rel="next"[^>]*>', page).group(0)  # type: ignore[union-attr]
+    assert 'rel="prev"' not in page
+    plain = re.findall(r'href="/group\?id=([^"&]*)', client.get("/groups").text)
+    assert f"id={plain[1]}" in re.search(r'<a rel="next"[^>]*>', client.get(f"/group?id={plain[0]}").text).group(0)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    "path", ["/?share=1", "/group?id=0-3-0-1-s&share=1", "/groups?share=1&q=apple", "/steps/5?share=1"]
+)
+def test_a_shared_page_needs_nothing_else(client: TestClient, path: str) -> None:
+    answer = client.get(path)
+    assert answer.headers["content-disposition"].startswith('attachment; filename="run')
+    assert 'href="/' not in answer.text
+    assert 'src="/' not in answer.text
+    assert "content=\"default-src 'none'; img-src data:;" in html.unescape(answer.text)
+    assert answer.text.count("<script>") == 3  # what the policy allows by its digest
+    assert "uPlot" in answer.text
+
+
+def test_before_the_run_begins_pages_say_what_to_do(tmp_path: Path, cache: None) -> None:
+    (tmp_path / "run").mkdir()
+    client = client_of(tmp_path / "run")
+    assert "There is no journal here yet" in client.get("/groups").text
+    assert "No step was taken yet" in client.get("/steps").text
+    assert "No step was taken yet" in client.get("/").text
+    assert "no such file" in client.get("/policies").text
+    Journal(tmp_path / "run" / "journal.sqlite").close()
+    assert "No group was accepted yet" in client.get("/groups").text
+    assert "No policy was published yet" in client.get("/policies").text
+
+
+def test_without_an_index_lists_without_filters_and_groups_are_there(written_run: Path, cache: None) -> None:
+    client = client_of(written_run)
+    first = client.get("/groups")
+    assert first.text.count('href="/group?id=') == 50
+    after = re.search(r'rel="next"[^>]*href="([^"]*)"', first.text).group(1)  # type: ignore[union-attr]
+    assert client.get(after.replace("&amp;", "&")).text.count('href="/group?id=') == 50
+    assert "The index is being built: 0 %" in client.get("/groups?state=trained").text
+    assert client.get("/group?id=0-3-0-1-s").status_code == 200
+    assert client.get("/steps").status_code == 200
+
+
+def test_a_group_that_is_damaged_and_a_tokenizer_that_is_gone(run: Path, cache: None) -> None:
+    with closing(Journal(run / "journal.sqlite")) as journal, journal.transaction() as db:
+        db.execute("UPDATE bodies SET frame = x'00' WHERE seq = 4")
+        db.execute("UPDATE facts SET value = '/gone' WHERE name = 'model_path'")
+    client = client_of(run)
+    assert "is damaged (checksum)" in client.get("/group?id=0-3-0-1-s").text
+    assert "Token ids instead of text: /gone has no tokenizer.json here" in client.get("/group?id=0-4-0-1-s").text
+
+
+def test_a_bug_is_said_and_ends_nothing(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Viewer, "losses", lambda self: 1 / 0)
+    assert client.get("/steps").status_code == 500
+    assert "ZeroDivisionError" in capsys.readouterr().err
+    assert client.get("/groups").status_code == 200
+
+
+def test_the_run_is_not_written_to(run: Path, cache: None) -> None:
+    def contents() -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in run.iterdir() if not path.name.endswith(("-shm", "-wal"))}
+
+    before = contents()
+    client = client_of(run)
+    for path in PAGES:
+        client.get(path)
+    index_whole(Viewer(run).run, run.parent / "index.sqlite")
+    assert contents() == before
+
+
+@pytest.mark.long
+def test_the_server_needs_neither_torch_nor_vllm() -> None:
+    heavy = ("torch", "vllm", "transformers", "pandas")
+    code = f"import sys, tools.view.server.app; print([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[]\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["--run", "/nowhere"], 78, "no such folder"), (["--port", "70000"], 2, "expected a whole number"),
+        (["--run", ".", "--tokenizer", "/nowhere"], 78, "it has no tokenizer.json"),
+    ],
+)  # fmt: skip
+def test_a_wrong_call_says_what_is_wrong(
+    arguments: list[str], code: int, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        ended = main(arguments)
+    except SystemExit as error:
+        ended = int(error.code or 0)
+    assert ended == code
+    assert says in capsys.readouterr().err

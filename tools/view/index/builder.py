@@ -1,0 +1,79 @@
+"""Builds the index beside the server, on a thread of its own that gives way to everything else.
+
+Guarantee: it goes on where an earlier process stopped. A run that is not there yet, ends, is damaged or is replaced by another
+ends nothing: it looks again. Whoever looks at the same run as somebody who builds already waits for their turn.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import apsw
+
+from protocol.errors import JournalError
+from replay.journal.reader import JournalReader
+from tools.run_reader import RunReader
+from tools.view.index.cache import create, locked
+from tools.view.index.decoder import Decoder
+from tools.view.index.rows import RowIndex
+from tools.view.index.steps import StepIndex
+from tools.view.index.texts import TextIndex
+
+_EVERY_S = 1.0
+_AGAIN_S = 3.0
+_NICE = 10
+
+
+class Builder:
+    """`start` it once, `stop` it once. `find_decoder` is asked when a journal is there."""
+
+    def __init__(self, run: RunReader, place: Path, find_decoder: Callable[[dict[str, str]], Decoder | None]) -> None:
+        self._run, self._place = run, place
+        self._find_decoder = find_decoder
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="index", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._thread.join()
+
+    def _work(self) -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        while not self._stopped.is_set():
+            try:
+                with locked(self._place) as ours:
+                    if ours:
+                        self._build()
+            except (JournalError, apsw.Error, OSError):
+                pass  # the pages say what is wrong with the journal; a cache that cannot be written has no index
+            self._stopped.wait(_AGAIN_S)
+
+    def _build(self) -> None:
+        """Until it is stopped, or another journal lies in the place of this one."""
+        with closing(self._run.journal()) as reader:
+            inode = reader.path.stat().st_ino
+            facts = reader.facts()
+            with closing(create(self._place, facts.get("run_id", ""))) as db:
+                rows, steps = RowIndex(db), StepIndex(db, self._run.folder)
+                texts = TextIndex(db, self._find_decoder(facts))
+                while not self._stopped.is_set() and reader.path.stat().st_ino == inode:
+                    self._round(reader, rows, steps, texts)
+
+    def _round(self, reader: JournalReader, rows: RowIndex, steps: StepIndex, texts: TextIndex) -> None:
+        """What came since the last round, then words for as long as a round takes."""
+        ends = time.monotonic() + _EVERY_S
+        while steps.add_new() and not self._stopped.is_set():
+            pass
+        while rows.add_new(reader) and not self._stopped.is_set():
+            pass
+        rows.follow(reader)
+        rows.sweep(reader)
+        while not self._stopped.is_set() and time.monotonic() < ends and texts.add(reader):
+            pass
+        self._stopped.wait(max(0.0, ends - time.monotonic()))

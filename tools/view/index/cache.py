@@ -1,0 +1,127 @@
+"""The file of the index, in the user's cache, one for each journal.
+
+Guarantee: a file of another release, of another run at the same place, or one that is damaged is thrown away and built again. One
+process builds an index, others that look at the same run read it. No page waits longer than `_LONGEST_S` for its statements.
+Indexes that nobody has used for `_UNUSED_DAYS` are removed.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import apsw
+
+from protocol.errors import SlipstreamError
+
+_SCHEMA = 1
+_LONGEST_S = 5.0
+_UNUSED_DAYS = 30
+_TABLES = """
+CREATE TABLE facts(name TEXT PRIMARY KEY, value) WITHOUT ROWID;
+CREATE TABLE groups(seq INTEGER PRIMARY KEY, state INTEGER, verdict INTEGER, step INTEGER, last_step INTEGER, version INTEGER,
+    reward REAL, tokens INTEGER, prompt INTEGER, producer INTEGER, replays INTEGER, arrived REAL, scoring_s REAL,
+    longest INTEGER, truncated INTEGER);
+CREATE INDEX groups_by_reward ON groups(reward, seq);
+CREATE INDEX groups_by_tokens ON groups(tokens, seq);
+CREATE INDEX groups_by_version ON groups(version, seq);
+CREATE INDEX groups_by_step ON groups(step, seq);
+CREATE INDEX groups_by_prompt ON groups(prompt, seq);
+CREATE INDEX groups_unsettled ON groups(seq) WHERE state < 2;
+CREATE TABLE producers(id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE);
+CREATE TABLE steps(step INTEGER PRIMARY KEY, t REAL, line TEXT NOT NULL);
+CREATE VIRTUAL TABLE texts USING fts5(text, content='', contentless_delete=1, tokenize='unicode61 remove_diacritics 2');
+"""
+
+
+class SlowQueryError(SlipstreamError):
+    """A question to the index took too long, and was given up."""
+
+
+def place_of(journal: Path) -> Path:
+    """Where the index of this journal lies."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    name = hashlib.sha256(str(journal.resolve()).encode()).hexdigest()[:16]
+    return cache / "slipstream" / "view" / f"{name}.sqlite"
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[bool]:
+    """Whether this process is the one that builds the index, for as long as the context lasts."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    _remove_unused(path.parent)
+    with path.with_suffix(".lock").open("ab") as lock:
+        yield _taken(lock)
+
+
+def create(path: Path, run_id: str) -> apsw.Connection:
+    """A connection that writes the index of this run; an empty one if the file is not of it."""
+    if not _is_of(path, run_id):
+        for suffix in ("", "-wal", "-shm"):
+            Path(f"{path}{suffix}").unlink(missing_ok=True)
+    db = apsw.Connection(str(path))
+    db.set_busy_timeout(10_000)
+    db.pragma("journal_mode", "wal")
+    db.pragma("synchronous", "normal")
+    if not db.pragma("user_version"):
+        with db:
+            db.execute(_TABLES)
+            db.execute("INSERT INTO facts VALUES('run_id', ?)", (run_id,))
+            db.execute("INSERT INTO texts(texts, rank) VALUES('hashsize', 8388608)")
+            db.pragma("user_version", _SCHEMA)
+    path.chmod(0o600)
+    return db
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[apsw.Connection | None]:
+    """A connection that reads the index; None if there is none yet. `SlowQueryError` if a statement takes too long."""
+    if not path.is_file():
+        yield None
+        return
+    with contextlib.closing(apsw.Connection(str(path), flags=apsw.SQLITE_OPEN_READONLY)) as db:
+        db.set_busy_timeout(2_000)
+        deadline = time.monotonic() + _LONGEST_S
+        db.set_progress_handler(lambda: time.monotonic() > deadline, 100_000)
+        try:
+            ready = db.pragma("user_version") == _SCHEMA
+            yield db if ready else None
+        except apsw.InterruptError as error:
+            raise SlowQueryError(f"the answer takes more than {_LONGEST_S:g} s; choose fewer groups") from error
+
+
+def answer(db: apsw.Connection, sql: str, bindings: Any = ()) -> list[Any]:
+    """All rows of an answer that has few."""
+    return db.execute(sql, bindings).fetchall()
+
+
+def _is_of(path: Path, run_id: str) -> bool:
+    try:
+        with contextlib.closing(apsw.Connection(str(path))) as db:
+            if db.pragma("user_version") == 0:
+                return False
+            found = db.execute("SELECT value FROM facts WHERE name = 'run_id'").fetchall()
+            return bool(db.pragma("user_version") == _SCHEMA and found == [(run_id,)])
+    except apsw.Error:
+        return False
+
+
+def _taken(lock: BinaryIO) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _remove_unused(folder: Path) -> None:
+    """Indexes of runs that nobody has looked at for long."""
+    for path in folder.glob("*.sqlite"):
+        with contextlib.suppress(OSError):
+            if path.stat().st_mtime < time.time() - _UNUSED_DAYS * 86_400:
+                for file in (path, Path(f"{path}-wal"), Path(f"{path}-shm"), path.with_suffix(".lock")):
+                    file.unlink(missing_ok=True)

@@ -1,0 +1,84 @@
+"""The application: which page is at which address, and how it is served.
+
+Guarantee: an error that a user can act on is a page that says so; any other is answered with 500, and its traceback goes to
+standard error. Pages are made on threads, so that none delays another.
+"""
+
+import asyncio
+import secrets
+import socket
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp
+
+from protocol.errors import JournalError, SlipstreamError
+from protocol.service.http_server import ConnectionLimiter, Server, listen
+from tools.view.index.cache import SlowQueryError
+from tools.view.pages.forms import FormError
+from tools.view.server.group_pages import GroupPages
+from tools.view.server.history_pages import HistoryPages
+from tools.view.server.rendering import STATIC, page
+from tools.view.server.run_pages import RunPages
+from tools.view.server.security import Guard
+from tools.view.server.viewer import Viewer
+
+_HEADERS_S, _ANSWER_S = 10.0, 120.0
+_MAX_CONNECTIONS = 64
+_CODES: dict[type[SlipstreamError], int] = {FormError: 400, JournalError: 404, SlowQueryError: 503}
+
+
+def application(viewer: Viewer, token: str) -> ASGIApp:
+    """Answers those who have the token."""
+    run, groups, history = RunPages(viewer), GroupPages(viewer), HistoryPages(viewer)
+
+    def problem(request: Request, error: Exception) -> Response:
+        code = next(code for kind, code in _CODES.items() if isinstance(error, kind))
+        return page(request, "problem.html", viewer.name, code, text=str(error))
+
+    def bug(request: Request, error: Exception) -> Response:
+        traceback.print_exception(error)
+        return page(request, "problem.html", viewer.name, 500, text="a bug of rl-view; its standard error says more")
+
+    def keys(request: Request) -> Response:
+        return page(request, "keys.html", viewer.name)
+
+    routes = [
+        Route("/", run.run),
+        Route("/live", run.live),
+        Route("/data", run.data),
+        Route("/steps", run.steps),
+        Route("/steps/{step:int}", run.step),
+        Route("/policies", run.policies),
+        Route("/groups", groups.groups),
+        Route("/group", groups.group),
+        Route("/prompts/{prompt:int}", history.prompt),
+        Route("/compare", history.compare),
+        Route("/keys", keys),
+        Mount("/static", StaticFiles(directory=STATIC)),
+    ]
+    return Guard(Starlette(routes=routes, exception_handlers={**dict.fromkeys(_CODES, problem), Exception: bug}), token)
+
+
+def serve(place: Path, tokenizer: Path | None, port: int, say_url: Callable[[str], None]) -> None:
+    """Until the process is interrupted. `EndpointInUseError` if another process has the port."""
+    viewer, token = Viewer(place, tokenizer), secrets.token_urlsafe(32)
+    builder = viewer.builder()
+    limiter = ConnectionLimiter(_HEADERS_S, _ANSWER_S, _MAX_CONNECTIONS, on_refused=lambda reason: None)
+    with listen("127.0.0.1", port, "--port", "--port") as door:
+        builder.start()
+        try:
+            asyncio.run(_serve(Server(application(viewer, token), limiter), door, token, say_url))
+        finally:
+            builder.stop()
+
+
+async def _serve(server: Server, door: socket.socket, token: str, say_url: Callable[[str], None]) -> None:
+    say_url(f"http://127.0.0.1:{door.getsockname()[1]}/?token={token}")
+    await server.serve([door])

@@ -1,0 +1,158 @@
+"""The pages of the run as a whole: what it does now, its curves, its steps, its policies.
+
+Guarantee: a page reads at most `_TIMELINE_BYTES` of each timeline, and of a long run as many steps as it shows.
+"""
+
+import io
+import json
+import time
+from typing import Any
+
+import apsw
+from rich.console import Console
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from protocol.errors import JournalError
+from replay.journal.rows import GroupRow, PolicyRow
+from tools.run_reader import EVALUATIONS, ROLLOUTS, Line
+from tools.status.render import render
+from tools.status.warnings import warnings
+from tools.view.index.cache import answer
+from tools.view.pages import forms
+from tools.view.pages.charts import charts
+from tools.view.pages.policies import policy_rows
+from tools.view.pages.steps import COLUMNS, sorted_steps
+from tools.view.pages.timeline import lanes, span_of
+from tools.view.server.rendering import fragment, page
+from tools.view.server.viewer import Viewer
+
+_TIMELINE_BYTES = 2 * 2**20
+_EVALUATION_BYTES, _ROLLOUT_BYTES = 4 * 2**20, 8 * 2**20
+_MOST_STEPS = 20_000
+_MINUTES = (5, 15, 60, 0)  # 0: all of it
+_STATUS_WIDTH = 110
+
+
+class RunPages:
+    def __init__(self, viewer: Viewer) -> None:
+        self._viewer = viewer
+
+    def run(self, request: Request) -> Response:
+        minutes = self._minutes(request)
+        found = self._data(minutes)
+        return page(
+            request, "run.html", self._viewer.name, data=found, minutes=minutes, choices=_MINUTES,
+            live=None if request.query_params.get("share") != "1" else self._live(),
+        )  # fmt: skip
+
+    def live(self, request: Request) -> Response:
+        """What changes from second to second."""
+        return fragment("live.html", live=self._live())
+
+    def data(self, request: Request) -> Response:
+        return JSONResponse(self._data(self._minutes(request)))
+
+    def _live(self) -> dict[str, Any]:
+        view = self._viewer.status()
+        found = warnings(view)
+        console = Console(width=_STATUS_WIDTH, no_color=True, record=True, file=io.StringIO())
+        console.print(render(view, [], _STATUS_WIDTH))
+        return {"view": view, "warnings": found, "text": console.export_text(styles=False), "at": time.time()}
+
+    def _minutes(self, request: Request) -> int:
+        minutes = forms.whole(request.query_params, "minutes")
+        return 0 if minutes is None else max(0, min(minutes, 10**6))
+
+    def _data(self, minutes: int) -> list[dict[str, Any]]:
+        run = self._viewer.run
+        producers = {name: run.newest_lines(name, _TIMELINE_BYTES) for name in run.timeline_names()}
+        names = {name: _producer_name(name, lines) for name, lines in producers.items()}
+        named = {names[name]: lines for name, lines in producers.items()}
+        with self._viewer.index() as db:
+            steps = _newest_steps(db) or run.newest_steps(_TIMELINE_BYTES)
+            span = span_of(steps, named)
+            if span and minutes:
+                span = (max(span[0], span[1] - 60 * minutes), span[1])
+                steps = [line for line in steps if (line.get("t") or 0) >= span[0]]
+            scoring = _scoring(db, *span) if db and span else []
+        shown = lanes(steps, named, scoring, *span) if span else []
+        found = charts(steps, run.newest_lines(EVALUATIONS, _EVALUATION_BYTES), shown, span)
+        return [chart._asdict() | {"curves": [curve._asdict() for curve in chart.curves]} for chart in found]
+
+    def steps(self, request: Request) -> Response:
+        query = request.query_params
+        with self._viewer.index() as db:
+            lines = _newest_steps(db) or self._viewer.run.newest_steps(_TIMELINE_BYTES)
+        losses = self._viewer.losses()
+        found = sorted_steps([losses.get(line.get("step", 0), {}) | line for line in lines], query)
+        return page(request, "steps.html", self._viewer.name, found=found, columns=COLUMNS)
+
+    def step(self, request: Request) -> Response:
+        """The lineage of a step: its groups, and the policies that it began with and made."""
+        step = request.path_params["step"]
+        with self._viewer.journal() as reader:
+            batch = next(reader.batches(step), None)
+            if batch is None or batch.step > step:
+                raise JournalError(
+                    f"the journal holds no groups of step {step}: it was not taken yet, or retention has deleted them"
+                )
+            began = reader.policy_at(batch.step - 1)
+            made = reader.policy_at(step)
+            rows = [row for group_id in batch.group_ids if (row := reader.row(group_id)) is not None]
+        with self._viewer.index() as db:
+            lines = [json.loads(line) for (line,) in _lines_of(db, step)] if db else []
+        line = lines[0] if lines else {}
+        advantages = _advantages(self._viewer.run.newest_lines(ROLLOUTS, _ROLLOUT_BYTES), step)
+        return page(
+            request, "step.html", self._viewer.name, step=step, batch=batch, began=began,
+            made=made if made and made.step == step else None, line=self._viewer.losses().get(step, {}) | line,
+            rows=[(row, _staleness(row, began), advantages.get(row.group_id)) for row in rows],
+        )  # fmt: skip
+
+    def policies(self, request: Request) -> Response:
+        run = self._viewer.run
+        with self._viewer.journal() as reader:
+            newest = list(reader.policies())[-2_000:]
+        timelines = {name: run.newest_lines(name, _TIMELINE_BYTES) for name in run.timeline_names()}
+        rows = policy_rows(newest, timelines, run.newest_lines(EVALUATIONS, _EVALUATION_BYTES))
+        folders = [name for name in ("adapter", "checkpoints/best") if (run.folder / name).is_dir()]
+        return page(
+            request, "policies.html", self._viewer.name, rows=rows, folders=[run.folder / name for name in folders]
+        )
+
+
+def _producer_name(file: str, lines: list[Line]) -> str:
+    starts = [line.get("name") for line in lines if line.get("event") == "start"]
+    return str(starts[-1]) if starts else file.removeprefix("producer-").removesuffix(".jsonl")
+
+
+def _newest_steps(db: apsw.Connection | None) -> list[dict[str, Any]]:
+    if db is None:
+        return []
+    found = answer(db, "SELECT line FROM steps ORDER BY step DESC LIMIT ?", (_MOST_STEPS,))
+    return [json.loads(line) for (line,) in reversed(found)]
+
+
+def _lines_of(db: apsw.Connection, step: int) -> list[Any]:
+    return answer(db, "SELECT line FROM steps WHERE step = ?", (step,))
+
+
+def _scoring(db: apsw.Connection, start: float, end: float) -> list[Any]:
+    """When the newest groups arrived, and for how long each was scored."""
+    newest = "SELECT arrived, scoring_s FROM groups ORDER BY seq DESC LIMIT 20000"
+    sql = f"SELECT * FROM ({newest}) WHERE scoring_s > 0 AND arrived BETWEEN ? AND ?"  # noqa: S608
+    return answer(db, sql, (start, end))
+
+
+def _staleness(row: GroupRow, began: PolicyRow | None) -> int | None:
+    return None if began is None else began.version - row.policy_version
+
+
+def _advantages(lines: list[Line], step: int) -> dict[str, list[float]]:
+    """Of the completions that were sampled for `rollouts.jsonl`, by group."""
+    found: dict[str, list[float]] = {}
+    for line in lines:
+        if line.get("step") == step and isinstance(line.get("advantage"), int | float):
+            found.setdefault(str(line.get("group")), []).append(line["advantage"])
+    return found

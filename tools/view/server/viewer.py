@@ -1,0 +1,99 @@
+"""What all pages read from: the run's files, the index, the tokenizer, the daemons.
+
+Guarantee: a journal or an index is open for one page at a time and closed with it. The daemons are asked once for all who want to
+know within `_FRESH_S`.
+"""
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
+from pathlib import Path
+
+import apsw
+
+from protocol.errors import JournalError
+from replay.journal.reader import JournalReader
+from tools.run_reader import JOURNAL, RunReader
+from tools.status.view import View
+from tools.status.watch import Watch
+from tools.view.index.builder import Builder
+from tools.view.index.cache import opened, place_of
+from tools.view.index.decoder import Decoder, find_decoder
+
+_FRESH_S = 1.5
+
+
+class Viewer:
+    """The run in `place`, a folder or a journal file. `tokenizer` is the folder of its tokenizer, if it is not where the run had
+    it."""
+
+    def __init__(self, place: Path, tokenizer: Path | None = None) -> None:
+        self.run = RunReader(place)
+        self._index = place_of(place if place.is_file() else place / JOURNAL)
+        self._tokenizer = tokenizer
+        self._decoder: tuple[str, Decoder] | None = None  # with the digest of its tokenizer
+        self._watch, self._looking = Watch(self.run, []), threading.Lock()
+        self._seen: tuple[float, View] | None = None
+
+    @property
+    def name(self) -> str:
+        return self.run.folder.resolve().name
+
+    def builder(self) -> Builder:
+        """Builds the index of this run."""
+        return Builder(self.run, self._index, lambda facts: self.decoder(facts)[0])
+
+    def journal(self) -> AbstractContextManager[JournalReader]:
+        """`JournalError` if there is none."""
+        return closing(self.run.journal())
+
+    @contextmanager
+    def journal_if_any(self) -> Iterator[JournalReader | None]:
+        """None where none is there yet."""
+        try:
+            reader = self.run.journal()
+        except JournalError:
+            yield None
+            return
+        with closing(reader):
+            yield reader
+
+    def index(self) -> AbstractContextManager[apsw.Connection | None]:
+        return opened(self._index)
+
+    def decoder(self, facts: dict[str, str]) -> tuple[Decoder | None, str]:
+        """The decoder of the run, and why there is none."""
+        digest = facts.get("tokenizer_digest", "")
+        if self._decoder is None or self._decoder[0] != digest:
+            decoder, problem = find_decoder(facts, self._tokenizer)
+            if decoder is None:
+                return None, problem
+            self._decoder = (digest, decoder)
+        return self._decoder[1], ""
+
+    def losses(self) -> dict[int, dict[str, float]]:
+        """Loss and gradient norm by step, of those that the newest checkpoint tells of: `steps.jsonl` has neither."""
+        found: dict[int, dict[str, float]] = {}
+        files = sorted(self.run.folder.glob("checkpoints/checkpoint-*/trainer_state.json"), key=_written_at)
+        for file in files[-1:]:
+            with suppress(OSError, ValueError, LookupError, TypeError):
+                for line in json.loads(file.read_bytes())["log_history"]:
+                    found[int(line["step"])] = {name: line[name] for name in ("loss", "grad_norm") if name in line}
+        return found
+
+    def status(self) -> View:
+        """What the daemons say, at most some seconds ago."""
+        with self._looking:
+            if self._seen is None or time.monotonic() - self._seen[0] > _FRESH_S:
+                view = self._watch.look()
+                self._seen = (time.monotonic(), view)
+            return self._seen[1]
+
+
+def _written_at(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:  # the trainer removed the checkpoint meanwhile
+        return 0.0

@@ -1,0 +1,97 @@
+// Charts of the run page, drawn by uPlot from the numbers in #data; with #live the page is asked for news every two seconds.
+"use strict";
+(() => {
+  const host = document.getElementById("charts");
+  if (!host) return;
+  const EVERY_MS = 2000, HEIGHT = 200, AXIS = 190, LANE = 26, MOST_LABEL = 26;
+  const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  const COLOURS = ["--curve-0", "--curve-1", "--curve-2", "--curve-3"];
+  const plots = [];
+  let zoomed = null;
+
+  const follow = (plot) => {
+    const { min, max } = plot.scales.x;
+    for (const other of plots) {
+      if (other !== plot && (other.scales.x.min !== min || other.scales.x.max !== max)) other.setScale("x", { min, max });
+    }
+    const xs = plot.data[0];
+    zoomed = min > xs[0] || max < xs[xs.length - 1] ? { min, max } : null;
+  };
+
+  const axes = (extra) => [
+    { stroke: colour("--text"), grid: { stroke: colour("--line"), width: 1 } },
+    { stroke: colour("--text"), grid: { stroke: colour("--line"), width: 1 }, size: AXIS, ...extra },
+  ];
+
+  const curve = (chart) => ({
+    series: chart.curves.map((one, index) => ({
+      label: one.name, stroke: colour(COLOURS[index % COLOURS.length]), width: 1.5, spanGaps: true,
+      ...(one.kind === "points" ? { paths: () => null, points: { show: true, size: 7 } } : {}),
+    })),
+    data: [chart.x, ...chart.curves.map((one) => one.values)], axes: axes({}), scales: {}, height: HEIGHT, legend: {},
+  });
+
+  // A lane is a stepped area of its own between `base` and `base + 0.85`.
+  const lanes = (chart) => {
+    const base = (index) => chart.curves.length - 1 - index;
+    return {
+      series: chart.curves.map((one, index) => ({
+        label: one.name, width: 0, fill: colour(`--${one.kind}`), fillTo: base(index), points: { show: false },
+        paths: uPlot.paths.stepped({ align: 1 }),
+        value: (plot, value) => (value == null ? "-" : `${Math.round((value - base(index)) / 0.0085)} %`),
+      })),
+      data: [chart.x, ...chart.curves.map((one, index) => one.values.map((share) => base(index) + 0.85 * share))],
+      axes: axes({
+        splits: chart.curves.map((one, index) => base(index) + 0.4), grid: { show: false },
+        values: (plot, splits) => splits.map((at) => {
+          const name = chart.curves[chart.curves.length - 1 - Math.round(at - 0.4)].name;
+          return name.length > MOST_LABEL ? `…${name.slice(-MOST_LABEL)}` : name;
+        }),
+      }),
+      scales: { y: { range: [0, chart.curves.length] } }, height: 60 + LANE * chart.curves.length, legend: { show: false },
+    };
+  };
+
+  const draw = (chart) => {
+    const { series, data, axes, scales, height, legend } = (chart.lanes ? lanes : curve)(chart);
+    const section = document.createElement("section");
+    const title = document.createElement("h2");
+    title.textContent = chart.title;
+    section.append(title);
+    host.append(section);
+    plots.push(new uPlot({
+      width: host.clientWidth, height, axes, scales, legend, series: [{}, ...series],
+      cursor: { sync: { key: "run", scales: ["x", null] } }, hooks: { setScale: [(plot, key) => key === "x" && follow(plot)] },
+    }, data, section));
+  };
+
+  const show = (charts) => {
+    const keep = zoomed;
+    for (const plot of plots.splice(0)) plot.destroy();
+    host.replaceChildren();
+    charts.forEach(draw);
+    if (keep && plots.length) plots[0].setScale("x", keep);
+    document.documentElement.dataset.drawn = String(plots.length);
+  };
+
+  show(JSON.parse(document.getElementById("data").textContent));
+  addEventListener("resize", () => plots.forEach((plot) => plot.setSize({ width: host.clientWidth, height: plot.height })));
+
+  const live = document.getElementById("live");
+  if (!live.dataset.live) return;
+  let known = document.getElementById("data").textContent;
+  const look = async () => {
+    if (!document.hidden) {
+      try {
+        const [now, charts] = await Promise.all([fetch(live.dataset.live), fetch(host.dataset.charts)]);
+        if (now.ok) live.innerHTML = await now.text();
+        const text = charts.ok ? await charts.text() : known;
+        if (text !== known) show(JSON.parse((known = text)));
+      } catch (error) {
+        live.textContent = "rl-view does not answer any more; start it again.";
+      }
+    }
+    setTimeout(look, EVERY_MS);
+  };
+  look();
+})();
