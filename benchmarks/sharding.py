@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.ranks import SIZE, Arm
 
-BASE = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 64, "num_attention_heads": 8,
+BASE = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 32, "num_attention_heads": 8,
         "num_key_value_heads": 2, "vocab_size": 1024, "dtype": "float32"}  # fmt: skip
 FEW_TOKENS = {
     "num_prompts": 1,

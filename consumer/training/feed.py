@@ -66,7 +66,8 @@ class BatchFeed:
         return self.buffer.next_batch(_POLL_S, partial=self.waiting_s() >= after_s)
 
     def _describe(self) -> str:
-        return f"{self.intake.describe()}; so far {dict(self.buffer.totals)}"
+        done = [f"{count} {what.replace('_', ' ')}" for what, count in self.buffer.totals.items() if count]
+        return f"{self.intake.describe()}; groups so far: {', '.join(done) or 'none'}"
 
 
 class RecordedRun:

@@ -129,7 +129,7 @@ def test_a_stall_names_who_waits_for_what(journal: Journal, clock: Clock) -> Non
     with pytest.raises(StalledError) as caught:
         next(iter(feed(replay, said=said)))
     assert 1060 < clock.now < 1061
-    words = "1 producer(s), 2 leases out; so far {'leased': 1, 'rerolls_leased': 0}"
+    words = "1 producer(s), 2 leases out; groups so far: 1 leased"
     assert str(caught.value) == f"no rollouts for pipeline.stall_timeout_s=60 s: {words}"
     assert said[0] == f"waiting for rollouts (10 s): {words}"
     assert len(said) == 5

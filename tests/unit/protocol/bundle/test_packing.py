@@ -43,6 +43,7 @@ def test_a_bundle_has_the_configuration_and_the_files_that_are_imported(folder: 
     ]
 
 
+@pytest.mark.long
 def test_its_digest_changes_with_what_producers_need_and_with_nothing_else(folder: Path) -> None:
     """What the trainer alone reads restarts no producer."""
     before = digest_of(pack(config(), folder))

@@ -82,6 +82,7 @@ def test_keys_are_private_and_gone_with_the_command(make: Make, tmp_path: Path) 
     asyncio.run(scenario())
 
 
+@pytest.mark.long
 def test_one_that_was_killed_comes_back_and_one_that_is_drained_does_not(make: Make) -> None:
     async def scenario() -> None:
         script = "import signal, sys, time\nsignal.signal(15, lambda *_: sys.exit(0))\nprint('up', flush=True)\ntime.sleep(600)"
@@ -102,6 +103,7 @@ def test_one_that_was_killed_comes_back_and_one_that_is_drained_does_not(make: M
     asyncio.run(scenario())
 
 
+@pytest.mark.long
 def test_one_that_does_not_end_is_killed_with_what_it_started(make: Make) -> None:
     async def scenario() -> None:
         script = "import signal, subprocess, sys, time\nsignal.signal(15, signal.SIG_IGN)\n"

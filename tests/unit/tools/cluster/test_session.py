@@ -118,6 +118,7 @@ def test_the_address_of_a_ray_that_up_has_started(tmp_path: Path, monkeypatch: p
     assert find_address(tmp_path, None) is None
 
 
+@pytest.mark.long
 def test_a_ray_of_ours_is_ended_with_what_it_started_and_another_process_is_not(tmp_path: Path) -> None:
     (tmp_path / "cluster").mkdir()
     source = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; print(1, flush=True); time.sleep(60)'])"
