@@ -6,7 +6,7 @@ Guarantee: every function builds its part from parts that are there already, and
 import asyncio
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -31,7 +31,7 @@ from producer.rollouts.sources import AgentRollouts, AtroposRollouts, PlainRollo
 from producer.serving.generation import ServedEngine
 from producer.serving.serving import Serving
 from producer.startup import Base, Helpers
-from producer.state import Situation
+from producer.state import Situation, Workload
 from producer.supervision import Supervision, Watchdog
 from protocol.config.sections.swap import TOLERANCES
 from protocol.service.targets import reachable
@@ -93,7 +93,11 @@ def link_events(
 def build_producer(base: Base, helpers: Helpers, engine: Engine) -> Producer:
     config, counters, health, name = base.config, base.counters, base.watch.health, base.launch.name
     can, rewards = engine.capabilities, helpers.rewards
-    tokenizer = load_tokenizer(can.tokenizer_folder, trust_remote_code=config.model.trust_remote_code)
+    tokenizer = load_tokenizer(
+        can.tokenizer_folder,
+        trust_remote_code=config.model.trust_remote_code,
+        without_torch=config.engine_server is not None,
+    )
     rewards.read_thinking(tokenizer, config.dataset.chat_template_kwargs)
     # One group more than fits, so that places freed by short completions are filled at once.
     max_groups = can.max_num_seqs // config.sampling.num_generations + 1
@@ -117,24 +121,30 @@ def build_producer(base: Base, helpers: Helpers, engine: Engine) -> Producer:
     forget = [part.forget for part in (atropos, serving.versions if serving else None) if part is not None]
     events = link_events(generation, access, registry, forget, base.tasks.settle)
     host = socket.gethostname()[:128]
+
+    def workload() -> Workload:
+        return replace(generation.workload(), takes_leases=engine.outage() is None)
+
     hello = Hello(
         name, can.facts, 2 * max_groups, swap_mode=config.swap.mode, evaluates=config.evaluation is not None,
         host=host, region=config.transport.region or host, bundle=base.launch.bundle,
         metrics=reachable(base.watch.address, config.control_endpoint),
     )  # fmt: skip
     beat = partial(health.beat, "link")
-    link = Link(mailbox, hello, config.transport, base.neighbours, events, counters, generation.workload, beat)
+    link = Link(mailbox, hello, config.transport, base.neighbours, events, counters, workload, beat)
 
     def look() -> Situation:
-        work, delivery = generation.workload(), link.delivery()
+        work, delivery = workload(), link.delivery()
         return Situation(counters, work, delivery, admission.limit, rewards.num_workers, rewards.num_idle)
 
     base.metrics.watch(name, look, base.neighbours)
     health.check_ready("trainer", lambda: None if link.connected else "not connected")
     health.check_ready("swap", lambda: counters.refusal or None)
+    health.check_ready("engine", engine.outage)
     health.check_ready("weights", lambda: None if counters.policy_version >= 0 else "none are loaded")
     watchdog = Watchdog(config.pipeline.stall_timeout_s)
-    supervision = Supervision(engine, look, base.timeline, watchdog, partial(health.beat, "event"))
+    beat_event = partial(health.beat, "event")
+    supervision = Supervision(engine, look, base.timeline, watchdog, beat_event, generation.hand_back_ungenerated)
     return Producer(base, helpers, registry, generation, serving, link, supervision)
 
 

@@ -65,9 +65,18 @@ def _on_signals(handler: Callable[[int, FrameType | None], object]) -> None:
 
 
 def _check_libraries(config: RunConfig) -> None:
-    from producer.engine.vllm_config import check_engine_section
+    if config.engine_server is not None:
+        from producer.engine_server.engine import check_servers
 
-    check_engine_section(config)
+        check_servers(config)
+    else:
+        from producer.engine.vllm_config import check_engine_section
+
+        check_engine_section(config)
+
+
+def _needs_gpu(config: RunConfig) -> bool:
+    return config.engine_server is None
 
 
 def main() -> int:
@@ -75,7 +84,7 @@ def main() -> int:
     arguments = _parser().parse_args()
     command = _Command()
     load = command.load if arguments.connect else None
-    code = command_line.main(arguments, "rl-producer", _check_libraries, command.run, load)
+    code = command_line.main(arguments, "rl-producer", _check_libraries, command.run, load, _needs_gpu)
     if command.is_outdated:
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)  # noqa: S606
     return code

@@ -139,6 +139,9 @@ class Engine(Protocol):
     def current_load(self) -> EngineLoad | None:
         """As of the last engine step; None with `engine.disable_log_stats`."""
 
+    def outage(self) -> str | None:
+        """Why nothing can be generated for a while, which passes by itself; None: it can. What is asked meanwhile waits."""
+
     def check_alive(self) -> None:
         """Also while no request is in it."""
 

@@ -136,13 +136,8 @@ def build_helpers(base: Base, stack: AsyncExitStack) -> Helpers:
 
 async def start_engine(base: Base, stack: AsyncExitStack) -> Engine:
     """Raises StalledError if it does not answer."""
-    logger.info("loading the engine for %s ...", base.config.model.path)
     started = time.monotonic()
-    from producer.engine.engine import VllmEngine  # vLLM takes seconds to import
-
-    logs.adopt_libraries()
-    engine: Engine = VllmEngine(base.config, len(base.launch.gpus))
-    stack.callback(engine.shutdown)
+    engine = await _build_engine(base, stack)
     limit_s = base.config.pipeline.stall_timeout_s
     try:
         async with asyncio.timeout(limit_s):
@@ -150,8 +145,24 @@ async def start_engine(base: Base, stack: AsyncExitStack) -> Engine:
     except TimeoutError as error:
         raise StalledError(
             f"the engine did not answer its first request within pipeline.stall_timeout_s={limit_s:g} seconds"
+            + (f": {outage}" if (outage := engine.outage()) else "")
         ) from error
     engine_s = time.monotonic() - started
     logger.info("engine ready after %.0f s", engine_s)
     base.timeline.record("start", name=base.launch.name, engine_start_s=round(engine_s, 3))
+    return engine
+
+
+async def _build_engine(base: Base, stack: AsyncExitStack) -> Engine:
+    if base.config.engine_server is not None:
+        from producer.engine_server.engine import server_engine
+
+        logger.info("asking for %s at %s ...", base.config.model.path, ", ".join(base.config.engine_server.url))
+        return await stack.enter_async_context(server_engine(base.config))
+    logger.info("loading the engine for %s ...", base.config.model.path)
+    from producer.engine.engine import VllmEngine  # vLLM takes seconds to import
+
+    logs.adopt_libraries()
+    engine = VllmEngine(base.config, len(base.launch.gpus))
+    stack.callback(engine.shutdown)
     return engine

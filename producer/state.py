@@ -88,6 +88,7 @@ class Workload:
     scoring: int
     busy_s: float  # time with a request in the engine, since the producer started
     with_agents: int = 0  # of those that are generating
+    takes_leases: bool = True  # False while the engine cannot generate
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
 Guarantee: an engine that died while idle ends the producer, and so does work that does not move any more: leases were in hand,
 with the trainer connected, for the whole of `stall_timeout_s` and no group was finished, refused or acknowledged and no adapter
 arrived. Waiting for a trainer, for leases or for outside agents is no stall, and a lease that ran into its deadline is no
-progress: an engine that hangs lets all of them do so. How busy the engine was is counted while a trainer is connected.
+progress: an engine that hangs lets all of them do so. While the engine is out of order for a time, leases go back to the trainer.
+How busy the engine was is counted while a trainer is connected.
 """
 
 import asyncio
@@ -66,13 +67,14 @@ def describe(situation: Situation) -> list[str]:
 
 @dataclass
 class Supervision:
-    """`beat` is called every time."""
+    """`beat` is called every time, `hand_back` while the engine is out of order."""
 
     engine: Engine
     look: Callable[[], Situation]
     timeline: Timeline
     watchdog: Watchdog
     beat: Callable[[], None]
+    hand_back: Callable[[], None]
 
     async def run(self) -> None:
         """Until it is cancelled, or raises EngineError or StalledError."""
@@ -81,6 +83,8 @@ class Supervision:
             await asyncio.sleep(_WATCH_EVERY_S)
             self.engine.check_alive()
             self.beat()
+            if self.engine.outage() is not None:
+                self.hand_back()
             situation = self.look()
             before, busy_before_s = now, busy_s
             now, busy_s = time.monotonic(), situation.workload.busy_s

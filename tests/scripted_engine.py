@@ -89,6 +89,9 @@ class EngineWithoutWeights:
     def current_load(self) -> None:
         return None
 
+    def outage(self) -> None:
+        return None
+
     def check_alive(self) -> None: ...
 
     def shutdown(self) -> None: ...

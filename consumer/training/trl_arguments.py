@@ -8,13 +8,13 @@ from typing import Any
 from peft import LoraConfig
 
 from consumer.loss.importance import resolve
-from consumer.training.import_guard import without_vllm
 from protocol.config.library_rules import for_library
 from protocol.config.library_section import build
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError
+from protocol.import_guard import hidden
 
-with without_vllm():
+with hidden("vllm"):
     from trl import GRPOConfig
 
 CHOICES = {

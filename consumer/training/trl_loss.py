@@ -36,11 +36,11 @@ from consumer.ranks.agreement import CHECK_EVERY, check_agreement
 from consumer.ranks.exchange import Ranks
 from consumer.ranks.sharding import is_sharded, shard_base
 from consumer.ranks.work import RankWork, work_of_all
-from consumer.training.import_guard import without_vllm
 from consumer.training.memory import given_up_together
 from protocol.config.sections.learning import ShardBase
+from protocol.import_guard import hidden
 
-with without_vllm():
+with hidden("vllm"):
     from trl import GRPOTrainer
     from trl.kernels import ChunkedLogProbFunction
 

@@ -107,6 +107,10 @@ class VllmEngine:
     def current_load(self) -> EngineLoad | None:
         return self._recorder.load if self._recorder else None
 
+    def outage(self) -> str | None:
+        """It works or is dead."""
+        return None
+
 
 class _LoadRecorder(StatLoggerBase):
     def __init__(self) -> None:

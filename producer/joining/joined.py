@@ -25,7 +25,15 @@ from protocol.security.keys import process_name
 
 logger = logging.getLogger(__name__)
 
-_PATHS = ("run_dir", "model.path", "serve.api_key_file", "environment.verifiers.python")
+_PATHS = (
+    "run_dir",
+    "model.path",
+    "serve.api_key_file",
+    "environment.verifiers.python",
+    "engine_server.adapter_dir",
+    "engine_server.key_file",
+    "engine_server.ca_file",
+)
 
 
 @contextlib.contextmanager

@@ -65,7 +65,7 @@ class Sender:
         work = self.workload()
         return Heartbeat(
             policy_version=self.counters.policy_version,
-            capacity=self.hello.capacity,
+            capacity=self.hello.capacity if work.takes_leases else 0,
             held=self.outbox.held(),
             tokens_generated=self.counters.tokens,
             busy_s=work.busy_s,

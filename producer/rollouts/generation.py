@@ -70,6 +70,12 @@ class Generation:
         for lease_id in list(self._works):
             self._hand_back(lease_id)
 
+    def hand_back_ungenerated(self) -> None:
+        """Returns the leases whose completions are not there yet."""
+        for lease_id, work in list(self._works.items()):
+            if work.stage != "scoring":
+                self._hand_back(lease_id)
+
     def hand_back_above(self, newest: int) -> None:
         """Returns the leases that wait for a policy newer than `newest`, which may never come."""
         for lease_id, work in list(self._works.items()):

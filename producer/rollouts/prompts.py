@@ -4,19 +4,27 @@ Guarantee: both follow TRL's GRPOTrainer (strings get the tokenizer's special to
 template with a generation prompt), and a prompt that cannot be used is a `LeaseFailure` that says what to change.
 """
 
+import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from producer.interfaces import LeaseFailure
+from protocol.import_guard import hidden
 from protocol.wire.digests import cannot_load
 from protocol.wire.prompts import is_conversational, prompt_token_ids
 
 Messages = list[dict[str, Any]]
 
 
-def load_tokenizer(folder: Path, *, trust_remote_code: bool) -> Any:
-    """Raises ConfigError where transformers cannot, or not without running files of the model's own."""
+def load_tokenizer(folder: Path, *, trust_remote_code: bool, without_torch: bool = False) -> Any:
+    """Raises ConfigError where transformers cannot, or not without running files of the model's own. This process can have it
+    done `without_torch`, if nothing in it needs models of transformers later."""
+    if without_torch and not trust_remote_code and "torch" not in sys.modules:
+        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that torch is not there
+        with hidden("torch"):
+            return load_tokenizer(folder, trust_remote_code=False)
     from transformers import AutoTokenizer
 
     try:

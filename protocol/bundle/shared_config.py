@@ -47,6 +47,7 @@ SHARED: dict[str, tuple[str, ...] | None] = {
     "evaluation": ("hold_swap_s",),
     "lora": ("r", "target_modules"),
     "engine": ALL,
+    "engine_server": ALL,
 }
 """The keys by section, beside `seed`. None: all of them."""
 
@@ -149,6 +150,9 @@ def _keep_places(shared: SharedConfig) -> None:
         shared.keep(verifiers, "python", "environment.verifiers.python")
     if serve.get("api_key_file"):
         shared.keep(serve, "api_key_file", "serve.api_key_file")
+    server = values.get("engine_server") or {}
+    for key in [key for key in ("adapter_dir", "key_file", "ca_file") if server.get(key)]:
+        shared.keep(server, key, f"engine_server.{key}")
     for name, key in (("serve", "host"), ("observability", "metrics_host")):
         section = values.get(name, {})
         if section.get(key, _ANY_HOST[0]) not in _ANY_HOST:

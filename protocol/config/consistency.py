@@ -20,6 +20,8 @@ def problems(config: "RunConfig") -> Iterator[str]:
     if config.environment.atropos:
         yield from _of_atropos(config)
     yield from _of_evaluation(config)
+    if config.engine_server is not None:
+        yield from _of_engine_server(config)
     limit = config.sampling.max_completion_length
     if config.advantage.overlong_buffer_tokens > limit:
         yield (
@@ -98,4 +100,30 @@ def _of_evaluation(config: "RunConfig") -> Iterator[str]:
         yield (
             "evaluation.dataset.chat_template_kwargs: prompts of both datasets are rendered alike; give them in "
             "dataset.chat_template_kwargs alone"
+        )
+
+
+def _of_engine_server(config: "RunConfig") -> Iterator[str]:
+    """What vLLM's HTTP API cannot do, or does not prove."""
+    if config.engine:
+        yield (
+            "engine: these are arguments of an engine of the producer's own, and engine_server names one that is running; give "
+            "them to that server as flags, and remove one of the two sections (`--set engine={}`)"
+        )
+    if config.swap.mode == "merged":
+        yield "swap.mode: merged changes an engine's own weights, and a server can only be given adapters; use adapter"
+    if config.swap.on_swap != "finish":
+        yield (
+            f"swap.in_flight: {config.swap.on_swap} cuts requests, and a server does not return what a request that is cut has "
+            "sampled; use finish"
+        )
+    if config.swap.probe_every != 1:
+        yield (
+            f"swap.probe_every={config.swap.probe_every}: nothing but the probe proves the weights of a server, so every version "
+            "needs one; set it to 1"
+        )
+    if config.serve.enabled:
+        yield (
+            "serve.enabled: the endpoint notes what an engine of the producer's own samples for clients, which a server does not "
+            "tell; remove engine_server, or serve and whatever needs it"
         )

@@ -15,6 +15,7 @@ from pydantic import Field, field_validator, model_validator
 from protocol.config.consistency import problems
 from protocol.config.library_rules import LORA_DEFAULTS, RESERVED, SERVABLE_RANKS, check
 from protocol.config.sections.dataset import DatasetSection
+from protocol.config.sections.engine_server import EngineServerSection
 from protocol.config.sections.environment import REWARD_NAME, EnvironmentSection, with_atropos
 from protocol.config.sections.evaluation import EvaluationSection
 from protocol.config.sections.learning import (
@@ -57,6 +58,11 @@ class RunConfig(Section):
     guards: GuardsSection = GuardsSection()  # type: ignore[call-arg]
     evaluation: EvaluationSection | None = Field(
         None, description="A held-out set, scored by the producers every so many versions. Without it there is none."
+    )
+    engine_server: EngineServerSection | None = Field(
+        None,
+        description="A plain `vllm serve` that is already running, in place of `engine`: the producer becomes its client and "
+        "needs no GPU. See docs/engine-server.md.",
     )
     producers: ProducersSection | None = Field(
         None, description="How many producers `rl-cluster` keeps, by the load. Without it: as many as it is told."

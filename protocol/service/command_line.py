@@ -74,10 +74,11 @@ def main(
     check_libraries: "Callable[[RunConfig], None]",
     run: "Callable[[RunConfig, list[int]], ExitCode]",
     load: "Callable[[argparse.Namespace], AbstractContextManager[RunConfig]] | None" = None,
+    needs_gpu: "Callable[[RunConfig], bool]" = lambda config: True,
 ) -> int:
     """Loads the configuration, then checks or runs, and turns errors into exit codes. `check_libraries` imports the libraries
     that own sections; `run` is the daemon and gets the GPU indexes, none for CPU. What `load` gives is used in its context;
-    without it the configuration is a file."""
+    without it the configuration is a file. Where it `needs_gpu` none, --gpu is not looked at."""
     from protocol.config.loader import dump_config, load_config  # its import takes as long as all others
 
     def work() -> int:
@@ -89,7 +90,7 @@ def main(
                 print(dump_config(config), end="")
                 return ExitCode.OK
             logs.configure(program, config.observability.log_level, config.observability.log_format)
-            return run(config, select_gpus(arguments.gpu))
+            return run(config, select_gpus(arguments.gpu if needs_gpu(config) else "cpu"))
 
     logs.configure(program)
     return exit_code(program, work)

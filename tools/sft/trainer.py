@@ -17,18 +17,18 @@ from transformers.utils import logging as transformers_logging
 
 from consumer.checkpoints.adapter_folder import AdapterFolder
 from consumer.prompts.tokenizer import load_tokenizer
-from consumer.training.import_guard import without_vllm
 from consumer.training.trl_arguments import REFUSALS, build_lora
 from protocol.config.library_rules import for_library
 from protocol.config.library_section import build
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, DeviceError, ExitCode
 from protocol.files.staged import staged
+from protocol.import_guard import hidden
 from protocol.service import logs
 from tools.run_inputs import RunInputs
 from tools.sft.rows import training_rows
 
-with without_vllm():
+with hidden("vllm"):
     from trl import SFTConfig, SFTTrainer
 
 

@@ -13,9 +13,9 @@ from unittest.mock import patch
 import torch
 from transformers.models.qwen2 import modeling_qwen2
 
-from consumer.training.import_guard import without_vllm
+from protocol.import_guard import hidden
 
-with without_vllm():
+with hidden("vllm"):
     from trl.kernels import chunked_logprob
 
 

@@ -39,6 +39,7 @@ class Engine(FakeEngine):
     """Dies `alive_s` after it was started."""
 
     alive_s = 3600.0
+    out_of_order: str | None = None
 
     def __init__(self, config: RunConfig, num_gpus: int) -> None:
         super().__init__()
@@ -52,6 +53,9 @@ class Engine(FakeEngine):
 
     def current_load(self) -> None:
         return None
+
+    def outage(self) -> str | None:
+        return self.out_of_order
 
     def check_alive(self) -> None:
         if asyncio.get_running_loop().time() > self.dies_at:
@@ -263,3 +267,26 @@ def test_reward_functions_are_imported_before_the_engine_is_loaded(config):
     with pytest.raises(ConfigError, match="has no `nothing`"):
         live(changed(config, "rewards", functions=[missing]))
     assert made == []
+
+
+def test_while_the_engine_is_out_of_order_leases_go_back_and_none_are_asked_for(config, trainer, monkeypatch):
+    """The trainer gives leases all the same, as one does that has not heard it yet."""
+    serve_blobs(trainer)
+    monkeypatch.setattr(sys.modules["producer.engine.engine"], "VllmEngine", Answering)
+
+    def play() -> None:
+        trainer.wait_for(lambda: any(beat.policy_version == 0 for beat in trainer.all(Heartbeat)), 20)
+        assert trainer.all(Heartbeat)[-1].capacity == trainer.all(Hello)[0].capacity > 0
+        (engine,) = made
+        engine.out_of_order = "the server is away"
+        trainer.wait_for(lambda: trainer.all(Heartbeat)[-1].capacity == 0, 20)
+        trainer.give(lease(1, policy_floor=7))
+        trainer.wait_for(lambda: trainer.all(Nack), 20)
+        assert trainer.all(Nack) == [Nack("lease-1", "returned")]
+        engine.out_of_order = None
+        trainer.give(lease(2))
+        trainer.wait_for(lambda: trainer.all(Group), 20)
+        trainer.wait_for(lambda: trainer.all(Heartbeat)[-1].capacity > 0, 20)
+        trainer.send(Bye("finished"))
+
+    live(config, play)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from consumer.batches.advantages import advantages, centred
-from consumer.training.import_guard import without_vllm
 from consumer.training.trl_loss import GRPOTrainer
+from protocol.import_guard import hidden
 from replay.rewards import EPSILON, RewardRecipe
 from tests.unit.consumer.builders import rollout_group, run_config
 from tests.unit.consumer.trl_reference import trl_inputs, trl_trainer
@@ -137,7 +137,7 @@ def test_equal_to_trl(reference: dict[int, GRPOTrainer], case: str, scale_reward
 @pytest.fixture(scope="module")
 def rloo(one_layer_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """TRL's trainer for RLOO, with weights for two functions."""
-    with without_vllm():
+    with hidden("vllm"):
         from trl import RLOOConfig, RLOOTrainer
 
     arguments = RLOOConfig(

@@ -112,6 +112,27 @@ async def test_leases_are_counted_where_they_are(setup):
 
 
 @working
+async def test_while_the_engine_is_out_of_order_leases_go_back_but_for_what_is_generated(setup):
+    await setup.publish(1)
+    setup.rewards.release = asyncio.Event()
+    setup.generation.start(lease(0, policy_floor=1))
+    setup.engine.release.set()
+    await settle()
+    setup.engine.release.clear()
+    for number in range(1, 5):
+        setup.generation.start(lease(number, policy_floor=1 if number < 4 else 9))
+    await settle()
+    setup.generation.hand_back_ungenerated()
+    assert sorted(answer.lease_id for answer in setup.answers) == [f"lease-{number}" for number in range(1, 5)]
+    assert {answer.reason for answer in setup.answers} == {"returned"}
+    setup.rewards.release.set()
+    setup.engine.release.set()
+    setup.generation.start(lease(5))
+    await setup.settle()
+    assert [answer.lease_id for answer in setup.answers[4:]] == ["lease-0", "lease-5"]
+
+
+@working
 async def test_another_process_of_the_run_lets_work_go_on_and_gets_back_what_might_wait_for_ever(setup):
     await setup.publish(5)
     for number in range(2):

@@ -1,0 +1,118 @@
+"""The folder through which policies reach servers.
+
+Guarantee: each client has a folder of its own in it, in which an adapter appears complete or not at all. What a dead client left
+is found, and nothing of one that lives: it holds a lock, and where locks do not reach, as between the hosts of some network file
+systems, it touches a file again and again. Times are compared with the file system's own clock alone.
+"""
+
+import contextlib
+import fcntl
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+from protocol.errors import ConfigError
+from protocol.files.staged import staged
+
+PREFIX = "slipstream-"
+SILENT_S = 120.0  # after which a client of another host is dead
+_ALIVE = "alive"
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class ClientFolder:
+    """This client's, called `name`, in `parent`, which is `server_parent` to servers."""
+
+    def __init__(self, parent: Path, server_parent: PurePosixPath, name: str, lock: int) -> None:
+        self.name = name
+        self.path = parent / name
+        self._parent = parent
+        self._server_parent = server_parent
+        self._lock = lock
+
+    def server_path(self, adapter: str) -> str:
+        return str(self._server_parent / self.name / adapter)
+
+    def put(self, adapter: str, source: Path) -> None:
+        """Copies an adapter here, unless it is here already. Raises OSError."""
+        target = self.path / adapter
+        if not target.is_dir():
+            with staged(target, durable=False) as partial:
+                shutil.copytree(source, partial)
+
+    def remove(self, adapter: str) -> None:
+        shutil.rmtree(self.path / adapter, ignore_errors=True)
+
+    def beat(self) -> None:
+        """To be called every few seconds."""
+        with contextlib.suppress(OSError):  # a file system that is away for a while
+            os.utime(self._lock)
+
+    def owner_of(self, server_path: str) -> str | None:
+        """The name of the client in whose folder a server found an adapter; None if it is none of ours."""
+        place = PurePosixPath(server_path)
+        if place.parent.parent == self._server_parent and place.parent.name.startswith(PREFIX):
+            return place.parent.name
+        return None
+
+    def is_dead(self, client: str) -> bool:
+        """Whether a client has ended without removing what it had. One whose folder is gone has."""
+        if client == self.name:
+            return False
+        folder = self._parent / client
+        try:
+            descriptor = os.open(folder / _ALIVE, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError:  # it may be about to make it
+            return not folder.is_dir() or self._is_silent(folder.stat().st_mtime)
+        except OSError:
+            return False  # somebody else's
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return os.read(descriptor, 64) == _boot_id() or self._is_silent(os.fstat(descriptor).st_mtime)
+        except OSError:
+            return False
+        finally:
+            os.close(descriptor)
+
+    def dead_clients(self) -> list[str]:
+        names = [entry.name for entry in os.scandir(self._parent) if entry.name.startswith(PREFIX) and entry.is_dir()]
+        return [name for name in names if self.is_dead(name)]
+
+    def remove_client(self, client: str) -> None:
+        assert client.startswith(PREFIX)
+        shutil.rmtree(self._parent / client, ignore_errors=True)
+
+    def _is_silent(self, touched_at: float) -> bool:
+        return os.fstat(self._lock).st_mtime - touched_at > SILENT_S
+
+
+@contextlib.contextmanager
+def client_folder(adapter_dir: str, server_adapter_dir: str | None) -> Iterator[ClientFolder]:
+    """A new one, which is removed in the end. Raises ConfigError if it cannot be made."""
+    parent, name = Path(adapter_dir).absolute(), f"{PREFIX}{secrets.token_hex(6)}"
+    try:
+        (parent / name).mkdir(parents=True)
+        lock = os.open(parent / name / _ALIVE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        os.write(lock, _boot_id())
+    except OSError as error:
+        raise ConfigError(
+            f"engine_server.adapter_dir: {adapter_dir} cannot be written: {error.strerror}; name a folder that the server reads "
+            "and that this user may write to"
+        ) from error
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield ClientFolder(parent, PurePosixPath(server_adapter_dir or parent), name, lock)
+    finally:
+        shutil.rmtree(parent / name, ignore_errors=True)
+        os.close(lock)
+
+
+def _boot_id() -> bytes:
+    """Of this machine since it was started: within it locks can be trusted."""
+    try:
+        return _BOOT_ID.read_bytes().strip()
+    except OSError:
+        return b""

@@ -1,0 +1,7 @@
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that is lost is asked again at once."""
+    monkeypatch.setattr("producer.engine_server.server._ASK_AGAIN_S", (0.005, 0.02))
