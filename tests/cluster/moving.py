@@ -115,10 +115,11 @@ def _move(folder: Path) -> dict[str, float]:
 
 
 def _pair(folder: Path, until: int) -> None:
-    with _daemon(folder, "producer.cli"), _daemon(folder, "consumer.cli", *_resume(folder)) as trainer:
+    resume = ["--resume"] if (folder / "run").exists() else []
+    with _daemon(folder, "producer.cli") as producer, _daemon(folder, "consumer.cli", *resume) as trainer:
         eventually(lambda: _step(folder) >= until or trainer.poll() is not None, _STAGE_S)
-        if until == _last_step(folder):
-            assert trainer.wait(60) == 0
+        if until == _last_step(folder):  # the producer ends with the trainer
+            assert (trainer.wait(60), producer.wait(60)) == (0, 0)
 
 
 def _ray(folder: Path, until: int) -> None:
@@ -163,10 +164,6 @@ def _daemon(folder: Path, module: str, *arguments: str) -> "Iterator[subprocess.
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
         assert process.wait(120) == 0, module
-
-
-def _resume(folder: Path) -> list[str]:
-    return ["--resume"] if (folder / "run").exists() else []
 
 
 def _step(folder: Path) -> int:

@@ -199,15 +199,12 @@ async def test_many_swaps_under_load_leave_the_engine_alive_and_one_folder(live,
     stop = asyncio.Event()
     workers = [asyncio.create_task(keep_generating(stop)) for _ in range(6)]
     for version in range(11, 22):
-        await asyncio.sleep(0.15)
+        await until(lambda version=version: version - 1 in versions)
         assert await registry.publish(live.downloaded(version))
-    await asyncio.sleep(0.3)
+    await until(lambda: 21 in versions)
     stop.set()
     await asyncio.gather(*workers)
     await until(lambda: len(list((tmp_path / "adapters").iterdir())) == 1)
-    assert versions[0] == 10
-    assert versions[-1] == 21
-    assert len(set(versions)) >= 8
     families = {family.name: family for family in prometheus_client.REGISTRY.collect()}
     assert families["vllm:lora_requests_info"].samples == [], "no label grows with the run"
 

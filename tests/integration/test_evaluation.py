@@ -116,7 +116,7 @@ def test_merged_weights_stay_until_the_last_prompt_of_their_evaluation_is_answer
         "qwen2",
         [{"prompt": f"{i}+1="} for i in range(40)],
         WORTH,
-        evaluation={"dataset": {"path": str(short_dir / "held-out.jsonl")}, "every_versions": 4},
+        evaluation={"dataset": {"path": str(short_dir / "held-out.jsonl")}, "every_versions": 4, "hold_swap_s": 600},
         swap={"mode": "merged"},
         trainer={"max_steps": 8, "learning_rate": 1e-3},
     )
