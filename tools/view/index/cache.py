@@ -16,8 +16,6 @@ from typing import Any, BinaryIO
 
 import apsw
 
-from protocol.errors import SlipstreamError
-
 _SCHEMA = 1
 _LONGEST_S = 5.0
 _UNUSED_DAYS = 30
@@ -38,7 +36,7 @@ CREATE VIRTUAL TABLE texts USING fts5(text, content='', contentless_delete=1, to
 """
 
 
-class SlowQueryError(SlipstreamError):
+class SlowQueryError(TimeoutError):
     """A question to the index took too long, and was given up."""
 
 

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import cast
 from urllib.parse import urlencode
 
-from protocol.errors import SlipstreamError
 from replay.journal.rows import STATES
 from tools.view.index.listing import SORTS, Cursor, Sort, Wanted
 from tools.view.index.rows import VERDICTS
@@ -21,7 +20,7 @@ _MOST = 2**62
 _MAX_CHARS = 200
 
 
-class FormError(SlipstreamError):
+class FormError(ValueError):
     """A field of a request that makes no sense."""
 
 

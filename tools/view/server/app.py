@@ -18,7 +18,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
-from protocol.errors import JournalError, SlipstreamError
+from protocol.errors import JournalError
 from protocol.service.http_server import ConnectionLimiter, Server, listen
 from tools.view.index.cache import SlowQueryError
 from tools.view.pages.forms import FormError
@@ -31,7 +31,7 @@ from tools.view.server.viewer import Viewer
 
 _HEADERS_S, _ANSWER_S = 10.0, 120.0
 _MAX_CONNECTIONS = 64
-_CODES: dict[type[SlipstreamError], int] = {FormError: 400, JournalError: 404, SlowQueryError: 503}
+_CODES: dict[type[Exception], int] = {FormError: 400, JournalError: 404, SlowQueryError: 503}
 
 
 def application(viewer: Viewer, token: str) -> ASGIApp:
