@@ -1,0 +1,160 @@
+"""A vLLM server beside the engine in process: `python -m benchmarks.engine_server`, or `make bench-engine-server`.
+
+Guarantee: both engines are real, have the same model, flags and adapter, and take turns burst by burst; who goes first changes every
+time, so that whatever else the machine does falls on both. The server is a process of its own, as `vllm serve` starts it.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.swap_modes import GROUP, MODELS, RANK, build, run_config
+from producer.interfaces import Adapter, Engine
+from protocol.config.run import RunConfig
+from protocol.wire.messages import Sampling
+
+_START_S = 600.0
+
+
+class Arm:
+    """One engine under one adapter after the other."""
+
+    def __init__(self, name: str, engine: Engine, folder: Path) -> None:
+        self.name = name
+        self.swaps_ms: list[float] = []
+        self._engine = engine
+        self._folder = folder
+        self._adapter: Adapter | None = None
+        self._number = 0
+
+    async def swap(self) -> None:
+        """To the other adapter, with a probe."""
+        former, self._number = self._adapter, self._number + 1
+        path = self._folder / f"adapter-{1 + self._number % 2}"
+        adapter = Adapter(self._number, f"v{self._number}", self._number, path)
+        started = time.perf_counter()
+        await self._engine.weights.load(adapter)
+        await self._engine.weights.verify(adapter, [2, 3, 4, 5, 6, 7, 8, 9])
+        self._engine.weights.activate(adapter)
+        self.swaps_ms.append((time.perf_counter() - started) * 1e3)
+        self._adapter = adapter
+        if former is not None:
+            await self._engine.weights.discard(former)
+
+    async def burst(self, num_requests: int, length: int) -> tuple[float, float]:
+        """Tokens per second, and seconds of this process's CPU per million tokens."""
+        started, cpu_started = time.perf_counter(), time.process_time()
+        groups = await asyncio.gather(
+            *(self._group([2 + n % 97, 3 + n % 89, 5, 7], length) for n in range(num_requests // GROUP))
+        )
+        count = sum(groups)
+        return count / (time.perf_counter() - started), (time.process_time() - cpu_started) / count * 1e6
+
+    async def _group(self, prompt: list[int], length: int) -> int:
+        assert self._adapter is not None
+        completions = await self._engine.generate(prompt, Sampling(GROUP, length, 1.0), self._adapter, asyncio.Event())
+        return sum(len(completion.token_ids) for completion in completions)
+
+
+@contextlib.contextmanager
+def server(config: RunConfig, folder: Path) -> Iterator[str]:
+    """Its address."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    engine, loras = config.engine, str(config.max_loras)
+    command = [
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", config.model.path),
+        *("--dtype", config.model.dtype, "--host", "127.0.0.1", "--port", str(port), "--enforce-eager"),
+        *("--max-model-len", str(engine["max_model_len"]), "--max-num-seqs", str(engine["max_num_seqs"])),
+        *("--enable-lora", "--max-lora-rank", str(RANK), "--max-loras", loras),
+        *("--logprobs-mode", "processed_logprobs"),
+    ]
+    changes = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    with (folder / "server.log").open("w") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | changes)
+        try:
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.terminate()
+            process.wait(60)
+
+
+@contextlib.asynccontextmanager
+async def arms(folder: Path, dtype: str) -> AsyncIterator[list[Arm]]:
+    from producer.engine.engine import VllmEngine
+    from producer.engine_server.engine import server_engine
+
+    config = run_config(folder, "adapter", dtype)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) - 1)))  # as VllmEngine does
+    with server(config, folder) as url:
+        section = {"url": url, "adapter_dir": str(folder / "shared"), "answer_timeout_s": 300.0}
+        section |= {"max_requests": config.engine["max_num_seqs"]}
+        remote = RunConfig.model_validate(
+            config.model_dump(exclude_unset=True) | {"engine": {}, "engine_server": section}
+        )
+        local = VllmEngine(config, 0)
+        try:
+            await local.warm_up()
+            async with server_engine(remote) as engine, asyncio.timeout(_START_S):
+                await engine.warm_up()
+                yield [Arm("in process", local, folder), Arm("server", engine, folder)]
+        finally:
+            local.shutdown()
+
+
+async def measure(folder: Path, dtype: str, loads: list[int], rounds: int, length: int) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    async with arms(folder, dtype) as both:
+        for num_requests in loads:
+            speeds: dict[str, list[tuple[float, float]]] = {arm.name: [] for arm in both}
+            for index in range(rounds + 1):
+                for arm in both if index % 2 else reversed(both):
+                    await arm.swap()
+                    speed = await arm.burst(num_requests, length)
+                    if index:  # the first round warms up
+                        speeds[arm.name].append(speed)
+            pairs = zip(speeds["server"], speeds["in process"], strict=True)
+            ratios = statistics.quantiles((mine[0] / theirs[0] for mine, theirs in pairs), n=4)
+            result[f"{num_requests} requests"] = {"server_beside_in_process": ratios} | {
+                name: {
+                    "tokens_per_s": statistics.median(wall for wall, _ in values),
+                    "client_cpu_s_per_million_tokens": statistics.median(cpu for _, cpu in values),
+                }
+                for name, values in speeds.items()
+            }
+        return result | {"swap_ms": {arm.name: statistics.median(arm.swaps_ms[2:]) for arm in both}}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description="Tokens per second and swaps of a vLLM server beside the engine in process."
+    )
+    parser.add_argument("--model", choices=MODELS, default="20M")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--loads", type=int, nargs="+", default=[16, 64])
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--length", type=int, default=64, help="tokens of a completion at most")
+    parser.add_argument("--out", type=Path, default=Path("runs/bench/engine-server.json"))
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        build(Path(folder), MODELS[arguments.model])
+        found = asyncio.run(measure(Path(folder), arguments.dtype, arguments.loads, arguments.rounds, arguments.length))
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""A producer as the client of a real `vllm serve`: exact, and through the death of the server."""
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+
+from producer.engine_server.engine import server_engine
+from producer.interfaces import Completion, DownloadedPolicy, Probe
+from protocol.config.sections.swap import TOLERANCES
+from protocol.wire.messages import PolicyInfo, Sampling
+from tests.integration.engines import run_config
+from tests.integration.models import build_model, random_adapter, reference_logprobs
+from tests.integration.pair import Daemon, end_well
+from tests.integration.test_pair import REWARD, read_steps, write_run
+from tests.integration.vllm_server import VllmServer
+from tests.policies import registry_of
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+
+PROMPT, PROBED = [5, 6, 7, 8, 9], [5, 6, 7, 8, 9, 20, 30, 40]
+SAMPLING = Sampling(num_generations=4, max_completion_length=24, temperature=0.7)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
+    folder = tmp_path_factory.mktemp("server")
+    with ExitStack() as stack:
+        yield VllmServer(build_model("qwen2", folder / "model"), folder, stack)
+
+
+def test_log_probs_and_swaps_are_exact_and_a_policy_that_is_not_the_trainer_s_is_refused(
+    server: VllmServer, tmp_path: Path
+) -> None:
+    server.wait_until_ready()
+    model = build_model("qwen2", tmp_path / "model")
+    section = {"url": server.url, "adapter_dir": str(tmp_path / "shared"), "answer_timeout_s": 120.0}
+    config = run_config(model, tmp_path / "run", engine={}, engine_server=section)
+
+    def downloaded(version: int, probed: int) -> DownloadedPolicy:
+        """`version`, with the probe of `probed`."""
+        blob, digest = random_adapter(model, tmp_path / f"peft-{version}", seed=version)
+        if not (tmp_path / f"peft-{probed}").is_dir():
+            random_adapter(model, tmp_path / f"peft-{probed}", seed=probed)
+        logprobs = reference_logprobs(model, tmp_path / f"peft-{probed}", PROBED[:1], PROBED[1:], 1.0)
+        policy = PolicyInfo(version, digest, len(blob))
+        return DownloadedPolicy(policy, blob, 0.0, Probe(tuple(PROBED), tuple(logprobs.tolist())))
+
+    def worst(completions: list[Completion], version: int) -> float:
+        peft = tmp_path / f"peft-{version}"
+        expected = [reference_logprobs(model, peft, PROMPT, one.token_ids, 0.7) for one in completions]
+        pairs = zip(completions, expected, strict=True)
+        return max((torch.tensor(one.logprobs) - values).abs().max().item() for one, values in pairs)
+
+    async def check() -> None:
+        async with server_engine(config) as engine:
+            await engine.warm_up()
+            registry = registry_of(engine.weights, tmp_path, tolerance=TOLERANCES["float32"])
+            for version in (1, 2):
+                assert await registry.publish(downloaded(version, version))
+            assert not await registry.publish(downloaded(3, 4)), "the server does not compute v4"
+            with registry.pin() as adapter:
+                completions = await engine.generate(PROMPT, SAMPLING, adapter)
+            assert {version for one in completions for version in one.token_versions} == {2}
+            assert [len(one.token_ids) == 24 for one in completions] == [one.truncated for one in completions]
+            assert worst(completions, 2) < 1e-3
+            assert worst(completions, 1) > 0.1, "the swap changed nothing"
+            offered = await engine.servers.all[0].api.models()
+            assert len([card for card in offered if card.parent]) == 1, "v1 and v3 are unloaded"
+
+    asyncio.run(check())
+    assert list((tmp_path / "shared").iterdir()) == []
+
+
+def test_a_run_goes_on_when_its_server_is_killed_and_starts_empty(
+    server: VllmServer, short_dir: Path, daemons: list[Daemon]
+) -> None:
+    """Every token that was trained has the log-prob that the checkpoint of its version gives it."""
+    server.wait_until_ready()
+    section = {"url": server.url, "adapter_dir": str(short_dir / "shared"), "answer_timeout_s": 120.0}
+    rows = [{"prompt": f"{i}+1="} for i in range(40)]
+    trainer_section = {"max_steps": 6, "save_steps": 1, "learning_rate": 1e-4}
+    pipeline = {"max_staleness": 1}
+    config = str(
+        write_run(short_dir, "qwen2", rows, REWARD, engine_server=section, trainer=trainer_section, pipeline=pipeline)
+    )
+    without_engine = ("--config", config, "--set", "engine={}")
+    producer = Daemon("producer.cli", short_dir / "producer.log", *without_engine)
+    trainer = Daemon("consumer.cli", short_dir / "trainer.log", *without_engine)
+    daemons += [producer, trainer]
+    trainer.wait_for(r"step 2/", beside=producer)
+    server.kill()
+    producer.wait_for(r"the server at \S+ .*; waiting for it")
+    assert not [one for one in producer.family() if "EngineCore" in " ".join(one.cmdline())]
+    server.start()
+    producer.wait_for(r"is ready, with [123] policies")
+    end_well(trainer, producer)
+
+    steps = read_steps(short_dir)
+    assert [line["step"] for line in steps] == list(range(1, 7))
+    assert steps[-1]["counts"]["trained"] == 6 * 4
+    exported = short_dir / "trained.jsonl"
+    command = [sys.executable, "-m", "tools.journal.cli", "--run", str(short_dir / "run"), "export"]
+    subprocess.run([*command, "--state", "trained", "--to", str(exported)], check=True, timeout=60)
+    versions = set()
+    for group in map(json.loads, exported.read_text().splitlines()):
+        version = group["policy_version"]
+        versions.add(version)
+        adapter = short_dir / "run" / "checkpoints" / f"checkpoint-{version}" if version else None
+        for ids, logprobs in zip(group["completion_ids"], group["logprobs"], strict=True):
+            expected = reference_logprobs(short_dir / "model", adapter, group["prompt_ids"], ids, 1.0)
+            torch.testing.assert_close(torch.tensor(logprobs), expected, atol=1e-3, rtol=0)
+    assert max(versions) >= 4
+    assert list((short_dir / "shared").iterdir()) == []
+    assert "Traceback" not in producer.output
