@@ -1,7 +1,7 @@
 """A vLLM server beside the engine in process: `python -m benchmarks.engine_server`, or `make bench-engine-server`.
 
-Guarantee: both engines are real, have the same model, flags and adapter, and take turns burst by burst; who goes first changes every
-time, so that whatever else the machine does falls on both. The server is a process of its own, as `vllm serve` starts it.
+Guarantee: both engines are real, have the same model, flags and adapter, and take turns burst by burst; who goes first changes
+every time, so that whatever else the machine does falls on both. The server is a process of its own, as `vllm serve` starts it.
 """
 
 import argparse

@@ -89,7 +89,7 @@ class ServerEngine:
         while num_failed < _ATTEMPTS and num_busy < _BUSY_ATTEMPTS:
             server = await self.servers.pick()
             try:
-                with server.working(sampling.num_generations):
+                async with server.working(sampling.num_generations):
                     return await server.api.sample(server.names[adapter.id], prompt_ids, sampling, adapter.version)
             except ServerBusyError as error:
                 num_busy, problem = num_busy + 1, str(error)

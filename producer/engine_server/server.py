@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 
 from producer.engine_server.adapter_folder import ClientFolder
@@ -60,6 +60,7 @@ class Server:
         self._needed = needed
         self._on_change = on_change
         self._proved: set[int] = set()
+        self._limits: set[asyncio.Timeout] = set()  # of the requests in it
         self._numbers = itertools.count(1)
         self._loading = asyncio.Lock()
         self._lost = asyncio.Event()
@@ -73,14 +74,20 @@ class Server:
     def was_asked(self) -> bool:
         return self.problem != _NOT_ASKED
 
-    @contextlib.contextmanager
-    def working(self, count: int) -> Iterator[None]:
-        """While so many completions are in it."""
+    @contextlib.asynccontextmanager
+    async def working(self, count: int) -> AsyncIterator[None]:
+        """While so many completions are in it. Raises ServerLostError when it is gone, which a connection may not tell."""
+        limit = asyncio.timeout(None)
         self.in_flight += count
+        self._limits.add(limit)
         try:
-            yield
+            async with limit:
+                yield
+        except TimeoutError:
+            raise ServerLostError("is gone") from None
         finally:
             self.in_flight -= count
+            self._limits.remove(limit)
 
     def lose(self, problem: str, *, is_mismatch: bool = False) -> None:
         """It is not ready any more, for this reason, until it has been inspected again."""
@@ -173,7 +180,12 @@ class Server:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._lost.wait(), _LOOK_EVERY_S)
             if self.is_ready:
-                await self.api.check_health()
+                try:
+                    await self.api.check_health()
+                except ServerLostError:
+                    for limit in self._limits:
+                        limit.reschedule(0.0)
+                    raise
 
     async def _prepare(self) -> None:
         self.inspected = await self._inspection.inspect(self.api)

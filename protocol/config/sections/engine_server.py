@@ -48,7 +48,7 @@ class EngineServerSection(Section):
         "where producers share a server.",
     )
     answer_timeout_s: PositiveSeconds = Field(
-        30.0,
+        60.0,
         description="Longest time for the server to say that it is there, to take up an adapter, or to compute a probe; then it "
         "counts as gone until it answers again. Generation may take as long as a lease.",
     )

@@ -14,9 +14,13 @@ from producer.engine_server import engine as engine_module
 from producer.engine_server import servers as servers_module
 from producer.engine_server.adapter_folder import PREFIX
 from producer.engine_server.engine import ServerEngine
-from producer.interfaces import Adapter, AdapterRefusedError, Completion, LeaseFailure
+from producer.interfaces import Adapter, AdapterRefusedError, Completion, DownloadedPolicy, LeaseFailure, Probe
+from protocol.wire.adapter_blob import AdapterBlob, pack
+from protocol.wire.messages import PolicyInfo
+from tests.policies import registry_of
 from tests.scripted_vllm_server import refusal
 from tests.unit.producer.engine_server.running import (
+    PROBE,
     PROMPT,
     SAMPLING,
     adapter,
@@ -247,6 +251,49 @@ async def test_a_server_that_hangs_is_noticed(tmp_path: Path, monkeypatch: pytes
         await until(engine.outage)
         assert "does not answer /health in time" in str(engine.outage())
         await until(lambda: engine.outage() is None)
+
+
+@asynchronous
+async def test_requests_in_a_server_that_is_gone_go_to_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its host lost power: connections say nothing."""
+    monkeypatch.setattr("producer.engine_server.server._LOOK_EVERY_S", 0.01)
+    async with servers(2) as started, running(tmp_path, started, answer_timeout_s=5.0) as engine:
+        policy = adapter(tmp_path, 1)
+        await publish(engine, policy)
+        gone, other = engine.servers.all
+        server = next(one for one in started if one.url == gone.url)
+        server.is_open.clear()
+        group = asyncio.create_task(generate(engine, policy))
+        await until(lambda: server.waiting)
+        server.answers["/health"] = deque([lambda: refusal(500, "dead")] * 1000)
+        check_exact(server, policy, await group)
+        assert engine.servers.ready == [other]
+        assert gone.in_flight == other.in_flight == 0
+
+
+@asynchronous
+async def test_a_server_that_serves_another_policy_than_it_was_given_does_not_get_it_live(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with servers() as started, running(tmp_path, started) as engine:
+        (server,) = started
+        registry = registry_of(engine.weights, tmp_path, tolerance=1e-3)
+        blob, digest = pack(AdapterBlob(b'{"r": 8}', b"weights of version 1"))
+        reference = adapter(tmp_path, 1)
+        probe = Probe(tuple(PROBE), tuple(probe_of(server, reference)))
+        offered = DownloadedPolicy(PolicyInfo(1, digest, len(blob)), blob, 0.0, probe)
+        server.flags.applies_adapters = False
+        assert not await registry.publish(offered)
+        assert "policy v1 is refused" in caplog.text
+        assert server.adapters == {}
+        server.flags.applies_adapters = True
+        assert not await registry.publish(offered._replace(policy=PolicyInfo(1, "0" * 64, len(blob))))
+        assert "checksum mismatch" in caplog.text
+        assert await registry.publish(offered)
+        with registry.pin() as current:
+            check_exact(server, Adapter(1, "", 0, reference.path), await generate(engine, current))
 
 
 @asynchronous

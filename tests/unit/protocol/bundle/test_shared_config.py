@@ -140,6 +140,10 @@ def test_a_producer_s_configuration_is_the_trainer_s_in_what_it_computes_with(tm
         ),
         ({"engine": {"speculative_config": {"model": "/draft"}}}, ["engine.speculative_config"]),
         ({"engine": {"x": ["file:/a"], "/b": {}}}, ["engine.x"]),
+        (
+            {"engine_server": {"url": "http://h:8000", "adapter_dir": "/a", "key_file": "k"}, "swap": {}},
+            ["engine_server.adapter_dir", "engine_server.key_file"],
+        ),
     ],
 )
 def test_what_names_a_place_on_the_host_stays_there(
