@@ -83,7 +83,9 @@ def test_each_waits_for_the_other_and_training_goes_on(short_dir: Path, daemons:
     assert all(path.parent.name.startswith(PREFIX) for path in sockets), "where the next producer cleans up"
     producer.kill()
     assert gone(family), "the engine core and the reward worker end with their daemon"
-    trainer.wait_for(r"producer \S+ left \((silent for|it cannot be reached|its connection ended).*prompts go out again")
+    trainer.wait_for(
+        r"producer \S+ left \((silent for|it cannot be reached|its connection ended).*prompts go out again"
+    )
     trainer.wait_for(r"no producer is connected")
     seen = status(short_dir / "run")
     assert seen["producers"][0]["error"] == "the process exited unexpectedly"
