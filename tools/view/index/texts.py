@@ -5,6 +5,7 @@ most `_MAX_CHARS` are searched. A group that cannot be read or decoded has no wo
 """
 
 from collections.abc import Iterator
+from itertools import accumulate, islice
 from typing import NamedTuple
 
 import apsw
@@ -16,9 +17,8 @@ from tools.journal.content import Content, ContentReader
 from tools.view.index.cache import answer
 from tools.view.index.decoder import Decoder
 
-_GROUPS, _CHARS = 256, 4 * 2**20  # of one transaction, at most
+_GROUPS, _TOKENS = 2_000, 500_000  # of one transaction, at most, but for a group that alone has more
 _MAX_CHARS = 2**20
-
 _UPDATE = "UPDATE groups SET longest = ?, truncated = ?, scoring_s = ? WHERE seq = ?"
 
 
@@ -29,59 +29,45 @@ class TextIndex:
     def __init__(self, db: apsw.Connection, decoder: Decoder | None) -> None:
         self._db = db
         self._decoder = decoder
-        self.num_chars = 0  # that this process has indexed
-
-    @property
-    def done(self) -> int:
-        """Every group up to this sequence number is indexed."""
-        found = answer(self._db, "SELECT value FROM facts WHERE name = 'texts'")
-        return int(found[0][0]) if found else 0
 
     def add(self, reader: JournalReader) -> bool:
         """Indexes the next groups of those that have a row; returns whether there may be more."""
-        done = self.done
-        rows = self._next(reader, done)
-        if not rows:
+        bounds = self._next()
+        if bounds is None:
             return False
         contents = ContentReader(reader)
-        found, chars = [], 0
-        for row in rows:
-            read = _read(contents, row)
-            text = self._text(read) if read else ""
-            found.append((row.seq, read, text))
-            chars += len(text)
-            if chars > _CHARS:
-                break
-        self._write(found)
-        self.num_chars += chars
-        return True
-
-    def _next(self, reader: JournalReader, done: int) -> list[GroupRow]:
-        sql = "SELECT seq FROM groups WHERE seq > ? ORDER BY seq LIMIT ?"
-        seqs = [seq for (seq,) in answer(self._db, sql, (done, _GROUPS))]
-        return reader.rows_of(seqs) or ([] if not seqs else self._skip(seqs[-1]))
-
-    def _skip(self, seq: int) -> list[GroupRow]:
-        """Retention deleted all of them."""
-        self._db.execute("INSERT OR REPLACE INTO facts VALUES('texts', ?)", (seq,))
-        return []
-
-    def _write(self, found: list[tuple[int, Content | None, str]]) -> None:
+        found = [(row.seq, read) for row in reader.rows_between(*bounds) if (read := _read(contents, row))]
+        texts = self._texts([content for _, content in found])
         with self._db:
-            for seq, content, text in found:
-                if content is not None:
-                    self._db.execute(_UPDATE, (*_numbers(content), seq))
+            for (seq, content), text in zip(found, texts, strict=True):
+                self._db.execute(_UPDATE, (*_numbers(content), seq))
                 if text:
                     self._db.execute("INSERT OR REPLACE INTO texts(rowid, text) VALUES(?, ?)", (seq, text))
-            self._db.execute("INSERT OR REPLACE INTO facts VALUES('texts', ?)", (found[-1][0],))
+            self._db.execute("INSERT OR REPLACE INTO facts VALUES('texts', ?)", (bounds[1],))
+        return True
 
-    def _text(self, content: Content) -> str:
+    def _next(self) -> tuple[int, int] | None:
+        """The first and the last sequence number of the next groups."""
+        done = "coalesce((SELECT value FROM facts WHERE name = 'texts'), 0)"
+        sql = f"SELECT seq, tokens FROM groups WHERE seq > {done} ORDER BY seq LIMIT ?"  # noqa: S608
+        rows = answer(self._db, sql, (_GROUPS,))
+        if not rows:
+            return None
+        totals = accumulate(tokens for _, tokens in rows)
+        fitting = [seq for (seq, _), total in zip(rows, totals, strict=True) if total <= _TOKENS]
+        return rows[0][0], (fitting or [rows[0][0]])[-1]
+
+    def _texts(self, contents: list[Content]) -> list[str]:
+        """The text of each group."""
         if self._decoder is None:
-            return ""
-        return "\n".join(self._decoder.texts(_parts(content)))[:_MAX_CHARS]
+            return [""] * len(contents)
+        sequences = [_sequences(content) for content in contents]
+        decoded = iter(self._decoder.texts([ids for one in sequences for ids in one]))
+        return ["\n".join(islice(decoded, len(one)))[:_MAX_CHARS] for one in sequences]
 
 
-def _parts(content: Content) -> list[list[int]]:
+def _sequences(content: Content) -> list[list[int]]:
+    """The ids of prompt and records."""
     group = content.group
     return [group.prompt_ids.tolist(), *(group.completion_ids[record].tolist() for record in group.records)]
 

@@ -1,4 +1,5 @@
-// Charts of the run page, drawn by uPlot from the numbers in #data; with #live the page is asked for news every two seconds.
+// Charts of the run page, drawn by uPlot from the numbers in #data; with #live the page is asked for news every two seconds. What is
+// zoomed into is in the URL, as #zoom=FROM,TO in Unix time.
 "use strict";
 (() => {
   const host = document.getElementById("charts");
@@ -7,15 +8,19 @@
   const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const COLOURS = ["--curve-0", "--curve-1", "--curve-2", "--curve-3"];
   const plots = [];
-  let zoomed = null;
+  let whole = { min: 0, max: 0 };
+  const asked = /^#zoom=([\d.]+),([\d.]+)$/.exec(location.hash);
+  let zoomed = asked && { min: Number(asked[1]), max: Number(asked[2]) };
+  let following = false;
 
   const follow = (plot) => {
+    if (following || !plots.includes(plot)) return;
     const { min, max } = plot.scales.x;
-    for (const other of plots) {
-      if (other !== plot && (other.scales.x.min !== min || other.scales.x.max !== max)) other.setScale("x", { min, max });
-    }
-    const xs = plot.data[0];
-    zoomed = min > xs[0] || max < xs[xs.length - 1] ? { min, max } : null;
+    following = true;
+    for (const other of plots) if (other !== plot) other.setScale("x", { min, max });
+    following = false;
+    zoomed = min > whole.min || max < whole.max ? { min, max } : null;
+    history.replaceState(null, "", zoomed ? `#zoom=${min},${max}` : location.pathname + location.search);
   };
 
   const axes = (extra) => [
@@ -66,11 +71,11 @@
   };
 
   const show = (charts) => {
-    const keep = zoomed;
     for (const plot of plots.splice(0)) plot.destroy();
     host.replaceChildren();
+    whole = { min: Math.min(...charts.map((chart) => chart.x[0])), max: Math.max(...charts.map((chart) => chart.x.at(-1))) };
     charts.forEach(draw);
-    if (keep && plots.length) plots[0].setScale("x", keep);
+    if (plots.length) plots[0].setScale("x", zoomed || whole);
     document.documentElement.dataset.drawn = String(plots.length);
   };
 
@@ -79,14 +84,19 @@
 
   const live = document.getElementById("live");
   if (!live.dataset.live) return;
-  let known = document.getElementById("data").textContent;
+  let known = JSON.stringify(JSON.parse(document.getElementById("data").textContent)), held = false;
+  addEventListener("pointerdown", () => { held = true; });
+  addEventListener("pointerup", () => { held = false; });
   const look = async () => {
     if (!document.hidden) {
       try {
         const [now, charts] = await Promise.all([fetch(live.dataset.live), fetch(host.dataset.charts)]);
         if (now.ok) live.innerHTML = await now.text();
-        const text = charts.ok ? await charts.text() : known;
-        if (text !== known) show(JSON.parse((known = text)));
+        const news = charts.ok ? await charts.json() : null;
+        if (news && !held && JSON.stringify(news) !== known) {
+          known = JSON.stringify(news);
+          show(news);
+        }
       } catch (error) {
         live.textContent = "rl-view does not answer any more; start it again.";
       }

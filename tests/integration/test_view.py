@@ -1,0 +1,290 @@
+"""`rl-view` in a real browser."""
+
+import json
+import os
+import subprocess
+import tarfile
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import apsw
+import pytest
+from prometheus_client import CollectorRegistry
+
+from consumer.reporting.learning_metrics import LearningMetrics
+from protocol.service import exposition
+from protocol.service.health import Health
+from protocol.service.systemd import Notifier
+from protocol.service.targets import Targets
+from replay.journal.writer import Journal
+from tests.integration.browser import browser, console, until, viewed
+from tests.tools import require
+from tests.view_run import HOSTILE, take_step, write_run
+from tools.journal.content import ContentReader
+from tools.run_reader import RunReader
+from tools.view.pages.spans import SURPRISE
+
+AXE = "axe-core@4.14.1"
+PAGES = (
+    "/", "/steps", "/steps/5", "/groups", "/groups?q=apples&sort=reward", "/group?id=2-3-0-1-s",
+    "/group?id=2-3-0-1-s&colour=version", "/prompts/3", "/policies", "/compare?a=0:5&b=20:29&prompt=1", "/keys", "/groups?step=x",
+)  # fmt: skip
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture(scope="module")
+def downloads(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("downloads")
+
+
+@pytest.fixture(scope="module")
+def driver(downloads: Path) -> Iterator[Any]:
+    with browser(downloads) as result:
+        yield result
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("view"))
+
+
+@pytest.fixture(scope="module")
+def url(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with viewed(run, tmp_path_factory.mktemp("cache")) as (found, _):
+        yield found
+
+
+@pytest.fixture
+def base(driver: Any, url: str) -> str:
+    """Of a browser that has the token, and an index that is whole."""
+    driver.get(url)
+    result = url.partition("/?")[0]
+
+    def is_whole() -> bool:
+        driver.get(f"{result}/groups?q=apples&truncated=yes")
+        return "being built" not in driver.page_source
+
+    until(is_whole, "the index")
+    console(driver)
+    return result
+
+
+def texts(driver: Any, selector: str) -> list[str]:
+    return [element.text for element in driver.find_elements("css selector", selector)]
+
+
+def press(driver: Any, keys: str) -> None:
+    driver.find_element("tag name", "body").send_keys(keys)
+
+
+@pytest.fixture(scope="module")
+def axe(tmp_path_factory: pytest.TempPathFactory) -> str:
+    require("npm", "npm")
+    folder = tmp_path_factory.mktemp("axe")
+    command = ["npm", "pack", AXE, "--silent", "--pack-destination", str(folder)]
+    try:
+        subprocess.run(command, check=True, timeout=120, capture_output=True)
+    except subprocess.SubprocessError as error:
+        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(f"npm cannot fetch {AXE}: {error}")
+    with tarfile.open(next(folder.glob("*.tgz"))) as archive:
+        source = archive.extractfile("package/axe.min.js")
+        assert source is not None
+        return source.read().decode()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_page_is_accessible_and_leaves_the_console_empty(driver: Any, base: str, axe: str, scheme: str) -> None:
+    features = [{"name": "prefers-color-scheme", "value": scheme}]
+    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+    for page in PAGES:
+        driver.get(f"{base}{page}")
+        if page == "/":
+            until(lambda: driver.find_elements("css selector", "#charts .uplot"), "the charts")
+        driver.execute_script(axe)
+        done = (
+            "const done = arguments[0]; axe.run({resultTypes: ['violations']}).then((found) => done(found.violations))"
+        )
+        found = driver.execute_async_script(done)
+        serious = [
+            (one["id"], [node["html"][:200] for node in one["nodes"][:3]])
+            for one in found
+            if one["impact"] in ("serious", "critical")
+        ]
+        assert serious == [], page
+        messages = console(driver)
+        assert [message for message in messages if "400 (Bad Request)" not in message] == [], page
+        assert bool(messages) == (page == "/groups?step=x")  # the browser itself tells of that
+
+
+def test_a_hostile_completion_is_a_text(driver: Any, base: str) -> None:
+    driver.get(f"{base}/group?id=2-3-0-1-s")
+    (shown,) = [text for text in texts(driver, ".turn.assistant pre") if "script" in text]
+    assert shown == HOSTILE.replace("\u202e", "\\u202e")
+    assert driver.title == "Group 2-3-0-1-s · run"
+    assert driver.find_elements("css selector", "img, main script") == []
+    driver.get(f"{base}/policies")
+    assert "<i>the probe differs</i>" in driver.find_element("tag name", "main").text
+    assert console(driver) == []
+
+
+def expected_spans(run: Path, group_id: str, completion: int) -> list[tuple[str, str]]:
+    """Class and hover text of each token, worked out from the journal's numbers."""
+    with closing(RunReader(run).journal()) as reader:
+        row = reader.row(group_id)
+        assert row is not None
+        content = ContentReader(reader).read(row)
+    assert content is not None
+    group, tokens = content.group, content.group.records[completion]
+    result = []
+    for token, logprob, version, sampled in zip(
+        group.completion_ids[tokens].tolist(), group.logprobs[tokens].tolist(), group.versions[tokens].tolist(),
+        group.is_sampled[tokens].tolist(), strict=True,
+    ):  # fmt: skip
+        kind = "unscored" if logprob != logprob else f"l{sum(-logprob > bound for bound in SURPRISE)}"
+        says = f"log-prob {logprob:.4f}, version {version}" if sampled else "not sampled"
+        result.append((kind if sampled else "masked", f"id {token} … {says}"))
+    return result
+
+
+def test_the_colours_of_tokens_are_those_of_the_journal(driver: Any, base: str, run: Path) -> None:
+    driver.get(f"{base}/group?id=2-4-0-1-s&raw=1")
+    script = """return [...document.querySelectorAll(`[data-completion="2"] pre span`)].map((span) => [span.className, span.title,
+        getComputedStyle(span).backgroundColor])"""
+    found = driver.execute_script(script)
+    expected = expected_spans(run, "2-4-0-1-s", 1)
+    assert [kind for kind, _, _ in found] == [kind for kind, _ in expected]
+    for (_, title, _), (_, says) in zip(found, expected, strict=True):
+        start, end = says.split(" … ")
+        assert title.startswith(f"{start} ")
+        assert title.endswith(f", {end}")
+    assert {kind for kind, _ in expected} >= {"masked", "l2", "l3", "l4", "l5", "l6"}
+    colours = {kind: colour for kind, _, colour in found}
+    assert len(set(colours.values())) == len(colours)  # each class has a colour of its own
+    assert {(kind, colour) for kind, _, colour in found} == set(colours.items())
+
+
+def test_keys_page_search_and_open(driver: Any, base: str, run: Path) -> None:
+    with closing(apsw.Connection(str(run / "journal.sqlite"), flags=apsw.SQLITE_OPEN_READONLY)) as db:
+        every = [group for (group,) in db.execute("SELECT group_id FROM groups ORDER BY seq DESC").fetchall()]
+        sql = "SELECT group_id FROM groups WHERE prompt_id % 10 = 1 ORDER BY seq DESC"
+        pears = [group for (group,) in db.execute(sql).fetchall()]  # their words are those of the prompt
+    driver.get(f"{base}/groups")
+    ids = "table.groups td:first-child"
+    assert texts(driver, ids) == every[:50]
+    press(driver, "j")
+    until(lambda: texts(driver, ids) == every[50:100], "the next page")
+    press(driver, "k")
+    until(lambda: texts(driver, ids) == every[:50], "the page before")
+    press(driver, "/")
+    driver.switch_to.active_element.send_keys('"the pears"\n')
+    until(lambda: texts(driver, ids) == pears, "the search")
+    press(driver, "\n")
+    until(lambda: driver.title.startswith(f"Group {pears[0]}"), "the first group")
+    press(driver, "j")
+    until(lambda: driver.title.startswith(f"Group {pears[1]}"), "the next group of the list")
+    press(driver, "r")
+    until(lambda: "raw=1" in driver.current_url, "the raw text")
+    assert "<think>" in texts(driver, "[data-completion] pre")[0]
+
+
+def drawn(driver: Any) -> list[str]:
+    return driver.execute_script(
+        "return [...document.querySelectorAll('#charts canvas')].map((one) => one.toDataURL())"
+    )
+
+
+def test_zooming_one_chart_zooms_all_and_is_in_the_url(driver: Any, base: str) -> None:
+    from selenium.webdriver import ActionChains
+
+    driver.get(f"{base}/")
+    until(lambda: driver.find_elements("css selector", "#charts .u-over"), "the charts")
+    before = drawn(driver)
+    over = driver.find_elements("css selector", "#charts .u-over")[1]
+    driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", over)
+    ActionChains(driver).move_to_element(over).click_and_hold().move_by_offset(200, 0).release().perform()
+    until(lambda: "#zoom=" in driver.current_url, "the zoom")
+    after = drawn(driver)
+    assert len(after) == len(before) > 4
+    assert all(one != other for one, other in zip(before, after, strict=True))
+    driver.refresh()
+    until(lambda: drawn(driver) == after, "the same zoom")
+
+
+def test_the_page_of_a_running_trainer_changes(driver: Any, tmp_path: Path) -> None:
+    run = write_run(tmp_path, num_groups=24)
+    registry = CollectorRegistry()
+    metrics = LearningMetrics(registry, ["correct"], max_steps=90, max_staleness=1)
+    names = {"key": "k", "job": "rl-trainer", "name": "host-1", "folder": run / "metrics"}
+    numbers = {"reward": 0.5}
+    metrics.step(7, 1.0, numbers, wait_s=0.1, step_s=0.2, tokens=10)
+    with (
+        exposition.serve(registry, Health(60.0, Notifier(None)), Targets("run"), "127.0.0.1", 0, **names),
+        viewed(run, tmp_path / "cache") as (url, _),
+        closing(Journal(run / "journal.sqlite")) as journal,
+    ):
+        driver.get(url)
+        until(lambda: texts(driver, "#now") == ["step 7 of 90"], "the step")
+        before = drawn(driver)
+        metrics.step(8, 2.0, numbers, wait_s=0.1, step_s=0.2, tokens=10)
+        waiting = [group for (group,) in journal.query("SELECT group_id FROM groups WHERE step IS NULL LIMIT 4")]
+        take_step(journal, run, 5, waiting)
+        until(lambda: texts(driver, "#now") == ["step 8 of 90"], "the next step")
+        until(lambda: drawn(driver) != before, "the next point of the charts")
+        assert console(driver) == []
+
+
+def test_a_shared_page_works_as_a_file(driver: Any, base: str, downloads: Path, tmp_path: Path) -> None:
+    driver.get(f"{base}/")
+    driver.find_element("link text", "Share").click()
+    file = until(lambda: next(iter(downloads.glob("*.html")), None), "the file")
+    kept = tmp_path / "kept.html"
+    file.rename(kept)
+    driver.get(kept.as_uri())
+    until(lambda: len(drawn(driver)) > 4, "the charts of the file")
+    assert "Run run" in driver.find_element("tag name", "main").text
+    assert console(driver) == []
+
+
+@contextmanager
+def other_page() -> Iterator[str]:
+    """A page of another origin on this host."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html")
+            self.end_headers()
+            self.wfile.write(b"<!doctype html><title>other</title>")
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_another_page_of_this_host_reads_nothing(driver: Any, base: str) -> None:
+    """It is of the same site, so that the browser sends the cookie along."""
+    ask = """const done = arguments[1]; fetch(arguments[0], {credentials: "include", mode: "no-cors"})
+        .then((answer) => done(answer.type), (error) => done("refused"))"""
+    with other_page() as url:
+        driver.get(url)
+        assert driver.execute_async_script(ask, f"{base}/data") == "refused"
+        frame = "const frame = document.createElement('iframe'); frame.src = arguments[0]; document.body.append(frame)"
+        driver.execute_script(frame, f"{base}/groups")
+        messages = until(lambda: console(driver), "the refusal")
+        assert any(
+            "403" in message or "frame" in message.lower() or "blocked" in message.lower() for message in messages
+        )
+        assert "journal" not in json.dumps(messages)
