@@ -16,7 +16,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 CPUS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=COMPATIBLE MKL_CBWR=AUTO
 OLD_CPU := ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE
 
-.PHONY: help demo test unit portable check docs chaos soak fuzz bench bench-overlap bench-journal bench-offpolicy bench-sparse bench-metrics bench-swap bench-swap-modes bench-engine-server bench-transport bench-scale bench-spot bench-startup bench-admission bench-in-flight bench-trainer-step bench-ranks bench-relays install-systemd uninstall-systemd clean
+.PHONY: help demo test unit portable check docs chaos soak fuzz bench bench-overlap bench-journal bench-offpolicy bench-sparse bench-metrics bench-swap bench-swap-modes bench-engine-server bench-transport bench-scale bench-spot bench-startup bench-admission bench-in-flight bench-trainer-step bench-ranks bench-relays bench-view install-systemd uninstall-systemd clean
 
 help: ## show this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -111,6 +111,9 @@ bench-ranks: $(STAMP) ## two ranks beside one and TRL's two processes; a lost ra
 
 bench-relays: $(STAMP) ## a policy for 16 producers in three regions over shaped links: relays beside one copy each, two minutes
 	$(BIN)/python -m benchmarks.relays
+
+bench-view: $(STAMP) ## rl-view on a journal of a million groups (6 GB): start, pages, search index; what a reader costs, ten minutes
+	$(BIN)/python -m benchmarks.view
 
 bench-startup: $(STAMP) ## time to the first token and the first step of the pair, by phase, and of --help and --check, two minutes
 	$(BIN)/python -m benchmarks.startup
