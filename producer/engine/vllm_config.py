@@ -29,6 +29,7 @@ def model_folder(config: RunConfig) -> Path:
 
 def build_vllm_config(config: RunConfig, folder: Path, num_gpus: int) -> Any:
     """Raises ConfigError where vLLM refuses `engine:`, or does not do with it what this pipeline needs."""
+    _check_adapter_dtype(config)
     ours = own_arguments(config, folder, num_gpus)
     alone = ours["tensor_parallel_size"] * num_parts(config) == 1
     chosen = (_ON_CPU if alone and current_platform.is_cpu() else {}) | config.engine
@@ -61,6 +62,14 @@ def leave_a_core(vllm_config: Any) -> None:
     times a step; one that has to share its core holds up all."""
     if vllm_config.parallel_config.distributed_executor_backend == _ON_CPU["distributed_executor_backend"]:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) - 1)))
+
+
+def _check_adapter_dtype(config: RunConfig) -> None:
+    if config.swap.mode == "adapter" and config.model.dtype == "float32" and current_platform.is_cuda_alike():
+        raise ConfigError(
+            "model.dtype: float32 cannot be used on a GPU with swap.mode: adapter, because vLLM's LoRA kernels there compute in "
+            "16 bits; set model.dtype: bfloat16 (or float16), or swap.mode: merged"
+        )
 
 
 def _check_mergeable(vllm_config: Any) -> None:

@@ -2,6 +2,7 @@
 
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import transformers
 from protocol.config.library_section import build
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError
-from tests.integration.models import build_model_with_code
+from tests.integration.models import build_model, build_model_with_code
 from tests.unit.protocol.config.test_library_section import refusal
 
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
@@ -77,3 +78,23 @@ def run_config(run_dir: Path, **sections: Any) -> RunConfig:
     return RunConfig.model_validate(
         {"run_dir": str(run_dir), "dataset": {"path": "rows.jsonl"}, "rewards": rewards, **sections}
     )
+
+
+def test_loras_in_float32_are_refused_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM would start, and its core die of the first request with an adapter: its kernels assert 16 bits."""
+    from producer.engine import vllm_config
+
+    folder = build_model("qwen2", tmp_path / "model")
+
+    def built(dtype: str, mode: str) -> Any:
+        model, engine = {"path": str(folder), "dtype": dtype}, {"max_model_len": 64, "enforce_eager": True}
+        config = run_config(tmp_path, model=model, swap={"mode": mode}, engine=engine)
+        return vllm_config.build_vllm_config(config, folder, 1)
+
+    assert built("float32", "adapter").lora_config is not None, "on a CPU they compute in float32"
+    on_gpu = SimpleNamespace(is_cpu=lambda: False, is_cuda_alike=lambda: True)
+    monkeypatch.setattr(vllm_config, "current_platform", on_gpu)
+    with pytest.raises(ConfigError, match=r"^model\.dtype: float32 cannot be used on a GPU with swap\.mode: adapter"):
+        built("float32", "adapter")
+    assert built("bfloat16", "adapter").lora_config is not None
+    assert built("float32", "merged").lora_config is None

@@ -23,7 +23,8 @@ class ModelSection(Section):
     )
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "bfloat16",
-        description="Dtype of the base weights, in the engine and in the trainer. LoRA weights train in fp32.",
+        description="Dtype of the base weights, in the engine and in the trainer. LoRA weights train in fp32. On a GPU "
+        "`swap.mode: adapter` needs 16 bits.",
     )
 
 
