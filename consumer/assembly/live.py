@@ -34,7 +34,7 @@ from protocol.service.exposition import Watch
 from protocol.throttle import Throttle
 from protocol.transport.zeromq_server import ZmqServer
 from protocol.wire.handshake import TrainerNeeds
-from protocol.wire.messages import Sampling
+from protocol.wire.schemas import newer_than_oldest
 from replay.journal.disk import DiskGuard
 from replay.journal.writer import Journal
 
@@ -91,7 +91,7 @@ def live_run(components: RunComponents, watch: Watch, opened: ExitStack, *, resu
         return opened.enter_context(read_aside(prompts, channel.wake))
 
     warn = Throttle(logger)
-    prompts, sampling = read(components.prompts), _sampling(config)
+    prompts, sampling = read(components.prompts), config.sampling.message
     evaluation = evaluation_of(components, channel, store, read, session, start.step, report.say)
     dispatchers = Dispatchers(
         LeaseDispatcher(channel, buffer, prompts, storage.disk, sampling, settings.lease_timeout_s, warn),
@@ -154,11 +154,6 @@ def _channel(config: RunConfig) -> ZmqServer:
     return ZmqServer(config.control_endpoint, config.blob_endpoint, transport.max_message_bytes, keys)
 
 
-def _sampling(config: RunConfig) -> Sampling:
-    names = ("num_generations", "max_completion_length", "temperature", "top_p", "top_k", "min_p")
-    return Sampling(*(getattr(config.sampling, name) for name in names))
-
-
 def _terms(components: RunComponents, facts: dict[str, str], session: str, *, resumed: bool) -> SessionTerms:
     config, host = components.config, socket.gethostname()[:128]
     needs = TrainerNeeds(
@@ -169,6 +164,7 @@ def _terms(components: RunComponents, facts: dict[str, str], session: str, *, re
         max_loras=config.training_loras,
         max_completion_length=config.sampling.max_completion_length,
         reward_names=config.reward_names,
+        newer=tuple(newer_than_oldest(config.sampling.message)),
     )
     return SessionTerms(
         needs,

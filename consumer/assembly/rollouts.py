@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from consumer.evaluation.control import EvaluationControl
@@ -20,7 +21,6 @@ from protocol.config.sections.evaluation import WEIGHTED_SUM, EvaluationSection
 from protocol.config.sections.learning import PipelineSection
 from protocol.throttle import Throttle
 from protocol.transport.channel import ServerChannel
-from protocol.wire.messages import Sampling
 from replay.batches.cutting import BatchCutter
 from replay.batches.replay_table import ReplayTable
 from replay.batches.signal_watch import SignalWatch
@@ -115,7 +115,14 @@ def evaluation_of(
     due.restore(first_step, results.versions)
     rules = EvaluationRules(
         num_prompts=min(len(components.held_out), section.max_prompts or len(components.held_out)),
-        sampling=Sampling(section.num_completions, config.sampling.max_completion_length, section.temperature),
+        sampling=msgspec.structs.replace(
+            config.sampling.message,
+            num_generations=section.num_completions,
+            temperature=section.temperature,
+            top_p=1.0,
+            top_k=0,
+            min_p=0.0,
+        ),
         metric=_metric(config, section),
         shape=dataclasses.replace(components.shape, num_generations=section.num_completions),
         budgets=retry_budgets(pipeline),

@@ -85,7 +85,10 @@ class Fleet:
             )
             self.channel.send(peer, terms.bundle.answer)
             return
-        found = problems(terms.needs, hello.facts, hello.swap_mode)
+        found = problems(
+            terms.needs, hello.facts, hello.swap_mode,
+            is_of_release_before=not hello.release,  # which does not say it
+        )  # fmt: skip
         if found:
             self.warn("refused", f"refused producer {hello.producer}: {'; '.join(found)}")
             self.channel.send(peer, Reject(found))

@@ -10,9 +10,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm import SamplingParams
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerBase
 
+from producer.calls.limits import limits
 from producer.engine.adapter_weights import AdapterWeights
 from producer.engine.core import EngineCore, prompt_of
 from producer.engine.merged_weights import MergedWeights
@@ -22,7 +23,7 @@ from producer.engine.weights import InFlightRequest, VllmWeights
 from producer.interfaces import Adapter, Completion, EngineCapabilities, LeaseFailure
 from producer.state import EngineLoad
 from protocol.config.run import RunConfig
-from protocol.errors import EngineError
+from protocol.errors import ConfigError, EngineError
 from protocol.wire.digests import base_model_digest, tokenizer_digest
 from protocol.wire.messages import EngineFacts, Sampling
 
@@ -45,6 +46,7 @@ class VllmEngine:
         self.weights: VllmWeights = (
             MergedWeights(self._core) if config.swap.mode == "merged" else AdapterWeights(self._core)
         )
+        self._sampling = config.sampling.message
         lora = vllm_config.lora_config
         trusted = config.model.trust_remote_code
         facts = EngineFacts(
@@ -64,8 +66,12 @@ class VllmEngine:
     async def warm_up(self) -> None:
         """One token on the base model: the first request compiles kernels for seconds, and no swap shall wait for that."""
         await self.weights.start()
-        params = SamplingParams(max_tokens=1, logprobs=0, output_kind=RequestOutputKind.FINAL_ONLY)
-        await self._core.sample("warm-up", prompt_of([0]), params, None, asyncio.Event())
+        final = RequestOutputKind.FINAL_ONLY
+        try:
+            params = SamplingParams(max_tokens=1, logprobs=0, output_kind=final, **_limits(self._sampling))
+            await self._core.sample("warm-up", prompt_of([0]), params, None, asyncio.Event())
+        except ValueError as error:
+            raise ConfigError(f"sampling: vLLM refuses it: {error}") from error
 
     def tool_parser(self, name: str, tokenizer: Any, tools: list[dict[str, Any]]) -> ToolCallParser:
         return ToolCallParser(name, tokenizer, tools)
@@ -82,7 +88,8 @@ class VllmEngine:
             min_p=sampling.min_p,
             logprobs=0,  # of the sampled token alone
             flat_logprobs=True,
-            detokenize=False,
+            detokenize=bool(sampling.stop),  # which vLLM looks for in the text
+            **_limits(sampling),
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         is_cut = cut or asyncio.Event()
@@ -110,6 +117,13 @@ class VllmEngine:
     def outage(self) -> str | None:
         """It works or is dead."""
         return None
+
+
+def _limits(sampling: Sampling) -> dict[str, Any]:
+    fields = limits(sampling)
+    if guides := fields.get("structured_outputs"):
+        fields["structured_outputs"] = StructuredOutputsParams(**guides)
+    return fields
 
 
 class _LoadRecorder(StatLoggerBase):

@@ -23,6 +23,7 @@ from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from producer.calls.calls import Answer, Call
+from producer.calls.limits import limits
 from producer.calls.requests import RefusedError, ServedRequest, malformed
 from producer.engine.weights import InFlightRequest, VllmWeights
 from producer.serving.versions import model_name
@@ -58,13 +59,14 @@ class OpenAIServer:
         defaults = config.sampling.model_dump(include=names)
         self._chat.default_sampling_params = self._completion.default_sampling_params = defaults
         self._max_tokens = config.sampling.max_completion_length
+        self._limits = limits(config.sampling.message)
 
     async def answer(self, request: ServedRequest, call: Call) -> Answer:
         """Generates; `call` notes what is sampled. A stream begins to generate when it is read. Raises RefusedError where vLLM
         does."""
         _CALL.set(call)
         limit = "max_completion_tokens" if request.kind == "chat" else "max_tokens"
-        values = {limit: self._max_tokens} | request.fields
+        values = {limit: self._max_tokens} | self._limits | request.fields
         values |= {"model": model_name(call.adapter.version), "request_id": call.id}
         answer: Any
         try:

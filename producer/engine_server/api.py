@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
+from producer.calls.limits import limits
 from producer.engine_server.http_client import HttpClient, ServerLostError, ServerMismatchError, ServerRefusedError
 from producer.interfaces import Completion
 from protocol.wire.messages import Sampling
@@ -126,6 +127,7 @@ class VllmApi:
             top_k=sampling.top_k,
             min_p=sampling.min_p,
             logprobs=0,  # of the sampled token alone
+            **limits(sampling),
         )
         choices = await self._complete(model, prompt_ids, sampling.num_generations, asked)
         return [_completion(choice, prompt_ids, sampling, version) for choice in choices]

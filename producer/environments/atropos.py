@@ -23,7 +23,6 @@ from producer.environments.scored_data import ScoredData, match_group
 from producer.groups import Rollouts
 from protocol.config.run import RunConfig
 from protocol.throttle import Throttle
-from protocol.wire.messages import Sampling
 
 logger = logging.getLogger(__name__)
 
@@ -37,9 +36,7 @@ class Atropos:
 
     def __init__(self, config: RunConfig, max_model_len: int, version: Callable[[], int]) -> None:
         values = config.sampling
-        self.sampling = Sampling(
-            values.num_generations, values.max_completion_length, values.temperature, values.top_p, values.top_k, values.min_p
-        )  # fmt: skip
+        self.sampling = values.message
         self.max_body_bytes = max(
             config.serve.max_request_bytes, _BYTES_PER_TOKEN * values.num_generations * max_model_len
         )

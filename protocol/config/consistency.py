@@ -22,6 +22,7 @@ def problems(config: "RunConfig") -> Iterator[str]:
     yield from _of_evaluation(config)
     if config.engine_server is not None:
         yield from _of_engine_server(config)
+    yield from _of_stops(config)
     limit = config.sampling.max_completion_length
     if config.advantage.overlong_buffer_tokens > limit:
         yield (
@@ -51,6 +52,30 @@ def _of_rewards(config: "RunConfig") -> Iterator[str]:
     reward = config.reroll.reward
     if reward is not None and reward not in config.reward_names:
         yield f"reroll.reward: {reward!r} is not one of rewards.functions: {', '.join(config.reward_names)}"
+
+
+def _of_stops(config: "RunConfig") -> Iterator[str]:
+    sampling = config.sampling
+    given = [
+        name for name in ("stop", "stop_token_ids", "ignore_eos", "regex", "json_schema") if getattr(sampling, name)
+    ]
+    if given and config.environment.factory is not None:
+        yield f"sampling.{given[0]}: in an environment a turn ends where the chat template says; remove it"
+    lasting = [name for name in ("stop", "regex", "json_schema") if getattr(sampling, name)]
+    if lasting and config.swap.mode == "adapter" and config.swap.on_swap == "continue":
+        yield (
+            f"sampling.{lasting[0]}: swap.in_flight=continue cuts completions, and what lies on both sides of a cut would not be "
+            "seen; set swap.in_flight=finish or restart"
+        )
+    if (
+        sampling.ignore_eos
+        and not (sampling.stop or sampling.stop_token_ids)
+        and config.trainer.get("mask_truncated_completions")
+    ):
+        yield (
+            "sampling.ignore_eos: nothing ends a completion before max_completion_length, and "
+            "trainer.mask_truncated_completions would mask all of them; give sampling.stop or stop_token_ids, or remove one"
+        )
 
 
 def _of_agents(config: "RunConfig") -> Iterator[str]:

@@ -26,13 +26,15 @@ from typing import Any, get_args
 import msgspec
 from isal.isal_zlib import crc32
 
-from protocol.wire.messages import Lease, Message
+from protocol.wire.messages import Lease, Message, Sampling
 from protocol.wire.schemas import READABLE_SCHEMAS, SCHEMA_VERSION, SINCE, SINCE_MESSAGES
 
 _MAGIC = b"SL"
 _VERSION = struct.Struct("<2sH")
 _CRC = struct.Struct("<I")
 PREFIX_BYTES = _VERSION.size + _CRC.size
+
+_VERSIONED = {kind for kind in SINCE if kind not in get_args(Message)}  # parts of messages
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -45,16 +47,29 @@ class _PackedLease(Lease, frozen=True, forbid_unknown_fields=True, tag="lease"):
 
 
 @cache
+def _nested(message: type[msgspec.Struct]) -> dict[str, type[msgspec.Struct]]:
+    """The fields of a message, as of any schema, that hold another struct whose fields came with several schemas."""
+    names = {kind.__name__ for kind in _VERSIONED}  # which their older forms have too
+    types = {field.name: field.type for field in msgspec.structs.fields(message)}
+    return {name: kind for name, kind in types.items() if getattr(kind, "__name__", "") in names}
+
+
+def _default(field: msgspec.structs.FieldInfo) -> Any:
+    return msgspec.field(default=field.default, default_factory=field.default_factory)  # type: ignore[call-overload]
+
+
+@cache
 def _as_of(
     schema_version: int, message: type[msgspec.Struct], form: type[msgspec.Struct] | None = None
 ) -> type[msgspec.Struct]:
     """The type of a message in that schema, made of `form`, a type with the same fields, where it is given."""
     kind = form or message
     newer = {name for name, since in SINCE.get(message, {}).items() if since > schema_version}
-    if not newer:
+    nested = {name: _as_of(schema_version, of) for name, of in _nested(message).items()}
+    if not newer and all(nested[name] is of for name, of in _nested(message).items()):
         return kind
     fields = [
-        (field.name, field.type, msgspec.field(default=field.default, default_factory=field.default_factory))  # type: ignore[call-overload]
+        (field.name, nested.get(field.name, field.type), _default(field))
         for field in msgspec.structs.fields(kind)
         if field.name not in newer
     ]
@@ -153,6 +168,7 @@ def _decoded(body: memoryview, kinds: Any, schema_version: int) -> Any:
     if kind is not Lease:
         return _copied(message, kind)
     fields = msgspec.structs.asdict(message)
+    fields["sampling"] = _copied(message.sampling, Sampling)
     fields["prompt"] = _unpacked(message.prompt)
     fields["columns"] = {name: _unpacked(packed) for name, packed in message.columns.items()}
     return Lease(**fields)
@@ -160,7 +176,10 @@ def _decoded(body: memoryview, kinds: Any, schema_version: int) -> Any:
 
 def _copied(message: msgspec.Struct, kind: type[msgspec.Struct]) -> msgspec.Struct:
     """A `kind` with the fields that `message` has too. Its other fields have their defaults."""
-    return kind(**{name: getattr(message, name) for name in kind.__struct_fields__ if hasattr(message, name)})
+    if type(message) is kind:
+        return message
+    values = {name: getattr(message, name) for name in kind.__struct_fields__ if hasattr(message, name)}
+    return kind(**values | {name: _copied(values[name], of) for name, of in _nested(kind).items() if name in values})
 
 
 def _unpacked(packed: msgspec.Raw, nesting: int = 0) -> Any:

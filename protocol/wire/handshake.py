@@ -23,9 +23,12 @@ class TrainerNeeds:
     max_loras: int
     max_completion_length: int
     reward_names: tuple[str, ...]
+    newer: tuple[str, ...] = ()  # fields of `Sampling` that a producer of the release before does not know
 
 
-def problems(needs: TrainerNeeds, facts: EngineFacts, swap_mode: str = "adapter") -> list[str]:
+def problems(
+    needs: TrainerNeeds, facts: EngineFacts, swap_mode: str = "adapter", *, is_of_release_before: bool = False
+) -> list[str]:
     """Every reason to refuse an engine, with its fix. With the `swap_mode` `merged` it needs no LoRA slots."""
     slots = swap_mode == "adapter"
     checks = (
@@ -66,6 +69,10 @@ def problems(needs: TrainerNeeds, facts: EngineFacts, swap_mode: str = "adapter"
             tuple(facts.reward_names) != needs.reward_names,
             f"the producer scores with {str(facts.reward_names)[:_SHOWN]}, the trainer expects {list(needs.reward_names)}: "
             "give both the same rewards section",
+        ),
+        (
+            is_of_release_before and bool(needs.newer),
+            f"the producer is of an older release, which knows no sampling.{', sampling.'.join(needs.newer)}: upgrade it",
         ),
     )
     return [problem for is_one, problem in checks if is_one]

@@ -35,6 +35,8 @@ Text = Annotated[str, Meta(max_length=65_536)]
 Place = Annotated[str, Meta(max_length=128)]
 Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
 LeaseIds = Annotated[list[Name], Meta(max_length=65_536)]
+StopText = Annotated[str, Meta(min_length=1, max_length=256)]
+TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 
 
 class EngineFacts(Struct, frozen=True, forbid_unknown_fields=True):
@@ -52,7 +54,9 @@ class EngineFacts(Struct, frozen=True, forbid_unknown_fields=True):
 
 class Sampling(Struct, frozen=True, forbid_unknown_fields=True):
     """How the completions of a group are drawn. The trainer decides it, so that all producers sample alike. Only an evaluation
-    may ask for a single completion, or for temperature 0, which is greedy and whose log-probs mean nothing."""
+    may ask for a single completion, or for temperature 0, which is greedy and whose log-probs mean nothing. A completion ends
+    with one of the texts `stop`, one of the tokens `stop_token_ids`, and the model's own end unless `ignore_eos`. Only what
+    matches `regex`, or JSON of `json_schema`, may be sampled ("": anything)."""
 
     num_generations: Annotated[int, Meta(ge=1, le=4096)]
     max_completion_length: Annotated[int, Meta(ge=1, le=2**24)]
@@ -60,6 +64,11 @@ class Sampling(Struct, frozen=True, forbid_unknown_fields=True):
     top_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
     top_k: Count = 0
     min_p: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
+    stop: Annotated[tuple[StopText, ...], Meta(max_length=16)] = ()
+    stop_token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=64)] = ()
+    ignore_eos: bool = False
+    regex: Text = ""
+    json_schema: Text = ""
 
 
 class Hello(Struct, frozen=True, forbid_unknown_fields=True, tag="hello"):

@@ -17,6 +17,7 @@ from protocol.wire.messages import (
     PolicyOffer,
     PolicyRequest,
     RelayPeers,
+    Sampling,
 )
 from protocol.wire.policy_messages import BlobProgress
 
@@ -36,11 +37,13 @@ SINCE: dict[type[Struct], dict[str, int]] = {
         "metrics": 2,
     },
     Lease: {"evaluates": 2},
+    Sampling: {"stop": 2, "stop_token_ids": 2, "ignore_eos": 2, "regex": 2, "json_schema": 2},
     Policy: {"evaluates": 2},
     Heartbeat: {"idle_s": 2, "refused_version": 2, "refusal": 2, "relay": 2},
     Group: {"token_versions": 2, "sampled": 2, "episodes": 2},
 }
-"""The schema that added a field. Fields of schema 1 have no entry, and no entry is ever removed, because journals stay."""
+"""The schema that added a field to a message, or to what is in one. Fields of schema 1 have no entry, and no entry is ever
+removed, because journals stay."""
 
 SINCE_MESSAGES: dict[type[Struct], int] = {
     PolicyRequest: 2,
@@ -51,6 +54,13 @@ SINCE_MESSAGES: dict[type[Struct], int] = {
     RelayPeers: 2,
 }
 """The schema that added a message. A peer of an older schema is never sent it."""
+
+
+def newer_than_oldest(sampling: Sampling) -> list[str]:
+    """The fields that ask for something, and that a peer of the oldest readable schema would not see."""
+    plain = Sampling(sampling.num_generations, sampling.max_completion_length, sampling.temperature)
+    newer = (name for name, since in SINCE[Sampling].items() if since > READABLE_SCHEMAS[0])
+    return [name for name in newer if getattr(sampling, name) != getattr(plain, name)]
 
 
 def group_schema(*fields: str) -> int:

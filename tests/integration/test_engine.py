@@ -3,12 +3,15 @@
 import asyncio
 import json
 import os
+import re
 import shutil
 
+import msgspec
 import prometheus_client
 import pytest
 import torch
 from safetensors.torch import load_file, save
+from transformers import AutoTokenizer
 
 from producer.engine.adapter_loading import ByAdapter
 from producer.interfaces import AdapterRefusedError, Completion, DownloadedPolicy, LeaseFailure, Probe
@@ -122,6 +125,32 @@ async def test_logprobs_after_a_swap_are_those_of_transformers_and_peft(live, re
     assert len(completions) == 4
     assert worst_difference(live, completions, 2, temperature) < 1e-3
     assert worst_difference(live, completions, 1, temperature) > 0.1, "the swap changed nothing"
+
+
+@on_engine
+async def test_what_ends_a_completion_is_kept_and_guided_decoding_samples_what_matches(live, registry):
+    async def sampled(length: int = 24, **asked) -> tuple[list[Completion], list[str]]:
+        found = await generate(live, registry, msgspec.structs.replace(sampling(length, n=8), **asked))
+        return found, [tokenizer.decode(each.token_ids, skip_special_tokens=True) for each in found]
+
+    assert await registry.publish(live.downloaded(1))
+    tokenizer = AutoTokenizer.from_pretrained(live.model)
+    ends = tuple(range(20, 46))
+    for asked in ({"stop_token_ids": ends}, {"stop": tuple(map(tokenizer.decode, ends[:16]))}):
+        completions, _ = await sampled(**asked)
+        last = {*ends[: 16 if "stop" in asked else None], 1}
+        assert all(not last & set(each.token_ids[:-1]) for each in completions)
+        assert [each.truncated for each in completions] == [each.token_ids[-1] not in last for each in completions]
+        assert not all(each.truncated for each in completions)
+        assert worst_difference(live, completions, 1, 1.0) < 1e-3
+    endless, _ = await sampled(200, ignore_eos=True)
+    assert {(len(each.token_ids), each.truncated) for each in endless} == {(200, True)}
+    guided, texts = await sampled(regex="[0-9]{3}")
+    assert all(re.fullmatch("[0-9]{3}", text) for text in texts), texts
+    assert not any(each.truncated for each in guided)
+    assert worst_difference(live, guided, 1, 1.0) > 0.1, "which is why it is called biased"
+    _, texts = await sampled(60, json_schema='{"type": "integer"}')
+    assert all(isinstance(json.loads(text), int) for text in texts if len(text) < 60)
 
 
 @on_engine

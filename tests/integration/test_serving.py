@@ -38,8 +38,9 @@ def registry(live: LiveEngine) -> Iterator[AdapterRegistry]:
 
 
 @asynccontextmanager
-async def clients(live: LiveEngine, registry: AdapterRegistry):
-    answering = live.engine.openai_server(live.config)
+async def clients(live: LiveEngine, registry: AdapterRegistry, **sampling: object):
+    config = live.config.model_copy(update={"sampling": live.config.sampling.model_copy(update=sampling)})
+    answering = live.engine.openai_server(config)
     engine = ServedEngine(answering, registry, live.engine.capabilities.max_num_seqs)
     async with (
         served(live.config, engine) as (listener, _),
@@ -104,6 +105,24 @@ def test_a_named_version_answers_the_same_while_a_newer_one_is_current_and_is_le
                 await greedy(client, "policy@v1", False)
 
     live.run(body())
+
+
+def test_a_request_ends_where_the_run_s_completions_do(live, registry):
+    ends = list(range(20, 60))
+
+    async def body():
+        await registry.publish(live.downloaded(1))
+        tokens = {"extra_body": {"return_token_ids": True}}
+        async with clients(live, registry, stop_token_ids=ends, ignore_eos=True) as client:
+            asked = {"model": "policy", "prompt": [5, 6, 7], "n": 4, "max_tokens": 24, "seed": 1}
+            return await client.completions.create(**asked, **tokens)
+
+    choices = live.run(body()).choices
+    assert all(not set(ends) & set(choice.token_ids[:-1]) for choice in choices)
+    assert [choice.finish_reason == "stop" for choice in choices] == [
+        choice.token_ids[-1] in ends for choice in choices
+    ]
+    assert any(choice.finish_reason == "stop" for choice in choices)
 
 
 def test_completions_take_text_and_tokens_and_say_what_they_sampled(live, registry):

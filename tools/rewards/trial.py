@@ -5,8 +5,10 @@ those that producers would be leased; transformers samples completions with the 
 """
 
 import asyncio
+import bisect
 import json
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -100,6 +102,8 @@ def sampled(config: RunConfig, inputs: RunInputs, num_prompts: int, num_completi
     settings = config.sampling
     stops = model.generation_config.eos_token_id
     stops = {stops} if isinstance(stops, int) else set(stops or [tokenizer.eos_token_id])
+    stops = (set() if settings.ignore_eos else stops) | set(settings.stop_token_ids)
+    model.generation_config.eos_token_id = sorted(stops) or None
     torch.manual_seed(config.seed)
     groups = []
     for number in range(min(num_prompts, len(dataset))):
@@ -120,14 +124,24 @@ def sampled(config: RunConfig, inputs: RunInputs, num_prompts: int, num_completi
                 top_p=settings.top_p,
                 top_k=settings.top_k,
                 min_p=settings.min_p or None,
-                pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(stops),
+                pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(stops, default=0),
             )
         completion_ids = []
         for tokens in sequences[:, len(ids) :].tolist():  # without the padding after the token that ends it
             end = next((place for place, token in enumerate(tokens) if token in stops), len(tokens))
-            completion_ids.append(tokens[: end + 1])
+            completion_ids.append(until_stop(tokens[: end + 1], settings.stop, tokenizer))
         groups.append(Group(prompt, columns, prompts.decode(prompt, completion_ids), completion_ids))
     return groups
+
+
+def until_stop(tokens: list[int], stop: Sequence[str], tokenizer: Any) -> list[int]:
+    """The tokens up to the one with which the first of the texts is whole."""
+
+    def ends(length: int) -> bool:
+        text = tokenizer.decode(tokens[:length])
+        return any(each in text for each in stop)
+
+    return tokens[: bisect.bisect_left(range(len(tokens)), True, key=lambda place: ends(place + 1)) + 1]
 
 
 def scored(config: RunConfig, tokenizer: Any, groups: list[Group]) -> Trial:

@@ -44,7 +44,16 @@ SAMPLES = [
         attempt=0,
         prompt=[{"role": "user", "content": "1+1="}],
         columns={"answer": 2, "tags": ["sum", None]},
-        sampling=m.Sampling(num_generations=2, max_completion_length=8, temperature=0.7),
+        sampling=m.Sampling(
+            num_generations=2,
+            max_completion_length=8,
+            temperature=0.7,
+            stop=("</answer>",),
+            stop_token_ids=(5, 6),
+            ignore_eos=True,
+            regex="[0-9]+",
+            json_schema='{"type": "integer"}',
+        ),
         policy_floor=2,
         timeout_s=600.0,
         evaluates=POLICY,
@@ -97,16 +106,24 @@ SAMPLES = [
 
 def body_of(message: Any, schema_version: int = SCHEMA_VERSION) -> dict[str, Any]:
     """The message in that schema as plain Python, as any msgpack library sees it."""
-    body = msgspec.to_builtins(message, builtin_types=(bytes,))
-    return {name: value for name, value in body.items() if name not in _newer(type(message), schema_version)}
+    body = msgspec.msgpack.decode(msgspec.msgpack.encode(message))
+    kept = {name: value for name, value in body.items() if name not in newer_fields(type(message), schema_version)}
+    return kept | {name: body_of(part, schema_version) for name, part in parts_of(message).items()}
 
 
 def as_of(schema_version: int, message: Any) -> Any:
     """What arrives of `message` in that schema: newer fields have their defaults."""
-    newer = _newer(type(message), schema_version)
+    newer = newer_fields(type(message), schema_version)
     defaults = {field.name: field.default for field in msgspec.structs.fields(type(message)) if field.name in newer}
-    return msgspec.structs.replace(message, **defaults)
+    parts = {name: as_of(schema_version, part) for name, part in parts_of(message).items()}
+    return msgspec.structs.replace(message, **defaults | parts)
 
 
-def _newer(kind: type, schema_version: int) -> set[str]:
+def parts_of(message: Any) -> dict[str, Any]:
+    """The fields of a message that hold a struct whose fields came with several schemas."""
+    values = {name: getattr(message, name) for name in message.__struct_fields__}
+    return {name: value for name, value in values.items() if type(value) in SINCE}
+
+
+def newer_fields(kind: type, schema_version: int) -> set[str]:
     return {name for name, since in SINCE.get(kind, {}).items() if since > schema_version}

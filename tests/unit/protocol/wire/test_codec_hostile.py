@@ -84,7 +84,7 @@ LARGE = map_of([(packed(f"{i:02}"), b"\xc0") for i in range(16)])
     ids=lambda item: item.hex()[-12:],
 )
 def test_16_kib_of_tiny_values_stay_within_the_bounds(item: bytes, around: bytes) -> None:
-    count = (16_384 - 430 - len(around)) // len(item)
+    count = (16_384 - 440 - len(around)) // len(item)
     frame = lease_with("prompt", header("array", count + bool(around), 4) + item * count + around)
     assert 16_000 < len(frame) <= 16_384
     seconds, outcome = seconds_to_decode(frame)

@@ -9,10 +9,17 @@ import pytest
 from protocol.transport.channel import _MAX_PEERS, PeerSchemas, TrainerSchema
 from protocol.wire import messages as m
 from protocol.wire.codec import CodecError, SchemaMismatchError, decode, encode, schema_of
-from protocol.wire.schemas import JOURNAL_SCHEMAS, SCHEMA_VERSION, SINCE, SINCE_MESSAGES, group_schema
+from protocol.wire.schemas import (
+    JOURNAL_SCHEMAS,
+    SCHEMA_VERSION,
+    SINCE,
+    SINCE_MESSAGES,
+    group_schema,
+    newer_than_oldest,
+)
 from replay.groups import GroupShape
 from tests import release_before
-from tests.unit.protocol.samples import SAMPLES, as_of, body_of
+from tests.unit.protocol.samples import SAMPLES, as_of, body_of, parts_of
 from tests.unit.protocol.wire.test_codec import sealed
 
 _PAGES = (Path(__file__).parents[1] / "schema_1.txt").read_text().split("\n\n")[1:]
@@ -43,11 +50,21 @@ def test_what_schema_1_lacks_is_left_out_and_comes_back_as_its_default() -> None
 
 @pytest.mark.parametrize(("kind", "field"), [(kind, field) for kind, fields in SINCE.items() for field in fields])
 def test_a_frame_has_the_fields_of_its_own_schema_and_no_other(kind: type, field: str) -> None:
-    body = msgpack.packb(body_of(next(message for message in SAMPLES if type(message) is kind)))
-    assert type(decode(sealed(body, SINCE[kind][field]))) is kind
-    others = {name: value for name, value in msgpack.unpackb(body).items() if name == field or name not in SINCE[kind]}
+    """The fields of a message, and those of what is in one."""
+    since = SINCE[kind][field]
+    message = next(message for message in SAMPLES if kind in (type(message), *map(type, parts_of(message).values())))
+    assert type(decode(encode(message, schema_version=since))) is type(message)
+    one_more = body_of(message, since - 1)
+    part = next((name for name, value in parts_of(message).items() if type(value) is kind), None)
+    holder, value = (one_more, message) if part is None else (one_more[part], getattr(message, part))
+    holder[field] = msgspec.to_builtins(getattr(value, field), builtin_types=(bytes,))
     with pytest.raises(CodecError, match=f"unknown field `{field}`"):
-        decode(sealed(msgpack.packb(others), SINCE[kind][field] - 1))
+        decode(sealed(msgpack.packb(one_more), since - 1))
+
+
+def test_what_the_oldest_schema_cannot_say_of_sampling() -> None:
+    assert newer_than_oldest(m.Sampling(2, 8, 1.0, top_p=0.5)) == []
+    assert newer_than_oldest(m.Sampling(2, 8, 1.0, stop=("</a>",), ignore_eos=True)) == ["stop", "ignore_eos"]
 
 
 @pytest.mark.parametrize("kind", SINCE_MESSAGES)

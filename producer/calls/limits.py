@@ -1,0 +1,20 @@
+"""What ends a completion, and what it may be made of, in the words of vLLM's API.
+
+Guarantee: every engine, and the endpoint, is asked in the same words; a run that limits nothing asks for nothing.
+"""
+
+from typing import Any
+
+from protocol.wire.messages import Sampling
+
+
+def limits(sampling: Sampling) -> dict[str, Any]:
+    """Fields of a request."""
+    guides = {"regex": sampling.regex, "json": sampling.json_schema}
+    fields: dict[str, Any] = {
+        "stop": list(sampling.stop),
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "ignore_eos": sampling.ignore_eos,
+        "structured_outputs": {name: value for name, value in guides.items() if value},
+    }
+    return {name: value for name, value in fields.items() if value}
