@@ -17,6 +17,8 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
+
 from tests.chaos import collect
 from tests.chaos.checker import check
 from tests.chaos.run_folder import DEFAULT, prepare
@@ -92,10 +94,10 @@ def campaign(folder: Path, kills: int, minutes: float, seed: int) -> dict[str, A
 
 
 def _kill_one(run: ClusterRun, chance: random.Random) -> Recovery:
-    eventually(lambda: set(run.processes()) == _ALL, _GOES_ON_S)
     time.sleep(chance.uniform(0, 3))
     kind = chance.choices(list(_KINDS), list(_KINDS.values()))[0]
-    processes, step = run.processes(), run.step()
+    processes = _all_of(run)
+    step = run.step()
     trainer = processes["trainer"]
     victim = processes[chance.choice(sorted(_ALL - {"trainer"}))] if kind in ("producer", "node") else trainer
     if kind == "node" and chance.random() < 0.5:
@@ -112,8 +114,20 @@ def _kill_one(run: ClusterRun, chance: random.Random) -> Recovery:
         step = run.step()
     eventually(lambda: run.step() != step, _GOES_ON_S)
     step_s = time.monotonic() - began
-    eventually(lambda: set(run.processes()) == _ALL, _GOES_ON_S)
+    _all_of(run)
     return Recovery(kind, hit_trainer, round(step_s, 1), round(time.monotonic() - began, 1))
+
+
+def _all_of(run: ClusterRun) -> dict[str, psutil.Process]:
+    """The daemons, once all of them run."""
+    found: list[dict[str, psutil.Process]] = [{}]
+
+    def complete() -> bool:
+        found[0] = run.processes()
+        return set(found[0]) == _ALL
+
+    eventually(complete, _GOES_ON_S)
+    return found[0]
 
 
 def _lose_ray(run: ClusterRun) -> Recovery:
@@ -125,7 +139,7 @@ def _lose_ray(run: ClusterRun) -> Recovery:
     step = run.step()
     eventually(lambda: run.step() != step, _GOES_ON_S)
     step_s = time.monotonic() - began
-    eventually(lambda: set(run.processes()) == _ALL, _GOES_ON_S)
+    _all_of(run)
     return Recovery("Ray", True, round(step_s, 1), round(time.monotonic() - began, 1))
 
 

@@ -85,6 +85,7 @@ def test_who_was_stopped_by_the_cluster_has_not_finished(here: Path) -> None:
     for code in (0, 75, 78):
         assert subprocess.run([*start, "bash", "-c", f"exit {code}"], timeout=30).returncode == code
     for own, seen in ((0, 143), (78, 78)):
+        (here / "up").unlink(missing_ok=True)
         drains = f"trap 'sleep 0.2; exit {own}' TERM; touch up; while :; do sleep 0.05; done"
         with subprocess.Popen([*start, "bash", "-c", drains], cwd=here) as process:
             while not (here / "up").exists():
