@@ -16,7 +16,7 @@ from pathlib import Path
 from producer.joining.address import TrainerAddress, trainer_address
 from producer.joining.fetching import BundleFetch, FetchedBundle
 from protocol.bundle.bundle import CONFIG_FILE, Bundle, decode, unpack
-from protocol.bundle.requirements import missing
+from protocol.bundle.requirements import differing, missing
 from protocol.config.loader import load_config
 from protocol.config.run import RunConfig
 from protocol.errors import BundleError, ConfigError
@@ -60,6 +60,8 @@ def joined(arguments: Namespace, must_stop: Callable[[], bool]) -> Iterator[tupl
             config = load_config(CONFIG_FILE, [*ours, *overrides])
             if problems := missing(bundle.requirements):
                 raise BundleError("\n  ".join(["this host lacks what the run's own files import:", *problems]))
+            for difference in differing(bundle.requirements):
+                logger.warning("%s", difference)
             logger.info("got bundle %s from the trainer: %d files", fetched.digest[:12], len(bundle.files))
             yield config, fetched.digest
 

@@ -1,6 +1,7 @@
 """The installed packages that a run's own files import, on the trainer's host and on a producer's.
 
-Guarantee: nothing is imported to find out. What is missing is named with the version that the trainer has.
+Guarantee: nothing is imported to find out. What is missing is named with the version that the trainer has, and so is what is
+there in another version.
 """
 
 import importlib.util
@@ -20,15 +21,29 @@ def requirements(installed: Mapping[str, str]) -> list[Requirement]:
 
 
 def _requirement(module: str, package: str, needed_by: str) -> Requirement:
+    return Requirement(module, package, _version(package), needed_by)
+
+
+def _version(package: str) -> str:
+    """ "" if it is not installed."""
     try:
-        return Requirement(module, package, version(package), needed_by)
+        return version(package)
     except PackageNotFoundError:
-        return Requirement(module, package, "", needed_by)
+        return ""
 
 
 def missing(needed: Iterable[Requirement]) -> list[str]:
     """A sentence with its fix for each that this process cannot import."""
     return [_explain(one) for one in needed if not _is_there(one.module)]
+
+
+def differing(needed: Iterable[Requirement]) -> list[str]:
+    """A sentence for each that this process has in another version than the trainer's host."""
+    return [
+        f"{one.needed_by} imports {one.module}: {one.package} is {here} here and {one.version} on the trainer's host"
+        for one in needed
+        if (here := _version(one.package)) and one.version and here != one.version
+    ]
 
 
 def _is_there(module: str) -> bool:

@@ -10,7 +10,7 @@ import yaml
 
 from protocol.bundle.bundle import Requirement, decode, digest_of
 from protocol.bundle.packing import pack
-from protocol.bundle.requirements import missing, requirements
+from protocol.bundle.requirements import differing, missing, requirements
 from protocol.config.loader import load_config
 from protocol.config.run import RunConfig
 from protocol.errors import BundleError
@@ -139,3 +139,18 @@ def test_nothing_is_imported_to_find_out(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.syspath_prepend(tmp_path)
     assert missing(requirements({"explosive": "a.py"})) == []
     assert "explosive" not in sys.modules
+
+
+def test_another_version_is_told() -> None:
+    ours = version("PyYAML")
+    same, older, unknown, absent = (
+        Requirement(module, package, said, "a.py")
+        for module, package, said in (
+            ("yaml", "PyYAML", ours),
+            ("yaml", "PyYAML", "5.0"),
+            ("yaml", "PyYAML", ""),
+            ("no", "no", "1"),
+        )
+    )
+    assert differing([same, unknown, absent]) == []
+    assert differing([older]) == [f"a.py imports yaml: PyYAML is {ours} here and 5.0 on the trainer's host"]
