@@ -142,7 +142,7 @@ def step_line(step: int) -> dict[str, Any]:
         "step": step, "t": START + 2 * step, "wait_s": 0.5, "step_s": 1.5, "tokens": 400, "reward": 1 - 1 / step,
         "entropy": 1 / step, "staleness/mean": 0.5, "staleness/max": 1.0, "replay/share": 0.0,
         "sampling/importance_sampling_ratio/effective_sample_share": 0.99, "sampling/importance_sampling_ratio/kl": 0.001,
-        "frac_reward_zero_std": None,
+        "frac_reward_zero_std": None, "policy_version": float(step - 1),
     }  # fmt: skip
 
 

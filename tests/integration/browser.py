@@ -16,7 +16,6 @@ from typing import Any
 
 from tests.tools import require
 
-REPOSITORY = Path(__file__).parents[2]
 _PATIENCE_S = 60.0
 _SWITCHES = (
     "--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu", "--window-size=1400,1000",
@@ -52,7 +51,7 @@ def viewed(run: Path, cache: Path) -> Iterator[tuple[str, "subprocess.Popen[str]
     command = [sys.executable, "-m", "tools.view.cli", "--run", str(run)]
     environment = os.environ | {"XDG_CACHE_HOME": str(cache)}
     with subprocess.Popen(
-        command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True
+        command, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True
     ) as process:
         assert process.stdout is not None
         try:

@@ -23,14 +23,16 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _serve(chosen: argparse.Namespace) -> ExitCode:
     from tools.view.server.app import serve  # --help does without
+    from tools.view.server.viewer import Viewer
 
-    place = run_place(chosen)
-    if not place.exists():
-        raise ConfigError(f"--run {place}: no such folder; it is the run_dir of the run's file")
+    places = {"--run": run_place(chosen)} | ({"--compare": chosen.compare} if chosen.compare else {})
+    for option, place in places.items():
+        if not place.exists():
+            raise ConfigError(f"{option} {place}: no such folder; it is the run_dir of the run's file")
     if chosen.tokenizer is not None and not (chosen.tokenizer / "tokenizer.json").is_file():
         raise ConfigError(f"--tokenizer {chosen.tokenizer}: it has no tokenizer.json; name a folder that has one")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    serve(place, chosen.tokenizer, chosen.port, _say_url)
+    serve([Viewer(place, chosen.tokenizer) for place in places.values()], chosen.port, _say_url)
     return ExitCode.OK
 
 
@@ -47,6 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     result.add_argument(
         "--port", metavar="N", type=_port, default=0, help="port on 127.0.0.1 (default: 0, any that is free)"
     )
+    result.add_argument("--compare", metavar="RUN_DIR", type=Path, help="another run, for the page Compare")
     result.add_argument(
         "--tokenizer", metavar="FOLDER", type=Path, help="the run's tokenizer, if it is not where the run had it"
     )

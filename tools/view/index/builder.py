@@ -28,7 +28,7 @@ _NICE = 10
 
 
 class Builder:
-    """`start` it once, `stop` it once. `find_decoder` is asked when a journal is there."""
+    """Builds within its context. `find_decoder` is asked when a journal is there."""
 
     def __init__(self, run: RunReader, place: Path, find_decoder: Callable[[dict[str, str]], Decoder | None]) -> None:
         self._run, self._place = run, place
@@ -36,10 +36,10 @@ class Builder:
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._work, name="index", daemon=True)
 
-    def start(self) -> None:
+    def __enter__(self) -> None:
         self._thread.start()
 
-    def stop(self) -> None:
+    def __exit__(self, *exc: object) -> None:
         self._stopped.set()
         self._thread.join()
 

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 import apsw
 
-_SCHEMA = 1
+_SCHEMA = 2
 _LONGEST_S = 5.0
 _UNUSED_DAYS = 30
 _TABLES = """
@@ -31,7 +31,7 @@ CREATE INDEX groups_by_step ON groups(step, seq);
 CREATE INDEX groups_by_prompt ON groups(prompt, seq);
 CREATE INDEX groups_unsettled ON groups(seq) WHERE state < 2;
 CREATE TABLE producers(id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE);
-CREATE TABLE steps(step INTEGER PRIMARY KEY, t REAL, line TEXT NOT NULL);
+CREATE TABLE steps(step INTEGER PRIMARY KEY, t REAL, wait_s REAL, step_s REAL, line TEXT NOT NULL);
 CREATE VIRTUAL TABLE texts USING fts5(text, content='', contentless_delete=1, tokenize='unicode61 remove_diacritics 2');
 """
 

@@ -3,6 +3,7 @@
 Guarantee: an answer has at most `MOST` rows.
 """
 
+from heapq import nsmallest
 from typing import NamedTuple
 
 import apsw
@@ -24,6 +25,7 @@ class Compared(NamedTuple):
 
 
 Versions = tuple[int, int]  # both included
+Means = dict[int, tuple[float, int]]  # by prompt: mean reward, newest group
 
 
 def attempts(db: apsw.Connection, prompt: int) -> list[int]:
@@ -39,15 +41,20 @@ def by_version(db: apsw.Connection, prompt: int) -> list[tuple[int, int, float]]
     return answer(db, sql, (prompt, UNSCORED, MOST))[::-1]
 
 
-def compare(db: apsw.Connection, before: Versions, after: Versions, *, gained: bool) -> list[Compared]:
-    """The prompts that both answered, those that changed most in this direction first."""
-    side = (
-        "SELECT prompt, avg(reward) AS mean, max(seq) AS newest FROM groups"
-        " WHERE version BETWEEN {} AND reward > :unscored GROUP BY prompt"
+def mean_rewards(db: apsw.Connection, versions: Versions) -> Means:
+    """Of the prompts that these versions answered."""
+    sql = (
+        "SELECT prompt, avg(reward), max(seq) FROM groups WHERE version BETWEEN ? AND ? AND reward > ? GROUP BY prompt"
     )
-    sql = f"""WITH old AS ({side.format(":a AND :b")}), new AS ({side.format(":c AND :d")})
-        SELECT prompt, old.mean, new.mean, old.newest, new.newest FROM old JOIN new USING(prompt)
-        WHERE {"new.mean > old.mean" if gained else "new.mean < old.mean"}
-        ORDER BY abs(new.mean - old.mean) DESC, prompt LIMIT {MOST}"""  # noqa: S608
-    bindings = dict(zip("abcd", (*before, *after), strict=True)) | {"unscored": UNSCORED}
-    return [Compared(*row) for row in answer(db, sql, bindings)]
+    return {prompt: (mean, newest) for prompt, mean, newest in answer(db, sql, (*versions, UNSCORED))}
+
+
+def compare(before: Means, after: Means, *, gained: bool) -> list[Compared]:
+    """The prompts that both answered, those that changed most in this direction first."""
+    both = (
+        Compared(prompt, old, after[prompt][0], seq, after[prompt][1])
+        for prompt, (old, seq) in before.items()
+        if prompt in after
+    )
+    changed = [one for one in both if (one.after > one.before if gained else one.after < one.before)]
+    return nsmallest(MOST, changed, key=lambda one: (-abs(one.after - one.before), one.prompt))

@@ -4,16 +4,17 @@ Guarantee: lines are read once, as they are written. When the trainer cut the fi
 so that steps that a crash undid leave no row.
 """
 
-import json
-import math
 import os
 from pathlib import Path
 from typing import Any
 
 import apsw
+from msgspec.json import decode
 
+from protocol.files.json_lines import encode_line
 from protocol.files.rotated_lines import opened
 from tools.run_reader import STEPS, parsed_lines
+from tools.view.index.cache import answer
 
 _CHUNK_BYTES = 8 * 2**20
 _TAIL = 256
@@ -61,17 +62,42 @@ class StepIndex:
 
     def _put(self, lines: list[bytes]) -> None:
         rows = [
-            (line["step"], line.get("t"), json.dumps(line))
+            (line["step"], *(_number(line, name) for name in ("t", "wait_s", "step_s")), encode_line(line))
             for line in parsed_lines(lines)
             if isinstance(line.get("step"), int)
         ]
         if rows:
             with self._db:
-                self._db.executemany("INSERT OR REPLACE INTO steps VALUES(?, ?, ?)", rows)
+                self._db.executemany("INSERT OR REPLACE INTO steps VALUES(?, ?, ?, ?, ?)", rows)
 
 
-def numbers(line: dict[str, Any]) -> dict[str, float]:
-    """The finite numbers of a line."""
-    return {
-        name: value for name, value in line.items() if isinstance(value, int | float) and math.isfinite(value)
-    }  # fmt: skip
+def _number(line: dict[str, Any], name: str) -> float | None:
+    value = line.get(name)
+    return value if isinstance(value, int | float) else None
+
+
+def newest_lines(db: apsw.Connection, most: int) -> list[dict[str, Any]]:
+    """Those of the newest steps, oldest first."""
+    found = answer(db, "SELECT line FROM steps ORDER BY step DESC LIMIT ?", (most,))
+    return [decode(line) for (line,) in reversed(found)]
+
+
+def line_of(db: apsw.Connection, step: int) -> dict[str, Any]:
+    """That of one step; empty if there is none."""
+    found = answer(db, "SELECT line FROM steps WHERE step = ?", (step,))
+    return dict(decode(found[0][0])) if found else {}
+
+
+def lines_since(db: apsw.Connection, since: float, most: int) -> list[dict[str, Any]]:
+    """Of the steps that ended after `since` (Unix time), as many as are wanted, evenly."""
+    ((count,),) = answer(db, "SELECT count(*) FROM steps WHERE t >= ?", (since,))
+    every = -(-count // most) or 1
+    found = answer(db, "SELECT line FROM steps WHERE t >= ? AND step % ? = 0 ORDER BY step", (since, every))
+    return [decode(line) for (line,) in found]
+
+
+def times_since(db: apsw.Connection, since: float) -> list[dict[str, Any]]:
+    """When each of these steps ended, and how long it waited and trained."""
+    names = ("step", "t", "wait_s", "step_s")
+    found = answer(db, f"SELECT {', '.join(names)} FROM steps WHERE t >= ? ORDER BY step", (since,))  # noqa: S608
+    return [dict(zip(names, row, strict=True)) for row in found]

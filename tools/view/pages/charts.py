@@ -4,7 +4,7 @@ Guarantee: pure; a curve has at most `MOST_POINTS`, each the mean of the steps t
 have is a gap.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from tools.view.pages.timeline import Lane
@@ -27,6 +27,7 @@ class Chart(NamedTuple):
     lanes: bool = False  # each curve has a row of its own
 
 
+_AGES = ("fresh", "1 version", "2 versions", "3 or more")
 _OF_STEPS = {
     "Entropy, nats per token": {"entropy": "entropy"},
     "Effective sample size, share of the tokens": {"before correction": f"{_RATIO}/effective_sample_share",
@@ -53,6 +54,26 @@ def charts(
             shown = [Curve(name, [point.get(key) for point in points]) for name, key in curves.items()]
             found.append(Chart(title, x, [curve for curve in shown if any(v is not None for v in curve.values)]))
     return [chart for chart in found if chart.curves]
+
+
+def staleness_shares(steps: Sequence[dict[str, Any]], counts: Iterable[tuple[int, int, int]]) -> Chart | None:
+    """How many of a step's groups were how many versions old when it began; None where nothing is known. `counts` are step,
+    version that sampled, and number of groups."""
+    began = {
+        line["step"]: (line["t"], line["policy_version"])
+        for line in steps
+        if all(isinstance(line.get(name), int | float) for name in ("step", "t", "policy_version"))
+    }
+    found: dict[int, list[int]] = {}
+    for step, version, count in counts:
+        if step in began:
+            age = max(0, int(began[step][1]) - version)
+            found.setdefault(step, [0] * len(_AGES))[min(age, len(_AGES) - 1)] += count
+    shares = [[count / sum(found[step]) for count in found[step]] for step in sorted(found)]
+    curves = [Curve(name, [one[age] for one in shares]) for age, name in enumerate(_AGES)]
+    x = [began[step][0] for step in sorted(found)]
+    shown = [curve for curve in curves if any(curve.values)]
+    return Chart("Staleness of a step's groups, share by versions", x, list(shown)) if shown else None
 
 
 def binned(steps: Sequence[dict[str, Any]], most: int = MOST_POINTS) -> list[dict[str, float]]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple, TypeGuard
 
 BINS = 1_200
-_MOST_PRODUCERS = 12
+MOST_PRODUCERS = 12
 _GAP_S = 10.0  # a producer says its totals every second; with a longer gap it was away
 
 
@@ -36,7 +36,7 @@ def lanes(
     trained, waited = _trainer(steps)
     found = [("trainer trains", "training", trained), ("trainer waits", "waiting", waited)]
     found.append(("rewards", "scoring", [Segment(at - seconds, at) for at, seconds in scoring if seconds]))
-    for name, events in list(producers.items())[:_MOST_PRODUCERS]:
+    for name, events in list(producers.items())[:MOST_PRODUCERS]:
         found.append((f"{name} generates", "generation", _generation(events)))
         found.append((f"{name} swaps", "swap", _swaps(events)))
     return [Lane(name, kind, coverage(segments, start, end)) for name, kind, segments in found]

@@ -9,7 +9,7 @@ import secrets
 import socket
 import traceback
 from collections.abc import Callable
-from pathlib import Path
+from contextlib import ExitStack
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -22,6 +22,7 @@ from protocol.errors import JournalError
 from protocol.service.http_server import ConnectionLimiter, Server, listen
 from tools.view.index.cache import SlowQueryError
 from tools.view.pages.forms import FormError
+from tools.view.server.compare_pages import ComparePages
 from tools.view.server.group_pages import GroupPages
 from tools.view.server.history_pages import HistoryPages
 from tools.view.server.rendering import STATIC, page
@@ -34,9 +35,14 @@ _MAX_CONNECTIONS = 64
 _CODES: dict[type[Exception], int] = {FormError: 400, JournalError: 404, SlowQueryError: 503}
 
 
-def application(viewer: Viewer, token: str) -> ASGIApp:
-    """Answers those who have the token."""
-    run, groups, history = RunPages(viewer), GroupPages(viewer), HistoryPages(viewer)
+def application(viewer: Viewer, token: str, other: Viewer | None = None) -> ASGIApp:
+    """Answers those who have the token. `other` is another run to compare with."""
+    run, groups, history, compared = (
+        RunPages(viewer),
+        GroupPages(viewer),
+        HistoryPages(viewer),
+        ComparePages(viewer, other),
+    )
 
     def problem(request: Request, error: Exception) -> Response:
         code = next(code for kind, code in _CODES.items() if isinstance(error, kind))
@@ -59,24 +65,22 @@ def application(viewer: Viewer, token: str) -> ASGIApp:
         Route("/groups", groups.groups),
         Route("/group", groups.group),
         Route("/prompts/{prompt:int}", history.prompt),
-        Route("/compare", history.compare),
+        Route("/compare", compared.compare),
         Route("/keys", keys),
         Mount("/static", StaticFiles(directory=STATIC)),
     ]
     return Guard(Starlette(routes=routes, exception_handlers={**dict.fromkeys(_CODES, problem), Exception: bug}), token)
 
 
-def serve(place: Path, tokenizer: Path | None, port: int, say_url: Callable[[str], None]) -> None:
-    """Until the process is interrupted. `EndpointInUseError` if another process has the port."""
-    viewer, token = Viewer(place, tokenizer), secrets.token_urlsafe(32)
-    builder = viewer.builder()
+def serve(viewers: list[Viewer], port: int, say_url: Callable[[str], None]) -> None:
+    """Serves the first run, beside which there may be another to compare with, until the process is interrupted.
+    `EndpointInUseError` if another process has the port."""
+    token = secrets.token_urlsafe(32)
     limiter = ConnectionLimiter(_HEADERS_S, _ANSWER_S, _MAX_CONNECTIONS, on_refused=lambda reason: None)
-    with listen("127.0.0.1", port, "--port", "--port") as door:
-        builder.start()
-        try:
-            asyncio.run(_serve(Server(application(viewer, token), limiter), door, token, say_url))
-        finally:
-            builder.stop()
+    with listen("127.0.0.1", port, "--port", "--port") as door, ExitStack() as stack:
+        for viewer in viewers:
+            stack.enter_context(viewer.builder())
+        asyncio.run(_serve(Server(application(viewers[0], token, *viewers[1:]), limiter), door, token, say_url))
 
 
 async def _serve(server: Server, door: socket.socket, token: str, say_url: Callable[[str], None]) -> None:

@@ -4,7 +4,6 @@ Guarantee: a page reads at most `_TIMELINE_BYTES` of each timeline, and of a lon
 """
 
 import io
-import json
 import time
 from typing import Any
 
@@ -19,18 +18,19 @@ from tools.run_reader import EVALUATIONS, ROLLOUTS, Line
 from tools.status.render import render
 from tools.status.warnings import warnings
 from tools.view.index.cache import answer
+from tools.view.index.steps import line_of, lines_since, newest_lines, times_since
 from tools.view.pages import forms
-from tools.view.pages.charts import charts
+from tools.view.pages.charts import charts, staleness_shares
 from tools.view.pages.policies import policy_rows
 from tools.view.pages.steps import COLUMNS, sorted_steps
-from tools.view.pages.timeline import lanes, span_of
+from tools.view.pages.timeline import MOST_PRODUCERS, lanes, span_of
 from tools.view.server.rendering import fragment, page
-from tools.view.server.viewer import Viewer
+from tools.view.server.viewer import Viewer, written_at
 
-_TIMELINE_BYTES = 2 * 2**20
+_TIMELINE_BYTES = 2**20  # of one producer, more than two hours
 _EVALUATION_BYTES, _ROLLOUT_BYTES = 4 * 2**20, 8 * 2**20
-_MOST_STEPS = 20_000
-_MINUTES = (5, 15, 60, 0)  # 0: all of it
+_MOST_STEPS, _MOST_DRAWN, _STALENESS_STEPS = 20_000, 4_000, 200
+_MINUTES, _DEFAULT_MINUTES = (5, 15, 60, 0), 60  # 0: all of it
 _STATUS_WIDTH = 110
 
 
@@ -62,28 +62,37 @@ class RunPages:
 
     def _minutes(self, request: Request) -> int:
         minutes = forms.whole(request.query_params, "minutes")
-        return 0 if minutes is None else max(0, min(minutes, 10**6))
+        return _DEFAULT_MINUTES if minutes is None else max(0, min(minutes, 10**6))
 
     def _data(self, minutes: int) -> list[dict[str, Any]]:
+        """The charts of the last `minutes` of the run, 0 for all of it."""
         run = self._viewer.run
-        producers = {name: run.newest_lines(name, _TIMELINE_BYTES) for name in run.timeline_names()}
-        names = {name: _producer_name(name, lines) for name, lines in producers.items()}
-        named = {names[name]: lines for name, lines in producers.items()}
+        producers = self._producers()
         with self._viewer.index() as db:
-            steps = _newest_steps(db) or run.newest_steps(_TIMELINE_BYTES)
-            span = span_of(steps, named)
-            if span and minutes:
-                span = (max(span[0], span[1] - 60 * minutes), span[1])
-                steps = [line for line in steps if (line.get("t") or 0) >= span[0]]
-            scoring = _scoring(db, *span) if db and span else []
-        shown = lanes(steps, named, scoring, *span) if span else []
-        found = charts(steps, run.newest_lines(EVALUATIONS, _EVALUATION_BYTES), shown, span)
+            times = times_since(db, 0.0) if db else run.newest_steps(_TIMELINE_BYTES)
+            span = span_of(times, producers)
+            if span is None:
+                return []
+            start = max(span[0], span[1] - 60 * minutes) if minutes else span[0]
+            steps = lines_since(db, start, _MOST_DRAWN) if db else times
+            scoring = _scoring(db, start, span[1]) if db else []
+            ages = staleness_shares(steps, _versions_of_steps(db)) if db else None
+        shown = lanes(times, producers, scoring, start, span[1])
+        found = charts(steps, run.newest_lines(EVALUATIONS, _EVALUATION_BYTES), shown, (start, span[1]))
+        found += [ages] if ages else []
         return [chart._asdict() | {"curves": [curve._asdict() for curve in chart.curves]} for chart in found]
+
+    def _producers(self) -> dict[str, list[Line]]:
+        """The ends of the timelines of the producers that wrote last, by their names."""
+        run = self._viewer.run
+        newest = sorted(run.timeline_names(), key=lambda name: -written_at(run.folder / name))[:MOST_PRODUCERS]
+        found = {name: run.newest_lines(name, _TIMELINE_BYTES) for name in sorted(newest)}
+        return {_producer_name(name, lines): lines for name, lines in found.items()}
 
     def steps(self, request: Request) -> Response:
         query = request.query_params
         with self._viewer.index() as db:
-            lines = _newest_steps(db) or self._viewer.run.newest_steps(_TIMELINE_BYTES)
+            lines = newest_lines(db, _MOST_STEPS) if db else self._viewer.run.newest_steps(_TIMELINE_BYTES)
         losses = self._viewer.losses()
         found = sorted_steps([losses.get(line.get("step", 0), {}) | line for line in lines], query)
         return page(request, "steps.html", self._viewer.name, found=found, columns=COLUMNS)
@@ -101,8 +110,7 @@ class RunPages:
             made = reader.policy_at(step)
             rows = [row for group_id in batch.group_ids if (row := reader.row(group_id)) is not None]
         with self._viewer.index() as db:
-            lines = [json.loads(line) for (line,) in _lines_of(db, step)] if db else []
-        line = lines[0] if lines else {}
+            line = line_of(db, step) if db else {}
         advantages = _advantages(self._viewer.run.newest_lines(ROLLOUTS, _ROLLOUT_BYTES), step)
         return page(
             request, "step.html", self._viewer.name, step=step, batch=batch, began=began,
@@ -127,22 +135,18 @@ def _producer_name(file: str, lines: list[Line]) -> str:
     return str(starts[-1]) if starts else file.removeprefix("producer-").removesuffix(".jsonl")
 
 
-def _newest_steps(db: apsw.Connection | None) -> list[dict[str, Any]]:
-    if db is None:
-        return []
-    found = answer(db, "SELECT line FROM steps ORDER BY step DESC LIMIT ?", (_MOST_STEPS,))
-    return [json.loads(line) for (line,) in reversed(found)]
-
-
-def _lines_of(db: apsw.Connection, step: int) -> list[Any]:
-    return answer(db, "SELECT line FROM steps WHERE step = ?", (step,))
-
-
 def _scoring(db: apsw.Connection, start: float, end: float) -> list[Any]:
     """When the newest groups arrived, and for how long each was scored."""
     newest = "SELECT arrived, scoring_s FROM groups ORDER BY seq DESC LIMIT 20000"
     sql = f"SELECT * FROM ({newest}) WHERE scoring_s > 0 AND arrived BETWEEN ? AND ?"  # noqa: S608
     return answer(db, sql, (start, end))
+
+
+def _versions_of_steps(db: apsw.Connection) -> list[Any]:
+    """Of the newest steps: step, version, number of groups."""
+    newest = f"(SELECT coalesce(max(step), 0) - {_STALENESS_STEPS} FROM groups)"  # noqa: S608
+    sql = f"SELECT step, version, count(*) FROM groups WHERE step > max(0, {newest}) GROUP BY step, version"  # noqa: S608
+    return answer(db, sql)
 
 
 def _staleness(row: GroupRow, began: PolicyRow | None) -> int | None:

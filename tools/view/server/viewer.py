@@ -15,12 +15,15 @@ import apsw
 
 from protocol.errors import JournalError
 from replay.journal.reader import JournalReader
+from replay.journal.rows import GroupRow
+from tools.journal.content import ContentReader
 from tools.run_reader import JOURNAL, RunReader
 from tools.status.view import View
 from tools.status.watch import Watch
 from tools.view.index.builder import Builder
 from tools.view.index.cache import opened, place_of
 from tools.view.index.decoder import Decoder, find_decoder
+from tools.view.pages.group import GroupPage, group_page
 
 _FRESH_S = 1.5
 
@@ -73,10 +76,18 @@ class Viewer:
             self._decoder = (digest, decoder)
         return self._decoder[1], ""
 
+    def shown(self, reader: JournalReader, row: GroupRow) -> GroupPage | None:
+        """A group as it is shown beside others; None if retention has deleted it meanwhile."""
+        facts = reader.facts()
+        content = ContentReader(reader).read(row)
+        return (
+            group_page(row, content, facts, self.decoder(facts)[0], "logprob", raw=False, first=0) if content else None
+        )
+
     def losses(self) -> dict[int, dict[str, float]]:
         """Loss and gradient norm by step, of those that the newest checkpoint tells of: `steps.jsonl` has neither."""
         found: dict[int, dict[str, float]] = {}
-        files = sorted(self.run.folder.glob("checkpoints/checkpoint-*/trainer_state.json"), key=_written_at)
+        files = sorted(self.run.folder.glob("checkpoints/checkpoint-*/trainer_state.json"), key=written_at)
         for file in files[-1:]:
             with suppress(OSError, ValueError, LookupError, TypeError):
                 for line in json.loads(file.read_bytes())["log_history"]:
@@ -92,8 +103,9 @@ class Viewer:
             return self._seen[1]
 
 
-def _written_at(path: Path) -> float:
+def written_at(path: Path) -> float:
+    """Unix time; 0 if the file is not there any more."""
     try:
         return path.stat().st_mtime
-    except OSError:  # the trainer removed the checkpoint meanwhile
+    except OSError:
         return 0.0

@@ -88,6 +88,7 @@
   addEventListener("pointerdown", () => { held = true; });
   addEventListener("pointerup", () => { held = false; });
   const look = async () => {
+    const began = performance.now();
     if (!document.hidden) {
       try {
         const [now, charts] = await Promise.all([fetch(live.dataset.live), fetch(host.dataset.charts)]);
@@ -101,7 +102,7 @@
         live.textContent = "rl-view does not answer any more; start it again.";
       }
     }
-    setTimeout(look, EVERY_MS);
+    setTimeout(look, Math.max(EVERY_MS, 10 * (performance.now() - began)));
   };
   look();
 })();

@@ -11,14 +11,14 @@ import pytest
 from replay.journal.retention import Retention
 from replay.journal.writer import Journal
 from tests.unit.tools.view.indexing import index_whole
-from tests.view_run import facts, step_line, take_step, write_tokenizer
+from tests.view_run import START, facts, step_line, take_step, write_tokenizer
 from tools.run_reader import RunReader
 from tools.view.index import cache
 from tools.view.index.builder import Builder
 from tools.view.index.cache import SlowQueryError, create, locked, opened, place_of
 from tools.view.index.decoder import Decoder, find_decoder
 from tools.view.index.rows import RowIndex
-from tools.view.index.steps import StepIndex
+from tools.view.index.steps import StepIndex, line_of, lines_since, newest_lines, times_since
 from tools.view.index.texts import progress
 
 
@@ -76,7 +76,7 @@ def test_an_index_of_another_run_or_release_or_a_damaged_one_is_built_again(tmp_
     for spoil in ("UPDATE facts SET value = 'other' WHERE name = 'run_id'", "PRAGMA user_version = 99", None):
         with closing(create(place, "r")) as db:
             assert indexed(db, "SELECT count(*) FROM steps") == [(0,)]
-            db.execute("INSERT INTO steps VALUES(1, 0, '{}')")
+            db.execute("INSERT INTO steps VALUES(1, 0, 0, 0, '{}')")
             if spoil:
                 db.execute(spoil)
         if spoil is None:
@@ -123,6 +123,18 @@ def test_steps_that_a_crash_undid_leave_no_row(run: Path, tmp_path: Path) -> Non
         assert indexed(db, "SELECT count(*) FROM steps") == [(0,)]
 
 
+def test_of_a_long_run_an_even_choice_of_steps_is_read(index: apsw.Connection) -> None:
+    newest = newest_lines(index, 3)
+    last = newest[-1]["step"]
+    assert [line["step"] for line in newest] == [last - 2, last - 1, last]
+    assert [line["step"] for line in lines_since(index, START + 20, 4)] == [
+        step for step in range(10, last + 1) if step % -(-(last - 9) // 4) == 0
+    ]
+    assert times_since(index, START + 2 * last) == [{"step": last, "t": START + 2 * last, "wait_s": 0.5, "step_s": 1.5}]
+    assert line_of(index, 4)["reward"] == 0.75
+    assert line_of(index, 4000) == {}
+
+
 def test_a_line_that_is_being_written_is_read_when_it_is_whole(run: Path, tmp_path: Path) -> None:
     path = run / "steps.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
@@ -142,9 +154,7 @@ def test_a_line_that_is_being_written_is_read_when_it_is_whole(run: Path, tmp_pa
 def test_the_builder_indexes_a_run_that_begins_after_it(written_run: Path, tmp_path: Path) -> None:
     folder = tmp_path / "later"
     place = tmp_path / "cache" / "index.sqlite"
-    builder = Builder(RunReader(folder), place, lambda found: find_decoder(found)[0])
-    builder.start()
-    try:
+    with Builder(RunReader(folder), place, lambda found: find_decoder(found)[0]):
         folder.symlink_to(written_run)
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
@@ -154,8 +164,6 @@ def test_the_builder_indexes_a_run_that_begins_after_it(written_run: Path, tmp_p
             time.sleep(0.05)
         else:
             pytest.fail("the index was not built")
-    finally:
-        builder.stop()
 
 
 def test_one_process_builds_an_index(tmp_path: Path) -> None:

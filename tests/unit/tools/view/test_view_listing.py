@@ -16,7 +16,7 @@ from tests.view_run import completion_text, prompt_text
 from tools.run_reader import RunReader
 from tools.view.index.cache import opened
 from tools.view.index.listing import SORTS, Cursor, Wanted, neighbours, page
-from tools.view.index.prompts import attempts, by_version, compare
+from tools.view.index.prompts import attempts, by_version, compare, mean_rewards
 from tools.view.index.rows import UNSCORED, VERDICTS
 from tools.view.index.texts import words
 from tools.view.pages.forms import FormError, cursor_of, list_fields, versions, wanted_of, with_cursor
@@ -126,11 +126,12 @@ def test_prompts_are_followed_over_versions(index: apsw.Connection) -> None:
     # Prompt 1 is group 1, 41 and 81, of versions 0, 10 and 20, with 0, 1 and 2 of 3 solved; the middle one's number is 41.
     assert attempts(index, 1) == [2, 42, 82]
     assert by_version(index, 1) == [(0, 1, 0.0), (10, 1, pytest.approx(1 / 3)), (20, 1, pytest.approx(2 / 3))]
-    gained = compare(index, (0, 5), (20, 25), gained=True)
+    old, new = mean_rewards(index, (0, 5)), mean_rewards(index, (20, 25))
+    gained = compare(old, new, gained=True)
     one = {found.prompt: found for found in gained}[1]
     assert (one.before, one.after, one.seq_before, one.seq_after) == (0.0, pytest.approx(2 / 3), 2, 82)
-    assert compare(index, (0, 5), (0, 5), gained=True) == []
-    lost = compare(index, (20, 25), (0, 5), gained=False)
+    assert compare(old, old, gained=True) == []
+    lost = compare(new, old, gained=False)
     assert {found.prompt for found in lost} == {found.prompt for found in gained}
 
 

@@ -13,7 +13,7 @@ from tests.view_run import HOSTILE, START, step_line
 from tools.journal.content import ContentReader
 from tools.run_reader import RunReader
 from tools.view.index.decoder import find_decoder
-from tools.view.pages.charts import Curve, binned, charts
+from tools.view.pages.charts import Curve, binned, charts, staleness_shares
 from tools.view.pages.forms import FormError
 from tools.view.pages.group import GroupPage, group_page
 from tools.view.pages.policies import Swap, policy_rows
@@ -159,6 +159,17 @@ def test_curves_are_means_of_neighbours_and_scores_stand_at_their_step() -> None
     assert found["Tokens trained per second"].curves == [Curve("tokens/s", [3.0] * 4)]
     assert "Entropy, nats per token" not in found
     assert charts([], [], [], None) == []
+
+
+def test_staleness_is_a_share_of_the_groups_of_each_step() -> None:
+    steps = [{"step": 8, "t": 80.0, "policy_version": 7.0}, {"step": 9, "t": 90.0, "policy_version": 8.0}, {"step": 10}]
+    chart = staleness_shares(steps, [(8, 7, 3), (8, 6, 1), (9, 6, 1), (9, 1, 1), (10, 9, 4), (11, 9, 4)])
+    assert chart is not None
+    assert chart.x == [80.0, 90.0]
+    assert {curve.name: curve.values for curve in chart.curves} == {
+        "fresh": [0.75, 0.0], "1 version": [0.25, 0.0], "2 versions": [0.0, 0.5], "3 or more": [0.0, 0.5],
+    }  # fmt: skip
+    assert staleness_shares(steps, []) is None
 
 
 def test_the_table_of_steps_sorts_filters_and_pages() -> None:

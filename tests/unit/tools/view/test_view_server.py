@@ -154,6 +154,21 @@ def test_before_the_run_begins_pages_say_what_to_do(tmp_path: Path, cache: None)
     assert "No policy was published yet" in client.get("/policies").text
 
 
+def test_two_runs_are_compared(client: TestClient, written_run: Path, written_index: Path, run: Path) -> None:
+    with closing(Journal(run / "journal.sqlite")) as journal, journal.transaction() as db:
+        db.execute("UPDATE groups SET reward = 0 WHERE prompt_id = 1")
+        db.execute("INSERT INTO facts VALUES('dataset_digest', 'other')")
+    index_whole(Viewer(run).run, place_of(run / "journal.sqlite"))
+    both = TestClient(application(Viewer(written_run), TOKEN, Viewer(run)), BASE, raise_server_exceptions=False)
+    both.get(f"/?token={TOKEN}")
+    text = both.get("/compare?prompt=1").text
+    assert "Gained: 1 prompts" in text
+    assert "Lost: 0 prompts" in text
+    assert "have other datasets" in text
+    assert text.count('class="completion"') == 6  # of both runs
+    assert "have other datasets" not in both.get("/compare?with=this").text
+
+
 def test_without_an_index_lists_without_filters_and_groups_are_there(written_run: Path, cache: None) -> None:
     client = client_of(written_run)
     first = client.get("/groups")

@@ -1,0 +1,51 @@
+"""Takes the pictures of `rl-view` in docs/images, of a run that is there.
+
+    make demo && python docs/generate_view_pictures.py --run runs/demo
+
+Guarantee: they are what chromium shows of the command's pages. They differ with every run, so nothing compares them.
+"""
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+from urllib.parse import urlencode
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tests.integration.browser import browser, until, viewed  # noqa: E402
+
+_MIXED = "/groups?state=trained&verdict=mixed&sort=step&order=ascending"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--run", type=Path, default=Path("runs/demo"), help="of which they are (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "images", help="folder (default: docs/images)")
+    chosen = parser.parse_args()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        browser(Path(folder)) as driver,
+        viewed(chosen.run, Path(folder)) as found,
+    ):
+        url, _ = found
+        base = url.partition("/?")[0]
+        driver.get(url)
+
+        def is_whole() -> bool:
+            driver.get(f"{base}{_MIXED}&truncated=no")
+            return "The index is being built" not in driver.page_source
+
+        until(is_whole, "the index")
+        driver.get(base)
+        until(lambda: driver.find_elements("css selector", "#live .facts"), "the charts")
+        driver.save_screenshot(str(chosen.out / "view-run.png"))
+        driver.get(f"{base}{_MIXED}")
+        group = driver.find_element("css selector", "table.groups a").text
+        driver.get(f"{base}/group?{urlencode({'id': group})}")
+        driver.save_screenshot(str(chosen.out / "view-group.png"))
+
+
+if __name__ == "__main__":
+    main()
