@@ -118,6 +118,11 @@ def write_run(folder: Path, num_groups: int = 120, num_prompts: int = 40) -> Pat
         for step in range(1, len(trainable) // PER_STEP):
             take_step(journal, run, step, trainable[(step - 1) * PER_STEP : step * PER_STEP])
         journal.bury(DeadLetter(0, 3, 1, 3, "data", "reward_failed", "<b>the reward raised</b>"))
+    for step in (9, 10):
+        state = {"log_history": [{"step": 1, "loss": 0.125}, {"step": step, "loss": -0.5, "grad_norm": 2.5}]}
+        place = run / "checkpoints" / f"checkpoint-{step}" / "trainer_state.json"
+        place.parent.mkdir(parents=True)
+        place.write_text(json.dumps(state))
     write_timeline(run, num_steps=len(trainable) // PER_STEP)
     lines = [
         {"version": v, "step": v, "score": v / 20, "num_prompts": 8, "num_scored": 8, "metric": "correct"}

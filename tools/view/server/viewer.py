@@ -87,7 +87,7 @@ class Viewer:
     def losses(self) -> dict[int, dict[str, float]]:
         """Loss and gradient norm by step, of those that the newest checkpoint tells of: `steps.jsonl` has neither."""
         found: dict[int, dict[str, float]] = {}
-        files = sorted(self.run.folder.glob("checkpoints/checkpoint-*/trainer_state.json"), key=written_at)
+        files = sorted(self.run.folder.glob("checkpoints/checkpoint-*/trainer_state.json"), key=_step_of)
         for file in files[-1:]:
             with suppress(OSError, ValueError, LookupError, TypeError):
                 for line in json.loads(file.read_bytes())["log_history"]:
@@ -101,6 +101,12 @@ class Viewer:
                 view = self._watch.look()
                 self._seen = (time.monotonic(), view)
             return self._seen[1]
+
+
+def _step_of(file: Path) -> int:
+    """The step of a checkpoint's file; -1 if its folder is none of ours."""
+    number = file.parent.name.removeprefix("checkpoint-")
+    return int(number) if number.isdecimal() else -1
 
 
 def written_at(path: Path) -> float:

@@ -154,6 +154,11 @@ def test_before_the_run_begins_pages_say_what_to_do(tmp_path: Path, cache: None)
     assert "No policy was published yet" in client.get("/policies").text
 
 
+def test_loss_and_gradient_are_those_of_the_newest_checkpoint(client: TestClient, written_run: Path) -> None:
+    assert Viewer(written_run).losses() == {1: {"loss": 0.125}, 10: {"loss": -0.5, "grad_norm": 2.5}}
+    assert "loss -0.5, gradient norm 2.5" in client.get("/steps/10").text
+
+
 def test_two_runs_are_compared(client: TestClient, written_run: Path, written_index: Path, run: Path) -> None:
     with closing(Journal(run / "journal.sqlite")) as journal, journal.transaction() as db:
         db.execute("UPDATE groups SET reward = 0 WHERE prompt_id = 1")
@@ -200,7 +205,8 @@ def test_a_bug_is_said_and_ends_nothing(
 
 def test_the_run_is_not_written_to(run: Path, cache: None) -> None:
     def contents() -> dict[str, bytes]:
-        return {path.name: path.read_bytes() for path in run.iterdir() if not path.name.endswith(("-shm", "-wal"))}
+        files = [path for path in run.rglob("*") if path.is_file() and not path.name.endswith(("-shm", "-wal"))]
+        return {str(path): path.read_bytes() for path in files}
 
     before = contents()
     client = client_of(run)
