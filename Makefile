@@ -7,6 +7,7 @@ SEED ?= 1
 MINUTES ?= 10
 HOURS ?= 1
 RANKS ?= 1
+GPU ?= 0
 PREFIX ?= /opt/slipstream
 DESTDIR ?=
 BACKEND := $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)
@@ -120,6 +121,9 @@ bench-startup: $(STAMP) ## time to the first token and the first step of the pai
 
 bench-admission: $(STAMP) ## preemptions and tokens/s with too little KV cache, limit of groups fixed and adaptive, five minutes
 	$(BIN)/python -m benchmarks.admission
+
+gpu-check: $(STAMP) ## what works on one NVIDIA GPU, and how fast: most valuable parts first (MINUTES=10, GPU=0 or cpu)
+	$(BIN)/python -m benchmarks.gpu_check --gpu $(GPU) --minutes $(MINUTES) --out runs/gpu-check
 
 install-systemd: ## install units that run the virtual environment in PREFIX=/opt/slipstream (DESTDIR= for packaging)
 	@PREFIX='$(PREFIX)' DESTDIR='$(DESTDIR)' deploy/systemd/install.sh install

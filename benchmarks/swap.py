@@ -26,7 +26,7 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from benchmarks.swap_trainer import serve
-from benchmarks.terms import ENGINE_FACTS, MAX_MESSAGE_BYTES
+from benchmarks.terms import DTYPES, ENGINE_FACTS, ENGINE_SHARE, MAX_MESSAGE_BYTES
 from producer.interfaces import Adapter, DownloadedPolicy
 from producer.link.link import Link
 from producer.link.mailbox import Mailbox
@@ -39,6 +39,7 @@ from producer.relays.neighbours import Neighbours
 from producer.state import Counters, Workload
 from producer.timeline import Timeline
 from protocol.config.run import RunConfig
+from protocol.config.sections.swap import TOLERANCES
 from protocol.config.sections.transport import TransportSection
 from protocol.files.shared_memory import SharedMemory, shared_memory
 from protocol.transport.zeromq_client import ZmqClient
@@ -50,7 +51,7 @@ WAYS = ("shared memory", "chunks", "pause and load")
 _NUM_STREAMS = 8
 _LENGTH = 128
 _AROUND_S = 1.0
-_TOLERANCE = 0.01
+_TOLERANCE = {"float32": 0.01, "bfloat16": TOLERANCES["bfloat16"]}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -59,13 +60,14 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=list(RANKS), choices=list(RANKS), help="MB")
     parser.add_argument("--repeat", type=int, default=5, help="swaps of each way (default: %(default)s)")
     parser.add_argument("--mode", choices=("adapter", "merged"), default="adapter", help="swap.mode")
+    parser.add_argument("--device", choices=list(DTYPES), default="cpu", help="of the engine and the trainer")
     arguments = parser.parse_args(argv)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     swaps = []
     for size in arguments.sizes:
         with tempfile.TemporaryDirectory(prefix="bench-swap-") as scratch:
             swaps += asyncio.run(_measure(Path(scratch), size, arguments))
-    report = {"mode": arguments.mode, "streams": _NUM_STREAMS, "swaps": swaps}
+    report = {"mode": arguments.mode, "device": arguments.device, "streams": _NUM_STREAMS, "swaps": swaps}
     arguments.out.write_text(json.dumps(report, indent=1), encoding="utf-8")
     _print(swaps)
 
@@ -131,7 +133,7 @@ class Receiver:
 
 async def _measure(scratch: Path, size: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     rank, model = RANKS[size], _build_model(scratch / "model")
-    config = _config(model, scratch, rank, arguments.mode)
+    config = _config(model, scratch, rank, arguments.mode, arguments.device)
     from producer.engine.engine import VllmEngine
 
     engine = VllmEngine(config, 0)
@@ -144,7 +146,8 @@ async def _measure(scratch: Path, size: int, arguments: argparse.Namespace) -> l
                 for way in WAYS[round_number % 2 :] + WAYS[: round_number % 2]:
                     if way == WAYS[2] and arguments.mode == "merged":
                         continue
-                    side = await Side.start(scratch / f"{round_number}-{way[:4]}", engine, timeline, memory, rank, way)
+                    folder = scratch / f"{round_number}-{way[:4]}"
+                    side = await Side.start(folder, engine, timeline, memory, config, way, arguments.device)
                     found.append({"size_mb": size, "way": way} | await side.swap())
                     print(
                         f"{size} MB, {way}: live after {1000 * found[-1]['live_s']:.0f} ms", file=sys.stderr, flush=True
@@ -161,7 +164,14 @@ class Side:
 
     @classmethod
     async def start(
-        cls, folder: Path, engine: Any, timeline: Timeline, memory: SharedMemory, rank: int, way: str
+        cls,
+        folder: Path,
+        engine: Any,
+        timeline: Timeline,
+        memory: SharedMemory,
+        config: RunConfig,
+        way: str,
+        device: str,
     ) -> "Side":
         side = cls()
         await asyncio.to_thread(folder.mkdir)
@@ -169,12 +179,13 @@ class Side:
         context = multiprocessing.get_context("spawn")
         side.pipe, theirs = context.Pipe()
         model = engine.capabilities.tokenizer_folder
-        side.child = context.Process(target=serve, args=(theirs, endpoints, model, folder, rank, way == WAYS[0]))
+        settings = (config.max_lora_rank, way == WAYS[0], device)
+        side.child = context.Process(target=serve, args=(theirs, endpoints, model, folder, *settings))
         side.child.start()
         side.folder, side.engine, side.way = folder, engine, way
         await asyncio.to_thread(side.pipe.recv)
         place = memory.folder if memory.folder is not None and way != WAYS[2] else folder
-        loader = PolicyLoader(engine.weights, lambda num_bytes: place, SwapProof(_TOLERANCE))
+        loader = PolicyLoader(engine.weights, lambda num_bytes: place, SwapProof(_TOLERANCE[DTYPES[device]]))
         report = SwapReport(Counters(), ProducerMetrics(CollectorRegistry()), timeline)
         side.registry = AdapterRegistry(loader, report)
         side.receiver = Receiver(asyncio.get_running_loop(), side.registry)
@@ -282,16 +293,16 @@ def _build_model(folder: Path) -> Path:
     return folder
 
 
-def _config(model: Path, scratch: Path, rank: int, mode: str) -> RunConfig:
+def _config(model: Path, scratch: Path, rank: int, mode: str, device: str) -> RunConfig:
     return RunConfig.model_validate(
         {
             "run_dir": str(scratch),
-            "model": {"path": str(model), "dtype": "float32"},
+            "model": {"path": str(model), "dtype": DTYPES[device]},
             "dataset": {"path": "unused"},
             "rewards": {"functions": [{"function": "unused:reward"}]},
             "sampling": {"num_generations": 4, "max_completion_length": _LENGTH},
             "lora": {"r": rank, "lora_alpha": rank, "target_modules": "all-linear"},
-            "engine": {"enforce_eager": True, "max_model_len": 256, "max_num_seqs": 16},
+            "engine": {"enforce_eager": True, "max_model_len": 256, "max_num_seqs": 16} | ENGINE_SHARE[device],
             "swap": {"mode": mode},
         }
     )

@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 
+from benchmarks.terms import DTYPES, ENGINE_SHARE
 from producer.interfaces import Adapter
 from protocol.config.run import RunConfig
 from protocol.wire.messages import Sampling
@@ -37,7 +38,15 @@ MODELS: dict[str, dict[str, int]] = {
         "vocab_size": 4096,
         "num_attention_heads": 8,
     },
+    "0.5B": {
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "vocab_size": 151936,
+        "num_attention_heads": 14,
+    },
 }
+_OF_DEVICE = {"cpu": ["0.6M", "20M"], "cuda": ["0.5B"]}
 ARMS = ("plain", "adapter", "merged")
 GROUP = 8
 RANK = 16
@@ -77,17 +86,18 @@ def build(folder: Path, shape: dict[str, int]) -> None:
         lora.save_pretrained(folder / f"adapter-{number}")
 
 
-def run_config(folder: Path, mode: str, dtype: str) -> RunConfig:
+def run_config(folder: Path, mode: str, device: str) -> RunConfig:
     return RunConfig.model_validate(
         {
             "run_dir": str(folder / "run"),
-            "model": {"path": str(folder / "model"), "dtype": dtype},
+            "model": {"path": str(folder / "model"), "dtype": DTYPES[device]},
             "dataset": {"path": "unused"},
             "rewards": {"functions": [{"function": "unused:reward"}]},
             "sampling": {"num_generations": GROUP},
             "swap": {"mode": mode},
             "lora": {"r": RANK, "lora_alpha": 2 * RANK},
-            "engine": {"enforce_eager": True, "max_model_len": 2048, "max_num_seqs": 264},
+            "engine": {"enforce_eager": device == "cpu", "max_model_len": 2048, "max_num_seqs": 264}
+            | ENGINE_SHARE[device],
         }
     )
 
@@ -95,14 +105,14 @@ def run_config(folder: Path, mode: str, dtype: str) -> RunConfig:
 class Arm:
     """One engine, and how it samples."""
 
-    def __init__(self, name: str, folder: Path, dtype: str) -> None:
+    def __init__(self, name: str, folder: Path, device: str) -> None:
         from producer.engine.engine import VllmEngine
 
         self.name = name
         self._folder = folder
         self._number = 0
         others = set(psutil.Process().children(recursive=True))
-        self._engine = VllmEngine(run_config(folder, "adapter" if name == "adapter" else "merged", dtype), 0)
+        self._engine = VllmEngine(run_config(folder, "adapter" if name == "adapter" else "merged", device), 0)
         self._processes = set(psutil.Process().children(recursive=True)) - others
 
     def cpu_s(self) -> float:
@@ -259,7 +269,7 @@ async def measure(arms: list[Arm], loads: list[int], rounds: int, length: int) -
 async def run(model: str, arguments: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         build(Path(folder), MODELS[model])
-        arms = [Arm(name, Path(folder), arguments.dtype) for name in ARMS]
+        arms = [Arm(name, Path(folder), arguments.device) for name in ARMS]
         try:
             for arm in arms:
                 await arm.start()
@@ -288,17 +298,17 @@ def show(model: str, result: dict[str, Any]) -> None:
         print(f"{model:5} swaps, {arm:8} " + "  ".join(f"{key} {value:.1f}" for key, value in row.items()))
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--device", choices=list(DTYPES), default="cpu", help="cuda: bfloat16, with CUDA graphs")
+    parser.add_argument("--models", nargs="+", choices=MODELS, help="(default: by the device)")
     parser.add_argument("--requests", nargs="+", type=int, default=[64, 256], help="at a time")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--length", type=int, default=64, help="tokens of a completion")
-    parser.add_argument("--dtype", default="float32")
     parser.add_argument("--out", type=Path, default=Path("runs/bench/swap_modes.json"))
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     results = {}
-    for model in arguments.models:
+    for model in arguments.models or _OF_DEVICE[arguments.device]:
         results[model] = asyncio.run(run(model, arguments))
         show(model, results[model])
     arguments.out.parent.mkdir(parents=True, exist_ok=True)

@@ -6,6 +6,7 @@ processes of a host share.
 
 import contextlib
 import time
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from benchmarks.acceptor import Acceptor
-from benchmarks.terms import MAX_MESSAGE_BYTES
+from benchmarks.terms import DTYPES, MAX_MESSAGE_BYTES
 from consumer.publishing.published_policy import PublishedPolicy
 from consumer.publishing.publisher import Publisher
 from consumer.publishing.snapshots import NUM_TOKENS, AdapterSnapshots, Probe
@@ -34,7 +35,9 @@ class Trainer(Acceptor):
         super().__init__(channel, folder, memory)
         self._model = model
         self._snapshots = AdapterSnapshots(model)
-        self._probe = Probe(PROBE_IDS, 1, model, contextlib.nullcontext)
+        on_gpu = model.device.type == "cuda"
+        autocast = partial(torch.autocast, "cuda", torch.bfloat16) if on_gpu else contextlib.nullcontext
+        self._probe = Probe(PROBE_IDS, 1, model, autocast)
         patience = Patience(check=lambda: None, say=print, stall_timeout_s=600.0)
         self._publisher = Publisher(self._announce, patience, lambda: "", self._errors)
         self._times: dict[str, float] = {}
@@ -69,12 +72,18 @@ class Trainer(Acceptor):
 
 
 def serve(
-    pipe: Connection, endpoints: tuple[str, str], model_folder: Path, folder: Path, rank: int, shares: bool
+    pipe: Connection,
+    endpoints: tuple[str, str],
+    model_folder: Path,
+    folder: Path,
+    rank: int,
+    shares: bool,
+    device: str,
 ) -> None:
     """Answers `publish` with its times, `save` with those of writing an adapter to disk as PEFT does, until `stop`."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    base = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(model_folder, dtype=getattr(torch, DTYPES[device])).to(device)
     lora = LoraConfig(r=rank, lora_alpha=rank, target_modules="all-linear", task_type="CAUSAL_LM")
     model = get_peft_model(base, lora)
     memory = shared_memory() if shares else contextlib.nullcontext(NO_MEMORY)

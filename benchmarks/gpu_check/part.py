@@ -1,0 +1,43 @@
+"""One part of the check, in a process of its own: `python -m benchmarks.gpu_check.part NAME GPU SHARED FOLDER FINDINGS`.
+
+Guarantee: a line of JSON per finding is in the file FINDINGS as soon as it is known, and why the part did not end well in the
+last.
+"""
+
+import importlib
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu_check.place import NotRunError, Place
+from benchmarks.gpu_check.plan import PLAN
+from protocol.service.command_line import select_gpus
+
+
+def main(name: str, gpu: str, shared: str, folder: str, findings: str) -> int:
+    place = Place(tuple(select_gpus(gpu)), Path(shared), Path(folder))
+    [part] = [part for part in PLAN if part.name == name]
+    with open(findings, "a", encoding="utf-8", buffering=1) as file:
+
+        def note(line: dict[str, Any]) -> None:
+            file.write(json.dumps(line) + "\n")
+
+        try:
+            for finding in importlib.import_module(f"benchmarks.gpu_check.{part.module}").run(place, **part.options):
+                note(finding)
+                print(finding, flush=True)
+        except NotRunError as error:
+            note({"not_run": str(error)})
+        except (Exception, SystemExit) as error:
+            traceback.print_exc()
+            note({"failed": f"{type(error).__name__}: {error}"})
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    sys.exit(main(*sys.argv[1:]))

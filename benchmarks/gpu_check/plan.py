@@ -1,0 +1,59 @@
+"""Which parts there are, in the order of their worth, and which of them fit into so many minutes.
+
+Guarantee: the choice follows from the plan and the minutes alone. Seconds are estimates, because no GPU has run this yet.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Part:
+    """`module` of this folder measures it, with `options` for its `run`."""
+
+    name: str
+    about: str
+    module: str
+    options: dict[str, Any] = field(default_factory=dict)
+    expected_s: int = 60
+    limit_s: int = 120
+    num_gpus: int = 1  # 0: it runs on a CPU, too
+
+
+PLAN = (
+    Part("machine", "GPU, memory, versions, what does not import", "machine", {}, 15, 60, 0),
+    Part("demo", "the demo, both daemons on one GPU, merged, float32", "demo", {}, 100, 240),
+    Part("pair-adapter", "0.6 B model, both daemons on one GPU, adapters", "pair", {"mode": "adapter"}, 150, 300, 0),
+    Part("parity-adapter", "log-probs of vLLM and trainer, adapters", "parity", {"mode": "adapter"}, 70, 200, 0),
+    Part("parity-float32", "the same in float32, and the tolerance", "parity", {"mode": "merged", "dtype": "float32"}, 70, 200),
+    Part("step", "a training step beside TRL's, SDPA", "step", {}, 90, 200, 0),
+    Part("pair-merged", "0.6 B model, both daemons on one GPU, merged", "pair", {"mode": "merged"}, 130, 300, 0),
+    Part("parity-merged", "log-probs of vLLM and trainer, merged", "parity", {"mode": "merged"}, 70, 200, 0),
+    Part("step-flash", "a training step beside TRL's, FlashAttention", "step", {"attention": "flash_attention_2"}, 90, 200),
+    Part("packing", "packed rows beside padded rows", "packing", {}, 60, 150),
+    Part("swap-adapter", "swaps of 40 and 160 MB, adapters", "swaps", {"mode": "adapter"}, 180, 300, 0),
+    Part("decode", "tokens/s without a policy, adapter, merged", "decode", {}, 250, 400, 0),
+    Part("swap-merged", "swaps of 40 and 160 MB, merged", "swaps", {"mode": "merged"}, 120, 240, 0),
+    Part("ranks", "0.6 B model, trainer on two GPUs", "pair", {"mode": "adapter", "ranks": 2}, 150, 300, 2),
+)  # fmt: skip
+
+
+def planned(minutes: float) -> list[Part]:
+    """The first parts that together are expected to take no longer; at least one."""
+    parts, left_s = [PLAN[0]], 60 * minutes - PLAN[0].expected_s
+    for part in PLAN[1:]:
+        left_s -= part.expected_s
+        if left_s < 0:
+            break
+        parts.append(part)
+    return parts
+
+
+def obstacle(part: Part, gpus: Sequence[int]) -> str:
+    """Why these GPUs are not enough; "" if they are."""
+    if len(gpus) >= part.num_gpus:
+        return ""
+    return (
+        "it needs an NVIDIA GPU" if part.num_gpus == 1 else f"it needs {part.num_gpus} GPUs, name them with --gpu 0,1"
+    )

@@ -1,0 +1,35 @@
+"""A training step of ours beside TRL's on the same batch: `benchmarks.trainer_step`."""
+
+from typing import Any
+
+from benchmarks.gpu_check.place import Findings, Place, need_package
+from benchmarks.trainer_step import SIDES, SIZES, measure, unequal_losses
+
+_SMALL = {
+    "model": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
+              "num_key_value_heads": 1, "vocab_size": 64, "dtype": "float32"},
+    "num_prompts": 2, "num_generations": 4, "prompt_tokens": 8, "median_tokens": 8, "max_tokens": 16,
+}  # fmt: skip
+
+
+def size_of(place: Place, attention: str | None) -> dict[str, Any]:
+    size = SIZES[place.device] | (_SMALL if place.on_cpu else {})
+    return size | {"device": place.device, "correct": False, "attention": attention}
+
+
+def run(place: Place, attention: str | None = None) -> Findings:
+    if attention == "flash_attention_2":
+        yield {"what": "flash-attn", "version": need_package("flash-attn")}
+    report = measure(size_of(place, attention), repetitions=2 if place.on_cpu else 5, threads=1)
+    for side in SIDES:
+        yield {
+            "what": side,
+            "tokens_per_s": report["tokens_per_s"][side],
+            "peak_mb": report["peak_mb"][side],
+            "passes": report["facts"][side]["passes"],
+            "loss": report["losses"][side],
+        }
+    low, middle, high = report["speedup_quartiles"]
+    yield {"what": "ours / trl", "speedup": middle, "lower_quartile": low, "upper_quartile": high}
+    if problem := unequal_losses(report):
+        raise RuntimeError(problem)

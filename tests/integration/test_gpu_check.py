@@ -1,0 +1,32 @@
+"""The GPU check runs here without a GPU, in its smallest sizes; no time is judged."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.integration
+
+PARTS = ("machine", "demo", "parity-adapter", "step", "packing")
+
+
+@pytest.mark.timeout(1000)
+def test_on_a_cpu(short_dir: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.gpu_check", "--gpu", "cpu", "--minutes", "15", "--out", str(short_dir)]
+    done = subprocess.run([*command, "--parts", *PARTS], capture_output=True, text=True, timeout=950, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    parts = {part["part"]: part for part in json.loads((short_dir / "results.json").read_text())["parts"]}
+    without = ("not run", "it needs an NVIDIA GPU")
+    assert {name: (part["status"], part["reason"]) for name, part in parts.items()} == {
+        "machine": ("done", ""),
+        "demo": without,
+        "parity-adapter": ("done", ""),
+        "step": ("done", ""),
+        "packing": without,
+    }
+    found = {finding["what"]: finding for part in parts.values() for finding in part["findings"]}
+    assert found["scoring / trainer"]["abs_max"] < 1e-4 < found["trainer / base"]["abs_max"] / 10
+    assert found["ours"]["loss"] == pytest.approx(found["trl"]["loss"], abs=1e-5)
+    assert "| packing | **not run** | it needs an NVIDIA GPU |" in (short_dir / "table.md").read_text()
