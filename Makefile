@@ -113,7 +113,7 @@ bench-ranks: $(STAMP) ## two ranks beside one and TRL's two processes; a lost ra
 bench-relays: $(STAMP) ## a policy for 16 producers in three regions over shaped links: relays beside one copy each, two minutes
 	$(BIN)/python -m benchmarks.relays
 
-bench-view: $(STAMP) ## rl-view on a journal of a million groups (6 GB): start, pages, search index; what a reader costs, ten minutes
+bench-view: $(STAMP) ## rl-view on a journal of a million groups (3 GB): start, pages, search index; what a reader costs, ten minutes
 	$(BIN)/python -m benchmarks.view
 
 bench-startup: $(STAMP) ## time to the first token and the first step of the pair, by phase, and of --help and --check, two minutes

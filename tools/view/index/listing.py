@@ -45,11 +45,20 @@ class Wanted:
     most_reward: float | None = None
     least_tokens: int | None = None
     most_tokens: int | None = None
+    least_length: int | None = None  # of the longest completion, in tokens
+    most_length: int | None = None
     replayed: bool | None = None
     truncated: bool | None = None
     text: str = ""
     sort: Sort = "arrival"
     ascending: bool = False
+
+    @property
+    def needs_texts(self) -> bool:
+        """Whether it asks for what is indexed with the texts."""
+        return bool(self.text) or any(
+            value is not None for value in (self.truncated, self.least_length, self.most_length)
+        )
 
     @property
     def is_plain(self) -> bool:
@@ -141,6 +150,7 @@ def _filters(wanted: Wanted) -> Iterator[tuple[str, str, Any]]:
         "prompt": "prompt =", "least_step": "last_step >=", "most_step": "step > 0 AND step <=",
         "least_version": "version >=", "most_version": "version <=", "least_reward": "reward >=",
         "most_reward": "reward <=", "least_tokens": "tokens >=", "most_tokens": "tokens <=",
+        "least_length": "longest >=", "most_length": "longest <=",
     }  # fmt: skip
     for name, condition in compared.items():
         if (value := getattr(wanted, name)) is not None:

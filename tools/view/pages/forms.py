@@ -13,8 +13,8 @@ from tools.view.index.listing import SORTS, Cursor, Sort, Wanted
 from tools.view.index.rows import VERDICTS
 
 FIELDS = (
-    "q", "state", "verdict", "step", "version", "reward", "tokens", "prompt", "producer", "replayed", "truncated", "sort",
-    "order",
+    "q", "state", "verdict", "step", "version", "reward", "tokens", "length", "prompt", "producer", "replayed", "truncated",
+    "sort", "order",
 )  # fmt: skip
 _MOST = 2**62
 _MAX_CHARS = 200
@@ -29,6 +29,7 @@ def wanted_of(query: Mapping[str, str]) -> Wanted:
     least_step, most_step = _whole_range(query, "step")
     least_version, most_version = _whole_range(query, "version")
     least_tokens, most_tokens = _whole_range(query, "tokens")
+    least_length, most_length = _whole_range(query, "length")
     least_reward, most_reward = _range(query, "reward")
     return Wanted(
         state=_choice(query, "state", STATES),
@@ -43,6 +44,8 @@ def wanted_of(query: Mapping[str, str]) -> Wanted:
         most_reward=most_reward,
         least_tokens=least_tokens,
         most_tokens=most_tokens,
+        least_length=least_length,
+        most_length=most_length,
         replayed=_yes_or_no(query, "replayed"),
         truncated=_yes_or_no(query, "truncated"),
         text=_text(query, "q"),

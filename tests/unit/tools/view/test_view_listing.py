@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replay.journal.rows import STATES, GroupRow
-from tests.view_run import completion_text, prompt_text
+from tests.view_run import MARKS, completion_text, prompt_text
 from tools.run_reader import RunReader
 from tools.view.index.cache import opened
 from tools.view.index.listing import SORTS, Cursor, Wanted, neighbours, page
@@ -36,6 +36,14 @@ def rows(written_run: Path) -> list[GroupRow]:
         return list(reader.rows())
 
 
+def longest(prompt: int) -> int:
+    """In tokens: of the bytes of a completion each is one, and each mark."""
+    texts = [completion_text(prompt, number) for number in range(3)]
+    for mark in MARKS:
+        texts = [text.replace(mark, "x") for text in texts]
+    return max(len(text.encode()) for text in texts)
+
+
 def fits(row: GroupRow, wanted: Wanted) -> bool:
     def within(value: float | None, low: float | None, high: float | None) -> bool:
         return (low is None and high is None) or (
@@ -52,6 +60,7 @@ def fits(row: GroupRow, wanted: Wanted) -> bool:
         and within(row.policy_version, wanted.least_version, wanted.most_version)
         and within(row.reward, wanted.least_reward, wanted.most_reward)
         and within(row.num_tokens, wanted.least_tokens, wanted.most_tokens)
+        and within(longest(row.prompt_id), wanted.least_length, wanted.most_length)
         and wanted.replayed in (None, row.num_replays > 0)
         and wanted.truncated in (None, row.prompt_id % 5 == 0)
         and wanted.text in text
@@ -74,6 +83,7 @@ wanted_lists = st.builds(
     least_step=bounds, most_step=bounds, least_version=bounds, most_version=bounds,
     least_reward=st.sampled_from([None, 0.0, 0.4]), most_reward=st.sampled_from([None, 0.0, 0.7]),
     least_tokens=st.sampled_from([None, 150]), most_tokens=st.sampled_from([None, 170]),
+    least_length=st.sampled_from([None, 46]), most_length=st.sampled_from([None, 50]),
     replayed=st.sampled_from([None, False, True]), truncated=st.sampled_from([None, False, True]),
     text=st.sampled_from(["", "apples", "Let me count", "script"]), sort=st.sampled_from(SORTS), ascending=st.booleans(),
 )  # fmt: skip
@@ -138,13 +148,13 @@ def test_prompts_are_followed_over_versions(index: apsw.Connection) -> None:
 def test_a_url_says_all_of_a_list() -> None:
     query = {
         "q": " apple ", "state": "trained", "verdict": "mixed", "step": "3", "version": "2:", "reward": ":-0.5", "tokens": "1:9",
-        "prompt": "7", "producer": "p", "replayed": "no", "truncated": "yes", "sort": "reward", "order": "ascending",
-        "colour": "mask",
+        "length": "5:", "prompt": "7", "producer": "p", "replayed": "no", "truncated": "yes", "sort": "reward",
+        "order": "ascending", "colour": "mask",
     }  # fmt: skip
     assert wanted_of(query) == Wanted(
         state="trained", verdict="mixed", producer="p", prompt=7, least_step=3, most_step=3, least_version=2,
-        most_reward=-0.5, least_tokens=1, most_tokens=9, replayed=False, truncated=True, text="apple", sort="reward",
-        ascending=True,
+        most_reward=-0.5, least_tokens=1, most_tokens=9, least_length=5, replayed=False, truncated=True, text="apple",
+        sort="reward", ascending=True,
     )  # fmt: skip
     assert "colour" not in list_fields(query)
     assert wanted_of({}) == Wanted()
