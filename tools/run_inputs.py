@@ -33,6 +33,18 @@ class RunInputs:
         options = {"dtype": dtype, "trust_remote_code": self._trusted}
         return AutoModelForCausalLM.from_pretrained(folder or self.model_folder, **options).to(device).eval()
 
+    def dequantized_model(self, device: str) -> Any:
+        """The base model as the trainer computes with it: quantized, in the dtype of the run."""
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        from consumer.training.quantization import quantization_config
+
+        dtype, quantization = getattr(torch, self._config.model.dtype), quantization_config(self._config.model)
+        options = {"dtype": dtype, "trust_remote_code": self._trusted, "quantization_config": quantization}
+        model = AutoModelForCausalLM.from_pretrained(self.model_folder, device_map=device, **options)
+        return model.dequantize().to(dtype).eval()
+
     def prompts(self) -> PromptDataset:
         """The prompts of the run's dataset; `DatasetError` if it has none, or they cannot be read."""
         if self._config.environment.atropos:

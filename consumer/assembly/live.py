@@ -164,6 +164,8 @@ def _terms(components: RunComponents, facts: dict[str, str], session: str, *, re
         max_loras=config.training_loras,
         max_completion_length=config.sampling.max_completion_length,
         reward_names=config.reward_names,
+        engine_quantization=str(config.engine.get("quantization") or ""),
+        quantization=config.model.quantization or "",
         newer=tuple(newer_than_oldest(config.sampling.message)),
     )
     return SessionTerms(

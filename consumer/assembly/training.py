@@ -17,6 +17,7 @@ from consumer.training.callbacks import Heartbeat, RunControl
 from consumer.training.feed import RecordedFeed, RecordedRun
 from consumer.training.loop import TrainingLoop
 from consumer.training.pipeline import CheckpointWriter, Connections, Pipeline
+from consumer.training.quantization import unquantized_probe
 from consumer.training.run_components import RunComponents, RunStart
 from consumer.training.trainer import SlipstreamTrainer
 from consumer.training.trl_arguments import REFUSALS
@@ -54,18 +55,22 @@ def training_loop(
         trainer,
         connections,
         components.budget,
-        Probe(
-            probe_tokens(components.prompts, trainer.processing_class, config.seed),
-            config.swap.probe_every,
-            trainer.accelerator.unwrap_model(trainer.model),
-            trainer.accelerator.autocast,
-        ),
+        _probe(components, trainer),
         RolloutLog(config, trainer.recipe, trainer.processing_class.decode, start.step),
         components.stop,
     )
     for callback in (control, *callbacks):
         trainer.add_callback(callback)
     return TrainingLoop(trainer, control, connections, start, Path(config.run_dir))
+
+
+def _probe(components: RunComponents, trainer: SlipstreamTrainer) -> Probe:
+    config, model = components.config, trainer.accelerator.unwrap_model(trainer.model)
+    tokens = probe_tokens(components.prompts, trainer.processing_class, config.seed)
+    if config.model.quantization is None:
+        return Probe(tokens, config.swap.probe_every, model, trainer.accelerator.autocast)
+    folder, every = components.model_folder, config.swap.probe_every
+    return unquantized_probe(tokens, every, config.model, folder, components.lora, model)
 
 
 def _trainer(

@@ -33,6 +33,7 @@ _MUST_BE_EQUAL = {
     "reward_names": _Fact("rewards.functions", "groups"),
     "groups_per_step": _Fact("pipeline.groups_per_step", "batches"),
     "num_iterations": _Fact("trainer.num_iterations", "batches"),
+    "quantization": _Fact("model.quantization", "batches"),
 }
 
 
@@ -55,6 +56,7 @@ def run_facts(
         "groups_per_step": config.pipeline.groups_per_step,
         "fill": config.pipeline.fill,
         "num_iterations": num_iterations,
+        "quantization": config.model.quantization or "",
         "num_threads": num_threads,
     }
     return {name: value if isinstance(value, str) else json.dumps(value) for name, value in facts.items()}
@@ -97,7 +99,7 @@ def check_same_batches(before: Facts, now: Facts, journal_file: Path) -> None:
             f"{journal_file} has groups of protocol schema {schema_version}, this release reads up to "
             f"{JOURNAL_SCHEMAS[-1]}; use its release"
         )
-    before = {"initial_adapter_digest": ""} | before  # journals of older releases know no such adapters
+    before = {"initial_adapter_digest": "", "quantization": ""} | before  # journals of older releases know none of them
     for name, fact in _changes(before, now):
         raise ConfigError(
             f"--from-journal: {fact.key} is {now.get(name) or 'not given'}, the run was made with {before[name] or 'none'}"

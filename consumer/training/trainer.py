@@ -27,6 +27,7 @@ from consumer.loss.reference import ReferencePolicy
 from consumer.prompts.tokenizer import load_tokenizer
 from consumer.ranks.exchange import ALONE, Ranks
 from consumer.training.memory import OutOfMemory, PassMemory, random_state, set_random_state
+from consumer.training.quantization import keep_as_it_trains, quantization_config
 from consumer.training.trl_loss import StepLossTrainer
 from protocol.config.run import RunConfig
 from replay.batches.cutting import CutBatch
@@ -71,7 +72,10 @@ class SlipstreamTrainer(StepLossTrainer):
             train_dataset=Dataset.from_dict({"prompt": [""]}),  # TRL wants one; the prompts live in the ledger
             processing_class=tokenizer,
             peft_config=lora,
+            quantization_config=quantization_config(config.model),
         )
+        if config.model.quantization is not None:
+            keep_as_it_trains(self._peft_model)
         self.remove_callback(PrinterCallback)  # the progress report shows the same numbers in one line
         self.args.save_total_limit = (
             None  # transformers would delete before the new one is committed; see CheckpointWriter

@@ -58,6 +58,8 @@ class VllmEngine:
             max_loras=lora.max_loras if lora else 0,
             max_model_len=vllm_config.model_config.max_model_len,
             reward_names=list(config.reward_names),
+            quantization=str(config.engine.get("quantization") or ""),
+            trainer_quantization=config.model.quantization or "",
         )
         self.capabilities = EngineCapabilities(
             facts, folder, vllm_config.scheduler_config.max_num_seqs, self.weights.holds_versions

@@ -167,6 +167,8 @@ class ServerEngine:
             max_loras=config.max_loras,
             max_model_len=max_model_len,
             reward_names=list(config.reward_names),
+            quantization=str(config.engine.get("quantization") or ""),
+            trainer_quantization=config.model.quantization or "",
         )
         return EngineCapabilities(facts, folder, config.engine_server.max_requests * len(self.servers.all))
 

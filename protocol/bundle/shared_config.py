@@ -21,7 +21,7 @@ from protocol.errors import BundleError
 
 ALL = None
 SHARED: dict[str, tuple[str, ...] | None] = {
-    "model": ("path", "revision", "trust_remote_code", "dtype"),
+    "model": ("path", "revision", "trust_remote_code", "dtype", "quantization"),
     "dataset": ("chat_template_kwargs",),
     "rewards": ALL,
     "environment": ALL,

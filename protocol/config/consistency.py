@@ -23,6 +23,7 @@ def problems(config: "RunConfig") -> Iterator[str]:
     if config.engine_server is not None:
         yield from _of_engine_server(config)
     yield from _of_stops(config)
+    yield from _of_quantization(config)
     limit = config.sampling.max_completion_length
     if config.advantage.overlong_buffer_tokens > limit:
         yield (
@@ -52,6 +53,19 @@ def _of_rewards(config: "RunConfig") -> Iterator[str]:
     reward = config.reroll.reward
     if reward is not None and reward not in config.reward_names:
         yield f"reroll.reward: {reward!r} is not one of rewards.functions: {', '.join(config.reward_names)}"
+
+
+def _of_quantization(config: "RunConfig") -> Iterator[str]:
+    if config.model.quantization is not None and config.pipeline.shard_base == "layers":
+        yield (
+            f"model.quantization: weights in {config.model.quantization} cannot be spread over ranks and gathered again; set "
+            "pipeline.shard_base=none, or remove model.quantization"
+        )
+    if config.engine.get("quantization") and config.swap.mode == "merged":
+        yield (
+            "engine.quantization: quantized weights cannot take up an adapter without another rounding; set swap.mode=adapter, "
+            "or remove it"
+        )
 
 
 def _of_stops(config: "RunConfig") -> Iterator[str]:

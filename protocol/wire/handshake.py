@@ -23,6 +23,8 @@ class TrainerNeeds:
     max_loras: int
     max_completion_length: int
     reward_names: tuple[str, ...]
+    engine_quantization: str = ""  # as the trainer's configuration says it; "": none
+    quantization: str = ""  # of the trainer's base; "": none
     newer: tuple[str, ...] = ()  # fields of `Sampling` that a producer of the release before does not know
 
 
@@ -69,6 +71,16 @@ def problems(
             tuple(facts.reward_names) != needs.reward_names,
             f"the producer scores with {str(facts.reward_names)[:_SHOWN]}, the trainer expects {list(needs.reward_names)}: "
             "give both the same rewards section",
+        ),
+        (
+            facts.quantization != needs.engine_quantization,
+            f"the engine's base is quantized as {facts.quantization[:_SHOWN] or 'none'}, the trainer's file says "
+            f"{needs.engine_quantization or 'none'}: give both the same engine.quantization",
+        ),
+        (
+            facts.trainer_quantization != needs.quantization,
+            f"the trainer's base is quantized as {needs.quantization or 'none'}, the producer's file says "
+            f"{facts.trainer_quantization[:_SHOWN] or 'none'}: give both the same model.quantization",
         ),
         (
             is_of_release_before and bool(needs.newer),

@@ -40,7 +40,9 @@ TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 
 
 class EngineFacts(Struct, frozen=True, forbid_unknown_fields=True):
-    """What an engine is, compared with what the trainer needs before any work starts (see `protocol.wire.handshake`)."""
+    """What an engine is, compared with what the trainer needs before any work starts (see `protocol.wire.handshake`).
+    `quantization` is the format of its base weights, `trainer_quantization` what its configuration says of the trainer's ("":
+    none)."""
 
     base_model_digest: Sha256
     tokenizer_digest: Sha256
@@ -50,6 +52,8 @@ class EngineFacts(Struct, frozen=True, forbid_unknown_fields=True):
     max_loras: Count
     max_model_len: Count
     reward_names: Annotated[list[Name], Meta(max_length=256)]
+    quantization: Annotated[str, Meta(max_length=128)] = ""
+    trainer_quantization: Annotated[str, Meta(max_length=128)] = ""
 
 
 class Sampling(Struct, frozen=True, forbid_unknown_fields=True):

@@ -9,6 +9,7 @@ from msgspec import Struct
 from protocol.wire.messages import (
     BundleOffer,
     BundleRequest,
+    EngineFacts,
     Group,
     Heartbeat,
     Hello,
@@ -36,6 +37,7 @@ SINCE: dict[type[Struct], dict[str, int]] = {
         "bundle": 2,
         "metrics": 2,
     },
+    EngineFacts: {"quantization": 2, "trainer_quantization": 2},
     Lease: {"evaluates": 2},
     Sampling: {"stop": 2, "stop_token_ids": 2, "ignore_eos": 2, "regex": 2, "json_schema": 2},
     Policy: {"evaluates": 2},

@@ -19,6 +19,13 @@ def main() -> None:
         default="last",
         help="last, best, the step of a checkpoint, or an adapter's folder (default: %(default)s)",
     )
+    arguments_parser.add_argument(
+        "--base",
+        choices=("original", "dequantized"),
+        default="original",
+        help="of a run with model.quantization: merge into the base of model.path, or into what the trainer's base is when it is "
+        "dequantized (default: %(default)s)",
+    )
     arguments_parser.add_argument("--to", metavar="FOLDER", type=Path, help="a new folder (default: RUN_DIR/merged)")
     arguments_parser.add_argument(
         "--push-to-hub", metavar="NAME", help="also upload it to this repository, private if it is new"
@@ -29,7 +36,10 @@ def main() -> None:
         from tools.export.merge import run
 
         to = arguments.to or Path(config.run_dir) / "merged"
-        return run(config, gpus, which=arguments.checkpoint, to=to, repository=arguments.push_to_hub)
+        dequantized = arguments.base == "dequantized"
+        return run(
+            config, gpus, which=arguments.checkpoint, to=to, repository=arguments.push_to_hub, dequantized=dequantized
+        )
 
     sys.exit(run_command(arguments, PROGRAM, lambda config: None, run))
 

@@ -27,9 +27,14 @@ _MOST_LOST = 0.5  # the largest share of the adapter's change that rounding may 
 _NOISE = 1e-4  # nats; a difference below this is no loss
 
 
-def run(config: RunConfig, gpus: list[int], *, which: str, to: Path, repository: str | None) -> ExitCode:
+def run(
+    config: RunConfig, gpus: list[int], *, which: str, to: Path, repository: str | None, dequantized: bool = False
+) -> ExitCode:
     """Writes the folder `to` from the adapter that `which` names, and uploads it if a repository of the hub is named.
-    `ConfigError` if there is no such adapter, the folder exists, or the merged model is not what was trained."""
+    `ConfigError` if there is no such adapter, the folder exists, or the merged model is not what was trained. It is merged into
+    the base model, or into what is left of that when it was quantized as for training and is `dequantized`."""
+    if dequantized and config.model.quantization is None:
+        raise ConfigError("--base dequantized: the run has no model.quantization, so there is nothing to dequantize")
     if to.exists():
         raise ConfigError(f"--to: {to} exists already; remove it, or choose another folder")
     transformers_logging.disable_progress_bar()
@@ -37,16 +42,16 @@ def run(config: RunConfig, gpus: list[int], *, which: str, to: Path, repository:
     AdapterFolder.read(chosen, "--checkpoint")
     inputs = RunInputs(config)
     with staged(to) as partial:
-        said = _merge(config, inputs, "cuda" if gpus else "cpu", chosen, partial)
+        said = _merge(config, inputs, "cuda" if gpus else "cpu", chosen, partial, dequantized=dequantized)
     sys.stdout.write(f"rl-export: {chosen} merged into {inputs.model_folder}: {to}; {said}\n")
     if repository is not None:
         sys.stdout.write(f"rl-export: uploaded to {upload(to, repository)}\n")
     return ExitCode.OK
 
 
-def _merge(config: RunConfig, inputs: RunInputs, device: str, adapter: Path, to: Path) -> str:
+def _merge(config: RunConfig, inputs: RunInputs, device: str, adapter: Path, to: Path, *, dequantized: bool) -> str:
     """Writes the merged model. Returns how well it agrees, in words."""
-    base = inputs.model(device)
+    base = inputs.dequantized_model(device) if dequantized else inputs.model(device)
     vocab_size, generator = base.config.get_text_config().vocab_size, torch.Generator().manual_seed(config.seed)
     ids = torch.randint(vocab_size, (_ROWS, _LENGTH), generator=generator).to(device)
     adapted = PeftModel.from_pretrained(base, adapter).eval()

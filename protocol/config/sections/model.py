@@ -31,6 +31,11 @@ class ModelSection(Section):
         description="Dtype of the base weights, in the engine and in the trainer. LoRA weights train in fp32. On a GPU "
         "`swap.mode: adapter` needs 16 bits.",
     )
+    quantization: Literal["nf4", "int8"] | None = Field(
+        None,
+        description="Format in which the trainer keeps the frozen base on its device (bitsandbytes): 4 or 8 bits per weight of "
+        "every linear layer. The engine's is engine.quantization. Swaps are proved with the base in model.dtype, in host memory.",
+    )
 
 
 class SamplingSection(Section):

@@ -19,6 +19,8 @@ FACTS = m.EngineFacts(
     max_loras=3,
     max_model_len=512,
     reward_names=["exact"],
+    quantization="fp8",
+    trainer_quantization="nf4",
 )
 
 SAMPLES = [

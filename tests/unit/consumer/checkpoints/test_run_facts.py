@@ -40,6 +40,7 @@ def test_the_facts_of_a_run(tmp_path: Path, tiny_model: Path) -> None:
         "groups_per_step": "2",
         "fill": "full",
         "num_iterations": "3",
+        "quantization": "",
         "num_threads": "7",
         "trust_remote_code": "false",
     }

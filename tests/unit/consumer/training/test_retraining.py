@@ -26,6 +26,7 @@ FACTS = {
     "num_iterations": "1",
     "num_threads": "3",
     "initial_adapter_digest": "",
+    "quantization": "",
 }
 
 
@@ -165,6 +166,7 @@ def test_the_facts_that_must_be_the_same(recorded: RecordedRun) -> None:
         ("reward_names", "rewards.functions"),
         ("groups_per_step", "pipeline.groups_per_step"),
         ("num_iterations", "trainer.num_iterations"),
+        ("quantization", "model.quantization"),
     ],
 )
 def test_a_fact_that_differs_is_named_with_both_values(recorded: RecordedRun, name: str, key: str) -> None:

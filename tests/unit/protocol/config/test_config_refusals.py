@@ -33,6 +33,14 @@ def test_a_routable_endpoint_needs_keys(run_yaml: Path, key: str, endpoint: str)
     assert getattr(config.transport, key) == endpoint
 
 
+def test_a_quantized_base_cannot_be_spread(run_yaml: Path) -> None:
+    message = refusal(run_yaml, overrides=["model.quantization=nf4", "pipeline.shard_base=layers"])
+    assert (
+        "model.quantization: weights in nf4 cannot be spread over ranks and gathered again; set pipeline.shard_base=none"
+        in message
+    )
+
+
 def test_a_relay_that_other_hosts_can_reach_needs_keys(run_yaml: Path) -> None:
     message = refusal(run_yaml, overrides=["transport.relay_port=5600", "transport.relay_host=gpu01"])
     assert "relay_host: a relay that other hosts can reach needs keys" in message

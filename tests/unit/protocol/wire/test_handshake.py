@@ -63,6 +63,14 @@ PROBLEMS = [
         "the producer scores with ['short', 'exact'], the trainer expects ['exact', 'short']: give both the same rewards "
         "section",
     ),
+    (
+        {"quantization": "fp8"},
+        "the engine's base is quantized as fp8, the trainer's file says none: give both the same engine.quantization",
+    ),
+    (
+        {"trainer_quantization": "nf4"},
+        "the trainer's base is quantized as none, the producer's file says nf4: give both the same model.quantization",
+    ),
 ]
 
 

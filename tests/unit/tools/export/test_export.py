@@ -3,14 +3,17 @@
 import json
 import shutil
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from consumer.training.quantization import quantization_config
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError
 from tests.integration.models import random_adapter, reference_logprobs
@@ -44,6 +47,31 @@ def test_the_merged_model_is_the_trained_one(run: RunConfig, tiny_model: Path, c
     assert "log-probs agree to" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="merged exists already"):
         export.run(run, [], which="last", to=to, repository=None)
+
+
+@pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+def test_a_quantized_base_is_left_out_or_dequantized(run: RunConfig, tiny_model: Path) -> None:
+    """The trainer computes with the rounded base, the engine with the whole one; each can be exported."""
+    with pytest.raises(ConfigError, match="there is nothing to dequantize"):
+        export.run(run, [], which="last", to=Path(run.run_dir) / "none", repository=None, dequantized=True)
+    quantized = run.model_copy(update={"model": run.model.model_copy(update={"quantization": "nf4"})})
+    adapter, found = Path(run.run_dir) / "adapter", []
+    for dequantized in (False, True):
+        to = Path(run.run_dir) / f"merged {dequantized}"
+        export.run(quantized, [], which="last", to=to, repository=None, dequantized=dequantized)
+        assert "quantization_config" not in json.loads((to / "config.json").read_text())
+        found.append(reference_logprobs(to, None, [3, 4], [5, 6, 7], 1.0))
+    original, rounded = found
+    adapted = reference_logprobs(tiny_model, adapter, [3, 4], [5, 6, 7], 1.0)
+    torch.testing.assert_close(original, adapted, atol=1e-4, rtol=0)
+    options = {"dtype": torch.float32, "quantization_config": quantization_config(quantized.model)}
+    base: Any = AutoModelForCausalLM.from_pretrained(tiny_model, **options)
+    trained = PeftModel.from_pretrained(base, adapter).train()  # as the trainer computes: eval() rounds on a CPU
+    with torch.no_grad():
+        logits = trained(torch.tensor([[3, 4, 5, 6, 7]])).logits[0, 1:-1].float()
+    expected = logits.log_softmax(-1).gather(1, torch.tensor([[5], [6], [7]]))[:, 0]
+    torch.testing.assert_close(rounded, expected, atol=1e-3, rtol=0)
+    assert (rounded - original).abs().max() > 0.01
 
 
 def test_a_model_that_computes_something_else_is_not_written(run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
