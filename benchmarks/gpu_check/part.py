@@ -5,7 +5,6 @@ last.
 """
 
 import importlib
-import json
 import os
 import sys
 import traceback
@@ -14,6 +13,7 @@ from typing import Any
 
 from benchmarks.gpu_check.place import NotRunError, Place
 from benchmarks.gpu_check.plan import PLAN
+from protocol.files.json_lines import encode_line
 from protocol.service.command_line import select_gpus
 
 
@@ -23,7 +23,7 @@ def main(name: str, gpu: str, shared: str, folder: str, findings: str) -> int:
     with open(findings, "a", encoding="utf-8", buffering=1) as file:
 
         def note(line: dict[str, Any]) -> None:
-            file.write(json.dumps(line) + "\n")
+            file.write(encode_line(line) + "\n")
 
         try:
             for finding in importlib.import_module(f"benchmarks.gpu_check.{part.module}").run(place, **part.options):

@@ -21,6 +21,11 @@ class Part:
     num_gpus: int = 1  # 0: it runs on a CPU, too
 
 
+_PACKING = {
+    "ways": {"padded": {}, "packed": {"attention": "flash_attention_2"}},
+    "package": "flash-attn",
+    "same_loss": True,
+}
 PLAN = (
     Part("machine", "GPU, memory, versions, what does not import", "machine", {}, 15, 60, 0),
     Part("demo", "the demo, both daemons on one GPU, merged, float32", "demo", {}, 100, 240),
@@ -31,7 +36,7 @@ PLAN = (
     Part("pair-merged", "0.6 B model, both daemons on one GPU, merged", "pair", {"mode": "merged"}, 130, 300, 0),
     Part("parity-merged", "log-probs of vLLM and trainer, merged", "parity", {"mode": "merged"}, 70, 200, 0),
     Part("step-flash", "a training step beside TRL's, FlashAttention", "step", {"attention": "flash_attention_2"}, 90, 200),
-    Part("packing", "packed rows beside padded rows", "packing", {}, 60, 150),
+    Part("packing", "packed rows (FlashAttention) beside padded rows (SDPA)", "variants", _PACKING, 60, 150),
     Part("swap-adapter", "swaps of 40 and 160 MB, adapters", "swaps", {"mode": "adapter"}, 180, 300, 0),
     Part("decode", "tokens/s without a policy, adapter, merged", "decode", {}, 250, 400, 0),
     Part("swap-merged", "swaps of 40 and 160 MB, merged", "swaps", {"mode": "merged"}, 120, 240, 0),

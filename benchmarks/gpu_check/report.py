@@ -1,6 +1,5 @@
 """The outcomes of a check as JSON, and as a table for docs/benchmarks.md."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -8,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_check.runner import Outcome
+from protocol.files.json_lines import encode_page
 from protocol.files.staged import staged
 
 _LONGEST_REASON = 200
@@ -18,9 +18,9 @@ def write(out: Path, gpus: Sequence[int], minutes: float, outcomes: Sequence[Out
     now = datetime.now(UTC).isoformat(timespec="seconds")
     parts = [asdict(outcome) for outcome in outcomes]
     report = {"date": now, "gpus": list(gpus), "minutes": minutes, "parts": parts}
-    for name, text in (("results.json", json.dumps(report, indent=1)), ("table.md", table(outcomes))):
+    for name, text in (("results.json", encode_page(report)), ("table.md", table(outcomes) + "\n")):
         with staged(out / name, durable=False) as partial:
-            partial.write_text(text + "\n", encoding="utf-8")
+            partial.write_text(text, encoding="utf-8")
 
 
 def table(outcomes: Sequence[Outcome]) -> str:

@@ -1,8 +1,11 @@
 """Gaps between tokens go to the swaps that they overlap."""
 
+from pathlib import Path
+
 import pytest
 
-from benchmarks.swap_modes import report
+from benchmarks import swap
+from benchmarks.swap_modes import report, run_config
 
 
 def test_gaps_at_swaps_and_elsewhere() -> None:
@@ -18,3 +21,11 @@ def test_gaps_at_swaps_and_elsewhere() -> None:
             "longest_gap_elsewhere_ms": 10,
         }
     )
+
+
+@pytest.mark.parametrize(("device", "dtype"), [("cpu", "float32"), ("cuda", "bfloat16")])
+def test_engines_of_one_device(device: str, dtype: str, tmp_path: Path) -> None:
+    """vLLM takes 0.9 of a GPU where nothing else is said, and its LoRA kernels take 16 bits only there."""
+    for config in (run_config(tmp_path, "adapter", device), swap._config(tmp_path, tmp_path, 8, "adapter", device)):
+        assert config.model.dtype == dtype
+        assert 3 * config.engine.get("gpu_memory_utilization", 0.9) < 1 or device == "cpu"
