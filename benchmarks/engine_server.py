@@ -19,6 +19,8 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from benchmarks.swap_modes import GROUP, MODELS, RANK, build, run_config
 from producer.interfaces import Adapter, Engine
 from protocol.config.run import RunConfig
@@ -30,10 +32,11 @@ _START_S = 600.0
 class Arm:
     """One engine under one adapter after the other."""
 
-    def __init__(self, name: str, engine: Engine, folder: Path) -> None:
+    def __init__(self, name: str, engine: Engine, folder: Path, processes: set[psutil.Process]) -> None:
         self.name = name
         self.swaps_ms: list[float] = []
         self._engine = engine
+        self._processes = processes
         self._folder = folder
         self._adapter: Adapter | None = None
         self._number = 0
@@ -53,13 +56,16 @@ class Arm:
             await self._engine.weights.discard(former)
 
     async def burst(self, num_requests: int, length: int) -> tuple[float, float]:
-        """Tokens per second, and seconds of this process's CPU per million tokens."""
-        started, cpu_started = time.perf_counter(), time.process_time()
+        """Tokens per second, and per second of CPU time of this process and the engine's."""
+        started, cpu_started = time.perf_counter(), self._cpu_s()
         groups = await asyncio.gather(
             *(self._group([2 + n % 97, 3 + n % 89, 5, 7], length) for n in range(num_requests // GROUP))
         )
         count = sum(groups)
-        return count / (time.perf_counter() - started), (time.process_time() - cpu_started) / count * 1e6
+        return count / (time.perf_counter() - started), count / (self._cpu_s() - cpu_started)
+
+    def _cpu_s(self) -> float:
+        return time.process_time() + sum(sum(process.cpu_times()[:2]) for process in self._processes)
 
     async def _group(self, prompt: list[int], length: int) -> int:
         assert self._adapter is not None
@@ -67,9 +73,14 @@ class Arm:
         return sum(len(completion.token_ids) for completion in completions)
 
 
+def family(pid: int) -> set[psutil.Process]:
+    """A process and everything it started."""
+    return {psutil.Process(pid), *psutil.Process(pid).children(recursive=True)}
+
+
 @contextlib.contextmanager
-def server(config: RunConfig, folder: Path) -> Iterator[str]:
-    """Its address."""
+def server(config: RunConfig, folder: Path) -> Iterator[tuple[str, int]]:
+    """Its address and process."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -85,7 +96,7 @@ def server(config: RunConfig, folder: Path) -> Iterator[str]:
     with (folder / "server.log").open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | changes)
         try:
-            yield f"http://127.0.0.1:{port}"
+            yield f"http://127.0.0.1:{port}", process.pid
         finally:
             process.terminate()
             process.wait(60)
@@ -98,7 +109,7 @@ async def arms(folder: Path, dtype: str) -> AsyncIterator[list[Arm]]:
 
     config = run_config(folder, "adapter", dtype)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) - 1)))  # as VllmEngine does
-    with server(config, folder) as url:
+    with server(config, folder) as (url, pid):
         section = {"url": url, "adapter_dir": str(folder / "shared"), "answer_timeout_s": 300.0}
         section |= {"max_requests": config.engine["max_num_seqs"]}
         remote = RunConfig.model_validate(
@@ -109,7 +120,9 @@ async def arms(folder: Path, dtype: str) -> AsyncIterator[list[Arm]]:
             await local.warm_up()
             async with server_engine(remote) as engine, asyncio.timeout(_START_S):
                 await engine.warm_up()
-                yield [Arm("in process", local, folder), Arm("server", engine, folder)]
+                theirs = family(pid)
+                ours = family(os.getpid()) - theirs - {psutil.Process()}  # whose own time is counted for both
+                yield [Arm("in process", local, folder, ours), Arm("server", engine, folder, theirs)]
         finally:
             local.shutdown()
 
@@ -125,12 +138,16 @@ async def measure(folder: Path, dtype: str, loads: list[int], rounds: int, lengt
                     speed = await arm.burst(num_requests, length)
                     if index:  # the first round warms up
                         speeds[arm.name].append(speed)
-            pairs = zip(speeds["server"], speeds["in process"], strict=True)
-            ratios = statistics.quantiles((mine[0] / theirs[0] for mine, theirs in pairs), n=4)
-            result[f"{num_requests} requests"] = {"server_beside_in_process": ratios} | {
+            pairs = list(zip(speeds["server"], speeds["in process"], strict=True))
+            result[f"{num_requests} requests"] = {
+                "server_beside_in_process": {
+                    unit: statistics.quantiles((mine[place] / theirs[place] for mine, theirs in pairs), n=4)
+                    for place, unit in enumerate(("wall", "cpu"))
+                }
+            } | {
                 name: {
                     "tokens_per_s": statistics.median(wall for wall, _ in values),
-                    "client_cpu_s_per_million_tokens": statistics.median(cpu for _, cpu in values),
+                    "tokens_per_cpu_s": statistics.median(cpu for _, cpu in values),
                 }
                 for name, values in speeds.items()
             }

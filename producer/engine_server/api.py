@@ -101,12 +101,11 @@ class VllmApi:
         (choice,) = await self._complete(
             model, token_ids, 1, {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
         )
-        positions = (choice.prompt_logprobs or [])[1:]
-        if len(positions) != len(token_ids) - 1:
-            raise ServerMismatchError(f"returns {len(positions)} log-probs of a prompt of {len(token_ids)} tokens")
-        pairs = zip(token_ids[1:], positions, strict=True)
-        found = [position.get(str(token)) if position else None for token, position in pairs]
-        return [math.nan if one is None else one.logprob for one in found]
+        pairs = zip(token_ids[1:], (choice.prompt_logprobs or [])[1:], strict=False)
+        found = [position[str(token)].logprob for token, position in pairs if position and str(token) in position]
+        if len(found) != len(token_ids) - 1:
+            raise ServerMismatchError(f"returns {len(found)} log-probs of a prompt of {len(token_ids)} tokens")
+        return found
 
     async def next_token(self, model: str, token_ids: list[int], temperature: float) -> dict[str, float]:
         """What the server gives as log-probs of the `TOP` likeliest next tokens, by token."""

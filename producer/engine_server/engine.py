@@ -47,7 +47,7 @@ _BUSY_ATTEMPTS = 8
 
 
 class ServerEngine:
-    """Implements `producer.interfaces.Engine`; `running` makes it. `capabilities` is there after `warm_up`."""
+    """Implements `producer.interfaces.Engine`; `server_engine` makes it. `capabilities` is there after `warm_up`."""
 
     capabilities: EngineCapabilities
 
@@ -72,9 +72,9 @@ class ServerEngine:
         wrong = [f"the server at {server.url} {server.problem}" for server in servers if server.is_mismatch]
         if wrong:
             raise EngineError("engine_server: " + "\n  ".join(wrong))
-        lengths = [server.inspected.max_model_len for server in self.servers.ready if server.inspected]
-        self.inspection.min_model_len = min(lengths)
-        self.capabilities = self._capabilities(min(lengths))
+        length = min(server.inspected.max_model_len for server in servers if server.inspected is not None)
+        self.inspection.min_model_len = length
+        self.capabilities = self._capabilities(length)
 
     def _is_decided(self) -> bool:
         servers = self.servers.all

@@ -149,7 +149,10 @@ class Server:
     async def measure(self, policy: NeededPolicy, token_ids: list[int]) -> None:
         """Has it compute the probe first: what it says is what others have to compute."""
         async with self._loading:
-            policy.probe = token_ids, await self.api.score(self.names[policy.adapter.id], token_ids)
+            name = self.names.get(policy.adapter.id)
+            if name is None:
+                raise ServerLostError(f"has lost policy v{policy.adapter.version}")
+            policy.probe = token_ids, await self.api.score(name, token_ids)
             self._proved.add(policy.adapter.id)
 
     async def discard(self, adapter: Adapter) -> None:
@@ -167,7 +170,7 @@ class Server:
         logprobs = await self.api.score(self.names[adapter.id], token_ids)
         worst = max(abs(one - other) for one, other in zip(logprobs, expected, strict=True))
         if not worst <= self._inspection.tolerance:
-            del self.names[adapter.id]
+            self.names.pop(adapter.id)
             raise ServerMismatchError(
                 f"computes policy v{adapter.version} otherwise than it was proved (log-probs differ by {worst:.2g}): start it "
                 "with the weights of model.path"
@@ -189,7 +192,8 @@ class Server:
 
     async def _prepare(self) -> None:
         self.inspected = await self._inspection.inspect(self.api)
-        await self._unload_strange()
+        async with self._loading:
+            await self._unload_strange()
         while missing := [policy for policy in self._needed.values() if not self.has(policy)]:
             for policy in missing:
                 await self.ensure(policy)

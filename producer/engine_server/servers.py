@@ -15,9 +15,7 @@ from producer.engine_server.http_client import ServerRefusedError
 from producer.engine_server.server import NeededPolicy, Server
 from producer.interfaces import Adapter, AdapterRefusedError
 
-LINGER_S = (
-    30.0  # for which an adapter's files outlive it: vLLM may read them again for a request that was just cancelled
-)
+LINGER_S = 30.0  # for which an adapter's files outlive it: vLLM may read them for a request that was just cancelled
 
 
 @dataclass
