@@ -2,6 +2,8 @@
 
 Guarantee: both engines are real, have the same model, flags and adapter, and take turns burst by burst; who goes first changes
 every time, so that whatever else the machine does falls on both. The server is a process of its own, as `vllm serve` starts it.
+On a CPU an engine in process multiplies adapters with code of Slipstream, where a plain vLLM has its own; `--vllm-lora` has it
+use vLLM's, too.
 """
 
 import argparse
@@ -18,15 +20,27 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
+import torch
 
 from benchmarks.swap_modes import GROUP, MODELS, RANK, build, run_config
+from producer.engine.adapter_loading import LoadingWorker
+from producer.engine.vllm_config import ON_CPU
 from producer.interfaces import Adapter, Engine
 from protocol.config.run import RunConfig
 from protocol.wire.messages import Sampling
 
 _START_S = 600.0
+
+
+class VllmLoading(LoadingWorker):
+    """Loads as the product does, and leaves the computation to vLLM."""
+
+    def loading_start(self) -> None:
+        with mock.patch("producer.engine.adapter_loading.ByAdapter"):
+            super().loading_start()
 
 
 class Arm:
@@ -91,6 +105,11 @@ def server(config: RunConfig, folder: Path) -> Iterator[tuple[str, int]]:
         *("--max-model-len", str(engine["max_model_len"]), "--max-num-seqs", str(engine["max_num_seqs"])),
         *("--enable-lora", "--max-lora-rank", str(RANK), "--max-loras", loras),
         *("--logprobs-mode", "processed_logprobs"),
+        *(
+            ()
+            if torch.cuda.is_available()
+            else ("--distributed-executor-backend", ON_CPU["distributed_executor_backend"])
+        ),
     ]
     changes = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
     with (folder / "server.log").open("w") as log:
@@ -103,7 +122,8 @@ def server(config: RunConfig, folder: Path) -> Iterator[tuple[str, int]]:
 
 
 @contextlib.asynccontextmanager
-async def arms(folder: Path, dtype: str) -> AsyncIterator[list[Arm]]:
+async def arms(folder: Path, dtype: str, *, vllm_lora: bool) -> AsyncIterator[list[Arm]]:
+    from producer.engine import arguments
     from producer.engine.engine import VllmEngine
     from producer.engine_server.engine import server_engine
 
@@ -115,7 +135,10 @@ async def arms(folder: Path, dtype: str) -> AsyncIterator[list[Arm]]:
         remote = RunConfig.model_validate(
             config.model_dump(exclude_unset=True) | {"engine": {}, "engine_server": section}
         )
-        local = VllmEngine(config, 0)
+        own = arguments.own_arguments
+        extension = {"worker_extension_cls": "benchmarks.engine_server.VllmLoading"} if vllm_lora else {}
+        with mock.patch("producer.engine.vllm_config.own_arguments", lambda *given: own(*given) | extension):
+            local = VllmEngine(config, 0)
         try:
             await local.warm_up()
             async with server_engine(remote) as engine, asyncio.timeout(_START_S):
@@ -127,15 +150,15 @@ async def arms(folder: Path, dtype: str) -> AsyncIterator[list[Arm]]:
             local.shutdown()
 
 
-async def measure(folder: Path, dtype: str, loads: list[int], rounds: int, length: int) -> dict[str, Any]:
+async def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     result: dict[str, Any] = {}
-    async with arms(folder, dtype) as both:
-        for num_requests in loads:
+    async with arms(folder, arguments.dtype, vllm_lora=arguments.vllm_lora) as both:
+        for num_requests in arguments.loads:
             speeds: dict[str, list[tuple[float, float]]] = {arm.name: [] for arm in both}
-            for index in range(rounds + 1):
+            for index in range(arguments.rounds + 1):
                 for arm in both if index % 2 else reversed(both):
                     await arm.swap()
-                    speed = await arm.burst(num_requests, length)
+                    speed = await arm.burst(num_requests, arguments.length)
                     if index:  # the first round warms up
                         speeds[arm.name].append(speed)
             pairs = list(zip(speeds["server"], speeds["in process"], strict=True))
@@ -163,11 +186,13 @@ def main() -> None:
     parser.add_argument("--loads", type=int, nargs="+", default=[16, 64])
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--length", type=int, default=64, help="tokens of a completion at most")
+    parser.add_argument("--vllm-lora", action="store_true", help="in process with vLLM's own code for adapters, too")
     parser.add_argument("--out", type=Path, default=Path("runs/bench/engine-server.json"))
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         build(Path(folder), MODELS[arguments.model])
-        found = asyncio.run(measure(Path(folder), arguments.dtype, arguments.loads, arguments.rounds, arguments.length))
+        found = asyncio.run(measure(Path(folder), arguments))
+
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(found, indent=1))

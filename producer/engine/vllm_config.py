@@ -32,7 +32,7 @@ def build_vllm_config(config: RunConfig, folder: Path, num_gpus: int) -> Any:
     _check_adapter_dtype(config)
     ours = own_arguments(config, folder, num_gpus)
     alone = ours["tensor_parallel_size"] * num_parts(config) == 1
-    chosen = (_ON_CPU if alone and current_platform.is_cpu() else {}) | config.engine
+    chosen = (ON_CPU if alone and current_platform.is_cpu() else {}) | config.engine
     arguments = build("engine", AsyncEngineArgs, chosen, **ours)
     try:
         vllm_config = arguments.create_engine_config()
@@ -53,14 +53,14 @@ def build_vllm_config(config: RunConfig, folder: Path, num_gpus: int) -> Any:
     return vllm_config
 
 
-_ON_CPU = {"distributed_executor_backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor"}
+ON_CPU = {"distributed_executor_backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor"}
 """Where vLLM's own choice computes in one more process, and the core that waits for it spins on a CPU that it needs."""
 
 
 def leave_a_core(vllm_config: Any) -> None:
     """Where the engine computes in one process of its own, as vLLM does where it has several. Threads wait for each other many
     times a step; one that has to share its core holds up all."""
-    if vllm_config.parallel_config.distributed_executor_backend == _ON_CPU["distributed_executor_backend"]:
+    if vllm_config.parallel_config.distributed_executor_backend == ON_CPU["distributed_executor_backend"]:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) - 1)))
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 
+from producer.engine.vllm_config import ON_CPU
 from tests.integration.pair import START_S
 from tests.integration.warm import WarmProcess
 from tests.unit.protocol.channel_harness import reserve_port
@@ -26,6 +27,7 @@ class VllmServer:
         self._arguments = [
             *("--model", str(model), "--dtype", "float32", "--host", "127.0.0.1", "--port", str(self.port)),
             *("--max-model-len", "128", "--max-num-seqs", "32", "--enforce-eager", "--num-gpu-blocks-override", "64"),
+            *("--distributed-executor-backend", ON_CPU["distributed_executor_backend"]),  # one process less
             *("--enable-lora", "--max-loras", "4", "--max-lora-rank", "8", "--logprobs-mode", "processed_logprobs"),
         ]
         self._starts = 0
