@@ -94,14 +94,18 @@ def main() -> None:
     if not (folder / "run").exists():
         print(f"{arguments.groups} groups written in {write_journal(folder, arguments.groups):.0f} s", flush=True)
     shutil.rmtree(cache, ignore_errors=True)
-    report = {"groups": arguments.groups, "load": os.getloadavg(), **_measure(folder / "run", cache, arguments.pages)}
+    report = {
+        "groups": arguments.groups,
+        "load": os.getloadavg(),
+        **_measure(folder / "run", cache, arguments.pages, arguments.groups),
+    }
     report["acknowledgements"] = _pairs(arguments.pairs)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(report, indent=1), encoding="utf-8")
     print(json.dumps(report, indent=1))
 
 
-def _measure(run: Path, cache: Path, num_pages: int) -> dict[str, Any]:
+def _measure(run: Path, cache: Path, num_pages: int, num_groups: int) -> dict[str, Any]:
     place = _place(run, cache)
     with viewing(run, cache) as viewer:
         first_s = viewer.seconds("/groups")
@@ -112,7 +116,7 @@ def _measure(run: Path, cache: Path, num_pages: int) -> dict[str, Any]:
     result["journal_bytes"] = (run / "journal.sqlite").stat().st_size
     with viewing(run, cache) as viewer:
         result |= {"start_s": viewer.start_s, "list_page_ms": 1000 * viewer.seconds("/groups")}
-        for name, paths in _pages(num_pages).items():
+        for name, paths in _pages(num_pages, num_groups).items():
             seconds = [viewer.seconds(path) for path in paths][_WARM_UP:]
             result[name] = {f"p{q}_ms": round(1000 * float(np.percentile(seconds, q)), 1) for q in (50, 90, 99)}
             print(name, result[name], flush=True)
@@ -166,7 +170,7 @@ def _text_bytes(run: Path) -> float:
     return float(np.mean([sum(len(t) + 1 for t in decoder.texts([ids.tolist() for ids in one])) for one in sequences]))
 
 
-def _pages(count: int) -> dict[str, list[str]]:
+def _pages(count: int, num_groups: int) -> dict[str, list[str]]:
     """Kinds of pages, each with as many different ones, of a random state each."""
     rng = random.Random(0)
     sorts = ("arrival", "reward", "tokens", "version", "step")
@@ -197,7 +201,7 @@ def _pages(count: int) -> dict[str, list[str]]:
         "searched_common": [listed(q=word(rng.randrange(100))) for _ in range(count)],
         "searched_rare": [listed(q=f"{word(rng.randrange(30_000))} {word(rng.randrange(1000))}") for _ in range(count)],
         "group": [
-            f"/group?id={n // NUM_PROMPTS}-{n % NUM_PROMPTS}-0-1-bench" for n in rng.sample(range(10_000), count)
+            f"/group?id={n // NUM_PROMPTS}-{n % NUM_PROMPTS}-0-1-bench" for n in rng.sample(range(num_groups), count)
         ],
     }
 

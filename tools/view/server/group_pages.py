@@ -76,7 +76,7 @@ class GroupPages:
                 colours={name: urlencode(here | {"colour": name}) for name in COLOURS},
                 next_colour=urlencode(here | {"colour": COLOURS[(COLOURS.index(colour) + 1) % len(COLOURS)]}),
                 raw_link=urlencode({**here, "raw": "0" if raw else "1"}),
-                uses=list(reader.uses(of_group=row.group_id)), query=urlencode(fields), per_page=COMPLETIONS,
+                uses=list(reader.uses(of_group=row.group_id)), per_page=COMPLETIONS,
                 pages={start: urlencode(here | {"first": start}) for start in range(0, shown.num_completions, COMPLETIONS)},
                 before=before and urlencode(here | {"id": before}), after=after and urlencode(here | {"id": after}),
             )  # fmt: skip

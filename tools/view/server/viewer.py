@@ -13,7 +13,6 @@ from pathlib import Path
 
 import apsw
 
-from protocol.errors import JournalError
 from replay.journal.reader import JournalReader
 from replay.journal.rows import GroupRow
 from tools.journal.content import ContentReader
@@ -34,7 +33,8 @@ class Viewer:
 
     def __init__(self, place: Path, tokenizer: Path | None = None) -> None:
         self.run = RunReader(place)
-        self._index = place_of(place if place.is_file() else place / JOURNAL)
+        self._journal = place if place.is_file() else place / JOURNAL
+        self._index = place_of(self._journal)
         self._tokenizer = tokenizer
         self._decoder: tuple[str, Decoder] | None = None  # with the digest of its tokenizer
         self._watch, self._looking = Watch(self.run, []), threading.Lock()
@@ -54,13 +54,11 @@ class Viewer:
 
     @contextmanager
     def journal_if_any(self) -> Iterator[JournalReader | None]:
-        """None where none is there yet."""
-        try:
-            reader = self.run.journal()
-        except JournalError:
+        """None where none is there yet. `JournalError` if it cannot be read."""
+        if not self._journal.is_file():
             yield None
             return
-        with closing(reader):
+        with self.journal() as reader:
             yield reader
 
     def index(self) -> AbstractContextManager[apsw.Connection | None]:

@@ -194,6 +194,13 @@ def test_a_group_that_is_damaged_and_a_tokenizer_that_is_gone(run: Path, cache: 
     assert "Token ids instead of text: /gone has no tokenizer.json here" in client.get("/group?id=0-4-0-1-s").text
 
 
+def test_a_file_that_is_no_journal_is_said(tmp_path: Path, cache: None) -> None:
+    (tmp_path / "journal.sqlite").write_bytes(b"no database " * 100)
+    answer = client_of(tmp_path).get("/groups")
+    assert answer.status_code == 404
+    assert "is not a journal" in answer.text
+
+
 def test_a_bug_is_said_and_ends_nothing(
     client: TestClient, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
