@@ -19,6 +19,8 @@ from consumer.publishing.snapshots import Measurement, Probe
 from protocol.config.sections.model import ModelSection
 from protocol.errors import ConfigError
 
+_OF_BITSANDBYTES = ("adamw_8bit", "lion_8bit", "lion_32bit", "ademamix", "ademamix_8bit", "galore_adamw_8bit")
+
 
 def quantization_config(model: ModelSection) -> BitsAndBytesConfig | None:
     """What transformers loads the base with; None: as it is in its files.
@@ -28,18 +30,39 @@ def quantization_config(model: ModelSection) -> BitsAndBytesConfig | None:
     """
     if model.quantization is None:
         return None
-    try:
-        import bitsandbytes  # noqa: F401  transformers needs it later, and says less about it
-    except ImportError as error:
-        raise ConfigError(
-            f"model.quantization: {model.quantization} needs bitsandbytes ({error}): pip install 'slipstream[quantization]', or "
-            "remove it"
-        ) from error
+    need_bitsandbytes(f"model.quantization: {model.quantization}")
     if model.quantization == "int8":
         return BitsAndBytesConfig(load_in_8bit=True)
     return BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=getattr(torch, model.dtype)
     )
+
+
+def check_optimizer(name: str, *, on_gpu: bool) -> None:
+    """transformers would ask for the library when the first step begins.
+
+    Args:
+        name: of `trainer.optim`.
+
+    Raises:
+        ConfigError: it is one of bitsandbytes, which is not installed, or pages its state where there is no GPU.
+    """
+    if name.startswith("paged_") and not on_gpu:
+        raise ConfigError(
+            f"trainer.optim: {name} moves its state between a GPU and the host, and on a CPU bitsandbytes does not; use "
+            "adamw_8bit or adamw_torch"
+        )
+    if name.startswith("paged_") or "bnb" in name or name in _OF_BITSANDBYTES:
+        need_bitsandbytes(f"trainer.optim: {name}")
+
+
+def need_bitsandbytes(what: str) -> None:
+    try:
+        import bitsandbytes  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"{what} needs bitsandbytes ({error}): pip install 'slipstream[quantization]', or remove it"
+        ) from error
 
 
 def keep_as_it_trains(model: PeftModel) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from peft import LoraConfig
 
 from consumer.loss.importance import resolve
+from consumer.training.quantization import check_optimizer
 from protocol.config.library_rules import for_library
 from protocol.config.library_section import build
 from protocol.config.run import RunConfig
@@ -123,5 +124,6 @@ def check_arguments(arguments: Any, config: RunConfig) -> None:
             f"correction.preset: {config.correction.preset} has one ratio per completion, and trainer.loss_type: vespo "
             "multiplies those of the tokens itself; use token_truncate, token_mask, icepop or none"
         )
+    check_optimizer(str(getattr(arguments.optim, "value", arguments.optim)), on_gpu=not arguments.use_cpu)
     if arguments.world_size > 1:
         raise ConfigError("one trainer process per run: start rl-trainer without accelerate launch or torchrun")

@@ -11,7 +11,7 @@ from peft import get_peft_model, get_peft_model_state_dict, set_peft_model_state
 from transformers import AutoModelForCausalLM
 
 from consumer.publishing.snapshots import NUM_TOKENS, Probe
-from consumer.training.quantization import quantization_config, unquantized_probe
+from consumer.training.quantization import check_optimizer, quantization_config, unquantized_probe
 from consumer.training.trainer import SlipstreamTrainer
 from consumer.training.trl_arguments import build_lora
 from producer.interfaces import Probe as ReceivedProbe
@@ -19,6 +19,7 @@ from producer.policies.verification import SwapProof
 from protocol.config.run import RunConfig
 from protocol.config.sections.swap import TOLERANCES
 from protocol.errors import ConfigError
+from replay.batches.cutting import CutBatch
 from tests.unit.consumer.builders import rollout_group, run_config
 from tests.unit.consumer.trl_reference import lora_parameters, loss_and_gradients, slipstream_trainer
 
@@ -108,3 +109,57 @@ def test_the_library_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert quantization_config(config_of(tmp_path, tmp_path, None).model) is None
     with pytest.raises(ConfigError, match=r"nf4 needs bitsandbytes \(.*\): pip install 'slipstream\[quantization\]'"):
         quantization_config(config_of(tmp_path, tmp_path, "nf4").model)
+
+
+@needs_library
+def test_adamw_with_a_state_of_8_bits_goes_the_way_of_adamw_and_on_from_a_checkpoint(
+    tmp_path: Path, one_layer_model: Path
+) -> None:
+    optim = "adamw_8bit"
+    options = {"max_steps": 3, "lr_scheduler_type": "constant", "max_grad_norm": 0.0, "save_strategy": "no"}
+    groups = [rollout_group([[3, 4, 5], [6], [7, 8], [9]], prompt=[3, 4])] * 2
+
+    def trainer(name: str) -> SlipstreamTrainer:
+        config = run_config(tmp_path / name, one_layer_model, trainer=options | {"optim": name}, lora={"r": 64})
+        found = slipstream_trainer(config, one_layer_model)
+        found._batches = [CutBatch(step, 1, step + 1, groups, 2) for step in range(3)]
+        return found
+
+    def weights(trained: SlipstreamTrainer) -> torch.Tensor:
+        return torch.cat([parameter.detach().flatten() for parameter in lora_parameters(trained)])
+
+    ours, full = trainer(optim), trainer("adamw_torch")
+    before = weights(ours)
+    for each in (ours, full):
+        each.train()
+    cosine = torch.nn.functional.cosine_similarity(weights(ours) - before, weights(full) - before, dim=0)
+    assert cosine > 0.99
+    states = {
+        value.dtype for state in ours.optimizer.state.values() for value in state.values() if torch.is_tensor(value)
+    }
+    assert torch.uint8 in states
+
+    ours._save_optimizer_and_scheduler(str(tmp_path))
+    other = trainer(optim)
+    set_peft_model_state_dict(other._peft_model, get_peft_model_state_dict(ours._peft_model))
+    other.create_optimizer_and_scheduler(3)
+    other._load_optimizer_and_scheduler(str(tmp_path))
+    after = weights(ours)
+    for each in (ours, other):
+        loss_and_gradients(each, each._prepare_inputs(each.recipe.tensors(groups)))
+        each.optimizer.step()
+    assert torch.equal(weights(other), weights(ours))
+    assert not torch.equal(weights(ours), after)
+
+
+def test_an_optimizer_of_the_library_asks_for_it_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    for name in ("adamw_torch", "adafactor", "sgd", "adamw_torch_8bit"):
+        check_optimizer(name, on_gpu=False)
+    for name in ("adamw_bnb_8bit", "paged_adamw_8bit", "adamw_8bit", "rmsprop_bnb_32bit", "galore_adamw_8bit"):
+        with pytest.raises(ConfigError, match=f"trainer.optim: {name} needs bitsandbytes"):
+            check_optimizer(name, on_gpu=True)
+    with pytest.raises(
+        ConfigError, match=r"paged_adamw_8bit moves its state .* does not; use adamw_8bit or adamw_torch"
+    ):
+        check_optimizer("paged_adamw_8bit", on_gpu=False)
