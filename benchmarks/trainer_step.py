@@ -100,6 +100,7 @@ def measure(size: dict[str, Any], repetitions: int, threads: int) -> dict[str, A
         "size": size,
         "facts": facts,
         "losses": {name: steps[name][0]["loss"] for name in SIDES},
+        "gradient_norms": {name: steps[name][0]["gradient_norm"] for name in SIDES},
         "tokens_per_s": {name: tokens / statistics.median(values) for name, values in timed.items()},
         "wall_s": {name: statistics.median(step["wall_s"] for step in steps[name][1:]) for name in SIDES},
         "peak_mb": {name: max(step["peak_mb"] for step in steps[name]) for name in SIDES},

@@ -85,7 +85,11 @@ def config_of(size: dict[str, Any], folder: Path, **trainer: Any) -> RunConfig:
     return RunConfig.model_validate(
         {
             "run_dir": str(folder / "run"),
-            "model": {"path": str(folder / "model"), "dtype": size["model"]["dtype"]},
+            "model": {
+                "path": str(folder / "model"),
+                "dtype": size["model"]["dtype"],
+                "quantization": size.get("quantization"),
+            },
             "dataset": {"path": "none"},
             "rewards": {"functions": [{"function": "rewards:score"}]},
             "sampling": {"num_generations": size["num_generations"], "max_completion_length": size["max_tokens"]},
@@ -259,6 +263,8 @@ def main() -> None:
         wall_s = time.perf_counter() - wall
         busy_s = wall_s if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_utime - busy
         found = {"loss": loss.item(), "wall_s": wall_s, "busy_s": busy_s, "peak_mb": memory.peak_mb()}
+        gradients = [value.grad.float().norm() for _, value in trainable if value.grad is not None]
+        found["gradient_norm"] = torch.stack(gradients).norm().item()
         trainer.model.zero_grad()
         found |= {"model_mb": whole.now_mb(), "model_peak_mb": whole.peak_mb()}
         print(json.dumps(found), flush=True)

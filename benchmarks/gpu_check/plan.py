@@ -24,7 +24,12 @@ class Part:
 _PACKING = {
     "ways": {"padded": {}, "packed": {"attention": "flash_attention_2"}},
     "package": "flash-attn",
-    "same_loss": True,
+    "equal": True,
+}
+_NF4 = {
+    "ways": {"in 16 bits": {}, "nf4": {"quantization": "nf4"}},
+    "package": "bitsandbytes",
+    "equal": False,
 }
 PLAN = (
     Part("machine", "GPU, memory, versions, what does not import", "machine", {}, 15, 60, 0),
@@ -37,6 +42,7 @@ PLAN = (
     Part("parity-merged", "log-probs of vLLM and trainer, merged", "parity", {"mode": "merged"}, 70, 200, 0),
     Part("step-flash", "a training step beside TRL's, FlashAttention", "step", {"attention": "flash_attention_2"}, 90, 200),
     Part("packing", "packed rows (FlashAttention) beside padded rows (SDPA)", "variants", _PACKING, 60, 150),
+    Part("nf4", "our training step on a base of 4 bits beside one of 16", "variants", _NF4, 60, 150),
     Part("swap-adapter", "swaps of 40 and 160 MB, adapters", "swaps", {"mode": "adapter"}, 180, 300, 0),
     Part("decode", "tokens/s without a policy, adapter, merged", "decode", {}, 250, 400, 0),
     Part("swap-merged", "swaps of 40 and 160 MB, merged", "swaps", {"mode": "merged"}, 120, 240, 0),

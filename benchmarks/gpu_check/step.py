@@ -28,6 +28,7 @@ def run(place: Place, attention: str | None = None) -> Findings:
             "peak_mb": report["peak_mb"][side],
             "passes": report["facts"][side]["passes"],
             "loss": report["losses"][side],
+            "gradient_norm": report["gradient_norms"][side],
         }
     low, middle, high = report["speedup_quartiles"]
     yield {"what": "ours / trl", "speedup": middle, "lower_quartile": low, "upper_quartile": high}
