@@ -1,8 +1,9 @@
 """`make bench-ranks`: a training step of several ranks beside that of one and beside TRL's in as many processes, on the CPU.
 
 Guarantee: all take the step of one batch with equal weights, a thread per process; they take turns step by step, so that whatever
-else the machine does falls on all; our losses are compared before any time is, and TRL's stands beside them. Times are of the
-clock on the wall, which is what ranks are for, so the machine must have a core for each process and nothing else to do.
+else the machine does falls on all; ours are compared before any time is, by loss and norm of the gradient, and TRL's stand beside
+them. Times are of the clock on the wall, which is what ranks are for, so the machine must have a core for each process and
+nothing else to do.
 
 The batch is that of `benchmarks/trainer_step.py`, larger, so that arithmetic rules.
 """
@@ -19,9 +20,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.trainer_step import SIZES, Side
+from benchmarks.trainer_step import SIZES, TOLERANCE, Side
 
 SIZE = SIZES["cpu"] | {"num_prompts": 8, "device": "cpu", "correct": False, "attention": None}
+COMPARED = ("loss", "gradient_norm")
 
 
 class Arm:
@@ -41,14 +43,22 @@ class Arm:
         return self.answers()
 
     def step(self) -> dict[str, Any]:
-        """The loss, and how long it took until the last process was done."""
+        """Loss and norm of the gradient, and how long it took until the last process was done."""
         began = time.perf_counter()
         found = self.ask("step")
-        return {"wall_s": time.perf_counter() - began, "loss": found[0]["loss"]}
+        return {"wall_s": time.perf_counter() - began, **{name: found[0][name] for name in COMPARED}}
 
     def close(self) -> None:
         for side in self._sides:
             side.close()
+
+
+def check_equal(benchmark: str, one: dict[str, Any], other: dict[str, Any]) -> None:
+    """Exits unless two steps over the same rows computed the same. Their loss alone would say little: at the first step it
+    follows from the advantages."""
+    for name in COMPARED:
+        if abs(one[name] - other[name]) > TOLERANCE["float32"] * max(abs(one[name]), 1e-3):
+            raise SystemExit(f"{benchmark}: {name} is not equal: {one[name]} and {other[name]}")
 
 
 def measure(world: int, size: dict[str, Any], repetitions: int) -> dict[str, Any]:
@@ -66,9 +76,7 @@ def measure(world: int, size: dict[str, Any], repetitions: int) -> dict[str, Any
         finally:
             for arm in arms.values():
                 arm.close()
-    losses = {name: taken[0]["loss"] for name, taken in steps.items()}
-    if abs(losses["one"] - losses["ranks"]) > 1e-6 * max(1.0, abs(losses["one"])):
-        raise SystemExit(f"bench-ranks: the losses are not equal: {losses}")
+    check_equal("bench-ranks", steps["one"][0], steps["ranks"][0])
     walls = {name: [step["wall_s"] for step in taken[1:]] for name, taken in steps.items()}
 
     def speedup(over: str) -> list[float]:
@@ -79,7 +87,8 @@ def measure(world: int, size: dict[str, Any], repetitions: int) -> dict[str, Any
         "world": world,
         "size": size,
         "facts": facts,
-        "losses": losses,
+        "losses": {name: taken[0]["loss"] for name, taken in steps.items()},
+        "gradient_norms": {name: taken[0]["gradient_norm"] for name, taken in steps.items()},
         "exchange": exchange,
         "tokens_per_s": {name: facts["tokens"] / statistics.median(values) for name, values in walls.items()},
         "speedup_quartiles": {"over one": speedup("one"), "over TRL": speedup("trl")},

@@ -1,6 +1,6 @@
 """`make bench-ranks`, second part: memory of a rank whose base is whole, and of one that shares it with another, on the CPU.
 
-Guarantee: both take the same steps; their losses are compared before anything else is. Memory is what is resident above what
+Guarantee: both take the same steps; loss and gradient are compared before anything else is. Memory is what is resident above what
 the process had before it loaded the model, between steps and at the peak of one. The files of the base are bfloat16 and it
 computes in float32, because a base that needs no conversion is only mapped: its pages are those of the files, which all ranks
 share. Memory that is freed goes back to the system at once here, so that what is kept for later is not taken for needed.
@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.ranks import SIZE, Arm
+from benchmarks.ranks import COMPARED, SIZE, Arm, check_equal
 
 BASE = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 32, "num_attention_heads": 8,
         "num_key_value_heads": 2, "vocab_size": 1024, "dtype": "float32"}  # fmt: skip
@@ -30,7 +30,7 @@ _GIVEN_BACK = {"MALLOC_MMAP_THRESHOLD_": str(2**15), "MALLOC_TRIM_THRESHOLD_": s
 
 
 def measure(world: int, size: dict[str, Any], repetitions: int) -> dict[str, Any]:
-    """Of each way the parameters, the loss, and the medians of what is measured over all but the first step."""
+    """Of each way the parameters, loss and norm of the gradient, and the medians of what is measured but for the first step."""
     os.environ.update(_GIVEN_BACK)
     found = {}
     for choice in ("none", "layers"):
@@ -43,12 +43,11 @@ def measure(world: int, size: dict[str, Any], repetitions: int) -> dict[str, Any
                 arm.close()
         found[choice] = {
             "parameters": parameters,
-            "loss": steps[0][0]["loss"],
+            **{name: steps[0][0][name] for name in COMPARED},
             **{name: statistics.median(max(rank[name] for rank in step) for step in steps) for name in _MEASURED},
         }
     whole, layers = found["none"], found["layers"]
-    if abs(whole["loss"] - layers["loss"]) > 1e-6 * max(1.0, abs(whole["loss"])):
-        raise SystemExit(f"bench-sharding: the losses are not equal: {found}")
+    check_equal("bench-sharding", whole, layers)
     return found | {"ratios": {name: layers[name] / whole[name] for name in _MEASURED}}
 
 
