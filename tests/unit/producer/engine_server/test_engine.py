@@ -244,8 +244,7 @@ async def test_an_answer_that_is_wrong_is_no_group(tmp_path: Path, lie: str) -> 
 
 
 @asynchronous
-async def test_a_server_that_hangs_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("producer.engine_server.server._LOOK_EVERY_S", 0.01)
+async def test_a_server_that_hangs_is_noticed(tmp_path: Path) -> None:
     async with servers() as started, running(tmp_path, started, answer_timeout_s=0.2) as engine:
         started[0].answers["/health"] = deque([lambda: asyncio.sleep(60)])
         await until(engine.outage)
@@ -254,11 +253,8 @@ async def test_a_server_that_hangs_is_noticed(tmp_path: Path, monkeypatch: pytes
 
 
 @asynchronous
-async def test_requests_in_a_server_that_is_gone_go_to_another_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_requests_in_a_server_that_is_gone_go_to_another_one(tmp_path: Path) -> None:
     """Its host lost power: connections say nothing."""
-    monkeypatch.setattr("producer.engine_server.server._LOOK_EVERY_S", 0.01)
     async with servers(2) as started, running(tmp_path, started, answer_timeout_s=5.0) as engine:
         policy = adapter(tmp_path, 1)
         await publish(engine, policy)
