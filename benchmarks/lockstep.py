@@ -28,6 +28,7 @@ from protocol.wire.adapter_blob import AdapterBlob
 from replay.batches.cutting import CutBatch
 from replay.batches.delivery import Arrival
 from replay.groups import RolloutGroup
+from replay.journal.tables import StepCut
 
 _EVALUATED_AT_ONCE = 500
 
@@ -114,6 +115,7 @@ class Policies(Pipeline):
     """
 
     def __init__(self, keep: int, evaluate_every: int, evaluate: Callable[[bytes], float]) -> None:
+        super().__init__()
         self._keep = keep
         self._evaluate_every = evaluate_every
         self._evaluate = evaluate
@@ -123,7 +125,7 @@ class Policies(Pipeline):
     def __getitem__(self, version: int) -> bytes:
         return self._blobs[version]
 
-    def publish(self, step: int, version: int, snapshot: Snapshot) -> None:
+    def publish(self, step: int, version: int, snapshot: Snapshot, cut: StepCut | None = None) -> None:
         blob = self._blobs[version] = bytes(snapshot.published(version).data)
         snapshot.release()
         while len(self._blobs) > self._keep:

@@ -32,6 +32,7 @@ from consumer.waiting import Patience
 from protocol.config.loader import load_config
 from protocol.files import rotated_lines
 from replay.groups import RolloutGroup
+from replay.journal.tables import StepCut
 from replay.journal.writer import Journal
 from replay.rewards import RewardRecipe
 
@@ -157,8 +158,8 @@ class MeasuredPolicies(Policies):
         self.feed: LeasingFeed  # set once it exists
         self.curve: list[tuple[int, int, float, float]] = []  # tokens, steps, greedy and expected accuracy
 
-    def publish(self, step: int, version: int, snapshot: Snapshot) -> None:
-        super().publish(step, version, snapshot)
+    def publish(self, step: int, version: int, snapshot: Snapshot, cut: StepCut | None = None) -> None:
+        super().publish(step, version, snapshot, cut)
         if self.feed.tokens >= self._next:
             self._next = self.feed.tokens + self._every_tokens
             self.curve.append((self.feed.tokens, step, *self._held_out(self.blob)))
