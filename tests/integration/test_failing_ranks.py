@@ -43,17 +43,17 @@ def test_a_rank_that_fails_is_named_with_its_cause_and_the_run_goes_on(
     run.wait_for_step(3)
     (failures / "2").write_text("gpu memory")
     began = time.monotonic()
-    assert trainer.end() == 77
+    assert trainer.end() == 71, "however small its passes are made"
     assert time.monotonic() - began < 30  # 1 or so on a machine that is not busy
-    assert "rl-trainer: error: rank 2 ended (OutOfMemoryError: CUDA out of memory. Tried to" in trainer.output
-    assert most_tries(run) == 0
+    assert "no memory for a single completion with its prompt (rank 2 said so)" in trainer.output
+    assert most_tries(run) == 1, "it may be the batch that is too large"
 
     (failures / "2").rename(failures / "1").write_text("memory")
     run.producer("second")
     trainer = trainer_of_three(run)
     assert trainer.end() == 77
     assert "error: rank 1 ended (MemoryError: no room for the activations); go on with --resume" in trainer.output
-    assert most_tries(run) == 0
+    assert most_tries(run) == 1, "a lost rank costs none"
 
     (failures / "1").unlink()
     total = run.steps[-1]["step"] + 2
