@@ -7,6 +7,7 @@ The two daemons are started exactly as a user would start them, as two processes
 
 import argparse
 import json
+import logging
 import os
 import shutil
 import signal
@@ -30,6 +31,7 @@ def main() -> None:
         "--gpus", help="GPU of the producer and of the trainer, e.g. 0,1 (default: what the machine has)"
     )
     arguments = parser.parse_args()
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # imported, it warns of a kernel that nothing here needs
 
     build_base_model()
     from examples.arithmetic.evaluate import greedy_accuracy

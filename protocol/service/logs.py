@@ -32,6 +32,7 @@ def configure(role: str, level: str = "info", log_format: Literal["auto", "text"
     logging.captureWarnings(as_json)
     for package in _OUR_PACKAGES:
         logging.getLogger(package).setLevel(level.upper())
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of a kernel that the trainer does without
 
 
 def bind(**context: Any) -> None:
