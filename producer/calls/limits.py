@@ -1,4 +1,4 @@
-"""What ends a completion, and what it may be made of, in the words of vLLM's API.
+"""How a group is sampled, what ends a completion, and what it may be made of, in the words of vLLM's API.
 
 Guarantee: every engine, and the endpoint, is asked in the same words; a run that limits nothing asks for nothing.
 """
@@ -8,8 +8,21 @@ from typing import Any
 from protocol.wire.messages import Sampling
 
 
+def group_fields(sampling: Sampling) -> dict[str, Any]:
+    """Fields of a request for a group, with the log-probs of the sampled tokens alone."""
+    return {
+        "n": sampling.num_generations,
+        "max_tokens": sampling.max_completion_length,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "logprobs": 0,
+    } | limits(sampling)
+
+
 def limits(sampling: Sampling) -> dict[str, Any]:
-    """Fields of a request."""
+    """Those of these fields that limit a completion."""
     guides = {"regex": sampling.regex, "json": sampling.json_schema}
     fields: dict[str, Any] = {
         "stop": list(sampling.stop),

@@ -13,7 +13,7 @@ from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerBase
 
-from producer.calls.limits import limits
+from producer.calls.limits import group_fields, limits
 from producer.engine.adapter_weights import AdapterWeights
 from producer.engine.core import EngineCore, prompt_of
 from producer.engine.merged_weights import MergedWeights
@@ -70,7 +70,7 @@ class VllmEngine:
         await self.weights.start()
         final = RequestOutputKind.FINAL_ONLY
         try:
-            params = SamplingParams(max_tokens=1, logprobs=0, output_kind=final, **_limits(self._sampling))
+            params = SamplingParams(max_tokens=1, logprobs=0, output_kind=final, **_for_vllm(limits(self._sampling)))
             await self._core.sample("warm-up", prompt_of([0]), params, None, asyncio.Event())
         except ValueError as error:
             raise ConfigError(f"sampling: vLLM refuses it: {error}") from error
@@ -82,16 +82,9 @@ class VllmEngine:
         self, prompt_ids: list[int], sampling: Sampling, adapter: Adapter, cut: asyncio.Event | None = None
     ) -> list[Completion]:
         params = SamplingParams(
-            n=sampling.num_generations,
-            max_tokens=sampling.max_completion_length,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            logprobs=0,  # of the sampled token alone
+            **_for_vllm(group_fields(sampling)),
             flat_logprobs=True,
             detokenize=bool(sampling.stop),  # which vLLM looks for in the text
-            **_limits(sampling),
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         is_cut = cut or asyncio.Event()
@@ -121,10 +114,9 @@ class VllmEngine:
         return None
 
 
-def _limits(sampling: Sampling) -> dict[str, Any]:
-    fields = limits(sampling)
+def _for_vllm(fields: dict[str, Any]) -> dict[str, Any]:
     if guides := fields.get("structured_outputs"):
-        fields["structured_outputs"] = StructuredOutputsParams(**guides)
+        return fields | {"structured_outputs": StructuredOutputsParams(**guides)}
     return fields
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
-from producer.calls.limits import limits
+from producer.calls.limits import group_fields
 from producer.engine_server.http_client import HttpClient, ServerLostError, ServerMismatchError, ServerRefusedError
 from producer.interfaces import Completion
 from protocol.wire.messages import Sampling
@@ -118,16 +118,7 @@ class VllmApi:
 
     async def sample(self, model: str, prompt_ids: list[int], sampling: Sampling, version: int) -> list[Completion]:
         """A group under the adapter `model`, which is this version. The caller sets the deadline."""
-        asked = _every_parameter(
-            n=sampling.num_generations,
-            max_tokens=sampling.max_completion_length,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            logprobs=0,  # of the sampled token alone
-            **limits(sampling),
-        )
+        asked = _every_parameter(**group_fields(sampling))
         choices = await self._complete(model, prompt_ids, sampling.num_generations, asked)
         return [_completion(choice, prompt_ids, sampling, version) for choice in choices]
 

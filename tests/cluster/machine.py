@@ -100,8 +100,7 @@ class ClusterRun:
         return found
 
     def step(self) -> int:
-        steps = rotated_lines.read(self.run_dir / "steps.jsonl")
-        return int(steps[-1]["step"]) if steps else 0
+        return newest_step(self.run_dir)
 
     def wait_for_steps(self, more: int, timeout_s: float = 300.0) -> float:
         """Until so many more were taken; the seconds that it took until the first."""
@@ -121,6 +120,12 @@ class ClusterRun:
             self.run_dir / "cluster/trainer.log",
         ]
         return "\n".join(f"{log.name}:\n{log.read_text(errors='replace')[-3000:]}" for log in logs if log.exists())
+
+
+def newest_step(run_dir: Path) -> int:
+    """0 before the first."""
+    steps = rotated_lines.read(run_dir / "steps.jsonl")
+    return int(steps[-1]["step"]) if steps else 0
 
 
 def raylet_of(process: psutil.Process) -> int:

@@ -24,7 +24,7 @@ import yaml
 
 from examples.arithmetic import demo
 from protocol.files import rotated_lines
-from tests.cluster.machine import REPOSITORY, cluster_run, eventually
+from tests.cluster.machine import REPOSITORY, cluster_run, eventually, newest_step
 from tests.integration.slurm import Slurm, free_ports
 from tools.journal.cli import main as rl_journal
 
@@ -110,14 +110,14 @@ def _move(folder: Path) -> dict[str, float]:
         began = time.monotonic()
         place(folder, step)
         stages[name] = time.monotonic() - began
-        print(f"{name}: at step {_step(folder)} after {stages[name]:.0f} s", file=sys.stderr, flush=True)
+        print(f"{name}: at step {newest_step(folder / 'run')} after {stages[name]:.0f} s", file=sys.stderr, flush=True)
     return stages
 
 
 def _pair(folder: Path, until: int) -> None:
     resume = ["--resume"] if (folder / "run").exists() else []
     with _daemon(folder, "producer.cli") as producer, _daemon(folder, "consumer.cli", *resume) as trainer:
-        eventually(lambda: _step(folder) >= until or trainer.poll() is not None, _STAGE_S)
+        eventually(lambda: newest_step(folder / "run") >= until or trainer.poll() is not None, _STAGE_S)
         if until == _last_step(folder):  # the producer ends with the trainer
             assert (trainer.wait(60), producer.wait(60)) == (0, 0)
 
@@ -125,7 +125,7 @@ def _pair(folder: Path, until: int) -> None:
 def _ray(folder: Path, until: int) -> None:
     with cluster_run(folder, 3, 3, scripted=False) as run:
         run.command("up", *_CONFIG, *_SIZE, "--producers", "2", "--detach")
-        eventually(lambda: _step(folder) >= until, _STAGE_S)
+        eventually(lambda: newest_step(folder / "run") >= until, _STAGE_S)
         assert "trainer: ended with 0" in run.command("down", *_CONFIG)
 
 
@@ -145,7 +145,7 @@ def _slurm(folder: Path, until: int) -> None:
             *_SIZE, "--cpus", "1", "--producers", "2", "--trainer-node", "n2")  # fmt: skip
         words = ask("jobs/submit.sh").splitlines()[-1].replace(",", "").replace(";", "").split()
         trainer, producers = words[words.index("job") + 1], words[words.index("producers:") + 2]
-        eventually(lambda: _step(folder) >= until, _STAGE_S)
+        eventually(lambda: newest_step(folder / "run") >= until, _STAGE_S)
         for job in (trainer, producers):
             ask("scancel", job)
         eventually(lambda: not slurm.ask("squeue", "--noheader").strip(), 120)
@@ -164,11 +164,6 @@ def _daemon(folder: Path, module: str, *arguments: str) -> "Iterator[subprocess.
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
         assert process.wait(120) == 0, module
-
-
-def _step(folder: Path) -> int:
-    steps = rotated_lines.read(folder / "run/steps.jsonl")
-    return int(steps[-1]["step"]) if steps else 0
 
 
 def _last_step(folder: Path) -> int:
