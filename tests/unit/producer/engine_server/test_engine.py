@@ -400,8 +400,8 @@ async def test_a_cancelled_load_leaves_nothing(tmp_path: Path) -> None:
     async with servers() as started, running(tmp_path, started) as engine:
         (server,) = started
         await server.kill()
-        await until(engine.outage)
         loading = asyncio.create_task(engine.weights.load(adapter(tmp_path, 1)))
+        await until(engine.outage)  # which it notices before anybody looks
         await asyncio.sleep(0.05)
         loading.cancel()
         with pytest.raises(asyncio.CancelledError):
