@@ -44,8 +44,9 @@ class Run:
         self.config_file.write_text(yaml.safe_dump(values))
         self.config = load_config(str(self.config_file))
 
-    def trainer(self, *arguments: str, module: str = "consumer.cli") -> Daemon:
-        process = Daemon(module, self.folder / "trainer.log", "--config", str(self.config_file), *arguments)
+    def trainer(self, *arguments: str, module: str = "consumer.cli", spawns: bool = False) -> Daemon:
+        log = self.folder / "trainer.log"
+        process = Daemon(module, log, "--config", str(self.config_file), *arguments, spawns=spawns)
         self.stack.callback(process.kill)
         return process
 

@@ -30,13 +30,16 @@ def trainer_status(run: Run) -> dict[str, Any]:
 
 
 def other_ranks(pid: int) -> list[psutil.Process]:
-    return [child for child in psutil.Process(pid).children(True) if "consumer.follower" in " ".join(child.cmdline())]
+    """Those that it started, or that are forks of it."""
+    trainer = psutil.Process(pid)
+    commands = [(child, child.cmdline()) for child in trainer.children(True)]
+    return [child for child, command in commands if "consumer.follower" in command or command == trainer.cmdline()]
 
 
 def test_two_ranks_train_what_one_trains(start: Callable[..., Run]) -> None:
     run = start(replay={"keep_all": True}, trainer={"max_steps": 4, "optim": "sgd", "learning_rate": 0.1})
     producer = run.producer()
-    trainer = run.trainer("--ranks", "2")
+    trainer = run.trainer("--ranks", "2", spawns=True)
     assert trainer.end() == 0, trainer.output
     producer.join(10)
     assert producer.farewell == "finished"

@@ -24,7 +24,8 @@ class WarmProcess:
     """A running daemon, with what tests need of `subprocess.Popen`.
 
     Args:
-        spawns: a producer lets vLLM start its engine core in its own way, which takes longer; see `forked_cores`.
+        spawns: a producer lets vLLM start its engine core, and a trainer its other ranks, in their own way, which takes
+            longer; see `forked_cores` and `forked_ranks`.
     """
 
     def __init__(

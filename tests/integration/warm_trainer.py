@@ -1,7 +1,15 @@
 """What `tests.chaos.zygote` imports and runs for `rl-trainer` and `rl-sft`."""
 
+from typing import Any
+
 from tests.chaos import trainer_child
+from tests.chaos.forked_ranks import forked_ranks
 from tests.integration import warm
 
 preload = trainer_child.preload
-main = warm.run
+
+
+def main(request: dict[str, Any]) -> int:
+    if request["module"] == "consumer.cli" and not request["spawns"] and "--rendezvous" not in request["argv"]:
+        forked_ranks(request["argv"])
+    return warm.run(request)
