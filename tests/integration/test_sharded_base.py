@@ -1,9 +1,6 @@
 """The frozen base in parts on several ranks: real processes on the CPU."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +10,7 @@ from consumer.ranks.placement import Nodes
 from consumer.ranks.rendezvous import listen
 
 from .runs import Run
+from .warm import WarmProcess
 
 pytestmark = pytest.mark.integration
 
@@ -22,20 +20,19 @@ WORLD = 3
 def test_a_step_on_a_shared_base_is_that_of_one_process(tmp_path: Path, trained_model: Path) -> None:
     """Of 4 rows and 3 ranks, with limits that give them different numbers of micro-batches."""
     store = listen(Nodes())
-    command = [sys.executable, "-m", "tests.integration.sharded_rank"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    logs = [tmp_path / f"rank-{rank}.log" for rank in range(WORLD)]
+    places = [str(WORLD), str(store.port), str(tmp_path), str(trained_model)]
     ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(WORLD), str(store.port), str(tmp_path), str(trained_model)], env=environment
-        )
+        WarmProcess("tests.integration.sharded_trainer", [str(rank), *places], logs[rank], environment)
         for rank in range(WORLD)
     ]
     try:
-        assert [rank.wait(400) for rank in ranks] == [0] * WORLD
+        assert [rank.wait(400) for rank in ranks] == [0] * WORLD, [log.read_text()[-2000:] for log in logs]
     finally:
         for rank in ranks:
             rank.kill()
-            rank.wait()
+            rank.wait(10)
     of_ranks = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(WORLD)]
     for name, first in of_ranks[0].items():
         for found in (of_rank[name] for of_rank in of_ranks):
