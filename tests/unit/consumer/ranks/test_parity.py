@@ -76,7 +76,12 @@ def assert_same(folder: Path, model: Path, options: dict[str, Any], worlds: tupl
             assert torch.equal(other_gradient, found[0][1])
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+FIRST = {"grpo", "kl", "entropy quantile", "two iterations"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in FIRST else pytest.mark.long) for name in OPTIONS]
+)
 def test_a_step_of_several_ranks(tmp_path: Path, one_layer_model: Path, name: str) -> None:
     assert_same(tmp_path, one_layer_model, OPTIONS[name], (2,))
 
