@@ -22,6 +22,7 @@ from consumer.ranks.placement import Placement
 from consumer.ranks.team import team
 from consumer.ranks.work import watch_ranks
 from consumer.training.feed import RecordedRun
+from consumer.training.gpu_share import gpu_share
 from consumer.training.run_components import RunComponents
 from consumer.training.trl_arguments import build_arguments, build_lora
 from consumer.waiting import StopRequested
@@ -53,8 +54,9 @@ def run(config: RunConfig, placement: Placement, *, resume: bool, source: Path |
     transformers.utils.logging.disable_progress_bar()
     gpus = list(placement.gpus)
     _prepare_device(gpus)
-    with watched(config, "rl-trainer", gpus) as watch:
+    with watched(config, "rl-trainer", gpus) as watch, ExitStack() as opened:
         with watch.health.starting("reading model and dataset", config.pipeline.stall_timeout_s):
+            opened.enter_context(gpu_share(config, placement, stop))
             components = RunComponents.load(config, gpus, stop)
         try:
             if source is None:

@@ -28,9 +28,10 @@ from producer.state import Counters
 from producer.tasks import Tasks
 from producer.timeline import Timeline
 from protocol.config.run import RunConfig
-from protocol.errors import StalledError
+from protocol.errors import ConfigError, StalledError
 from protocol.files.scratch import scratch_folder
 from protocol.files.shared_memory import SharedMemory, shared_memory
+from protocol.gpu.seat import Seat, seated
 from protocol.security.keys import ProducerKeys, process_name, producer_keys
 from protocol.service import logs
 from protocol.service.exposition import Watch
@@ -69,6 +70,7 @@ class Base:
     folder: Path
     memory: SharedMemory
     neighbours: Neighbours
+    seat: Seat
 
     def folder_for(self, num_bytes: int) -> Path:
         """Where an adapter is unpacked: in memory, if there is room."""
@@ -77,11 +79,17 @@ class Base:
 
 def build_base(launch: Launch, watch: Watch, stack: AsyncExitStack) -> Base:
     config = launch.config
+    if launch.bundle and config.pipeline.gpu == "shared":
+        raise ConfigError(
+            "pipeline.gpu: shared cannot be set with --connect: what the trainer takes of the GPU follows from its whole file; "
+            "start the producer on its GPU with --config"
+        )
+    seat = stack.enter_context(seated(config, launch.gpus, "producer"))
     timeline = Timeline(Path(config.run_dir) / f"producer-{launch.name}.jsonl")
     metrics = ProducerMetrics(watch.registry, config.rewards.names)
     folder, memory = stack.enter_context(scratch_folder()), stack.enter_context(shared_memory())
     neighbours = build_neighbours(launch, stack)
-    return Base(launch, config, watch, Counters(), metrics, timeline, Tasks(), folder, memory, neighbours)
+    return Base(launch, config, watch, Counters(), metrics, timeline, Tasks(), folder, memory, neighbours, seat)
 
 
 def build_neighbours(launch: Launch, stack: AsyncExitStack) -> Neighbours:
@@ -163,6 +171,7 @@ async def _build_engine(base: Base, stack: AsyncExitStack) -> Engine:
     from producer.engine.engine import VllmEngine  # vLLM takes seconds to import
 
     logs.adopt_libraries()
-    engine = VllmEngine(base.config, len(base.launch.gpus))
-    stack.callback(engine.shutdown)
+    with base.seat.settling(base.config.pipeline.stall_timeout_s):
+        engine = VllmEngine(base.seat.with_share(base.config), len(base.launch.gpus))
+        stack.callback(engine.shutdown)
     return engine

@@ -36,8 +36,12 @@ def base(place: Place) -> Path:
     return folder
 
 
-def sections(place: Place, run_dir: Path, mode: str, dtype: str) -> dict[str, Any]:
-    """The configuration of a run of this model."""
+def sections(place: Place, run_dir: Path, mode: str, dtype: str, share: float | None = None) -> dict[str, Any]:
+    """The configuration of a run of this model.
+
+    Args:
+        share: of the GPU's memory for the engine; None: what follows from the rest.
+    """
     folder = base(place)
     length, steps = (16, 4) if place.on_cpu else (256, 30)
     return {
@@ -50,16 +54,16 @@ def sections(place: Place, run_dir: Path, mode: str, dtype: str) -> dict[str, An
         "swap": {"mode": mode},
         "lora": {"r": RANK, "lora_alpha": 2 * RANK, "target_modules": "all-linear"},
         "engine": {"max_model_len": 1024, "max_num_seqs": 64 if place.on_cpu else 256, "enforce_eager": place.on_cpu}
-        | ({} if place.on_cpu else {"gpu_memory_utilization": 0.4}),
+        | ({} if place.on_cpu or share is None else {"gpu_memory_utilization": share}),
         "trainer": {"max_steps": steps, "learning_rate": 1e-4, "gradient_checkpointing": False, "save_steps": 1000},
     }
 
 
-def write_run(place: Place, run_dir: Path, mode: str) -> Path:
+def write_run(place: Place, run_dir: Path, mode: str, share: float | None = None) -> Path:
     """The same as a file in `run_dir`."""
     run_dir.mkdir(parents=True)
     path = run_dir / "run.yaml"
-    path.write_text(yaml.safe_dump(sections(place, run_dir, mode, place.dtype)), encoding="utf-8")
+    path.write_text(yaml.safe_dump(sections(place, run_dir, mode, place.dtype, share)), encoding="utf-8")
     return path
 
 

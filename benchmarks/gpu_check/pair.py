@@ -1,28 +1,41 @@
-"""Both daemons on one GPU, started as a user starts them: what steps, swaps and ratios were.
+"""Both daemons on one GPU (`pipeline.gpu: shared`), started as a user starts them: what steps, swaps and ratios were. With
+several ranks the producer is on the GPU of the first, with a share that is named.
 
 The first step trains on what version 0 sampled, so its ratios are what engine and trainer differ by, and nothing else.
 """
 
 import statistics
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from benchmarks.gpu_check.model import write_run
 from benchmarks.gpu_check.place import Findings, Place
 from examples.arithmetic.demo import run_pair
+from protocol.config.loader import load_config
+from protocol.gpu.device import gpu_facts
+from protocol.gpu.needs import GIB
+from protocol.gpu.preview import preview
 from tools.run_reader import STEPS, Line, RunReader
 
+_LOOK_EVERY_S = 0.5
 _RATIO = "sampling/importance_sampling_ratio/"
 
 
 def run(place: Place, mode: str, ranks: int = 1) -> Findings:
     run_dir = place.folder / "run"
-    path = write_run(place, run_dir, mode)
+    path = write_run(place, run_dir, mode, 0.4 if ranks > 1 else None)
+    for line in preview(load_config(str(path), ["pipeline.gpu=shared"]), place.gpu if ranks == 1 else "cpu"):
+        yield {"what": "shares", "computed": line}
     trainer = place.gpu if ranks == 1 else ",".join(map(str, place.gpus[:ranks]))
     failure: SystemExit | None = None
-    try:
-        run_pair(run_dir, ["--config", str(path)], [place.gpu, trainer])
-    except SystemExit as error:
-        failure = error
+    with most_used(place.gpus) as used:
+        try:
+            run_pair(run_dir, ["--config", str(path)], [place.gpu, trainer])
+        except SystemExit as error:
+            failure = error
+    yield from ({"what": f"memory of GPU {gpu}", "most_used_gib": most / GIB} for gpu, most in used.items())
     reader = RunReader(run_dir)
     steps = reader.lines(STEPS)
     if steps:
@@ -32,6 +45,27 @@ def run(place: Place, mode: str, ranks: int = 1) -> Findings:
         yield {"what": "swaps", "count": len(swaps), "median_ms": statistics.median(swaps), "longest_ms": max(swaps)}
     if failure is not None:
         raise failure
+
+
+@contextmanager
+def most_used(gpus: Sequence[int]) -> Iterator[dict[int, int]]:
+    """The most bytes that were in use on each GPU while it lasts, by index."""
+    most: dict[int, int] = {}
+    done = threading.Event()
+
+    def look() -> None:
+        while not done.wait(_LOOK_EVERY_S):
+            for gpu in gpus:
+                if (facts := gpu_facts(gpu)) is not None:
+                    most[gpu] = max(most.get(gpu, 0), facts.used_bytes)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield most
+    finally:
+        done.set()
+        thread.join()
 
 
 def _of_steps(steps: list[Line]) -> Findings:

@@ -42,7 +42,7 @@ class Sampled(NamedTuple):
 def run(place: Place, mode: str, dtype: str = "") -> Findings:
     dtype = dtype or place.dtype
     folder = base(place)
-    config = RunConfig.model_validate(sections(place, place.folder / "run", mode, dtype))
+    config = RunConfig.model_validate(sections(place, place.folder / "run", mode, dtype, 0.4))
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     lines = (folder / "train.jsonl").read_text(encoding="utf-8").splitlines()[: 2 if place.on_cpu else 16]
     prompts = [tokenizer(json.loads(line)["prompt"])["input_ids"] for line in lines]

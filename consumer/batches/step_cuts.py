@@ -14,6 +14,7 @@ import torch
 
 from consumer.batches.tensors import FILLER, BatchRecipe, MicroBatch
 from consumer.ranks.exchange import Ranks
+from protocol.config.sections.learning import FIRST_TOKENS
 from protocol.errors import DeviceError
 from replay.batches.cutting import CutBatch
 from replay.groups import RolloutGroup
@@ -21,7 +22,6 @@ from replay.journal.tables import StepCut
 
 logger = logging.getLogger(__name__)
 
-FIRST_TOKENS = 16_384  # of a pass under `auto`, before anything was measured
 MOST_TOKENS = 131_072  # more makes no pass faster
 _FIXED_POLICIES = ("old_per_token_logps", "ref_per_token_logps")
 

@@ -10,9 +10,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from accelerate.utils.memory import should_reduce_batch_size
 
-from consumer.batches.step_cuts import FIRST_TOKENS, MOST_TOKENS
+from consumer.batches.step_cuts import MOST_TOKENS
 from consumer.batches.tensors import MicroBatch
 from consumer.ranks.exchange import Ranks
+from protocol.config.sections.learning import FIRST_TOKENS
 
 _USED_SHARE = 0.8  # of what is free; the rest is for other shapes and what fragmentation takes
 _ROUNDED_TO = 1024  # tokens
@@ -62,8 +63,22 @@ class PassMemory:
         if self._device is None or largest < _WORTH_MEASURING:
             return None
         taken = torch.cuda.max_memory_allocated(self._device) - self._before
-        unused = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
-        return tokens_within(torch.cuda.mem_get_info(self._device)[0] + unused, taken, largest)
+        reserved, allocated = torch.cuda.memory_reserved(self._device), torch.cuda.memory_allocated(self._device)
+        free, total = torch.cuda.mem_get_info(self._device)
+        limit = int(torch.cuda.get_per_process_memory_fraction(self._device) * total)
+        return tokens_within(allocatable_bytes(free, reserved, allocated, limit), taken, largest)
+
+
+def allocatable_bytes(free: int, reserved: int, allocated: int, limit: int) -> int:
+    """What torch can still give out.
+
+    Args:
+        free: on the GPU.
+        reserved: that torch has taken from it, whoever uses it.
+        allocated: of that, in use.
+        limit: of what torch may reserve (`pipeline.gpu: shared`).
+    """
+    return reserved - allocated + max(0, min(free, limit - reserved))
 
 
 def tokens_within(free_bytes: int, taken_bytes: int, taken_tokens: int) -> int:

@@ -92,8 +92,9 @@ def run_pair(run_dir: Path, settings: list[str], gpus: list[str]) -> None:
         "rl-producer": [sys.executable, "-m", "producer.cli", "--gpu", gpus[0], *settings],
         "rl-trainer": [sys.executable, "-m", "consumer.cli", "--gpu", gpus[1], *settings],
     }
-    if gpus[0] == gpus[1] != "cpu":  # one GPU for both: leave the trainer half of it
-        commands["rl-producer"] += ["--set", "engine.gpu_memory_utilization=0.4"]
+    if gpus[0] == gpus[1] != "cpu":
+        for command in commands.values():
+            command += ["--set", "pipeline.gpu=shared"]
     for name, command in commands.items():
         print(f"starting {name} {' '.join(command[3:])}", flush=True)
     print(f"the producer's messages go to {producer_log}; loading vLLM takes some 20 seconds", flush=True)

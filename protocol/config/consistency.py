@@ -24,6 +24,11 @@ def problems(config: "RunConfig") -> Iterator[str]:
         yield from _of_engine_server(config)
     yield from _of_stops(config)
     yield from _of_quantization(config)
+    if config.pipeline.gpu == "shared" and config.engine.get("kv_cache_memory_bytes"):
+        yield (
+            "engine.kv_cache_memory_bytes: vLLM takes it whatever its share of the GPU is, and with pipeline.gpu=shared the "
+            "trainer has the rest; set engine.gpu_memory_utilization instead"
+        )
     limit = config.sampling.max_completion_length
     if config.advantage.overlong_buffer_tokens > limit:
         yield (
@@ -160,6 +165,11 @@ def _of_engine_server(config: "RunConfig") -> Iterator[str]:
         yield (
             f"swap.probe_every={config.swap.probe_every}: nothing but the probe proves the weights of a server, so every version "
             "needs one; set it to 1"
+        )
+    if config.pipeline.gpu != "own":
+        yield (
+            f"pipeline.gpu: {config.pipeline.gpu} divides a GPU with an engine of the producer's own, and a server takes what "
+            "its flags say; use own"
         )
     if config.serve.enabled:
         yield (

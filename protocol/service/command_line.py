@@ -80,6 +80,7 @@ def main(
     that own sections; `run` is the daemon and gets the GPU indexes, none for CPU. What `load` gives is used in its context;
     without it the configuration is a file. Where it `needs_gpu` none, --gpu is not looked at."""
     from protocol.config.loader import dump_config, load_config  # its import takes as long as all others
+    from protocol.gpu.preview import preview
 
     def work() -> int:
         loaded = load(arguments) if load else nullcontext(load_config(arguments.config, arguments.overrides))
@@ -87,7 +88,7 @@ def main(
             if arguments.check:
                 if arguments.check == "full":
                     check_libraries(config)
-                print(dump_config(config), end="")
+                print(dump_config(config), *(f"# {line}\n" for line in preview(config, arguments.gpu)), sep="", end="")
                 return ExitCode.OK
             logs.configure(program, config.observability.log_level, config.observability.log_format)
             return run(config, select_gpus(arguments.gpu if needs_gpu(config) else "cpu"))

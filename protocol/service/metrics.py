@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry, PlatformCollector, ProcessColle
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from protocol.gpu.device import gpu_facts
 from protocol.processes.tree import resident_bytes
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a series more for every counter, which nobody reads
@@ -81,14 +82,5 @@ def add_process_metrics(registry: CollectorRegistry, prefix: str, gpus: list[int
 
 
 def _gpu_memory(gpus: list[int], what: str) -> dict[str, float]:
-    """NVML answers without a CUDA context of its own, which would cost memory on the GPU."""
-    if not gpus:
-        return {}
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()  # counts its calls; the first one does the work
-        handles = {gpu: pynvml.nvmlDeviceGetHandleByIndex(gpu) for gpu in gpus}
-        return {str(gpu): getattr(pynvml.nvmlDeviceGetMemoryInfo(handles[gpu]), what) for gpu in gpus}
-    except Exception:  # a driver that does not answer must not cost the other metrics
-        return {}
+    found = [facts for gpu in gpus if (facts := gpu_facts(gpu)) is not None]
+    return {str(gpu.index): gpu.used_bytes if what == "used" else gpu.total_bytes for gpu in found}

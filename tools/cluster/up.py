@@ -13,6 +13,7 @@ from protocol.errors import ExitCode
 from protocol.service.command_line import add_config
 from tools.cluster import session
 from tools.cluster.fleet.plan import MOST_PRODUCERS
+from tools.cluster.gpu_use import check_gpu_use
 from tools.command import whole
 from tools.tables import say
 
@@ -61,6 +62,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
 
 def _up(chosen: argparse.Namespace) -> ExitCode:
     config = load_config(chosen.config, chosen.overrides)
+    check_gpu_use(config, chosen.gpus)
     run_dir = Path(os.path.abspath(config.run_dir))
     session.require_ray()
     starts_ray = session.find_address(run_dir, chosen.address) is None

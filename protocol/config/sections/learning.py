@@ -11,6 +11,8 @@ from pydantic import Field, field_validator
 from protocol.config.sections.section import Count, Positive, PositiveFloat, PositiveSeconds, Problems, Section, Share
 
 ShardBase = Literal["auto", "none", "layers"]
+GpuSharing = Literal["own", "shared"]
+FIRST_TOKENS = 16_384  # of a pass under `trainer_tokens_per_micro_batch: auto`, before anything was measured
 
 
 class PipelineSection(Section):
@@ -21,6 +23,12 @@ class PipelineSection(Section):
         "memory. A step is cut into as many as it takes; loss and gradient do not depend on it. A longer completion goes alone. "
         "`auto` begins with 16384, takes what the GPU has room for once a step has shown what a pass takes, and halves it when "
         "the device is out of memory; the journal keeps it, step by step.",
+    )
+    gpu: GpuSharing = Field(
+        "own",
+        description="How trainer and producer come by a GPU. `own`: each has one, and takes what it needs of it; `shared`: both "
+        "name the same one with `--gpu`, work at the same time and take a part of its memory each, computed from the model. See "
+        "docs/one-gpu.md.",
     )
     shard_base: ShardBase = Field(
         "auto",

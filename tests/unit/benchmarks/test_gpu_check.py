@@ -1,15 +1,17 @@
 """The plan, what becomes of a part, and the table of the GPU check."""
 
 import asyncio
+import threading
 from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu_check import runner
+from benchmarks.gpu_check import pair, runner
 from benchmarks.gpu_check.parity import distance
 from benchmarks.gpu_check.plan import PLAN, Part, obstacle, planned
 from benchmarks.gpu_check.report import table
 from benchmarks.gpu_check.runner import Outcome, judged, run_parts
+from protocol.gpu.device import Gpu
 
 
 @pytest.mark.parametrize(
@@ -90,3 +92,19 @@ def test_distances_of_logprobs() -> None:
     ratio = 1.6487212707  # exp(0.5)
     assert found["ratio_mean"] == pytest.approx((1 + ratio) / 2)
     assert found["effective_share"] == pytest.approx((1 + ratio) ** 2 / (1 + ratio**2) / 2)
+
+
+def test_the_most_memory_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked, used = threading.Event(), iter([3, 7, 5])
+
+    def facts(index: int) -> Gpu | None:
+        if (now := next(used, None)) is None:
+            looked.set()
+            return None
+        return Gpu(index, "GPU-a", 10, 10 - now)
+
+    monkeypatch.setattr(pair, "gpu_facts", facts)
+    monkeypatch.setattr(pair, "_LOOK_EVERY_S", 0.001)
+    with pair.most_used([2]) as most:
+        assert looked.wait(30)
+    assert most == {2: 7}

@@ -19,6 +19,8 @@ from producer.interfaces import Completion, EngineCapabilities
 from producer.startup import Launch
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, EngineError, IncompatiblePeerError, StalledError
+from protocol.gpu import seat, tenants
+from protocol.gpu.device import Gpu
 from protocol.service.exposition import Watch
 from protocol.service.health import Health
 from protocol.service.systemd import Notifier
@@ -29,6 +31,7 @@ from tests.scripted import facts
 from tests.scripted_trainer import ScriptedTrainer, lease
 from tests.unit.producer.policies.test_adapters import FakeEngine, blob
 from tests.unit.protocol.channel_harness import reserve_port
+from tests.unit.protocol.gpu.models import run_of, write_model
 
 
 def watch() -> Watch:
@@ -45,6 +48,7 @@ class Engine(FakeEngine):
         super().__init__()
         self.capabilities = EngineCapabilities(facts(), Path("unused"), 8)
         self.num_gpus = num_gpus
+        self.section = config.engine
         self.shut_down = False
         made.append(self)
 
@@ -109,11 +113,13 @@ def config(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
     )
 
 
-def live(config: RunConfig, play: Callable[[], object] | None = None) -> None:
+def live(
+    config: RunConfig, play: Callable[[], object] | None = None, gpus: tuple[int, ...] = (0, 1), bundle: str = ""
+) -> None:
     """Until it has ended; `play` is what a trainer does meanwhile, in a thread of its own."""
 
     async def body() -> None:
-        running = asyncio.create_task(daemon.live(Launch.of(config, [0, 1]), watch()))
+        running = asyncio.create_task(daemon.live(Launch.of(config, list(gpus), bundle), watch()))
         if play is not None:
             await asyncio.to_thread(play)
         await running
@@ -131,6 +137,19 @@ def trainer(config: RunConfig):
     yield scripted
     scripted.stop()
     server.close()
+
+
+def test_the_engine_on_a_shared_gpu_is_given_its_share(config, short_dir, monkeypatch):
+    monkeypatch.setattr(Engine, "alive_s", 0.0)
+    monkeypatch.setattr(seat, "gpu_facts", lambda index: Gpu(index, "GPU-a", 80 * 2**30, 80 * 2**30))
+    monkeypatch.setattr(tenants, "ROOT", short_dir)
+    shared = run_of(write_model(short_dir / "model"), run_dir=config.run_dir, rewards=config.rewards)
+    with pytest.raises(EngineError, match="the engine core has ended"):
+        live(shared, gpus=(0,))
+    with pytest.raises(ConfigError, match="cannot be set with --connect"):
+        live(shared, gpus=(0,), bundle="0" * 64)
+    assert made[0].section == {"gpu_memory_utilization": 0.9}
+    assert list(short_dir.glob("slipstream-*")) == []
 
 
 def test_an_engine_that_dies_while_idle_ends_the_producer(config, monkeypatch):

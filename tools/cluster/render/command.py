@@ -10,6 +10,7 @@ from pathlib import Path
 from protocol.config.loader import load_config
 from protocol.errors import ConfigError, ExitCode
 from protocol.service.command_line import add_config
+from tools.cluster.gpu_use import check_gpu_use
 from tools.cluster.probe import file_system, is_on_network
 from tools.cluster.render import kubernetes, slurm, ssh
 from tools.cluster.render.deployment import Deployment, Size, plain
@@ -54,6 +55,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
 
 def _render(chosen: argparse.Namespace) -> ExitCode:
     config = load_config(chosen.config, chosen.overrides)
+    check_gpu_use(config, chosen.gpus)
     producers = chosen.producers or (config.producers.min if config.producers else 1)
     size = Size(producers, chosen.nodes, chosen.ranks, chosen.gpus, chosen.cpus)
     host = chosen.trainer_node or ("trainer" if chosen.target == "kubernetes" else None)

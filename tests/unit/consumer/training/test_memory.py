@@ -8,7 +8,7 @@ import torch
 
 from consumer.batches import step_cuts
 from consumer.batches.step_cuts import StepCutter
-from consumer.training.memory import OutOfMemory, given_up_together, tokens_within
+from consumer.training.memory import OutOfMemory, allocatable_bytes, given_up_together, tokens_within
 from consumer.training.trainer import SlipstreamTrainer
 from protocol.errors import DeviceError
 from replay.batches.cutting import CutBatch
@@ -39,6 +39,19 @@ def trainer_of(folder: Path, model: Path, cuts: dict[int, StepCut], **options: A
     trainer._cuts = StepCutter("auto", trainer._ranks, cuts.get)
     trainer._batches = batches()
     return trainer
+
+
+@pytest.mark.parametrize(
+    ("free", "limit", "expected"),
+    [
+        (50, 80, 60),  # alone on the GPU: what is free, and 10 of the reserved 30
+        (50, 40, 20),  # a share of 40: 10 more may be reserved
+        (5, 40, 15),  # somebody else has taken the rest
+        (50, 20, 10),  # the share is smaller than what was reserved before
+    ],
+)
+def test_what_torch_can_still_give_out(free: int, limit: int, expected: int) -> None:
+    assert allocatable_bytes(free, 30, 20, limit) == expected
 
 
 def refuse(trainer: SlipstreamTrainer, steps: set[int], most_rows: int) -> None:

@@ -224,7 +224,7 @@ def test_every_key_of_the_configuration_is_shared_or_left_for_a_reason() -> None
         "pipeline": {
             *("trainer_tokens_per_micro_batch", "auto_min_effective_share", "fill", "fill_timeout_s", "sync_interval"),
             *("lease_timeout_s", "max_data_attempts", "max_infra_attempts", "data_backoff_s", "infra_backoff_s"),
-            *("max_failed_share", "shard_base"),
+            *("max_failed_share", "shard_base", "gpu"),
         },
         "transport": {"keys", "identity", "endpoint", "blob_endpoint", "region", "relay_host"},
         "observability": {"progress", "trainer_metrics_port", "rollout_samples", "rollouts_max_bytes"},
@@ -270,6 +270,7 @@ def test_producers_read_no_key_that_is_left_out() -> None:
         "model_dump",
     }
     own = {("transport", key) for key in ("keys", "identity", "region", "relay_host")}  # of each host
+    own.add(("pipeline", "gpu"))
     sections = {name: set(keys or ()) for name, keys in SHARED.items() if keys is not ALL}
     unread = {(name, key) for name, key in read - own if name in sections and key not in sections[name] | properties}
     assert ("model", "dtype") in read

@@ -17,6 +17,7 @@ from protocol.errors import ConfigError, DeviceError, ExitCode, SlipstreamError
 from protocol.service import logs
 from protocol.service.command_line import main, parser, select_gpus
 from tests.unit.protocol.config.files import MINIMAL
+from tests.unit.protocol.gpu.models import write_model
 
 REPOSITORY = Path(__file__).parents[4]
 
@@ -95,6 +96,16 @@ def test_check_prints_the_resolved_file_and_does_not_run(folder: Path, call: Cal
     assert "running" not in shown.stdout
     (folder / "resolved.yaml").write_text(shown.stdout)
     assert load_config("resolved.yaml") == load_config("run.yaml", ["pipeline.max_staleness=2"])
+
+
+def test_check_says_what_each_daemon_gets_of_a_gpu_that_they_share(folder: Path, call: Callable[..., Ended]) -> None:
+    shared = ["--config", "run.yaml", "--check", "--set", "pipeline.gpu=shared", "--set", "model.path=model"]
+    write_model(folder / "model")
+    shown = call(*shared)
+    assert "# shares of the GPU: the trainer wants 0.0 GiB and needs 0.0 GiB at least" in shown.stdout
+    (folder / "resolved.yaml").write_text(shown.stdout)
+    assert load_config("resolved.yaml").pipeline.gpu == "shared"
+    assert "shares" not in call(*shared, "--gpu", "cpu").stdout
 
 
 @pytest.mark.parametrize(

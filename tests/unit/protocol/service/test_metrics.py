@@ -2,13 +2,14 @@
 
 import os
 import sys
-from types import ModuleType, SimpleNamespace
 
 import psutil
 import pytest
 from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client import generate_latest as text_of
 
+from protocol.gpu.device import Gpu
+from protocol.service import metrics
 from protocol.service.metrics import Readings, Reexport, add_process_metrics
 
 
@@ -48,11 +49,7 @@ def test_memory_of_the_daemon_includes_its_children() -> None:
 
 
 def test_gpu_memory_comes_from_nvml_by_index(monkeypatch: pytest.MonkeyPatch) -> None:
-    nvml = ModuleType("pynvml")
-    nvml.nvmlInit = lambda: None  # type: ignore[attr-defined]
-    nvml.nvmlDeviceGetHandleByIndex = lambda index: index  # type: ignore[attr-defined]
-    nvml.nvmlDeviceGetMemoryInfo = lambda handle: SimpleNamespace(used=10 + handle, total=80)  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr(metrics, "gpu_facts", lambda index: Gpu(index, "GPU-a", 80, 70 - index))
     registry = CollectorRegistry()
     add_process_metrics(registry, "rl_x", [1, 3])
     assert registry.get_sample_value("rl_x_gpu_memory_used_bytes", {"gpu": "1"}) == 11

@@ -92,6 +92,13 @@ def test_a_run_on_a_network_disk_is_refused(
     assert f"run_dir: {here}/runs/My_Run is on a network file system (nfs4)" in capsys.readouterr().err
 
 
+def test_one_gpu_for_both_is_refused_where_there_are_gpus(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    project(here, pipeline={"gpu": "shared"})
+    assert render("slurm", here / "out", "--trainer-node", "n1") == 78
+    assert "pipeline.gpu: shared puts trainer and producer on one GPU" in capsys.readouterr().err
+    assert render("slurm", here / "out", "--trainer-node", "n1", "--gpus", "0") == 0
+
+
 def test_every_command_of_the_page_writes_what_the_page_says(here: Path) -> None:
     project(here)
     page = (REPOSITORY / "docs" / "cluster.md").read_text()

@@ -1,0 +1,152 @@
+"""A daemon on its GPU: whether it has that for itself, and what part of the memory is its own otherwise.
+
+Guarantee: under `pipeline.gpu: shared` a daemon either has its share, the same one that the other daemon computes, or ends with a
+message that says what to change. Under `own` it is said where two daemons are on one GPU all the same.
+"""
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from protocol.config.run import RunConfig
+from protocol.errors import ConfigError, DeviceError
+from protocol.gpu.device import Gpu, gpu_facts
+from protocol.gpu.mps import mps_in_words
+from protocol.gpu.needs import needs_of
+from protocol.gpu.shares import Shares, gib, shares_of
+from protocol.gpu.tenants import Role, Tenancy, tenancy
+from protocol.wire.digests import resolve_model
+
+logger = logging.getLogger(__name__)
+
+_FREE_WITHIN_S = 20.0
+_PAUSE_S = 0.2
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Of one daemon.
+
+    Attributes:
+        shares: None where the GPU is its own, or there is none.
+    """
+
+    role: Role
+    shares: Shares | None = None
+    _gpu: Gpu | None = None
+    _tenancy: Tenancy | None = None
+
+    def with_share(self, config: RunConfig) -> RunConfig:
+        """The configuration with the producer's share in `engine:`, where the GPU is shared."""
+        if self.shares is None:
+            return config
+        engine = config.engine | {"gpu_memory_utilization": self.shares.utilization}
+        return config.model_copy(update={"engine": engine})
+
+    @contextlib.contextmanager
+    def settling(self, limit_s: float, must_stop: Callable[[], bool] = lambda: False) -> Iterator[None]:
+        """Around what takes the share: vLLM counts as its own whatever becomes less while it measures, and fails if it becomes
+        more, so the daemons do it one after the other.
+
+        Raises:
+            StalledError: the other daemon does it for longer than `limit_s`.
+            DeviceError: less is free than the share, and stays so: that of a process that was killed comes back in seconds.
+        """
+        if self.shares is None or self._gpu is None or self._tenancy is None:
+            yield
+            return
+        with self._tenancy.alone(limit_s, must_stop, self._say_waiting):
+            self._wait_for_room(self.shares, self._gpu.index, must_stop)
+            yield
+
+    def _wait_for_room(self, shares: Shares, index: int, must_stop: Callable[[], bool]) -> None:
+        share = shares.trainer if self.role == "trainer" else shares.producer
+        deadline = time.monotonic() + _FREE_WITHIN_S
+        while (now := gpu_facts(index)) is not None and now.free_bytes < share and not must_stop():
+            if time.monotonic() > deadline:
+                raise DeviceError(
+                    f"pipeline.gpu: shared: the {self.role}'s share of GPU {index} is {gib(share)}, and {gib(now.free_bytes)} "
+                    "are free; end what else is on it (nvidia-smi shows that), and start trainer and producer with the same "
+                    "engine.gpu_memory_utilization, or with none"
+                )
+            time.sleep(_PAUSE_S)
+
+    def _say_waiting(self) -> None:
+        logger.info("waiting for the other daemon on this GPU, which is taking its share of the memory")
+
+
+@contextlib.contextmanager
+def seated(config: RunConfig, gpus: list[int], role: Role) -> Iterator[Seat]:
+    """The seat of this daemon, which others see while it lasts.
+
+    Args:
+        gpus: of this daemon, as nvidia-smi counts; none for the CPU.
+
+    Raises:
+        SlipstreamError: the GPU is to be shared and cannot be.
+    """
+    is_shared = config.pipeline.gpu == "shared"
+    if is_shared and not gpus:
+        logger.info("pipeline.gpu: shared means nothing here, because this daemon computes on the CPU")
+    if is_shared and len(gpus) > 1:
+        raise ConfigError(
+            f"pipeline.gpu: shared is for one GPU that trainer and producer both name, and --gpu names {len(gpus)}; give each "
+            "daemon GPUs of its own (pipeline.gpu: own)"
+        )
+    found = [facts for index in gpus if (facts := gpu_facts(index)) is not None]
+    with contextlib.ExitStack() as stack:
+        tenancies = [stack.enter_context(tenancy(gpu.uuid, role, config.run_dir)) for gpu in found]
+        if is_shared and gpus:
+            yield _shared_seat(config, role, _usable(found, gpus[0]), tenancies[0])
+            return
+        if config.pipeline.gpu == "own":
+            for gpu, own in zip(found, tenancies, strict=True):
+                _say_crowded(gpu, own, role)
+        yield Seat(role)
+
+
+def _shared_seat(config: RunConfig, role: Role, gpu: Gpu, own: Tenancy) -> Seat:
+    for neighbour in own.neighbours:
+        if neighbour.role == role:
+            raise DeviceError(
+                f"pipeline.gpu: shared: GPU {gpu.index} has a {role} already, that of {neighbour.run_dir}, and one of each kind "
+                "can share it; stop that one, or name another GPU"
+            )
+    for function in config.rewards.functions:
+        if function.kind == "model" and getattr(function.settings, "gpu", None) == gpu.index:
+            raise ConfigError(
+                f"rewards.functions: {function.name} is on GPU {gpu.index}, too, all of which trainer and producer have "
+                "(pipeline.gpu: shared); leave its `gpu` out, or name another one"
+            )
+    model = config.model
+    folder = resolve_model(model.path, model.revision, trust_remote_code=model.trust_remote_code)
+    shares = shares_of(config, gpu.total_bytes, *needs_of(config, folder))
+    logger.info("pipeline.gpu: shared: GPU %d: %s; %s are free", gpu.index, shares.in_words(), gib(gpu.free_bytes))
+    logger.info("%s", mps_in_words())
+    return Seat(role, shares, gpu, own)
+
+
+def _usable(found: list[Gpu], index: int) -> Gpu:
+    if not found:
+        raise DeviceError(
+            f"pipeline.gpu: shared: NVML says nothing of GPU {index}, so nobody knows what there is to share; install "
+            "nvidia-ml-py and see whether nvidia-smi answers, or set pipeline.gpu: own"
+        )
+    if found[0].is_divided:
+        raise ConfigError(
+            f"pipeline.gpu: shared: GPU {index} is divided by MIG, and NVML does not say what an instance has; switch MIG off, "
+            "or give each daemon a GPU of its own (pipeline.gpu: own)"
+        )
+    return found[0]
+
+
+def _say_crowded(gpu: Gpu, own: Tenancy, role: Role) -> None:
+    for neighbour in own.neighbours:
+        if neighbour.role != role:
+            text = (
+                "the %s of %s is on GPU %d, too, and neither daemon knows how much memory the other takes; set pipeline.gpu: "
+                "shared (docs/one-gpu.md), or name another GPU with --gpu"
+            )
+            logger.warning(text, neighbour.role, neighbour.run_dir, gpu.index)

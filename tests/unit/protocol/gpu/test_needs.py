@@ -1,0 +1,133 @@
+"""What a model takes of a GPU, worked out by hand for one of 1,704 parameters."""
+
+from pathlib import Path
+
+import pytest
+
+from protocol.errors import ConfigError
+from protocol.gpu import needs
+from protocol.gpu.model_files import ModelShape, model_shape
+from protocol.gpu.needs import GIB, adapter_parameters, base_bytes, layer_bytes, needs_of, optimizer_bytes, pass_bytes
+from tests.unit.protocol.gpu.models import CONFIG, run_of, write_model
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> ModelShape:
+    return model_shape(write_model(tmp_path / "model"))
+
+
+def test_the_folder_says_the_shapes(model: ModelShape) -> None:
+    assert sum(weight.num_elements for weight in model.weights) == 1704
+    assert (model.hidden_size, model.intermediate_size, model.num_layers, model.vocab_size) == (8, 16, 2, 32)
+    assert (model.num_heads, model.num_kv_heads, model.head_size, model.max_length) == (2, 1, 4, 64)
+    assert {(weight.bits, weight.is_float) for weight in model.weights} == {(16, True)}
+
+
+def test_a_model_of_several_modalities_says_it_of_its_text_model(tmp_path: Path) -> None:
+    nested = f'{{"hidden_size": 99, "text_config": {CONFIG}}}'
+    assert model_shape(write_model(tmp_path / "model", nested)).hidden_size == 8
+
+
+@pytest.mark.parametrize(
+    ("config", "weights", "said"),
+    [
+        ('{"hidden_size": 8}', b"", "config.json has no `num_hidden_layers`"),
+        ("[", b"", "config.json cannot be read"),
+        (CONFIG, b"\xff" * 64, "model.safetensors cannot be read: its header has 18446744073709551615 bytes"),
+        (CONFIG, b"\x02", "model.safetensors cannot be read"),
+        (CONFIG, b"\x02" + bytes(7) + b"[]", "model.safetensors has no header"),
+        (CONFIG, None, r"has no \*.safetensors"),
+    ],
+)
+def test_a_folder_that_does_not_say_it_is_refused(
+    tmp_path: Path, config: str, weights: bytes | None, said: str
+) -> None:
+    folder = write_model(tmp_path / "model", config)
+    if weights is None:
+        (folder / "model.safetensors").unlink()
+    elif weights:
+        (folder / "model.safetensors").write_bytes(weights)
+    with pytest.raises(ConfigError, match=f"{said}.*set pipeline.gpu: own"):
+        model_shape(folder)
+
+
+@pytest.mark.parametrize(
+    ("dtype_bytes", "quantization", "expected"),
+    [
+        (4, None, 6816),
+        (2, None, 3408),
+        (2, "nf4", 1752),  # 1,152 in linear layers at 0.5625, 552 others at 2
+        (2, "int8", 2768),  # 1,152 at 1 and 128 rows at 4; 552 others at 2
+    ],
+)
+def test_the_base(model: ModelShape, dtype_bytes: int, quantization: str | None, expected: int) -> None:
+    assert base_bytes(model.weights, dtype_bytes, quantization) == expected
+
+
+@pytest.mark.parametrize(
+    ("targets", "expected"),
+    [
+        ("all-linear", 512),  # the sides of the seven matrices of a layer sum to 128
+        (["q_proj", "v_proj"], 112),  # 16 and 12
+        (r".*\.0\.mlp\..*", 144),  # 24 three times, in one layer
+        (["proj"], 0),
+    ],
+)
+def test_the_adapter(model: ModelShape, targets: str | list[str], expected: int) -> None:
+    assert adapter_parameters(model.weights, 2, targets) == expected
+
+
+def test_the_optimizer() -> None:
+    assert [optimizer_bytes(name) for name in ("", "adamw_torch_fused", "adamw_8bit", "sgd")] == [8, 8, 2, 4]
+
+
+def test_a_pass(model: ModelShape) -> None:
+    # A layer keeps 8 * 8 + 2 * (12 * 8 + 4 * 16) = 384 bytes of a token, the head 64, and 320 logits take 4 bytes each.
+    assert pass_bytes(model, 10, 2, recomputes=False) == 11040  # 1.15 * (10 * 832 + 1280)
+    # Dropout: seven inputs of 64 values in all, with 2 bytes for the mask and 2 for the result.
+    assert layer_bytes(model, 2, drops=True) == layer_bytes(model, 2, drops=False) + 4 * 64 == 640
+    # With checkpointing 16 bytes for the input of each layer, and one whole layer.
+    assert pass_bytes(model, 10, 2, recomputes=True) == 6992  # 1.15 * (10 * 480 + 1280)
+
+
+def test_a_run(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model")
+    trainer, engine = needs_of(run_of(folder), folder)
+    assert (trainer.base, trainer.adapter) == (3408, 512 * 16)
+    assert (trainer.tokens, trainer.least_tokens) == (16384, 10)  # a prompt of 4 and a completion of 6
+    assert trainer.least == 3408 + 8192 + 6992
+    # Three LoRA slots; a token has 2 * 2 * 1 * 4 values of 2 bytes, and a context of 64 is more than a group of 3 * 10.
+    assert (engine.weights, engine.adapters, engine.cache) == (3408, 3 * 1024, 64 * 32)
+    assert engine.least == 3408 + 3072 + 2048 + 3 * GIB // 2
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        ({"pipeline": {"trainer_tokens_per_micro_batch": 100}}, (100, 100)),
+        ({"pipeline": {"trainer_tokens_per_micro_batch": 5}}, (10, 10)),  # a longer row goes alone
+        ({"engine": {"max_model_len": 8}}, (16384, 8)),
+        ({"engine": {"max_model_len": "auto"}}, (16384, 10)),
+    ],
+)
+def test_tokens_of_a_pass(tmp_path: Path, sections: dict[str, object], expected: tuple[int, int]) -> None:
+    folder = write_model(tmp_path / "model")
+    trainer, _ = needs_of(run_of(folder, **sections), folder)
+    assert (trainer.tokens, trainer.least_tokens) == expected
+
+
+def test_an_engine_of_other_formats(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model")
+    engine = {"quantization": "fp8", "kv_cache_dtype": "fp8", "max_model_len": 20}
+    _, found = needs_of(run_of(folder, engine=engine, swap={"mode": "adapter"}), folder)
+    assert (found.weights, found.cache) == (852, 30 * 16)  # at least half a byte per weight; a group of 30 tokens
+    _, merged = needs_of(run_of(folder, swap={"mode": "merged"}), folder)
+    assert merged.adapters == 0
+
+
+def test_seven_billion_parameters_and_their_orders_of_magnitude() -> None:
+    """Qwen2.5-7B: 28 layers of 3,584 and 18,944, and passes of 16,384 tokens."""
+    shape = ModelShape((), 3584, 18944, 28, 28, 4, 128, 152064, 32768)
+    assert 8 < pass_bytes(shape, 16384, 2, recomputes=True) / GIB < 11
+    assert 110 < pass_bytes(shape, 16384, 2, recomputes=False) / GIB < 140
+    assert needs.longest_row(run_of(Path("/models/seven")), shape) == 10
