@@ -174,7 +174,8 @@ def build_source(
         chat = build_chat(base, helpers.environments, engine, tokenizer)
         own = set(config.reward_names) - set(config.rewards.names)
         return PlayedRollouts(access, config.environment, helpers.environments, chat, base.counters, tuple(own))
-    prompts = PromptFormat(tokenizer, max_model_len, config.dataset.chat_template_kwargs)
+    placeholders = engine.capabilities.placeholders
+    prompts = PromptFormat(tokenizer, max_model_len, config.dataset.chat_template_kwargs, placeholders=placeholders)
     if helpers.agents is not None:
         return AgentRollouts(helpers.agents, access, prompts)
     return PlainRollouts(access, prompts)

@@ -104,12 +104,13 @@ class PolicyWeights(Protocol):
 class EngineCapabilities:
     """What an engine is and can do, which does not change while it lives. One that `holds_versions` has several policies at a
     time, and each request stays on the one that it began on; otherwise a new policy takes the place of the former one under the
-    requests that run."""
+    requests that run. `placeholders` are the tokens of its model that stand for images or videos."""
 
     facts: EngineFacts
     tokenizer_folder: Path
     max_num_seqs: int
     holds_versions: bool = True
+    placeholders: frozenset[int] = frozenset()
 
 
 class Engine(Protocol):

@@ -47,6 +47,7 @@ class ScriptedVllmServer:
     asked: Counter[str] = field(default_factory=Counter)  # by path
     is_open: asyncio.Event = field(default_factory=asyncio.Event)  # groups wait for it
     waiting: int = 0
+    load: dict[str, float] = field(default_factory=dict)  # metrics of its scheduler
     port: int = 0
     _runner: web.AppRunner | None = None
 
@@ -123,7 +124,8 @@ class ScriptedVllmServer:
     async def _metrics(self, request: web.Request) -> web.Response:
         slots = self.flags.max_loras
         text = "" if slots is None else f'vllm:lora_requests_info{{max_lora="{slots}",running_lora_adapters=""}} 1.0\n'
-        return web.Response(text=text)
+        label = f'{{engine="0",model_name="{self.flags.model}"}}'
+        return web.Response(text=text + "".join(f"vllm:{name}{label} {value}\n" for name, value in self.load.items()))
 
     async def _models(self, request: web.Request) -> web.Response:
         model = self.flags.model

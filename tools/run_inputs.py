@@ -27,22 +27,23 @@ class RunInputs:
     def model(self, device: str, folder: Path | None = None) -> Any:
         """The base model, or the one in `folder`, ready to compute log-probs."""
         import torch
-        from transformers import AutoModelForCausalLM
+
+        from consumer.training.text_model import load_model
 
         dtype = getattr(torch, self._config.model.dtype)
         options = {"dtype": dtype, "trust_remote_code": self._trusted}
-        return AutoModelForCausalLM.from_pretrained(folder or self.model_folder, **options).to(device).eval()
+        return load_model(folder or self.model_folder, **options).to(device).eval()
 
     def dequantized_model(self, device: str) -> Any:
         """The base model as the trainer computes with it: quantized, in the dtype of the run."""
         import torch
-        from transformers import AutoModelForCausalLM
 
         from consumer.training.quantization import quantization_config
+        from consumer.training.text_model import load_model
 
         dtype, quantization = getattr(torch, self._config.model.dtype), quantization_config(self._config.model)
         options = {"dtype": dtype, "trust_remote_code": self._trusted, "quantization_config": quantization}
-        model = AutoModelForCausalLM.from_pretrained(self.model_folder, device_map=device, **options)
+        model = load_model(self.model_folder, device_map=device, **options)
         return model.dequantize().to(dtype).eval()
 
     def prompts(self) -> PromptDataset:

@@ -21,7 +21,7 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from consumer.ranks.sharding import is_sharded
+from consumer.ranks.sharding import is_sharded, text_model
 
 logger = logging.getLogger(__name__)
 
@@ -62,10 +62,10 @@ class Tokens(NamedTuple):
 
 
 def is_plain(model: Any) -> bool:
-    """Whether the logits of this causal language model are its LM head's output, and its input is text alone."""
-    config = model.config
+    """Whether the logits of this model for text are its LM head's output for the hidden states of its text model."""
+    config = model.config.get_text_config()
     return (
-        config is config.get_text_config()
+        type(text_model(model).config) is type(config)
         and type(model.get_output_embeddings()) is torch.nn.Linear
         and all(getattr(config, name, None) in (None, 1, 1.0) for name in _SCALED)
     )
@@ -100,7 +100,7 @@ def keeps_rows_apart(model: Any) -> bool:
         return seen[0]
 
     with torch.enable_grad(), embeddings.register_forward_hook(watch):
-        hidden = model.base_model(input_ids=ids[None], position_ids=positions[None], use_cache=False).last_hidden_state
+        hidden = text_model(model)(input_ids=ids[None], position_ids=positions[None], use_cache=False).last_hidden_state
         second = (
             hidden[0, _TRIED_TOKENS:].float().pow(3).sum()
         )  # a norm may keep the sum, and that of squares, constant
@@ -121,7 +121,7 @@ def is_shareable(model: Any) -> bool:
 
 
 def _takes_positions(model: Any) -> bool:
-    return "position_ids" in inspect.signature(model.base_model.forward).parameters
+    return "position_ids" in inspect.signature(text_model(model).forward).parameters
 
 
 def _cache_layers(model: Any) -> set[type]:
@@ -149,13 +149,13 @@ def token_logprobs(
 def hidden_states(model: Any, tokens: Tokens, *, packed: bool = False) -> torch.Tensor:
     """(N, H), before each token in the loss, row by row, by the layout that fits."""
     if packed:
-        return hidden_of_packed(model.base_model, tokens)
+        return hidden_of_packed(text_model(model), tokens)
     if is_shareable(model):
         prompts = distinct_prompts(tokens)
         shared = prompts.ids.numel() + tokens.completion_ids.numel()
         if shared <= _WORTH_SHARING * len(tokens.ids) * int(tokens.mask.sum(1).max()):
-            return hidden_with_shared_prompts(model.base_model, tokens, prompts)
-    return hidden_of_rows(model.base_model, tokens)
+            return hidden_with_shared_prompts(text_model(model), tokens, prompts)
+    return hidden_of_rows(text_model(model), tokens)
 
 
 def hidden_of_rows(backbone: Any, tokens: Tokens) -> torch.Tensor:

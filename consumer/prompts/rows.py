@@ -15,7 +15,7 @@ from datasets import Dataset
 from protocol.config.functions import load_function
 from protocol.config.sections.dataset import SourceSection
 from protocol.errors import DatasetError
-from protocol.wire.prompts import is_conversational
+from protocol.wire.prompts import is_conversational, media_in
 
 Row = dict[str, Any]
 
@@ -65,6 +65,11 @@ class RowReader:
             raise DatasetError(
                 f"{self.key}: {self.place(number)}: {column!r} must be a string that is not empty, or a list of "
                 f"messages with role and content, got {str(prompt)[:80]!r}"
+            )
+        if (kind := media_in(prompt)) is not None:
+            raise DatasetError(
+                f"{self.key}: {self.place(number)}: a message of {column!r} has a part of type {kind!r}; prompts are text, also "
+                "those of vision-language models: take the row out with a filter, or the part with a transform"
             )
         return prompt, row
 

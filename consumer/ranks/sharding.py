@@ -18,15 +18,21 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from consumer.ranks.exchange import Ranks
 from protocol.config.sections.learning import ShardBase
 from protocol.errors import ConfigError
+from protocol.wire.vision_language import ARCHITECTURES
 
 logger = logging.getLogger(__name__)
 
 _LARGEST_SHARE = 0.6  # of a device that a whole base may take: activations, gradients and optimizer want the rest
 
 
+def text_model(model: Any) -> Any:
+    """What makes the hidden states of text in a causal language model, or in a vision-language model."""
+    return model.get_decoder() if type(model).__name__ in ARCHITECTURES else model.base_model
+
+
 def is_sharded(model: Any) -> bool:
     """Whether this causal language model, which may have LoRA layers, was given to `shard_base`."""
-    return isinstance(model.base_model, FSDPModule)
+    return isinstance(text_model(model), FSDPModule)
 
 
 def shard_base(choice: ShardBase, model: Any, ranks: Ranks, device: torch.device) -> None:
@@ -44,7 +50,9 @@ def shard_base(choice: ShardBase, model: Any, ranks: Ranks, device: torch.device
         return
     if choice == "auto" and not _is_too_large(model, ranks, device):
         return
-    layers = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
+    layers = [
+        module for module in text_model(model).modules() if type(module).__name__ in (model._no_split_modules or ())
+    ]
     if not layers:
         raise _refusal(f"{type(model).__name__} does not say which of its modules are decoder layers")
     trained = {parameter for parameter in model.parameters() if parameter.requires_grad}
@@ -52,7 +60,7 @@ def shard_base(choice: ShardBase, model: Any, ranks: Ranks, device: torch.device
     for layer in layers:
         fully_shard(layer, mesh=mesh, ignored_params=trained | _of_other_types(layer))
     # What lies around the layers stays whole. As the root of all of them it lets one layer be gathered while another computes.
-    fully_shard(model.base_model, mesh=mesh, ignored_params=set(model.parameters()))
+    fully_shard(text_model(model), mesh=mesh, ignored_params=set(model.parameters()))
     if ranks.rank == 0:
         logger.info("the base lies on %d ranks: each keeps a part of its %d layers", ranks.world, len(layers))
 

@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from consumer.checkpoints.folders import is_committed
 from consumer.loss.step_loss import NotFiniteStep
 from consumer.reporting.inspection import keep, not_finite
 from consumer.training.callbacks import RunControl
+from consumer.training.memory import is_out_of_memory
 from consumer.training.pipeline import Connections
 from consumer.training.run_components import RunStart
 from consumer.training.trainer import SlipstreamTrainer
@@ -49,8 +48,10 @@ class TrainingLoop:
             self._take_steps()
         except NotFiniteStep as found:
             raise NotFiniteError(self._explain(found)) from found
-        except torch.OutOfMemoryError as error:  # what no smaller pass would help
-            raise DeviceError(
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            raise DeviceError(  # no smaller pass would help, or ranks that share the base cannot give one up
                 f"the trainer's device is out of memory: {error}. Lower pipeline.trainer_tokens_per_micro_batch, free the device "
                 "of other processes, or take one with more memory; then go on with --resume"
             ) from error

@@ -8,14 +8,14 @@ the base, the version before or another scale is still found out. The importance
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import BitsAndBytesConfig
 
 from consumer.publishing.snapshots import Measurement, Probe
+from consumer.training.text_model import drop_towers, load_model, within_text_model
 from protocol.config.sections.model import ModelSection
 from protocol.errors import ConfigError
 
@@ -101,5 +101,7 @@ def unquantized_probe(
     if not every:
         return Probe(tokens, every, trained, nullcontext)
     dtype = getattr(torch, model.dtype)
-    base: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=model.trust_remote_code)
-    return UnquantizedProbe(tokens, every, get_peft_model(base, lora), nullcontext, trained)
+    base = load_model(folder, dtype=dtype, trust_remote_code=model.trust_remote_code)
+    like_trained = get_peft_model(base, within_text_model(lora, folder))
+    drop_towers(base)
+    return UnquantizedProbe(tokens, every, like_trained, nullcontext, trained)

@@ -24,6 +24,7 @@ from consumer.training.trl_arguments import build_arguments, build_lora, check_m
 from protocol.config.run import RunConfig
 from protocol.errors import DatasetError
 from protocol.wire.digests import cannot_load, resolve_model
+from protocol.wire.vision_language import vision_language
 from replay.groups import GroupShape
 from replay.prompts.staleness import StalenessBudget
 from replay.rewards import RewardRecipe
@@ -73,7 +74,7 @@ class RunComponents:
         held_out = _held_out(config, model_folder)
         arguments = build_arguments(config, on_gpu=bool(gpus), num_prompts=len(prompts))
         model = model_config(model_folder, trust_remote_code=config.model.trust_remote_code)
-        check_model(arguments, model)
+        check_model(arguments, model, vision_language(model_folder))
         shape = GroupShape(
             config.sampling.num_generations,
             len(config.reward_names),

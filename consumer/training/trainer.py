@@ -28,6 +28,7 @@ from consumer.prompts.tokenizer import load_tokenizer
 from consumer.ranks.exchange import ALONE, Ranks
 from consumer.training.memory import OutOfMemory, PassMemory, random_state, set_random_state
 from consumer.training.quantization import keep_as_it_trains, quantization_config
+from consumer.training.text_model import within_text_model
 from consumer.training.trl_loss import StepLossTrainer
 from protocol.config.run import RunConfig
 from replay.batches.cutting import CutBatch
@@ -71,7 +72,7 @@ class SlipstreamTrainer(StepLossTrainer):
             args=arguments,
             train_dataset=Dataset.from_dict({"prompt": [""]}),  # TRL wants one; the prompts live in the ledger
             processing_class=tokenizer,
-            peft_config=lora,
+            peft_config=within_text_model(lora, model_folder),
             quantization_config=quantization_config(config.model),
         )
         if config.model.quantization is not None:

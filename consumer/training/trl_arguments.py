@@ -14,6 +14,7 @@ from protocol.config.library_section import build
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError
 from protocol.import_guard import hidden
+from protocol.wire.vision_language import VisionLanguage
 
 with hidden("vllm"):
     from trl import GRPOConfig
@@ -90,12 +91,21 @@ def reserved_values(config: RunConfig, *, on_gpu: bool) -> dict[str, Any]:
     }
 
 
-def check_model(arguments: Any, model_config: Any) -> None:
+def check_model(arguments: Any, model_config: Any, seen: VisionLanguage | None = None) -> None:
     """Refuses what TRL cannot do with this model.
+
+    Args:
+        model_config: of its text model.
+        seen: what it is beside a text model.
 
     Raises:
         ConfigError: says which key and what to do instead.
     """
+    if arguments.cast_lm_head_to_fp32 and seen is not None:
+        raise ConfigError(
+            f"trainer.cast_lm_head_to_fp32: not with the text model of a vision-language checkpoint ({seen.architecture}); "
+            "remove it"
+        )
     if arguments.cast_lm_head_to_fp32 and model_config.tie_word_embeddings:
         raise ConfigError(
             "trainer.cast_lm_head_to_fp32: the head of this model has the weights of its embeddings (tie_word_embeddings), and "
@@ -125,5 +135,10 @@ def check_arguments(arguments: Any, config: RunConfig) -> None:
             "multiplies those of the tokens itself; use token_truncate, token_mask, icepop or none"
         )
     check_optimizer(str(getattr(arguments.optim, "value", arguments.optim)), on_gpu=not arguments.use_cpu)
+    if arguments.use_cpu and (arguments.gradient_checkpointing_kwargs or {}).get("offload"):
+        raise ConfigError(
+            "trainer.gradient_checkpointing_kwargs: offload moves activations from a GPU to its host, and on a CPU torch ends "
+            "the first step with it; remove offload"
+        )
     if arguments.world_size > 1:
         raise ConfigError("one trainer process per run: start rl-trainer without accelerate launch or torchrun")

@@ -37,6 +37,7 @@ from consumer.ranks.exchange import Ranks
 from consumer.ranks.sharding import is_sharded, shard_base
 from consumer.ranks.work import RankWork, work_of_all
 from consumer.training.memory import given_up_together
+from consumer.training.text_model import drop_towers
 from protocol.config.sections.learning import ShardBase
 from protocol.import_guard import hidden
 
@@ -63,6 +64,7 @@ class StepLossTrainer(GRPOTrainer):
         self._ranks = ranks
         self._shard = shard
         super().__init__(**options)
+        drop_towers(self._causal_model)
         self.works: list[RankWork] = []  # of the last step, by rank; empty for one rank
         self._correction = correction
         self._step_loss = torch.zeros(())

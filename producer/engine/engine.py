@@ -26,6 +26,7 @@ from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, EngineError
 from protocol.wire.digests import base_model_digest, tokenizer_digest
 from protocol.wire.messages import EngineFacts, Sampling
+from protocol.wire.vision_language import placeholders_of
 
 if TYPE_CHECKING:
     from producer.engine.openai_server import OpenAIServer
@@ -62,7 +63,11 @@ class VllmEngine:
             trainer_quantization=config.model.quantization or "",
         )
         self.capabilities = EngineCapabilities(
-            facts, folder, vllm_config.scheduler_config.max_num_seqs, self.weights.holds_versions
+            facts,
+            folder,
+            vllm_config.scheduler_config.max_num_seqs,
+            self.weights.holds_versions,
+            placeholders_of(folder),
         )
 
     async def warm_up(self) -> None:

@@ -4,6 +4,8 @@ Guarantee: whatever `engine:` holds, a configuration is returned or a `ConfigErr
 """
 
 import os
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from protocol.config.library_section import build
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError
 from protocol.wire.digests import cannot_load, resolve_model
+from protocol.wire.vision_language import vision_language
 
 
 def check_engine_section(config: RunConfig) -> None:
@@ -33,6 +36,9 @@ def build_vllm_config(config: RunConfig, folder: Path, num_gpus: int) -> Any:
     ours = own_arguments(config, folder, num_gpus)
     alone = ours["tensor_parallel_size"] * num_parts(config) == 1
     chosen = (ON_CPU if alone and current_platform.is_cpu() else {}) | config.engine
+    if vision_language(folder) is not None:  # its tower is not loaded, and takes no memory
+        chosen |= {"language_model_only": True}
+        _need_torchvision()
     arguments = build("engine", AsyncEngineArgs, chosen, **ours)
     try:
         vllm_config = arguments.create_engine_config()
@@ -69,6 +75,14 @@ def _check_adapter_dtype(config: RunConfig) -> None:
         raise ConfigError(
             "model.dtype: float32 cannot be used on a GPU with swap.mode: adapter, because vLLM's LoRA kernels there compute in "
             "16 bits; set model.dtype: bfloat16 (or float16), or swap.mode: merged"
+        )
+
+
+def _need_torchvision() -> None:
+    if find_spec("torchvision") is None:
+        raise ConfigError(
+            "model.path: vLLM imports torchvision for vision-language checkpoints, and it is not installed; install the build "
+            f"that belongs to torch {version('torch')} (beside a CPU build of torch that is a CPU build, too)"
         )
 
 

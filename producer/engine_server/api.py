@@ -12,7 +12,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from producer.calls.limits import group_fields
 from producer.engine_server.http_client import HttpClient, ServerLostError, ServerMismatchError, ServerRefusedError
+from producer.engine_server.load import scheduler_load
 from producer.interfaces import Completion
+from producer.state import EngineLoad
 from protocol.wire.messages import Sampling
 
 TOP = 20  # of the likeliest tokens; vLLM's `--max-logprobs` allows as many unless it is given
@@ -89,6 +91,13 @@ class VllmApi:
             if sample.name == _SLOTS
         ]
         return next((int(text) for text in slots if text.isdecimal()), None)
+
+    async def scheduler_load(self) -> EngineLoad | None:
+        """As its metrics say; None if they do not."""
+        try:
+            return scheduler_load(await self._http.get_text("/metrics"))
+        except ServerRefusedError:
+            return None
 
     async def load(self, name: str, path: str) -> None:
         await self._http.tell("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})

@@ -25,6 +25,7 @@ from producer.engine_server.http_client import (
     open_session,
 )
 from producer.engine_server.inspection import Inspection
+from producer.engine_server.load import joined
 from producer.engine_server.server import NeededPolicy, Server
 from producer.engine_server.servers import Servers, ServerWeights
 from producer.interfaces import Adapter, Completion, EngineCapabilities, LeaseFailure, ToolParser
@@ -36,6 +37,7 @@ from protocol.errors import ConfigError, EngineError
 from protocol.wire.digests import base_model_digest, resolve_model, tokenizer_digest
 from protocol.wire.handshake import LOGPROBS_MODE
 from protocol.wire.messages import EngineFacts, Sampling
+from protocol.wire.vision_language import placeholders_of
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +124,8 @@ class ServerEngine:
         raise ConfigError("serve.enabled: not with engine_server")
 
     def current_load(self) -> EngineLoad | None:
-        """Servers have other clients, too, so their load says nothing of what this producer should do."""
+        """Of all servers together, a few seconds old."""
+        return joined(server.own_load.load for server in self.servers.all)
 
     def outage(self) -> str | None:
         return self.servers.outage()
@@ -170,7 +173,8 @@ class ServerEngine:
             quantization=str(config.engine.get("quantization") or ""),
             trainer_quantization=config.model.quantization or "",
         )
-        return EngineCapabilities(facts, folder, config.engine_server.max_requests * len(self.servers.all))
+        max_num_seqs = config.engine_server.max_requests * len(self.servers.all)
+        return EngineCapabilities(facts, folder, max_num_seqs, placeholders=placeholders_of(folder))
 
 
 @asynccontextmanager

@@ -17,6 +17,7 @@ from producer.engine_server.adapter_folder import ClientFolder
 from producer.engine_server.api import VllmApi
 from producer.engine_server.http_client import ServerLostError, ServerMismatchError, ServerRefusedError
 from producer.engine_server.inspection import Inspected, Inspection
+from producer.engine_server.load import OwnLoad
 from producer.interfaces import Adapter
 
 logger = logging.getLogger(__name__)
@@ -52,6 +53,7 @@ class Server:
         self.api = api
         self.inspected: Inspected | None = None
         self.in_flight = 0
+        self.own_load = OwnLoad()
         self.names: dict[int, str] = {}  # of the adapters that it has, by id
         self.problem: str | None = _NOT_ASKED  # why it is not ready
         self.is_mismatch = False  # it answers, and this run cannot use it
@@ -189,6 +191,7 @@ class Server:
                     for limit in self._limits:
                         limit.reschedule(0.0)
                     raise
+                self.own_load.note(await self.api.scheduler_load(), self.in_flight)
 
     async def _prepare(self) -> None:
         self.inspected = await self._inspection.inspect(self.api)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from protocol.errors import ConfigError
+from protocol.wire.vision_language import is_of_text_model
 
 _SEED = 0
 _IN_EVERY_FAMILY = "_proj"
@@ -43,7 +44,7 @@ def write_trial_adapter(model_folder: Path, lora: dict[str, Any], folder: Path) 
 
 
 def _layer(model_folder: Path, target_modules: Any) -> tuple[str, tuple[int, int]]:
-    """Name and shape (outputs, inputs) of the weights of a linear layer that the run trains."""
+    """Name and shape (outputs, inputs) of the weights of a linear layer that the run trains. vLLM takes names of files, too."""
     from safetensors import safe_open
 
     for file in sorted(model_folder.glob("*.safetensors")):
@@ -60,6 +61,8 @@ def _layer(model_folder: Path, target_modules: Any) -> tuple[str, tuple[int, int
 
 def _is_trained(name: str, target_modules: Any) -> bool:
     module = name.removesuffix(".weight").rpartition(".")[2]
+    if not is_of_text_model(name):
+        return False
     if isinstance(target_modules, Iterable) and not isinstance(target_modules, str):
         return module in target_modules
     return module.endswith(_IN_EVERY_FAMILY) and ".experts." not in name

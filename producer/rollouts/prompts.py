@@ -6,7 +6,7 @@ template with a generation prompt), and a prompt that cannot be used is a `Lease
 
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +40,16 @@ def malformed(prompt: Any, expected: str) -> LeaseFailure:
 
 @dataclass
 class PromptFormat:
-    """How this run's tokenizer turns prompts into tokens and tokens into text."""
+    """How this run's tokenizer turns prompts into tokens and tokens into text. `placeholders` are tokens that stand for what is
+    no text."""
 
     tokenizer: Any
     max_model_len: int
     chat_template_kwargs: dict[str, Any]
+    placeholders: frozenset[int] = field(default=frozenset(), kw_only=True)
 
     def encode(self, prompt: Any, max_completion_length: int) -> list[int]:
-        """Its token ids. Raises LeaseFailure where it is malformed, empty, or leaves no room for the completion."""
+        """Its token ids. Raises LeaseFailure where it is malformed, empty or no text, or leaves no room for the completion."""
         if not (isinstance(prompt, str) or is_conversational(prompt)):
             raise malformed(prompt, "expected a string or")
         try:
@@ -62,6 +64,12 @@ class PromptFormat:
             ) from error
         if not ids:
             raise LeaseFailure("bad_prompt", "the prompt has no tokens; remove the row or give it a text")
+        if found := self.placeholders.intersection(ids):
+            raise LeaseFailure(
+                "bad_prompt",
+                f"the prompt has token {min(found)} ({self.tokenizer.decode([min(found)])!r}), in whose place an image or video "
+                "is put; prompts are text, also those of vision-language models: take it out of the row",
+            )
         self.check_room(len(ids), max_completion_length, "the prompt")
         return ids
 

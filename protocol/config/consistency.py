@@ -71,6 +71,13 @@ def _of_quantization(config: "RunConfig") -> Iterator[str]:
             "engine.quantization: quantized weights cannot take up an adapter without another rounding; set swap.mode=adapter, "
             "or remove it"
         )
+    elif config.engine.get("quantization") and config.swap.probe_every and config.swap.probe_tolerance is None:
+        yield (
+            f"swap.probe_tolerance: log-probs of an engine that quantizes its base (engine.quantization: "
+            f"{config.engine['quantization']}) differ from the trainer's by more than those of a wrong adapter may, so there "
+            "is no default; set it by what the first versions differ by, or swap.probe_every=0. A checkpoint that is quantized "
+            "itself needs no engine.quantization"
+        )
 
 
 def _of_stops(config: "RunConfig") -> Iterator[str]:

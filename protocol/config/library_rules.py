@@ -138,6 +138,8 @@ def _of_engine(section: dict[str, Any]) -> Iterator[str]:
                 f"`{key}: {section[key]}` is refused: vLLM answers for its first replica alone, so nobody could tell whether the "
                 "others took up a policy. Start one rl-producer for each replica, with its own --gpu, instead"
             )
+    if section.get("language_model_only") is False:
+        yield "`language_model_only: False`: the trainer trains the text model alone; remove it"
     yield from _unless_positive("pipeline_parallel_size", section.get("pipeline_parallel_size", 1))
 
 

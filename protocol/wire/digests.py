@@ -39,7 +39,8 @@ _VOLATILE_CONFIG_KEYS = ("transformers_version", "_name_or_path", "torch_dtype",
 
 
 @contextlib.contextmanager
-def _unreadable_is_configuration() -> Iterator[None]:
+def unreadable_is_configuration() -> Iterator[None]:
+    """A file of a model that cannot be read is a ConfigError."""
     try:
         yield
     except OSError as error:
@@ -48,7 +49,7 @@ def _unreadable_is_configuration() -> Iterator[None]:
         ) from error
 
 
-@_unreadable_is_configuration()
+@unreadable_is_configuration()
 def resolve_model(path: str, revision: str | None = None, *, trust_remote_code: bool = False) -> Path:
     """The local folder of a model: `path` itself, or the snapshot of a hub name (downloaded if need be, with its Python files
     if they are trusted). `ConfigError` if it is neither."""
@@ -70,11 +71,11 @@ def resolve_model(path: str, revision: str | None = None, *, trust_remote_code: 
         ) from error
 
 
-@_unreadable_is_configuration()
+@unreadable_is_configuration()
 def base_model_digest(folder: Path, *, trust_remote_code: bool = False) -> str:
     """sha256 over the configuration and samples of every weight file, as 64 hex digits."""
     digest = hashlib.sha256()
-    config = _json_object(folder / "config.json")
+    config = json_object(folder / "config.json")
     for key in _VOLATILE_CONFIG_KEYS:
         config.pop(key, None)
     digest.update(json.dumps(config, sort_keys=True).encode())
@@ -93,7 +94,7 @@ def base_model_digest(folder: Path, *, trust_remote_code: bool = False) -> str:
     return digest.hexdigest()
 
 
-@_unreadable_is_configuration()
+@unreadable_is_configuration()
 def tokenizer_digest(folder: Path, *, trust_remote_code: bool = False) -> str:
     """sha256 over the files that decide token ids and the chat template, as 64 hex digits."""
     digest = hashlib.sha256()
@@ -103,7 +104,7 @@ def tokenizer_digest(folder: Path, *, trust_remote_code: bool = False) -> str:
             digest.update(name.encode() + b"\0" + file.read_bytes())
     file = folder / "tokenizer_config.json"
     if file.is_file():
-        config = _json_object(file)
+        config = json_object(file)
         chosen = {key: config[key] for key in _TOKENIZER_CONFIG_KEYS if key in config}
         digest.update(json.dumps(chosen, sort_keys=True).encode())
     if trust_remote_code:
@@ -127,7 +128,8 @@ def _add_code(digest: Any, folder: Path) -> None:
         digest.update(file.name.encode() + b"\0" + file.read_bytes())
 
 
-def _json_object(file: Path) -> dict[str, Any]:
+def json_object(file: Path) -> dict[str, Any]:
+    """Of a file of a model. Raises ConfigError if it is none."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:

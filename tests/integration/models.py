@@ -12,7 +12,6 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
-    AutoModelForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     LlamaConfig,
@@ -27,6 +26,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from consumer.training.text_model import load_model, within_text_model
 from protocol.wire.adapter_blob import AdapterBlob, pack
 
 transformers_logging.disable_progress_bar()
@@ -165,16 +165,16 @@ def _written(folder: Path | None) -> tuple[int, ...]:
 def _loaded(
     model_folder: Path, adapter_folder: Path | None, written: tuple[int, ...], adapter_written: tuple[int, ...]
 ) -> torch.nn.Module:
-    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    model = load_model(model_folder, dtype=torch.float32)
     return model if adapter_folder is None else PeftModel.from_pretrained(model, adapter_folder)
 
 
 def random_adapter(model_folder: Path, folder: Path, *, rank: int = 8, seed: int = 0) -> tuple[bytes, str]:
     """Writes a LoRA adapter whose matrices are all non-zero to `folder`; returns it as blob and sha256."""
     torch.manual_seed(seed)
-    base = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    base = load_model(model_folder, dtype=torch.float32)
     config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
-    model = get_peft_model(base, config)
+    model = get_peft_model(base, within_text_model(config, model_folder))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_" in name:

@@ -362,7 +362,7 @@ def test_what_vllm_refuses_is_a_configuration_error(live, tmp_path, engine, said
     from producer.engine.vllm_config import check_engine_section
 
     with pytest.raises(ConfigError) as caught:
-        check_engine_section(run_config(live.model, tmp_path, engine=engine))
+        check_engine_section(run_config(live.model, tmp_path, engine=engine, swap={"probe_tolerance": 1.0}))
     assert said in str(caught.value)
 
 

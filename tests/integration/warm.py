@@ -85,6 +85,9 @@ def run(request: dict[str, Any]) -> int:
     """In a fork: becomes the command."""
     os.chdir(request["cwd"])
     os.environ.update(request["environment"])  # what the imports have set stays, as in a process that imports itself
+    sys.path[:0] = [
+        place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place and place not in sys.path
+    ]
     sys.orig_argv = [sys.executable, "-m", *request["argv"]]
     runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
     return 0

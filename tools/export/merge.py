@@ -6,6 +6,7 @@ there is no such adapter, the error says which ones there are.
 """
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,13 @@ from tools.run_inputs import RunInputs
 
 _ROWS, _LENGTH = 4, 32
 _MOST_LOST = 0.5  # the largest share of the adapter's change that rounding may lose
+_OF_IMAGES = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+    "chat_template.json",
+)
+"""Files of a vision-language checkpoint that no run looks at, and whoever shows it images needs."""
 _NOISE = 1e-4  # nats; a difference below this is no loss
 
 
@@ -61,6 +69,9 @@ def _merge(config: RunConfig, inputs: RunInputs, device: str, adapter: Path, to:
     merged = adapted.merge_and_unload(safe_merge=True)
     merged.save_pretrained(to)
     inputs.tokenizer().save_pretrained(to)
+    for name in _OF_IMAGES:
+        if (file := inputs.model_folder / name).is_file():
+            shutil.copyfile(file, to / name)
     del adapted, base, merged
     difference = float((wanted - logprobs(inputs.model(device, to), ids)).abs().max())
     check(difference, moved, TOLERANCES[config.model.dtype], config.model.dtype)

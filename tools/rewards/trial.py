@@ -97,7 +97,7 @@ def sampled(config: RunConfig, inputs: RunInputs, num_prompts: int, num_completi
 
     logging.disable_progress_bar()
     dataset, tokenizer, model = inputs.prompts(), inputs.tokenizer(), inputs.model(device)
-    longest = config.engine.get("max_model_len") or model.config.max_position_embeddings
+    longest = config.engine.get("max_model_len") or model.config.get_text_config().max_position_embeddings
     prompts = PromptFormat(tokenizer, longest, config.dataset.chat_template_kwargs)
     settings = config.sampling
     stops = model.generation_config.eos_token_id

@@ -17,6 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 from consumer.checkpoints.adapter_folder import AdapterFolder
 from consumer.prompts.tokenizer import load_tokenizer
+from consumer.training.text_model import within_text_model
 from consumer.training.trl_arguments import REFUSALS, build_lora
 from protocol.config.library_rules import for_library
 from protocol.config.library_section import build
@@ -92,7 +93,7 @@ def train(model_folder: Path, arguments: SFTConfig, lora: LoraConfig, rows: Data
             args=arguments,
             train_dataset=rows,
             processing_class=load_tokenizer(model_folder, trust_remote_code=arguments.trust_remote_code),
-            peft_config=lora,
+            peft_config=within_text_model(lora, model_folder),
             callbacks=[_Lines()],
         )
     except REFUSALS as error:

@@ -19,7 +19,10 @@ def is_local(model: str, folder: Path) -> bool:
 
 
 class ModelSection(Section):
-    path: str = Field(description="Base model: a local folder or a hub name, in transformers format.")
+    path: str = Field(
+        description="Base model: a local folder or a hub name, in transformers format. Of a vision-language checkpoint the text "
+        "model is trained; see docs/operations.md."
+    )
     revision: str | None = Field(None, description="Hub revision (branch, tag or commit).")
     trust_remote_code: bool = Field(
         False,

@@ -30,7 +30,8 @@ class SwapSection(Section):
     )
     probe_tolerance: PositiveFloat | None = Field(
         None,
-        description="Largest difference of a log-prob of the probe between trainer and engine. Default: by `model.dtype`.",
+        description="Largest difference of a log-prob of the probe between trainer and engine. Default: by `model.dtype`; "
+        "with `engine.quantization` there is none.",
     )
 
     def problems(self) -> Problems:

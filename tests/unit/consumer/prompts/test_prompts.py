@@ -160,3 +160,18 @@ def test_a_missing_column_names_those_there_are(tmp_path: Path) -> None:
 def test_a_row_without_a_usable_prompt_is_refused_by_its_number(tmp_path: Path, prompt: Any) -> None:
     path = jsonl(tmp_path / "train.jsonl", {"prompt": prompt})
     assert f"row 0 of {path}: 'prompt' must be a string that is not empty, or a list of messages" in refused(path)
+
+
+def test_a_row_with_an_image_is_refused(tmp_path: Path) -> None:
+    def row(*parts: dict[str, str]) -> dict[str, Any]:
+        return {"prompt": [{"role": "user", "content": list(parts)}]}
+
+    text, image = {"type": "text", "text": "1"}, {"type": "image", "text": "a.png"}
+    said = "a message of 'prompt' has a part of type 'image'; prompts are text, also those of vision-language models"
+    assert f"row 0 of {tmp_path}/train.jsonl: {said}" in refused(
+        jsonl(tmp_path / "train.jsonl", row(text, image), row(text))
+    )
+    prompts = opened(jsonl(tmp_path / "later.jsonl", row(text), row(text, image)))
+    assert prompts[0][0] == row(text)["prompt"]
+    with pytest.raises(DatasetError, match="row 1 of"):
+        prompts[1]

@@ -1,6 +1,7 @@
 """A device that refuses memory: the step is cut again, by all ranks, and can be taken again bit for bit."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,9 +9,11 @@ import torch
 
 from consumer.batches import step_cuts
 from consumer.batches.step_cuts import StepCutter
+from consumer.training.loop import TrainingLoop
 from consumer.training.memory import OutOfMemory, allocatable_bytes, given_up_together, tokens_within
+from consumer.training.run_components import RunStart
 from consumer.training.trainer import SlipstreamTrainer
-from protocol.errors import DeviceError
+from protocol.errors import DeviceError, ExitCode
 from replay.batches.cutting import CutBatch
 from replay.journal.tables import StepCut
 from tests.unit.consumer.builders import rollout_group, run_config
@@ -130,6 +133,46 @@ def test_a_step_of_single_rows_that_is_refused_ends_the_run(tmp_path: Path, one_
         DeviceError, match=r"for a single completion with its prompt \(CUDA out of memory. Tried to allocate 2.00"
     ):
         trainer.train()
+
+
+def test_a_fixed_number_of_tokens_is_kept_and_the_run_ends(tmp_path: Path, one_layer_model: Path) -> None:
+    trainer = trainer_of(tmp_path, one_layer_model, {})
+    trainer._cuts = StepCutter(64, trainer._ranks, lambda step: None)
+    refuse(trainer, {1}, 0)
+    said = r"no memory for a pass of 64 tokens \(CUDA out of memory.*\); lower pipeline.trainer_tokens_per_micro_batch"
+    with pytest.raises(DeviceError, match=said) as caught:
+        trainer.train()
+    assert caught.value.exit_code == ExitCode.DEVICE == 71
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"
+        ),
+    ],
+)
+def test_ranks_that_share_the_base_give_no_pass_up_and_the_run_ends(
+    tmp_path: Path, one_layer_model: Path, monkeypatch: pytest.MonkeyPatch, refusal: RuntimeError
+) -> None:
+    monkeypatch.setattr(SlipstreamTrainer, "is_sharded", True)
+    trainer = trainer_of(tmp_path, one_layer_model, {})
+    passes: list[int] = []
+
+    def refusing(batch: Any) -> Any:
+        passes.append(len(batch["row"]))
+        raise refusal
+
+    trainer.forward_pass = refusing
+    control: Any = SimpleNamespace(early_stop_reason=None)
+    connections: Any = None
+    loop = TrainingLoop(trainer, control, connections, RunStart("r"), tmp_path)
+    with pytest.raises(DeviceError, match=r"the trainer's device is out of memory: .*go on with --resume") as caught:
+        loop.train()
+    assert caught.value.exit_code == ExitCode.DEVICE
+    assert len(passes) == 1, "nobody tried it again"
 
 
 @pytest.mark.usefixtures("float64")

@@ -1,6 +1,7 @@
 """A base in 4 or 8 bits, by the real bitsandbytes: what is trained, and what a swap is proved with."""
 
 import sys
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,45 @@ def test_a_swap_is_proved_as_narrowly_as_without_quantization(
         assert "does not compute this policy" in SwapProof(tolerance).refusal(measured[1], wrong)
     assert probe.measure(1) is not None
     assert unquantized_probe(TOKENS, 0, model, one_layer_model, build_lora(config), trained).measure(0) is None
+
+
+def test_no_tolerance_tells_an_engine_in_8_bits_from_a_wrong_adapter(like_trained: Any) -> None:
+    """Early in a run, which is why there is none by default. That the engine goes where the policy goes is seen with any."""
+    state = get_peft_model_state_dict(like_trained)
+    generator = torch.Generator().manual_seed(0)
+    drawn = {name: torch.randn(tensor.shape, generator=generator) for name, tensor in state.items()}
+
+    def logprobs(size: float) -> list[float]:
+        """Of an adapter whose second matrices have this size."""
+        sized = {name: tensor * (size if "lora_B" in name else 0.1) for name, tensor in drawn.items()}
+        set_peft_model_state_dict(like_trained, sized)
+        found = Probe(TOKENS, 1, like_trained, nullcontext).measure(0)
+        assert found is not None
+        return [float(value) for value in found.logprobs]
+
+    early, late = 0.02, 1.0
+    trainer = {
+        size: ReceivedProbe(tuple(TOKENS.tolist()), tuple(logprobs(size))) for size in (0.9 * early, early, late)
+    }
+    with torch.no_grad():
+        for name, weight in like_trained.named_parameters():
+            if name.endswith("proj.base_layer.weight"):
+                scale = weight.abs().amax(1, keepdim=True) / torch.finfo(torch.float8_e4m3fn).max
+                weight.copy_((weight / scale).to(torch.float8_e4m3fn).float() * scale)
+    engine = {size: logprobs(size) for size in trainer}
+
+    def apart(some: Any, others: Any) -> float:
+        return max(abs(one - other) for one, other in zip(some, others, strict=True))
+
+    right = apart(trainer[early].logprobs, engine[early])
+    assert right > 2 * apart(trainer[early].logprobs, trainer[0.9 * early].logprobs), "the wrong one is nearer"
+    assert "does not compute this policy" in SwapProof(TOLERANCES["float32"]).refusal(trainer[early], engine[early])
+    for follows in (True, False):
+        proof = SwapProof(100.0)
+        assert proof.refusal(trainer[early], engine[early]) == ""
+        assert (
+            "swap changed nothing" in proof.refusal(trainer[late], engine[late if follows else early])
+        ) is not follows
 
 
 def test_the_library_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

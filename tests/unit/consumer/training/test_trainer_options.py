@@ -36,6 +36,7 @@ MOVES = [
 KEEPS = [
     {"gradient_checkpointing": True},
     {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+    {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"every_n_layers": 2}},
     {"torch_empty_cache_steps": 1},
     {"debug": "underflow_overflow"},
     {"skip_memory_metrics": False},

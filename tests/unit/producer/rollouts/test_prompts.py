@@ -69,6 +69,14 @@ def test_an_empty_prompt_is_a_failure(tokenizer):
     assert "no tokens" in refusal(PromptFormat(NoTokens(), 64, {}), "").detail
 
 
+def test_what_an_image_is_put_in_place_of_is_a_failure(tokenizer):
+    prompts = PromptFormat(tokenizer, 64, {}, placeholders=frozenset({ord("7"), 151_655}))
+    assert prompts.encode("1+2=", 8)
+    failure = refusal(prompts, "1+7=")
+    assert failure.reason == "bad_prompt"
+    assert "the prompt has token 55 ('7'), in whose place an image or video is put; prompts are text" in failure.detail
+
+
 def test_completions_are_text_or_one_assistant_message_each(tokenizer):
     prompts = PromptFormat(tokenizer, 64, {})
     ids = [[*map(ord, "12"), ENDS], [ord("3")]]

@@ -33,6 +33,17 @@ def test_a_routable_endpoint_needs_keys(run_yaml: Path, key: str, endpoint: str)
     assert getattr(config.transport, key) == endpoint
 
 
+def test_a_quantized_engine_needs_a_tolerance(run_yaml: Path) -> None:
+    fp8 = "engine.quantization=fp8"
+    message = refusal(run_yaml, overrides=[fp8])
+    assert (
+        "swap.probe_tolerance: log-probs of an engine that quantizes its base (engine.quantization: fp8) differ"
+        in message
+    )
+    for choice in ("swap.probe_tolerance=3", "swap.probe_every=0"):
+        assert load(run_yaml, overrides=[fp8, choice]).engine == {"quantization": "fp8"}
+
+
 def test_a_quantized_base_cannot_be_spread(run_yaml: Path) -> None:
     message = refusal(run_yaml, overrides=["model.quantization=nf4", "pipeline.shard_base=layers"])
     assert (

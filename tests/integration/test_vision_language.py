@@ -1,0 +1,96 @@
+"""Text models of vision-language checkpoints: real vLLM computes what transformers and PEFT do, and a real pair trains one."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from protocol.wire.messages import Sampling
+from protocol.wire.vision_language import vision_language
+from tests.integration.engines import live_engine
+from tests.integration.models import random_adapter, reference_logprobs
+from tests.integration.pair import Daemon, run_pair
+from tests.integration.test_pair import REWARD, read_steps, write_run
+from tests.integration.vision_models import build_vision_model
+from tests.unit.consumer.builders import run_config
+from tools.export import merge as export
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+
+PROMPT = [4, 6, 8, 5, 9]
+STAND_INS = str(Path(__file__).parents[1] / "stand_ins")
+
+
+@pytest.fixture(autouse=True)
+def torchvision(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """vLLM imports it with the classes of models that see, in this process and in others."""
+    if find_spec("torchvision") is None:
+        monkeypatch.syspath_prepend(STAND_INS)
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([STAND_INS, *filter(None, [os.environ.get("PYTHONPATH")])]))
+    yield
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+        del sys.modules[name]
+
+
+def exported(folder: Path) -> Path:
+    """A Gemma 3 that a run has trained before."""
+    base = build_vision_model("gemma3", folder / "base")
+    random_adapter(base, folder / "trained", rank=4, seed=9)
+    export.run(run_config(folder, base), [], which=str(folder / "trained"), to=folder / "model", repository=None)
+    return folder / "model"
+
+
+@pytest.mark.parametrize(("family", "mode"), [("gemma3", "merged")])
+def test_vllm_and_peft_agree(family: str, mode: str, tmp_path: Path) -> None:
+    model = exported(tmp_path) if family == "gemma3" else build_vision_model(family, tmp_path / "model")
+    seen = vision_language(model)
+    assert seen is not None
+    scored = [*PROMPT, min(seen.placeholders), *PROMPT]  # without an image its token is one like any other
+    with live_engine(model, tmp_path, swap={"mode": mode}) as live:
+
+        async def body():
+            adapter = live.adapter(1, 1)
+            await live.engine.weights.load(adapter)
+            scores = await live.engine.weights.verify(adapter, scored)
+            live.engine.weights.activate(adapter)
+            return scores, await live.engine.generate(PROMPT, Sampling(8, 24, 0.9), adapter)
+
+        scores, completions = live.run(body())
+    expected = reference_logprobs(model, live.peft_folder(1), scored[:1], scored[1:], 1.0)
+    torch.testing.assert_close(torch.tensor(scores), expected, rtol=0, atol=1e-3)
+    assert (torch.tensor(scores) - reference_logprobs(model, None, scored[:1], scored[1:], 1.0)).abs().max() > 0.05
+    for completion in completions:
+        expected = reference_logprobs(model, live.peft_folder(1), PROMPT, completion.token_ids, 0.9)
+        torch.testing.assert_close(torch.tensor(completion.logprobs), expected, rtol=0, atol=1e-3)
+
+
+def test_a_pair_trains_the_text_model(short_dir: Path, daemons: list[Daemon]) -> None:
+    """Every version was proved before it was served, and each group has the log-probs of the checkpoint that it names."""
+    rows = [{"prompt": f"{number}+1="} for number in range(40)]
+    sections = {"trainer": {"max_steps": 4, "save_steps": 1}, "swap": {"probe_every": 1}}
+    config = str(write_run(short_dir, "qwen2", rows, REWARD, **sections))
+    shutil.rmtree(short_dir / "model")
+    build_vision_model("qwen2_5_vl", short_dir / "model")
+    run_pair(short_dir, config, daemons)
+    assert [line["policy_version"] for line in read_steps(short_dir)] == list(range(4))
+    assert "policy v3 is live" in daemons[0].output
+
+    file = short_dir / "trained.jsonl"
+    command = [sys.executable, "-m", "tools.journal.cli", "--run", str(short_dir / "run"), "export"]
+    subprocess.run([*command, "--state", "trained", "--to", str(file)], check=True, timeout=60)
+    versions = set()
+    for group in map(json.loads, file.read_text().splitlines()):
+        version = group["policy_version"]
+        adapter = short_dir / "run" / "checkpoints" / f"checkpoint-{version}" if version else None
+        for ids, logprobs in zip(group["completion_ids"], group["logprobs"], strict=True):
+            expected = reference_logprobs(short_dir / "model", adapter, group["prompt_ids"], ids, 1.0)
+            torch.testing.assert_close(torch.tensor(logprobs), expected, atol=1e-3, rtol=0)
+        versions.add(version)
+    assert len(versions) > 1

@@ -1,0 +1,88 @@
+"""Small random vision-language checkpoints, built locally, each with a tokenizer that knows the token of an image.
+
+Guarantee: equal arguments give equal files. The vision tower has linear layers of the names that the text model has, so that
+whatever takes modules by name alone shows.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+)
+
+from tests.integration.models import char_tokenizer
+
+IMAGE = "<image>"
+_TEXT = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 512,
+}
+_PATCHES = {"num_heads": 2, "depth": 1, "hidden_size": 32, "intermediate_size": 64, "out_hidden_size": 64}
+_MROPE = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 6, 6]}
+_LAYERS = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+def build_vision_model(family: str, folder: Path, seed: int = 0, num_layers: int = 2) -> Path:
+    """Writes a checkpoint of `family` (gemma3, qwen2_5_vl, qwen3_vl or mistral3) with its tokenizer to `folder`, in float32."""
+    tokenizer = char_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": [IMAGE]})
+    image: int = tokenizer.convert_tokens_to_ids(IMAGE)
+    text: dict[str, Any] = _TEXT | {
+        "num_hidden_layers": num_layers,
+        "vocab_size": len(tokenizer),
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "bos_token_id": None,
+    }
+    torch.manual_seed(seed)
+    model: Any
+    match family:
+        case "gemma3":
+            text |= {"head_dim": 32, "sliding_window": 64, "query_pre_attn_scalar": 32}
+            vision = _LAYERS | {"image_size": 28, "patch_size": 14}
+            config = Gemma3Config(
+                text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=image
+            )
+            model = Gemma3ForConditionalGeneration(config)
+        case "qwen2_5_vl":
+            text |= {"rope_parameters": _MROPE}
+            vision = _PATCHES | {"fullatt_block_indexes": [0]}
+            model = Qwen2_5_VLForConditionalGeneration(
+                Qwen2_5_VLConfig(text_config=text, vision_config=vision, image_token_id=image, video_token_id=image)
+            )
+        case "qwen3_vl":
+            text |= {"rope_parameters": _MROPE | {"mrope_interleaved": True}, "head_dim": 32}
+            vision = _PATCHES | {"deepstack_visual_indexes": [0], "num_position_embeddings": 16}
+            model = Qwen3VLForConditionalGeneration(
+                Qwen3VLConfig(text_config=text, vision_config=vision, image_token_id=image, video_token_id=image)
+            )
+        case "mistral3":
+            text |= {"model_type": "mistral", "head_dim": 32, "sliding_window": None}
+            vision = _LAYERS | {"model_type": "pixtral", "image_size": 28, "patch_size": 14, "head_dim": 16}
+            model = Mistral3ForConditionalGeneration(
+                Mistral3Config(
+                    text_config=text, vision_config=vision, image_token_index=image, tie_word_embeddings=False
+                )
+            )
+        case _:
+            raise ValueError(family)
+    embedding_std = 0.06 if family == "gemma3" else 0.5  # Gemma multiplies embeddings by sqrt(hidden_size)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 2:
+                parameter.normal_(0.0, embedding_std if "embed" in name else 0.15)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
