@@ -77,8 +77,8 @@ _GAUGES = {
     "kl": ("reference_kl_nats", "KL divergence per token to the reference model; NaN while trainer.beta is 0."),
     "entropy": ("entropy_nats", "Mean entropy of the policy per token."),
     "clip_ratio/region_mean": ("policy_clip_ratio", "Share of the tokens clipped by the loss (PPO's bounds)."),
-    "loss": ("loss", "Loss, as last logged (trainer.logging_steps)."),
-    "grad_norm": ("gradient_norm", "Norm of the gradient before clipping, as last logged."),
+    "loss": ("loss", "Loss of the last step."),
+    "grad_norm": ("gradient_norm", "Norm of the gradient of the last step, before clipping."),
     "learning_rate": ("learning_rate", "Learning rate, as last logged."),
 }
 
@@ -128,12 +128,11 @@ class LearningMetrics:
         self._step_s.observe(step_s)
         self._tokens.inc(tokens)
         self._set(numbers)
+        self._nonfinite.inc(not all(math.isfinite(numbers.get(key, 0.0)) for key in ("loss", "grad_norm")))
 
     def logged(self, numbers: Mapping[str, float]) -> None:
-        """What transformers logged; only there are loss and gradient norm."""
-        known = {key: numbers[key] for key in ("loss", "grad_norm", "learning_rate") if key in numbers}
-        self._set(known)
-        self._nonfinite.inc(not all(math.isfinite(value) for value in known.values()))
+        """What transformers logged; only there is the learning rate."""
+        self._set({key: numbers[key] for key in ("learning_rate",) if key in numbers})
 
     def _set(self, numbers: Mapping[str, float]) -> None:
         for key, value in numbers.items():

@@ -86,7 +86,7 @@ class RunControl(TrainerCallback):
         standing = self.connections.pipeline.observe(latest.get(_EFFECTIVE_SHARE), wait_s / max(1e-9, wait_s + step_s))
         self.connections.report.step(
             state.global_step,
-            latest | self._metrics | standing,
+            latest | self.trainer.last_step | self._metrics | standing,
             wait_s=wait_s,
             step_s=step_s,
             tokens=sum(int(group.sampled_lengths.sum()) for group in batch.groups),

@@ -67,7 +67,7 @@ class StepLossTrainer(GRPOTrainer):
         drop_towers(self._causal_model)
         self.works: list[RankWork] = []  # of the last step, by rank; empty for one rank
         self._correction = correction
-        self._step_loss = torch.zeros(())
+        self._step_loss, self._grad_norm = torch.zeros(()), math.nan
         self._seen: tuple[Seen, Seen] = ({}, {})
         model = self._causal_model
         self._is_plain = is_plain(model) and not (self.args.cast_lm_head_to_fp32 or self.aux_loss_enabled)
@@ -215,12 +215,17 @@ class StepLossTrainer(GRPOTrainer):
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> float:
         """transformers asks for it once per step, after the last backward pass and before the optimizer. A gradient that a
         scaler finds infinite is its own business: it skips the step and scales down."""
-        norm = float(super()._get_grad_norm(model, grad_norm))
+        norm = self._grad_norm = float(super()._get_grad_norm(model, grad_norm))
         loss = float(self._step_loss)
         has_scaler = self.accelerator.scaler is not None and self.accelerator.scaler.is_enabled()
         if not math.isfinite(loss) or not (math.isfinite(norm) or has_scaler):
             raise NotFiniteStep(loss, norm)
         return norm
+
+    @property
+    def last_step(self) -> dict[str, float]:
+        """Loss of the last step, and the norm of its gradient before clipping, whatever `logging_steps` says."""
+        return {"loss": float(self._step_loss), "grad_norm": self._grad_norm}
 
     def forward_pass(self, batch: MicroBatch) -> Pass:
         """Of the present policy; 0 for tokens outside the loss, where the model is plain."""

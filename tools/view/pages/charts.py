@@ -29,9 +29,13 @@ class Chart(NamedTuple):
 
 _AGES = ("fresh", "1 version", "2 versions", "3 or more")
 _OF_STEPS = {
+    "Loss": {"loss": "loss"},
+    "Gradient norm, before clipping": {"gradient norm": "grad_norm"},
     "Entropy, nats per token": {"entropy": "entropy"},
     "Effective sample size, share of the tokens": {"before correction": f"{_RATIO}/effective_sample_share",
                                                    "after correction": f"{_RATIO}/corrected/effective_sample_share"},
+    "Importance ratio, before correction": {"1st percentile": f"{_RATIO}/p01", "mean": f"{_RATIO}/mean",
+                                            "99th percentile": f"{_RATIO}/p99"},
     "Staleness, versions": {"mean": "staleness/mean", "greatest": "staleness/max"},
     "Seconds of a step": {"waiting": "wait_s", "training": "step_s"},
     "Length of completions, tokens": {"mean": "completions/mean_length", "greatest": "completions/max_length"},

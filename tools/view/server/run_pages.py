@@ -78,6 +78,7 @@ class RunPages:
             scoring = _scoring(db, start, span[1]) if db else []
             ages = staleness_shares(steps, _versions_of_steps(db)) if db else None
         shown = lanes(times, producers, scoring, start, span[1])
+        steps = self._viewer.with_losses(steps)
         found = charts(steps, run.newest_lines(EVALUATIONS, _EVALUATION_BYTES), shown, (start, span[1]))
         found += [ages] if ages else []
         return [chart._asdict() | {"curves": [curve._asdict() for curve in chart.curves]} for chart in found]
@@ -93,8 +94,7 @@ class RunPages:
         query = request.query_params
         with self._viewer.index() as db:
             lines = newest_lines(db, _MOST_STEPS) if db else self._viewer.run.newest_steps(_TIMELINE_BYTES)
-        losses = self._viewer.losses()
-        found = sorted_steps([losses.get(line.get("step", 0), {}) | line for line in lines], query)
+        found = sorted_steps(self._viewer.with_losses(lines), query)
         return page(request, "steps.html", self._viewer.name, found=found, columns=COLUMNS)
 
     def step(self, request: Request) -> Response:
@@ -110,11 +110,11 @@ class RunPages:
             made = reader.policy_at(step)
             rows = [row for group_id in batch.group_ids if (row := reader.row(group_id)) is not None]
         with self._viewer.index() as db:
-            line = line_of(db, step) if db else {}
+            (line,) = self._viewer.with_losses([{"step": step} | (line_of(db, step) if db else {})])
         advantages = _advantages(self._viewer.run.newest_lines(ROLLOUTS, _ROLLOUT_BYTES), step)
         return page(
             request, "step.html", self._viewer.name, step=step, batch=batch, began=began,
-            made=made if made and made.step == step else None, line=self._viewer.losses().get(step, {}) | line,
+            made=made if made and made.step == step else None, line=line,
             rows=[(row, _staleness(row, began), advantages.get(row.group_id)) for row in rows],
         )  # fmt: skip
 

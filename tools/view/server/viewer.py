@@ -16,7 +16,7 @@ import apsw
 from replay.journal.reader import JournalReader
 from replay.journal.rows import GroupRow
 from tools.journal.content import ContentReader
-from tools.run_reader import JOURNAL, RunReader
+from tools.run_reader import JOURNAL, Line, RunReader
 from tools.status.view import View
 from tools.status.watch import Watch
 from tools.view.index.builder import Builder
@@ -82,8 +82,15 @@ class Viewer:
             group_page(row, content, facts, self.decoder(facts)[0], "logprob", raw=False, first=0) if content else None
         )
 
+    def with_losses(self, lines: list[Line]) -> list[Line]:
+        """The lines of steps, with loss and gradient norm where the release that wrote them left these to its checkpoints."""
+        if all("loss" in line for line in lines):
+            return lines
+        losses = self.losses()
+        return [losses.get(line.get("step", 0), {}) | line for line in lines]
+
     def losses(self) -> dict[int, dict[str, float]]:
-        """Loss and gradient norm by step, of those that the newest checkpoint tells of: `steps.jsonl` has neither."""
+        """Loss and gradient norm by step, of those that the newest checkpoint tells of, a hundred at most."""
         found: dict[int, dict[str, float]] = {}
         files = sorted(self.run.folder.glob("checkpoints/checkpoint-*/trainer_state.json"), key=_step_of)
         for file in files[-1:]:

@@ -65,8 +65,10 @@ def test_staleness_is_counted_by_group(registry: CollectorRegistry, metrics: Lea
 def test_a_loss_or_gradient_that_is_no_number_is_counted(
     registry: CollectorRegistry, metrics: LearningMetrics, name: str, bad: float
 ) -> None:
-    metrics.logged({"loss": 0.1, "grad_norm": 1.0, "learning_rate": 1e-5, "epoch": math.nan})
+    step(metrics, 1, loss=0.1, grad_norm=1.0, reward=math.nan)
     assert value(registry, "rl_trainer_nonfinite_steps_total") == 0
-    metrics.logged({"loss": 0.1, "grad_norm": 1.0} | {name: bad})
+    step(metrics, 2, **{"loss": 0.1, "grad_norm": 1.0} | {name: bad})
     assert value(registry, "rl_trainer_nonfinite_steps_total") == 1
+    metrics.logged({"loss": 9.0, "grad_norm": 9.0, "learning_rate": 1e-5})
+    assert value(registry, "rl_trainer_loss") != 9.0, "the mean over logging_steps, which is no step's"
     assert value(registry, "rl_trainer_learning_rate") == 1e-5

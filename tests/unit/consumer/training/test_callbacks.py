@@ -213,6 +213,8 @@ def test_numbers_of_a_step_are_over_all_its_micro_batches(tmp_path: Path, one_la
     for step in run.steps:
         assert step[f"{name}/min"] < step[f"{name}/mean"] < step[f"{name}/max"]
     assert logged[f"{name}/min"] > min(column(run, f"{name}/min")), "TRL's is the mean of minima"
+    assert logged["train_loss"] == pytest.approx(sum(column(run, "loss")) / 2), "of every step, though nothing was logged"
+    assert all(norm > 0 for norm in column(run, "grad_norm"))
 
 
 def test_transformers_record_of_what_was_logged_does_not_grow_with_the_run(
@@ -242,7 +244,9 @@ def test_a_resumed_run_goes_on_where_it_stopped(tmp_path: Path, one_layer_model:
     second = Run(tmp_path / "halves", one_layer_model, resume=True, lora={"lora_dropout": 0.2})
     assert second.published == whole.published[2:], "same versions, and the very same weights"
     assert column(second, "step") == [1, 2, 3, 4]
-    assert [step["reward"] for step in second.steps] == [step["reward"] for step in whole.steps]
+    assert [column(second, name) for name in ("reward", "loss", "grad_norm")] == [
+        column(whole, name) for name in ("reward", "loss", "grad_norm")
+    ]
     assert second.state == whole.state
     assert second.samples == whole.samples
     assert [line["step"] for line in second.samples] == [1, 1, 2, 2, 3, 3, 4, 4]

@@ -154,9 +154,13 @@ def test_before_the_run_begins_pages_say_what_to_do(tmp_path: Path, cache: None)
     assert "No policy was published yet" in client.get("/policies").text
 
 
-def test_loss_and_gradient_are_those_of_the_newest_checkpoint(client: TestClient, written_run: Path) -> None:
-    assert Viewer(written_run).losses() == {1: {"loss": 0.125}, 10: {"loss": -0.5, "grad_norm": 2.5}}
+def test_loss_and_gradient_are_the_step_s_own_or_those_of_the_newest_checkpoint(client: TestClient) -> None:
+    assert "loss -0.08333, gradient norm 0.5" in client.get("/steps/12").text
     assert "loss -0.5, gradient norm 2.5" in client.get("/steps/10").text
+    assert "gradient norm" not in client.get("/steps/9").text
+    (found,) = [chart for chart in client.get("/data?minutes=0").json() if chart["title"] == "Loss"]
+    values = found["curves"][0]["values"]
+    assert values[:12] == [0.125, *[None] * 8, -0.5, -1 / 11, -1 / 12]
 
 
 def test_two_runs_are_compared(client: TestClient, written_run: Path, written_index: Path, run: Path) -> None:
