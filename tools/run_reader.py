@@ -6,6 +6,7 @@ wrote it wrote NaN or null.
 """
 
 import json
+import os
 import socket
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
 
 STEPS, ROLLOUTS, EVALUATIONS, JOURNAL = "steps.jsonl", "rollouts.jsonl", "evaluations.jsonl", "journal.sqlite"
 _TIMELINES = "producer-*.jsonl"
+_SUMMARY = "trainer.json"
 _ANNOUNCEMENT_BYTES = 65_536
+_LAST_LINES_BYTES = 256 * 1024  # more than the longest line of a step
 
 Line = dict[str, Any]
 
@@ -30,6 +33,18 @@ class DaemonAddress(NamedTuple):
     job: str | None = None  # `rl-trainer` or `rl-producer`, if it is known before it answers
     daemon: str | None = None  # its name, if it is known
     process_gone: bool = False  # it ran on this host
+
+
+class Ended(NamedTuple):
+    """How the trainer of a run ended by itself."""
+
+    step: int  # the last one that was taken
+    finished: bool  # otherwise it was stopped, and `--resume` goes on
+    at: float  # Unix time
+
+    @property
+    def text(self) -> str:
+        return f"{'finished' if self.finished else 'stopped'} at step {self.step}"
 
 
 class RunReader:
@@ -63,6 +78,18 @@ class RunReader:
 
     def timelines(self) -> list[list[Line]]:
         return [self.lines(name) for name in self.timeline_names()]
+
+    def ended(self) -> Ended | None:
+        """How the run's trainer ended; None if it has not, was killed, or has taken steps since."""
+        try:
+            with (self.folder / _SUMMARY).open("rb") as file:
+                said, at = json.load(file), os.fstat(file.fileno()).st_mtime
+            found = Ended(int(said["steps"]), said["finished"] is True, at)
+            steps = self.newest_steps(_LAST_LINES_BYTES)
+        except (OSError, ValueError, LookupError, TypeError):
+            return None
+        newest = max((line["step"] for line in steps if isinstance(line.get("step"), int)), default=0)
+        return None if newest > found.step else found
 
     def daemons(self) -> Iterator[DaemonAddress]:
         """The daemons that are running, and those that were killed and whose files nobody has removed yet."""

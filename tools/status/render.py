@@ -19,7 +19,7 @@ from tools.status.daemons import NO_STATUS
 from tools.status.text import duration, percent, plain, rate, shortened, sparkline, whole
 from tools.status.view import ProducerView, TrainerView, View
 from tools.status.warnings import Warned
-from tools.tables import printable, size
+from tools.tables import clock, printable, size
 
 NARROWEST = 80
 _WIDEST = 120
@@ -36,15 +36,17 @@ def render(view: View, warned: Sequence[Warned], width: int) -> RenderableType:
     trainer = view.trainer or TrainerView()
     sections = [_section(_learning(trainer, view.rewards, content)), _section(_pipeline(trainer, content))]
     parts: list[RenderableType] = [section for section in sections if section.row_count]
+    if view.ended:
+        parts.insert(0, Text(f"{view.ended.text}, {clock(view.ended.at)}", "bold"))
     parts.append(_warnings(warned))
     if trainer.rank_step_s:
         parts.append(_ranks(trainer))
     if view.producers:
         parts.append(_producers(view.producers, width))
     spaced = [piece for part in parts for piece in (part, Text())][:-1]
-    clock = time.strftime("%H:%M:%S", time.localtime(view.at)) if view.at else ""
+    now = time.strftime("%H:%M:%S", time.localtime(view.at)) if view.at else ""
     return Panel(
-        Group(*spaced), title=_title(trainer), subtitle=Text(clock, "dim"), width=width, box=box.HORIZONTALS,
+        Group(*spaced), title=_title(trainer), subtitle=Text(now, "dim"), width=width, box=box.HORIZONTALS,
         border_style="cyan", title_align="left", subtitle_align="right",
     )  # fmt: skip
 

@@ -9,6 +9,8 @@ from typing import Any
 from msgspec import Struct, field
 from msgspec.structs import asdict
 
+from tools.run_reader import Ended
+
 
 class TrainerView(Struct, frozen=True, kw_only=True):
     """The trainer. A field has the name that the status document gives it, or says which."""
@@ -106,6 +108,7 @@ class View(Struct, frozen=True, kw_only=True):
     producers: list[ProducerView]
     silent: dict[str, str]  # addresses of which nobody knows what they are, and why they say nothing
     rewards: dict[int, float] = {}  # mean ones of the last steps, by step
+    ended: Ended | None = None  # if nobody answers, because the trainer has ended by itself
 
     @property
     def answers(self) -> bool:
@@ -118,5 +121,6 @@ class View(Struct, frozen=True, kw_only=True):
             "answers": self.answers,
             "trainer": self.trainer and asdict(self.trainer),
             "producers": [asdict(producer) for producer in self.producers],
+            "ended": self.ended and self.ended._asdict(),
             "rewards": [{"step": step, "reward": reward} for step, reward in self.rewards.items()],
         }

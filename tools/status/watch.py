@@ -32,7 +32,8 @@ class Watch:
         while now - self._looks[0][0] > WINDOW_S:
             self._looks.popleft()
         shown = read([answers for _, answers in self._looks])
-        return replace(shown, at=shown.at or time.time(), rewards=self._rewards(shown))
+        ended = self._run.ended() if self._run and not shown.answers else None
+        return replace(shown, at=shown.at or time.time(), rewards=self._rewards(shown), ended=ended)
 
     def _rewards(self, shown: View) -> dict[int, float]:
         """The rewards in the run's file; where there is none, those that were seen."""

@@ -11,7 +11,7 @@ import pytest
 
 from protocol.errors import JournalError
 from replay.journal.writer import Journal
-from tools.run_reader import EVALUATIONS, ROLLOUTS, STEPS, DaemonAddress, RunReader
+from tools.run_reader import EVALUATIONS, ROLLOUTS, STEPS, DaemonAddress, Ended, RunReader
 
 
 @pytest.fixture
@@ -39,6 +39,23 @@ def test_lines_of_either_release_are_read_and_torn_or_strange_ones_left_out(run:
     both = [{"step": 1, "loss": None}, {"step": 2, "loss": None}]
     assert run.lines(STEPS) == run.newest_steps(10_000) == both
     assert run.newest_steps(60) == both[1:], "however long the file is"
+
+
+def test_how_a_run_ended_is_known_until_it_takes_another_step(run: RunReader) -> None:
+    assert run.ended() is None
+    (run.folder / "trainer.json").write_text('{"finished": true, "steps": 3}')
+    os.utime(run.folder / "trainer.json", (1e9, 1e9))
+    assert run.ended() == Ended(3, True, 1e9)
+    (run.folder / "steps.jsonl").write_text('{"step": 2}\n{"step": 3}\n{"step": "x"}\n')
+    assert run.ended() == Ended(3, True, 1e9)
+    (run.folder / "steps.jsonl").write_text('{"step": 3}\n{"step": 4}\n')
+    assert run.ended() is None, "it went on, and nobody knows how that ended"
+    (run.folder / "trainer.json").write_text('{"finished": false, "steps": 4}')
+    assert (found := run.ended()) is not None
+    assert found.text == "stopped at step 4"
+    for damaged in ("", "[]", '{"finished": true}', '{"finished": true, "steps": "many"}'):
+        (run.folder / "trainer.json").write_text(damaged)
+        assert run.ended() is None
 
 
 def test_each_producer_has_a_timeline(run: RunReader) -> None:

@@ -9,6 +9,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from tests.unit.tools.status.builders import PRODUCER, answer, producer, seen
+from tools.run_reader import Ended
 from tools.status.daemons import NO_STATUS
 from tools.status.reading import read
 from tools.status.render import render
@@ -73,6 +74,14 @@ def test_a_trainer_of_several_ranks_has_a_row_for_each() -> None:
 def test_a_view_of_nothing_says_what_to_do() -> None:
     assert "no daemon of this run answers: start rl-trainer" in " ".join(lines(seen(rewards={1: 0.5}), 80))
     assert "nothing to complain about" in "\n".join(lines(seen({"step": 1, "max_steps": 9}), 80))
+
+
+def test_a_run_that_has_finished_is_no_trouble_and_one_that_was_stopped_can_go_on() -> None:
+    shown = "\n".join(lines(seen(rewards={60: 0.5}, ended=Ended(60, True, 1e9)), 80))
+    assert "finished at step 60, 2001-09-09" in shown
+    assert "nothing to complain about" in shown
+    shown = " ".join(lines(seen(ended=Ended(40, False, 1e9)), 80))
+    assert "the run was stopped at step 40: rl-trainer --resume goes on" in shown
 
 
 def test_a_daemon_that_does_not_answer_is_gone_or_of_an_older_release() -> None:

@@ -163,6 +163,14 @@ def test_loss_and_gradient_are_the_step_s_own_or_those_of_the_newest_checkpoint(
     assert values[:12] == [0.125, *[None] * 8, -0.5, -1 / 11, -1 / 12]
 
 
+def test_a_run_that_has_ended_says_how(client: TestClient, run: Path) -> None:
+    assert "the last step that it told of is 22" in client.get("/live").text
+    (run / "trainer.json").write_text('{"finished": true, "steps": 24}')
+    assert "<strong>Finished at step 24</strong>" in client_of(run).get("/live").text
+    (run / "trainer.json").write_text('{"finished": false, "steps": 24}')
+    assert re.search("Stopped at step 24.*--resume</code> goes on", client_of(run).get("/live").text)
+
+
 def test_two_runs_are_compared(client: TestClient, written_run: Path, written_index: Path, run: Path) -> None:
     with closing(Journal(run / "journal.sqlite")) as journal, journal.transaction() as db:
         db.execute("UPDATE groups SET reward = 0 WHERE prompt_id = 1")
