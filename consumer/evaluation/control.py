@@ -95,7 +95,7 @@ class EvaluationControl:
             "digest": policy.digest,
         }
         try:
-            is_best = self.results.record(result, finished.due.blob)
+            is_best = self.results.record(result, finished.due.blob, finished.kept())
         except OSError as error:
             if not out_of_space(error, self.run_dir):
                 raise

@@ -13,13 +13,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from consumer.evaluation.kept_answers import MAX_BYTES, KeptAnswer, num_bytes
 from consumer.evaluation.results import DueVersion, EvaluationQueue
 from consumer.intake.dispatcher import EvaluationDispatcher, read
 from consumer.intake.sessions import ProducerSession, RoomQueue, give_leases
 from consumer.prompts.source import PromptSource
 from protocol.errors import DatasetError
 from protocol.transport.channel import ServerChannel
-from protocol.wire.codec import CodecError
+from protocol.wire.codec import CodecError, encode
 from protocol.wire.messages import Ack, Group, Lease, Nack, PolicyInfo, Sampling
 from replay.groups import GroupShape, InvalidGroupError
 from replay.prompts.evaluation_leases import Answer, Evaluation, Metric
@@ -51,11 +52,27 @@ class EvaluationRules:
 
 @dataclass(eq=False)
 class RunningEvaluation(Evaluation):
-    """Of a version that is due. It takes from its first lease to its last answer."""
+    """Of a version that is due. It takes from its first lease to its last answer, and keeps what was answered, within bounds."""
 
     due: DueVersion = field(kw_only=True)
     began: float | None = None
     duration_s: float = 0.0
+    _groups: dict[int, Group] = field(default_factory=dict)
+    _num_bytes: int = 0
+
+    def keep(self, prompt_id: int, group: Group) -> None:
+        size = num_bytes(group)
+        if self._num_bytes + size <= MAX_BYTES:
+            self._num_bytes += size
+            self._groups[prompt_id] = group
+
+    def kept(self) -> list[KeptAnswer]:
+        """Of the prompts that are done, in their order."""
+        return [
+            KeptAnswer(prompt_id, self._answers[prompt_id].score, encode(group) if group else b"")
+            for prompt_id in sorted(self._answers)
+            for group in [self._groups.get(prompt_id)]
+        ]
 
 
 @dataclass(eq=False)
@@ -132,6 +149,7 @@ class EvaluationLeases(EvaluationDispatcher):
             running.fail(lease_id, "invalid", self.clock())
             return Nack(lease_id, "invalid", str(error))
         running.answer(prompt_id, Answer.of(group, self.rules.metric))
+        running.keep(prompt_id, message)
         return Ack(lease_id, "accepted", self.store.newest)
 
     def release(self, producer: str, keep: Iterable[str] = ()) -> set[str]:

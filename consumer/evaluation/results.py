@@ -1,29 +1,34 @@
-"""What is on the disk of evaluations: the versions that are due, the file of results, the best adapter.
+"""What is on the disk of evaluations: the versions that are due, the file of results, the best adapter, the newest answers.
 
 Guarantee: a version that is due is whole in `RUN_DIR/evaluation` before any producer hears of it, and stays until `done`. At
 most two are there: the one that is being evaluated and the newest that became due meanwhile, in place of any between.
 `RUN_DIR/evaluations.jsonl` has one line per evaluation of the run that is, on the disk when `record` returns; steps that a crash
-undid leave none. `checkpoints/best` is whole or absent: a plain PEFT adapter with `evaluation.json` beside it, the best that this
+undid leave none. It and the older file that it replaced, `evaluations.1.jsonl`, are bounded (`protocol.files.rotated_lines`):
+together they have the last ten thousands of evaluations, and scores are compared with those of these. `checkpoints/best` is whole or absent: a plain PEFT adapter with `evaluation.json` beside it, the best that this
 run ever had, also of steps that a crash undid. `record` may be repeated after a crash at any point.
 """
 
 import json
-import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from consumer.evaluation.kept_answers import KeptAnswer, KeptAnswers
 from consumer.publishing.published_policy import MeasuredProbe, PublishedPolicy
 from protocol.config.sections.evaluation import EvaluationSection
-from protocol.files.json_lines import append, encode_line, encode_page, forget_after, open_to_append
-from protocol.files.staged import mend, staged, sync
+from protocol.files import rotated_lines
+from protocol.files.json_lines import encode_line, encode_page
+from protocol.files.rotated_lines import RotatedLines
+from protocol.files.staged import mend, staged
 from protocol.wire.adapter_blob import unpack
 from protocol.wire.messages import PolicyInfo
 
 _RESULT = "evaluation.json"
+_MAX_BYTES = 16 * 2**20  # of one file; a line has some 400 bytes
+_REMEMBERED = 1024  # versions, of which only the newest can be asked about
 
 
 class EvaluationResults:
@@ -38,19 +43,20 @@ class EvaluationResults:
         first_step: int,
         max_unscored_share: float,
     ) -> None:
-        self._file = run_dir / "evaluations.jsonl"
+        self._file = RotatedLines(run_dir / "evaluations.jsonl", _MAX_BYTES)
+        self._answers = KeptAnswers(run_dir, first_step)
         self._best = checkpoints_dir / "best"
         self._section = section
         self._max_unscored_share = max_unscored_share
-        forget_after(self._file, first_step)
-        lines = self._file.read_text(encoding="utf-8").splitlines() if self._file.exists() else []
-        self.versions: list[int] = []  # those that have a result
+        self._file.forget_after(first_step)
+        self.versions: list[int] = []  # the newest of those that have a result
         self.best_score: float | None = None  # of the valid results
+        self._best_version: int | None = None
         self.num_without_improvement = (
             0  # evaluations since the last one that was more than `min_delta` above all before it
         )
-        for line in lines:
-            self._note(json.loads(line))
+        for line in rotated_lines.read(self._file.path):
+            self._note(line)
         mend(self._best)
 
     @property
@@ -79,31 +85,30 @@ class EvaluationResults:
         enough = result["score"] is not None and unscored <= self._max_unscored_share * result["num_prompts"]
         return bool(enough and result["metric"] == self._section.score_name)
 
-    def record(self, result: dict[str, Any], blob: bytes) -> bool:
-        """Keeps the adapter if it is the best, then writes the line. Returns whether it is the best. On an OSError nothing was
-        recorded."""
+    def record(self, result: dict[str, Any], blob: bytes, answers: Sequence[KeptAnswer] = ()) -> bool:
+        """Keeps the answers, and the adapter if it is the best, then writes the line. Returns whether it is the best. On an
+        OSError nothing was recorded."""
+        if answers:
+            self._answers.write(result["version"], result["step"], answers)
         best = self.best
         is_best = self.is_valid(result) and (best is None or result["score"] > best["score"])
         if is_best and self._section.keep_best:
             self._keep(result, blob)
-        file = open_to_append(self._file)
-        try:
-            append(file, f"{encode_line(result)}\n".encode())
-            os.fsync(file)
-        finally:
-            os.close(file)
-        sync(self._file.parent)
+        self._file.append(f"{encode_line(result)}\n".encode(), durable=True)
         self._note(result)
+        self._answers.prune(self._best_version)
         return is_best
 
     def _note(self, result: dict[str, Any]) -> None:
         """Takes the numbers that the run needs again; the file has the others."""
         self.versions.append(int(result["version"]))
+        del self.versions[:-_REMEMBERED]
         if self.is_valid(result):
             score, best = result["score"], self.best_score
             improved = best is None or score > best + self._section.min_delta
             self.num_without_improvement = 0 if improved else self.num_without_improvement + 1
-            self.best_score = score if best is None else max(best, score)
+            if best is None or score > best:
+                self.best_score, self._best_version = score, int(result["version"])
 
     def _keep(self, result: dict[str, Any], blob: bytes) -> None:
         with staged(self._best) as partial:

@@ -100,6 +100,7 @@ class RunComponents:
         return facts | {
             "dataset_digest": self.prompts.digest,
             "num_prompts": str(len(self.prompts)),
+            "held_out_digest": self.held_out.digest if self.held_out else "",
             "initial_adapter_digest": self.initial_adapter.digest if self.initial_adapter else "",
         }
 

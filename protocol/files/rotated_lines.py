@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from protocol.files.json_lines import append, forget_after, open_to_append
+from protocol.files.staged import sync
 
 
 @dataclass
@@ -20,8 +21,8 @@ class RotatedLines:
     path: Path
     max_bytes: int
 
-    def append(self, lines: bytes) -> None:
-        """If it raises `OSError`, none of the lines was written."""
+    def append(self, lines: bytes, *, durable: bool = False) -> None:
+        """If it raises `OSError`, none of the lines was written. If it is `durable`, they are on the disk when it returns."""
         with suppress(FileNotFoundError):
             size = self.path.stat().st_size
             if size > 0 and size + len(lines) > self.max_bytes:
@@ -29,8 +30,12 @@ class RotatedLines:
         file = open_to_append(self.path)
         try:
             append(file, lines)
+            if durable:
+                os.fsync(file)
         finally:
             os.close(file)
+        if durable:
+            sync(self.path.parent)
 
     def forget_after(self, step: int) -> None:
         """Cuts off lines of later steps; see `protocol.files.json_lines.forget_after`."""

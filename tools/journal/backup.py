@@ -2,15 +2,18 @@
 
 Guarantee: the folder appears under its name when it is complete and on the disk, or not at all. `rl-trainer --resume` goes on
 from it as from the original after a crash: its journal holds every group that its checkpoint, or a start from scratch, needs. It
-also has every result of an evaluation, every version that waits for one, and the best adapter.
+also has every result of an evaluation, the answers that are kept, every version that waits for one, and the best adapter.
 """
 
 import os
 import shutil
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
 from consumer.checkpoints import folders as checkpoints
+from consumer.evaluation.kept_answers import FOLDER as HELD_OUT
+from consumer.evaluation.kept_answers import kept_versions
 from protocol.errors import JournalError
 from protocol.files.rotated_lines import opened
 from protocol.files.staged import aside, staged
@@ -20,7 +23,6 @@ from tools.tables import say, size
 
 _ATTEMPTS = 5
 _LINES = (STEPS, ROLLOUTS)
-_FILES = (EVALUATIONS, "trainer.json")
 _FOLDERS = ("checkpoints/best", "adapter", "sft")
 
 
@@ -66,23 +68,34 @@ def _copy(reader: JournalReader, to: Path) -> bool:
                 raise
             return False
     (to / "evaluation").mkdir()
-    for file in (run_dir / "evaluation").glob("*.adapter"):
-        with suppress(FileNotFoundError):
-            shutil.copy2(file, to / "evaluation" / file.name)
-    for name in _FILES:
-        with suppress(FileNotFoundError):
-            shutil.copy2(run_dir / name, to / name)
+    _copy_files((run_dir / "evaluation").glob("*.adapter"), to / "evaluation")
+    _copy_lines(run_dir / EVALUATIONS, to)
+    _copy_files([run_dir / "trainer.json"], to)
     if not all(_copy_folder(run_dir / name, to / name) for name in _FOLDERS):
         return False
+    if answers := list(kept_versions(run_dir).values()):
+        (to / HELD_OUT).mkdir()
+        _copy_files(answers, to / HELD_OUT)
     for name in _LINES:
-        with opened(run_dir / name) as files:
-            for lines in files:
-                with (to / Path(lines.name).name).open("wb") as copy:
-                    shutil.copyfileobj(lines, copy)
+        _copy_lines(run_dir / name, to)
     reader.copy_to(to / reader.path.name)
     if found is None:
         return checkpoints.latest(run_dir / "checkpoints") is None
     return checkpoints.is_committed(found.folder)
+
+
+def _copy_files(files: Iterable[Path], to: Path) -> None:
+    """Those that are still there."""
+    for file in files:
+        with suppress(FileNotFoundError):
+            shutil.copy2(file, to / file.name)
+
+
+def _copy_lines(path: Path, to: Path) -> None:
+    with opened(path) as files:
+        for lines in files:
+            with (to / Path(lines.name).name).open("wb") as copy:
+                shutil.copyfileobj(lines, copy)
 
 
 def _copy_folder(folder: Path, to: Path) -> bool:

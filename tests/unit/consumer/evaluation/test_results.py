@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from consumer.evaluation import results as results_module
 from consumer.evaluation.results import DueVersion, EvaluationQueue, EvaluationResults
 from protocol.config.sections.evaluation import EvaluationSection
 from protocol.wire.adapter_blob import AdapterBlob, pack
@@ -70,6 +71,20 @@ def test_the_best_adapter_is_kept_and_an_equal_one_does_not_replace_it(tmp_path:
         3,
         4,
     ]
+
+
+def test_the_file_of_results_is_bounded_and_what_is_in_it_is_known_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(results_module, "_MAX_BYTES", 1000)
+    monkeypatch.setattr(results_module, "_REMEMBERED", 5)
+    kept = results(tmp_path)
+    record(kept, *[0.5] * 40)
+    files = sorted(tmp_path.glob("evaluations*.jsonl"))
+    assert [file.name for file in files] == ["evaluations.1.jsonl", "evaluations.jsonl"]
+    assert all(file.stat().st_size <= 1000 for file in files)
+    assert kept.versions == results(tmp_path).versions == [36, 37, 38, 39, 40]
+    assert results(tmp_path, first_step=380).versions[-1] == 38
 
 
 def test_what_does_not_count(tmp_path: Path) -> None:

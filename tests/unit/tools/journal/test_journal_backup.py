@@ -136,7 +136,7 @@ def test_the_copy_of_a_run_knows_its_evaluations_and_its_best(
         (command.run_dir / name).write_text(name)
     to = tmp_path / "copy"
     command("backup", "--to", str(to))
-    for place in ("evaluations.jsonl", "evaluation", "checkpoints/best", "adapter", "sft", "steps.jsonl", "steps.1.jsonl",
+    for place in ("evaluations.jsonl", "evaluation", "held-out", "checkpoints/best", "adapter", "sft", "steps.jsonl", "steps.1.jsonl",
                   "rollouts.jsonl", "trainer.json"):  # fmt: skip
         assert content(to / place) == content(command.run_dir / place), place
     restored = evaluations(to, "t")
@@ -155,16 +155,24 @@ def test_a_result_that_comes_while_it_is_copied_is_neither_lost_nor_torn(
     process = evaluations(command.run_dir)
     evaluate(process, 1, 0.5)
     process.publish(3)
-    copy, reward = shutil.copy2, 0.75 if is_better else 0.25
+    copy, copy_lines, reward = shutil.copy2, shutil.copyfileobj, 0.75 if is_better else 0.25
 
-    def copy_and_evaluate(source: Any, target: Any, **options: Any) -> Any:
-        if Path(source).name == at and 3 in process.due.versions:
+    def evaluate_at(name: str) -> None:
+        if name == at and 3 in process.due.versions:
             process.answer_all(reward)
             process.collect()
+
+    def copy_and_evaluate(source: Any, target: Any, **options: Any) -> Any:
+        evaluate_at(Path(source).name)
         return copy(source, target, **options)
+
+    def copy_lines_and_evaluate(source: Any, target: Any) -> None:
+        evaluate_at(Path(source.name).name)
+        copy_lines(source, target)
 
     monkeypatch.setattr(shutil, "copytree", functools.partial(shutil.copytree, copy_function=copy_and_evaluate))
     monkeypatch.setattr(shutil, "copy2", copy_and_evaluate)
+    monkeypatch.setattr(shutil, "copyfileobj", copy_lines_and_evaluate)
     to = tmp_path / "copy"
     command("backup", "--to", str(to))
     assert process.due.versions == []
