@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from consumer.evaluation.kept_answers import KeptAnswer, KeptAnswers
 from protocol.wire.codec import encode
 from protocol.wire.digests import tokenizer_digest
 from protocol.wire.messages import Group
@@ -129,9 +131,21 @@ def write_run(folder: Path, num_groups: int = 120, num_prompts: int = 40) -> Pat
         for v in (4, 12)
     ]
     _append(run / "evaluations.jsonl", *lines)
+    for version in (4, 12):
+        KeptAnswers(run, 1000).write(version, version, list(held_out(tokenizer, version)))
     line = {"step": 1, "group": trainable[0], "advantage": -1.25, "reward": 0.0, "prompt": "p", "completion": "c"}
     _append(run / "rollouts.jsonl", line)
     return run
+
+
+def held_out(tokenizer: Tokenizer, version: int) -> Iterator[KeptAnswer]:
+    """Eight prompts, of which the last one was given up. Version 4 solves 0 to 3, version 12 solves 2 to 6; of prompt 5 no text
+    is kept."""
+    for prompt in range(8):
+        score = float(prompt < 4 if version == 4 else 2 <= prompt < 7)
+        group = message(tokenizer, LeaseId(Key(0, prompt, 0), 1, "s"), version, [score] * COMPLETIONS)
+        frame = encode(structs.replace(group, lease_id=f"evaluation-{version}-{prompt}-1-s"))
+        yield KeptAnswer(prompt, None) if prompt == 7 else KeptAnswer(prompt, score, b"" if prompt == 5 else frame)
 
 
 def take_step(journal: Journal, run: Path, step: int, group_ids: list[str]) -> None:

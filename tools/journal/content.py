@@ -30,7 +30,7 @@ class Content:
 class ContentReader:
     def __init__(self, reader: JournalReader) -> None:
         self._reader = reader
-        self._facts = reader.facts()
+        self._names = reward_names(reader.facts())
 
     def read(self, row: GroupRow) -> Content | None:
         """The content of a group; None if the trainer has deleted it since its row was read. `JournalError` if the body is
@@ -39,11 +39,8 @@ class ContentReader:
         if frame is None:
             return None
         try:
-            message = decode(frame, readable_schemas=JOURNAL_SCHEMAS)
-            if not isinstance(message, Group):
-                raise InvalidGroupError(f"the body is a {type(message).__name__}")
-            shape, names = self._expected(message)
-            group = shape.parse(message)
+            content = content_of(frame, self._names)
+            group = content.group
             if (group.group_id, group.policy_version) != (row.group_id, row.policy_version):
                 raise InvalidGroupError(f"the body is of group {group.group_id}, policy version {group.policy_version}")
             if (group.num_tokens, len(frame)) != (row.num_tokens, row.num_bytes):
@@ -56,20 +53,32 @@ class ContentReader:
                 f"{self._reader.path}: group {row.group_id} cannot be read: {error}; restore a copy of run_dir, or use "
                 "the release that wrote it"
             ) from error
-        return Content(message, group, names)
+        return content
 
-    def _expected(self, message: Group) -> tuple[GroupShape, list[str]]:
-        """The shape is computed from the message, because groups may be of an older configuration than the facts."""
-        num_completions = len(message.completion_lengths) // 4
-        if num_completions == 0:
-            raise InvalidGroupError("completion_lengths is empty")
-        if message.episodes:
-            num_completions = 1 + max(0, int.from_bytes(message.episodes[-4:], "little", signed=True))
-        num_rewards = len(message.rewards) // 4 // num_completions
-        names = json.loads(self._facts.get("reward_names", "[]"))
-        if len(names) != num_rewards:
-            names = [f"reward_{number}" for number in range(num_rewards)]
-        return GroupShape(num_completions, num_rewards, _LARGEST, _LARGEST), names
+
+def content_of(frame: bytes, names: list[str]) -> Content:
+    """What a frame that was kept says; `CodecError` or `InvalidGroupError`. `names` are those of the rewards, if they fit."""
+    message = decode(frame, readable_schemas=JOURNAL_SCHEMAS)
+    if not isinstance(message, Group):
+        raise InvalidGroupError(f"the body is a {type(message).__name__}")
+    shape = _shape_of(message)
+    if len(names) != shape.num_rewards:
+        names = [f"reward_{number}" for number in range(shape.num_rewards)]
+    return Content(message, shape.parse(message), names)
+
+
+def reward_names(facts: dict[str, str]) -> list[str]:
+    return list(json.loads(facts.get("reward_names", "[]")))
+
+
+def _shape_of(message: Group) -> GroupShape:
+    """Computed from the message, because groups may be of an older configuration than the facts."""
+    num_completions = len(message.completion_lengths) // 4
+    if num_completions == 0:
+        raise InvalidGroupError("completion_lengths is empty")
+    if message.episodes:
+        num_completions = 1 + max(0, int.from_bytes(message.episodes[-4:], "little", signed=True))
+    return GroupShape(num_completions, len(message.rewards) // 4 // num_completions, _LARGEST, _LARGEST)
 
 
 def load_tokenizer(facts: dict[str, str]) -> Any:

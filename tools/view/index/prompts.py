@@ -15,17 +15,17 @@ MOST = 200
 
 
 class Compared(NamedTuple):
-    """Mean rewards of one prompt's groups."""
+    """Mean rewards of one prompt's groups, or its scores."""
 
     prompt: int
     before: float
     after: float
-    seq_before: int  # the newest group of each
-    seq_after: int
+    newest_before: int  # the newest group of each, or the answer
+    newest_after: int
 
 
 Versions = tuple[int, int]  # both included
-Means = dict[int, tuple[float, int]]  # by prompt: mean reward, newest group
+Means = dict[int, tuple[float, int]]  # by prompt: mean reward and newest group, or score and answer
 
 
 def attempts(db: apsw.Connection, prompt: int) -> list[int]:

@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from replay.journal.rows import GroupRow
 from tools.journal.content import Content
 from tools.view.index.decoder import Decoder
 from tools.view.pages.spans import Colour, Span, plain, spans
@@ -37,7 +36,6 @@ class Completion(NamedTuple):
 
 
 class GroupPage(NamedTuple):
-    row: GroupRow
     prompt: list[Turn]
     completions: list[Completion]
     first: int  # of the completions, by rank from 0
@@ -48,7 +46,6 @@ class GroupPage(NamedTuple):
 
 
 def group_page(
-    row: GroupRow,
     content: Content,
     facts: dict[str, str],
     decoder: Decoder | None,
@@ -74,7 +71,7 @@ def group_page(
         ]
         completions.append(Completion(index + 1, totals[index], rewards, records))
     return GroupPage(
-        row, _as_turns(prompt, "", raw=raw), completions, first, group.num_completions,
+        _as_turns(prompt, "", raw=raw), completions, first, group.num_completions,
         sorted(set(group.versions.tolist())), content.message.generation_s, content.message.reward_s,
     )  # fmt: skip
 

@@ -69,7 +69,7 @@ class GroupPages:
                 return page(request, "missing.html", self._viewer.name, 404, group=query.get("id", ""))
             decoder, problem = self._viewer.decoder(facts)
             before, after = self._neighbours(reader, forms.wanted_of(query), row.seq)
-            shown = group_page(row, content, facts, decoder, colour, raw=raw, first=first)
+            shown = group_page(content, facts, decoder, colour, raw=raw, first=first)
             here = fields | {"id": row.group_id, "colour": colour} | ({"raw": "1"} if raw else {})
             return page(
                 request, "group.html", self._viewer.name, shown=shown, row=row, problem=problem, colour=colour, raw=raw,

@@ -13,9 +13,12 @@ from pathlib import Path
 
 import apsw
 
+from consumer.evaluation.kept_answers import KeptAnswer
+from protocol.wire.codec import CodecError
+from replay.groups import InvalidGroupError
 from replay.journal.reader import JournalReader
 from replay.journal.rows import GroupRow
-from tools.journal.content import ContentReader
+from tools.journal.content import Content, ContentReader, content_of, reward_names
 from tools.run_reader import JOURNAL, Line, RunReader
 from tools.status.view import View
 from tools.status.watch import Watch
@@ -76,11 +79,20 @@ class Viewer:
 
     def shown(self, reader: JournalReader, row: GroupRow) -> GroupPage | None:
         """A group as it is shown beside others; None if retention has deleted it meanwhile."""
-        facts = reader.facts()
         content = ContentReader(reader).read(row)
-        return (
-            group_page(row, content, facts, self.decoder(facts)[0], "logprob", raw=False, first=0) if content else None
-        )
+        return self._beside(content, reader.facts()) if content else None
+
+    def shown_answer(self, answer: KeptAnswer) -> GroupPage | None:
+        """An answer of an evaluation, likewise; None if it was not kept, or cannot be read."""
+        with self.journal() as reader:
+            facts = reader.facts()
+        try:
+            return self._beside(content_of(answer.frame, reward_names(facts)), facts) if answer.frame else None
+        except (CodecError, InvalidGroupError):
+            return None
+
+    def _beside(self, content: Content, facts: dict[str, str]) -> GroupPage:
+        return group_page(content, facts, self.decoder(facts)[0], "logprob", raw=False, first=0)
 
     def with_losses(self, lines: list[Line]) -> list[Line]:
         """The lines of steps, with loss and gradient norm where the release that wrote them left these to its checkpoints."""

@@ -139,7 +139,7 @@ def test_prompts_are_followed_over_versions(index: apsw.Connection) -> None:
     old, new = mean_rewards(index, (0, 5)), mean_rewards(index, (20, 25))
     gained = compare(old, new, gained=True)
     one = {found.prompt: found for found in gained}[1]
-    assert (one.before, one.after, one.seq_before, one.seq_after) == (0.0, pytest.approx(2 / 3), 2, 82)
+    assert (one.before, one.after, one.newest_before, one.newest_after) == (0.0, pytest.approx(2 / 3), 2, 82)
     assert compare(old, old, gained=True) == []
     lost = compare(new, old, gained=False)
     assert {found.prompt for found in lost} == {found.prompt for found in gained}

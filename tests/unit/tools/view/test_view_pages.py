@@ -76,7 +76,7 @@ def page_of(run: Path, group_id: str, **options: bool) -> GroupPage:
         assert content is not None
         facts = reader.facts()
     decoder = None if options.get("ids") else find_decoder(facts)[0]
-    return group_page(row, content, facts, decoder, "logprob", raw=options.get("raw", False), first=0)
+    return group_page(content, facts, decoder, "logprob", raw=options.get("raw", False), first=0)
 
 
 def test_completions_are_sorted_by_reward_and_read_as_people_write_them(written_run: Path) -> None:

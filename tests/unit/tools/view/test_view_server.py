@@ -47,7 +47,7 @@ def client(written_run: Path, written_index: Path, cache: None) -> TestClient:
 PAGES = (
     "/", "/live", "/data", "/steps", "/steps/5", "/groups", "/groups?q=apple&sort=reward&order=ascending", "/policies",
     "/group?id=0-3-0-1-s", "/group?id=0-3-0-1-s&colour=version&raw=1&sort=reward", "/prompts/3", "/prompts/999", "/compare",
-    "/compare?a=0:5&b=20:25&prompt=1", "/keys", "/static/view.css",
+    "/compare?a=0:5&b=20:25&prompt=1", "/compare?a=0:5&held=0", "/keys", "/static/view.css",
 )  # fmt: skip
 
 
@@ -184,6 +184,25 @@ def test_two_runs_are_compared(client: TestClient, written_run: Path, written_in
     assert "have other datasets" in text
     assert text.count('class="completion"') == 6  # of both runs
     assert "have other datasets" not in both.get("/compare?with=this").text
+
+
+def test_held_out_answers_of_two_versions_are_compared(client: TestClient, run: Path) -> None:
+    """See `tests.view_run.held_out`."""
+    text = client.get("/compare?a=0:4&b=5:&held=1").text
+    assert "Answers of version 4 before and 12 after, by score: 7 prompts are scored in both, 2 did not change." in text
+    assert re.findall(r"<h3>(Lost|Gained): (\d+)", text)[:2] == [("Lost", "2"), ("Gained", "3")]
+    assert re.findall(r'held=(\d+)">side', text) == ["0", "1", "4", "5", "6"]
+    assert "Held-out prompt 1, before and after" in text
+    assert re.findall(r"<h3>(before|after): version ([^,]*), ([^<]*)</h3>", text) == [
+        ("before", "4-5", "1.000"), ("after", "12-13", "0.000"),
+    ]  # fmt: skip
+    assert text.count('class="completion"') == 6
+    assert "How many pears are 1 and 2?" in text
+    assert client.get("/compare?a=0:4&b=5:&held=5").text.count("Its text was not kept") == 2
+    assert "are kept. Those of the newest 8 evaluations and of the best are: versions 4, 12." in client.get("/compare?a=0:3").text
+    shutil.rmtree(run / "held-out")
+    text = client_of(run).get("/compare").text
+    assert "No answers of both ranges are kept. Those of the newest 8 evaluations and of the best are, if the run" in text
 
 
 def test_without_an_index_lists_without_filters_and_groups_are_there(written_run: Path, cache: None) -> None:
