@@ -14,9 +14,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
 
+from consumer.checkpoints.folders import CONFIG_FILE
 from protocol.errors import ConfigError
 
-CONFIG_FILE = "adapter_config.json"
 TENSORS_FILE = "adapter_model.safetensors"
 _PART = re.compile(r"(?P<module>.*)\.lora_(?:embedding_)?(?P<part>[AB])(?:\.weight)?$")
 

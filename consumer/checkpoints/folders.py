@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from protocol.errors import ConfigError
 from protocol.files.staged import settle, sync
 
+CONFIG_FILE = "adapter_config.json"
 _STATE_FILE = "pipeline_state.json"
 
 
@@ -71,6 +72,17 @@ def prune(checkpoints_dir: Path, keep: int) -> None:
 def latest(checkpoints_dir: Path) -> Checkpoint | None:
     """The newest committed checkpoint; None if there is none."""
     return next(iter(committed(checkpoints_dir)[::-1]), None)
+
+
+def newest_adapter(run_dir: Path, checkpoints_dir: Path) -> tuple[Path, int] | None:
+    """The folder of the newest weights, and how many steps made them: the final adapter, unless the run went on after it, or
+    the newest checkpoint. None if there is neither."""
+    newest, final, summary = latest(checkpoints_dir), run_dir / "adapter", run_dir / "trainer.json"
+    if (final / CONFIG_FILE).is_file() and summary.is_file():
+        ended = json.loads(summary.read_text(encoding="utf-8"))
+        if newest is None or (ended["finished"] and int(ended["steps"]) >= newest.step):
+            return final, int(ended["steps"])
+    return None if newest is None else (newest.folder, newest.step)
 
 
 def committed(checkpoints_dir: Path) -> list[Checkpoint]:

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import msgspec
+
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, DatasetError, JournalError
 from protocol.wire.digests import base_model_digest, tokenizer_digest
@@ -52,6 +54,8 @@ def run_facts(
         "wire_schema": group_schema(*_newer_fields(config)),
         "num_generations": config.sampling.num_generations,
         "max_completion_length": config.sampling.max_completion_length,
+        "sampling": msgspec.structs.asdict(config.sampling.message),
+        "model_dtype": config.model.dtype,
         "vocab_size": vocab_size,
         "groups_per_step": config.pipeline.groups_per_step,
         "fill": config.pipeline.fill,

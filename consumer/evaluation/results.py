@@ -4,8 +4,9 @@ Guarantee: a version that is due is whole in `RUN_DIR/evaluation` before any pro
 most two are there: the one that is being evaluated and the newest that became due meanwhile, in place of any between.
 `RUN_DIR/evaluations.jsonl` has one line per evaluation of the run that is, on the disk when `record` returns; steps that a crash
 undid leave none. It and the older file that it replaced, `evaluations.1.jsonl`, are bounded (`protocol.files.rotated_lines`):
-together they have the last ten thousands of evaluations, and scores are compared with those of these. `checkpoints/best` is whole or absent: a plain PEFT adapter with `evaluation.json` beside it, the best that this
-run ever had, also of steps that a crash undid. `record` may be repeated after a crash at any point.
+together they have the last ten thousands of evaluations, and scores are compared with those. `checkpoints/best` is whole or
+absent: a plain PEFT adapter with `evaluation.json` beside it, the best that this run ever had, also of steps that a crash undid.
+`record` may be repeated after a crash at any point.
 """
 
 import json

@@ -5,7 +5,6 @@ and adapter compute together; nothing leaves the machine unless a repository is 
 there is no such adapter, the error says which ones there are.
 """
 
-import json
 import shutil
 import sys
 from pathlib import Path
@@ -16,7 +15,8 @@ from peft import PeftModel
 from transformers.utils import logging as transformers_logging
 
 from consumer.checkpoints import folders as checkpoints
-from consumer.checkpoints.adapter_folder import CONFIG_FILE, AdapterFolder
+from consumer.checkpoints.adapter_folder import AdapterFolder
+from consumer.checkpoints.folders import CONFIG_FILE
 from protocol.config.run import RunConfig
 from protocol.config.sections.swap import TOLERANCES
 from protocol.errors import ConfigError, ExitCode
@@ -133,12 +133,7 @@ def choose_adapter(config: RunConfig, which: str) -> Path:
 
 def _last(config: RunConfig) -> Path:
     """The final adapter, unless the run went on after it."""
-    run_dir, newest = Path(config.run_dir), checkpoints.latest(config.checkpoints_dir)
-    final, summary = run_dir / "adapter", run_dir / "trainer.json"
-    if (final / CONFIG_FILE).is_file() and summary.is_file():
-        ended = json.loads(summary.read_text(encoding="utf-8"))
-        if newest is None or (ended["finished"] and int(ended["steps"]) >= newest.step):
-            return final
-    if newest is None:
-        raise ConfigError(f"run_dir: {run_dir} has no adapter yet: neither a checkpoint nor the final one")
-    return newest.folder
+    found = checkpoints.newest_adapter(Path(config.run_dir), config.checkpoints_dir)
+    if found is None:
+        raise ConfigError(f"run_dir: {config.run_dir} has no adapter yet: neither a checkpoint nor the final one")
+    return found[0]

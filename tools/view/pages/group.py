@@ -14,6 +14,7 @@ from tools.journal.content import Content
 from tools.view.index.decoder import Decoder
 from tools.view.pages.spans import Colour, Span, plain, spans
 from tools.view.pages.turns import Turn, turns
+from tools.view.scores.kept import Scores
 
 COMPLETIONS = 16
 _TOKENS = 4_096
@@ -53,8 +54,10 @@ def group_page(
     *,
     raw: bool,
     first: int,
+    scores: Scores | None = None,
 ) -> GroupPage:
-    """`first` is the rank of the first completion on the page, and `raw` leaves the marks of the chat template in the text."""
+    """`first` is the rank of the first completion on the page, and `raw` leaves the marks of the chat template in the text.
+    `scores` are those of its tokens under the newest policy."""
     group = content.group
     totals = _totals(content, facts)
     worth = [-math.inf if total is None else total for total in totals]
@@ -66,7 +69,7 @@ def group_page(
     for index in shown:
         rewards = dict(zip(content.reward_names, map(_known, group.rewards[index].tolist()), strict=True))
         records = [
-            _record(content, number, decoder, colour, raw=raw)
+            _record(content, number, decoder, colour, scores, raw=raw)
             for number in np.flatnonzero(group.completion_of == index).tolist()
         ]
         completions.append(Completion(index + 1, totals[index], rewards, records))
@@ -76,12 +79,14 @@ def group_page(
     )  # fmt: skip
 
 
-def _record(content: Content, number: int, decoder: Decoder | None, colour: Colour, *, raw: bool) -> Record:
+def _record(
+    content: Content, number: int, decoder: Decoder | None, colour: Colour, scores: Scores | None, *, raw: bool
+) -> Record:
     group = content.group
     tokens = group.records[number]
     ids = group.completion_ids[tokens].tolist()
     pieces = decoder.pieces(ids) if decoder else [f"{token} " for token in ids]
-    found = spans(group, tokens, pieces, colour)
+    found = spans(group, tokens, pieces, colour, scores)
     left_out = max(0, len(found) - 2 * _TOKENS)
     if left_out:
         middle = Span(f"\n[... {left_out} tokens left out ...]\n", "left-out")

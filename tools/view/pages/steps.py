@@ -13,8 +13,8 @@ from tools.view.pages.forms import FormError
 _RATIO = "sampling/importance_sampling_ratio"
 COLUMNS = {
     "step": "step", "reward": "reward", "no signal": "frac_reward_zero_std", "entropy": "entropy",
-    "ess": f"{_RATIO}/effective_sample_share", "kl": f"{_RATIO}/kl", "ratio": f"{_RATIO}/mean", "ratio p99": f"{_RATIO}/p99", "loss": "loss",
-    "gradient": "grad_norm", "staleness": "staleness/mean", "oldest": "staleness/max", "replayed": "replay/share",
+    "ess": f"{_RATIO}/effective_sample_share", "kl": f"{_RATIO}/kl", "ratio": f"{_RATIO}/mean", "ratio p99": f"{_RATIO}/p99",
+    "loss": "loss", "gradient": "grad_norm", "staleness": "staleness/mean", "oldest": "staleness/max", "replayed": "replay/share",
     "length": "completions/mean_length", "cut off": "completions/clipped_ratio", "wait s": "wait_s", "step s": "step_s",
     "tokens": "tokens",
 }  # fmt: skip

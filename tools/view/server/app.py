@@ -22,6 +22,7 @@ from protocol.errors import JournalError
 from protocol.service.http_server import ConnectionLimiter, Server, listen
 from tools.view.index.cache import SlowQueryError
 from tools.view.pages.forms import FormError
+from tools.view.scores.scorer import LONGEST_S, Scorer
 from tools.view.server.compare_pages import ComparePages
 from tools.view.server.group_pages import GroupPages
 from tools.view.server.history_pages import HistoryPages
@@ -30,7 +31,7 @@ from tools.view.server.run_pages import RunPages
 from tools.view.server.security import Guard
 from tools.view.server.viewer import Viewer
 
-_HEADERS_S, _ANSWER_S = 10.0, 120.0
+_HEADERS_S, _ANSWER_S = 10.0, LONGEST_S + 60.0
 _MAX_CONNECTIONS = 64
 _CODES: dict[type[Exception], int] = {FormError: 400, JournalError: 404, SlowQueryError: 503}
 
@@ -64,6 +65,7 @@ def application(viewer: Viewer, token: str, other: Viewer | None = None) -> ASGI
         Route("/policies", run.policies),
         Route("/groups", groups.groups),
         Route("/group", groups.group),
+        Route("/scores", groups.scores),
         Route("/prompts/{prompt:int}", history.prompt),
         Route("/compare", compared.compare),
         Route("/keys", keys),
@@ -80,9 +82,13 @@ def serve(viewers: list[Viewer], port: int, say_url: Callable[[str], None]) -> N
     with listen("127.0.0.1", port, "--port", "--port") as door, ExitStack() as stack:
         for viewer in viewers:
             stack.enter_context(viewer.builder())
-        asyncio.run(_serve(Server(application(viewers[0], token, *viewers[1:]), limiter), door, token, say_url))
+        server = Server(application(viewers[0], token, *viewers[1:]), limiter)
+        asyncio.run(_serve(server, door, viewers[0].scorer, lambda place: say_url(f"{place}/?token={token}")))
 
 
-async def _serve(server: Server, door: socket.socket, token: str, say_url: Callable[[str], None]) -> None:
-    say_url(f"http://127.0.0.1:{door.getsockname()[1]}/?token={token}")
-    await server.serve([door])
+async def _serve(server: Server, door: socket.socket, scorer: Scorer, say_place: Callable[[str], None]) -> None:
+    say_place(f"http://127.0.0.1:{door.getsockname()[1]}")
+    try:
+        await server.serve([door])
+    finally:
+        await scorer.close()

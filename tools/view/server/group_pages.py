@@ -7,8 +7,9 @@ from typing import Any
 from urllib.parse import urlencode
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
+from replay.groups import RolloutGroup
 from replay.journal.reader import JournalReader
 from replay.journal.rows import STATES
 from tools.journal.content import ContentReader
@@ -18,7 +19,9 @@ from tools.view.index.rows import VERDICTS
 from tools.view.index.texts import progress
 from tools.view.pages import forms
 from tools.view.pages.group import COMPLETIONS, group_page
-from tools.view.pages.spans import COLOURS
+from tools.view.pages.spans import COLOURS, OF_SCORES
+from tools.view.scores.kept import Scores
+from tools.view.scores.policy import NewestPolicy, NoPolicyError, newest_policy
 from tools.view.server.rendering import page
 from tools.view.server.viewer import Viewer
 
@@ -69,10 +72,12 @@ class GroupPages:
                 return page(request, "missing.html", self._viewer.name, 404, group=query.get("id", ""))
             decoder, problem = self._viewer.decoder(facts)
             before, after = self._neighbours(reader, forms.wanted_of(query), row.seq)
-            shown = group_page(content, facts, decoder, colour, raw=raw, first=first)
+            newest, scores, unknown = self._scores(reader, content.group) if colour in OF_SCORES else (None, None, "")
+            shown = group_page(content, facts, decoder, colour, raw=raw, first=first, scores=scores)
             here = fields | {"id": row.group_id, "colour": colour} | ({"raw": "1"} if raw else {})
             return page(
                 request, "group.html", self._viewer.name, shown=shown, row=row, problem=problem, colour=colour, raw=raw,
+                newest=newest, scores=scores, unknown=unknown, of_scores=OF_SCORES,
                 colours={name: urlencode(here | {"colour": name}) for name in COLOURS},
                 next_colour=urlencode(here | {"colour": COLOURS[(COLOURS.index(colour) + 1) % len(COLOURS)]}),
                 raw_link=urlencode({**here, "raw": "0" if raw else "1"}),
@@ -80,6 +85,22 @@ class GroupPages:
                 pages={start: urlencode(here | {"first": start}) for start in range(0, shown.num_completions, COMPLETIONS)},
                 before=before and urlencode(here | {"id": before}), after=after and urlencode(here | {"id": after}),
             )  # fmt: skip
+
+    async def scores(self, request: Request) -> Response:
+        """Has the tokens of a group scored under the newest policy; the page shows them when this has answered."""
+        try:
+            await self._viewer.compute_scores(request.query_params.get("id", ""))
+        except NoPolicyError as error:
+            return JSONResponse({"problem": f"It is not known: {error}."})
+        return JSONResponse({"problem": ""})
+
+    def _scores(self, reader: JournalReader, group: RolloutGroup) -> tuple[NewestPolicy | None, Scores | None, str]:
+        """The newest policy, what it is known to think of the group, and why nothing can be known."""
+        try:
+            newest = newest_policy(reader)
+        except NoPolicyError as error:
+            return None, None, str(error)
+        return newest, self._viewer.scores.find(group.group_id, newest.key, group.num_tokens), ""
 
     def _neighbours(self, reader: JournalReader, wanted: Wanted, seq: int) -> tuple[str | None, str | None]:
         """The ids of the groups before and behind this one in its list."""

@@ -59,7 +59,9 @@ def test_what_producers_answered_is_kept_as_far_as_there_is_room(
     sent = []
     process = Process(tmp_path)
     receive = process.leases.receive
-    monkeypatch.setattr(process.leases, "receive", lambda session, group: (sent.append(group), receive(session, group))[1])
+    monkeypatch.setattr(
+        process.leases, "receive", lambda session, group: (sent.append(group), receive(session, group))[1]
+    )
     process.publish(0)
     process.tick()
     process.answer(process.sent.popleft()[1], 1.0)

@@ -213,7 +213,9 @@ def test_numbers_of_a_step_are_over_all_its_micro_batches(tmp_path: Path, one_la
     for step in run.steps:
         assert step[f"{name}/min"] < step[f"{name}/mean"] < step[f"{name}/max"]
     assert logged[f"{name}/min"] > min(column(run, f"{name}/min")), "TRL's is the mean of minima"
-    assert logged["train_loss"] == pytest.approx(sum(column(run, "loss")) / 2), "of every step, though nothing was logged"
+    assert logged["train_loss"] == pytest.approx(sum(column(run, "loss")) / 2), (
+        "of every step, though nothing was logged"
+    )
     assert all(norm > 0 for norm in column(run, "grad_norm"))
 
 

@@ -138,7 +138,7 @@ def test_a_shared_page_needs_nothing_else(client: TestClient, path: str) -> None
     assert 'href="/' not in answer.text
     assert 'src="/' not in answer.text
     assert "content=\"default-src 'none'; img-src data:;" in html.unescape(answer.text)
-    assert answer.text.count("<script>") == 3  # what the policy allows by its digest
+    assert answer.text.count("<script>") == 4  # what the policy allows by its digest
     assert "uPlot" in answer.text
 
 
@@ -199,10 +199,15 @@ def test_held_out_answers_of_two_versions_are_compared(client: TestClient, run: 
     assert text.count('class="completion"') == 6
     assert "How many pears are 1 and 2?" in text
     assert client.get("/compare?a=0:4&b=5:&held=5").text.count("Its text was not kept") == 2
-    assert "are kept. Those of the newest 8 evaluations and of the best are: versions 4, 12." in client.get("/compare?a=0:3").text
+    assert (
+        "are kept. Those of the newest 8 evaluations and of the best are: versions 4, 12."
+        in client.get("/compare?a=0:3").text
+    )
     shutil.rmtree(run / "held-out")
     text = client_of(run).get("/compare").text
-    assert "No answers of both ranges are kept. Those of the newest 8 evaluations and of the best are, if the run" in text
+    assert (
+        "No answers of both ranges are kept. Those of the newest 8 evaluations and of the best are, if the run" in text
+    )
 
 
 def test_without_an_index_lists_without_filters_and_groups_are_there(written_run: Path, cache: None) -> None:

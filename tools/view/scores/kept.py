@@ -1,0 +1,76 @@
+"""What was computed, in a file beside the index of the run.
+
+Guarantee: the newest `MOST` groups are kept. A file that is damaged has none, and is begun again.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import apsw
+import numpy as np
+from numpy.typing import NDArray
+
+MOST = 200
+_LOG_LIMIT = 80.0  # of `consumer.loss.importance`, which needs torch
+_TABLE = """CREATE TABLE IF NOT EXISTS scores(id INTEGER PRIMARY KEY, group_id TEXT NOT NULL, policy TEXT NOT NULL,
+    logprobs BLOB NOT NULL, entropies BLOB NOT NULL, UNIQUE(group_id, policy))"""
+
+
+class Scores(NamedTuple):
+    """Of the tokens of a group, (T,) each, in nats."""
+
+    logprobs: NDArray[np.float32]
+    entropies: NDArray[np.float32]
+
+    def ratios(self, logprobs: NDArray[np.float32]) -> NDArray[np.float64]:
+        """Importance ratios of tokens that were sampled with these log-probs, bounded as the trainer bounds them; NaN where the
+        sampler gave none."""
+        differences = self.logprobs.astype(np.float64) - logprobs
+        return np.exp(np.clip(differences, -_LOG_LIMIT, _LOG_LIMIT))
+
+    def part(self, tokens: slice) -> "Scores":
+        return Scores(self.logprobs[tokens], self.entropies[tokens])
+
+
+class KeptScores:
+    """`index` is the place of the run's index. Any thread may use it."""
+
+    def __init__(self, index: Path) -> None:
+        self._path = index.with_name(f"{index.stem}-scores.sqlite")
+
+    def find(self, group_id: str, policy: str, num_tokens: int) -> Scores | None:
+        sql = "SELECT logprobs, entropies FROM scores WHERE group_id = ? AND policy = ?"
+        with contextlib.suppress(apsw.Error):
+            if self._path.is_file():
+                with self._opened() as db:
+                    found = db.execute(sql, (group_id, policy)).fetchall()
+                values = [np.frombuffer(value, "<f4") for row in found for value in row]
+                if found and all(len(one) == num_tokens for one in values):
+                    return Scores(*values)
+        return None
+
+    def add(self, group_id: str, policy: str, scores: Scores) -> None:
+        """Raises `OSError` or `apsw.Error` if it cannot be kept."""
+        self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        values = (value.astype("<f4").tobytes() for value in scores)
+        try:
+            self._put(group_id, policy, *values)
+        except (apsw.CorruptError, apsw.NotADBError):
+            self._path.unlink()
+            raise
+
+    def _put(self, group_id: str, policy: str, logprobs: bytes, entropies: bytes) -> None:
+        with self._opened() as db, db:
+            db.execute(_TABLE)
+            sql = "INSERT OR REPLACE INTO scores(group_id, policy, logprobs, entropies) VALUES(?, ?, ?, ?)"
+            db.execute(sql, (group_id, policy, logprobs, entropies))
+            db.execute("DELETE FROM scores WHERE id <= (SELECT max(id) FROM scores) - ?", (MOST,))
+        self._path.chmod(0o600)
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[apsw.Connection]:
+        with contextlib.closing(apsw.Connection(str(self._path))) as db:
+            db.set_busy_timeout(2_000)
+            yield db
