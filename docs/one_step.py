@@ -122,7 +122,7 @@ async def one_step(config: RunConfig) -> None:
     prompt_ids = prompts.encode(lease.prompt, lease.sampling.max_completion_length)
     completions = await in_flight.sample(prompt_ids, lease.sampling)
     token_ids = [completion.token_ids for completion in completions]
-    scores, _ = await rewards.score(lease.prompt, prompts.decode(lease.prompt, token_ids), token_ids, lease.columns)
+    scores, *_ = await rewards.score(lease.prompt, prompts.decode(lease.prompt, token_ids), token_ids, lease.columns)
     print(f"generate {len(completions)} completions of {[len(ids) for ids in token_ids]} tokens")
     print(f"reward   {[round(float(score), 3) for score in scores[:, 0]]}")
     episodes = [Episode.of(prompt_ids, completion) for completion in completions]

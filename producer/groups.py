@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from producer.interfaces import Completion, LeaseFailure
-from protocol.wire.messages import Group
+from protocol.wire.messages import Group, MissingReward
 
 
 @dataclass
@@ -119,6 +119,7 @@ def group_message(
     max_completion_length: int,
     generation_s: float,
     reward_s: float,
+    missing: tuple[MissingReward, ...] = (),
 ) -> Group:
     """The group of these episodes. A record that is too long after the prompt of the group, because `reset` gave its siblings
     other prompts, loses its end; one that keeps no sampled token then is left out. Raises LeaseFailure where the records have
@@ -164,6 +165,7 @@ def group_message(
         token_versions=versions.tobytes() if versions.max() > oldest else b"",
         sampled=b"" if sampled.all() else sampled.tobytes(),
         episodes=np.array(numbers, "<i4").tobytes() if len(records) > len(episodes) else b"",
+        missing=missing,
     )
 
 

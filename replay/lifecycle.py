@@ -137,6 +137,7 @@ class Lifecycle:
         return Entry(
             group.lease, delivery.producer, group.policy_version, outcome, None if math.isnan(reward) else reward,
             self.rules.grade(group), group.num_tokens, delivery.frame,
+            delivery.missing,
         )  # fmt: skip
 
     def _admit(self, group: RolloutGroup, entry: Entry) -> None:

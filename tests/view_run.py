@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from msgspec import structs
+from msgspec import msgpack, structs
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from consumer.evaluation.kept_answers import KeptAnswer, KeptAnswers
 from protocol.wire.codec import encode
 from protocol.wire.digests import tokenizer_digest
-from protocol.wire.messages import Group
+from protocol.wire.messages import Group, MissingReward
 from replay.journal.tables import DeadLetter, Entry
 from replay.journal.writer import Journal
 from replay.lease_ids import Key, LeaseId
@@ -25,6 +25,10 @@ from replay.prompts.rerolls import Grade
 START = 1_790_000_000.0
 HOSTILE = "<script>document.title = 'taken'</script><img src=x onerror=\"document.title = 'taken'\">\u202e é 漢"
 MARKS = ["<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>"]
+MISSING = [
+    MissingReward("correct", "timeout", "did not return within <b>5</b> seconds", (0,)),
+    MissingReward("", "environment", "the game hung", (1,)),
+]
 PER_STEP, COMPLETIONS = 4, 3
 _WORDS = ["apple", "pear", "plum", "fig", "lime", "melon", "grape", "date", "kiwi", "peach"]
 
@@ -81,7 +85,7 @@ def message(tokenizer: Tokenizer, lease: LeaseId, version: int, rewards: list[fl
 
 def entries(tokenizer: Tokenizer, num_groups: int, num_prompts: int) -> Iterator[Entry]:
     """Group n answers prompt n modulo `num_prompts` in epoch n // `num_prompts`, with version n // 4. Every seventh has no
-    signal, and every eleventh nothing was scored for."""
+    signal, and every eleventh nothing was scored for, of which `MISSING` says why."""
     for number in range(num_groups):
         epoch, prompt = divmod(number, num_prompts)
         lease = LeaseId(Key(epoch, prompt, 0), 1, "s")
@@ -95,7 +99,7 @@ def entries(tokenizer: Tokenizer, num_groups: int, num_prompts: int) -> Iterator
         frame = encode(group := message(tokenizer, lease, version, rewards))
         yield Entry(
             lease, f"producer-{number % 2}", version, "accepted" if number % 7 else "no_signal", reward, grade,
-            len(group.completion_ids) // 4, frame,
+            len(group.completion_ids) // 4, frame, msgpack.encode(MISSING) if reward is None else b"",
         )  # fmt: skip
 
 

@@ -10,6 +10,8 @@ from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from msgspec import msgpack, structs
+
 from consumer.intake.sessions import ProducerSession
 from consumer.publishing.policy_store import PolicyStore
 from protocol.throttle import Throttle
@@ -75,8 +77,11 @@ class Arrivals:
             if not self._unwritten:
                 self._oldest_unwritten_at = self.clock()
             schema = group_schema(*(name for name in _NEWER_FIELDS if getattr(message, name)))
+            missing = b""
+            if message.missing:
+                missing, message = msgpack.encode(message.missing), structs.replace(message, missing=())
             frame = encode(message, schema_version=schema)
-            self._unwritten[group.group_id] = peer, Delivery(group, frame, session.name, session.of_this_run)
+            self._unwritten[group.group_id] = peer, Delivery(group, frame, session.name, missing, session.of_this_run)
 
     def take_failure(self, session: ProducerSession, message: Nack) -> None:
         session.leases.discard(message.lease_id)

@@ -12,12 +12,13 @@ import logging
 import math
 import random
 import time
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from producer.interfaces import Failure, LeaseFailure
+from producer.rewards.failures import RewardFailures
 from producer.rewards.processes import WorkerLostError
 from producer.rewards.sources import HttpReward, WorkerReward, sources_of
 from producer.rewards.thinking import Thinking, scattered, view
@@ -30,6 +31,13 @@ logger = logging.getLogger(__name__)
 _SERVICE_CONCURRENCY = 8
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 15.0
 _PROMPT_SHOWN = 80
+_UNCLOSED = "the reasoning does not end (rewards.thinking.unclosed)"
+
+
+class Scored(NamedTuple):
+    rewards: NDArray[np.float32]  # (completions, functions), NaN for missing
+    seconds: float  # that it took
+    failures: RewardFailures
 
 
 class RewardObserver(Protocol):
@@ -76,10 +84,9 @@ class RewardPool:
 
     async def score(
         self, prompt: Any, completions: list[Any], completion_ids: list[list[int]], columns: dict[str, Any]
-    ) -> tuple[NDArray[np.float32], float]:
-        """Returns rewards as (completions, functions), NaN for missing, and the seconds it took. `completions` are texts, or
-        lists of messages where the prompt is one. Raises LeaseFailure, which names the functions that failed, if nothing was
-        scored."""
+    ) -> "Scored":
+        """`completions` are texts, or lists of messages where the prompt is one. Raises LeaseFailure, which names the functions
+        that failed, if nothing was scored."""
         started, functions = time.monotonic(), self._section.functions
         job = Job(prompt, completions, completion_ids, columns)
         reasoning = None
@@ -90,20 +97,26 @@ class RewardPool:
         views = [view(self._section, function, job, reasoning) for function in functions]
         answers = await self._ask_all([seen for seen, _ in views])
         rewards = np.full((len(completions), len(functions)), np.nan, np.float32)
-        excluded, problems = set[int](), list[str]()
+        excluded, problems, failed = set[int](), list[str](), RewardFailures()
         for column, (function, (_, hidden), answer) in enumerate(zip(functions, views, answers, strict=True)):
             scores = scattered(answer, hidden)
-            excluded |= scores.failed.keys() | {row for row, reward in hidden.items() if math.isnan(reward)}
+            unseen = {row for row, reward in hidden.items() if math.isnan(reward)}
+            if unseen:
+                failed.add(function.name, "unclosed", _UNCLOSED, unseen)
+            excluded |= scores.failed.keys() | unseen
             failures = [(1, *why) for why in scores.failed.values()]
             if scores.rewards is None:
                 failures = [(len(completions), scores.reason, scores.problem)]
+                failed.add(function.name, scores.reason, scores.problem)
             else:
                 rewards[:, column] = scores.rewards
+                for row, why in scores.failed.items():
+                    failed.add(function.name, *why, [row])
             problems += [self._failed(function, prompt, *failure) for failure in failures]
         rewards[list(excluded)] = np.nan
         if problems and np.isnan(rewards).all():
             raise LeaseFailure("reward_failed", "\n".join(problems))
-        return rewards, time.monotonic() - started
+        return Scored(rewards, time.monotonic() - started, failed)
 
     async def _ask_all(self, jobs: list[Job]) -> list[Scores]:
         """Asks every function, in order. The asynchronous ones of the workers are awaited together, as TRL does."""

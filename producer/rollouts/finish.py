@@ -13,6 +13,7 @@ import numpy as np
 from producer.groups import Rollouts, group_message
 from producer.interfaces import LeaseFailure
 from producer.metrics import ProducerMetrics
+from producer.rewards.failures import RewardFailures
 from producer.rewards.pool import RewardPool
 from producer.rollouts.engine_access import Progress
 from producer.state import Counters
@@ -45,19 +46,25 @@ class Finish:
         self._check_scored(rollouts, all(has_failed))
         progress.enter("scoring", "reward_failed")
         is_own, reward_s = np.array([name in self.own for name in self.columns], bool), 0.0
+        failures = RewardFailures()
         rewards = np.empty((len(rollouts.episodes), len(is_own)), np.float32)
         rewards[:, is_own] = rollouts.own_rewards
         if not is_own.all():
-            rewards[:, ~is_own], reward_s = await self.rewards.score(
+            rewards[:, ~is_own], reward_s, failures = await self.rewards.score(
                 lease.prompt,
                 rollouts.completions,
                 [episode.token_ids for episode in rollouts.episodes],
                 lease.columns,
             )
         rewards[has_failed] = np.nan
+        for number, episode in enumerate(rollouts.episodes):
+            if episode.failure:
+                failures.add("", "environment", episode.failure, [number])
         self._check_scored(rollouts, any(has_failed) and bool(np.isnan(rewards).all()))
         limit = lease.sampling.max_completion_length
-        message = group_message(lease.lease_id, rollouts.episodes, rewards, limit, rollouts.generation_s, reward_s)
+        message = group_message(
+            lease.lease_id, rollouts.episodes, rewards, limit, rollouts.generation_s, reward_s, failures.entries()
+        )
         self.counters.groups += 1
         self.metrics.reward_s.observe(reward_s)
         return message

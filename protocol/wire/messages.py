@@ -138,6 +138,16 @@ class Lease(Struct, frozen=True, forbid_unknown_fields=True, tag="lease"):
     evaluates: PolicyInfo | None = None
 
 
+class MissingReward(Struct, frozen=True, forbid_unknown_fields=True):
+    """Why rewards are missing: what `function` ("": the episode itself) failed with, for these completions of the group (empty:
+    all of them)."""
+
+    function: Annotated[str, Meta(max_length=128)]
+    reason: Annotated[str, Meta(max_length=32)]
+    problem: Annotated[str, Meta(max_length=500)]
+    completions: Annotated[tuple[Count, ...], Meta(max_length=4096)] = ()
+
+
 class Group(Struct, frozen=True, forbid_unknown_fields=True, tag="group"):
     """All completions of one prompt (a rollout group), scored.  With n completions, T sampled tokens in all and F reward
     functions: `prompt_ids` int32 (P,), `completion_lengths` int32 (n,), `completion_ids` int32 (T,), `logprobs` float32 (T,)
@@ -147,7 +157,8 @@ class Group(Struct, frozen=True, forbid_unknown_fields=True, tag="group"):
     too. `sampled` uint8 (T,) is 1 for those that the policy sampled (empty: all); the others have log-prob 0. An episode
     whose history the chat template rewrote takes several of R records, each a sequence of its own: `completion_lengths` and
     `truncated` then have R entries, and `episodes` int32 (R,) says which of the n episodes each belongs to, in order (empty:
-    one record each). `prompt_ids` is what all records begin with."""
+    one record each). `prompt_ids` is what all records begin with.  `missing` says of rewards that are missing why, as far as
+    that is known; it is for people."""
 
     lease_id: Name
     policy_version: Version
@@ -162,6 +173,7 @@ class Group(Struct, frozen=True, forbid_unknown_fields=True, tag="group"):
     token_versions: bytes = b""
     sampled: bytes = b""
     episodes: bytes = b""
+    missing: Annotated[tuple[MissingReward, ...], Meta(max_length=16)] = ()
 
 
 class Ack(Struct, frozen=True, forbid_unknown_fields=True, tag="ack"):

@@ -42,7 +42,7 @@ SINCE: dict[type[Struct], dict[str, int]] = {
     Sampling: {"stop": 2, "stop_token_ids": 2, "ignore_eos": 2, "regex": 2, "json_schema": 2},
     Policy: {"evaluates": 2},
     Heartbeat: {"idle_s": 2, "refused_version": 2, "refusal": 2, "relay": 2},
-    Group: {"token_versions": 2, "sampled": 2, "episodes": 2},
+    Group: {"token_versions": 2, "sampled": 2, "episodes": 2, "missing": 2},
 }
 """The schema that added a field to a message, or to what is in one. Fields of schema 1 have no entry, and no entry is ever
 removed, because journals stay."""

@@ -16,6 +16,7 @@ class Delivery(NamedTuple):
     group: RolloutGroup
     frame: bytes
     producer: str
+    missing: bytes = b""  # why rewards of it are missing, encoded; empty: nothing is known
     of_this_run: bool = True  # False: the producer came from another run, so that only a lease of this process is meant
 
 

@@ -138,6 +138,13 @@ class JournalReader:
         found = self._query(FRAME, (row.group_id,))
         return intact_frame(self.path, row.group_id, found) if found else None
 
+    def missing_rewards(self, row: GroupRow) -> bytes:
+        """Why rewards of a group are missing, encoded; empty if nothing is known. Journals of older releases know nothing."""
+        if not self._has("missing_rewards"):
+            return b""
+        found = self._query("SELECT missing FROM missing_rewards WHERE seq = ?", (row.seq,))
+        return bytes(found[0][0]) if found else b""
+
     def frames(self, group_ids: Iterable[str]) -> list[bytes]:
         """The messages of these groups, in the order asked for. Raises as `intact_frame`."""
         return [intact_frame(self.path, group_id, self._query(FRAME, (group_id,))) for group_id in group_ids]
@@ -173,7 +180,7 @@ class JournalReader:
 
     def newest_cut(self, step: int) -> StepCut | None:
         """As of `Journal`. Journals of older releases know none."""
-        if not self._query("SELECT 1 FROM sqlite_master WHERE name = 'cuts'"):
+        if not self._has("cuts"):
             return None
         found = self._query(NEWEST_CUT, (step,))
         return StepCut(*found[0]) if found else None
@@ -194,6 +201,9 @@ class JournalReader:
         problems = [text for (text,) in self._query("PRAGMA integrity_check") if text != "ok"]
         orphans = self._query("SELECT seq FROM bodies WHERE seq NOT IN (SELECT seq FROM groups)")
         return problems + [f"body {seq} belongs to no group" for (seq,) in orphans]
+
+    def _has(self, table: str) -> bool:
+        return bool(self._query("SELECT 1 FROM sqlite_master WHERE name = ?", (table,)))
 
     def _query(self, sql: str, bindings: tuple[Any, ...] | dict[str, Any] = ()) -> list[Any]:
         with self._errors():

@@ -95,7 +95,7 @@ class Retention:
         with self.journal.transaction() as db:
             of_it = "group_id = (SELECT group_id FROM groups WHERE seq = ?)"
             db.executemany(f"DELETE FROM replays WHERE {of_it}", seqs)
-            for table in ("bodies", "groups"):
+            for table in ("bodies", "missing_rewards", "groups"):
                 db.executemany(f"DELETE FROM {table} WHERE seq = ?", seqs)
         self._counted_bytes -= sum(num_bytes for seq, num_bytes in rows if seq <= self._counted_to)
 

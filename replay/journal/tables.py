@@ -8,8 +8,9 @@ A group's row says what became of it:
     dropped   why an accepted group will not be trained after all: stale, quarantined, or configuration
     verdict   what the judging reward said: failed, solved, mixed or unscored (`replay.prompts.rerolls`)
 
-Each later use of a group that is replayed is a row of `replays`; how a step was cut into passes is a row of `cuts`, which
-journals of older releases do not have.
+Each later use of a group that is replayed is a row of `replays`; how a step was cut into passes is a row of `cuts`, and why
+rewards of a group are missing one of `missing_rewards`, which journals of older releases do not have. The latter is no part of a
+body, so that the release before can read every body.
 """
 
 from dataclasses import dataclass
@@ -46,6 +47,7 @@ CREATE TABLE IF NOT EXISTS replays(step INTEGER NOT NULL, position INTEGER NOT N
 CREATE INDEX IF NOT EXISTS replays_by_group ON replays(group_id);
 CREATE INDEX IF NOT EXISTS groups_by_step ON groups(last_step, step, position);
 CREATE TABLE IF NOT EXISTS bodies(seq INTEGER PRIMARY KEY, frame BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS missing_rewards(seq INTEGER PRIMARY KEY, missing BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS policies(version INTEGER PRIMARY KEY, step INTEGER NOT NULL, digest TEXT NOT NULL,
     published_at REAL NOT NULL);
 CREATE INDEX IF NOT EXISTS policies_by_step ON policies(step);
@@ -71,6 +73,7 @@ class Entry:
     grade: "Grade"
     num_tokens: int
     frame: bytes  # the wire message, encoded
+    missing: bytes = b""  # why rewards of it are missing, encoded for people; empty: nothing is known
 
     @property
     def group_id(self) -> str:

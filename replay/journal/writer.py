@@ -49,7 +49,10 @@ class Journal(Database):
                     (entry.group_id, *entry.lease.key, entry.lease.attempt, entry.producer, entry.policy_version,
                      entry.outcome, entry.reward, *entry.grade, entry.num_tokens, len(entry.frame), now, entry.crc()),
                 )  # fmt: skip
-                db.execute("INSERT INTO bodies VALUES(?, ?)", (db.last_insert_rowid(), entry.frame))
+                seq = db.last_insert_rowid()
+                db.execute("INSERT INTO bodies VALUES(?, ?)", (seq, entry.frame))
+                if entry.missing:
+                    db.execute("INSERT INTO missing_rewards VALUES(?, ?)", (seq, entry.missing))
 
     def frames(self, group_ids: Iterable[str]) -> list[bytes]:
         """The messages of these groups, in the order asked for. Raises as `intact_frame`."""

@@ -184,8 +184,8 @@ def test_a_model_scores_prompt_and_completion_as_transformers_does(tmp_path: Pat
 
     async def use(pool: RewardPool) -> tuple[np.ndarray, np.ndarray]:
         assert pool.num_workers == 1
-        chat, _ = await pool.score(prompt, answers, [[1], [2]], {})
-        plain, _ = await pool.score("2+2=", ["4", "five"], [[1], [2]], {})
+        chat, *_ = await pool.score(prompt, answers, [[1], [2]], {})
+        plain, *_ = await pool.score("2+2=", ["4", "five"], [[1], [2]], {})
         return chat, plain
 
     entry = {"model": str(folder), "options": {"max_length": 64}}

@@ -4,14 +4,18 @@ Guarantee: a `Content` that exists was decoded from an intact frame, agrees with
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
+
 from protocol.errors import JournalError, SlipstreamError
 from protocol.wire.codec import CodecError, decode
 from protocol.wire.digests import tokenizer_digest
-from protocol.wire.messages import Group
+from protocol.wire.messages import Group, MissingReward
 from protocol.wire.schemas import JOURNAL_SCHEMAS
 from replay.groups import GroupShape, InvalidGroupError, RolloutGroup
 from replay.journal.reader import JournalReader
@@ -25,6 +29,12 @@ class Content:
     message: Group
     group: RolloutGroup
     reward_names: list[str]  # (F,)
+
+    def why_missing(self, missing: Sequence[MissingReward], completion: int) -> dict[str, str]:
+        """Of each reward that this completion lacks why, as far as that is known."""
+        about = [one for one in missing if not one.completions or completion in one.completions]
+        lacking = np.flatnonzero(np.isnan(self.group.rewards[completion])).tolist()
+        return {name: _why(name, about) for name in (self.reward_names[column] for column in lacking)}
 
 
 class ContentReader:
@@ -54,6 +64,26 @@ class ContentReader:
                 "the release that wrote it"
             ) from error
         return content
+
+    def missing(self, row: GroupRow) -> list[MissingReward]:
+        """Why rewards of the group are missing, as far as its producer told."""
+        try:
+            return msgspec.msgpack.decode(self._reader.missing_rewards(row) or b"\x90", type=list[MissingReward])
+        except msgspec.DecodeError:
+            return []
+
+
+def _why(function: str, about: list[MissingReward]) -> str:
+    """`about` are the failures of one completion."""
+    for one in about:
+        if one.function == function:
+            return f"{one.reason}: {one.problem}"
+    for one in about:
+        if not one.function:
+            return f"the episode failed: {one.problem}"
+        if one.completions:
+            return f"left out, because {one.function} failed ({one.reason}) for this completion"
+    return ""
 
 
 def content_of(frame: bytes, names: list[str]) -> Content:

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.errors import JournalError
+from protocol.wire.messages import MissingReward
 from replay.groups import RolloutGroup
 from replay.journal.reader import JournalReader
 from replay.journal.rows import GroupRow
@@ -24,7 +25,8 @@ Span = NDArray[Any]
 def show(reader: JournalReader, group_id: str, *, every_token: bool) -> None:
     """`JournalError` if the group is not there, or damaged."""
     row = reader.row(group_id)
-    content = ContentReader(reader).read(row) if row is not None else None
+    contents = ContentReader(reader)
+    content = contents.read(row) if row is not None else None
     if row is None or content is None:
         raise JournalError(f"{reader.path} holds no group {group_id}; `rl-journal list` shows what it holds")
     _head(row, content, [span_of_steps(use.step, use.last_step) for use in reader.uses(of_group=group_id)])
@@ -33,13 +35,13 @@ def show(reader: JournalReader, group_id: str, *, every_token: bool) -> None:
     except JournalError as error:
         tokenizer = None
         say(f"token ids instead of text: {error}")
-    group = content.group
+    group, missing = content.group, contents.missing(row)
     say()
     say(f"prompt, {len(group.prompt_ids)} tokens")
     _text(tokenizer, group.prompt_ids)
     for record, tokens in enumerate(group.records):
         say()
-        _record(content, tokenizer, record, tokens, every_token=every_token)
+        _record(content, missing, tokenizer, record, tokens, every_token=every_token)
 
 
 def _head(row: GroupRow, content: Content, replayed: list[str]) -> None:
@@ -63,7 +65,9 @@ def _head(row: GroupRow, content: Content, replayed: list[str]) -> None:
         say(f"{name:<10}{printable(value)}")
 
 
-def _record(content: Content, tokenizer: Any, record: int, tokens: slice, *, every_token: bool) -> None:
+def _record(
+    content: Content, missing: list[MissingReward], tokenizer: Any, record: int, tokens: slice, *, every_token: bool
+) -> None:
     group = content.group
     cut = ", cut off at the limit" if group.truncated[record] else ""
     sampled = group.is_sampled[tokens]
@@ -75,6 +79,9 @@ def _record(content: Content, tokenizer: Any, record: int, tokens: slice, *, eve
     shown = ", ".join(f"{printable(name)} {number(value)}" for name, value in rewards)
     say(f"completion {index + 1} of {group.num_completions}{part}, {len(sampled)} tokens{others}{cut}")
     say(f"rewards: {shown or 'none'}")
+    for name, why in content.why_missing(missing, index).items():
+        if why:
+            say(f"{printable(name)} is missing: {printable(why)}")
     say(f"log-probs: {_summary(group.logprobs[tokens][sampled])}")
     if group.token_versions is not None:
         shares = group.tokens_by_version(tokens).items()

@@ -154,7 +154,7 @@ def scored(config: RunConfig, tokenizer: Any, groups: list[Group]) -> Trial:
 
     async def score(pool: RewardPool, group: Group) -> None:
         try:
-            group.rewards, _ = await pool.score(group.prompt, group.completions, group.completion_ids, group.columns)
+            group.rewards, *_ = await pool.score(group.prompt, group.completions, group.completion_ids, group.columns)
         except LeaseFailure as failure:
             group.rewards = np.full((len(group.completions), len(trial.names)), np.nan, np.float32)
             group.problem = failure.detail

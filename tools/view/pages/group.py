@@ -6,10 +6,12 @@ record the first and the last `_TOKENS` tokens; what is left out is counted.
 
 import json
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from protocol.wire.messages import MissingReward
 from tools.journal.content import Content
 from tools.view.index.decoder import Decoder
 from tools.view.pages.spans import Colour, Span, plain, spans
@@ -33,6 +35,7 @@ class Completion(NamedTuple):
     number: int  # from 1, as generated
     total: float | None
     rewards: dict[str, float | None]  # by function; None where it gave none
+    missing: dict[str, str]  # why not, by function; empty where that is not known
     records: list[Record]
 
 
@@ -55,9 +58,10 @@ def group_page(
     raw: bool,
     first: int,
     scores: Scores | None = None,
+    missing: Sequence[MissingReward] = (),
 ) -> GroupPage:
     """`first` is the rank of the first completion on the page, and `raw` leaves the marks of the chat template in the text.
-    `scores` are those of its tokens under the newest policy."""
+    `scores` are those of its tokens under the newest policy, `missing` says why rewards are missing."""
     group = content.group
     totals = _totals(content, facts)
     worth = [-math.inf if total is None else total for total in totals]
@@ -72,7 +76,8 @@ def group_page(
             _record(content, number, decoder, colour, scores, raw=raw)
             for number in np.flatnonzero(group.completion_of == index).tolist()
         ]
-        completions.append(Completion(index + 1, totals[index], rewards, records))
+        why = content.why_missing(missing, index)
+        completions.append(Completion(index + 1, totals[index], rewards, why, records))
     return GroupPage(
         _as_turns(prompt, "", raw=raw), completions, first, group.num_completions,
         sorted(set(group.versions.tolist())), content.message.generation_s, content.message.reward_s,

@@ -73,7 +73,8 @@ class GroupPages:
             decoder, problem = self._viewer.decoder(facts)
             before, after = self._neighbours(reader, forms.wanted_of(query), row.seq)
             newest, scores, unknown = self._scores(reader, content.group) if colour in OF_SCORES else (None, None, "")
-            shown = group_page(content, facts, decoder, colour, raw=raw, first=first, scores=scores)
+            missing = ContentReader(reader).missing(row)
+            shown = group_page(content, facts, decoder, colour, raw=raw, first=first, scores=scores, missing=missing)
             here = fields | {"id": row.group_id, "colour": colour} | ({"raw": "1"} if raw else {})
             return page(
                 request, "group.html", self._viewer.name, shown=shown, row=row, problem=problem, colour=colour, raw=raw,

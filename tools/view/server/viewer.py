@@ -8,7 +8,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from pathlib import Path
 
@@ -16,6 +16,7 @@ import apsw
 
 from consumer.evaluation.kept_answers import KeptAnswer
 from protocol.wire.codec import CodecError
+from protocol.wire.messages import MissingReward
 from replay.groups import InvalidGroupError, RolloutGroup
 from replay.journal.reader import JournalReader
 from replay.journal.rows import GroupRow
@@ -85,20 +86,22 @@ class Viewer:
 
     def shown(self, reader: JournalReader, row: GroupRow) -> GroupPage | None:
         """A group as it is shown beside others; None if retention has deleted it meanwhile."""
-        content = ContentReader(reader).read(row)
-        return self._beside(content, reader.facts()) if content else None
+        contents = ContentReader(reader)
+        content = contents.read(row)
+        return self._beside(content, reader.facts(), contents.missing(row)) if content else None
 
     def shown_answer(self, answer: KeptAnswer) -> GroupPage | None:
         """An answer of an evaluation, likewise; None if it was not kept, or cannot be read."""
         with self.journal() as reader:
             facts = reader.facts()
         try:
-            return self._beside(content_of(answer.frame, reward_names(facts)), facts) if answer.frame else None
+            content = content_of(answer.frame, reward_names(facts)) if answer.frame else None
         except (CodecError, InvalidGroupError):
             return None
+        return self._beside(content, facts, content.message.missing) if content else None
 
-    def _beside(self, content: Content, facts: dict[str, str]) -> GroupPage:
-        return group_page(content, facts, self.decoder(facts)[0], "logprob", raw=False, first=0)
+    def _beside(self, content: Content, facts: dict[str, str], missing: Sequence[MissingReward]) -> GroupPage:
+        return group_page(content, facts, self.decoder(facts)[0], "logprob", raw=False, first=0, missing=missing)
 
     async def compute_scores(self, group_id: str) -> None:
         """Has a group's tokens scored under the newest policy, and keeps that; `NoPolicyError` says why it cannot be."""

@@ -193,7 +193,7 @@ def test_misbehaviour_costs_nothing_but_its_reward(
             await pool.start()
             assert marked(folder)
             for _ in range(ROUNDS):
-                rewards, _ = await pool.score("p", ["a", "b"], [[1], [2]], {})
+                rewards, *_ = await pool.score("p", ["a", "b"], [[1], [2]], {})
                 found = dict(zip(good + bad, rewards[0].tolist(), strict=True))
                 assert {name for name, reward in found.items() if np.isnan(reward)} == set(bad), found
             assert pool.num_idle == pool.num_workers

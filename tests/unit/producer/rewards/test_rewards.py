@@ -7,14 +7,17 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 import pytest
 
 from producer.interfaces import LeaseFailure
+from producer.rewards.failures import MOST, RewardFailures
 from producer.rewards.pool import RewardPool
 from producer.rewards.worker import Job, _score
 from protocol.config.sections.rewards import RewardsSection
 from protocol.errors import ConfigError
+from protocol.wire.messages import MissingReward
 from tests.unit.producer.loop import until
 
 Result = TypeVar("Result")
@@ -114,6 +117,7 @@ class Seen:
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.failures: list[tuple[str, str, int]] = []
+        self.missing: tuple[MissingReward, ...] = ()
 
     def reward_called(self, function: str, seconds: float) -> None:
         assert seconds >= 0
@@ -139,8 +143,11 @@ def with_pool(
 
 def score(rewards: RewardsSection, seen: Seen | None = None) -> np.ndarray:
     async def use(pool: RewardPool) -> np.ndarray:
-        return (await pool.score("1+1=", COMPLETIONS, IDS, {"answer": "2", "prompt": "ignored"}))[0]
+        rewards, _, failures = await pool.score("1+1=", COMPLETIONS, IDS, {"answer": "2", "prompt": "ignored"})
+        seen.missing = failures.entries()
+        return rewards
 
+    seen = seen or Seen()
     return with_pool(rewards, use, seen)
 
 
@@ -202,6 +209,9 @@ def test_a_function_that_failed_is_missing_and_the_others_count(rewards_of, capl
     np.testing.assert_array_equal(rewards, [[length, np.nan, np.nan, np.nan] for length in (1, 1, 3)])
     assert sorted(seen.failures) == [("eats", "memory", 3), ("exits", "crashed", 3), ("fails_twice", "raised", 3)]
     assert sorted(seen.calls) == ["eats", "exits", "fails_twice", "length"]
+    assert [(one.function, one.reason, one.completions) for one in seen.missing] == [
+        ("exits", "crashed", ()), ("fails_twice", "raised", ()), ("eats", "memory", ()),
+    ]  # fmt: skip
     assert "reward exits is missing for 3 completions of prompt '1+1=' (crashed)" in caplog.text
 
 
@@ -209,7 +219,23 @@ def test_a_completion_without_one_of_its_rewards_is_left_out_because_sums_would_
     seen = Seen()
     np.testing.assert_array_equal(score(rewards_of("length", "infinite"), seen), [[1, 1], [np.nan, np.nan], [3, 0]])
     assert seen.failures == [("infinite", "invalid", 1)]
+    assert seen.missing == (
+        MissingReward("infinite", "invalid", "reward 1 is -inf; return a finite number, or None for missing", (1,)),
+    )
     assert "reward 1 is -inf; return a finite number" in caplog.text
+
+
+def test_what_failed_alike_is_said_once_within_bounds():
+    failures = RewardFailures()
+    for row in range(3):
+        failures.add("f", "timeout", "x" * 600 + "end", [row])
+    for number in range(20):
+        failures.add("f", "raised", f"error {number}", [number])
+    found = failures.entries()
+    assert len(found) == MOST
+    assert found[0] == MissingReward("f", "timeout", "x" * 497 + "end", (0, 1, 2))
+    assert found[1].completions == (0,)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(found), type=tuple[MissingReward, ...]) == found
 
 
 def test_retries(rewards_of, monkeypatch):

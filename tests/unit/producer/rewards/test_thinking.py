@@ -99,7 +99,12 @@ def test_the_pool_strips_counts_and_scores_what_never_ends(unclosed, last):
 
     async def score(pool: RewardPool) -> np.ndarray:
         pool.read_thinking(made, {})
-        return (await pool.score("p", texts, [made(text)["input_ids"] for text in texts], {"answer": "42"}))[0]
+        rewards, _, failures = await pool.score(
+            "p", texts, [made(text)["input_ids"] for text in texts], {"answer": "42"}
+        )
+        expected = [("exact_match", "unclosed", (2,))] if unclosed == "missing" else []
+        assert [(one.function, one.reason, one.completions) for one in failures.entries()] == expected
+        return rewards
 
     rewards = with_pool(section(*functions, thinking={"strip": True, "unclosed": unclosed}), score)
     np.testing.assert_array_equal(rewards, [[1, 0, -0.5], [1, 1, 0], last])

@@ -10,6 +10,8 @@ from prometheus_client import CollectorRegistry
 
 from producer.interfaces import Adapter, Completion, DownloadedPolicy, LeaseFailure
 from producer.metrics import ProducerMetrics
+from producer.rewards.failures import RewardFailures
+from producer.rewards.pool import Scored
 from producer.rollouts.admission import Admission
 from producer.rollouts.engine_access import EngineAccess
 from producer.rollouts.finish import Finish
@@ -72,7 +74,8 @@ class Rewards:
             await self.release.wait()
         if prompt == "unscorable":
             raise LeaseFailure("reward_failed", "it raised")
-        return np.array([[float(len(ids)), np.nan] for ids in completion_ids], dtype=np.float32), 0.25
+        rewards = np.array([[float(len(ids)), np.nan] for ids in completion_ids], dtype=np.float32)
+        return Scored(rewards, 0.25, RewardFailures())
 
 
 class Setup:

@@ -9,10 +9,12 @@ from prometheus_client import CollectorRegistry
 from producer.groups import Episode, Record, Rollouts
 from producer.interfaces import Completion, LeaseFailure
 from producer.metrics import ProducerMetrics
+from producer.rewards.failures import RewardFailures
+from producer.rewards.pool import Scored
 from producer.rollouts.engine_access import Progress
 from producer.rollouts.finish import Finish
 from producer.state import Counters
-from protocol.wire.messages import Group, PolicyInfo
+from protocol.wire.messages import Group, MissingReward, PolicyInfo
 from tests.scripted_trainer import lease
 
 
@@ -25,7 +27,7 @@ class Rewards:
     async def score(self, prompt, completions, completion_ids, columns):
         self.calls += 1
         assert (completions, completion_ids, columns) == (["a", "b"], [[10], [12]], {"answer": "2"})
-        return np.array([[7.0], [8.0]], "f4"), 0.25
+        return Scored(np.array([[7.0], [8.0]], "f4"), 0.25, RewardFailures())
 
 
 class Setup:
@@ -91,6 +93,7 @@ def test_a_failed_episode_has_no_reward(caplog):
     setup = Setup(("computed", "environment"), ("environment",))
     np.testing.assert_array_equal(rewards_of(setup.group([[0.5], [0.5]], "", "it hangs")), [7, 0.5, np.nan, np.nan])
     assert setup.counters.failed_episodes == 1
+    assert setup.group([[0.5], [0.5]], "", "it hangs").missing == (MissingReward("", "environment", "it hangs", (1,)),)
     assert "an episode of prompt 7 failed: it hangs" in caplog.text
 
 

@@ -119,10 +119,14 @@ def test_how_steps_were_cut_is_kept_and_a_step_taken_again_replaces_it(journal: 
         assert [reader.newest_cut(step) for step in (1, 2, 4, 9)] == found
 
 
-def test_the_journal_of_an_older_release_knows_no_cuts(journal: Journal) -> None:
-    journal.query("DROP TABLE cuts")
+def test_the_journal_of_an_older_release_knows_no_cuts_and_not_why_rewards_are_missing(journal: Journal) -> None:
+    journal.append([entry(0), entry(1, missing=b"why")])
     with contextlib.closing(JournalReader(journal.path)) as reader:
+        assert [reader.missing_rewards(row) for row in reader.rows()] == [b"", b"why"]
+        journal.query("DROP TABLE cuts")
+        journal.query("DROP TABLE missing_rewards")
         assert reader.newest_cut(9) is None
+        assert [reader.missing_rewards(row) for row in reader.rows()] == [b"", b""]
 
 
 def test_policies_are_kept_and_one_made_again_replaces_the_first(journal: Journal) -> None:

@@ -215,8 +215,9 @@ def test_what_may_be_replayed_after_a_resume_stays_and_uses_go_with_their_group(
 
 
 def test_a_verdict_that_a_checkpoint_has_not_heard_of_stays(journal: Journal) -> None:
-    journal.append([entry(i, outcome="no_signal", grade=Grade("failed", 2, 0)) for i in range(2)])
+    journal.append([entry(i, outcome="no_signal", grade=Grade("failed", 2, 0), missing=b"why") for i in range(2)])
     assert pruned(journal, 9, 1) == (1, [1])
+    assert journal.query("SELECT seq FROM missing_rewards") == [(2,)]
 
 
 def test_one_that_goes_on_keeps_as_much_as_one_that_begins_anew(

@@ -3,10 +3,12 @@
 import re
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
 from protocol.wire.codec import encode
+from protocol.wire.messages import MissingReward
 from replay.journal.writer import Journal
 from replay.prompts.rerolls import Grade
 from tests.unit.replay.builders import group_message
@@ -52,6 +54,16 @@ def test_show_with_token_ids(journal: Journal, command: Command) -> None:
         "log-probs: mean -0.400, lowest -0.400, sum -0.400",
         "  6",
     ]
+
+
+def test_show_says_why_a_reward_is_missing(journal: Journal, command: Command) -> None:
+    rewards = np.array([np.nan, 1, np.nan, np.nan], "<f4").tobytes()
+    missing = [MissingReward("correct", "timeout", "it is\nslow", (0,)), MissingReward("format", "raised", "no")]
+    why = msgspec.msgpack.encode(missing)
+    journal.note_facts({"reward_names": '["correct", "format"]'})
+    journal.append([entry(11, frame=encode(group_message("0-11-0-1-s", rewards=rewards)), missing=why)])
+    found = [line for line in command.lines("show", "0-11-0-1-s") if "is missing" in line]
+    assert found == [r"correct is missing: timeout: it is\nslow", "format is missing: raised: no"]
 
 
 def test_show_a_group_that_several_policies_sampled(journal: Journal, command: Command) -> None:

@@ -99,6 +99,7 @@ def test_completions_are_sorted_by_reward_and_read_as_people_write_them(written_
 def test_of_an_unscored_completion_nothing_is_made_up(written_run: Path) -> None:
     shown = page_of(written_run, "0-10-0-1-s")
     assert [(one.total, one.rewards) for one in shown.completions] == [(None, {"correct": None})] * 3
+    assert [one.missing["correct"] for one in shown.completions] == ["", "", ""]
 
 
 def test_long_completions_lose_their_middle(written_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -171,6 +171,14 @@ def test_a_run_that_has_ended_says_how(client: TestClient, run: Path) -> None:
     assert re.search("Stopped at step 24.*--resume</code> goes on", client_of(run).get("/live").text)
 
 
+def test_a_missing_reward_says_why(client: TestClient) -> None:
+    text = client.get("/group?id=0-10-0-1-s").text
+    assert re.findall(r"correct <em>none([^<]*)</em>", text) == [
+        ", and no reason is recorded", ": the episode failed: the game hung",
+        ": timeout: did not return within &lt;b&gt;5&lt;/b&gt; seconds",
+    ]  # fmt: skip
+
+
 def test_two_runs_are_compared(client: TestClient, written_run: Path, written_index: Path, run: Path) -> None:
     with closing(Journal(run / "journal.sqlite")) as journal, journal.transaction() as db:
         db.execute("UPDATE groups SET reward = 0 WHERE prompt_id = 1")
