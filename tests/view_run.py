@@ -17,7 +17,7 @@ from consumer.evaluation.kept_answers import KeptAnswer, KeptAnswers
 from protocol.wire.codec import encode
 from protocol.wire.digests import tokenizer_digest
 from protocol.wire.messages import Group, MissingReward
-from replay.journal.tables import DeadLetter, Entry
+from replay.journal.tables import DeadLetter, Entry, StepCut
 from replay.journal.writer import Journal
 from replay.lease_ids import Key, LeaseId
 from replay.prompts.rerolls import Grade
@@ -107,6 +107,7 @@ def facts(folder: Path) -> dict[str, str]:
     return {
         "run_id": "view", "model_path": str(folder), "tokenizer_digest": tokenizer_digest(folder),
         "reward_names": '["correct"]', "reward_weights": "[1.0]", "num_iterations": "1", "groups_per_step": str(PER_STEP),
+        "num_generations": str(COMPLETIONS),
     }  # fmt: skip
 
 
@@ -155,13 +156,14 @@ def held_out(tokenizer: Tokenizer, version: int) -> Iterator[KeptAnswer]:
 def take_step(journal: Journal, run: Path, step: int, group_ids: list[str]) -> None:
     """Step `step` trains these groups and makes a policy; it takes 1.5 s after 0.5 s of waiting."""
     journal.claim(step, step, group_ids, len(group_ids))
-    journal.end_step(step)
+    advantages = (np.arange(len(group_ids) * COMPLETIONS) / step).astype("<f4").tobytes()
+    journal.end_step(step, StepCut(step, 64, None, advantages if step > 10 else b""))
     journal.note_policy(step, step, f"{step:064x}")
     _append(run / "steps.jsonl", step_line(step))
 
 
 def step_line(step: int) -> dict[str, Any]:
-    """Lines before step 11 are of a release that left losses to its checkpoints."""
+    """Lines before step 11 are of a release that left losses to its checkpoints, and told no advantages."""
     losses = {"loss": -1 / step, "grad_norm": 0.5} if step > 10 else {}
     return losses | {
         "step": step, "t": START + 2 * step, "wait_s": 0.5, "step_s": 1.5, "tokens": 400, "reward": 1 - 1 / step,

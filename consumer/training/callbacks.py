@@ -21,6 +21,7 @@ from consumer.training.trainer import SlipstreamTrainer
 from consumer.waiting import StopRequested, ThreadErrors
 from protocol.service import logs
 from protocol.service.health import Health
+from replay.journal.tables import StepCut
 from replay.prompts.staleness import StalenessBudget
 
 _MOST_LOGS = 100  # that transformers keeps and writes into checkpoints; steps.jsonl has all of them
@@ -52,7 +53,7 @@ class RunControl(TrainerCallback):
         """Publishes the weights that step `step` starts from."""
         version = self.budget.version_at(step)
         snapshot = self._snapshots.take(self.probe.measure(version))
-        self.connections.pipeline.publish(step, version, snapshot, self.trainer.last_cut)
+        self.connections.pipeline.publish(step, version, snapshot, self._last_cut())
         logs.bind(version=version)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -74,7 +75,7 @@ class RunControl(TrainerCallback):
         if state.global_step % self.budget.sync_interval == 0:
             self.publish(state.global_step)
         else:
-            self.connections.pipeline.end_step(state.global_step, self.trainer.last_cut)
+            self.connections.pipeline.end_step(state.global_step, self._last_cut())
         batch = self.connections.feed.last
         assert batch is not None
         latest = {
@@ -103,6 +104,14 @@ class RunControl(TrainerCallback):
         control.should_save = stop or (self._save_due and batch_ended and published)
         control.should_training_stop |= stop
         self._save_due &= not control.should_save
+
+    def _last_cut(self) -> StepCut | None:
+        """How the last step was cut, with its advantages; None before the first."""
+        cut, batch = self.trainer.last_cut, self.connections.feed.last
+        if cut is None or batch is None:
+            return None
+        advantages = self.trainer.recipe.advantages_of(batch.groups)
+        return cut._replace(advantages=advantages.numpy().astype("<f4").tobytes())
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.connections.pipeline.flush()

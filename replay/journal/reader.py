@@ -7,6 +7,7 @@ checked against its row before it is handed out.
 
 import contextlib
 import os
+import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -184,6 +185,17 @@ class JournalReader:
             return None
         found = self._query(NEWEST_CUT, (step,))
         return StepCut(*found[0]) if found else None
+
+    def advantages(self, batch: RecordedBatch, step: int) -> dict[str, tuple[float, ...]]:
+        """Of the completions of each group of this batch, in the optimizer step `step`; empty where that is not known, as in
+        journals of older releases, or groups were deleted meanwhile."""
+        found = (
+            self._query("SELECT advantages FROM advantages WHERE step = ?", (step,)) if self._has("advantages") else []
+        )
+        num_completions = int(self.facts().get("num_generations", 0))
+        if not found or len(found[0][0]) != 4 * num_completions * len(batch.group_ids):
+            return {}
+        return dict(zip(batch.group_ids, struct.iter_unpack(f"<{num_completions}f", found[0][0]), strict=True))
 
     def num_deleted(self) -> int:
         """Groups that retention has deleted, of all there ever were."""

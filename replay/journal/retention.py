@@ -28,6 +28,7 @@ _OLDEST_STEP = """min(
 _OLDEST = {
     "policies": f"SELECT version FROM policies WHERE step < {_OLDEST_STEP} ORDER BY step DESC, version DESC LIMIT 1",
     "cuts": f"SELECT step FROM cuts WHERE step <= {_OLDEST_STEP} ORDER BY step DESC LIMIT 1",
+    "advantages": f"SELECT {_OLDEST_STEP}",
 }
 """The key of the oldest row that is needed: with which that step began, and how it was cut or the one before it."""
 
@@ -60,6 +61,7 @@ class Retention:
             self._delete(doomed[start : start + _ROWS_PER_TRANSACTION])
         self._delete_older("policies", "version", oldest_step)
         self._delete_older("cuts", "step", oldest_step)
+        self._delete_older("advantages", "step", oldest_step)
         with journal.transaction() as db:
             newest = "(SELECT max(id) FROM dead_letters)"
             db.execute(f"DELETE FROM dead_letters WHERE id <= {newest} - ?", (_MAX_DEAD_LETTERS,))

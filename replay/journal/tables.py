@@ -8,9 +8,9 @@ A group's row says what became of it:
     dropped   why an accepted group will not be trained after all: stale, quarantined, or configuration
     verdict   what the judging reward said: failed, solved, mixed or unscored (`replay.prompts.rerolls`)
 
-Each later use of a group that is replayed is a row of `replays`; how a step was cut into passes is a row of `cuts`, and why
-rewards of a group are missing one of `missing_rewards`, which journals of older releases do not have. The latter is no part of a
-body, so that the release before can read every body.
+Each later use of a group that is replayed is a row of `replays`. Journals of older releases do not have the tables `cuts` (how a
+step was cut into passes), `advantages` (of its completions) and `missing_rewards` (why rewards of a group are missing, which is no
+part of its body, so that the release before can read every body).
 """
 
 from dataclasses import dataclass
@@ -55,6 +55,7 @@ CREATE TABLE IF NOT EXISTS dead_letters(id INTEGER PRIMARY KEY AUTOINCREMENT, ep
     prompt_id INTEGER NOT NULL, reroll INTEGER NOT NULL, attempts INTEGER NOT NULL, failure TEXT NOT NULL,
     reason TEXT NOT NULL, detail TEXT NOT NULL, buried_at REAL NOT NULL);
 CREATE TABLE IF NOT EXISTS cuts(step INTEGER PRIMARY KEY, tokens INTEGER NOT NULL, random_state BLOB);
+CREATE TABLE IF NOT EXISTS advantages(step INTEGER PRIMARY KEY, advantages BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS frames(id INTEGER PRIMARY KEY AUTOINCREMENT, received_at REAL NOT NULL, reason TEXT NOT NULL,
     num_bytes INTEGER NOT NULL, frame BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS facts(name TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -127,6 +128,7 @@ class StepCut(NamedTuple):
     step: int
     tokens: int  # that a pass could have
     random_state: bytes | None  # of the device when the step began; None for one that draws no numbers
+    advantages: bytes = b""  # float32, of the completions in the order of the groups, for people; empty: not told
 
 
 NEWEST_CUT = "SELECT step, tokens, random_state FROM cuts WHERE step <= ? ORDER BY step DESC LIMIT 1"

@@ -79,7 +79,9 @@ class Journal(Database):
         """The step ended, which was cut into passes like this."""
         with self.transaction() as db:
             if cut is not None:
-                db.execute("INSERT OR REPLACE INTO cuts VALUES(?, ?, ?)", cut)
+                db.execute("INSERT OR REPLACE INTO cuts VALUES(?, ?, ?)", cut[:3])
+                if cut.advantages:
+                    db.execute("INSERT OR REPLACE INTO advantages VALUES(?, ?)", (cut.step, cut.advantages))
             db.execute("UPDATE groups SET tries = 0 WHERE last_step = ? AND tries > 0 AND dropped IS NULL", (step,))
             db.execute("UPDATE replays SET tries = 0 WHERE last_step = ?", (step,))
 

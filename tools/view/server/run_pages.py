@@ -108,14 +108,17 @@ class RunPages:
                 )
             began = reader.policy_at(batch.step - 1)
             made = reader.policy_at(step)
+            advantages = reader.advantages(batch, step)
             rows = [row for group_id in batch.group_ids if (row := reader.row(group_id)) is not None]
         with self._viewer.index() as db:
             (line,) = self._viewer.with_losses([{"step": step} | (line_of(db, step) if db else {})])
-        advantages = _advantages(self._viewer.run.newest_lines(ROLLOUTS, _ROLLOUT_BYTES), step)
+        are_whole = bool(advantages)
+        if not are_whole:
+            advantages = _sampled_advantages(self._viewer.run.newest_lines(ROLLOUTS, _ROLLOUT_BYTES), step)
         return page(
             request, "step.html", self._viewer.name, step=step, batch=batch, began=began,
             made=made if made and made.step == step else None, line=line,
-            rows=[(row, _staleness(row, began), advantages.get(row.group_id)) for row in rows],
+            rows=[(row, _staleness(row, began), advantages.get(row.group_id)) for row in rows], are_whole=are_whole,
         )  # fmt: skip
 
     def policies(self, request: Request) -> Response:
@@ -153,10 +156,11 @@ def _staleness(row: GroupRow, began: PolicyRow | None) -> int | None:
     return None if began is None else began.version - row.policy_version
 
 
-def _advantages(lines: list[Line], step: int) -> dict[str, list[float]]:
-    """Of the completions that were sampled for `rollouts.jsonl`, by group."""
-    found: dict[str, list[float]] = {}
+def _sampled_advantages(lines: list[Line], step: int) -> dict[str, tuple[float, ...]]:
+    """Of the completions that were sampled for `rollouts.jsonl`, by group, where the journal has none."""
+    found: dict[str, tuple[float, ...]] = {}
     for line in lines:
         if line.get("step") == step and isinstance(line.get("advantage"), int | float):
-            found.setdefault(str(line.get("group")), []).append(line["advantage"])
+            group = str(line.get("group"))
+            found[group] = (*found.get(group, ()), line["advantage"])
     return found

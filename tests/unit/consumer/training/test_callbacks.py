@@ -166,6 +166,14 @@ def test_on_policy_every_group_is_of_the_version_that_trains(tmp_path: Path, one
     assert column(run, "staleness/max") == [0, 0, 0, 0]
     assert run.replay.totals["trained"] == 8
     assert run.replay.totals["stale"] == run.replay.totals["went_stale"] == 0
+    with closing(Journal(run.config.journal_file)) as journal:
+        told = journal.query("SELECT step, advantages FROM advantages ORDER BY step")
+    assert [step for step, _ in told] == [1, 2, 3, 4]
+    for _, advantages in told:  # rewards are 0, 1, 1 and, of every second prompt, 1
+        of_groups = np.frombuffer(advantages, "<f4").reshape(2, 4)
+        assert of_groups.sum(axis=1) == pytest.approx([0, 0], abs=1e-5)
+        assert (of_groups[:, 0] < 0).all()
+        assert (of_groups[:, 1:3] > 0).all()
 
 
 def test_a_version_every_third_step(tmp_path: Path, one_layer_model: Path) -> None:

@@ -6,6 +6,7 @@ import zlib
 from pathlib import Path
 
 import apsw
+import numpy as np
 import pytest
 
 from protocol.errors import ExitCode, JournalError
@@ -119,10 +120,20 @@ def test_how_steps_were_cut_is_kept_and_a_step_taken_again_replaces_it(journal: 
         assert [reader.newest_cut(step) for step in (1, 2, 4, 9)] == found
 
 
-def test_the_journal_of_an_older_release_knows_no_cuts_and_not_why_rewards_are_missing(journal: Journal) -> None:
+def test_the_journal_of_an_older_release_knows_less(journal: Journal) -> None:
     journal.append([entry(0), entry(1, missing=b"why")])
+    journal.note_facts({"num_generations": "2"})
+    claim(journal, 1, 2, 0, 1)
+    values = np.array([1, -1, 0.5, -0.5], "<f4").tobytes()
+    for step in (1, 2):
+        journal.end_step(step, StepCut(step, 64, None, values if step == 2 else b""))
     with contextlib.closing(JournalReader(journal.path)) as reader:
         assert [reader.missing_rewards(row) for row in reader.rows()] == [b"", b"why"]
+        (batch,) = reader.batches()
+        assert reader.advantages(batch, 2) == dict(zip(batch.group_ids, [(1.0, -1.0), (0.5, -0.5)], strict=True))
+        assert reader.advantages(batch, 1) == reader.advantages(batch._replace(group_ids=batch.group_ids[:1]), 2) == {}
+        journal.query("DROP TABLE advantages")
+        assert reader.advantages(batch, 2) == {}
         journal.query("DROP TABLE cuts")
         journal.query("DROP TABLE missing_rewards")
         assert reader.newest_cut(9) is None

@@ -110,9 +110,11 @@ def test_cuts_stay_of_steps_that_can_be_taken_again_and_one_to_go_on_with(
     journal.append([entry(i) for i in range(4)])
     for number in range(4):
         claim(journal, number + 1, number + 1, number)
-        journal.end_step(number + 1, StepCut(number + 1, 64, None))
+        journal.end_step(number + 1, StepCut(number + 1, 64, None, b"advantages"))
     pruned(journal, step, 4, keep_bytes=keep_bytes)
     assert [found for (found,) in journal.query("SELECT step FROM cuts ORDER BY step")] == kept
+    of_groups = [number for number in kept if number > step or keep_bytes]
+    assert [found for (found,) in journal.query("SELECT step FROM advantages ORDER BY step")] == of_groups
 
 
 def test_the_policy_that_a_kept_replay_began_with_stays(journal: Journal) -> None:

@@ -155,8 +155,11 @@ def test_before_the_run_begins_pages_say_what_to_do(tmp_path: Path, cache: None)
 
 
 def test_loss_and_gradient_are_the_step_s_own_or_those_of_the_newest_checkpoint(client: TestClient) -> None:
-    assert "loss -0.08333, gradient norm 0.5" in client.get("/steps/12").text
-    assert "loss -0.5, gradient norm 2.5" in client.get("/steps/10").text
+    assert (
+        "<p>loss -0.08333 · gradient norm 0.5 · entropy 0.08333 · effective sample size 0.99</p>"
+        in client.get("/steps/12").text
+    )
+    assert "<p>loss -0.5 · gradient norm 2.5 · entropy 0.1 " in client.get("/steps/10").text
     assert "gradient norm" not in client.get("/steps/9").text
     (found,) = [chart for chart in client.get("/data?minutes=0").json() if chart["title"] == "Loss"]
     values = found["curves"][0]["values"]
@@ -177,6 +180,15 @@ def test_a_missing_reward_says_why(client: TestClient) -> None:
         ", and no reason is recorded", ": the episode failed: the game hung",
         ": timeout: did not return within &lt;b&gt;5&lt;/b&gt; seconds",
     ]  # fmt: skip
+
+
+def test_advantages_are_those_that_the_journal_has_or_of_sampled_completions(client: TestClient) -> None:
+    text = client.get("/steps/12").text
+    assert "<td>0.250 0.333 0.417 </td>" in text, "of the second group of three completions"
+    assert "rollouts.jsonl" not in text
+    text = client.get("/steps/1").text
+    assert "advantages of completions in rollouts.jsonl" in text
+    assert "<td>-1.250 </td>" in text
 
 
 def test_two_runs_are_compared(client: TestClient, written_run: Path, written_index: Path, run: Path) -> None:
