@@ -23,6 +23,10 @@ _SWITCHES = (
 )  # fmt: skip
 
 
+def is_there() -> bool:
+    return all(map(shutil.which, ("chromium", "chromedriver")))
+
+
 @contextmanager
 def browser(downloads: Path) -> Iterator[Any]:
     """A WebDriver; skips where there is no chromium."""
@@ -71,6 +75,17 @@ def until(condition: Callable[[], Any], what: str) -> Any:
             return found
         time.sleep(0.1)
     raise AssertionError(f"{what} did not happen")
+
+
+def texts(driver: Any, selector: str) -> list[str]:
+    return [element.text for element in driver.find_elements("css selector", selector)]
+
+
+def drawn(driver: Any) -> list[str]:
+    """The charts of the page, as images."""
+    return driver.execute_script(
+        "return [...document.querySelectorAll('#charts canvas')].map((one) => one.toDataURL())"
+    )
 
 
 def console(driver: Any) -> list[str]:

@@ -11,6 +11,7 @@ import yaml
 
 from protocol.files import rotated_lines
 from protocol.files.scratch import PREFIX
+from tests.integration import browser
 from tests.integration.models import build_model, reference_logprobs
 from tests.integration.pair import Daemon, end_well, gone, run_pair
 
@@ -56,6 +57,35 @@ def status(run_dir: Path) -> dict:
     return json.loads(subprocess.run(command, capture_output=True, timeout=60, check=True).stdout)
 
 
+def see_pages_follow(folder: Path) -> None:
+    """`rl-view` of a run that goes on: its page changes by itself, and a group is scored under the newest checkpoint."""
+    with (
+        browser.browser(folder) as driver,
+        browser.viewed(folder / "run", folder / "cache") as (url, _),
+    ):
+        driver.get(url)
+
+        def step() -> int:
+            (shown,) = browser.texts(driver, "#now") or ["step 0"]
+            return int(shown.split()[1])
+
+        first = browser.until(step, "the step")
+        before = browser.until(lambda: browser.drawn(driver), "the charts")
+        browser.until(lambda: step() > first, "a later step")
+        browser.until(lambda: browser.drawn(driver) != before, "a later point")
+        base = url.partition("/?")[0]
+        driver.get(f"{base}/groups?state=trained")
+        browser.until(lambda: driver.refresh() or browser.texts(driver, "table.groups a"), "the index")
+        link = driver.find_element("css selector", "table.groups a").get_attribute("href")
+        driver.get(f"{link}&colour=ratio")
+        driver.find_element("tag name", "body").send_keys("m")
+        browser.until(lambda: "computed here on the CPU" in driver.page_source, "the ratios")
+        kinds = [span.get_attribute("class") for span in driver.find_elements("css selector", ".completion pre span")]
+        assert set(kinds) <= {f"q{number}" for number in range(7)}
+        assert len(kinds) > 4
+        assert browser.console(driver) == []
+
+
 def test_each_waits_for_the_other_and_training_goes_on(short_dir: Path, daemons: list[Daemon]) -> None:
     rows = [{"prompt": f"{i}+1="} for i in range(40)]
     config = str(write_run(short_dir, "qwen2", rows, REWARD, trainer={"max_steps": 1_000_000}))
@@ -75,6 +105,9 @@ def test_each_waits_for_the_other_and_training_goes_on(short_dir: Path, daemons:
     assert 0.0 <= seen["trainer"]["wait_share"] <= 1.0
     assert seen["producers"][0]["tokens_per_s"] > 0
     assert [point["step"] for point in seen["rewards"]][:8] == list(range(1, 9))
+
+    if browser.is_there():
+        see_pages_follow(short_dir)
 
     family = producer.family()
     assert len(family) >= 3, "engine core and reward worker are processes of their own"

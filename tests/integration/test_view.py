@@ -21,7 +21,7 @@ from protocol.service.health import Health
 from protocol.service.systemd import Notifier
 from protocol.service.targets import Targets
 from replay.journal.writer import Journal
-from tests.integration.browser import browser, console, until, viewed
+from tests.integration.browser import browser, console, drawn, texts, until, viewed
 from tests.tools import require
 from tests.view_run import HOSTILE, take_step, write_run
 from tools.journal.content import ContentReader
@@ -31,7 +31,8 @@ from tools.view.pages.spans import SURPRISE
 AXE = "axe-core@4.14.1"
 PAGES = (
     "/", "/steps", "/steps/5", "/groups", "/groups?q=apples&sort=reward", "/group?id=2-3-0-1-s",
-    "/group?id=2-3-0-1-s&colour=version", "/prompts/3", "/policies", "/compare?a=0:5&b=20:29&prompt=1", "/keys", "/groups?step=x",
+    "/group?id=2-3-0-1-s&colour=version", "/group?id=2-3-0-1-s&colour=ratio", "/steps/12", "/prompts/3", "/policies", "/compare?a=0:5&b=20:29&prompt=1", "/compare?a=0:4&b=5:&held=1",
+    "/keys", "/groups?step=x",
 )  # fmt: skip
 
 pytestmark = pytest.mark.integration
@@ -72,10 +73,6 @@ def base(driver: Any, url: str) -> str:
     until(is_whole, "the index")
     console(driver)
     return result
-
-
-def texts(driver: Any, selector: str) -> list[str]:
-    return [element.text for element in driver.find_elements("css selector", selector)]
 
 
 def press(driver: Any, keys: str) -> None:
@@ -190,12 +187,6 @@ def test_keys_page_search_and_open(driver: Any, base: str, run: Path) -> None:
     press(driver, "r")
     until(lambda: "raw=1" in driver.current_url, "the raw text")
     assert "<think>" in texts(driver, "[data-completion] pre")[0]
-
-
-def drawn(driver: Any) -> list[str]:
-    return driver.execute_script(
-        "return [...document.querySelectorAll('#charts canvas')].map((one) => one.toDataURL())"
-    )
 
 
 def test_zooming_one_chart_zooms_all_and_is_in_the_url(driver: Any, base: str) -> None:

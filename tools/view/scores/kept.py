@@ -15,7 +15,9 @@ from numpy.typing import NDArray
 MOST = 200
 _LOG_LIMIT = 80.0  # of `consumer.loss.importance`, which needs torch
 _TABLE = """CREATE TABLE IF NOT EXISTS scores(id INTEGER PRIMARY KEY, group_id TEXT NOT NULL, policy TEXT NOT NULL,
-    logprobs BLOB NOT NULL, entropies BLOB NOT NULL, UNIQUE(group_id, policy))"""
+    version INTEGER NOT NULL, step INTEGER NOT NULL, temperature REAL NOT NULL, logprobs BLOB NOT NULL, entropies BLOB NOT NULL,
+    UNIQUE(group_id, policy))"""
+_COLUMNS = "policy, version, step, temperature, logprobs, entropies"
 
 
 class Scores(NamedTuple):
@@ -34,39 +36,46 @@ class Scores(NamedTuple):
         return Scores(self.logprobs[tokens], self.entropies[tokens])
 
 
+class ScoredBy(NamedTuple):
+    """Under which policy."""
+
+    key: str  # another one for other weights
+    version: int
+    step: int  # that made it
+    temperature: float  # at which the group was sampled
+
+
 class KeptScores:
     """`index` is the place of the run's index. Any thread may use it."""
 
     def __init__(self, index: Path) -> None:
         self._path = index.with_name(f"{index.stem}-scores.sqlite")
 
-    def find(self, group_id: str, policy: str, num_tokens: int) -> Scores | None:
-        sql = "SELECT logprobs, entropies FROM scores WHERE group_id = ? AND policy = ?"
+    def find(self, group_id: str, num_tokens: int) -> tuple[ScoredBy, Scores] | None:
+        """What was computed last of this group."""
+        sql = f"SELECT {_COLUMNS} FROM scores WHERE group_id = ? ORDER BY id DESC LIMIT 1"  # noqa: S608
         with contextlib.suppress(apsw.Error):
             if self._path.is_file():
                 with self._opened() as db:
-                    found = db.execute(sql, (group_id, policy)).fetchall()
-                values = [np.frombuffer(value, "<f4") for row in found for value in row]
-                if found and all(len(one) == num_tokens for one in values):
-                    return Scores(*values)
+                    found = db.execute(sql, (group_id,)).fetchall()
+                scores = [Scores(*(np.frombuffer(value, "<f4") for value in row[-2:])) for row in found]
+                if found and all(len(values) == num_tokens for values in scores[0]):
+                    return ScoredBy(*found[0][:-2]), scores[0]
         return None
 
-    def add(self, group_id: str, policy: str, scores: Scores) -> None:
+    def add(self, group_id: str, by: ScoredBy, scores: Scores) -> None:
         """Raises `OSError` or `apsw.Error` if it cannot be kept."""
         self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        values = (value.astype("<f4").tobytes() for value in scores)
+        values = [value.astype("<f4").tobytes() for value in scores]
         try:
-            self._put(group_id, policy, *values)
+            with self._opened() as db, db:
+                db.execute(_TABLE)
+                sql = f"INSERT OR REPLACE INTO scores(group_id, {_COLUMNS}) VALUES(?, ?, ?, ?, ?, ?, ?)"
+                db.execute(sql, (group_id, *by, *values))
+                db.execute("DELETE FROM scores WHERE id <= (SELECT max(id) FROM scores) - ?", (MOST,))
         except (apsw.CorruptError, apsw.NotADBError):
             self._path.unlink()
             raise
-
-    def _put(self, group_id: str, policy: str, logprobs: bytes, entropies: bytes) -> None:
-        with self._opened() as db, db:
-            db.execute(_TABLE)
-            sql = "INSERT OR REPLACE INTO scores(group_id, policy, logprobs, entropies) VALUES(?, ?, ?, ?)"
-            db.execute(sql, (group_id, policy, logprobs, entropies))
-            db.execute("DELETE FROM scores WHERE id <= (SELECT max(id) FROM scores) - ?", (MOST,))
         self._path.chmod(0o600)
 
     @contextlib.contextmanager

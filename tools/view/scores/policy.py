@@ -15,6 +15,7 @@ from protocol.errors import ConfigError
 from protocol.wire.digests import base_model_digest
 from replay.journal.reader import JournalReader
 from tools.tables import size
+from tools.view.scores.kept import ScoredBy
 from tools.view.scores.questions import Policy
 
 _BESIDE_BYTES = 3 * 2**30  # libraries, and one row of a group
@@ -27,11 +28,8 @@ class NoPolicyError(Exception):
 
 
 class NewestPolicy(NamedTuple):
-    version: int
-    step: int  # that made it
+    by: ScoredBy
     adapter: Path
-    key: str  # another one for other weights
-    temperature: float
 
 
 def newest_policy(reader: JournalReader) -> NewestPolicy:
@@ -50,7 +48,7 @@ def newest_policy(reader: JournalReader) -> NewestPolicy:
         raise NoPolicyError(_OLD) from None
     folder, step = found
     policy = reader.policy_at(step)
-    return NewestPolicy(policy.version if policy else 0, step, folder, f"{step}-{changed}", temperature)
+    return NewestPolicy(ScoredBy(f"{step}-{changed}", policy.version if policy else 0, step, temperature), folder)
 
 
 def loadable(newest: NewestPolicy, facts: dict[str, str]) -> tuple[Policy, int]:

@@ -9,7 +9,6 @@ from urllib.parse import urlencode
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from replay.groups import RolloutGroup
 from replay.journal.reader import JournalReader
 from replay.journal.rows import STATES
 from tools.journal.content import ContentReader
@@ -20,7 +19,6 @@ from tools.view.index.texts import progress
 from tools.view.pages import forms
 from tools.view.pages.group import COMPLETIONS, group_page
 from tools.view.pages.spans import COLOURS, OF_SCORES
-from tools.view.scores.kept import Scores
 from tools.view.scores.policy import NewestPolicy, NoPolicyError, newest_policy
 from tools.view.server.rendering import page
 from tools.view.server.viewer import Viewer
@@ -72,13 +70,16 @@ class GroupPages:
                 return page(request, "missing.html", self._viewer.name, 404, group=query.get("id", ""))
             decoder, problem = self._viewer.decoder(facts)
             before, after = self._neighbours(reader, forms.wanted_of(query), row.seq)
-            newest, scores, unknown = self._scores(reader, content.group) if colour in OF_SCORES else (None, None, "")
+            newest, unknown = self._newest(reader) if colour in OF_SCORES else (None, "")
+            kept = self._viewer.scores.find(row.group_id, row.num_tokens) if colour in OF_SCORES else None
             missing = ContentReader(reader).missing(row)
-            shown = group_page(content, facts, decoder, colour, raw=raw, first=first, scores=scores, missing=missing)
+            shown = group_page(
+                content, facts, decoder, colour, raw=raw, first=first, scores=kept and kept[1], missing=missing
+            )
             here = fields | {"id": row.group_id, "colour": colour} | ({"raw": "1"} if raw else {})
             return page(
                 request, "group.html", self._viewer.name, shown=shown, row=row, problem=problem, colour=colour, raw=raw,
-                newest=newest, scores=scores, unknown=unknown, of_scores=OF_SCORES,
+                newest=newest and newest.by, by=kept and kept[0], unknown=unknown, of_scores=OF_SCORES,
                 colours={name: urlencode(here | {"colour": name}) for name in COLOURS},
                 next_colour=urlencode(here | {"colour": COLOURS[(COLOURS.index(colour) + 1) % len(COLOURS)]}),
                 raw_link=urlencode({**here, "raw": "0" if raw else "1"}),
@@ -95,13 +96,12 @@ class GroupPages:
             return JSONResponse({"problem": f"It is not known: {error}."})
         return JSONResponse({"problem": ""})
 
-    def _scores(self, reader: JournalReader, group: RolloutGroup) -> tuple[NewestPolicy | None, Scores | None, str]:
-        """The newest policy, what it is known to think of the group, and why nothing can be known."""
+    def _newest(self, reader: JournalReader) -> tuple[NewestPolicy | None, str]:
+        """The newest policy, or why there is none to ask."""
         try:
-            newest = newest_policy(reader)
+            return newest_policy(reader), ""
         except NoPolicyError as error:
-            return None, None, str(error)
-        return newest, self._viewer.scores.find(group.group_id, newest.key, group.num_tokens), ""
+            return None, str(error)
 
     def _neighbours(self, reader: JournalReader, wanted: Wanted, seq: int) -> tuple[str | None, str | None]:
         """The ids of the groups before and behind this one in its list."""

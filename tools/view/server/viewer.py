@@ -106,10 +106,11 @@ class Viewer:
     async def compute_scores(self, group_id: str) -> None:
         """Has a group's tokens scored under the newest policy, and keeps that; `NoPolicyError` says why it cannot be."""
         newest, policy, max_bytes, group = await asyncio.to_thread(self._question, group_id)
-        if self.scores.find(group_id, newest.key, group.num_tokens) is None:
-            found = await self.scorer.scores(policy, max_bytes, group, newest.temperature)
+        kept = self.scores.find(group_id, group.num_tokens)
+        if kept is None or kept[0] != newest.by:
+            found = await self.scorer.scores(policy, max_bytes, group, newest.by.temperature)
             try:
-                await asyncio.to_thread(self.scores.add, group_id, newest.key, found)
+                await asyncio.to_thread(self.scores.add, group_id, newest.by, found)
             except (OSError, apsw.Error) as error:
                 raise NoPolicyError(f"the result cannot be kept in the user's cache: {error}") from error
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import re
 from contextlib import closing
 from pathlib import Path
@@ -20,7 +21,7 @@ from replay.prompts.rerolls import Grade
 from tests.unit.tools.view.test_view_server import BASE, TOKEN
 from tests.view_run import message, write_tokenizer
 from tools.journal.content import ContentReader
-from tools.view.scores.kept import KeptScores, Scores
+from tools.view.scores.kept import KeptScores, ScoredBy, Scores
 from tools.view.scores.policy import NoPolicyError
 from tools.view.scores.questions import Policy
 from tools.view.server.app import application
@@ -132,9 +133,12 @@ def test_ratios_and_entropies_are_those_of_the_model(
                 min(abs(ratios[n] - bound) for bound in bounds) < 1e-3
                 or kind == f"q{np.searchsorted(bounds, ratios[n])}"
             )
-    assert "Under policy version 3, the newest on the disk (of step 3)" in shown
-    assert "at temperature 0.7" in shown
-    assert "entropy, nats" in page(viewer, "entropy")
+    assert "Under policy version 3 (of step 3), computed here on the CPU at temperature 0.7" in shown
+    assert "<button" not in shown
+    os.utime(tmp_path / "run" / "checkpoints" / "checkpoint-3" / "adapter_config.json", (1, 1))
+    shown = page(viewer, "entropy")
+    assert "entropy, nats" in shown
+    assert "Policy version 3 (of step 3) is newer" in shown, "there are other weights now"
 
 
 @pytest.mark.long
@@ -210,24 +214,25 @@ def test_the_newest_groups_are_kept_and_a_damaged_file_is_begun_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tools.view.scores.kept.MOST", MOST)
-    kept = KeptScores(tmp_path / "index.sqlite")
+    kept, by = KeptScores(tmp_path / "index.sqlite"), ScoredBy("3-1", 3, 3, 0.5)
     scores = Scores(np.array([-0.5, -1], "<f4"), np.array([0.5, 0], "<f4"))
-    assert kept.find("0", "p", 2) is None
+    assert kept.find("0", 2) is None
     for number in range(MOST + 2):
-        kept.add(str(number), "p", scores)
-    assert kept.find("1", "p", 2) is None
-    found = kept.find("2", "p", 2)
+        kept.add(str(number), by, scores)
+    kept.add("4", by._replace(key="4-1"), scores)
+    assert kept.find("1", 2) is None
+    found = kept.find("4", 2)
     assert found is not None
-    assert found.logprobs.tolist() == [-0.5, -1.0]
-    assert found.ratios(np.array([-0.5, np.nan], "<f4")).tolist() == pytest.approx([1.0, np.nan], nan_ok=True)
+    assert (found[0].key, found[1].logprobs.tolist()) == ("4-1", [-0.5, -1.0]), "what was computed last"
+    assert scores.ratios(np.array([-0.5, np.nan], "<f4")).tolist() == pytest.approx([1.0, np.nan], nan_ok=True)
     assert Scores(np.array([0.0]), np.array([0.0])).ratios(np.array([-1e5])) == pytest.approx(np.exp(80.0))
-    assert (kept.find("2", "q", 2), kept.find("2", "p", 3)) == (None, None)
+    assert kept.find("4", 3) is None, "of another group"
     kept._path.write_bytes(b"no database " * 100)
-    assert kept.find("2", "p", 2) is None
+    assert kept.find("4", 2) is None
     with pytest.raises(Exception, match="not a database"):
-        kept.add("2", "p", scores)
-    kept.add("2", "p", scores)
-    assert kept.find("2", "p", 2) is not None
+        kept.add("4", by, scores)
+    kept.add("4", by, scores)
+    assert kept.find("4", 2) is not None
 
 
 def test_who_asks_meanwhile_is_told_so(viewer: Viewer) -> None:
