@@ -107,7 +107,7 @@ def facts(folder: Path) -> dict[str, str]:
     return {
         "run_id": "view", "model_path": str(folder), "tokenizer_digest": tokenizer_digest(folder),
         "reward_names": '["correct"]', "reward_weights": "[1.0]", "num_iterations": "1", "groups_per_step": str(PER_STEP),
-        "num_generations": str(COMPLETIONS),
+        "num_generations": str(COMPLETIONS), "sampling": '{"temperature": 1.0}',
     }  # fmt: skip
 
 
@@ -130,6 +130,8 @@ def write_run(folder: Path, num_groups: int = 120, num_prompts: int = 40) -> Pat
         place = run / "checkpoints" / f"checkpoint-{step}" / "trainer_state.json"
         place.parent.mkdir(parents=True)
         place.write_text(json.dumps(state))
+        place.with_name("pipeline_state.json").write_text(json.dumps({"step": step, "run_id": "view"}))
+        place.with_name("adapter_config.json").write_text("{}")
     write_timeline(run, num_steps=len(trainable) // PER_STEP)
     lines = [
         {"version": v, "step": v, "score": v / 20, "num_prompts": 8, "num_scored": 8, "metric": "correct"}

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import apsw
+import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
@@ -26,13 +27,16 @@ from tests.tools import require
 from tests.view_run import HOSTILE, take_step, write_run
 from tools.journal.content import ContentReader
 from tools.run_reader import RunReader
+from tools.view.index.cache import place_of
 from tools.view.pages.spans import SURPRISE
+from tools.view.scores.kept import KeptScores, ScoredBy, Scores
 
 AXE = "axe-core@4.14.1"
 PAGES = (
-    "/", "/steps", "/steps/5", "/groups", "/groups?q=apples&sort=reward", "/group?id=2-3-0-1-s",
-    "/group?id=2-3-0-1-s&colour=version", "/group?id=2-3-0-1-s&colour=ratio", "/steps/12", "/prompts/3", "/policies", "/compare?a=0:5&b=20:29&prompt=1", "/compare?a=0:4&b=5:&held=1",
-    "/keys", "/groups?step=x",
+    "/", "/steps", "/steps/5", "/steps/12", "/groups", "/groups?q=apples&sort=reward", "/group?id=2-3-0-1-s",
+    "/group?id=2-3-0-1-s&colour=version", "/group?id=2-3-0-1-s&colour=ratio", "/group?id=2-3-0-1-s&colour=entropy",
+    "/group?id=0-10-0-1-s&colour=ratio", "/prompts/3", "/policies", "/compare?a=0:5&b=20:29&prompt=1",
+    "/compare?a=0:4&b=5:&held=1", "/keys", "/groups?step=x",
 )  # fmt: skip
 
 pytestmark = pytest.mark.integration
@@ -56,7 +60,17 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def url(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with viewed(run, tmp_path_factory.mktemp("cache")) as (found, _):
+    """With ratios from 1/4 to 4 and entropies from 0 to 9 of one group, as if they had been computed."""
+    cache = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch, closing(RunReader(run).journal()) as reader:
+        patch.setenv("XDG_CACHE_HOME", str(cache))
+        row = reader.row("2-3-0-1-s")
+        content = ContentReader(reader).read(row) if row else None
+        assert content is not None
+        logprobs, share = content.group.logprobs, np.linspace(0, 1, content.group.num_tokens)
+        scores = Scores((logprobs + np.log(4) * (2 * share - 1)).astype("<f4"), (9 * share).astype("<f4"))
+        KeptScores(place_of(run / "journal.sqlite")).add("2-3-0-1-s", ScoredBy("3-1", 3, 3, 1.0), scores)
+    with viewed(run, cache) as (found, _):
         yield found
 
 
