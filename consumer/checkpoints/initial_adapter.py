@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
 
-from consumer.checkpoints.adapter_folder import CONFIG_FILE, TENSORS_FILE, AdapterFolder
+from consumer.checkpoints.adapter_folder import TENSORS_FILE, AdapterFolder
+from consumer.checkpoints.folders import CONFIG_FILE
 from protocol.config.library_rules import LORA_UNSERVABLE
 from protocol.errors import ConfigError
 

@@ -45,8 +45,8 @@ def load(policy: Policy) -> Any:
     if policy.quantization:
         from consumer.training.quantization import quantization_config
 
-        section = ModelSection(path=policy.base, dtype=policy.dtype, quantization=policy.quantization)
-        options["quantization_config"] = quantization_config(section)
+        values = {"path": policy.base, "dtype": policy.dtype, "quantization": policy.quantization}
+        options["quantization_config"] = quantization_config(ModelSection.model_validate(values))
     model = AutoModelForCausalLM.from_pretrained(policy.base, local_files_only=True, use_safetensors=True, **options)
     if policy.adapter:
         folder = AdapterFolder.read(Path(policy.adapter), "the adapter")
@@ -54,16 +54,14 @@ def load(policy: Policy) -> Any:
     return model.eval()
 
 
-@torch.no_grad()
 def scores(model: Any, question: Question) -> Answer:
     """One record after the other, so that the memory is that of one row."""
     prompt = torch.from_numpy(np.frombuffer(question.prompt_ids, "<i4").astype(np.int64))
     ids = torch.from_numpy(np.frombuffer(question.completion_ids, "<i4").astype(np.int64))
-    rows = [_row(model, prompt, record, question.temperature) for record in ids.split(question.lengths)]
-    logprobs, entropies = (
-        torch.cat(values).float().numpy().astype("<f4").tobytes() for values in zip(*rows, strict=True)
-    )
-    return Answer(logprobs, entropies)
+    with torch.no_grad():
+        rows = [_row(model, prompt, record, question.temperature) for record in ids.split(question.lengths)]
+    columns = (torch.cat(values).float().numpy() for values in zip(*rows, strict=True))
+    return Answer(*(column.astype("<f4").tobytes() for column in columns))
 
 
 def _row(

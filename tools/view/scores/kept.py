@@ -6,7 +6,7 @@ Guarantee: the newest `MOST` groups are kept. A file that is damaged has none, a
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import apsw
 import numpy as np
@@ -57,7 +57,7 @@ class KeptScores:
         with contextlib.suppress(apsw.Error):
             if self._path.is_file():
                 with self._opened() as db:
-                    found = db.execute(sql, (group_id,)).fetchall()
+                    found: list[Any] = db.execute(sql, (group_id,)).fetchall()
                 scores = [Scores(*(np.frombuffer(value, "<f4") for value in row[-2:])) for row in found]
                 if found and all(len(values) == num_tokens for values in scores[0]):
                     return ScoredBy(*found[0][:-2]), scores[0]

@@ -38,8 +38,8 @@ class Scorer:
             raise NoPolicyError("another group is being computed; ask again in a moment")
         self._busy = True
         try:
-            ids = (values.astype("<i4").tobytes() for values in (group.prompt_ids, group.completion_ids))
-            question = Question(*ids, group.completion_lengths.tolist(), temperature)
+            prompt, completions = (ids.astype("<i4").tobytes() for ids in (group.prompt_ids, group.completion_ids))
+            question = Question(prompt, completions, group.completion_lengths.tolist(), temperature)
             answer = await self._asked(self._child_of(policy), question, max_bytes)
         except BaseException:
             self._end()
