@@ -143,6 +143,11 @@ class SlipstreamTrainer(StepLossTrainer):
         self._cuts.measured(memory.fitting_tokens(inputs, padded=not self._packed))
         return loss
 
+    @property
+    def last_step(self) -> dict[str, float]:
+        """Loss of the last step, and the norm of its gradient before clipping, whatever `logging_steps` says."""
+        return {"loss": float(self._step_loss), "grad_norm": self._grad_norm}
+
     def record_metric(self, name: str, value: float) -> None:
         """Adds to TRL's metrics, which are averaged over `logging_steps` and go to every tracker."""
         self._metrics["train"][name].append(value)

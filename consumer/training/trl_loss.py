@@ -222,11 +222,6 @@ class StepLossTrainer(GRPOTrainer):
             raise NotFiniteStep(loss, norm)
         return norm
 
-    @property
-    def last_step(self) -> dict[str, float]:
-        """Loss of the last step, and the norm of its gradient before clipping, whatever `logging_steps` says."""
-        return {"loss": float(self._step_loss), "grad_norm": self._grad_norm}
-
     def forward_pass(self, batch: MicroBatch) -> Pass:
         """Of the present policy; 0 for tokens outside the loss, where the model is plain."""
         ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)

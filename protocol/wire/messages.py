@@ -238,17 +238,6 @@ class Bye(Struct, frozen=True, forbid_unknown_fields=True, tag="bye"):
 
 ProducerMessage = Hello | Group | Nack | Heartbeat | Bye | BundleRequest | PolicyRequest | BlobRequest
 TrainerMessage = (
-    Welcome
-    | Reject
-    | Lease
-    | Ack
-    | Nack
-    | Policy
-    | Bye
-    | BundleOffer
-    | PolicyOffer
-    | BlobChunk
-    | BlobMissing
-    | RelayPeers
-)
+    Welcome | Reject | Lease | Ack | Nack | Policy | Bye | BundleOffer | PolicyOffer | BlobChunk | BlobMissing | RelayPeers
+)  # fmt: skip
 Message = ProducerMessage | TrainerMessage | RelayMessage

@@ -140,10 +140,9 @@ class JournalReader:
         return intact_frame(self.path, row.group_id, found) if found else None
 
     def missing_rewards(self, row: GroupRow) -> bytes:
-        """Why rewards of a group are missing, encoded; empty if nothing is known. Journals of older releases know nothing."""
-        if not self._has("missing_rewards"):
-            return b""
-        found = self._query("SELECT missing FROM missing_rewards WHERE seq = ?", (row.seq,))
+        """Why rewards of a group are missing, encoded; empty if nothing is known, as in journals of older releases."""
+        sql = "SELECT missing FROM missing_rewards WHERE seq = ?"
+        found = self._query(sql, (row.seq,)) if self._has("missing_rewards") else []
         return bytes(found[0][0]) if found else b""
 
     def frames(self, group_ids: Iterable[str]) -> list[bytes]:
@@ -187,12 +186,13 @@ class JournalReader:
         return StepCut(*found[0]) if found else None
 
     def advantages(self, batch: RecordedBatch, step: int) -> dict[str, tuple[float, ...]]:
-        """Of the completions of each group of this batch, in the optimizer step `step`; empty where that is not known, as in
-        journals of older releases, or groups were deleted meanwhile."""
-        found = (
-            self._query("SELECT advantages FROM advantages WHERE step = ?", (step,)) if self._has("advantages") else []
+        """Of the completions of each group of this batch in one of its steps; empty where they are not known any more, or were
+        never told, as in journals of older releases."""
+        sql, num_completions = (
+            "SELECT advantages FROM advantages WHERE step = ?",
+            int(self.facts().get("num_generations", 0)),
         )
-        num_completions = int(self.facts().get("num_generations", 0))
+        found = self._query(sql, (step,)) if self._has("advantages") else []
         if not found or len(found[0][0]) != 4 * num_completions * len(batch.group_ids):
             return {}
         return dict(zip(batch.group_ids, struct.iter_unpack(f"<{num_completions}f", found[0][0]), strict=True))

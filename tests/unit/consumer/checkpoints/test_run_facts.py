@@ -41,6 +41,9 @@ def test_the_facts_of_a_run(tmp_path: Path, tiny_model: Path) -> None:
         "fill": "full",
         "num_iterations": "3",
         "quantization": "",
+        "model_dtype": "float32",
+        "sampling": '{"num_generations": 4, "max_completion_length": 6, "temperature": 1.0, "top_p": 1.0, "top_k": 0, '
+        '"min_p": 0.0, "stop": [], "stop_token_ids": [], "ignore_eos": false, "regex": "", "json_schema": ""}',
         "num_threads": "7",
         "trust_remote_code": "false",
     }
