@@ -188,10 +188,8 @@ class JournalReader:
     def advantages(self, batch: RecordedBatch, step: int) -> dict[str, tuple[float, ...]]:
         """Of the completions of each group of this batch in one of its steps; empty where they are not known any more, or were
         never told, as in journals of older releases."""
-        sql, num_completions = (
-            "SELECT advantages FROM advantages WHERE step = ?",
-            int(self.facts().get("num_generations", 0)),
-        )
+        sql = "SELECT advantages FROM advantages WHERE step = ?"
+        num_completions = int(self.facts().get("num_generations", 0))
         found = self._query(sql, (step,)) if self._has("advantages") else []
         if not found or len(found[0][0]) != 4 * num_completions * len(batch.group_ids):
             return {}

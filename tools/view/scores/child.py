@@ -13,11 +13,11 @@ import msgspec
 import numpy as np
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
 
 from consumer.checkpoints.adapter_folder import AdapterFolder
 from consumer.loss.forward import Tokens, is_plain, token_logprobs
 from consumer.loss.lm_head import TokenLogprobs
+from consumer.training.text_model import load_model
 from protocol.config.sections.model import ModelSection
 from protocol.processes.worker_channel import WorkerChannel
 from tools.view.scores.questions import Answer, Policy, Question
@@ -47,7 +47,7 @@ def load(policy: Policy) -> Any:
 
         values = {"path": policy.base, "dtype": policy.dtype, "quantization": policy.quantization}
         options["quantization_config"] = quantization_config(ModelSection.model_validate(values))
-    model = AutoModelForCausalLM.from_pretrained(policy.base, local_files_only=True, use_safetensors=True, **options)
+    model = load_model(Path(policy.base), local_files_only=True, use_safetensors=True, **options)
     if policy.adapter:
         folder = AdapterFolder.read(Path(policy.adapter), "the adapter")
         model = PeftModel.from_pretrained(model, folder.path).get_base_model()
