@@ -33,7 +33,7 @@ from replay.batches.signal_watch import SignalWatch
 from replay.buffer import RolloutBuffer
 from replay.journal.disk import DiskGuard
 from replay.journal.writer import Journal
-from replay.prompts.failure_budgets import FailureWatch, RetryBudget
+from replay.prompts.failure_budgets import FailureClass, FailureWatch, RetryBudget
 from replay.prompts.ledger import PromptLedger
 from replay.prompts.rerolls import RerollRules
 from replay.prompts.staleness import StalenessBudget
@@ -74,7 +74,7 @@ class Acceptor:
     ) -> None:
         self.journal = Journal(folder / "journal.sqlite")
         rewards = RewardRecipe(np.ones(1, np.float32))
-        budgets = {"data": RetryBudget(3, 1.0), "infra": RetryBudget(10, 0.25)}
+        budgets: dict[FailureClass, RetryBudget] = {"data": RetryBudget(3, 1.0), "infra": RetryBudget(10, 0.25)}
         rerolls = RerollSection(max_attempts=0)
         self.buffer = RolloutBuffer(
             PromptLedger(_NUM_PROMPTS, seed=0, shuffle=False, budgets=budgets, session=session, rerolls=rerolls),

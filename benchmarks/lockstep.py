@@ -149,7 +149,7 @@ class LockstepFeed:
         self._staleness = staleness
         self._rounds = rounds
         self._rewards = [
-            load_function(one.function, f"rewards.functions.{index}.function")
+            load_function(str(one.function), f"rewards.functions.{index}.function")
             for index, one in enumerate(setup.config.rewards.functions)
         ]
         self.wait_s = 0.0

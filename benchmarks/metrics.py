@@ -37,7 +37,7 @@ MICRO_BATCHES_PER_STEP = 4
 COMMITS_PER_STEP = 20  # of the journal; the demo makes 15 to 20
 
 
-def per_call_s(call: Callable[[], None], calls: int = 200, rounds: int = 15) -> float:
+def per_call_s(call: Callable[[], object], calls: int = 200, rounds: int = 15) -> float:
     """Median over the rounds of the mean time of a call."""
 
     def one_round() -> float:
@@ -148,7 +148,7 @@ def scrape_cost_s() -> float:
     add_process_metrics(registry, "rl_producer", [])
     ProducerMetrics(registry)
     Reexport(registry, prometheus_client.REGISTRY, "vllm:")
-    return per_call_s(lambda: generate_latest(registry) and None, calls=5)
+    return per_call_s(lambda: generate_latest(registry), calls=5)
 
 
 def main() -> None:

@@ -49,7 +49,7 @@ def main(config_file: str, run_dir: Path, settings: list[str]) -> None:
     }
     trainer = GRPOTrainer(
         model=config.model.path,
-        reward_funcs=[load_function(one.function, "rewards") for one in config.rewards.functions],
+        reward_funcs=[load_function(str(one.function), "rewards") for one in config.rewards.functions],
         args=build("trainer", GRPOConfig, values),
         train_dataset=datasets.load_dataset("json", data_files=config.dataset.path, split="train"),
         peft_config=build_lora(config),

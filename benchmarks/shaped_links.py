@@ -92,7 +92,7 @@ async def _serve(pipe: Connection, links: list[LinkSpec]) -> None:
         pipe.send({name: [direction.num_bytes for direction in both] for name, both in carried.items()})
 
 
-def _connect(there: _Direction, back: _Direction, target: int):  # type: ignore[no-untyped-def]
+def _connect(there: _Direction, back: _Direction, target: int):
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             far_reader, far_writer = await asyncio.open_connection("127.0.0.1", target)

@@ -8,7 +8,6 @@ give equal runs.
 
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ import torch
 
 from benchmarks.lockstep import Sampler, Samples
 from consumer.publishing.published_policy import Snapshot
+from consumer.training.pipeline import Pipeline
 from consumer.training.run_components import RunComponents
 from consumer.waiting import StopRequested
 from protocol.config.functions import load_function
@@ -51,7 +51,7 @@ class LeasingFeed:
         self._policies = policies
         self._budget_tokens = budget_tokens
         function = setup.config.rewards.functions[0].function
-        self._reward = load_function(function, "rewards.functions.0.function")
+        self._reward = load_function(str(function), "rewards.functions.0.function")
         self._generator = torch.Generator().manual_seed(setup.config.seed)
         self._arrived = 0  # groups since the last batch
         self.tokens = 0  # generated
@@ -137,11 +137,12 @@ class LeasingFeed:
         )
 
 
-class Policies:
-    """A `consumer.training.pipeline.Pipeline` that keeps the newest policy. It knows a policy before the buffer leases for it,
+class Policies(Pipeline):
+    """Keeps the newest policy. It knows a policy before the buffer leases for it,
     and the journal knows it before both."""
 
     def __init__(self, buffer: RolloutBuffer, journal: Journal) -> None:
+        super().__init__(journal.newest_cut)
         self._buffer = buffer
         self._journal = journal
         self.version = -1
@@ -155,18 +156,11 @@ class Policies:
         policy.release()
         self._buffer.published(version)
 
-    def flush(self) -> None: ...
-
     def end_step(self, step: int, cut: StepCut | None = None) -> None:
         self._journal.end_step(step, cut)
-
-    def newest_cut(self, step: int) -> StepCut | None:
-        return self._journal.newest_cut(step)
 
     def observe(self, effective_share: float | None, wait_share: float) -> dict[str, float]:
         return {f"pipeline/{name}": float(count) for name, count in self._buffer.depth().items()}
 
     def state(self) -> dict[str, Any]:
         return self._buffer.state()
-
-    def checkpointed(self, checkpoints_dir: Path) -> None: ...

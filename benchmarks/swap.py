@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,18 @@ async def _measure(scratch: Path, size: int, arguments: argparse.Namespace) -> l
 
 class Side:
     """A trainer, the link to it and traffic, for one swap after the first."""
+
+    pipe: Connection
+    child: SpawnProcess
+    folder: Path
+    engine: Any
+    way: str
+    registry: AdapterRegistry
+    receiver: "Receiver"
+    link: Link
+    traffic: Traffic
+    streams: list["asyncio.Task[None]"]
+    paused: Adapter
 
     @classmethod
     async def start(

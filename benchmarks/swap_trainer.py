@@ -43,7 +43,7 @@ class Trainer(Acceptor):
         self._times: dict[str, float] = {}
 
     def _publish(self) -> None:
-        self.publish()
+        self.publish_measured()
 
     def train(self) -> None:
         """Changes every weight of the adapter."""
@@ -52,7 +52,7 @@ class Trainer(Acceptor):
                 if "lora_" in name:
                     parameter.add_(torch.randn_like(parameter), alpha=0.02)
 
-    def publish(self) -> dict[str, float]:
+    def publish_measured(self) -> dict[str, float]:
         """When the main thread began, and what it and the publisher's thread took."""
         began = time.monotonic()
         measured = self._probe.measure(self._version)
@@ -94,7 +94,7 @@ def serve(
             while (command := pipe.recv()) != "stop":
                 trainer.train()
                 if command == "publish":
-                    pipe.send(trainer.publish())
+                    pipe.send(trainer.publish_measured())
                 else:
                     began = time.monotonic()
                     model.save_pretrained(command)

@@ -64,11 +64,12 @@ def measure(case: _Case, groups: int) -> dict[str, float]:
     wire, transport, with_keys = case
     cores = sorted(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory(prefix="rl-bench-") as folder:
-        endpoints = [f"ipc://{folder}/c", f"ipc://{folder}/c.blobs"] if transport == "ipc" else free_ports(2)
+        own = (f"ipc://{folder}/c", f"ipc://{folder}/c.blobs")
+        control, blobs = own if transport == "ipc" else free_ports(2)
         keys = _make_keys(Path(folder) / "keys") if with_keys else None
         sides = [
-            _start(Side(wire, "receiver", *endpoints, keys, cores[0], groups)),
-            _start(Side(wire, "sender", *endpoints, keys, cores[-1], groups)),
+            _start(Side(wire, "receiver", control, blobs, keys, cores[0], groups)),
+            _start(Side(wire, "sender", control, blobs, keys, cores[-1], groups)),
         ]
         try:
             receiver, sender = (_result(side) for side in sides)

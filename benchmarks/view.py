@@ -152,7 +152,7 @@ def _built(place: Path, viewer: Viewer, text_bytes: float) -> dict[str, float]:
                 break
     seconds = time.monotonic() - started - rows_s
     now = psutil.Process(viewer.process.pid).cpu_times()
-    num_bytes = total * text_bytes
+    num_bytes = int(str(total)) * text_bytes
     return {
         "rows_s": rows_s, "texts_s": seconds, "text_bytes": num_bytes, "text_mb_per_s": num_bytes / seconds / 1e6,
         "cpu_s": now.user + now.system - cpu.user - cpu.system, "build_peak_bytes": viewer.peak_bytes,

@@ -84,7 +84,8 @@ def local_wire(producers: list[str], *, with_keys: bool) -> Iterator[Wire]:
             generate(keys, name)
         for name in producers:
             shutil.copy(keys / f"{name}.public", keys / AUTHORIZED)
-        yield Wire(*free_ports(2), str(keys))
+        endpoint, blob_endpoint = free_ports(2)
+        yield Wire(endpoint, blob_endpoint, str(keys))
 
 
 def acknowledgements(

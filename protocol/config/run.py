@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import Field, field_validator, model_validator
 
-from protocol.config.consistency import problems
+from protocol.config import consistency
 from protocol.config.library_rules import LORA_DEFAULTS, RESERVED, SERVABLE_RANKS, check
 from protocol.config.sections.dataset import DatasetSection
 from protocol.config.sections.engine_server import EngineServerSection
@@ -30,7 +30,7 @@ from protocol.config.sections.model import ModelSection, SamplingSection
 from protocol.config.sections.observability import ObservabilitySection
 from protocol.config.sections.producers import ProducersSection
 from protocol.config.sections.rewards import RewardsSection
-from protocol.config.sections.section import Count, Section
+from protocol.config.sections.section import Count, Problems, Section
 from protocol.config.sections.serve import ServeSection
 from protocol.config.sections.swap import SwapSection
 from protocol.config.sections.transport import TransportSection, next_endpoint
@@ -43,19 +43,19 @@ class RunConfig(Section):
     seed: Count = Field(42, description="Seed of prompt order, sampling, LoRA initialization and torch.")
     model: ModelSection
     dataset: DatasetSection
-    rewards: RewardsSection = RewardsSection()  # type: ignore[call-arg]
-    environment: EnvironmentSection = EnvironmentSection()  # type: ignore[call-arg]
-    sampling: SamplingSection = SamplingSection()  # type: ignore[call-arg]
-    pipeline: PipelineSection = PipelineSection()  # type: ignore[call-arg]
-    replay: ReplaySection = ReplaySection()  # type: ignore[call-arg]
-    reroll: RerollSection = RerollSection()  # type: ignore[call-arg]
-    advantage: AdvantageSection = AdvantageSection()  # type: ignore[call-arg]
-    correction: CorrectionSection = CorrectionSection()  # type: ignore[call-arg]
-    swap: SwapSection = SwapSection()  # type: ignore[call-arg]
-    serve: ServeSection = ServeSection()  # type: ignore[call-arg]
-    transport: TransportSection = TransportSection()  # type: ignore[call-arg]
-    observability: ObservabilitySection = ObservabilitySection()  # type: ignore[call-arg]
-    guards: GuardsSection = GuardsSection()  # type: ignore[call-arg]
+    rewards: RewardsSection = RewardsSection()
+    environment: EnvironmentSection = EnvironmentSection()
+    sampling: SamplingSection = SamplingSection()
+    pipeline: PipelineSection = PipelineSection()
+    replay: ReplaySection = ReplaySection()
+    reroll: RerollSection = RerollSection()
+    advantage: AdvantageSection = AdvantageSection()
+    correction: CorrectionSection = CorrectionSection()
+    swap: SwapSection = SwapSection()
+    serve: ServeSection = ServeSection()
+    transport: TransportSection = TransportSection()
+    observability: ObservabilitySection = ObservabilitySection()
+    guards: GuardsSection = GuardsSection()
     evaluation: EvaluationSection | None = Field(
         None, description="A held-out set, scored by the producers every so many versions. Without it there is none."
     )
@@ -90,7 +90,8 @@ class RunConfig(Section):
     def _with_atropos(cls, values: Any) -> Any:
         return with_atropos(values)
 
-    problems = problems
+    def problems(self) -> Problems:
+        return consistency.problems(self)
 
     # What follows from the above, and therefore cannot be set.
 

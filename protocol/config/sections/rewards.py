@@ -175,7 +175,7 @@ class RewardsSection(Section):
         4 * 2**30,
         description="Resident memory of one such worker with its children; beyond it the worker is killed and replaced.",
     )
-    thinking: ThinkingSection = Field(default_factory=lambda: ThinkingSection(), description="Models that think aloud.")  # type: ignore[call-arg]
+    thinking: ThinkingSection = Field(default_factory=lambda: ThinkingSection(), description="Models that think aloud.")
 
     @field_validator("functions")
     @classmethod
