@@ -119,7 +119,7 @@ def test_tokens_of_a_pass(tmp_path: Path, sections: dict[str, object], expected:
 def test_an_engine_of_other_formats(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model")
     engine = {"quantization": "fp8", "kv_cache_dtype": "fp8", "max_model_len": 20}
-    _, found = needs_of(run_of(folder, engine=engine, swap={"mode": "adapter"}), folder)
+    _, found = needs_of(run_of(folder, engine=engine, swap={"mode": "adapter", "probe_tolerance": 0.1}), folder)
     assert (found.weights, found.cache) == (852, 30 * 16)  # at least half a byte per weight; a group of 30 tokens
     _, merged = needs_of(run_of(folder, swap={"mode": "merged"}), folder)
     assert merged.adapters == 0

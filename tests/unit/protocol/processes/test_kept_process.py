@@ -86,9 +86,11 @@ def test_a_command_that_is_not_there(capfd: pytest.CaptureFixture[str]) -> None:
 
 @asynchronous
 async def test_a_daemon_ends_with_the_process_that_left_it(told: Path) -> None:
-    process = kept(DAEMON + "input()", told)
+    seen = told.with_name("seen")
+    process = kept(DAEMON + "while not os.path.exists(sys.argv[2]): time.sleep(0.01)\nraise SystemExit(3)", told, seen)
     daemon = await daemon_of(told)
-    assert await process.exited(30) == 1  # there is no standard input under pytest
+    seen.touch()
+    assert await process.exited(30) == 3
     assert not daemon.is_running()
 
 
