@@ -194,7 +194,7 @@ class _Producer:
         return LinkEvents(
             run_began=follows, session_began=follows, leased=leased, abandoned=abandoned,
             policy_arrived=lambda downloaded: follows(downloaded.policy), policy_refused=nothing, fetched=nothing,
-            evaluates=nothing, outbox_full=nothing, ended=nothing,
+            evaluates=nothing, turn=nothing, outbox_full=nothing, ended=nothing,
         )  # fmt: skip
 
     def _acknowledged(self, ack: Ack) -> None:

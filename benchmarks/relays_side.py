@@ -65,7 +65,7 @@ def run(pipe: Connection, side: Side) -> None:
             pipe.send(Arrival(downloaded.policy.version, now, dict(counts.downloads), dict(counts.left)))
 
         ignored = dict.fromkeys(
-            ("run_began", "session_began", "leased", "abandoned", "policy_refused", "fetched", "evaluates"),
+            ("run_began", "session_began", "leased", "abandoned", "policy_refused", "fetched", "evaluates", "turn"),
             lambda *told: None,
         )
         ended = threading.Event()

@@ -48,6 +48,7 @@ def run(config: RunConfig, placement: Placement, *, resume: bool, source: Path |
     Raises:
         SlipstreamError: what ended the run, for the user.
     """
+    config = _sharing(config, placement, is_live=source is None)
     stop = _StopFlag()
     logs.adopt_libraries()
     datasets.disable_progress_bars()
@@ -74,13 +75,14 @@ def run(config: RunConfig, placement: Placement, *, resume: bool, source: Path |
 def _train_live(components: RunComponents, watch: Watch, placement: Placement, *, resume: bool) -> None:
     config, health = components.config, watch.health
     with ExitStack() as opened:
-        run = live_run(components, watch, opened, resume=resume)
+        run = live_run(components, watch, opened, placement.gpus, resume=resume)
         report, intake = run.connections.report, run.intake
         with health.starting("loading the model", config.pipeline.stall_timeout_s):
             try:
                 ranks = opened.enter_context(team(config, placement, run.lost, components.stop))
                 loop = training_loop(components, run.connections, run.start, [run.heartbeat], ranks)
                 watch_ranks(watch.registry, loop.trainer.works)
+                run.carry(loop.trainer)
                 loop.control.publish(run.start.step)
                 run.connections.pipeline.flush()
             except StopRequested:
@@ -99,7 +101,10 @@ def _train_live(components: RunComponents, watch: Watch, placement: Placement, *
             health.end("intake")
             report.close()
         counts = dict(run.storage.buffer.totals)
-        loop.write_results(finished, {"tokens_generated": intake.fleet.tokens_generated, "counts": counts})
+        numbers = {"tokens_generated": intake.fleet.tokens_generated, "counts": counts}
+        if run.turns is not None:
+            numbers["gpu_turn_s"] = run.turns.spent_s()
+        loop.write_results(finished, numbers)
 
 
 def _train_again(components: RunComponents, watch: Watch, placement: Placement, source: Path, *, resume: bool) -> None:
@@ -125,6 +130,22 @@ def _train_again(components: RunComponents, watch: Watch, placement: Placement, 
         finally:
             connections.report.close()
         loop.write_results(finished, {"counts": dict(counts)})
+
+
+def _sharing(config: RunConfig, placement: Placement, *, is_live: bool) -> RunConfig:
+    """Where there are no producers, there is nobody to share the GPU with.
+
+    Raises:
+        ConfigError: this trainer cannot share it.
+    """
+    if config.pipeline.gpu == "turns" and not is_live:
+        return config.model_copy(update={"pipeline": config.pipeline.model_copy(update={"gpu": "own"})})
+    if config.pipeline.gpu == "turns" and not placement.is_alone:
+        raise ConfigError(
+            "pipeline.gpu: turns is for a trainer of one process, and this one has several ranks; name one GPU with --gpu, or "
+            "give trainer and producers GPUs of their own (pipeline.gpu: own)"
+        )
+    return config
 
 
 class _StopFlag:

@@ -26,6 +26,7 @@ from consumer.reporting.metrics import (  # noqa: E402
     watch_evaluation,
     watch_trainer,
 )
+from consumer.turns.metrics import watch_turns  # noqa: E402
 from producer.environments.agents import Agents  # noqa: E402
 from producer.environments.atropos import Atropos  # noqa: E402
 from producer.metrics import ProducerMetrics  # noqa: E402
@@ -68,6 +69,7 @@ def trainer_registry() -> CollectorRegistry:
     store = SimpleNamespace(newest=SimpleNamespace(version=0))
     intake: Any = SimpleNamespace(fleet=fleet, arrivals=arrivals, store=store, clock=lambda: 0.0)
     watch_evaluation(registry, None)
+    watch_turns(registry, None)
     watch_ranks(registry, [RankWork(0.0, 0.0, 0, 0)])
     disk: Any = SimpleNamespace(used=0.0, max_used=0.0)
     commit_seconds(registry)

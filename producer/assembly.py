@@ -10,8 +10,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from producer.engine_gate import EngineGate
 from producer.environments.atropos import Atropos
 from producer.environments.pool import EnvironmentPool
+from producer.gpu_turns import GpuTurns
 from producer.interfaces import Engine, LinkEvents
 from producer.link.link import Link
 from producer.link.mailbox import Mailbox
@@ -34,9 +36,11 @@ from producer.startup import Base, Helpers
 from producer.state import Situation, Workload
 from producer.supervision import Supervision, Watchdog
 from protocol.config.sections.swap import TOLERANCES
+from protocol.errors import ConfigError
+from protocol.gpu.occupancy import free_bytes, gpu_ids
 from protocol.service.targets import reachable
 from protocol.transport.zeromq_client import ZmqClient
-from protocol.wire.messages import Hello, PolicyInfo
+from protocol.wire.messages import GpuTurn, Hello, PolicyInfo
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,7 @@ class Producer:
     serving: Serving | None
     link: Link
     supervision: Supervision
+    gpu_turns: GpuTurns | None
 
 
 def link_events(
@@ -58,6 +63,7 @@ def link_events(
     registry: AdapterRegistry,
     forget: Sequence[Callable[[], None]],
     ended: Callable[[BaseException | None], None],
+    turn: Callable[[GpuTurn | None], None],
 ) -> LinkEvents:
     """Each is acted on by the loop's thread, in the order in which the link's thread told them. Versions may mean other weights
     when another trainer process begins a session, so whoever keeps any has to forget them."""
@@ -85,6 +91,7 @@ def link_events(
         policy_refused=on_loop(registry.refuse),
         fetched=on_loop(registry.on_fetched),
         evaluates=on_loop(registry.note_evaluation),
+        turn=on_loop(turn),
         outbox_full=on_loop(access.pause),
         ended=on_loop(ended),
     )
@@ -104,8 +111,10 @@ def build_producer(base: Base, helpers: Helpers, engine: Engine) -> Producer:
     admission = Admission(max_groups, config.sampling.num_generations, engine.current_load)
     limit = config.transport.max_message_bytes
     mailbox = Mailbox(ZmqClient(name, config.control_endpoint, config.blob_endpoint, limit, base.launch.keys))
-    registry = build_registry(base, engine, mailbox)
-    in_flight = InFlight(engine, registry, counters, config.swap.on_swap)
+    gate = EngineGate()
+    gpu_turns = build_gpu_turns(base, engine, gate, mailbox)
+    registry = build_registry(base, engine, mailbox, gate)
+    in_flight = InFlight(engine, registry, counters, config.swap.on_swap, gate=gate)
     access = EngineAccess(registry, admission, in_flight)
     atropos = None
     if config.environment.atropos:
@@ -115,21 +124,17 @@ def build_producer(base: Base, helpers: Helpers, engine: Engine) -> Producer:
     generation = Generation(source, finish, in_flight.busy, counters, base.tasks.spawn, mailbox.put)
     serving = None
     if helpers.listener is not None:
-        served = ServedEngine(engine.openai_server(config), registry, can.max_num_seqs, in_flight.busy.running)
+        served = ServedEngine(engine.openai_server(config), registry, can.max_num_seqs, in_flight.busy.running, gate)
         serving = Serving(config, name, helpers.client_keys, served, base.watch.registry, helpers.agents, atropos)
         health.check_ready("serve", partial(getattr, serving, "problem"))
     forget = [part.forget for part in (atropos, serving.versions if serving else None) if part is not None]
-    events = link_events(generation, access, registry, forget, base.tasks.settle)
-    host = socket.gethostname()[:128]
+    note_turn = gpu_turns.note if gpu_turns else lambda turn: None
+    events = link_events(generation, access, registry, forget, base.tasks.settle, note_turn)
 
     def workload() -> Workload:
         return replace(generation.workload(), takes_leases=engine.outage() is None)
 
-    hello = Hello(
-        name, can.facts, 2 * max_groups, swap_mode=config.swap.mode, evaluates=config.evaluation is not None,
-        host=host, region=config.transport.region or host, bundle=base.launch.bundle,
-        metrics=reachable(base.watch.address, config.control_endpoint),
-    )  # fmt: skip
+    hello = build_hello(base, engine, 2 * max_groups)
     beat = partial(health.beat, "link")
     link = Link(mailbox, hello, config.transport, base.neighbours, events, counters, workload, beat)
 
@@ -145,14 +150,52 @@ def build_producer(base: Base, helpers: Helpers, engine: Engine) -> Producer:
     watchdog = Watchdog(config.pipeline.stall_timeout_s)
     beat_event = partial(health.beat, "event")
     supervision = Supervision(engine, look, base.timeline, watchdog, beat_event, generation.hand_back_ungenerated)
-    return Producer(base, helpers, registry, generation, serving, link, supervision)
+    return Producer(base, helpers, registry, generation, serving, link, supervision, gpu_turns)
 
 
-def build_registry(base: Base, engine: Engine, mailbox: Mailbox) -> AdapterRegistry:
+def build_hello(base: Base, engine: Engine, capacity: int) -> Hello:
+    """What the trainer is told of this producer, which may have so many leases."""
+    config, host = base.config, socket.gethostname()[:128]
+    return Hello(
+        base.launch.name,
+        engine.capabilities.facts,
+        capacity,
+        swap_mode=config.swap.mode,
+        evaluates=config.evaluation is not None,
+        host=host,
+        region=config.transport.region or host,
+        bundle=base.launch.bundle,
+        metrics=reachable(base.watch.address, config.control_endpoint),
+        gpus=tuple(gpu_ids(base.launch.gpus)),
+        takes_turns=config.pipeline.gpu == "turns",
+    )
+
+
+def build_gpu_turns(base: Base, engine: Engine, gate: EngineGate, mailbox: Mailbox) -> GpuTurns | None:
+    """None: the GPU is the producer's alone. Raises ConfigError where the engine cannot leave it."""
+    pipeline = base.config.pipeline
+    if pipeline.gpu != "turns":
+        return None
+    if not engine.capabilities.can_sleep:
+        raise ConfigError(
+            "pipeline.gpu: turns needs an engine that can sleep, and this one cannot; set pipeline.gpu: own"
+        )
+    return GpuTurns(
+        engine,
+        gate,
+        base.counters,
+        mailbox.wake,
+        silence_s=base.config.transport.heartbeat_timeout_s + pipeline.gpu_handover_s,
+        stall_timeout_s=pipeline.stall_timeout_s,
+        free_bytes=partial(free_bytes, base.launch.gpus),
+    )
+
+
+def build_registry(base: Base, engine: Engine, mailbox: Mailbox, gate: EngineGate) -> AdapterRegistry:
     config, evaluation = base.config, base.config.evaluation
     proof = SwapProof(config.swap.probe_tolerance or TOLERANCES[config.model.dtype])
     return AdapterRegistry(
-        PolicyLoader(engine.weights, base.folder_for, proof),
+        PolicyLoader(engine.weights, base.folder_for, proof, gate),
         SwapReport(base.counters, base.metrics, base.timeline),
         mailbox.put,
         evaluation.hold_swap_s if evaluation and not engine.capabilities.holds_versions else None,

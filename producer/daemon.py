@@ -67,6 +67,8 @@ async def _main_loop(producer: Producer) -> None:
         tasks.spawn(producer.serving.run(helpers.listener))
     if helpers.program is not None:
         tasks.spawn(helpers.program.run())
+    if producer.gpu_turns is not None:
+        tasks.spawn(producer.gpu_turns.run())
     producer.link.start()
     producer.base.watch.health.started(f"engine ready, trainer at {producer.base.config.control_endpoint}")
     asked = asyncio.create_task(stop.wait())

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from producer.state import EngineLoad
 from protocol.config.run import RunConfig
-from protocol.wire.messages import EngineFacts, FailureReason, Lease, PolicyInfo, Sampling
+from protocol.wire.messages import EngineFacts, FailureReason, GpuTurn, Lease, PolicyInfo, Sampling
 
 Failure = Literal["raised", "timeout", "crashed", "memory", "invalid", "unavailable"]
 
@@ -104,13 +104,15 @@ class PolicyWeights(Protocol):
 class EngineCapabilities:
     """What an engine is and can do, which does not change while it lives. One that `holds_versions` has several policies at a
     time, and each request stays on the one that it began on; otherwise a new policy takes the place of the former one under the
-    requests that run. `placeholders` are the tokens of its model that stand for images or videos."""
+    requests that run. `placeholders` are the tokens of its model that stand for images or videos. One that `can_sleep` can leave
+    its GPU to others for a while."""
 
     facts: EngineFacts
     tokenizer_folder: Path
     max_num_seqs: int
     holds_versions: bool = True
     placeholders: frozenset[int] = frozenset()
+    can_sleep: bool = False
 
 
 class Engine(Protocol):
@@ -130,6 +132,13 @@ class Engine(Protocol):
     ) -> list[Completion]:
         """Samples a group until every completion has ended, or `cut` is set. Raises LeaseFailure if the engine refuses this
         request."""
+
+    async def sleep(self) -> None:
+        """Gives up the memory of its GPU, but keeps its policies. Only while nothing is asked of it; then nothing may be asked
+        before `wake` has returned. Raises EngineError if it cannot."""
+
+    async def wake(self) -> None:
+        """Takes the memory again. Raises EngineError if there is none."""
 
     def tool_parser(self, name: str, tokenizer: Any, tools: list[dict[str, Any]]) -> "ToolParser":
         """The parser `name` of tool calls, for these tools. Raises ConfigError if there is none."""
@@ -164,6 +173,7 @@ class LinkEvents:
     policy_refused: Callable[[PolicyInfo, str], object]  # it is not taken from the trainer, for this reason
     fetched: Callable[[PolicyInfo, DownloadedPolicy | None], object]  # what was asked for; None: the trainer lacks it
     evaluates: Callable[[PolicyInfo | None], object]  # which policy the trainer evaluates now; said again and again
+    turn: Callable[[GpuTurn | None], object]  # whose turn it is on the GPU that both share; said again and again
     outbox_full: Callable[[bool], object]  # said when it changes: while it is full, no generation may begin
     ended: Callable[
         [BaseException | None], object

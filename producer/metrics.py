@@ -32,7 +32,14 @@ _NUMBERS: dict[str, tuple[str, Callable[[Situation], float]]] = {
         lambda now: now.group_limit,
     ),
     "rl_producer_busy_seconds_total": ("Time with a request in the engine.", lambda now: now.workload.busy_s),
-    "rl_producer_idle_seconds_total": ("Time connected to a trainer without one.", lambda now: now.counters.idle_s),
+    "rl_producer_idle_seconds_total": (
+        "Time connected to a trainer without one, the engine being awake.",
+        lambda now: now.counters.idle_s,
+    ),
+    "rl_producer_asleep": (
+        "1 while the engine sleeps in the trainer's turn on the GPU (pipeline.gpu: turns).",
+        lambda now: now.counters.asleep_in >= 0,
+    ),
     "rl_producer_connected": ("1 while connected to a trainer.", lambda now: now.delivery.connected),
     "rl_producer_unacked_bytes": ("Bytes of groups not acknowledged yet.", lambda now: now.delivery.unacked_bytes),
     "rl_producer_paused": ("1 while generation pauses for transport.max_unacked_bytes.", lambda now: now.delivery.full),

@@ -144,9 +144,8 @@ def build_helpers(base: Base, stack: AsyncExitStack) -> Helpers:
 
 async def start_engine(base: Base, stack: AsyncExitStack) -> Engine:
     """Raises StalledError if it does not answer."""
-    started = time.monotonic()
+    started, limit_s = time.monotonic(), base.config.pipeline.stall_timeout_s
     engine = await _build_engine(base, stack)
-    limit_s = base.config.pipeline.stall_timeout_s
     try:
         async with asyncio.timeout(limit_s):
             await engine.warm_up()

@@ -49,7 +49,9 @@ class Counters:
     refusal: str = ""
     abandoned: int = _total("rl_producer_leases_abandoned_total", "Leases that the trainer did not want any more.")
     settled: int = _total("rl_producer_groups_settled_total", "Groups that the trainer acknowledged.")
-    idle_s: float = 0.0  # connected without a request in the engine
+    idle_s: float = 0.0  # connected without a request in the engine, which is awake
+    asleep_in: int = -1  # the trainer's turn on the GPU in which the engine sleeps; -1: it does not
+    asleep_s: float = _total("rl_producer_asleep_seconds_total", "Time that the engine slept in the trainer's turns.")
 
 
 @dataclass

@@ -2,9 +2,9 @@
 
 Guarantee: an engine that died while idle ends the producer, and so does work that does not move any more: leases were in hand,
 with the trainer connected, for the whole of `stall_timeout_s` and no group was finished, refused or acknowledged and no adapter
-arrived. Waiting for a trainer, for leases or for outside agents is no stall, and a lease that ran into its deadline is no
-progress: an engine that hangs lets all of them do so. While the engine is out of order for a time, leases go back to the trainer.
-How busy the engine was is counted while a trainer is connected.
+arrived. Waiting for a trainer, for the end of its turn on the GPU, for leases or for outside agents is no stall, and a lease that
+ran into its deadline is no progress: an engine that hangs lets all of them do so. While the engine is out of order for a time,
+leases go back to the trainer. How busy the engine was is counted while a trainer is connected and the engine awake.
 """
 
 import asyncio
@@ -36,6 +36,7 @@ class Watchdog:
         if (
             self._since is None
             or not (delivery.connected and delivery.held > situation.workload.with_agents)
+            or counters.asleep_in >= 0
             or progress != self._progress
         ):
             self._since, self._progress = now, progress
@@ -89,7 +90,8 @@ class Supervision:
             before, busy_before_s = now, busy_s
             now, busy_s = time.monotonic(), situation.workload.busy_s
             if situation.delivery.connected:
-                situation.counters.idle_s += max(0.0, (now - before) - (busy_s - busy_before_s))
+                if situation.counters.asleep_in < 0:
+                    situation.counters.idle_s += max(0.0, (now - before) - (busy_s - busy_before_s))
                 self.timeline.record("stats", **self.totals())
             self.watchdog.check(now, situation)
 

@@ -92,6 +92,17 @@ class RolloutBuffer(Lifecycle):
         return batch
 
     @locked
+    def has_batch(self, timeout_s: float, *, partial: bool = False) -> bool:
+        """Whether `next_batch` would find one within the timeout (or a little earlier, as there). Raises as that."""
+        found = self.can_cut(partial=partial)
+        if not found:
+            self.changed.wait(timeout_s)
+            found = self.can_cut(partial=partial)
+        if not found:
+            self.signals.check()
+        return found
+
+    @locked
     def check_stalled(self) -> None:
         """No batch came for too long; raises as `SignalWatch.check_stalled`."""
         self.signals.check_stalled(ever_had_signal=self.totals["accepted"] > 0)

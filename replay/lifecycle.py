@@ -110,10 +110,8 @@ class Lifecycle:
         self.failures.check()
         totals = self.totals
         try:
-            for group in self.cutter.remove_stale():
-                self.ledger.requeue(group.lease.key)
-                totals["went_stale"] += 1
-            delivered, trained = totals["accepted"] + totals["no_signal"], totals["trained"] + totals["replayed"]
+            self._drop_stale()
+            delivered, trained = self._num_delivered_and_trained()
             batch = self.cutter.cut(delivered=delivered, trained=trained, partial=partial)
         except JournalFullError:
             return None
@@ -127,6 +125,27 @@ class Lifecycle:
         batch = batch._replace(arrivals=list(self._arrivals))
         self._arrivals.clear()
         return batch
+
+    @locked
+    def can_cut(self, *, partial: bool) -> bool:
+        """Whether `cut` would find a batch now. Raises as that."""
+        self.failures.check()
+        try:
+            self._drop_stale()
+        except JournalFullError:
+            return False
+        delivered, trained = self._num_delivered_and_trained()
+        return self.cutter.has_batch(delivered=delivered, trained=trained, partial=partial)
+
+    def _drop_stale(self) -> None:
+        for group in self.cutter.remove_stale():
+            self.ledger.requeue(group.lease.key)
+            self.totals["went_stale"] += 1
+
+    def _num_delivered_and_trained(self) -> tuple[int, int]:
+        """Groups that arrived, with and without signal, and groups that were trained, counting every time."""
+        totals = self.totals
+        return totals["accepted"] + totals["no_signal"], totals["trained"] + totals["replayed"]
 
     def _entry(self, delivery: Delivery) -> Entry:
         group = delivery.group

@@ -81,10 +81,14 @@ class EngineWithoutWeights:
 
     def __init__(self, config: Any, **known: Any) -> None:
         folder = Path(config.model.path)
-        self.capabilities = EngineCapabilities(facts(**known), folder, self.max_num_seqs)
+        self.capabilities = EngineCapabilities(facts(**known), folder, self.max_num_seqs, can_sleep=True)
         self.weights = NoWeights()
 
     async def warm_up(self) -> None: ...
+
+    async def sleep(self) -> None: ...
+
+    async def wake(self) -> None: ...
 
     def current_load(self) -> None:
         return None

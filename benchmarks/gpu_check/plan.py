@@ -38,6 +38,7 @@ PLAN = (
     Part("parity-adapter", "log-probs of vLLM and trainer, adapters", "parity", {"mode": "adapter"}, 70, 200, 0),
     Part("parity-float32", "the same in float32, and the tolerance", "parity", {"mode": "merged", "dtype": "float32"}, 70, 200),
     Part("step", "a training step beside TRL's, SDPA", "step", {}, 90, 200, 0),
+    Part("pair-turns", "the same in turns, each with most of the GPU", "turns", {}, 150, 300, 0),
     Part("pair-merged", "0.6 B model, both daemons on one GPU, merged", "pair", {"mode": "merged"}, 130, 300, 0),
     Part("parity-merged", "log-probs of vLLM and trainer, merged", "parity", {"mode": "merged"}, 70, 200, 0),
     Part("step-flash", "a training step beside TRL's, FlashAttention", "step", {"attention": "flash_attention_2"}, 90, 200),

@@ -3,8 +3,10 @@
 import logging
 import secrets
 import socket
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from consumer.assembly.rollouts import evaluation_of, rollout_buffer, staleness_controller
@@ -24,10 +26,17 @@ from consumer.training.callbacks import Heartbeat
 from consumer.training.feed import BatchFeed
 from consumer.training.pipeline import Connections, LivePipeline
 from consumer.training.run_components import RunComponents, RunStart
+from consumer.training.trainer import SlipstreamTrainer
+from consumer.turns.metrics import watch_turns
+from consumer.turns.moves import DeviceMoves
+from consumer.turns.turns import GpuTurns
 from consumer.waiting import Patience, ThreadErrors
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, RankLostError
 from protocol.files.shared_memory import shared_memory
+from protocol.gpu.device import gpu_facts
+from protocol.gpu.seat import say_waiting
+from protocol.gpu.tenants import tenancy
 from protocol.security.keys import trainer_keys
 from protocol.service import logs
 from protocol.service.exposition import Watch
@@ -53,6 +62,13 @@ class LiveRun:
     connections: Connections
     heartbeat: Heartbeat
     errors: ThreadErrors
+    turns: GpuTurns | None = None
+
+    def carry(self, trainer: SlipstreamTrainer) -> None:
+        """Where the GPU is shared, the model comes and goes with the trainer's turns from now on."""
+        if self.turns is not None:
+            moves = DeviceMoves(trainer.accelerator.device, trainer.kept_tensors)
+            self.turns.carry(moves, self.connections.pipeline.flush, self.intake.wake)
 
     def lost(self, error: RankLostError) -> None:
         """A rank was lost, which is not the fault of the batch in progress. May be called by any thread."""
@@ -61,10 +77,13 @@ class LiveRun:
             self.storage.journal.forgive(self.feed.last.last_step)
 
 
-def live_run(components: RunComponents, watch: Watch, opened: ExitStack, *, resume: bool) -> LiveRun:
+def live_run(
+    components: RunComponents, watch: Watch, opened: ExitStack, gpus: Sequence[int], *, resume: bool
+) -> LiveRun:
     """
     Args:
         opened: closes what is opened here.
+        gpus: of the trainer, by their indexes.
 
     Raises:
         ConfigError: run_dir holds another run, or one that nobody said to go on with.
@@ -99,15 +118,17 @@ def live_run(components: RunComponents, watch: Watch, opened: ExitStack, *, resu
     )
     errors = ThreadErrors()
     heartbeat = Heartbeat(watch.health, components.stop, errors)
-    terms = _terms(components, facts, session, resumed=start.checkpoint is not None or bool(before))
+    resumed = start.checkpoint is not None or bool(before)
+    turns = _turns(components, gpus, opened, resumed=resumed) if settings.gpu == "turns" else None
+    terms = _terms(components, facts, session, turns, resumed=resumed)
     intake = Intake(channel, storage, dispatchers, store, terms, errors, lambda: watch.health.beat("intake"))
     patience = Patience(check=heartbeat.check, say=report.say, stall_timeout_s=settings.stall_timeout_s)
     staleness = staleness_controller(config, start.state)
     pipeline = LivePipeline(storage, intake, patience, errors, config.replay, staleness, evaluation)
     opened.enter_context(closing(pipeline))
-    feed = BatchFeed(buffer, intake, patience, partial_after_s=settings.partial_after_s)
-    connections = Connections(feed, pipeline, report, patience, evaluation)
-    return LiveRun(start, channel, storage, intake, feed, connections, heartbeat, errors)
+    feed = BatchFeed(buffer, intake, patience, settings.partial_after_s, turns)
+    connections = Connections(feed, pipeline, report, patience, evaluation, feed if turns else None)
+    return LiveRun(start, channel, storage, intake, feed, connections, heartbeat, errors, turns)
 
 
 def watch_live(run: LiveRun, watch: Watch) -> None:
@@ -117,6 +138,7 @@ def watch_live(run: LiveRun, watch: Watch) -> None:
     watch_trainer(registry, run.start.run_id, run.storage, run.intake, run.channel.refusals.counts, run.feed.waiting_s)
     watch.targets.add(run.intake.fleet.targets)
     watch_evaluation(registry, run.connections.evaluation)
+    watch_turns(registry, run.turns)
     health.check_alive("disk", disk.complaint)
     health.check_ready("journal", journal.complaint)
     health.check_ready("producers", lambda: None if run.intake.fleet.sessions else "none is connected")
@@ -138,6 +160,18 @@ def _start(config: RunConfig, journal: Journal, before: dict[str, str], resume: 
     return RunStart(run_id, found)
 
 
+def _turns(components: RunComponents, gpus: Sequence[int], opened: ExitStack, *, resumed: bool) -> GpuTurns:
+    """A producer that has lost its trainer greets the next one within `heartbeat_timeout_s`, and again within a moment."""
+    config, pipeline = components.config, components.config.pipeline
+    settle_s = 1.0 + 1.25 * config.transport.heartbeat_timeout_s if resumed else 0.0
+    gpu = gpu_facts(gpus[0]) if gpus else None
+    if gpu is None:
+        return GpuTurns(gpus, pipeline.gpu_handover_s, settle_s)
+    own = opened.enter_context(tenancy(gpu.uuid, "trainer", config.run_dir))
+    stay = partial(own.alone, pipeline.stall_timeout_s, components.stop, say_waiting)
+    return GpuTurns(gpus, pipeline.gpu_handover_s, settle_s, stay)
+
+
 def _comparable(start: RunStart, journal: Journal, before: dict[str, str], facts: dict[str, str]) -> bool:
     """Whether the groups in the journal can be trained now."""
     same_shape = comparable(before, facts, journal.path)
@@ -154,7 +188,9 @@ def _channel(config: RunConfig) -> ZmqServer:
     return ZmqServer(config.control_endpoint, config.blob_endpoint, transport.max_message_bytes, keys)
 
 
-def _terms(components: RunComponents, facts: dict[str, str], session: str, *, resumed: bool) -> SessionTerms:
+def _terms(
+    components: RunComponents, facts: dict[str, str], session: str, turns: GpuTurns | None, *, resumed: bool
+) -> SessionTerms:
     config, host = components.config, socket.gethostname()[:128]
     needs = TrainerNeeds(
         base_model_digest=facts["base_model_digest"],
@@ -180,4 +216,5 @@ def _terms(components: RunComponents, facts: dict[str, str], session: str, *, re
         host,
         config.transport.region or host,
         offered_bundle(config, Path.cwd()),
+        turns,
     )

@@ -16,10 +16,11 @@ from consumer.intake.dispatcher import EvaluationDispatcher
 from consumer.intake.sessions import ProducerSession
 from consumer.publishing.offered_bundle import NO_BUNDLE, OfferedBundle
 from consumer.publishing.policy_store import PolicyStore
+from consumer.turns.turns import GpuTurns
 from protocol.service.targets import Target
 from protocol.throttle import Throttle
 from protocol.transport.channel import ServerChannel
-from protocol.wire.handshake import TrainerNeeds, problems
+from protocol.wire.handshake import TrainerNeeds, problems, turn_problems
 from protocol.wire.messages import Ack, Heartbeat, Hello, Nack, Policy, Reject, Welcome
 from replay.buffer import RolloutBuffer
 from replay.groups import GroupShape
@@ -49,6 +50,7 @@ class SessionTerms:
     host: str = ""  # where it runs
     region: str = ""
     bundle: OfferedBundle = NO_BUNDLE
+    turns: GpuTurns | None = None  # on the GPU; None: nobody shares it
 
 
 @dataclass(eq=False)
@@ -88,7 +90,7 @@ class Fleet:
         found = problems(
             terms.needs, hello.facts, hello.swap_mode,
             is_of_release_before=not hello.release,  # which does not say it
-        )  # fmt: skip
+        ) + turn_problems(hello, terms.turns.ids if terms.turns else None)  # fmt: skip
         if found:
             self.warn("refused", f"refused producer {hello.producer}: {'; '.join(found)}")
             self.channel.send(peer, Reject(found))
@@ -110,8 +112,10 @@ class Fleet:
         self._peers[hello.producer] = peer
         self.sessions[peer] = ProducerSession(
             hello.producer, hello.capacity, now, leases, hello.release, hello.evaluates, evaluations, of_this_run,
-            hello.host, hello.region, hello.metrics,
+            hello.host, hello.region, hello.metrics, terms.turns is not None and terms.turns.shares(hello),
         )  # fmt: skip
+        if terms.turns is not None and self.sessions[peer].shares_gpu:
+            terms.turns.join(hello.producer)
         release = hello.release or "unknown"
         logger.info("producer %s joined (release %s, up to %d groups at once)", hello.producer, release, hello.capacity)
         newest = self.store.newest
@@ -136,10 +140,12 @@ class Fleet:
             del self._tokens_seen[next(iter(self._tokens_seen))]
         lost = session.note(message, self.terms.heartbeat_interval_s)
         self._note_refusal(session.name, message)
+        if self.terms.turns is not None:
+            self.terms.turns.report(session.name, message.asleep_in)
         if lost:
             self._release(session.name, keep=session.leases | session.evaluations)
             self.warn("lost", f"{session.name} knows nothing of {len(lost)} leases; their prompts go out again")
-        self.channel.send(peer, self._announcement())
+        self.channel.send(peer, self._announcement(session))
 
     def lose(self, peer: bytes, why: str) -> None:
         session = self._end(peer)
@@ -157,7 +163,8 @@ class Fleet:
         stood still."""
         while self._look_for and self._look_for[0][0] <= now:
             _, peer = self._look_for.popleft()
-            if peer in self.sessions and not self.channel.send(peer, self._announcement()):
+            session = self.sessions.get(peer)
+            if session is not None and not self.channel.send(peer, self._announcement(session)):
                 self.lose(peer, "its connection ended")
         if stood_still_s > self.terms.heartbeat_interval_s:
             for session in self.sessions.values():
@@ -175,16 +182,16 @@ class Fleet:
             self.sessions[self._peers[producer]].leases.discard(lease_id)
 
     def announce(self) -> None:
-        """Tells everybody of the policies, if they are not those that were announced last: some now, the others in the rounds
-        that follow, so that acknowledgements come between them."""
-        announcement = self._announcement()
+        """Tells everybody of policies and turns, if they are not those that were announced last: some now, the others in the
+        rounds that follow, so that acknowledgements come between them."""
+        announcement = self._announcement(None)
         if announcement != self._announced:
             self._announced = announcement
             self._untold = deque(self.sessions)
         for _ in range(min(len(self._untold), _TOLD_AT_ONCE)):
             peer = self._untold.popleft()
             if peer in self.sessions:
-                self.channel.send(peer, announcement)
+                self.channel.send(peer, self._announcement(self.sessions[peer]))
         if self._untold:
             self.channel.wake()
 
@@ -192,10 +199,14 @@ class Fleet:
         session = self.sessions.pop(peer)
         del self._peers[session.name]
         session.end()
+        if self.terms.turns is not None:
+            self.terms.turns.leave(session.name)
         return session
 
-    def _announcement(self) -> Policy:
-        return Policy(self.store.newest, self.evaluations.policy)
+    def _announcement(self, session: ProducerSession | None) -> Policy:
+        """What one producer is told, or (None) all that any of them is."""
+        turns = self.terms.turns if session is None or session.shares_gpu else None
+        return Policy(self.store.newest, self.evaluations.policy, turns.turn if turns else None)
 
     def _note_refusal(self, name: str, message: Heartbeat) -> None:
         """A version is counted once for each producer that refuses it."""

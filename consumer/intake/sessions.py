@@ -35,6 +35,7 @@ class ProducerSession:
     host: str = ""
     region: str = ""
     metrics: str = ""  # where others reach its metrics, HOST:PORT
+    shares_gpu: bool = False  # with the trainer, in turns
     heartbeat: Heartbeat = Heartbeat(-1, 0, [], 0, 0.0)  # noqa: RUF009  frozen; before the first one
     _absent: dict[str, float] = field(default_factory=dict)  # leases that its heartbeats do not name, and since when
 
@@ -69,8 +70,9 @@ class ProducerSession:
             return f"{self.name} (no heartbeat yet)"
         refusal = f", refuses v{beat.refused_version}: {beat.refusal}" if beat.refused_version >= 0 else ""
         num_leases = len(self.leases) + len(self.evaluations)
+        asleep = ", asleep in the trainer's turn" if beat.asleep_in >= 0 else ""
         return (
-            f"{self.name} (policy v{beat.policy_version}{refusal}, heard {now - self.last_heard:.1f} s ago, "
+            f"{self.name} (policy v{beat.policy_version}{refusal}{asleep}, heard {now - self.last_heard:.1f} s ago, "
             f"{num_leases} leases: {beat.waiting} waiting, {beat.generating} generating, {beat.scoring} scoring, "
             f"{beat.unacked} not acknowledged)"
         )

@@ -26,6 +26,11 @@ class ReferencePolicy:
                 parameter = by_address[tensor.data_ptr()]
                 self._pairs.append((parameter, tensors[name].to(parameter.device, parameter.dtype, copy=True)))
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """That it keeps beside the model's."""
+        return [tensor for _, tensor in self._pairs]
+
     def __enter__(self) -> None:
         if self._pairs:
             self._exchange()

@@ -7,15 +7,16 @@ nothing to learn from, `StalledError` when nothing usable came for too long; wha
 """
 
 import json
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from consumer.checkpoints.run_facts import check_same_batches
 from consumer.intake.intake import Intake
+from consumer.turns.turns import GpuTurns
 from consumer.waiting import Patience, StopRequested
 from protocol.errors import JournalError, StalledError
 from replay.batches.cutting import CutBatch
@@ -25,20 +26,23 @@ from replay.journal.reader import JournalReader
 from replay.journal.tables import StepCut
 
 _POLL_S = 0.25
+_Found = TypeVar("_Found")
 
 
 @dataclass(eq=False)
 class BatchFeed:
-    """Iterates over the batches of a run.
+    """Iterates over the batches of a run. Where the GPU is shared it is a `SharedDevice`.
 
     Args:
         partial_after_s: how long to wait for a full batch before a partial one will do; None: for ever.
+        turns: on the GPU, which is the trainer's only while there are batches; None: it is always.
     """
 
     buffer: RolloutBuffer
     intake: Intake
     patience: Patience
     partial_after_s: float | None = None
+    turns: GpuTurns | None = None
     wait_s: float = 0.0  # spent on the last batch
     last: CutBatch | None = None
     _waits_since: float | None = None  # None: nobody waits
@@ -46,24 +50,51 @@ class BatchFeed:
     def __iter__(self) -> Iterator[CutBatch]:
         while True:
             self.patience.check()
-            self._waits_since = time.monotonic()
-            try:
-                self.last = self.patience.wait_until(self._attempt, "rollouts", self._describe)
-            except StalledError:
-                self.buffer.check_stalled()
-                raise
+            self.last = self._wait_for(self._attempt)
             self.wait_s, self._waits_since = self.waiting_s(), None
             self.intake.wake()  # a batch was cut: there is room for leases
             yield self.last
+
+    def await_turn(self) -> None:
+        """Returns when the GPU is the trainer's, which is when there is a batch."""
+        if self.turns is not None:
+            self._wait_for(lambda: self._has_turn() or None)
+
+    def leave(self) -> None:
+        if self.turns is not None:
+            self.turns.hand_over()
 
     def waiting_s(self) -> float:
         """Of the wait in progress; 0 if there is none. May be called from any thread."""
         since = self._waits_since
         return 0.0 if since is None else time.monotonic() - since
 
+    def _wait_for(self, attempt: Callable[[], _Found | None]) -> _Found:
+        self._waits_since = self._waits_since or time.monotonic()
+        try:
+            return self.patience.wait_until(attempt, "rollouts", self._describe)
+        except StalledError:
+            self.buffer.check_stalled()
+            raise
+
+    @property
+    def _takes_partial(self) -> bool:
+        return self.partial_after_s is not None and self.waiting_s() >= self.partial_after_s
+
     def _attempt(self) -> CutBatch | None:
-        after_s = math.inf if self.partial_after_s is None else self.partial_after_s
-        return self.buffer.next_batch(_POLL_S, partial=self.waiting_s() >= after_s)
+        if self._has_turn():
+            return self.buffer.next_batch(_POLL_S, partial=self._takes_partial)
+        return None
+
+    def _has_turn(self) -> bool:
+        """Hands the GPU over while there is no batch, and takes it, which may last, when there is one."""
+        if self.turns is None:
+            return True
+        if not self.buffer.has_batch(0.0 if self.turns.is_ours else _POLL_S, partial=self._takes_partial):
+            self.turns.hand_over()
+            return False
+        self.turns.take(self.patience)
+        return True
 
     def _describe(self) -> str:
         done = [f"{count} {what.replace('_', ' ')}" for what, count in self.buffer.totals.items() if count]

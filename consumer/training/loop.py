@@ -5,6 +5,7 @@ After the last step the final adapter is on the disk before anything else happen
 checkpoint: a run that is stopped or killed meanwhile goes on with the evaluation and takes no step again.
 """
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -57,6 +58,7 @@ class TrainingLoop:
             ) from error
         except StopRequested:
             was_stopped = True
+        self._leave_device()
         if not self._keep() or not self._has_trained:
             return False
         if self.connections.evaluation is None or not self._took_all_steps:
@@ -82,9 +84,19 @@ class TrainingLoop:
     def _take_steps(self) -> None:
         if self.start.step < self.trainer.args.max_steps and self.control.early_stop_reason is None:
             checkpoint = self.start.checkpoint
+            if self.connections.shared is not None:
+                self.connections.shared.await_turn()
             self.trainer.train(resume_from_checkpoint=str(checkpoint.folder) if checkpoint else None)
         else:  # transformers would wait for one batch more
             self.trainer.state.global_step = self.start.step
+
+    def _leave_device(self) -> None:
+        """The rest needs none."""
+        if self.connections.shared is not None:
+            with contextlib.suppress(
+                StopRequested
+            ):  # while the last policy was published, and it has left all the same
+                self.connections.shared.leave()
 
     def _keep(self) -> bool:
         """Brings what was trained to the disk: a checkpoint if the run may have to go on from here, and the final adapter.

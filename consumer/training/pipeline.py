@@ -42,6 +42,16 @@ class Feed(Protocol):
     def __iter__(self) -> Iterator[CutBatch]: ...
 
 
+class SharedDevice(Protocol):
+    """A device that the trainer has for the time of its steps only."""
+
+    def await_turn(self) -> None:
+        """Is called before the first step, and returns when the device is the trainer's."""
+
+    def leave(self) -> None:
+        """Is called after the last step: from now on the device is for others."""
+
+
 class Pipeline:
     """Where a step's results go. This one leads nowhere, as a run that is trained again needs it.
 
@@ -93,6 +103,7 @@ class Connections:
 
     Args:
         evaluation: None: nothing is evaluated in this run.
+        shared: None: the device is the trainer's alone.
     """
 
     feed: Feed
@@ -100,6 +111,7 @@ class Connections:
     report: StepReport
     patience: Patience
     evaluation: EvaluationControl | None = None
+    shared: SharedDevice | None = None
 
 
 @dataclass(eq=False)

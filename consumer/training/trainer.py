@@ -5,7 +5,7 @@ This module only says where batches come from and where checkpoints go; `consume
 socket and no journal.
 
 Private names of TRL 1.16.0 and transformers used here, each with a test in tests/contract: `_metrics`, `_logs`, `_tokenizer`,
-`_get_output_dir`, `_save_checkpoint`.
+`_get_output_dir`, `_save_checkpoint`, `_move_model_to_device`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -61,6 +61,7 @@ class SlipstreamTrainer(StepLossTrainer):
         ranks: Ranks = ALONE,
         recorded: Recorded = lambda step: None,
     ) -> None:
+        self._shares_gpu = config.pipeline.gpu == "turns"
         sides = {"padding_side": "left", "truncation_side": "left"}
         tokenizer = load_tokenizer(model_folder, trust_remote_code=arguments.trust_remote_code, **sides)
         super().__init__(
@@ -102,12 +103,25 @@ class SlipstreamTrainer(StepLossTrainer):
             in_step=self.is_sharded,
         )
 
+    def _move_model_to_device(self, model: Any, device: torch.device) -> None:
+        """A GPU that is shared is not the trainer's yet."""
+        if not self._shares_gpu:
+            super()._move_model_to_device(model, device)
+
     def start_from(self, adapter: InitialAdapter, *, resumed: bool) -> None:
         """The adapter becomes the reference policy, and the policy unless a checkpoint has one."""
         if not resumed:
             adapter.load_into(self._peft_model)
         if self.beta != 0.0:
             self._reference = ReferencePolicy(self._peft_model, adapter.tensors)
+
+    def kept_tensors(self) -> Iterator[torch.Tensor]:
+        """What lies on the device between two steps."""
+        yield from self._peft_model.parameters()
+        yield from self._peft_model.buffers()
+        yield from self._reference.tensors
+        for state in self.optimizer.state.values() if self.optimizer is not None else ():
+            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
     def get_train_dataloader(self) -> Iterator[list[MicroBatch]]:
         """The micro-batches of each step to come; a batch is trained `num_iterations` times. What transformers takes for a loader

@@ -87,8 +87,13 @@ def reserved_values(config: RunConfig, *, on_gpu: bool) -> dict[str, Any]:
         "gradient_accumulation_steps": 1,
         "ignore_data_skip": True,
         "disable_tqdm": True,
-        "model_init_kwargs": {"dtype": config.model.dtype} | model_options,
+        "model_init_kwargs": {"dtype": config.model.dtype} | model_options | _placement(config),
     }
+
+
+def _placement(config: RunConfig) -> dict[str, Any]:
+    """TRL would load the model to the GPU, where it is not the trainer's turn yet."""
+    return {"device_map": None} if config.pipeline.gpu == "turns" else {}
 
 
 def check_model(arguments: Any, model_config: Any, seen: VisionLanguage | None = None) -> None:

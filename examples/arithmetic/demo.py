@@ -85,16 +85,19 @@ def default_gpus() -> list[str]:
     return ["cpu", "cpu"] if count == 0 else ["0", "1" if count > 1 else "0"]
 
 
-def run_pair(run_dir: Path, settings: list[str], gpus: list[str]) -> None:
-    """Starts both daemons, waits for the trainer to finish, and for the producer to follow it."""
+def run_pair(
+    run_dir: Path, settings: list[str], gpus: list[str], sharing: str = "shared", producer: str = "producer.cli"
+) -> None:
+    """Starts both daemons, waits for the trainer to finish, and for the producer to follow it. `sharing` is `pipeline.gpu` where
+    both have one GPU, and `producer` the module that is run for `rl-producer`."""
     producer_log = run_dir / "producer.log"
     commands = {
-        "rl-producer": [sys.executable, "-m", "producer.cli", "--gpu", gpus[0], *settings],
+        "rl-producer": [sys.executable, "-m", producer, "--gpu", gpus[0], *settings],
         "rl-trainer": [sys.executable, "-m", "consumer.cli", "--gpu", gpus[1], *settings],
     }
     if gpus[0] == gpus[1] != "cpu":
         for command in commands.values():
-            command += ["--set", "pipeline.gpu=shared"]
+            command += ["--set", f"pipeline.gpu={sharing}"]
     for name, command in commands.items():
         print(f"starting {name} {' '.join(command[3:])}", flush=True)
     print(f"the producer's messages go to {producer_log}; loading vLLM takes some 20 seconds", flush=True)

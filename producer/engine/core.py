@@ -95,6 +95,21 @@ class EngineCore:
             raise EngineError(f"the engine failed in {method}: {error} (its own messages are above)") from error
         return answers
 
+    async def sleep(self) -> None:
+        """Weights, adapters' too, go to host memory, and the KV cache goes. Only while no request is in it."""
+        try:
+            await self.llm.sleep(1)
+        except Exception as error:
+            raise EngineError(f"the engine did not fall asleep: {error} (its own messages are above)") from error
+
+    async def wake(self) -> None:
+        try:
+            await self.llm.wake_up()
+        except Exception as error:
+            raise EngineError(
+                f"the engine did not wake: {error} (its own messages are above); is another process on its GPU?"
+            ) from error
+
     def check_alive(self) -> None:
         """Raises EngineError if the engine is dead, also while no request is in it. Costs nothing: vLLM watches its core's
         process."""

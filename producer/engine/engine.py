@@ -43,6 +43,7 @@ class VllmEngine:
         recorder, silent = _LoadRecorder(), bool(config.engine.get("disable_log_stats"))
         self._core = EngineCore(vllm_config, None if silent else [lambda _config, _index: recorder, _Prometheus])
         self.check_alive, self.shutdown = self._core.check_alive, self._core.shutdown
+        self.sleep, self.wake = self._core.sleep, self._core.wake
         self._recorder = None if silent else recorder
         self.weights: VllmWeights = (
             MergedWeights(self._core) if config.swap.mode == "merged" else AdapterWeights(self._core)
@@ -66,8 +67,9 @@ class VllmEngine:
             facts,
             folder,
             vllm_config.scheduler_config.max_num_seqs,
-            self.weights.holds_versions,
-            placeholders_of(folder),
+            holds_versions=self.weights.holds_versions,
+            placeholders=placeholders_of(folder),
+            can_sleep=vllm_config.model_config.enable_sleep_mode,
         )
 
     async def warm_up(self) -> None:

@@ -33,6 +33,7 @@ def model_folder(config: RunConfig) -> Path:
 def build_vllm_config(config: RunConfig, folder: Path, num_gpus: int) -> Any:
     """Raises ConfigError where vLLM refuses `engine:`, or does not do with it what this pipeline needs."""
     _check_adapter_dtype(config)
+    _check_sleep(config)
     ours = own_arguments(config, folder, num_gpus)
     alone = ours["tensor_parallel_size"] * num_parts(config) == 1
     chosen = (ON_CPU if alone and current_platform.is_cpu() else {}) | config.engine
@@ -84,6 +85,18 @@ def _need_torchvision() -> None:
             "model.path: vLLM imports torchvision for vision-language checkpoints, and it is not installed; install the build "
             f"that belongs to torch {version('torch')} (beside a CPU build of torch that is a CPU build, too)"
         )
+
+
+def _check_sleep(config: RunConfig) -> None:
+    if config.pipeline.gpu != "turns":
+        return
+    if not current_platform.is_sleep_mode_available():
+        raise ConfigError(
+            "pipeline.gpu: turns cannot be used here, because vLLM's engine can sleep on a GPU only, and on NVIDIA's best; set "
+            "pipeline.gpu: own"
+        )
+    if "enable_sleep_mode" in config.engine:
+        raise ConfigError("engine.enable_sleep_mode: pipeline.gpu: turns sets it; remove it")
 
 
 def _check_mergeable(vllm_config: Any) -> None:

@@ -120,6 +120,11 @@ class ServerEngine:
             ) from error
         return ToolCallParser(name, tokenizer, tools)
 
+    async def sleep(self) -> None:
+        raise EngineError("pipeline.gpu: turns is not for engine_server, whose servers have their own GPUs and clients")
+
+    wake = sleep
+
     def openai_server(self, config: RunConfig) -> Any:
         raise ConfigError("serve.enabled: not with engine_server")
 

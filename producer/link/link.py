@@ -206,6 +206,7 @@ class Link(threading.Thread):
                 self._downloads.announce(message.policy)
             case Policy(policy):
                 self._events.evaluates(message.evaluates)
+                self._events.turn(message.turn)
                 self._downloads.announce(policy)
             case Nack() if self._outbox.abandon(message.lease_id):
                 self._counters.abandoned += 1

@@ -1,7 +1,7 @@
 """What a producer says to the trainer, and when.
 
-Guarantee: a heartbeat once per interval, every answer until the trainer has it, every request for a chunk until it is
-answered. Over a new connection all of it is due at once.
+Guarantee: a heartbeat once per interval, and at once when the engine sleeps or is about to wake; every answer until the trainer
+has it, every request for a chunk until it is answered. Over a new connection all of it is due at once.
 """
 
 from collections.abc import Callable
@@ -31,6 +31,7 @@ class Sender:
     workload: Callable[[], Workload]
     _interval_s: float = 0.0
     _heartbeat_at: float = 0.0
+    _said_asleep_in: int = -1
 
     def greet(self, run_id: str) -> bool:
         """Begins a session. Returns False if the channel has no room for the greeting."""
@@ -45,8 +46,8 @@ class Sender:
         self.source.forget_requests()
 
     def send_due(self, now: float) -> None:
-        if now - self._heartbeat_at >= self._interval_s:
-            self._heartbeat_at = now
+        if now - self._heartbeat_at >= self._interval_s or self.counters.asleep_in != self._said_asleep_in:
+            self._heartbeat_at, self._said_asleep_in = now, self.counters.asleep_in
             self.channel.send(self._heartbeat())
         for answer in self.outbox.due(now):
             self._send_answer(answer, now)
@@ -77,4 +78,5 @@ class Sender:
             refused_version=self.counters.refused_version,
             refusal=self.counters.refusal,
             relay=self.source.neighbours.relay_endpoint,
+            asleep_in=self._said_asleep_in,
         )

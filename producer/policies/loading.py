@@ -1,7 +1,8 @@
 """From the bytes of a policy to an adapter that the engine has, and back.
 
 Guarantee: every load has a name, an id and a folder of its own. What is refused is undone, and nothing is left of what is
-discarded. (vLLM dies when it has to read an adapter again whose folder is gone, and confuses two adapters of one name.)
+discarded. An engine that sleeps is asked for nothing. (vLLM dies when it has to read an adapter again whose folder is gone, and
+confuses two adapters of one name.)
 """
 
 import asyncio
@@ -15,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from producer.engine_gate import EngineGate
 from producer.interfaces import Adapter, AdapterRefusedError, DownloadedPolicy, PolicyWeights, Probe
 from producer.policies.verification import SwapProof
 from protocol.wire.adapter_blob import BlobError, unpack
@@ -37,11 +39,16 @@ class PolicyLoader:
     weights: PolicyWeights
     folder_for: Callable[[int], Path]
     proof: SwapProof
+    gate: EngineGate = field(default_factory=EngineGate)
     _ids: Iterator[int] = field(default_factory=partial(itertools.count, 1))
 
     async def load(self, downloaded: DownloadedPolicy) -> Loaded:
         """Loads a policy beside the others and verifies it; it is to be activated or discarded next. Raises AdapterRefusedError
         where it cannot be loaded, or the engine does not compute it."""
+        async with self.gate.use():
+            return await self._load(downloaded)
+
+    async def _load(self, downloaded: DownloadedPolicy) -> Loaded:
         policy, blob = downloaded.policy, downloaded.blob
         number, started = next(self._ids), time.monotonic()
         name = f"v{policy.version}-{policy.digest[:8]}-{number}"
@@ -60,7 +67,8 @@ class PolicyLoader:
         return Loaded(adapter, loaded - started, time.monotonic() - loaded)
 
     async def discard(self, adapter: Adapter) -> None:
-        await self.weights.discard(adapter)
+        async with self.gate.upkeep():
+            await self.weights.discard(adapter)
         shutil.rmtree(adapter.path, ignore_errors=True)
         logger.debug("policy v%d unloaded", adapter.version)
 

@@ -1,8 +1,8 @@
 """When rollouts of a lease may enter the engine, and on which policy.
 
 Guarantee: no more groups are in the engine at once than keep it busy, so that each begins on the newest policy there is when
-its turn comes; none enters while generation is paused. An evaluation waits behind what is for training, and gets the very
-version that it evaluates.
+its turn comes; none enters while generation is paused, or the engine sleeps. An evaluation waits behind what is for training,
+and gets the very version that it evaluates.
 """
 
 import asyncio
@@ -53,8 +53,9 @@ class EngineAccess:
     async def wait_for(self, floor: int) -> None:
         """Returns when the current version is `floor` or newer, and nothing is paused."""
         await self.registry.wait_for(floor)
-        while not self._is_open.is_set():
+        while not (self._is_open.is_set() and self.in_flight.gate.is_open):
             await self._is_open.wait()
+            await self.in_flight.gate.wait_open()
             await self.registry.wait_for(floor)
 
     @asynccontextmanager

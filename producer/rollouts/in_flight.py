@@ -11,6 +11,9 @@ ends:
   is not cut again before its time in the engine has doubled: at any pace of swaps about two tokens at most are computed again
   for each that is sampled, and segments grow until every completion gets ahead.
 - `restart`: its tokens are dropped, once. If it outlives a second swap, it takes longer than there is time between two.
+
+The end of a turn on a shared GPU cuts a group where a swap would, and any group that stays longer than it may. That one goes on
+as with `continue`, but on the adapter that it has; one that cannot be continued (`sampling.stop`, guided decoding) begins again.
 """
 
 import asyncio
@@ -23,6 +26,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from producer.engine_gate import EngineGate
 from producer.interfaces import Adapter, Completion, Engine
 from producer.policies.registry import AdapterRegistry
 from producer.state import Counters
@@ -67,6 +71,7 @@ class InFlight:
     on_swap: OnSwap
     clock: Callable[[], float] = time.monotonic
     busy: BusyClock = field(default_factory=BusyClock)
+    gate: EngineGate = field(default_factory=EngineGate)
 
     def __post_init__(self) -> None:
         self._keeps_weights = self.engine.capabilities.holds_versions
@@ -87,30 +92,49 @@ class InFlight:
         """Samples one group, on the adapter `kept`, which the caller pins, or (None) from the current one on, but only after
         `AdapterRegistry.wait_for`. Where the engine's own weights change meanwhile, tokens say so. Raises LeaseFailure where the
         engine refuses a request."""
-        began, stays = self.clock(), kept is not None or self.on_swap == "finish"
-        with self.busy.running(), ExitStack() as pins:
+        stays = kept is not None or self.on_swap == "finish"
+        await self.gate.wait_open()
+        if kept is None:
+            await self.adapters.wait_for(0)  # another trainer may have come meanwhile
+        began = self.clock()
+        with ExitStack() as pins:
             adapter = kept or pins.enter_context(self.adapters.pin())
             whole = [(prompt_ids, sampling)]
             completions = await self._sample_segment(whole, adapter, min_run_s=math.inf if stays else 0.0)
+            may_restart = self.on_swap == "restart" and not stays
             while places := [place for place, completion in enumerate(completions) if completion.cut]:
-                if self.adapters.has_newer(adapter):  # otherwise it went when another trainer came
+                if not self.gate.is_open:
+                    cut_at = self.clock()
+                    await self.gate.wait_open()
+                    began += self.clock() - cut_at
+                if not stays and self.adapters.has_newer(adapter):  # otherwise it went when another trainer came
                     with pins.pop_all():
                         adapter = pins.enter_context(self.adapters.pin())
-                if self.on_swap == "restart":
+                if may_restart or not _can_be_continued(sampling):
+                    may_restart = False
                     self.counters.restarted += 1
                     self.counters.dropped_tokens += sum(len(completion.token_ids) for completion in completions)
                     completions = await self._sample_segment(whole, adapter, min_run_s=math.inf)
                 else:
                     self.counters.cut += len(places)
                     requests = [_rest(prompt_ids, sampling, completions[place].token_ids) for place in places]
-                    partials = await self._sample_segment(requests, adapter, min_run_s=self.clock() - began)
+                    min_run_s = math.inf if stays or self.on_swap == "restart" else self.clock() - began
+                    partials = await self._sample_segment(requests, adapter, min_run_s)
                     for place, partial in zip(places, partials, strict=True):
                         completions[place] = _joined(completions[place], partial)
         return completions
 
     async def _sample_segment(self, requests: list[_Request], adapter: Adapter, min_run_s: float) -> list[Completion]:
-        """What the engine samples for `requests` until they end or, after `min_run_s`, a newer adapter is current."""
+        """What the engine samples for `requests` until they end or, after `min_run_s`, a newer adapter is current or the turn on
+        the GPU ends."""
         cut = asyncio.Event()
+        async with self.gate.use(cut.set, min_run_s):
+            with self.busy.running():
+                return await self._sample_until(cut, requests, adapter, min_run_s)
+
+    async def _sample_until(
+        self, cut: asyncio.Event, requests: list[_Request], adapter: Adapter, min_run_s: float
+    ) -> list[Completion]:
         samplers = [asyncio.create_task(self.engine.generate(*request, adapter, cut)) for request in requests]
         tasks: list[asyncio.Task[Any]] = [*samplers]
         if min_run_s < math.inf:
@@ -127,6 +151,11 @@ class InFlight:
         await asyncio.sleep(after_s)
         await self.adapters.wait_for(adapter.version + 1)
         cut.set()
+
+
+def _can_be_continued(sampling: Sampling) -> bool:
+    """Whether nothing is looked for that may lie on both sides of a cut."""
+    return not (sampling.stop or sampling.regex or sampling.json_schema)
 
 
 def _rest(prompt_ids: list[int], sampling: Sampling, token_ids: list[int]) -> _Request:

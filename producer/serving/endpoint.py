@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from producer.calls.requests import RefusedError, ServedRequest, check_request, error_body, malformed, parse_object
 from producer.environments.agents import Agents
 from producer.environments.atropos import Atropos
-from producer.serving.generation import BodyOf, ClientGeneration, Recorder
+from producer.serving.generation import TRAINERS_TURN, BodyOf, ClientGeneration, Recorder
 from producer.serving.http_parts import ClientGoneError, ResponseWatch, check_access, read_body, until_gone
 from producer.serving.metrics import RequestOutcome
 from producer.serving.routes import PREFIX, agent_routes, atropos_routes, generate_body, parse_generate
@@ -71,9 +71,13 @@ class Endpoint:
             self.generation.metrics.refuse(error.reason)
             await response.send_error(scope, receive, error.status, error.body)
         except TimeoutError:
-            outcome = "timed_out"
-            limit = f"not done within serve.request_timeout_s={self.settings.request_timeout_s:g} seconds"
-            await response.send_error(scope, receive, 504, error_body(504, "timed_out", limit))
+            if self.generation.engine.gate.is_open:
+                outcome, status, kind = "timed_out", 504, "timed_out"
+                text = f"not done within serve.request_timeout_s={self.settings.request_timeout_s:g} seconds"
+            else:
+                status, kind, text = 429, "busy", TRAINERS_TURN
+                self.generation.metrics.refuse("busy")
+            await response.send_error(scope, receive, status, error_body(status, kind, text))
         except ClientGoneError:
             outcome = "client_gone"
         except Exception as error:

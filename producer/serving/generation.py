@@ -4,22 +4,25 @@ Guarantee: whatever ends a request, afterwards its generation has ended, its roo
 What was sampled is recorded before the client has the end of its answer.
 """
 
-from collections.abc import AsyncGenerator, Callable
-from contextlib import AbstractContextManager, aclosing, nullcontext
-from dataclasses import dataclass
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import AbstractContextManager, aclosing, asynccontextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from producer.calls.calls import Answering, Call, Sampled
-from producer.calls.requests import ServedRequest
+from producer.calls.requests import RefusedError, ServedRequest
+from producer.engine_gate import EngineGate
 from producer.policies.registry import AdapterRegistry
 from producer.serving.client_limits import ClientLimiter
 from producer.serving.metrics import ServeMetrics
 from producer.serving.versions import ServedVersions, model_name
 
 VERSION_HEADER = "x-policy-version"
+TRAINERS_TURN = "it is the trainer's turn on the GPU (pipeline.gpu: turns); ask again"
 BodyOf = Callable[[dict[str, Any], Call], dict[str, Any]]
 """The body to send, made of the one that an OpenAI client gets."""
 
@@ -32,6 +35,21 @@ class ServedEngine:
     adapters: AdapterRegistry
     max_num_seqs: int
     running: Callable[[], AbstractContextManager[None]] = nullcontext  # entered while a request is in the engine
+    gate: EngineGate = field(default_factory=EngineGate)
+
+    @asynccontextmanager
+    async def entered(self) -> AsyncIterator[None]:
+        """While a request is in the engine. One that cannot stay, because the trainer's turn on the GPU comes, is refused."""
+        scope = asyncio.timeout(None)
+        loop = asyncio.get_running_loop()
+        try:
+            async with self.gate.use(lambda: scope.reschedule(loop.time())), scope:
+                with self.running():
+                    yield
+        except TimeoutError:
+            if scope.expired():
+                raise RefusedError(429, "busy", TRAINERS_TURN) from None
+            raise
 
 
 class Recorder(Protocol):
@@ -64,7 +82,7 @@ class ClientGeneration:
         async with self.limiter.take(request.num_completions), self.versions.use(request.model, floor) as adapter:
             call = Call(adapter)
             try:
-                with self.engine.running():
+                async with self.engine.entered():
                     answer = await self.engine.answering.answer(request, call)
                     if not isinstance(answer, dict):
                         await _send_events(answer, call, send, recorder)

@@ -29,6 +29,8 @@ def problems(config: "RunConfig") -> Iterator[str]:
             "engine.kv_cache_memory_bytes: vLLM takes it whatever its share of the GPU is, and with pipeline.gpu=shared the "
             "trainer has the rest; set engine.gpu_memory_utilization instead"
         )
+    if config.pipeline.gpu == "turns":
+        yield from _of_turns(config)
     limit = config.sampling.max_completion_length
     if config.advantage.overlong_buffer_tokens > limit:
         yield (
@@ -77,6 +79,25 @@ def _of_quantization(config: "RunConfig") -> Iterator[str]:
             f"{config.engine['quantization']}) differ from the trainer's by more than those of a wrong adapter may, so there "
             "is no default; set it by what the first versions differ by, or swap.probe_every=0. A checkpoint that is quantized "
             "itself needs no engine.quantization"
+        )
+
+
+def _of_turns(config: "RunConfig") -> Iterator[str]:
+    """What does not move between a GPU and host memory."""
+    if config.pipeline.shard_base == "layers":
+        yield "pipeline.shard_base: layers is for several GPUs, and pipeline.gpu=turns for one; remove one of them"
+    if config.model.quantization is not None:
+        yield (
+            f"model.quantization: weights in {config.model.quantization} stay on the GPU, and with pipeline.gpu=turns the "
+            "trainer's leave it; remove one of them"
+        )
+    if str(config.trainer.get("optim", "")).startswith("paged_"):
+        yield "trainer.optim: a paged optimizer moves its own state, and pipeline.gpu=turns moves it, too; use adamw_torch"
+    options = config.trainer.get("model_init_kwargs")
+    if isinstance(options, dict) and "flash" in str(options.get("attn_implementation", "")):
+        yield (
+            "trainer.model_init_kwargs.attn_implementation: with pipeline.gpu=turns the model is loaded in host memory, where "
+            "flash attention does not run; use sdpa"
         )
 
 
@@ -175,8 +196,8 @@ def _of_engine_server(config: "RunConfig") -> Iterator[str]:
         )
     if config.pipeline.gpu != "own":
         yield (
-            f"pipeline.gpu: {config.pipeline.gpu} divides a GPU with an engine of the producer's own, and a server takes what "
-            "its flags say; use own"
+            f"pipeline.gpu: {config.pipeline.gpu} is for an engine of the producer's own, and a server takes what its flags say; "
+            "use own"
         )
     if config.serve.enabled:
         yield (

@@ -48,17 +48,18 @@ class Seat:
     @contextlib.contextmanager
     def settling(self, limit_s: float, must_stop: Callable[[], bool] = lambda: False) -> Iterator[None]:
         """Around what takes the share: vLLM counts as its own whatever becomes less while it measures, and fails if it becomes
-        more, so the daemons do it one after the other.
+        more, so the daemons do it one after the other. Where they have the GPU in turns, the trainer is not on it meanwhile.
 
         Raises:
             StalledError: the other daemon does it for longer than `limit_s`.
             DeviceError: less is free than the share, and stays so: that of a process that was killed comes back in seconds.
         """
-        if self.shares is None or self._gpu is None or self._tenancy is None:
+        if self._gpu is None or self._tenancy is None:
             yield
             return
-        with self._tenancy.alone(limit_s, must_stop, self._say_waiting):
-            self._wait_for_room(self.shares, self._gpu.index, must_stop)
+        with self._tenancy.alone(limit_s, must_stop, say_waiting):
+            if self.shares is not None:
+                self._wait_for_room(self.shares, self._gpu.index, must_stop)
             yield
 
     def _wait_for_room(self, shares: Shares, index: int, must_stop: Callable[[], bool]) -> None:
@@ -73,8 +74,9 @@ class Seat:
                 )
             time.sleep(_PAUSE_S)
 
-    def _say_waiting(self) -> None:
-        logger.info("waiting for the other daemon on this GPU, which is taking its share of the memory")
+
+def say_waiting() -> None:
+    logger.info("waiting for the other daemon on this GPU, which is taking its share of the memory or has its turn")
 
 
 @contextlib.contextmanager
@@ -104,6 +106,9 @@ def seated(config: RunConfig, gpus: list[int], role: Role) -> Iterator[Seat]:
         if config.pipeline.gpu == "own":
             for gpu, own in zip(found, tenancies, strict=True):
                 _say_crowded(gpu, own, role)
+        if config.pipeline.gpu == "turns" and found:
+            yield Seat(role, None, found[0], tenancies[0])
+            return
         yield Seat(role)
 
 

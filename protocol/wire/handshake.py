@@ -4,9 +4,10 @@ Guarantee: `problems` is empty exactly when the trainer can use every group of t
 with the fix.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
-from protocol.wire.messages import EngineFacts
+from protocol.wire.messages import EngineFacts, Hello
 
 LOGPROBS_MODE = "processed_logprobs"
 """vLLM's name for log-probs of the distribution that was sampled from (after temperature), which ratios need."""
@@ -88,3 +89,23 @@ def problems(
         ),
     )
     return [problem for is_one, problem in checks if is_one]
+
+
+def turn_problems(hello: Hello, trainer_gpus: Collection[str] | None) -> list[str]:
+    """Every reason why this producer cannot be beside a trainer that takes turns on these GPUs (`pipeline.gpu: turns`), or (None)
+    that takes none."""
+    if trainer_gpus is None:
+        found = (
+            "the producer takes turns on its GPU (pipeline.gpu: turns), and this trainer does not: give both one file"
+        )
+        return [found] if hello.takes_turns else []
+    if not hello.gpus:
+        return [
+            "the producer does not say which GPU it uses, as those of an older release, and the trainer takes turns on its own "
+            "(pipeline.gpu: turns): upgrade the producer"
+        ]
+    if not hello.takes_turns and not set(hello.gpus).isdisjoint(trainer_gpus):
+        return [
+            "the producer uses the trainer's GPU and does not leave it for the trainer's turns: set pipeline.gpu=turns there, too"
+        ]
+    return []

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
+from protocol.wire.gpu_turn import GpuTurn
 from protocol.wire.policy_messages import (
     BlobChunk,
     BlobMissing,
@@ -80,7 +81,7 @@ class Hello(Struct, frozen=True, forbid_unknown_fields=True, tag="hello"):
     them ("" if unknown, or none did). `release` is its version of Slipstream ("" if unknown), `swap_mode` how it takes new
     policies (`swap.mode`), and `evaluates` whether it may be given leases of an evaluation. `host` and `region` say where it
     runs; producers of one region reach each other fast ("": unknown). `metrics` is where others reach its metrics, HOST:PORT
-    ("": nowhere)."""
+    ("": nowhere). `gpus` are the ids of its engine's, which it leaves to the trainer if it `takes_turns`."""
 
     producer: Name
     facts: EngineFacts
@@ -94,6 +95,8 @@ class Hello(Struct, frozen=True, forbid_unknown_fields=True, tag="hello"):
     region: Place = ""
     bundle: Annotated[str, Meta(pattern=r"^([0-9a-f]{64})?\Z")] = ""
     metrics: Annotated[str, Meta(max_length=262, pattern=r"^([0-9A-Za-z.:_\[\]-]+:[0-9]{1,5})?\Z")] = ""
+    gpus: Annotated[tuple[Name, ...], Meta(max_length=1024)] = ()
+    takes_turns: bool = False
 
 
 class Welcome(Struct, frozen=True, forbid_unknown_fields=True, tag="welcome"):
@@ -204,16 +207,19 @@ class Nack(Struct, frozen=True, forbid_unknown_fields=True, tag="nack"):
 
 
 class Policy(Struct, frozen=True, forbid_unknown_fields=True, tag="policy"):
-    """Announces the newest policy, and the policy that is evaluated now. It is also the trainer's answer to a heartbeat."""
+    """Announces the newest policy, the policy that is evaluated now, and whose `turn` it is on the GPU that this producer shares
+    with the trainer (None: on none, or always its own). It is also the trainer's answer to a heartbeat."""
 
     policy: PolicyInfo
     evaluates: PolicyInfo | None = None
+    turn: GpuTurn | None = None
 
 
 class Heartbeat(Struct, frozen=True, forbid_unknown_fields=True, tag="heartbeat"):
     """Sent by the producer once per interval. Counters are totals since the producer started; `waiting`, `generating`,
     `scoring` and `unacked` say where the held leases are now; `refused_version` is the newest policy that this producer
-    does not serve because of what `refusal` says; `relay` is the endpoint at which it hands policies on ("": it does not)."""
+    does not serve because of what `refusal` says; `relay` is the endpoint at which it hands policies on ("": it does not);
+    `asleep_in` is the number of the trainer's turn in which its engine sleeps (-1: it does not)."""
 
     policy_version: Annotated[int, Meta(ge=-1, le=2**31)]  # -1 while no policy is loaded
     capacity: Count
@@ -228,6 +234,7 @@ class Heartbeat(Struct, frozen=True, forbid_unknown_fields=True, tag="heartbeat"
     refused_version: Annotated[int, Meta(ge=-1, le=2**31)] = -1  # -1: none
     refusal: Text = ""
     relay: RelayEndpoint = ""
+    asleep_in: Annotated[int, Meta(ge=-1, le=2**53)] = -1
 
 
 class Bye(Struct, frozen=True, forbid_unknown_fields=True, tag="bye"):

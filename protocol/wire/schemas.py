@@ -36,12 +36,14 @@ SINCE: dict[type[Struct], dict[str, int]] = {
         "region": 2,
         "bundle": 2,
         "metrics": 2,
+        "gpus": 2,
+        "takes_turns": 2,
     },
     EngineFacts: {"quantization": 2, "trainer_quantization": 2},
     Lease: {"evaluates": 2},
     Sampling: {"stop": 2, "stop_token_ids": 2, "ignore_eos": 2, "regex": 2, "json_schema": 2},
-    Policy: {"evaluates": 2},
-    Heartbeat: {"idle_s": 2, "refused_version": 2, "refusal": 2, "relay": 2},
+    Policy: {"evaluates": 2, "turn": 2},
+    Heartbeat: {"idle_s": 2, "refused_version": 2, "refusal": 2, "relay": 2, "asleep_in": 2},
     Group: {"token_versions": 2, "sampled": 2, "episodes": 2, "missing": 2},
 }
 """The schema that added a field to a message, or to what is in one. Fields of schema 1 have no entry, and no entry is ever

@@ -84,11 +84,31 @@ class BatchCutter:
                 del self._fresh[group.group_id]
         return stale
 
+    def has_batch(self, *, delivered: int, trained: int, partial: bool) -> bool:
+        """Whether `cut` would find one now."""
+        return bool(self._recorded) or self._chosen(delivered, trained, partial=partial) is not None
+
     def cut(self, *, delivered: int, trained: int, partial: bool) -> CutBatch | None:
         """The next batch; None if there are too few groups. So far `delivered` groups arrived, with and without signal, and
         `trained` were trained, counting every time. With `partial` fewer than a full batch will do."""
         if self._recorded:
             return self._cut_again()
+        chosen = self._chosen(delivered, trained, partial=partial)
+        if chosen is None:
+            return None
+        fresh, replayed, credit = chosen
+        last_step = self.next_step + self.budget.num_iterations
+        group_ids = [group.group_id for group in fresh + replayed]
+        self.journal.claim(self.next_step + 1, last_step, group_ids, len(fresh))
+        for group in fresh:
+            del self._fresh[group.group_id]
+        self._credit = credit
+        return self._hand_over(self.next_step, 0, fresh, replayed)
+
+    def _chosen(
+        self, delivered: int, trained: int, *, partial: bool
+    ) -> tuple[list[RolloutGroup], list[RolloutGroup], ReplayCredit] | None:
+        """Those that are trained for the first time, those that are replayed, and the credit that is left then."""
         size = self.budget.groups_per_step
         fresh = list(itertools.islice(self._fresh.values(), size))
         credit = self._credit.at_cut(delivered, trained + len(fresh))
@@ -99,13 +119,7 @@ class BatchCutter:
             replayed = self.replay.pick(allowed, step=self.next_step, version=version)
         if not fresh or (len(fresh) + len(replayed) < size and not partial):
             return None
-        last_step = self.next_step + self.budget.num_iterations
-        group_ids = [group.group_id for group in fresh + replayed]
-        self.journal.claim(self.next_step + 1, last_step, group_ids, len(fresh))
-        for group in fresh:
-            del self._fresh[group.group_id]
-        self._credit = credit
-        return self._hand_over(self.next_step, 0, fresh, replayed)
+        return fresh, replayed, credit
 
     def state(self) -> list[list[Any]]:
         """The replay table, for a checkpoint."""

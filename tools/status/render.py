@@ -25,6 +25,12 @@ NARROWEST = 80
 _WIDEST = 120
 _LABEL = 10
 
+_TURNS = {
+    "trainer": "with the trainer since {}",
+    "producers": "with the producers since {}",
+    "changing": "producers leave it since {}",
+}
+
 Row = tuple[str, RenderableType]
 Value = tuple[str, Any, Callable[[Any], str]]
 """A name, its value, and how that is written. A value that is None is not shown."""
@@ -113,6 +119,11 @@ def _pipeline(trainer: TrainerView, width: int) -> Iterator[Row]:
         now = f", now for {duration(trainer.waiting_now_s)}" if (trainer.waiting_now_s or 0.0) >= 1 else ""
         text = f"trainer {percent(trainer.wait_share)} {of}{now}"
         yield "waits", _barred(trainer.wait_share, width, text, "yellow" if trainer.wait_share > 0.5 else "green")
+    if (side := trainer.gpu_side) is not None:
+        now = _TURNS.get(side, printable(side)).format(duration(trainer.gpu_turn_age_s))
+        of_all = sum(trainer.gpu_turn_s.values()) or 1.0
+        shares = (f"{name} {percent(trainer.gpu_turn_s.get(name, 0.0) / of_all)}" for name in ("trainer", "producers"))
+        yield "GPU", Text(f"{now} · {', '.join(shares)}")
     if trainer.staleness_mean is not None and trainer.max_staleness is not None:
         text = f"mean {trainer.staleness_mean:.1f}, max {trainer.staleness_max}, bound {trainer.max_staleness} versions"
         yield "staleness", _barred(trainer.staleness_mean / max(1, trainer.max_staleness), width, text, "blue")

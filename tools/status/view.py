@@ -27,6 +27,9 @@ class TrainerView(Struct, frozen=True, kw_only=True):
     max_steps: int | None = None
     epoch: int | None = None
     policy_version: int | None = None
+    gpu_turn: dict[str, int] = {}  # 1 for whose turn it is; all 0 where the GPU is nobody else's
+    gpu_turn_age_s: float | None = field(name="gpu_turn_age_seconds", default=None)
+    gpu_turn_s: dict[str, float] = field(name="gpu_turn_seconds", default_factory=dict)
     since_last_step_s: float | None = None
     step_pace_s: float | None = None
     eta_s: float | None = None
@@ -76,6 +79,11 @@ class TrainerView(Struct, frozen=True, kw_only=True):
     rank_waiting_s: dict[str, float] = field(name="rank_waiting_seconds", default_factory=dict)
     rank_tokens: dict[str, int] = {}
     rank_memory_bytes: dict[str, int] = {}
+
+    @property
+    def gpu_side(self) -> str | None:
+        """Whose turn it is on the GPU that both sides share; None where they do not."""
+        return next((side for side, has_it in self.gpu_turn.items() if has_it), None)
 
 
 class ProducerView(Struct, frozen=True, kw_only=True):

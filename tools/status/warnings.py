@@ -124,7 +124,8 @@ def _of_the_pipeline(view: View, trainer: TrainerView) -> Iterator[Warned]:
         text = f"the disk of run_dir is {percent(used)} full, {stopped}"
         yield Warned("disk_nearly_full", text, "make room, or raise replay.max_disk_used")
     idle = [producer.idle_share for producer in view.producers if producer.idle_share is not None]
-    if trainer.wait_share is not None and trainer.wait_share > LIMITS.wait_share:
+    takes_turns = trainer.gpu_side is not None  # then one side waits for the other all the time
+    if trainer.wait_share is not None and trainer.wait_share > LIMITS.wait_share and not takes_turns:
         cure = "add a producer or raise pipeline.max_staleness"
         if trainer.max_staleness == 0:
             cure = "with pipeline.max_staleness 0 the two take turns; 1 lets them work at the same time"

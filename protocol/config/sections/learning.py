@@ -11,7 +11,7 @@ from pydantic import Field, field_validator
 from protocol.config.sections.section import Count, Positive, PositiveFloat, PositiveSeconds, Problems, Section, Share
 
 ShardBase = Literal["auto", "none", "layers"]
-GpuSharing = Literal["own", "shared"]
+GpuSharing = Literal["own", "shared", "turns"]
 FIRST_TOKENS = 16_384  # of a pass under `trainer_tokens_per_micro_batch: auto`, before anything was measured
 
 
@@ -27,8 +27,13 @@ class PipelineSection(Section):
     gpu: GpuSharing = Field(
         "own",
         description="How trainer and producer come by a GPU. `own`: each has one, and takes what it needs of it; `shared`: both "
-        "name the same one with `--gpu`, work at the same time and take a part of its memory each, computed from the model. See "
-        "docs/one-gpu.md.",
+        "name the same one with `--gpu`, work at the same time and take a part of its memory each, computed from the model; "
+        "`turns`: both name the same one and have it in turns, for models of which only one side fits. See docs/one-gpu.md.",
+    )
+    gpu_handover_s: PositiveSeconds = Field(
+        60.0,
+        description="`gpu: turns`: how long producers finish what runs when it is the trainer's turn, before it is cut. A side "
+        "that has not left the GPU after as long again is given up.",
     )
     shard_base: ShardBase = Field(
         "auto",

@@ -25,7 +25,7 @@ from protocol.config.sections.transport import TransportSection
 from protocol.transport.zeromq_client import ZmqClient
 from protocol.transport.zeromq_server import ZmqServer
 from protocol.wire.codec import schema_of
-from protocol.wire.messages import Hello, Lease, PolicyInfo
+from protocol.wire.messages import GpuTurn, Hello, Lease, PolicyInfo
 from replay.buffer import RolloutBuffer
 from replay.journal.disk import DiskGuard
 from replay.journal.reader import JournalReader
@@ -93,6 +93,9 @@ class Worker:
     def abandoned(self, lease_id: str) -> None: ...
 
     def evaluates(self, policy: PolicyInfo | None) -> None: ...
+
+    def turn(self, turn: GpuTurn | None) -> None:
+        assert turn is None, "nobody shares a GPU"
 
     def outbox_full(self, full: bool) -> None: ...
 

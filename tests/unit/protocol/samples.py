@@ -10,6 +10,7 @@ from protocol.wire.schemas import SCHEMA_VERSION, SINCE
 
 SHA = "0123456789abcdef" * 4
 POLICY = m.PolicyInfo(version=3, digest=SHA, num_bytes=70_000)
+TURN = m.GpuTurn(number=4, side="trainer", within_s=30.0)
 FACTS = m.EngineFacts(
     base_model_digest=SHA,
     tokenizer_digest=SHA,
@@ -37,6 +38,8 @@ SAMPLES = [
         region="eu",
         bundle=SHA,
         metrics="host:9465",
+        gpus=("GPU-1",),
+        takes_turns=True,
     ),
     m.Welcome(run_id="run", session="s1", policy=POLICY, heartbeat_interval_s=1.0),
     m.Reject(problems=["another base model: give both the same model.path"]),
@@ -76,7 +79,7 @@ SAMPLES = [
     ),
     m.Ack(lease_id="7.0", outcome="accepted", policy=POLICY),
     m.Nack(lease_id="7.0", reason="reward_failed", detail="exact raised KeyError: 'answer'"),
-    m.Policy(policy=POLICY, evaluates=POLICY),
+    m.Policy(policy=POLICY, evaluates=POLICY, turn=TURN),
     m.Heartbeat(
         policy_version=-1,
         capacity=64,
@@ -87,6 +90,7 @@ SAMPLES = [
         refused_version=2,
         refusal="the probe differs by 0.5",
         relay="tcp://10.0.0.7:5600",
+        asleep_in=4,
     ),
     m.Bye(reason="finished"),
     m.BundleRequest(),

@@ -12,6 +12,7 @@ from consumer.intake.intake import Dispatchers, Intake
 from consumer.publishing.offered_bundle import NO_BUNDLE, OfferedBundle
 from consumer.publishing.policy_store import PolicyStore
 from consumer.publishing.published_policy import PublishedPolicy
+from consumer.turns.turns import GpuTurns
 from consumer.waiting import ThreadErrors
 from protocol.errors import DatasetError
 from protocol.files.shared_memory import NO_MEMORY, SharedMemory
@@ -71,6 +72,7 @@ class Trainer:
         heartbeat_s: float = 1.0,
         place: tuple[str, str] = ("", ""),
         bundle: OfferedBundle = NO_BUNDLE,
+        turns: GpuTurns | None = None,
         **budget: int,
     ) -> None:
         self.channel = channel or LoopbackServer()
@@ -81,7 +83,7 @@ class Trainer:
         warn = Throttle(logging.getLogger(__name__))
         dispatcher = LeaseDispatcher(self.channel, self.replay, Prompts(), disk, SAMPLING, 60.0, warn)
         store = PolicyStore(2, memory)
-        terms = SessionTerms(NEEDS, SHAPE, run_id, "session", resumed, 60.0, heartbeat_s, 6.0, *place, bundle)
+        terms = SessionTerms(NEEDS, SHAPE, run_id, "session", resumed, 60.0, heartbeat_s, 6.0, *place, bundle, turns)
         dispatchers = Dispatchers(dispatcher, evaluations or EvaluationDispatcher(store))
         self.intake = Intake(self.channel, storage, dispatchers, store, terms, self.errors, clock=lambda: self.now)
         self.publish(0, BLOB, DIGEST)

@@ -27,7 +27,7 @@ COUNTED_THINGS = (
     "rl_trainer_reward_by_function", "rl_trainer_reward_std", "rl_trainer_reward_std_by_function",
     "rl_trainer_evaluation_best_score", "rl_trainer_evaluation_leases", "rl_trainer_evaluation_prompts",
     "rl_trainer_evaluation_prompts_done", "rl_trainer_evaluation_score", "rl_trainer_evaluation_version",
-    "rl_trainer_evaluation_without_improvement",
+    "rl_trainer_evaluation_without_improvement", "rl_trainer_gpu_turn", "rl_producer_asleep",
     "rl_trainer_check_failing", "rl_producer_check_failing", "rl_producer_connected", "rl_producer_leases",
     "rl_producer_atropos_queue",
     "rl_producer_group_limit", "rl_producer_paused", "rl_producer_reward_workers", "rl_producer_serve_completions",

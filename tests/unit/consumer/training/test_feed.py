@@ -28,14 +28,17 @@ class FakeIntake:
 
 @pytest.fixture(autouse=True)
 def polls(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Time passes in `next_batch` alone."""
+    """Time passes in these alone."""
 
-    def next_batch(self: RolloutBuffer, timeout_s: float, *, partial: bool = False) -> Any:
-        clock.now += timeout_s
-        return original(self, 0.0, partial=partial)
+    def timed(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: RolloutBuffer, timeout_s: float, *, partial: bool = False) -> Any:
+            clock.now += timeout_s
+            return original(self, 0.0, partial=partial)
 
-    original = RolloutBuffer.next_batch
-    monkeypatch.setattr(RolloutBuffer, "next_batch", next_batch)
+        return call
+
+    for name in ("next_batch", "has_batch"):
+        monkeypatch.setattr(RolloutBuffer, name, timed(getattr(RolloutBuffer, name)))
     monkeypatch.setattr(feed_module, "time", clock)
 
 
@@ -45,10 +48,11 @@ def feed(
     said: list[str] | None = None,
     check: Callable[[], None] = lambda: None,
     partial_after_s: float | None = None,
+    turns: Any = None,
 ) -> BatchFeed:
     said = [] if said is None else said
     waits = Patience(check=check, say=said.append, stall_timeout_s=60.0)
-    return BatchFeed(replay, intake or FakeIntake(), waits, partial_after_s=partial_after_s)
+    return BatchFeed(replay, intake or FakeIntake(), waits, partial_after_s, turns)
 
 
 def test_batches_come_in_order_and_the_intake_is_told_of_the_room(journal: Journal) -> None:
@@ -99,6 +103,62 @@ def test_no_batch_is_so_partial_that_it_is_empty(journal: Journal, clock: Clock)
     batch = next(iter(feed(replay, check=check, partial_after_s=5.0)))
     assert (len(batch.groups), batch.num_fresh) == (1, 1)
     assert 1020 < clock.now < 1021
+
+
+class Turns:
+    """In the place of the trainer's turns on a GPU."""
+
+    def __init__(self, replay: RolloutBuffer) -> None:
+        self.replay, self.is_ours, self.happened = replay, False, list[str]()
+
+    def take(self, patience: Patience) -> None:
+        if not self.is_ours:
+            self.is_ours = True
+            self.happened.append(f"takes it with {self.replay.depth()['ready']} ready")
+
+    def hand_over(self) -> None:
+        if self.is_ours:
+            self.is_ours = False
+            self.happened.append("hands it over")
+
+
+def test_the_gpu_is_taken_for_the_batches_that_are_ready_and_for_no_longer(journal: Journal, clock: Clock) -> None:
+    replay = live_buffer(journal, max_staleness=3)
+    turns = Turns(replay)
+
+    def check() -> None:
+        if clock.now > 1002 and not replay.depth()["ready"]:
+            fill(replay, 4)
+
+    waiting = feed(replay, check=check, turns=turns)
+    waiting.await_turn()
+    assert turns.happened == ["takes it with 4 ready"]
+    batches = iter(waiting)
+    next(batches)
+    assert waiting.wait_s > 2.0, "it counts from the beginning, not from the turn"
+    next(batches)
+    assert turns.happened == ["takes it with 4 ready"]
+    clock.now = 1000.0
+    next(batches)
+    assert turns.happened[1:] == ["hands it over", "takes it with 4 ready"]
+    waiting.leave()
+    assert turns.happened[3:] == ["hands it over"]
+
+
+def test_a_full_disk_keeps_a_turn_and_groups_too_old_end_it(journal: FillableJournal, clock: Clock) -> None:
+    replay = live_buffer(journal)
+    turns = Turns(replay)
+    fill(replay)
+    assert replay.has_batch(0.0)
+    assert replay.depth()["ready"] == 2, "nothing was taken"
+    journal.full = True
+
+    def check() -> None:
+        journal.full = clock.now < 1002
+
+    next(iter(feed(replay, check=check, turns=turns)))
+    assert turns.happened == ["takes it with 2 ready"]
+    assert not replay.has_batch(0.0)
 
 
 def test_a_stop_request_ends_the_wait(journal: Journal, clock: Clock) -> None:

@@ -22,6 +22,12 @@ def config_of(tmp_path: Path, *, engine: dict[str, Any] | None = None, **model: 
     )
 
 
+def test_an_engine_that_takes_turns_can_sleep(tmp_path: Path) -> None:
+    assert "enable_sleep_mode" not in own_arguments(config_of(tmp_path), tmp_path, 1)
+    config = RunConfig.model_validate(config_of(tmp_path).model_dump() | {"pipeline": {"gpu": "turns"}})
+    assert own_arguments(config, tmp_path, 1)["enable_sleep_mode"]
+
+
 @pytest.mark.parametrize(
     ("num_gpus", "parts", "size"),
     [(0, 1, 1), (1, 1, 1), (4, 1, 4), (4, 2, 2), (2, 2, 1), (8, 4, 2), (6, 3, 2), (0, 2, 1)],

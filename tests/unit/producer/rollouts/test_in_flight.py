@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from producer.engine_gate import EngineGate
 from producer.interfaces import Adapter, Completion, LeaseFailure
 from producer.rollouts.in_flight import BusyClock, InFlight
 from producer.state import Counters
@@ -90,13 +91,14 @@ class Engine:
 class Group:
     """A group under way."""
 
-    def __init__(self, on_swap: str, num_lost: int = 0, clock=lambda: 0.0) -> None:
+    def __init__(self, on_swap: str, num_lost: int = 0, clock=lambda: 0.0, **more: object) -> None:
         self.policies, self.counters = Policies(), Counters()
         self.engine = Engine(self.policies, num_lost)
         self.newest = 0
         self.policies.swap(0)
-        in_flight = InFlight(self.engine, self.policies, self.counters, on_swap, clock)  # type: ignore[arg-type]
-        sampling = Sampling(num_generations=NUM, max_completion_length=LONGEST, temperature=1.0)
+        self.gate = EngineGate()
+        in_flight = InFlight(self.engine, self.policies, self.counters, on_swap, clock, gate=self.gate)  # type: ignore[arg-type]
+        sampling = Sampling(num_generations=NUM, max_completion_length=LONGEST, temperature=1.0, **more)  # type: ignore[arg-type]
         self.task = asyncio.ensure_future(in_flight.sample(PROMPT, sampling))
 
     async def sample(self, which: int = 0b111, stop: int = 0) -> None:
@@ -242,6 +244,45 @@ async def test_the_turns_of_a_group_stay_on_one_policy_where_requests_do(on_swap
             ((token_version,),) = [completion.token_versions for completion in await turn]
             assert token_version == (version if kept is None else kept)
             policies.swap(version + 1)
+
+
+@pytest.mark.parametrize(
+    ("on_swap", "more", "within_s", "versions"),
+    [
+        ("finish", {}, 0.0, [0] * LONGEST),
+        ("finish", {"stop": ("x",)}, 0.0, [0] * LONGEST),  # from its beginning
+        ("continue", {}, 60.0, [0] + [1] * (LONGEST - 1)),
+        ("restart", {}, 60.0, [1] * LONGEST),
+    ],
+)
+@asynchronous
+async def test_a_group_leaves_the_engine_for_the_trainers_turn_and_goes_on_after_it(on_swap, more, within_s, versions):
+    group = Group(on_swap, **more)
+    await settle()
+    await group.sample()
+    await group.gate.close(within_s)
+    assert group.engine.rows == []
+    await group.flip()
+    assert group.engine.rows == [], "it waits"
+    group.gate.open()
+    await until(lambda: len(group.engine.rows) == NUM)
+    for _ in range(LONGEST):
+        await group.sample()
+    assert group.versions() == [versions] * NUM
+    dropped = on_swap == "restart" or "stop" in more
+    assert (group.counters.restarted, group.counters.cut) == ((1, 0) if dropped else (0, NUM))
+
+
+@asynchronous
+async def test_a_group_that_finishes_has_its_time_before_the_trainers_turn():
+    group = Group("finish")
+    await settle()
+    closing = asyncio.ensure_future(group.gate.close(60.0))
+    for _ in range(LONGEST):
+        assert not closing.done()
+        await group.sample()
+    await closing
+    assert group.versions() == [[0] * LONGEST] * NUM
 
 
 def test_busy_time_is_the_union_of_running_requests(monkeypatch):

@@ -1,10 +1,12 @@
 """Leases whose rollouts come from outside: agents and environments of Atropos."""
 
 import asyncio
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from producer.engine_gate import EngineGate
 from producer.groups import Rollouts
 from producer.interfaces import LeaseFailure
 from producer.rollouts.engine_access import EngineAccess, Progress
@@ -41,7 +43,7 @@ class Outside:
 @asynchronous
 async def test_nobody_is_asked_before_the_policy_is_there_and_while_generation_is_paused(kind):
     outside, policies = Outside(), Policies()
-    gate = EngineAccess(policies, None, None)  # type: ignore[arg-type]
+    gate = EngineAccess(policies, None, SimpleNamespace(gate=EngineGate()))  # type: ignore[arg-type]
     source = (
         AgentRollouts(outside, gate, Prompts()) if kind == "agents" else AtroposRollouts(outside, gate, ("solved",))  # type: ignore[arg-type]
     )

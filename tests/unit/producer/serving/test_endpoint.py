@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from producer.calls.calls import Answer, Call
 from producer.calls.requests import RefusedError
+from producer.engine_gate import EngineGate
 from producer.environments.agents import Agents
 from producer.rollouts.in_flight import BusyClock
 from producer.serving.generation import ServedEngine
@@ -121,10 +122,10 @@ async def endpoint(folder: Path, keys: tuple[bytes, ...] = (), agents: Agents | 
     vllm, metrics, registry = Vllm(), CollectorRegistry(), Policies()
     registry.swap(12)
     clock = BusyClock()
-    engine = ServedEngine(vllm, registry, 16, clock.running)
+    engine = ServedEngine(vllm, registry, 16, clock.running, gate := EngineGate())
     async with served(config, engine, metrics, keys, agents) as (listener, serving):
         it = Endpoint(listener.getsockname()[1], vllm, metrics, registry)
-        it.clock, it.limiter = clock, serving._server._limiter
+        it.clock, it.limiter, it.gate = clock, serving._server._limiter, gate
         yield it
     assert not list((folder / "serve").glob("*.json"))
 
@@ -180,6 +181,29 @@ async def test_what_is_wrong_is_refused_and_counted_by_its_reason(tmp_path):
         assert it.value("refused_total", reason="wrong_host") == it.value("refused_total", reason="unknown_model") == 1
         assert it.value("requests_total", outcome="failed") == 1
         assert it.value("completions", state="generating") == 0
+
+
+@asynchronous
+async def test_clients_wait_in_the_trainers_turn_and_those_that_cannot_are_told_to_come_again(tmp_path):
+    async with endpoint(tmp_path, request_timeout_s=1.5) as it:
+        it.vllm.delay_s = 30.0
+        inside = asyncio.create_task(it.post(CHAT))
+        await until(lambda: it.vllm.running == 1)
+        await it.gate.close(0.05)
+        status, headers, content = await inside
+        assert (status, headers["retry-after"]) == (429, "1")
+        assert b"it is the trainer's turn on the GPU" in content
+        assert it.vllm.running == 0
+        it.vllm.delay_s = 0.0
+        waiting = asyncio.create_task(it.post(CHAT))
+        await until(lambda: it.value("completions", state="generating") == 1)
+        assert it.vllm.running == 0
+        it.gate.open()
+        assert (await waiting)[0] == 200
+        await it.gate.close(0.0)
+        assert (await it.post(CHAT))[0] == 429, "its time is over before the turn is"
+        assert it.value("refused_total", reason="busy") == 2
+        assert it.value("requests_total", outcome="timed_out") == 0
 
 
 def basic(password: bytes) -> str:

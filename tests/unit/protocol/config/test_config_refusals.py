@@ -52,6 +52,14 @@ def test_a_quantized_base_cannot_be_spread(run_yaml: Path) -> None:
     )
 
 
+def test_a_quantized_base_cannot_leave_its_gpu(run_yaml: Path) -> None:
+    message = refusal(run_yaml, overrides=["model.quantization=nf4", "pipeline.gpu=turns"])
+    assert (
+        "model.quantization: weights in nf4 stay on the GPU, and with pipeline.gpu=turns the trainer's leave it"
+        in message
+    )
+
+
 def test_a_relay_that_other_hosts_can_reach_needs_keys(run_yaml: Path) -> None:
     message = refusal(run_yaml, overrides=["transport.relay_port=5600", "transport.relay_host=gpu01"])
     assert "relay_host: a relay that other hosts can reach needs keys" in message

@@ -71,6 +71,22 @@ def test_a_trainer_of_several_ranks_has_a_row_for_each() -> None:
     assert re.search(r"1 +1\.5 s +40 % +700 +512\.0 MiB", shown)
 
 
+@pytest.mark.parametrize(
+    ("side", "text"),
+    [
+        ("trainer", "with the trainer since 3.0 s"),
+        ("producers", "with the producers since 3.0 s"),
+        ("changing", "producers leave it since 3.0 s"),
+    ],
+)
+def test_whose_turn_it_is_on_one_gpu(side: str, text: str) -> None:
+    turn = {name: int(name == side) for name in ("producers", "changing", "trainer")}
+    spent = {"producers": 6.0, "changing": 1.0, "trainer": 3.0}
+    shown = "\n".join(lines(seen({"step": 1, "gpu_turn": turn, "gpu_turn_age_s": 3.0, "gpu_turn_s": spent}), 80))
+    assert f"{text} · trainer 30 %, producers 60 %" in shown
+    assert "GPU" not in "\n".join(lines(seen({"step": 1, "gpu_turn": dict.fromkeys(turn, 0)}), 100))
+
+
 def test_a_view_of_nothing_says_what_to_do() -> None:
     assert "no daemon of this run answers: start rl-trainer" in " ".join(lines(seen(rewards={1: 0.5}), 80))
     assert "nothing to complain about" in "\n".join(lines(seen({"step": 1, "max_steps": 9}), 80))

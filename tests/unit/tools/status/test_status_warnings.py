@@ -122,6 +122,11 @@ def test_the_cure_of_a_starved_trainer_depends_on_what_producers_do(
     assert {warned.name: warned.cure for warned in found}["trainer_starved"] == cure
 
 
+def test_who_takes_turns_on_one_gpu_waits_without_a_warning() -> None:
+    turn = {"producers": 1, "changing": 0, "trainer": 0}
+    assert warnings(seen({"wait_share": 0.7, "max_staleness": 2, "gpu_turn": turn})) == []
+
+
 def test_a_full_disk_says_that_no_leases_are_given() -> None:
     (warned,) = warnings(seen({"disk_used_share": 0.96, "disk_limit_share": 0.95}))
     assert warned.text == "the disk of run_dir is 96 % full, no leases are given until there is room"

@@ -1,0 +1,221 @@
+"""The trainer's turns on a GPU that it shares: asked for, taken and handed over.
+
+Guarantee: that of `consumer.turns.arbiter`, for the threads of the trainer. `take` returns with weights and optimizer on the GPU,
+or raises; then, and after `hand_over`, they are in host memory and the turn is the producers'. A producer that does not leave, or
+memory that nobody gives up, ends the trainer (`DeviceError`), which says who it was: going on could take the memory of both.
+"""
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from consumer.turns.arbiter import Phase, TurnArbiter
+from consumer.waiting import Patience
+from protocol.errors import DeviceError
+from protocol.gpu import occupancy
+from protocol.wire.messages import GpuTurn, Hello
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.1
+_NUMBER_BITS = 48  # of the number of the first turn
+
+
+class Moves(Protocol):
+    """What comes to the GPU and goes, as `consumer.turns.moves.DeviceMoves`, which needs torch."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    def free_bytes(self) -> float: ...
+
+    def back(self) -> None: ...
+
+    def out(self) -> None: ...
+
+
+@dataclass(eq=False)
+class GpuTurns:
+    """`take` and `hand_over` belong to the main thread, the rest to any.
+
+    Args:
+        gpus: of the trainer, by their indexes.
+        handover_s: `pipeline.gpu_handover_s`.
+        settle_s: after `carry` in which producers of the process before may come back, who are awake until they say otherwise.
+        stay: is entered while the trainer is on the GPU, where no producer loads its engine meanwhile.
+    """
+
+    gpus: Sequence[int]
+    handover_s: float
+    settle_s: float = 0.0
+    stay: Callable[[], AbstractContextManager[None]] = nullcontext
+    clock: Callable[[], float] = time.monotonic
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+    _moves: Moves | None = None
+    _flush: Callable[[], None] = lambda: None
+    _tell: Callable[[], None] = lambda: None
+    _settled_at: float = 0.0
+    _stay: ExitStack = field(default_factory=ExitStack)
+
+    def __post_init__(self) -> None:
+        self.ids = frozenset(occupancy.gpu_ids(self.gpus))
+        self._arbiter = TurnArbiter(self.handover_s, self.clock(), number=secrets.randbits(_NUMBER_BITS))
+
+    # What producers do, as the intake hears it.
+
+    @property
+    def turn(self) -> GpuTurn:
+        with self._changed:
+            return self._arbiter.turn
+
+    def shares(self, hello: Hello) -> bool:
+        """Whether this producer uses a GPU of the trainer."""
+        return not self.ids.isdisjoint(hello.gpus)
+
+    def join(self, producer: str) -> None:
+        with self._changed:
+            self._arbiter.join(producer)
+            if self._arbiter.phase == "trainer":
+                logger.warning("producer %s came onto the GPU in the trainer's turn; it leaves again", producer)
+
+    def leave(self, producer: str) -> None:
+        with self._changed:
+            self._arbiter.leave(producer)
+            self._changed.notify_all()
+
+    def report(self, producer: str, asleep_in: int) -> None:
+        with self._changed:
+            self._arbiter.report(producer, asleep_in)
+            self._changed.notify_all()
+
+    # What the trainer does.
+
+    def carry(self, moves: Moves, flush: Callable[[], None], tell: Callable[[], None]) -> None:
+        """From now on turns can be taken.
+
+        Args:
+            moves: what the trainer has on the GPU.
+            flush: returns when nothing is under way that needs it there.
+            tell: has producers told of the turn.
+        """
+        self._moves, self._flush, self._tell = moves, flush, tell
+        self._settled_at = self.clock() + self.settle_s
+
+    @property
+    def is_ours(self) -> bool:
+        with self._changed:
+            return self._arbiter.phase == "trainer"
+
+    def take(self, patience: Patience) -> None:
+        """Raises DeviceError if the GPU does not become free, and what `patience.check` raises."""
+        if self.is_ours:
+            return
+        assert self._moves is not None
+        began = self.clock()
+        with self._changed:
+            self._arbiter.ask(began)
+        self._tell()
+        try:
+            patience.wait_until(
+                self._is_settled, "producers to come back", lambda: "they may be on the GPU", pause_s=_POLL_S
+            )
+            patience.wait_until(self._enter, "the GPU", self._describe, timeout_s=4 * self.handover_s)
+            self._stay.enter_context(self.stay())
+            left = self.clock()
+            patience.wait_until(self._has_room, "room on the GPU", self._describe_users, timeout_s=4 * self.handover_s)
+            self._moves.back()
+        except BaseException:
+            self._stay.close()
+            with self._changed:
+                self._arbiter.hand_over(self.clock())
+            self._tell()
+            raise
+        took = self.clock() - left
+        logger.info(
+            "the GPU is with the trainer: producers left it within %.1f s, its model came in %.1f s", left - began, took
+        )
+
+    def hand_over(self) -> None:
+        """Does nothing in the producers' turn."""
+        with self._changed:
+            if self._arbiter.phase == "producers":
+                return
+            had = self._arbiter.phase == "trainer"
+        try:
+            if had:
+                self._flush()
+        finally:
+            self._give_back(had=had)
+
+    def _give_back(self, *, had: bool) -> None:
+        if had:
+            assert self._moves is not None
+            self._moves.out()
+            self._stay.close()
+        with self._changed:
+            had_s = self.clock() - self._arbiter.since
+            self._arbiter.hand_over(self.clock())
+        self._tell()
+        if had:
+            logger.info("the GPU is with the producers: the trainer had it for %.1f s", had_s)
+
+    # What can be asked.
+
+    def spent_s(self) -> dict[Phase, float]:
+        """Seconds by whose turn it was."""
+        with self._changed:
+            return self._arbiter.spent_s(self.clock())
+
+    def phase(self) -> tuple[Phase, float]:
+        """Whose turn it is, and for how many seconds."""
+        with self._changed:
+            return self._arbiter.phase, self.clock() - self._arbiter.since
+
+    def _is_settled(self) -> bool | None:
+        return self.clock() >= self._settled_at or None
+
+    def _enter(self) -> bool | None:
+        with self._changed:
+            if not self._arbiter.enter(self.clock()):
+                self._changed.wait(_POLL_S)
+            now = self.clock()
+            if late := self._arbiter.overdue(now):
+                raise DeviceError(
+                    f"{_and(late)} did not leave the GPU within {now - self._arbiter.since:.0f} s of being asked to "
+                    f"(twice pipeline.gpu_handover_s={self.handover_s:g}): look at its log, end it if it hangs, and go on with "
+                    "--resume"
+                )
+            return self._arbiter.enter(now) or None
+
+    def _has_room(self) -> bool | None:
+        assert self._moves is not None
+        needed, free = self._moves.num_bytes, self._moves.free_bytes()
+        if free >= needed:
+            return True
+        with self._changed:
+            waited = self.clock() - self._arbiter.since
+        if waited >= self.handover_s:
+            raise DeviceError(
+                f"the trainer's model needs {needed / 2**30:.1f} GiB of the GPU, of which {free / 2**30:.1f} are free although "
+                f"it has been the trainer's turn for {waited:.0f} s (pipeline.gpu_handover_s); {self._describe_users()}. End who "
+                "should not be there and go on with --resume"
+            )
+        time.sleep(_POLL_S)
+        return None
+
+    def _describe(self) -> str:
+        with self._changed:
+            return f"{_and(self._arbiter.awake())} still use it"
+
+    def _describe_users(self) -> str:
+        found = [f"process {pid} {size / 2**30:.1f} GiB" for pid, size in occupancy.users(self.gpus).items()]
+        return f"in use by {_and(found)}" if found else "the driver does not say by whom the rest is used"
+
+
+def _and(names: Iterable[str]) -> str:
+    return ", ".join(names) or "nobody"

@@ -1,0 +1,130 @@
+"""The trainer takes the GPU when nobody else is on it, says whom it waits for, and gives it back whatever happens."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from consumer.turns.turns import GpuTurns
+from consumer.waiting import Patience, StopRequested
+from protocol.errors import DeviceError
+from protocol.wire.messages import GpuTurn
+
+GIB = 2**30
+
+
+class Moves:
+    """In the place of `DeviceMoves`."""
+
+    num_bytes = 3 * GIB
+
+    def __init__(self) -> None:
+        self.free, self.moved = 8 * GIB, list[str]()
+
+    def free_bytes(self) -> int:
+        return self.free
+
+    def back(self) -> None:
+        self.moved.append("back")
+
+    def out(self) -> None:
+        self.moved.append("out")
+
+
+class Scene:
+    """A trainer whose every look at the clock is a second later."""
+
+    def __init__(self, check: Callable[[], None] = lambda: None, settle_s: float = 0.0) -> None:
+        self.now, self.moves = 0.0, Moves()
+        self.told = list[GpuTurn]()
+        self.turns = GpuTurns((), 10.0, settle_s, self._staying, self._clock)
+        self.turns.carry(self.moves, lambda: self.moves.moved.append("flushed"), self._tell)  # type: ignore[arg-type]
+        self.patience = Patience(check, lambda line: None, 60.0)
+
+    @contextmanager
+    def _staying(self) -> Iterator[None]:
+        self.moves.moved.append("stays")
+        yield
+        self.moves.moved.append("goes")
+
+    def _clock(self) -> float:
+        self.now += 1.0
+        return self.now
+
+    def _tell(self) -> None:
+        self.told.append(self.turns.turn)
+
+
+def test_a_turn_is_taken_when_all_are_asleep_and_handed_over_after_everything_left() -> None:
+    scene = Scene()
+    scene.turns.join("p")
+    first = scene.turns.turn.number
+    sleeping = threading.Timer(0.05, lambda: scene.turns.report("p", first + 1))
+    sleeping.start()
+    scene.turns.take(scene.patience)
+    sleeping.join()
+    assert scene.turns.is_ours
+    assert scene.turns.phase()[0] == "trainer"
+    scene.turns.take(scene.patience)
+    scene.turns.hand_over()
+    scene.turns.hand_over()
+    assert scene.moves.moved == ["stays", "back", "flushed", "out", "goes"]
+    assert [(turn.number, turn.side) for turn in scene.told] == [(first + 1, "trainer"), (first + 2, "producers")]
+    assert sum(scene.turns.spent_s().values()) == pytest.approx(scene.now - 1.0)
+
+
+def test_a_producer_that_does_not_leave_is_named_and_the_turn_goes_back() -> None:
+    scene = Scene()
+    scene.turns.join("p")
+    with pytest.raises(DeviceError, match=r"p did not leave the GPU within .*twice pipeline.gpu_handover_s=10"):
+        scene.turns.take(scene.patience)
+    assert scene.moves.moved == []
+    assert [turn.side for turn in scene.told] == ["trainer", "producers"]
+
+
+def test_one_that_is_gone_is_not_waited_for() -> None:
+    scene = Scene()
+    scene.turns.join("p")
+    scene.turns.leave("p")
+    scene.turns.take(scene.patience)
+    assert scene.moves.moved == ["stays", "back"]
+
+
+def test_after_a_restart_producers_that_may_be_on_the_gpu_are_waited_for() -> None:
+    scene = Scene(settle_s=3.0)
+    came = threading.Timer(0.05, lambda: scene.turns.join("p"))
+    came.start()
+    with pytest.raises(DeviceError, match="p did not leave"):
+        scene.turns.take(scene.patience)
+    came.join()
+
+
+def test_memory_that_somebody_keeps_ends_the_trainer_and_says_who(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("protocol.gpu.occupancy.users", lambda gpus: {4711: 79 * GIB})
+    scene = Scene()
+    scene.moves.free = 1 * GIB
+    with pytest.raises(DeviceError, match=r"needs 3.0 GiB of the GPU, of which 1.0 are free .*process 4711 79.0 GiB"):
+        scene.turns.take(scene.patience)
+    assert scene.moves.moved == ["stays", "goes"]
+    assert not scene.turns.is_ours
+
+
+def test_what_a_producer_said_to_the_trainer_before_does_not_count() -> None:
+    before, after = Scene().turns, Scene().turns
+    before._arbiter.ask(0.0)
+    after.join("p")
+    after.report("p", before.turn.number)
+    after._arbiter.ask(0.0)
+    assert after._arbiter.awake() == ["p"]
+
+
+def test_a_stop_while_it_waits_gives_the_turn_back() -> None:
+    def stop() -> None:
+        raise StopRequested
+
+    scene = Scene(stop)
+    scene.turns.join("p")
+    with pytest.raises(StopRequested):
+        scene.turns.take(scene.patience)
+    assert scene.told[-1].side == "producers"
