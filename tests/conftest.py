@@ -41,7 +41,7 @@ def pytest_collection() -> Generator[None, object, object]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Where a module knows torch, its tests may depend on how a CPU rounds."""
     for item in items:
-        if hasattr(item.module, "torch"):
+        if hasattr(getattr(item, "module", None), "torch"):
             item.add_marker("numeric")
 
 

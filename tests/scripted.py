@@ -7,6 +7,7 @@ reproducible.
 import threading
 import time
 from collections.abc import Callable
+from typing import Self
 
 import msgspec
 import numpy as np
@@ -127,7 +128,7 @@ class ScriptedProducer:
         self._unacknowledged: set[str] = set()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
-    def start(self) -> "ScriptedProducer":
+    def start(self) -> Self:
         self._thread.start()
         return self
 

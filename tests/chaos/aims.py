@@ -127,7 +127,7 @@ class Aim:
 class TransactionPoints:
     """Points around the COMMIT of whatever a named function writes to the journal."""
 
-    def __init__(self, aim: Aim, journal: type) -> None:
+    def __init__(self, aim: Aim, journal: Any) -> None:
         self._aim = aim
         self._within = threading.local()
         transaction = journal.transaction

@@ -68,18 +68,19 @@ def rules(config: dict[str, Any]) -> Rules:
 def rows_of(found: Iterable[tuple[Any, ...]]) -> list[Row]:
     """From `COLUMNS` and the frame."""
     rows = []
-    for *values, frame in found:
+    for values in found:
+        *columns, frame = values
         message = decode(frame)
         assert isinstance(message, Group)
         rewards = np.frombuffer(message.rewards, "<f4").tolist()
-        rows.append(Row(*values, digest_of_message(message), tuple(rewards)))
+        rows.append(Row(*columns, digest=digest_of_message(message), rewards=tuple(rewards)))
     return rows
 
 
 def deleted_rows(folder: Path) -> list[Row]:
     """As the trainers wrote them down before their journal deleted them."""
     found = [line["row"] for path in trainer_logs(folder) for line in read(path) if line["what"] == "row"]
-    return [Row(*values, tuple(rewards)) for *values, rewards in found]
+    return [Row(*values, rewards=tuple(rewards)) for *values, rewards in found]
 
 
 def deleted_replays(folder: Path) -> set[Replay]:

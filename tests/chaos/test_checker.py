@@ -1,6 +1,7 @@
 """The checker, on runs small enough to be worked by hand."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,7 @@ def incarnation(start: int, *batches: Batch, ended: int) -> Incarnation:
 MIXED, FLAT, FAILED, SOLVED = (0.0, 1.0), (0.5, 0.5), (0.0, 0.0), (1.0, 1.0)
 
 
-def row(group_id: str, step: int | None = None, **changes: object) -> Row:
+def row(group_id: str, step: int | None = None, **changes: Any) -> Row:
     epoch, prompt_id, reroll = map(int, group_id.split("-")[:3])
     made = Row(1, group_id, epoch, prompt_id, reroll, 0, "accepted", step, step, None, f"#{group_id}", MIXED)
     return replace(made, **changes)
@@ -34,7 +35,7 @@ def accepted(*group_ids: str) -> tuple[Answer, ...]:
 A, B, C, D, E = "0-0-0-1-x", "0-1-0-1-x", "0-2-0-1-x", "0-3-0-1-x", "0-4-0-1-x"
 
 
-def evidence(**changes: object) -> Evidence:
+def evidence(**changes: Any) -> Evidence:
     """A trainer dies after step 3, of which the checkpoint holds step 1; steps 2 and 3 are cut again as they were."""
     sound = Evidence(
         answers=accepted(A, B, C, D),
@@ -177,7 +178,7 @@ AGAIN = Rules(max_staleness=1, sync_interval=1, max_times_sampled=2, max_age_ver
 USES = frozenset({Replay(2, 2, 1, A), Replay(3, 3, 1, B)})
 
 
-def with_replays(third: tuple[str, ...] = (B,), **changes: object) -> Evidence:
+def with_replays(third: tuple[str, ...] = (B,), **changes: Any) -> Evidence:
     """A is replayed in step 2, and B in step 3; a crash in between has step 3 cut anew."""
     runs = (
         incarnation(0, batch(1, A), batch(2, B, again=(A,)), batch(3, D, again=(A,)), ended=3),
@@ -255,7 +256,7 @@ RETURN, SECOND = "0-0-1-1-x", "0-0-2-1-x"
 REROLLS = Rules(max_staleness=1, sync_interval=1, max_rerolls=1, delay_versions=2)
 
 
-def with_returns(*rows: Row, **changes: object) -> Evidence:
+def with_returns(*rows: Row, **changes: Any) -> Evidence:
     return evidence(**({"rows": evidence().rows | {row.group_id: row for row in rows}, "rules": REROLLS} | changes))
 
 

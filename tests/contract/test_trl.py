@@ -36,7 +36,9 @@ LOSS_DIGEST = "28c82e8fd058351ca70070eeacadd3c78f641d7a05e48816fd6a02e1fb011da9"
 def source(function: Callable[..., Any]) -> str:
     """Without comments and docstrings, in a uniform layout."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
-    body = tree.body[0].body
+    [definition] = tree.body
+    assert isinstance(definition, ast.FunctionDef)
+    body = definition.body
     if isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
         del body[0]
     return ast.unparse(tree)

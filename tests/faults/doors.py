@@ -75,7 +75,8 @@ class Door:
         return producer_keys(self.keys, name)
 
     def client(self, name: str, keys: ProducerKeys | None) -> ZmqClient:
-        return ZmqClient(name, *self.endpoints, LIMIT, keys)
+        control, blobs = self.endpoints
+        return ZmqClient(name, control, blobs, LIMIT, keys)
 
     def raw(self, stack: ExitStack, keys: ProducerKeys, port: int) -> "zmq.Socket[bytes]":
         """A peer that keeps none of our rules."""

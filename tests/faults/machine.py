@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import Self
 
 import pytest
 
@@ -87,7 +88,7 @@ class Machine:
     def __init__(self, binds: dict[str, Path]) -> None:
         self._binds = binds
 
-    def __enter__(self) -> "Machine":
+    def __enter__(self) -> Self:
         for tool in ("unshare", "nsenter", _SYSTEMD):
             if shutil.which(tool) is None:
                 _give_up(f"this machine has no {tool}")

@@ -31,7 +31,7 @@ class Process(Daemon):
     """A daemon that may be started by another command, such as one that enters a network namespace."""
 
     def __init__(
-        self, module: str, log: Path, arguments: Sequence[str], prefix: Sequence[str], **variables: str
+        self, module: str, log: Path, arguments: Sequence[str], prefix: Sequence[str], **variables: Any
     ) -> None:
         self._log = log
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"} | variables
@@ -89,7 +89,7 @@ class Run:
         partial.write_text(str(seconds))
         partial.replace(self._folder / "pace")
 
-    def trainer(self, *arguments: str, module: str = "consumer.cli", **variables: str) -> Process:
+    def trainer(self, *arguments: str, module: str = "consumer.cli", **variables: Any) -> Process:
         return self._start(module, "trainer", *arguments, **variables)
 
     def producer(self, name: str = "producer") -> Process:
@@ -98,7 +98,7 @@ class Run:
         arguments = ("--set", f"run_dir={self._folder / name}")
         return self._start("tests.faults.stand_in_producer", name, *arguments, **files)
 
-    def _start(self, module: str, name: str, *arguments: str, **variables: str) -> Process:
+    def _start(self, module: str, name: str, *arguments: str, **variables: Any) -> Process:
         arguments = ("--config", str(self._config_file), *arguments)
         process = Process(module, self._folder / f"{name}.log", arguments, self._prefix, **variables)
         self._stack.callback(lambda: process.process.poll() is None and process.kill())

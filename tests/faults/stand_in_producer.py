@@ -19,7 +19,7 @@ from producer import assembly, cli
 from producer.interfaces import Completion
 from protocol.transport.channel import BadFrame
 from protocol.transport.zeromq_client import ZmqClient
-from protocol.wire.messages import Ack, Lease, Message, Sampling
+from protocol.wire.messages import Ack, Lease, Sampling, TrainerMessage
 from tests.scripted_engine import EngineWithoutWeights, digests, put_in_place
 
 
@@ -43,7 +43,7 @@ class Engine(EngineWithoutWeights):
 
 
 class ListingClient(ZmqClient):
-    def poll(self, timeout_s: float) -> list[Message | BadFrame]:
+    def poll(self, timeout_s: float) -> list[TrainerMessage | BadFrame]:
         messages = super().poll(timeout_s)
         news = [(message.lease_id, "leased") for message in messages if isinstance(message, Lease)]
         news += [(message.lease_id, message.outcome) for message in messages if isinstance(message, Ack)]

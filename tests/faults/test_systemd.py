@@ -24,7 +24,7 @@ TRAINER, PRODUCER = "rl-trainer.service", "rl-producer@cpu.service"
 RUN_DIR = "/var/lib/slipstream/run"
 PREFIX = "/opt/slipstream"
 PYTHON = Path(sys.base_prefix).resolve()
-INTERPRETER = Path("/srv/python") / Path(sys._base_executable).resolve().relative_to(PYTHON)
+INTERPRETER = Path("/srv/python") / Path(vars(sys)["_base_executable"]).resolve().relative_to(PYTHON)
 PACKAGES = Path(sysconfig.get_path("purelib"))
 BINDS = {
     "/srv/repository": REPOSITORY,

@@ -35,7 +35,7 @@ class _File(apsw.VFSFile):
             if before:
                 super().xWrite(before, offset)
             super().xTruncate(size)
-        error = apsw.IOError("disk I/O error")
+        error: Any = apsw.IOError("disk I/O error")
         error.extendedresult = apsw.SQLITE_IOERR_FSYNC
         raise error
 

@@ -5,7 +5,7 @@
 
 import itertools
 
-from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup
+from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup  # type: ignore[import-not-found]
 
 
 class Digits(BaseEnv):

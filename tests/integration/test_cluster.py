@@ -4,7 +4,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -22,7 +22,7 @@ UP = ("up", "--config", "run.yaml", "--gpus", "0", "--ranks", "2", "--trainer-no
 
 
 @pytest.fixture
-def run(tmp_path: Path, start: "type[Run]") -> Iterator[ClusterRun]:
+def run(tmp_path: Path, start: "Callable[..., Run]") -> Iterator[ClusterRun]:
     """Of a configuration as a user writes it: without keys and endpoint."""
     start(trainer={"max_steps": 5000, "save_steps": 10}, sampling={"num_generations": 4, "max_completion_length": 4})
     file = tmp_path / "run.yaml"

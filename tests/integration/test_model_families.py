@@ -50,6 +50,10 @@ def test_family(family, tmp_path):
     if family == "llama":
         rendered = tokenizer.decode(prompt_ids)
         assert rendered == "<|user|>What is the sum of two and three? 你好 🙂<|end|><|assistant|>"
-        assert all(message["role"] == "assistant" and "<|end|>" not in message["content"] for (message,) in decoded)
+        for messages in decoded:
+            assert not isinstance(messages, str)
+            [message] = messages
+            assert message["role"] == "assistant"
+            assert "<|end|>" not in message["content"]
     else:
         assert all(isinstance(text, str) for text in decoded)

@@ -88,8 +88,8 @@ def see_pages_follow(folder: Path) -> None:
 
 def test_each_waits_for_the_other_and_training_goes_on(short_dir: Path, daemons: list[Daemon]) -> None:
     rows = [{"prompt": f"{i}+1="} for i in range(40)]
-    trainer = {"max_steps": 1_000_000, "learning_rate": 1e-5}  # or there is soon nothing left to learn
-    config = str(write_run(short_dir, "qwen2", rows, REWARD, trainer=trainer))
+    section = {"max_steps": 1_000_000, "learning_rate": 1e-5}  # or there is soon nothing left to learn
+    config = str(write_run(short_dir, "qwen2", rows, REWARD, trainer=section))
 
     producer = Daemon("producer.cli", short_dir / "producer-1.log", "--config", config, spawns=True)
     daemons.append(producer)

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -54,7 +55,7 @@ class Run:
         self.blob, digest = random_adapter(self.model, folder / "adapter")
         self.policy = PolicyInfo(0, digest, len(self.blob))
 
-    def config(self, name: str, **sections: object) -> Path:
+    def config(self, name: str, **sections: Any) -> Path:
         values = {
             "run_dir": str(self.folder / name),
             "model": {"path": str(self.model), "dtype": "float32"},
@@ -79,14 +80,14 @@ class Run:
         path.write_text(yaml.safe_dump(values | sections))
         return path
 
-    def start(self, name: str, module: str = "producer.cli", **sections: object) -> Daemon:
+    def start(self, name: str, module: str = "producer.cli", **sections: Any) -> Daemon:
         return Daemon(module, self.folder / f"{name}.log", "--config", str(self.config(name, **sections)), spawns=True)
 
     def endpoints(self, name: str) -> tuple[str, str]:
         return f"ipc://{self.folder}/{name}/control.ipc", f"ipc://{self.folder}/{name}/control.ipc.blobs"
 
     @contextmanager
-    def trainer(self, name: str, **switches: object) -> Iterator[ScriptedTrainer]:
+    def trainer(self, name: str, **switches: Any) -> Iterator[ScriptedTrainer]:
         server = ZmqServer(*self.endpoints(name), 2**26)
         trainer = ScriptedTrainer(server, self.policy)
         trainer.blobs[self.policy.digest] = self.blob
@@ -106,7 +107,7 @@ def run() -> Iterator[Run]:
         yield Run(Path(folder))
 
 
-def refuse(run: Run, name: str, arguments: tuple[str, ...] = (), **sections: object) -> tuple[int, str]:
+def refuse(run: Run, name: str, arguments: tuple[str, ...] = (), **sections: Any) -> tuple[int, str]:
     """Exit code and messages of a start that must fail."""
     daemon = Daemon(
         "producer.cli", run.folder / f"{name}.log", "--config", str(run.config(name, **sections)), *arguments
@@ -234,7 +235,7 @@ def engine_core(family: list[psutil.Process]) -> psutil.Process:
     return core
 
 
-def moody(number: int, mood: str, **changes: object):
+def moody(number: int, mood: str, **changes: Any):
     return lease(number, columns={"mood": mood}, **changes)
 
 
@@ -246,7 +247,8 @@ def where(trainer: ScriptedTrainer) -> tuple[int, int, int, int] | None:
 
 def answer_to(trainer: ScriptedTrainer, number: int) -> Group | Nack:
     def answers() -> list[Group | Nack]:
-        return [each for kind in (Group, Nack) for each in trainer.all(kind) if each.lease_id == f"lease-{number}"]
+        found: list[Group | Nack] = [*trainer.all(Group), *trainer.all(Nack)]
+        return [each for each in found if each.lease_id == f"lease-{number}"]
 
     trainer.wait_for(answers, 60)
     return answers()[0]

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -25,7 +26,7 @@ PR_SET_NAME = 15
 LIMITS = Limits(time_s=10, memory_bytes=64 * 2**20, disk_bytes=4 * 2**20, processes=4, output_bytes=2**16)
 
 
-def run(program: str, stdin: bytes = b"", **limits: float) -> Outcome:
+def run(program: str, stdin: bytes = b"", **limits: Any) -> Outcome:
     """Runs it, and fails if a process or descriptor of it is left."""
     descriptors, others = len(os.listdir("/proc/self/fd")), set(psutil.Process().children(recursive=True))
     sandbox = Sandbox(Limits(**{**vars(LIMITS), **limits}))

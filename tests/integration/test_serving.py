@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Iterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import openai
 import pytest
@@ -38,7 +39,7 @@ def registry(live: LiveEngine) -> Iterator[AdapterRegistry]:
 
 
 @asynccontextmanager
-async def clients(live: LiveEngine, registry: AdapterRegistry, **sampling: object):
+async def clients(live: LiveEngine, registry: AdapterRegistry, **sampling: Any):
     config = live.config.model_copy(update={"sampling": live.config.sampling.model_copy(update=sampling)})
     answering = live.engine.openai_server(config)
     engine = ServedEngine(answering, registry, live.engine.capabilities.max_num_seqs)

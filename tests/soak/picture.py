@@ -6,6 +6,7 @@ Guarantee: whoever looks at it sees what the verdict was made of; the warm-up is
 from pathlib import Path
 
 import matplotlib as mpl
+from matplotlib.lines import Line2D
 
 from tests.soak.load import Record
 from tests.soak.samples import MEMORY, Lifetime
@@ -43,7 +44,7 @@ def draw(record: Record, warm_up_s: float, file: Path) -> None:
         axes.grid(alpha=0.2)
     for axes in grid[-1]:
         axes.set_xlabel("minutes")
-    handles = [plt.Line2D([], [], color=color, label=name) for name, color in colors.items()]
+    handles = [Line2D([], [], color=color, label=name) for name, color in colors.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
     figure.savefig(file, dpi=110)
     plt.close(figure)

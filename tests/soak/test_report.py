@@ -12,7 +12,7 @@ from tests.soak.samples import GROUPS, MEMORY, Lifetime
 WARM_UP_S = 600.0
 
 
-def lifetime(name: str = "producer 1", num_samples: int = 360, **leaks: float) -> Lifetime:
+def lifetime(name: str = "producer 1", num_samples: int = 360, **leaks: Any) -> Lifetime:
     """A sample every ten seconds, with so much more of each kind every hour; and a start that costs a lot of memory."""
     found = Lifetime(name, 100.0)
     for number in range(num_samples):

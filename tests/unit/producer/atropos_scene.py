@@ -56,6 +56,7 @@ class CountingVllm:
 
 class Scene(Endpoint):
     atropos: Atropos
+    vllm: "CountingVllm"
 
 
 @contextlib.asynccontextmanager

@@ -1,6 +1,7 @@
 """A producer that has work and makes no progress ends, and says who waits for what."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -12,11 +13,11 @@ DELIVERY = Delivery(connected=True, heard_ago_s=0.42, held=7, unacked=2, unacked
 SITUATION = Situation(Counters(policy_version=1), Workload((3, 3, 4, 1), 1, 2, 60.0), DELIVERY, 5, 4, 3)
 
 
-def delivering(**delivery: object) -> Situation:
+def delivering(**delivery: Any) -> Situation:
     return replace(SITUATION, delivery=replace(DELIVERY, **delivery))
 
 
-def counting(**counts: int) -> Situation:
+def counting(**counts: Any) -> Situation:
     return replace(SITUATION, counters=replace(SITUATION.counters, **counts))
 
 

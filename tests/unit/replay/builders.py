@@ -145,7 +145,7 @@ def unpublished_buffer(
     replay: ReplayTable | None = None,
     max_replayed: int = 0,
     partial: bool = False,
-    **budget: int,
+    **budget: Any,
 ) -> RolloutBuffer:
     return RolloutBuffer(
         ledger(num_prompts, data_attempts=data_attempts, backoff_s=backoff_s, session=session),

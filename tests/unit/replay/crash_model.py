@@ -34,6 +34,7 @@ class Model:
     rules: RerollRules
     max_share: float
     max_pending: int
+    current: Cut | None
     replaying: ReplaySection | None
     max_replayed: int
     partial: bool
@@ -282,7 +283,7 @@ class Model:
         self.live: dict[str, tuple[str, float]] = {}  # producer and deadline
         self.again: dict[Key, float] = {}
         self.credit = 0.0
-        self.current: Cut | None = None
+        self.current = None
         self.step, self.num_trained = checkpoint.step, checkpoint.num_trained
         self.forgotten = 0.0
         self.version = self.budget.version_at(self.step)

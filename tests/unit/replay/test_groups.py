@@ -1,6 +1,7 @@
 """A wire message becomes a group only if every buffer is consistent and in range."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -93,7 +94,7 @@ def test_every_contradiction_is_refused_by_name(changes: dict[str, bytes], reaso
     assert reason in str(caught.value)
 
 
-def episode_message(**changes: bytes) -> Group:
+def episode_message(**changes: Any) -> Group:
     """Episode 0 of two records, [3, 4] and [3, 5, 6], of which 3 and 4 are results of tools; episode 1 of one, [7]."""
     values = {
         "completion_lengths": ints(2, 3, 1),

@@ -1,6 +1,7 @@
 """The texts of evaluations: which are kept, for how long, and that they are what producers sent."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,7 +44,7 @@ def test_steps_that_a_crash_undid_leave_none_and_a_damaged_file_has_none(tmp_pat
 
 
 def test_a_full_disk_costs_the_texts_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object, **__: object) -> None:
+    def full(*_: object, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
     kept = results(tmp_path)

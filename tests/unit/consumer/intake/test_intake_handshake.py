@@ -49,7 +49,11 @@ def test_another_release_is_told_so_and_counted(start: Start) -> None:
 def test_a_peer_that_never_said_hello_is_asked_to(start: Start) -> None:
     trainer = start()
     client = trainer.channel.connect("ghost")
-    for message in (Heartbeat(0, 1, [], 0, 0.0), Nack("s-1", "returned"), Group("s-1", 0, *[b""] * 6, 0.0, 0.0)):
+    for message in (
+        Heartbeat(0, 1, [], 0, 0.0),
+        Nack("s-1", "returned"),
+        Group("s-1", 0, b"", b"", b"", b"", b"", b"", 0.0, 0.0),
+    ):
         client.send(message)
         trainer.tick()
         assert client.poll(0.0) == [Bye("unknown_session")]

@@ -58,7 +58,7 @@ class World:
         storage = RolloutStorage(self.buffer, self.journal, disk)
         watch_trainer(self.registry, "run-1", storage, self.intake, self.refusals.counts, lambda: 12.5)
 
-    def value(self, name: str, **labels: str) -> float | None:
+    def value(self, name: str, **labels: Any) -> float | None:
         return self.registry.get_sample_value(name, labels)
 
 

@@ -170,7 +170,7 @@ def test_where_logs_are_json_a_step_is_a_record(
     place.say("listening")
     place.close()
     assert caplog.messages == ["step 1/9  reward 0.500  staleness 1.00  tok/s 20  wait 25%", "listening"]
-    assert [record.fields for record in caplog.records] == [
+    assert [vars(record)["fields"] for record in caplog.records] == [
         {
             "step": 1,
             "max_steps": 9,

@@ -3,6 +3,7 @@
 import logging
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ from tests.unit.consumer.builders import live_buffer, run_config
 from tests.unit.replay.builders import FillableJournal
 
 
-def automatic(folder: Path, **pipeline: object) -> RunConfig:
+def automatic(folder: Path, **pipeline: Any) -> RunConfig:
     return run_config(folder, Path("unused"), pipeline={"max_staleness": "auto", "auto_staleness": [1, 3]} | pipeline)
 
 

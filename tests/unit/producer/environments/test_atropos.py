@@ -3,6 +3,7 @@
 import asyncio
 import gzip
 import json
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,7 @@ REGISTRATION = {
 }
 
 
-async def post(it: Scene, body, path: str = "scored_data", method: str = "POST", **headers: str):
+async def post(it: Scene, body, path: str = "scored_data", method: str = "POST", **headers: Any):
     """Status and JSON of the answer."""
     status, _, content = await it.post(body, f"/atropos/{path}", method, **headers)
     return status, json.loads(content)

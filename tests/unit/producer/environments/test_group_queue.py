@@ -42,7 +42,7 @@ async def test_groups_wait_while_no_lease_does_and_not_too_many():
     queue.offer(group(4, "b"))
     with pytest.raises(QueueFullError):
         queue.offer(group(5))
-    assert (await queue.take(4)).lease_id == "b"
+    assert await queue.take(4) == group(4, "b")
     (task,) = await waiting(queue, 4)  # "a" is too old for it, and for all that come
     assert (queue.num_groups, queue.stale, queue.num_leases) == (0, 1, 1)
     queue.offer(group(4, "c"))

@@ -76,8 +76,10 @@ class Endpoint:
         self.metrics = metrics
         self.registry = registry
         self.limiter: ConnectionLimiter
+        self.clock: BusyClock
+        self.gate: EngineGate
 
-    def value(self, name: str, **labels: str) -> float:
+    def value(self, name: str, **labels: Any) -> float:
         return self.metrics.get_sample_value(f"rl_producer_serve_{name}", labels) or 0.0
 
     async def connect(self):
@@ -92,7 +94,7 @@ class Endpoint:
         return answer
 
     async def post(
-        self, body: Any, path: str = "/v1/chat/completions", method: str = "POST", **headers: str
+        self, body: Any, path: str = "/v1/chat/completions", method: str = "POST", **headers: Any
     ) -> tuple[int, dict[str, str], bytes]:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         fields = {

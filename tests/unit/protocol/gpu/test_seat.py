@@ -3,6 +3,7 @@
 import logging
 import re
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -65,7 +66,7 @@ def test_the_memory_of_a_daemon_that_was_killed_is_waited_for(folder: Path, monk
     free = iter([0, 50, 77])
     with seated(run_of(folder), [0], "producer") as producer:
         monkeypatch.setattr(seat, "gpu_facts", lambda index: replace(GPUS[0], free_bytes=next(free) * GIB))
-        monkeypatch.setattr(seat.time, "sleep", lambda seconds: None)
+        monkeypatch.setattr(time, "sleep", lambda seconds: None)
         with producer.settling(1.0):
             assert list(free) == []
 

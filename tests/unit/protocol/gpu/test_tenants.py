@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -70,7 +71,7 @@ def test_one_at_a_time_changes_how_much_is_free(tmp_path: Path, monkeypatch: pyt
             def end(_: float) -> None:
                 fcntl.flock(descriptor_of(tmp_path, "GPU-1.memory"), fcntl.LOCK_UN)
 
-            monkeypatch.setattr(tenants.time, "sleep", end)
+            monkeypatch.setattr(time, "sleep", end)
             with other.alone(9.0, lambda: False, lambda: said.append("waits")):
                 assert said == ["waits", "waits"]
 

@@ -17,7 +17,9 @@ from protocol.security import authorized_keys
 from protocol.security.authorized_keys import AuthorizedKeys
 from protocol.security.keys import (
     AUTHORIZED,
+    ProducerKeys,
     SecretKey,
+    TrainerKeys,
     check_identity,
     fingerprint,
     generate,
@@ -191,7 +193,7 @@ def test_no_error_quotes_a_secret(tmp_path: Path, garbage: bytes, cut: int, kind
 
 
 def test_no_text_and_no_copy_of_the_keys_holds_a_secret(folder: Path) -> None:
-    keys = [trainer_keys(folder), producer_keys(folder, "gpu01")]
+    keys: list[TrainerKeys | ProducerKeys] = [trainer_keys(folder), producer_keys(folder, "gpu01")]
     for held in keys:
         secret = held.secret.reveal().decode()
         assert secret not in f"{held} {held!r} {held.secret} {held.secret!r} {vars(held)} {[held]}"

@@ -37,7 +37,7 @@ def test_the_first_few_are_shown_then_one_per_interval_with_the_number_left_out(
     shown.append("line 9 (4 more of this kind were left out)")
     shown.append("line 11 (1 more of this kind were left out)")
     assert caplog.messages == [*shown, "line 12"]
-    assert [record.fields["num_left_out"] for record in caplog.records] == [0] * 5 + [4, 1, 0]
+    assert [vars(record)["fields"]["num_left_out"] for record in caplog.records] == [0] * 5 + [4, 1, 0]
 
 
 def test_kinds_do_not_hide_each_other(throttle: Throttle, caplog: pytest.LogCaptureFixture) -> None:

@@ -5,7 +5,6 @@ import resource
 
 import pytest
 
-from protocol.transport import watched_connection
 from protocol.transport.watched_connection import ConnectionLimits, limits, raise_descriptor_limit
 
 
@@ -38,8 +37,8 @@ def test_the_limit_is_raised_as_far_as_it_goes_and_too_low_a_one_is_said(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
     now = [(soft, hard)]
-    monkeypatch.setattr(watched_connection.resource, "getrlimit", lambda _: now[-1])
-    monkeypatch.setattr(watched_connection.resource, "setrlimit", lambda _, limit: now.append(limit))
+    monkeypatch.setattr(resource, "getrlimit", lambda _: now[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limit: now.append(limit))
     with caplog.at_level(logging.WARNING):
         assert raise_descriptor_limit() == sure
     assert now[-1] == (sure, hard)

@@ -81,10 +81,11 @@ def test_sockets_and_locks_are_private_and_folders_made(short_dir: Path) -> None
 @pytest.mark.parametrize("place", ["control", "blob"])
 def test_an_ipc_path_that_is_too_long_is_a_configuration_error_on_both_ends(short_dir: Path, place: str) -> None:
     path = f"{short_dir}/" + "x" * (108 - len(str(short_dir)) - 1)
-    endpoints = [f"ipc://{path}", f"ipc://{short_dir}/short"]
+    ends = [f"ipc://{path}", f"ipc://{short_dir}/short"]
+    control, blobs = ends if place == "control" else reversed(ends)
     for make in (ZmqServer, lambda *arguments: ZmqClient("producer", *arguments)):
         with pytest.raises(ConfigError) as caught:
-            make(*(endpoints if place == "control" else reversed(endpoints)), LIMIT)
+            make(control, blobs, LIMIT)
         assert str(caught.value) == (
             f"transport.endpoint: the socket path {path} is longer than 107 bytes. Set a shorter one, e.g. "
             "transport.endpoint=tcp://127.0.0.1:5557 or ipc:///tmp/NAME/control.ipc"
@@ -129,16 +130,16 @@ def test_every_loopback_host_of_the_configuration_works(stack: ExitStack, host: 
             socket.create_server(("::1", 0), family=socket.AF_INET6).close()
         except OSError:
             pytest.skip("this machine has no IPv6 loopback")
-    endpoints = [f"tcp://{host}:{reserve_port(stack)}" for _ in range(2)]
-    server = ZmqServer(*endpoints, LIMIT)
+    control, blobs = (f"tcp://{host}:{reserve_port(stack)}" for _ in range(2))
+    server = ZmqServer(control, blobs, LIMIT)
     stack.callback(server.close)
-    client = ZmqClient("producer", *endpoints, LIMIT)
+    client = ZmqClient("producer", control, blobs, LIMIT)
     stack.callback(client.close)
     introduce(server, client)
 
 
 def test_a_wildcard_is_for_the_trainer_alone(stack: ExitStack, short_dir: Path) -> None:
-    endpoints = [f"tcp://*:{reserve_port(stack)}", f"ipc://{short_dir}/b"]
-    ZmqServer(*endpoints, LIMIT).close()
+    control, blobs = f"tcp://*:{reserve_port(stack)}", f"ipc://{short_dir}/b"
+    ZmqServer(control, blobs, LIMIT).close()
     with pytest.raises(ConfigError, match=r"give producers the trainer's address with --set transport.endpoint$"):
-        ZmqClient("p", *endpoints, LIMIT)
+        ZmqClient("p", control, blobs, LIMIT)

@@ -15,6 +15,7 @@ from protocol.security.rejections import Refusals
 from protocol.transport import channel
 from protocol.transport.channel import BadFrame
 from protocol.transport.connection_guard import ConnectionGuard
+from protocol.wire import codec
 from protocol.wire.codec import encode
 from tests.unit.protocol.channel_harness import LIMIT, MESSAGE, Harness, eventually, introduce, receive
 
@@ -68,7 +69,7 @@ def test_a_message_that_does_not_say_where_it_comes_from_is_dropped_whole(
 
 def test_a_message_that_nobody_foresaw_costs_itself_alone(ipc: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     server, client, peer = ipc.joined()
-    decode = channel.decode
+    decode = codec.decode
 
     def surprised(frame: bytes, kinds: Any) -> Any:
         if frame == b"surprise":

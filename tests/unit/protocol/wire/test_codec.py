@@ -4,6 +4,7 @@ import struct
 import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import msgpack
 import msgspec
@@ -25,7 +26,7 @@ every_sample = pytest.mark.parametrize(
 )
 
 
-def changed(message: m.Message, **fields: object) -> bytes:
+def changed(message: m.Message, **fields: Any) -> bytes:
     return sealed(msgpack.packb(body_of(message) | fields))
 
 

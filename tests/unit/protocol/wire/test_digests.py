@@ -4,6 +4,7 @@ import errno
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from protocol.wire.digests import base_model_digest, resolve_model, tokenizer_di
 MIB = 2**20
 
 
-def make_model(folder: Path, weights: bytes = b"weights", **config: object) -> Path:
+def make_model(folder: Path, weights: bytes = b"weights", **config: Any) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({"model_type": "qwen2", "hidden_size": 64} | config))
     (folder / "model.safetensors").write_bytes(weights)
@@ -110,7 +111,7 @@ def test_a_damaged_file_is_a_configuration_error(model: Path, name: str, text: s
 def test_a_model_that_this_user_cannot_read_is_a_configuration_error(
     model: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    def refused(path: Path, *_: object, **__: object) -> None:
+    def refused(path: Path, *_: object, **__: Any) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
     monkeypatch.setattr(Path, method, refused)
@@ -167,7 +168,7 @@ def test_a_path_that_can_only_be_a_folder_must_exist(
 def test_a_hub_name_that_cannot_be_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
-    def offline(name: str, **arguments: object) -> str:
+    def offline(name: str, **arguments: Any) -> str:
         assert (name, arguments["revision"]) == ("Qwen/Qwen2.5-0.5B-Instruct", "abc")
         raise OSError("no network")
 

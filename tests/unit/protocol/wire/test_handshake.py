@@ -28,7 +28,7 @@ FACTS = EngineFacts(
     max_model_len=257,
     reward_names=["exact", "short"],
 )
-PROBLEMS = [
+PROBLEMS: list[tuple[dict[str, object], str]] = [
     (
         {"base_model_digest": B},
         "the producer serves another base model (bbbbbbbbbbbb) than the trainer trains (aaaaaaaaaaaa): give both the same "

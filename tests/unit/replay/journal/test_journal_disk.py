@@ -11,6 +11,7 @@ import pytest
 from protocol.errors import JournalError
 from replay.journal import database as journal_module
 from replay.journal.database import JournalFullError
+from replay.journal.tables import TABLES
 from replay.journal.writer import Journal
 from tests.unit.replay.builders import claim, entry, group_ids
 from tests.unit.replay.journals import everything, fill, rows
@@ -115,7 +116,7 @@ def test_a_crash_while_the_tables_were_made_is_mended_by_the_next_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "journal.sqlite"
-    tables = journal_module.TABLES
+    tables = TABLES
     with monkeypatch.context() as patch:
         patch.setattr(journal_module, "TABLES", tables[: tables.index("CREATE TABLE IF NOT EXISTS policies")] + "oops")
         with pytest.raises(JournalError, match="syntax error"):

@@ -193,7 +193,8 @@ def test_a_restored_staleness_obeys_the_limits_of_now() -> None:
 def test_it_stays_within_its_limits_and_needs_a_window_for_every_change(
     limits: list[int], min_share: float, shown: list[tuple[float | None, float, int]]
 ) -> None:
-    control = controller(*limits, min_share)
+    least, greatest = limits
+    control = controller(least, greatest, min_share)
     staleness, evidence = limits[0], -WINDOW
     for share, wait, repeats in shown:
         for _ in range(repeats):

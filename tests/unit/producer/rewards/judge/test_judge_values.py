@@ -63,7 +63,8 @@ def test_values_of_other_classes_travel_as_what_they_are_based_on() -> None:
         __hash__ = float.__hash__
 
     assert PEER.encode([Mine(1.5), collections.Counter("aab")]) == ["list", [1.5, ["dict", [["a", 2], ["b", 1]]]]]
-    point = collections.namedtuple("point", "x y")(1, [2])
+    kind = collections.namedtuple("kind", "x y")
+    point = kind(1, [2])
     assert PEER.decode(PEER.encode(point)) == point
 
 
