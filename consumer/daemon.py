@@ -138,7 +138,7 @@ def _sharing(config: RunConfig, placement: Placement, *, is_live: bool) -> RunCo
     Raises:
         ConfigError: this trainer cannot share it.
     """
-    if config.pipeline.gpu == "turns" and not is_live:
+    if not is_live:
         return config.model_copy(update={"pipeline": config.pipeline.model_copy(update={"gpu": "own"})})
     if config.pipeline.gpu == "turns" and not placement.is_alone:
         raise ConfigError(

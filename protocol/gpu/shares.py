@@ -17,8 +17,8 @@ _MOST = 0.9  # of the GPU: what an engine takes that has it for itself
 _UNCOUNTED = 0.03  # of the GPU: what the driver keeps, and what NVML counts and CUDA does not
 _KEY = "engine.gpu_memory_utilization"
 _SMALLER = (
-    "model.quantization: nf4, engine.quantization, a shorter engine.max_model_len or sampling.max_completion_length, or a GPU "
-    "each (pipeline.gpu: own)"
+    "model.quantization: nf4, engine.quantization, a shorter engine.max_model_len or sampling.max_completion_length, "
+    "pipeline.gpu: turns, in which only one of them has to fit, or a GPU each (pipeline.gpu: own)"
 )
 
 
