@@ -112,8 +112,8 @@ def build_producer(base: Base, helpers: Helpers, engine: Engine) -> Producer:
     limit = config.transport.max_message_bytes
     mailbox = Mailbox(ZmqClient(name, config.control_endpoint, config.blob_endpoint, limit, base.launch.keys))
     gate = EngineGate()
-    gpu_turns = build_gpu_turns(base, engine, gate, mailbox)
     registry = build_registry(base, engine, mailbox, gate)
+    gpu_turns = build_gpu_turns(base, engine, gate, registry, mailbox.wake)
     in_flight = InFlight(engine, registry, counters, config.swap.on_swap, gate=gate)
     access = EngineAccess(registry, admission, in_flight)
     atropos = None
@@ -171,7 +171,9 @@ def build_hello(base: Base, engine: Engine, capacity: int) -> Hello:
     )
 
 
-def build_gpu_turns(base: Base, engine: Engine, gate: EngineGate, mailbox: Mailbox) -> GpuTurns | None:
+def build_gpu_turns(
+    base: Base, engine: Engine, gate: EngineGate, registry: AdapterRegistry, told: Callable[[], None]
+) -> GpuTurns | None:
     """None: the GPU is the producer's alone. Raises ConfigError where the engine cannot leave it."""
     pipeline = base.config.pipeline
     if pipeline.gpu != "turns":
@@ -183,8 +185,9 @@ def build_gpu_turns(base: Base, engine: Engine, gate: EngineGate, mailbox: Mailb
     return GpuTurns(
         engine,
         gate,
+        registry.unchanged,
         base.counters,
-        mailbox.wake,
+        told,
         silence_s=base.config.transport.heartbeat_timeout_s + pipeline.gpu_handover_s,
         stall_timeout_s=pipeline.stall_timeout_s,
         free_bytes=partial(free_bytes, base.launch.gpus),

@@ -1,7 +1,8 @@
 """The producer's turns on a GPU that it shares with the trainer (`pipeline.gpu: turns`).
 
 Guarantee: in the trainer's turn the engine sleeps, and the trainer is told so only after it does and only while it does. Nothing
-is lost by it: what runs ends, or is cut and goes on, and whoever wants the engine waits. A trainer that says nothing for
+is lost by it: what runs ends, or is cut and goes on, and whoever wants the engine waits. Nobody gets it back before it was seen
+to compute what it did before. A trainer that says nothing for
 `silence_s` has lost its turn; the engine wakes when the GPU has the room that it gave up, whoever uses it until then.
 
     awake --trainer's turn--> leaving --nobody is in the engine--> asleep --turn over, room--> awake
@@ -13,7 +14,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,11 +48,13 @@ async def until_free(num_bytes: float, free_bytes: Callable[[], int | None], lim
 
 @dataclass
 class GpuTurns:
-    """`note` and `run` belong to the event loop. `told` is called when the trainer is to be told of a change; `free_bytes` of the
+    """`note` and `run` belong to the event loop. `unchanged` is entered around a sleep, and raises where the engine is not what
+    it was. `told` is called when the trainer is to be told of a change; `free_bytes` of the
     GPU are None where nobody can tell; `stall_timeout_s` bounds the wait for room."""
 
     engine: Engine
     gate: EngineGate
+    unchanged: Callable[[], AbstractAsyncContextManager[None]]
     counters: Counters
     told: Callable[[], None]
     silence_s: float
@@ -83,7 +86,15 @@ class GpuTurns:
 
     async def _sleep(self) -> None:
         """With the gate closed; through all of the trainer's turns until it is the producers' again."""
-        before, began = self.free_bytes(), self.clock()
+        began = self.clock()
+        async with self.unchanged():
+            await self._sleep_through()
+        self.gate.open()
+        self.counters.asleep_s += self.clock() - began
+        logger.info("the engine is awake after %.1f s", self.clock() - began)
+
+    async def _sleep_through(self) -> None:
+        before = self.free_bytes()
         await self.engine.sleep()
         after = self.free_bytes()
         while self._must_sleep():
@@ -96,9 +107,6 @@ class GpuTurns:
         given_up = 0 if before is None or after is None else max(0, after - before)
         await until_free(given_up, self.free_bytes, self.stall_timeout_s)
         await self.engine.wake()
-        self.gate.open()
-        self.counters.asleep_s += self.clock() - began
-        logger.info("the engine is awake after %.1f s", self.clock() - began)
 
     async def _unless_over(self, leaving: Coroutine[Any, Any, None]) -> bool:
         """Whether the engine was left; False if the trainer did not want its turn any more."""

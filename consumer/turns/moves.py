@@ -7,7 +7,7 @@ has of them stays right. A move is whole, or raises what the device raised and n
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -15,11 +15,26 @@ Kept = Callable[[], Iterable[torch.Tensor]]
 """The tensors that take memory of the device between two steps."""
 
 
-class _Move(NamedTuple):
-    """A piece of memory, and the tensors that lie in it."""
+class _Piece:
+    """A piece of memory: the tensors that lie in it."""
 
-    storage: torch.UntypedStorage
-    tensors: list[torch.Tensor]
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+
+    @property
+    def storage(self) -> torch.UntypedStorage:
+        return self.tensors[0].untyped_storage()
+
+    @property
+    def is_frozen(self) -> bool:
+        return all(isinstance(each, torch.nn.Parameter) and not each.requires_grad for each in self.tensors)
+
+    def lie_in(self, storage: torch.UntypedStorage) -> None:
+        """From now on the tensors are in this memory, which has the same numbers."""
+        for tensor in self.tensors:
+            there: Any = torch.empty(0, dtype=tensor.dtype, device=storage.device)
+            there.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+            tensor.data = there
 
 
 class DeviceMoves:
@@ -38,6 +53,9 @@ class DeviceMoves:
     def back(self) -> None:
         """To the device: at first everything, then what came from there."""
         pieces = self._to_come_back()
+        if self._device.type == "cuda" and not self._has_left:
+            for piece in pieces:  # one after the other, so that no second copy of all is needed
+                piece.lie_in(piece.storage.pin_memory())
         arrived = [self._copied(piece.storage, self._on_device(piece.storage.nbytes())) for piece in pieces]
         self._hosts = {id(piece.tensors[0]): (piece.tensors[0], piece.storage) for piece in pieces}
         self._finish(pieces, arrived)
@@ -61,26 +79,24 @@ class DeviceMoves:
         torch.cuda.empty_cache()
         return float(torch.cuda.mem_get_info(self._device)[0])
 
-    def _pieces(self) -> Iterable[_Move]:
-        found: dict[int, _Move] = {}
+    def _pieces(self) -> Iterable[_Piece]:
+        found: dict[int, _Piece] = {}
         for tensor in self._kept():
             storage = tensor.untyped_storage()
             if storage.nbytes():
-                found.setdefault(storage.data_ptr(), _Move(storage, [])).tensors.append(tensor)
+                found.setdefault(storage.data_ptr(), _Piece()).tensors.append(tensor)
         return found.values()
 
-    def _to_come_back(self) -> list[_Move]:
+    def _to_come_back(self) -> list[_Piece]:
         return [piece for piece in self._pieces() if not self._has_left or id(piece.tensors[0]) in self._hosts]
 
-    def _to_host(self, piece: _Move) -> torch.UntypedStorage:
-        first, size = piece.tensors[0], piece.storage.nbytes()
-        _, host = self._hosts.get(id(first), (None, None))
-        is_new = host is None or host.nbytes() != size
-        if is_new:
-            host = torch.empty(size, dtype=torch.uint8, pin_memory=self._device.type == "cuda").untyped_storage()
-        assert host is not None
-        is_frozen = all(isinstance(each, torch.nn.Parameter) and not each.requires_grad for each in piece.tensors)
-        return host if is_frozen and not is_new else self._copied(piece.storage, host)
+    def _to_host(self, piece: _Piece) -> torch.UntypedStorage:
+        size = piece.storage.nbytes()
+        _, host = self._hosts.get(id(piece.tensors[0]), (None, None))
+        if host is not None and host.nbytes() == size:
+            return host if piece.is_frozen else self._copied(piece.storage, host)
+        host = torch.empty(size, dtype=torch.uint8, pin_memory=self._device.type == "cuda").untyped_storage()
+        return self._copied(piece.storage, host)
 
     def _on_device(self, size: int) -> torch.UntypedStorage:
         return torch.empty(size, dtype=torch.uint8, device=self._device).untyped_storage()
@@ -89,12 +105,9 @@ class DeviceMoves:
     def _copied(source: torch.UntypedStorage, target: torch.UntypedStorage) -> torch.UntypedStorage:
         return target.copy_(source, non_blocking=True)
 
-    def _finish(self, pieces: list[_Move], storages: list[torch.UntypedStorage]) -> None:
+    def _finish(self, pieces: list[_Piece], storages: list[torch.UntypedStorage]) -> None:
         """Only now do tensors change their place, so that a device without room changes nothing."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         for piece, storage in zip(pieces, storages, strict=True):
-            for tensor in piece.tensors:
-                there: Any = torch.empty(0, dtype=tensor.dtype, device=storage.device)
-                there.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
-                tensor.data = there
+            piece.lie_in(storage)

@@ -40,6 +40,7 @@ class PolicyLoader:
     folder_for: Callable[[int], Path]
     proof: SwapProof
     gate: EngineGate = field(default_factory=EngineGate)
+    _probed: Probe | None = None
     _ids: Iterator[int] = field(default_factory=partial(itertools.count, 1))
 
     async def load(self, downloaded: DownloadedPolicy) -> Loaded:
@@ -61,10 +62,21 @@ class PolicyLoader:
             shutil.rmtree(adapter.path, ignore_errors=True)
             raise AdapterRefusedError(str(error)) from error
         loaded = time.monotonic()
+        self._probed = downloaded.probe or self._probed
         if downloaded.probe is not None and (refusal := await self._verify(adapter, downloaded.probe)):
             await self.discard(adapter)
             raise AdapterRefusedError(refusal)
         return Loaded(adapter, loaded - started, time.monotonic() - loaded)
+
+    async def measure(self, adapter: Adapter) -> list[float] | None:
+        """The engine's log-probs under this policy, which it has, of the tokens that were probed last; None where there are none,
+        or it does not score them. Asks the engine whatever the gate says."""
+        if self._probed is None:
+            return None
+        try:
+            return await self.weights.verify(adapter, list(self._probed.token_ids))
+        except AdapterRefusedError:
+            return None
 
     async def discard(self, adapter: Adapter) -> None:
         async with self.gate.upkeep():

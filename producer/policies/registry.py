@@ -19,6 +19,7 @@ from functools import partial
 from producer.interfaces import Adapter, AdapterRefusedError, DownloadedPolicy, LeaseFailure
 from producer.policies.loading import PolicyLoader
 from producer.policies.swap_report import SwapReport
+from protocol.errors import EngineError
 from protocol.wire.messages import PolicyInfo
 
 logger = logging.getLogger(__name__)
@@ -203,6 +204,22 @@ class AdapterRegistry:
     def _tell_fetched(self) -> None:
         self._fetched.set()
         self._fetched = asyncio.Event()
+
+    @asynccontextmanager
+    async def unchanged(self) -> AsyncIterator[None]:
+        """Around a sleep of the engine, with its gate closed: afterwards it computes the current policy as it did before. Raises
+        EngineError if not."""
+        adapter = self.current
+        before = None if adapter is None else await self.loader.measure(adapter)
+        yield
+        if adapter is None or before is None:
+            return
+        after = await self.loader.measure(adapter)
+        change = (
+            "it does not say any more what it computes" if after is None else self.loader.proof.change(before, after)
+        )
+        if change:
+            raise EngineError(f"the engine is not what it was before it slept: {change}; start the producer again")
 
     async def unload_released(self) -> None:
         """Unloads what requests have let go, one version after the other, until it is cancelled."""

@@ -2,7 +2,7 @@
 
 Guarantee: pure. A version is refused when the engine's log-probs of the probe are not the trainer's, and when the engine's
 stayed where they were although the trainer's have moved further than the two ever were apart. A probe that makes no sense
-proves nothing and refuses nothing.
+proves nothing and refuses nothing. An engine that slept must compute what it did before, ten times as closely.
 """
 
 import struct
@@ -13,6 +13,7 @@ from protocol.wire.messages import PolicyOffer
 _CLEAR_MOVE = 4.0  # times the largest difference between the two sides: then the engine must have moved, too,
 _FOLLOWED = 0.1  # by more than this share of it
 _MIN_CLEAR_MOVE = 1e-5  # nats
+_SAME = 0.1  # of the tolerance: one engine, asked the same twice
 
 
 def probe_of(offer: PolicyOffer) -> Probe | None:
@@ -54,6 +55,13 @@ class SwapProof:
                 )
             self._noise, self._reference = max(self._noise, difference), (probe, engine)
         return ""
+
+    def change(self, before: list[float], after: list[float]) -> str:
+        """What an engine computes otherwise than before; "" if nothing."""
+        difference = _distance(tuple(before), after)
+        if difference <= _SAME * self._tolerance:
+            return ""
+        return f"log-probs of the same tokens differ by {difference:.2g} from before"
 
 
 def _distance(some: tuple[float, ...], others: list[float] | tuple[float, ...]) -> float:

@@ -15,6 +15,7 @@ from tools.journal.cli import main as rl_journal
 
 from .pair import Daemon
 from .runs import Run, eventually
+from .test_recovery import adapters, train_again
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
@@ -88,6 +89,8 @@ def test_turns_outlive_kills_of_either_side_in_either_turn(
     with closing(JournalReader(run.config.journal_file)) as reader:
         trained = [group_id for batch in reader.batches() for group_id in batch.group_ids]
     assert len(trained) == len(set(trained)) == 2 * STEPS
+    again = train_again(run)
+    assert adapters(Path(run.config.run_dir)) == adapters(again), "weights come and go without losing a bit"
     assert "it sleeps" not in "".join(file.read_text() for file in tmp_path.glob("*.log"))
 
 

@@ -1,7 +1,8 @@
 """The producer's side of a shared GPU: in which order it leaves and comes back, and what it tells when."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ class Scene:
         self.turns = GpuTurns(
             self,
             self.gate,
+            self._unchanged,
             self.counters,
             self._tell,
             SILENCE_S,
@@ -32,6 +34,12 @@ class Scene:
             lambda: self.free,
             lambda: self.now,  # type: ignore[arg-type]
         )
+
+    @asynccontextmanager
+    async def _unchanged(self) -> AsyncIterator[None]:
+        yield
+        assert not self.gate.is_open
+        self.happened.append("is what it was")
 
     async def sleep(self) -> None:
         assert not self.gate.is_open
@@ -77,7 +85,7 @@ async def test_the_engine_sleeps_before_the_trainer_is_told_and_wakes_after(scen
     await until(lambda: scene.happened[-1] == "says 3")
     scene.note(4, "producers")
     await until(lambda: scene.gate.is_open)
-    assert scene.happened == ["sleeps", "says 1", "says 3", "says -1", "wakes"]
+    assert scene.happened == ["sleeps", "says 1", "says 3", "says -1", "wakes", "is what it was"]
 
 
 @in_turns
@@ -100,7 +108,7 @@ async def test_a_trainer_that_falls_silent_loses_its_turn_when_its_memory_is_fre
     assert not scene.gate.is_open
     scene.free = 110  # its process is gone
     await until(lambda: scene.gate.is_open)
-    assert scene.happened[-1] == "wakes"
+    assert scene.happened[-2:] == ["wakes", "is what it was"]
     scene.note(1, "trainer")  # it only stood still
     await until(lambda: scene.happened[-2:] == ["sleeps", "says 1"])
 

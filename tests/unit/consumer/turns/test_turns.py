@@ -5,7 +5,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
+from prometheus_client import CollectorRegistry
 
+from consumer.turns.arbiter import PHASES
+from consumer.turns.metrics import watch_turns
 from consumer.turns.turns import GpuTurns
 from consumer.waiting import Patience, StopRequested
 from protocol.errors import DeviceError
@@ -117,6 +120,20 @@ def test_what_a_producer_said_to_the_trainer_before_does_not_count() -> None:
     after.report("p", before.turn.number)
     after._arbiter.ask(0.0)
     assert after._arbiter.awake() == ["p"]
+
+
+def test_the_metrics_say_whose_turn_it_is() -> None:
+    scene, registry = Scene(), CollectorRegistry()
+    watch_turns(registry, scene.turns)
+
+    def sides(name: str) -> list[float | None]:
+        return [registry.get_sample_value(f"rl_trainer_gpu_turn{name}", {"side": phase}) for phase in PHASES]
+
+    assert sides("") == [1, 0, 0]
+    scene.turns.take(scene.patience)
+    assert sides("") == [0, 0, 1]
+    assert all(sides("_seconds_total"))
+    assert registry.get_sample_value("rl_trainer_gpu_turn_age_seconds")
 
 
 def test_a_stop_while_it_waits_gives_the_turn_back() -> None:

@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 from producer.interfaces import Adapter, AdapterRefusedError, Completion, DownloadedPolicy, LeaseFailure, Probe
 from producer.metrics import ProducerMetrics
 from producer.state import Counters
+from protocol.errors import EngineError
 from protocol.wire.adapter_blob import AdapterBlob, pack
 from protocol.wire.messages import PolicyInfo, Sampling
 from tests.policies import registry_of
@@ -137,6 +138,24 @@ async def test_a_superseded_version_goes_at_once_when_nothing_pins_it(setup):
     events = [json.loads(line) for line in setup.timeline_path.read_text().splitlines()]
     assert [event["version"] for event in events] == list(range(10))
     assert all(event["event"] == "swap" and event["ms"] > 0 and event["bytes"] > 0 for event in events)
+
+
+@working
+async def test_an_engine_that_is_not_what_it_was_before_it_slept_ends_the_producer(setup):
+    async with setup.registry.unchanged():
+        pass  # without a policy there is nothing to compare
+    assert await setup.publish(0, Probe((5, 6), (-0.5,)))
+    assert await setup.publish(1)  # not every version is probed
+    async with setup.registry.unchanged():
+        pass
+    for now in (-0.51, None):
+        with pytest.raises(EngineError, match="not what it was before it slept"):
+            async with setup.registry.unchanged():
+                setup.engine.score_of[1] = now
+        setup.engine.score_of[1] = -0.5
+    setup.engine.score_of[1] = None
+    async with setup.registry.unchanged():
+        pass  # what was never scored proves nothing
 
 
 @working

@@ -57,6 +57,13 @@ def test_another_probe_is_not_compared_with_the_one_before_and_one_that_stays_pa
     assert proof.refusal(Probe((5, 6, 8), (-1.0, -2.1)), [-1.0, -2.0]) == ""
 
 
+def test_an_engine_that_slept_computes_what_it_did_before():
+    proof = SwapProof(tolerance=0.01)
+    assert proof.change([-1.0, -2.0], [-1.0009, -2.0]) == ""
+    assert "differ by 0.0011 from before" in proof.change([-1.0, -2.0], [-1.0, -2.0011])
+    assert "differ by nan" in proof.change([-1.0, -2.0], [-1.0, float("nan")])
+
+
 def test_a_probe_travels_as_plain_numbers():
     offer = PolicyOffer(SHA, "", struct.pack("<3i", 0, 6, 7), struct.pack("<2f", -1.5, -0.25))
     assert probe_of(offer) == ((0, 6, 7), (-1.5, -0.25))
