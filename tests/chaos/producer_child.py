@@ -67,9 +67,10 @@ def _watch(log: EvidenceLog, aim: Aim) -> None:
     Link._receive = watched_receive  # type: ignore[method-assign]
 
     send = ZmqClient.send
+    names: dict[type, str] = {Group: "group", Hello: "hello"}
 
     def watched_send(channel: Any, message: Any) -> bool:
-        name = {Group: "group", Hello: "hello"}.get(type(message))
+        name = names.get(type(message))
         if name is None:
             return send(channel, message)
         aim.reach(f"{name}.begin")

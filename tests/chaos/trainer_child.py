@@ -150,7 +150,7 @@ def set_points(aim: Aim) -> None:
     aim.around(Entry, "crc", "append.row", None)
 
     send = ZmqServer.send
-    names = {Ack: "ack", Lease: "lease", Welcome: "welcome"}
+    names: dict[type, str] = {Ack: "ack", Lease: "lease", Welcome: "welcome"}
 
     def watched_send(channel: Any, peer: bytes, message: Any) -> bool:
         name = names.get(type(message))

@@ -10,7 +10,7 @@ import hashlib
 import importlib.metadata
 import inspect
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -213,7 +213,7 @@ class Trainings:
     def batches(self, first: int, last: int) -> Iterator[CutBatch]:
         for number in range(first, last):
             groups = [rollout_group([[3 + number], [4, 5], [6], [7, number]]) for _ in range(2)]
-            yield CutBatch(number, 1, number + 1, groups, [])
+            yield CutBatch(number, 1, number + 1, groups, len(groups))
         raise Interrupted
 
     def keep(self, step: int, staged: Path, write: Callable[[], None]) -> None:
@@ -223,7 +223,7 @@ class Trainings:
 
 
 @pytest.fixture(scope="module")
-def trainings(tmp_path_factory: pytest.TempPathFactory) -> Iterable[Trainings]:
+def trainings(tmp_path_factory: pytest.TempPathFactory) -> Trainings:
     folder = tmp_path_factory.mktemp("resume")
     return Trainings(folder, build_model("qwen2", folder / "model"))
 

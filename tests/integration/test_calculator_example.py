@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import openai
@@ -39,7 +40,7 @@ def groups_of(run_dir: Path) -> list[RolloutGroup]:
 def asks_with_tools_and_gets_calls(run_dir: Path, demo: "subprocess.Popen[bytes]") -> None:
     """An OpenAI client of the run's endpoint, while the run learns. Before that the demo trains its base model."""
     parameters = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
-    tool = {"type": "function", "function": {"name": "multiply", "parameters": parameters}}
+    tool: Any = {"type": "function", "function": {"name": "multiply", "parameters": parameters}}
     served = client_of(run_dir, 240, lambda: demo.poll() is not None)
     with served.with_options(max_retries=30) as client:  # at first there is no policy
         answer = client.chat.completions.create(
@@ -53,7 +54,7 @@ def asks_with_tools_and_gets_calls(run_dir: Path, demo: "subprocess.Popen[bytes]
     called = [choice for choice in answer.choices if choice.message.tool_calls]
     assert called, [choice.message.content for choice in answer.choices]
     assert {choice.finish_reason for choice in called} == {"tool_calls"}
-    functions = [choice.message.tool_calls[0].function for choice in called]
+    functions = [call.function for choice in called for call in (choice.message.tool_calls or ())[:1]]
     assert {function.name for function in functions} == {"multiply"}
     assert {"a": 47, "b": 86} in [json.loads(function.arguments) for function in functions]
     assert all(choice.message.content for choice in answer.choices if not choice.message.tool_calls)

@@ -35,7 +35,8 @@ def row_of(number: int) -> Row:
 
 def played(base_url: str, row: Row) -> tuple[int, dict[str, str], bytes]:
     """The agent: it asks a second time when the answer is wrong; the reward is for being right, and for having written much."""
-    create_params, said = row["responses_create_params"], []
+    create_params: Any = row["responses_create_params"]
+    said: list[dict[str, Any]] = []
     for _ in range(2):
         answer = ask_policy(base_url, create_params, said)
         said += [{"role": "assistant", "content": answer, "tool_calls": []}, {"role": "user", "content": "no, again"}]

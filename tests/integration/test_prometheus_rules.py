@@ -46,7 +46,9 @@ def test_rule_tests_evaluate_what_is_recorded_before_the_alerts_that_use_it() ->
 
 
 def test_every_alert_has_a_test_that_fires_one_that_does_not_and_is_silent_for_runs_without_a_fault() -> None:
-    fires, silent, runs_without_a_fault = defaultdict(int), defaultdict(int), defaultdict(set)
+    fires: defaultdict[str, int] = defaultdict(int)
+    silent: defaultdict[str, int] = defaultdict(int)
+    runs_without_a_fault = defaultdict(set)
     for file in RULE_TESTS:
         for case in yaml.safe_load(file.read_text())["tests"]:
             for check in case["alert_rule_test"]:

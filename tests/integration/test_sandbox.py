@@ -257,7 +257,8 @@ def test_its_end_is_the_end_of_who_started_it() -> None:
         "import asyncio, sys\nfrom producer.rewards.sandbox.run import Limits, Sandbox\n"
         "asyncio.run(Sandbox(Limits(time_s=60)).run('import time; print(1, flush=True); time.sleep(2718)'))"
     )
-    process, inner = subprocess.Popen([sys.executable, "-c", starter]), []
+    process = subprocess.Popen([sys.executable, "-c", starter])
+    inner: list[Any] = []
     try:
         deadline = time.monotonic() + 20
         while ["/main.py"] not in _last_words(inner) and time.monotonic() < deadline:

@@ -76,7 +76,7 @@ def test_the_slope_of_a_straight_line_is_its_own() -> None:
 
 def test_whole_numbers_that_come_and_go_grow_by_exactly_nothing() -> None:
     """Descriptors of a daemon whose clients come and go."""
-    assert np.max(lows(lambda chance: 30.0 + chance.poisson(3.0, len(HOURS)))) == 0.0
+    assert np.max(lows(lambda chance: np.asarray(30.0 + chance.poisson(3.0, len(HOURS)), np.float64))) == 0.0
 
 
 def test_a_descriptor_lost_every_five_minutes_is_found() -> None:

@@ -11,8 +11,8 @@ from tests.soak import resident
 __all__ = ["main", "preload"]
 
 
-def main(request: dict[str, Any]) -> int:
+def main(request: dict[str, Any]) -> None:
     resident.keep_to_what_is_held()
     from consumer import cli
 
-    return cli.main()
+    cli.main()

@@ -35,6 +35,14 @@ class Model:
     max_share: float
     max_pending: int
     current: Cut | None
+    prompts: Prompts
+    version: int
+    credit: float
+    ready: list[str]
+    recorded: list[Cut]
+    step: int
+    num_trained: int
+    table: dict[str, int]
     replaying: ReplaySection | None
     max_replayed: int
     partial: bool
@@ -139,10 +147,10 @@ class Model:
             prompts.cooldowns[prompt_id] = max(until, prompts.cooldowns.get(prompt_id, 0))
         if verdict != "failed" or reroll == self.rules.settings.max_attempts:
             return
-        returning = (epoch, prompt_id, reroll + 1)
+        returning = Key(epoch, prompt_id, reroll + 1)
         if returning in prompts.answered:
             prompts.answered.remove(returning)
-        elif not self.is_fresh((epoch + 1, prompt_id, 0)):
+        elif not self.is_fresh(Key(epoch + 1, prompt_id, 0)):
             prompts.let_go.add(returning)
         else:
             while len(prompts.deferred) >= self.max_pending:

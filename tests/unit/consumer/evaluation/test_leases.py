@@ -116,7 +116,9 @@ class Process:
     def answer(self, lease: Lease, reward: float = 1.0, version: int | None = None) -> Ack | Nack:
         assert lease.evaluates is not None
         group = made_up_group(lease, lease.evaluates.version if version is None else version, rewards=[reward])
-        return self.leases.receive(self.sessions[b"p"], group)
+        answer = self.leases.receive(self.sessions[b"p"], group)
+        assert answer is not None
+        return answer
 
     def answer_all(self, reward: float = 1.0) -> None:
         self.tick()

@@ -17,7 +17,7 @@ def queue_of(*capacities: int) -> tuple[RoomQueue, dict[bytes, ProducerSession]]
 
 def drained(queue: RoomQueue) -> list[bytes]:
     """Each is given leases until it has no room."""
-    order = []
+    order: list[bytes] = []
     while (taken := queue.take()) is not None:
         peer, session = taken
         session.leases.add(f"{len(order)}")

@@ -259,8 +259,11 @@ def test_the_second_of_two_updates_per_batch(
     assert_equal(ours_moved, theirs_moved)
     kept = [row[mask.bool()] for batch in second for row, mask in zip(*map(batch.get, KEPT), strict=True)]
     wanted = [row[mask.bool()] for row, mask in zip(*map(reference.get, KEPT), strict=True)]
-    by_size = {"key": lambda row: row.tolist()}
-    torch.testing.assert_close(sorted(kept, **by_size), sorted(wanted, **by_size), atol=TOLERANCE, rtol=0)
+
+    def by_size(row: torch.Tensor) -> list[float]:
+        return row.tolist()
+
+    torch.testing.assert_close(sorted(kept, key=by_size), sorted(wanted, key=by_size), atol=TOLERANCE, rtol=0)
 
 
 @pytest.fixture(scope="module")

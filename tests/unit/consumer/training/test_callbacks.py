@@ -196,7 +196,7 @@ def test_every_second_version_carries_a_probe_that_moves_with_the_weights(
     with torch.no_grad():
         base = model(torch.from_numpy(PROBE_TOKENS).long()[None]).logits[0].log_softmax(-1)
     expected = base[torch.arange(7), torch.from_numpy(PROBE_TOKENS[1:]).long()]
-    np.testing.assert_allclose(logprobs[0], expected, rtol=100 * np.finfo(np.float32).eps)
+    np.testing.assert_allclose(logprobs[0], expected, rtol=float(100 * np.finfo(np.float32).eps))
 
 
 def test_two_updates_per_batch(tmp_path: Path, one_layer_model: Path) -> None:

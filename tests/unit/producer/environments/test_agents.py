@@ -195,6 +195,7 @@ async def test_an_agent_that_is_cancelled_anywhere_leaves_its_task_to_another():
 
     async def take() -> None:
         taken = await agents.take(60.0)
+        assert taken is not None
         agents.fail(taken["episodes"][0], "it goes on")
 
     async def offer() -> None:  # before the agent comes, and while it waits

@@ -1,6 +1,7 @@
 """Groups and leases meet: in order, once, and never below a floor."""
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -10,11 +11,11 @@ from protocol.wire.messages import Group
 from tests.unit.producer.loop import asynchronous
 
 
-def group(version: int, name: str = "") -> Group:
+def group(version: int, name: str = "") -> Any:
     return Group(name, version, b"", b"", b"", b"", b"", b"", 0.0, 0.0)
 
 
-async def waiting(queue: GroupQueue, *floors: int) -> list["asyncio.Task[Group]"]:
+async def waiting(queue: GroupQueue, *floors: int) -> list["asyncio.Task[Any]"]:
     tasks = [asyncio.create_task(queue.take(floor)) for floor in floors]
     await asyncio.sleep(0)
     return tasks

@@ -1,5 +1,7 @@
 """Environments share the engine by their weights, and those that are gone do not keep theirs."""
 
+from typing import Any
+
 import pytest
 
 from producer.calls.requests import RefusedError, decode_body
@@ -15,7 +17,8 @@ def test_shares_go_by_weight_among_those_that_were_heard_lately():
     environments = Environments(lambda: now[0])
     one, three, none = (environments.add(registration(weight)) for weight in (1.0, 3.0, -1.0))
     assert [environments.share_of(number) for number in (one, three, none)] == [0.25, 0.75, 0.01]
-    assert [environments.share_of(number) for number in (77, None, True, [], "0")] == [1.0] * 5
+    unknown: list[Any] = [77, None, True, [], "0"]
+    assert [environments.share_of(number) for number in unknown] == [1.0] * 5
     now[0] = 59.0
     assert environments.share_of(one) == 0.25
     now[0] = 61.0  # the other one died, and another took its place

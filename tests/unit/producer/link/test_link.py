@@ -39,7 +39,8 @@ def test_a_greeting_that_nobody_answers_is_repeated(setup):
 
 
 def test_a_heartbeat_is_sent_once_per_interval(setup, monkeypatch):
-    sent, sender = [], setup.link._sender
+    sent: list[object] = []
+    sender = setup.link._sender
     monkeypatch.setattr(setup.client, "send", sent.append)
     sender.start_over(1.0)
     for now in (5.0, 5.5, 5.99, 6.0, 6.5):

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -183,7 +184,7 @@ def test_misbehaviour_costs_nothing_but_its_reward(
     monkeypatch.setattr("protocol.processes.kept._KEEPER_S", 0.5)  # of one that was stopped
     good, bad = names(GOOD), names(BAD)
     hanging = {"hangs", "stops_itself", "stops_its_keeper"}
-    functions = [{"function": f"good:{name}"} for name in good]
+    functions: list[dict[str, Any]] = [{"function": f"good:{name}"} for name in good]
     functions += [{"function": f"bad:{name}", "timeout_s": 1.5 if name in hanging else 60.0} for name in bad]
 
     async def body() -> None:
@@ -193,8 +194,8 @@ def test_misbehaviour_costs_nothing_but_its_reward(
             await pool.start()
             assert marked(folder)
             for _ in range(ROUNDS):
-                rewards, *_ = await pool.score("p", ["a", "b"], [[1], [2]], {})
-                found = dict(zip(good + bad, rewards[0].tolist(), strict=True))
+                scores, *_ = await pool.score("p", ["a", "b"], [[1], [2]], {})
+                found = dict(zip(good + bad, scores[0].tolist(), strict=True))
                 assert {name for name, reward in found.items() if np.isnan(reward)} == set(bad), found
             assert pool.num_idle == pool.num_workers
         finally:

@@ -151,7 +151,7 @@ def test_what_names_a_place_on_the_host_stays_there(
 ) -> None:
     (tmp_path / "base").mkdir()
     monkeypatch.chdir(tmp_path)
-    host_free = {"serve": {}, "observability": {}, "engine": {}, "evaluation": None, "environment": {}}
+    host_free: dict[str, Any] = {"serve": {}, "observability": {}, "engine": {}, "evaluation": None, "environment": {}}
     _, host_keys = shared(tmp_path, host_free | changes)
     assert host_keys == keys
 

@@ -163,7 +163,7 @@ def test_dead_letters_are_kept_with_the_beginning_of_a_long_story(journal: Journ
 def test_of_refused_frames_the_newest_256_are_kept_and_the_beginning_of_long_ones(journal: Journal) -> None:
     journal.quarantine_frames([(f"reason {i}", b"f%d" % i) for i in range(200)])
     journal.quarantine_frames([(f"reason {i}", b"f%d" % i) for i in range(200, 299)])
-    journal.quarantine_frames([("long", memoryview(b"y" * 70_000))])
+    journal.quarantine_frames([("long", b"y" * 70_000)])
     found = journal.query("SELECT reason, num_bytes, frame FROM frames ORDER BY id")
     assert len(found) == 256
     assert found[0] == ("reason 44", 3, b"f44")

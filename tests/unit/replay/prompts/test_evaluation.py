@@ -72,9 +72,10 @@ def test_the_numbers_of_an_evaluation() -> None:
     }  # fmt: skip
 
 
-def lease(evaluation: Evaluation, now: float, producer: str = "p", deadline: float = 99.0) -> LeaseRecord | None:
+def lease(evaluation: Evaluation, now: float, producer: str = "p", deadline: float = 99.0) -> LeaseRecord:
     work = evaluation.next_work(now)
-    return work and evaluation.lease(work, producer, deadline=deadline)
+    assert work is not None
+    return evaluation.lease(work, producer, deadline=deadline)
 
 
 def test_a_lease_id_is_none_of_the_ledger_s() -> None:
@@ -98,7 +99,7 @@ def test_a_prompt_waits_after_a_failure_and_is_given_up_within_its_budget() -> N
     evaluation = Evaluation(4, 1, BUDGETS, "s")
 
     assert evaluation.fail(lease(evaluation, 0.0).lease_id, "expired", 1.0) is True
-    assert lease(evaluation, 1.4) is None
+    assert evaluation.next_work(1.4) is None
     assert evaluation.fail(lease(evaluation, 1.5).lease_id, "reward_failed", 2.0) is True, (
         "another class, another budget"
     )

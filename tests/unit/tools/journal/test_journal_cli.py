@@ -123,7 +123,7 @@ def test_the_command_knows_every_verdict() -> None:
 def test_a_bug_ends_with_its_traceback_and_code(
     journal: Journal, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tools.journal.stats.collect", lambda reader: {}["a bug"])
+    monkeypatch.setattr("tools.journal.stats.collect", lambda reader: dict[str, int]()["a bug"])
     command("stats", code=ExitCode.BUG)
     assert command.err.startswith("Traceback (most recent call last)")
     assert command.err.endswith("rl-journal: this is a bug; please report it with its traceback\n")

@@ -2,6 +2,7 @@
 
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -163,7 +164,9 @@ def test_curves_are_means_of_neighbours_and_scores_stand_at_their_step() -> None
 
 
 def test_staleness_is_a_share_of_the_groups_of_each_step() -> None:
-    steps = [{"step": 8, "t": 80.0, "policy_version": 7.0}, {"step": 9, "t": 90.0, "policy_version": 8.0}, {"step": 10}]
+    steps: list[dict[str, Any]] = [
+        {"step": 8, "t": 80.0, "policy_version": 7.0}, {"step": 9, "t": 90.0, "policy_version": 8.0}, {"step": 10},
+    ]  # fmt: skip
     chart = staleness_shares(steps, [(8, 7, 3), (8, 6, 1), (9, 6, 1), (9, 1, 1), (10, 9, 4), (11, 9, 4)])
     assert chart is not None
     assert chart.x == [80.0, 90.0]
@@ -195,7 +198,7 @@ def test_a_table_that_makes_no_sense_is_refused(query: dict[str, str]) -> None:
 
 def test_policies_know_their_swaps_refusals_and_scores() -> None:
     policies = [PolicyRow(version, version, "d", 1.0) for version in range(3)]
-    events = [
+    events: list[dict[str, Any]] = [
         {"event": "swap", "version": 1, "ms": 10.0, "load_ms": 5.0}, {"event": "swap_refused", "version": 2, "reason": "r"},
         {"event": "swap", "version": "x", "ms": 1.0}, {"event": "stats"},
     ]  # fmt: skip

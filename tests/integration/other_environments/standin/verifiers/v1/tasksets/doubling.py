@@ -55,7 +55,7 @@ class Doubling:
     async def run_slot(self, slot, context):
         client, data = context.client, slot.data
         messages = [{"role": "system", "content": data.system_prompt}, {"role": "user", "content": data.prompt}]
-        answers = []
+        answers: list[str] = []
         async with AsyncOpenAI(
             base_url=client.base_url, api_key=os.environ[client.api_key_var], default_headers=client.headers
         ) as policy:
@@ -63,7 +63,7 @@ class Doubling:
                 while len(answers) < 3 and (not answers or str(2 * data.number) not in answers[-1]):
                     messages += [{"role": "user", "content": "no, again"}] if answers else []
                     said = await policy.chat.completions.create(model=context.model, messages=messages)
-                    answers.append(said.choices[0].message.content)
+                    answers.append(said.choices[0].message.content or "")
                     messages.append({"role": "assistant", "content": answers[-1]})
             except Exception as error:
                 problem = SimpleNamespace(type=type(error).__name__, message=str(error))
