@@ -10,7 +10,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from protocol.errors import ConfigError, DeviceError
+from protocol.errors import ConfigError, DeviceError, StalledError
 from protocol.gpu import preview, seat, tenants
 from protocol.gpu.device import Gpu, gpu_facts
 from protocol.gpu.mps import mps_in_words
@@ -69,6 +69,18 @@ def test_the_memory_of_a_daemon_that_was_killed_is_waited_for(folder: Path, monk
         monkeypatch.setattr(time, "sleep", lambda seconds: None)
         with producer.settling(1.0):
             assert list(free) == []
+
+
+def test_an_engine_is_loaded_when_the_trainer_has_left_the_gpu(folder: Path) -> None:
+    config = run_of(folder, pipeline={"gpu": "turns"})
+    with (
+        seated(config, [0], "producer") as producer,
+        tenants.tenancy("GPU-a", "trainer", config.run_dir) as trainer,
+    ):
+        with trainer.alone(0.0, lambda: False, lambda: None), pytest.raises(StalledError), producer.settling(0.0):
+            pass
+        with producer.settling(0.0):
+            assert producer.with_share(config) == config
 
 
 def test_there_is_one_daemon_of_each_kind(folder: Path) -> None:
