@@ -98,3 +98,24 @@ def test_loras_in_float32_are_refused_on_a_gpu(tmp_path: Path, monkeypatch: pyte
         built("float32", "adapter")
     assert built("bfloat16", "adapter").lora_config is not None
     assert built("float32", "merged").lora_config is None
+
+
+def test_an_engine_that_cannot_sleep_takes_no_turns_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from producer.engine import vllm_config
+
+    folder = build_model("qwen2", tmp_path / "model")
+    model, engine = {"path": str(folder), "dtype": "bfloat16"}, {"max_model_len": 64, "enforce_eager": True}
+
+    def refusal_of(**engine_too: Any) -> str:
+        config = run_config(tmp_path, model=model, pipeline={"gpu": "turns"}, engine=engine | engine_too)
+        with pytest.raises(ConfigError) as refused:
+            vllm_config.build_vllm_config(config, folder, 1)
+        return str(refused.value)
+
+    assert refusal_of().startswith(
+        "pipeline.gpu: turns cannot be used here, because vLLM's engine can sleep on a GPU only"
+    )
+    on_gpu = SimpleNamespace(is_sleep_mode_available=lambda: True, is_cpu=lambda: False, is_cuda_alike=lambda: True)
+    monkeypatch.setattr(vllm_config, "current_platform", on_gpu)
+    assert refusal_of(enable_sleep_mode=False).startswith("engine.enable_sleep_mode: pipeline.gpu: turns sets it")
+    assert "Sleep mode is not supported on current platform" in refusal_of(), "vLLM was asked for it"

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from protocol.errors import ExitCode
+from protocol.files import rotated_lines
 from replay.journal.reader import JournalReader
 from tests.integration.one_gpu import happened
 from tools.journal.cli import main as rl_journal
@@ -39,6 +40,7 @@ def in_turns(start: Callable[..., Run], folder: Path, **pipeline: Any) -> Run:
         rewards={"functions": [{"function": f"{folder}/rewards.py:reward"}], "num_workers": 1},
         replay={"keep_all": True},
         trainer={"max_steps": STEPS, "save_steps": 4},
+        evaluation={"dataset": {"path": f"{folder}/train.jsonl"}, "every_versions": 4, "max_prompts": 3},
     )
 
 
@@ -89,6 +91,8 @@ def test_turns_outlive_kills_of_either_side_in_either_turn(
     with closing(JournalReader(run.config.journal_file)) as reader:
         trained = [group_id for batch in reader.batches() for group_id in batch.group_ids]
     assert len(trained) == len(set(trained)) == 2 * STEPS
+    evaluated = {line["version"] for line in rotated_lines.read(Path(run.config.run_dir) / "evaluations.jsonl")}
+    assert evaluated >= {0, STEPS}, "the last one after the trainer had left the GPU"
     again = train_again(run)
     assert adapters(Path(run.config.run_dir)) == adapters(again), "weights come and go without losing a bit"
     assert "it sleeps" not in "".join(file.read_text() for file in tmp_path.glob("*.log"))
