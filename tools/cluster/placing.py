@@ -5,6 +5,7 @@ already the manager goes on, with what was asked anew.
 """
 
 import argparse
+import json
 import os
 import time
 from pathlib import Path
@@ -74,10 +75,11 @@ def plan_of(chosen: argparse.Namespace, config: RunConfig, run_dir: Path, facts:
         config=os.path.abspath(chosen.config),
         folder=os.getcwd(),
         overrides=[*chosen.overrides, *set_here],
-        producer_overrides=chosen.producer_overrides,
+        producer_overrides=[*_places_of_server(config), *chosen.producer_overrides],
         model=chosen.model or (os.path.abspath(model) if os.path.isdir(model) else ""),
         ranks=chosen.ranks,
         gpus=chosen.gpus,
+        are_clients=config.engine_server is not None,
         cpus=chosen.cpus,
         host=facts.host,
         endpoint=endpoint,
@@ -87,6 +89,16 @@ def plan_of(chosen: argparse.Namespace, config: RunConfig, run_dir: Path, facts:
         least=least,
         most=most,
     )
+
+
+def _places_of_server(config: RunConfig) -> list[str]:
+    """What producers override: files of a server's clients have one place on all nodes, unless `--producer-set` says another."""
+    given = {key: getattr(config.engine_server, key, None) for key in ("adapter_dir", "key_file", "ca_file")}
+    return [
+        f"engine_server.{key}={json.dumps(os.path.abspath(os.path.expanduser(value)))}"
+        for key, value in given.items()
+        if value is not None
+    ]
 
 
 def wait_for_room(plan: Plan) -> None:

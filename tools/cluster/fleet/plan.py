@@ -29,6 +29,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         model: folder of the base model on the producers' hosts; empty: a hub name of the configuration.
         ranks: of the trainer, each with a GPU unless there are none.
         gpus: of one producer; 0: it and the trainer compute on the CPU.
+        are_clients: producers use the servers of `engine_server` and no GPU.
         cpus: of one rank and of one producer.
         host: address of the node that has `run_dir`, to which the trainer is pinned.
         keys: folder with the trainer's keys.
@@ -44,6 +45,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     model: str = ""
     ranks: Annotated[int, Meta(ge=1)]
     gpus: Annotated[int, Meta(ge=0)]
+    are_clients: bool = False
     cpus: Annotated[int, Meta(ge=1)]
     host: str
     endpoint: str
@@ -60,7 +62,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def producer_needs(self) -> dict[str, float]:
-        return _needs(self.cpus, self.gpus)
+        return _needs(self.cpus, 0 if self.are_clients else self.gpus)
 
     def needs(self, name: str) -> dict[str, float]:
         return self.trainer_needs if name == TRAINER else self.producer_needs

@@ -69,6 +69,15 @@ def test_a_model_that_is_a_folder_is_named_to_producers(file: Path, tmp_path: Pa
     assert planned(file, "--set", "model.path=model", "--model", "/models/a").model == "/models/a"
 
 
+def test_clients_of_a_server_take_no_gpu_and_have_its_files_at_the_same_place(file: Path, tmp_path: Path) -> None:
+    server = ["--set", "engine_server.url=http://127.0.0.1:8000", "--set", "engine_server.adapter_dir=shared"]
+    found = planned(file, *server, "--producer-set", "serve.port=1")
+    assert found.producer_overrides == [f'engine_server.adapter_dir="{tmp_path}/shared"', "serve.port=1"]
+    assert found.trainer_needs["GPU"] == 1
+    assert "GPU" not in found.producer_needs
+    assert planned(file).producer_needs["GPU"] == 1
+
+
 def test_the_number_of_producers_keeps_to_the_bounds(file: Path) -> None:
     bounds = ["--set", "producers.min=2", "--set", "producers.max=4"]
     assert (planned(file, *bounds).producers, planned(file, *bounds, "--producers", "4").producers) == (2, 4)
