@@ -100,6 +100,7 @@ def config_of(size: dict[str, Any], folder: Path, **trainer: Any) -> RunConfig:
             },
             "correction": {"preset": "token_truncate" if size["correct"] else "none"},
             "trainer": {"gradient_checkpointing": False, "max_steps": 1, "loss_type": size.get("loss_type", "dapo")}
+            | size.get("trainer", {})
             | trainer,
         }
     )

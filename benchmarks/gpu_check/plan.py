@@ -31,6 +31,16 @@ _NF4 = {
     "package": "bitsandbytes",
     "equal": False,
 }
+_CHECKPOINTING: dict[str, Any] = {"gradient_checkpointing": True}
+_OFFLOAD = {
+    "ways": {
+        "kept": {},
+        "computed again": {"trainer": _CHECKPOINTING},
+        "on the host": {"trainer": _CHECKPOINTING | {"gradient_checkpointing_kwargs": {"offload": True}}},
+    },
+    "package": "transformers",
+    "equal": True,
+}
 PLAN = (
     Part("machine", "GPU, memory, versions, what does not import", "machine", {}, 15, 60, 0),
     Part("demo", "the demo, both daemons on one GPU, merged, float32", "demo", {}, 100, 240),
@@ -48,6 +58,7 @@ PLAN = (
     Part("decode", "tokens/s without a policy, adapter, merged", "decode", {}, 250, 400, 0),
     Part("swap-merged", "swaps of 40 and 160 MB, merged", "swaps", {"mode": "merged"}, 120, 240, 0),
     Part("ranks", "0.6 B model, trainer on two GPUs", "pair", {"mode": "adapter", "ranks": 2}, 150, 300, 2),
+    Part("activations", "our training step with activations kept, computed again, on the host", "variants", _OFFLOAD, 60, 150),
 )  # fmt: skip
 
 
