@@ -6,16 +6,24 @@ Guarantee: no weight is read and no library of models is imported, so it takes m
 import json
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from protocol.errors import ConfigError
+from protocol.wire.vision_language import is_of_text_model
 
 _LONGEST_HEADER = 100 * 2**20  # bytes, as safetensors itself has it
 _LENGTH = struct.Struct("<Q")
-_IN_LAYER = re.compile(r"\.\d+\.")  # of the name of a weight: the number of its layer
+_LAYER = re.compile(r"\.(\d+)\.")  # of the name of a weight: the number of its layer
+_BY_NAME = {
+    "vocabulary_size": "embed_tokens",
+    "query_size": ".q_proj",
+    "kv_size": ".k_proj",
+    "intermediate_size": ".up_proj",
+}
+"""Ends of the names of matrices whose first side is this size."""
 
 
 class Weight(NamedTuple):
@@ -36,7 +44,7 @@ class Weight(NamedTuple):
     @property
     def is_linear(self) -> bool:
         """Whether it is the matrix of a linear layer in a decoder layer: neither embeddings nor LM head."""
-        return len(self.shape) == 2 and self.name.endswith(".weight") and bool(_IN_LAYER.search(self.name))
+        return len(self.shape) == 2 and self.name.endswith(".weight") and bool(_LAYER.search(self.name))
 
     @property
     def module(self) -> str:
@@ -45,52 +53,63 @@ class Weight(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Of a decoder. `max_length` is the longest context in tokens."""
+    """Of a decoder."""
 
     weights: tuple[Weight, ...]
     hidden_size: int
     intermediate_size: int
     num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
+    query_size: int  # of all heads
+    kv_size: int  # of all key-value heads
     vocab_size: int
-    max_length: int
-
-
-_KEYS: dict[str, tuple[str, ...]] = {
-    "hidden_size": ("hidden_size", "n_embd", "d_model"),
-    "num_layers": ("num_hidden_layers", "n_layer", "num_layers"),
-    "num_heads": ("num_attention_heads", "n_head", "num_heads"),
-    "vocab_size": ("vocab_size",),
-    "max_length": ("max_position_embeddings", "n_positions", "max_sequence_length"),
-}
-"""Names in `config.json`, by ours. All of them are needed."""
+    max_length: int | None  # longest context in tokens, where the files say it
 
 
 def model_shape(folder: Path) -> ModelShape:
-    """
+    """Of the model in this folder; of a vision-language checkpoint, of its text model.
+
     Raises:
         ConfigError: the folder's files do not say it.
     """
-    config = _json(folder / "config.json")
+    config, weights = _json(folder / "config.json"), tuple(_weights(folder))
     config = config.get("text_config") or config
-    said = {name: _whole(config, keys, folder) for name, keys in _KEYS.items()}
-    hidden, heads = said["hidden_size"], said["num_heads"]
+    by_shape = _from_weights(weights)
+
+    def size(name: str, *keys: str) -> int:
+        for value in (*map(config.get, keys), by_shape.get(name)):
+            if isinstance(value, int) and value > 0:
+                return value
+        raise _refusal(f"neither {folder}/config.json nor the names of its weights say the {name.replace('_', ' ')}")
+
+    hidden = size("hidden_size", "hidden_size", "n_embd", "d_model")
+    heads = config.get("num_attention_heads") or config.get("n_head") or 0
+    of_head = config.get("head_dim") or (hidden // heads if heads else 0)
+    limits = (config.get(key) for key in ("max_position_embeddings", "n_positions"))
     return ModelShape(
-        weights=tuple(_weights(folder)),
-        intermediate_size=int(config.get("intermediate_size") or config.get("n_inner") or 4 * hidden),
-        num_kv_heads=int(config.get("num_key_value_heads") or heads),
-        head_size=int(config.get("head_dim") or hidden // heads),
-        **said,
+        weights=weights,
+        hidden_size=hidden,
+        intermediate_size=by_shape.get("intermediate_size") or config.get("intermediate_size") or 4 * hidden,
+        num_layers=size("number_of_layers", "num_hidden_layers", "n_layer"),
+        query_size=by_shape.get("query_size") or heads * of_head or hidden,
+        kv_size=by_shape.get("kv_size") or (config.get("num_key_value_heads") or heads) * of_head or hidden,
+        vocab_size=size("vocabulary_size", "vocab_size"),
+        max_length=next((limit for limit in limits if isinstance(limit, int) and limit > 0), None),
     )
 
 
-def _whole(config: dict[str, Any], keys: tuple[str, ...], folder: Path) -> int:
-    for key in keys:
-        if isinstance(value := config.get(key), int) and value > 0:
-            return value
-    raise _refusal(f"{folder}/config.json has no `{keys[0]}`")
+def _from_weights(weights: Iterable[Weight]) -> dict[str, int]:
+    """What the shapes of the weights say by the names that most decoders give them. A configuration leaves out what is a default
+    of its architecture."""
+    found: dict[str, int] = {}
+    for weight in weights:
+        if layer := _LAYER.search(weight.name):
+            found["number_of_layers"] = max(found.get("number_of_layers", 0), int(layer[1]) + 1)
+        for name, end in _BY_NAME.items():
+            if len(weight.shape) == 2 and weight.module.endswith(end):
+                found[name] = weight.shape[0]
+                if name == "vocabulary_size":
+                    found["hidden_size"] = weight.shape[1]
+    return found
 
 
 def _weights(folder: Path) -> Iterator[Weight]:
@@ -99,7 +118,7 @@ def _weights(folder: Path) -> Iterator[Weight]:
         raise _refusal(f"{folder} has no *.safetensors, whose headers say the shapes of the weights")
     for file in files:
         for name, said in _header(file).items():
-            if name != "__metadata__":
+            if name != "__metadata__" and is_of_text_model(name):
                 bits = re.search(r"\d+", said["dtype"])
                 size = int(bits.group()) if bits else 8  # BOOL
                 yield Weight(name, tuple(said["shape"]), size, "F" in said["dtype"] and size >= 16)

@@ -92,15 +92,16 @@ def engine_needs(config: RunConfig, model: ModelShape) -> EngineNeeds:
     weights = int(num_elements * _QUANTIZED_AT_LEAST) if engine.get("quantization") else num_elements * dtype_bytes
     adapters = config.max_loras * _num_trained(config, model) * dtype_bytes if config.swap.mode == "adapter" else 0
     element = 1 if str(engine.get("kv_cache_dtype", "")).startswith("fp8") else dtype_bytes
-    of_token = 2 * model.num_layers * model.num_kv_heads * model.head_size * element
-    tokens = max(_longest_context(config, model), config.sampling.num_generations * longest_row(config, model))
+    of_token = 2 * model.num_layers * model.kv_size * element
+    tokens = max(_longest_context(config, model) or 0, config.sampling.num_generations * longest_row(config, model))
     return EngineNeeds(weights, adapters, tokens * of_token)
 
 
 def longest_row(config: RunConfig, model: ModelShape) -> int:
     """Tokens of a prompt with its completion, at most."""
     prompt = config.dataset.max_prompt_tokens or _PROMPT_TOKENS
-    return min(_longest_context(config, model), prompt + config.sampling.max_completion_length)
+    longest = prompt + config.sampling.max_completion_length
+    return min(_longest_context(config, model) or longest, longest)
 
 
 def base_bytes(weights: Iterable[Weight], dtype_bytes: int, quantization: str | None) -> int:
@@ -160,12 +161,13 @@ def layer_bytes(model: ModelShape, dtype_bytes: int, *, drops: bool) -> int:
 
 
 def _width(model: ModelShape) -> int:
-    return max(model.hidden_size, model.num_heads * model.head_size)
+    return max(model.hidden_size, model.query_size)
 
 
-def _longest_context(config: RunConfig, model: ModelShape) -> int:
+def _longest_context(config: RunConfig, model: ModelShape) -> int | None:
+    """None: nothing says it."""
     chosen = config.engine.get("max_model_len")
-    return min(chosen, model.max_length) if isinstance(chosen, int) and chosen > 0 else model.max_length
+    return chosen if isinstance(chosen, int) and chosen > 0 else model.max_length
 
 
 def _num_trained(config: RunConfig, model: ModelShape) -> int:

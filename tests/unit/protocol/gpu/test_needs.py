@@ -1,8 +1,11 @@
 """What a model takes of a GPU, worked out by hand for one of 1,704 parameters."""
 
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from protocol.errors import ConfigError
 from protocol.gpu import needs
@@ -19,19 +22,26 @@ def model(tmp_path: Path) -> ModelShape:
 def test_the_folder_says_the_shapes(model: ModelShape) -> None:
     assert sum(weight.num_elements for weight in model.weights) == 1704
     assert (model.hidden_size, model.intermediate_size, model.num_layers, model.vocab_size) == (8, 16, 2, 32)
-    assert (model.num_heads, model.num_kv_heads, model.head_size, model.max_length) == (2, 1, 4, 64)
+    assert (model.query_size, model.kv_size, model.max_length) == (8, 4, 64)
     assert {(weight.bits, weight.is_float) for weight in model.weights} == {(16, True)}
 
 
 def test_a_model_of_several_modalities_says_it_of_its_text_model(tmp_path: Path) -> None:
-    nested = f'{{"hidden_size": 99, "text_config": {CONFIG}}}'
-    assert model_shape(write_model(tmp_path / "model", nested)).hidden_size == 8
+    """And leaves out what is a default of its architecture; towers are not loaded."""
+    nested = '{"hidden_size": 99, "text_config": {"model_type": "x"}}'
+    folder = write_model(tmp_path / "model", nested)
+    tower = {"vision_tower.encoder.layers.7.self_attn.q_proj.weight": np.zeros((9, 9), np.float16)}
+    save_file(tower, folder / "tower.safetensors")
+    plain = model_shape(write_model(tmp_path / "plain"))
+    assert model_shape(folder) == replace(plain, max_length=None)
+    trainer, engine = needs_of(run_of(folder), folder)
+    assert (trainer.least_tokens, engine.cache) == (10, 3 * 10 * 32)
 
 
 @pytest.mark.parametrize(
     ("config", "weights", "said"),
     [
-        ('{"hidden_size": 8}', b"", "config.json has no `num_hidden_layers`"),
+        ('{"vocab_size": 8}', b"\x20" + bytes(7) + b'{"a": {"dtype":"I8","shape":[]}}', "weights say the hidden size"),
         ("[", b"", "config.json cannot be read"),
         (CONFIG, b"\xff" * 64, "model.safetensors cannot be read: its header has 18446744073709551615 bytes"),
         (CONFIG, b"\x02", "model.safetensors cannot be read"),
@@ -127,7 +137,7 @@ def test_an_engine_of_other_formats(tmp_path: Path) -> None:
 
 def test_seven_billion_parameters_and_their_orders_of_magnitude() -> None:
     """Qwen2.5-7B: 28 layers of 3,584 and 18,944, and passes of 16,384 tokens."""
-    shape = ModelShape((), 3584, 18944, 28, 28, 4, 128, 152064, 32768)
+    shape = ModelShape((), 3584, 18944, 28, 3584, 512, 152064, 32768)
     assert 8 < pass_bytes(shape, 16384, 2, recomputes=True) / GIB < 11
     assert 110 < pass_bytes(shape, 16384, 2, recomputes=False) / GIB < 140
     assert needs.longest_row(run_of(Path("/models/seven")), shape) == 10
