@@ -37,6 +37,7 @@ class TurnArbiter:
     phase: Phase = "producers"
     number: int = 0
     _asleep_in: dict[str, int] = field(default_factory=dict)  # producers that share the GPU: a turn, or `_AWAKE`
+    _joined_at: dict[str, float] = field(default_factory=dict)
     _spent_s: dict[Phase, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
     @property
@@ -46,12 +47,13 @@ class TurnArbiter:
 
     # What producers do.
 
-    def join(self, producer: str) -> None:
+    def join(self, producer: str, now: float) -> None:
         """One that counts as awake until it says something else."""
-        self._asleep_in[producer] = _AWAKE
+        self._asleep_in[producer], self._joined_at[producer] = _AWAKE, now
 
     def leave(self, producer: str) -> None:
         self._asleep_in.pop(producer, None)
+        self._joined_at.pop(producer, None)
 
     def report(self, producer: str, asleep_in: int) -> None:
         if producer in self._asleep_in:
@@ -87,8 +89,10 @@ class TurnArbiter:
 
     def overdue(self, now: float) -> list[str]:
         """The producers that should have left the GPU by now."""
-        late = self.phase == "changing" and now - self.since >= 2 * self.handover_s
-        return self.awake() if late else []
+        asked_before = now - 2 * self.handover_s
+        if self.phase != "changing":
+            return []
+        return [each for each in self.awake() if max(self.since, self._joined_at[each]) <= asked_before]
 
     def spent_s(self, now: float) -> dict[Phase, float]:
         """Seconds of each phase so far."""

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 from consumer.turns.arbiter import Phase, TurnArbiter
@@ -79,7 +80,7 @@ class GpuTurns:
 
     def join(self, producer: str) -> None:
         with self._changed:
-            self._arbiter.join(producer)
+            self._arbiter.join(producer, self.clock())
             if self._arbiter.phase == "trainer":
                 logger.warning("producer %s came onto the GPU in the trainer's turn; it leaves again", producer)
 
@@ -116,53 +117,44 @@ class GpuTurns:
         if self.is_ours:
             return
         assert self._moves is not None
-        began = self.clock()
-        with self._changed:
-            self._arbiter.ask(began)
-        self._tell()
+        words = "they may be on the GPU"
+        patience.wait_until(self._is_settled, "producers to come back", lambda: words, pause_s=_POLL_S)
         try:
-            patience.wait_until(
-                self._is_settled, "producers to come back", lambda: "they may be on the GPU", pause_s=_POLL_S
-            )
-            patience.wait_until(self._enter, "the GPU", self._describe, timeout_s=4 * self.handover_s)
             self._stay.enter_context(self.stay())
+            began = self.clock()
+            with self._changed:
+                self._arbiter.ask(began)
+            self._tell()
+            patience.wait_until(self._enter, "the GPU", self._describe, timeout_s=4 * self.handover_s)
             left = self.clock()
-            patience.wait_until(self._has_room, "room on the GPU", self._describe_users, timeout_s=4 * self.handover_s)
+            has_room = partial(self._has_room, left)
+            patience.wait_until(has_room, "room on the GPU", self._describe_users, timeout_s=4 * self.handover_s)
             self._moves.back()
         except BaseException:
-            self._stay.close()
-            with self._changed:
-                self._arbiter.hand_over(self.clock())
-            self._tell()
+            self._end_turn()
             raise
         took = self.clock() - left
-        logger.info(
-            "the GPU is with the trainer: producers left it within %.1f s, its model came in %.1f s", left - began, took
-        )
+        text = "the GPU is with the trainer: producers left it within %.1f s, its model came in %.1f s"
+        logger.info(text, left - began, took)
 
     def hand_over(self) -> None:
         """Does nothing in the producers' turn."""
-        with self._changed:
-            if self._arbiter.phase == "producers":
-                return
-            had = self._arbiter.phase == "trainer"
+        if not self.is_ours:
+            return
+        assert self._moves is not None
         try:
-            if had:
-                self._flush()
+            self._flush()
         finally:
-            self._give_back(had=had)
-
-    def _give_back(self, *, had: bool) -> None:
-        if had:
-            assert self._moves is not None
             self._moves.out()
-            self._stay.close()
+            had_s = self.phase()[1]
+            self._end_turn()
+            logger.info("the GPU is with the producers: the trainer had it for %.1f s", had_s)
+
+    def _end_turn(self) -> None:
+        self._stay.close()
         with self._changed:
-            had_s = self.clock() - self._arbiter.since
             self._arbiter.hand_over(self.clock())
         self._tell()
-        if had:
-            logger.info("the GPU is with the producers: the trainer had it for %.1f s", had_s)
 
     # What can be asked.
 
@@ -192,13 +184,12 @@ class GpuTurns:
                 )
             return self._arbiter.enter(now) or None
 
-    def _has_room(self) -> bool | None:
+    def _has_room(self, since: float) -> bool | None:
         assert self._moves is not None
         needed, free = self._moves.num_bytes, self._moves.free_bytes()
         if free >= needed:
             return True
-        with self._changed:
-            waited = self.clock() - self._arbiter.since
+        waited = self.clock() - since
         if waited >= self.handover_s:
             raise DeviceError(
                 f"the trainer's model needs {needed / 2**30:.1f} GiB of the GPU, of which {free / 2**30:.1f} are free although "

@@ -14,8 +14,8 @@ HANDOVER_S = 10.0
 
 def test_a_turn_from_the_question_to_the_hand_over() -> None:
     arbiter = TurnArbiter(HANDOVER_S, since=0.0)
-    arbiter.join("p")
-    arbiter.join("q")
+    arbiter.join("p", 0.0)
+    arbiter.join("q", 0.0)
     assert arbiter.turn == GpuTurn(0, "producers", HANDOVER_S)
     arbiter.ask(3.0)
     assert arbiter.turn == GpuTurn(1, "trainer", HANDOVER_S)
@@ -32,7 +32,7 @@ def test_a_turn_from_the_question_to_the_hand_over() -> None:
 
 def test_what_was_said_of_another_turn_does_not_count() -> None:
     arbiter = TurnArbiter(HANDOVER_S, since=0.0)
-    arbiter.join("p")
+    arbiter.join("p", 0.0)
     arbiter.ask(0.0)
     arbiter.hand_over(1.0)  # the trainer changed its mind
     arbiter.ask(2.0)
@@ -44,14 +44,18 @@ def test_what_was_said_of_another_turn_does_not_count() -> None:
 
 def test_who_does_not_leave_is_overdue_and_who_is_gone_is_not_waited_for() -> None:
     arbiter = TurnArbiter(HANDOVER_S, since=0.0)
-    arbiter.join("p")
+    arbiter.join("p", 0.0)
     assert arbiter.overdue(1000.0) == []
     arbiter.ask(1000.0)
     assert arbiter.overdue(1019.9) == []
     assert arbiter.overdue(1020.0) == ["p"]
+    arbiter.join("q", 1015.0)
+    assert arbiter.overdue(1030.0) == ["p"], "the other one was not there when it was asked"
     arbiter.leave("p")
-    assert arbiter.overdue(1020.0) == []
-    assert arbiter.enter(1020.0)
+    assert arbiter.overdue(1030.0) == []
+    assert not arbiter.enter(1030.0)
+    arbiter.leave("q")
+    assert arbiter.enter(1030.0)
 
 
 @dataclass
@@ -80,7 +84,7 @@ class OneGpu(RuleBasedStateMachine):
     def join(self, name: str) -> None:
         self.leave(name)
         self.producers[name] = Producer()
-        self.arbiter.join(name)
+        self.arbiter.join(name, self.now)
         if self.arbiter.phase == "trainer":  # nobody can keep a process from starting
             self.came_in_the_trainers_turn.add(name)
 
@@ -138,8 +142,8 @@ class OneGpu(RuleBasedStateMachine):
 
     @invariant()
     def every_wait_has_an_end(self) -> None:
-        if self.arbiter.phase == "changing" and self.now - self.arbiter.since >= 2 * HANDOVER_S:
-            assert self.arbiter.overdue(self.now) or self.arbiter.enter(self.now)
+        if self.arbiter.phase == "changing":
+            assert self.arbiter.overdue(self.now + 2 * HANDOVER_S + 1.0) == self.arbiter.awake()
 
     @invariant()
     def no_second_is_lost(self) -> None:

@@ -82,7 +82,7 @@ def test_a_producer_that_does_not_leave_is_named_and_the_turn_goes_back() -> Non
     scene.turns.join("p")
     with pytest.raises(DeviceError, match=r"p did not leave the GPU within .*twice pipeline.gpu_handover_s=10"):
         scene.turns.take(scene.patience)
-    assert scene.moves.moved == []
+    assert scene.moves.moved == ["stays", "goes"]
     assert [turn.side for turn in scene.told] == ["trainer", "producers"]
 
 
