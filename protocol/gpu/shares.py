@@ -39,9 +39,10 @@ class Shares:
 
     def in_words(self) -> str:
         needs, why = self.needs, f"as {_KEY} says" if self.is_chosen else f"{_KEY}, computed"
+        smaller = " and will be cut smaller" if needs.wanted > self.trainer else ""
         return (
-            f"of {gib(self.total)} the trainer may take {gib(self.trainer)} ({_kept(needs)}, a pass of {needs.tokens} tokens "
-            f"{gib(needs.passes)}) and the producer {gib(self.producer)} ({self.utilization:g}, {why})"
+            f"of {gib(self.total)} the trainer may take {gib(self.trainer)} ({_kept(needs)}; a pass of {needs.tokens} tokens "
+            f"takes {gib(needs.passes)}{smaller}) and the producer {gib(self.producer)} ({self.utilization:g}, {why})"
         )
 
 
