@@ -167,7 +167,7 @@ def test_ranks_that_share_the_base_give_no_pass_up_and_the_run_ends(
 
     trainer.forward_pass = refusing
     control: Any = SimpleNamespace(early_stop_reason=None)
-    connections: Any = None
+    connections: Any = SimpleNamespace(shared=None)
     loop = TrainingLoop(trainer, control, connections, RunStart("r"), tmp_path)
     with pytest.raises(DeviceError, match=r"the trainer's device is out of memory: .*go on with --resume") as caught:
         loop.train()
