@@ -97,6 +97,7 @@ class GpuTurns:
         before = self.free_bytes()
         await self.engine.sleep()
         after = self.free_bytes()
+        logger.info("the engine sleeps: it is the trainer's turn on the GPU")
         while self._must_sleep():
             assert self._turn is not None
             self._say(self._turn.number)

@@ -82,7 +82,7 @@ class GpuTurns:
         with self._changed:
             self._arbiter.join(producer, self.clock())
             if self._arbiter.phase == "trainer":
-                logger.warning("producer %s came onto the GPU in the trainer's turn; it leaves again", producer)
+                logger.warning("producer %s joined in the trainer's turn on the GPU, and is told to leave it", producer)
 
     def leave(self, producer: str) -> None:
         with self._changed:

@@ -38,14 +38,18 @@ class ServedEngine:
     gate: EngineGate = field(default_factory=EngineGate)
 
     @asynccontextmanager
-    async def entered(self) -> AsyncIterator[None]:
-        """While a request is in the engine. One that cannot stay, because the trainer's turn on the GPU comes, is refused."""
+    async def entered(self, call: Call) -> AsyncIterator[None]:
+        """While a request is in the engine; afterwards nothing of the call is there. One that cannot stay, because the trainer's
+        turn on the GPU comes, is refused."""
         scope = asyncio.timeout(None)
         loop = asyncio.get_running_loop()
         try:
             async with self.gate.use(lambda: scope.reschedule(loop.time())), scope:
                 with self.running():
-                    yield
+                    try:
+                        yield
+                    finally:
+                        await call.close()
         except TimeoutError:
             if scope.expired():
                 raise RefusedError(429, "busy", TRAINERS_TURN) from None
@@ -82,7 +86,7 @@ class ClientGeneration:
         async with self.limiter.take(request.num_completions), self.versions.use(request.model, floor) as adapter:
             call = Call(adapter)
             try:
-                async with self.engine.entered():
+                async with self.engine.entered(call):
                     answer = await self.engine.answering.answer(request, call)
                     if not isinstance(answer, dict):
                         await _send_events(answer, call, send, recorder)
@@ -93,7 +97,6 @@ class ClientGeneration:
             finally:
                 self.metrics.prompt_tokens += call.num_prompt_tokens
                 self.metrics.completion_tokens += call.num_tokens
-                await call.close()
 
 
 def _record(recorder: Recorder | None, call: Call) -> None:
