@@ -182,7 +182,7 @@ def write_timeline(run: Path, num_steps: int) -> None:
         {"t": START + second, "event": "stats", "tokens": 100 * second, "busy_s": 0.75 * second, "idle_s": 0.0}
         for second in range(1, 2 * num_steps + 2)
     ]
-    phases = {"ms": 200.0, "load_ms": 150.0, "probe_ms": 20.0}
+    phases = {"ms": 200.0, "load_ms": 150.0, "probe_ms": 20.0, "probe_difference": 2.5e-7}
     events += [{"t": START + 2 * n + 0.2, "event": "swap", "version": n} | phases for n in range(num_steps)]
     events.append({"t": START + 5, "event": "swap_refused", "version": 2, "reason": "<i>the probe differs</i>"})
     _append(run / "producer-producer-0.jsonl", *sorted(events, key=lambda event: event["t"]))

@@ -41,7 +41,7 @@ class KeptAnswers:
         if self._folder.is_dir():
             known = [(file, _numbers(file)) for file in self._folder.iterdir()]
             for file in [file for file, numbers in known if numbers is None or numbers[1] > first_step]:
-                file.unlink()
+                file.unlink(missing_ok=True)
 
     def write(self, version: int, step: int, answers: Sequence[KeptAnswer]) -> None:
         """`step` made the version."""
@@ -54,7 +54,7 @@ class KeptAnswers:
         """Keeps the newest, and the version `best`."""
         for version, file in list(kept_versions(self._folder.parent).items())[:-NEWEST]:
             if version != best:
-                file.unlink()
+                file.unlink(missing_ok=True)
 
 
 def kept_versions(run_dir: Path) -> dict[int, Path]:

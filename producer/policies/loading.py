@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from producer.engine_gate import EngineGate
 from producer.interfaces import Adapter, AdapterRefusedError, DownloadedPolicy, PolicyWeights, Probe
-from producer.policies.verification import SwapProof
+from producer.policies.verification import SwapProof, largest_difference
 from protocol.wire.adapter_blob import BlobError, unpack
 
 logger = logging.getLogger(__name__)
@@ -30,6 +30,7 @@ class Loaded(NamedTuple):
     adapter: Adapter
     load_s: float
     verify_s: float
+    probe_difference: float | None = None  # of log-probs, in nats; None: it was not proved
 
 
 @dataclass
@@ -63,10 +64,13 @@ class PolicyLoader:
             raise AdapterRefusedError(str(error)) from error
         loaded = time.monotonic()
         self._probed = downloaded.probe or self._probed
-        if downloaded.probe is not None and (refusal := await self._verify(adapter, downloaded.probe)):
+        refusal, difference = "", None
+        if downloaded.probe is not None:
+            refusal, difference = await self._verify(adapter, downloaded.probe)
+        if refusal:
             await self.discard(adapter)
             raise AdapterRefusedError(refusal)
-        return Loaded(adapter, loaded - started, time.monotonic() - loaded)
+        return Loaded(adapter, loaded - started, time.monotonic() - loaded, difference)
 
     async def measure(self, adapter: Adapter) -> list[float] | None:
         """The engine's log-probs under this policy, which it has, of the tokens that were probed last; None where there are none,
@@ -84,9 +88,11 @@ class PolicyLoader:
         shutil.rmtree(adapter.path, ignore_errors=True)
         logger.debug("policy v%d unloaded", adapter.version)
 
-    async def _verify(self, adapter: Adapter, probe: Probe) -> str:
+    async def _verify(self, adapter: Adapter, probe: Probe) -> tuple[str, float | None]:
+        """Why it is refused ("": it is not), and how far the engine is from the probe."""
         try:
-            return self.proof.refusal(probe, await self.weights.verify(adapter, list(probe.token_ids)))
+            engine = await self.weights.verify(adapter, list(probe.token_ids))
         except AdapterRefusedError as error:
             logger.warning("policy v%d cannot be verified: %s", adapter.version, error)
-            return ""
+            return "", None
+        return self.proof.refusal(probe, engine), largest_difference(probe.logprobs, engine)

@@ -35,7 +35,7 @@ class SwapProof:
 
     def refusal(self, probe: Probe, engine: list[float]) -> str:
         """Why the version is refused; "" if it is not."""
-        difference = _distance(probe.logprobs, engine)
+        difference = largest_difference(probe.logprobs, engine)
         if not difference <= self._tolerance:  # a NaN, too
             return (
                 f"log-probs of the probe differ by {difference:.2g} from the trainer's, more than swap.probe_tolerance "
@@ -45,9 +45,9 @@ class SwapProof:
             self._noise, self._reference = difference, (probe, engine)
             return ""
         before, engine_before = self._reference
-        moved = _distance(probe.logprobs, before.logprobs)
+        moved = largest_difference(probe.logprobs, before.logprobs)
         if moved > max(_MIN_CLEAR_MOVE, _CLEAR_MOVE * self._noise):
-            followed = _distance(tuple(engine), engine_before)
+            followed = largest_difference(tuple(engine), engine_before)
             if followed <= _FOLLOWED * moved:
                 return (
                     f"the swap changed nothing: the trainer's log-probs of the probe have moved by {moved:.2g}, the engine's by "
@@ -64,7 +64,7 @@ class SwapProof:
         return f"log-probs of the same tokens differ by {difference:.2g} from before"
 
 
-def _distance(some: tuple[float, ...], others: list[float] | tuple[float, ...]) -> float:
+def largest_difference(some: tuple[float, ...], others: list[float] | tuple[float, ...]) -> float:
     """The largest; NaN if there is one."""
     distances = [abs(one - other) for one, other in zip(some, others, strict=True)]
     return next((distance for distance in distances if distance != distance), max(distances))

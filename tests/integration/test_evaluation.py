@@ -12,6 +12,8 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from consumer.evaluation.kept_answers import kept_versions, read_answers
+from protocol.wire.codec import decode
 from protocol.wire.messages import Group, Lease
 from tests.integration.pair import Daemon, end_well, run_pair
 from tests.integration.runs import Run
@@ -96,6 +98,11 @@ def test_every_score_is_that_of_the_version_it_names_whoever_is_killed(short_dir
         assert line["score"] == pytest.approx(worth_of_greedy(short_dir / "model", adapter), abs=1e-6), line["version"]
         assert (line["num_prompts"], line["num_scored"], line["step"]) == (40, 40, line["version"])
     assert len({line["score"] for line in lines}) >= 3, "training moved the completions"
+    answers = {version: read_answers(file) for version, file in kept_versions(run_dir).items()}
+    assert {version: np.mean([one.score for one in found]) for version, found in answers.items()} == pytest.approx(
+        {line["version"]: line["score"] for line in lines}
+    )
+    assert all(len(decode(one.frame).completion_ids) > 0 for found in answers.values() for one in found)
 
     best = max(lines, key=lambda line: line["score"])
     kept = run_dir / "checkpoints" / "best"

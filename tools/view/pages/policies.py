@@ -14,6 +14,7 @@ class Swap(NamedTuple):
     ms: float  # from the announcement to the first request on it
     load_ms: float | None
     probe_ms: float | None
+    difference: float | None  # of log-probs of the probe from the trainer's, in nats
 
 
 class PolicyLine(NamedTuple):
@@ -36,7 +37,8 @@ def policy_rows(
         for event in events:
             version = event.get("version")
             if event.get("event") == "swap" and isinstance(version, int) and (ms := _number(event, "ms")) is not None:
-                swap = Swap(name, ms, _number(event, "load_ms"), _number(event, "probe_ms"))
+                numbers = (_number(event, key) for key in ("load_ms", "probe_ms", "probe_difference"))
+                swap = Swap(name, ms, *numbers)
                 swaps.setdefault(version, []).append(swap)
             elif event.get("event") == "swap_refused" and isinstance(version, int):
                 refusals.setdefault(version, []).append((name, str(event.get("reason", ""))))

@@ -204,6 +204,7 @@ async def test_a_version_that_cannot_be_loaded_or_is_not_computed_as_the_trainer
     events = [json.loads(line) for line in setup.timeline_path.read_text().splitlines()]
     refused = [("swap_refused", version) for version in (1, 2, 3)]
     assert [(event["event"], event["version"]) for event in events] == [("swap", 0), *refused, ("swap", 4)]
+    assert [event["probe_difference"] for event in events if "probe_difference" in event] == [0.0]
 
 
 @working

@@ -199,10 +199,11 @@ def test_a_table_that_makes_no_sense_is_refused(query: dict[str, str]) -> None:
 def test_policies_know_their_swaps_refusals_and_scores() -> None:
     policies = [PolicyRow(version, version, "d", 1.0) for version in range(3)]
     events: list[dict[str, Any]] = [
-        {"event": "swap", "version": 1, "ms": 10.0, "load_ms": 5.0}, {"event": "swap_refused", "version": 2, "reason": "r"},
+        {"event": "swap", "version": 1, "ms": 10.0, "load_ms": 5.0, "probe_difference": 2e-6},
+        {"event": "swap_refused", "version": 2, "reason": "r"},
         {"event": "swap", "version": "x", "ms": 1.0}, {"event": "stats"},
     ]  # fmt: skip
     two, one, zero = policy_rows(policies, {"producer-p.jsonl": events}, [{"version": 1, "score": 0.5}])
     assert (two.refusals, two.swaps, two.score) == ([("p", "r")], [], None)
-    assert (one.swaps, one.score) == ([Swap("p", 10.0, 5.0, None)], 0.5)
+    assert (one.swaps, one.score) == ([Swap("p", 10.0, 5.0, None, 2e-6)], 0.5)
     assert (zero.swaps, zero.refusals) == ([], [])
