@@ -32,7 +32,8 @@ def main(descriptor: int, policy: bytes) -> None:
     model: Any = None
     while (frame := channel.receive()) is not None:
         try:
-            model = model or load(msgspec.json.decode(policy, type=Policy))
+            if model is None:
+                model = load(msgspec.json.decode(policy, type=Policy))
             answer = scores(model, msgspec.msgpack.decode(frame, type=Question))
         except Exception as error:  # libraries raise errors of many kinds
             answer = Answer(problem=f"{type(error).__name__}: {error}"[:_SHOWN])

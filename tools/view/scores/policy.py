@@ -72,5 +72,6 @@ def loadable(newest: NewestPolicy, facts: dict[str, str]) -> tuple[Policy, int]:
     needed, free = weights + _BESIDE_BYTES, psutil.virtual_memory().available
     if needed > free:
         raise NoPolicyError(f"the base model needs up to {size(needed)} of memory here, and {size(free)} are free")
-    policy = Policy(str(base), facts.get("model_dtype", "float32"), facts.get("quantization", ""), str(newest.adapter))
+    dtype, quantization = facts.get("model_dtype", "float32"), facts.get("quantization", "")
+    policy = Policy(str(base), dtype, quantization, str(newest.adapter), newest.by.key)
     return policy, needed + files  # pages of the files count while they are read

@@ -8,12 +8,14 @@ Text = Annotated[str, Meta(max_length=4096)]
 
 
 class Policy(Struct, frozen=True):
-    """A base model in a local folder, with an adapter, or (empty) without one. `quantization` is `model.quantization`, if any."""
+    """A base model in a local folder, with an adapter, or (empty) without one. `quantization` is `model.quantization`, if any;
+    `key` is another one for other weights in these folders."""
 
     base: Text
     dtype: Text
     quantization: Text
     adapter: Text
+    key: Text = ""
 
 
 class Question(Struct, frozen=True):

@@ -9,6 +9,7 @@ from urllib.parse import urlencode
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from protocol.errors import JournalError
 from replay.journal.reader import JournalReader
 from replay.journal.rows import STATES
 from tools.journal.content import ContentReader
@@ -92,7 +93,7 @@ class GroupPages:
         """Has the tokens of a group scored under the newest policy; the page shows them when this has answered."""
         try:
             await self._viewer.compute_scores(request.query_params.get("id", ""))
-        except NoPolicyError as error:
+        except (NoPolicyError, JournalError) as error:
             return JSONResponse({"problem": f"It is not known: {error}."})
         return JSONResponse({"problem": ""})
 

@@ -79,9 +79,13 @@ def ask(viewer: Viewer) -> str:
 
 
 def page(viewer: Viewer, colour: str) -> str:
-    client = TestClient(application(viewer, TOKEN), BASE)
-    client.get(f"/?token={TOKEN}")
-    return client.get(f"/group?id={GROUP}&colour={colour}").text
+    return client_of(viewer).get(f"/group?id={GROUP}&colour={colour}").text
+
+
+def client_of(viewer: Viewer) -> TestClient:
+    result = TestClient(application(viewer, TOKEN), BASE)
+    result.get(f"/?token={TOKEN}")
+    return result
 
 
 @pytest.mark.long
@@ -194,10 +198,11 @@ def test_without_a_checkpoint_or_memory_nothing_is_loaded(viewer: Viewer, monkey
     (viewer.run.folder / "checkpoints" / "checkpoint-3" / "pipeline_state.json").unlink()
     assert "has no checkpoint yet" in ask(viewer)
     assert "has no checkpoint yet" in page(viewer, "ratio")
-    with viewer.journal() as reader:
-        assert reader.row("gone") is None
-    monkeypatch.setattr("tests.unit.tools.view.test_view_scores.GROUP", "gone")
-    assert "not in the journal any more" in ask(viewer)
+    answer = client_of(viewer).get("/scores?id=gone")
+    assert answer.json() == {"problem": "It is not known: the group is not in the journal any more."}
+    with closing(Journal(viewer.run.folder / "journal.sqlite")) as journal:
+        journal.query("UPDATE bodies SET frame = x'00'")
+    assert "is damaged (checksum)" in client_of(viewer).get(f"/scores?id={GROUP}").json()["problem"]
 
 
 @pytest.mark.parametrize(
