@@ -103,12 +103,14 @@ def test_ratios_and_entropies_are_those_of_the_model(
     random_adapter(tiny_model, tmp_path / "run" / "checkpoints" / "checkpoint-3")
     assert "<button data-compute" in page(viewer, "ratio")
     monkeypatch.setattr("tools.view.scores.scorer.IDLE_S", 0.01)
+    start, started = viewer.scorer._children.start, []
+    monkeypatch.setattr(
+        viewer.scorer._children, "start", lambda *what, **how: started.append(start(*what, **how)) or started[-1]
+    )
 
     async def ask_and_wait() -> None:
         await viewer.compute_scores(GROUP)
-        child = viewer.scorer._child
-        assert child is not None
-        assert await child[1].process.exited(60) is not None, "it is idle"
+        assert await started[0].process.exited(60) is not None, "it is idle"
         assert viewer.scorer._child is None
         await viewer.scorer.close()
 
