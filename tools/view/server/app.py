@@ -6,6 +6,7 @@ standard error. Pages are made on threads, so that none delays another.
 
 import asyncio
 import secrets
+import signal
 import socket
 import traceback
 from collections.abc import Callable
@@ -87,6 +88,10 @@ def serve(viewers: list[Viewer], port: int, say_url: Callable[[str], None]) -> N
 
 
 async def _serve(server: Server, door: socket.socket, scorer: Scorer, say_place: Callable[[str], None]) -> None:
+    """Until a signal comes. An interrupt as an exception would be lost in a request that is answered at that moment."""
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, setattr, server, "should_exit", True)
     say_place(f"http://127.0.0.1:{door.getsockname()[1]}")
     try:
         await server.serve([door])

@@ -1,21 +1,28 @@
 """Who is let in, and what every page says of a whole run, an empty one and a damaged one."""
 
+import asyncio
 import html
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
+from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
 
+from protocol.service.http_server import ConnectionLimiter, Server, listen
 from replay.journal.writer import Journal
 from tests.unit.tools.view.indexing import index_whole
 from tools.view.cli import main
 from tools.view.index.cache import place_of
-from tools.view.server.app import application
+from tools.view.scores.scorer import Scorer
+from tools.view.server.app import _serve, application
 from tools.view.server.security import POLICY
 from tools.view.server.viewer import Viewer
 
@@ -264,6 +271,38 @@ def test_a_bug_is_said_and_ends_nothing(
     assert client.get("/steps").status_code == 500
     assert "ZeroDivisionError" in capsys.readouterr().err
     assert client.get("/groups").status_code == 200
+
+
+def test_a_signal_in_the_middle_of_a_request_ends_the_server() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        await PlainTextResponse("answered")(scope, receive, send)
+
+    answers: list[bytes] = []
+
+    async def ask(place: str) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(place.rpartition(":")[2]))
+        writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        answers.append(await reader.read())
+        writer.close()
+
+    async def serve_once() -> None:
+        asked: list[asyncio.Task[None]] = []
+        limiter = ConnectionLimiter(5.0, 5.0, 8, on_refused=lambda reason: None)
+
+        def say(place: str) -> None:
+            asked.append(asyncio.ensure_future(ask(place)))
+
+        with listen("127.0.0.1", 0, "--port", "--port") as door:
+            await asyncio.wait_for(_serve(Server(app, limiter), door, Scorer(), say), 30)
+        await asked[0]
+
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        asyncio.run(serve_once())
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert answers[0].endswith(b"answered")
 
 
 def test_the_run_is_not_written_to(run: Path, cache: None) -> None:
