@@ -58,7 +58,7 @@ class SwapProof:
 
     def change(self, before: list[float], after: list[float]) -> str:
         """What an engine computes otherwise than before; "" if nothing."""
-        difference = _distance(tuple(before), after)
+        difference = largest_difference(tuple(before), after)
         if difference <= _SAME * self._tolerance:
             return ""
         return f"log-probs of the same tokens differ by {difference:.2g} from before"
