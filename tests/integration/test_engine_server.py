@@ -68,7 +68,7 @@ def test_log_probs_and_swaps_are_exact_and_a_policy_that_is_not_the_trainer_s_is
             with registry.pin() as adapter:
                 completions = await engine.generate(PROMPT, SAMPLING, adapter)
             assert {version for one in completions for version in one.token_versions} == {2}
-            assert [len(one.token_ids) == 24 for one in completions] == [one.truncated for one in completions]
+            assert all(len(one.token_ids) == 24 for one in completions if one.truncated)
             assert worst(completions, 2) < 1e-3
             assert worst(completions, 1) > 0.1, "the swap changed nothing"
             offered = await engine.servers.all[0].api.models()
