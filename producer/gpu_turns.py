@@ -2,8 +2,8 @@
 
 Guarantee: in the trainer's turn the engine sleeps, and the trainer is told so only after it does and only while it does. Nothing
 is lost by it: what runs ends, or is cut and goes on, and whoever wants the engine waits. Nobody gets it back before it was seen
-to compute what it did before. A trainer that says nothing for
-`silence_s` has lost its turn; the engine wakes when the GPU has the room that it gave up, whoever uses it until then.
+to compute what it did before. A trainer that says nothing for `silence_s` has lost its turn; the engine wakes when the GPU has
+the room that it gave up, whoever uses it until then.
 
     awake --trainer's turn--> leaving --nobody is in the engine--> asleep --turn over, room--> awake
                                  |                                                               ^
@@ -49,8 +49,8 @@ async def until_free(num_bytes: float, free_bytes: Callable[[], int | None], lim
 @dataclass
 class GpuTurns:
     """`note` and `run` belong to the event loop. `unchanged` is entered around a sleep, and raises where the engine is not what
-    it was. `told` is called when the trainer is to be told of a change; `free_bytes` of the
-    GPU are None where nobody can tell; `stall_timeout_s` bounds the wait for room."""
+    it was. `told` is called when the trainer is to be told of a change; `free_bytes` of the GPU are None where nobody can tell;
+    `stall_timeout_s` bounds the wait for room."""
 
     engine: Engine
     gate: EngineGate
@@ -116,10 +116,8 @@ class GpuTurns:
             while not task.done() and self._must_sleep():
                 await asyncio.wait([task], timeout=_POLL_S)
         finally:
-            if not task.done():
-                task.cancel()
-                with suppress(asyncio.CancelledError):
-                    await task
+            task.cancel()
+            await asyncio.wait([task])
         if task.cancelled():
             return False
         task.result()
