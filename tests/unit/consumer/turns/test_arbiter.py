@@ -150,5 +150,5 @@ class OneGpu(RuleBasedStateMachine):
         assert abs(sum(self.arbiter.spent_s(self.now).values()) - self.now) < 1e-6
 
 
-OneGpu.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+OneGpu.TestCase.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
 TestOneGpu = OneGpu.TestCase

@@ -1,12 +1,12 @@
 """The trainer takes the GPU when nobody else is on it, says whom it waits for, and gives it back whatever happens."""
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
 from prometheus_client import CollectorRegistry
 
+from consumer.turns import turns as turns_module
 from consumer.turns.arbiter import PHASES
 from consumer.turns.metrics import watch_turns
 from consumer.turns.turns import GpuTurns
@@ -15,6 +15,11 @@ from protocol.errors import DeviceError
 from protocol.wire.messages import GpuTurn
 
 GIB = 2**30
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns_module, "_POLL_S", 0.001)
 
 
 class Moves:
@@ -63,10 +68,8 @@ def test_a_turn_is_taken_when_all_are_asleep_and_handed_over_after_everything_le
     scene = Scene()
     scene.turns.join("p")
     first = scene.turns.turn.number
-    sleeping = threading.Timer(0.05, lambda: scene.turns.report("p", first + 1))
-    sleeping.start()
+    scene.patience.check = lambda: scene.turns.report("p", first + 1)
     scene.turns.take(scene.patience)
-    sleeping.join()
     assert scene.turns.is_ours
     assert scene.turns.phase()[0] == "trainer"
     scene.turns.take(scene.patience)
@@ -96,11 +99,15 @@ def test_one_that_is_gone_is_not_waited_for() -> None:
 
 def test_after_a_restart_producers_that_may_be_on_the_gpu_are_waited_for() -> None:
     scene = Scene(settle_s=3.0)
-    came = threading.Timer(0.05, lambda: scene.turns.join("p"))
-    came.start()
+    looks = iter([True])
+
+    def check() -> None:
+        if next(looks, False):
+            scene.turns.join("p")
+
+    scene.patience.check = check
     with pytest.raises(DeviceError, match="p did not leave"):
         scene.turns.take(scene.patience)
-    came.join()
 
 
 def test_memory_that_somebody_keeps_ends_the_trainer_and_says_who(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -185,6 +185,7 @@ async def test_what_is_wrong_is_refused_and_counted_by_its_reason(tmp_path):
         assert it.value("completions", state="generating") == 0
 
 
+@pytest.mark.long
 @asynchronous
 async def test_clients_wait_in_the_trainers_turn_and_those_that_cannot_are_told_to_come_again(tmp_path):
     async with endpoint(tmp_path, request_timeout_s=1.5) as it:
