@@ -110,9 +110,11 @@ class ComparePages:
             return _side(self._other, first or (0, _LAST)), _side(self._viewer, last or (0, _LAST)), True
         with self._viewer.journal() as reader:
             newest = policy.version if (policy := reader.policy_at(_LAST)) else 0
-        return (
-            _side(self._viewer, first or (0, newest // 2)), _side(self._viewer, last or (newest // 2 + 1, newest)), False,
-        )  # fmt: skip
+        half, kept = newest // 2, list(kept_versions(self._viewer.run.folder))
+        if len(kept) > 1:  # both ranges have one
+            half = min(max(half, kept[0]), kept[-1] - 1)
+        before, after = _side(self._viewer, first or (0, half)), _side(self._viewer, last or (half + 1, newest))
+        return before, after, False
 
 
 def _changes(before: Means, after: Means) -> Changes:

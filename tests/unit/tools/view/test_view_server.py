@@ -230,7 +230,12 @@ def test_held_out_answers_of_two_versions_are_compared(client: TestClient, run: 
         "are kept. Those of the newest 8 evaluations and of the best are: versions 4, 12."
         in client.get("/compare?a=0:3").text
     )
-    shutil.rmtree(run / "held-out")
+    folder = run / "held-out"
+    (folder / "version-4-step-4.answers").rename(folder / "version-16-step-16.answers")
+    assert "Answers of version 12 before and 16 after" in client_of(run).get("/compare").text, (
+        "unless others are asked for"
+    )
+    shutil.rmtree(folder)
     text = client_of(run).get("/compare").text
     assert (
         "No answers of both ranges are kept. Those of the newest 8 evaluations and of the best are, if the run" in text
