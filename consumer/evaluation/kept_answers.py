@@ -16,6 +16,7 @@ from protocol.wire.messages import Group
 
 FOLDER = "held-out"
 NEWEST, MAX_BYTES = 8, 32 * 2**20
+_MOST_READ = 4 * MAX_BYTES
 _NAME = "version-{}-step-{}.answers"
 
 
@@ -66,6 +67,8 @@ def kept_versions(run_dir: Path) -> dict[int, Path]:
 def read_answers(file: Path) -> list[KeptAnswer]:
     """In the order of the prompts; none if the file is damaged, or gone meanwhile."""
     try:
+        if file.stat().st_size > _MOST_READ:
+            return []
         return msgspec.msgpack.decode(file.read_bytes(), type=_Evaluation).answers
     except (OSError, msgspec.DecodeError):
         return []
