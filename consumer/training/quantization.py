@@ -15,7 +15,7 @@ from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dic
 from transformers import BitsAndBytesConfig
 
 from consumer.publishing.snapshots import Measurement, Probe
-from consumer.training.text_model import drop_towers, load_model, within_text_model
+from consumer.training.vision_language import drop_towers, load_model, within_text_model
 from protocol.config.sections.model import ModelSection
 from protocol.errors import ConfigError
 

@@ -28,8 +28,8 @@ from consumer.prompts.tokenizer import load_tokenizer
 from consumer.ranks.exchange import ALONE, Ranks
 from consumer.training.memory import OutOfMemory, PassMemory, random_state, set_random_state
 from consumer.training.quantization import keep_as_it_trains, quantization_config
-from consumer.training.text_model import within_text_model
 from consumer.training.trl_loss import StepLossTrainer
+from consumer.training.vision_language import within_text_model
 from protocol.config.run import RunConfig
 from replay.batches.cutting import CutBatch
 from replay.groups import RolloutGroup

@@ -37,7 +37,7 @@ from consumer.ranks.exchange import Ranks
 from consumer.ranks.sharding import is_sharded, shard_base
 from consumer.ranks.work import RankWork, work_of_all
 from consumer.training.memory import given_up_together
-from consumer.training.text_model import drop_towers
+from consumer.training.vision_language import drop_towers
 from protocol.config.sections.learning import ShardBase
 from protocol.import_guard import hidden
 

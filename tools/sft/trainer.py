@@ -17,8 +17,8 @@ from transformers.utils import logging as transformers_logging
 
 from consumer.checkpoints.adapter_folder import AdapterFolder
 from consumer.prompts.tokenizer import load_tokenizer
-from consumer.training.text_model import within_text_model
 from consumer.training.trl_arguments import REFUSALS, build_lora
+from consumer.training.vision_language import within_text_model
 from protocol.config.library_rules import for_library
 from protocol.config.library_section import build
 from protocol.config.run import RunConfig

@@ -17,7 +17,7 @@ from peft import PeftModel
 from consumer.checkpoints.adapter_folder import AdapterFolder
 from consumer.loss.forward import Tokens, is_plain, token_logprobs
 from consumer.loss.lm_head import TokenLogprobs
-from consumer.training.text_model import load_model
+from consumer.training.vision_language import load_model
 from protocol.config.sections.model import ModelSection
 from protocol.processes.worker_channel import WorkerChannel
 from tools.view.scores.questions import Answer, Policy, Question

@@ -9,8 +9,8 @@ from datasets import Dataset
 from safetensors.torch import load_file
 
 from consumer.checkpoints.initial_adapter import InitialAdapter
-from consumer.training.text_model import load_model
 from consumer.training.trl_arguments import build_lora
+from consumer.training.vision_language import load_model
 from tests.integration.models import reference_logprobs
 from tests.integration.vision_models import build_vision_model
 from tests.unit.consumer.builders import run_config

@@ -11,8 +11,8 @@ from peft import LoraConfig, PeftModel
 from transformers import AutoModelForImageTextToText
 
 from consumer.publishing.snapshots import AdapterSnapshots
-from consumer.training.text_model import within_text_model
 from consumer.training.trl_arguments import check_model
+from consumer.training.vision_language import within_text_model
 from protocol.errors import ConfigError
 from protocol.wire.adapter_blob import unpack
 from protocol.wire.vision_language import vision_language
