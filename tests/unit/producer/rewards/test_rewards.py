@@ -273,7 +273,7 @@ def test_groups_are_scored_side_by_side_and_after_a_hang_by_another_process(rewa
         for failure in await asked:
             assert isinstance(failure, LeaseFailure)
             assert "did not return within 1 seconds" in failure.detail
-        return [int(rewards[0, 0]) for rewards, _ in [*await ask("a"), *await ask("a"), *await ask("a")]]
+        return [int(scored.rewards[0, 0]) for scored in [*await ask("a"), *await ask("a"), *await ask("a")]]
 
     first, second, third = with_pool(rewards_of("moody", timeout_s=1.0, num_workers=2), use)
     assert first == third != second, "in turn"
