@@ -193,6 +193,7 @@ def test_advantages_are_those_that_the_journal_has_or_of_sampled_completions(cli
     text = client.get("/steps/12").text
     assert "<td>0.250 0.333 0.417 </td>" in text, "of the second group of three completions"
     assert "rollouts.jsonl" not in text
+    assert "It began with policy version 11. It made version 12, published" in text
     text = client.get("/steps/1").text
     assert "advantages of completions in rollouts.jsonl" in text
     assert "<td>-1.250 </td>" in text
