@@ -12,8 +12,9 @@ ends:
   for each that is sampled, and segments grow until every completion gets ahead.
 - `restart`: its tokens are dropped, once. If it outlives a second swap, it takes longer than there is time between two.
 
-The end of a turn on a shared GPU cuts a group where a swap would, and any group that stays longer than it may. That one goes on
-as with `continue`, but on the adapter that it has; one that cannot be continued (`sampling.stop`, guided decoding) begins again.
+The end of a turn on a shared GPU cuts a group where a swap would, and any group that stays longer than it may. It goes on after
+the turn with its tokens, on the adapter that it has, unless a newer one is there and the mode says otherwise. One that cannot be
+continued (`sampling.stop`, guided decoding) is only cut when it stays too long, and begins again.
 """
 
 import asyncio
@@ -93,6 +94,7 @@ class InFlight:
         `AdapterRegistry.wait_for`. Where the engine's own weights change meanwhile, tokens say so. Raises LeaseFailure where the
         engine refuses a request."""
         stays = kept is not None or self.on_swap == "finish"
+        continues, may_restart = (mode == self.on_swap and not stays for mode in ("continue", "restart"))
         await self.gate.wait_open()
         if kept is None:
             await self.adapters.wait_for(0)  # another trainer may have come meanwhile
@@ -101,34 +103,36 @@ class InFlight:
             adapter = kept or pins.enter_context(self.adapters.pin())
             whole = [(prompt_ids, sampling)]
             completions = await self._sample_segment(whole, adapter, min_run_s=math.inf if stays else 0.0)
-            may_restart = self.on_swap == "restart" and not stays
             while places := [place for place, completion in enumerate(completions) if completion.cut]:
                 if not self.gate.is_open:
                     cut_at = self.clock()
                     await self.gate.wait_open()
                     began += self.clock() - cut_at
-                if not stays and self.adapters.has_newer(adapter):  # otherwise it went when another trainer came
+                # Not so at the end of a turn, or when the newer one went because another trainer came.
+                is_superseded = (continues or may_restart) and self.adapters.has_newer(adapter)
+                if is_superseded:
                     with pins.pop_all():
                         adapter = pins.enter_context(self.adapters.pin())
-                if may_restart or not _can_be_continued(sampling):
-                    may_restart = False
+                if (may_restart and is_superseded) or not _can_be_continued(sampling):
+                    may_restart &= not is_superseded
                     self.counters.restarted += 1
                     self.counters.dropped_tokens += sum(len(completion.token_ids) for completion in completions)
-                    completions = await self._sample_segment(whole, adapter, min_run_s=math.inf)
-                else:
-                    self.counters.cut += len(places)
-                    requests = [_rest(prompt_ids, sampling, completions[place].token_ids) for place in places]
-                    min_run_s = math.inf if stays or self.on_swap == "restart" else self.clock() - began
-                    partials = await self._sample_segment(requests, adapter, min_run_s)
-                    for place, partial in zip(places, partials, strict=True):
-                        completions[place] = _joined(completions[place], partial)
+                    completions = await self._sample_segment(whole, adapter, 0.0 if may_restart else math.inf)
+                    continue
+                self.counters.cut += len(places)
+                requests = [_rest(prompt_ids, sampling, completions[place].token_ids) for place in places]
+                min_run_s = self.clock() - began if continues else 0.0 if may_restart else math.inf
+                partials = await self._sample_segment(requests, adapter, min_run_s)
+                for place, partial in zip(places, partials, strict=True):
+                    completions[place] = _joined(completions[place], partial)
         return completions
 
     async def _sample_segment(self, requests: list[_Request], adapter: Adapter, min_run_s: float) -> list[Completion]:
         """What the engine samples for `requests` until they end or, after `min_run_s`, a newer adapter is current or the turn on
         the GPU ends."""
         cut = asyncio.Event()
-        async with self.gate.use(cut.set, min_run_s):
+        gains = all(_can_be_continued(sampling) for _, sampling in requests)  # by a cut at the end of a turn
+        async with self.gate.use(cut.set, min_run_s if gains else math.inf):
             with self.busy.running():
                 return await self._sample_until(cut, requests, adapter, min_run_s)
 

@@ -119,13 +119,13 @@ ACTIONS = st.lists(
     st.tuples(
         st.sampled_from([0b111, 0b111, 0b101, 0b010, 0]),
         st.sampled_from([0, 0, 0, 0b001, 0b110]),
-        st.sampled_from(["flip", "flip", "gone", "flip, then gone", "stay"]),
+        st.sampled_from(["flip", "flip", "gone", "flip, then gone", "stay", "turn", "turn, in which it flips"]),
     ),
     max_size=8,
 )
 
 
-@pytest.mark.parametrize(("on_swap", "num_examples"), [("finish", 10), ("continue", 50), ("restart", 15)])
+@pytest.mark.parametrize(("on_swap", "num_examples"), [("finish", 20), ("continue", 50), ("restart", 25)])
 def test_tokens_are_whole_and_stamped_wherever_a_group_is_cut(on_swap, num_examples):
     @settings(max_examples=num_examples)
     @given(ACTIONS, st.integers(0, 1), st.integers(0, 9))
@@ -144,7 +144,14 @@ async def live_through(actions, on_swap, num_lost, *, abandoned):
             group.newest += 1
             group.policies.swap(group.newest)
             await asyncio.sleep(0)
-        if change != "stay":
+        if change.startswith("turn"):
+            await group.gate.close(0.0)
+            assert group.engine.rows == []
+            if change != "turn":
+                await group.flip()
+            group.gate.open()
+            await settle()
+        elif change != "stay":
             await group.flip(gone=change != "flip")
     if abandoned:
         group.task.cancel()
@@ -253,6 +260,7 @@ async def test_the_turns_of_a_group_stay_on_one_policy_where_requests_do(on_swap
         ("finish", {"stop": ("x",)}, 0.0, [0] * LONGEST),  # from its beginning
         ("continue", {}, 60.0, [0] + [1] * (LONGEST - 1)),
         ("restart", {}, 60.0, [1] * LONGEST),
+        ("restart", {"stop": ("x",)}, 0.0, [1] * LONGEST),
     ],
 )
 @asynchronous
@@ -271,6 +279,21 @@ async def test_a_group_leaves_the_engine_for_the_trainers_turn_and_goes_on_after
     assert group.versions() == [versions] * NUM
     dropped = on_swap == "restart" or "stop" in more
     assert (group.counters.restarted, group.counters.cut) == ((1, 0) if dropped else (0, NUM))
+
+
+@asynchronous
+async def test_a_turn_alone_makes_no_group_restart():
+    group = Group("restart")
+    await settle()
+    await group.sample()
+    await group.gate.close(60.0)
+    group.gate.open()
+    await settle()
+    await group.sample()
+    await group.flip()
+    await group.sample(0b111, stop=0b111)
+    assert group.versions() == [[1]] * NUM
+    assert (group.counters.cut, group.counters.restarted, group.counters.dropped_tokens) == (NUM, 1, 2 * NUM)
 
 
 @asynchronous
