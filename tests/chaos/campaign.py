@@ -68,7 +68,7 @@ class Campaign:
             for zygote in self._zygotes.values():
                 zygote.wait_until_ready()
             self._progress.moved_at = time.monotonic()
-            while self.tally.kills < self._kills:
+            while self.tally.kills < self._kills or self._first_trainer_fates:
                 self._tick(armed=True)
             self._end_run()
         finally:
