@@ -48,7 +48,8 @@ def run(config: RunConfig, placement: Placement, *, resume: bool, source: Path |
     Raises:
         SlipstreamError: what ended the run, for the user.
     """
-    config = _sharing(config, placement, is_live=source is None)
+    if source is not None:  # there are no producers with whom to share the GPU
+        config = config.model_copy(update={"pipeline": config.pipeline.model_copy(update={"gpu": "own"})})
     stop = _StopFlag()
     logs.adopt_libraries()
     datasets.disable_progress_bars()
@@ -130,22 +131,6 @@ def _train_again(components: RunComponents, watch: Watch, placement: Placement, 
         finally:
             connections.report.close()
         loop.write_results(finished, {"counts": dict(counts)})
-
-
-def _sharing(config: RunConfig, placement: Placement, *, is_live: bool) -> RunConfig:
-    """Where there are no producers, there is nobody to share the GPU with.
-
-    Raises:
-        ConfigError: this trainer cannot share it.
-    """
-    if not is_live:
-        return config.model_copy(update={"pipeline": config.pipeline.model_copy(update={"gpu": "own"})})
-    if config.pipeline.gpu == "turns" and not placement.is_alone:
-        raise ConfigError(
-            "pipeline.gpu: turns is for a trainer of one process, and this one has several ranks; name one GPU with --gpu, or "
-            "give trainer and producers GPUs of their own (pipeline.gpu: own)"
-        )
-    return config
 
 
 class _StopFlag:

@@ -49,7 +49,8 @@ class CudaDevice:
 def gpu_share(
     config: RunConfig, placement: Placement, must_stop: Callable[[], bool], device: Device | None = None
 ) -> Iterator[object]:
-    """Takes the share before anything else is on the GPU; what it yields keeps it. Under `pipeline.gpu: own` nothing is limited.
+    """Takes the share before anything else is on the GPU; what it yields keeps it. Only under `pipeline.gpu: shared` anything is
+    limited.
 
     Args:
         must_stop: ends the wait for a producer that is taking its share.
@@ -57,10 +58,11 @@ def gpu_share(
     Raises:
         SlipstreamError: the GPU is to be shared and cannot be.
     """
-    if config.pipeline.gpu == "shared" and placement.gpus and not placement.is_alone:
+    mode = config.pipeline.gpu
+    if not placement.is_alone and (mode == "turns" or (mode == "shared" and placement.gpus)):
         raise ConfigError(
-            "pipeline.gpu: shared is for a trainer of one rank on the producer's GPU, and this one has several (--gpu, --nodes); "
-            "name one GPU, or give each daemon GPUs of its own (pipeline.gpu: own)"
+            f"pipeline.gpu: {mode} is for a trainer of one rank on the producer's GPU, and this one has several (--gpu, --ranks, "
+            "--nodes); name one GPU, or give each daemon GPUs of its own (pipeline.gpu: own)"
         )
     with seated(config, list(placement.gpus), "trainer") as seat:
         held: object = None

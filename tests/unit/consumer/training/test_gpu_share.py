@@ -68,10 +68,21 @@ def test_alone_on_its_gpu_it_is_limited_by_nothing(folder: Path) -> None:
             assert held is None
 
 
-@pytest.mark.parametrize("placement", [Placement((0, 1), 2), Placement((0,), 1, Nodes(2, 0, "10.0.0.5", 5600))])
-def test_several_ranks_are_refused(folder: Path, placement: Placement) -> None:
-    share = gpu_share(run_of(folder), placement, lambda: False, Device())
-    with pytest.raises(ConfigError, match="a trainer of one rank"), share:
+SEVERAL = Placement((0, 1), 2)
+
+
+@pytest.mark.parametrize(
+    ("mode", "placement"),
+    [
+        ("shared", SEVERAL),
+        ("shared", Placement((0,), 1, Nodes(2, 0, "10.0.0.5", 5600))),
+        ("turns", SEVERAL),
+        ("turns", Placement((), 2)),
+    ],
+)
+def test_several_ranks_are_refused(folder: Path, mode: str, placement: Placement) -> None:
+    share = gpu_share(run_of(folder, pipeline={"gpu": mode}), placement, lambda: False, Device())
+    with pytest.raises(ConfigError, match=f"{mode} is for a trainer of one rank"), share:
         pass
 
 
