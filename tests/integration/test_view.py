@@ -203,6 +203,16 @@ def test_keys_page_search_and_open(driver: Any, base: str, run: Path) -> None:
     assert "<think>" in texts(driver, "[data-completion] pre")[0]
 
 
+def test_a_policy_that_cannot_be_asked_says_why(driver: Any, base: str) -> None:
+    """The model of this run is a tokenizer alone."""
+    driver.get(f"{base}/group?id=0-10-0-1-s&colour=entropy")
+    assert "Compute under version 10 (m)" in texts(driver, "button")
+    press(driver, "m")
+    until(lambda: texts(driver, "#said")[0].startswith("It is not known: "), "the reason")
+    assert "config.json cannot be read" in texts(driver, "#said")[0]
+    assert console(driver) == []
+
+
 def test_zooming_one_chart_zooms_all_and_is_in_the_url(driver: Any, base: str) -> None:
     from selenium.webdriver import ActionChains
 
