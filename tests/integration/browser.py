@@ -23,10 +23,6 @@ _SWITCHES = (
 )  # fmt: skip
 
 
-def is_there() -> bool:
-    return all(map(shutil.which, ("chromium", "chromedriver")))
-
-
 @contextmanager
 def browser(downloads: Path) -> Iterator[Any]:
     """A WebDriver; skips where there is no chromium."""
