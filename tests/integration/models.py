@@ -7,6 +7,7 @@ transformers does, so that distributions are far from uniform and a wrong adapte
 import functools
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -101,6 +102,11 @@ def build_model(family: str, folder: Path, seed: int = 0, num_layers: int = 2) -
             model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**settings, **experts, bos_token_id=None))
         case _:
             raise ValueError(family)
+    return save_random(model, tokenizer, folder, embedding_std)
+
+
+def save_random(model: Any, tokenizer: Any, folder: Path, embedding_std: float) -> Path:
+    """Weights that are large enough for a change of any of them to show."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 2:

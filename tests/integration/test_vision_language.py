@@ -1,9 +1,7 @@
 """Text models of vision-language checkpoints: real vLLM computes what transformers and PEFT do, and a real pair trains one."""
 
-import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -17,7 +15,7 @@ from protocol.wire.vision_language import vision_language
 from tests.integration.engines import live_engine
 from tests.integration.models import random_adapter, reference_logprobs
 from tests.integration.pair import Daemon, run_pair
-from tests.integration.test_pair import REWARD, read_steps, write_run
+from tests.integration.test_pair import REWARD, read_steps, versions_trained_on, write_run
 from tests.integration.vision_models import build_vision_model
 from tests.unit.consumer.builders import run_config
 from tools.export import merge as export
@@ -82,16 +80,4 @@ def test_a_pair_trains_the_text_model(short_dir: Path, daemons: list[Daemon]) ->
     run_pair(short_dir, config, daemons)
     assert [line["policy_version"] for line in read_steps(short_dir)] == list(range(4))
     assert "policy v3 is live" in daemons[0].output
-
-    file = short_dir / "trained.jsonl"
-    command = [sys.executable, "-m", "tools.journal.cli", "--run", str(short_dir / "run"), "export"]
-    subprocess.run([*command, "--state", "trained", "--to", str(file)], check=True, timeout=60)
-    versions = set()
-    for group in map(json.loads, file.read_text().splitlines()):
-        version = group["policy_version"]
-        adapter = short_dir / "run" / "checkpoints" / f"checkpoint-{version}" if version else None
-        for ids, logprobs in zip(group["completion_ids"], group["logprobs"], strict=True):
-            expected = reference_logprobs(short_dir / "model", adapter, group["prompt_ids"], ids, 1.0)
-            torch.testing.assert_close(torch.tensor(logprobs), expected, atol=1e-3, rtol=0)
-        versions.add(version)
-    assert len(versions) > 1
+    assert len(set().union(*versions_trained_on(short_dir))) > 1

@@ -19,7 +19,7 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
 )
 
-from tests.integration.models import char_tokenizer
+from tests.integration.models import char_tokenizer, save_random
 
 IMAGE = "<image>"
 _TEXT = {
@@ -79,10 +79,4 @@ def build_vision_model(family: str, folder: Path, seed: int = 0, num_layers: int
         case _:
             raise ValueError(family)
     embedding_std = 0.06 if family == "gemma3" else 0.5  # Gemma multiplies embeddings by sqrt(hidden_size)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() == 2:
-                parameter.normal_(0.0, embedding_std if "embed" in name else 0.15)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return save_random(model, tokenizer, folder, embedding_std)
