@@ -74,7 +74,10 @@ def until(condition: Callable[[], Any], what: str) -> Any:
 
 
 def texts(driver: Any, selector: str) -> list[str]:
-    return [element.text for element in driver.find_elements("css selector", selector)]
+    """In one look: a live page replaces its elements."""
+    return driver.execute_script(
+        "return [...document.querySelectorAll(arguments[0])].map((one) => one.innerText.trim())", selector
+    )
 
 
 def drawn(driver: Any) -> list[str]:

@@ -2,10 +2,12 @@
 
 import json
 import os
+import re
+import signal
 import subprocess
 import tarfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -14,17 +16,11 @@ from typing import Any
 import apsw
 import numpy as np
 import pytest
-from prometheus_client import CollectorRegistry
 
-from consumer.reporting.learning_metrics import LearningMetrics
-from protocol.service import exposition
-from protocol.service.health import Health
-from protocol.service.systemd import Notifier
-from protocol.service.targets import Targets
-from replay.journal.writer import Journal
 from tests.integration.browser import browser, console, drawn, texts, until, viewed
+from tests.integration.runs import Run
 from tests.tools import require
-from tests.view_run import HOSTILE, take_step, write_run
+from tests.view_run import HOSTILE, write_run
 from tools.journal.content import ContentReader
 from tools.run_reader import RunReader
 from tools.view.index.cache import place_of
@@ -230,26 +226,26 @@ def test_zooming_one_chart_zooms_all_and_is_in_the_url(driver: Any, base: str) -
     until(lambda: drawn(driver) == after, "the same zoom")
 
 
-def test_the_page_of_a_running_trainer_changes(driver: Any, tmp_path: Path) -> None:
-    run = write_run(tmp_path, num_groups=24)
-    registry = CollectorRegistry()
-    metrics = LearningMetrics(registry, ["correct"], max_steps=90, max_staleness=1)
-    names = {"key": "k", "job": "rl-trainer", "name": "host-1", "folder": run / "metrics"}
-    numbers = {"reward": 0.5}
-    metrics.step(7, 1.0, numbers, wait_s=0.1, step_s=0.2, tokens=10)
-    with (
-        exposition.serve(registry, Health(60.0, Notifier(None)), Targets("run"), "127.0.0.1", 0, **names),
-        viewed(run, tmp_path / "cache") as (url, _),
-        closing(Journal(run / "journal.sqlite")) as journal,
-    ):
+def test_the_page_follows_a_run_to_its_end(driver: Any, start: Callable[..., Run], tmp_path: Path) -> None:
+    run = start(trainer={"max_steps": 5000})
+    run.producer()
+    trainer = run.trainer()
+    run.wait_for_step(2)
+    with viewed(Path(run.config.run_dir), tmp_path / "cache") as (url, _):
         driver.get(url)
-        until(lambda: texts(driver, "#now") == ["step 7 of 90"], "the step")
-        before = drawn(driver)
-        metrics.step(8, 2.0, numbers, wait_s=0.1, step_s=0.2, tokens=10)
-        waiting = [group for (group,) in journal.query("SELECT group_id FROM groups WHERE step IS NULL LIMIT 4")]
-        take_step(journal, run, 5, waiting)
-        until(lambda: texts(driver, "#now") == ["step 8 of 90"], "the next step")
+
+        def step() -> int:
+            [found] = re.findall(r"step (\d+) of 5000", " ".join(texts(driver, "#now"))) or [0]
+            return int(found)
+
+        first = until(step, "the step")
+        before = until(lambda: drawn(driver), "the charts")
+        until(lambda: step() > first, "the next step")
         until(lambda: drawn(driver) != before, "the next point of the charts")
+        trainer.process.send_signal(signal.SIGTERM)
+        assert trainer.end() == 0, trainer.last_words
+        stopped = f"Stopped at step {run.steps[-1]['step']}"
+        until(lambda: stopped in " ".join(texts(driver, "main")), "the end")
         assert console(driver) == []
 
 
