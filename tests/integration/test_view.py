@@ -8,7 +8,7 @@ import subprocess
 import tarfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -210,15 +210,21 @@ def test_a_policy_that_cannot_be_asked_says_why(driver: Any, base: str) -> None:
 
 
 def test_zooming_one_chart_zooms_all_and_is_in_the_url(driver: Any, base: str) -> None:
+    from selenium.common.exceptions import StaleElementReferenceException
     from selenium.webdriver import ActionChains
+
+    def zoomed() -> list[str]:
+        """The charts before. They are drawn anew when the index has read more, also under the mouse; then it tries again."""
+        before = drawn(driver)
+        with suppress(StaleElementReferenceException):
+            over = driver.find_elements("css selector", "#charts .u-over")[1]
+            driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", over)
+            ActionChains(driver).move_to_element(over).click_and_hold().move_by_offset(200, 0).release().perform()
+        return before if "#zoom=" in driver.current_url else []
 
     driver.get(f"{base}/")
     until(lambda: driver.find_elements("css selector", "#charts .u-over"), "the charts")
-    before = drawn(driver)
-    over = driver.find_elements("css selector", "#charts .u-over")[1]
-    driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", over)
-    ActionChains(driver).move_to_element(over).click_and_hold().move_by_offset(200, 0).release().perform()
-    until(lambda: "#zoom=" in driver.current_url, "the zoom")
+    before = until(zoomed, "the zoom")
     after = drawn(driver)
     assert len(after) == len(before) > 4
     assert all(one != other for one, other in zip(before, after, strict=True))
