@@ -7,6 +7,7 @@ comes over HTTP. Pairs with and without a reader alternate, so that both see the
 import argparse
 import http.client
 import json
+import multiprocessing
 import os
 import random
 import re
@@ -14,10 +15,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode, urlsplit
@@ -207,13 +208,14 @@ def _pages(count: int, num_groups: int) -> dict[str, list[str]]:
 
 
 def _pairs(count: int) -> dict[str, list[float]]:
-    """The 99th percentile of acknowledgements, in ms, of alternating runs."""
+    """The 99th percentile of acknowledgements, in ms, of alternating runs. The reader is no thread of the trainer."""
+    processes = multiprocessing.get_context("spawn")
     found: dict[str, list[float]] = {"alone_p99_ms": [], "with_reader_p99_ms": []}
     for _ in range(count):
         for name, reads in (("alone_p99_ms", False), ("with_reader_p99_ms", True)):
             with tempfile.TemporaryDirectory(prefix="bench-view-", dir="runs/bench") as scratch:
-                stopped = threading.Event()
-                reader = threading.Thread(target=_read, args=(Path(scratch), stopped))
+                stopped = processes.Event()
+                reader = processes.Process(target=_read, args=(Path(scratch), stopped))
                 if reads:
                     reader.start()
                 acks = acknowledgements(Path(scratch), 1, _OFFERED_PER_S, _ACK_S)
@@ -224,7 +226,7 @@ def _pairs(count: int) -> dict[str, list[float]]:
     return found
 
 
-def _read(folder: Path, stopped: threading.Event) -> None:
+def _read(folder: Path, stopped: Event) -> None:
     """Pages through the run as soon as it has a journal, some ten pages a second."""
     while not (folder / "journal.sqlite").exists() and not stopped.wait(0.1):
         pass

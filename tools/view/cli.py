@@ -5,6 +5,7 @@ error and ends the process with its own exit code. Ctrl-C and SIGTERM end it.
 """
 
 import argparse
+import os
 import signal
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from tools.command import add_run, run_place, run_tool, tool_parser, whole
 from tools.tables import say
 
 PROGRAM = "rl-view"
+_NICE = 10  # the daemons of the run come first
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -32,6 +34,7 @@ def _serve(chosen: argparse.Namespace) -> ExitCode:
     if chosen.tokenizer is not None and not (chosen.tokenizer / "tokenizer.json").is_file():
         raise ConfigError(f"--tokenizer {chosen.tokenizer}: it has no tokenizer.json; name a folder that has one")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    os.nice(_NICE)
     serve([Viewer(place, chosen.tokenizer) for place in places.values()], chosen.port, _say_url)
     return ExitCode.OK
 
