@@ -1,11 +1,12 @@
 """`make bench-view`: rl-view on a large journal, and what somebody who pages through a run costs its trainer.
 
 Guarantee: the journal is generated (`benchmarks.view_journal`), the viewer is the command in a process of its own, and every page
-comes over HTTP. Pairs with and without a reader alternate, so that both see the same machine.
+comes over HTTP. Runs with and without readers alternate, so that both see the same machine.
 """
 
 import argparse
 import http.client
+import itertools
 import json
 import multiprocessing
 import os
@@ -35,6 +36,7 @@ from tools.view.index.cache import place_of
 from tools.view.index.decoder import find_decoder
 
 _PAIRS, _ACK_S, _OFFERED_PER_S = 5, 8.0, 200.0
+_READERS = {"alone": 0, "a_person": 4, "a_script": 20}  # pages per second; a person who holds a key down, without reading
 _WARM_UP = 5
 
 
@@ -89,7 +91,7 @@ def main() -> None:
         "--folder", type=Path, default=Path("runs/bench/view"), help="where the journal is, or is written"
     )
     parser.add_argument("--out", type=Path, default=Path("runs/bench/view.json"), help="JSON file to write")
-    parser.add_argument("--pairs", type=int, default=_PAIRS, help="with and without a reader (default: %(default)s)")
+    parser.add_argument("--pairs", type=int, default=_PAIRS, help="with and without readers (default: %(default)s)")
     arguments = parser.parse_args()
     folder, cache = arguments.folder, arguments.folder / "cache"
     if not (folder / "run").exists():
@@ -210,30 +212,30 @@ def _pages(count: int, num_groups: int) -> dict[str, list[str]]:
 def _pairs(count: int) -> dict[str, list[float]]:
     """The 99th percentile of acknowledgements, in ms, of alternating runs. The reader is no thread of the trainer."""
     processes = multiprocessing.get_context("spawn")
-    found: dict[str, list[float]] = {"alone_p99_ms": [], "with_reader_p99_ms": []}
+    found: dict[str, list[float]] = {f"{name}_p99_ms": [] for name in _READERS}
     for _ in range(count):
-        for name, reads in (("alone_p99_ms", False), ("with_reader_p99_ms", True)):
+        for name, pages_per_s in _READERS.items():
             with tempfile.TemporaryDirectory(prefix="bench-view-", dir="runs/bench") as scratch:
                 stopped = processes.Event()
-                reader = processes.Process(target=_read, args=(Path(scratch), stopped))
-                if reads:
+                reader = processes.Process(target=_read, args=(Path(scratch), stopped, pages_per_s))
+                if pages_per_s:
                     reader.start()
                 acks = acknowledgements(Path(scratch), 1, _OFFERED_PER_S, _ACK_S)
                 stopped.set()
-                if reads:
+                if pages_per_s:
                     reader.join()
-            found[name].append(round(1000 * float(np.percentile(acks.latency_s, 99)), 2))
+            found[f"{name}_p99_ms"].append(round(1000 * float(np.percentile(acks.latency_s, 99)), 2))
     return found
 
 
-def _read(folder: Path, stopped: Event) -> None:
-    """Pages through the run as soon as it has a journal, some ten pages a second."""
+def _read(folder: Path, stopped: Event, pages_per_s: float) -> None:
+    """Pages through the run as soon as it has a journal."""
     while not (folder / "journal.sqlite").exists() and not stopped.wait(0.1):
         pass
     with viewing(folder, folder / "cache") as viewer:
-        while not stopped.wait(0.1):
-            for path in ("/groups", "/groups?sort=tokens&state=ready"):
-                viewer.seconds(path)
+        pages = itertools.cycle(("/groups", "/groups?sort=tokens&state=ready"))
+        while not stopped.wait(1 / pages_per_s):
+            viewer.seconds(next(pages))
 
 
 if __name__ == "__main__":

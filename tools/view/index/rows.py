@@ -1,8 +1,8 @@
 """The columns of the index, kept as those of the journal.
 
 Guarantee: a group that is in the journal gets its row with the next pass, oldest first; one that the trainer changes is followed
-within seconds while it is among the newest or not trained yet, and by the sweep otherwise, a part of the journal at a time. A
-group that retention deleted leaves the index, and its words with it.
+within seconds while it is among the newest or not trained yet, and by the sweep otherwise, a part of the journal at a time. What
+did not change is not written again. A group that retention deleted leaves the index, and its words with it.
 """
 
 from collections.abc import Sequence
@@ -32,6 +32,7 @@ _COLUMNS = (
 _UPSERT = (
     f"INSERT INTO groups(seq, {', '.join(_COLUMNS)}) VALUES(?{', ?' * len(_COLUMNS)}) ON CONFLICT(seq) DO UPDATE SET "
     + ", ".join(f"{name} = excluded.{name}" for name in _COLUMNS)
+    + f" WHERE ({', '.join(_COLUMNS)}) IS NOT ({', '.join(f'excluded.{name}' for name in _COLUMNS)})"  # writes no row as it is
 )
 
 

@@ -56,6 +56,16 @@ def test_steps_that_the_trainer_takes_are_followed(run: Path, tmp_path: Path) ->
     assert look(place, "SELECT max(step) FROM steps") == [(last + 1,)]
 
 
+def test_what_did_not_change_is_not_written_again(run: Path, tmp_path: Path) -> None:
+    place = tmp_path / "index.sqlite"
+    index_whole(RunReader(run), place)
+    with closing(RunReader(run).journal()) as reader, closing(create(place, reader.facts()["run_id"])) as db:
+        rows = RowIndex(db)
+        rows.follow(reader)
+        rows.sweep(reader)
+        assert db.total_changes() == 0
+
+
 def test_groups_that_retention_deletes_leave_the_index_and_the_search(run: Path, tmp_path: Path) -> None:
     place = tmp_path / "index.sqlite"
     index_whole(RunReader(run), place)
