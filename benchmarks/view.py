@@ -36,7 +36,11 @@ from tools.view.index.cache import place_of
 from tools.view.index.decoder import find_decoder
 
 _PAIRS, _ACK_S, _OFFERED_PER_S = 5, 8.0, 200.0
-_READERS = {"alone": 0, "a_person": 4, "a_script": 20}  # pages per second; a person who holds a key down, without reading
+_READERS = {
+    "alone": 0,
+    "a_person": 4,
+    "a_script": 20,
+}  # pages per second; a person who holds a key down, without reading
 _WARM_UP = 5
 
 

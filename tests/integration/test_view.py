@@ -267,6 +267,25 @@ def test_a_shared_page_works_as_a_file(driver: Any, base: str, downloads: Path, 
     assert console(driver) == []
 
 
+def test_every_page_can_be_kept_as_a_file(driver: Any, base: str, tmp_path: Path) -> None:
+    kept = tmp_path / "kept.html"
+    ask = "const done = arguments[1]; fetch(arguments[0]).then((answer) => answer.text()).then(done)"
+
+    def words() -> set[str]:
+        return set(driver.find_element("tag name", "main").text.splitlines())
+
+    for page in PAGES:
+        driver.get(f"{base}{page}")
+        served = words()
+        text = driver.execute_async_script(ask, f"{base}{page}{'&' if '?' in page else '?'}share=1")
+        kept.write_text(text, encoding="utf-8")
+        console(driver)
+        driver.get(kept.as_uri())
+        assert len(words()) > 1
+        assert words() <= served, page  # what computes or asks is not in it
+        assert console(driver) == [], page
+
+
 @contextmanager
 def other_page() -> Iterator[str]:
     """A page of another origin on this host."""

@@ -22,9 +22,10 @@ from tools.view.index.rows import RowIndex
 from tools.view.index.steps import StepIndex
 from tools.view.index.texts import TextIndex
 
-_EVERY_S = 1.0
+_EVERY_S, _LONGEST_S = 1.0, 5.0  # of a round
+_SHARE = 0.01  # of the time, at most, for comparing what may have changed
 _AGAIN_S = 3.0
-_NICE = 10
+_NICE = 19
 
 
 class Builder:
@@ -67,13 +68,14 @@ class Builder:
 
     def _round(self, reader: JournalReader, rows: RowIndex, steps: StepIndex, texts: TextIndex) -> None:
         """What came since the last round, then words for as long as a round takes."""
-        ends = time.monotonic() + _EVERY_S
         while steps.add_new() and not self._stopped.is_set():
             pass
         while rows.add_new(reader) and not self._stopped.is_set():
             pass
+        began = time.monotonic()
         rows.follow(reader)
         rows.sweep(reader)
+        ends = began + min(_LONGEST_S, max(_EVERY_S, (time.monotonic() - began) / _SHARE))
         while not self._stopped.is_set() and time.monotonic() < ends and texts.add(reader):
             pass
         self._stopped.wait(max(0.0, ends - time.monotonic()))
