@@ -5,6 +5,14 @@
   const host = document.getElementById("charts");
   if (!host) return;
   const EVERY_MS = 2000, HEIGHT = 200, AXIS = 190, LANE = 26, MOST_LABEL = 26;
+  // Increment of the ticks in seconds, a tick, then what is said beside it in a new year, month, day, hour, minute, second.
+  const DAY = "\n{YYYY}-{MM}-{DD}", MINUTE = `${DAY} {HH}:{mm}`;
+  const TIMES = [
+    [86400, "{YYYY}-{MM}-{DD}", null, null, null, null, null, null, 1],
+    [60, "{HH}:{mm}", DAY, null, DAY, null, null, null, 1],
+    [1, ":{ss}", MINUTE, null, MINUTE, null, MINUTE, null, 1],
+    [0.001, ":{ss}.{fff}", MINUTE, null, MINUTE, null, MINUTE, null, 1],
+  ];
   const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const COLOURS = ["--curve-0", "--curve-1", "--curve-2", "--curve-3"];
   const plots = [];
@@ -24,7 +32,7 @@
   };
 
   const axes = (extra) => [
-    { stroke: colour("--text"), grid: { stroke: colour("--line"), width: 1 } },
+    { stroke: colour("--text"), grid: { stroke: colour("--line"), width: 1 }, values: TIMES },
     { stroke: colour("--text"), grid: { stroke: colour("--line"), width: 1 }, size: AXIS, ...extra },
   ];
 
@@ -65,7 +73,7 @@
     section.append(title);
     host.append(section);
     plots.push(new uPlot({
-      width: host.clientWidth, height, axes, scales, legend, series: [{}, ...series],
+      width: host.clientWidth, height, axes, scales, legend, series: [{ value: "{YYYY}-{MM}-{DD} {HH}:{mm}:{ss}" }, ...series],
       cursor: { sync: { key: "run", scales: ["x", null] } }, hooks: { setScale: [(plot, key) => key === "x" && follow(plot)] },
     }, data, section));
   };
