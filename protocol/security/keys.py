@@ -120,13 +120,12 @@ def _own_secret(folder: Path, role: str, wanted: str | None, how: str) -> tuple[
     """The owner's name and the secret key of this process, from a credential of systemd or from the file of `wanted`. `how`
     says what else to do after the key was made."""
     _check_writers(folder)
-    credential = _credential(role)
-    file = credential or folder / f"{wanted}.secret"
+    file = _credential(role) or folder / f"{wanted}.secret"
     if not file.exists():
         raise ConfigError(
             f"transport.keys: {file}: no such file. Make it: rl-keys --keys {folder} generate {wanted}{how}"
         )
-    name, secret = read_secret(file, is_private=credential is not None)
+    name, secret = read_secret(file)
     _check_owner(file, name, wanted or name)
     if name == TRAINER != role:
         raise ConfigError(f"transport.keys: {file} is the trainer's key; a producer needs one of its own")
@@ -167,11 +166,9 @@ def read_public(file: Path) -> tuple[str, bytes]:
     return _parse(file, read_private(file, others_may_read=True), _PUBLIC)
 
 
-def read_secret(file: Path, *, is_private: bool = False) -> tuple[str, SecretKey]:
-    """The owner's name and the secret key in `file`, or `ConfigError`. If it `is_private`, others cannot reach the file,
-    whatever its mode is (systemd's credentials carry an ACL)."""
-    text = read_private(file, others_may_read=is_private)
-    name, key = _parse(file, text, _SECRET)
+def read_secret(file: Path) -> tuple[str, SecretKey]:
+    """The owner's name and the secret key in `file`, or `ConfigError`."""
+    name, key = _parse(file, read_private(file), _SECRET)
     return name, SecretKey(key)
 
 

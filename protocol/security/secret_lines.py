@@ -15,11 +15,14 @@ _MAX_BYTES = 2**16
 
 def read_private(file: Path, place: str = "", *, others_may_read: bool = False) -> bytes:
     """The content of a file, up to 64 KiB; `ConfigError` if it cannot be read, or if others can read it and may not. `place`
-    is the key of the configuration that names it."""
+    is the key of the configuration that names it. Others cannot reach a credential of systemd, whatever its mode is: it carries
+    an ACL."""
+    credentials = os.environ.get("CREDENTIALS_DIRECTORY")
+    is_private = others_may_read or (bool(credentials) and file.parent == Path(str(credentials)))
     where = f"{place}: {file}" if place else str(file)
     try:
         with file.open("rb") as opened:
-            if not others_may_read and stat.S_IMODE(os.fstat(opened.fileno()).st_mode) & 0o077:
+            if not is_private and stat.S_IMODE(os.fstat(opened.fileno()).st_mode) & 0o077:
                 raise ConfigError(f"{where}: others can read this secret. Mend it: chmod 600 {file}")
             return opened.read(_MAX_BYTES)
     except OSError as error:

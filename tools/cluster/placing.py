@@ -21,7 +21,9 @@ from tools.cluster.fleet.actors import free_per_node
 from tools.cluster.fleet.managing import ManagerHandle, NoAnswer, last_line
 from tools.cluster.fleet.plan import Plan, on_host
 from tools.cluster.fleet.resources import Need, missing_text, without_place
+from tools.cluster.gpu_use import producer_gpus
 from tools.cluster.probe import NodeFacts
+from tools.cluster.server_files import server_files
 from tools.tables import say
 
 _FITS_WITHIN_S = 20.0
@@ -70,16 +72,17 @@ def plan_of(chosen: argparse.Namespace, config: RunConfig, run_dir: Path, facts:
     endpoint = own or f"tcp://{facts.host}:{facts.port}"
     keys = os.path.abspath(transport.keys) if transport.keys else str(run_dir / "cluster" / "keys")
     set_here = [] if own else [f"transport.keys={keys}", f"transport.endpoint={endpoint}"]
+    places = [f"engine_server.{key}={json.dumps(str(place))}" for key, place in server_files(config).items()]
     return Plan(
         run_dir=str(run_dir),
         config=os.path.abspath(chosen.config),
         folder=os.getcwd(),
         overrides=[*chosen.overrides, *set_here],
-        producer_overrides=[*_places_of_server(config), *chosen.producer_overrides],
+        producer_overrides=[*places, *chosen.producer_overrides],
         model=chosen.model or (os.path.abspath(model) if os.path.isdir(model) else ""),
         ranks=chosen.ranks,
-        gpus=chosen.gpus,
-        are_clients=config.engine_server is not None,
+        on_gpus=chosen.gpus > 0,
+        gpus=producer_gpus(config, chosen.gpus),
         cpus=chosen.cpus,
         host=facts.host,
         endpoint=endpoint,
@@ -89,16 +92,6 @@ def plan_of(chosen: argparse.Namespace, config: RunConfig, run_dir: Path, facts:
         least=least,
         most=most,
     )
-
-
-def _places_of_server(config: RunConfig) -> list[str]:
-    """What producers override: files of a server's clients have one place on all nodes, unless `--producer-set` says another."""
-    given = {key: getattr(config.engine_server, key, None) for key in ("adapter_dir", "key_file", "ca_file")}
-    return [
-        f"engine_server.{key}={json.dumps(os.path.abspath(os.path.expanduser(value)))}"
-        for key, value in given.items()
-        if value is not None
-    ]
 
 
 def wait_for_room(plan: Plan) -> None:

@@ -82,13 +82,15 @@ def check(facts: NodeFacts, run_dir: str, config: str) -> None:
 
 def file_system(place: Path) -> str:
     """The kind of the file system that `place` is on, or will be."""
+    return mount_of(place)[1]
+
+
+def mount_of(place: Path) -> tuple[str, str]:
+    """Where the file system of `place` is mounted, and its kind."""
     path = os.path.realpath(place)
     mounts = {part.mountpoint: part.fstype for part in psutil.disk_partitions(all=True)}
-    return (
-        mounts[max((mount for mount in mounts if _is_below(path, mount)), key=len, default="/")]
-        if mounts
-        else "unknown"
-    )
+    found = max((mount for mount in mounts if _is_below(path, mount)), key=len, default="/")
+    return found, mounts.get(found, "unknown")
 
 
 def is_on_network(kind: str) -> bool:

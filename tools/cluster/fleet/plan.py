@@ -27,9 +27,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         overrides: what the trainer's command gets with `--set`.
         producer_overrides: the same of producers, for what their hosts have elsewhere.
         model: folder of the base model on the producers' hosts; empty: a hub name of the configuration.
-        ranks: of the trainer, each with a GPU unless there are none.
-        gpus: of one producer; 0: it and the trainer compute on the CPU.
-        are_clients: producers use the servers of `engine_server` and no GPU.
+        ranks: of the trainer.
+        on_gpus: each rank of the trainer has a GPU.
+        gpus: of one producer.
         cpus: of one rank and of one producer.
         host: address of the node that has `run_dir`, to which the trainer is pinned.
         keys: folder with the trainer's keys.
@@ -44,8 +44,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     producer_overrides: list[str] = []
     model: str = ""
     ranks: Annotated[int, Meta(ge=1)]
+    on_gpus: bool
     gpus: Annotated[int, Meta(ge=0)]
-    are_clients: bool = False
     cpus: Annotated[int, Meta(ge=1)]
     host: str
     endpoint: str
@@ -58,11 +58,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def trainer_needs(self) -> dict[str, float]:
         """Resources in Ray's names, all on one node."""
-        return _needs(self.ranks * self.cpus, self.ranks if self.gpus else 0) | on_host(self.host)
+        return _needs(self.ranks * self.cpus, self.ranks if self.on_gpus else 0) | on_host(self.host)
 
     @property
     def producer_needs(self) -> dict[str, float]:
-        return _needs(self.cpus, 0 if self.are_clients else self.gpus)
+        return _needs(self.cpus, self.gpus)
 
     def needs(self, name: str) -> dict[str, float]:
         return self.trainer_needs if name == TRAINER else self.producer_needs

@@ -10,11 +10,12 @@ from pathlib import Path
 from protocol.config.loader import load_config
 from protocol.errors import ConfigError, ExitCode
 from protocol.service.command_line import add_config
-from tools.cluster.gpu_use import check_gpu_use
+from tools.cluster.gpu_use import check_gpu_use, producer_gpus
 from tools.cluster.probe import file_system, is_on_network
 from tools.cluster.render import kubernetes, slurm, ssh
 from tools.cluster.render.deployment import Deployment, Size, plain
 from tools.cluster.render.run_files import run_files
+from tools.cluster.render.shared_folder import OF_A_POD, OF_A_UNIT, check_shared, check_visible
 from tools.cluster.render.written import write
 from tools.command import whole
 from tools.tables import say
@@ -23,7 +24,7 @@ _BEGINS = {"slurm": "submit.sh", "kubernetes": "apply.sh", "ssh": "start.sh"}
 _NUMBERS = (
     ("producers", None, 1, "(default: producers.min, or 1)"),
     ("ranks", 1, 1, "of the trainer on each of its nodes, each on a GPU (default: 1)"),
-    ("gpus", 1, 0, "of each producer; 0: everything computes on the CPU (default: 1)"),
+    ("gpus", 1, 0, "of each producer with an engine of its own; 0: everything computes on the CPU (default: 1)"),
     ("cpus", 8, 1, "of each producer and each rank (default: 8)"),
     ("nodes", 1, 1, "of the trainer (default: 1)"),
 )
@@ -56,20 +57,25 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
 def _render(chosen: argparse.Namespace) -> ExitCode:
     config = load_config(chosen.config, chosen.overrides)
     check_gpu_use(config, chosen.gpus)
+    on_gpus, gpus = chosen.gpus > 0, producer_gpus(config, chosen.gpus)
     producers = chosen.producers or (config.producers.min if config.producers else 1)
-    size = Size(producers, chosen.nodes, chosen.ranks, chosen.gpus, chosen.cpus)
+    size = Size(producers, chosen.nodes, chosen.ranks, on_gpus, gpus, chosen.cpus)
     host = chosen.trainer_node or ("trainer" if chosen.target == "kubernetes" else None)
     deployment = Deployment.of(config, chosen.config, size, host, chosen.overrides)
     out = plain(chosen.out.resolve())
     match chosen.target:
         case "slurm":
             _check_disk(deployment)
+            check_shared(deployment, beside=out)
             files = slurm.render(deployment, out)
         case "kubernetes":
+            check_visible(deployment, OF_A_POD, "a pod")
             files = kubernetes.render(deployment, run_files(deployment))
         case _:
             if not chosen.hosts:
                 raise ConfigError("where do the producers run? Name each host with --hosts, as ssh takes it")
+            check_visible(deployment, OF_A_UNIT, "a systemd unit")
+            check_shared(deployment)
             files = ssh.render(deployment, plain(chosen.prefix), chosen.hosts, run_files(deployment))
     write(out, files)
     say(f"{out}: {', '.join(sorted(files))}; read them, then run {out / _BEGINS[chosen.target]}")

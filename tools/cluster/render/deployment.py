@@ -14,6 +14,7 @@ from pathlib import Path
 from protocol.config.run import RunConfig
 from protocol.config.sections.model import is_local
 from protocol.errors import ConfigError
+from tools.cluster.server_files import ADAPTER_DIR, server_files
 
 PORT = 5557  # of a trainer whose configuration names none
 _TCP = "tcp://"
@@ -25,19 +26,17 @@ class Size:
 
     Args:
         num_ranks: of the trainer, on each of its nodes.
-        num_gpus: of each producer; 0: everything computes on the CPU.
+        on_gpus: each rank of the trainer has a GPU.
+        num_gpus: of each producer.
         num_cpus: of each producer and each rank.
     """
 
     num_producers: int = 1
     num_nodes: int = 1
     num_ranks: int = 1
+    on_gpus: bool = True
     num_gpus: int = 1
     num_cpus: int = 1
-
-    @property
-    def on_gpus(self) -> bool:
-        return self.num_gpus > 0
 
 
 def plain(path: Path) -> Path:
@@ -96,6 +95,21 @@ class Deployment:
         name = self.config.model.path
         place = self.folder / Path(name).expanduser()
         return plain(Path(os.path.abspath(place))) if is_local(name, self.folder) else None
+
+    @property
+    def server_files(self) -> dict[str, Path]:
+        """What clients of a server need, by the keys of `engine_server`."""
+        return {key: plain(place) for key, place in server_files(self.config).items()}
+
+    @property
+    def adapter_dir(self) -> Path | None:
+        """Where policies are handed to servers."""
+        return self.server_files.get(ADAPTER_DIR)
+
+    @property
+    def server_secrets(self) -> dict[str, Path]:
+        """Files with which clients know servers, and are known to them."""
+        return {key: place for key, place in self.server_files.items() if key != ADAPTER_DIR}
 
     @property
     def name(self) -> str:

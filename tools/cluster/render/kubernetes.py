@@ -45,6 +45,7 @@ def render(deployment: Deployment, run_files: Mapping[str, bytes]) -> dict[str, 
         f"observability.trainer_metrics_port={_TRAINER_METRICS}",
         f"observability.producer_metrics_port={_PRODUCER_METRICS}",
     ]
+    secrets = {key: Path("/run/credentials", key) for key in deployment.server_secrets}
     values = {
         "name": deployment.name,
         "size": size,
@@ -57,6 +58,9 @@ def render(deployment: Deployment, run_files: Mapping[str, bytes]) -> dict[str, 
         "producer_gpus": _gpus(size.num_gpus),
         "image": f"slipstream:{__version__}",
         "state": STATE,
+        "adapter_dir": deployment.adapter_dir,
+        "server_secrets": deployment.server_secrets,
+        "server_files": deployment.server_files | secrets,
         "files": _in_config_map(run_files),
         "config_name": next(iter(run_files)),
         "overrides": overrides,

@@ -39,6 +39,7 @@ def render(deployment: Deployment, out: Path) -> dict[str, str]:
         "run_dir": deployment.folder / deployment.config.run_dir,
         "overrides": deployment.trainer_overrides(f"{out}/keys"),
         "model": deployment.model_folder,
+        "server_files": deployment.server_files,
         "out": out,
     }
     return {"keys.sh": fill("keys.sh", **values)} | {name: fill(f"slurm/{name}", **values) for name in TEMPLATES}

@@ -52,6 +52,8 @@ def render(
         "trainer_gpus": ",".join(map(str, range(size.num_ranks))) if size.on_gpus else "cpu",
         "address": deployment.address,
         "model": deployment.model_folder,
+        "adapter_dir": deployment.adapter_dir,
+        "server_secrets": deployment.server_secrets,
         "prefix": prefix,
         "run_dir": RUN_DIR,
         "config_name": next(iter(run_files)),
@@ -68,7 +70,7 @@ def places(size: Size, hosts: Sequence[str]) -> list[Place]:
     Raises:
         ConfigError: two of them would be one unit.
     """
-    if not size.on_gpus and size.num_producers > len(hosts):
+    if not size.num_gpus and size.num_producers > len(hosts):
         raise ConfigError(
             f"--producers {size.num_producers}: without GPUs each of the {len(hosts)} hosts has one; give more --hosts"
         )

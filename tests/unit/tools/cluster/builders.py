@@ -13,6 +13,7 @@ PLAN = Plan(
     folder="/home/u",
     overrides=["pipeline.max_staleness=2"],
     ranks=2,
+    on_gpus=True,
     gpus=1,
     cpus=4,
     host="10.0.0.5",
