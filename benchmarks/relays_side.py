@@ -3,16 +3,15 @@
 Guarantee: a policy counts when its sha256 was seen to match. Times are of CLOCK_MONOTONIC, which processes share.
 """
 
-import threading
 import time
 from contextlib import ExitStack, suppress
+from dataclasses import fields
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NamedTuple
 
 from benchmarks.terms import ENGINE_FACTS, MAX_MESSAGE_BYTES
-from producer.interfaces import DownloadedPolicy
+from producer.interfaces import DownloadedPolicy, LinkEvents
 from producer.link.link import Link
 from producer.link.mailbox import Mailbox
 from producer.relays.host_cache import HostCache
@@ -64,21 +63,15 @@ def run(pipe: Connection, side: Side) -> None:
             now, counts = time.monotonic(), neighbours.counts
             pipe.send(Arrival(downloaded.policy.version, now, dict(counts.downloads), dict(counts.left)))
 
-        ignored = dict.fromkeys(
-            ("run_began", "session_began", "leased", "abandoned", "policy_refused", "fetched", "evaluates", "turn"),
-            lambda *told: None,
-        )
-        ended = threading.Event()
-        events = SimpleNamespace(
-            **ignored, policy_arrived=arrived, outbox_full=lambda full: None, ended=lambda error: ended.set()
-        )
+        ignored = dict.fromkeys((event.name for event in fields(LinkEvents)), lambda *told: None)
+        events = LinkEvents(**ignored | {"policy_arrived": arrived})
         endpoints = [f"tcp://127.0.0.1:{port}" for port in side.ports]
         link = Link(
             Mailbox(ZmqClient(side.name, endpoints[0], endpoints[1], MAX_MESSAGE_BYTES, keys)),
             Hello(side.name, ENGINE_FACTS, 0, host=side.host, region=side.region),
             transport,
             neighbours,
-            events,  # type: ignore[arg-type]
+            events,
             Counters(),
             lambda: Workload((), 0, 0, 0.0),
         )
