@@ -53,6 +53,10 @@ class RunReader:
     def __init__(self, place: Path) -> None:
         self.folder, self._journal = (place.parent, place) if place.is_file() else (place, place / JOURNAL)
 
+    def is_run(self) -> bool:
+        """Whether a daemon has worked there, or the journal of a run is there, as in a copy."""
+        return (self.folder / "metrics").is_dir() or self._journal.exists()
+
     def journal(self) -> "JournalReader":
         """The run's journal, which the caller closes; `JournalError` if there is none that this release can read."""
         from replay.journal.reader import JournalReader  # imports SQLite, which few callers need

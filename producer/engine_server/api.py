@@ -5,14 +5,13 @@ parameters of sampling are given, so that no default of the server or of the mod
 """
 
 import math
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
-from prometheus_client.parser import text_string_to_metric_families
 
 from producer.calls.limits import group_fields
 from producer.engine_server.http_client import HttpClient, ServerLostError, ServerMismatchError, ServerRefusedError
-from producer.engine_server.load import scheduler_load
+from producer.engine_server.load import samples_of, scheduler_load
 from producer.interfaces import Completion
 from producer.state import EngineLoad
 from protocol.wire.messages import Sampling
@@ -21,6 +20,8 @@ TOP = 20  # of the likeliest tokens; vLLM's `--max-logprobs` allows as many unle
 _COMPLETIONS = "/v1/completions"
 _BYTES_PER_TOKEN = 1024  # of an answer: its text three times, its log-prob twice, its id
 _SLOTS = "vllm:lora_requests_info"
+_MOST_DIGITS = 9  # of a number of slots
+_TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
 class ModelCard(msgspec.Struct):
@@ -48,7 +49,7 @@ class _PromptToken(msgspec.Struct):
 class _Choice(msgspec.Struct):
     index: int
     finish_reason: str | None = None
-    token_ids: list[int] | None = None
+    token_ids: list[_TokenId] | None = None
     prompt_token_ids: list[int] | None = None
     logprobs: _Logprobs | None = None
     prompt_logprobs: list[dict[str, _PromptToken] | None] | None = None
@@ -81,16 +82,11 @@ class VllmApi:
     async def num_lora_slots(self) -> int | None:
         """As its metrics say, once a request has named an adapter; None if they do not."""
         try:
-            families = list(text_string_to_metric_families(await self._http.get_text("/metrics")))
-        except ValueError:
+            samples = samples_of(await self._http.get_text("/metrics"), (_SLOTS,))
+        except ServerRefusedError:
             return None
-        slots = [
-            sample.labels.get("max_lora", "")
-            for family in families
-            for sample in family.samples
-            if sample.name == _SLOTS
-        ]
-        return next((int(text) for text in slots if text.isdecimal()), None)
+        slots = [sample.labels.get("max_lora", "") for sample in samples]
+        return next((int(text) for text in slots if text.isdecimal() and len(text) <= _MOST_DIGITS), None)
 
     async def scheduler_load(self) -> EngineLoad | None:
         """As its metrics say; None if they do not."""

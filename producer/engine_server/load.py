@@ -1,32 +1,39 @@
 """What a server's scheduler says of itself, and how much of that is this producer's doing.
 
 Guarantee: other clients' preemptions are not counted as ours: of each a producer has its share of the requests in the server. A
-counter that begins again, and a metric that is not there, count nothing.
+counter that begins again, and a metric that is not there or cannot be, count nothing.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from producer.state import EngineLoad
 
 _CACHE, _RUNNING, _WAITING = "vllm:kv_cache_usage_perc", "vllm:num_requests_running", "vllm:num_requests_waiting"
 _PREEMPTIONS = "vllm:num_preemptions_total"
 _NEEDED = (_CACHE, _RUNNING, _WAITING, _PREEMPTIONS)
+_MOST = 2.0**53
+
+
+def samples_of(metrics: str, names: tuple[str, ...]) -> list[Sample]:
+    """Those of the text of `/metrics` whose names begin so; none where the text is malformed."""
+    lines = [line for line in metrics.splitlines() if line.startswith(names)]
+    try:
+        families = list(text_string_to_metric_families("\n".join(lines)))
+    except Exception:  # whatever the parser makes of what somebody else wrote
+        return []
+    return [sample for family in families for sample in family.samples]
 
 
 def scheduler_load(metrics: str) -> EngineLoad | None:
     """From the text of `/metrics`, with one line for each engine of the server; None where it does not say."""
-    lines = [line for line in metrics.splitlines() if line.startswith(_NEEDED)]
     found: dict[str, list[float]] = {name: [] for name in _NEEDED}
-    try:
-        for family in text_string_to_metric_families("\n".join(lines)):
-            for sample in family.samples:
-                found.get(sample.name, []).append(sample.value)
-    except ValueError:
-        return None
-    if not all(found.values()):
+    for sample in samples_of(metrics, _NEEDED):
+        found.get(sample.name, []).append(sample.value)
+    if not all(values and all(0 <= value < _MOST for value in values) for values in found.values()):
         return None
     running, waiting, preemptions = (round(sum(found[name])) for name in _NEEDED[1:])
     return EngineLoad(max(found[_CACHE]), running, waiting, preemptions)

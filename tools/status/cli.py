@@ -75,9 +75,10 @@ def _run(chosen: argparse.Namespace) -> RunReader | None:
     if chosen.run is None and chosen.config is None and chosen.url:
         return None
     place = run_place(chosen)
-    if chosen.config is None and not (place / "metrics").is_dir():
+    run = RunReader(place)
+    if chosen.config is None and not run.is_run():
         raise ConfigError(f"--run {place}: no daemon has worked there; it is the run_dir of the run's file")
-    return RunReader(place)
+    return run
 
 
 def _parsed(arguments: list[str] | None) -> argparse.Namespace:

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -16,7 +17,10 @@ from protocol.service import exposition
 from protocol.service.health import Health
 from protocol.service.systemd import Notifier
 from protocol.service.targets import Targets
+from replay.journal.reader import JournalReader
+from replay.journal.writer import Journal
 from tests.unit.tools.status.builders import answer
+from tools.journal.backup import backup
 from tools.status import cli
 from tools.status import watch as watch_module
 from tools.status.cli import main
@@ -81,6 +85,25 @@ def test_nothing_that_answers_has_an_exit_code_of_its_own(tmp_path: Path, capsys
     found = json.loads(capsys.readouterr().out)
     assert (found["trainer"], found["producers"], found["answers"]) == (None, [], False)
     assert [warning["name"] for warning in found["warnings"]] == ["nothing_answers"]
+
+
+@pytest.mark.parametrize(("summary", "says"), [(True, "finished at step 2"), (False, "no daemon of this run answers")])
+def test_a_copy_of_a_run_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str], summary: bool, says: str) -> None:
+    """Which has no `metrics`."""
+    with (
+        closing(Journal(tmp_path / "run" / "journal.sqlite")),
+        closing(JournalReader(tmp_path / "run" / "journal.sqlite")) as run,
+    ):
+        (tmp_path / "run" / "steps.jsonl").write_text('{"step": 1, "reward": 0.5}\n{"step": 2, "reward": 0.75}\n')
+        if summary:
+            (tmp_path / "run" / "trainer.json").write_text('{"steps": 2, "finished": true}')
+        backup(run, tmp_path / "copy")
+    for place in (tmp_path / "copy", tmp_path / "copy" / "journal.sqlite"):
+        capsys.readouterr()
+        assert main(["--run", str(place), "--once"]) == ExitCode.NO_ANSWER
+        out = capsys.readouterr().out
+        assert says in out
+        assert "0.750  steps 1-2" in out
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
