@@ -95,6 +95,9 @@ class Fleet:
             self.warn("refused", f"refused producer {hello.producer}: {'; '.join(found)}")
             self.channel.send(peer, Reject(found))
             return
+        shares_gpu = terms.turns is not None and terms.turns.shares(hello)
+        if terms.turns is not None:  # before its last session ends, or nobody would seem to be on the GPU in between
+            (terms.turns.join if shares_gpu else terms.turns.leave)(hello.producer)
         if (other := self._peers.get(hello.producer)) is not None:
             self._end(other)
         self._release(hello.producer, keep=hello.held)
@@ -112,10 +115,8 @@ class Fleet:
         self._peers[hello.producer] = peer
         self.sessions[peer] = ProducerSession(
             hello.producer, hello.capacity, now, leases, hello.release, hello.evaluates, evaluations, of_this_run,
-            hello.host, hello.region, hello.metrics, terms.turns is not None and terms.turns.shares(hello),
+            hello.host, hello.region, hello.metrics, shares_gpu,
         )  # fmt: skip
-        if terms.turns is not None and self.sessions[peer].shares_gpu:
-            terms.turns.join(hello.producer)
         release = hello.release or "unknown"
         logger.info("producer %s joined (release %s, up to %d groups at once)", hello.producer, release, hello.capacity)
         newest = self.store.newest
@@ -149,6 +150,8 @@ class Fleet:
 
     def lose(self, peer: bytes, why: str) -> None:
         session = self._end(peer)
+        if self.terms.turns is not None:
+            self.terms.turns.leave(session.name)
         released = self._release(session.name)
         logger.warning("producer %s left (%s); %d prompts go out again", session.name, why, len(released))
 
@@ -199,8 +202,6 @@ class Fleet:
         session = self.sessions.pop(peer)
         del self._peers[session.name]
         session.end()
-        if self.terms.turns is not None:
-            self.terms.turns.leave(session.name)
         return session
 
     def _announcement(self, session: ProducerSession | None) -> Policy:

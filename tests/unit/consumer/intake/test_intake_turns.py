@@ -1,5 +1,7 @@
 """Turns on a shared GPU, as the intake sees them: who takes part, who is told, who is refused."""
 
+import pytest
+
 from consumer.turns.turns import GpuTurns
 from protocol.wire.messages import GpuTurn, Heartbeat, Hello, Policy, Reject, Welcome
 from tests.scripted import facts
@@ -45,6 +47,24 @@ def test_a_producer_that_is_lost_does_not_keep_the_gpu(start: Start) -> None:
     trainer.now += 10.0  # longer than heartbeat_timeout_s
     trainer.tick()
     assert turns._arbiter.enter(0.0)
+
+
+def test_one_that_greets_again_is_waited_for_all_the_time(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = GpuTurns((), 10.0)
+    trainer = start(turns=turns)
+    greet(trainer, "p", gpus=tuple(turns.ids), takes_turns=True)
+    turns._arbiter.ask(0.0)
+    entered: list[bool] = []
+
+    def released(*_: object, **__: object) -> list[object]:  # as soon as the session before has ended
+        entered.append(turns._arbiter.enter(0.0))
+        return []
+
+    monkeypatch.setattr(trainer.replay, "release", released)
+    again = Producer(trainer, trainer.channel.connect("another connection"), "p")
+    again.say(Hello("p", facts(), 4, release="1", gpus=tuple(turns.ids), takes_turns=True))
+    assert entered == [False]
+    assert turns._arbiter.awake() == ["p"]
 
 
 def test_who_would_stay_on_the_gpu_is_refused_with_the_reason(start: Start) -> None:
