@@ -168,7 +168,7 @@ def _turns(components: RunComponents, gpus: Sequence[int], opened: ExitStack, *,
     if gpu is None:
         return GpuTurns(gpus, pipeline.gpu_handover_s, settle_s)
     own = opened.enter_context(tenancy(gpu.uuid, "trainer", config.run_dir))
-    stay = partial(own.alone, pipeline.stall_timeout_s, components.stop, say_waiting)
+    stay = partial(own.alone, pipeline.stall_timeout_s, say=say_waiting)
     return GpuTurns(gpus, pipeline.gpu_handover_s, settle_s, stay)
 
 

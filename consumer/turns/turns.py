@@ -48,13 +48,14 @@ class GpuTurns:
         gpus: of the trainer, by their indexes.
         handover_s: `pipeline.gpu_handover_s`.
         settle_s: after `carry` in which producers of the process before may come back, who are awake until they say otherwise.
-        stay: is entered while the trainer is on the GPU, where no producer loads its engine meanwhile.
+        stay: is entered while the trainer is on the GPU, where no producer loads its engine meanwhile. It calls what it is
+            given while it waits for that.
     """
 
     gpus: Sequence[int]
     handover_s: float
     settle_s: float = 0.0
-    stay: Callable[[], AbstractContextManager[None]] = nullcontext
+    stay: Callable[[Callable[[], object]], AbstractContextManager[None]] = lambda check: nullcontext()
     clock: Callable[[], float] = time.monotonic
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _moves: Moves | None = None
@@ -120,7 +121,7 @@ class GpuTurns:
         words = "they may be on the GPU"
         patience.wait_until(self._is_settled, "producers to come back", lambda: words, pause_s=_POLL_S)
         try:
-            self._stay.enter_context(self.stay())
+            self._stay.enter_context(self.stay(patience.check))
             began = self.clock()
             with self._changed:
                 self._arbiter.ask(began)

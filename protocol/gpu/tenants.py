@@ -41,11 +41,11 @@ class Tenancy:
     _place: Path | None = None  # begin of the names of this GPU's files; None: nobody is seen
 
     @contextlib.contextmanager
-    def alone(self, limit_s: float, must_stop: Callable[[], bool], say: Callable[[], object]) -> Iterator[None]:
+    def alone(self, limit_s: float, must_stop: Callable[[], object], say: Callable[[], object]) -> Iterator[None]:
         """While it lasts no other daemon on the GPU is in here.
 
         Args:
-            must_stop: ends the waiting; then it is entered all the same.
+            must_stop: ends the waiting if it says so; then it is entered all the same. It may raise.
             say: is called once if there is something to wait for.
 
         Raises:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -12,6 +13,8 @@ from consumer.turns.metrics import watch_turns
 from consumer.turns.turns import GpuTurns
 from consumer.waiting import Patience, StopRequested
 from protocol.errors import DeviceError
+from protocol.gpu import tenants
+from protocol.gpu.tenants import tenancy
 from protocol.wire.messages import GpuTurn
 
 GIB = 2**30
@@ -51,7 +54,7 @@ class Scene:
         self.patience = Patience(check, lambda line: None, 60.0)
 
     @contextmanager
-    def _staying(self) -> Iterator[None]:
+    def _staying(self, _: Callable[[], object]) -> Iterator[None]:
         self.moves.moved.append("stays")
         yield
         self.moves.moved.append("goes")
@@ -141,6 +144,26 @@ def test_the_metrics_say_whose_turn_it_is() -> None:
     assert sides("") == [0, 0, 1]
     assert all(sides("_seconds_total"))
     assert registry.get_sample_value("rl_trainer_gpu_turn_age_seconds")
+
+
+def test_a_wait_for_a_producer_that_loads_its_engine_gives_signs_of_life_and_ends_with_a_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tenants, "ROOT", tmp_path)
+    monkeypatch.setattr(tenants, "_PAUSE_S", 0.001)
+    signs = iter(range(3))
+
+    def check() -> None:
+        if next(signs, None) is None:
+            raise StopRequested
+
+    scene = Scene(check)
+    with tenancy("GPU-1", "producer", "run") as producer, tenancy("GPU-1", "trainer", "run") as trainer:
+        scene.turns.stay = lambda check: trainer.alone(60.0, check, list)
+        with producer.alone(0.0, lambda: False, pytest.fail), pytest.raises(StopRequested):
+            scene.turns.take(scene.patience)
+    assert scene.moves.moved == []
+    assert not scene.turns.is_ours
 
 
 def test_a_stop_while_it_waits_gives_the_turn_back() -> None:
