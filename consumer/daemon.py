@@ -59,6 +59,8 @@ def run(config: RunConfig, placement: Placement, *, resume: bool, source: Path |
     with watched(config, "rl-trainer", gpus) as watch, ExitStack() as opened:
         with watch.health.starting("reading model and dataset", config.pipeline.stall_timeout_s):
             opened.enter_context(gpu_share(config, placement, stop))
+            if stop():
+                return ExitCode.OK
             components = RunComponents.load(config, gpus, stop)
         try:
             if source is None:

@@ -53,7 +53,7 @@ def gpu_share(
     limited.
 
     Args:
-        must_stop: ends the wait for a producer that is taking its share.
+        must_stop: ends the wait for a producer that is taking its share; then nothing is taken.
 
     Raises:
         SlipstreamError: the GPU is to be shared and cannot be.
@@ -68,7 +68,7 @@ def gpu_share(
         held: object = None
         if seat.shares is not None:
             with seat.settling(config.pipeline.stall_timeout_s, must_stop):
-                held = _take(device or CudaDevice(), seat.shares)
+                held = None if must_stop() else _take(device or CudaDevice(), seat.shares)
         yield held
 
 

@@ -62,6 +62,17 @@ def test_a_share_that_the_gpu_refuses(folder: Path) -> None:
         pass
 
 
+def test_one_that_is_to_stop_takes_nothing_while_the_engine_measures(folder: Path) -> None:
+    device, config = Device(), run_of(folder)
+    with (
+        tenants.tenancy(GPU.uuid, "producer", "run") as producer,
+        producer.alone(0.0, lambda: False, pytest.fail),
+        gpu_share(config, ALONE, lambda: True, device) as held,
+    ):
+        assert held is None
+    assert device.free == device.total
+
+
 def test_alone_on_its_gpu_it_is_limited_by_nothing(folder: Path) -> None:
     for config, placement in ((run_of(folder, pipeline={}), ALONE), (run_of(folder), Placement((), 2))):
         with gpu_share(config, placement, lambda: False, Device()) as held:
