@@ -211,6 +211,8 @@ LIES = {
     "two of one index": lambda answer: _first(answer).update(index=1),
     "no tokens": lambda answer: _first(answer).update(token_ids=[]),
     "a token too many": lambda answer: _first(answer)["token_ids"].append(3),
+    "a token that no vocabulary has": lambda answer: _first(answer)["token_ids"].__setitem__(0, 2**31),
+    "a negative token": lambda answer: _first(answer)["token_ids"].__setitem__(0, -1),
     "no log-probs": lambda answer: _first(answer).update(logprobs=None),
     "one log-prob missing": lambda answer: _first(answer)["logprobs"]["token_logprobs"].__setitem__(0, None),
     "one is no number": lambda answer: _first(answer)["logprobs"]["token_logprobs"].__setitem__(0, float("nan")),

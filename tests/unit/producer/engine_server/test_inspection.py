@@ -11,7 +11,7 @@ from aiohttp import web
 
 from producer.engine_server.engine import check_servers, server_engine
 from protocol.errors import ConfigError, EngineError, ExitCode
-from tests.scripted_vllm_server import refusal
+from tests.scripted_vllm_server import ScriptedVllmServer, refusal
 from tests.unit.producer.engine_server.running import config_of, running, servers
 from tests.unit.producer.loop import asynchronous, until
 
@@ -47,10 +47,25 @@ async def test_a_wrong_flag_is_named(tmp_path: Path, flags: dict[str, Any], said
     assert list((tmp_path / "adapters").iterdir()) == []
 
 
+ABSURD = 'vllm:lora_requests_info{max_lora="' + "9" * 5000 + '"} 1.0'
+METRICS = {"without it": lambda: None, "none": lambda: refusal(404, "max"), "absurd": lambda: web.Response(text=ABSURD)}
+
+
+@pytest.mark.parametrize("metrics", METRICS)
 @asynchronous
-async def test_one_that_fits_says_what_is_assumed_of_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_one_that_fits_says_what_is_assumed_of_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, metrics: str
+) -> None:
     caplog.set_level(logging.INFO)
-    async with servers(max_loras=None) as started, running(tmp_path, started) as engine:
+    async with servers(max_loras=None) as started:
+        started[0].answers["/metrics"].append(METRICS[metrics])
+        await check_what_is_assumed(tmp_path, started, caplog)
+
+
+async def check_what_is_assumed(
+    tmp_path: Path, started: list[ScriptedVllmServer], caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running(tmp_path, started) as engine:
         assert engine.capabilities.facts.max_model_len == 64
         assert engine.capabilities.max_num_seqs == 256
         assert engine.outage() is None

@@ -29,7 +29,10 @@ def test_the_engines_of_a_server_are_taken_together() -> None:
 
 
 @pytest.mark.parametrize(
-    "metrics", ["", "other 1.0", METRICS.replace("cache_usage", "cash"), METRICS.replace("12.0", "x")]
+    "metrics",
+    ["", "other 1.0", METRICS.replace("cache_usage", "cash"), METRICS.replace("12.0", "x")]
+    + [METRICS.replace("12.0", lie) for lie in ("NaN", "+Inf", "1e400", "-1.0")]
+    + [METRICS.replace("0.5", "NaN"), METRICS.replace('model_name="m"', ' ="m"')],
 )
 def test_metrics_that_do_not_say_it_say_nothing(metrics: str) -> None:
     assert scheduler_load(metrics) is None
