@@ -94,6 +94,7 @@ class ScriptedTrainer:
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert time.monotonic() < deadline, f"waited {timeout_s} s; received {self.received[-20:]}"
+            assert not self._stopping, "the trainer was stopped"
             time.sleep(0.005)
 
     def wait_for_message(self, kind: type[Kind], count: int = 1, timeout_s: float = 60.0) -> list[Kind]:

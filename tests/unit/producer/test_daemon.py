@@ -1,6 +1,7 @@
 """The order of a producer's life, with a stand-in for the engine: what ends it, and that everything is closed after."""
 
 import asyncio
+import concurrent.futures
 import json
 import socket
 import sys
@@ -116,15 +117,31 @@ def config(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
 def live(
     config: RunConfig, play: Callable[[], object] | None = None, gpus: tuple[int, ...] = (0, 1), bundle: str = ""
 ) -> None:
-    """Until it has ended; `play` is what a trainer does meanwhile, in a thread of its own."""
+    """Until it has ended, or `play` has failed, which is what a trainer does meanwhile."""
 
     async def body() -> None:
-        running = asyncio.create_task(daemon.live(Launch.of(config, list(gpus), bundle), watch()))
-        if play is not None:
-            await asyncio.to_thread(play)
-        await running
+        playing = in_thread(play or (lambda: None))
+        try:
+            await asyncio.gather(daemon.live(Launch.of(config, list(gpus), bundle), watch()), playing)
+        finally:
+            playing.cancel()
 
     asyncio.run(asyncio.wait_for(body(), 30))
+
+
+def in_thread(play: Callable[[], object]) -> "asyncio.Future[object]":
+    """Nobody waits for the end of the thread: it may wait for what a producer that failed would have sent."""
+    played = concurrent.futures.Future[object]()
+    played.set_running_or_notify_cancel()
+
+    def work() -> None:
+        try:
+            played.set_result(play())
+        except BaseException as error:
+            played.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    return asyncio.wrap_future(played)
 
 
 @pytest.fixture
@@ -159,6 +176,12 @@ def test_an_engine_that_dies_while_idle_ends_the_producer(config, monkeypatch):
     (engine,) = made
     assert engine.shut_down
     assert engine.num_gpus == 2
+
+
+def test_a_producer_that_fails_ends_its_test_also_while_a_trainer_waits_for_it(config, trainer, monkeypatch):
+    monkeypatch.setattr(Engine, "alive_s", 0.0)
+    with pytest.raises(EngineError, match="the engine core has ended"):
+        live(config, lambda: trainer.wait_for_message(Group))
 
 
 class Hanging(Engine):
