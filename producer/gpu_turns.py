@@ -22,6 +22,7 @@ from producer.engine_gate import EngineGate
 from producer.interfaces import Engine
 from producer.state import Counters
 from protocol.errors import StalledError
+from protocol.gpu.shares import gib
 from protocol.wire.messages import GpuTurn
 
 logger = logging.getLogger(__name__)
@@ -37,12 +38,12 @@ async def until_free(num_bytes: float, free_bytes: Callable[[], int | None], lim
         now = time.monotonic()
         if now - began > limit_s:
             raise StalledError(
-                f"the GPU has had {free / 2**30:.1f} GiB free for {limit_s:.0f} s, and the engine needs {num_bytes / 2**30:.1f}: "
-                "look in nvidia-smi who uses it"
+                f"the GPU has had {gib(free)} free for {limit_s:.0f} s, and the engine needs {gib(num_bytes)}: look in "
+                "nvidia-smi who uses it"
             )
         if now - said > _SAY_EVERY_S:
             said = now
-            logger.info("waiting for %.1f GiB of the GPU, which has %.1f free", num_bytes / 2**30, free / 2**30)
+            logger.info("waiting for %s of the GPU, which has %s free", gib(num_bytes), gib(free))
         await asyncio.sleep(_POLL_S)
 
 

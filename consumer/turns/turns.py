@@ -19,6 +19,7 @@ from consumer.turns.arbiter import Phase, TurnArbiter
 from consumer.waiting import Patience
 from protocol.errors import DeviceError
 from protocol.gpu import occupancy
+from protocol.gpu.shares import gib
 from protocol.wire.messages import GpuTurn, Hello
 
 logger = logging.getLogger(__name__)
@@ -193,7 +194,7 @@ class GpuTurns:
         waited = self.clock() - since
         if waited >= self.handover_s:
             raise DeviceError(
-                f"the trainer's model needs {needed / 2**30:.1f} GiB of the GPU, of which {free / 2**30:.1f} are free although "
+                f"the trainer's model needs {gib(needed)} of the GPU, of which {gib(free)} are free although "
                 f"it has been the trainer's turn for {waited:.0f} s (pipeline.gpu_handover_s); {self._describe_users()}. End who "
                 "should not be there and go on with --resume"
             )
@@ -205,7 +206,7 @@ class GpuTurns:
             return f"{_and(self._arbiter.awake())} still use it"
 
     def _describe_users(self) -> str:
-        found = [f"process {pid} {size / 2**30:.1f} GiB" for pid, size in occupancy.users(self.gpus).items()]
+        found = [f"process {pid} {gib(size)}" for pid, size in occupancy.users(self.gpus).items()]
         return f"in use by {_and(found)}" if found else "the driver does not say by whom the rest is used"
 
 

@@ -104,5 +104,5 @@ def _kept(needs: TrainerNeeds) -> str:
     return f"base {gib(needs.base)}, adapter with optimizer {gib(needs.adapter)}"
 
 
-def gib(num_bytes: int) -> str:
+def gib(num_bytes: float) -> str:
     return f"{num_bytes / GIB:.1f} GiB"
