@@ -15,10 +15,8 @@ from typing import Literal
 
 import torch
 
+from consumer.loss.limits import LOG_LIMIT
 from protocol.config.sections.learning import CorrectionSection
-
-LOG_LIMIT = 80.0
-"""Log-ratios, of tokens and of whole completions, are kept within ± this, so that the ratios are finite in float32."""
 
 
 @dataclass(frozen=True)

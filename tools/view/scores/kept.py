@@ -12,8 +12,9 @@ import apsw
 import numpy as np
 from numpy.typing import NDArray
 
+from consumer.loss.limits import LOG_LIMIT
+
 MOST = 200
-_LOG_LIMIT = 80.0  # of `consumer.loss.importance`, which needs torch
 _TABLE = """CREATE TABLE IF NOT EXISTS scores(id INTEGER PRIMARY KEY, group_id TEXT NOT NULL, policy TEXT NOT NULL,
     version INTEGER NOT NULL, step INTEGER NOT NULL, temperature REAL NOT NULL, logprobs BLOB NOT NULL, entropies BLOB NOT NULL,
     UNIQUE(group_id, policy))"""
@@ -30,7 +31,7 @@ class Scores(NamedTuple):
         """Importance ratios of tokens that were sampled with these log-probs, bounded as the trainer bounds them; NaN where the
         sampler gave none."""
         differences = self.logprobs.astype(np.float64) - logprobs
-        return np.exp(np.clip(differences, -_LOG_LIMIT, _LOG_LIMIT))
+        return np.exp(np.clip(differences, -LOG_LIMIT, LOG_LIMIT))
 
     def part(self, tokens: slice) -> "Scores":
         return Scores(self.logprobs[tokens], self.entropies[tokens])
