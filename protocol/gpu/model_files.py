@@ -131,7 +131,7 @@ def _header(file: Path) -> dict[str, Any]:
             if length > _LONGEST_HEADER:
                 raise ValueError(f"its header has {length} bytes")
             header = json.loads(stream.read(length))
-    except (OSError, ValueError, struct.error) as error:
+    except (OSError, ValueError, RecursionError, struct.error) as error:
         raise _refusal(f"{file} cannot be read: {error}") from error
     if not isinstance(header, dict):
         raise _refusal(f"{file} has no header of safetensors")
@@ -141,7 +141,7 @@ def _header(file: Path) -> dict[str, Any]:
 def _json(file: Path) -> dict[str, Any]:
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise _refusal(f"{file} cannot be read: {error}") from error
     return found if isinstance(found, dict) else {}
 

@@ -43,6 +43,7 @@ def test_a_model_of_several_modalities_says_it_of_its_text_model(tmp_path: Path)
     [
         ('{"vocab_size": 8}', b"\x20" + bytes(7) + b'{"a": {"dtype":"I8","shape":[]}}', "weights say the hidden size"),
         ("[", b"", "config.json cannot be read"),
+        pytest.param("[" * 100_000, b"", "config.json cannot be read", id="nested"),
         (CONFIG, b"\xff" * 64, "model.safetensors cannot be read: its header has 18446744073709551615 bytes"),
         (CONFIG, b"\x02", "model.safetensors cannot be read"),
         (CONFIG, b"\x02" + bytes(7) + b"[]", "model.safetensors has no header"),
