@@ -23,22 +23,22 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class ClientFolder:
-    """This client's, called `name`, in `parent`, which is `server_parent` to servers."""
+    """This client's, called `name`, in `parent`, which is `server_parent` to servers. Raises OSError if it cannot be made."""
 
-    def __init__(self, parent: Path, server_parent: PurePosixPath, name: str, lock: int) -> None:
+    def __init__(self, parent: Path, server_parent: PurePosixPath, name: str) -> None:
         self.name = name
         self.path = parent / name
         self._parent = parent
         self._server_parent = server_parent
-        self._lock = lock
+        self._lock = self._join()
 
     def server_path(self, adapter: str) -> str:
         return str(self._server_parent / self.name / adapter)
 
     def put(self, adapter: str, source: Path) -> None:
-        """Copies an adapter here, unless it is here already. Raises OSError."""
+        """Copies an adapter here, unless it is here already, with all of its files. Raises OSError."""
         target = self.path / adapter
-        if not target.is_dir():
+        if not (target.is_dir() and _sizes(source).items() <= _sizes(target).items()):
             with staged(target, durable=False) as partial:
                 shutil.copytree(source, partial)
 
@@ -46,8 +46,12 @@ class ClientFolder:
         shutil.rmtree(self.path / adapter, ignore_errors=True)
 
     def beat(self) -> None:
-        """To be called every few seconds."""
+        """To be called every few seconds. Makes the folder again if somebody has removed it, or others would take this client for
+        dead."""
         with contextlib.suppress(OSError):  # a file system that is away for a while
+            if not self._is_joined():
+                before, self._lock = self._lock, self._join()
+                os.close(before)
             os.utime(self._lock)
 
     def owner_of(self, server_path: str) -> str | None:
@@ -84,6 +88,25 @@ class ClientFolder:
         assert client.startswith(PREFIX)
         shutil.rmtree(self._parent / client, ignore_errors=True)
 
+    def close(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+
+    def _join(self) -> int:
+        """The descriptor whose lock says that this client lives. The lock comes before the id by which others trust it."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        lock = os.open(self.path / _ALIVE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(lock, fcntl.LOCK_EX)  # another client may just look
+        os.write(lock, _boot_id())
+        return lock
+
+    def _is_joined(self) -> bool:
+        try:
+            return os.path.samestat(os.stat(self.path / _ALIVE), os.fstat(self._lock))
+        except FileNotFoundError:
+            return False
+
     def _is_silent(self, touched_at: float) -> bool:
         return os.fstat(self._lock).st_mtime - touched_at > SILENT_S
 
@@ -93,21 +116,19 @@ def client_folder(adapter_dir: str, server_adapter_dir: str | None) -> Iterator[
     """A new one, which is removed in the end. Raises ConfigError if it cannot be made."""
     parent, name = Path(adapter_dir).absolute(), f"{PREFIX}{secrets.token_hex(6)}"
     try:
-        (parent / name).mkdir(parents=True)
-        lock = os.open(parent / name / _ALIVE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-        os.write(lock, _boot_id())
+        folder = ClientFolder(parent, PurePosixPath(server_adapter_dir or parent), name)
     except OSError as error:
         raise ConfigError(
             f"engine_server.adapter_dir: {adapter_dir} cannot be written: {error.strerror}; name a folder that the server reads "
             "and that this user may write to"
         ) from error
-    try:
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield ClientFolder(parent, PurePosixPath(server_adapter_dir or parent), name, lock)
-    finally:
-        shutil.rmtree(parent / name, ignore_errors=True)
-        os.close(lock)
+    with contextlib.closing(folder):
+        yield folder
+
+
+def _sizes(folder: Path) -> dict[Path, int]:
+    """Of the files in it, in bytes."""
+    return {path.relative_to(folder): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
 
 
 def _boot_id() -> bytes:

@@ -74,6 +74,20 @@ def test_what_a_killed_client_left_is_found_at_once_and_can_be_removed(tmp_path:
     assert [entry.name for entry in tmp_path.iterdir()] == ["something-else"]
 
 
+def test_one_that_is_just_joining_is_not_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, seen = os.write, list[list[str]]()
+
+    def look(descriptor: int, content: bytes) -> int:
+        written = write(descriptor, content)
+        seen.append(other.dead_clients())
+        return written
+
+    with client_folder(str(tmp_path), None) as other:
+        monkeypatch.setattr(os, "write", look)
+        with client_folder(str(tmp_path), None):
+            assert seen == [[]]
+
+
 def test_a_client_of_another_host_is_dead_when_it_has_been_silent(
     tmp_path: Path, killed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import shutil
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from aiohttp import web
 from producer.engine_server import adapter_folder
 from producer.engine_server import engine as engine_module
 from producer.engine_server import servers as servers_module
-from producer.engine_server.adapter_folder import PREFIX
+from producer.engine_server.adapter_folder import PREFIX, client_folder
 from producer.engine_server.engine import ServerEngine
 from producer.interfaces import Adapter, AdapterRefusedError, Completion, DownloadedPolicy, LeaseFailure, Probe
 from protocol.wire.adapter_blob import AdapterBlob, pack
@@ -133,17 +134,23 @@ async def test_an_adapter_that_somebody_unloads_is_loaded_again(tmp_path: Path) 
         assert server.names.count(name) == 1
 
 
+@pytest.mark.parametrize("removed", ["v1", "v1/adapter_config.json", "v1/adapter_model.safetensors", "."])
 @asynchronous
-async def test_files_that_somebody_removes_are_written_again(tmp_path: Path) -> None:
+async def test_files_that_somebody_removes_are_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, removed: str
+) -> None:
+    monkeypatch.setattr("producer.engine_server.engine._TIDY_EVERY_S", 0.01)
     async with servers() as started, running(tmp_path, started) as engine:
         (server,) = started
         policy = adapter(tmp_path, 1)
         await publish(engine, policy)
-        for file in (engine.weights.folder.path / "v1").iterdir():
-            file.unlink()
-        (engine.weights.folder.path / "v1").rmdir()
+        place = (engine.weights.folder.path / removed).resolve()
+        place.unlink() if place.is_file() else shutil.rmtree(place)
         await server.restart()
-        check_exact(server, policy, await generate(engine, policy))
+        async with asyncio.timeout(10):
+            check_exact(server, policy, await generate(engine, policy))
+        with client_folder(str(tmp_path / "adapters"), None) as other:
+            assert other.dead_clients() == []
 
 
 @pytest.mark.parametrize("status", [500, 502, 504])
