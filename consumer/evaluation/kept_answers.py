@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from protocol.decoding import UNREADABLE
 from protocol.files.space import unless_full
 from protocol.files.staged import staged
 from protocol.wire.messages import Group
@@ -70,7 +71,7 @@ def read_answers(file: Path) -> list[KeptAnswer]:
         if file.stat().st_size > _MOST_READ:
             return []
         return msgspec.msgpack.decode(file.read_bytes(), type=_Evaluation).answers
-    except (OSError, msgspec.DecodeError):
+    except (OSError, *UNREADABLE):
         return []
 
 

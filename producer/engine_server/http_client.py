@@ -13,6 +13,7 @@ import aiohttp
 import msgspec
 
 from protocol.config.sections.engine_server import EngineServerSection
+from protocol.decoding import UNREADABLE
 from protocol.errors import ConfigError
 from protocol.security.secret_lines import read_private, secret_line
 
@@ -146,7 +147,7 @@ def _message(content: bytes) -> str:
         for key in ("error", "message", "detail"):
             if isinstance(said, dict) and key in said:
                 said = said[key]
-    except (msgspec.DecodeError, RecursionError):
+    except UNREADABLE:
         said = content.decode(errors="replace")
     return str(said)[:_SHOWN]
 
@@ -154,5 +155,5 @@ def _message(content: bytes) -> str:
 def _decoded(content: bytes, kind: type[Answer], path: str) -> Answer:
     try:
         return msgspec.json.decode(content, type=kind)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise ServerMismatchError(f"answers {path} as no vLLM does: {error}") from error

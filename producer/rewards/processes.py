@@ -83,6 +83,8 @@ class WorkerPool:
             worker = worker or await self._start_worker()
             worker.output.begin(f"reward {', '.join(self._names[index] for index in functions)}")
             answer = await self._watched(worker, Call(functions, jobs, limits_s), grace_s)
+            if not _fits(answer, jobs):
+                raise WorkerLostError("crashed", "lost its worker: it answered something else than was asked")
             reusable = True
             return answer.scores
         finally:
@@ -138,3 +140,12 @@ class WorkerPool:
         if problem or worker is None:
             raise WorkerLostError("crashed", problem)
         return worker
+
+
+def _fits(answer: Answer, jobs: list[Job]) -> bool:
+    """Code of users could have written it."""
+    counts = [len(job.completions) for job in jobs]
+    return len(answer.scores) == len(jobs) and all(
+        scores.failed.keys() <= set(range(count)) and (scores.rewards is None or len(scores.rewards) == count)
+        for scores, count in zip(answer.scores, counts, strict=True)
+    )

@@ -18,6 +18,7 @@ from producer.interfaces import Failure
 from producer.rewards.processes import WorkerLostError, WorkerPool
 from producer.rewards.worker import Job, Scores, Source, checked
 from protocol.config.sections.rewards import RewardModel, RewardService, RewardsSection
+from protocol.decoding import UNREADABLE
 from protocol.errors import ConfigError
 from protocol.security.secret_lines import secret_line
 
@@ -103,7 +104,7 @@ class HttpReward:
             return _failed(f"answered with status {status}: {said}", "unavailable", is_final=is_final)
         try:
             answer = msgspec.json.decode(content, type=_Answer)
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             return _failed(f'answered something else than {{"rewards": [...]}}: {error}', "invalid")
         return checked(answer.rewards, count)
 

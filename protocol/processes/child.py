@@ -16,6 +16,7 @@ from typing import TypeVar
 
 import msgspec
 
+from protocol.decoding import UNREADABLE
 from protocol.processes.kept import KeptProcess
 from protocol.processes.tree import exit_text
 from protocol.processes.worker_channel import LENGTH
@@ -83,7 +84,7 @@ class ChildProcess:
             if size > MAX_FRAME_BYTES:
                 raise ChildEndedError(f"it answered with {size} bytes, of which {MAX_FRAME_BYTES} are allowed")
             return msgspec.msgpack.decode(await reader.readexactly(size), type=kind)
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             raise ChildEndedError(f"it answered with something else: {error}") from None
         except (asyncio.IncompleteReadError, ConnectionError):
             status = await self.process.exited(_EXIT_GRACE_S)

@@ -41,6 +41,8 @@ def test_steps_that_a_crash_undid_leave_none_and_a_damaged_file_has_none(tmp_pat
     file = kept_versions(tmp_path)[1]
     file.write_bytes(file.read_bytes()[:-1])
     assert read_answers(file) == read_answers(tmp_path / "gone") == []
+    file.write_bytes(b"\x81\xa1a" + b"\x91" * 10_000)
+    assert read_answers(file) == []
 
 
 def test_a_full_disk_costs_the_texts_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,6 +57,17 @@ async def test_no_redirect_is_followed_with_the_key(tmp_path: Path) -> None:
                 pass
 
 
+@pytest.mark.parametrize("status", [200, 400])
+@asynchronous
+async def test_what_is_no_text_is_no_answer(tmp_path: Path, status: int) -> None:
+    async with servers() as started:
+        body = b'{"data": [{"id": "\xff"}], "error": "\xff"}'
+        started[0].answers["/v1/models"].append(lambda: web.Response(body=body, status=status))
+        with pytest.raises(EngineError, match=r"answers /v1/models as no vLLM does|is no vLLM server"):
+            async with running(tmp_path, started):
+                pass
+
+
 def test_certificates_that_cannot_be_read_are_refused_with_their_key(tmp_path: Path) -> None:
     section = EngineServerSection(url=["https://localhost:1"], adapter_dir="x", ca_file=str(tmp_path / "none.pem"))  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match=r"engine_server.ca_file: .*none.pem cannot be read"):

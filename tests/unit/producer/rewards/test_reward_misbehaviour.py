@@ -98,13 +98,21 @@ def replaces_the_channel(completions, **_):
 
 kept = []
 
-def writes_to_the_channel(completions, **_):
+def writes_to_the_channel(completions, frame=b"\\x05\\0\\0\\0garbage", **_):
     for descriptor in range(3, 50):
         try:
-            os.write(descriptor, b"\\x05\\0\\0\\0garbage")
+            os.write(descriptor, frame)
         except OSError:
             pass
     return good(completions)
+
+def writes_what_is_no_text(completions, **_):
+    answer = b"\\x81\\xa6scores\\x91\\x82\\xa7rewards\\xc0\\xa7problem\\xa1\\xff"
+    return writes_to_the_channel(completions, len(answer).to_bytes(4, "little") + answer)
+
+def answers_for_others(completions, **_):
+    answer = b"\\x81\\xa6scores\\x91\\x81\\xa7rewards\\x91\\xcb" + bytes(8)
+    return writes_to_the_channel(completions, len(answer).to_bytes(4, "little") + answer)
 
 def answers_too_much(completions, **_):
     return [1.0] * 10**7

@@ -1,6 +1,8 @@
 """The headers of a reward service, whose values are secrets that somebody wrote with an editor."""
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from producer.rewards.sources import HttpReward
 from producer.rewards.worker import Job
@@ -38,3 +40,18 @@ def test_what_no_header_can_hold_is_refused_at_the_start(
 def test_names_of_headers(name: str) -> None:
     with pytest.raises(ValueError, match="is no name of a header"):
         RewardService(headers_env={name: "JUDGE_TOKEN"})
+
+
+@asynchronous
+async def test_an_answer_without_end_of_its_nesting_is_a_missing_reward() -> None:
+    async def answer(_: web.Request) -> web.Response:
+        return web.Response(body=b'{"rewards": [1.0], "detail": ' + b"[" * 100_000)
+
+    app = web.Application()
+    app.router.add_post("/judge", answer)
+    async with TestServer(app) as server:
+        service = HttpReward("judge", str(server.make_url("/judge")), RewardService())
+        scores = await service.ask(Job("prompt", ["completion"], [[1]], {}), 10.0)
+        await service.close()
+    assert scores.rewards is None
+    assert scores.reason == "invalid"
