@@ -1,6 +1,6 @@
 """A network of its own for the processes of a test, which can be cut.
 
-Guarantee: nothing but the processes started through `prefix` is in it, and it is gone when the context ends; where the machine
+Guarantee: nothing but the processes that enter `path` is in it, and it is gone when the context ends; where the machine
 does not allow it, the test is skipped and says so.
 """
 
@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -17,11 +18,11 @@ _MAKE = ["unshare", "--net", "sh", "-c", "ip link set lo up && echo ready && exe
 
 @dataclass
 class Network:
-    prefix: list[str]  # goes before the command of a process that shall live in it
+    path: Path  # for a process that shall live in it to enter
 
     def link(self, state: str) -> None:
         """Takes the only link `down` or `up`."""
-        subprocess.run([*self.prefix, "ip", "link", "set", "lo", state], check=True, timeout=10)
+        subprocess.run(["nsenter", f"--net={self.path}", "ip", "link", "set", "lo", state], check=True, timeout=10)
 
 
 @contextmanager
@@ -36,6 +37,6 @@ def network_namespace() -> Iterator[Network]:
             first = holder.stdout.readline().strip()
             if first != "ready":
                 pytest.skip(f"this machine does not let us make a network namespace: {first}")
-            yield Network(["nsenter", f"--net=/proc/{holder.pid}/ns/net"])
+            yield Network(Path(f"/proc/{holder.pid}/ns/net"))
         finally:
             holder.kill()

@@ -5,11 +5,7 @@ Guarantee: whatever a run started is gone when its `ExitStack` closes.
 
 import json
 import math
-import os
-import subprocess
-import sys
 from collections import Counter
-from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,24 +23,6 @@ HEARTBEAT_TIMEOUT_S = 1.5
 _ANSWERED = {"accepted", "no_signal", "duplicate"}
 
 
-class Process(Daemon):
-    """A daemon that may be started by another command, such as one that enters a network namespace."""
-
-    def __init__(
-        self, module: str, log: Path, arguments: Sequence[str], prefix: Sequence[str], **variables: Any
-    ) -> None:
-        self._log = log
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"} | variables
-        with log.open("ab") as stream:
-            self.process = subprocess.Popen(
-                [*prefix, sys.executable, "-m", module, "--gpu", "cpu", *arguments],
-                stdout=stream,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                start_new_session=True,
-            )
-
-
 class Acknowledged(NamedTuple):
     at: float  # Unix time
     group_id: str
@@ -52,15 +30,15 @@ class Acknowledged(NamedTuple):
 
 
 class Run:
-    """A run directory with one trainer and any number of producers, all started by the command `prefix`. In `folder` are logs and
-    everything else that tests write."""
+    """A run directory with one trainer and any number of producers, all in the network namespace `network` if there is one. In
+    `folder` are logs and everything else that tests write."""
 
     def __init__(
-        self, stack: ExitStack, folder: Path, model: Path, prefix: Sequence[str] = (), **sections: Any
+        self, stack: ExitStack, folder: Path, model: Path, network: Path | None = None, **sections: Any
     ) -> None:
         self._stack = stack
         self._folder = folder
-        self._prefix = prefix
+        self._network = network
         rows = [{"prompt": f"{i}+{i}=", "answer": 2 * i} for i in range(2000)]
         (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         (folder / "rewards.py").write_text("def reward(completions, **_):\n    return [0.0, 1.0, 0.5, 0.25]\n")
@@ -89,22 +67,22 @@ class Run:
         partial.write_text(str(seconds))
         partial.replace(self._folder / "pace")
 
-    def trainer(self, *arguments: str, module: str = "consumer.cli", **variables: Any) -> Process:
+    def trainer(self, *arguments: str, module: str = "consumer.cli", **variables: str) -> Daemon:
         return self._start(module, "trainer", *arguments, **variables)
 
-    def producer(self, name: str = "producer") -> Process:
+    def producer(self, name: str = "producer") -> Daemon:
         """Its own files are not in the run directory."""
         files = {"STAND_IN_PACE": str(self._folder / "pace"), "STAND_IN_NEWS": str(self._folder / f"{name}.news")}
         arguments = ("--set", f"run_dir={self._folder / name}")
         return self._start("tests.faults.stand_in_producer", name, *arguments, **files)
 
-    def _start(self, module: str, name: str, *arguments: str, **variables: Any) -> Process:
+    def _start(self, module: str, name: str, *arguments: str, **variables: str) -> Daemon:
         arguments = ("--config", str(self._config_file), *arguments)
-        process = Process(module, self._folder / f"{name}.log", arguments, self._prefix, **variables)
-        self._stack.callback(lambda: process.process.poll() is None and process.kill())
+        process = Daemon(module, self._folder / f"{name}.log", *arguments, variables=variables, network=self._network)
+        self._stack.callback(process.kill)
         return process
 
-    def finish(self, trainer: Process, *producers: Process) -> None:
+    def finish(self, trainer: Daemon, *producers: Daemon) -> None:
         """To the last step, as fast as it goes; then everything must be right."""
         self.pace(0.0)
         assert [daemon.end() for daemon in (trainer, *producers)] == [0] * (1 + len(producers))

@@ -70,7 +70,7 @@ def test_a_disk_that_runs_full_again_and_again(tmp_path: Path, make_run: Callabl
         trained = {"max_steps": 60, "save_steps": 5, "save_total_limit": 2}
         run = make_run(run_dir=str(disk / "run"), trainer=trained)
         producer = run.producer()
-        trainer = run.trainer(module="tests.faults.trainer_that_waits", CHECKPOINTS_WAIT=str(barrier))
+        trainer = run.trainer(module="tests.faults.waiting_trainer", CHECKPOINTS_WAIT=str(barrier))
         filler = Filler(disk)
         run.wait_for_step(3)
 

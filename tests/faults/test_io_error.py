@@ -14,9 +14,10 @@ import pytest
 
 from protocol.errors import ExitCode
 from replay.journal.reader import JournalReader
+from tests.integration.pair import Daemon
 from tests.integration.runs import eventually
 
-from .run_under_test import Process, Run
+from .run_under_test import Run
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 
@@ -41,7 +42,7 @@ def test_a_failing_disk_ends_the_trainer_and_costs_no_group(tmp_path: Path, make
     failing = tmp_path / "failing"
     run = make_run(trainer={"max_steps": 30, "save_steps": 4})
     producer = run.producer()
-    trainer = run.trainer(module="tests.faults.trainer_on_failing_disk", FAILING_DISK=str(failing))
+    trainer = run.trainer(module="tests.faults.failing_disk_trainer", FAILING_DISK=str(failing))
     run.wait_for_step(6)
     failing.touch()
     last_words = last_words_of(trainer)
@@ -74,7 +75,7 @@ def test_a_disk_that_fails_under_a_checkpoint_is_no_bug(make_run: Callable[..., 
     assert not list(run.config.checkpoints_dir.glob("checkpoint-*"))
 
 
-def last_words_of(trainer: Process) -> str:
+def last_words_of(trainer: Daemon) -> str:
     assert trainer.end() == ExitCode.JOURNAL == 74
     assert "Traceback" not in trainer.output
     last = trainer.output.strip().splitlines()[-1]

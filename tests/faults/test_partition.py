@@ -28,7 +28,7 @@ def test_a_partition_of_ten_seconds(tmp_path: Path, make_run: Callable[..., Run]
     shutil.copy(keys / "gpu01.public", keys / AUTHORIZED)
     with network_namespace() as network:
         transport = {"endpoint": "tcp://127.0.0.1:5557", "keys": str(keys), "identity": "gpu01"}
-        run = make_run(transport, prefix=network.prefix)
+        run = make_run(transport, network=network.path)
         run.pace(0.4)
         producer = run.producer()
         trainer = run.trainer()

@@ -5,22 +5,39 @@ import re
 import signal
 import subprocess
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import psutil
 
 from tests.integration.warm import WarmProcess
 
 START_S = 240.0
+_NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
 
 
 class Daemon:
-    """One `rl-producer` or `rl-trainer` process whose output goes to a file."""
+    """One `rl-producer` or `rl-trainer` process whose output goes to a file.
 
-    def __init__(self, module: str, log: Path, *arguments: str, spawns: bool = False) -> None:
+    Args:
+        variables: of its environment, beside those of this process.
+        network: the namespace that it lives in, as a file of /proc; None: that of this process.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        log: Path,
+        *arguments: str,
+        spawns: bool = False,
+        variables: Mapping[str, str] = _NO_VARIABLES,
+        network: Path | None = None,
+    ) -> None:
         self._log = log
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
-        self.process = WarmProcess(module, ["--gpu", "cpu", *arguments], log, environment, spawns=spawns)
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"} | variables
+        arguments = ("--gpu", "cpu", *arguments)
+        self.process = WarmProcess(module, arguments, log, environment, spawns=spawns, network=network)
 
     @property
     def output(self) -> str:

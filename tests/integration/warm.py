@@ -5,6 +5,7 @@ starter, as the leader of a session of its own; all of them end with the process
 """
 
 import atexit
+import ctypes
 import os
 import runpy
 import signal
@@ -12,11 +13,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tests.chaos.fleet import Zygote
 
+_CLONE_NEWNET = 0x40000000  # of sched.h
 _zygotes: dict[str, Zygote] = {}
 
 
@@ -26,16 +29,30 @@ class WarmProcess:
     Args:
         spawns: a producer lets vLLM start its engine core, and a trainer its other ranks, in their own way, which takes
             longer; see `forked_cores` and `forked_ranks`.
+        network: the namespace that it enters first, as a file of /proc.
     """
 
     def __init__(
-        self, module: str, arguments: list[str], log: Path, environment: dict[str, str], *, spawns: bool = False
+        self,
+        module: str,
+        arguments: Sequence[str],
+        log: Path,
+        environment: dict[str, str],
+        *,
+        spawns: bool = False,
+        network: Path | None = None,
     ) -> None:
         log.touch()
         is_trainer = module.startswith(("consumer.", "benchmarks.")) or module.endswith("_trainer")
         role = "trainer" if is_trainer else "producer"
         self._daemon = _zygote(f"tests.integration.warm_{role}").start(
-            [module, *arguments], log=log, module=module, environment=environment, cwd=os.getcwd(), spawns=spawns
+            [module, *arguments],
+            log=log,
+            module=module,
+            environment=environment,
+            cwd=os.getcwd(),
+            spawns=spawns,
+            network=None if network is None else str(network),
         )
         self.pid = self._daemon.pid
 
@@ -83,6 +100,8 @@ def _zygote(child: str) -> Zygote:
 
 def run(request: dict[str, Any]) -> int:
     """In a fork: becomes the command."""
+    if request["network"] is not None:
+        _enter(request["network"])
     os.chdir(request["cwd"])
     os.environ.update(request["environment"])  # what the imports have set stays, as in a process that imports itself
     sys.path[:0] = [
@@ -91,3 +110,11 @@ def run(request: dict[str, Any]) -> int:
     sys.orig_argv = [sys.executable, "-m", *request["argv"]]
     runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
     return 0
+
+
+def _enter(network: str) -> None:
+    """As `nsenter --net` does; Python has `os.setns` from 3.12 on."""
+    with open(network, "rb") as namespace:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.setns(namespace.fileno(), _CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), f"cannot enter {network}")
