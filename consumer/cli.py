@@ -1,16 +1,16 @@
 """The `rl-trainer` command. Parses and checks first, imports the heavy libraries after."""
 
 import os
-import sys
 from pathlib import Path
+from typing import NoReturn
 
 from protocol.config.run import RunConfig
 from protocol.errors import ExitCode
+from protocol.service.command_line import leave, parser
 from protocol.service.command_line import main as run_command
-from protocol.service.command_line import parser
 
 
-def main() -> None:
+def main() -> NoReturn:
     arguments_parser = parser("rl-trainer", "Trains a LoRA adapter with GRPO on groups that rl-producer generates.")
     arguments_parser.add_argument(
         "--resume",
@@ -69,7 +69,7 @@ def main() -> None:
 
         return run(config, placement, resume=arguments.resume, source=arguments.from_journal)
 
-    sys.exit(run_command(arguments, "rl-trainer", check_libraries, run))
+    leave(run_command(arguments, "rl-trainer", check_libraries, run))
 
 
 if __name__ == "__main__":

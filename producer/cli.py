@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import NoReturn
 
 from protocol.config.run import RunConfig
 from protocol.errors import BundleChangedError, ExitCode
@@ -25,8 +26,8 @@ follow_parent_if_tied()
 logger = logging.getLogger("producer.cli")  # also where this module is the main one
 
 
-class _Command:
-    """One start. `bundle` is the digest of what the trainer gave it, and `is_outdated` says that the trainer has another."""
+class _Start:
+    """Of the daemon. `bundle` is the digest of what the trainer gave it, and `is_outdated` says that the trainer has another."""
 
     def __init__(self) -> None:
         self.bundle = ""
@@ -79,13 +80,18 @@ def _needs_gpu(config: RunConfig) -> bool:
     return config.engine_server is None
 
 
-def main() -> int:
+def main() -> NoReturn:
+    command_line.leave(command())
+
+
+def command() -> int:
+    """The exit code, unless another command takes the place of this one."""
     environment = dict(os.environ)
     arguments = _parser().parse_args()
-    command = _Command()
-    load = command.load if arguments.connect else None
-    code = command_line.main(arguments, "rl-producer", _check_libraries, command.run, load, _needs_gpu)
-    if command.is_outdated:
+    start = _Start()
+    load = start.load if arguments.connect else None
+    code = command_line.main(arguments, "rl-producer", _check_libraries, start.run, load, _needs_gpu)
+    if start.is_outdated:
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)  # noqa: S606
     return code
 
@@ -111,4 +117,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -7,7 +7,7 @@ groups have equal tokens, so that digests tell them apart.
 
 import importlib
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from tests import scripted_engine
 from tests.chaos.aims import Aim
@@ -24,7 +24,7 @@ def preload() -> None:
     assert AutoTokenizer
 
 
-def main(request: dict[str, Any]) -> int:
+def main(request: dict[str, Any]) -> NoReturn:
     log = EvidenceLog(Path(request["evidence"]))
     aim = Aim(*request.get("aim", ()))
     scripted_engine.install(reach=aim.reach)
@@ -32,7 +32,7 @@ def main(request: dict[str, Any]) -> int:
     from producer import cli
 
     log.note("process", argv=request["argv"])
-    return cli.main()
+    cli.main()
 
 
 def _watch(log: EvidenceLog, aim: Aim) -> None:

@@ -10,7 +10,6 @@ import asyncio
 import json
 import os
 import random
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -56,4 +55,4 @@ class ListingClient(ZmqClient):
 if __name__ == "__main__":
     put_in_place(Engine)
     assembly.ZmqClient = ListingClient  # type: ignore[misc]
-    sys.exit(cli.main())
+    cli.main()

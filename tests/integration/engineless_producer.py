@@ -3,8 +3,6 @@
 Run as `python -m tests.integration.engineless_producer` with the arguments of `rl-producer`. Every completion is one token.
 """
 
-import sys
-
 from producer import cli
 from producer.interfaces import Completion
 from tests.scripted_engine import EngineWithoutWeights, put_in_place
@@ -17,4 +15,4 @@ class Engine(EngineWithoutWeights):
 
 if __name__ == "__main__":
     put_in_place(lambda config, num_gpus: Engine(config))
-    sys.exit(cli.main())
+    cli.main()

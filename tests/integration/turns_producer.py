@@ -3,7 +3,6 @@
 import asyncio
 import os
 import random
-import sys
 from typing import Any
 
 from producer import cli
@@ -44,4 +43,4 @@ class Engine(ScriptedEngine):
 
 if __name__ == "__main__":
     put_in_place(lambda config, num_gpus: Engine(config))
-    sys.exit(cli.main())
+    cli.main()

@@ -14,11 +14,11 @@ __all__ = ["main", "preload"]
 _PACE = scripted_engine.Pace(fast_s=0.2, slow_s=2.0, share_slow=0.1)  # leaves the cores time for what is measured
 
 
-def main(request: dict[str, Any]) -> int:
+def main(request: dict[str, Any]) -> None:
     scripted_engine.install(_PACE, request["seed"])
     resident.keep_to_what_is_held()
     if request["plant"]:
         leaks.plant()
     from producer import cli
 
-    return cli.main()
+    cli.main()

@@ -1,17 +1,17 @@
 """The `rl-export` command merges a trained adapter into a full model. It parses first and imports the heavy libraries then."""
 
-import sys
 from pathlib import Path
+from typing import NoReturn
 
 from protocol.config.run import RunConfig
 from protocol.errors import ExitCode
+from protocol.service.command_line import leave, parser
 from protocol.service.command_line import main as run_command
-from protocol.service.command_line import parser
 
 PROGRAM = "rl-export"
 
 
-def main() -> None:
+def main() -> NoReturn:
     arguments_parser = parser(PROGRAM, "Merges a trained adapter into its base model and checks that nothing is lost.")
     arguments_parser.add_argument(
         "--checkpoint",
@@ -41,7 +41,7 @@ def main() -> None:
             config, gpus, which=arguments.checkpoint, to=to, repository=arguments.push_to_hub, dequantized=dequantized
         )
 
-    sys.exit(run_command(arguments, PROGRAM, lambda config: None, run))
+    leave(run_command(arguments, PROGRAM, lambda config: None, run))
 
 
 if __name__ == "__main__":

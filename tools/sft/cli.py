@@ -1,17 +1,17 @@
 """The `rl-sft` command trains a supervised warm start. It parses and checks first and imports the heavy libraries then."""
 
-import sys
 from pathlib import Path
+from typing import NoReturn
 
 from protocol.config.run import RunConfig
 from protocol.errors import ExitCode
+from protocol.service.command_line import leave, parser
 from protocol.service.command_line import main as run_command
-from protocol.service.command_line import parser
 
 PROGRAM = "rl-sft"
 
 
-def main() -> None:
+def main() -> NoReturn:
     arguments_parser = parser(
         PROGRAM, "Trains an adapter on the completions of the run's dataset, for lora.init_from to start from."
     )
@@ -28,7 +28,7 @@ def main() -> None:
 
         return run(config, gpus, to=arguments.to or Path(config.run_dir) / "sft")
 
-    sys.exit(run_command(arguments, PROGRAM, check_libraries, run))
+    leave(run_command(arguments, PROGRAM, check_libraries, run))
 
 
 if __name__ == "__main__":

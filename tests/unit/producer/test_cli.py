@@ -61,7 +61,7 @@ def replaced(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def start(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     monkeypatch.setattr(sys, "argv", ["rl-producer", *arguments])
-    return cli.main()
+    return cli.command()
 
 
 def daemon(monkeypatch: pytest.MonkeyPatch, run: Any) -> None:

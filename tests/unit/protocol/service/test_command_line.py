@@ -197,16 +197,29 @@ def test_an_interrupt_has_a_code(call: Callable[..., Ended]) -> None:
 @pytest.mark.parametrize("module", ["producer.cli", "consumer.cli", "tools.sft.cli", "tools.export.cli"])
 def test_the_daemons_import_nothing_heavy_for_help_and_check(folder: Path, module: str) -> None:
     program = (
-        f"import sys\nfrom {module} import main\n"
-        "for arguments in (['--help'], ['--config', 'run.yaml', '--check']):\n"
-        "    sys.argv[1:] = arguments\n"
-        "    try:\n        code = main()\n    except SystemExit as end:\n        code = end.code\n"
-        f"    print([name for name in {HEAVY} if name in sys.modules], code or 0, file=sys.stderr)"
+        f"import atexit, sys\nfrom {module} import main\n"
+        f"atexit.register(lambda: print([name for name in {HEAVY} if name in sys.modules], file=sys.stderr))\n"
+        "sys.argv[1:] = ['--help']\n"
+        "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code\n"
+        "sys.argv[1:] = ['--config', 'run.yaml', '--check']\nmain()"
     )
     environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(REPOSITORY)}
     command = [sys.executable, "-P", "-c", program]
     shown = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
-    assert shown.stderr == "[] 0\n[] 0\n"
+    assert (shown.stderr, shown.returncode) == ("[]\n", 0)
+
+
+def test_a_process_leaves_when_all_that_has_to_be_done_is_done_and_looks_at_no_object() -> None:
+    program = (
+        "import atexit, threading, time\nfrom protocol.service.command_line import leave\n"
+        "class Seen:\n    def __del__(self): print('looked at')\n"
+        "seen = Seen()\n"
+        "atexit.register(print, 'registered')\n"
+        "threading.Thread(target=lambda: (time.sleep(0.1), print('waited for'))).start()\n"
+        "leave(68)"
+    )
+    shown = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    assert (shown.stdout, shown.stderr, shown.returncode) == ("waited for\nregistered\n", "", 68)
 
 
 def test_every_error_has_a_code_of_its_own() -> None:
