@@ -2,6 +2,7 @@
 it forks them, and within `forked_cores` it does so here too.
 """
 
+import gc
 import multiprocessing.context
 import warnings
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from unittest import mock
 class _Core(multiprocessing.context.ForkProcess):
     def run(self) -> None:
         warnings.simplefilter("default")  # as in a new process, whatever a test makes of them
+        gc.unfreeze = lambda: None  # at its end vLLM would look through all that its starter has imported
         super().run()
 
 

@@ -23,10 +23,10 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 REWARDS = """\
 from judging.scores import score
 
-def ones(completions, **_):
+def various(completions, **_):
     return [score(text) for text in completions]
 """
-SCORES = "def score(text):\n    return {base} + float(text.count('1'))\n"
+SCORES = "def score(text):\n    return {base} + float(sum(map(ord, text)) % 7)\n"
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def task(short_dir: Path) -> Iterator[Path]:
             "run_dir": "run",
             "model": {"path": str(short_dir / "model"), "dtype": "float32"},
             "dataset": {"path": "data.jsonl"},
-            "rewards": {"functions": [{"function": "rewards.py:ones"}], "num_workers": 1},
+            "rewards": {"functions": [{"function": "rewards.py:various"}], "num_workers": 1},
             "sampling": {"num_generations": 4, "max_completion_length": 8},
             "pipeline": {"groups_per_step": 2, "max_staleness": 1},
             "transport": {

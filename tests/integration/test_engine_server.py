@@ -1,6 +1,7 @@
 """A producer as the client of a real `vllm serve`: exact, and through the death of the server."""
 
 import asyncio
+import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,7 +15,7 @@ from protocol.config.sections.swap import TOLERANCES
 from protocol.wire.messages import PolicyInfo, Sampling
 from tests.integration.engines import run_config
 from tests.integration.models import build_model, random_adapter, reference_logprobs
-from tests.integration.pair import Daemon, end_well
+from tests.integration.pair import Daemon
 from tests.integration.test_pair import REWARD, read_steps, versions_trained_on, write_run
 from tests.integration.vllm_server import VllmServer
 from tests.policies import registry_of
@@ -82,7 +83,7 @@ def test_a_run_goes_on_when_its_server_is_killed_and_starts_empty(
     server.wait_until_ready()
     section = {"url": server.url, "adapter_dir": str(short_dir / "shared"), "answer_timeout_s": 120.0}
     rows = [{"prompt": f"{i}+1="} for i in range(40)]
-    trainer_section = {"max_steps": 6, "save_steps": 1, "learning_rate": 1e-4}
+    trainer_section = {"max_steps": 100_000, "save_steps": 1, "save_total_limit": 100_000, "learning_rate": 1e-4}
     pipeline = {"max_staleness": 1}
     config = str(
         write_run(short_dir, "qwen2", rows, REWARD, engine_server=section, trainer=trainer_section, pipeline=pipeline)
@@ -97,11 +98,15 @@ def test_a_run_goes_on_when_its_server_is_killed_and_starts_empty(
     assert not [one for one in producer.family() if "EngineCore" in " ".join(one.cmdline())]
     server.start()
     producer.wait_for(r"is ready, with [123] policies")
-    end_well(trainer, producer)
+    reached = len(read_steps(short_dir))
+    trainer.wait_for(rf"step {reached + 4}/", beside=producer)
+    for daemon in (trainer, producer):
+        daemon.process.send_signal(signal.SIGTERM)
+        assert daemon.end() == 0, daemon.last_words
 
     steps = read_steps(short_dir)
-    assert [line["step"] for line in steps] == list(range(1, 7))
-    assert steps[-1]["counts"]["trained"] == 6 * 4
-    assert max(max(versions) for versions in versions_trained_on(short_dir)) >= 4
+    assert [line["step"] for line in steps] == list(range(1, len(steps) + 1))
+    assert steps[-1]["counts"]["trained"] == len(steps) * 4
+    assert max(max(versions) for versions in versions_trained_on(short_dir)) > reached
     assert list((short_dir / "shared").iterdir()) == []
     assert "Traceback" not in producer.output

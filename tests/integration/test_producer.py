@@ -1,6 +1,7 @@
 """`rl-producer` as a process: what it refuses and how it ends, by exit code, message, and what is left behind.
 
-Three daemons with real vLLM, started together because each takes twenty seconds; where vLLM has no part in it, a stand-in.
+Three daemons with real vLLM, started together, one of which spawns its engine core as on a CPU; the others fork it, as beside a
+GPU. Where vLLM has no part in it, a stand-in.
 """
 
 import os
@@ -43,6 +44,7 @@ def moody(completions, mood, **_):
     return [0.0, 1.0, 2.0, 3.0]
 """
 ENGINELESS = "tests.integration.engineless_producer"
+SPAWNING = "interrupted"
 
 
 class Run:
@@ -81,7 +83,8 @@ class Run:
         return path
 
     def start(self, name: str, module: str = "producer.cli", **sections: Any) -> Daemon:
-        return Daemon(module, self.folder / f"{name}.log", "--config", str(self.config(name, **sections)), spawns=True)
+        log, config = self.folder / f"{name}.log", self.config(name, **sections)
+        return Daemon(module, log, "--config", str(config), spawns=name == SPAWNING)
 
     def endpoints(self, name: str) -> tuple[str, str]:
         return f"ipc://{self.folder}/{name}/control.ipc", f"ipc://{self.folder}/{name}/control.ipc.blobs"
@@ -231,7 +234,9 @@ def family_of(daemon: Daemon) -> list[psutil.Process]:
 
 
 def engine_core(family: list[psutil.Process]) -> psutil.Process:
-    (core,) = [each for each in family if "EngineCore" in " ".join(each.cmdline())]
+    """A fork keeps the command line."""
+    daemon, *children = [(each, each.cmdline()) for each in family]
+    (core,) = [each for each, command in children if "EngineCore" in " ".join(command) or command == daemon[1]]
     return core
 
 
