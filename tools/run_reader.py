@@ -114,6 +114,6 @@ def parsed_lines(lines: Iterable[bytes]) -> list[Line]:
     for line in lines:
         try:
             found.append(json.loads(line, parse_constant=lambda constant: None))
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
     return [line for line in found if isinstance(line, dict)]

@@ -235,7 +235,7 @@ class JournalReader:
             yield
         except apsw.NotADBError as error:
             raise JournalError(f"{self.path} is not a journal; {_WHAT_IT_IS}") from error
-        except apsw.CorruptError as error:
+        except (apsw.CorruptError, UnicodeDecodeError) as error:
             raise JournalError(f"{self.path} is damaged ({error}); restore a copy of run_dir") from error
         except (apsw.CantOpenError, apsw.ReadOnlyError) as error:
             copy = f"copy it, and {self.path.name}-wal if there is one, to a folder of your own"

@@ -7,6 +7,7 @@ ends nothing: it looks again. Whoever looks at the same run as somebody who buil
 import os
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -35,6 +36,7 @@ class Builder:
         self._run, self._place = run, place
         self._find_decoder = find_decoder
         self._stopped = threading.Event()
+        self._said = ""
         self._thread = threading.Thread(target=self._work, name="index", daemon=True)
 
     def __enter__(self) -> None:
@@ -53,18 +55,29 @@ class Builder:
                         self._build()
             except (JournalError, apsw.Error, OSError):
                 pass  # the pages say what is wrong with the journal; a cache that cannot be written has no index
+            except Exception as error:
+                self._say(error)
             self._stopped.wait(_AGAIN_S)
 
     def _build(self) -> None:
-        """Until it is stopped, or another journal lies in the place of this one."""
+        """Until it is stopped, or another file lies in the place of journal or index."""
         with closing(self._run.journal()) as reader:
-            inode = reader.path.stat().st_ino
             facts = reader.facts()
             with closing(create(self._place, facts.get("run_id", ""))) as db:
                 rows, steps = RowIndex(db), StepIndex(db, self._run.folder)
                 texts = TextIndex(db, self._find_decoder(facts))
-                while not self._stopped.is_set() and reader.path.stat().st_ino == inode:
+                files = self._files(reader)
+                while not self._stopped.is_set() and self._files(reader) == files:
                     self._round(reader, rows, steps, texts)
+
+    def _files(self, reader: JournalReader) -> list[int]:
+        return [path.stat().st_ino for path in (reader.path, self._place)]
+
+    def _say(self, bug: Exception) -> None:
+        """Once, because the next attempt may meet the same."""
+        if self._said != (said := repr(bug)):
+            self._said = said
+            traceback.print_exception(bug)
 
     def _round(self, reader: JournalReader, rows: RowIndex, steps: StepIndex, texts: TextIndex) -> None:
         """What came since the last round, then words for as long as a round takes."""

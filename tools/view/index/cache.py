@@ -1,8 +1,8 @@
 """The file of the index, in the user's cache, one for each journal.
 
-Guarantee: a file of another release, of another run at the same place, or one that is damaged is thrown away and built again. One
-process builds an index, others that look at the same run read it. No page waits longer than `_LONGEST_S` for its statements.
-Indexes that nobody has used for `_UNUSED_DAYS` are removed.
+Guarantee: a file of another release, of another run at the same place, or one that is damaged is thrown away and built again;
+whoever reads it sees to that, too. One process builds an index, others that look at the same run read it. No page waits longer
+than `_LONGEST_S` for its statements. Indexes that nobody has used for `_UNUSED_DAYS` are removed.
 """
 
 import contextlib
@@ -47,6 +47,10 @@ def place_of(journal: Path) -> Path:
     return cache / "slipstream" / "view" / f"{name}.sqlite"
 
 
+class DamagedIndexError(Exception):
+    """The index was damaged, and is removed."""
+
+
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[bool]:
     """Whether this process is the one that builds the index, for as long as the context lasts."""
@@ -59,8 +63,7 @@ def locked(path: Path) -> Iterator[bool]:
 def create(path: Path, run_id: str) -> apsw.Connection:
     """A connection that writes the index of this run; an empty one if the file is not of it."""
     if not _is_of(path, run_id):
-        for suffix in ("", "-wal", "-shm"):
-            Path(f"{path}{suffix}").unlink(missing_ok=True)
+        _remove(path)
     db = apsw.Connection(str(path))
     db.set_busy_timeout(10_000)
     db.pragma("journal_mode", "wal")
@@ -77,11 +80,14 @@ def create(path: Path, run_id: str) -> apsw.Connection:
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[apsw.Connection | None]:
-    """A connection that reads the index; None if there is none yet. `SlowQueryError` if a statement takes too long."""
-    if not path.is_file():
+    """A connection that reads the index; None if there is none yet. `SlowQueryError` if a statement takes too long,
+    `DamagedIndexError` if the file is none that SQLite can read."""
+    try:
+        connection = apsw.Connection(str(path), flags=apsw.SQLITE_OPEN_READONLY)
+    except apsw.CantOpenError:
         yield None
         return
-    with contextlib.closing(apsw.Connection(str(path), flags=apsw.SQLITE_OPEN_READONLY)) as db:
+    with contextlib.closing(connection) as db:
         db.set_busy_timeout(2_000)
         deadline = time.monotonic() + _LONGEST_S
         db.set_progress_handler(lambda: time.monotonic() > deadline, 100_000)
@@ -90,6 +96,9 @@ def opened(path: Path) -> Iterator[apsw.Connection | None]:
             yield db if ready else None
         except apsw.InterruptError as error:
             raise SlowQueryError(f"the answer takes more than {_LONGEST_S:g} s; choose fewer groups") from error
+        except (apsw.NotADBError, apsw.CorruptError) as error:
+            _remove(path)
+            raise DamagedIndexError(f"the index of this run is damaged ({error}); it is built again") from error
 
 
 def answer(db: apsw.Connection, sql: str, bindings: Any = ()) -> list[Any]:
@@ -106,6 +115,11 @@ def _is_of(path: Path, run_id: str) -> bool:
             return bool(db.pragma("user_version") == _SCHEMA and found == [(run_id,)])
     except apsw.Error:
         return False
+
+
+def _remove(path: Path) -> None:
+    for suffix in ("-wal", "-shm", ""):
+        Path(f"{path}{suffix}").unlink(missing_ok=True)
 
 
 def _taken(lock: BinaryIO) -> bool:

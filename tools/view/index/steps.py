@@ -18,6 +18,7 @@ from tools.view.index.cache import answer
 
 _CHUNK_BYTES = 8 * 2**20
 _TAIL = 256
+_MOST = 2**63  # of SQLite's integers
 
 
 class StepIndex:
@@ -64,7 +65,7 @@ class StepIndex:
         rows = [
             (line["step"], *(_number(line, name) for name in ("t", "wait_s", "step_s")), encode_line(line))
             for line in parsed_lines(lines)
-            if isinstance(line.get("step"), int)
+            if isinstance(line.get("step"), int) and abs(line["step"]) < _MOST
         ]
         if rows:
             with self._db:
@@ -73,7 +74,7 @@ class StepIndex:
 
 def _number(line: dict[str, Any], name: str) -> float | None:
     value = line.get(name)
-    return value if isinstance(value, int | float) else None
+    return value if isinstance(value, int | float) and abs(value) < _MOST else None
 
 
 def newest_lines(db: apsw.Connection, most: int) -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from starlette.applications import Starlette
+from starlette.convertors import IntegerConvertor, register_url_convertor
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Mount, Route
@@ -21,7 +22,7 @@ from starlette.types import ASGIApp
 
 from protocol.errors import JournalError
 from protocol.service.http_server import ConnectionLimiter, Server, listen
-from tools.view.index.cache import SlowQueryError
+from tools.view.index.cache import DamagedIndexError, SlowQueryError
 from tools.view.pages.forms import FormError
 from tools.view.scores.scorer import LONGEST_S, Scorer
 from tools.view.server.compare_pages import ComparePages
@@ -34,7 +35,22 @@ from tools.view.server.viewer import Viewer
 
 _HEADERS_S, _ANSWER_S = 10.0, LONGEST_S + 60.0
 _MAX_CONNECTIONS = 64
-_CODES: dict[type[Exception], int] = {FormError: 400, JournalError: 404, SlowQueryError: 503}
+_CODES: dict[type[Exception], int] = {
+    FormError: 400,
+    JournalError: 404,
+    FileNotFoundError: 404,
+    SlowQueryError: 503,
+    DamagedIndexError: 503,
+}
+
+
+class _Number(IntegerConvertor):
+    """Of as many digits as SQLite takes."""
+
+    regex = "[0-9]{1,18}"
+
+
+register_url_convertor("number", _Number())
 
 
 def application(viewer: Viewer, token: str, other: Viewer | None = None) -> ASGIApp:
@@ -62,12 +78,12 @@ def application(viewer: Viewer, token: str, other: Viewer | None = None) -> ASGI
         Route("/live", run.live),
         Route("/data", run.data),
         Route("/steps", run.steps),
-        Route("/steps/{step:int}", run.step),
+        Route("/steps/{step:number}", run.step),
         Route("/policies", run.policies),
         Route("/groups", groups.groups),
         Route("/group", groups.group),
         Route("/scores", groups.scores),
-        Route("/prompts/{prompt:int}", history.prompt),
+        Route("/prompts/{prompt:number}", history.prompt),
         Route("/compare", compared.compare),
         Route("/keys", keys),
         Mount("/static", StaticFiles(directory=STATIC)),

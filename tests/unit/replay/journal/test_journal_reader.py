@@ -342,6 +342,12 @@ def test_a_damaged_and_a_missing_body(reader: JournalReader, journal: Journal) -
         reader.frames(ids([2]))
 
 
+def test_text_that_is_none(reader: JournalReader, journal: Journal) -> None:
+    alter(journal.path, "UPDATE groups SET producer = CAST(x'ff' AS TEXT) WHERE seq = 1")
+    with pytest.raises(JournalError, match=r"is damaged \(.*\); restore a copy of run_dir$"):
+        list(reader.rows())
+
+
 def test_a_body_without_a_group(reader: JournalReader, journal: Journal) -> None:
     alter(journal.path, "INSERT INTO bodies VALUES(99, 'x')")
     assert reader.database_problems() == ["body 99 belongs to no group"]

@@ -2,20 +2,21 @@
 
 import os
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import apsw
 import pytest
 
+from replay.journal.reader import JournalReader
 from replay.journal.retention import Retention
 from replay.journal.writer import Journal
 from tests.unit.tools.view.indexing import index_whole
 from tests.view_run import START, facts, step_line, take_step, write_tokenizer
 from tools.run_reader import RunReader
-from tools.view.index import cache
+from tools.view.index import builder, cache
 from tools.view.index.builder import Builder
-from tools.view.index.cache import SlowQueryError, create, locked, opened, place_of
+from tools.view.index.cache import DamagedIndexError, SlowQueryError, create, locked, opened, place_of
 from tools.view.index.decoder import Decoder, find_decoder
 from tools.view.index.rows import RowIndex
 from tools.view.index.steps import StepIndex, line_of, lines_since, newest_lines, times_since
@@ -174,6 +175,37 @@ def test_the_builder_indexes_a_run_that_begins_after_it(written_run: Path, tmp_p
             time.sleep(0.05)
         else:
             pytest.fail("the index was not built")
+
+
+def test_whatever_happens_to_the_run_or_to_the_index_the_builder_goes_on(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(builder, "_AGAIN_S", 0.01)
+    monkeypatch.setattr(builder, "_EVERY_S", 0.01)
+    place, follow, fails = tmp_path / "cache" / "index.sqlite", RowIndex.follow, iter([True, True])
+
+    def spoilt(self: RowIndex, reader: JournalReader) -> None:
+        if next(fails, False):
+            raise ZeroDivisionError
+        follow(self, reader)
+
+    def until_whole() -> None:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            with suppress(DamagedIndexError), opened(place) as db:
+                if progress(db, 120) == (1.0, 1.0):
+                    return
+            time.sleep(0.01)
+        pytest.fail("the index was not built")
+
+    monkeypatch.setattr(RowIndex, "follow", spoilt)
+    with (run / "steps.jsonl").open("ab") as file:
+        file.write(b'{"step": %d}\n{"step": 99, "t": %d}\n' % (10**30, 10**30))
+    with Builder(RunReader(run), place, lambda found: find_decoder(found)[0]):
+        until_whole()
+        place.write_bytes(b"no database " * 100)
+        until_whole()
+    assert capsys.readouterr().err.count("Traceback") == 1
 
 
 def test_one_process_builds_an_index(tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ def test_only_get(client: TestClient) -> None:
         ("/group?id=0-3-0-1-s&colour=red", 400, "colour: expected one of"), ("/groups?step=x", 400, "step: expected"),
         ("/steps/100000", 404, "holds no groups of step 100000"), ("/steps?where=x", 400, "where: expected"),
         ("/compare?a=x", 400, "a: expected"), ("/nowhere", 404, ""), ("/static/../app.py", 404, ""),
-        ("/?minutes=x", 400, "minutes: expected"),
+        ("/?minutes=x", 400, "minutes: expected"), (f"/steps/{'9' * 19}", 404, ""), (f"/prompts/{'9' * 5000}", 404, ""),
     ],
 )  # fmt: skip
 def test_what_is_not_there_is_said(client: TestClient, path: str, code: int, says: str) -> None:
@@ -267,6 +267,24 @@ def test_a_file_that_is_no_journal_is_said(tmp_path: Path, cache: None) -> None:
     answer = client_of(tmp_path).get("/groups")
     assert answer.status_code == 404
     assert "is not a journal" in answer.text
+
+
+def test_a_damaged_index_and_a_folder_that_goes_meanwhile_are_said(
+    client: TestClient, written_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place_of(written_run / "journal.sqlite").write_bytes(b"no database " * 100)
+    answer = client.get("/groups")
+    assert answer.status_code == 503
+    assert "it is built again" in answer.text
+    assert client.get("/groups").status_code == 200
+
+    def gone(self: Viewer) -> dict[int, dict[str, float]]:
+        raise FileNotFoundError(2, "No such file or directory", "checkpoints")
+
+    monkeypatch.setattr(Viewer, "losses", gone)
+    answer = client.get("/steps/5")
+    assert answer.status_code == 404
+    assert "checkpoints" in answer.text
 
 
 def test_a_bug_is_said_and_ends_nothing(
