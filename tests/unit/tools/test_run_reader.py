@@ -34,9 +34,9 @@ def test_a_run_without_files_has_no_lines_and_no_journal(run: RunReader) -> None
 
 
 def test_lines_of_either_release_are_read_and_torn_or_strange_ones_left_out(run: RunReader) -> None:
-    (run.folder / "steps.1.jsonl").write_text('{"step": 1, "loss": NaN}\n')
-    nested = "[" * 99_999
-    (run.folder / "steps.jsonl").write_text(f'{nested}\n{{"step": 2, "loss": null}}\nno JSON\n[3]\n{{"step": 3, "lo')
+    nested = "[" * 2_000
+    (run.folder / "steps.1.jsonl").write_text(f'{nested}\n{{"step": 1, "loss": NaN}}\n')
+    (run.folder / "steps.jsonl").write_text('{"step": 2, "loss": null}\nno JSON\n[3]\n{"step": 3, "lo')
     both = [{"step": 1, "loss": None}, {"step": 2, "loss": None}]
     assert run.lines(STEPS) == run.newest_steps(10_000) == both
     assert run.newest_steps(60) == both[1:], "however long the file is"
