@@ -6,8 +6,16 @@ from typing import NoReturn
 
 from protocol.config.run import RunConfig
 from protocol.errors import ExitCode
+from protocol.import_guard import uncollected
 from protocol.service.command_line import leave, parser
 from protocol.service.command_line import main as run_command
+
+
+def _check_libraries(config: RunConfig) -> None:
+    with uncollected():
+        from consumer.daemon import check_libraries
+
+    check_libraries(config)
 
 
 def main() -> NoReturn:
@@ -50,26 +58,23 @@ def main() -> NoReturn:
     )
     arguments = arguments_parser.parse_args()
 
-    def check_libraries(config: RunConfig) -> None:
-        from consumer.daemon import check_libraries
-
-        check_libraries(config)
-
     def run(config: RunConfig, gpus: list[int]) -> ExitCode:
         from consumer.ranks.placement import Nodes, Placement
 
         nodes = Nodes.of(arguments.nodes, arguments.node_rank, arguments.rendezvous)
         placement = Placement.of(gpus, arguments.ranks, nodes)
         if nodes.rank > 0:
-            from consumer.ranks.host import run_host
+            with uncollected():
+                from consumer.ranks.host import run_host
 
             return run_host(config, placement)
         os.environ.update(placement.environment(0))
-        from consumer.daemon import run
+        with uncollected():
+            from consumer.daemon import run
 
         return run(config, placement, resume=arguments.resume, source=arguments.from_journal)
 
-    leave(run_command(arguments, "rl-trainer", check_libraries, run))
+    leave(run_command(arguments, "rl-trainer", _check_libraries, run))
 
 
 if __name__ == "__main__":

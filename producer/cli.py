@@ -18,6 +18,7 @@ from typing import NoReturn
 
 from protocol.config.run import RunConfig
 from protocol.errors import BundleChangedError, ExitCode
+from protocol.import_guard import uncollected
 from protocol.processes.lifeline import follow_parent_if_tied
 from protocol.service import command_line
 
@@ -71,7 +72,8 @@ def _check_libraries(config: RunConfig) -> None:
 
         check_servers(config)
     else:
-        from producer.engine.vllm_config import check_engine_section
+        with uncollected():
+            from producer.engine.vllm_config import check_engine_section
 
         check_engine_section(config)
 

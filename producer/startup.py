@@ -32,6 +32,7 @@ from protocol.errors import ConfigError, StalledError
 from protocol.files.scratch import scratch_folder
 from protocol.files.shared_memory import SharedMemory, shared_memory
 from protocol.gpu.seat import Seat, seated
+from protocol.import_guard import uncollected
 from protocol.security.keys import ProducerKeys, process_name, producer_keys
 from protocol.service import logs
 from protocol.service.exposition import Watch
@@ -167,7 +168,8 @@ async def _build_engine(base: Base, stack: AsyncExitStack) -> Engine:
         logger.info("asking for %s at %s ...", base.config.model.path, ", ".join(base.config.engine_server.url))
         return await stack.enter_async_context(server_engine(base.config))
     logger.info("loading the engine for %s ...", base.config.model.path)
-    from producer.engine.engine import VllmEngine  # vLLM takes seconds to import
+    with uncollected():
+        from producer.engine.engine import VllmEngine  # vLLM takes seconds to import
 
     logs.adopt_libraries()
     with base.seat.settling(base.config.pipeline.stall_timeout_s):

@@ -5,6 +5,7 @@ from typing import NoReturn
 
 from protocol.config.run import RunConfig
 from protocol.errors import ExitCode
+from protocol.import_guard import uncollected
 from protocol.service.command_line import leave, parser
 from protocol.service.command_line import main as run_command
 
@@ -33,7 +34,8 @@ def main() -> NoReturn:
     arguments = arguments_parser.parse_args()
 
     def run(config: RunConfig, gpus: list[int]) -> ExitCode:
-        from tools.export.merge import run
+        with uncollected():
+            from tools.export.merge import run
 
         to = arguments.to or Path(config.run_dir) / "merged"
         dequantized = arguments.base == "dequantized"

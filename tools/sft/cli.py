@@ -5,6 +5,7 @@ from typing import NoReturn
 
 from protocol.config.run import RunConfig
 from protocol.errors import ExitCode
+from protocol.import_guard import uncollected
 from protocol.service.command_line import leave, parser
 from protocol.service.command_line import main as run_command
 
@@ -19,12 +20,14 @@ def main() -> NoReturn:
     arguments = arguments_parser.parse_args()
 
     def check_libraries(config: RunConfig) -> None:
-        from tools.sft.trainer import check_libraries
+        with uncollected():
+            from tools.sft.trainer import check_libraries
 
         check_libraries(config)
 
     def run(config: RunConfig, gpus: list[int]) -> ExitCode:
-        from tools.sft.trainer import run
+        with uncollected():
+            from tools.sft.trainer import run
 
         return run(config, gpus, to=arguments.to or Path(config.run_dir) / "sft")
 
