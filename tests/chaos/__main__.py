@@ -10,12 +10,15 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tests.chaos import aims
 from tests.chaos.campaign import Campaign
 from tests.chaos.controls import CONTROLS
 from tests.chaos.fates import Fate
+from tests.chaos.fleet import Role, Zygote, zygotes
 from tests.chaos.run_folder import DEFAULT, Shape, prepare
 from tests.chaos.slots import CampaignError
 from tests.chaos.verdict import summarize
@@ -46,23 +49,25 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="slipstream-chaos-"))
     sockets = Path(tempfile.mkdtemp(prefix="sl-", dir="/tmp"))
     try:
-        summary = run(
-            folder,
-            sockets,
-            kills=arguments.kills,
-            seed=arguments.seed,
-            num_producers=arguments.producers,
-            ranks=arguments.ranks,
-            shape=Shape(
-                arguments.staleness,
-                arguments.sync_interval,
-                arguments.iterations,
-                keep_all=not arguments.retention,
-                again=not arguments.plain,
-            ),
-            control=arguments.control,
-            say=lambda text: print(text, flush=True),
-        )
+        with zygotes("tests.chaos", folder, folder) as started:
+            summary = run(
+                folder,
+                sockets,
+                started,
+                kills=arguments.kills,
+                seed=arguments.seed,
+                num_producers=arguments.producers,
+                ranks=arguments.ranks,
+                shape=Shape(
+                    arguments.staleness,
+                    arguments.sync_interval,
+                    arguments.iterations,
+                    keep_all=not arguments.retention,
+                    again=not arguments.plain,
+                ),
+                control=arguments.control,
+                say=lambda text: print(text, flush=True),
+            )
     except CampaignError as error:
         print(f"{error}\nThe run is in {folder}", file=sys.stderr)
         return 1
@@ -84,6 +89,7 @@ def main() -> int:
 def run(
     folder: Path,
     sockets: Path,
+    zygotes: Mapping[Role, Zygote],
     *,
     kills: int,
     seed: int,
@@ -92,6 +98,7 @@ def run(
     shape: Shape = DEFAULT,
     control: str | None = None,
     trainer_fates: tuple[Fate, ...] = (),
+    at_the_end: tuple[str, ...] = aims.FINISH,
     say: Any = lambda text: None,
 ) -> dict[str, Any]:
     """One campaign and its summary."""
@@ -99,6 +106,7 @@ def run(
     config = prepare(folder, sockets, seed, shape)
     campaign = Campaign(
         folder,
+        zygotes,
         kills=kills,
         seed=seed,
         num_producers=num_producers,
@@ -106,13 +114,14 @@ def run(
         control=control,
         retention=not shape.keep_all,
         trainer_fates=trainer_fates + CONTROL_FATES.get(control or "", ()),
+        at_the_end=at_the_end,
         say=say,
     )
     tally = campaign.run()
     wall_s = time.monotonic() - started
     say(f"{tally.kills} kills in {wall_s:.0f} s; training the run again from its journal")
-    trained_again = shape.keep_all and control is None
-    return summarize(folder, config, tally, seed=seed, wall_s=wall_s, trained_again=trained_again, ranks=ranks)
+    trains_again = zygotes["trainer"] if shape.keep_all and control is None else None
+    return summarize(folder, config, tally, seed=seed, wall_s=wall_s, trains_again=trains_again, ranks=ranks)
 
 
 if __name__ == "__main__":

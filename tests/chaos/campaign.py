@@ -2,12 +2,12 @@
 
 Guarantee: so many processes got SIGKILL as were asked for, or more; the run then went on to its end. A daemon that ends in
 any other way than by our signal, or a run in which nothing moves, ends the campaign with the reason and the daemon's log.
-So does a second trainer that is let in beside one that stands still.
+So does a second trainer that is let in beside one that stands still. When it has ended, no daemon of it is left.
 """
 
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +23,22 @@ _STALL_S = 75.0
 _SAY_EVERY_S = 5.0
 _LAST_STEPS = 8  # after the last kill
 _END_S = 60.0
-_FAREWELL_S = 15.0
+_FAREWELL_S = 3.0  # for a goodbye to be read; whoever was not connected then gets none
 _WITHOUT_A_RANK = (ExitCode.RANK_LOST, -signal.SIGTERM)  # the second when it was told to stop while it was ending
 _RANK_LOST_S = 12.0  # from a rank's stop to the end of the trainer
 
 
 class Campaign:
+    """
+    Args:
+        trainer_fates: of the first trainers; all of them happen.
+        at_the_end: where the trainers die that have no step left to take, one at each point.
+    """
+
     def __init__(
         self,
         folder: Path,
+        zygotes: Mapping[Role, Zygote],
         *,
         kills: int,
         seed: int,
@@ -40,40 +47,43 @@ class Campaign:
         control: str | None = None,
         retention: bool = False,
         trainer_fates: tuple[Fate, ...] = (),
+        at_the_end: tuple[str, ...] = aims.FINISH,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._folder = folder
         self._kills = kills
         self._control = control
+        self._trainer_fates = trainer_fates
         self._first_trainer_fates = list(trainer_fates)
+        self._at_the_end = at_the_end
         self._say = say
         self.tally = Tally()
         self._slots = [Slot("trainer", "trainer", FateDeck("trainer", seed, retention=retention, ranks=ranks))]
         self._ranks = ["--ranks", str(ranks)] if ranks > 1 else []
         for index in range(num_producers):
             self._slots.append(Slot("producer", f"producer-{index}", FateDeck("producer", 1000 * seed + index)))
-        self._zygotes: dict[Role, Zygote] = {}
+        self._zygotes = zygotes
+        self._daemons: list[Daemon] = []  # all that were started
         self._progress = Progress()
         self._said_at = 0.0
         self._rival: Daemon | None = None
         self._goal: int | None = None  # max_steps, once it is known
 
     def run(self) -> Tally:
-        logs, temporary = self._folder / "logs", self._folder / "tmp"
-        logs.mkdir(exist_ok=True)
-        temporary.mkdir(exist_ok=True)
+        for name in ("logs", "tmp"):
+            (self._folder / name).mkdir(exist_ok=True)
+        self._progress.moved_at = time.monotonic()
         try:
-            for role in ("trainer", "producer"):
-                self._zygotes[role] = Zygote(f"tests.chaos.{role}_child", logs / f"zygote-{role}.log", temporary)
-            for zygote in self._zygotes.values():
-                zygote.wait_until_ready()
-            self._progress.moved_at = time.monotonic()
-            while self.tally.kills < self._kills or self._first_trainer_fates:
+            while (
+                self.tally.kills < self._kills or self._first_trainer_fates or self._trainer.fate in self._trainer_fates
+            ):
                 self._tick(armed=True)
             self._end_run()
         finally:
-            for zygote in self._zygotes.values():
-                zygote.close()
+            for daemon in self._daemons:
+                daemon.send(signal.SIGKILL)
+            for daemon in self._daemons:
+                daemon.wait(_END_S)
         return self.tally
 
     @property
@@ -83,8 +93,8 @@ class Campaign:
     # The end of the run.
 
     def _end_run(self) -> None:
-        """The trainer stops by SIGTERM; then it is told how many steps there are, and dies once at every point of the
-        end before it may end."""
+        """The trainer stops by SIGTERM. Then it is told how many steps there are, and dies once at every point `at_the_end`
+        before it may end."""
         deadline = time.monotonic() + _END_S
         asked: Daemon | None = None
         while True:
@@ -101,7 +111,7 @@ class Campaign:
         self._trainer.daemon = None
         self._progress.look(time.monotonic(), [daemon])
         self._goal = self._progress.step + _LAST_STEPS
-        self._first_trainer_fates = [Fate("aimed kill", _END_S, point) for point in aims.FINISH]
+        self._first_trainer_fates = [Fate("aimed kill", _END_S, point) for point in self._at_the_end]
         deadline = time.monotonic() + 3 * _END_S
         while self._trainer.daemon is None or self._trainer.daemon.poll() != 0:
             self._tick(armed=False, may_end=True)
@@ -112,14 +122,15 @@ class Campaign:
         """Those that heard the trainer's goodbye end by themselves; the others wait for a trainer that may come back."""
         producers = [slot for slot in self._slots if slot.daemon is not None and slot.role == "producer"]
         deadline = time.monotonic() + _FAREWELL_S
-        while time.monotonic() < deadline and any(slot.daemon.poll() is None for slot in producers):
+        while time.monotonic() < deadline and not all(_was_told(slot.daemon) for slot in producers):
             for slot in producers:
                 self._resume_if_due(slot, time.monotonic())
             time.sleep(_TICK_S)
         for slot in producers:
-            if slot.daemon.poll() is None:
+            if not _was_told(slot.daemon):
                 self.tally.producers_not_told += 1
                 slot.daemon.send(signal.SIGTERM)
+            slot.daemon.send(signal.SIGCONT)
         self._until_ended(producers)
         for slot in producers:
             if slot.daemon.poll() not in (0, -signal.SIGKILL):
@@ -195,12 +206,8 @@ class Campaign:
         self.tally.stops += 1
         slot.stopped_until = now + slot.fate.stop_s
         if slot.daemon is not None and slot.role == "trainer" and is_training(slot.daemon):
-            logs, name = self._folder / "logs", f"rival-{self.tally.stops:04}"
-            self._rival = self._zygotes["trainer"].start(
-                ["rl-trainer", "--gpu", "cpu", "--config", str(self._folder / "run.yaml"), "--resume"],
-                log=logs / f"{name}.log",
-                evidence=self._folder / f"{name}.jsonl",
-            )
+            name = f"rival-{self.tally.stops:04}"
+            self._rival = self._fork("trainer", name, self._folder / f"{name}.jsonl", ["--resume"])
 
     def _rival_was_refused(self, waited_s: float) -> bool:
         """False while the trainer that was started beside the one that stands still has not ended."""
@@ -234,7 +241,7 @@ class Campaign:
 
     def _start(self, slot: Slot, armed: bool) -> None:
         slot.fate = slot.deck.draw() if armed else NONE
-        arguments = [f"rl-{slot.role}", "--gpu", "cpu", "--config", str(self._folder / "run.yaml")]
+        arguments: list[str] = []
         evidence = self._folder / f"{slot.name}.jsonl"
         options: dict[str, Any] = {}
         if slot.role == "trainer":
@@ -246,13 +253,28 @@ class Campaign:
                 slot.fate = self._first_trainer_fates.pop(0)
             if self._control:
                 options["control"] = self._control
-        log = self._folder / "logs" / f"{slot.name}-{slot.starts:04}.log"
-        slot.daemon = self._zygotes[slot.role].start(
-            arguments, log=log, evidence=evidence, aim=slot.fate.aim, at_rank=slot.fate.at_rank, **options
-        )
+        options |= {"aim": slot.fate.aim, "at_rank": slot.fate.at_rank}
+        slot.daemon = self._fork(slot.role, f"{slot.name}-{slot.starts:04}", evidence, arguments, **options)
         slot.starts += 1
         slot.killed, slot.stopped_until, slot.fate_from = "", 0.0, time.monotonic()
         self.tally.restarts.append((slot.name, evidence.name, slot.daemon.started_at))
 
+    def _fork(self, role: Role, name: str, evidence: Path, arguments: list[str], **options: Any) -> Daemon:
+        daemon = self._zygotes[role].start(
+            [f"rl-{role}", "--gpu", "cpu", "--config", str(self._folder / "run.yaml"), *arguments],
+            log=self._folder / "logs" / f"{name}.log",
+            evidence=evidence,
+            child=f"tests.chaos.{role}_child",
+            environment={"TMPDIR": str(self._folder / "tmp")},
+            **options,
+        )
+        self._daemons.append(daemon)
+        return daemon
+
     def _tails(self) -> str:
         return "\n".join(f"--- {slot.name}\n{slot.daemon.tail(1500)}" for slot in self._slots if slot.daemon)
+
+
+def _was_told(daemon: Daemon) -> bool:
+    """Whether a producer knows that the run is over."""
+    return daemon.poll() is not None or "the trainer has finished" in daemon.tail()

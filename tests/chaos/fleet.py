@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,8 +23,7 @@ _FORK_S = 30.0
 
 
 class Zygote:
-    """Start two at once and then wait for them: they import in parallel.
-
+    """
     Args:
         child: the module that it imports and that its children run; see `tests.chaos.zygote`.
         temporary: where the daemons find their $TMPDIR; one that is killed cannot clear up.
@@ -100,6 +100,19 @@ class Zygote:
             self._changed.notify_all()
 
 
+@contextlib.contextmanager
+def zygotes(package: str, logs: Path, temporary: Path) -> Iterator[dict[Role, Zygote]]:
+    """Of `package.trainer_child` and `package.producer_child`, until the context ends. They import side by side."""
+    roles: tuple[Role, ...] = ("trainer", "producer")
+    with contextlib.ExitStack() as stack:
+        started = {role: Zygote(f"{package}.{role}_child", logs / f"zygote-{role}.log", temporary) for role in roles}
+        for zygote in started.values():
+            stack.callback(zygote.close)
+        for zygote in started.values():
+            zygote.wait_until_ready()
+        yield started
+
+
 class Daemon:
     """One process of a daemon."""
 
@@ -123,6 +136,15 @@ class Daemon:
             if self._pidfd is not None:
                 os.close(self._pidfd)
                 self._pidfd = None
+        return status
+
+    def wait(self, timeout_s: float) -> int:
+        """How it ended. Raises `subprocess.TimeoutExpired`."""
+        deadline = time.monotonic() + timeout_s
+        while (status := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(self.log.name, timeout_s)
+            time.sleep(0.02)
         return status
 
     def send(self, number: int) -> bool:

@@ -7,8 +7,16 @@ import pytest
 
 from tests.chaos.__main__ import run
 from tests.chaos.fates import Fate
+from tests.chaos.fleet import Role, Zygote
+from tests.integration.warm import zygote
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def zygotes() -> dict[Role, Zygote]:
+    return {"trainer": zygote("trainer"), "producer": zygote("producer")}
+
 
 EVERY_CLASS = tuple(
     Fate("aimed kill", 8.0, point, count)
@@ -26,11 +34,12 @@ EVERY_CLASS = tuple(
 )
 
 
-def test_nothing_is_lost_or_trained_twice(tmp_path: Path, short_dir: Path) -> None:
-    summary = run(tmp_path, short_dir, kills=14, seed=7, trainer_fates=EVERY_CLASS)
+def test_nothing_is_lost_or_trained_twice(tmp_path: Path, short_dir: Path, zygotes: dict[Role, Zygote]) -> None:
+    summary = run(tmp_path, short_dir, zygotes, kills=14, seed=7, trainer_fates=EVERY_CLASS)
     assert summary["problems"] == []
     assert summary["ok"]
     assert summary["kills"] >= 14
+    assert summary["kills_by_point"].keys() >= {fate.point for fate in EVERY_CLASS}
     assert (summary["lost"], summary["trained_twice"]) == (0, 0)
     assert summary["groups_acked"] >= 20
     assert summary["rerolls"] > 0  # as many groups are replayed as the trainer has to wait, which is up to the machine
@@ -48,11 +57,15 @@ AT_A_RANK = (
 )
 
 
-def test_ranks_that_are_killed_and_stopped_cost_nothing(tmp_path: Path, short_dir: Path) -> None:
-    summary = run(tmp_path, short_dir, kills=5, seed=7, num_producers=2, ranks=2, trainer_fates=AT_A_RANK)
+def test_ranks_that_are_killed_and_stopped_cost_nothing(
+    tmp_path: Path, short_dir: Path, zygotes: dict[Role, Zygote]
+) -> None:
+    summary = run(
+        tmp_path, short_dir, zygotes, kills=5, seed=7, num_producers=2, ranks=2, trainer_fates=AT_A_RANK, at_the_end=()
+    )
     assert summary["problems"] == []
     assert summary["ok"]
-    assert summary["kills_by_point"].keys() >= {"plan.shared (rank)", "sum.done (rank)"}
+    assert summary["kills_by_point"].keys() >= {"plan.shared (rank)", "sum.done (rank)", "sum.begin"}
     assert summary["quarantined"] == 0, "a lost rank is not the fault of the batch"
     assert summary["replayed_bit_for_bit"]
 
@@ -60,7 +73,9 @@ def test_ranks_that_are_killed_and_stopped_cost_nothing(tmp_path: Path, short_di
 @pytest.mark.parametrize(
     ("control", "found", "kills"), [("ack-before-commit", "lost", 5), ("train-twice", "trained_twice", 2)]
 )
-def test_a_defect_is_found(tmp_path: Path, short_dir: Path, control: str, found: str, kills: int) -> None:
-    summary = run(tmp_path, short_dir, kills=kills, seed=3, num_producers=2, control=control)
+def test_a_defect_is_found(
+    tmp_path: Path, short_dir: Path, zygotes: dict[Role, Zygote], control: str, found: str, kills: int
+) -> None:
+    summary = run(tmp_path, short_dir, zygotes, kills=kills, seed=3, num_producers=2, control=control, at_the_end=())
     assert not summary["ok"]
     assert summary[found] > 0

@@ -1,7 +1,7 @@
 """`rl-trainer`, watched: the real command, with its evidence written down and points to die at.
 
 Guarantee: what the product does is unchanged, except for the instant of its death and under a control. Evidence of a step
-is on the disk before the step's checkpoint can be. Also run as `python -m tests.chaos.trainer_child EVIDENCE ARGUMENT...`.
+is on the disk before the step's checkpoint can be.
 """
 
 import dataclasses
@@ -9,7 +9,6 @@ import hashlib
 import importlib
 import os
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -136,7 +135,7 @@ def set_points(aim: Aim) -> None:
     from protocol.files import staged
     from protocol.transport.zeromq_server import ZmqServer
     from protocol.wire.messages import Ack, Lease, Welcome
-    from replay.journal import recovery
+    from replay import buffer
     from replay.journal.retention import Retention
     from replay.journal.tables import Entry
     from replay.journal.writer import Journal
@@ -144,7 +143,7 @@ def set_points(aim: Aim) -> None:
     points = TransactionPoints(aim, Journal)
     for name in ("append", "claim", "end_step", "note_policy", "note_facts"):
         points.name(Journal, name, name)
-    points.name(recovery, "recover", "recover")
+    points.name(buffer, "recover", "recover")
     points.name(Retention, "prune", "retention")
     aim.around(Entry, "crc", "append.row", None)
 
@@ -204,9 +203,3 @@ def set_points(aim: Aim) -> None:
     staged.sync = watched_sync
     Path.rename = watched_rename  # type: ignore[method-assign]
     shutil.rmtree = watched_rmtree  # type: ignore[assignment]
-
-
-if __name__ == "__main__":
-    evidence, *arguments = sys.argv[1:]
-    sys.argv = ["rl-trainer", *arguments]
-    main({"evidence": evidence, "argv": sys.argv})

@@ -5,9 +5,7 @@ every step that survived, and every daemon ended as it should.
 """
 
 import hashlib
-import os
-import subprocess
-import sys
+import signal
 import time
 from collections import Counter
 from pathlib import Path
@@ -20,7 +18,7 @@ from protocol.files.scratch import PREFIX
 from tests.chaos import collect
 from tests.chaos.checker import check
 from tests.chaos.evidence import read
-from tests.chaos.fleet import ENVIRONMENT
+from tests.chaos.fleet import Zygote
 from tests.chaos.known import Problem
 from tests.chaos.recovery_times import recoveries
 from tests.chaos.slots import Tally
@@ -36,29 +34,24 @@ class Retrained(NamedTuple):
     problems: list[Problem]
 
 
-def retrain(folder: Path, final_step: int, sync_interval: int, ranks: int) -> Retrained:
-    """`rl-trainer --from-journal`, in a process of its own."""
+def retrain(folder: Path, zygote: Zygote, final_step: int, sync_interval: int, ranks: int) -> Retrained:
+    """`rl-trainer --from-journal`, in a process of its own that `zygote` forks."""
     started = time.monotonic()
     evidence, target = folder / "retrained.jsonl", folder / "retrained"
     arguments = [
-        "--gpu", "cpu", "--config", str(folder / "run.yaml"), "--from-journal", str(folder / "run"),
+        "rl-trainer", "--gpu", "cpu", "--config", str(folder / "run.yaml"), "--from-journal", str(folder / "run"),
         "--set", f"run_dir={target}", "--set", f"trainer.max_steps={final_step}", "--set", "trainer.save_total_limit=1000000",
         "--ranks", str(ranks),
     ]  # fmt: skip
-    with (folder / "logs" / "retrained.log").open("ab") as log:
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.chaos.trainer_child", str(evidence), *arguments],
-            cwd=Path(__file__).parents[2],
-            env=os.environ | ENVIRONMENT,
-            stdout=log,
-            stderr=log,
-            timeout=_RETRAIN_S,
-            check=False,
-        )
+    log = folder / "logs" / "retrained.log"
+    daemon = zygote.start(arguments, log=log, evidence=evidence, child="tests.chaos.trainer_child")
+    try:
+        code = daemon.wait(_RETRAIN_S)
+    finally:
+        daemon.send(signal.SIGKILL)
     wall_s = round(time.monotonic() - started, 1)
-    if done.returncode != 0:
-        tail = (folder / "logs" / "retrained.log").read_text()[-2000:]
-        return Retrained(False, 0, 0, wall_s, [Problem("retrain", f"it ended with {done.returncode}:\n{tail}")])
+    if code != 0:
+        return Retrained(False, 0, 0, wall_s, [Problem("retrain", f"it ended with {code}:\n{daemon.tail()}")])
     chaos = [read(path) for path in collect.trainer_logs(folder)]
     compared, problems = Counter[str](), []
     for what, value in (("policy", "digest"), ("checkpoint", "adapter")):
@@ -79,14 +72,26 @@ def retrain(folder: Path, final_step: int, sync_interval: int, ranks: int) -> Re
 
 
 def summarize(
-    folder: Path, config: dict[str, Any], tally: Tally, *, seed: int, wall_s: float, trained_again: bool, ranks: int = 1
+    folder: Path,
+    config: dict[str, Any],
+    tally: Tally,
+    *,
+    seed: int,
+    wall_s: float,
+    trains_again: Zygote | None,
+    ranks: int = 1,
 ) -> dict[str, Any]:
-    """Everything that `summary.json` says. `ok` is its verdict, `problems` the evidence."""
+    """Everything that `summary.json` says. `ok` is its verdict, `problems` the evidence.
+
+    Args:
+        trains_again: forks the trainer that trains the run again, if that is to be compared.
+    """
     evidence = collect.collect(folder, config)
     verdict = check(evidence)
     problems = list(verdict.problems)
-    retrained = retrain(folder, evidence.final_step, evidence.rules.sync_interval, ranks) if trained_again else None
-    if retrained is not None:
+    retrained = None
+    if trains_again is not None:
+        retrained = retrain(folder, trains_again, evidence.final_step, evidence.rules.sync_interval, ranks)
         problems += retrained.problems
     lines = [line["step"] for line in rotated_lines.read(folder / "run" / "steps.jsonl")]
     if lines != list(range(1, evidence.final_step + 1)):

@@ -3,7 +3,8 @@
 Guarantee: a child is the leader of a session of its own, as a daemon started by hand; it runs the real command with the
 arguments it was given and ends as the real command does. It dies with the zygote, and the zygote with its starter. Every
 end is reported once, with its status. Run as `python -m tests.chaos.zygote MODULE STARTER_PID`, with requests on standard
-input and reports on standard output, one JSON object a line; MODULE has `preload()`, and `main(request)` for the child.
+input and reports on standard output, one JSON object a line; MODULE has `preload()`, and `main(request)` for the child, unless
+the request names another module as its `child`. A request may set variables of its `environment`.
 """
 
 import atexit
@@ -14,6 +15,7 @@ import os
 import select
 import signal
 import sys
+import tempfile
 from typing import Any, TextIO
 
 from protocol.processes.lifeline import die_with_parent
@@ -31,7 +33,11 @@ def main() -> int:
     gc.collect()
     gc.freeze()  # a fork would look at all of it again and again, and once more at its end, and copy the pages for that
     request = _serve()
-    return 0 if request is None else child.main(request)
+    if request is None:
+        return 0
+    if "child" in request:
+        child = importlib.import_module(request["child"])
+    return child.main(request)
 
 
 def _quieten_libraries() -> None:
@@ -83,6 +89,10 @@ def _become_daemon(request: dict[str, Any], parent: int) -> None:
     os.close(log)
     os.close(nothing)
     sys.argv = request["argv"]
+    os.environ.update(
+        request.get("environment", {})
+    )  # what the imports have set stays, as in a process that imports itself
+    tempfile.tempdir = None  # it is read from the environment once
 
 
 def _reap(reports: TextIO) -> None:

@@ -9,18 +9,16 @@ import ctypes
 import os
 import runpy
 import signal
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.chaos.fleet import Zygote
+from tests.chaos.fleet import Role, Zygote
 
 _CLONE_NEWNET = 0x40000000  # of sched.h
-_zygotes: dict[str, Zygote] = {}
+_zygotes: dict[Role, Zygote] = {}
 
 
 class WarmProcess:
@@ -44,8 +42,7 @@ class WarmProcess:
     ) -> None:
         log.touch()
         is_trainer = module.startswith(("consumer.", "benchmarks.")) or module.endswith("_trainer")
-        role = "trainer" if is_trainer else "producer"
-        self._daemon = _zygote(f"tests.integration.warm_{role}").start(
+        self._daemon = zygote("trainer" if is_trainer else "producer").start(
             [module, *arguments],
             log=log,
             module=module,
@@ -64,12 +61,7 @@ class WarmProcess:
         return self._daemon.poll()
 
     def wait(self, timeout: float) -> int:
-        deadline = time.monotonic() + timeout
-        while (code := self._daemon.poll()) is None:
-            if time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired("a warm process", timeout)
-            time.sleep(0.02)
-        return code
+        return self._daemon.wait(timeout)
 
     def send_signal(self, number: int) -> None:
         self._daemon.send(number)
@@ -90,12 +82,15 @@ def run_to_its_end(module: str, arguments: list[str], log: Path, timeout_s: floa
     return output
 
 
-def _zygote(child: str) -> Zygote:
-    if child not in _zygotes:
-        zygote = _zygotes[child] = Zygote(child, Path(os.devnull), Path(tempfile.gettempdir()))
-        atexit.register(zygote.close)
-        zygote.wait_until_ready()
-    return _zygotes[child]
+def zygote(role: Role) -> Zygote:
+    """That of this process, which it starts once."""
+    if role not in _zygotes:
+        started = _zygotes[role] = Zygote(
+            f"tests.integration.warm_{role}", Path(os.devnull), Path(tempfile.gettempdir())
+        )
+        atexit.register(started.close)
+        started.wait_until_ready()
+    return _zygotes[role]
 
 
 def run(request: dict[str, Any]) -> int:
@@ -103,7 +98,6 @@ def run(request: dict[str, Any]) -> int:
     if request["network"] is not None:
         _enter(request["network"])
     os.chdir(request["cwd"])
-    os.environ.update(request["environment"])  # what the imports have set stays, as in a process that imports itself
     sys.path[:0] = [
         place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place and place not in sys.path
     ]

@@ -1,7 +1,7 @@
 """A leak of every kind that a soak has to find, put into a daemon by the harness.
 
 Guarantee: from `plant` on the process loses memory, a descriptor, a thread, a child process and a file in its own folder of
-shared memory again and again, at rates that a minute shows; the product's code is as it is.
+shared memory again and again, at rates that half a minute shows; the product's code is as it is.
 """
 
 import os
@@ -12,7 +12,7 @@ import time
 from tests.soak.samples import SHARED_MEMORY, scratch_of
 
 PLANTED = ("sleep", "7200")
-_EVERY_S = 1.0
+_EVERY_S = 0.5
 _BYTES = 2**20
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.chaos.fleet import Daemon, Role, Zygote
+from tests.chaos.fleet import Daemon, Role, Zygote, zygotes
 from tests.soak import samples
 from tests.soak.clients import Clients
 from tests.soak.run_folder import RunFolder, prepare
@@ -44,7 +44,7 @@ class Plan:
     @property
     def warm_up_s(self) -> float:
         """Of each lifetime: caches fill, pools of threads reach their size, bounds of the journal are met."""
-        return self.duration_s / 6
+        return max(12.0, self.duration_s / 6)
 
     @property
     def visit_s(self) -> float:
@@ -104,22 +104,16 @@ class Load:
         runs = prepare(self._folder, self._plan.seed)
         self._places = [place for run in runs for place in self._places_of(run)]
         try:
-            for role in ("trainer", "producer"):
-                log = self._logs / f"zygote-{role}.log"
-                self._zygotes[role] = Zygote(f"tests.soak.{role}_child", log, self._temporary)
-            for zygote in self._zygotes.values():
-                zygote.wait_until_ready()
-            self.record.runs = [Lifetime(run.name, time.monotonic()) for run in runs]
-            with Clients(runs, self._plan.seed) as clients:
-                self._hold(runs, clients)
-            self.record.did.update(clients.counts)
-            for run in runs:
-                self.record.did.update(samples.done_in(run.run_dir))
-            self._end_all()
-            self._close_zygotes()
+            with zygotes("tests.soak", self._logs, self._temporary) as self._zygotes:
+                self.record.runs = [Lifetime(run.name, time.monotonic()) for run in runs]
+                with Clients(runs, self._plan.seed) as clients:
+                    self._hold(runs, clients)
+                self.record.did.update(clients.counts)
+                for run in runs:
+                    self.record.did.update(samples.done_in(run.run_dir))
+                self._end_all()
             self._look_for_left()
         finally:
-            self._close_zygotes()
             self._clear()
         return self.record
 
@@ -205,10 +199,6 @@ class Load:
                 if place.daemon is not None:
                     self._look_at(place, time.monotonic())
             time.sleep(_TICK_S)
-
-    def _close_zygotes(self) -> None:
-        for zygote in self._zygotes.values():
-            zygote.close()
 
     def _look_for_left(self) -> None:
         """What daemons left that had ended; folders of killed ones are the next daemon's to remove, if there was one."""

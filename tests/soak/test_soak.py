@@ -12,12 +12,12 @@ from tests.soak.report import Bounds
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 
-BOUNDS = Bounds(memory_per_hour=1e9, memory_per_1000_groups=5e7, counts_per_hour=360.0)
-"""Planted is a MB and one of each a second. Less than one in ten seconds may be a pool that fills."""
+BOUNDS = Bounds(memory_per_hour=2e9, memory_per_1000_groups=1e8, counts_per_hour=1800.0)
+"""Planted are two MB and two of each a second. Less than one in two seconds may be a pool that fills."""
 
 
 def test_the_planted_leaks_are_found_and_nothing_else(short_dir: Path) -> None:
-    plan = Plan(duration_s=80.0, seed=3, plant=True)
+    plan = Plan(duration_s=40.0, seed=3, plant=True)
     summary, record = run(short_dir, plan, BOUNDS)
     grows = {(row["name"], row["kind"]) for row in summary["slopes"] if row["grows"]}
     kinds = ("rss_bytes", "descriptors", "threads", "processes", "files_in_shared_memory")
