@@ -19,7 +19,8 @@ class _User:
     """One that is in the engine."""
 
     def __init__(self, leave: Leave, after_s: float) -> None:
-        self.leave = leave
+        self._leave = leave
+        self._was_told = False
         self._loop = asyncio.get_running_loop()
         self._may_leave_at = self._loop.time() + after_s
         self._timer: asyncio.TimerHandle | None = None
@@ -27,7 +28,13 @@ class _User:
     def ask(self) -> None:
         """To leave as soon as it is worth it."""
         if self._may_leave_at < math.inf:
-            self._timer = self._loop.call_at(self._may_leave_at, self.leave)
+            self._timer = self._loop.call_at(self._may_leave_at, self.tell)
+
+    def tell(self) -> None:
+        """To leave now. Once: it may take longer than this turn."""
+        if not self._was_told:
+            self._was_told = True
+            self._leave()
 
     def recall(self) -> None:
         if self._timer is not None:
@@ -56,7 +63,7 @@ class EngineGate:
     @asynccontextmanager
     async def use(self, leave: Leave = lambda: None, after_s: float = math.inf) -> AsyncIterator[None]:
         """A request in the engine; waits while the gate is closed or closing. `leave` ends it soon. When the gate closes it is
-        called, but not before `after_s` from now, or only (infinite) if the request stays too long."""
+        called, once, but not before `after_s` from now, or only (infinite) if the request stays too long."""
         await self.wait_open()
         user = _User(leave, after_s)
         self._users.add(user)
@@ -91,7 +98,7 @@ class EngineGate:
                     await self._until_empty()
             except TimeoutError:
                 for user in list(self._users):
-                    user.leave()
+                    user.tell()
                 await self._until_empty()
         except BaseException:
             self.open()

@@ -62,7 +62,7 @@ class Server:
         self._needed = needed
         self._on_change = on_change
         self._proved: set[int] = set()
-        self._limits: set[asyncio.Timeout] = set()  # of the requests in it
+        self._limits: set[asyncio.Timeout] = set()  # of the requests in it that were not told to leave
         self._numbers = itertools.count(1)
         self._loading = asyncio.Lock()
         self._lost = asyncio.Event()
@@ -89,7 +89,7 @@ class Server:
             raise ServerLostError("is gone") from None
         finally:
             self.in_flight -= count
-            self._limits.remove(limit)
+            self._limits.discard(limit)
 
     def lose(self, problem: str, *, is_mismatch: bool = False) -> None:
         """It is not ready any more, for this reason, until it has been inspected again."""
@@ -188,8 +188,8 @@ class Server:
                 try:
                     await self.api.check_health()
                 except ServerLostError:
-                    for limit in self._limits:
-                        limit.reschedule(0.0)
+                    while self._limits:
+                        self._limits.pop().reschedule(0.0)
                     raise
                 self.own_load.note(await self.api.scheduler_load(), self.in_flight)
 

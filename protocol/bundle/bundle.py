@@ -24,7 +24,7 @@ CONFIG_FILE = "run.yaml"
 
 _Text = Annotated[str, Meta(max_length=4096)]
 _Texts = Annotated[list[_Text], Meta(max_length=1000)]
-_NAME = re.compile(r"[^/\\\x00-\x1f\x7f]{1,255}")
+_NAME, _LONGEST_NAME = re.compile(r"[^/\\\x00-\x1f\x7f]+"), 255  # bytes, for any file system
 
 
 class BundledFile(Struct, frozen=True):
@@ -91,12 +91,18 @@ def check_size(num_bytes: int) -> None:
 
 
 def unpack(bundle: Bundle, folder: Path) -> None:
-    """Writes the files below `folder`, which is empty and this process's own."""
-    for file in bundle.files:
-        place = folder / file.name
-        place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with open(place, "xb", opener=_private) as stream:
-            stream.write(file.content)
+    """Writes the files below `folder`, which is empty and this process's own. Raises BundleError if they cannot be written."""
+    try:
+        for file in bundle.files:
+            place = folder / file.name
+            place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with open(place, "xb", opener=_private) as stream:
+                stream.write(file.content)
+    except OSError as error:
+        raise BundleError(
+            f"the run's files cannot be written to {folder} ({error.strerror}): make room there, or name a folder with room in "
+            "TMPDIR"
+        ) from error
 
 
 def _private(path: str, flags: int) -> int:
@@ -120,7 +126,9 @@ def _check_names(bundle: Bundle) -> None:
 def is_plain(name: str) -> bool:
     """Whether it is a relative path in which nothing leads upwards."""
     parts = name.split("/")
-    return len(name) <= 1024 and all(_NAME.fullmatch(part) and part not in (".", "..") for part in parts)
+    return len(name) <= 1024 and all(
+        _NAME.fullmatch(part) and len(part.encode()) <= _LONGEST_NAME and part not in (".", "..") for part in parts
+    )
 
 
 def _parents(name: str) -> Iterator[str]:

@@ -35,8 +35,8 @@ class Seat:
 
     role: Role
     shares: Shares | None = None
-    _gpu: Gpu | None = None
-    _tenancy: Tenancy | None = None
+    _gpus: tuple[Gpu, ...] = ()  # that the other daemon may use, too
+    _tenancies: tuple[Tenancy, ...] = ()  # on them
 
     def with_share(self, config: RunConfig) -> RunConfig:
         """The configuration with the producer's share in `engine:`, where the GPU is shared."""
@@ -54,12 +54,11 @@ class Seat:
             StalledError: the other daemon does it for longer than `limit_s`.
             DeviceError: less is free than the share, and stays so: that of a process that was killed comes back in seconds.
         """
-        if self._gpu is None or self._tenancy is None:
-            yield
-            return
-        with self._tenancy.alone(limit_s, must_stop, say_waiting):
+        with contextlib.ExitStack() as held:
+            for own in self._tenancies:
+                held.enter_context(own.alone(limit_s, must_stop, say_waiting))
             if self.shares is not None:
-                self._wait_for_room(self.shares, self._gpu.index, must_stop)
+                self._wait_for_room(self.shares, self._gpus[0].index, must_stop)
             yield
 
     def _wait_for_room(self, shares: Shares, index: int, must_stop: Callable[[], bool]) -> None:
@@ -97,7 +96,7 @@ def seated(config: RunConfig, gpus: list[int], role: Role) -> Iterator[Seat]:
             f"pipeline.gpu: shared is for one GPU that trainer and producer both name, and --gpu names {len(gpus)}; give each "
             "daemon GPUs of its own (pipeline.gpu: own)"
         )
-    found = [facts for index in gpus if (facts := gpu_facts(index)) is not None]
+    found = [facts for index in sorted(gpus) if (facts := gpu_facts(index)) is not None]  # all lock them in one order
     with contextlib.ExitStack() as stack:
         tenancies = [stack.enter_context(tenancy(gpu.uuid, role, config.run_dir)) for gpu in found]
         if is_shared and gpus:
@@ -106,8 +105,8 @@ def seated(config: RunConfig, gpus: list[int], role: Role) -> Iterator[Seat]:
         if config.pipeline.gpu == "own":
             for gpu, own in zip(found, tenancies, strict=True):
                 _say_crowded(gpu, own, role)
-        if config.pipeline.gpu == "turns" and found:
-            yield Seat(role, None, found[0], tenancies[0])
+        if config.pipeline.gpu == "turns":
+            yield Seat(role, None, tuple(found), tuple(tenancies))
             return
         yield Seat(role)
 
@@ -130,7 +129,7 @@ def _shared_seat(config: RunConfig, role: Role, gpu: Gpu, own: Tenancy) -> Seat:
     shares = shares_of(config, gpu.total_bytes, *needs_of(config, folder))
     logger.info("pipeline.gpu: shared: GPU %d: %s; %s are free", gpu.index, shares.in_words(), gib(gpu.free_bytes))
     logger.info("%s", mps_in_words())
-    return Seat(role, shares, gpu, own)
+    return Seat(role, shares, (gpu,), (own,))
 
 
 def _usable(found: list[Gpu], index: int) -> Gpu:

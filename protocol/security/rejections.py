@@ -21,6 +21,7 @@ REASONS = (
     "bad_handshake",  # it does not speak version 3 of ZMTP, or sends too much before its handshake is over
     "handshake_timeout",  # it did not finish its handshake in time
     "too_many_connections",  # there are too many unfinished handshakes, or connections
+    "too_many_of_one_key",  # its key has too many of all connections
     "oversized",  # its frame is larger than max_message_bytes, or is no frame
     "multipart",  # its message does not end
     "unreadable",  # its message came over no known connection, or its routing id is too long

@@ -1,6 +1,6 @@
 """Bounds on what peers can make a server keep: unfinished handshakes, connections, messages without end.
 
-Guarantee: there are at most as many connections, and of those in their handshake as many, as `limits` says, but for what comes
+Guarantee: there are at most as many connections, in all, in their handshake and of one key, as `limits` says, but for what comes
 within a tenth of a second; each handshake has at most `_HANDSHAKE_BYTES`. A connection is shut if it has sent more bytes than a
 message, or a first message, may have and has completed none, and if its key was revoked. Every connection that libzmq or this
 guard refuses is counted with its reason. What is done in a second does not grow with the number of idle connections.
@@ -20,7 +20,6 @@ import os
 import struct
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import islice
 
@@ -30,6 +29,8 @@ from protocol.security.authenticator import Authenticator
 from protocol.security.authorized_keys import KeyRing
 from protocol.security.rejections import Refusals
 from protocol.transport.connection_ends import HANDSHAKE_S, MONITORED, reason_of_end
+from protocol.transport.deliveries import ConnectionKey, Deliveries
+from protocol.transport.places import Places
 from protocol.transport.watched_connection import WatchedConnection, duplicate, limits, raise_descriptor_limit
 
 logger = logging.getLogger(__name__)
@@ -40,14 +41,11 @@ _WATCHED_S = 0.0001  # instead, for each connection that is in its handshake or 
 _REFRESH_EVERY_S = 0.5
 _CURVE_DONE_BYTES = 270  # we have sent greeting 64, WELCOME 170, READY 60 or more; without READY an ERROR of 20 at most
 _NULL_DONE_BYTES = 80  # greeting 64, READY 40
-_MOST_ENDED = 65_536  # connections whose owner does not ask for them
-_NOTHING = (0, b"", b"")
-_Key = tuple[int, int]  # index of the server's socket, descriptor
 
 
 class ConnectionGuard(threading.Thread):
-    """Watches over one server's sockets from a thread of its own. `wake` makes their owner take what has arrived, soon, and
-    call `note_drained`."""
+    """Watches over one server's sockets from a thread of its own. `wake` makes their owner take what has arrived, soon, and note
+    that in `deliveries`."""
 
     def __init__(
         self,
@@ -67,15 +65,14 @@ class ConnectionGuard(threading.Thread):
         self._authenticator = authenticator
         self._done_bytes = _CURVE_DONE_BYTES if authenticator else _NULL_DONE_BYTES
         self._limits = limits(raise_descriptor_limit())
-        self._connections: dict[_Key, WatchedConnection] = {}
-        self._watched: dict[_Key, WatchedConnection] = {}  # those in their handshake, or that have sent too much
-        self._turn: Iterator[_Key] = iter(())  # of the others, to be checked
+        self._places = Places[ConnectionKey](self._limits)
+        self._connections: dict[ConnectionKey, WatchedConnection] = {}
+        # Those in their handshake, or that have sent too much.
+        self._watched: dict[ConnectionKey, WatchedConnection] = {}
+        self._turn: Iterator[ConnectionKey] = iter(())  # of the others, to be checked
         self._checked_at = time.monotonic()
         self._failures: dict[int, tuple[int, int]] = {}  # by socket: event and value that explain its next disconnect
-        # The owner of the sockets writes these two: the number of messages with the key and peer of the last one, and a time.
-        self._delivered: dict[_Key, tuple[int, bytes, bytes]] = {}
-        self._drained_at = [0.0] * len(sockets)
-        self._ended: deque[tuple[int, bytes]] = deque(maxlen=_MOST_ENDED)  # taken by that owner
+        self.deliveries = Deliveries(len(sockets))
         self._reported_dead = False
         self._refresh_at = 0.0
         self._revision = authorized.revision if authorized else 0
@@ -84,19 +81,6 @@ class ConnectionGuard(threading.Thread):
         self._monitors = [socket.get_monitor_socket(MONITORED) for socket in sockets]
 
     # The thread that owns the sockets calls these.
-
-    def note_delivery(self, index: int, descriptor: int, user: bytes, peer: bytes) -> None:
-        """A whole message has come over this connection, with the key `user`, from `peer`."""
-        num_messages = self._delivered.get((index, descriptor), _NOTHING)[0]
-        self._delivered[index, descriptor] = num_messages + 1, user, peer
-
-    def take_ended(self) -> list[tuple[int, bytes]]:
-        """The peers whose connections ended since the last call, by socket. They may have others by now."""
-        return [self._ended.popleft() for _ in range(len(self._ended))]
-
-    def note_drained(self, index: int) -> None:
-        """The owner has taken every whole message."""
-        self._drained_at[index] = time.monotonic()
 
     def check(self) -> None:
         if self._error is not None:
@@ -124,7 +108,9 @@ class ConnectionGuard(threading.Thread):
         check_at = 0.0
         try:
             while self._stop_fd not in dict(poller.poll(max(0, round((check_at - time.monotonic()) * 1000)))):
-                self._read_events()
+                speakers = self.deliveries.take_speakers()
+                self._read_events()  # their connections are known by then
+                self._note_speakers(speakers)
                 if time.monotonic() >= check_at:
                     self._check()
                     check_at = time.monotonic() + _CHECK_EVERY_S + _WATCHED_S * len(self._watched)
@@ -142,7 +128,7 @@ class ConnectionGuard(threading.Thread):
                 else:
                     self._failures[index] = event, value
 
-    def _begin(self, key: _Key) -> None:
+    def _begin(self, key: ConnectionKey) -> None:
         # A delivery that is there already is this connection's, whose owner was faster. Only if its predecessor's last message
         # was taken after its end, is it of that one, until this connection's first message.
         copy = duplicate(key[1])
@@ -152,7 +138,7 @@ class ConnectionGuard(threading.Thread):
         if len(self._connections) > self._limits.connections:
             self._shut(connection, "too_many_connections")
 
-    def _end(self, key: _Key) -> None:
+    def _end(self, key: ConnectionKey) -> None:
         """One thread of libzmq serves all connections, so a handshake's failure directly precedes its disconnect."""
         event, value = self._failures.pop(key[0], (0, 0))
         connection = self._connections.pop(key, None)
@@ -164,31 +150,38 @@ class ConnectionGuard(threading.Thread):
         )  # fmt: skip
         if reason and not (connection and connection.was_shut):
             self._refusals(reason, connection.peer() if connection else "a connection that is gone")
+        self._places.end(key)
         if connection:
             connection.socket.close()
-        if delivered := self._delivered.pop(key, None):
-            self._ended.append((key[0], delivered[2]))
+        if self.deliveries.end(key):
             self._wake()
 
     def _shut(self, connection: WatchedConnection, reason: str) -> None:
         self._refusals(reason, connection.peer())
         connection.shut()
 
-    def _bound_unfinished(self) -> None:
-        """The oldest are shut first, because an honest handshake takes no time."""
+    def _note_speakers(self, keys: list[ConnectionKey]) -> None:
+        for key in keys:
+            connection, delivered = self._connections.get(key), self.deliveries.of(key)
+            if connection is None or connection.was_shut or not delivered.num_messages:
+                continue  # whoever spoke has left
+            if not self._places.speak(key, delivered.user) and self._authorized is not None:
+                self._shut(connection, "too_many_of_one_key")
+
+    def _bound_connections(self) -> None:
+        """Of those in their handshake the oldest are shut first, because an honest one takes no time."""
         unfinished = [one for one in self._watched.values() if not one.finished and not one.was_shut]
-        for connection in unfinished[: -self._limits.unfinished]:
+        surplus = [self._connections[key] for key in self._places.take_surplus()]
+        for connection in unfinished[: -self._places.most_unfinished] + surplus:
             self._shut(connection, "too_many_connections")
 
-    def _is_finished(self, key: _Key, connection: WatchedConnection, counts: tuple[int, int] | None) -> bool:
-        """Whether its handshake is over, by the `counts` of one moment: between two moments it could end unseen."""
+    def _is_finished(self, key: ConnectionKey, connection: WatchedConnection, counts: tuple[int, int] | None) -> bool:
         if not connection.finished:
-            connection.finished = (
-                counts is None
-                or key in self._delivered
-                or counts[0] >= self._done_bytes
-                or time.monotonic() - connection.accepted_at > HANDSHAKE_S + 1
+            connection.finished = self.deliveries.of(key).num_messages > 0 or connection.has_finished(
+                counts, self._done_bytes, HANDSHAKE_S + 1
             )
+            if connection.finished:
+                self._places.finish(key)
         return connection.finished
 
     def _check(self) -> None:
@@ -211,13 +204,13 @@ class ConnectionGuard(threading.Thread):
             others += islice(self._turn, num_others - len(others))
         for key in [*self._watched, *others]:
             self._check_one(key)
-        self._bound_unfinished()
+        self._bound_connections()
 
-    def _check_one(self, key: _Key) -> None:
+    def _check_one(self, key: ConnectionKey) -> None:
         connection = self._connections.get(key)
         needs_checks = False
         if connection is not None and not connection.was_shut:
-            num_messages, user, _ = self._delivered.get(key, _NOTHING)
+            num_messages, user, _ = self.deliveries.of(key)
             counts = connection.byte_counts()
             if self._authorized is not None and num_messages and self._authorized.identity(user) is None:
                 self._shut(connection, "revoked")
@@ -242,5 +235,5 @@ class ConnectionGuard(threading.Thread):
         if not connection.was_reported:
             connection.was_reported = True
             self._wake()
-        elif self._drained_at[index] > connection.over_since:
+        elif self.deliveries.drained_at(index) > connection.over_since:
             self._shut(connection, "multipart")

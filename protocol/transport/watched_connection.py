@@ -35,6 +35,11 @@ class WatchedConnection:
     was_reported: bool = False  # then
     was_shut: bool = False
 
+    def has_finished(self, counts: tuple[int, int] | None, done_bytes: int, longest_s: float) -> bool:
+        """Whether its handshake is over, by the byte `counts` of one moment: between two moments it could end unseen. It is when
+        the peer acknowledged `done_bytes`, or after `longest_s`."""
+        return counts is None or counts[0] >= done_bytes or time.monotonic() - self.accepted_at > longest_s
+
     def byte_counts(self) -> tuple[int, int] | None:
         """Bytes of ours that the peer acknowledged, and bytes of its own; None unless it is TCP."""
         if self.socket.family == socket.AF_UNIX:
@@ -94,12 +99,15 @@ def duplicate(descriptor: int) -> socket.socket | None:
 class ConnectionLimits(NamedTuple):
     connections: int
     unfinished: int  # of these, in their handshake
+    finished: int  # not in their handshake; what is left is for those who come next
+    of_one_key: int  # of these, that have said something
 
 
 def limits(descriptors: int) -> ConnectionLimits:
     """How many connections a process with that many descriptors takes. Each needs two; some are for files and for libraries."""
     connections = max(_FEWEST, descriptors // 2 - _OTHER_DESCRIPTORS // 2)
-    return ConnectionLimits(connections, min(_MOST_UNFINISHED, max(_FEWEST, connections // 4)))
+    unfinished = min(_MOST_UNFINISHED, max(_FEWEST, connections // 4))
+    return ConnectionLimits(connections, unfinished, connections * 15 // 16, connections * 3 // 4)
 
 
 def raise_descriptor_limit() -> int:
@@ -114,6 +122,6 @@ def raise_descriptor_limit() -> int:
             "this process may open %d files, so at most %d producers can connect: raise the hard limit (`ulimit -Hn`, "
             "LimitNOFILE= of a systemd unit) for more",
             sure,
-            limits(sure).connections // 2,
+            limits(sure).finished // 2,
         )
     return sure

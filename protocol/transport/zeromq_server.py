@@ -110,24 +110,24 @@ class ZmqRouter(ZmqChannel):
                 try:
                     head = socket.recv(NOBLOCK, copy=False)
                 except zmq.Again:
-                    self._guard.note_drained(index)
+                    self._guard.deliveries.note_drained(index)
                     break
                 message = self._receive(index, head, *take(socket))
                 if message is not None:
                     arrived.append((head.bytes, message))
             if socket not in ready:
-                self._guard.note_drained(index)
+                self._guard.deliveries.note_drained(index)
         return arrived
 
     def disconnected(self) -> list[bytes]:
-        return [peer for index, peer in self._guard.take_ended() if index == 0]
+        return [peer for index, peer in self._guard.deliveries.take_ended() if index == 0]
 
     def _receive(self, index: int, head: zmq.Frame, frame: bytes, num_frames: int) -> Any:
         """What has come under the routing id in `head`; None if it is refused."""
         peer = head.bytes
         try:
             user = str(head.get("User-Id")).encode() if self._authorized is not None else b""
-            self._guard.note_delivery(index, int(head.get(_SRCFD)), user, peer)
+            self._guard.deliveries.note((index, int(head.get(_SRCFD))), user, peer)
         except zmq.ZMQError:
             self.refusals("unreadable", "a message that does not say which connection it came over")
             return None

@@ -13,14 +13,16 @@ from pathlib import Path
 
 import psutil
 import pytest
+import zmq
 
 from benchmarks.terms import ENGINE_FACTS
 from protocol.security.keys import AUTHORIZED, ProducerKeys, generate, producer_keys
 from protocol.transport.watched_connection import limits
 from protocol.transport.zeromq_client import ZmqClient
-from protocol.wire.messages import Ack, Hello, Nack, Reject, Welcome
+from protocol.wire.codec import encode
+from protocol.wire.messages import Ack, Heartbeat, Hello, Nack, Reject, Welcome
 from tests.faults.door import DESCRIPTORS
-from tests.faults.doors import LIMIT, Door, Honest
+from tests.faults.doors import LIMIT, Door, Honest, show_keys
 from tests.faults.memory import memory_bounded
 from tests.fuzz.zmtp import greeting
 from tests.unit.protocol.channel_harness import eventually, receive
@@ -203,6 +205,45 @@ def test_idle_connections_are_few_and_short_and_keep_nobody_out(door: Door, hone
         with refused_only(door, honest, "handshake_timeout", at_least=MAX_UNFINISHED - 4):
             pass
     eventually(lambda: psutil.Process(door.process.pid).num_fds() <= before + 4, "closed descriptors")
+
+
+def test_one_key_cannot_keep_the_others_out(door: Door, honest: Honest, mallory: ProducerKeys) -> None:
+    """Neither by saying something over more connections than there are places nor by saying nothing."""
+    most = limits(DESCRIPTORS)
+    keys = door.identity("another")
+    num_silent = most.connections - most.of_one_key
+    with ExitStack() as flood, memory_bounded(100, door.process.pid):
+        context = flood.enter_context(zmq.Context())
+
+        def connect(number: int) -> "zmq.Socket[bytes]":
+            dealer = flood.enter_context(context.socket(zmq.DEALER))
+            dealer.linger, dealer.reconnect_ivl = 0, 100  # who is shut comes back
+            dealer.routing_id = f"mallory-{number}-bbbb/1/{number}".encode()
+            show_keys(dealer, mallory)
+            dealer.connect(door.endpoints[0])
+            return dealer
+
+        def say(*speakers: "zmq.Socket[bytes]") -> None:
+            for speaker in speakers:
+                with suppress(zmq.Again):
+                    speaker.send(encode(Heartbeat(0, 0, [], 0, 0.0)), zmq.NOBLOCK)
+
+        for first in range(0, most.of_one_key, 24):
+            some = [connect(number) for number in range(first, first + 24)]
+            say(*some)
+            eventually(lambda some=some: all(one.poll(0) for one in some), "answers")
+        with refused_only(door, honest, "too_many_of_one_key", at_least=20):
+            more = [connect(number) for number in range(most.of_one_key, most.of_one_key + 20)]
+            eventually(lambda: say(*more) or door.refused("too_many_of_one_key") >= 20, "those that are too many")
+        also = "too_many_of_one_key"  # what was on its way
+        num_places = most.finished - most.of_one_key
+        with refused_only(door, honest, "too_many_connections", at_least=num_silent - num_places, also=also):
+            for number in range(num_silent):
+                connect(1000 + number)
+        with refused_only(door, honest, "too_many_connections", also=also):
+            late = Honest(door.client("another-1-aaaa", keys), "another-1-aaaa").start()
+            late.wait_for_acks(1)
+            late.stop()
 
 
 def test_a_handshake_that_swells_is_cut_off(door: Door, honest: Honest) -> None:

@@ -7,7 +7,7 @@ from contextlib import suppress
 import pytest
 
 from producer.engine_gate import EngineGate
-from tests.unit.producer.loop import asynchronous, settle
+from tests.unit.producer.loop import asynchronous, settle, until
 
 
 class Guest:
@@ -75,6 +75,27 @@ async def test_a_turn_that_is_not_wanted_any_more_cuts_nobody():
     assert guest.is_inside
     guest.ended.set()
     await guest.task
+
+
+@asynchronous
+async def test_who_is_slow_to_leave_is_told_once_however_many_turns_come():
+    gate, told, ended = EngineGate(), [], asyncio.Event()
+
+    async def stay() -> None:
+        async with gate.use(lambda: told.append(1)):
+            await ended.wait()
+
+    slow = asyncio.create_task(stay())
+    await settle()
+    for _ in range(2):
+        closing = asyncio.create_task(gate.close(0.0))
+        await until(lambda: told)
+        await settle()
+        closing.cancel()
+        await asyncio.wait([closing])
+    assert told == [1]
+    ended.set()
+    await slow
 
 
 @asynchronous

@@ -91,11 +91,17 @@ def _record(
     tokens = group.records[number]
     ids = group.completion_ids[tokens].tolist()
     pieces = decoder.pieces(ids) if decoder else [f"{token} " for token in ids]
-    found = spans(group, tokens, pieces, colour, scores)
-    left_out = max(0, len(found) - 2 * _TOKENS)
+    left_out = max(0, len(ids) - 2 * _TOKENS)
+
+    def shown(first: int, last: int) -> list[Span]:
+        part = slice(tokens.start + first, tokens.start + last)
+        return spans(group, part, pieces[first:last], colour, scores)
+
     if left_out:
         middle = Span(f"\n[... {left_out} tokens left out ...]\n", "left-out")
-        found = [*found[:_TOKENS], middle, *found[-_TOKENS:]]
+        found = [*shown(0, _TOKENS), middle, *shown(len(ids) - _TOKENS, len(ids))]
+    else:
+        found = shown(0, len(ids))
     sampled = group.is_sampled[tokens]
     logprobs = group.logprobs[tokens][sampled]
     scored = logprobs[~np.isnan(logprobs)]

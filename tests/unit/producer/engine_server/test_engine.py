@@ -15,6 +15,7 @@ from producer.engine_server import engine as engine_module
 from producer.engine_server import servers as servers_module
 from producer.engine_server.adapter_folder import PREFIX, client_folder
 from producer.engine_server.engine import ServerEngine
+from producer.engine_server.http_client import ServerLostError
 from producer.interfaces import Adapter, AdapterRefusedError, Completion, DownloadedPolicy, LeaseFailure, Probe
 from protocol.wire.adapter_blob import AdapterBlob, pack
 from protocol.wire.messages import PolicyInfo
@@ -259,6 +260,31 @@ async def test_a_server_that_hangs_is_noticed(tmp_path: Path) -> None:
         await until(engine.outage)
         assert "does not answer /health in time" in str(engine.outage())
         await until(lambda: engine.outage() is None)
+
+
+@asynchronous
+async def test_a_request_that_is_slow_to_leave_a_server_is_told_once(tmp_path: Path) -> None:
+    async with servers() as started, running(tmp_path, started) as engine:
+        [server], may_leave = engine.servers.all, asyncio.Event()
+
+        async def stay() -> None:
+            async with server.working(1):
+                try:
+                    await asyncio.sleep(60)
+                finally:
+                    await may_leave.wait()
+
+        slow = asyncio.create_task(stay())
+        for _ in range(2):
+            await until(lambda: server.is_ready)
+            await started[0].kill()
+            await until(lambda: not server.is_ready)
+            await started[0].start()
+        await until(lambda: server.is_ready)
+        engine.check_alive()
+        may_leave.set()
+        with pytest.raises(ServerLostError):
+            await slow
 
 
 @asynchronous

@@ -1,5 +1,6 @@
 """Bundles are bytes and back, equal bundles are equal bytes, and nothing is ever written outside of the folder."""
 
+import errno
 import os
 import random
 import stat
@@ -17,6 +18,7 @@ from tests.unit.replay.builders import memory_folder
 
 CONFIG = BundledFile(CONFIG_FILE, b"seed: 1\n")
 HOSTILE = [
+    "é" * 200 + ".py",
     "/etc/cron.d/x.py",
     "../x.py",
     "a/../../x.py",
@@ -127,9 +129,18 @@ def test_without_a_configuration_there_is_no_bundle() -> None:
 def test_a_link_that_was_there_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "a.py").symlink_to(tmp_path / "outside.py")
-    with pytest.raises(FileExistsError):
+    with pytest.raises(BundleError, match="File exists"):
         unpack(of("a.py"), tmp_path / "folder")
     assert not (tmp_path / "outside.py").exists()
+
+
+def test_a_full_disk_is_said_with_the_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: str, flags: int) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(bundles, "_private", full)
+    with pytest.raises(BundleError, match=r"cannot be written to .*No space left on device.*TMPDIR"):
+        unpack(of("a.py"), tmp_path)
 
 
 @given(data=st.binary(max_size=200))

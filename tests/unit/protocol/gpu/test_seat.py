@@ -71,10 +71,11 @@ def test_the_memory_of_a_daemon_that_was_killed_is_waited_for(folder: Path, monk
             assert list(free) == []
 
 
-def test_an_engine_is_loaded_when_the_trainer_has_left_the_gpu(folder: Path) -> None:
+@pytest.mark.parametrize("gpus", [[0], [1, 0], [0, 1]])
+def test_an_engine_is_loaded_when_the_trainer_has_left_the_gpu(folder: Path, gpus: list[int]) -> None:
     config = run_of(folder, pipeline={"gpu": "turns"})
     with (
-        seated(config, [0], "producer") as producer,
+        seated(config, gpus, "producer") as producer,
         tenants.tenancy("GPU-a", "trainer", config.run_dir) as trainer,
     ):
         with trainer.alone(0.0, lambda: False, lambda: None), pytest.raises(StalledError), producer.settling(0.0):

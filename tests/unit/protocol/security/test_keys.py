@@ -30,6 +30,7 @@ from protocol.security.keys import (
     trainer_keys,
     write_public,
 )
+from protocol.security.secret_lines import read_private
 
 
 @pytest.fixture
@@ -88,6 +89,11 @@ def test_secrets_may_be_credentials_of_systemd(folder: Path, tmp_path: Path, mon
     assert producer_keys(folder, None).identity == "gpu01"
     message = refusal(producer_keys, folder, "gpu02")
     assert message == f"transport.keys: {credentials}/producer.secret is the key of gpu01, not of gpu02"
+    (folder / "server.key").write_text("secret")
+    (folder / "server.key").chmod(0o440)
+    assert "others can read this secret" in refusal(read_private, folder / "server.key")
+    (folder / "server.key").rename(credentials / "server.key")
+    assert read_private(credentials / "server.key", "engine_server.key_file") == b"secret"
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604])

@@ -178,6 +178,23 @@ def test_a_connection_whose_number_names_another_socket_by_then_is_let_alone(
     assert open_descriptors() == before
 
 
+def test_who_spoke_and_left_has_not_spoken_for_who_got_its_number(guard: ConnectionGuard, stack: ExitStack) -> None:
+    here, _there = (stack.enter_context(end) for end in socket.socketpair())
+    key = (0, here.fileno())
+    guard._begin(key)
+    guard.deliveries.note(key, b"user", b"peer")
+    speakers = guard.deliveries.take_speakers()
+    guard._end(key)
+    guard._begin(key)
+    guard._note_speakers(speakers)
+    guard._check()
+    assert guard._places._silent == {key: None}
+    guard.deliveries.note(key, b"other", b"peer")
+    guard._note_speakers(guard.deliveries.take_speakers())
+    assert guard._places._users == {key: b"other"}
+    guard._end(key)
+
+
 def test_a_question_about_a_key_that_cannot_be_answered_is_a_refusal_and_the_next_one_is_answered(
     stack: ExitStack,
 ) -> None:

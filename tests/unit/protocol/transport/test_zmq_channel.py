@@ -13,7 +13,8 @@ import zmq
 from protocol.errors import ConfigError
 from protocol.security.rejections import REASONS, Refusals
 from protocol.transport.channel import BadFrame
-from protocol.transport.watched_connection import ConnectionLimits
+from protocol.transport.places import Places
+from protocol.transport.watched_connection import limits
 from protocol.transport.zeromq_client import ZmqClient
 from protocol.transport.zeromq_server import ZmqServer
 from protocol.wire.codec import CodecError, encode
@@ -80,7 +81,8 @@ def test_who_sends_much_to_a_busy_server_is_not_taken_for_one_that_never_ends(tc
 def test_many_local_producers_that_start_together_are_all_let_in(ipc: Harness, stack: ExitStack) -> None:
     """Their connections for blobs stay silent until there is a policy, which over ipc looks like an unfinished handshake."""
     server = ipc.server()
-    server._guard._limits = ConnectionLimits(connections=256, unfinished=64)
+    server._guard._limits = limits(1024)
+    server._guard._places = Places(limits(1024))
     context = stack.enter_context(zmq.Context(io_threads=1))
     for _ in range(72):
         stack.enter_context(context.socket(zmq.DEALER)).connect(ipc.endpoints[1])

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from replay.groups import GroupShape
+from replay.groups import GroupShape, RolloutGroup
 from replay.journal.rows import PolicyRow
 from tests.unit.replay.builders import SHAPE, group_message
 from tests.view_run import HOSTILE, START, step_line
@@ -103,12 +103,26 @@ def test_of_an_unscored_completion_nothing_is_made_up(written_run: Path) -> None
     assert [one.missing["correct"] for one in shown.completions] == ["", "", ""]
 
 
-def test_long_completions_lose_their_middle(written_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_completions_lose_their_middle_and_nothing_is_made_of_it(
+    written_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def spans_of(page: GroupPage) -> list[Span]:
+        return [span for turn in page.completions[0].records[0].turns for span in turn.spans]
+
+    def counted(group: RolloutGroup, tokens: slice, *rest: Any) -> list[Span]:
+        asked.append(tokens.stop - tokens.start)
+        return spans(group, tokens, *rest)
+
+    asked: list[int] = []
+    whole = spans_of(page_of(written_run, "0-1-0-1-s", raw=True))
     monkeypatch.setattr("tools.view.pages.group._TOKENS", 10)
-    record = page_of(written_run, "0-1-0-1-s").completions[0].records[0]
+    monkeypatch.setattr("tools.view.pages.group.spans", counted)
+    page = page_of(written_run, "0-1-0-1-s", raw=True)
+    record, found = page.completions[0].records[0], spans_of(page)
     assert record.left_out == record.num_tokens - 20
-    text = "".join(span.text for turn in record.turns for span in turn.spans)
-    assert f"[... {record.left_out} tokens left out ...]" in text
+    assert (found[:10], found[11:]) == (whole[:10], whole[-10:])
+    assert found[10].text == f"\n[... {record.left_out} tokens left out ...]\n"
+    assert set(asked) == {10}
 
 
 def test_a_shape_of_another_size_still_has_pages() -> None:
