@@ -79,7 +79,11 @@ class RankWatch(threading.Thread):
 
     def run(self) -> None:
         while not self._closed.wait(_LOOK_EVERY_S):
-            if (why := self.look(time.monotonic())) is not None:
+            try:
+                why = self.look(time.monotonic())
+            except Exception as error:  # the store's own, which derives from RuntimeError or not, by release
+                why = f"the store of the ranks failed: {error}"
+            if why is not None:
                 self._lose(why)
                 if not self._closed.wait(_GRACE_S):
                     logger.critical("%s", self.lost)

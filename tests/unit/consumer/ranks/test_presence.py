@@ -121,3 +121,17 @@ def test_an_error_that_no_rank_caused_stays_what_it_is() -> None:
     watch.explain(MemoryError())
     watch.explain(RuntimeError("CUDA out of memory"))
     assert watch.lost is None
+
+
+def test_a_store_that_fails_ends_the_run_because_nobody_would_be_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(keys: list[str]) -> bool:
+        raise RuntimeError("Broken pipe")
+
+    told: list[RankLostError] = []
+    store = DictionaryStore()
+    watch = RankWatch(store, [range(2)], list, [told.append, lambda _: watch._closed.set()])
+    monkeypatch.setattr(store, "check", fails)
+    watch.start()
+    watch.join(10)
+    assert watch.lost is told[0]
+    assert "the store of the ranks failed: Broken pipe" in str(watch.lost)
