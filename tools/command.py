@@ -1,19 +1,18 @@
 """What the command lines of the tools share (`rl-journal`, `rl-status`, `rl-reward`, `rl-environment`).
 
-Guarantee: a wrong argument is one line on standard error that names the help, a `SlipstreamError` one line and its own exit code,
-every other exception a traceback and `ExitCode.BUG`. A reader of the output that ends early, such as `head`, is no error.
+Guarantee: a wrong argument is one line on standard error that names the help, a `SlipstreamError` one line and its own exit
+code, a file that the system refuses one line and `ExitCode.CONFIG`, every other exception a traceback and `ExitCode.BUG`. A
+reader of the output that ends early, such as `head`, is no error.
 """
 
 import argparse
-import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
 from protocol import __version__
 from protocol.errors import ExitCode
-from protocol.service.command_line import exit_code
+from protocol.service.command_line import exit_code, written
 
 
 class ToolParser(argparse.ArgumentParser):
@@ -54,14 +53,4 @@ def whole(text: str, least: int = 0, most: int = 999_999_999_999) -> int:
 
 def run_tool(program: str, work: Callable[[], int], interrupted: ExitCode = ExitCode.INTERRUPTED) -> int:
     """Runs `work` and returns its exit code, or the one of the error or interrupt that ended it."""
-
-    def flushed() -> int:
-        try:
-            code = work()
-            sys.stdout.flush()
-        except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return ExitCode.OK
-        return code
-
-    return exit_code(program, flushed, interrupted)
+    return exit_code(program, lambda: written(work), interrupted)

@@ -19,7 +19,8 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING, NoReturn
 
 from protocol import __version__
-from protocol.errors import DeviceError, ExitCode, SlipstreamError
+from protocol.errors import ConfigError, DeviceError, ExitCode, SlipstreamError
+from protocol.files.space import out_of_space
 from protocol.service import logs
 
 if TYPE_CHECKING:
@@ -90,8 +91,8 @@ def main(
             if arguments.check:
                 if arguments.check == "full":
                     check_libraries(config)
-                print(dump_config(config), *(f"# {line}\n" for line in preview(config, arguments.gpu)), sep="", end="")
-                return ExitCode.OK
+                shown = dump_config(config) + "".join(f"# {line}\n" for line in preview(config, arguments.gpu))
+                return written(lambda: sys.stdout.write(shown) and ExitCode.OK)
             logs.configure(program, config.observability.log_level, config.observability.log_format)
             return run(config, select_gpus(arguments.gpu if needs_gpu(config) else "cpu"))
 
@@ -109,6 +110,36 @@ def exit_code(program: str, work: Callable[[], int], interrupted: ExitCode = Exi
         return interrupted
     except Exception:
         return _report_end(program, "this is a bug; please report it with its traceback", ExitCode.BUG, bug=True)
+
+
+def written(work: Callable[[], int]) -> int:
+    """What `work` returns, when all that it wrote to standard output is out. A reader that ends early, such as `head`, is no
+    error. `ConfigError` where the system refuses a file, or the disk that standard output goes to is full."""
+    try:
+        code = work()
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        _write_no_more()
+        return ExitCode.OK
+    except OSError as error:
+        if error.filename is not None:
+            raise ConfigError(f"{error.filename}: {error.strerror}") from error
+        if out_of_space(error):
+            _write_no_more()
+            raise ConfigError(f"standard output: {error.strerror}") from error
+        raise
+
+
+def say_progress(line: str) -> None:
+    """Writes a line at once. Work of hours does not end because nobody reads it, or the disk of a log is full."""
+    with suppress(OSError):
+        print(line, flush=True)
+
+
+def _write_no_more() -> None:
+    """What is left of the output would fail again when the interpreter ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def leave(code: int) -> NoReturn:

@@ -6,7 +6,6 @@ there is no such adapter, the error says which ones there are.
 """
 
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,8 @@ from consumer.checkpoints.folders import CONFIG_FILE
 from protocol.config.run import RunConfig
 from protocol.config.sections.swap import TOLERANCES
 from protocol.errors import ConfigError, ExitCode
-from protocol.files.staged import staged
+from protocol.service.command_line import say_progress
+from tools.new_folder import new_folder
 from tools.run_inputs import RunInputs
 
 _ROWS, _LENGTH = 4, 32
@@ -43,17 +43,15 @@ def run(
     the base model, or into what is left of that when it was quantized as for training and is `dequantized`."""
     if dequantized and config.model.quantization is None:
         raise ConfigError("--base dequantized: the run has no model.quantization, so there is nothing to dequantize")
-    if to.exists():
-        raise ConfigError(f"--to: {to} exists already; remove it, or choose another folder")
     transformers_logging.disable_progress_bar()
-    chosen = choose_adapter(config, which)
-    AdapterFolder.read(chosen, "--checkpoint")
-    inputs = RunInputs(config)
-    with staged(to) as partial:
+    with new_folder(to) as partial:
+        chosen = choose_adapter(config, which)
+        AdapterFolder.read(chosen, "--checkpoint")
+        inputs = RunInputs(config)
         said = _merge(config, inputs, "cuda" if gpus else "cpu", chosen, partial, dequantized=dequantized)
-    sys.stdout.write(f"rl-export: {chosen} merged into {inputs.model_folder}: {to}; {said}\n")
+    say_progress(f"rl-export: {chosen} merged into {inputs.model_folder}: {to}; {said}")
     if repository is not None:
-        sys.stdout.write(f"rl-export: uploaded to {upload(to, repository)}\n")
+        say_progress(f"rl-export: uploaded to {upload(to, repository)}")
     return ExitCode.OK
 
 

@@ -28,9 +28,9 @@ _FOLDERS = ("checkpoints/best", "adapter", "sft")
 
 def backup(reader: JournalReader, to: Path) -> None:
     """`JournalError` if `to` exists or cannot be written, or checkpoints come and go faster than they are copied."""
-    if to.exists():
-        raise JournalError(f"--to {to}: exists already; choose a new folder")
     try:
+        if to.exists():
+            raise JournalError(f"--to {to}: exists already; choose a new folder")
         with staged(to) as partial:
             for _ in range(_ATTEMPTS):
                 shutil.rmtree(partial, ignore_errors=True)

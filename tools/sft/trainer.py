@@ -5,7 +5,6 @@ on the disk. Every option of `trl.SFTConfig` that is not refused is TRL's own; o
 `sft.completion_only_loss` says otherwise.
 """
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,10 @@ from protocol.config.library_rules import for_library
 from protocol.config.library_section import build
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, DeviceError, ExitCode
-from protocol.files.staged import staged
 from protocol.import_guard import hidden
 from protocol.service import logs
+from protocol.service.command_line import say_progress
+from tools.new_folder import new_folder
 from tools.run_inputs import RunInputs
 from tools.sft.rows import training_rows
 
@@ -45,21 +45,19 @@ def run(config: RunConfig, gpus: list[int], *, to: Path) -> ExitCode:
         # transformers would copy the model to all of them in every step (DataParallel), which PEFT does not support.
         named = ",".join(map(str, gpus))
         raise DeviceError(f"--gpu {named}: rl-sft, a short warm start, trains on one GPU; name one of them")
-    if to.exists():
-        raise ConfigError(f"--to: {to} exists already; remove it, or choose another folder")
     logs.adopt_libraries()
     datasets.disable_progress_bars()
     transformers_logging.disable_progress_bar()
-    with staged(to) as partial:
+    with new_folder(to) as partial:
         lora, arguments = build_lora(config), build_sft_arguments(config, partial, on_gpu=bool(gpus))
         inputs = RunInputs(config)
         rows = Dataset.from_list(list(training_rows(inputs.prompts(), config.sft)))
         if config.dataset.chat_template_kwargs:
             rows = rows.add_column("chat_template_kwargs", [config.dataset.chat_template_kwargs] * len(rows))
-        sys.stdout.write(f"rl-sft: {len(rows)} rows\n")
+        say_progress(f"rl-sft: {len(rows)} rows")
         train(inputs.model_folder, arguments, lora, rows).save_pretrained(partial)
         AdapterFolder.read(partial, "rl-sft")
-    sys.stdout.write(f"rl-sft: wrote {to}; start from it with --set lora.init_from={to}\n")
+    say_progress(f"rl-sft: wrote {to}; start from it with --set lora.init_from={to}")
     return ExitCode.OK
 
 
@@ -107,6 +105,4 @@ class _Lines(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
         if "loss" in logs:
             accuracy = f"  token accuracy {logs['mean_token_accuracy']:.3f}" if "mean_token_accuracy" in logs else ""
-            line = f"step {state.global_step}/{state.max_steps}  loss {float(logs['loss']):.4f}{accuracy}"
-            sys.stdout.write(f"{line}\n")
-            sys.stdout.flush()
+            say_progress(f"step {state.global_step}/{state.max_steps}  loss {float(logs['loss']):.4f}{accuracy}")

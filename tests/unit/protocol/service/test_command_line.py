@@ -15,7 +15,7 @@ from protocol.config.loader import load_config
 from protocol.config.run import RunConfig
 from protocol.errors import ConfigError, DeviceError, ExitCode, SlipstreamError
 from protocol.service import logs
-from protocol.service.command_line import main, parser, select_gpus
+from protocol.service.command_line import main, parser, say_progress, select_gpus
 from tests.unit.protocol.config.files import MINIMAL
 from tests.unit.protocol.gpu.models import write_model
 
@@ -239,3 +239,31 @@ def test_a_machine_whose_driver_does_not_answer_or_is_not_there(monkeypatch: pyt
     monkeypatch.setattr("shutil.which", lambda name: None)
     with pytest.raises(DeviceError, match=r"^--gpu 0: GPU 0 does not exist, this machine has no NVIDIA GPU; or use"):
         select_gpus("0")
+
+
+@pytest.mark.parametrize("unreadable", ["nobody reads", "full disk"])
+def test_output_that_goes_nowhere(folder: Path, unreadable: str) -> None:
+    """`--check | head` is no error, and a full disk is one line."""
+    if unreadable == "full disk":
+        output = os.open("/dev/full", os.O_WRONLY)
+        expected = (ExitCode.CONFIG, "rl-trainer: error: standard output: No space left on device\n")
+    else:
+        reader, output = os.pipe()
+        os.close(reader)
+        expected = (ExitCode.OK, "")
+    command = [sys.executable, "-m", "consumer.cli", "--config", str(folder / "run.yaml"), "--check"]
+    ended = subprocess.run(command, cwd=REPOSITORY, stdout=output, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(output)
+    assert (ended.returncode, ended.stderr) == expected
+
+
+def test_progress_that_nobody_reads_ends_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, output = os.pipe()
+    os.close(reader)
+    with open(output, "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        say_progress("step 1/2")
+        say_progress("step 2/2")
+        monkeypatch.undo()
+        with pytest.raises(BrokenPipeError):
+            stdout.close()

@@ -109,6 +109,8 @@ def test_a_folder_that_exists_is_left_alone(journal: Journal, command: Command, 
     command("backup", "--to", str(to), code=ExitCode.JOURNAL)
     assert "exists already" in command.err
     assert [file.name for file in to.iterdir()] == ["mine"]
+    command("backup", "--to", "a" * 300, code=ExitCode.JOURNAL)
+    assert "cannot be written: File name too long" in command.err
 
 
 def evaluations(run_dir: Path, session: str = "s") -> Process:

@@ -154,3 +154,10 @@ def test_output_that_nobody_reads_to_its_end(journal: Journal) -> None:
     )
     assert (shown.returncode, shown.stderr) == (ExitCode.OK, "")
     assert shown.stdout.split()[0] == "group"
+
+
+def test_a_name_that_the_system_refuses(command: Command) -> None:
+    too_long = "a" * 300
+    command.run_dir = Path(too_long)
+    command("stats", code=ExitCode.CONFIG)
+    assert command.err == f"rl-journal: error: {too_long}: File name too long\n"

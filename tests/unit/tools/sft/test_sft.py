@@ -22,7 +22,7 @@ def test_a_training_that_fails_leaves_nothing(
     tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing(model_folder: Path, arguments: Any, *_: Any) -> Any:
-        Path(arguments.output_dir).mkdir()
+        (Path(arguments.output_dir) / "begun").touch()
         raise KeyboardInterrupt
 
     monkeypatch.setattr(sft, "train", failing)
