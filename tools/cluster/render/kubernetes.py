@@ -28,8 +28,8 @@ class RunFile(NamedTuple):
     text: str
 
 
-def render(deployment: Deployment, run_files: Mapping[str, bytes]) -> dict[str, str]:
-    """The text of each file, by its name.
+def render(deployment: Deployment, run_files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """The content of each file, by its name.
 
     Args:
         run_files: configuration and own Python files of the run, by names relative to its folder, the configuration first.

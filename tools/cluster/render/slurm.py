@@ -15,8 +15,8 @@ from tools.cluster.render.templates import fill
 TEMPLATES = ("submit.sh", "trainer.sbatch", "producers.sbatch")
 
 
-def render(deployment: Deployment, out: Path) -> dict[str, str]:
-    """The text of each file, by its name in `out`, which every node sees under this path.
+def render(deployment: Deployment, out: Path) -> dict[str, bytes]:
+    """The content of each file, by its name in `out`, which every node sees under this path.
 
     Raises:
         ConfigError: the trainer's node has no name.

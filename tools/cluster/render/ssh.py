@@ -26,8 +26,8 @@ class Place(NamedTuple):
 
 def render(
     deployment: Deployment, prefix: Path, hosts: Sequence[str], run_files: Mapping[str, bytes]
-) -> dict[str, str]:
-    """The text of each file, by its name.
+) -> dict[str, bytes]:
+    """The content of each file, by its name.
 
     Args:
         prefix: the virtual environment on every host.
@@ -61,7 +61,7 @@ def render(
     }
     files = {name: fill(f"ssh/{name}", programs=prefix / "bin", **values) for name in TEMPLATES}
     files["keys.sh"] = fill("keys.sh", programs=deployment.programs, **values)
-    return files | {f"run/{name}": content.decode() for name, content in run_files.items()}
+    return files | {f"run/{name}": content for name, content in run_files.items()}
 
 
 def places(size: Size, hosts: Sequence[str]) -> list[Place]:

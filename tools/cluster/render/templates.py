@@ -33,6 +33,6 @@ def _unit_word(value: str) -> str:
     return json.dumps(value, ensure_ascii=False).replace("%", "%%").replace("$", "$$")
 
 
-def fill(template: str, **values: Any) -> str:
-    """The text of a template, such as `slurm/trainer.sbatch`."""
-    return _environment().get_template(f"{template}.j2").render(values)
+def fill(template: str, **values: Any) -> bytes:
+    """The content of a template, in UTF-8, such as `slurm/trainer.sbatch`."""
+    return _environment().get_template(f"{template}.j2").render(values).encode()

@@ -7,28 +7,32 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from protocol.errors import ConfigError
+from protocol.files.staged import staged
 
 
-def write(folder: Path, files: Mapping[str, str]) -> None:
-    """Scripts become executable.
+def write(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Scripts become executable. A file is there whole or not at all.
 
     Raises:
         ConfigError: the folder has one of them with another content, or cannot be written.
     """
     try:
         changed = [
-            name for name, text in files.items() if (folder / name).exists() and (folder / name).read_text() != text
+            name
+            for name, content in files.items()
+            if (folder / name).exists() and (folder / name).read_bytes() != content
         ]
         if changed:
             raise ConfigError(
                 f"--out {folder}: {', '.join(changed)} is there with other content, and is not overwritten; move it away, or "
                 "choose another folder"
             )
-        for name, text in files.items():
+        for name, content in files.items():
             file = folder / name
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(text, encoding="utf-8")
-            if text.startswith("#!"):
-                file.chmod(0o755)
-    except (OSError, UnicodeDecodeError) as error:
+            with staged(file, durable=False) as partial:
+                partial.write_bytes(content)
+                if content.startswith(b"#!"):
+                    partial.chmod(0o755)
+    except OSError as error:
         raise ConfigError(f"--out {folder}: {error}") from error

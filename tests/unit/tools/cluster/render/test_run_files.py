@@ -1,15 +1,17 @@
 """Which files of a run's folder go to the trainer's machine."""
 
+import errno
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from protocol.config.loader import load_config
-from protocol.errors import BundleError, ConfigError
-from tests.unit.tools.cluster.render.rendered import project
+from protocol.errors import BundleError, ConfigError, ExitCode
+from tests.unit.tools.cluster.render.rendered import project, render
 from tools.cluster.render.deployment import Deployment, Size
 from tools.cluster.render.run_files import run_files
+from tools.cluster.render.written import write
 
 
 @pytest.fixture
@@ -64,3 +66,28 @@ def test_a_function_that_is_not_there_is_refused(here: Path) -> None:
 def test_an_absolute_name_is_refused(here: Path) -> None:
     with pytest.raises(ConfigError, match=r"dataset\.transform: .*: other machines have another folder"):
         files(here, dataset={"path": "rows.jsonl", "transform": f"{here}/helpers.py:f"})
+
+
+def test_files_arrive_as_they_are_and_a_second_command_finds_them_so(here: Path) -> None:
+    """Line ends of Windows, and a module that is not in UTF-8."""
+    file = project(here)
+    file.write_bytes(file.read_bytes().replace(b"\n", b"\r\n"))
+    (here / "helpers.py").write_bytes("# -*- coding: latin-1 -*-\nname = 'Müller'\n".encode("latin-1"))
+    for _ in range(2):
+        assert render("ssh", here / "out", "--trainer-node", "n1", "--hosts", "n2") == ExitCode.OK
+    for name in ("run.yaml", "helpers.py"):
+        assert (here / "out/run" / name).read_bytes() == (here / name).read_bytes()
+
+
+def test_a_full_disk_leaves_no_half_file_for_the_next_command(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(place: Path, content: bytes) -> int:
+        with place.open("wb") as file:
+            file.write(content[:10])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_bytes", full)
+        with pytest.raises(ConfigError, match=f"--out {here}: .*No space left"):
+            write(here, {"submit.sh": b"#!/bin/sh\necho submitted\n"})
+    assert list(here.iterdir()) == []
+    write(here, {"submit.sh": b"#!/bin/sh\necho submitted\n"})
