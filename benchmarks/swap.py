@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +164,7 @@ class Side:
     """A trainer, the link to it and traffic, for one swap after the first."""
 
     pipe: Connection
-    child: SpawnProcess
+    child: ForkServerProcess
     folder: Path
     engine: Any
     way: str
@@ -189,7 +189,8 @@ class Side:
         side = cls()
         await asyncio.to_thread(folder.mkdir)
         endpoints = (f"ipc://{folder}/control", f"ipc://{folder}/blobs")
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([serve.__module__])  # its imports take seconds
         side.pipe, theirs = context.Pipe()
         model = engine.capabilities.tokenizer_folder
         settings = (config.max_lora_rank, way == WAYS[0], device)

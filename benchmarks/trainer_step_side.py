@@ -31,6 +31,7 @@ from consumer.training.trainer import SlipstreamTrainer
 from consumer.training.trl_arguments import build_arguments, build_lora
 from consumer.training.trl_loss import GRPOTrainer
 from protocol.config.run import RunConfig
+from protocol.service.command_line import leave
 from replay.batches.cutting import CutBatch
 from replay.groups import RolloutGroup
 from tests.integration.models import char_tokenizer
@@ -273,3 +274,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    leave(0)

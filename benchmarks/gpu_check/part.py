@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.gpu_check.place import NotRunError, Place
 from benchmarks.gpu_check.plan import PLAN
 from protocol.files.json_lines import encode_line
-from protocol.service.command_line import select_gpus
+from protocol.service.command_line import leave, select_gpus
 
 
 def main(name: str, gpu: str, shared: str, folder: str, findings: str) -> int:
@@ -40,4 +40,4 @@ def main(name: str, gpu: str, shared: str, folder: str, findings: str) -> int:
 
 if __name__ == "__main__":
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    sys.exit(main(*sys.argv[1:]))
+    leave(main(*sys.argv[1:]))

@@ -58,15 +58,21 @@ class ForkedRank:
 
 
 def forked_ranks(arguments: list[str]) -> list[ForkedRank]:
-    """As many as `--ranks` asks for, which the trainer of this process will then find."""
-    world = int(arguments[arguments.index("--ranks") + 1]) if "--ranks" in arguments else 1
+    """As many as `--ranks` asks for, without the one that the process itself is, unless it is another host than the first. The
+    process will find them in this order."""
+
+    def number(flag: str, default: int) -> int:
+        return int(arguments[arguments.index(flag) + 1]) if flag in arguments else default
+
     others: list[ForkedRank] = []
-    for _ in range(1, world):
+    for _ in range(number("--ranks", 1) - (number("--node-rank", 0) == 0)):
         others.append(ForkedRank(others))
+    waiting = iter(others)
 
     def start(member: processes.Member, environment: dict[str, str]) -> ForkedRank:
-        others[member.rank - 1].begin(member)
-        return others[member.rank - 1]
+        rank = next(waiting)
+        rank.begin(member)
+        return rank
 
     processes.start = start
     return others

@@ -20,10 +20,11 @@ def rendezvous() -> str:
         return f"127.0.0.1:{free.getsockname()[1]}"
 
 
-def host(run: Run, number: int, rendezvous: str, *arguments: str) -> Daemon:
+def host(run: Run, number: int, rendezvous: str, *arguments: str, spawns: bool = False) -> Daemon:
     nodes = ("--nodes", "2", "--node-rank", str(number), "--rendezvous", rendezvous)
     log = run.folder / f"host-{number}.log"
-    process = Daemon("consumer.cli", log, "--config", str(run.config_file), "--resume", *nodes, *arguments)
+    arguments = ("--config", str(run.config_file), "--resume", *nodes, *arguments)
+    process = Daemon("consumer.cli", log, *arguments, spawns=spawns)
     run.stack.callback(process.kill)
     return process
 
@@ -73,7 +74,7 @@ def test_a_host_that_is_gone_before_its_ranks_gave_a_sign_of_life_is_named(
     start: Callable[..., Run], rendezvous: str
 ) -> None:
     run = start()
-    trainer, other = host(run, 0, rendezvous), host(run, 1, rendezvous)
+    trainer, other = host(run, 0, rendezvous), host(run, 1, rendezvous, spawns=True)
     other.wait_for("ranks 1 to 1 of 2 begin here")  # and import their libraries, which takes some seconds
     other.kill()
     began = time.monotonic()

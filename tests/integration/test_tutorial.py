@@ -9,7 +9,9 @@ import socket
 import subprocess
 import sys
 import tomllib
+from getpass import getuser
 from pathlib import Path
+from tempfile import gettempdir
 
 import pytest
 import torch
@@ -59,6 +61,7 @@ def test_the_tutorial(short_dir: Path) -> None:
         "PYTHONPATH": str(REPOSITORY),
         "HF_DATASETS_CACHE": str(short_dir / "cache"),
         "TMPDIR": str(short_dir),  # vLLM's server leaves its sockets there
+        "TORCHINDUCTOR_CACHE_DIR": f"{gettempdir()}/torchinductor_{getuser()}",  # torch's own
         "OMP_NUM_THREADS": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB, not half the memory
         "VLLM_NO_USAGE_STATS": "1",
