@@ -36,6 +36,10 @@ _LOOK_EVERY_S = 0.1
 _OF_RAY = ("CUDA_VISIBLE_DEVICES", "RAY_JOB_ID", "RAY_RAYLET_PID")
 
 
+class _NotStartedError(Exception):
+    """There is no process; the text says why."""
+
+
 class Daemon:
     """An asynchronous actor. Its methods take and give plain values and JSON.
 
@@ -62,7 +66,7 @@ class Daemon:
             keys: files for a producer, by name.
         """
         if self._life is None:
-            self._life = asyncio.create_task(self._live(keys))
+            self._life = asyncio.create_task(self._live_or_say(keys))
 
     async def report(self) -> bytes:
         """A `DaemonReport` as JSON."""
@@ -89,14 +93,24 @@ class Daemon:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
+    async def _live_or_say(self, keys: dict[str, bytes]) -> None:
+        try:
+            await self._live(keys)
+        except OSError as error:  # whoever looks at the run would wait for it
+            await self.drain()
+            self._note("ended", exit_code=ExitCode.BUG, pid=None, message=f"its actor failed: {error}")
+
     async def _live(self, keys: dict[str, bytes]) -> None:
         failures = 0
         with _private_files(keys) as place:
             while True:
                 if self._name == TRAINER and not await self._lock_is_free():
                     return None
-                code, ran_s = await self._run(place)
-                words = self._output.last_words() if code > 0 else ""
+                try:
+                    code, ran_s = await self._run(place)
+                    words = self._output.last_words() if code > 0 else ""
+                except _NotStartedError as error:
+                    code, ran_s, words = ExitCode.BUG, 0.0, str(error)
                 again = None if self._draining.is_set() else restart(code, ran_s, failures)
                 if again is None:
                     return self._note("ended", exit_code=code, pid=None, message=words)
@@ -112,9 +126,23 @@ class Daemon:
         """One process, from start to end: exit code and seconds."""
         started = time.monotonic()
         command = daemon_command(self._plan, self._name, self._gpus, self._folder, keys)
+        try:
+            self._process = self._started(command)
+        except OSError as error:
+            raise _NotStartedError(f"it cannot be started: {error}") from error
+        self._note("running", starts=self._report.starts + 1, message="")
+        while (code := await self._process.exited(0)) is None:
+            if self._report.pid is None:
+                self._report = msgspec.structs.replace(self._report, pid=_child_of(self._process.pid))
+            self._output.rotate()
+            await asyncio.sleep(_LOOK_EVERY_S)
+        self._process = None
+        return code, time.monotonic() - started
+
+    def _started(self, command: list[str]) -> KeptProcess:
         output = self._output.opened()
         try:
-            self._process = KeptProcess(
+            return KeptProcess(
                 command,
                 DRAIN_S,
                 cwd=_working_folder(self._plan, self._folder),
@@ -125,14 +153,6 @@ class Daemon:
             )
         finally:
             os.close(output)
-        self._note("running", starts=self._report.starts + 1, message="")
-        while (code := await self._process.exited(0)) is None:
-            if self._report.pid is None:
-                self._report = msgspec.structs.replace(self._report, pid=_child_of(self._process.pid))
-            self._output.rotate()
-            await asyncio.sleep(_LOOK_EVERY_S)
-        self._process = None
-        return code, time.monotonic() - started
 
     async def _lock_is_free(self) -> bool:
         """Waits until no other trainer works in run_dir; notes the end if that takes too long."""

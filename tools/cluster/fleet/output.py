@@ -1,7 +1,8 @@
 """What a command prints, in a file that outlives its actor.
 
 Guarantee: the file and the one before it hold the newest output, at most `2 * MAX_BYTES` and what is written between two looks.
-A command that outlives its actor while it drains goes on writing to it.
+A command that outlives its actor while it drains goes on writing to it. On a full disk the file stays as it is; of one that
+somebody deleted there are no words.
 """
 
 import os
@@ -9,6 +10,7 @@ import shutil
 from pathlib import Path
 
 from protocol.files.rotated_lines import older, read_end
+from protocol.files.space import unless_full
 
 MAX_BYTES = 16 * 2**20
 _LONGEST_MESSAGE = 2000
@@ -25,7 +27,10 @@ class Output:
 
     @property
     def _size(self) -> int:
-        return self._path.stat().st_size if self._path.exists() else 0
+        try:
+            return self._path.stat().st_size
+        except FileNotFoundError:
+            return 0
 
     def opened(self) -> int:
         """A descriptor for a new process, whose last words begin here."""
@@ -36,9 +41,10 @@ class Output:
     def rotate(self) -> None:
         """Empties a full file into the one before. What is written meanwhile may be lost, which no writer notices."""
         if self._size > self._max_bytes:
-            shutil.copyfile(self._path, older(self._path))
-            os.truncate(self._path, 0)
-            self._begin = 0
+            with unless_full():
+                shutil.copyfile(self._path, older(self._path))
+                os.truncate(self._path, 0)
+                self._begin = 0
 
     def last_lines(self, count: int) -> list[str]:
         """Of all processes, oldest first."""
@@ -47,8 +53,11 @@ class Output:
 
     def last_words(self) -> str:
         """How the newest process ended: its error, or its last lines."""
-        with self._path.open("rb") as file:
-            file.seek(max(self._begin, self._size - 16 * _LONGEST_MESSAGE))
-            lines = file.read().decode(errors="replace").strip().splitlines()
+        try:
+            with self._path.open("rb") as file:
+                file.seek(max(self._begin, self._size - 16 * _LONGEST_MESSAGE))
+                lines = file.read().decode(errors="replace").strip().splitlines()
+        except FileNotFoundError:
+            return ""
         error = next((number for number in reversed(range(len(lines))) if ": error: " in lines[number]), None)
         return "\n".join(lines[-6:] if error is None else lines[error:])[-_LONGEST_MESSAGE:]

@@ -1,6 +1,7 @@
 """The actor of a command, without Ray, around a script in place of the daemon."""
 
 import asyncio
+import errno
 import fcntl
 import os
 import sys
@@ -16,6 +17,7 @@ from tests.integration.pair import gone
 from tests.unit.tools.cluster.builders import plan
 from tools.cluster.fleet import daemon as module
 from tools.cluster.fleet.daemon import Daemon
+from tools.cluster.fleet.output import Output
 from tools.cluster.fleet.plan import DaemonReport
 
 Make = Callable[..., Daemon]
@@ -99,6 +101,43 @@ def test_one_that_was_killed_comes_back_and_one_that_is_drained_does_not(make: M
         await daemon.drain()
         found = await reports(daemon, "ended")
         assert (found.exit_code, found.draining) == (0, True)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.long
+def test_a_full_disk_or_a_log_that_somebody_deletes_is_no_end(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_full, opened = iter([True]), Output.opened
+
+    def fails(self: Output) -> int:
+        if next(is_full, False):
+            raise OSError(errno.ENOSPC, "No space left on device", "x.log")
+        return opened(self)
+
+    async def scenario() -> None:
+        monkeypatch.setattr(Output, "opened", fails)
+        daemon = make("import os, sys; os.unlink(os.readlink('/proc/self/fd/1')); sys.exit(75)")
+        await daemon.begin({})
+        assert "cannot be started: [Errno 28] No space left on device" in (await reports(daemon, "pausing")).message
+        await reports(daemon, "running")
+        assert "exit status 75; starts again" in (await reports(daemon, "pausing")).message
+        await daemon.drain()
+        await reports(daemon, "ended")
+
+    asyncio.run(scenario())
+
+
+def test_one_whose_keys_find_no_room_says_so(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(keys: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "/tmp")
+
+    async def scenario() -> None:
+        monkeypatch.setattr(module, "_private_files", full)
+        daemon = make("print('up')")
+        await daemon.begin({})
+        found = await reports(daemon, "ended")
+        assert found.exit_code == 70
+        assert "No space left on device" in found.message
 
     asyncio.run(scenario())
 

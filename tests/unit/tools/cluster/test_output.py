@@ -1,7 +1,11 @@
 """The file with the output of a command."""
 
+import errno
 import os
+import shutil
 from pathlib import Path
+
+import pytest
 
 from tools.cluster.fleet.events import Events
 from tools.cluster.fleet.output import Output
@@ -38,6 +42,21 @@ def test_two_files_at_most_and_a_process_that_goes_on_writing(tmp_path: Path) ->
     assert len(sizes) == 2
     assert max(sizes) < 120
     assert output.last_lines(3) == ["line 97", "line 98", "line 99"]
+
+
+def test_a_full_disk_and_a_file_that_somebody_deletes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    output = Output(tmp_path / "x.log", max_bytes=3)
+    write(output, "words\n")
+    with monkeypatch.context() as disk:
+        disk.setattr(shutil, "copyfile", full)
+        output.rotate()
+    assert output.last_words() == "words"
+    (tmp_path / "x.log").unlink()
+    output.rotate()
+    assert (output.last_words(), output.last_lines(3)) == ("", [])
 
 
 def test_events_are_lines_and_nobody_gets_one_twice(tmp_path: Path) -> None:
