@@ -13,6 +13,7 @@ from rich.text import Text
 
 from replay.rewards import weighted_sums
 from tools.rewards.trial import Trial
+from tools.tables import printable
 
 _PROMPT_WIDTH, _COMPLETION_WIDTH = 40, 60
 
@@ -77,7 +78,7 @@ def _number(value: float) -> str:
 
 
 def _short(said: Any, width: int) -> Text:
-    """A text, or the content of the last message, on one line."""
+    """A text, or the content of the last message, on one line that cannot move the cursor."""
     text = said if isinstance(said, str) else str(said[-1].get("content", "")) if said else ""
-    line = text.replace("\n", "\\n")
+    line = printable(text)
     return Text(line if len(line) <= width else f"{line[: width - 1]}…")

@@ -60,7 +60,7 @@ def given(path: Path, tokenizer: Any) -> list[Group]:
     """The groups of a JSONL file with lines `{"prompt": ..., "completions": [...], ...columns}`, tokenized. Raises DatasetError
     if the file cannot be read, or a line is not such an object."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # a text may hold other line ends than this
     except (OSError, UnicodeDecodeError) as error:
         raise DatasetError(f"--completions {path}: cannot be read: {error}") from error
     groups = [_given_group(line, f"{path}:{number}", tokenizer) for number, line in enumerate(lines, 1) if line.strip()]
@@ -71,7 +71,7 @@ def given(path: Path, tokenizer: Any) -> list[Group]:
 
 def _given_group(line: str, place: str, tokenizer: Any) -> Group:
     try:
-        row = json.loads(line)
+        row = msgspec.msgpack.decode(msgspec.msgpack.encode(json.loads(line)))  # as a producer is leased it
         prompt, said = row.pop("prompt"), row.pop("completions")
         if not isinstance(prompt, str) and not is_conversational(prompt):
             raise TypeError("`prompt` is neither text nor a list of messages")
@@ -79,7 +79,7 @@ def _given_group(line: str, place: str, tokenizer: Any) -> Group:
             raise TypeError("`completions` is no list of completions")
         texts = [one if isinstance(one, str) else one[-1]["content"] for one in said]
         ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError) as error:
         raise DatasetError(
             f'{place}: {type(error).__name__}: {error}; expected {{"prompt": "...", "completions": ["...", ...]}} and the '
             "columns that the rewards need"
