@@ -7,6 +7,7 @@ JSON, the message is JSON too.
 
 import argparse
 import atexit
+import io
 import logging
 import os
 import shutil
@@ -101,7 +102,10 @@ def main(
 
 
 def exit_code(program: str, work: Callable[[], int], interrupted: ExitCode = ExitCode.INTERRUPTED) -> int:
-    """What `work` returns, or the code of the error that ended it, which is reported."""
+    """What `work` returns, or the code of the error that ended it, which is reported. Characters that standard output cannot show
+    are escaped."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         return work()
     except SlipstreamError as error:

@@ -5,7 +5,6 @@ ends the process with its own exit code.
 """
 
 import argparse
-import io
 import sys
 from contextlib import closing
 from pathlib import Path
@@ -23,8 +22,6 @@ VERDICTS = ("failed", "solved", "mixed", "unscored")  # as in replay.prompts.rer
 
 def main(arguments: list[str] | None = None) -> int:
     chosen = _parser().parse_args(arguments)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
     return run_tool(PROGRAM, lambda: _look(chosen))
 
 

@@ -30,12 +30,12 @@ _EVERY_S = 2.0
 
 def main(arguments: list[str] | None = None) -> int:
     chosen = _parsed(arguments)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")
     return run_tool(PROGRAM, lambda: _show(chosen), interrupted=ExitCode.OK)  # Ctrl-C is how one leaves the live view
 
 
 def _show(chosen: argparse.Namespace) -> ExitCode:
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # of lines and bars, which escapes would make unreadable
     watch = Watch(_run(chosen), chosen.url)
     return _once(watch, chosen) if chosen.once else _forever(watch, chosen.every or _EVERY_S)
 

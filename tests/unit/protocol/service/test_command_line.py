@@ -267,3 +267,13 @@ def test_progress_that_nobody_reads_ends_no_work(monkeypatch: pytest.MonkeyPatch
         monkeypatch.undo()
         with pytest.raises(BrokenPipeError):
             stdout.close()
+
+
+def test_what_standard_output_cannot_show_is_escaped(folder: Path) -> None:
+    """Of a terminal that shows ASCII alone, as of a service without a locale."""
+    chosen = ["--config", str(folder / "run.yaml"), "--check", "--set", "run_dir=Läufe/…"]
+    command = [sys.executable, "-m", "consumer.cli", *chosen]
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    ended = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (ExitCode.OK, "")
+    assert r"run_dir: L\xe4ufe/\u2026" in ended.stdout
