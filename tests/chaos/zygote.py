@@ -89,9 +89,7 @@ def _become_daemon(request: dict[str, Any], parent: int) -> None:
     os.close(log)
     os.close(nothing)
     sys.argv = request["argv"]
-    os.environ.update(
-        request.get("environment", {})
-    )  # what the imports have set stays, as in a process that imports itself
+    os.environ |= request.get("environment", {})  # what the imports have set stays, as in a process that imports itself
     tempfile.tempdir = None  # it is read from the environment once
 
 

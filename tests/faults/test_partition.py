@@ -1,8 +1,10 @@
-"""A network that goes away for ten seconds between a real trainer and a real producer, over tcp and with keys.
+"""A network that goes away between a real trainer and a real producer, over tcp and with keys.
 
-Both notice, hold what they have, and go on by themselves when it is back; nothing is lost.
+Both notice, hold what they have, and go on by themselves when it is back; nothing is lost. `SLIPSTREAM_PARTITION_S`
+keeps it away for longer.
 """
 
+import os
 import shutil
 import time
 from collections.abc import Callable
@@ -18,10 +20,10 @@ from .run_under_test import HEARTBEAT_TIMEOUT_S, Run
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 
-PARTITION_S = 10.0
+PARTITION_S = float(os.environ.get("SLIPSTREAM_PARTITION_S", str(3 * HEARTBEAT_TIMEOUT_S)))
 
 
-def test_a_partition_of_ten_seconds(tmp_path: Path, make_run: Callable[..., Run]) -> None:
+def test_a_partition(tmp_path: Path, make_run: Callable[..., Run]) -> None:
     keys = tmp_path / "keys"
     for name in ("trainer", "gpu01"):
         generate(keys, name)

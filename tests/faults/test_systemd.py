@@ -21,6 +21,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 REPOSITORY = Path(__file__).parents[2]
 TRAINER, PRODUCER = "rl-trainer.service", "rl-producer@cpu.service"
+_PAUSE_S = 0.2  # asking systemd starts processes, and the daemons need the cores
 RUN_DIR = "/var/lib/slipstream/run"
 PREFIX = "/opt/slipstream"
 PYTHON = Path(sys.base_prefix).resolve()
@@ -120,7 +121,7 @@ class Systemd(Machine):
 
     def wait(self, condition: Callable[[], bool]) -> None:
         try:
-            eventually(condition)
+            eventually(condition, pause_s=_PAUSE_S)
         except AssertionError as error:
             error.add_note(self.run("journalctl", "--no-pager", "--lines=60"))
             raise

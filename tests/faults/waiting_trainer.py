@@ -1,6 +1,6 @@
 """`rl-trainer` that stands still where a checkpoint begins, while the file named by `CHECKPOINTS_WAIT` exists.
 
-It adds `.reached` to that name when it gets there. Everything else is real.
+It adds `.reached` to that name when it gets there, and says every two seconds what it waits for. Everything else is real.
 """
 
 import os
@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from consumer import cli
+from consumer import cli, waiting
 from consumer.training.pipeline import CheckpointWriter
 
 _commit = CheckpointWriter.commit
@@ -24,4 +24,5 @@ def commit(writer: CheckpointWriter, step: int, staged: Path, write: Callable[[]
 
 if __name__ == "__main__":
     CheckpointWriter.commit = commit
+    waiting._SAY_EVERY_S = 2.0
     cli.main()

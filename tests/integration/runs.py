@@ -72,8 +72,8 @@ class Run:
         return self.config.checkpoints_dir / f"checkpoint-{step}"
 
 
-def eventually(condition: Callable[[], Any], timeout_s: float = 90.0) -> None:
+def eventually(condition: Callable[[], Any], timeout_s: float = 90.0, pause_s: float = 0.02) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline
-        time.sleep(0.02)
+        time.sleep(pause_s)

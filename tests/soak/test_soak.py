@@ -22,6 +22,9 @@ def test_the_planted_leaks_are_found_and_nothing_else(short_dir: Path) -> None:
     grows = {(row["name"], row["kind"]) for row in summary["slopes"] if row["grows"]}
     kinds = ("rss_bytes", "descriptors", "threads", "processes", "files_in_shared_memory")
     assert grows == {("agents: producer 1", kind) for kind in kinds}, summary["problems"]
+    per_hour = {row["kind"]: row["value"] for row in summary["slopes"] if row["grows"] and row["per"] == "hour"}
+    assert per_hour["threads"] > 1.5 * per_hour["processes"], "each planted process has a thread of its own"
+    assert per_hour["descriptors"] > 3.5 * per_hour["processes"], "and three descriptors"
     judged = {row["name"] for row in summary["slopes"]}
     assert {"evaluated: trainer 1", "evaluated: producer 1", "agents: producer 1", "evaluated", "agents"} <= judged
     assert not any("no load" in problem for problem in summary["problems"])
