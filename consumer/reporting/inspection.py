@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 from torch.distributed.tensor import DTensor
 
 from protocol.files.json_lines import encode_page
@@ -39,7 +39,9 @@ def keep(run_dir: Path, step: int, batch: CutBatch, found: dict[str, Any]) -> Pa
         with staged(folder) as partial:
             partial.mkdir()
             (partial / "step.json").write_text(encode_page(values), encoding="utf-8")
-            save_file(arrays, partial / "groups.safetensors")
+            (partial / "groups.safetensors").write_bytes(
+                save(arrays)
+            )  # errors of `save_file` do not say that the disk is full
     for old in sorted(folder.parent.glob("step-*"), key=lambda place: place.stat().st_mtime)[:-_KEPT]:
         shutil.rmtree(old)
     return folder

@@ -19,8 +19,9 @@ _IN_EVERY_FAMILY = "_proj"
 
 
 def write_trial_adapter(model_folder: Path, lora: dict[str, Any], folder: Path) -> None:
-    """Writes it to `folder`, which must not exist, with rank `lora.r`. Raises ConfigError where no layer of the model fits."""
-    from safetensors.numpy import save_file
+    """Writes it to `folder`, which must not exist, with rank `lora.r`. Raises ConfigError where no layer of the model fits,
+    OSError where it cannot be written."""
+    from safetensors.numpy import save
 
     name, (outputs, inputs) = _layer(model_folder, lora["target_modules"])
     rank, module = int(lora["r"]), name.removesuffix(".weight")
@@ -40,7 +41,8 @@ def write_trial_adapter(model_folder: Path, lora: dict[str, Any], folder: Path) 
     (folder / "adapter_config.json").write_text(json.dumps(settings))
     key = f"base_model.model.{module}"
     tensors = {f"{key}.lora_A.weight": lora_a, f"{key}.lora_B.weight": lora_b}
-    save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
+    content = save(tensors, {"format": "pt"})  # `save_file` has errors of its own
+    (folder / "adapter_model.safetensors").write_bytes(content)
 
 
 def _layer(model_folder: Path, target_modules: Any) -> tuple[str, tuple[int, int]]:

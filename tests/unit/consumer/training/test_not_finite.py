@@ -1,5 +1,6 @@
 """A step whose gradient is not finite changes nothing, leaves its batch behind, and holds a resumed run up for one try more."""
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -106,6 +107,15 @@ def test_names_of_what_is_not_finite() -> None:
         model[1].weight[0, 1] = torch.inf
     assert not_finite(model.named_parameters(), lambda parameter: parameter) == ["1.weight"]
     assert not_finite(model.named_parameters(), lambda parameter: parameter.grad) == []
+
+
+def test_a_full_disk_costs_the_batch_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, content: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    keep(tmp_path, 1, CutBatch(0, 1, 1, [rollout_group([[3], [4]])], 1), {})
+    assert list((tmp_path / "inspect").iterdir()) == []
 
 
 def test_of_a_run_that_is_started_again_and_again_the_newest_batches_are_kept(tmp_path: Path) -> None:
