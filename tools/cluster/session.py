@@ -107,15 +107,18 @@ def start_here(run_dir: Path, num_cpus: int) -> None:
             start_new_session=True,
             env=_loopback(),
         )
-    until = time.monotonic() + _START_S
-    while not _answers(address):
-        if process.poll() is not None or time.monotonic() > until:
-            raise NoAnswerError(f"Ray did not start on this machine; its own messages are in {folder / 'ray.log'}")
-        time.sleep(0.1)
-    with staged(folder / "ray.json") as partial:
-        partial.write_bytes(
-            msgspec.json.encode(OwnRay(address, process.pid, psutil.Process(process.pid).create_time()))
-        )
+    own = OwnRay(address, process.pid, psutil.Process(process.pid).create_time())
+    try:
+        until = time.monotonic() + _START_S
+        while not _answers(address):
+            if process.poll() is not None or time.monotonic() > until:
+                raise NoAnswerError(f"Ray did not start on this machine; its own messages are in {folder / 'ray.log'}")
+            time.sleep(0.1)
+        with staged(folder / "ray.json") as partial:
+            partial.write_bytes(msgspec.json.encode(own))
+    except BaseException:  # as of Ctrl-C, which it does not get: nobody would know of it
+        end_own(run_dir, own)
+        raise
 
 
 def end_own(run_dir: Path, own: OwnRay) -> None:

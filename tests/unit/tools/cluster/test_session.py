@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import psutil
@@ -116,6 +117,29 @@ def test_the_address_of_a_ray_that_up_has_started(tmp_path: Path, monkeypatch: p
     assert find_address(tmp_path, None) is None, "another process has its number"
     file.write_text("{")
     assert find_address(tmp_path, None) is None
+
+
+def test_a_ray_that_nobody_would_know_of_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while it starts, which it does not get."""
+    real, started = subprocess.Popen, list[subprocess.Popen[bytes]]()
+
+    def sleeper(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        started.append(real(["sleep", "60"], **options))
+        return started[0]
+
+    def interrupted(address: str) -> bool:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess, "Popen", sleeper)
+    monkeypatch.setattr(session, "_answers", interrupted)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            session.start_here(tmp_path, 1)
+        assert started[0].poll() is not None
+    finally:
+        started[0].kill()
+        started[0].wait()
+    assert [file.name for file in (tmp_path / "cluster").iterdir()] == ["ray.log"]
 
 
 @pytest.mark.long
