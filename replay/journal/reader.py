@@ -77,7 +77,8 @@ class JournalReader:
             with contextlib.closing(apsw.Connection(str(path))) as copy, copy.backup("main", self._db, "main") as pages:
                 pages.step()
         except apsw.Error as error:
-            raise JournalError(f"{path}: the journal cannot be copied there ({error})") from error
+            why = "the disk is full" if isinstance(error, apsw.FullError) else error  # it says "not an error"
+            raise JournalError(f"{path}: the journal cannot be copied there ({why}); choose another place") from error
 
     # What the run is
 

@@ -42,7 +42,9 @@ def backup(reader: JournalReader, to: Path) -> None:
                     "trainer.save_total_limit or trainer.save_steps"
                 )
     except OSError as error:
-        raise JournalError(f"--to {to}: cannot be written: {error.strerror or error}; choose another place") from error
+        # That of a folder's copy lists its files, each with where it is, where it goes and why not.
+        why = error.args[0][0][2] if isinstance(error, shutil.Error) else error.strerror or error
+        raise JournalError(f"--to {to}: cannot be written: {why}; choose another place") from error
     found = checkpoints.latest(to / "checkpoints")
     start = f"checkpoint-{found.step}" if found else "no checkpoint"
     say(f"{start} and a journal of {size((to / reader.path.name).stat().st_size)} in {to}")

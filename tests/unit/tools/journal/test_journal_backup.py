@@ -7,10 +7,11 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import apsw
 import pytest
 
 from consumer.checkpoints import folders as checkpoints
-from protocol.errors import ExitCode
+from protocol.errors import ExitCode, JournalError
 from protocol.files.staged import aside
 from replay.journal.reader import JournalReader
 from replay.journal.rows import EVERY_GROUP
@@ -111,6 +112,43 @@ def test_a_folder_that_exists_is_left_alone(journal: Journal, command: Command, 
     assert [file.name for file in to.iterdir()] == ["mine"]
     command("backup", "--to", "a" * 300, code=ExitCode.JOURNAL)
     assert "cannot be written: File name too long" in command.err
+
+
+class FullDisk:
+    """What SQLite says of one."""
+
+    def __init__(self, *_: object) -> None: ...
+
+    def backup(self, *_: object) -> "FullDisk":
+        return self
+
+    def __enter__(self) -> "FullDisk":
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def close(self) -> None: ...
+
+    def step(self) -> None:
+        raise apsw.FullError("not an error")
+
+
+def test_a_full_disk_is_said(
+    journal: Journal, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closing(JournalReader(journal.path)) as reader, monkeypatch.context() as patched:
+        patched.setattr(apsw, "Connection", FullDisk)
+        with pytest.raises(JournalError, match=r"cannot be copied there \(the disk is full\)"):
+            reader.copy_to(tmp_path / "copy.sqlite")
+
+    def failing(source: Path, to: Path) -> None:
+        raise shutil.Error([(str(source / name), str(to / name), "[Errno 28] No space left") for name in "ab"])
+
+    (journal.path.parent / "adapter").mkdir()
+    monkeypatch.setattr(shutil, "copytree", failing)
+    to = tmp_path / "copy"
+    command("backup", "--to", str(to), code=ExitCode.JOURNAL)
+    assert command.err.endswith(f"--to {to}: cannot be written: [Errno 28] No space left; choose another place\n")
 
 
 def evaluations(run_dir: Path, session: str = "s") -> Process:
