@@ -108,6 +108,13 @@ class RunReader:
                 continue  # its daemon is ending, or the file is none of ours
 
 
+def is_name_of_a_run(name: str) -> bool:
+    """Whether a daemon writes JSON lines into the run's folder under this name."""
+    path = Path(name)
+    newer = path.stem.removesuffix(".1") + path.suffix
+    return newer in (STEPS, ROLLOUTS, EVALUATIONS) or Path(newer).match(_TIMELINES)
+
+
 def parsed_lines(lines: Iterable[bytes]) -> list[Line]:
     """The lines that are JSON objects; see the guarantee of the module."""
     found = []

@@ -17,6 +17,7 @@ from replay.journal.reader import JournalReader
 from replay.journal.rows import GroupFilter, GroupRow
 from tools.journal.content import Content, ContentReader
 from tools.journal.views import as_dict
+from tools.run_reader import is_name_of_a_run
 from tools.tables import plain, say, with_progress
 
 if TYPE_CHECKING:
@@ -27,7 +28,10 @@ _ROW_GROUP_BYTES = 64 * 2**20
 
 
 def export(reader: JournalReader, wanted: GroupFilter, newest: int, to: Path) -> None:
-    """Writes the newest so many groups, or (0) all; `JournalError` if one is damaged, or `to` cannot be written."""
+    """Writes the newest so many groups, or (0) all; `JournalError` if one is damaged, or `to` cannot be written, or is a
+    file that the run itself writes."""
+    if is_name_of_a_run(to.name) and to.resolve().parent == reader.path.resolve().parent:
+        raise JournalError(f"--to {to}: the run itself writes a file of this name; choose another name")
     bodies, total = ContentReader(reader), reader.count(wanted)
     rows = with_progress(reader.rows(wanted, newest), min(total, newest or total))
     records = (_record(row, content) for row in rows if (content := bodies.read(row)) is not None)

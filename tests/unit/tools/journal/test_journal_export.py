@@ -101,3 +101,19 @@ def test_export_passes_over_what_retention_deletes_meanwhile(
     monkeypatch.setattr(JournalReader, "rows", rows_of_the_past)
     to = tmp_path / "groups.jsonl"
     assert command("export", "--to", str(to)) == f"9 groups in {to}\n"
+
+
+@pytest.mark.parametrize("name", ["rollouts.jsonl", "steps.1.jsonl", "producer-0.jsonl"])
+def test_files_that_the_run_writes_are_not_replaced(
+    name: str, journal: Journal, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (command.run_dir / name).write_text("{}\n")
+    monkeypatch.chdir(command.run_dir)
+    command("export", "--to", name, code=ExitCode.JOURNAL)
+    assert (
+        command.err
+        == f"rl-journal: error: --to {name}: the run itself writes a file of this name; choose another name\n"
+    )
+    assert (command.run_dir / name).read_text() == "{}\n"
+    command("export", "--to", "groups.jsonl")
+    command("export", "--to", str(tmp_path / name))
