@@ -10,6 +10,7 @@ import fcntl
 import os
 import secrets
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
@@ -31,6 +32,8 @@ class ClientFolder:
         self._parent = parent
         self._server_parent = server_parent
         self._lock = self._join()
+        self._changing = threading.Lock()  # threads outlive the tasks that wait for them
+        self._is_closed = False
 
     def server_path(self, adapter: str) -> str:
         return str(self._server_parent / self.name / adapter)
@@ -38,9 +41,10 @@ class ClientFolder:
     def put(self, adapter: str, source: Path) -> None:
         """Copies an adapter here, unless it is here already, with all of its files. Raises OSError."""
         target = self.path / adapter
-        if not (target.is_dir() and _sizes(source).items() <= _sizes(target).items()):
-            with staged(target, durable=False) as partial:
-                shutil.copytree(source, partial)
+        with self._changing:
+            if not self._is_closed and not (target.is_dir() and _sizes(source).items() <= _sizes(target).items()):
+                with staged(target, durable=False) as partial:
+                    shutil.copytree(source, partial)
 
     def remove(self, adapter: str) -> None:
         shutil.rmtree(self.path / adapter, ignore_errors=True)
@@ -48,7 +52,9 @@ class ClientFolder:
     def beat(self) -> None:
         """To be called every few seconds. Makes the folder again if somebody has removed it, or others would take this client for
         dead."""
-        with contextlib.suppress(OSError):  # a file system that is away for a while
+        with self._changing, contextlib.suppress(OSError):  # a file system that is away for a while
+            if self._is_closed:
+                return
             if not self._is_joined():
                 before, self._lock = self._lock, self._join()
                 os.close(before)
@@ -89,8 +95,11 @@ class ClientFolder:
         shutil.rmtree(self._parent / client, ignore_errors=True)
 
     def close(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self._lock)
+        """Whatever is done afterwards changes nothing."""
+        with self._changing:
+            self._is_closed = True
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(self._lock)
 
     def _join(self) -> int:
         """The descriptor whose lock says that this client lives. The lock comes before the id by which others trust it."""

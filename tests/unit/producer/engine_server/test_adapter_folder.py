@@ -74,6 +74,14 @@ def test_what_a_killed_client_left_is_found_at_once_and_can_be_removed(tmp_path:
     assert [entry.name for entry in tmp_path.iterdir()] == ["something-else"]
 
 
+def test_what_a_thread_does_after_the_end_leaves_nothing(tmp_path: Path) -> None:
+    with client_folder(str(tmp_path / "shared"), None) as folder:
+        pass
+    folder.beat()
+    folder.put("v1", source(tmp_path))
+    assert list((tmp_path / "shared").iterdir()) == []
+
+
 def test_one_that_is_just_joining_is_not_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write, seen = os.write, list[list[str]]()
 
