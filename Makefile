@@ -27,8 +27,7 @@ demo: $(STAMP) ## teach a small model arithmetic with a real vLLM producer and a
 
 test: unit ## run every test
 	$(OLD_CPU) $(BIN)/python -m pytest -n 2 --dist loadfile -m long tests/unit tests/contract
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not alone" tests/soak tests/faults tests/chaos tests/integration
-	$(BIN)/python -m pytest -m alone tests/integration tests/chaos tests/faults tests/soak
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/soak tests/faults tests/chaos tests/integration
 
 unit: $(STAMP) ## run the unit tests but for the long ones
 	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not long" tests/unit tests/contract

@@ -15,7 +15,6 @@ FIELDS = {
 
 
 @pytest.mark.integration
-@pytest.mark.alone
 @pytest.mark.timeout(500)
 def test_the_demo_learns_to_carry(short_dir: Path) -> None:
     command = [sys.executable, "-m", "examples.arithmetic.demo", "--seed", "2", "--run-dir", str(short_dir / "demo")]
