@@ -1,10 +1,13 @@
 """The folder that `--to` names, for the tools that make one.
 
-Guarantee: it appears whole and on the disk, or not at all; that it cannot be written is said before the work begins.
+Guarantee: it appears whole and on the disk, or not at all; that it cannot be written is said before the work begins. Of two
+commands that make it at once the second is refused.
 """
 
+import fcntl
+import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from protocol.errors import ConfigError, SlipstreamError
@@ -18,8 +21,11 @@ def new_folder(to: Path) -> Iterator[Path]:
     try:
         if to.exists():
             raise ConfigError(f"--to: {to} exists already; remove it, or choose another folder")
-        with staged(to) as partial:
+        with ExitStack() as locks:
+            _lock(_partial(to), to, locks)  # of one that a killed command left, nobody has the lock
+            partial = locks.enter_context(staged(to))
             partial.mkdir(parents=True)
+            _lock(partial, to, locks)
             try:
                 yield partial
             except SlipstreamError:
@@ -34,8 +40,26 @@ def new_folder(to: Path) -> Iterator[Path]:
         raise ConfigError(_refused(to, error)) from error
 
 
+def _partial(to: Path) -> Path:
+    """Where `staged` has it until it is whole."""
+    return to.with_name(f".{to.name}.partial")
+
+
+def _lock(folder: Path, to: Path, locks: ExitStack) -> None:
+    """Until `locks` ends; `ConfigError` if another command has it."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return
+    locks.callback(os.close, descriptor)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConfigError(f"--to {to}: another command is making it; choose another folder") from None
+
+
 def _refused(to: Path, error: OSError) -> str:
     about = Path(error.filename or to)
-    if {to, to.with_name(f".{to.name}.partial")}.isdisjoint((about, *about.parents)):
+    if {to, _partial(to)}.isdisjoint((about, *about.parents)):
         return f"{about}: {error.strerror}"
     return f"--to {to}: cannot be written: {error.strerror}; choose another place"

@@ -32,3 +32,17 @@ def test_other_errors_are_about_what_they_are_about(tmp_path: Path) -> None:
         with pytest.raises(type(error)) as found, new_folder(tmp_path / "new"):
             raise error
         assert found.value is error
+
+
+def test_the_second_of_two_at_once_is_refused_and_what_a_killed_one_left_is_not(tmp_path: Path) -> None:
+    to = tmp_path / "new"
+    with new_folder(to) as place:
+        (place / "mine").touch()
+        with pytest.raises(ConfigError, match=f"--to {to}: another command is making it"), new_folder(to):
+            pytest.fail("it must not begin")
+    assert [path.name for path in to.iterdir()] == ["mine"]
+    (tmp_path / ".other.partial").mkdir()
+    (tmp_path / ".other.partial" / "left").touch()
+    with new_folder(tmp_path / "other"):
+        pass
+    assert list((tmp_path / "other").iterdir()) == []
