@@ -10,6 +10,7 @@ absent: a plain PEFT adapter with `evaluation.json` beside it, the best that thi
 """
 
 import json
+import re
 import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -29,6 +30,7 @@ from protocol.wire.messages import PolicyInfo
 
 _RESULT = "evaluation.json"
 _MAX_BYTES = 16 * 2**20  # of one file; a line has some 400 bytes
+_DUE_FILE = re.compile(r"(\.)?version-(\d{1,19})-step-(\d{1,19})\.adapter(?(1)\.partial)")
 _REMEMBERED = 1024  # versions, of which only the newest can be asked about
 
 
@@ -144,15 +146,17 @@ class EvaluationQueue:
         self.num_skipped = 0
 
     def restore(self, first_step: int, known: Iterable[int]) -> None:
-        """Takes up what an earlier process left: not what is known already, and not of steps that will be taken again."""
+        """Takes up what an earlier process left: not what is known already, and not of steps that will be taken again. What
+        is not the queue's is left alone."""
         known = set(known)
         self._folder.mkdir(parents=True, exist_ok=True)
         for file in self._folder.iterdir():
-            version, _, step = file.stem.removeprefix("version-").partition("-step-")
-            if file.suffix == ".adapter" and int(step) <= first_step and int(version) not in known:
-                self._due[int(version)] = file
-            else:
-                file.unlink()
+            if found := _DUE_FILE.fullmatch(file.name):
+                half, version, step = found[1], int(found[2]), int(found[3])
+                if half or step > first_step or version in known:
+                    file.unlink()
+                else:
+                    self._due[version] = file
         self._skip()
 
     @property

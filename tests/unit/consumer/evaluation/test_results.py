@@ -170,11 +170,21 @@ def test_one_is_evaluated_and_of_the_others_the_newest_waits(tmp_path: Path) -> 
     assert (waiting.versions, list((tmp_path / "evaluation").iterdir())) == ([], [])
 
 
+def test_what_somebody_else_put_there_stays(tmp_path: Path) -> None:
+    (tmp_path / "evaluation" / "folder").mkdir(parents=True)
+    (tmp_path / "evaluation" / "mine.adapter").write_bytes(b"")
+    queue(tmp_path).put(due(2))
+    assert queue(tmp_path).versions == [2]
+    assert sorted(file.name for file in (tmp_path / "evaluation").iterdir()) == [
+        "folder", "mine.adapter", "version-2-step-20.adapter",
+    ]  # fmt: skip
+
+
 def test_the_next_process_takes_up_what_is_left(tmp_path: Path) -> None:
     waiting = queue(tmp_path)
     for version in (2, 4):
         waiting.put(due(version))
-    (tmp_path / "evaluation" / "version-9-step-90.partial").write_bytes(b"half")
+    (tmp_path / "evaluation" / ".version-9-step-90.adapter.partial").write_bytes(b"half")
     assert queue(tmp_path, first_step=20).versions == [2], "step 40 will be taken again"
     waiting = queue(tmp_path)
     waiting.put(due(4))
