@@ -172,15 +172,15 @@ def test_two_producers_share_the_work(start: Callable[..., Run]) -> None:
 
 
 def test_partial_batches_train_where_full_ones_are_long_in_coming(start: Callable[..., Run]) -> None:
-    """One group at a time, and two seconds for a batch of 4 that takes three: every step makes do with less."""
+    """One group at a time, and half a second for a batch of 4 that takes longer: every step makes do with less."""
     run = start(
-        pipeline={"groups_per_step": 4, "fill": "partial", "fill_timeout_s": 2.0},
+        pipeline={"groups_per_step": 4, "fill": "partial", "fill_timeout_s": 0.5},
         trainer={"max_steps": 4},
         replay={"keep_all": True},
     )
 
     def seldom(lease: Lease, version: int) -> Group:
-        time.sleep(0.75)
+        time.sleep(0.2)
         return made_up_group(lease, version)
 
     run.producer(answer=seldom, capacity=1)
@@ -210,12 +210,12 @@ def test_a_stop_before_the_first_step_leaves_nothing(start: Callable[..., Run]) 
 
 
 HANGING_TRANSFORM = """
-import re
+import ctypes
 from pathlib import Path
 
 def to_prompt(row):
     if Path("{flag}").exists():
-        re.match(r"(a+)+$", "a" * 60 + "b")  # for years, and no other thread of its process runs
+        ctypes.PyDLL(None).sleep(3600)  # with the interpreter's lock: no other thread of its process runs
     return row
 """
 
