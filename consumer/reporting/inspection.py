@@ -39,9 +39,8 @@ def keep(run_dir: Path, step: int, batch: CutBatch, found: dict[str, Any]) -> Pa
         with staged(folder) as partial:
             partial.mkdir()
             (partial / "step.json").write_text(encode_page(values), encoding="utf-8")
-            (partial / "groups.safetensors").write_bytes(
-                save(arrays)
-            )  # errors of `save_file` do not say that the disk is full
+            # Errors of `save_file` do not say that the disk is full.
+            (partial / "groups.safetensors").write_bytes(save(arrays))
     for old in sorted(folder.parent.glob("step-*"), key=lambda place: place.stat().st_mtime)[:-_KEPT]:
         shutil.rmtree(old)
     return folder

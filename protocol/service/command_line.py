@@ -93,7 +93,7 @@ def main(
                 if arguments.check == "full":
                     check_libraries(config)
                 shown = dump_config(config) + "".join(f"# {line}\n" for line in preview(config, arguments.gpu))
-                return written(lambda: sys.stdout.write(shown) and ExitCode.OK)
+                return written(lambda: _show(shown))
             logs.configure(program, config.observability.log_level, config.observability.log_format)
             return run(config, select_gpus(arguments.gpu if needs_gpu(config) else "cpu"))
 
@@ -133,6 +133,11 @@ def written(work: Callable[[], int]) -> int:
             _write_no_more()
             raise ConfigError(f"standard output: {error.strerror}") from error
         raise
+
+
+def _show(text: str) -> ExitCode:
+    print(text, end="")
+    return ExitCode.OK
 
 
 def say_progress(line: str) -> None:
