@@ -3,11 +3,11 @@
 Guarantee: pure functions; every breach of a promise becomes a `Problem` that names the group, and nothing else does.
 
 The promises: a group whose producer was told `accepted` was trained for the first time once in the surviving lineage, or
-the journal says why it will not be, or it is still ready. What was trained is what was acknowledged, byte for byte, and in
-the step that the journal names. A group is replayed only after its first training, no more often and no later than
-the configuration allows, and every time in the step and at the position that the journal names. No turn of a prompt is
-trained twice, and none is forgotten; a prompt comes back after a failure alone (`tests.chaos.returns`). Every other answer
-has its explanation.
+the journal says why it will not be, or it is still ready, and not so old that a trainer who knew of it would have dropped
+it. What was trained is what was acknowledged, byte for byte, and in the step that the journal names. A group is replayed
+only after its first training, no more often and no later than the configuration allows, and every time in the step and at
+the position that the journal names. No turn of a prompt is trained twice, and none is forgotten; a prompt comes back after
+a failure alone (`tests.chaos.returns`). Every other answer has its explanation.
 """
 
 from collections import defaultdict
@@ -28,6 +28,7 @@ def check(evidence: Evidence) -> Verdict:
     replayed = _replayed(steps, verdict)
     verdict.num_replays = sum(map(len, replayed.values()))
     _check_accepted(evidence, trained, verdict)
+    _check_ready(evidence, steps, verdict)
     _check_journal(evidence, trained, verdict)
     _check_replays(evidence, trained, replayed, verdict)
     _check_prompts(evidence, trained, verdict)
@@ -113,6 +114,20 @@ def _check_accepted(evidence: Evidence, trained: Mapping[str, _Trained], verdict
         for place, found in seen.items():
             if found is not None and found.digest != answer.digest:
                 verdict.add("content", f"group {answer.lease_id} of {answer.producer} has other content in {place}")
+
+
+def _check_ready(evidence: Evidence, steps: Mapping[int, Batch], verdict: Verdict) -> None:
+    """Whoever cuts a batch drops what has become too old, if it has not forgotten it."""
+    if (last := steps.get(evidence.final_step)) is None:
+        return
+    oldest = (last.step - 1) // evidence.rules.sync_interval - evidence.rules.max_staleness
+    for row in evidence.rows.values():
+        if row.outcome == "accepted" and row.dropped is None and row.step is None and row.policy_version < oldest:
+            verdict.add(
+                "forgotten",
+                f"group {row.group_id} of version {row.policy_version} is still ready, and step {last.step} took none older than "
+                f"{oldest}",
+            )
 
 
 def _check_journal(evidence: Evidence, trained: Mapping[str, _Trained], verdict: Verdict) -> None:

@@ -43,7 +43,7 @@ def evidence(**changes: Any) -> Evidence:
             incarnation(0, batch(1, A), batch(2, B), batch(3, C), ended=3),
             incarnation(1, batch(2, B), batch(3, C), ended=3),
         ),
-        rows={A: row(A, 1), B: row(B, 2), C: row(C, 3), D: row(D)},
+        rows={A: row(A, 1), B: row(B, 2), C: row(C, 3), D: row(D, policy_version=2)},
         replays=frozenset(),
         dead=frozenset(),
         final_step=3,
@@ -65,6 +65,13 @@ def test_a_sound_run_has_no_problem() -> None:
     verdict = check(evidence())
     assert verdict.problems == []
     assert verdict.fates == {"trained": 3, "ready": 1}
+
+
+def test_a_ready_group_that_every_trainer_would_have_dropped_is_forgotten() -> None:
+    """Step 3 is cut at version 2, of which the batch may be one behind."""
+    rows = evidence().rows
+    assert kinds(evidence(rows={**rows, D: row(D, policy_version=1)})) == []
+    assert kinds(evidence(rows={**rows, D: row(D, policy_version=0)})) == ["forgotten"]
 
 
 def test_the_lineage_keeps_what_the_checkpoint_held_and_what_came_after() -> None:
@@ -280,7 +287,7 @@ def test_a_prompt_that_comes_back_without_a_reason_too_early_or_too_often() -> N
 
 
 def test_a_prompt_that_was_solved_may_rest_for_an_epoch() -> None:
-    rows = {A: row(A, 1, rewards=SOLVED)} | {f"1-{n}-0-1-x": row(f"1-{n}-0-1-x") for n in (1, 2, 3)}
+    rows = {A: row(A, 1, rewards=SOLVED)} | {f"1-{n}-0-1-x": row(f"1-{n}-0-1-x", policy_version=2) for n in (1, 2, 3)}
     missing = "prompt 0 of epoch 1 was neither trained nor given up"
     found = with_returns(*rows.values(), epoch=2)
     assert texts(found) == [f"forgotten: {missing}"]
