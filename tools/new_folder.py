@@ -12,7 +12,7 @@ from pathlib import Path
 
 from protocol.errors import ConfigError, SlipstreamError
 from protocol.files.space import out_of_space
-from protocol.files.staged import staged
+from protocol.files.staged import partial_of, staged
 
 
 @contextmanager
@@ -22,7 +22,7 @@ def new_folder(to: Path) -> Iterator[Path]:
         if to.exists():
             raise ConfigError(f"--to: {to} exists already; remove it, or choose another folder")
         with ExitStack() as locks:
-            _lock(_partial(to), to, locks)  # of one that a killed command left, nobody has the lock
+            _lock(partial_of(to), to, locks)  # of one that a killed command left, nobody has the lock
             partial = locks.enter_context(staged(to))
             partial.mkdir(parents=True)
             _lock(partial, to, locks)
@@ -40,11 +40,6 @@ def new_folder(to: Path) -> Iterator[Path]:
         raise ConfigError(_refused(to, error)) from error
 
 
-def _partial(to: Path) -> Path:
-    """Where `staged` has it until it is whole."""
-    return to.with_name(f".{to.name}.partial")
-
-
 def _lock(folder: Path, to: Path, locks: ExitStack) -> None:
     """Until `locks` ends; `ConfigError` if another command has it."""
     try:
@@ -60,6 +55,6 @@ def _lock(folder: Path, to: Path, locks: ExitStack) -> None:
 
 def _refused(to: Path, error: OSError) -> str:
     about = Path(error.filename or to)
-    if {to, _partial(to)}.isdisjoint((about, *about.parents)):
+    if {to, partial_of(to)}.isdisjoint((about, *about.parents)):
         return f"{about}: {error.strerror}"
     return f"--to {to}: cannot be written: {error.strerror}; choose another place"

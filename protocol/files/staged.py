@@ -15,7 +15,7 @@ from pathlib import Path
 def staged(final: Path, *, durable: bool = True) -> Iterator[Path]:
     """Gives a path at which nothing is, for the body to make a file or a folder there, and moves that to `final` in the end.
     An error in the body leaves `final` as it was. If it is not `durable`, a crash of the machine may take it."""
-    partial = final.with_name(f".{final.name}.partial")
+    partial = partial_of(final)
     _remove(partial)  # what a killed process left, as `mend` does
     mend(final)
     try:
@@ -43,6 +43,11 @@ def mend(final: Path) -> None:
     if old.is_dir() and not final.exists():
         old.rename(final)
     _remove(old)
+
+
+def partial_of(final: Path) -> Path:
+    """The place of a file or folder until it is whole."""
+    return final.with_name(f".{final.name}.partial")
 
 
 def aside(final: Path) -> Path:
