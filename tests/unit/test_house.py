@@ -12,8 +12,7 @@ import pytest
 REPOSITORY = Path(__file__).parents[2]
 PACKAGES = ("protocol", "replay", "producer", "consumer", "tools")
 MODULES = sorted(file for package in PACKAGES for file in (REPOSITORY / package).rglob("*.py"))
-LONGEST_MODULE = 250  # lines
-MOST_MODULES = 14  # of a room
+LONGEST_MODULE = 500  # lines
 LONGEST_FUNCTION = 60  # lines
 MOST_ARGUMENTS = 8  # of a constructor, without self
 FORBIDDEN_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve"}
@@ -135,4 +134,3 @@ ROOMS = sorted(file.parent for file in MODULES if file.name == "__init__.py" and
 def test_a_room_opens_with_what_it_guarantees() -> None:
     inits = [room / "__init__.py" for room in ROOMS]
     assert [str(init) for init in inits if "Guarantee: " not in (ast.get_docstring(parsed(init)) or "")] == []
-    assert [str(room) for room in ROOMS if len(list(room.glob("*.py"))) > MOST_MODULES + 1] == []
