@@ -17,7 +17,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 CPUS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=COMPATIBLE MKL_CBWR=AUTO
 OLD_CPU := ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE
 
-.PHONY: help demo test unit portable check docs chaos soak fuzz bench bench-overlap bench-journal bench-offpolicy bench-sparse bench-metrics bench-swap bench-swap-modes bench-engine-server bench-transport bench-scale bench-spot bench-startup bench-admission bench-in-flight bench-trainer-step bench-ranks bench-relays bench-view install-systemd uninstall-systemd clean
+.PHONY: help demo test unit portable check docs chaos soak fuzz bench bench-overlap bench-journal bench-offpolicy bench-swap bench-swap-modes bench-engine-server bench-transport bench-scale bench-spot bench-trainer-step bench-ranks install-systemd uninstall-systemd clean
 
 help: ## show this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -64,8 +64,7 @@ fuzz: $(STAMP) ## a million spoiled frames against the codec, and strangers agai
 	$(BIN)/python -m tests.fuzz.frames --count 1000000 --seed $(SEED)
 	$(BIN)/python -m tests.fuzz.strangers --minutes $(MINUTES) --seed $(SEED)
 
-bench: $(STAMP) ## every benchmark, one after the other, with a summary; an hour or so
-	@test -e runs/demo/steps.jsonl || $(MAKE) demo # bench-metrics measures against a step of it
+bench: $(STAMP) ## every benchmark, one after the other, with a summary; half an hour or so
 	$(BIN)/python -m benchmarks.suite
 
 bench-overlap: $(STAMP) ## the pair against itself in lockstep and against TRL's own trainer, about ten minutes
@@ -76,9 +75,6 @@ bench-journal: $(STAMP) ## durable groups per second and latency of acknowledgem
 
 bench-offpolicy: $(STAMP) ## accuracy under scripted staleness, without and with each correction, 15 to 45 minutes
 	$(BIN)/python -m benchmarks.offpolicy --plot runs/bench/offpolicy/offpolicy.png
-
-bench-sparse: $(STAMP) ## accuracy per generated token under sparse rewards, with replay and rerolls, about five minutes
-	$(BIN)/python -m benchmarks.sparse --plot runs/bench/sparse/sparse.png
 
 bench-swap: $(STAMP) ## a policy from trainer to engine, by size and way: phases, token gaps, beside pause-and-load, ten minutes
 	$(BIN)/python -m benchmarks.swap
@@ -98,28 +94,11 @@ bench-scale: $(STAMP) ## 1 to 1000 producers against one trainer: acknowledgemen
 bench-spot: $(STAMP) ## 18 of 20 producers killed once a minute of a simulated hour: throughput, tokens thrown away, seven minutes
 	$(BIN)/python -m benchmarks.spot
 
-bench-in-flight: $(STAMP) ## finish, continue and restart at a swap: tokens per second and staleness, some minutes
-	$(BIN)/python -m benchmarks.in_flight
-
 bench-trainer-step: $(STAMP) ## tokens per second and peak memory of a training step beside TRL's
 	$(BIN)/python -m benchmarks.trainer_step
 
-bench-ranks: $(STAMP) ## two ranks beside one and TRL's two processes; a lost rank; memory of a shared base, fifteen minutes
+bench-ranks: $(STAMP) ## two ranks beside one and TRL's two processes, five minutes
 	$(BIN)/python -m benchmarks.ranks
-	$(BIN)/python -m benchmarks.lost_rank
-	$(BIN)/python -m benchmarks.sharding
-
-bench-relays: $(STAMP) ## a policy for 16 producers in three regions over shaped links: relays beside one copy each, two minutes
-	$(BIN)/python -m benchmarks.relays
-
-bench-view: $(STAMP) ## rl-view on a journal of a million groups (3 GB): start, pages, search index; what a reader costs, ten minutes
-	$(BIN)/python -m benchmarks.view
-
-bench-startup: $(STAMP) ## time to the first token and the first step of the pair, by phase, and of --help and --check, two minutes
-	$(BIN)/python -m benchmarks.startup
-
-bench-admission: $(STAMP) ## preemptions and tokens/s with too little KV cache, limit of groups fixed and adaptive, five minutes
-	$(BIN)/python -m benchmarks.admission
 
 gpu-check: $(STAMP) ## what works on one NVIDIA GPU, and how fast: most valuable parts first (MINUTES=10, GPU=0 or cpu)
 	$(BIN)/python -m benchmarks.gpu_check --gpu $(GPU) --minutes $(MINUTES) --out runs/gpu-check
@@ -129,9 +108,6 @@ install-systemd: ## install units that run the virtual environment in PREFIX=/op
 
 uninstall-systemd: ## remove them again; configuration and runs stay
 	@PREFIX='$(PREFIX)' DESTDIR='$(DESTDIR)' deploy/systemd/install.sh uninstall
-
-bench-metrics: $(STAMP) ## what metrics cost, beside a step of the demo (run that first)
-	$(BIN)/python -m benchmarks.metrics
 
 clean: ## remove the virtual environment and the demo's files
 	rm -rf $(VENV) runs/demo runs/demo-base

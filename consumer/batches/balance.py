@@ -2,7 +2,7 @@
 
 Guarantee: every row goes to exactly one rank; equal lengths give equal shares on every machine, because only integers are
 compared. With 64 completions of log-normal length on 8 ranks the busiest rank has at most 5 % more work than the mean, or than
-the longest row where that is more (95th percentile); `benchmarks/balance.py` measures it.
+the longest row where that is more (95th percentile); docs/benchmarks.md has the measurement.
 
 Work is counted in tokens, padding and the fixed cost of a pass included, as `consumer.batches.micro_batches` counts it.
 """

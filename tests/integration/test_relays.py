@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from benchmarks.relays import Case, Line, started
+from .relay_fleet import Case, Line, started
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 
@@ -12,7 +12,7 @@ NUM_BYTES = 3_000_000
 
 
 def test_a_region_gets_one_copy_and_more_only_when_its_relay_is_killed_in_the_middle() -> None:
-    case = Case("relays", {"a": 1, "b": 3}, 1, relays=True)
+    case = Case({"a": 1, "b": 3}, 1)
     with started(case, Line(bytes_per_s=1e6, delay_s=0.02)) as fleet:
         whole = fleet.publish(NUM_BYTES)
         assert whole["carried"]["b"] < 1.5 * NUM_BYTES, "one copy, and what else is said"

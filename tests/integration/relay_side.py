@@ -33,7 +33,7 @@ class Side(NamedTuple):
     region: str
     ports: tuple[int, int]  # that lead to the trainer
     keys: Path
-    relay_port: int | None  # None: it neither shares nor hands on policies
+    relay_port: int
 
 
 class Arrival(NamedTuple):
@@ -49,13 +49,11 @@ def run(pipe: Connection, side: Side) -> None:
     keys = producer_keys(side.keys, identity)
     transport = TransportSection(keys=str(side.keys))
     with ExitStack() as stack:
-        cache, relay = HostCache(None), None
-        if side.relay_port is not None:
-            cache = HostCache(stack.enter_context(common_folder(f"bench-{side.keys.name}-{side.host}", ROOT)))
-            endpoint = f"tcp://127.0.0.1:{side.relay_port}"
-            relay = Relay(cache, lambda: RelayPlace(endpoint, endpoint), MAX_MESSAGE_BYTES, keys.secret)
-            stack.callback(relay.stop)
-            relay.start()
+        cache = HostCache(stack.enter_context(common_folder(f"relays-{side.keys.name}-{side.host}", ROOT)))
+        endpoint = f"tcp://127.0.0.1:{side.relay_port}"
+        relay = Relay(cache, lambda: RelayPlace(endpoint, endpoint), MAX_MESSAGE_BYTES, keys.secret)
+        stack.callback(relay.stop)
+        relay.start()
         neighbours = Neighbours(side.name, transport, keys.secret, cache, relay)
 
         def arrived(downloaded: DownloadedPolicy) -> None:
