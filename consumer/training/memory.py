@@ -51,8 +51,9 @@ class PassMemory:
     """What the passes of a step take of a GPU. Elsewhere nobody can tell."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device if device.type == "cuda" else None
-        if self._device is not None:
+        self._device: torch.device | None = None
+        if device.type == "cuda":  # accelerate's has no index, and some functions of torch.cuda want one
+            self._device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
             torch.cuda.reset_peak_memory_stats(self._device)
             self._before = torch.cuda.memory_allocated(self._device)
 

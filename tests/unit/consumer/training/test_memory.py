@@ -10,7 +10,7 @@ import torch
 from consumer.batches import step_cuts
 from consumer.batches.step_cuts import StepCutter
 from consumer.training.loop import TrainingLoop
-from consumer.training.memory import OutOfMemory, allocatable_bytes, given_up_together, tokens_within
+from consumer.training.memory import OutOfMemory, PassMemory, allocatable_bytes, given_up_together, tokens_within
 from consumer.training.run_components import RunStart
 from consumer.training.trainer import SlipstreamTrainer
 from protocol.errors import DeviceError, ExitCode
@@ -55,6 +55,36 @@ def trainer_of(folder: Path, model: Path, cuts: dict[int, StepCut], **options: A
 )
 def test_what_torch_can_still_give_out(free: int, limit: int, expected: int) -> None:
     assert allocatable_bytes(free, 30, 20, limit) == expected
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The C functions of a CUDA build of torch: a GPU of 1000 bytes, of which torch has reserved 300 and uses 200."""
+    allocated = {"all": {"current": 200, "peak": 600}}
+    stats = {"allocated_bytes": allocated, "reserved_bytes": {"all": {"current": 300}}}
+    functions = {
+        "_cuda_getDevice": lambda: 0,
+        "_cuda_getMemoryFraction": lambda index: 0.5,
+        "_cuda_memoryStats": lambda index: stats,
+        "_cuda_resetPeakMemoryStats": lambda index: None,
+    }
+    for name, function in functions.items():
+        monkeypatch.setattr(torch._C, name, function, raising=False)
+    for module in (torch.cuda, torch.cuda.memory):
+        monkeypatch.setattr(module, "_lazy_init", lambda: None)
+        monkeypatch.setattr(module, "is_initialized", lambda: True)
+    runtime = SimpleNamespace(cudaMemGetInfo=lambda index: (600, 1000))
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:0"])
+@pytest.mark.usefixtures("driver")
+def test_a_pass_is_measured_on_the_device_that_accelerate_names(device: str) -> None:
+    tokens = 10_240
+    batch = {"prompt_mask": torch.ones(1, tokens - 240), "completion_mask": torch.ones(1, 240)}
+    fitting = PassMemory(torch.device(device)).fitting_tokens([batch], padded=False)
+    # 100 of the reserved and 200 up to the limit are left, and a pass took 400.
+    assert fitting == tokens_within(300, 400, tokens) == 6144
 
 
 def refuse(trainer: SlipstreamTrainer, steps: set[int], most_rows: int) -> None:
